@@ -1,0 +1,7 @@
+"""`python -m jhpt`."""
+
+import sys
+
+from jhpt.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""What everything else speaks about: configuration, model shapes, errors.  No jax."""

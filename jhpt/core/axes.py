@@ -1,0 +1,4 @@
+"""Names of mesh axes."""
+
+DATA = "data"
+TENSOR = "tensor"

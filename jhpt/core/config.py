@@ -1,0 +1,273 @@
+"""What a user can choose: frozen, closed, validated before any device is touched.
+
+A `Config` has one section per concern (`model`, `data`, `optimizer`, `train`, `parallel`, `evaluation`, `checkpoint`,
+`log`).  Impossible combinations are refused here, so later code never checks them again.  `jhpt.core.load` reads
+files, presets and overrides into a `Config`.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+VOCAB_MULTIPLE = 128
+"""Embedding tables are padded to this multiple, so that a tensor axis divides them and GPU tiles are full."""
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TransformerConfig(Section):
+    """The shape that GPT and BERT share."""
+
+    vocab_size: Count = Field(256, description="token ids the model knows")
+    num_layers: Count = Field(4, description="transformer blocks")
+    d_model: Count = Field(128, description="width of the residual stream")
+    num_heads: Count = Field(4, description="query heads")
+    d_ff: Count | None = Field(
+        None, description="MLP width; null: 4 d_model (8/3 d_model up to a multiple of 256 for swiglu)"
+    )
+    max_length: Count = Field(128, description="longest sequence the model accepts")
+    dropout: Fraction = Field(0.0, description="dropout after embedding, attention and MLP")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="compute dtype; auto: bfloat16 on GPU, float32 on CPU; parameters stay float32"
+    )
+    attention: Literal["auto", "cudnn", "xla"] = Field(
+        "auto", description="attention kernel; auto: cuDNN flash attention where it applies, else XLA"
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> "TransformerConfig":
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}; "
+                f"use {one_of(divisors(self.d_model, up_to=2 * self.num_heads))} heads"
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.d_model // self.num_heads
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding table: `vocab_size` rounded up to `VOCAB_MULTIPLE`."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+class GPTConfig(TransformerConfig):
+    """A causal decoder: GPT-2 and Llama shapes are settings of this one model."""
+
+    family: Literal["gpt"] = "gpt"
+    num_kv_heads: Count | None = Field(None, description="key/value heads (grouped-query attention); null: num_heads")
+    positions: Literal["learned", "rotary"] = Field("learned", description="position information")
+    rope_theta: Positive = Field(10_000.0, description="base wavelength of rotary positions")
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation before each half block")
+    norm_eps: Positive = Field(1e-5, description="added to the variance")
+    activation: Literal["gelu", "swiglu"] = Field("gelu", description="MLP non-linearity")
+    bias: bool = Field(True, description="biases in the linear layers")
+    tied: bool = Field(True, description="output head shares the embedding table")
+
+    @model_validator(mode="after")
+    def _groups_divide_heads(self) -> "GPTConfig":
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.kv_heads}; "
+                f"use {one_of(divisors(self.num_heads))}"
+            )
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise ValueError(
+                f"rotary positions rotate pairs, but d_model / num_heads = {self.head_dim} is odd; "
+                "choose an even head width or model.positions=learned"
+            )
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """MLP width; 2/3 of 4 d_model for swiglu, whose MLP has three matrices (Shazeer 2020, arXiv 2002.05202)."""
+        if self.d_ff is not None:
+            return self.d_ff
+        return 4 * self.d_model if self.activation == "gelu" else -(-8 * self.d_model // 3 // 256) * 256
+
+
+class BERTConfig(TransformerConfig):
+    """A bidirectional encoder with token types, pooler and masked-LM head (Devlin et al. 2018, arXiv 1810.04805)."""
+
+    family: Literal["bert"] = "bert"
+    type_vocab_size: Count = Field(2, description="token types (segments)")
+    norm_eps: Positive = Field(1e-12, description="added to the variance")
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads: all of them."""
+        return self.num_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """MLP width."""
+        return self.d_ff or 4 * self.d_model
+
+
+ModelConfig = GPTConfig | BERTConfig
+
+
+class DataConfig(Section):
+    """Where tokens come from and how they are cut into batches."""
+
+    path: str | tuple[str, ...] = Field(
+        "stdlib", description="text or .jsonl files, globs or folders; stdlib: the source text of this Python"
+    )
+    validation_path: str | tuple[str, ...] | None = Field(
+        None, description="held-out files; null: a share of the files of data.path"
+    )
+    validation_fraction: Fraction = Field(0.05, description="share of files held out where validation_path is null")
+    text_key: str = Field("text", description="the field of a JSONL line that holds the text")
+    tokenizer: str = Field("bytes", description="bytes, or the path of a tokenizers JSON file")
+    sequence_length: Count = Field(128, description="tokens in a sequence")
+    batch_size: Count = Field(32, description="sequences in a step, over all devices and micro-batches")
+    mask_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.15, description="share of tokens that BERT has to predict"
+    )
+    cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule; everything that decides an update."""
+
+    learning_rate: Positive = Field(1e-3, description="peak learning rate")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after the warm-up")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(100, description="steps of linear warm-up from zero")
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="learning rate at the last step, as a share of the peak"
+    )
+    b1: Fraction = Field(0.9, description="decay of the first moment")
+    b2: Fraction = Field(0.95, description="decay of the second moment")
+    eps: Positive = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: NonNegative = Field(0.1, description="decoupled decay of matrices and tables (not norms, biases)")
+    clip_norm: Positive | None = Field(1.0, description="largest global gradient norm; null: no clipping")
+    z_loss: NonNegative = Field(0.0, description="weight of log(Z)^2, which keeps logits from drifting")
+
+
+class TrainConfig(Section):
+    """How long to train, and when to give up."""
+
+    steps: Count = Field(1000, description="optimizer steps")
+    max_bad_steps: Count = Field(
+        10, description="stop after this many steps in a row whose loss or gradient is not finite (each is skipped)"
+    )
+
+
+class ParallelConfig(Section):
+    """The mesh by hand: `data x tensor` devices."""
+
+    data: Count | None = Field(None, description="data-parallel degree; null: all devices / tensor")
+    tensor: Count = Field(1, description="tensor-parallel degree, on neighbouring devices")
+    zero: Literal[0, 1, 3] = Field(
+        0, description="shard over the data axis: 0 nothing, 1 optimizer state, 3 also parameters"
+    )
+    micro_batches: Count = Field(1, description="gradient accumulation: pieces a step's batch is cut into")
+
+
+class EvaluationConfig(Section):
+    """Held-out loss, and the sample at the end."""
+
+    every: Count = Field(250, description="steps between evaluations; one more follows the last step")
+    batches: Count = Field(20, description="held-out batches in an evaluation, at most")
+    sample_tokens: Annotated[int, Field(ge=0)] = Field(200, description="tokens GPT writes at the end; 0: none")
+    prompt: str = Field("def ", description="what the sample continues")
+
+
+class CheckpointConfig(Section):
+    """What is kept on disk."""
+
+    every: Count = Field(500, description="steps between checkpoints; the last step is always saved")
+    keep: Count = Field(2, description="newest checkpoints to keep")
+    keep_every: Count | None = Field(None, description="keep these for good: every so many steps")
+
+
+class LogConfig(Section):
+    """What a person and a dashboard see."""
+
+    every: Count = Field(10, description="steps between metric lines")
+    tensorboard: bool = Field(True, description="write TensorBoard events beside metrics.jsonl")
+
+
+class Config(Section):
+    """One training run, completely."""
+
+    name: str = Field("gpt-tiny", description="names the run's folder", pattern=r"^[\w.-]+$")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="initialisation, data order, dropout, masking")
+    model: Annotated[ModelConfig, Field(discriminator="family")] = GPTConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _sequence_fits_model(self) -> "Config":
+        if self.data.sequence_length > self.model.max_length:
+            raise ValueError(
+                f"data.sequence_length={self.data.sequence_length} is longer than model.max_length="
+                f"{self.model.max_length}; shorten the sequences or raise model.max_length"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tensor_axis_divides_model(self) -> "Config":
+        tensor = self.parallel.tensor
+        sizes = {"num_heads": self.model.num_heads, "num_kv_heads": self.model.kv_heads, "d_ff": self.model.ffn_width}
+        for name, size in sizes.items():
+            if size % tensor:
+                raise ValueError(
+                    f"model.{name}={size} is not divisible by parallel.tensor={tensor}; "
+                    f"use {one_of(common_divisors(sizes.values()))}"
+                )
+        if self.model.padded_vocab % tensor:
+            raise ValueError(
+                f"model.vocab_size, padded to {self.model.padded_vocab}, is not divisible by parallel.tensor={tensor}; "
+                f"use {one_of(d for d in common_divisors(sizes.values()) if self.model.padded_vocab % d == 0)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> "Config":
+        pieces = (self.parallel.data or 1) * self.parallel.micro_batches
+        if self.data.batch_size % pieces:
+            raise ValueError(
+                f"data.batch_size={self.data.batch_size} is not divisible by parallel.data x parallel.micro_batches = "
+                f"{pieces}; use a multiple of {pieces}"
+            )
+        return self
+
+
+def divisors(n: int, up_to: int | None = None) -> list[int]:
+    """The divisors of `n`, ascending."""
+    return [d for d in range(1, (up_to or n) + 1) if n % d == 0]
+
+
+def common_divisors(sizes) -> list[int]:
+    """The numbers that divide every one of `sizes`, ascending."""
+    sizes = list(sizes)
+    return [d for d in divisors(min(sizes)) if all(size % d == 0 for size in sizes)]
+
+
+def one_of(choices) -> str:
+    """`"1, 2 or 4"` for an error message."""
+    *rest, last = [str(choice) for choice in choices]
+    return f"{', '.join(rest)} or {last}" if rest else last

@@ -1,0 +1,159 @@
+"""Files, presets, dicts and overrides -> one validated `Config`, or one message that says what to change."""
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from jhpt.core.config import BERTConfig, Config, GPTConfig
+from jhpt.core.errors import InputError, did_you_mean
+from jhpt.core.presets import DEFAULT, PRESETS
+
+Source = Config | Mapping[str, Any] | str | Path | None
+
+FAMILIES: dict[str, type[GPTConfig] | type[BERTConfig]] = {"gpt": GPTConfig, "bert": BERTConfig}
+
+
+def load_config(source: Source = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration that `source` names, with `overrides` on top.
+
+    Args:
+      source: a preset's name, the path of a YAML file, a (nested) dict, a `Config`, or None for `gpt-tiny`.  A file or
+        dict lists only what differs from a preset: its own key `preset`, or `gpt-tiny`.
+      overrides: values by dotted name, `{"train.steps": 20}`.
+
+    Raises:
+      InputError: unknown preset, key or file, wrong type, impossible value; all faults at once, one a line.
+    """
+    tree = _tree(source)
+    for name, value in (overrides or {}).items():
+        tree = _merge(tree, _nested(name, value))
+    return validate(tree)
+
+
+def run_config(source: Source, out: str | os.PathLike[str] | None) -> Config:
+    """The configuration of a run in directory `out`: without a source, an existing run keeps its own."""
+    own = Path(out) / "config.yaml" if out is not None else None
+    if source is None and own is not None and own.is_file():
+        source = own
+    return load_config(source)
+
+
+def validate(tree: Mapping[str, Any]) -> Config:
+    """A `Config` from a complete nested dict; InputError names every fault."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        faults = [_explain(fault, tree) for fault in error.errors(include_url=False)]
+        raise InputError("\n".join(faults)) from None
+
+
+def to_yaml(config: Config) -> str:
+    """The complete configuration as YAML that `load_config` reads back unchanged."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves of a nested dict by dotted name."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves
+
+
+def _tree(source: Source) -> dict[str, Any]:
+    match source:
+        case None:
+            return preset(DEFAULT)
+        case Config():
+            return source.model_dump()
+        case Mapping():
+            source = dict(source)
+            return _merge(preset(source.pop("preset", DEFAULT)), source)
+        case _ if str(source) in PRESETS:
+            return preset(str(source))
+        case _:
+            return _tree(_read_yaml(Path(source)))
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The complete nested dict of a preset."""
+    if name not in PRESETS:
+        raise InputError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; presets: {', '.join(PRESETS)}")
+    changes = copy.deepcopy(PRESETS[name])
+    model = FAMILIES[changes["model"]["family"]](**changes["model"])
+    return _merge(Config(model=model).model_dump(), {"name": name, **changes})
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = did_you_mean(str(path), PRESETS)
+        raise InputError(
+            f"{path}: neither a file nor a preset{hint}; give the path of a YAML file or one of {', '.join(PRESETS)}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as a config: {error}; give a readable UTF-8 YAML file") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: expected sections such as 'model:' and 'train:', found {type(tree).__name__}")
+    return tree
+
+
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    for key in reversed(name.split(".")):
+        value = {key: value}
+    return value
+
+
+def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` over `base`.  A model of another family starts from that family's defaults, not from the preset's."""
+    merged = dict(base)
+    for key, value in changes.items():
+        if not (isinstance(value, Mapping) and isinstance(merged.get(key), dict)):
+            merged[key] = value
+        elif key == "model" and value.get("family", merged[key].get("family")) != merged[key].get("family"):
+            merged[key] = dict(value)
+        else:
+            merged[key] = _merge(merged[key], value)
+    return merged
+
+
+def _explain(fault: Any, tree: Mapping[str, Any]) -> str:
+    """One line for one pydantic error: the dotted name, what is wrong, what to do."""
+    name = ".".join(str(part) for part in fault["loc"] if part not in (*FAMILIES, "str", "tuple[str, ...]"))
+    if fault["type"] == "extra_forbidden":
+        return f"{name}: unknown key{_suggest(name, list(_names(tree)))}"
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return f"model.family: expected one of {', '.join(FAMILIES)}"
+    message = fault["msg"].removeprefix("Input ")
+    return f"{name}={fault['input']!r}: {message}"
+
+
+def _names(tree: Mapping[str, Any]) -> Iterator[str]:
+    """All dotted names that a config with this tree's model family may have."""
+    model = tree.get("model")
+    family = FAMILIES.get(model.get("family", ""), GPTConfig) if isinstance(model, Mapping) else GPTConfig
+    for section, field in Config.model_fields.items():
+        section_type = family if section == "model" else field.annotation
+        if isinstance(section_type, type) and issubclass(section_type, BaseModel):
+            yield from (f"{section}.{key}" for key in section_type.model_fields)
+        else:
+            yield section
+
+
+def _suggest(name: str, names: list[str]) -> str:
+    section, _, key = name.rpartition(".")
+    elsewhere = [choice for choice in names if choice.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    siblings = [choice for choice in names if choice.rpartition(".")[0] == section]
+    return did_you_mean(name, siblings or names) or did_you_mean(name, names) or f"; known here: {', '.join(siblings)}"

@@ -1,0 +1,43 @@
+"""The devices jax sees, in words and numbers."""
+
+import resource
+from dataclasses import dataclass
+
+import jax
+
+from jhpt.core.devices import peak_bf16_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """What one device is.  memory: bytes, None where the backend does not say; capability: of an NVIDIA GPU."""
+
+    kind: str
+    platform: str
+    memory: int | None
+    peak_bf16_flops: float | None
+    capability: float | None
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether this is a GPU."""
+        return self.platform in ("gpu", "cuda", "rocm")
+
+
+def device_info(device: jax.Device | None = None) -> DeviceInfo:
+    """Describes a device; None: the first local one."""
+    device = device or jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    return DeviceInfo(
+        kind=device.device_kind,
+        platform=device.platform,
+        memory=(device.memory_stats() or {}).get("bytes_limit"),
+        peak_bf16_flops=peak_bf16_flops(device.device_kind),
+        capability=float(capability) if capability else None,
+    )
+
+
+def memory_in_use() -> int:
+    """Peak bytes in use on the first local device; on CPU the peak resident size of this process."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,32 @@
+"""The one timer: variants in turn, everything blocked on, raw samples kept."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+def interleaved(variants: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Seconds of every call, `rounds` per variant, taken in turn so that drift of the machine hits all alike.
+
+    Each call is blocked on until its result is ready.  The order is reversed every other round.
+    """
+    for _ in range(warmup):
+        for call in variants.values():
+            jax.block_until_ready(call())
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for index in range(rounds):
+        names = list(variants) if index % 2 == 0 else list(reversed(list(variants)))
+        for name in names:
+            start = time.perf_counter()
+            jax.block_until_ready(variants[name]())
+            samples[name].append(time.perf_counter() - start)
+    return samples
+
+
+def spread(samples: list[float]) -> tuple[float, float, float]:
+    """(median, lower quartile, upper quartile)."""
+    lower, middle, upper = statistics.quantiles(samples, n=4, method="inclusive")
+    return middle, lower, upper

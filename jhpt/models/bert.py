@@ -1,0 +1,166 @@
+"""BERT: a bidirectional encoder with normalisation after each half block (Devlin et al. 2018, arXiv 1810.04805).
+
+    x = norm(tokens + positions + types);   L times: x = norm(x + attention(x)); x = norm(x + mlp(x))
+    masked-LM logits = norm(gelu(x W + b)) E^T + c;   pooled = tanh(x[first] W + b)
+
+Dropout acts on the embedding and on both half blocks, not on attention probabilities: fused kernels do not offer it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jhpt.core.config import BERTConfig
+from jhpt.models.attention import Implementation
+from jhpt.models.hooks import Hooks
+from jhpt.models.layers import INIT_STD, AttentionHalf, Linear, MLPHalf, apply, dropout, init_layers, norm, scan_layers
+from jhpt.models.vocabulary import embed, project_to_vocabulary
+
+
+class BERTEmbedding(nn.Module):
+    """Token ids [B, S] and types [B, S] -> x[B, S, D]."""
+
+    config: BERTConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, types: jax.Array | None) -> jax.Array:
+        config = self.config
+        normal = nn.initializers.normal(INIT_STD)
+        x = embed(self.param("tokens", normal, (config.padded_vocab, config.d_model)), tokens, self.dtype)
+        x = x + self.param("positions", normal, (config.max_length, config.d_model))[: tokens.shape[1]].astype(
+            self.dtype
+        )
+        table = self.param("types", normal, (config.type_vocab_size, config.d_model))
+        x = x + (table[0].astype(self.dtype) if types is None else embed(table, types, self.dtype))
+        return norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
+
+
+class BERTBlock(nn.Module):
+    """One layer: x = norm(x + attention(x)); x = norm(x + mlp(x))."""
+
+    config: BERTConfig
+    dtype: Any
+    hooks: Hooks
+    implementation: Implementation
+
+    @nn.compact
+    def __call__(self, x: jax.Array, key: jax.Array | None, lengths: jax.Array | None) -> jax.Array:
+        config = self.config
+        keys = (None, None) if key is None else jax.random.split(key)
+        x = checkpoint_name(x, "residual_in")
+        half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
+        x = x + dropout(half(x, None, lengths), config.dropout, keys[0])
+        x = norm("layernorm", config.norm_eps, self.dtype, "attention_norm")(x)
+        x = x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(x), config.dropout, keys[1])
+        return norm("layernorm", config.norm_eps, self.dtype, "mlp_norm")(x)
+
+
+class MaskedLMHead(nn.Module):
+    """x[..., D] -> logits[..., V] in float32 over the embedding table."""
+
+    config: BERTConfig
+    dtype: Any
+    hooks: Hooks
+
+    @nn.compact
+    def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
+        config = self.config
+        x = nn.gelu(Linear((config.d_model,), self.dtype, name="transform")(x), approximate=False)
+        x = norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
+        bias = self.param("bias", nn.initializers.zeros, (config.padded_vocab,))
+        return project_to_vocabulary(x, table, config.vocab_size, self.dtype, self.hooks) + bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class BERT:
+    """The model as pure functions over `{"embedding": ..., "blocks": [L, ...], "head": ..., "pooler": ...}`."""
+
+    config: BERTConfig
+    dtype: Any = jnp.float32
+    implementation: Implementation = "xla"
+    hooks: Hooks = field(default_factory=Hooks)
+
+    @property
+    def _embedding(self) -> BERTEmbedding:
+        return BERTEmbedding(self.config, self.dtype)
+
+    @property
+    def _block(self) -> BERTBlock:
+        return BERTBlock(self.config, self.dtype, self.hooks, self.implementation)
+
+    @property
+    def _head(self) -> MaskedLMHead:
+        return MaskedLMHead(self.config, self.dtype, self.hooks)
+
+    @property
+    def _pooler(self) -> Linear:
+        return Linear((self.config.d_model,), self.dtype)
+
+    def init(self, key: jax.Array) -> Any:
+        """Fresh float32 parameters."""
+        keys = jax.random.split(key, 4)
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        embedding = self._embedding.init(keys[0], tokens, None)["params"]
+        x = jnp.zeros((1, 1, self.config.d_model), self.dtype)
+        return {
+            "embedding": embedding,
+            "blocks": init_layers(self._block, keys[1], self.config.num_layers, x, None, None),
+            "head": self._head.init(keys[2], x, embedding["tokens"])["params"],
+            "pooler": self._pooler.init(keys[3], x)["params"],
+        }
+
+    def embed(
+        self, params: Any, tokens: jax.Array, types: jax.Array | None = None, key: jax.Array | None = None
+    ) -> jax.Array:
+        """tokens[B, S] (and types[B, S]; None: all zero) -> x[B, S, D]."""
+        x = apply(self._embedding, params["embedding"], tokens, types)
+        return dropout(self.hooks.constrain(x, ("batch", "length", "width")), self.config.dropout, key)
+
+    def block(
+        self, layer_params: Any, x: jax.Array, key: jax.Array | None = None, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        """One layer: x[B, S, D] -> x[B, S, D]; positions at or beyond `lengths[B]` are not attended to."""
+        return apply(self._block, layer_params, x, key, lengths)
+
+    def encode(
+        self,
+        params: Any,
+        tokens: jax.Array,
+        *,
+        types: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """tokens[B, S] -> x[B, S, D] after the last layer; a key switches dropout on."""
+        embed_key, block_key = (None, None) if key is None else jax.random.split(key)
+        x = self.embed(params, tokens, types, embed_key)
+
+        def block(layer_params: Any, x: jax.Array, key: jax.Array | None) -> jax.Array:
+            return self.block(layer_params, x, key, lengths)
+
+        return scan_layers(block, params["blocks"], x, block_key, self.hooks)
+
+    def logits(self, params: Any, x: jax.Array) -> jax.Array:
+        """Masked-LM logits of x[..., D] -> [..., V], float32; columns beyond the vocabulary are -inf."""
+        return apply(self._head, params["head"], x, params["embedding"]["tokens"])
+
+    def pool(self, params: Any, x: jax.Array) -> jax.Array:
+        """tanh(x[first] W + b): x[B, S, D] -> [B, D], the sentence vector that fine-tuning starts from."""
+        return jnp.tanh(apply(self._pooler, params["pooler"], x[:, 0]))
+
+    def apply(
+        self,
+        params: Any,
+        tokens: jax.Array,
+        *,
+        types: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """tokens[B, S] -> masked-LM logits[B, S, V]."""
+        return self.logits(params, self.encode(params, tokens, types=types, lengths=lengths, key=key))

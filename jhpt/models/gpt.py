@@ -1,0 +1,143 @@
+"""GPT: a causal decoder with normalisation before each half block.
+
+    x = tokens + positions;   L times: x += attention(norm(x)); x += mlp(norm(x));   logits = norm(x) E^T
+
+GPT-2 (Radford et al. 2019) and Llama (Touvron et al. 2023, arXiv 2302.13971) are settings of it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jhpt.core.config import GPTConfig
+from jhpt.models.attention import Implementation
+from jhpt.models.hooks import Hooks
+from jhpt.models.layers import (
+    INIT_STD,
+    AttentionHalf,
+    MLPHalf,
+    Rotation,
+    apply,
+    dropout,
+    init_layers,
+    norm,
+    rotation_table,
+    scan_layers,
+)
+from jhpt.models.vocabulary import embed, project_to_vocabulary
+
+
+class GPTEmbedding(nn.Module):
+    """Token ids [B, S] -> x[B, S, D]."""
+
+    config: GPTConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        config = self.config
+        normal = nn.initializers.normal(INIT_STD)
+        x = embed(self.param("tokens", normal, (config.padded_vocab, config.d_model)), tokens, self.dtype)
+        if config.positions == "learned":
+            positions = self.param("positions", normal, (config.max_length, config.d_model))
+            x = x + positions[: tokens.shape[1]].astype(self.dtype)
+        return x
+
+
+class GPTBlock(nn.Module):
+    """One layer: x += attention(norm(x)); x += mlp(norm(x))."""
+
+    config: GPTConfig
+    dtype: Any
+    hooks: Hooks
+    implementation: Implementation
+
+    @nn.compact
+    def __call__(self, x: jax.Array, key: jax.Array | None, rotation: Rotation | None) -> jax.Array:
+        config = self.config
+        keys = (None, None) if key is None else jax.random.split(key)
+        x = checkpoint_name(x, "residual_in")
+        half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
+        h = norm(config.norm, config.norm_eps, self.dtype, "attention_norm")(x)
+        x = x + dropout(half(h, rotation, None), config.dropout, keys[0])
+        h = norm(config.norm, config.norm_eps, self.dtype, "mlp_norm")(x)
+        return x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(h), config.dropout, keys[1])
+
+
+class GPTHead(nn.Module):
+    """x[B, S, D] -> logits[B, S, V] in float32; `table` is the embedding's where the head is tied."""
+
+    config: GPTConfig
+    dtype: Any
+    hooks: Hooks
+
+    @nn.compact
+    def __call__(self, x: jax.Array, table: jax.Array | None) -> jax.Array:
+        config = self.config
+        x = norm(config.norm, config.norm_eps, self.dtype, "norm")(x)
+        if table is None:
+            table = self.param("tokens", nn.initializers.normal(INIT_STD), (config.padded_vocab, config.d_model))
+        return project_to_vocabulary(x, table, config.vocab_size, self.dtype, self.hooks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT:
+    """The model as pure functions over `{"embedding": ..., "blocks": [L, ...], "head": ...}`."""
+
+    config: GPTConfig
+    dtype: Any = jnp.float32
+    implementation: Implementation = "xla"
+    hooks: Hooks = field(default_factory=Hooks)
+
+    @property
+    def _embedding(self) -> GPTEmbedding:
+        return GPTEmbedding(self.config, self.dtype)
+
+    @property
+    def _block(self) -> GPTBlock:
+        return GPTBlock(self.config, self.dtype, self.hooks, self.implementation)
+
+    @property
+    def _head(self) -> GPTHead:
+        return GPTHead(self.config, self.dtype, self.hooks)
+
+    def _rotation(self, length: int) -> Rotation | None:
+        if self.config.positions == "learned":
+            return None
+        return rotation_table(length, self.config.head_dim, self.config.rope_theta)
+
+    def _table(self, params: Any) -> jax.Array | None:
+        return params["embedding"]["tokens"] if self.config.tied else None
+
+    def init(self, key: jax.Array) -> Any:
+        """Fresh float32 parameters."""
+        keys = jax.random.split(key, 3)
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        embedding = self._embedding.init(keys[0], tokens)["params"]
+        x = jnp.zeros((1, 1, self.config.d_model), self.dtype)
+        blocks = init_layers(self._block, keys[1], self.config.num_layers, x, None, self._rotation(1))
+        head = self._head.init(keys[2], x, self._table({"embedding": embedding}))["params"]
+        return {"embedding": embedding, "blocks": blocks, "head": head}
+
+    def embed(self, params: Any, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """tokens[B, S] -> x[B, S, D]."""
+        x = apply(self._embedding, params["embedding"], tokens)
+        return dropout(self.hooks.constrain(x, ("batch", "length", "width")), self.config.dropout, key)
+
+    def block(self, layer_params: Any, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """One layer: x[B, S, D] -> x[B, S, D]."""
+        return apply(self._block, layer_params, x, key, self._rotation(x.shape[1]))
+
+    def logits(self, params: Any, x: jax.Array) -> jax.Array:
+        """x[B, S, D] -> logits[B, S, V], float32; columns beyond the vocabulary are -inf."""
+        return apply(self._head, params["head"], x, self._table(params))
+
+    def apply(self, params: Any, tokens: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """tokens[B, S] -> logits[B, S, V]; a key switches dropout on."""
+        embed_key, block_key = (None, None) if key is None else jax.random.split(key)
+        x = self.embed(params, tokens, embed_key)
+        return self.logits(params, scan_layers(self.block, params["blocks"], x, block_key, self.hooks))

@@ -1,0 +1,163 @@
+"""The layers that GPT and BERT share, as Flax modules used through pure `init` and `apply`.
+
+Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, G = H / K, E head width, F MLP width.
+Weights are float32 and cast to `dtype` where they are used.  Tensors that recomputation chooses among carry names
+(`jax.ad_checkpoint.checkpoint_name`), listed in `NAMED_TENSORS`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jhpt.core.config import GPTConfig, ModelConfig
+from jhpt.models.attention import Implementation, attention
+from jhpt.models.hooks import BlockFunction, Hooks
+
+NAMED_TENSORS = ("residual_in", "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
+"""Names inside a block, in the order in which forward produces them."""
+
+INIT_STD = 0.02
+"""Standard deviation of initial weights (GPT-2 and BERT released code)."""
+
+Rotation = tuple[jax.Array, jax.Array]
+"""Cosines and sines of rotary positions, [S, E / 2] each."""
+
+
+def norm(kind: str, eps: float, dtype: Any, name: str) -> nn.Module:
+    """LayerNorm or RMSNorm over the last dimension, statistics in float32."""
+    return {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}[kind](epsilon=eps, dtype=dtype, name=name)
+
+
+class Linear(nn.Module):
+    """x[..., D_in] -> [..., *features] with an optional bias.
+
+    contract: replaces the product where the contraction runs over a tensor-parallel dimension.
+    """
+
+    features: tuple[int, ...]
+    dtype: Any
+    bias: bool = True
+    std: float = INIT_STD
+    contract: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.normal(self.std), (x.shape[-1], *self.features)).astype(
+            self.dtype
+        )
+        y = self.contract(x, kernel) if self.contract else jnp.tensordot(x, kernel, axes=1)
+        if self.bias:
+            y = y + self.param("bias", nn.initializers.zeros, self.features).astype(self.dtype)
+        return y
+
+
+class AttentionHalf(nn.Module):
+    """Multi-head attention on an already normalised input; qkv is one matrix [D, K, G + 2, E], grouped by key head,
+    so that a tensor axis over K keeps every query beside its key and value."""
+
+    config: ModelConfig
+    dtype: Any
+    hooks: Hooks
+    implementation: Implementation
+
+    @nn.compact
+    def __call__(self, x: jax.Array, rotation: Rotation | None, lengths: jax.Array | None) -> jax.Array:
+        config = self.config
+        is_gpt = isinstance(config, GPTConfig)
+        heads, kv_heads, width = config.num_heads, config.kv_heads, config.head_dim
+        group = heads // kv_heads
+        bias = config.bias if isinstance(config, GPTConfig) else True
+
+        qkv = Linear((kv_heads, group + 2, width), self.dtype, bias, name="qkv")(x)
+        qkv = checkpoint_name(self.hooks.constrain(qkv, ("batch", "length", "heads", None, None)), "qkv")
+        q = qkv[..., :group, :].reshape(*x.shape[:2], heads, width)
+        k, v = qkv[..., group, :], qkv[..., group + 1, :]
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        mixed = attention(q, k, v, causal=is_gpt, lengths=lengths, implementation=self.implementation)
+        mixed = checkpoint_name(mixed.reshape(*x.shape[:2], heads * width), "attention_out")
+        out = Linear((config.d_model,), self.dtype, bias, residual_std(config), self.hooks.contract, name="projection")(
+            mixed
+        )
+        return checkpoint_name(self.hooks.constrain(out, ("batch", "length", "width")), "projection_out")
+
+
+class MLPHalf(nn.Module):
+    """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) with gate and up in one matrix [D, 2, F]."""
+
+    config: ModelConfig
+    dtype: Any
+    hooks: Hooks
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config = self.config
+        gpt = config if isinstance(config, GPTConfig) else None
+        bias = gpt.bias if gpt else True
+        gated = gpt is not None and gpt.activation == "swiglu"
+
+        hidden = Linear(((2,) if gated else ()) + (config.ffn_width,), self.dtype, bias, name="up")(x)
+        dims = ("batch", "length", None, "hidden") if gated else ("batch", "length", "hidden")
+        hidden = checkpoint_name(self.hooks.constrain(hidden, dims), "mlp_hidden")
+        if gated:
+            active = nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+        else:
+            # GPT-2 uses the tanh form, BERT the exact one.
+            active = nn.gelu(hidden, approximate=gpt is not None)
+        out = Linear((config.d_model,), self.dtype, bias, residual_std(config), self.hooks.contract, name="down")(
+            active
+        )
+        return checkpoint_name(self.hooks.constrain(out, ("batch", "length", "width")), "mlp_out")
+
+
+def residual_std(config: ModelConfig) -> float:
+    """GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L); BERT does not."""
+    return INIT_STD / (2 * config.num_layers) ** 0.5 if isinstance(config, GPTConfig) else INIT_STD
+
+
+def rotation_table(length: int, width: int, theta: float) -> Rotation:
+    """cos and sin of p theta^(-2i / E) for position p and pair i (Su et al. 2021, arXiv 2104.09864, eq. 34)."""
+    angle = jnp.arange(length)[:, None] * theta ** (-jnp.arange(0, width, 2) / width)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
+    """Rotates the pairs (x[..., i], x[..., i + E/2]) of x[B, S, N, E] by their position's angle, in float32."""
+    cos, sin = (table[:, None, :] for table in rotation)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zeroes entries with probability `rate` and scales the rest by 1 / (1 - rate); no key: x itself."""
+    if key is None or rate == 0:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def apply(module: nn.Module, params: Any, *inputs: Any) -> Any:
+    """`module` as a pure function of its parameters."""
+    return module.apply({"params": params}, *inputs)
+
+
+def init_layers(block: nn.Module, key: jax.Array, num_layers: int, *example: Any) -> Any:
+    """Parameters of `num_layers` independent layers, stacked `[L, ...]`."""
+    return jax.vmap(lambda k: block.init(k, *example)["params"])(jax.random.split(key, num_layers))
+
+
+def scan_layers(block: BlockFunction, params: Any, x: jax.Array, key: jax.Array | None, hooks: Hooks) -> jax.Array:
+    """Runs the stacked layers one after the other; layer l draws its dropout from `fold_in(key, l)`."""
+    num_layers = jax.tree.leaves(params)[0].shape[0]
+    function = hooks.block(block)
+
+    def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+        layer_params, index = layer
+        layer_key = None if key is None else jax.random.fold_in(key, index)
+        return function(layer_params, x, layer_key), None
+
+    return jax.lax.scan(body, x, (params, jnp.arange(num_layers)), unroll=min(hooks.unroll, num_layers))[0]

@@ -1,0 +1,107 @@
+"""Checkpoints through Orbax: asynchronous, rotated, restorable onto any mesh, and refused where they do not fit.
+
+A checkpoint holds the training state (parameters stacked `[L, ...]`, whatever the mesh) and a record of what produced
+it: configuration, content key of the tokens, versions.  Keys and the data position follow from seed and step.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from jhpt.core.config import CheckpointConfig, Config
+from jhpt.core.errors import InputError
+from jhpt.core.load import dotted
+from jhpt.training.step import TrainState
+
+BOUND = ("seed", "model.", "optimizer.", "data.sequence_length", "data.batch_size", "data.mask_fraction")
+"""What a resumed run may not change; the text itself is compared by content.  Everything else is free."""
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a checkpoint says about its run."""
+
+    config: Mapping[str, Any]
+    data_key: str
+    versions: Mapping[str, str]
+
+
+def make_record(config: Config, data_key: str) -> Record:
+    """The record of a run on this machine."""
+    versions = {"python": sys.version.split()[0]} | {name: version(name) for name in PACKAGES}
+    return Record(config=config.model_dump(mode="json"), data_key=data_key, versions=versions)
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.keep, keep_period=config.keep_every, enable_async_checkpointing=True
+        )
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, record: Record) -> None:
+        """Copies the state to the host and writes it in the background; a step that is already saved is left alone."""
+        if step == self.latest:
+            return
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(_as_dict(state)), record=ocp.args.JsonSave(_as_dict(record))
+        )
+        self._manager.save(step, args=items)
+
+    def record(self, step: int) -> Record:
+        """The record of a checkpoint."""
+        return Record(**self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"])
+
+    def restore(self, step: int, like: TrainState) -> TrainState:
+        """The state at `step`, laid out as the shapes and shardings of `like` say."""
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(_as_dict(like)))
+        return TrainState(**self._manager.restore(step, args=items)["state"])
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def check_resumable(saved: Record, now: Record, place: str) -> None:
+    """Refuses to go on with another model, text, optimizer or seed.
+
+    Raises:
+      InputError: lists every difference with both values.
+    """
+    before, after = dotted(saved.config), dotted(now.config)
+    names = [name for name in {**before, **after} if name.startswith(BOUND)]
+    changed = [
+        f"  {name}: the run has {before.get(name)!r}, now {after.get(name)!r}"
+        for name in names
+        if before.get(name) != after.get(name)
+    ]
+    if saved.data_key != now.data_key:
+        changed.append(
+            f"  text or tokenizer: the run has {before['data.path']!r} with content {saved.data_key[:8]}, "
+            f"now {after['data.path']!r} with content {now.data_key[:8]}"
+        )
+    if changed:
+        raise InputError(
+            f"{place} holds a run that differs in what a resumed run must keep:\n"
+            + "\n".join(changed)
+            + "\nput these back, or give another --out"
+        )

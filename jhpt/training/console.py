@@ -1,0 +1,105 @@
+"""What a person sees: one table at the start, a line per logging interval, a summary at the end."""
+
+import math
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from jhpt.core.shapes import parameter_count
+from jhpt.training.processes import is_main
+from jhpt.training.programs import Programs
+from jhpt.training.setup import Setup
+
+
+def bytes_text(count: float) -> str:
+    """`"1.5 GiB"`."""
+    power = min(int(math.log(max(count, 1), 1024)), 4)
+    return f"{count / 1024**power:.{0 if power < 2 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
+    """The run at a glance."""
+    config, cache, mesh = setup.config, setup.cache, setup.layout.mesh
+    model, count = config.model, parameter_count(config.model)
+    table = Table(title=f"jhpt · {config.name}", show_header=False, title_justify="left")
+    rows = {
+        "model": f"{model.family}, {model.num_layers} layers, width {model.d_model}, {model.num_heads} heads, "
+        f"{setup.model.dtype.name} compute",
+        "parameters": f"{count.total:,}" + (f" (+ {count.padding:,} padding rows)" if count.padding else ""),
+        "mesh": f"data {mesh.shape['data']} x tensor {mesh.shape['tensor']}, zero {config.parallel.zero}, "
+        f"{config.parallel.micro_batches} micro-batches",
+        "devices": _devices_text(setup),
+        "memory": " + ".join(f"{name} {bytes_text(size)}" for name, size in programs.memory.items()) + " per device",
+        "data": f"{cache.train.size:,} training and {cache.validation.size:,} held-out tokens of {config.data.path}",
+        "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens",
+        "attention": f"{setup.attention.implementation} ({setup.attention.reason})",
+        "steps": f"{first_step} -> {config.train.steps}" if first_step else f"{config.train.steps}",
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def _devices_text(setup: Setup) -> str:
+    import jax
+
+    used, there = setup.layout.mesh.size, jax.device_count()
+    idle = [str(device.id) for device in jax.devices() if device not in set(setup.layout.mesh.devices.flat)]
+    text = f"{used} x {setup.device.kind}, {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
+    return text if used == there else f"{text}; idle: {', '.join(idle)}"
+
+
+def step_line(step: int, steps: int, values: dict[str, float | None]) -> str:
+    """One logging interval in one line; what is not known is left out."""
+    mfu, memory = values.get("mfu"), values.get("memory_bytes")
+    parts = [
+        f"step {step}/{steps}",
+        f"loss {values['loss']:.4f}",
+        f"grad norm {values['grad_norm']:.3f}",
+        f"lr {values['learning_rate']:.2e}",
+        f"tokens/s {values['tokens_per_s']:,.0f}",
+        f"TFLOP/s {(values['flops_per_s'] or 0) / 1e12:.3g}",
+        f"MFU {mfu:.1%} (causal)" if mfu else "",
+        f"memory {bytes_text(memory)}" if memory else "",
+        f"data wait {values['data_wait']:.1%}",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+class Display:
+    """Prints on the main process only; a progress bar where the output is a terminal, plain lines elsewhere."""
+
+    def __init__(self, steps: int, first_step: int):
+        self._console = Console(quiet=not is_main(), highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("{task.completed}/{task.total}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._task = self._progress.add_task("compiling", total=steps, completed=first_step)
+
+    def __enter__(self) -> "Display":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, step: int, line: str) -> None:
+        """The newest metrics."""
+        if self._console.is_terminal:
+            self._progress.update(self._task, completed=step, description=line.partition("  ")[2])
+        else:
+            self._console.print(line, markup=False)
+
+    def say(self, message: str | Table) -> None:
+        """A line or table that stays on the screen."""
+        self._console.print(message, markup=False)

@@ -1,0 +1,166 @@
+"""Token ids on disk, memory-mapped: built once, atomically, found again by content and tokenizer.
+
+A cache is a folder `<key>/` with `train.bin`, `validation.bin` (little-endian uint8, uint16 or uint32) and
+`index.json`.  It is written beside its final place and renamed, so a reader never sees half of one.  `key` hashes the
+content of every file, the tokenizer and the split.  Files are hashed again only when path, size or time changed.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jhpt.core.config import DataConfig
+from jhpt.core.errors import InputError
+from jhpt.training.data.corpus import digest, documents, find_files, split_files
+from jhpt.training.data.tokenizer import Tokenizer
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCache:
+    """Token ids of the training and the held-out text; `key` identifies their content."""
+
+    key: str
+    folder: Path
+    train: np.ndarray
+    validation: np.ndarray
+    built: bool
+    """Whether this call built it."""
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/jhpt`, or `~/.cache/jhpt`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jhpt"
+
+
+def token_cache(data: DataConfig, tokenizer: Tokenizer) -> TokenCache:
+    """The cache for this data and tokenizer, built where it does not exist.
+
+    Raises:
+      InputError: missing, empty or malformed files; a damaged cache; a cache folder that cannot be written.
+    """
+    root = Path(data.cache_dir).expanduser() if data.cache_dir else default_cache_dir() / "tokens"
+    files = find_files(data.path)
+    held_files = find_files(data.validation_path) if data.validation_path else None
+    settings = [FORMAT, tokenizer.fingerprint, data.text_key, data.validation_fraction, held_files is None]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        key = _content_key(root, files, held_files or [], settings)
+        with _lock(root / f"{key}.lock"):
+            built = not (root / key).is_dir()
+            if built:
+                if held_files is None:
+                    files, held_files = split_files(files, data.validation_fraction)
+                _build(root, key, files, held_files, data, tokenizer)
+    except OSError as error:
+        raise InputError(
+            f"token cache {root} cannot be used: {error}; set data.cache_dir to a writable folder"
+        ) from None
+    return _open(root / key, built)
+
+
+def _content_key(root: Path, files: Sequence[Path], held: Sequence[Path], settings: list) -> str:
+    """Hash of content and settings, remembered under the files' names, sizes and times."""
+    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in (*files, *held)]
+    memo = root / "seen" / _hash([stats, len(files), settings])
+    if memo.is_file() and (key := memo.read_text()) and (root / key).is_dir():
+        return key
+    key = _hash([sorted(map(digest, files)), sorted(map(digest, held)), settings])
+    memo.parent.mkdir(exist_ok=True)
+    _write_atomically(memo, key)
+    return key
+
+
+def _hash(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One builder at a time on this file system; the rename keeps readers right even where locks do not work."""
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _build(
+    root: Path, key: str, files: Sequence[Path], held: Sequence[Path], data: DataConfig, tokenizer: Tokenizer
+) -> None:
+    partial = root / f"{key}.{os.getpid()}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        dtype = (
+            np.uint8 if tokenizer.vocab_size <= 1 << 8 else np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+        )
+        counts = {
+            "train": _write_tokens(partial / "train.bin", files, data.text_key, tokenizer, dtype),
+            "validation": _write_tokens(partial / "validation.bin", held, data.text_key, tokenizer, dtype),
+        }
+        if not held and data.validation_fraction:
+            counts = _hold_out_tail(partial, counts["train"], data.validation_fraction, dtype)
+        index = {"format": FORMAT, "dtype": np.dtype(dtype).name, "tokens": counts, "tokenizer": tokenizer.fingerprint}
+        (partial / "index.json").write_text(json.dumps(index, indent=1))
+        partial.rename(root / key)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_tokens(path: Path, files: Iterable[Path], text_key: str, tokenizer: Tokenizer, dtype: type) -> int:
+    separator = np.asarray([] if tokenizer.end is None else [tokenizer.end], dtype)
+    count = 0
+    with path.open("wb") as stream:
+        for file in files:
+            for document in documents(file, text_key):
+                for piece in document:
+                    ids = tokenizer.encode(piece).astype(dtype)
+                    count += ids.size
+                    stream.write(ids.tobytes())
+                count += separator.size
+                stream.write(separator.tobytes())
+        stream.flush()
+        os.fsync(stream.fileno())
+    return count
+
+
+def _hold_out_tail(folder: Path, total: int, fraction: float, dtype: type) -> dict[str, int]:
+    """With a single file there is nothing to split by: its last part is held out."""
+    kept = total - int(total * fraction)
+    tokens = np.memmap(folder / "train.bin", dtype, mode="r")
+    tokens[kept:].tofile(folder / "validation.bin")
+    os.truncate(folder / "train.bin", kept * np.dtype(dtype).itemsize)
+    return {"train": kept, "validation": total - kept}
+
+
+def _open(folder: Path, built: bool) -> TokenCache:
+    remedy = f"delete it (rm -r {folder}) and it is built again"
+    try:
+        index = json.loads((folder / "index.json").read_text())
+        dtype, tokens = np.dtype(index["dtype"]), index["tokens"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"token cache {folder} has no readable index ({error}); {remedy}") from None
+    arrays = {}
+    for name, count in tokens.items():
+        file = folder / f"{name}.bin"
+        size = file.stat().st_size if file.is_file() else 0
+        if size != count * dtype.itemsize:
+            raise InputError(
+                f"token cache {file} holds {size} bytes where its index says {count * dtype.itemsize}; {remedy}"
+            )
+        arrays[name] = np.memmap(file, dtype, mode="r") if count else np.zeros(0, dtype)
+    return TokenCache(key=folder.name, folder=folder, built=built, **arrays)

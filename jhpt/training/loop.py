@@ -1,0 +1,253 @@
+"""The loop: batches in, steps, evaluations, checkpoints and metrics out."""
+
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jhpt.core.shapes import flops_per_token
+from jhpt.measure.device import memory_in_use
+from jhpt.models.gpt import GPT
+from jhpt.training.console import Display, step_line
+from jhpt.training.data.batches import evaluation_batches, shuffled, training_batches
+from jhpt.training.masking import predictions
+from jhpt.training.metrics import MetricsWriter
+from jhpt.training.programs import EVALUATION_STREAM, Programs, global_batch
+from jhpt.training.setup import Setup
+from jhpt.training.step import StepMetrics, TrainState
+
+
+class TrainingDiverged(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+@dataclass
+class Progress:
+    """What the loop has seen so far.  rates: tokens per second of every logging interval but the first."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Median over the logging intervals."""
+        return statistics.median(self.rates) if self.rates else None
+
+
+class Clock:
+    """Wall time since the last reading, without pauses, and the share of it spent waiting for data."""
+
+    def __init__(self) -> None:
+        self._start, self._waited = time.perf_counter(), 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time inside counts as waiting for data."""
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside does not count at all."""
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
+
+    def read(self) -> tuple[float, float]:
+        """(seconds, share spent waiting) since the last call."""
+        now = time.perf_counter()
+        seconds, waited = now - self._start, self._waited
+        self._start, self._waited = now, 0.0
+        return seconds, waited / seconds
+
+
+def fit(
+    setup: Setup,
+    programs: Programs,
+    state: TrainState,
+    *,
+    save: Callable[[int, TrainState], None],
+    writer: MetricsWriter | None,
+    display: Display,
+) -> tuple[TrainState, Progress]:
+    """Trains from `state` to the last step of the configuration, or until SIGINT or SIGTERM.
+
+    Metrics of a step are read after the next one is under way, so that the device never waits for the host.
+
+    Args:
+      save: called with (step, state) when a checkpoint is due.
+      writer: None on all processes but the main one.
+
+    Raises:
+      TrainingDiverged: `train.max_bad_steps` steps in a row were skipped; nothing is saved after the first of them.
+    """
+    config, layout = setup.config, setup.layout
+    first, last = int(state.step), config.train.steps
+    batches = training_batches(
+        shuffled(setup.train_windows, config.seed),
+        config.data.batch_size,
+        layout.own_rows(config.data.batch_size),
+        first,
+    )
+    progress, clock = Progress(), Clock()
+    report = _Reporter(setup, progress, clock, writer, display)
+
+    with _Interruption() as interruption:
+        for step in range(first + 1, last + 1):
+            with clock.waiting():
+                windows = global_batch(setup, next(batches))
+            state, metrics = programs.train_step(state, windows)
+            report.flush()
+            stop = interruption.requested(step)
+            final = step == last or stop
+            evaluates, saves = _due(step, config.evaluation.every, final), _due(step, config.checkpoint.every, final)
+            if final or evaluates or saves or step % config.log.every == 0:
+                report.pending = (step, metrics)
+            if evaluates or saves:
+                report.flush()
+                with clock.paused():
+                    if evaluates and not stop and setup.validation_windows is not None:
+                        report.validation(step, evaluate(setup, programs, state))
+                    if saves:
+                        save(step, state)
+            if stop:
+                progress.interrupted = step < last
+                break
+        report.flush()
+    return state, progress
+
+
+def evaluate(setup: Setup, programs: Programs, state: TrainState) -> float:
+    """Mean negative log likelihood in nats per predicted token over the held-out batches."""
+    config, total, tokens = setup.config, 0.0, 0.0
+    own = setup.layout.own_rows(config.data.batch_size)
+    key = jax.random.fold_in(jax.random.key(config.seed), EVALUATION_STREAM)
+    assert setup.validation_windows is not None
+    batches = evaluation_batches(setup.validation_windows, config.data.batch_size, own, config.evaluation.batches)
+    for index, (windows, weights) in enumerate(batches):
+        sums = programs.evaluate(
+            state.params, global_batch(setup, windows), global_batch(setup, weights), jax.random.fold_in(key, index)
+        )
+        total, tokens = total + float(sums.nll), tokens + float(sums.tokens)
+    return total / tokens
+
+
+def _due(step: int, every: int, final: bool) -> bool:
+    return final or step % every == 0
+
+
+@dataclass
+class _Reporter:
+    """Turns the metrics of a step into records and lines; holds one step back (see `fit`)."""
+
+    setup: Setup
+    progress: Progress
+    clock: Clock
+    writer: MetricsWriter | None
+    display: Display
+    pending: tuple[int, StepMetrics] | None = None
+    _reported: int | None = None
+
+    def flush(self) -> None:
+        """Reads and reports the step that is held back, if there is one."""
+        if self.pending is None:
+            return
+        (step, metrics), self.pending = self.pending, None
+        loss, norm, rate, bad_steps = (np.asarray(value).item() for value in metrics)
+        seconds, data_wait = self.clock.read()
+        tokens_per_s = self._tokens_per_s(step, seconds)
+        values = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "data_wait": data_wait}
+        values |= {"tokens_per_s": tokens_per_s, **self._rates(tokens_per_s), "memory_bytes": memory_in_use()}
+        self.progress.losses[step] = loss
+        self._emit(step, values)
+        if bad_steps:
+            self.display.say(f"step {step}: loss or gradient not finite; update skipped ({int(bad_steps)} in a row)")
+        if bad_steps >= self.setup.config.train.max_bad_steps:
+            raise TrainingDiverged(
+                f"{int(bad_steps)} steps in a row had a loss or gradient that is not finite, up to step {step}; "
+                "lower optimizer.learning_rate, lengthen optimizer.warmup_steps or look at the data, then resume"
+            )
+
+    def validation(self, step: int, loss: float) -> None:
+        """Reports a held-out loss."""
+        self.progress.validation[step] = loss
+        if self.writer:
+            self.writer.write(step, {"validation_loss": loss})
+        self._line(f"step {step}  validation loss {loss:.4f} nats per token")
+
+    def _tokens_per_s(self, step: int, seconds: float) -> float:
+        data = self.setup.config.data
+        before = self._reported
+        self._reported = step
+        steps = 1 if before is None else step - before
+        rate = steps * data.batch_size * data.sequence_length / seconds
+        if before is not None:
+            self.progress.rates.append(rate)
+        return rate
+
+    def _rates(self, tokens_per_s: float) -> dict[str, float | None]:
+        setup = self.setup
+        flops = tokens_per_s * training_flops_per_token(setup)
+        peak = setup.device.peak_bf16_flops if setup.model.dtype == "bfloat16" else None
+        return {"flops_per_s": flops, "mfu": flops / (peak * setup.layout.mesh.size) if peak else None}
+
+    def _emit(self, step: int, values: dict[str, float | None]) -> None:
+        if self.writer:
+            self.writer.write(step, values)
+        line = step_line(step, self.setup.config.train.steps, values)
+        self.display.advance(step, line)
+        if self.writer:
+            self.writer.log(line)
+
+    def _line(self, line: str) -> None:
+        self.display.say(line)
+        if self.writer:
+            self.writer.log(line)
+
+
+def training_flops_per_token(setup: Setup) -> float:
+    """Model FLOPs per token of a training step, causal convention; BERT's head counts on predicted tokens only."""
+    config = setup.config
+    length = config.data.sequence_length
+    predicted = 1.0 if isinstance(setup.model, GPT) else predictions(length, config.data.mask_fraction) / length
+    return flops_per_token(config.model, length, predicted_share=predicted).total
+
+
+class _Interruption:
+    """Remembers SIGINT and SIGTERM, so that the loop can save and stop; a second SIGINT stops at once."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "_Interruption":
+        # With several processes jax's preemption service listens for SIGTERM and makes all agree on the step.
+        signals = [] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: object) -> None:
+        if self._requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._requested = True
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop after this step; the same answer on every process."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._requested

@@ -1,0 +1,40 @@
+"""BERT's corruption of its input (Devlin et al. 2018, section 3.1), on the device, from the step's own key."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jhpt.training.data.tokenizer import Tokenizer
+
+
+class Masked(NamedTuple):
+    """tokens [B, S]: what the model reads; positions [B, n]: where it must predict, ascending; targets [B, n]: what."""
+
+    tokens: jax.Array
+    positions: jax.Array
+    targets: jax.Array
+
+
+def predictions(length: int, fraction: float) -> int:
+    """Predicted tokens of a sequence; `[CLS]` and `[SEP]` are never among them."""
+    return max(1, round(fraction * (length - 2)))
+
+
+def mask_tokens(key: jax.Array, tokens: jax.Array, fraction: float, tokenizer: Tokenizer) -> Masked:
+    """Chooses `predictions(S, fraction)` positions of each row of tokens[B, S], uniformly without replacement.
+
+    Of the chosen tokens 80 % become `[MASK]`, 10 % a uniformly drawn id, 10 % stay.  The number is the same for every
+    row, so the head runs on n positions instead of S.
+    """
+    length = tokens.shape[1]
+    select_key, kind_key, random_key = jax.random.split(key, 3)
+    score = jax.random.uniform(select_key, (tokens.shape[0], length - 2))
+    positions = jnp.sort(jax.lax.top_k(score, predictions(length, fraction))[1], axis=1) + 1
+    targets = jnp.take_along_axis(tokens, positions, axis=1)
+
+    kind = jax.random.uniform(kind_key, targets.shape)
+    random = jax.random.randint(random_key, targets.shape, 0, tokenizer.vocab_size, tokens.dtype)
+    replaced = jnp.where(kind < 0.8, jnp.asarray(tokenizer.mask, tokens.dtype), jnp.where(kind < 0.9, random, targets))
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    return Masked(tokens.at[rows, positions].set(replaced), positions, targets)

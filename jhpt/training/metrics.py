@@ -1,0 +1,63 @@
+"""What a run records about itself: `metrics.jsonl`, TensorBoard events and a plain log file."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import tensorboardX
+
+
+class MetricsWriter:
+    """Writes records of one run; on resume, records beyond the restored step are dropped, so none appears twice."""
+
+    def __init__(self, folder: Path, first_step: int, tensorboard: bool):
+        self._log = (folder / "train.log").open("a", encoding="utf-8")
+        self._path = folder / "metrics.jsonl"
+        _drop_records_after(self._path, first_step)
+        self._records = self._path.open("a", encoding="utf-8")
+        self._events = (
+            tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
+        )
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """One record; None values are left out."""
+        known = {name: value for name, value in values.items() if value is not None}
+        self._records.write(json.dumps({"step": step, **known}) + "\n")
+        self._records.flush()
+        if self._events:
+            for name, value in known.items():
+                self._events.add_scalar(name, value, step)
+
+    def log(self, line: str) -> None:
+        """One line of the log file."""
+        self._log.write(line + "\n")
+        self._log.flush()
+
+    def close(self) -> None:
+        """Closes all files."""
+        self._records.close()
+        self._log.close()
+        if self._events:
+            self._events.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """All records of a run, in order."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _drop_records_after(path: Path, step: int) -> None:
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # the line a killed process was writing
+            break
+        if record["step"] <= step:
+            kept.append(line)
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(f"{line}\n" for line in kept))
+    partial.rename(path)

@@ -1,0 +1,51 @@
+"""AdamW with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101) and its learning-rate schedules."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jhpt.core.config import OptimizerConfig
+
+DECAYED = {"kernel", "tokens", "positions", "types"}
+"""Names of matrices and tables; biases and norm scales do not decay."""
+
+UNTRAINED = {"pooler"}
+"""Parameters without a gradient in masked-LM pre-training: decay alone would erase them."""
+
+
+def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.Array:
+    """Learning rate of the update at `step` (counted from 0).
+
+    Warm-up: peak (step + 1) / warmup.  Then with u = progress from the end of the warm-up to the last step:
+    cosine: peak (f + (1 - f) (1 + cos(pi u)) / 2);  linear: peak (1 - (1 - f) u);  constant: peak.
+    """
+    warmup, floor = config.warmup_steps, config.final_fraction
+    progress = jnp.clip((step - warmup) / max(steps - 1 - warmup, 1), 0, 1)
+    decay = {
+        "cosine": floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * progress)),
+        "linear": 1 - (1 - floor) * progress,
+        "constant": jnp.ones_like(progress),
+    }[config.schedule]
+    return config.learning_rate * jnp.minimum((step + 1) / max(warmup, 1), decay)
+
+
+def decay_mask(params: Any) -> Any:
+    """True for the leaves that weight decay acts on."""
+
+    def decays(path: tuple[Any, ...], _: Any) -> bool:
+        keys = [key.key for key in path]
+        return keys[-1] in DECAYED and keys[0] not in UNTRAINED
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Gradients -> descent directions; the step multiplies them by minus the learning rate."""
+    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(
+        clip,
+        optax.scale_by_adam(config.b1, config.b2, config.eps),
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
+    )

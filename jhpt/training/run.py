@@ -1,0 +1,211 @@
+"""`jhpt.train`: from a configuration to a trained model in a run directory."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jhpt.core.config import Config
+from jhpt.core.errors import InputError
+from jhpt.core.load import Source, load_config, run_config, to_yaml
+from jhpt.models.gpt import GPT
+from jhpt.training.checkpoint import Checkpoints, Record, check_resumable, make_record
+from jhpt.training.console import Display, start_table
+from jhpt.training.loop import Progress, fit, training_flops_per_token
+from jhpt.training.metrics import MetricsWriter, read_metrics
+from jhpt.training.processes import Processes, is_main, join
+from jhpt.training.programs import compile_programs
+from jhpt.training.sampling import sample
+from jhpt.training.setup import Setup, enable_compilation_cache, prepare
+from jhpt.training.step import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run came to.
+
+    step: optimizer steps taken in all.
+    losses: training loss in nats per predicted token by logged step, of the whole run.
+    validation_losses: held-out loss by step, of the whole run.
+    tokens_per_s: median over this session's logging intervals, None where there was only one.
+    mfu: share of the devices' peak bf16 FLOP/s, causal convention; None where the peak is not known.
+    sample: text that a GPT wrote at the end.
+    """
+
+    step: int
+    losses: Mapping[int, float]
+    validation_losses: Mapping[int, float]
+    run_dir: Path
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    sample: str | None = None
+    interrupted: bool = False
+
+
+def train(
+    source: Source = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    processes: Processes | None = None,
+) -> RunResult:
+    """Trains a model, or goes on with the run that lies in `out`.
+
+    Args:
+      source: a preset's name, a YAML file, a dict or a `Config`; None: the configuration of the run in `out`, or
+        `gpt-tiny`.
+      out: run directory; None: a new one, `runs/<name>-<time>`.
+      overrides: values by dotted name, on top of `source`.
+      processes: how to join the other processes; None: as the launcher's environment says.
+
+    Raises:
+      InputError: anything the user can put right; nothing has been written then.
+      TrainingDiverged: too many steps in a row were not finite.
+    """
+    config = load_config(run_config(source, out), overrides)
+    join(processes or Processes())
+    enable_compilation_cache()
+    setup = prepare(config)
+    run_dir = Path(out) if out is not None else _new_run_dir(config)
+    record = make_record(config, setup.cache.key)
+    first = _check_run_dir(run_dir, record)
+    if first >= config.train.steps:
+        return _already_done(run_dir, first, config)
+
+    _write_config(run_dir, config)
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint)
+    writer = MetricsWriter(run_dir, first, config.log.tensorboard) if is_main() else None
+    display = Display(config.train.steps, first)
+    try:
+        with display:
+            programs = compile_programs(setup)
+            state = checkpoints.restore(first, programs.state) if first else programs.init()
+            display.say(start_table(setup, programs, first))
+            state, progress = fit(
+                setup,
+                programs,
+                state,
+                save=lambda step, state: checkpoints.save(step, state, record),
+                writer=writer,
+                display=display,
+            )
+        text = None if progress.interrupted else _sample(setup, state)
+    finally:
+        checkpoints.close()
+        if writer:
+            writer.close()
+    result = _result(setup, state, progress, run_dir, text)
+    _summary(display, result, config)
+    return result
+
+
+def _new_run_dir(config: Config) -> Path:
+    """`runs/<name>-<time>`, the same on every process."""
+    now = int(time.time())
+    if jax.process_count() > 1:
+        now = int(multihost_utils.broadcast_one_to_all(np.int64(now) % 2**31))
+    stem = Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+    candidates = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(2, 100))]
+    return next(path for path in candidates if jax.process_count() > 1 or not path.exists())
+
+
+def _check_run_dir(run_dir: Path, record: Record) -> int:
+    """The step to go on from: 0 for a new run.  Writes nothing into a directory that it refuses."""
+    if (run_dir / "checkpoints").is_dir():
+        checkpoints = Checkpoints(run_dir / "checkpoints", Config().checkpoint)
+        step = checkpoints.latest
+        if step is not None:
+            check_resumable(checkpoints.record(step), record, str(run_dir))
+        checkpoints.close()
+        return step or 0
+    if run_dir.exists() and not run_dir.is_dir():
+        raise InputError(f"--out {run_dir} is a file; give a directory")
+    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / "config.yaml").is_file():
+        raise InputError(f"--out {run_dir} is not empty and holds no run; give a new or empty directory")
+    return 0
+
+
+def _write_config(run_dir: Path, config: Config) -> None:
+    if not is_main():
+        return
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        partial = run_dir / "config.yaml.partial"
+        partial.write_text(to_yaml(config))
+        partial.rename(run_dir / "config.yaml")
+    except OSError as error:
+        raise InputError(f"run directory {run_dir} cannot be written: {error}; give another --out") from None
+
+
+def _sample(setup: Setup, state: TrainState) -> str | None:
+    evaluation, model = setup.config.evaluation, setup.model
+    if not evaluation.sample_tokens or not isinstance(model, GPT):
+        return None
+    prompt = setup.tokenizer.encode(evaluation.prompt)
+    if not len(prompt):
+        prompt = np.asarray([setup.tokenizer.end or 0], np.int32)
+    # The mesh's constraints are for batches; one sequence runs replicated.
+    plain = GPT(config=model.config, dtype=model.dtype, implementation="xla")
+    tokens = sample(plain, state.params, prompt, evaluation.sample_tokens, jax.random.key(setup.config.seed))
+    return setup.tokenizer.decode(tokens.tolist())
+
+
+def _result(setup: Setup, state: TrainState, progress: Progress, run_dir: Path, text: str | None) -> RunResult:
+    peak = setup.device.peak_bf16_flops if setup.model.dtype == "bfloat16" else None
+    rate, mfu = progress.tokens_per_s, None
+    if rate and peak:
+        mfu = rate * training_flops_per_token(setup) / (peak * setup.layout.mesh.size)
+    losses, validation = _history(run_dir)
+    return RunResult(
+        step=int(state.step),
+        losses=losses | progress.losses,
+        validation_losses=validation | progress.validation,
+        run_dir=run_dir,
+        tokens_per_s=rate,
+        mfu=mfu,
+        sample=text,
+        interrupted=progress.interrupted,
+    )
+
+
+def _history(run_dir: Path) -> tuple[dict[int, float], dict[int, float]]:
+    records = read_metrics(run_dir)
+    pick = lambda name: {int(record["step"]): record[name] for record in records if name in record}  # noqa: E731
+    return pick("loss"), pick("validation_loss")
+
+
+def _already_done(run_dir: Path, step: int, config: Config) -> RunResult:
+    losses, validation = _history(run_dir)
+    display = Display(config.train.steps, step)
+    display.say(f"{run_dir} is at step {step} of {config.train.steps}: nothing to do; raise --train.steps to go on")
+    return RunResult(step=step, losses=losses, validation_losses=validation, run_dir=run_dir)
+
+
+def _summary(display: Display, result: RunResult, config: Config) -> None:
+    if result.sample is not None:
+        display.say(f"\nsample:\n{result.sample}\n")
+    loss = _last(result.losses)
+    validation = _last(result.validation_losses)
+    parts = [
+        f"step {result.step}",
+        f"loss {loss:.4f}" if loss is not None else "",
+        f"validation loss {validation:.4f}" if validation is not None else "",
+        f"{result.tokens_per_s:,.0f} tokens/s" if result.tokens_per_s else "",
+        f"MFU {result.mfu:.1%} (causal)" if result.mfu else "",
+    ]
+    display.say(("stopped at " if result.interrupted else "finished: ") + ", ".join(part for part in parts if part))
+    more = "" if result.interrupted else f" --train.steps {2 * config.train.steps}"
+    display.say(f"run directory: {result.run_dir}")
+    display.say(f"go on:   jhpt train --out {result.run_dir}{more}")
+    if config.log.tensorboard:
+        display.say(f"look:    tensorboard --logdir {result.run_dir}")
+
+
+def _last(losses: Mapping[int, float]) -> float | None:
+    return losses[max(losses)] if losses else None

@@ -1,0 +1,35 @@
+"""Text from a GPT: the sample at the end of a run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jhpt.models.gpt import GPT
+
+
+def sample(
+    model: GPT, params: Any, prompt: np.ndarray, new_tokens: int, key: jax.Array, temperature: float = 0.8
+) -> np.ndarray:
+    """Continues `prompt` [n] by `new_tokens` tokens drawn from softmax(logits / temperature); returns all of them.
+
+    Every token reads the last `max_length` positions again, without a key/value cache: this is for a short look, not
+    for serving.
+    """
+    total = len(prompt) + new_tokens
+    window = min(model.config.max_length, total)
+    tokens = jnp.zeros(total, jnp.int32).at[: len(prompt)].set(jnp.asarray(prompt, jnp.int32))
+
+    @jax.jit
+    def run(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        def extend(position: jax.Array, tokens: jax.Array) -> jax.Array:
+            first = jnp.maximum(position - window, 0)
+            seen = jax.lax.dynamic_slice(tokens, (first,), (window,))
+            logits = model.apply(params, seen[None])[0, position - 1 - first]
+            drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / temperature)
+            return tokens.at[position].set(drawn.astype(jnp.int32))
+
+        return jax.lax.fori_loop(len(prompt), total, extend, tokens)
+
+    return np.asarray(run(params, tokens, key))

@@ -1,0 +1,102 @@
+"""Everything that is decided before the first step: data, mesh, model, objective, optimizer.
+
+Nothing is written here except token caches, so a configuration that cannot work leaves nothing behind.
+"""
+
+import os
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jhpt.core.config import BERTConfig, Config
+from jhpt.core.errors import InputError
+from jhpt.measure.device import DeviceInfo, device_info
+from jhpt.models.attention import AttentionChoice, choose_attention
+from jhpt.models.build import Model, build
+from jhpt.models.hooks import Hooks
+from jhpt.sharding.layout import Layout
+from jhpt.sharding.mesh import make_mesh
+from jhpt.training.data.cache import TokenCache, default_cache_dir, token_cache
+from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
+from jhpt.training.data.windows import Windows, causal_windows, masked_windows
+from jhpt.training.objective import Objective, make_objective
+from jhpt.training.optimizer import make_optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The pieces of a run, ready to be compiled."""
+
+    config: Config
+    device: DeviceInfo
+    tokenizer: Tokenizer
+    cache: TokenCache
+    train_windows: Windows
+    validation_windows: Windows | None
+    layout: Layout
+    attention: AttentionChoice
+    model: Model
+    objective: Objective
+    optimizer: optax.GradientTransformation
+
+
+def prepare(config: Config) -> Setup:
+    """Opens the data, builds the mesh and chooses kernels.
+
+    Raises:
+      InputError: data, tokenizer, device count or attention kernel do not fit the configuration.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise InputError(
+            f"data.tokenizer has {tokenizer.vocab_size} ids and model.vocab_size={config.model.vocab_size}; "
+            f"set model.vocab_size to {tokenizer.vocab_size} or more"
+        )
+    cache = token_cache(config.data, tokenizer)
+    train_windows = _windows(config, tokenizer, cache.train, "training")
+    validation_windows = _windows(config, tokenizer, cache.validation, "validation") if cache.validation.size else None
+
+    device = device_info()
+    layout = Layout(mesh=make_mesh(config.parallel, config.data.batch_size, jax.devices()), zero=config.parallel.zero)
+    dtype = compute_dtype(config, device)
+    attention = choose_attention(config.model, device.platform, dtype, device.capability)
+    model = build(
+        config.model,
+        dtype=dtype,
+        implementation=attention.implementation,
+        hooks=Hooks(constrain=layout.constrain),
+    )
+    return Setup(
+        config=config,
+        device=device,
+        tokenizer=tokenizer,
+        cache=cache,
+        train_windows=train_windows,
+        validation_windows=validation_windows,
+        layout=layout,
+        attention=attention,
+        model=model,
+        objective=make_objective(model, config.data, tokenizer, config.optimizer.z_loss),
+        optimizer=make_optimizer(config.optimizer),
+    )
+
+
+def compute_dtype(config: Config, device: DeviceInfo) -> jnp.dtype:
+    """`model.dtype`, with "auto" resolved: bfloat16 on a GPU, float32 elsewhere."""
+    name = config.model.dtype
+    return jnp.dtype(("bfloat16" if device.is_gpu else "float32") if name == "auto" else name)
+
+
+def _windows(config: Config, tokenizer: Tokenizer, tokens: np.ndarray, name: str) -> Windows:
+    if isinstance(config.model, BERTConfig):
+        return masked_windows(tokens, config.data.sequence_length, name, tokenizer)
+    return causal_windows(tokens, config.data.sequence_length, name)
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache folder, unless jax is already told where."""
+    if jax.config.values["jax_compilation_cache_dir"] is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "programs"))

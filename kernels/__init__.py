@@ -1,0 +1,1 @@
+"""Pallas GPU kernels, one folder per operation; imported as `jhpt.kernels`."""

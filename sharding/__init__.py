@@ -1,0 +1,1 @@
+"""How a model lies on a mesh of devices; imported as `jhpt.sharding`."""
