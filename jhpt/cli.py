@@ -5,9 +5,10 @@ run on this machine.
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 import yaml
@@ -136,13 +137,16 @@ def parse_overrides(program: str, base: Config, arguments: list[str]) -> tuple[R
     tyro names, explains and suggests the flags; values stay text here and are read as YAML, so that a flag, a file and
     a dict are validated by the same code and refused with the same words.
     """
-    defaults = {name: _as_text(value) for name, value in dotted(base.model_dump(mode="json")).items()}
     parsed: Any = tyro.cli(
         _flags_of(base), prog=program, args=arguments, config=(tyro.conf.FlagConversionOff,), use_underscores=True
     )
     given = dotted({name: _as_dict(value) for name, value in _as_dict(parsed).items() if name != "options"})
-    changed = {name: text for name, text in given.items() if text != defaults[name]}
-    return parsed.options, {name: _from_text(text) for name, text in changed.items()}
+    changed = {name: text for name, text in given.items() if not isinstance(text, _Default)}
+    return parsed.options, {name: _from_text(text, _kind_of(base, name)) for name, text in changed.items()}
+
+
+class _Default(str):
+    """The text of a flag that was not given: tyro hands its default back as the very object it got."""
 
 
 def _flags_of(base: Config) -> type:
@@ -156,7 +160,7 @@ def _flags_of(base: Config) -> type:
                 kind = dataclasses.make_dataclass(name, fields_of(value), frozen=True)
                 fields.append((name, kind, dataclasses.field(default_factory=kind)))
             else:
-                default = _as_text(section.model_dump(mode="json")[name])
+                default = _Default(_as_text(section.model_dump(mode="json")[name]))
                 argument = tyro.conf.arg(help=info.description or "", metavar="VALUE")
                 fields.append((name, Annotated[str, argument], dataclasses.field(default=default)))
         return fields
@@ -171,12 +175,22 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
 
 
-def _from_text(text: str) -> Any:
-    """A flag's text as YAML would read it; text that is no YAML stays text."""
+def _kind_of(base: Config, name: str) -> Any:
+    """The annotation of a setting."""
+    *sections, key = name.split(".")
+    return type(functools.reduce(getattr, sections, base)).model_fields[key].annotation
+
+
+def _from_text(text: str, kind: Any) -> Any:
+    """A flag's text as YAML would read it; text that is no YAML stays text.
+
+    Where text is wanted it is not interpreted, so the prompt `def f():` is no mapping and the folder `2024` no number.
+    """
     try:
-        return yaml.safe_load(text) if text.strip() else text
+        value = yaml.safe_load(text) if text.strip() and kind is not str else text
     except yaml.YAMLError:
         return text
+    return value if str not in get_args(kind) or isinstance(value, str | list | None) else text
 
 
 def _as_dict(value: Any) -> Any:

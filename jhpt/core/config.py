@@ -5,6 +5,7 @@ A `Config` has one section per concern (`model`, `data`, `optimizer`, `train`, `
 files, presets and overrides into a `Config`.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -261,13 +262,13 @@ def divisors(n: int, up_to: int | None = None) -> list[int]:
     return [d for d in range(1, (up_to or n) + 1) if n % d == 0]
 
 
-def common_divisors(sizes) -> list[int]:
+def common_divisors(sizes: Iterable[int]) -> list[int]:
     """The numbers that divide every one of `sizes`, ascending."""
     sizes = list(sizes)
     return [d for d in divisors(min(sizes)) if all(size % d == 0 for size in sizes)]
 
 
-def one_of(choices) -> str:
+def one_of(choices: Iterable[object]) -> str:
     """`"1, 2 or 4"` for an error message."""
     *rest, last = [str(choice) for choice in choices]
     return f"{', '.join(rest)} or {last}" if rest else last

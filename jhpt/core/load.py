@@ -29,10 +29,10 @@ def load_config(source: Source = None, overrides: Mapping[str, Any] | None = Non
     Raises:
       InputError: unknown preset, key or file, wrong type, impossible value; all faults at once, one a line.
     """
-    tree = _tree(source)
+    changes: dict[str, Any] = {}
     for name, value in (overrides or {}).items():
-        tree = _merge(tree, _nested(name, value))
-    return validate(tree)
+        changes = _merge(changes, _nested(name, value))
+    return validate(_merge(_tree(source), changes))
 
 
 def run_config(source: Source, out: str | os.PathLike[str] | None) -> Config:
@@ -73,7 +73,7 @@ def _tree(source: Source) -> dict[str, Any]:
             return source.model_dump()
         case Mapping():
             source = dict(source)
-            return _merge(preset(source.pop("preset", DEFAULT)), source)
+            return _merge(preset(str(source.pop("preset", DEFAULT))), source)
         case _ if str(source) in PRESETS:
             return preset(str(source))
         case _:
@@ -118,11 +118,16 @@ def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
         if not (isinstance(value, Mapping) and isinstance(merged.get(key), dict)):
             merged[key] = value
-        elif key == "model" and value.get("family", merged[key].get("family")) != merged[key].get("family"):
+        elif key == "model" and _other_family(merged[key], value):
             merged[key] = dict(value)
         else:
             merged[key] = _merge(merged[key], value)
     return merged
+
+
+def _other_family(base: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+    """Whether both name a model family, and not the same one."""
+    return "family" in base and "family" in changes and base["family"] != changes["family"]
 
 
 def _explain(fault: Any, tree: Mapping[str, Any]) -> str:
@@ -133,21 +138,20 @@ def _explain(fault: Any, tree: Mapping[str, Any]) -> str:
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        return f"model.family: expected one of {', '.join(FAMILIES)}"
+        return f"model.family={fault['input'].get('family')!r}: expected one of {', '.join(FAMILIES)}"
     message = fault["msg"].removeprefix("Input ")
     return f"{name}={fault['input']!r}: {message}"
 
 
 def _names(tree: Mapping[str, Any]) -> Iterator[str]:
-    """All dotted names that a config with this tree's model family may have."""
+    """All sections and dotted names that a config with this tree's model family may have."""
     model = tree.get("model")
-    family = FAMILIES.get(model.get("family", ""), GPTConfig) if isinstance(model, Mapping) else GPTConfig
+    family = FAMILIES.get(str(model.get("family")), GPTConfig) if isinstance(model, Mapping) else GPTConfig
     for section, field in Config.model_fields.items():
+        yield section
         section_type = family if section == "model" else field.annotation
         if isinstance(section_type, type) and issubclass(section_type, BaseModel):
             yield from (f"{section}.{key}" for key in section_type.model_fields)
-        else:
-            yield section
 
 
 def _suggest(name: str, names: list[str]) -> str:

@@ -32,11 +32,10 @@ class BERTEmbedding(nn.Module):
         config = self.config
         normal = nn.initializers.normal(INIT_STD)
         x = embed(self.param("tokens", normal, (config.padded_vocab, config.d_model)), tokens, self.dtype)
-        x = x + self.param("positions", normal, (config.max_length, config.d_model))[: tokens.shape[1]].astype(
-            self.dtype
-        )
+        positions = self.param("positions", normal, (config.max_length, config.d_model))
+        x = x + positions[None, : tokens.shape[1]].astype(self.dtype)
         table = self.param("types", normal, (config.type_vocab_size, config.d_model))
-        x = x + (table[0].astype(self.dtype) if types is None else embed(table, types, self.dtype))
+        x = x + embed(table, jnp.zeros_like(tokens) if types is None else types, self.dtype)
         return norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
 
 
@@ -73,7 +72,8 @@ class MaskedLMHead(nn.Module):
         x = nn.gelu(Linear((config.d_model,), self.dtype, name="transform")(x), approximate=False)
         x = norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
         bias = self.param("bias", nn.initializers.zeros, (config.padded_vocab,))
-        return project_to_vocabulary(x, table, config.vocab_size, self.dtype, self.hooks) + bias
+        logits = project_to_vocabulary(x, table, config.vocab_size, self.dtype, self.hooks)
+        return logits + jnp.broadcast_to(bias, logits.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

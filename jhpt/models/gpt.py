@@ -44,7 +44,7 @@ class GPTEmbedding(nn.Module):
         x = embed(self.param("tokens", normal, (config.padded_vocab, config.d_model)), tokens, self.dtype)
         if config.positions == "learned":
             positions = self.param("positions", normal, (config.max_length, config.d_model))
-            x = x + positions[: tokens.shape[1]].astype(self.dtype)
+            x = x + positions[None, : tokens.shape[1]].astype(self.dtype)
         return x
 
 

@@ -29,7 +29,9 @@ Rotation = tuple[jax.Array, jax.Array]
 
 def norm(kind: str, eps: float, dtype: Any, name: str) -> nn.Module:
     """LayerNorm or RMSNorm over the last dimension, statistics in float32."""
-    return {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}[kind](epsilon=eps, dtype=dtype, name=name)
+    return {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}[kind](
+        epsilon=eps, dtype=dtype, use_fast_variance=False, name=name
+    )
 
 
 class Linear(nn.Module):
@@ -51,7 +53,8 @@ class Linear(nn.Module):
         )
         y = self.contract(x, kernel) if self.contract else jnp.tensordot(x, kernel, axes=1)
         if self.bias:
-            y = y + self.param("bias", nn.initializers.zeros, self.features).astype(self.dtype)
+            bias = self.param("bias", nn.initializers.zeros, self.features).astype(self.dtype)
+            y = y + jnp.broadcast_to(bias, y.shape)
         return y
 
 
@@ -121,13 +124,14 @@ def residual_std(config: ModelConfig) -> float:
 
 def rotation_table(length: int, width: int, theta: float) -> Rotation:
     """cos and sin of p theta^(-2i / E) for position p and pair i (Su et al. 2021, arXiv 2104.09864, eq. 34)."""
-    angle = jnp.arange(length)[:, None] * theta ** (-jnp.arange(0, width, 2) / width)
+    frequency = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angle = jnp.outer(jnp.arange(length, dtype=jnp.float32), frequency)
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotates the pairs (x[..., i], x[..., i + E/2]) of x[B, S, N, E] by their position's angle, in float32."""
-    cos, sin = (table[:, None, :] for table in rotation)
+    cos, sin = (table[None, :, None, :] for table in rotation)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 

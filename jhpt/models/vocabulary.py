@@ -17,4 +17,5 @@ def project_to_vocabulary(x: jax.Array, table: jax.Array, vocab_size: int, dtype
     logits = hooks.constrain(logits, (*("batch", "length")[: x.ndim - 1], "vocab"))
     if vocab_size == table.shape[0]:
         return logits
-    return jnp.where(jnp.arange(table.shape[0]) < vocab_size, logits, -jnp.inf)
+    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(column < vocab_size, logits, -jnp.inf)

@@ -71,8 +71,8 @@ def step_line(step: int, steps: int, values: dict[str, float | None]) -> str:
 class Display:
     """Prints on the main process only; a progress bar where the output is a terminal, plain lines elsewhere."""
 
-    def __init__(self, steps: int, first_step: int):
-        self._console = Console(quiet=not is_main(), highlight=False, soft_wrap=True)
+    def __init__(self, steps: int, first_step: int, *, quiet: bool = False):
+        self._console = Console(quiet=quiet or not is_main(), highlight=False, soft_wrap=True)
         self._progress = Progress(
             TextColumn("{task.completed}/{task.total}"),
             BarColumn(),

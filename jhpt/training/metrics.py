@@ -44,20 +44,24 @@ class MetricsWriter:
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """All records of a run, in order."""
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return _whole_records(path) if path.is_file() else []
+
+
+def _whole_records(path: Path) -> list[dict[str, float]]:
+    """The records up to the first line that is none: the one a killed process was writing."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
 
 
 def _drop_records_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # the line a killed process was writing
-            break
-        if record["step"] <= step:
-            kept.append(line)
+    kept = [record for record in _whole_records(path) if record["step"] <= step]
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(f"{line}\n" for line in kept))
+    partial.write_text("".join(f"{json.dumps(record)}\n" for record in kept))
     partial.rename(path)

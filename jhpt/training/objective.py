@@ -36,7 +36,7 @@ def token_nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Arr
     The target's logit is picked by comparison, not by a gather: the vocabulary may be sharded.
     """
     log_z = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
+    chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
     return log_z - jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1), log_z
 
 

@@ -22,6 +22,7 @@ def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.A
     cosine: peak (f + (1 - f) (1 + cos(pi u)) / 2);  linear: peak (1 - (1 - f) u);  constant: peak.
     """
     warmup, floor = config.warmup_steps, config.final_fraction
+    step = jnp.asarray(step, jnp.float32)
     progress = jnp.clip((step - warmup) / max(steps - 1 - warmup, 1), 0, 1)
     decay = {
         "cosine": floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * progress)),

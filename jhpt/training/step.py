@@ -100,7 +100,7 @@ def make_train_step(
         key = step_key(seed, state.step)
         grads, sums = batch_gradients(objective, state.params, windows, key, micro_batches)
         grads = place_gradients(grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         good = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & (state.bad_steps < max_bad_steps)
 
         rate = learning_rate(state.step)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,9 +49,9 @@ def token_cache(data: DataConfig, tokenizer: Tokenizer) -> TokenCache:
     Raises:
       InputError: missing, empty or malformed files; a damaged cache; a cache folder that cannot be written.
     """
-    root = Path(data.cache_dir).expanduser() if data.cache_dir else default_cache_dir() / "tokens"
+    root = Path(os.path.expanduser(data.cache_dir)) if data.cache_dir else default_cache_dir() / "tokens"
     files = find_files(data.path)
-    held_files = find_files(data.validation_path) if data.validation_path else None
+    held_files = find_files(data.validation_path, "data.validation_path") if data.validation_path else None
     settings = [FORMAT, tokenizer.fingerprint, data.text_key, data.validation_fraction, held_files is None]
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,8 @@ def token_cache(data: DataConfig, tokenizer: Tokenizer) -> TokenCache:
             if built:
                 if held_files is None:
                     files, held_files = split_files(files, data.validation_fraction)
-                _build(root, key, files, held_files, data, tokenizer)
+                # The key knows content and no names, so the order of the files must not follow from names either.
+                _build(root, key, sorted(files, key=digest), sorted(held_files, key=digest), data, tokenizer)
     except OSError as error:
         raise InputError(
             f"token cache {root} cannot be used: {error}; set data.cache_dir to a writable folder"
@@ -85,9 +87,14 @@ def _hash(value: object) -> str:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial = path.with_name(f"{path.name}.{_unique()}")
     partial.write_text(text)
     partial.rename(path)
+
+
+def _unique() -> str:
+    """A name for what is not finished; process ids repeat where containers share a file system."""
+    return uuid.uuid4().hex
 
 
 @contextmanager
@@ -101,27 +108,32 @@ def _lock(path: Path) -> Iterator[None]:
 def _build(
     root: Path, key: str, files: Sequence[Path], held: Sequence[Path], data: DataConfig, tokenizer: Tokenizer
 ) -> None:
-    partial = root / f"{key}.{os.getpid()}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = root / f"{key}.{_unique()}.partial"
     partial.mkdir()
     try:
-        dtype = (
-            np.uint8 if tokenizer.vocab_size <= 1 << 8 else np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-        )
+        dtype = np.dtype(np.min_scalar_type(tokenizer.vocab_size - 1))
         counts = {
             "train": _write_tokens(partial / "train.bin", files, data.text_key, tokenizer, dtype),
             "validation": _write_tokens(partial / "validation.bin", held, data.text_key, tokenizer, dtype),
         }
-        if not held and data.validation_fraction:
+        if counts["train"] and not held and data.validation_fraction:
             counts = _hold_out_tail(partial, counts["train"], data.validation_fraction, dtype)
-        index = {"format": FORMAT, "dtype": np.dtype(dtype).name, "tokens": counts, "tokenizer": tokenizer.fingerprint}
+        index = {"format": FORMAT, "dtype": dtype.name, "tokens": counts, "tokenizer": tokenizer.fingerprint}
         (partial / "index.json").write_text(json.dumps(index, indent=1))
-        partial.rename(root / key)
+        _publish(partial, root / key)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_tokens(path: Path, files: Iterable[Path], text_key: str, tokenizer: Tokenizer, dtype: type) -> int:
+def _publish(partial: Path, folder: Path) -> None:
+    try:
+        partial.rename(folder)
+    except OSError:  # where locks do not work, another builder may have been first: its cache is as good
+        if not folder.is_dir():
+            raise
+
+
+def _write_tokens(path: Path, files: Iterable[Path], text_key: str, tokenizer: Tokenizer, dtype: np.dtype) -> int:
     separator = np.asarray([] if tokenizer.end is None else [tokenizer.end], dtype)
     count = 0
     with path.open("wb") as stream:
@@ -138,12 +150,12 @@ def _write_tokens(path: Path, files: Iterable[Path], text_key: str, tokenizer: T
     return count
 
 
-def _hold_out_tail(folder: Path, total: int, fraction: float, dtype: type) -> dict[str, int]:
-    """With a single file there is nothing to split by: its last part is held out."""
+def _hold_out_tail(folder: Path, total: int, fraction: float, dtype: np.dtype) -> dict[str, int]:
+    """Where no whole file could be held out, the last part of the tokens is."""
     kept = total - int(total * fraction)
     tokens = np.memmap(folder / "train.bin", dtype, mode="r")
     tokens[kept:].tofile(folder / "validation.bin")
-    os.truncate(folder / "train.bin", kept * np.dtype(dtype).itemsize)
+    os.truncate(folder / "train.bin", kept * dtype.itemsize)
     return {"train": kept, "validation": total - kept}
 
 
@@ -151,11 +163,12 @@ def _open(folder: Path, built: bool) -> TokenCache:
     remedy = f"delete it (rm -r {folder}) and it is built again"
     try:
         index = json.loads((folder / "index.json").read_text())
-        dtype, tokens = np.dtype(index["dtype"]), index["tokens"]
+        dtype = np.dtype(index["dtype"])
+        counts = {name: int(index["tokens"][name]) for name in ("train", "validation")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"token cache {folder} has no readable index ({error}); {remedy}") from None
+        raise InputError(f"token cache {folder} has no readable index ({error!r}); {remedy}") from None
     arrays = {}
-    for name, count in tokens.items():
+    for name, count in counts.items():
         file = folder / f"{name}.bin"
         size = file.stat().st_size if file.is_file() else 0
         if size != count * dtype.itemsize:

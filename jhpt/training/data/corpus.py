@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ from jhpt.core.errors import InputError
 PIECE_CHARS = 1 << 20
 """Text is read and tokenised in pieces of about this many characters, cut at line ends."""
 
-TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
+JSONL = ".jsonl"
+TEXT_SUFFIXES = (".txt", ".md", JSONL)
 """What a folder contributes."""
 
 STDLIB = "stdlib"
@@ -20,41 +22,45 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 """Parts of a Python installation that are not the standard library, or not shipped everywhere."""
 
 
-def find_files(path: str | Sequence[str]) -> list[Path]:
-    """The files that `data.path` names: files, globs, folders, or "stdlib".
+def find_files(path: str | Sequence[str], setting: str = "data.path") -> list[Path]:
+    """The files that `data.path` (or another `setting`) names: files, globs, folders, or "stdlib".
 
     Raises:
       InputError: a name that matches nothing, or a named file that is empty.
     """
     names = [path] if isinstance(path, str) else list(path)
-    files = [file for name in names for file in _expand(name)]
+    files = [file for name in names for file in _expand(name, setting)]
     return sorted(set(files), key=str)
 
 
-def _expand(name: str) -> list[Path]:
+def _expand(name: str, setting: str) -> list[Path]:
     if name == STDLIB:
         return _stdlib_files()
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.stat().st_size]
+        files = [file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and _has_content(file)]
         remedy = f"put {', '.join(TEXT_SUFFIXES)} files there or name the files themselves"
     elif path.is_file():
         if path.stat().st_size == 0:
-            raise InputError(f"data file {path} is empty; give a file with text")
+            raise InputError(f"{setting}={path} is empty; give a file with text")
         files, remedy = [path], ""
     else:
-        files = [Path(match) for match in glob.glob(str(path), recursive=True)]
-        files = [file for file in files if file.is_file() and file.stat().st_size]
-        remedy = "give an existing file, folder or glob, or data.path=stdlib"
+        files = [file for file in map(Path, glob.glob(str(path), recursive=True)) if _has_content(file)]
+        remedy = f"give an existing file, folder or glob, or {setting}=stdlib"
     if not files:
-        raise InputError(f"data.path={name}: no text found; {remedy}")
+        raise InputError(f"{setting}={name}: no text found; {remedy}")
     return files
+
+
+def _has_content(file: Path) -> bool:
+    """Whether this is a file with something in it: no folder of that name, no dangling link."""
+    return file.is_file() and file.stat().st_size > 0
 
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in root.rglob("*.py") if not SKIPPED_FOLDERS & set(file.relative_to(root).parts)]
-    files = [file for file in files if file.stat().st_size and _is_utf8(file)]
+    files = [file for file in files if _has_content(file) and _is_utf8(file)]
     if not files:
         raise InputError(f"this Python ships no source of its standard library in {root}; give data.path=FILE")
     return files
@@ -70,25 +76,35 @@ def _is_utf8(file: Path) -> bool:
 
 
 def digest(file: Path) -> str:
-    """Hash of a file's content."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    """What a file contributes, as a hash: its bytes, and whether they are read as text or as JSONL.
+
+    Raises:
+      InputError: a file that cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            content = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        remedy = "make it readable or leave it out"
+        raise InputError(f"data file {file} cannot be read ({error.strerror}); {remedy}") from None
+    return content + (JSONL if file.suffix == JSONL else "")
 
 
 def split_files(files: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
     """(training, validation) files.
 
-    Files are held out in the order of their content hash until `fraction` of the bytes is reached, so the split does
-    not depend on where the files lie; with one file or fraction 0 nothing is held out here.
+    Going through the files in the order of their content hash, each is held out that still fits into `fraction` of the
+    bytes.  So the split does not depend on where the files lie; where all files are larger than that (a single one
+    always is) none is held out here.
     """
-    target = fraction * sum(file.stat().st_size for file in files)
-    held, size = [], 0
+    left = fraction * sum(file.stat().st_size for file in files)
+    kept: list[Path] = []
+    held: list[Path] = []
     for file in sorted(files, key=digest):
-        if size >= target or len(held) == len(files) - 1:
-            break
-        held.append(file)
-        size += file.stat().st_size
-    return [file for file in files if file not in set(held)], held
+        size = file.stat().st_size
+        (held if size <= left else kept).append(file)
+        left -= size if size <= left else 0
+    return kept, held
 
 
 def documents(file: Path, text_key: str) -> Iterator[Iterator[str]]:
@@ -97,7 +113,7 @@ def documents(file: Path, text_key: str) -> Iterator[Iterator[str]]:
     Raises:
       InputError: text that is not UTF-8, a line that is not a JSON object, a line without `text_key`.
     """
-    if file.suffix != ".jsonl":
+    if file.suffix != JSONL:
         yield _pieces(file)
         return
     for number, line in enumerate(_lines(file), start=1):
@@ -108,12 +124,25 @@ def documents(file: Path, text_key: str) -> Iterator[Iterator[str]]:
 def _json_text(line: str, text_key: str, place: str) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{place}: not valid JSON ({error.msg}); every line of a .jsonl file is one object") from None
+    except (ValueError, RecursionError) as error:  # too long a number, too deep a nesting
+        reason = getattr(error, "msg", error)
+        raise InputError(f"{place}: not valid JSON ({reason}); every line of a .jsonl file is one object") from None
     if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise InputError(f"{place}: no text under {text_key!r} (found: {keys}); set data.text_key")
-    return record[text_key]
+    text = record[text_key]
+    if not _is_unicode(text):
+        raise InputError(f"{place}: the text has half of a surrogate pair (\\ud800 to \\udfff); remove it")
+    return text
+
+
+def _is_unicode(text: str) -> bool:
+    r"""JSON can escape what no text contains and UTF-8 cannot write: `"\ud800"`."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _pieces(file: Path) -> Iterator[str]:

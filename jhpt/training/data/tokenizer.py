@@ -1,6 +1,7 @@
 """Text <-> token ids: raw bytes, or any tokenizer in the `tokenizers` JSON format."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -61,7 +62,10 @@ class FileTokenizer:
             raise InputError(f"data.tokenizer={path}: no such file; give a tokenizers JSON file or 'bytes'") from None
         except Exception as error:  # the library raises bare Exception on malformed JSON
             raise InputError(f"data.tokenizer={path}: not a tokenizers JSON file: {error}") from None
-        self.vocab_size = self._tokenizer.get_vocab_size()
+        # Not get_vocab_size(): that counts tokens, and ids may have gaps.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        if not self.vocab_size:
+            raise InputError(f"data.tokenizer={path}: its vocabulary is empty; give a trained tokenizer")
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self.end = next((i for i in map(self._tokenizer.token_to_id, self._END) if i is not None), None)
         self.mask = self._first("[MASK]", "<mask>")
@@ -80,4 +84,4 @@ class FileTokenizer:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names."""
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser())
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(os.path.expanduser(name)))

@@ -23,7 +23,7 @@ class Windows:
     separator: int | None = None
 
     def __len__(self) -> int:
-        return (len(self.tokens) - self.overlap) // self.stride
+        return max(len(self.tokens) - self.overlap, 0) // self.stride
 
     def __getitem__(self, index: int) -> np.ndarray:
         """int32 [S + 1] for causal models, [S] for BERT."""

@@ -1,0 +1,77 @@
+"""Eight virtual CPU devices, no implicit rank promotion, and a small corpus for every test."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+
+import random
+from pathlib import Path
+
+import jax
+import pytest
+
+from jhpt.core.load import load_config
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+WORDS = "the mesh maps every layer to a device and each step adds up what the others have seen".split()
+
+
+def text(characters: int, seed: int = 0) -> str:
+    """Deterministic prose-like text."""
+    rng, lines = random.Random(seed), []
+    while sum(map(len, lines)) < characters:
+        lines.append(" ".join(rng.choices(WORDS, k=rng.randint(4, 12))) + ".\n")
+    return "".join(lines)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> dict[str, str]:
+    """Overrides that point a config at 64 KiB of text and a cache of its own."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for index in range(4):
+        (folder / f"{index}.txt").write_text(text(1 << 14, index))
+    return {"data.path": str(folder), "data.cache_dir": str(folder / "cache"), "data.validation_fraction": 0.25}
+
+
+@pytest.fixture
+def tiny(corpus):
+    """Makes a config of a tiny model on the small corpus: `tiny("bert-tiny", **{"train.steps": 3})`."""
+
+    def make(preset: str = "gpt-tiny", **overrides):
+        return load_config(preset, tiny_overrides(corpus) | overrides)
+
+    return make
+
+
+def tiny_overrides(corpus: dict[str, str]) -> dict[str, object]:
+    """A model whose every dimension 8 divides, a short schedule, a quiet run."""
+    return corpus | {
+        "model.num_layers": 2,
+        "model.d_model": 64,
+        "model.num_heads": 8,
+        "model.d_ff": 128,
+        "model.max_length": 32,
+        "data.sequence_length": 32,
+        "data.batch_size": 16,
+        "train.steps": 4,
+        "optimizer.warmup_steps": 2,
+        "log.every": 1,
+        "log.tensorboard": False,
+        "evaluation.sample_tokens": 0,
+        "evaluation.batches": 2,
+    }
+
+
+@pytest.fixture
+def strict():
+    """No implicit promotion of dtypes: for what jhpt computes itself (optax and Flax's bfloat16 norms do promote)."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """Compiled programs of tests stay out of the user's cache."""
+    os.environ["XDG_CACHE_HOME"] = str(Path(tmp_path_factory.mktemp("cache")))

@@ -1,0 +1,196 @@
+"""The models are what their definitions say, see only what they may, and have the size that `core.shapes` predicts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jhpt.core.config import BERTConfig, GPTConfig
+from jhpt.core.load import load_config
+from jhpt.core.presets import PRESETS
+from jhpt.core.shapes import flops_per_token, parameter_count
+from jhpt.models.build import build
+from jhpt.models.layers import NAMED_TENSORS
+from tests.models import naive
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+SHAPE = dict(vocab_size=200, num_layers=2, d_model=48, num_heads=6, max_length=16)
+GPTS = {
+    "gpt2": GPTConfig(**SHAPE),
+    "llama": GPTConfig(
+        **SHAPE,
+        num_kv_heads=2,
+        positions="rotary",
+        norm="rmsnorm",
+        activation="swiglu",
+        bias=False,
+        tied=False,
+        d_ff=80,
+    ),
+    "mixed": GPTConfig(**SHAPE, num_kv_heads=1, positions="rotary", norm="layernorm", activation="swiglu"),
+}
+BERT = BERTConfig(**SHAPE)
+
+
+def random_params(model, seed=0):
+    """Every leaf random: zero biases and unit scales would hide mistakes."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda s: jnp.asarray(rng.normal(0.0, 0.3, s.shape), s.dtype), shapes)
+
+
+def tokens(rows=3, length=16, seed=1):
+    return np.random.default_rng(seed).integers(0, 200, (rows, length))
+
+
+def float64(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def close(actual, expected, tolerance=2e-5):
+    assert np.abs(np.asarray(actual) - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_gpt_is_its_float64_definition(name):
+    model = build(GPTS[name])
+    params, ids = random_params(model), tokens()
+    logits = jax.jit(model.apply)(params, ids)
+    assert np.all(np.isneginf(logits[..., 200:]))
+    for row, expected in zip(logits, (naive.gpt(GPTS[name], float64(params), i) for i in ids), strict=True):
+        close(row[:, :200], expected)
+
+
+def test_bert_is_its_float64_definition():
+    model = build(BERT)
+    params, ids, lengths = random_params(model), tokens(), np.array([16, 9, 1], np.int32)
+    types = (np.arange(16) > 6).astype(np.int32) * np.ones((3, 1), np.int32)
+    x = jax.jit(model.encode)(params, ids, types=types, lengths=lengths)
+    logits, pooled = model.logits(params, x), model.pool(params, x)
+    for row in range(3):
+        expected, vector = naive.bert(BERT, float64(params), ids[row], types[row], lengths[row])
+        close(logits[row, : lengths[row], :200], expected[: lengths[row]])
+        close(pooled[row], vector)
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_gradients_of_gpt_do_not_reach_future_positions(name):
+    """d (sum over the vocabulary of a random projection of logits[i]) / d x[j] = 0 exactly for j > i, and not for j <= i."""
+    model = build(GPTS[name])
+    params = random_params(model)
+    x = jax.random.normal(jax.random.key(2), (1, 8, 48))
+    mix = jax.random.normal(jax.random.key(3), (200,))
+
+    def projected(x):
+        for l in range(2):
+            x = model.block(jax.tree.map(lambda p: p[l], params["blocks"]), x)
+        return model.logits(params, x)[0, :, :200] @ mix
+
+    reach = np.abs(jax.jacrev(projected)(x)[:, 0]).max(-1)
+    assert np.all(reach[np.triu_indices(8, 1)] == 0)
+    assert np.all(reach[np.tril_indices(8)] > 0)
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_future_tokens_do_not_change_past_logits(name):
+    model = build(GPTS[name])
+    params, ids = random_params(model), tokens(rows=2)
+    logits = jax.jit(model.apply)(params, ids)[..., :200]
+    for cut in (1, 7, 15):
+        changed = ids.copy()
+        changed[:, cut:] = (changed[:, cut:] + 1 + tokens(2, 16 - cut, seed=cut) % 100) % 200
+        other = jax.jit(model.apply)(params, changed)[..., :200]
+        np.testing.assert_array_equal(other[:, :cut], logits[:, :cut])
+        assert np.all(np.abs(other[:, cut:] - logits[:, cut:]).max(-1) > 0)
+
+
+def test_padding_of_bert_changes_nothing():
+    model = build(BERT)
+    params, ids, lengths = random_params(model), tokens(rows=2), jnp.array([5, 12])
+    other = np.where(np.arange(16) < np.asarray(lengths)[:, None], ids, (ids + 7) % 200)
+    first, second = (jax.jit(model.apply)(params, i, lengths=lengths) for i in (ids, other))
+    for row, length in enumerate((5, 12)):
+        np.testing.assert_array_equal(first[row, :length], second[row, :length])
+    # Without the mask the same change is seen: the test can fail.
+    first, second = (jax.jit(model.apply)(params, i) for i in (ids, other))
+    assert np.abs(first[0, :5, :200] - second[0, :5, :200]).max() > 1e-3
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameter_count_is_exact(preset):
+    config = load_config(preset).model
+    shapes = jax.eval_shape(build(config).init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == parameter_count(config).allocated
+
+
+def matmul_flops(jaxpr, times=1):
+    """2mnk summed over every dot_general of a jaxpr, loops multiplied in."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            lhs = equation.invars[0].aval.shape
+            total += 2 * np.prod(equation.outvars[0].aval.shape) * np.prod([lhs[d] for d in contracted]) * times
+        inner = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
+        for value in equation.params.values():
+            for sub in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(sub, "jaxpr"):
+                    total += matmul_flops(sub.jaxpr, inner)
+                elif hasattr(sub, "eqns"):
+                    total += matmul_flops(sub, inner)
+    return total
+
+
+@pytest.mark.parametrize("config", [*GPTS.values(), BERT], ids=[*GPTS, "bert"])
+def test_flops_are_those_of_the_traced_program(config):
+    """The XLA attention kernel computes the full square, so the count is compared without the causal convention."""
+    config = config.model_copy(update={"vocab_size": 256})  # no padding columns
+    model = build(config)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    ids = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+    def loss(params, ids):
+        return jnp.sum(model.apply(params, ids))
+
+    expected = flops_per_token(config, 16, causal=False)
+    forward = matmul_flops(jax.make_jaxpr(loss)(params, ids).jaxpr)
+    both = matmul_flops(jax.make_jaxpr(jax.grad(loss))(params, ids).jaxpr)
+    assert forward == expected.forward * 32
+    assert both == expected.total * 32
+
+
+def test_causal_flops_count_half_the_square():
+    config = GPTS["gpt2"]
+    full, causal = (flops_per_token(config, 16, causal=c).forward for c in (False, True))
+    assert full - causal == 2 * 2 * 2 * 48 * (16 - 17 / 2)  # 2mnk, two products, two layers, width 48
+
+
+@pytest.mark.parametrize("config", [GPTS["gpt2"], BERT], ids=["gpt", "bert"])
+def test_named_tensors_are_what_a_policy_can_save(config):
+    model = build(config)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    text = str(jax.make_jaxpr(model.apply)(params, jax.ShapeDtypeStruct((2, 16), jnp.int32)))
+    for name in NAMED_TENSORS:
+        assert f"name={name}" in text
+
+
+def test_dropout_needs_a_key_and_is_deterministic():
+    config = GPTS["gpt2"].model_copy(update={"dropout": 0.5})
+    model, ids = build(config), tokens()
+    params = random_params(model)
+    plain = jax.jit(model.apply)(params, ids)
+    np.testing.assert_array_equal(plain, jax.jit(build(GPTS["gpt2"]).apply)(params, ids))
+    dropped = [jax.jit(model.apply)(params, ids, key=jax.random.key(k)) for k in (0, 0, 1)]
+    np.testing.assert_array_equal(dropped[0], dropped[1])
+    assert np.abs(dropped[0] - dropped[2])[..., :200].max() > 0.1
+
+
+def test_bfloat16_is_close_to_float32():
+    for config in (*GPTS.values(), BERT):
+        params = build(config).init(jax.random.key(0))
+        exact = build(config).apply(params, tokens())[..., :200]
+        with jax.numpy_dtype_promotion("standard"):  # Flax promotes in its norms
+            rounded = build(config, dtype=jnp.bfloat16).apply(params, tokens())[..., :200]
+        assert rounded.dtype == jnp.float32
+        assert np.abs(exact - rounded).max() <= 2**-6 * np.abs(exact).max()

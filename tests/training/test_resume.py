@@ -1,0 +1,128 @@
+"""Resumed equals uninterrupted: bit for bit on the same mesh, closely on another."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import jhpt
+from jhpt.core.load import load_config
+from jhpt.training.metrics import read_metrics
+from tests.conftest import tiny_overrides
+
+SETTINGS = {"train.steps": 20, "checkpoint.every": 5, "evaluation.every": 10, "checkpoint.keep": 4}
+
+
+def run(folder: Path, corpus, **changes):
+    """Starts `tests.training.runner`; the caller waits for it."""
+    folder.mkdir(exist_ok=True)
+    overrides = tiny_overrides(corpus) | SETTINGS | {"parallel.data": 1} | changes.pop("overrides", {})
+    spec = {"preset": "gpt-tiny", "out": str(folder / "run"), "overrides": overrides} | changes
+    file = folder / "spec.json"
+    file.write_text(json.dumps(spec))
+    command = [sys.executable, "-m", "tests.training.runner", str(file)]
+    return subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process):
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error.decode()
+    return json.loads(out.decode().splitlines()[-1])
+
+
+def final_state(run_dir: Path, step: int):
+    """Leaves of a checkpoint by path, as saved."""
+    manager = ocp.CheckpointManager(run_dir / "checkpoints")
+    state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
+    manager.close()
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def same_bits(first, second):
+    assert first.keys() == second.keys() and len(first) > 20
+    for path, leaf in first.items():
+        assert leaf.tobytes() == second[path].tobytes(), path
+
+
+def losses(run_dir: Path, name="loss"):
+    return {record["step"]: record[name] for record in read_metrics(run_dir) if name in record}
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("model", ["gpt", "bert-with-dropout"])
+def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, model):
+    """20 steps at once; 10 + kill -9 once the checkpoint is written, and 10 + kill -9 while it is being written."""
+    changes = {"preset": "gpt-tiny" if model == "gpt" else "bert-tiny"}
+    whole = run(tmp_path / "whole", corpus, **changes)
+    killed = [
+        run(tmp_path / when, corpus, kill_after=10, kill_when=when, **changes) for when in ("written", "writing")
+    ]
+    finish(whole)
+    expected = final_state(tmp_path / "whole" / "run", 20)
+    for process, when in zip(killed, ("written", "writing"), strict=True):
+        process.communicate(timeout=300)
+        assert process.returncode == -signal.SIGKILL
+        result = finish(run(tmp_path / when, corpus, **changes))
+        assert result["step"] == 20
+        same_bits(final_state(tmp_path / when / "run", 20), expected)
+        for name in ("loss", "validation_loss", "grad_norm"):
+            assert losses(tmp_path / when / "run", name) == losses(tmp_path / "whole" / "run", name)
+            assert len(losses(tmp_path / "whole" / "run", name)) == (2 if name == "validation_loss" else 20)
+
+
+def test_sigterm_saves_and_stops(tmp_path, corpus):
+    """What a scheduler sends before it takes the machine away."""
+    process = run(tmp_path / "stopped", corpus, overrides={"train.steps": 100_000, "checkpoint.every": 100_000})
+    metrics = tmp_path / "stopped" / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (metrics.is_file() and metrics.read_text().count("\n") > 3):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    result = finish(process)
+    assert result["interrupted"] and 3 < result["step"] < 100_000
+    assert (tmp_path / "stopped" / "run" / "checkpoints" / str(result["step"])).is_dir()
+
+
+def mesh(data, tensor, zero=0):
+    return {"parallel.data": data, "parallel.tensor": tensor, "parallel.zero": zero}
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path, corpus):
+    """Ten steps on 4 x 2 with ZeRO-3, then on 2 x 4 with ZeRO-1, on one device, and for reference on 4 x 2 again."""
+    settings = tiny_overrides(corpus) | {"train.steps": 10, "checkpoint.every": 10}
+    first = tmp_path / "first"
+    jhpt.train("gpt-tiny", out=first, overrides=settings | mesh(4, 2, zero=3))
+    results = {}
+    for name, layout in {"same": mesh(4, 2, 3), "turned": mesh(2, 4, 1), "single": mesh(1, 1)}.items():
+        os.system(f"cp -r {first} {tmp_path / name}")
+        results[name] = jhpt.train("gpt-tiny", out=tmp_path / name, overrides=settings | layout | {"train.steps": 20})
+    for name in ("turned", "single"):
+        for step in range(11, 21):
+            assert results[name].losses[step] == pytest.approx(results["same"].losses[step], rel=1e-4)
+
+
+def test_steps_logging_and_parallelism_may_change_and_a_finished_run_is_left_alone(tmp_path, corpus):
+    settings = tiny_overrides(corpus) | {"parallel.data": 1, "train.steps": 2}
+    jhpt.train("gpt-tiny", out=tmp_path / "run", overrides=settings)
+    again = jhpt.train(out=tmp_path / "run")  # the run's own configuration
+    assert again.step == 2 and again.tokens_per_s is None
+    longer = jhpt.train(out=tmp_path / "run", overrides={"train.steps": 4, "parallel.data": 2, "log.every": 2})
+    assert longer.step == 4 and set(longer.losses) == {1, 2, 4}
+    assert load_config(tmp_path / "run" / "config.yaml").train.steps == 4
+
+
+def test_checkpoints_are_rotated(tmp_path, corpus):
+    settings = tiny_overrides(corpus) | {"parallel.data": 1, "train.steps": 7}
+    keep = {"checkpoint.every": 1, "checkpoint.keep": 2, "checkpoint.keep_every": 3}
+    jhpt.train("gpt-tiny", out=tmp_path / "run", overrides=settings | keep)
+    kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert kept == {3, 6, 7}

@@ -1,0 +1,161 @@
+"""The step: schedules, accumulation, skipping of what is not finite, and that it can learn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jhpt.core.config import OptimizerConfig
+from jhpt.core.load import load_config
+from jhpt.models.build import build
+from jhpt.training.data.tokenizer import ByteTokenizer
+from jhpt.training.objective import Sums, make_objective, token_nll
+from jhpt.training.optimizer import decay_mask, learning_rate, make_optimizer
+from jhpt.training.step import init_state, make_train_step
+
+
+def rates(steps=11, **settings):
+    config = OptimizerConfig(learning_rate=2.0, warmup_steps=4, final_fraction=0.1, **settings)
+    return [float(learning_rate(config, steps, jnp.asarray(step))) for step in range(steps)]
+
+
+def test_schedules_at_points_worked_out_by_hand():
+    warm = [0.5, 1.0, 1.5, 2.0]  # 2 (step + 1) / 4
+    for schedule, middle, end in (("cosine", 1.1, 0.2), ("linear", 1.1, 0.2), ("constant", 2.0, 2.0)):
+        values = rates(schedule=schedule)
+        np.testing.assert_allclose(values[:4], warm, rtol=1e-6)
+        np.testing.assert_allclose([values[4], values[7], values[10]], [2.0, middle, end], rtol=1e-5)
+
+
+def test_decay_acts_on_matrices_and_tables_only():
+    for preset in ("gpt-tiny", "llama-8b", "bert-tiny"):
+        shapes = jax.eval_shape(build(load_config(preset).model).init, jax.random.key(0))
+        for path, decays in jax.tree_util.tree_leaves_with_path(decay_mask(shapes)):
+            keys = [key.key for key in path]
+            expected = keys[-1] not in ("scale", "bias") and "norm" not in keys and keys[0] != "pooler"
+            assert decays is expected, keys
+
+
+def test_token_nll_is_minus_log_softmax():
+    logits = jax.random.normal(jax.random.key(0), (3, 5, 7)) * 4
+    targets = jax.random.randint(jax.random.key(1), (3, 5), 0, 7)
+    nll, log_z = token_nll(logits.at[..., 6].set(-jnp.inf), jnp.minimum(targets, 5))
+    exact = np.asarray(logits, np.float64)[..., :6]
+    expected_z = np.log(np.exp(exact).sum(-1))
+    picked = np.take_along_axis(exact, np.minimum(np.asarray(targets), 5)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(log_z, expected_z, rtol=1e-6)
+    np.testing.assert_allclose(nll, expected_z - picked, rtol=1e-5, atol=1e-6)
+
+
+def test_z_loss_adds_the_squared_log_partition(tiny):
+    config = tiny()
+    model = build(config.model)
+    params = model.init(jax.random.key(0))
+    windows = jax.random.randint(jax.random.key(1), (2, 33), 0, 256)
+    plain, weighted = (
+        make_objective(model, config.data, ByteTokenizer(), z)(params, windows, None, jax.random.key(0), True)
+        for z in (0.0, 0.5)
+    )
+    log_z = jax.nn.logsumexp(model.apply(params, windows[:, :-1]), axis=-1)
+    np.testing.assert_allclose(weighted.loss, plain.loss + 0.5 * jnp.sum(log_z**2), rtol=1e-5)
+    np.testing.assert_array_equal(weighted.nll, plain.nll)
+    assert plain.tokens == 64
+
+
+def toy_objective(params, windows, weights, key, train):
+    """Quadratic in the parameters; a window that starts with -1 makes the loss infinite, with -2 only the gradient."""
+    w = params["kernel"]
+    loss = jnp.sum((w - 1.0) ** 2) * windows.size
+    loss = loss + jnp.where(windows[0, 0] == -1, jnp.inf, 0.0)
+    # sqrt is 0 at 0 and its slope infinite; times 0 the gradient is not a number while the loss is finite.
+    root = jnp.sqrt(jnp.sum(w) * 0.0 + jnp.where(windows[0, 0] == -2, 0.0, 1.0))
+    loss = loss + root
+    return Sums(loss, loss, jnp.asarray(float(windows.size)))
+
+
+def toy_step(max_bad_steps=3, **settings):
+    config = OptimizerConfig(learning_rate=0.1, warmup_steps=0, schedule="constant", **settings)
+    optimizer = make_optimizer(config)
+    state = init_state({"kernel": jnp.zeros(3)}, optimizer)
+    step = make_train_step(
+        toy_objective,
+        optimizer,
+        lambda step: learning_rate(config, 100, step),
+        seed=0,
+        micro_batches=1,
+        max_bad_steps=max_bad_steps,
+    )
+    return jax.jit(step), state
+
+
+def windows(first=0):
+    return jnp.zeros((2, 2), jnp.int32).at[0, 0].set(first)
+
+
+@pytest.mark.parametrize("bad", [-1, -2], ids=["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped_whole(bad):
+    step, state = toy_step()
+    state, _ = step(state, windows())
+    skipped, metrics = step(state, windows(bad))
+    assert not (np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm))
+    assert (metrics.bad_steps, skipped.bad_steps, skipped.step) == (1, 1, 2)
+    jax.tree.map(np.testing.assert_array_equal, (skipped.params, skipped.optimizer), (state.params, state.optimizer))
+    recovered, metrics = step(skipped, windows())
+    assert metrics.bad_steps == 0
+    assert np.all(recovered.params["kernel"] != state.params["kernel"])
+
+
+def test_a_long_run_of_bad_steps_freezes_the_state_for_good():
+    step, state = toy_step(max_bad_steps=2)
+    for _ in range(2):
+        state, metrics = step(state, windows(-1))
+    assert metrics.bad_steps == 2
+    later, metrics = step(state, windows())
+    assert metrics.bad_steps == 3
+    np.testing.assert_array_equal(later.params["kernel"], state.params["kernel"])
+
+
+def test_update_is_adamw_with_clipping():
+    """Against optax.adamw behind a clip, three steps."""
+    step, state = toy_step(clip_norm=0.5, weight_decay=0.1)
+    reference = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.1))
+    params = {"kernel": jnp.zeros(3)}
+    moments = reference.init(params)
+    for _ in range(3):
+        grads = jax.grad(lambda p: jnp.sum((p["kernel"] - 1.0) ** 2))(params)
+        updates, moments = reference.update(grads, moments, params)
+        params = optax.apply_updates(params, updates)
+        state, metrics = step(state, windows())
+        np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-6)
+    np.testing.assert_allclose(state.params["kernel"], params["kernel"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["gpt-tiny", "bert-tiny"])
+def test_eight_sequences_can_be_learnt_by_heart(tiny, preset):
+    """To below 0.05 nats per token; BERT sees other masks at each step and is held to the same."""
+    config = tiny(
+        preset,
+        **{
+            "optimizer.learning_rate": 5e-3,
+            "optimizer.warmup_steps": 20,
+            "optimizer.weight_decay": 0.0,
+            "model.dropout": 0.0,
+        },
+    )
+    model = build(config.model)
+    optimizer = make_optimizer(config.optimizer)
+    objective = make_objective(model, config.data, ByteTokenizer(), 0.0)
+    step = make_train_step(
+        objective,
+        optimizer,
+        lambda step: learning_rate(config.optimizer, 400, step),
+        seed=0,
+        micro_batches=1,
+        max_bad_steps=1,
+    )
+    rows = jax.random.randint(jax.random.key(3), (8, 33 if preset == "gpt-tiny" else 32), 0, 200)
+    state = init_state(model.init(jax.random.key(0)), optimizer)
+    run = jax.jit(lambda state, rows: jax.lax.scan(lambda s, _: step(s, rows), state, length=400))
+    _, metrics = run(state, rows)
+    assert metrics.loss[-1] < 0.05
