@@ -15,7 +15,23 @@ from jhpt.core.load import load_config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-WORDS = "the mesh maps every layer to a device and each step adds up what the others have seen".split()
+WORDS = (
+    "the",
+    "mesh",
+    "maps",
+    "every",
+    "layer",
+    "to",
+    "a",
+    "device",
+    "and",
+    "each",
+    "step",
+    "adds",
+    "up",
+    "its",
+    "share",
+)
 
 
 def text(characters: int, seed: int = 0) -> str:

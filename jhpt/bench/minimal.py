@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jhpt.core.config import GPTConfig
+from jhpt.models.attention import Implementation
 
 
 def init(config: GPTConfig, key: jax.Array) -> Any:
@@ -38,7 +39,7 @@ def _norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return (y * scale + bias).astype(x.dtype)
 
 
-def loss(config: GPTConfig, dtype: Any, implementation: str, params: Any, windows: jax.Array) -> jax.Array:
+def loss(config: GPTConfig, dtype: Any, implementation: Implementation, params: Any, windows: jax.Array) -> jax.Array:
     """Mean next-token loss of windows[B, S + 1]."""
     tokens, targets = windows[:, :-1], windows[:, 1:]
     batch, length = tokens.shape
@@ -63,7 +64,7 @@ def loss(config: GPTConfig, dtype: Any, implementation: str, params: Any, window
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def make_step(config: GPTConfig, dtype: Any, implementation: str) -> tuple[Callable[..., Any], Any]:
+def make_step(config: GPTConfig, dtype: Any, implementation: Implementation) -> tuple[Callable[..., Any], Any]:
     """(jitted donated step (state, windows) -> (state, loss), initial state)."""
     decayed = {"qkv", "out", "up", "down", "tokens", "positions"}
 

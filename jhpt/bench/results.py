@@ -40,7 +40,9 @@ class Claim:
     setup: str
 
 
-def write_json(path: str, bench: str, settings: Mapping[str, Any], rows: Sequence[Row], claims: Mapping[str, Claim]) -> None:
+def write_json(
+    path: str, bench: str, settings: Mapping[str, Any], rows: Sequence[Row], claims: Mapping[str, Claim]
+) -> None:
     """Everything needed to check or redo a benchmark."""
     report = {
         "bench": bench,

@@ -21,7 +21,8 @@ from jhpt.training.console import Display
 from jhpt.training.data.batches import shuffled, training_batches
 from jhpt.training.loop import fit, training_flops_per_token
 from jhpt.training.programs import compile_programs
-from jhpt.training.setup import Setup, enable_compilation_cache, prepare
+from jhpt.training.runtime import configure_runtime
+from jhpt.training.setup import Setup, prepare
 
 GPU_PRESETS = ("gpt2-124m", "gpt2-1.5b")
 CPU_PRESETS = ("gpt-tiny",)
@@ -29,10 +30,11 @@ CPU_PRESETS = ("gpt-tiny",)
 
 def run(*, quick: bool, json_path: str | None) -> int:
     """Runs the benchmark on the first device; returns the exit status."""
-    enable_compilation_cache()
+    configure_runtime()
     on_gpu = jax.default_backend() == "gpu"
     rounds, steps = (5, 3) if quick else (15, 20)
-    rows, claims = [], {}
+    rows: list[Row] = []
+    claims: dict[str, Claim] = {}
     for preset in GPU_PRESETS if on_gpu else CPU_PRESETS:
         overrides = {"parallel.data": 1, "log.every": steps, "log.tensorboard": False}
         setup = prepare(load_config(preset, overrides))

@@ -160,4 +160,5 @@ def _suggest(name: str, names: list[str]) -> str:
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
     siblings = [choice for choice in names if choice.rpartition(".")[0] == section]
-    return did_you_mean(name, siblings or names) or did_you_mean(name, names) or f"; known here: {', '.join(siblings)}"
+    others = [choice for choice in names if choice != section]
+    return did_you_mean(name, siblings) or did_you_mean(name, others) or f"; known here: {', '.join(siblings)}"

@@ -21,8 +21,9 @@ from jhpt.training.loop import Progress, fit, training_flops_per_token
 from jhpt.training.metrics import MetricsWriter, read_metrics
 from jhpt.training.processes import Processes, is_main, join
 from jhpt.training.programs import compile_programs
+from jhpt.training.runtime import configure_runtime
 from jhpt.training.sampling import sample
-from jhpt.training.setup import Setup, enable_compilation_cache, prepare
+from jhpt.training.setup import Setup, prepare
 from jhpt.training.step import TrainState
 
 
@@ -70,7 +71,7 @@ def train(
     """
     config = load_config(run_config(source, out), overrides)
     join(processes or Processes())
-    enable_compilation_cache()
+    configure_runtime()
     setup = prepare(config)
     run_dir = Path(out) if out is not None else _new_run_dir(config)
     record = make_record(config, setup.cache.key)

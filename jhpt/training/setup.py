@@ -3,7 +3,6 @@
 Nothing is written here except token caches, so a configuration that cannot work leaves nothing behind.
 """
 
-import os
 from dataclasses import dataclass
 
 import jax
@@ -19,7 +18,7 @@ from jhpt.models.build import Model, build
 from jhpt.models.hooks import Hooks
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_mesh
-from jhpt.training.data.cache import TokenCache, default_cache_dir, token_cache
+from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
 from jhpt.training.data.windows import Windows, causal_windows, masked_windows
 from jhpt.training.objective import Objective, make_objective
@@ -67,7 +66,7 @@ def prepare(config: Config) -> Setup:
         config.model,
         dtype=dtype,
         implementation=attention.implementation,
-        hooks=Hooks(constrain=layout.constrain),
+        hooks=Hooks(constrain=layout.constrain, unroll=layers_per_iteration(config, device)),
     )
     return Setup(
         config=config,
@@ -90,13 +89,18 @@ def compute_dtype(config: Config, device: DeviceInfo) -> jnp.dtype:
     return jnp.dtype(("bfloat16" if device.is_gpu else "float32") if name == "auto" else name)
 
 
+MOST_UNROLLED_LAYERS = 8
+"""Compile time grows with unrolled layers; beyond this many the layer loop stays a loop."""
+
+
+def layers_per_iteration(config: Config, device: DeviceInfo) -> int:
+    """All layers on CPU, where a loop copies every layer's residuals in and out of stacked buffers (a quarter of a
+    gpt-tiny step: docs/cpu-performance.md); one on GPU, where those copies are cheap and programs large."""
+    layers = config.model.num_layers
+    return 1 if device.is_gpu or layers > MOST_UNROLLED_LAYERS else layers
+
+
 def _windows(config: Config, tokenizer: Tokenizer, tokens: np.ndarray, name: str) -> Windows:
     if isinstance(config.model, BERTConfig):
         return masked_windows(tokens, config.data.sequence_length, name, tokenizer)
     return causal_windows(tokens, config.data.sequence_length, name)
-
-
-def enable_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, unless jax is already told where."""
-    if jax.config.values["jax_compilation_cache_dir"] is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "programs"))

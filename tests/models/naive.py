@@ -65,8 +65,8 @@ def gpt(config, params, tokens):
         x = x + params["embedding"]["positions"][: len(tokens)]
     theta = config.rope_theta if config.positions == "rotary" else None
     visible = np.tril(np.ones((len(tokens), len(tokens)), bool))
-    for l in range(config.num_layers):
-        p = layer(params["blocks"], l)
+    for index in range(config.num_layers):
+        p = layer(params["blocks"], index)
         x = x + attention(config, p["attention"], norm(x, p["attention_norm"], config.norm_eps), visible, theta)
         h = linear(norm(x, p["mlp_norm"], config.norm_eps), p["mlp"]["up"])
         if config.activation == "swiglu":
@@ -85,8 +85,8 @@ def bert(config, params, tokens, types, length):
     e, eps = params["embedding"], config.norm_eps
     x = layer_norm(e["tokens"][tokens] + e["positions"][: len(tokens)] + e["types"][types], e["norm"], eps)
     visible = np.broadcast_to(np.arange(len(tokens)) < length, (len(tokens), len(tokens)))
-    for l in range(config.num_layers):
-        p = layer(params["blocks"], l)
+    for index in range(config.num_layers):
+        p = layer(params["blocks"], index)
         x = layer_norm(x + attention(config, p["attention"], x, visible), p["attention_norm"], eps)
         h = gelu(linear(x, p["mlp"]["up"]))
         x = layer_norm(x + linear(h, p["mlp"]["down"]), p["mlp_norm"], eps)

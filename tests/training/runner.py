@@ -4,11 +4,12 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 
 def main(path: str) -> None:
     """SPEC: {preset, overrides, out, kill_after: step or null, kill_when: "written" | "writing", processes: {...}}."""
-    spec = json.loads(open(path).read())
+    spec = json.loads(Path(path).read_text())
 
     from jhpt.training import checkpoint
     from jhpt.training.processes import Processes

@@ -62,9 +62,7 @@ def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, model):
     """20 steps at once; 10 + kill -9 once the checkpoint is written, and 10 + kill -9 while it is being written."""
     changes = {"preset": "gpt-tiny" if model == "gpt" else "bert-tiny"}
     whole = run(tmp_path / "whole", corpus, **changes)
-    killed = [
-        run(tmp_path / when, corpus, kill_after=10, kill_when=when, **changes) for when in ("written", "writing")
-    ]
+    killed = [run(tmp_path / when, corpus, kill_after=10, kill_when=when, **changes) for when in ("written", "writing")]
     finish(whole)
     expected = final_state(tmp_path / "whole" / "run", 20)
     for process, when in zip(killed, ("written", "writing"), strict=True):
