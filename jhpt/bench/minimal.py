@@ -39,7 +39,9 @@ def _norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return (y * scale + bias).astype(x.dtype)
 
 
-def loss(config: GPTConfig, dtype: Any, implementation: Implementation, params: Any, windows: jax.Array) -> jax.Array:
+def loss(
+    config: GPTConfig, dtype: Any, implementation: Implementation, unroll: int, params: Any, windows: jax.Array
+) -> jax.Array:
     """Mean next-token loss of windows[B, S + 1]."""
     tokens, targets = windows[:, :-1], windows[:, 1:]
     batch, length = tokens.shape
@@ -56,7 +58,7 @@ def loss(config: GPTConfig, dtype: Any, implementation: Implementation, params: 
         h = jax.nn.gelu(h @ w["up"] + w["up_bias"])
         return x + h @ w["down"] + w["down_bias"], None
 
-    x, _ = jax.lax.scan(layer, x, params["blocks"])
+    x, _ = jax.lax.scan(layer, x, params["blocks"], unroll=unroll)
     x = _norm(x, params["norm"], params["norm_bias"])
     table = params["tokens"].astype(dtype)
     logits = jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32)
@@ -64,7 +66,9 @@ def loss(config: GPTConfig, dtype: Any, implementation: Implementation, params: 
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def make_step(config: GPTConfig, dtype: Any, implementation: Implementation) -> tuple[Callable[..., Any], Any]:
+def make_step(
+    config: GPTConfig, dtype: Any, implementation: Implementation, unroll: int
+) -> tuple[Callable[..., Any], Any]:
     """(jitted donated step (state, windows) -> (state, loss), initial state)."""
     decayed = {"qkv", "out", "up", "down", "tokens", "positions"}
 
@@ -77,7 +81,7 @@ def make_step(config: GPTConfig, dtype: Any, implementation: Implementation) -> 
     @partial(jax.jit, donate_argnums=0)
     def step(state: tuple[Any, Any], windows: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
         params, moments = state
-        value, grads = jax.value_and_grad(partial(loss, config, dtype, implementation))(params, windows)
+        value, grads = jax.value_and_grad(partial(loss, config, dtype, implementation, unroll))(params, windows)
         updates, moments = optimizer.update(grads, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 

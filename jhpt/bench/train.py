@@ -32,7 +32,7 @@ def run(*, quick: bool, json_path: str | None) -> int:
     """Runs the benchmark on the first device; returns the exit status."""
     configure_runtime()
     on_gpu = jax.default_backend() == "gpu"
-    rounds, steps = (5, 3) if quick else (15, 20)
+    rounds, steps = (5, 4) if quick else (15, 10)
     rows: list[Row] = []
     claims: dict[str, Claim] = {}
     for preset in GPU_PRESETS if on_gpu else CPU_PRESETS:
@@ -76,7 +76,7 @@ def _jhpt_trial(setup: Setup, steps: int) -> Callable[[], Any]:
 def _minimal_trial(setup: Setup, steps: int) -> Callable[[], Any]:
     config = setup.config.model
     assert isinstance(config, GPTConfig)
-    step, state = minimal.make_step(config, setup.model.dtype, setup.attention.implementation)
+    step, state = minimal.make_step(config, setup.model.dtype, setup.attention.implementation, setup.model.hooks.unroll)
     batches = _ready_batches(setup, steps)
 
     def trial() -> Any:

@@ -40,33 +40,9 @@ def attention(
     Returns:
       [B, S, H, Dh].
     """
-    if implementation == "cudnn":
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=causal, key_value_seq_lengths=lengths, implementation="cudnn"
-        )
-    return _heads_first(q, k, v, causal=causal, lengths=lengths)
-
-
-def _heads_first(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, lengths: jax.Array | None) -> jax.Array:
-    """The XLA kernel mapped over batch and key heads, so that its products run on [B, K, S, ...] arrays.
-
-    XLA's CPU backend has no fast path for the gradients of the same products on [B, S, K, ...]: 14.5 ms against 9.0 ms
-    per layer of gpt-tiny (docs/cpu-performance.md).
-    """
-
-    def one_head(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array | None) -> jax.Array:
-        """q[S, G, E], k and v[S, 1, E] -> [S, G, E]."""
-        lengths = None if length is None else length[None]
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=causal, key_value_seq_lengths=lengths, implementation="xla"
-        )
-
-    batch, positions, kv_heads, width = k.shape
-    grouped = q.reshape(batch, positions, kv_heads, -1, width).swapaxes(1, 2)
-    keys, values = (x.swapaxes(1, 2)[:, :, :, None] for x in (k, v))
-    over_heads = jax.vmap(one_head, in_axes=(0, 0, 0, None))
-    mixed = jax.vmap(over_heads, in_axes=(0, 0, 0, None if lengths is None else 0))(grouped, keys, values, lengths)
-    return mixed.swapaxes(1, 2).reshape(q.shape)
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=causal, key_value_seq_lengths=lengths, implementation=implementation
+    )
 
 
 def choose_attention(model: ModelConfig, platform: str, dtype: jnp.dtype, capability: float | None) -> AttentionChoice:

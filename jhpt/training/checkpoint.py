@@ -46,6 +46,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.keep, keep_period=config.keep_every, enable_async_checkpointing=True
         )
+        self._folder = folder
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     @property
@@ -64,12 +65,21 @@ class Checkpoints:
 
     def record(self, step: int) -> Record:
         """The record of a checkpoint."""
-        return Record(**self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"])
+        return Record(**self._read(step, "record", ocp.args.JsonRestore()))
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state at `step`, laid out as the shapes and shardings of `like` say."""
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(_as_dict(like)))
-        return TrainState(**self._manager.restore(step, args=items)["state"])
+        return TrainState(**self._read(step, "state", ocp.args.StandardRestore(_as_dict(like))))
+
+    def _read(self, step: int, item: str, how: Any) -> dict[str, Any]:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
+        except Exception as error:  # Orbax raises bare Exceptions, too; their cause says what is wrong
+            reason = str(error.__cause__ or error).partition("\n")[0]
+            raise InputError(
+                f"the {item} in checkpoint {self._folder / str(step)} cannot be read: {reason}; "
+                "if it is damaged, move it away and the run goes on from the checkpoint before"
+            ) from error
 
     def close(self) -> None:
         """Waits until everything is written."""

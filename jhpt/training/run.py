@@ -70,8 +70,8 @@ def train(
       TrainingDiverged: too many steps in a row were not finite.
     """
     config = load_config(run_config(source, out), overrides)
-    join(processes or Processes())
     configure_runtime()
+    join(processes or Processes())
     setup = prepare(config)
     run_dir = Path(out) if out is not None else _new_run_dir(config)
     record = make_record(config, setup.cache.key)
@@ -118,18 +118,20 @@ def _new_run_dir(config: Config) -> Path:
 
 def _check_run_dir(run_dir: Path, record: Record) -> int:
     """The step to go on from: 0 for a new run.  Writes nothing into a directory that it refuses."""
-    if (run_dir / "checkpoints").is_dir():
-        checkpoints = Checkpoints(run_dir / "checkpoints", Config().checkpoint)
-        step = checkpoints.latest
-        if step is not None:
-            check_resumable(checkpoints.record(step), record, str(run_dir))
-        checkpoints.close()
-        return step or 0
     if run_dir.exists() and not run_dir.is_dir():
         raise InputError(f"--out {run_dir} is a file; give a directory")
     if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / "config.yaml").is_file():
         raise InputError(f"--out {run_dir} is not empty and holds no run; give a new or empty directory")
-    return 0
+    if not (run_dir / "checkpoints").is_dir():
+        return 0
+    checkpoints = Checkpoints(run_dir / "checkpoints", Config().checkpoint)
+    try:
+        step = checkpoints.latest
+        if step is not None:
+            check_resumable(checkpoints.record(step), record, str(run_dir))
+        return step or 0
+    finally:
+        checkpoints.close()
 
 
 def _write_config(run_dir: Path, config: Config) -> None:

@@ -3,20 +3,26 @@
 import ctypes
 import os
 import platform
+from pathlib import Path
 
 import jax
 
 from jhpt.training.data.cache import default_cache_dir
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt(3)."""
 
 
 def configure_runtime() -> None:
-    """Sets up caches and, on CPU, the allocator; call before the first program is compiled."""
-    keep_compiled_programs()
-    if jax.default_backend() == "cpu":
+    """Sets up the allocator and caches; call before jax starts its threads, so before any device is touched."""
+    if not accelerator_present():
         keep_heap()
+    keep_compiled_programs()
+
+
+def accelerator_present() -> bool:
+    """Whether jax may find a GPU here: by the driver's device files, since asking jax would start it."""
+    return os.environ.get("JAX_PLATFORMS") != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def keep_compiled_programs() -> None:
@@ -29,10 +35,11 @@ def keep_heap() -> bool:
     """Makes glibc reuse freed memory instead of returning it to the kernel; returns whether it could.
 
     XLA's CPU client allocates a program's temporary buffers at every execution.  glibc maps anything above 32 MiB anew
-    each time and every page faults again: a third of a gpt-tiny step (docs/cpu-performance.md).  The price is a larger
-    resident set.
+    each time, and every page faults again: a third of a gpt-tiny step (docs/cpu-performance.md).  One arena, because
+    the others cannot hold large blocks without mapping them.  The price is a larger resident set.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    return bool(libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+    settings = {M_ARENA_MAX: 1, M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1}
+    return all(libc.mallopt(name, value) for name, value in settings.items())
