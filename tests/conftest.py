@@ -6,7 +6,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 
 import random
-from pathlib import Path
+import shutil
+import tempfile
 
 import jax
 import pytest
@@ -87,7 +88,17 @@ def strict():
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory):
-    """Compiled programs of tests stay out of the user's cache."""
-    os.environ["XDG_CACHE_HOME"] = str(Path(tmp_path_factory.mktemp("cache")))
+def pytest_configure(config):
+    """Compiled programs are shared by the workers of one run and by the processes that tests start."""
+    folder = os.environ.setdefault("JHPT_TEST_CACHE", tempfile.mkdtemp(prefix="jhpt-tests-"))
+    os.environ["XDG_CACHE_HOME"] = folder
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def pytest_unconfigure(config):
+    """The controlling process, which is no worker, removes them."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop("JHPT_TEST_CACHE"), ignore_errors=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
@@ -21,8 +22,10 @@ from jhpt.cli import main, parse_overrides
 from jhpt.core.config import BERTConfig
 from jhpt.core.load import dotted, load_config
 from jhpt.core.presets import PRESETS
+from jhpt.training import run
 from jhpt.training.data.cache import token_cache
 from jhpt.training.data.tokenizer import load_tokenizer
+from jhpt.training.loop import TrainingDiverged
 from tests.conftest import text
 
 TINY = {
@@ -70,7 +73,11 @@ def finished(tmp_path_factory, shared) -> Path:
     """A run of two steps, made by the command line; tests must leave it as it is."""
     folder = tmp_path_factory.mktemp("finished")
     places = make_places(folder / "here", shared)
-    assert main(["train", str(places.here / "tiny.yaml"), "--out", str(folder / "run")]) == 0
+    jax.config.update("jax_disable_most_optimizations", True)  # two steps are sooner run than optimised
+    try:
+        assert main(["train", str(places.here / "tiny.yaml"), "--out", str(folder / "run")]) == 0
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
     return folder / "run"
 
 
@@ -299,14 +306,14 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_work_is_refused(name, tmp_path, shared, request, capsys, monkeypatch):
     case = BAD[name]
-    run = request.getfixturevalue("finished") if case.resumes else None
-    places = make_places(tmp_path / "here", shared, run)
+    finished = request.getfixturevalue("finished") if case.resumes else None
+    places = make_places(tmp_path / "here", shared, finished)
     for file, content in case.files.items():
         (places.here / file).parent.mkdir(parents=True, exist_ok=True)
         (places.here / file).write_bytes(content)
     case.prepare(places)
     monkeypatch.chdir(places.here)
-    kept = [tmp_path, *([run.parent] if run else [])]
+    kept = [tmp_path, *([finished.parent] if finished else [])]
     before = tree(*kept)
     capsys.readouterr()
 
@@ -341,13 +348,15 @@ def test_a_finished_run_is_left_alone(finished, capsys):
     assert tree(finished) == before
 
 
-def test_divergence_is_status_1(tmp_path, shared, capsys):
-    places = make_places(tmp_path / "here", shared)
-    flags = "--optimizer.learning_rate 1e38 --optimizer.warmup_steps 0 --train.steps 9 --train.max_bad_steps 2"
-    arguments = ["train", str(places.here / "tiny.yaml"), "--out", str(tmp_path / "run"), *flags.split()]
-    assert main(arguments) == 1
-    error = capsys.readouterr().err
-    assert "not finite" in error and "optimizer.learning_rate" in error
+def test_divergence_is_status_1(monkeypatch, capsys):
+    """The loop's own tests provoke it; here it is only told."""
+
+    def diverge(*_, **__):
+        raise TrainingDiverged("10 steps in a row had a loss that is not finite")
+
+    monkeypatch.setattr(run, "train", diverge)
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err == "jhpt train: 10 steps in a row had a loss that is not finite\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
@@ -363,7 +372,7 @@ def test_help_has_every_setting_with_its_meaning(capsys):
     out = capsys.readouterr().out
     for name in dotted(load_config().model_dump(mode="json")):
         assert f"--{name} " in out, name
-    assert "optimizer steps (default: 1000)" in out
+    assert f"optimizer steps (default: {load_config().train.steps})" in out
 
 
 def test_doctor_reports(capsys):
@@ -385,7 +394,7 @@ def test_how_a_command_ends(error, status, monkeypatch):
     [
         ("--train.steps 7", {"train.steps": 7}),
         ("--train.steps=7 --seed=3", {"train.steps": 7, "seed": 3}),
-        ("--train.steps 1000", {"train.steps": 1000}),  # the default, but said
+        ("--seed 0", {"seed": 0}),  # the default, but said
         ("--optimizer.clip_norm null", {"optimizer.clip_norm": None}),
         ("--log.tensorboard false", {"log.tensorboard": False}),
         ("--data.path '[a.txt, b.txt]'", {"data.path": ["a.txt", "b.txt"]}),

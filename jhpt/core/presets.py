@@ -44,7 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "model": dict(family="gpt", vocab_size=256, num_layers=4, d_model=128, num_heads=4, max_length=128),
         "data": dict(sequence_length=128, batch_size=32),
         "optimizer": dict(learning_rate=2e-3, warmup_steps=100),
-        "train": dict(steps=1_000),
+        "train": dict(steps=800),
     },
     "gpt2-124m": _gpt(12, 768, 12, 6e-4, 32),
     "gpt2-350m": _gpt(24, 1024, 16, 3e-4, 32),

@@ -117,11 +117,15 @@ def test_the_same_content_in_another_folder_is_the_same(texts, root, tmp_path):
     assert first.key == second.key and not second.built
 
 
-def test_tokens_do_not_depend_on_names(texts, tmp_path):
+@pytest.mark.parametrize("given", [False, True], ids=["split", "validation given"])
+def test_tokens_do_not_depend_on_names(texts, tmp_path, given):
     """The key knows no names, so two builders of one key must write the same stream."""
     names = {f"{9 - int(file.stem)}.txt": file.read_text() for file in texts.iterdir()}
     moved = write(tmp_path / "moved", names)
-    first, second = open_cache(texts, tmp_path / "one"), open_cache(moved, tmp_path / "two")
+    first, second = (
+        open_cache(path, tmp_path / f"cache of {path.name}", validation_path=str(path) if given else None)
+        for path in (texts, moved)
+    )
     assert first.built and second.built and first.key == second.key
     np.testing.assert_array_equal(first.train, second.train)
     np.testing.assert_array_equal(first.validation, second.validation)

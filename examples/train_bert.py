@@ -1,0 +1,24 @@
+"""Train a byte-level BERT by masked-language modelling on the source text of this Python's standard library.
+
+    python examples/train_bert.py
+
+On two CPU cores: about two minutes, to a validation loss near 2.7 nats per masked byte (uniform: 5.55).
+"""
+
+import jhpt
+
+
+def main() -> None:
+    config = {
+        "preset": "bert-tiny",
+        "name": "example-bert",
+        "train": {"steps": 1000},
+        "evaluation": {"every": 250},
+    }
+    result = jhpt.train(config)
+    step, loss = max(result.validation_losses.items())
+    print(f"validation loss {loss:.3f} nats per masked byte after {step} steps; everything is in {result.run_dir}")
+
+
+if __name__ == "__main__":
+    main()
