@@ -188,9 +188,9 @@ def test_dropout_needs_a_key_and_is_deterministic():
 
 def test_bfloat16_is_close_to_float32():
     for config in (*GPTS.values(), BERT):
-        params = build(config).init(jax.random.key(0))
-        exact = build(config).apply(params, tokens())[..., :200]
+        params = jax.jit(build(config).init)(jax.random.key(0))
+        exact = jax.jit(build(config).apply)(params, tokens())[..., :200]
         with jax.numpy_dtype_promotion("standard"):  # Flax promotes in its norms
-            rounded = build(config, dtype=jnp.bfloat16).apply(params, tokens())[..., :200]
+            rounded = jax.jit(build(config, dtype=jnp.bfloat16).apply)(params, tokens())[..., :200]
         assert rounded.dtype == jnp.float32
         assert np.abs(exact - rounded).max() <= 2**-6 * np.abs(exact).max()
