@@ -72,6 +72,8 @@ def train_command(arguments: list[str]) -> int:
     """`jhpt train`: the first argument, if it is no flag, names a preset or a YAML file."""
     source = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     base = run_config(source, _value_of("--out", arguments))
+    if family := _value_of("--model.family", arguments):
+        base = load_config(base, {"model.family": family})  # its settings are the flags that follow
     options, overrides = parse_overrides("jhpt train", base, arguments)
     config = load_config(base, overrides)
 

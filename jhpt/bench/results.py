@@ -40,6 +40,15 @@ class Claim:
     setup: str
 
 
+def check_writable(path: str) -> None:
+    """Refuses a file that could not be written after all the measuring."""
+    try:
+        with Path(path).open("a"):
+            pass
+    except OSError as error:
+        raise InputError(f"--json {path} cannot be written: {error}") from None
+
+
 def write_json(
     path: str, bench: str, settings: Mapping[str, Any], rows: Sequence[Row], claims: Mapping[str, Claim]
 ) -> None:
@@ -53,10 +62,7 @@ def write_json(
         "rows": [asdict(row) for row in rows],
         "claims": {name: asdict(claim) for name, claim in claims.items()},
     }
-    try:
-        Path(path).write_text(json.dumps(report, indent=1) + "\n")
-    except OSError as error:
-        raise InputError(f"--json {path} cannot be written: {error}") from None
+    Path(path).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jhpt.bench import minimal
-from jhpt.bench.results import Claim, Row, print_rows, write_json
+from jhpt.bench.results import Claim, Row, check_writable, print_rows, write_json
 from jhpt.core.config import GPTConfig
 from jhpt.core.load import load_config
 from jhpt.measure.timer import interleaved, spread
@@ -30,6 +30,8 @@ CPU_PRESETS = ("gpt-tiny",)
 
 def run(*, quick: bool, json_path: str | None) -> int:
     """Runs the benchmark on the first device; returns the exit status."""
+    if json_path:
+        check_writable(json_path)
     configure_runtime()
     on_gpu = jax.default_backend() == "gpu"
     rounds, steps = (5, 4) if quick else (15, 10)

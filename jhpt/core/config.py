@@ -8,9 +8,9 @@ files, presets and overrides into a `Config`.
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, strict=True)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -150,7 +150,7 @@ class OptimizerConfig(Section):
 
     learning_rate: Positive = Field(1e-3, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after the warm-up")
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(100, description="steps of linear warm-up from zero")
+    warmup_steps: Annotated[int, Field(ge=0, strict=True)] = Field(100, description="steps of linear warm-up from zero")
     final_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
         0.1, description="learning rate at the last step, as a share of the peak"
     )
@@ -187,8 +187,20 @@ class EvaluationConfig(Section):
 
     every: Count = Field(250, description="steps between evaluations; one more follows the last step")
     batches: Count = Field(20, description="held-out batches in an evaluation, at most")
-    sample_tokens: Annotated[int, Field(ge=0)] = Field(200, description="tokens GPT writes at the end; 0: none")
+    sample_tokens: Annotated[int, Field(ge=0, strict=True)] = Field(
+        200, description="tokens GPT writes at the end; 0: none"
+    )
     prompt: str = Field("def ", description="what the sample continues")
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompt_is_text(cls, prompt: str) -> str:
+        """Half a surrogate pair would only fail when the sample is written, after the training."""
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"evaluation.prompt={prompt!r} is not text ({error.reason}); remove it") from None
+        return prompt
 
 
 class CheckpointConfig(Section):
@@ -210,7 +222,9 @@ class Config(Section):
     """One training run, completely."""
 
     name: str = Field("gpt-tiny", description="names the run's folder", pattern=r"^[\w.-]+$")
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="initialisation, data order, dropout, masking")
+    seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = Field(
+        0, description="initialisation, data order, dropout, masking"
+    )
     model: Annotated[ModelConfig, Field(discriminator="family")] = GPTConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -40,7 +40,7 @@ def make_record(config: Config, data_key: str) -> Record:
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run; leaving the context waits for those that are still being written."""
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         options = ocp.CheckpointManagerOptions(
@@ -81,7 +81,10 @@ class Checkpoints:
                 "if it is damaged, move it away and the run goes on from the checkpoint before"
             ) from error
 
-    def close(self) -> None:
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Waits until everything is written."""
         self._manager.wait_until_finished()
         self._manager.close()

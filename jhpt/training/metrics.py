@@ -1,10 +1,14 @@
 """What a run records about itself: `metrics.jsonl`, TensorBoard events and a plain log file."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import tensorboardX
+
+from jhpt.core.config import LogConfig
+from jhpt.training.processes import is_main
 
 
 class MetricsWriter:
@@ -39,6 +43,19 @@ class MetricsWriter:
         self._log.close()
         if self._events:
             self._events.close()
+
+
+@contextmanager
+def metrics_writer(folder: Path, first_step: int, log: LogConfig) -> Iterator[MetricsWriter | None]:
+    """The writer on the main process, None on the others."""
+    if not is_main():
+        yield None
+        return
+    writer = MetricsWriter(folder, first_step, log.tensorboard)
+    try:
+        yield writer
+    finally:
+        writer.close()
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

@@ -1,7 +1,6 @@
 """`jhpt.train`: from a configuration to a trained model in a run directory."""
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +8,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jhpt.core.config import Config
-from jhpt.core.errors import InputError
-from jhpt.core.load import Source, load_config, run_config, to_yaml
+from jhpt.core.load import Source, load_config, run_config
 from jhpt.models.gpt import GPT
-from jhpt.training.checkpoint import Checkpoints, Record, check_resumable, make_record
+from jhpt.training.checkpoint import Checkpoints, make_record
 from jhpt.training.console import Display, start_table
 from jhpt.training.loop import Progress, fit, training_flops_per_token
-from jhpt.training.metrics import MetricsWriter, read_metrics
-from jhpt.training.processes import Processes, is_main, join
+from jhpt.training.metrics import metrics_writer, read_metrics
+from jhpt.training.processes import Processes, join
 from jhpt.training.programs import compile_programs
+from jhpt.training.run_dir import claimed, new_run_dir, resume_step
 from jhpt.training.runtime import configure_runtime
 from jhpt.training.sampling import sample
 from jhpt.training.setup import Setup, prepare
@@ -34,9 +32,10 @@ class RunResult:
     step: optimizer steps taken in all.
     losses: training loss in nats per predicted token by logged step, of the whole run.
     validation_losses: held-out loss by step, of the whole run.
-    tokens_per_s: median over this session's logging intervals, None where there was only one.
+    tokens_per_s: median over this call's logging intervals, None where there was only one.
     mfu: share of the devices' peak bf16 FLOP/s, causal convention; None where the peak is not known.
     sample: text that a GPT wrote at the end.
+    interrupted: whether SIGINT or SIGTERM ended it early.
     """
 
     step: int
@@ -47,6 +46,30 @@ class RunResult:
     mfu: float | None = None
     sample: str | None = None
     interrupted: bool = False
+
+
+def closing_lines(result: RunResult, config: Config) -> list[str]:
+    """What a run came to, and what to do next."""
+    loss, validation = _last(result.losses), _last(result.validation_losses)
+    figures = [
+        f"step {result.step}",
+        f"loss {loss:.4f}" if loss is not None else "",
+        f"validation loss {validation:.4f}" if validation is not None else "",
+        f"{result.tokens_per_s:,.0f} tokens/s" if result.tokens_per_s else "",
+        f"MFU {result.mfu:.1%} (causal)" if result.mfu else "",
+    ]
+    more = "" if result.interrupted else f" --train.steps {2 * config.train.steps}"
+    return [
+        *([f"\nsample:\n{result.sample}\n"] if result.sample is not None else []),
+        ("stopped at " if result.interrupted else "finished: ") + ", ".join(filter(None, figures)),
+        f"run directory: {result.run_dir}",
+        f"go on:   jhpt train --out {result.run_dir}{more}",
+        *([f"look:    tensorboard --logdir {result.run_dir}"] if config.log.tensorboard else []),
+    ]
+
+
+def _last(losses: Mapping[int, float]) -> float | None:
+    return losses[max(losses)] if losses else None
 
 
 def train(
@@ -73,21 +96,23 @@ def train(
     configure_runtime()
     join(processes or Processes())
     setup = prepare(config)
-    run_dir = Path(out) if out is not None else _new_run_dir(config)
+    run_dir = Path(out) if out is not None else new_run_dir(config)
     record = make_record(config, setup.cache.key)
-    first = _check_run_dir(run_dir, record)
+    first = resume_step(run_dir, record)
     if first >= config.train.steps:
         return _already_done(run_dir, first, config)
 
-    _write_config(run_dir, config)
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint)
-    writer = MetricsWriter(run_dir, first, config.log.tensorboard) if is_main() else None
     display = Display(config.train.steps, first)
-    try:
+    display.say(f"compiling {config.name} for {setup.layout.mesh.size} x {setup.device.kind}")
+    programs = compile_programs(setup)
+    state = _restored(run_dir, first, programs.state) if first else programs.init()
+    with (
+        claimed(run_dir, config),
+        Checkpoints(run_dir / "checkpoints", config.checkpoint) as checkpoints,
+        metrics_writer(run_dir, first, config.log) as writer,
+    ):
+        display.say(start_table(setup, programs, first))
         with display:
-            programs = compile_programs(setup)
-            state = checkpoints.restore(first, programs.state) if first else programs.init()
-            display.say(start_table(setup, programs, first))
             state, progress = fit(
                 setup,
                 programs,
@@ -96,54 +121,16 @@ def train(
                 writer=writer,
                 display=display,
             )
-        text = None if progress.interrupted else _sample(setup, state)
-    finally:
-        checkpoints.close()
-        if writer:
-            writer.close()
+    text = None if progress.interrupted else _sample(setup, state)
     result = _result(setup, state, progress, run_dir, text)
-    _summary(display, result, config)
+    for line in closing_lines(result, config):
+        display.say(line)
     return result
 
 
-def _new_run_dir(config: Config) -> Path:
-    """`runs/<name>-<time>`, the same on every process."""
-    now = int(time.time())
-    if jax.process_count() > 1:
-        now = int(multihost_utils.broadcast_one_to_all(np.int64(now) % 2**31))
-    stem = Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
-    candidates = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(2, 100))]
-    return next(path for path in candidates if jax.process_count() > 1 or not path.exists())
-
-
-def _check_run_dir(run_dir: Path, record: Record) -> int:
-    """The step to go on from: 0 for a new run.  Writes nothing into a directory that it refuses."""
-    if run_dir.exists() and not run_dir.is_dir():
-        raise InputError(f"--out {run_dir} is a file; give a directory")
-    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / "config.yaml").is_file():
-        raise InputError(f"--out {run_dir} is not empty and holds no run; give a new or empty directory")
-    if not (run_dir / "checkpoints").is_dir():
-        return 0
-    checkpoints = Checkpoints(run_dir / "checkpoints", Config().checkpoint)
-    try:
-        step = checkpoints.latest
-        if step is not None:
-            check_resumable(checkpoints.record(step), record, str(run_dir))
-        return step or 0
-    finally:
-        checkpoints.close()
-
-
-def _write_config(run_dir: Path, config: Config) -> None:
-    if not is_main():
-        return
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        partial = run_dir / "config.yaml.partial"
-        partial.write_text(to_yaml(config))
-        partial.rename(run_dir / "config.yaml")
-    except OSError as error:
-        raise InputError(f"run directory {run_dir} cannot be written: {error}; give another --out") from None
+def _restored(run_dir: Path, step: int, like: TrainState) -> TrainState:
+    with Checkpoints(run_dir / "checkpoints", Config().checkpoint) as checkpoints:
+        return checkpoints.restore(step, like)
 
 
 def _sample(setup: Setup, state: TrainState) -> str | None:
@@ -188,27 +175,3 @@ def _already_done(run_dir: Path, step: int, config: Config) -> RunResult:
     display = Display(config.train.steps, step)
     display.say(f"{run_dir} is at step {step} of {config.train.steps}: nothing to do; raise --train.steps to go on")
     return RunResult(step=step, losses=losses, validation_losses=validation, run_dir=run_dir)
-
-
-def _summary(display: Display, result: RunResult, config: Config) -> None:
-    if result.sample is not None:
-        display.say(f"\nsample:\n{result.sample}\n")
-    loss = _last(result.losses)
-    validation = _last(result.validation_losses)
-    parts = [
-        f"step {result.step}",
-        f"loss {loss:.4f}" if loss is not None else "",
-        f"validation loss {validation:.4f}" if validation is not None else "",
-        f"{result.tokens_per_s:,.0f} tokens/s" if result.tokens_per_s else "",
-        f"MFU {result.mfu:.1%} (causal)" if result.mfu else "",
-    ]
-    display.say(("stopped at " if result.interrupted else "finished: ") + ", ".join(part for part in parts if part))
-    more = "" if result.interrupted else f" --train.steps {2 * config.train.steps}"
-    display.say(f"run directory: {result.run_dir}")
-    display.say(f"go on:   jhpt train --out {result.run_dir}{more}")
-    if config.log.tensorboard:
-        display.say(f"look:    tensorboard --logdir {result.run_dir}")
-
-
-def _last(losses: Mapping[int, float]) -> float | None:
-    return losses[max(losses)] if losses else None

@@ -20,7 +20,7 @@ from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_mesh
 from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
-from jhpt.training.data.windows import Windows, causal_windows, masked_windows
+from jhpt.training.data.windows import Windows, causal_windows, check_masked, masked_windows
 from jhpt.training.objective import Objective, make_objective
 from jhpt.training.optimizer import make_optimizer
 
@@ -48,16 +48,15 @@ def prepare(config: Config) -> Setup:
     Raises:
       InputError: data, tokenizer, device count or attention kernel do not fit the configuration.
     """
+    # Data comes last: reading a large text for the first time takes long, and a refusal should not.
     tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise InputError(
             f"data.tokenizer has {tokenizer.vocab_size} ids and model.vocab_size={config.model.vocab_size}; "
             f"set model.vocab_size to {tokenizer.vocab_size} or more"
         )
-    cache = token_cache(config.data, tokenizer)
-    train_windows = _windows(config, tokenizer, cache.train, "training")
-    validation_windows = _windows(config, tokenizer, cache.validation, "validation") if cache.validation.size else None
-
+    if isinstance(config.model, BERTConfig):
+        check_masked(tokenizer, config.data.sequence_length)
     device = device_info()
     layout = Layout(mesh=make_mesh(config.parallel, config.data.batch_size, jax.devices()), zero=config.parallel.zero)
     dtype = compute_dtype(config, device)
@@ -68,6 +67,9 @@ def prepare(config: Config) -> Setup:
         implementation=attention.implementation,
         hooks=Hooks(constrain=layout.constrain, unroll=layers_per_iteration(config, device)),
     )
+    cache = token_cache(config.data, tokenizer)
+    train_windows = _windows(config, tokenizer, cache.train, "training")
+    validation_windows = _windows(config, tokenizer, cache.validation, "validation") if cache.validation.size else None
     return Setup(
         config=config,
         device=device,

@@ -23,7 +23,8 @@ from jhpt.core.errors import InputError
 from jhpt.training.data.corpus import digest, documents, find_files, split_files
 from jhpt.training.data.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
+"""Raised when the same input would give other tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,8 +39,12 @@ def causal_windows(tokens: np.ndarray, length: int, name: str) -> Windows:
     return _checked(Windows(tokens=tokens, stride=length, overlap=1), name, length)
 
 
-def masked_windows(tokens: np.ndarray, length: int, name: str, tokenizer: Tokenizer) -> Windows:
-    """Sequences for masked-language modelling: `[CLS] length - 2 tokens [SEP]`."""
+def check_masked(tokenizer: Tokenizer, length: int) -> None:
+    """Refuses a tokenizer or length that masked-language modelling cannot work with.
+
+    Raises:
+      InputError: no mask, start or separator token, or no room between the latter two.
+    """
     missing = [n for n in ("mask", "start", "separator") if getattr(tokenizer, n) is None]
     if missing:
         raise InputError(
@@ -48,6 +52,11 @@ def masked_windows(tokens: np.ndarray, length: int, name: str, tokenizer: Tokeni
         )
     if length < 3:
         raise InputError(f"data.sequence_length={length} leaves no room between [CLS] and [SEP]; use at least 3")
+
+
+def masked_windows(tokens: np.ndarray, length: int, name: str, tokenizer: Tokenizer) -> Windows:
+    """Sequences for masked-language modelling: `[CLS] length - 2 tokens [SEP]`."""
+    check_masked(tokenizer, length)
     windows = Windows(tokens=tokens, stride=length - 2, overlap=0, start=tokenizer.start, separator=tokenizer.separator)
     return _checked(windows, name, length)
 
