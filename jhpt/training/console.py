@@ -1,11 +1,13 @@
 """What a person sees: one table at the start, a line per logging interval, a summary at the end."""
 
 import math
-from types import TracebackType
 
-from rich.console import Console
+import jax
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from jhpt.core.shapes import parameter_count
 from jhpt.training.processes import is_main
@@ -43,8 +45,6 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
 
 
 def _devices_text(setup: Setup) -> str:
-    import jax
-
     used, there = setup.layout.mesh.size, jax.device_count()
     idle = [str(device.id) for device in jax.devices() if device not in set(setup.layout.mesh.devices.flat)]
     text = f"{used} x {setup.device.kind}, {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
@@ -69,34 +69,31 @@ def step_line(step: int, steps: int, values: dict[str, float | None]) -> str:
 
 
 class Display:
-    """Prints on the main process only; a progress bar where the output is a terminal, plain lines elsewhere."""
+    """Prints on the main process only: a progress bar above the newest metrics where the output is a terminal, plain
+    lines elsewhere."""
 
     def __init__(self, steps: int, first_step: int, *, quiet: bool = False):
         self._console = Console(quiet=quiet or not is_main(), highlight=False, soft_wrap=True)
-        self._progress = Progress(
-            TextColumn("{task.completed}/{task.total}"),
-            BarColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            transient=True,
+        self._bar = Progress(
+            TextColumn("{task.completed}/{task.total}"), BarColumn(), TimeRemainingColumn(), console=self._console
         )
-        self._task = self._progress.add_task("compiling", total=steps, completed=first_step)
+        self._task = self._bar.add_task("", total=steps, completed=first_step)
+        self._live = Live(self._bar, console=self._console, transient=True) if self._console.is_terminal else None
 
     def __enter__(self) -> "Display":
-        self._progress.start()
+        if self._live:
+            self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
 
     def advance(self, step: int, line: str) -> None:
         """The newest metrics."""
-        if self._console.is_terminal:
-            self._progress.update(self._task, completed=step, description=line.partition("  ")[2])
+        self._bar.update(self._task, completed=step)
+        if self._live:
+            self._live.update(Group(self._bar, Text(line, no_wrap=False, overflow="fold")))
         else:
             self._console.print(line, markup=False)
 
