@@ -2,7 +2,6 @@
 
 import os
 
-os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 
 import random
@@ -16,23 +15,7 @@ from jhpt.core.load import load_config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-WORDS = (
-    "the",
-    "mesh",
-    "maps",
-    "every",
-    "layer",
-    "to",
-    "a",
-    "device",
-    "and",
-    "each",
-    "step",
-    "adds",
-    "up",
-    "its",
-    "share",
-)
+WORDS = ["the mesh", "maps every layer", "to a device", "and each step", "adds up", "what the others", "have seen"]
 
 
 def text(characters: int, seed: int = 0) -> str:
@@ -89,7 +72,11 @@ def strict():
 
 
 def pytest_configure(config):
-    """Compiled programs are shared by the workers of one run and by the processes that tests start."""
+    """CPU, unless the GPU tests are asked for.  Compiled programs are shared by the workers of one run and by the
+    processes that tests start."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
     folder = os.environ.setdefault("JHPT_TEST_CACHE", tempfile.mkdtemp(prefix="jhpt-tests-"))
     os.environ["XDG_CACHE_HOME"] = folder
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
