@@ -13,9 +13,16 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt(3)."""
 
 
+GPU_MEMORY_SHARE = "0.92"
+"""Of a GPU's memory, taken at the start; jax's own default of 0.75 leaves 35 GB of an H200 unused."""
+
+
 def configure_runtime() -> None:
-    """Sets up the allocator and caches; call before jax starts its threads, so before any device is touched."""
-    if not accelerator_present():
+    """Sets up allocators and caches; call before jax starts its threads, so before any device is touched."""
+    if accelerator_present():
+        if not {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"} & os.environ.keys():
+            os.environ["XLA_CLIENT_MEM_FRACTION"] = GPU_MEMORY_SHARE
+    else:
         keep_heap()
     keep_compiled_programs()
 

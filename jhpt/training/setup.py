@@ -16,8 +16,10 @@ from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
 from jhpt.models.build import Model, build
 from jhpt.models.hooks import Hooks
+from jhpt.models.layers import NAMED_TENSORS
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_mesh
+from jhpt.sharding.remat import save_named
 from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
 from jhpt.training.data.windows import Windows, causal_windows, check_masked, masked_windows
@@ -65,7 +67,7 @@ def prepare(config: Config) -> Setup:
         config.model,
         dtype=dtype,
         implementation=attention.implementation,
-        hooks=Hooks(constrain=layout.constrain, unroll=layers_per_iteration(config, device)),
+        hooks=layer_hooks(config, device, layout),
     )
     cache = token_cache(config.data, tokenizer)
     train_windows = _windows(config, tokenizer, cache.train, "training")
@@ -95,11 +97,17 @@ MOST_UNROLLED_LAYERS = 8
 """Compile time grows with unrolled layers; beyond this many the layer loop stays a loop."""
 
 
-def layers_per_iteration(config: Config, device: DeviceInfo) -> int:
-    """All layers on CPU, where a loop copies every layer's residuals in and out of stacked buffers (a quarter of a
-    gpt-tiny step: docs/cpu-performance.md); one on GPU, where those copies are cheap and programs large."""
+def layer_hooks(config: Config, device: DeviceInfo, layout: Layout) -> Hooks:
+    """How the layers are run.
+
+    On CPU a loop copies every layer's residuals in and out of stacked buffers, a quarter of a gpt-tiny step
+    (docs/cpu-performance.md), so a few layers are unrolled.  Elsewhere they stay a loop, and its backward pass keeps
+    only the named tensors (`jhpt.sharding.remat`).
+    """
     layers = config.model.num_layers
-    return 1 if device.is_gpu or layers > MOST_UNROLLED_LAYERS else layers
+    if not device.is_gpu and layers <= MOST_UNROLLED_LAYERS:
+        return Hooks(constrain=layout.constrain, unroll=layers)
+    return Hooks(constrain=layout.constrain, block=save_named(NAMED_TENSORS))
 
 
 def _windows(config: Config, tokenizer: Tokenizer, tokens: np.ndarray, name: str) -> Windows:

@@ -10,7 +10,9 @@ from jhpt.core.load import load_config
 from jhpt.core.presets import PRESETS
 from jhpt.core.shapes import flops_per_token, parameter_count
 from jhpt.models.build import build
+from jhpt.models.hooks import Hooks
 from jhpt.models.layers import NAMED_TENSORS
+from jhpt.sharding.remat import save_named
 from tests.models import naive
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -31,6 +33,7 @@ GPTS = {
     "mixed": GPTConfig(**SHAPE, num_kv_heads=1, positions="rotary", norm="layernorm", activation="swiglu"),
 }
 BERT = BERTConfig(**SHAPE)
+HOOKS = ["loop", "unrolled", "named tensors saved"]
 
 
 def random_params(model, seed=0):
@@ -72,6 +75,33 @@ def test_bert_is_its_float64_definition():
         expected, vector = naive.bert(BERT, float64(params), ids[row], types[row], lengths[row])
         close(logits[row, : lengths[row], :200], expected[: lengths[row]])
         close(pooled[row], vector)
+
+
+@pytest.mark.parametrize("hooks", [Hooks(), Hooks(unroll=2), Hooks(block=save_named(NAMED_TENSORS))], ids=HOOKS)
+@pytest.mark.parametrize("name", [*GPTS, "bert"])
+def test_gradients_are_slopes_of_the_float64_definition(name, hooks):
+    """<gradient, direction> against a central difference of the definition, whichever way the layers are run."""
+    config = BERT if name == "bert" else GPTS[name]
+    model = build(config, hooks=hooks)
+    params, ids = random_params(model), tokens(rows=1)
+    mix = np.random.default_rng(5).normal(size=(16, 200))
+
+    def loss(params):
+        return jnp.sum(model.apply(params, ids)[0, :, :200] * jnp.asarray(mix, jnp.float32))
+
+    def definition(params):
+        if name == "bert":
+            return np.sum(naive.bert(config, params, ids[0], np.zeros(16, int), 16)[0] * mix)
+        return np.sum(naive.gpt(config, params, ids[0]) * mix)
+
+    gradient = jax.jit(jax.grad(loss))(params)
+    for seed in range(3):
+        direction = float64(random_params(model, seed=10 + seed))
+        slope = sum(np.sum(g * d) for g, d in zip(*map(jax.tree.leaves, (float64(gradient), direction)), strict=True))
+        ahead, behind = (
+            definition(jax.tree.map(lambda p, d, e=e: p + e * d, float64(params), direction)) for e in (1e-6, -1e-6)
+        )
+        assert slope == pytest.approx((ahead - behind) / 2e-6, rel=2e-4)
 
 
 @pytest.mark.parametrize("name", GPTS)
