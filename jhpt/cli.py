@@ -1,7 +1,7 @@
 """The command line: `jhpt COMMAND ...`.
 
 Exit status: 0 done; 1 training diverged; 2 the input cannot work (one message, nothing written); 3 a benchmark cannot
-run on this machine.
+run on this machine; 130 stopped by a signal (a training run has been saved then).
 """
 
 import dataclasses
@@ -32,6 +32,9 @@ presets: {", ".join(PRESETS)}
 """
 
 
+INTERRUPTED = 130
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         print(f"jhpt {command}: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,11 +89,11 @@ def train_command(arguments: list[str]) -> int:
         coordinator=options.coordinator, process_id=options.process_id, num_processes=options.num_processes
     )
     try:
-        train(config, out=options.out, processes=processes)
+        result = train(config, out=options.out, processes=processes)
     except TrainingDiverged as error:
         print(f"jhpt train: {error}", file=sys.stderr)
         return 1
-    return 0
+    return INTERRUPTED if result.interrupted else 0
 
 
 def doctor_command(arguments: list[str]) -> int:

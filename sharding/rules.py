@@ -39,14 +39,14 @@ def parameter_spec(path: str, shape: tuple[int, ...], data_size: int, shard_over
     """The partition of one parameter, or of a leaf of the optimizer state with the same path ending.
 
     Args:
-      shard_over_data: ZeRO: also put the data axis on the largest free dimension that it divides.  Vectors stay whole:
-        they are a thousandth of the memory and would cost a collective each.
+      shard_over_data: ZeRO: also put the data axis on the largest free dimension that it divides.  Biases and norm
+        scales stay whole: they are a thousandth of the memory and would cost a collective each.
     """
     trailing = next((axes for pattern, axes in RULES if re.search(pattern, path)), ())
     trailing = trailing[-len(shape) :] if shape else ()
     axes = [*(None,) * (len(shape) - len(trailing)), *trailing]
     first = 1 if STACKED in path else 0
-    if shard_over_data and len(shape) - first > 1:
+    if shard_over_data and len(shape) - first > 1 and not path.endswith("bias"):
         free = [dim for dim in range(first, len(shape)) if axes[dim] is None and shape[dim] % data_size == 0]
         if free:
             axes[max(free, key=lambda dim: shape[dim])] = DATA

@@ -7,6 +7,7 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 import random
 import shutil
 import tempfile
+from pathlib import Path
 
 import jax
 import pytest
@@ -29,7 +30,12 @@ def text(characters: int, seed: int = 0) -> str:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> dict[str, str]:
     """Overrides that point a config at 64 KiB of text and a cache of its own."""
-    folder = tmp_path_factory.mktemp("corpus")
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def write_corpus(folder: Path) -> dict[str, str]:
+    """Four files of text and the overrides that point at them."""
+    folder.mkdir(exist_ok=True)
     for index in range(4):
         (folder / f"{index}.txt").write_text(text(1 << 14, index))
     return {"data.path": str(folder), "data.cache_dir": str(folder / "cache"), "data.validation_fraction": 0.25}

@@ -36,7 +36,7 @@ def run(*, quick: bool, json_path: str | None) -> int:
     on_gpu = jax.default_backend() == "gpu"
     rounds, steps = (5, 4) if quick else (15, 10)
     rows: list[Row] = []
-    claims: dict[str, Claim] = {}
+    claims: dict[str, Claim] = {}  # of the last, largest preset; the rows hold all
     for preset in GPU_PRESETS if on_gpu else CPU_PRESETS:
         overrides = {"parallel.data": 1, "log.every": steps, "log.tensorboard": False}
         setup = prepare(load_config(preset, overrides))
@@ -68,7 +68,7 @@ def _jhpt_trial(setup: Setup, steps: int) -> Callable[[], Any]:
         last = int(state.step) + steps
         config = setup.config.model_copy(update={"train": setup.config.train.model_copy(update={"steps": last})})
         block = dataclasses.replace(setup, config=config, validation_windows=None)
-        display = Display(last, last, quiet=True)
+        display = Display(last, quiet=True)
         state, _ = fit(block, programs, state, save=lambda step, state: None, writer=None, display=display)
         return state
 

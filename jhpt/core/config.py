@@ -148,7 +148,7 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule; everything that decides an update."""
 
-    learning_rate: Positive = Field(1e-3, description="peak learning rate")
+    learning_rate: Positive = Field(2e-3, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after the warm-up")
     warmup_steps: Annotated[int, Field(ge=0, strict=True)] = Field(100, description="steps of linear warm-up from zero")
     final_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -165,7 +165,7 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """How long to train, and when to give up."""
 
-    steps: Count = Field(1000, description="optimizer steps")
+    steps: Count = Field(800, description="optimizer steps")
     max_bad_steps: Count = Field(
         10, description="stop after this many steps in a row whose loss or gradient is not finite (each is skipped)"
     )
@@ -219,7 +219,7 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    """One training run, completely."""
+    """One training run, completely; the defaults are the preset gpt-tiny."""
 
     name: str = Field("gpt-tiny", description="names the run's folder", pattern=r"^[\w.-]+$")
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = Field(

@@ -11,6 +11,10 @@ from typing import Any
 DEFAULT = "gpt-tiny"
 
 
+SHARDED = dict(zero=3, micro_batches=2)
+"""Models whose state fills one GPU several times over start out with ZeRO-3."""
+
+
 def _gpt(layers: int, width: int, heads: int, learning_rate: float, batch: int, length: int = 1024) -> dict[str, Any]:
     return {
         "model": dict(
@@ -40,18 +44,13 @@ def _bert(layers: int, width: int, heads: int, learning_rate: float, batch: int)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "gpt-tiny": {
-        "model": dict(family="gpt", vocab_size=256, num_layers=4, d_model=128, num_heads=4, max_length=128),
-        "data": dict(sequence_length=128, batch_size=32),
-        "optimizer": dict(learning_rate=2e-3, warmup_steps=100),
-        "train": dict(steps=800),
-    },
+    "gpt-tiny": {"model": dict(family="gpt")},
     "gpt2-124m": _gpt(12, 768, 12, 6e-4, 32),
     "gpt2-350m": _gpt(24, 1024, 16, 3e-4, 32),
     "gpt2-774m": _gpt(36, 1280, 20, 2.5e-4, 16),
     "gpt2-1.5b": _gpt(48, 1600, 25, 2e-4, 16),
-    "gpt-6.7b": _gpt(32, 4096, 32, 1.2e-4, 64, 2048),
-    "gpt-13b": _gpt(40, 5120, 40, 1e-4, 64, 2048),
+    "gpt-6.7b": _gpt(32, 4096, 32, 1.2e-4, 64, 2048) | {"parallel": SHARDED},
+    "gpt-13b": _gpt(40, 5120, 40, 1e-4, 64, 2048) | {"parallel": SHARDED},
     "llama-8b": {
         "model": dict(
             family="gpt",
@@ -70,6 +69,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             tied=False,
         ),
         "data": dict(sequence_length=8192, batch_size=16),
+        "parallel": SHARDED,
         "optimizer": dict(learning_rate=3e-4, warmup_steps=2_000),
         "train": dict(steps=20_000),
     },

@@ -11,15 +11,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jhpt.core.config import CheckpointConfig, Config
+from jhpt.core.config import CheckpointConfig, Config, OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.load import dotted
+from jhpt.training.optimizer import learning_rate
 from jhpt.training.step import TrainState
 
-BOUND = ("seed", "model.", "optimizer.", "data.sequence_length", "data.batch_size", "data.mask_fraction")
-"""What a resumed run may not change; the text itself is compared by content.  Everything else is free."""
+BOUND = ("seed", "model.", "optimizer.", "data.")
+FREE = ("model.attention", "model.dtype", "data.path", "data.validation_path", "data.tokenizer", "data.cache_dir")
+"""What a resumed run may not change, less what it may.  Text and tokenizer are compared by content, the compute dtype
+as it came out; everything else is free."""
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -30,13 +34,14 @@ class Record:
 
     config: Mapping[str, Any]
     data_key: str
+    dtype: str
     versions: Mapping[str, str]
 
 
-def make_record(config: Config, data_key: str) -> Record:
+def make_record(config: Config, data_key: str, dtype: str) -> Record:
     """The record of a run on this machine."""
     versions = {"python": sys.version.split()[0]} | {name: version(name) for name in PACKAGES}
-    return Record(config=config.model_dump(mode="json"), data_key=data_key, versions=versions)
+    return Record(config=config.model_dump(mode="json"), data_key=data_key, dtype=dtype, versions=versions)
 
 
 class Checkpoints:
@@ -101,13 +106,14 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
       InputError: lists every difference with both values.
     """
     before, after = dotted(saved.config), dotted(now.config)
-    names = [name for name in {**before, **after} if name.startswith(BOUND)]
+    before["compute dtype"], after["compute dtype"] = saved.dtype, now.dtype
+    names = [name for name in {**before, **after} if name.startswith(BOUND) and name not in FREE]
     changed = [
         f"  {name}: the run has {before.get(name)!r}, now {after.get(name)!r}"
-        for name in names
+        for name in (*names, "compute dtype")
         if before.get(name) != after.get(name)
     ]
-    if saved.data_key != now.data_key:
+    if saved.data_key != now.data_key and not changed:
         changed.append(
             f"  text or tokenizer: the run has {before['data.path']!r} with content {saved.data_key[:8]}, "
             f"now {after['data.path']!r} with content {now.data_key[:8]}"
@@ -118,3 +124,21 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
             + "\n".join(changed)
             + "\nput these back, or give another --out"
         )
+
+
+def changes_of_note(saved: Record, now: Record, step: int) -> list[str]:
+    """What is allowed to differ and yet may surprise."""
+    notes = []
+    pairs = {name: (saved.versions.get(name), found) for name, found in now.versions.items()}
+    different = [f"{name} {before} -> {after}" for name, (before, after) in pairs.items() if before != after]
+    if different:
+        notes.append(f"note: other versions than when the run was saved ({', '.join(different)}); bits may differ")
+    steps, more = saved.config["train"]["steps"], now.config["train"]["steps"]
+    if steps != more and now.config["optimizer"]["schedule"] != "constant":
+        optimizer = OptimizerConfig(**now.config["optimizer"])
+        old, new = (float(learning_rate(optimizer, total, jnp.asarray(step))) for total in (steps, more))
+        notes.append(
+            f"note: the learning-rate schedule now spans {more} steps instead of {steps}: "
+            f"{new:.2e} at step {step}, where it would have been {old:.2e}"
+        )
+    return notes

@@ -1,5 +1,6 @@
 """What a person sees: one table at the start, a line per logging interval, a summary at the end."""
 
+import io
 import math
 
 import jax
@@ -10,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jhpt.core.shapes import parameter_count
+from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main
 from jhpt.training.programs import Programs
 from jhpt.training.setup import Setup
@@ -34,7 +36,8 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
         f"{config.parallel.micro_batches} micro-batches",
         "devices": _devices_text(setup),
         "memory": " + ".join(f"{name} {bytes_text(size)}" for name, size in programs.memory.items()) + " per device",
-        "data": f"{cache.train.size:,} training and {cache.validation.size:,} held-out tokens of {config.data.path}",
+        "data": f"{cache.train.size:,} training and {cache.validation.size:,} held-out tokens "
+        f"of {config.data.path}, tokenizer {config.data.tokenizer}",
         "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens",
         "attention": f"{setup.attention.implementation} ({setup.attention.reason})",
         "steps": f"{first_step} -> {config.train.steps}" if first_step else f"{config.train.steps}",
@@ -72,13 +75,18 @@ class Display:
     """Prints on the main process only: a progress bar above the newest metrics where the output is a terminal, plain
     lines elsewhere."""
 
-    def __init__(self, steps: int, first_step: int, *, quiet: bool = False):
+    def __init__(self, steps: int, *, quiet: bool = False):
         self._console = Console(quiet=quiet or not is_main(), highlight=False, soft_wrap=True)
         self._bar = Progress(
             TextColumn("{task.completed}/{task.total}"), BarColumn(), TimeRemainingColumn(), console=self._console
         )
-        self._task = self._bar.add_task("", total=steps, completed=first_step)
+        self._task = self._bar.add_task("", total=steps)
         self._live = Live(self._bar, console=self._console, transient=True) if self._console.is_terminal else None
+        self._writer: MetricsWriter | None = None
+
+    def log_to(self, writer: MetricsWriter | None) -> None:
+        """From now on everything is also written to the run's log file."""
+        self._writer = writer
 
     def __enter__(self) -> "Display":
         if self._live:
@@ -91,6 +99,7 @@ class Display:
 
     def advance(self, step: int, line: str) -> None:
         """The newest metrics."""
+        self._log(line)
         self._bar.update(self._task, completed=step)
         if self._live:
             self._live.update(Group(self._bar, Text(line, no_wrap=False, overflow="fold")))
@@ -99,4 +108,15 @@ class Display:
 
     def say(self, message: str | Table) -> None:
         """A line or table that stays on the screen."""
+        self._log(message)
         self._console.print(message, markup=False)
+
+    def _log(self, message: str | Table) -> None:
+        if self._writer is None:
+            return
+        if isinstance(message, Table):
+            page = Console(width=120, file=io.StringIO(), highlight=False)
+            with page.capture() as text:
+                page.print(message)
+            message = text.get().rstrip()
+        self._writer.log(message)

@@ -1,5 +1,6 @@
 """The loop: batches in, steps, evaluations, checkpoints and metrics out."""
 
+import os
 import signal
 import statistics
 import threading
@@ -17,9 +18,10 @@ from jhpt.measure.device import memory_in_use
 from jhpt.models.gpt import GPT
 from jhpt.training.console import Display, step_line
 from jhpt.training.data.batches import evaluation_batches, shuffled, training_batches
+from jhpt.training.keys import Stream, stream_key
 from jhpt.training.masking import predictions
 from jhpt.training.metrics import MetricsWriter
-from jhpt.training.programs import EVALUATION_STREAM, Programs, global_batch
+from jhpt.training.programs import Programs, global_batch
 from jhpt.training.setup import Setup
 from jhpt.training.step import StepMetrics, TrainState
 
@@ -100,9 +102,9 @@ def fit(
         first,
     )
     progress, clock = Progress(), Clock()
-    report = _Reporter(setup, progress, clock, writer, display)
+    report = _Reporter(setup, progress, clock, writer, display, reported=first, skipped=int(state.skipped))
 
-    with _Interruption() as interruption:
+    with _Interruption(display) as interruption:
         for step in range(first + 1, last + 1):
             with clock.waiting():
                 windows = global_batch(setup, next(batches))
@@ -131,13 +133,11 @@ def evaluate(setup: Setup, programs: Programs, state: TrainState) -> float:
     """Mean negative log likelihood in nats per predicted token over the held-out batches."""
     config, total, tokens = setup.config, 0.0, 0.0
     own = setup.layout.own_rows(config.data.batch_size)
-    key = jax.random.fold_in(jax.random.key(config.seed), EVALUATION_STREAM)
     assert setup.validation_windows is not None
     batches = evaluation_batches(setup.validation_windows, config.data.batch_size, own, config.evaluation.batches)
     for index, (windows, weights) in enumerate(batches):
-        sums = programs.evaluate(
-            state.params, global_batch(setup, windows), global_batch(setup, weights), jax.random.fold_in(key, index)
-        )
+        key = stream_key(config.seed, Stream.EVALUATION, index)
+        sums = programs.evaluate(state.params, global_batch(setup, windows), global_batch(setup, weights), key)
         total, tokens = total + float(sums.nll), tokens + float(sums.tokens)
     return total / tokens
 
@@ -155,27 +155,33 @@ class _Reporter:
     clock: Clock
     writer: MetricsWriter | None
     display: Display
+    reported: int
+    """The last step that was reported; the first one is where this call started."""
+    skipped: int
     pending: tuple[int, StepMetrics] | None = None
-    _reported: int | None = None
 
     def flush(self) -> None:
         """Reads and reports the step that is held back, if there is one."""
         if self.pending is None:
             return
         (step, metrics), self.pending = self.pending, None
-        loss, norm, rate, bad_steps = (np.asarray(value).item() for value in metrics)
+        loss, norm, rate, skipped, bad_steps = (np.asarray(value).item() for value in metrics)
         seconds, data_wait = self.clock.read()
         tokens_per_s = self._tokens_per_s(step, seconds)
         values = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "data_wait": data_wait}
-        values |= {"tokens_per_s": tokens_per_s, **self._rates(tokens_per_s), "memory_bytes": memory_in_use()}
+        values |= {"tokens_per_s": tokens_per_s, "flops_per_s": tokens_per_s * training_flops_per_token(self.setup)}
+        values |= {"mfu": utilisation(self.setup, tokens_per_s), "memory_bytes": memory_in_use(), "skipped": skipped}
         self.progress.losses[step] = loss
         self._emit(step, values)
-        if bad_steps:
-            self.display.say(f"step {step}: loss or gradient not finite; update skipped ({int(bad_steps)} in a row)")
+        if skipped > self.skipped:
+            new = skipped - self.skipped
+            self.display.say(f"step {step}: {new} update(s) skipped since the last line: loss or gradient not finite")
+        self.skipped = skipped
         if bad_steps >= self.setup.config.train.max_bad_steps:
             raise TrainingDiverged(
                 f"{int(bad_steps)} steps in a row had a loss or gradient that is not finite, up to step {step}; "
-                "lower optimizer.learning_rate, lengthen optimizer.warmup_steps or look at the data, then resume"
+                "look at the data, or start anew (another --out) with a lower optimizer.learning_rate or a longer "
+                "optimizer.warmup_steps"
             )
 
     def validation(self, step: int, loss: float) -> None:
@@ -183,36 +189,21 @@ class _Reporter:
         self.progress.validation[step] = loss
         if self.writer:
             self.writer.write(step, {"validation_loss": loss})
-        self._line(f"step {step}  validation loss {loss:.4f} nats per token")
+        self.display.say(f"step {step}  validation loss {loss:.4f} nats per token")
 
     def _tokens_per_s(self, step: int, seconds: float) -> float:
         data = self.setup.config.data
-        before = self._reported
-        self._reported = step
-        steps = 1 if before is None else step - before
-        rate = steps * data.batch_size * data.sequence_length / seconds
-        if before is not None:
+        rate = (step - self.reported) * data.batch_size * data.sequence_length / seconds
+        if len(self.progress.losses) > 0:  # the first interval contains start-up
             self.progress.rates.append(rate)
+        self.reported = step
         return rate
-
-    def _rates(self, tokens_per_s: float) -> dict[str, float | None]:
-        setup = self.setup
-        flops = tokens_per_s * training_flops_per_token(setup)
-        peak = setup.device.peak_bf16_flops if setup.model.dtype == "bfloat16" else None
-        return {"flops_per_s": flops, "mfu": flops / (peak * setup.layout.mesh.size) if peak else None}
 
     def _emit(self, step: int, values: dict[str, float | None]) -> None:
         if self.writer:
             self.writer.write(step, values)
         line = step_line(step, self.setup.config.train.steps, values)
         self.display.advance(step, line)
-        if self.writer:
-            self.writer.log(line)
-
-    def _line(self, line: str) -> None:
-        self.display.say(line)
-        if self.writer:
-            self.writer.log(line)
 
 
 def training_flops_per_token(setup: Setup) -> float:
@@ -223,16 +214,23 @@ def training_flops_per_token(setup: Setup) -> float:
     return flops_per_token(config.model, length, predicted_share=predicted).total
 
 
+def utilisation(setup: Setup, tokens_per_s: float) -> float | None:
+    """Model FLOP/s over the mesh's peak bfloat16 FLOP/s, causal convention; None where the peak is not known."""
+    peak = setup.device.peak_bf16_flops if setup.model.dtype == "bfloat16" else None
+    return tokens_per_s * training_flops_per_token(setup) / (peak * setup.layout.mesh.size) if peak else None
+
+
 class _Interruption:
     """Remembers SIGINT and SIGTERM, so that the loop can save and stop; a second SIGINT stops at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, display: Display) -> None:
+        self._display = display
         self._requested = False
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "_Interruption":
-        # With several processes jax's preemption service listens for SIGTERM and makes all agree on the step.
-        signals = [] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
+        # With several processes jax's preemption service owns SIGTERM and makes all agree on the step.
+        signals = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in signals}
         return self
@@ -245,6 +243,9 @@ class _Interruption:
         if self._requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._requested = True
+        self._display.say("stopping after this step and saving; interrupt again to quit at once")
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # tells the preemption service
 
     def requested(self, step: int) -> bool:
         """Whether to stop after this step; the same answer on every process."""

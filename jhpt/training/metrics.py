@@ -1,6 +1,7 @@
 """What a run records about itself: `metrics.jsonl`, TensorBoard events and a plain log file."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,8 @@ class MetricsWriter:
         )
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """One record; None values are left out."""
-        known = {name: value for name, value in values.items() if value is not None}
+        """One record; None and values that are not finite, which JSON cannot write, are left out."""
+        known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         self._records.write(json.dumps({"step": step, **known}) + "\n")
         self._records.flush()
         if self._events:

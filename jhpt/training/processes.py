@@ -1,12 +1,18 @@
-"""One process or many: who starts them, and how they find each other."""
+"""One process or many: who starts them, how they find each other, and how they stay of one mind."""
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jhpt.core.errors import InputError
+
+BY_HAND = "start every process with --coordinator HOST:PORT --process-id I --num-processes N"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +24,12 @@ class Processes:
     num_processes: int | None = None
 
 
-def launcher(environment: dict[str, str]) -> str | None:
+def launcher(environment: Mapping[str, str]) -> str | None:
     """The launcher that started this process as one of several, or None.
 
     Only variables that are set for the *tasks* of a parallel job count: a shell inside an allocation is no task.
     """
-    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in environment:
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return "SLURM"
     if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return "Open MPI"
@@ -35,14 +41,16 @@ def launcher(environment: dict[str, str]) -> str | None:
 def join(processes: Processes) -> None:
     """Connects this process to the others; does nothing for a single process or when already connected.
 
-    Must run before any device is touched.
+    Must run before any device is touched.  Under a launcher each process takes the devices that the launcher shows it,
+    under SLURM the one of its local rank: start one process per GPU.
 
     Raises:
-      InputError: some of the three settings are missing, or the coordinator does not answer.
+      InputError: some of the three settings are missing, or the others cannot be reached.
     """
     if jax.distributed.is_initialized():
         return
     given = (processes.coordinator, processes.process_id, processes.num_processes)
+    found = launcher(os.environ)
     if any(value is not None for value in given):
         if any(value is None for value in given):
             raise InputError("give --coordinator HOST:PORT, --process-id and --num-processes together, or none of them")
@@ -50,20 +58,57 @@ def join(processes: Processes) -> None:
             raise InputError(
                 f"--process-id {processes.process_id} is not below --num-processes {processes.num_processes}"
             )
-        _initialize(coordinator_address=given[0], process_id=given[1], num_processes=given[2])
-    elif launcher(dict(os.environ)):
-        _initialize()
+        _initialize(
+            f"check that process 0 listens at {given[0]} and that all {given[2]} processes were started",
+            coordinator_address=given[0],
+            process_id=given[1],
+            num_processes=given[2],
+        )
+    elif found == "Kubernetes":
+        _initialize(f"jax reads the job through the package kubernetes (pip install 'jax[k8s]'); else {BY_HAND}")
+    elif found:
+        _initialize(f"jax could not read {found}'s settings; {BY_HAND}")
 
 
-def _initialize(**arguments: Any) -> None:
+def _initialize(remedy: str, **arguments: Any) -> None:
     try:
         jax.distributed.initialize(**arguments)
-    except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"joining the other processes failed: {error}; check the coordinator's address and port"
-        ) from None
+    except (RuntimeError, ValueError, ImportError) as error:
+        raise InputError(f"joining the other processes failed: {str(error).partition(chr(10))[0]}; {remedy}") from None
 
 
 def is_main() -> bool:
     """Whether this process prints and writes the run's files."""
     return jax.process_index() == 0
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """What fails inside on one process is raised on all, instead of leaving the others waiting for it.
+
+    All processes must enter and leave; the body must not communicate.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if jax.process_count() > 1:
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.int32(failure is not None)))
+        if failure is None and failed.size:
+            raise InputError(f"process {failed[0]} could not go on; its own message says why")
+    if failure is not None:
+        raise failure
+
+
+def same_everywhere(text: str) -> bool:
+    """Whether all processes hold the same text of at most 64 characters."""
+    if jax.process_count() == 1:
+        return True
+    code = np.frombuffer(text.encode()[:64].ljust(64), np.uint8)
+    return bool(np.all(multihost_utils.process_allgather(code) == code))
+
+
+def from_main(number: int) -> int:
+    """The number that the main process holds."""
+    return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jhpt.core.errors import InputError
+from jhpt.training.keys import Stream, stream_key
 from jhpt.training.objective import Sums
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.setup import Setup
 from jhpt.training.step import TrainState, TrainStep, init_state, make_train_step
-
-EVALUATION_STREAM = 2**32 - 1
-"""Folded into the seed for evaluation keys; step numbers never reach it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ def compile_programs(setup: Setup) -> Programs:
     config, layout = setup.config, setup.layout
 
     def fresh() -> TrainState:
-        return init_state(setup.model.init(jax.random.key(config.seed)), setup.optimizer)
+        return init_state(setup.model.init(stream_key(config.seed, Stream.INIT)), setup.optimizer)
 
     state = abstract_state(setup, fresh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -58,12 +57,14 @@ def compile_programs(setup: Setup) -> Programs:
     windows = jax.ShapeDtypeStruct((config.data.batch_size, window_length(setup)), jnp.int32, sharding=layout.batch)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
     compiled = jitted.lower(state, windows).compile()
+    memory = _memory(compiled)
+    _check_memory(setup, memory)
     return Programs(
         state=state,
         init=jax.jit(fresh, out_shardings=shardings),
         train_step=compiled,
         evaluate=jax.jit(partial(setup.objective, train=False), out_shardings=layout.replicated),
-        memory=_memory(compiled),
+        memory=memory,
     )
 
 
@@ -96,3 +97,14 @@ def _memory(compiled: Any) -> dict[str, int]:
     if analysis is None:
         return {}
     return {"state": analysis.argument_size_in_bytes, "temporary": analysis.temp_size_in_bytes}
+
+
+def _check_memory(setup: Setup, memory: dict[str, int]) -> None:
+    """Refuses what the compiler says cannot fit, before the device runs out of memory in the middle of it."""
+    limit, need = setup.device.memory, sum(memory.values())
+    if limit is not None and need > limit:
+        causes = " + ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in memory.items())
+        raise InputError(
+            f"a step needs {causes} on each device, which has {limit / 2**30:.1f} GiB; raise parallel.micro_batches, "
+            "parallel.zero or parallel.tensor, or lower data.batch_size"
+        )

@@ -6,19 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from jhpt.core.config import Config
+from jhpt.core.config import CheckpointConfig, Config
+from jhpt.core.errors import InputError
 from jhpt.core.load import Source, load_config, run_config
 from jhpt.models.gpt import GPT
 from jhpt.training.checkpoint import Checkpoints, make_record
 from jhpt.training.console import Display, start_table
-from jhpt.training.loop import Progress, fit, training_flops_per_token
+from jhpt.training.keys import Stream, stream_key
+from jhpt.training.loop import Progress, fit, utilisation
 from jhpt.training.metrics import metrics_writer, read_metrics
-from jhpt.training.processes import Processes, join
+from jhpt.training.processes import Processes, join, same_everywhere, together
 from jhpt.training.programs import compile_programs
-from jhpt.training.run_dir import claimed, new_run_dir, resume_step
+from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config
 from jhpt.training.runtime import configure_runtime
 from jhpt.training.sampling import sample
 from jhpt.training.setup import Setup, prepare
@@ -95,41 +96,48 @@ def train(
     config = load_config(run_config(source, out), overrides)
     configure_runtime()
     join(processes or Processes())
-    setup = prepare(config)
     run_dir = Path(out) if out is not None else new_run_dir(config)
-    record = make_record(config, setup.cache.key)
-    first = resume_step(run_dir, record)
-    if first >= config.train.steps:
-        return _already_done(run_dir, first, config)
+    display = Display(config.train.steps)
+    with together():
+        setup = prepare(config, say=display.say)
+    if not same_everywhere(setup.cache.key):
+        raise InputError("the processes read different text: give all of them the same files in data.path")
+    record = make_record(config, setup.cache.key, setup.model.dtype.name)
 
-    display = Display(config.train.steps, first)
-    display.say(f"compiling {config.name} for {setup.layout.mesh.size} x {setup.device.kind}")
-    programs = compile_programs(setup)
-    state = _restored(run_dir, first, programs.state) if first else programs.init()
-    with (
-        claimed(run_dir, config),
-        Checkpoints(run_dir / "checkpoints", config.checkpoint) as checkpoints,
-        metrics_writer(run_dir, first, config.log) as writer,
-    ):
-        display.say(start_table(setup, programs, first))
-        with display:
-            state, progress = fit(
-                setup,
-                programs,
-                state,
-                save=lambda step, state: checkpoints.save(step, state, record),
-                writer=writer,
-                display=display,
-            )
-    text = None if progress.interrupted else _sample(setup, state)
-    result = _result(setup, state, progress, run_dir, text)
-    for line in closing_lines(result, config):
-        display.say(line)
+    with claimed(run_dir):
+        resume = find_resume(run_dir, record)
+        if resume.step >= config.train.steps:
+            return _already_done(run_dir, resume.step, config, display)
+        display.say(f"compiling {config.name} for {setup.layout.mesh.size} x {setup.device.kind}")
+        programs = compile_programs(setup)
+        state = _restored(run_dir, resume.step, programs.state) if resume.step else programs.init()
+        write_config(run_dir, config)
+        with (
+            Checkpoints(run_dir / "checkpoints", config.checkpoint) as checkpoints,
+            metrics_writer(run_dir, resume.step, config.log) as writer,
+        ):
+            display.log_to(writer)
+            display.say(start_table(setup, programs, resume.step))
+            for note in resume.notes:
+                display.say(note)
+            with display:
+                state, progress = fit(
+                    setup,
+                    programs,
+                    state,
+                    save=lambda step, state: checkpoints.save(step, state, record),
+                    writer=writer,
+                    display=display,
+                )
+            text = None if progress.interrupted else _sample(setup, state)
+            result = _result(setup, state, progress, run_dir, text)
+            for line in closing_lines(result, config):
+                display.say(line)
     return result
 
 
 def _restored(run_dir: Path, step: int, like: TrainState) -> TrainState:
-    with Checkpoints(run_dir / "checkpoints", Config().checkpoint) as checkpoints:
+    with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
         return checkpoints.restore(step, like)
 
 
@@ -142,15 +150,12 @@ def _sample(setup: Setup, state: TrainState) -> str | None:
         prompt = np.asarray([setup.tokenizer.end or 0], np.int32)
     # The mesh's constraints are for batches; one sequence runs replicated.
     plain = GPT(config=model.config, dtype=model.dtype, implementation="xla")
-    tokens = sample(plain, state.params, prompt, evaluation.sample_tokens, jax.random.key(setup.config.seed))
+    tokens = sample(plain, state.params, prompt, evaluation.sample_tokens, stream_key(setup.config.seed, Stream.SAMPLE))
     return setup.tokenizer.decode(tokens.tolist())
 
 
 def _result(setup: Setup, state: TrainState, progress: Progress, run_dir: Path, text: str | None) -> RunResult:
-    peak = setup.device.peak_bf16_flops if setup.model.dtype == "bfloat16" else None
-    rate, mfu = progress.tokens_per_s, None
-    if rate and peak:
-        mfu = rate * training_flops_per_token(setup) / (peak * setup.layout.mesh.size)
+    rate = progress.tokens_per_s
     losses, validation = _history(run_dir)
     return RunResult(
         step=int(state.step),
@@ -158,7 +163,7 @@ def _result(setup: Setup, state: TrainState, progress: Progress, run_dir: Path, 
         validation_losses=validation | progress.validation,
         run_dir=run_dir,
         tokens_per_s=rate,
-        mfu=mfu,
+        mfu=utilisation(setup, rate) if rate else None,
         sample=text,
         interrupted=progress.interrupted,
     )
@@ -170,8 +175,7 @@ def _history(run_dir: Path) -> tuple[dict[int, float], dict[int, float]]:
     return pick("loss"), pick("validation_loss")
 
 
-def _already_done(run_dir: Path, step: int, config: Config) -> RunResult:
+def _already_done(run_dir: Path, step: int, config: Config, display: Display) -> RunResult:
     losses, validation = _history(run_dir)
-    display = Display(config.train.steps, step)
     display.say(f"{run_dir} is at step {step} of {config.train.steps}: nothing to do; raise --train.steps to go on")
     return RunResult(step=step, losses=losses, validation_losses=validation, run_dir=run_dir)

@@ -1,86 +1,130 @@
 """The directory of a run: which one, whether it can be gone on with, and that only one run writes to it.
 
-config.yaml  metrics.jsonl  train.log  checkpoints/  tensorboard/
+config.yaml  metrics.jsonl  train.log  checkpoints/  tensorboard/  .lock
 """
 
+import errno
 import fcntl
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from jhpt.core.config import Config
+from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import to_yaml
-from jhpt.training.checkpoint import Checkpoints, Record, check_resumable
-from jhpt.training.processes import is_main
+from jhpt.training.checkpoint import Checkpoints, Record, changes_of_note, check_resumable
+from jhpt.training.processes import from_main, is_main, together
+
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+"""What a file system answers that has no locks: the run goes on without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Where a run goes on; notes are for the person who resumes it."""
+
+    step: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def new_run_dir(config: Config) -> Path:
     """`runs/<name>-<time>`, the same on every process."""
-    now = int(time.time())
-    if jax.process_count() > 1:
-        now = int(multihost_utils.broadcast_one_to_all(np.int64(now) % 2**31))
+    now = from_main(int(time.time()) % 2**31)
     stem = Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
     candidates = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(2, 100))]
     return next(path for path in candidates if jax.process_count() > 1 or not path.exists())
 
 
-def resume_step(run_dir: Path, record: Record) -> int:
-    """The step to go on from: 0 for a new run.  Writes nothing.
+@contextmanager
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Makes the directory this run's for the time inside: creates and locks it.
+
+    Where nothing came of it, a directory that was made here is removed again.
 
     Raises:
-      InputError: the directory cannot be written, holds something else, or holds a run that differs in what a resumed
-        run must keep.
+      InputError: another process trains there, it holds something else, it cannot be written, or processes on other
+        hosts do not see it.
     """
-    _check_place(run_dir)
-    if not (run_dir / "checkpoints").is_dir():
-        return 0
-    with Checkpoints(run_dir / "checkpoints", Config().checkpoint) as checkpoints:
-        step = checkpoints.latest
-        if step is not None:
-            check_resumable(checkpoints.record(step), record, str(run_dir))
-        return step or 0
+    lock = None
+    there = run_dir.is_dir()
+    with together():
+        if is_main():
+            _check_place(run_dir)
+            lock = _lock(run_dir)
+    try:
+        with together():
+            _wait_until_seen(run_dir)
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+            if not there and {path.name for path in run_dir.iterdir()} == {".lock"}:
+                (run_dir / ".lock").unlink()
+                run_dir.rmdir()
 
 
 def _check_place(run_dir: Path) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise InputError(f"--out {run_dir} is a file; give a directory")
-    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / "config.yaml").is_file():
+    foreign = [path for path in run_dir.iterdir() if not path.name.startswith(".")] if run_dir.is_dir() else []
+    if foreign and not (run_dir / "config.yaml").is_file():
         raise InputError(f"--out {run_dir} is not empty and holds no run; give a new or empty directory")
-    there = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise InputError(
-            f"run directory {run_dir} cannot be written: {there} is no writable folder; give another --out"
-        )
 
 
-@contextmanager
-def claimed(run_dir: Path, config: Config) -> Iterator[None]:
-    """Makes the directory this run's for the time inside: creates it, locks it, writes the configuration.
-
-    Raises:
-      InputError: another process trains there, or it cannot be written.
-    """
-    if not is_main():
-        yield
-        return
+def _lock(run_dir: Path) -> int:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / ".lock").open("w")
+        lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise InputError(f"run directory {run_dir} cannot be written: {error}; give another --out") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"another process is training in {run_dir}; wait for it or give another --out") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise InputError(f"another process is training in {run_dir}; wait for it or give another --out") from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return lock
+
+
+def _wait_until_seen(run_dir: Path, seconds: float = 30.0) -> None:
+    """Network file systems show a new folder to other hosts after a while."""
+    deadline = time.monotonic() + seconds
+    while not (run_dir / ".lock").exists():
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"run directory {run_dir} of process 0 is not seen by process {jax.process_index()}; "
+                "give an --out on a file system that all processes share"
+            )
+        time.sleep(0.2)
+
+
+def find_resume(run_dir: Path, record: Record) -> Resume:
+    """The step to go on from: 0 for a new run.  Writes nothing.
+
+    Raises:
+      InputError: the run differs in what a resumed run must keep, or its newest checkpoint cannot be read.
+    """
+    if not from_main(int((run_dir / "checkpoints").is_dir())):
+        return Resume()
+    with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
+        step = checkpoints.latest
+        if step is None:
+            return Resume()
+        saved = checkpoints.record(step)
+        check_resumable(saved, record, str(run_dir))
+        return Resume(step=step, notes=tuple(changes_of_note(saved, record, step)))
+
+
+def write_config(run_dir: Path, config: Config) -> None:
+    """The complete configuration, replaced in one go."""
+    if is_main():
         partial = run_dir / "config.yaml.partial"
         partial.write_text(to_yaml(config))
         partial.rename(run_dir / "config.yaml")
-        yield

@@ -3,6 +3,7 @@
 Nothing is written here except token caches, so a configuration that cannot work leaves nothing behind.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -44,8 +45,8 @@ class Setup:
     optimizer: optax.GradientTransformation
 
 
-def prepare(config: Config) -> Setup:
-    """Opens the data, builds the mesh and chooses kernels.
+def prepare(config: Config, say: Callable[[str], None] = lambda line: None) -> Setup:
+    """Opens the data, builds the mesh and chooses kernels; `say` hears of what takes long.
 
     Raises:
       InputError: data, tokenizer, device count or attention kernel do not fit the configuration.
@@ -69,7 +70,7 @@ def prepare(config: Config) -> Setup:
         implementation=attention.implementation,
         hooks=layer_hooks(config, device, layout),
     )
-    cache = token_cache(config.data, tokenizer)
+    cache = token_cache(config.data, tokenizer, say)
     train_windows = _windows(config, tokenizer, cache.train, "training")
     validation_windows = _windows(config, tokenizer, cache.validation, "validation") if cache.validation.size else None
     return Setup(

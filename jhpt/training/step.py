@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jhpt.training.keys import Stream, stream_key
 from jhpt.training.objective import Objective, Sums
 
 
@@ -16,21 +17,24 @@ from jhpt.training.objective import Objective, Sums
 class TrainState:
     """Everything a step reads and writes; with the configuration it is all that is needed to go on bit for bit.
 
-    step: updates attempted so far, int32.  bad_steps: steps skipped in a row, int32.
+    step: updates attempted so far.  skipped: those left out because something was not finite.  bad_steps: how many of
+    them were the last ones, in a row.  All int32.
     """
 
     step: jax.Array
+    skipped: jax.Array
     bad_steps: jax.Array
     params: Any
     optimizer: Any
 
 
 class StepMetrics(NamedTuple):
-    """Scalars of one step.  bad_steps counts the skipped steps in a row up to and including this one."""
+    """Scalars of one step; `skipped` and `bad_steps` as in the state after it."""
 
     loss: jax.Array
     grad_norm: jax.Array
     learning_rate: jax.Array
+    skipped: jax.Array
     bad_steps: jax.Array
 
 
@@ -40,12 +44,7 @@ TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
 def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(step=zero, bad_steps=zero, params=params, optimizer=optimizer.init(params))
-
-
-def step_key(seed: int, step: jax.Array) -> jax.Array:
-    """The key of a step: a function of seed and step alone, so it needs no saving."""
-    return jax.random.fold_in(jax.random.key(seed), step)
+    return TrainState(step=zero, skipped=zero, bad_steps=zero, params=params, optimizer=optimizer.init(params))
 
 
 def batch_gradients(
@@ -97,7 +96,7 @@ def make_train_step(
     """
 
     def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, StepMetrics]:
-        key = step_key(seed, state.step)
+        key = stream_key(seed, Stream.STEP, state.step)
         grads, sums = batch_gradients(objective, state.params, windows, key, micro_batches)
         grads = place_gradients(grads)
         norm = optax.tree.norm(grads)
@@ -113,10 +112,11 @@ def make_train_step(
         bad_steps = jnp.where(good, 0, state.bad_steps + 1)
         state = TrainState(
             step=state.step + 1,
+            skipped=state.skipped + jnp.where(good, 0, 1),
             bad_steps=bad_steps,
             params=keep_if_bad(params, state.params),
             optimizer=keep_if_bad(moments, state.optimizer),
         )
-        return state, StepMetrics(sums.nll / sums.tokens, norm, rate, bad_steps)
+        return state, StepMetrics(sums.nll / sums.tokens, norm, rate, state.skipped, bad_steps)
 
     return train_step

@@ -42,7 +42,7 @@ def test_impossible_meshes_are_refused(parallel, words):
         ("embedding/tokens", (256, 64), P("tensor", None), P("tensor", "data")),
         ("embedding/positions", (32, 64), P(None, None), P(None, "data")),
         ("blocks/attention/qkv/kernel", (2, 64, 8, 3, 8), *(P(None, d, "tensor", None, None) for d in (None, "data"))),
-        ("blocks/attention/qkv/bias", (2, 8, 3, 8), P(None, "tensor", None, None), P(None, "tensor", None, "data")),
+        ("blocks/attention/qkv/bias", (2, 8, 3, 8), *[P(None, "tensor", None, None)] * 2),
         ("blocks/attention/projection/kernel", (2, 64, 64), P(None, "tensor", None), P(None, "tensor", "data")),
         ("blocks/mlp/up/kernel", (2, 64, 2, 128), P(None, None, None, "tensor"), P(None, "data", None, "tensor")),
         ("blocks/mlp/down/kernel", (2, 128, 64), P(None, "tensor", None), P(None, "tensor", "data")),

@@ -1,9 +1,13 @@
 """Several processes: the same losses as one, and who is taken for a launcher."""
 
+import fcntl
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,30 +24,42 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2)])
-def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor):
-    settings = tiny_overrides(corpus) | {"train.steps": 6, "evaluation.every": 3}
-    settings |= {"parallel.data": data, "parallel.tensor": tensor, "evaluation.sample_tokens": 4}
-    one = jhpt.train("gpt-tiny", out=tmp_path / "one", overrides=settings)
-
+def start_two(folder: Path, settings, outs=("two", "two")) -> list[subprocess.Popen]:
+    """Two processes with a device each, joined through a port on localhost."""
     port, workers = free_port(), []
     for rank in range(2):
         processes = {"coordinator": f"127.0.0.1:{port}", "process_id": rank, "num_processes": 2}
-        spec = {"preset": "gpt-tiny", "overrides": settings, "out": str(tmp_path / "two"), "processes": processes}
-        file = tmp_path / f"{rank}.json"
+        spec = {"preset": "gpt-tiny", "overrides": settings, "out": str(folder / outs[rank]), "processes": processes}
+        file = folder / f"{rank}.json"
         file.write_text(json.dumps(spec))
         workers.append(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.training.runner", str(file)],
                 cwd=Path(__file__).parents[2],
-                env={**__import__("os").environ, "JAX_NUM_CPU_DEVICES": "1"},
+                env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                text=True,
             )
         )
-    for worker in workers:
+    return workers
+
+
+def wait_for(condition, workers) -> None:
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < deadline and all(worker.poll() is None for worker in workers)
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2)])
+def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor):
+    settings = tiny_overrides(corpus) | {"train.steps": 6, "evaluation.every": 3}
+    settings |= {"parallel.data": data, "parallel.tensor": tensor, "evaluation.sample_tokens": 4}
+    one = jhpt.train("gpt-tiny", out=tmp_path / "one", overrides=settings)
+    for worker in start_two(tmp_path, settings):
         _, error = worker.communicate(timeout=300)
-        assert worker.returncode == 0, error.decode()
+        assert worker.returncode == 0, error
     records = read_metrics(tmp_path / "two")
     for name, expected in (("loss", one.losses), ("validation_loss", one.validation_losses)):
         found = {record["step"]: record[name] for record in records if name in record}
@@ -51,13 +67,47 @@ def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor
         assert len(found) == (6 if name == "loss" else 2)
 
 
+@pytest.mark.parametrize("told", [(signal.SIGTERM, None), (signal.SIGINT, signal.SIGINT)], ids=["sigterm", "ctrl-c"])
+def test_two_processes_save_and_stop_together(tmp_path, corpus, told):
+    """SIGTERM to one process, as a scheduler sends it, or Ctrl-C, which reaches all."""
+    settings = tiny_overrides(corpus) | {"parallel.data": 2, "train.steps": 100_000, "checkpoint.every": 100_000}
+    workers = start_two(tmp_path, settings)
+    metrics = tmp_path / "two" / "metrics.jsonl"
+    wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") > 3, workers)
+    for worker, number in zip(workers, told, strict=True):
+        if number is not None:
+            worker.send_signal(number)
+    steps = set()
+    for worker in workers:
+        out, error = worker.communicate(timeout=200)
+        assert worker.returncode == 0, error
+        result = json.loads(out.splitlines()[-1])
+        assert result["interrupted"]
+        steps.add(result["step"])
+    (step,) = steps
+    assert (tmp_path / "two" / "checkpoints" / str(step)).is_dir()
+
+
+def test_what_one_process_refuses_stops_all(tmp_path, corpus):
+    """The run directory is taken, which only process 0 can see."""
+    (tmp_path / "two").mkdir()
+    with (tmp_path / "two" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        workers = start_two(tmp_path, tiny_overrides(corpus) | {"parallel.data": 2})
+        errors = [worker.communicate(timeout=200)[1] for worker in workers]
+    assert all(worker.returncode == 1 for worker in workers)  # the runner does not catch InputError
+    assert "another process is training in" in errors[0]
+    assert "process 0 could not go on" in errors[1]
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {".lock"}
+
+
 @pytest.mark.parametrize(
     ("environment", "name"),
     [
         ({}, None),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, None),  # a shell inside an allocation
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, "SLURM"),
-        ({"SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, None),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, None),  # an interactive step
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
         ({"KUBERNETES_SERVICE_HOST": "x"}, None),  # any pod
         ({"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "1"}, "Kubernetes"),

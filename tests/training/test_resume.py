@@ -1,7 +1,7 @@
 """Resumed equals uninterrupted: bit for bit on the same mesh, closely on another."""
 
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,7 +101,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, corpus):
     jhpt.train("gpt-tiny", out=first, overrides=settings | mesh(4, 2, zero=3))
     results = {}
     for name, layout in {"same": mesh(4, 2, 3), "turned": mesh(2, 4, 1), "single": mesh(1, 1)}.items():
-        os.system(f"cp -r {first} {tmp_path / name}")
+        shutil.copytree(first, tmp_path / name)
         results[name] = jhpt.train("gpt-tiny", out=tmp_path / name, overrides=settings | layout | {"train.steps": 20})
     for name in ("turned", "single"):
         for step in range(11, 21):

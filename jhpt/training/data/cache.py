@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from jhpt.core.errors import InputError
 from jhpt.training.data.corpus import digest, documents, find_files, split_files
 from jhpt.training.data.tokenizer import Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same input would give other tokens."""
 
 
@@ -44,8 +44,12 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jhpt"
 
 
-def token_cache(data: DataConfig, tokenizer: Tokenizer) -> TokenCache:
-    """The cache for this data and tokenizer, built where it does not exist.
+BATCH_CHARS = 1 << 23
+"""Pieces of about this many characters together are tokenised at once, on all cores."""
+
+
+def token_cache(data: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = lambda line: None) -> TokenCache:
+    """The cache for this data and tokenizer, built where it does not exist; `say` hears of that.
 
     Raises:
       InputError: missing, empty or malformed files; a damaged cache; a cache folder that cannot be written.
@@ -60,10 +64,13 @@ def token_cache(data: DataConfig, tokenizer: Tokenizer) -> TokenCache:
         with _lock(root / f"{key}.lock"):
             built = not (root / key).is_dir()
             if built:
+                size = sum(file.stat().st_size for file in (*files, *(held_files or [])))
+                say(f"tokenising {size / 2**20:,.1f} MiB of text, once, into {root / key}")
+                # The key knows content and no names, so the order of the files must not follow from names either.
+                files = sorted(files, key=digest)
                 if held_files is None:
                     files, held_files = split_files(files, data.validation_fraction)
-                # The key knows content and no names, so the order of the files must not follow from names either.
-                _build(root, key, sorted(files, key=digest), sorted(held_files, key=digest), data, tokenizer)
+                _build(root, key, files, sorted(held_files, key=digest), data, tokenizer)
     except OSError as error:
         raise InputError(
             f"token cache {root} cannot be used: {error}; set data.cache_dir to a writable folder"
@@ -138,17 +145,35 @@ def _write_tokens(path: Path, files: Iterable[Path], text_key: str, tokenizer: T
     separator = np.asarray([] if tokenizer.end is None else [tokenizer.end], dtype)
     count = 0
     with path.open("wb") as stream:
-        for file in files:
-            for document in documents(file, text_key):
-                for piece in document:
-                    ids = tokenizer.encode(piece).astype(dtype)
-                    count += ids.size
-                    stream.write(ids.tobytes())
-                count += separator.size
-                stream.write(separator.tobytes())
+        for batch in _batches(_pieces_and_ends(files, text_key)):
+            texts = iter(tokenizer.encode_batch([piece for piece in batch if piece is not None]))
+            for piece in batch:
+                ids = separator if piece is None else next(texts).astype(dtype)
+                count += ids.size
+                stream.write(ids.tobytes())
         stream.flush()
         os.fsync(stream.fileno())
     return count
+
+
+def _pieces_and_ends(files: Iterable[Path], text_key: str) -> Iterator[str | None]:
+    """The pieces of all documents, and None after each document."""
+    for file in files:
+        for document in documents(file, text_key):
+            yield from document
+            yield None
+
+
+def _batches(pieces: Iterable[str | None]) -> Iterator[list[str | None]]:
+    batch: list[str | None] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += 1 if piece is None else len(piece)
+        if size >= BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 def _hold_out_tail(folder: Path, total: int, fraction: float, dtype: np.dtype) -> dict[str, int]:

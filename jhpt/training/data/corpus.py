@@ -93,14 +93,14 @@ def digest(file: Path) -> str:
 def split_files(files: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
     """(training, validation) files.
 
-    Going through the files in the order of their content hash, each is held out that still fits into `fraction` of the
-    bytes.  So the split does not depend on where the files lie; where all files are larger than that (a single one
-    always is) none is held out here.
+    Going through the files, given in the order of their content hash, each is held out that still fits into `fraction`
+    of the bytes.  So the split does not depend on where the files lie; where all files are larger than that (a single
+    one always is) none is held out here.
     """
     left = fraction * sum(file.stat().st_size for file in files)
     kept: list[Path] = []
     held: list[Path] = []
-    for file in sorted(files, key=digest):
+    for file in files:
         size = file.stat().st_size
         (held if size <= left else kept).append(file)
         left -= size if size <= left else 0

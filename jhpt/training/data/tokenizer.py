@@ -27,6 +27,10 @@ class Tokenizer(Protocol):
         """Token ids [n], int32."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of several texts."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
         ...
@@ -45,6 +49,9 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 0xF8).decode("utf-8", errors="replace")
 
@@ -58,6 +65,9 @@ class FileTokenizer:
         try:
             text = path.read_text(encoding="utf-8")
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            # Released files often carry the limits of one model's inputs; here whole documents are read.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
         except FileNotFoundError:
             raise InputError(f"data.tokenizer={path}: no such file; give a tokenizers JSON file or 'bytes'") from None
         except Exception as error:  # the library raises bare Exception on malformed JSON
@@ -76,7 +86,11 @@ class FileTokenizer:
         return next((i for i in map(self._tokenizer.token_to_id, names) if i is not None), None)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:  # on all cores
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i < self.vocab_size])
