@@ -284,9 +284,7 @@ BAD = {
     "another seed": resumed("--seed 7", "seed", "the run has 0, now 7"),
     "another optimizer": resumed("--optimizer.b2 0.99", "optimizer.b2", "the run has 0.95, now 0.99"),
     "another batch": resumed("--data.batch_size 8", "data.batch_size", "the run has 4, now 8"),
-    "another text": resumed(
-        "--data.path other.txt", "text or tokenizer", "other.txt", files={"other.txt": b"x" * 999}
-    ),
+    "another text": resumed("--data.path other.txt", "text or tokenizer", "other.txt", files={"other.txt": b"x" * 999}),
     "another family": resumed("--model.family bert", "model.family", "'gpt', now 'bert'"),
     "a damaged checkpoint": bad(
         "train --out run --train.steps 4",

@@ -6,6 +6,7 @@ one process.  Where PyTorch is installed, the same model in PyTorch (eager on CP
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ def run(*, quick: bool, json_path: str | None) -> int:
     """Runs the benchmark on the first device; returns the exit status."""
     if json_path:
         check_writable(json_path)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs its share of the GPU
     configure_runtime()
     on_gpu = jax.default_backend() == "gpu"
     rounds, steps = (5, 4) if quick else (15, 10)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jhpt.core.config import CheckpointConfig, Config
@@ -20,7 +21,7 @@ from jhpt.training.metrics import metrics_writer, read_metrics
 from jhpt.training.processes import Processes, join, same_everywhere, together
 from jhpt.training.programs import compile_programs
 from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config
-from jhpt.training.runtime import configure_runtime
+from jhpt.training.runtime import accelerator_present, configure_runtime
 from jhpt.training.sampling import sample
 from jhpt.training.setup import Setup, prepare
 from jhpt.training.step import TrainState
@@ -98,6 +99,8 @@ def train(
     join(processes or Processes())
     run_dir = Path(out) if out is not None else new_run_dir(config)
     display = Display(config.train.steps)
+    if accelerator_present() and jax.default_backend() == "cpu":
+        display.say("warning: a GPU is here, but jax runs on the CPU; `jhpt doctor` says what to install")
     with together():
         setup = prepare(config, say=display.say)
     if not same_everywhere(setup.cache.key):
