@@ -49,7 +49,10 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep, keep_period=config.keep_every, enable_async_checkpointing=True
+            max_to_keep=config.keep,
+            keep_period=config.keep_every,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,  # of a process that was killed while it saved
         )
         self._folder = folder
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)

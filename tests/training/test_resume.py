@@ -71,6 +71,8 @@ def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, model):
         result = finish(run(tmp_path / when, corpus, **changes))
         assert result["step"] == 20
         same_bits(final_state(tmp_path / when / "run", 20), expected)
+        kept = {path.name for path in (tmp_path / when / "run" / "checkpoints").iterdir()}
+        assert kept == {"5", "10", "15", "20"}  # nothing half written is left
         for name in ("loss", "validation_loss", "grad_norm"):
             assert losses(tmp_path / when / "run", name) == losses(tmp_path / "whole" / "run", name)
             assert len(losses(tmp_path / "whole" / "run", name)) == (2 if name == "validation_loss" else 20)
