@@ -91,7 +91,8 @@ def fit(
       writer: None on all processes but the main one.
 
     Raises:
-      TrainingDiverged: `train.max_bad_steps` steps in a row were skipped; nothing is saved after the first of them.
+      TrainingDiverged: `train.max_bad_steps` steps in a row were skipped.  What is saved is from before the last of
+        them, and parameters and optimizer state are those of the last good step in any case.
     """
     config, layout = setup.config, setup.layout
     first, last = int(state.step), config.train.steps
@@ -104,7 +105,7 @@ def fit(
     progress, clock = Progress(), Clock()
     report = _Reporter(setup, progress, clock, writer, display, reported=first, skipped=int(state.skipped))
 
-    with _Interruption(display) as interruption:
+    with _Interruption() as interruption:
         for step in range(first + 1, last + 1):
             with clock.waiting():
                 windows = global_batch(setup, next(batches))
@@ -123,6 +124,7 @@ def fit(
                     if saves:
                         save(step, state)
             if stop:
+                display.say(f"stopped by a signal at step {step}")
                 progress.interrupted = step < last
                 break
         report.flush()
@@ -223,8 +225,7 @@ def utilisation(setup: Setup, tokens_per_s: float) -> float | None:
 class _Interruption:
     """Remembers SIGINT and SIGTERM, so that the loop can save and stop; a second SIGINT stops at once."""
 
-    def __init__(self, display: Display) -> None:
-        self._display = display
+    def __init__(self) -> None:
         self._requested = False
         self._previous: dict[signal.Signals, object] = {}
 
@@ -243,7 +244,6 @@ class _Interruption:
         if self._requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._requested = True
-        self._display.say("stopping after this step and saving; interrupt again to quit at once")
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)  # tells the preemption service
 
