@@ -114,7 +114,8 @@ def train(
         display.say(f"compiling {config.name} for {setup.layout.mesh.size} x {setup.device.kind}")
         programs = compile_programs(setup)
         state = _restored(run_dir, resume.step, programs.state) if resume.step else programs.init()
-        write_config(run_dir, config)
+        with together():
+            write_config(run_dir, config)
         with (
             Checkpoints(run_dir / "checkpoints", config.checkpoint) as checkpoints,
             metrics_writer(run_dir, resume.step, config.log) as writer,
