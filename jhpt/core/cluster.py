@@ -1,0 +1,145 @@
+"""What a cluster is: nodes of equal devices, the links between them, host memory.  Bytes, seconds, FLOP.
+
+A `Cluster` is a row of nodes; devices are numbered through it, node by node.  Nodes may be of different kinds (a mixed
+cluster).  `jhpt.core.catalogue` knows common clusters by name; files hold the same fields as JSON or YAML.
+"""
+
+import bisect
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from jhpt.core.config import Count, NonNegative, Positive, Section
+from jhpt.core.errors import InputError
+
+SectionT = TypeVar("SectionT", bound=Section)
+Samples = Annotated[tuple[Positive, ...], Field(min_length=1)]
+
+
+class Curve(Section):
+    """A measured function of size: `values[i]` at `sizes[i]`, linear in log(size) between, constant outside."""
+
+    sizes: Samples
+    values: Samples
+
+    @model_validator(mode="after")
+    def _ascending(self) -> "Curve":
+        if len(self.sizes) != len(self.values):
+            raise ValueError(f"a curve needs one value per size, found {len(self.values)} for {len(self.sizes)} sizes")
+        if list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(f"the sizes of a curve must ascend, found {list(self.sizes)}")
+        return self
+
+    def at(self, size: float) -> float:
+        """The value at `size`."""
+        index = bisect.bisect_right(self.sizes, size)
+        if index == 0 or index == len(self.sizes):
+            return self.values[max(index - 1, 0)]
+        left, right = self.sizes[index - 1 : index + 1]
+        share = math.log(size / left) / math.log(right / left)
+        return self.values[index - 1] + share * (self.values[index] - self.values[index - 1])
+
+
+class Device(Section):
+    """One accelerator."""
+
+    name: str = Field(description="what the driver calls it, e.g. NVIDIA H100 80GB HBM3")
+    peak_flops: dict[str, Positive] = Field(description="dense FLOP/s by dtype")
+    memory: Positive = Field(description="bytes a program can use")
+    memory_bandwidth: Positive = Field(description="bytes/s")
+    efficiency: Curve | None = Field(
+        None, description="share of the peak that a matrix multiplication of so many FLOP reaches; null: all of it"
+    )
+
+    def seconds(self, flops: float, moved: float, dtype: str) -> float:
+        """Roofline of one operation: max(flops / (peak * efficiency(flops)), moved / memory_bandwidth)."""
+        rate = self.peak_flops[dtype] * (self.efficiency.at(flops) if self.efficiency and flops > 0 else 1.0)
+        return max(flops / rate, moved / self.memory_bandwidth)
+
+
+class Link(Section):
+    """One level of the interconnect, one direction (links are full duplex)."""
+
+    bandwidth: Positive = Field(description="bytes/s of one port, one direction")
+    latency: NonNegative = Field(description="seconds before the first byte")
+    ports: Count = Field(1, description="ports of a node (network) or of a device (inside a node)")
+    measured: Curve | None = Field(None, description="bytes/s by message size of one port; null: `bandwidth` at all")
+
+    def rate(self, size: float) -> float:
+        """bytes/s of one port for messages of `size` bytes."""
+        return self.measured.at(size) if self.measured and size > 0 else self.bandwidth
+
+
+class Node(Section):
+    """Equal devices that share a host."""
+
+    device: Device
+    devices: Count
+    inside: Link = Field(description="between devices of the node, per device")
+    host: Link = Field(description="between a device and the host's memory")
+    host_memory: Positive = Field(description="bytes")
+    count: Count = Field(1, description="how many such nodes follow each other")
+
+
+class Cluster(Section):
+    """Nodes joined by one network.  `sources`: where the figures come from."""
+
+    name: str
+    nodes: Annotated[tuple[Node, ...], Field(min_length=1)]
+    network: Link = Field(description="between nodes; `ports` of a node share its traffic")
+    sources: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return sum(node.devices * node.count for node in self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        """All nodes."""
+        return sum(node.count for node in self.nodes)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether there are nodes of different kinds."""
+        return len({node.model_copy(update={"count": 1}).model_dump_json() for node in self.nodes}) > 1
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON."""
+        write_json(path, self.model_dump(mode="json", exclude_none=True))
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Reads a JSON or YAML file; InputError names the file and every fault."""
+    return parse(Cluster, read_tree(path), path)
+
+
+def read_tree(path: str | Path) -> Any:
+    """The tree in a JSON or YAML file."""
+    try:
+        return yaml.safe_load(text) if (text := Path(path).read_text(encoding="utf-8")) else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: neither JSON nor YAML: {error}") from None
+
+
+def parse(kind: type[SectionT], tree: Any, path: str | Path) -> SectionT:
+    """`tree` as a `kind`; InputError names the file and every fault."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}" for fault in error.errors()]
+        raise InputError(f"{path} is no {kind.__name__} file:\n" + "\n".join(faults)) from None
+
+
+def write_json(path: str | Path, tree: Any) -> None:
+    """Writes `tree` as readable JSON; InputError where the path cannot be written."""
+    try:
+        Path(path).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error}") from None

@@ -1,0 +1,125 @@
+"""What a model costs, layer by layer: seconds by batch and tensor degree, parameters, bytes.
+
+A *sample* is one sequence (one image for the classic networks; one profiled mini-batch where a file says no more).
+Layers that are equal share one `LayerKind`; a `ModelProfile` is the row of kinds in the order of the forward pass.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from jhpt.core.cluster import parse, read_tree, write_json
+from jhpt.core.config import Count, NonNegative, Positive, Section
+
+Whole = Annotated[int, Field(ge=0)]
+
+
+class Timing(Section):
+    """Seconds of one layer on one device at one tensor degree, over micro-batch sizes in samples.
+
+    Between grid points seconds are linear; below the first the first holds (a kernel does not get faster for being
+    emptier); above the last they grow in proportion, at the rate of the last point.
+    """
+
+    tensor: Count = 1
+    batches: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    forward: tuple[NonNegative, ...]
+    backward: tuple[NonNegative, ...]
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Timing":
+        if not len(self.batches) == len(self.forward) == len(self.backward):
+            raise ValueError("batches, forward and backward need the same number of entries")
+        if list(self.batches) != sorted(set(self.batches)):
+            raise ValueError(f"batches must ascend, found {list(self.batches)}")
+        return self
+
+    def at(self, batch: float) -> tuple[float, float]:
+        """(forward, backward) seconds of `batch` samples."""
+        scale = max(1.0, batch / self.batches[-1])
+        forward = float(np.interp(batch, self.batches, self.forward)) * scale
+        backward = float(np.interp(batch, self.batches, self.backward)) * scale
+        return forward, backward
+
+
+class NamedTensor(Section):
+    """A tensor inside a layer that the backward pass reads: kept, recomputed or offloaded by name."""
+
+    name: str
+    bytes: NonNegative = Field(description="per sample, on one device without tensor parallelism")
+    flops: NonNegative = Field(0.0, description="per sample, to compute it again from its inputs")
+    sharded: bool = Field(True, description="whether the tensor axis divides it")
+
+
+class LayerKind(Section):
+    """One kind of layer.  Bytes are per sample and, unless said, those of one device without tensor parallelism."""
+
+    parameters: Whole = Field(0, description="scalars of its own")
+    tied_parameters: Whole = Field(
+        0, description="parameters shared with the first layer: a copy, and a sum of gradients, if its stage is another"
+    )
+    boundary_bytes: NonNegative = Field(description="output, which the next layer reads")
+    activation_bytes: NonNegative = Field(description="kept for the backward pass, divided by the tensor degree")
+    replicated_bytes: NonNegative = Field(0.0, description="kept for the backward pass on every tensor rank")
+    tensor_forward_bytes: NonNegative = Field(0.0, description="summed over the tensor axis in the forward pass")
+    tensor_backward_bytes: NonNegative = Field(0.0, description="summed over the tensor axis in the backward pass")
+    max_tensor: Count = Field(1, description="largest tensor degree; every divisor of it works")
+    timings: Annotated[tuple[Timing, ...], Field(min_length=1)]
+    tensors: tuple[NamedTensor, ...] = ()
+
+    @model_validator(mode="after")
+    def _unsharded(self) -> "LayerKind":
+        degrees = [timing.tensor for timing in self.timings]
+        if degrees != sorted(set(degrees)) or degrees[0] != 1:
+            raise ValueError(f"timings need ascending tensor degrees from 1, found {degrees}")
+        return self
+
+    def seconds(self, batch: float, tensor: int) -> tuple[float, float]:
+        """(forward, backward) seconds on one device of `tensor`; a degree between profiled ones scales the one below."""
+        timing = [timing for timing in self.timings if timing.tensor <= tensor][-1]
+        forward, backward = timing.at(batch)
+        return forward * timing.tensor / tensor, backward * timing.tensor / tensor
+
+
+class ModelProfile(Section):
+    """A model as the planner sees it."""
+
+    name: str
+    device: str = Field(description="the device the seconds hold for")
+    source: str = Field(description="measured (how, when) or analytic (from what)")
+    sample: str = Field("one sample", description="what one sample is, e.g. a sequence of 1024 tokens")
+    dtype: str = "bfloat16"
+    bytes_per_weight: Positive = Field(2.0, description="of a gradient and of a gathered weight on the wire")
+    state_bytes: Positive = Field(
+        16.0, description="per parameter: weight and gradient (2 + 2 bytes), fp32 master, two moments (12)"
+    )
+    update_seconds: NonNegative = Field(0.0, description="optimizer, per parameter on one device")
+    kinds: dict[str, LayerKind]
+    layers: Annotated[tuple[str, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _known(self) -> "ModelProfile":
+        if unknown := sorted(set(self.layers) - set(self.kinds)):
+            raise ValueError(f"layers name unknown kinds {unknown}; kinds: {sorted(self.kinds)}")
+        return self
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, embedding and head included."""
+        return len(self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model, tied ones once."""
+        return sum(self.kinds[name].parameters for name in self.layers)
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON."""
+        write_json(path, self.model_dump(mode="json", exclude_defaults=True))
+
+
+def load_profile(path: str | Path) -> ModelProfile:
+    """Reads a JSON or YAML profile; InputError names the file and every fault."""
+    return parse(ModelProfile, read_tree(path), path)
