@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jhpt.core.devices import peak_bf16_flops
+from jhpt.core.catalogue import peak_bf16_flops
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,3 +30,19 @@ def spread(samples: list[float]) -> tuple[float, float, float]:
     """(median, lower quartile, upper quartile)."""
     lower, middle, upper = statistics.quantiles(samples, n=4, method="inclusive")
     return middle, lower, upper
+
+
+def steady(samples: Mapping[str, list[float]]) -> dict[str, float]:
+    """Typical seconds of every variant of one `interleaved` run, fit to be added and subtracted.
+
+        seconds[v] = median over rounds r of (samples[v][r] / g[r])  x  median of g;   g[r]: geometric mean of round r
+
+    On a shared machine whole rounds are slow.  Medians of each variant alone may come from different rounds, and a small
+    difference of two of them is then mostly drift; a share of the round is not.
+    """
+    pace = [statistics.geometric_mean(times) for times in zip(*samples.values(), strict=True)]
+    typical = statistics.median(pace)
+    return {
+        name: typical * statistics.median(time / mean for time, mean in zip(times, pace, strict=True))
+        for name, times in samples.items()
+    }

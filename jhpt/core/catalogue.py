@@ -1,0 +1,169 @@
+"""Known devices, networks and clusters by name.  The figures, each with its source, are in `catalogue.yaml`.
+
+A cluster's name is KINDxDEVICESxNODES[-NETWORK]: `h100x8x4` is 4 nodes of 8 H100 with the network of a DGX H100,
+`v100x4x4-10gbe` is 4 nodes of 4 V100 with 10 Gb/s Ethernet.
+
+    a node's host memory = that of the vendor's 8-device node * devices / 8
+    ports of a node on InfiniBand = one per device (DGX A100 and later), one per two (DGX-1 with V100), one per node
+                                    for servers with PCIe cards; on Ethernet always one
+
+A network named explicitly has as many ports as the kind's own would have.  Peak rates and InfiniBand rates are the
+vendors' nominal ones; NVLink and PCIe rates are the smaller ones that NCCL reckons with.
+"""
+
+import functools
+import importlib.resources
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jhpt.core.cluster import Cluster, Curve, Device, Link, Node, load_cluster
+from jhpt.core.config import one_of
+from jhpt.core.errors import InputError, did_you_mean
+
+NODE_DEVICES = 8
+"""Devices of the vendors' nodes that `host_memory` holds for."""
+
+MATMUL_SIZES = tuple(2.0 ** (exponent / 2) for exponent in range(2 * 26, 2 * 42 + 1))
+"""FLOP at which efficiency is tabulated: below, a launch takes all the time; above, the share is within 1 % of its end.
+Half octaves: straight lines between whole ones would make a product up to 6 % faster for being larger."""
+
+FILES = (".json", ".yaml", ".yml")
+"""A name with one of these endings is a file's."""
+
+_NAME = re.compile(r"(?P<kind>[a-z0-9]+?)x(?P<devices>[1-9]\d*)x(?P<nodes>[1-9]\d*)(-(?P<network>\w+))?")
+
+
+def find_cluster(name_or_path: str | Path) -> Cluster:
+    """The cluster in a JSON or YAML file, or the one of that name.
+
+    Raises:
+      InputError: neither; the message lists what is known.
+    """
+    path = Path(name_or_path)
+    if path.suffix.lower() in FILES or path.is_file():
+        return load_cluster(path)
+    return cluster_named(str(name_or_path))
+
+
+def cluster_named(name: str) -> Cluster:
+    """KINDxDEVICESxNODES[-NETWORK], e.g. `h100x8x4` or `a100x8x2-100gbe`.
+
+    Raises:
+      InputError: unknown kind or network, more devices than such a node takes, or no such form.
+    """
+    match = _NAME.fullmatch(name.lower())
+    if match is None:
+        raise InputError(
+            f"there is no cluster {name!r}{did_you_mean(name.lower(), kinds())}: give the path of a JSON or YAML file, "
+            f"or KINDxDEVICESxNODES[-NETWORK], e.g. h100x8x4 or v100x4x4-10gbe; {_known()}"
+        )
+    kind, devices, nodes = match["kind"], int(match["devices"]), int(match["nodes"])
+    entry = _kind(kind)
+    if devices > (limit := entry["max_devices"][0]):
+        raise InputError(f"{name}: a node takes at most {limit} {kind} ({entry['max_devices'][1]}); use more nodes")
+    network = match["network"] or entry["network"][0]
+    return Cluster(
+        name=name.lower(),
+        nodes=(_node(kind, devices, nodes),),
+        network=_network(network, entry, devices),
+        sources=_sources(kind, network),
+    )
+
+
+def device_named(kind: str) -> Device:
+    """The device of a kind, e.g. `h100`; InputError for an unknown one."""
+    entry = _kind(kind)
+    dtypes = ("bfloat16", "float16", "float32")
+    return Device(
+        name=entry["name"][0],
+        peak_flops={dtype: entry[dtype][0] for dtype in dtypes},
+        memory=entry["memory"][0],
+        memory_bandwidth=entry["memory_bandwidth"][0],
+        efficiency=_matmul_efficiency(entry["bfloat16"][0], entry["share"][0], _data()["matmul"]["overhead"][0]),
+    )
+
+
+def kinds() -> tuple[str, ...]:
+    """Names of the devices."""
+    return tuple(_data()["kinds"])
+
+
+def networks() -> tuple[str, ...]:
+    """Names of the networks between nodes."""
+    return tuple(_data()["networks"])
+
+
+def peak_bf16_flops(device_kind: str) -> float | None:
+    """Peak dense bfloat16 FLOP/s of a device by the driver's name for it, or None where it is not known.
+
+    V100 has no bfloat16, so it is not known here.
+    """
+    for driver in _data()["drivers"]:
+        if re.search(driver["pattern"], device_kind):
+            return float((driver.get("bfloat16") or _kind(driver["kind"])["bfloat16"])[0])
+    return None
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    """The catalogue, read when first asked for: most runs need none of it."""
+    text = importlib.resources.files("jhpt.core").joinpath("catalogue.yaml").read_text(encoding="utf-8")
+    tree: dict[str, Any] = yaml.safe_load(text)
+    return tree
+
+
+def _kind(kind: str) -> dict[str, Any]:
+    if kind not in kinds():
+        raise InputError(f"there is no device {kind!r}{did_you_mean(kind, kinds())}; {_known()}")
+    entry: dict[str, Any] = _data()["kinds"][kind]
+    return entry
+
+
+def _known() -> str:
+    return f"kinds: {one_of(kinds())}; networks: {one_of(networks())}"
+
+
+def _matmul_efficiency(peak: float, share: float, overhead: float) -> Curve:
+    """Share of the peak by FLOP f if a product takes overhead + f / (share peak) seconds:
+    1 / (overhead peak / f + 1 / share)."""
+    return Curve(
+        sizes=MATMUL_SIZES, values=tuple(1 / (overhead * peak / flops + 1 / share) for flops in MATMUL_SIZES)
+    )
+
+
+def _node(kind: str, devices: int, count: int) -> Node:
+    entry = _kind(kind)
+    return Node(
+        device=device_named(kind),
+        devices=devices,
+        inside=Link(bandwidth=entry["inside"][0], latency=entry["inside_latency"][0]),
+        host=Link(bandwidth=entry["host"][0], latency=_data()["latency"]["host"][0]),
+        host_memory=entry["host_memory"][0] * devices / NODE_DEVICES,
+        count=count,
+    )
+
+
+def _network(network: str, kind: dict[str, Any], devices: int) -> Link:
+    if network not in networks():
+        raise InputError(f"there is no network {network!r}{did_you_mean(network, networks())}; {_known()}")
+    entry = _data()["networks"][network]
+    ports = entry["per_node"] or max(1, int(devices * kind["ports_per_device"][0]))
+    return Link(bandwidth=entry["bandwidth"][0], latency=entry["latency"][0], ports=ports)
+
+
+def _sources(kind: str, network: str) -> dict[str, str]:
+    """Where each figure of a cluster comes from, by its place."""
+    device, link, shared = _kind(kind), _data()["networks"][network], _data()
+    places = {f"device.peak_flops.{dtype}": device[dtype] for dtype in ("bfloat16", "float16", "float32")}
+    places |= {f"device.{key}": device[key] for key in ("name", "memory", "memory_bandwidth")}
+    places |= {"inside.bandwidth": device["inside"], "inside.latency": device["inside_latency"]}
+    places |= {"host.bandwidth": device["host"], "host.latency": shared["latency"]["host"]}
+    places |= {f"network.{key}": link[key] for key in ("bandwidth", "latency")}
+    sources = {place: source for place, (_, source) in places.items()}
+    sources["device.efficiency"] = f"large products: {device['share'][1]}; small ones: {shared['matmul']['overhead'][1]}"
+    sources["host_memory"] = f"{device['host_memory'][1]}, in proportion to the devices of a node"
+    sources["network.ports"] = "one per node" if link["per_node"] else device["ports_per_device"][1]
+    return sources

@@ -1,0 +1,74 @@
+"""From the operations of a layer to its seconds: the analytic side of a `ModelProfile`.
+
+    seconds of a layer = sum over its operations of max(FLOP / (peak * efficiency(FLOP)), bytes / memory bandwidth)
+
+Operations follow each other and do not overlap.  Left out: launches of element-wise kernels, caches (operands that stay
+in the L2 cache are charged to memory all the same), slow shapes (thin or unaligned matrices).
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+from jhpt.core.cluster import Device
+from jhpt.core.profile import Timing
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of one number of the compute dtypes."""
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+"""Micro-batch sizes of the grid, in samples: `Timing` goes on in proportion above the last."""
+
+
+class Operation(NamedTuple):
+    """One kernel: FLOP it executes and bytes it reads and writes."""
+
+    flops: float
+    moved: float
+
+
+class Work(NamedTuple):
+    """What one device executes for one layer and one micro-batch."""
+
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+
+
+def matmul(rows: float, columns: float, depth: float, element: int, count: float = 1) -> Operation:
+    """`count` products [rows, depth] [depth, columns] in one kernel: 2 count rows columns depth FLOP; every operand is
+    read and the result written once."""
+    touched = rows * depth + depth * columns + rows * columns
+    return Operation(2.0 * count * rows * columns * depth, float(element * count * touched))
+
+
+def stream(moved: float) -> Operation:
+    """Element-wise work that reads and writes so many bytes in all."""
+    return Operation(0.0, float(moved))
+
+
+def transposed(products: Iterable[Operation]) -> tuple[Operation, ...]:
+    """The backward pass of products y = x w: dx = dy w^T and dw = x^T dy, each with the FLOP and bytes of y."""
+    return tuple(product for product in products for _ in range(2))
+
+
+def timings(work: Callable[[int, int], Work], degrees: Iterable[int], device: Device, dtype: str) -> tuple[Timing, ...]:
+    """The timings of `work(batch, tensor)` over `BATCHES` and ascending tensor `degrees`.
+
+    A larger micro-batch is never faster and a larger degree never slower: where a tabulated efficiency says so, between
+    two of its sizes, the figure beside it is taken.
+    """
+    found: list[Timing] = []
+    for tensor in degrees:
+        works = [work(batch, tensor) for batch in BATCHES]
+        forward, backward = (
+            list(accumulate((_seconds(part, device, dtype) for part in parts), max)) for parts in zip(*works, strict=True)
+        )
+        if found:
+            forward = list(map(min, forward, found[-1].forward))
+            backward = list(map(min, backward, found[-1].backward))
+        found.append(Timing(tensor=tensor, batches=BATCHES, forward=tuple(forward), backward=tuple(backward)))
+    return tuple(found)
+
+
+def _seconds(operations: Iterable[Operation], device: Device, dtype: str) -> float:
+    return sum(device.seconds(operation.flops, operation.moved, dtype) for operation in operations)

@@ -1,0 +1,63 @@
+"""The dynamic programme: for every suffix of the layers, the least time that its stages can take.
+
+A stage with forward F, backward B, t = F + B, in flight w of M micro-batches, whose output travels c seconds to a
+downstream with round trip D (a micro-batch's way through all later stages and back), starts at `head` = sum over
+earlier stages of F + c.  It cannot finish its last backward before head + own, where, because the first backward
+waits for the round trip and so does the last one (program order: w forwards, then pairs, then w backwards),
+
+    own = max(F + D, w F) + (M - w) t + max(D + B, w B)                  w < M
+    own = max(max(F + D, M F) + M B, M F + D + B)                        w = M
+    own >= F + (M + 1) c + (D - 2 c) / ... + B                           the link alone: M transfers, then the way back
+
+After it the errors travel back (`tail`), and its gradients are reduced and applied.  So
+
+    T >= head + own + tail          T >= head + own - B + sync + update
+
+for every stage.  All of it decomposes over suffixes; with the smallest round trip D per suffix as a relaxation:
+
+    D[p, i] = min over j of  t + 2 c + D[p-1, j]
+    V[p, i] = min over j of  max(own,                     t + 2 c + V[p-1, j])      back at the suffix's first stage
+    Z[p, i] = min over j of  max(own - B + sync + update, F + c + Z[p-1, j])        everything done
+
+in O(N^2) for each number p of stages left.  This is the recurrence F[j][k] of Zeng et al. 2021 (min over cuts of a max) with
+the ramp, the look-ahead and the gradients inside, so that its value bounds the step time itself instead of the steady
+state; enumerating the largest stage time (Zheng et al. 2022, Alpa, equation 2) is not needed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jhpt.planner.schedule import Array
+
+
+@dataclass(frozen=True)
+class StageTerms:
+    """One stage's seconds, broadcast over its choices."""
+
+    forward: Array
+    backward: Array
+    sync: Array
+    update: Array
+
+
+def own_seconds(stage: StageTerms, hop: Array, beyond: Array, window: int, micro_batches: int) -> Array:
+    """Least seconds from a stage's start to the end of its last backward.
+
+    Args:
+      hop: seconds of the transfer to the next stage; 0 for the last.
+      beyond: least round trip of the stages after it, without this hop; 0 for the last.
+      window: micro-batches in flight.
+    """
+    f, b, m, w = stage.forward, stage.backward, micro_batches, window
+    trip = 2 * hop + beyond
+    if w < m:
+        own = np.maximum(f + trip, w * f) + (m - w) * (f + b) + np.maximum(trip + b, w * b)
+    else:
+        own = np.maximum(np.maximum(f + trip, m * f) + m * b, m * f + trip + b)
+    return np.maximum(own, f + (m + 1) * hop + beyond + b)
+
+
+def finished(stage: StageTerms, own: Array) -> Array:
+    """Least seconds from a stage's start until its parameters are updated."""
+    return own - stage.backward + stage.sync + stage.update

@@ -1,0 +1,87 @@
+"""Seconds of collectives over a group of devices that may span nodes.
+
+`bytes` is the size of the whole result: of the tensor that is reduced, or of the gathered one.  A group has `size`
+members on `nodes` nodes, m = size / nodes each.  Inside a node every device has its own link (rate B, latency a); the
+network ports of a node (rate B') are shared by all groups that work there at the same time.
+
+    ring          all_reduce 2 (n-1)/n bytes / B + 2 (n-1) a;   reduce_scatter, all_gather: half of it
+    hierarchical  reduce_scatter inside, all_reduce of bytes / m across, all_gather inside
+    tree          2 ceil(log2 n) (bytes / B + a): fewer latencies, more bytes; wins for small messages
+
+The cheapest of them counts, as NCCL chooses.  Ring and tree: Thakur, Rabenseifner and Gropp 2005, section 4;
+hierarchical: Cho et al. 2019 (BlueConnect, MLSys), equation 3.  Left out: contention with other jobs, and the cores
+that a collective takes from the computation beside it.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from jhpt.core.cluster import Link
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices that communicate.  `groups` of them share the ports of a node."""
+
+    size: int
+    nodes: int
+    groups: int
+    inside: Link
+    network: Link
+
+    @cached_property
+    def members(self) -> int:
+        """Members in one node, the fullest."""
+        return -(-self.size // self.nodes)
+
+    def port_rate(self, size: float) -> float:
+        """bytes/s of this group through the ports of one node."""
+        return self.network.rate(size) * min(self.members, self.network.ports / self.groups)
+
+
+def all_reduce(group: Group, size: float) -> float:
+    """Seconds to sum a tensor of `size` bytes over the group."""
+    if group.size == 1 or size == 0:
+        return 0.0
+    return min(_ring(group, size, 2.0), _tree(group, size), _hierarchical(group, size, 2.0))
+
+
+def reduce_scatter(group: Group, size: float) -> float:
+    """Seconds to sum a tensor of `size` bytes and leave every member its share."""
+    if group.size == 1 or size == 0:
+        return 0.0
+    return min(_ring(group, size, 1.0), _hierarchical(group, size, 1.0))
+
+
+all_gather = reduce_scatter
+"""Seconds until every member has the whole tensor of `size` bytes: the reduce_scatter backwards."""
+
+
+def _ring(group: Group, size: float, rounds: float) -> float:
+    n, message = group.size, size / group.size
+    if group.nodes == 1:
+        return rounds * (n - 1) * (message / group.inside.rate(message) + group.inside.latency)
+    # One link of the ring crosses each node border: the ring runs at the slower of the two kinds of link.
+    rate = min(group.inside.rate(message), group.network.rate(message) * min(1.0, group.network.ports / group.groups))
+    return rounds * (n - 1) * (message / rate + group.network.latency)
+
+
+def _hierarchical(group: Group, size: float, rounds: float) -> float:
+    if group.nodes == 1:
+        return math.inf
+    m, q = group.members, group.nodes
+    inner = size / m
+    inside = (m - 1) * (inner / group.inside.rate(inner) + group.inside.latency)
+    outer = size / (m * q)
+    across = (q - 1) * (size / q / group.port_rate(outer) + group.network.latency)
+    return rounds * (inside + across)
+
+
+def _tree(group: Group, size: float) -> float:
+    if group.nodes == 1:
+        hop = size / group.inside.rate(size) + group.inside.latency
+    else:
+        rate = group.network.rate(size) * min(1.0, group.network.ports / group.groups)
+        hop = size / min(rate, group.inside.rate(size)) + group.network.latency
+    return 2 * math.ceil(math.log2(group.size)) * hop

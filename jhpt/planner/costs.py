@@ -1,0 +1,189 @@
+"""What every layer costs under one way of treating it: seconds, gradient traffic, bytes.
+
+For a stage of k = d t devices, a layer at tensor degree t and a micro-batch of b samples:
+
+    object           moment                         seconds
+    compute          per micro-batch                profiled at ceil(b / d) samples and degree t
+    tensor           per micro-batch, exposed       all_reduce of its activations (forward) and errors (backward) over t
+    resharding       per micro-batch, exposed       all_gather of the activation where neighbouring degrees differ
+    ZeRO-3           per micro-batch, prefetched    all_gather of weights in both passes, reduce_scatter of gradients:
+                                                    a layer takes max(its work, its traffic)
+    gradients        once, behind the last backward all_reduce over d (ZeRO-1: reduce_scatter); a layer's follows its
+                                                    backward on a stream of their own
+    update           once, at the end               optimizer over its share of the state; ZeRO-1: all_gather of weights
+
+With recomputation the backward pass repeats the forward pass and its tensor communication (x 1.5 in all) and a layer
+keeps only its input.  Left out: that communication slows the computation beside it.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from jhpt.core.cluster import Cluster
+from jhpt.core.plan import Zero
+from jhpt.core.profile import LayerKind, ModelProfile
+from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
+from jhpt.planner.placement import Place, Places, hop_seconds
+from jhpt.planner.schedule import Array
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One entry per layer.  Seconds on a device, or bytes on a device."""
+
+    forward: Array
+    backward: Array
+    forward_tensor: Array
+    backward_tensor: Array
+    gradients: Array
+    update: Array
+    weights: Array
+    optimizer: Array
+    activations: Array
+    working: Array
+    tied: Array
+    """Seconds to sum a shared parameter's gradient over the first and last stage, where these are two."""
+    tied_bytes: Array
+    """Bytes of the second copy of a shared parameter."""
+
+    @property
+    def state(self) -> Array:
+        """Weights, gradients and optimizer state."""
+        return self.weights + self.optimizer
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What all layers of a plan share."""
+
+    micro_batch: int
+    zero: Zero
+    recompute: bool
+
+
+class CostModel:
+    """Costs of a model on a cluster; everything is computed once per distinct place."""
+
+    def __init__(self, profile: ModelProfile, cluster: Cluster) -> None:
+        self.profile, self.cluster = profile, cluster
+        self.places = Places(cluster, profile.dtype)
+        names = list(profile.kinds)
+        self.kinds: list[LayerKind] = [profile.kinds[name] for name in names]
+        self.index = np.array([names.index(layer) for layer in profile.layers])
+        self.boundary = np.array([self.kinds[i].boundary_bytes for i in self.index])
+        self._costs: dict[tuple[Place, int, Treatment], LayerCosts] = {}
+        self._seconds: dict[tuple[float, int], list[tuple[float, float]]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.index)
+
+    def allowed(self, layer: int, tensor: int) -> bool:
+        """Whether the layer can be cut into `tensor` shards."""
+        return self.kinds[self.index[layer]].max_tensor % tensor == 0
+
+    def common_degrees(self, devices: int) -> list[int]:
+        """Tensor degrees up to `devices` that every layer allows."""
+        common = math.gcd(*(kind.max_tensor for kind in self.kinds))
+        return [t for t in range(1, min(common, devices) + 1) if common % t == 0]
+
+    def degrees(self, devices: int) -> list[int]:
+        """Tensor degrees that some layer allows and that divide `devices`."""
+        top = max(kind.max_tensor for kind in self.kinds)
+        return [
+            t
+            for t in range(1, min(top, devices) + 1)
+            if devices % t == 0 and any(kind.max_tensor % t == 0 for kind in self.kinds)
+        ]
+
+    def layer_costs(self, place: Place, tensor: int, treatment: Treatment) -> LayerCosts:
+        """Costs of every layer at degree `tensor`; infinite where a layer does not allow it."""
+        key = (place, tensor, treatment)
+        if key not in self._costs:
+            kinds = [self._kind_costs(kind, i, place, tensor, treatment) for i, kind in enumerate(self.kinds)]
+            arrays = {f.name: np.array([c[f.name] for c in kinds])[self.index] for f in fields(LayerCosts)}
+            if treatment.recompute:  # a layer keeps its input, which is the boundary of the layer before it
+                local = -(-treatment.micro_batch * tensor // place.devices)
+                arrays["activations"] = local * np.concatenate([[0.0], self.boundary[:-1]])
+            self._costs[key] = LayerCosts(**arrays)
+        return self._costs[key]
+
+    def _times(self, local: float, tensor: int) -> list[tuple[float, float]]:
+        if (local, tensor) not in self._seconds:
+            self._seconds[local, tensor] = [kind.seconds(local, tensor) for kind in self.kinds]
+        return self._seconds[local, tensor]
+
+    def _kind_costs(
+        self, kind: LayerKind, index: int, place: Place, tensor: int, treatment: Treatment
+    ) -> dict[str, float]:
+        data = place.devices // tensor
+        local = -(-treatment.micro_batch // data)
+        zero = treatment.zero if data > 1 else 0
+        wire, optimizer = self.profile.bytes_per_weight, self.profile.state_bytes - 2 * self.profile.bytes_per_weight
+        group, peers = place.tensor_group(tensor), place.data_group(tensor)
+        forward, backward = self._times(local, tensor)[index]
+        forward, backward = forward * place.slowdown, backward * place.slowdown
+        forward_tensor = all_reduce(group, kind.tensor_forward_bytes * local)
+        backward_tensor = all_reduce(group, kind.tensor_backward_bytes * local)
+        own = kind.parameters / tensor
+        activations = (kind.activation_bytes / tensor + kind.replicated_bytes) * local
+        if treatment.recompute:
+            backward += forward
+            backward_tensor += forward_tensor
+        gather = all_gather(peers, own * wire) if zero == 3 else 0.0
+        scatter = reduce_scatter(peers, own * wire) if zero == 3 else 0.0
+        if zero == 3:
+            forward = max(forward, gather - forward_tensor)
+            backward = max(backward, gather + scatter - backward_tensor)
+        gradients = {0: all_reduce, 1: reduce_scatter, 3: lambda *_: 0.0}[zero](peers, own * wire)
+        update = own / (data if zero else 1) * self.profile.update_seconds * place.slowdown
+        update += all_gather(peers, own * wire) if zero == 1 else 0.0
+        tied = kind.tied_parameters / tensor
+        reduced = {0: all_reduce, 1: reduce_scatter, 3: lambda *_: 0.0}[zero](peers, tied * wire)
+        return {
+            "forward": forward if kind.max_tensor % tensor == 0 else math.inf,
+            "backward": backward,
+            "forward_tensor": forward_tensor,
+            "backward_tensor": backward_tensor,
+            "gradients": gradients,
+            "update": update,
+            "weights": own * 2 * wire / (data if zero == 3 else 1),
+            "optimizer": own * optimizer / (data if zero else 1),
+            "activations": activations,
+            "working": (activations if treatment.recompute else 0.0) + (2 * own * wire if zero == 3 else 0.0),
+            "tied": tied * wire / self._pair_rate(place) + 2 * place.network.latency + reduced if tied else 0.0,
+            "tied_bytes": tied * (2 * wire / (data if zero == 3 else 1) + optimizer / (data if zero else 1)),
+        }
+
+    @staticmethod
+    def _pair_rate(place: Place) -> float:
+        """bytes/s between two devices of different stages, all pairs at once, over the network."""
+        return place.network.bandwidth * min(1.0, place.network.ports / max(place.crossing))
+
+    def reshard_seconds(self, place: Place, layer: int, before: int, after: int, micro_batch: int) -> float:
+        """Seconds to give `layer`'s output, at degree `before`, the sharding of degree `after`, forward plus backward.
+
+        Towards a larger degree the forward pass gathers samples and the backward pass slices for free; towards a
+        smaller one it is the other way round.
+        """
+        if before == after:
+            return 0.0
+        low, high = sorted((before, after))
+        local = -(-micro_batch * high // place.devices)
+        group = place.tensor_group(math.lcm(low, high) if place.devices % math.lcm(low, high) == 0 else place.devices)
+        group = Group(max(2, group.size // low), group.nodes, group.groups, group.inside, group.network)
+        return all_gather(group, self.boundary[layer] * local)
+
+    def cut_seconds(self, layer: int, first: int, sides: tuple[tuple[int, int], tuple[int, int]], batch: int) -> float:
+        """Seconds to move one micro-batch of `layer`'s output to the next stage.
+
+        Args:
+          first: the first device of the sending stage.
+          sides: (devices, data degree) of the sending and of the receiving stage; the smaller degree limits.
+        """
+        (devices, data), (others, their_data) = sides
+        local = max(-(-batch // data), -(-batch // their_data))
+        return hop_seconds(self.places.hop(first, devices, others), self.boundary[layer] * local)

@@ -1,0 +1,290 @@
+"""What a plan costs, whoever made it: the price of the schedule that the runtime executes.
+
+A plan becomes five arrays (`StageTimes`), and the longest path through the micro-batch loop is its step time.  Memory
+of a device: state (weights, gradients, optimizer), activations of all micro-batches in flight, the working set of one
+layer, buffers of the transfers between stages.  An SPMD program allocates the same ring of activations on every
+stage; stages of their own (`general`) allocate what they need.  Left out: the compiler's temporaries inside a layer
+and fragmentation.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jhpt.core.cluster import Cluster
+from jhpt.core.config import one_of
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Chunk, Plan, Stage
+from jhpt.core.profile import ModelProfile
+from jhpt.planner.costs import CostModel, LayerCosts, Treatment
+from jhpt.planner.placement import Place
+from jhpt.planner.schedule import Array, in_flight, step_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Arguments of `schedule.step_seconds` for one plan; [S, v], [S v - 1], [S]."""
+
+    forward: Array
+    backward: Array
+    cut: Array
+    sync: Array
+    update: Array
+
+    def step_seconds(self, plan: Plan) -> float:
+        """Seconds of a step under the plan's schedule."""
+        return float(
+            step_seconds(
+                plan.schedule, plan.micro_batches, self.forward, self.backward, self.cut, self.sync, self.update
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEstimate:
+    """One stage: seconds by cause over a whole step, bytes by cause on each of its devices."""
+
+    seconds: dict[str, float]
+    bytes: dict[str, float]
+    capacity: float
+    in_flight: int
+
+    @property
+    def total_bytes(self) -> float:
+        """All causes."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Seconds of a step, and what they and the memory consist of."""
+
+    seconds: float
+    stages: tuple[StageEstimate, ...]
+    times: StageTimes = field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits its devices."""
+        return all(stage.total_bytes <= stage.capacity for stage in self.stages)
+
+
+def evaluate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Estimate:
+    """The estimate of any plan, also of one that does not fit.
+
+    Raises:
+      InputError: the plan is not one for this model and cluster, or cannot run in its space.
+    """
+    return price(plan, CostModel(profile, cluster))
+
+
+def price(plan: Plan, model: CostModel) -> Estimate:
+    """`evaluate` with a cost model that is kept between plans."""
+    check(plan, model)
+    times = stage_times(plan, model)
+    stages = tuple(_stage_estimate(plan, position, model, times) for position in range(len(plan.stages)))
+    return Estimate(seconds=times.step_seconds(plan), stages=stages, times=times)
+
+
+def treatment_of(plan: Plan) -> Treatment:
+    """What all layers of the plan share."""
+    return Treatment(plan.batch // plan.micro_batches, plan.zero, plan.recompute)
+
+
+@dataclass(frozen=True)
+class ChunkCosts:
+    """Layers of one chunk, each at its own degree, and what resharding between them costs."""
+
+    layers: LayerCosts
+    reshard: float
+
+
+def chunk_costs(chunk: Chunk, place: Place, treatment: Treatment, model: CostModel) -> ChunkCosts:
+    """Selects every layer's entry from the tables of its degree."""
+    tables = {t: model.layer_costs(place, t, treatment) for t in set(chunk.tensor)}
+    degrees = np.array(chunk.tensor)
+    layers = np.arange(chunk.first, chunk.stop)
+    picked = {}
+    for name in LayerCosts.__dataclass_fields__:
+        values = np.zeros(len(layers))
+        for t, table in tables.items():
+            values[degrees == t] = getattr(table, name)[layers[degrees == t]]
+        picked[name] = values
+    reshard = sum(
+        model.reshard_seconds(place, int(layer), before, after, treatment.micro_batch)
+        for layer, before, after in zip(layers, degrees[:-1].tolist(), degrees[1:].tolist(), strict=False)
+    )
+    return ChunkCosts(LayerCosts(**picked), reshard)
+
+
+def sync_seconds(backward: Array, gradients: Array) -> float:
+    """Seconds from the start of the last backward until the last gradient is reduced.
+
+    Backward visits layers from last to first; a layer's reduction starts when its backward and the reduction before it
+    have ended: max over l of (sum of backward from the end to l + sum of gradients from l to the start).
+    """
+    done = np.cumsum(backward[::-1])
+    left = np.cumsum(gradients)[::-1]
+    return float(np.max(done + left))
+
+
+def stage_times(plan: Plan, model: CostModel) -> StageTimes:
+    """The five arrays of a plan."""
+    treatment, stages = treatment_of(plan), len(plan.stages)
+    shape = (stages, plan.chunks)
+    forward, backward, sync, update = np.zeros(shape), np.zeros(shape), np.zeros(stages), np.zeros(stages)
+    for s, stage in enumerate(plan.stages):
+        place = model.places.at(stage.device, stage.devices)
+        for c, chunk in reversed(list(enumerate(stage.chunks))):
+            costs = chunk_costs(chunk, place, treatment, model)
+            layers = costs.layers
+            # A chunk's resharding is paid half in each pass: gathers forward, or their transposes backward.
+            forward[s, c] = (layers.forward + layers.forward_tensor).sum() + costs.reshard / 2
+            errors = layers.backward + layers.backward_tensor
+            backward[s, c] = errors.sum() + costs.reshard / 2
+            # Chunks come back in reverse: what a later chunk could not reduce in its turn waits before this one.
+            waiting = max(0.0, sync[s] - stages * backward[s, c + 1]) if c + 1 < plan.chunks else 0.0
+            sync[s] = max(
+                backward[s, c],
+                sync_seconds(errors, layers.gradients) + costs.reshard / 2,
+                waiting + layers.gradients.sum(),
+            )
+            update[s] += layers.update.sum()
+        if stages > 1 and s in (0, stages - 1):
+            end = stage.chunks[0].tensor[0] if s == 0 else stage.chunks[-1].tensor[-1]
+            update[s] += model.layer_costs(place, end, treatment).tied[-1]
+    return StageTimes(forward=forward, backward=backward, cut=_cuts(plan, model), sync=sync, update=update)
+
+
+def _cuts(plan: Plan, model: CostModel) -> Array:
+    stages, batch = len(plan.stages), plan.batch // plan.micro_batches
+    if stages == 1:
+        return np.zeros(0)
+    cuts = []
+    for virtual in range(stages * plan.chunks - 1):
+        chunk, at = divmod(virtual, stages)
+        next_chunk, to = divmod(virtual + 1, stages)
+        sender, receiver = plan.stages[at], plan.stages[to]
+        last, first = sender.chunks[chunk], receiver.chunks[next_chunk]
+        sides = (
+            (sender.devices, sender.devices // last.tensor[-1]),
+            (receiver.devices, receiver.devices // first.tensor[0]),
+        )
+        if to:
+            cuts.append(model.cut_seconds(last.stop - 1, sender.device, sides, batch))
+        else:  # from the last stage back to the first: as far as the pipeline is long
+            whole = plan.devices - sender.devices
+            far = ((whole, sides[0][1]), sides[1])
+            cuts.append(model.cut_seconds(last.stop - 1, receiver.device, far, batch))
+    return np.array(cuts)
+
+
+def slots(plan: Plan, position: int) -> int:
+    """Chunks x micro-batches whose activations stage `position` has memory for."""
+    stages = len(plan.stages)
+    at = 0 if plan.space == "spmd" else position
+    return in_flight(plan.schedule, stages, at, plan.chunks, plan.micro_batches)
+
+
+def buffer_bytes(model: CostModel, first: int, stop: int, local: float) -> float:
+    """Two slots each for what comes in and goes out, forward and backward."""
+    come = model.boundary[first - 1] if first else 0.0
+    leave = model.boundary[stop - 1] if stop < model.num_layers else 0.0
+    return 2.0 * local * float(come + leave)
+
+
+def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTimes) -> StageEstimate:
+    treatment, stage = treatment_of(plan), plan.stages[position]
+    place = model.places.at(stage.device, stage.devices)
+    costs = [chunk_costs(chunk, place, treatment, model) for chunk in stage.chunks]
+    many, count = len(plan.stages) > 1, plan.micro_batches
+    ring = slots(plan, position)
+    parts = [c.layers for c in costs]
+    last = position == len(plan.stages) - 1
+    local = -(-treatment.micro_batch // (stage.devices // stage.chunks[0].tensor[0]))
+    tied = sum(part.tied_bytes.sum() for part in parts) if many and last else 0.0
+    byte = {
+        "weights and gradients": sum(part.weights.sum() for part in parts),
+        "optimizer": sum(part.optimizer.sum() for part in parts) + tied,
+        "activations": ring * max(part.activations.sum() for part in parts),
+        "working set": max(part.working.max() for part in parts),
+        "transfers": max(buffer_bytes(model, c.first, c.stop, local) for c in stage.chunks) if many else 0.0,
+    }
+    forward, backward = (times.forward[position].sum(), times.backward[position].sum())
+    tensor = sum((part.forward_tensor + part.backward_tensor).sum() for part in parts)
+    reshard = sum(c.reshard for c in costs)
+    exposed = float(times.sync[position] - times.backward[position, 0])
+    own = count * (forward + backward) + exposed + float(times.update[position])
+    second = {
+        "compute": count * (forward + backward - tensor - reshard),
+        "tensor communication": count * tensor,
+        "resharding": count * reshard,
+        "gradients exposed": exposed,
+        "update": float(times.update[position]),
+        "waiting": times.step_seconds(plan) - own,
+    }
+    return StageEstimate(
+        seconds={cause: float(value) for cause, value in second.items()},
+        bytes={cause: float(value) for cause, value in byte.items()},
+        capacity=place.memory,
+        in_flight=ring,
+    )
+
+
+def check(plan: Plan, model: CostModel) -> None:
+    """Refuses a plan that is not one for this model and cluster."""
+    if plan.batch % plan.micro_batches:
+        raise InputError(f"batch={plan.batch} is not divisible by micro_batches={plan.micro_batches}")
+    order = [plan.stages[s].chunks[c] for c in range(plan.chunks) for s in range(len(plan.stages))]
+    if any(len(stage.chunks) != plan.chunks for stage in plan.stages):
+        raise InputError("all stages need the same number of chunks")
+    starts = [chunk.first for chunk in order] + [model.num_layers]
+    if starts[0] or any(chunk.stop != start for chunk, start in zip(order, starts[1:], strict=True)):
+        raise InputError(
+            f"the chunks must cover layers 0 to {model.num_layers - 1} in order, found starts {starts[:-1]}"
+        )
+    if (plan.schedule == "interleaved") != (plan.chunks > 1):
+        raise InputError(f"schedule={plan.schedule} with {plan.chunks} chunk(s) per stage: interleaved means several")
+    if plan.chunks > 1 and (plan.micro_batches % len(plan.stages) or len(plan.stages) == 1):
+        raise InputError(
+            f"interleaved needs several stages and micro_batches={plan.micro_batches} divisible by {len(plan.stages)}"
+        )
+    free = 0
+    for stage in plan.stages:
+        if stage.device < free:
+            raise InputError(f"stages overlap on device {stage.device}")
+        free = stage.device + stage.devices
+        _check_degrees(stage, plan, model)
+    if free > model.cluster.num_devices:
+        raise InputError(f"the plan needs {free} devices, {model.cluster.name} has {model.cluster.num_devices}")
+    if plan.space == "spmd":
+        _check_spmd(plan, model)
+
+
+def _check_degrees(stage: Stage, plan: Plan, model: CostModel) -> None:
+    micro_batch = plan.batch // plan.micro_batches
+    for chunk in stage.chunks:
+        for layer, tensor in zip(range(chunk.first, chunk.stop), chunk.tensor, strict=True):
+            if stage.devices % tensor:
+                raise InputError(f"layer {layer}: tensor={tensor} does not divide the {stage.devices} devices")
+            if not model.allowed(layer, tensor):
+                top = model.kinds[model.index[layer]].max_tensor
+                fit = one_of(t for t in range(1, top + 1) if top % t == 0)
+                raise InputError(f"layer {layer} cannot be cut into tensor={tensor} shards; use {fit}")
+            data = stage.devices // tensor
+            if plan.space == "spmd" and micro_batch % data:
+                raise InputError(f"layer {layer}: a micro-batch of {micro_batch} is not divisible by data={data}")
+
+
+def _check_spmd(plan: Plan, model: CostModel) -> None:
+    if model.cluster.mixed:
+        raise InputError("space=spmd needs equal devices; plan a mixed cluster with space=general")
+    if len({stage.devices for stage in plan.stages}) > 1:
+        raise InputError("space=spmd needs the same number of devices in every stage; use space=general")
+    if any(b.device != a.device + a.devices for a, b in zip(plan.stages, plan.stages[1:], strict=False)):
+        raise InputError("space=spmd needs stages on neighbouring devices")
+    if len(plan.stages) > 1:
+        chunks = [chunk.tensor for stage in plan.stages for chunk in stage.chunks]
+        for position in range(max(map(len, chunks))):
+            if len({chunk[position] for chunk in chunks if position < len(chunk)}) > 1:
+                raise InputError(f"space=spmd needs one tensor degree at position {position} of all stages")

@@ -1,0 +1,130 @@
+"""Where a stage lies on the cluster, and which links its groups use.
+
+A stage owns consecutive devices.  Inside it the tensor axis is innermost: tensor groups are neighbours, data groups
+stride over them.  All stages together fill the cluster from its first device; what is left over stays idle.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jhpt.core.cluster import Cluster, Link, Node
+from jhpt.planner.collectives import Group
+
+
+@dataclass(frozen=True)
+class Place:
+    """Devices of one stage, as far as costs depend on them: two places that are equal cost the same."""
+
+    devices: int
+    slowdown: float
+    memory: float
+    crossing: tuple[int, ...]
+    """Devices of the stage on each node it touches."""
+    inside: Link
+    network: Link
+
+    def tensor_group(self, tensor: int) -> Group:
+        """The group, among those of `tensor` neighbours, that touches most nodes."""
+        first, *rest = self.crossing
+        nodes = 1 if tensor == 1 else _nodes_touched(self.crossing, tensor)
+        return self._group(tensor, nodes, max(first, *rest) if rest else first)
+
+    def data_group(self, tensor: int) -> Group:
+        """The group of every `tensor`-th device: it touches all nodes, unless whole tensor groups lie further apart."""
+        size = self.devices // tensor
+        return self._group(size, min(size, len(self.crossing)), max(self.crossing))
+
+    def _group(self, size: int, nodes: int, in_node: int) -> Group:
+        members = -(-size // nodes)
+        return Group(size, nodes, max(1, -(-in_node // members)), self.inside, self.network)
+
+
+@lru_cache(maxsize=65536)
+def _nodes_touched(crossing: tuple[int, ...], size: int) -> int:
+    """Most nodes that one group of `size` consecutive devices touches."""
+    full = crossing[0]
+    if full % size == 0 and all(count == full for count in crossing[1:]):
+        return 1
+    if size % full == 0 and all(count == full for count in crossing):
+        return size // full
+    ends, total = [], 0
+    for count in crossing:
+        total += count
+        ends.append(total)
+    most = 1
+    for start in range(0, total, size):
+        stop = min(start + size, total)
+        most = max(most, 1 + sum(start < end < stop for end in ends))
+    return most
+
+
+class Places:
+    """All places of a cluster.  `reference`: seconds of a profile hold for the first node's device."""
+
+    def __init__(self, cluster: Cluster, dtype: str) -> None:
+        self.cluster = cluster
+        self.nodes: list[Node] = [node for node in cluster.nodes for _ in range(node.count)]
+        self.first_device: list[int] = []
+        self.node_of: list[int] = []
+        for index, node in enumerate(self.nodes):
+            self.first_device.append(len(self.node_of))
+            self.node_of += [index] * node.devices
+        reference = cluster.nodes[0].device
+        peak = reference.peak_flops.get(dtype) or max(reference.peak_flops.values())
+        self.slow = [
+            peak / (node.device.peak_flops.get(dtype) or max(node.device.peak_flops.values())) for node in self.nodes
+        ]
+        self._cache: dict[Hashable, Place] = {}
+        self.uniform = not cluster.mixed
+        self.per_node = self.nodes[0].devices
+
+    def offset_class(self, offset: int) -> int:
+        """Stages that start at offsets of one class cost the same."""
+        return offset % self.per_node if self.uniform else offset
+
+    def at(self, offset: int, devices: int) -> Place:
+        """The place of `devices` from `offset`."""
+        key = (self.offset_class(offset), devices)
+        if key not in self._cache:
+            self._cache[key] = self._make(self.offset_class(offset), devices)
+        return self._cache[key]
+
+    def _make(self, offset: int, devices: int) -> Place:
+        counts: dict[int, int] = {}
+        at, stop = offset, offset + devices
+        while at < stop:
+            node = self.node_of[at]
+            end = min(stop, self.first_device[node] + self.nodes[node].devices)
+            counts[node] = end - at
+            at = end
+        touched = list(counts)
+        kinds = [self.nodes[index] for index in touched]
+        return Place(
+            devices=devices,
+            slowdown=max(self.slow[index] for index in touched),
+            memory=min(node.device.memory for node in kinds),
+            crossing=tuple(counts.values()),
+            inside=min((node.inside for node in kinds), key=lambda link: link.bandwidth),
+            network=self.cluster.network,
+        )
+
+    def same_node(self, first: int, stop: int) -> bool:
+        """Whether devices `[first, stop)` share a node."""
+        return self.node_of[first] == self.node_of[stop - 1]
+
+    def hop(self, first: int, devices: int, others: int) -> tuple[Link, int]:
+        """The link from a stage of `devices` at `first` to the next, of `others`, and the senders that share a node."""
+        stop = first + devices + others
+        node = self.nodes[self.node_of[first]]
+        if self.same_node(first, stop):
+            return node.inside, 1
+        return self.cluster.network, min(devices, others, node.devices)
+
+
+def hop_seconds(hop: tuple[Link, int], size: float) -> float:
+    """Seconds to move `size` bytes per device from one stage to the next."""
+    link, senders = hop
+    if size == 0:
+        return 0.0
+    return size / (link.rate(size) * min(1.0, link.ports / senders)) + link.latency

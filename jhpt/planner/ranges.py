@@ -1,0 +1,77 @@
+"""Costs of every contiguous range of layers at once: matrices `[i, j]` for layers i..j (j included)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jhpt.planner.costs import CostModel, LayerCosts
+from jhpt.planner.schedule import Array
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Stage seconds and bytes, [N, N]; entries with j < i mean nothing."""
+
+    forward: Array
+    backward: Array
+    sync: Array
+    update: Array
+    state: Array
+    activations: Array
+    working: Array
+
+    def bytes(self, slots: int) -> Array:
+        """Bytes with `slots` micro-batches in flight."""
+        return self.state + slots * self.activations + self.working
+
+
+def ranges(costs: LayerCosts, model: CostModel, local: float, *, piped: bool) -> Ranges:
+    """All ranges of layers under one way of treating them.
+
+    Args:
+      local: samples of a micro-batch on one device, for the transfer buffers.
+      piped: whether there are several stages: then transfers have buffers, and a tied parameter lives on both ends.
+    """
+    errors = costs.backward + costs.backward_tensor
+    update, state = sums(costs.update), sums(costs.state)
+    working = _running_max(costs.working)
+    if piped:
+        update[:, -1] += costs.tied[-1]
+        update[0, :-1] += costs.tied[-1]
+        state[1:, -1] += costs.tied_bytes[-1]
+        come = np.concatenate([[0.0], model.boundary[:-1]])
+        leave = np.concatenate([model.boundary[:-1], [0.0]])
+        working = working + 2 * local * (come[:, None] + leave[None, :])
+    return Ranges(
+        forward=sums(costs.forward + costs.forward_tensor),
+        backward=sums(errors),
+        sync=_sync(errors, costs.gradients),
+        update=update,
+        state=state,
+        activations=sums(costs.activations),
+        working=working,
+    )
+
+
+def prefix(values: Array) -> Array:
+    """[N + 1] sums of the first so many."""
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def sums(values: Array) -> Array:
+    """[i, j] sum of values i..j."""
+    total = prefix(values)
+    return total[None, 1:] - total[:-1, None]
+
+
+def _running_max(values: Array) -> Array:
+    """[i, j] largest of values i..j."""
+    n = len(values)
+    started = np.arange(n)[None, :] >= np.arange(n)[:, None]
+    return np.where(started, np.maximum.accumulate(np.where(started, values[None, :], -np.inf), axis=1), 0.0)
+
+
+def _sync(errors: Array, gradients: Array) -> Array:
+    """[i, j] max over l in i..j of (sum of errors l..j + sum of gradients i..l); see `evaluate.sync_seconds`."""
+    done, left = prefix(errors), prefix(gradients)
+    return done[None, 1:] - left[:-1, None] + _running_max(left[1:] - done[:-1])

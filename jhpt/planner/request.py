@@ -1,0 +1,86 @@
+"""What is asked of the planner, and the best answer so far."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jhpt.core.config import divisors, one_of
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Plan, Schedule, Zero
+from jhpt.planner.costs import CostModel
+from jhpt.planner.evaluate import Estimate, price
+
+TOLERANCE = 1e-12
+"""Relative; two plans closer than this count as equally fast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The decisions that are open."""
+
+    batch: int
+    micro_batches: tuple[int, ...]
+    schedules: tuple[Schedule, ...] = ("1f1b", "interleaved")
+    zero: tuple[Zero, ...] = (0, 1, 3)
+    recompute: tuple[bool, ...] = (False, True)
+    max_stages: int = 1 << 30
+
+
+def request(batch: int, micro_batches: int | Iterable[int] | None = None, **options: object) -> Request:
+    """A request with all divisors of the batch, unless micro_batches says which.
+
+    Raises:
+      InputError: a number of micro-batches does not divide the batch.
+    """
+    if batch < 1:
+        raise InputError(f"batch={batch}: a step needs at least one sample")
+    if micro_batches is None:
+        counts = tuple(divisors(batch))
+    else:
+        counts = (micro_batches,) if isinstance(micro_batches, int) else tuple(micro_batches)
+    for count in counts:
+        if count < 1 or batch % count:
+            raise InputError(f"micro_batches={count} does not divide batch={batch}; use {one_of(divisors(batch))}")
+    return Request(batch=batch, micro_batches=counts, **options)  # type: ignore[arg-type]
+
+
+@dataclass
+class Incumbent:
+    """The best plan that fits, the best of every shape, and the least bound of what was left unvisited."""
+
+    seconds: float = math.inf
+    plan: Plan | None = None
+    unvisited: float = math.inf
+    shapes: dict[tuple[object, ...], tuple[float, Plan]] = field(default_factory=dict)
+
+    @property
+    def cutoff(self) -> float:
+        """Plans that cannot be faster than this are not worth a visit."""
+        return self.seconds * (1 - TOLERANCE)
+
+    @property
+    def lower_bound(self) -> float:
+        """No plan of the decision set is faster."""
+        return min(self.seconds, self.unvisited)
+
+    def offer(self, plan: Plan, model: CostModel) -> Estimate:
+        """Prices a plan and keeps it where it fits and is the fastest, over all or of its shape."""
+        estimate = price(plan, model)
+        if estimate.fits:
+            shape = shape_of(plan)
+            if estimate.seconds < self.shapes.get(shape, (math.inf, plan))[0]:
+                self.shapes[shape] = (estimate.seconds, plan)
+            if estimate.seconds < self.cutoff:
+                self.seconds, self.plan = estimate.seconds, plan
+        return estimate
+
+    def leave(self, bound: float) -> None:
+        """Notes that plans not faster than `bound` were not visited."""
+        self.unvisited = min(self.unvisited, bound)
+
+
+def shape_of(plan: Plan) -> tuple[object, ...]:
+    """What tells alternatives apart: plans of one shape differ in cuts and micro-batches only."""
+    degrees = {run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs}
+    devices = tuple(sorted(stage.devices for stage in plan.stages))
+    return len(plan.stages), plan.chunks, devices, tuple(sorted(degrees)), plan.schedule

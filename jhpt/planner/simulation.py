@@ -1,0 +1,282 @@
+"""What happens when in one pipelined step, found by playing it: events, streams, links.
+
+Every device runs a fixed program, in order.  With S devices, v chunks per device (virtual stage s = chunk * S + device)
+and M micro-batches, forward n of device d belongs to tick d + n and backward n to tick delay + S - 1 - d + n; within a
+tick the forward comes first.  Only the order counts: an operation starts when its device is free and its input there.
+
+    S = 2, M = 4, "1f1b"        device 0   F0 F1 F2 B0 F3 B1 B2 B3
+                                device 1   F0 B0 F1 B1 F2 B2 F3 B3
+    S = 2, M = 4, "gpipe"       device 0   F0 F1 F2 F3 B0 B1 B2 B3
+                                device 1   F0 F1 F2 F3 B0 B1 B2 B3
+
+This is what closed formulas of a step's time are checked against; it is far too slow to search with.
+"""
+
+import heapq
+import itertools
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, cast, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jhpt.core.errors import InputError, did_you_mean
+from jhpt.core.plan import Schedule
+
+Stream = Literal["compute", "forward link", "backward link", "gradients", "update"]
+Kind = Literal["forward", "backward", "gradients", "update"]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """One piece of work and when it ran, in seconds from the start of the step.
+
+    A transfer belongs to the device that sends, and has the kind, micro-batch and chunk of the operation whose result
+    it carries.  Gradients and update have neither micro-batch nor chunk.
+    """
+
+    device: int
+    stream: Stream
+    kind: Kind
+    micro_batch: int | None = None
+    chunk: int | None = None
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    @property
+    def label(self) -> str:
+        """`F3`, `B3`; `F3.1` in chunk 1; the kind where there is no micro-batch."""
+        if self.micro_batch is None:
+            return self.kind
+        return f"{self.kind[0].upper()}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step.  `spans` are sorted by start; those of one stream of one device follow each other."""
+
+    schedule: Schedule
+    devices: int
+    chunks: int
+    micro_batches: int
+    seconds: float
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of every device."""
+        rows: list[list[Span]] = [[] for _ in range(self.devices)]
+        for span in self.spans:
+            rows[span.device].append(span)
+        return tuple(map(tuple, rows))
+
+    def busy(self, device: int) -> float:
+        """Share of the step in which `device` computes: forward, backward or update."""
+        working = sum(span.seconds for span in self.rows[device] if span.stream in ("compute", "update"))
+        return working / self.seconds if self.seconds else 1.0
+
+    @property
+    def bubble(self) -> float:
+        """Share of all device-seconds in which nothing computes: the pipeline's ramps, waiting for transfers and for
+        gradients."""
+        return 1 - sum(map(self.busy, range(self.devices))) / self.devices
+
+    def in_flight(self, device: int) -> int:
+        """The most (micro-batch, chunk) pairs at once whose forward has started and whose backward has not ended."""
+        steps = (1 if span.kind == "forward" else -1 for span in self.rows[device] if span.stream == "compute")
+        return max(itertools.accumulate(steps))
+
+
+def simulate(
+    schedule: str,
+    micro_batches: int,
+    forward: ArrayLike,
+    backward: ArrayLike,
+    cut: ArrayLike,
+    sync: ArrayLike,
+    update: ArrayLike,
+) -> Timeline:
+    """Plays one step.
+
+    Args:
+        schedule: "gpipe", "1f1b" or "interleaved".
+        micro_batches: M; a multiple of S when there are several chunks.
+        forward, backward: `[S, v]` seconds of one micro-batch in chunk c of device d.
+        cut: `[S * v - 1]` seconds of the transfer between virtual stages i and i + 1, alike in both directions.
+        sync: `[S]` seconds from the *start* of the last backward until the gradients are reduced.
+        update: `[S]` seconds of the optimizer.
+
+    A link joins neighbours in the ring of devices; each direction of training (activations forward, errors backward)
+    has it to itself, serves transfers in the order in which they become ready, and leaves compute alone.  A device is
+    done at max(end of its last backward, start of its last backward + sync) + update; the step, when all are.
+    Collectives inside a stage are part of `forward` and `backward`.  Left out: what compute loses to communication on
+    the same chip, and jitter.  O(S v M log S) time.
+
+    Raises InputError for a schedule that does not exist or does not fit the counts, ValueError for wrong shapes and
+    values.
+    """
+    times = {"forward": _times("forward", forward, 2), "backward": _times("backward", backward, 2)}
+    times |= {"cut": _times("cut", cut, 1), "sync": _times("sync", sync, 1), "update": _times("update", update, 1)}
+    devices, chunks = times["forward"].shape
+    known = _checked(schedule, micro_batches, devices, chunks)
+    shapes = {"backward": (devices, chunks), "cut": (devices * chunks - 1,), "sync": (devices,), "update": (devices,)}
+    for name, shape in shapes.items():
+        if times[name].shape != shape:
+            raise ValueError(
+                f"{name} has shape {times[name].shape}; {devices} devices of {chunks} chunks (the shape of forward) "
+                f"need {shape}"
+            )
+
+    def seconds(op: _Op) -> float:
+        if op.stream == "compute":
+            return times[op.kind].item(op.device, op.chunk)
+        stage = op.chunk * devices + op.device
+        return times["cut"].item(stage if op.stream == "forward link" else stage - 1)
+
+    programs = [_program(known, device, devices, chunks, micro_batches) for device in range(devices)]
+    spans = [
+        Span(**op._asdict(), start=start, end=end)
+        for op, start, end in _play(programs, _followers(devices, chunks, micro_batches), seconds)
+    ]
+    last = {span.device: span for span in spans if span.stream == "compute"}
+    for device, span in last.items():
+        spans += _closing(span, times["sync"].item(device), times["update"].item(device))
+    return Timeline(
+        schedule=known,
+        devices=devices,
+        chunks=chunks,
+        micro_batches=micro_batches,
+        seconds=max(span.end for span in spans if span.stream == "update"),
+        spans=tuple(sorted(spans, key=lambda span: span.start)),
+    )
+
+
+class _Op(NamedTuple):
+    """A pass of one micro-batch through one chunk, or the transfer of its result; the fields are those of a span."""
+
+    stream: Stream
+    device: int
+    kind: Kind
+    micro_batch: int
+    chunk: int
+
+
+def _program(schedule: Schedule, device: int, devices: int, chunks: int, micro_batches: int) -> list[_Op]:
+    """What one device does, in order."""
+    delay = devices - 1 + (micro_batches - 1 if schedule == "gpipe" else devices * (chunks - 1))
+    ticks: list[tuple[int, int, _Op]] = []
+    for n in range(micro_batches * chunks):
+        round_, place = divmod(n, devices * chunks)
+        chunk, micro_batch = place // devices, round_ * devices + place % devices
+        ticks.append((device + n, 0, _Op("compute", device, "forward", micro_batch, chunk)))
+        tick = delay + devices - 1 - device + n
+        ticks.append((tick, 1, _Op("compute", device, "backward", micro_batch, chunks - 1 - chunk)))
+    return [op for _, _, op in sorted(ticks)]
+
+
+def _followers(devices: int, chunks: int, micro_batches: int) -> dict[_Op, list[_Op]]:
+    """Who waits for the result of each operation."""
+    stages = [(stage % devices, stage // devices) for stage in range(devices * chunks)]
+    followers: dict[_Op, list[_Op]] = defaultdict(list)
+    for micro_batch in range(micro_batches):
+        forward = [_Op("compute", device, "forward", micro_batch, chunk) for device, chunk in stages]
+        backward = [_Op("compute", device, "backward", micro_batch, chunk) for device, chunk in stages]
+        for stage, own in enumerate(backward):
+            followers[forward[stage]].append(own)  # the activations that the forward kept
+            if stage:
+                activations = forward[stage - 1]._replace(stream="forward link")
+                followers[forward[stage - 1]].append(activations)
+                followers[activations].append(forward[stage])
+                errors = own._replace(stream="backward link")
+                followers[own].append(errors)
+                followers[errors].append(backward[stage - 1])
+    return followers
+
+
+def _play(
+    programs: list[list[_Op]], followers: dict[_Op, list[_Op]], seconds: Callable[[_Op], float]
+) -> Iterator[tuple[_Op, float, float]]:
+    """Every operation with its start and end, by start.
+
+    A stream works on one thing at a time, from the head of its queue: a device's holds its program from the beginning,
+    a link's what is ready to be sent.  All that a link carries comes from one device, one result after another, so
+    simultaneous events in any order give the same times.
+    """
+    missing = Counter(follower for waiting in followers.values() for follower in waiting)
+    queues: dict[tuple[Stream, int], deque[_Op]] = defaultdict(deque)
+    for device, program in enumerate(programs):
+        queues["compute", device].extend(program)
+    working: set[tuple[Stream, int]] = set()
+    events: list[tuple[float, int, _Op]] = []
+    numbers = itertools.count()
+    now, idle = 0.0, list(queues)
+    while idle or events:
+        for stream in idle:
+            if stream not in working and queues[stream] and not missing[queues[stream][0]]:
+                op = queues[stream].popleft()
+                working.add(stream)
+                end = now + seconds(op)
+                heapq.heappush(events, (end, next(numbers), op))
+                yield op, now, end
+        if not events:
+            break
+        now, _, ended = heapq.heappop(events)
+        working.remove((ended.stream, ended.device))
+        idle = [(ended.stream, ended.device)]
+        for follower in followers[ended]:
+            missing[follower] -= 1
+            if follower.stream != "compute":
+                queues[follower.stream, follower.device].append(follower)
+            idle.append((follower.stream, follower.device))
+    assert not any(queues.values()), "the programs wait for each other"
+
+
+def _closing(last: Span, sync: float, update: float) -> tuple[Span, Span]:
+    """The gradients' reduction, which begins with the last backward, and the update, which needs both to be over."""
+    reduced = last.start + sync
+    ready = max(last.end, reduced)
+    return (
+        Span(device=last.device, stream="gradients", kind="gradients", start=last.start, end=reduced),
+        Span(device=last.device, stream="update", kind="update", start=ready, end=ready + update),
+    )
+
+
+def _times(name: str, values: ArrayLike, ndim: int) -> Floats:
+    array = np.asarray(values, np.float64)
+    if array.ndim != ndim:
+        raise ValueError(f"{name} has shape {array.shape}; it needs {ndim} dimension{'s' if ndim > 1 else ''}")
+    wrong = array[~(np.isfinite(array) & (array >= 0))]
+    if wrong.size:
+        raise ValueError(f"{name} holds {wrong[0]}; seconds are finite and not negative")
+    return array
+
+
+def _checked(schedule: str, micro_batches: int, devices: int, chunks: int) -> Schedule:
+    """`schedule`, if it exists and fits the counts."""
+    names = get_args(Schedule)
+    if schedule not in names:
+        raise InputError(f"there is no schedule {schedule!r}; use {', '.join(names)}{did_you_mean(schedule, names)}")
+    if micro_batches < 1:
+        raise InputError(f"micro_batches={micro_batches}; use 1 or more")
+    if not devices or not chunks:
+        raise ValueError(f"forward has shape {(devices, chunks)}; it needs a device and a chunk")
+    if chunks > 1 and schedule != "interleaved":
+        raise InputError(f'schedule {schedule!r} has one chunk per stage, found {chunks}; use "interleaved"')
+    if chunks > 1 and devices == 1:
+        raise InputError(f"{chunks} chunks need at least 2 stages to interleave; use one chunk")
+    if chunks > 1 and micro_batches % devices:
+        below = micro_batches // devices * devices
+        remedy = f"{below} or {below + devices}" if below else f"{devices}"
+        raise InputError(
+            f"micro_batches={micro_batches} is not a multiple of the {devices} interleaved stages; use {remedy}"
+        )
+    return cast(Schedule, schedule)
