@@ -26,8 +26,8 @@ from jhpt.core.errors import InputError, did_you_mean
 NODE_DEVICES = 8
 """Devices of the vendors' nodes that `host_memory` holds for."""
 
-MATMUL_SIZES = tuple(2.0 ** (exponent / 2) for exponent in range(2 * 26, 2 * 42 + 1))
-"""FLOP at which efficiency is tabulated: below, a launch takes all the time; above, the share is within 1 % of its end.
+MATMUL_SIZES = tuple(2.0 ** (exponent / 2) for exponent in range(2 * 16, 2 * 42 + 1))
+"""FLOP at which efficiency is tabulated: from products too small to matter to those within 1 % of the largest share.
 Half octaves: straight lines between whole ones would make a product up to 6 % faster for being larger."""
 
 FILES = (".json", ".yaml", ".yml")
@@ -56,9 +56,10 @@ def cluster_named(name: str) -> Cluster:
     """
     match = _NAME.fullmatch(name.lower())
     if match is None:
+        meant = did_you_mean(name.lower(), [f"{kind}x8x1" for kind in kinds()])
         raise InputError(
-            f"there is no cluster {name!r}{did_you_mean(name.lower(), kinds())}: give the path of a JSON or YAML file, "
-            f"or KINDxDEVICESxNODES[-NETWORK], e.g. h100x8x4 or v100x4x4-10gbe; {_known()}"
+            f"there is no cluster {name!r}{meant}: give the path of a JSON or YAML file, "
+            f"or KINDxDEVICESxNODES[-NETWORK] as in h100x8x4 or v100x4x4-10gbe; {_known()}"
         )
     kind, devices, nodes = match["kind"], int(match["devices"]), int(match["nodes"])
     entry = _kind(kind)
@@ -129,9 +130,7 @@ def _known() -> str:
 def _matmul_efficiency(peak: float, share: float, overhead: float) -> Curve:
     """Share of the peak by FLOP f if a product takes overhead + f / (share peak) seconds:
     1 / (overhead peak / f + 1 / share)."""
-    return Curve(
-        sizes=MATMUL_SIZES, values=tuple(1 / (overhead * peak / flops + 1 / share) for flops in MATMUL_SIZES)
-    )
+    return Curve(sizes=MATMUL_SIZES, values=tuple(1 / (overhead * peak / flops + 1 / share) for flops in MATMUL_SIZES))
 
 
 def _node(kind: str, devices: int, count: int) -> Node:
@@ -163,7 +162,9 @@ def _sources(kind: str, network: str) -> dict[str, str]:
     places |= {"host.bandwidth": device["host"], "host.latency": shared["latency"]["host"]}
     places |= {f"network.{key}": link[key] for key in ("bandwidth", "latency")}
     sources = {place: source for place, (_, source) in places.items()}
-    sources["device.efficiency"] = f"large products: {device['share'][1]}; small ones: {shared['matmul']['overhead'][1]}"
+    sources["device.efficiency"] = (
+        f"large products: {device['share'][1]}; small ones: {shared['matmul']['overhead'][1]}"
+    )
     sources["host_memory"] = f"{device['host_memory'][1]}, in proportion to the devices of a node"
     sources["network.ports"] = "one per node" if link["per_node"] else device["ports_per_device"][1]
     return sources

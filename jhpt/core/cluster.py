@@ -121,10 +121,12 @@ def load_cluster(path: str | Path) -> Cluster:
 def read_tree(path: str | Path) -> Any:
     """The tree in a JSON or YAML file."""
     try:
-        return yaml.safe_load(text) if (text := Path(path).read_text(encoding="utf-8")) else None
+        text = Path(path).read_text(encoding="utf-8")
+        # JSON apart: it is read faster, and YAML 1.1 takes 1e-05 for text.
+        return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
         raise InputError(f"{path}: neither JSON nor YAML: {error}") from None
 
 

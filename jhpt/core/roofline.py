@@ -11,6 +11,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from jhpt.core.cluster import Device
+from jhpt.core.config import one_of
+from jhpt.core.errors import InputError
 from jhpt.core.profile import Timing
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -18,6 +20,14 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Micro-batch sizes of the grid, in samples: `Timing` goes on in proportion above the last."""
+
+STATE_BYTES = {"adam": 16.0, "momentum": 12.0}
+"""Bytes of state per parameter: weight and gradient (2 + 2), float32 master weight (4) and moments (4 each); in float32
+the weight is its own master, weight and gradient (4 + 4), and the sum is the same."""
+
+UPDATE_BYTES = {"adam": 28.0, "momentum": 20.0}
+"""Traffic of an update per parameter: reads the gradient (2), writes the weight (2), reads and writes the master weight
+(8) and each moment (8); in float32 reads the gradient (4), reads and writes the weight (8) and each moment (8)."""
 
 
 class Operation(NamedTuple):
@@ -32,6 +42,13 @@ class Work(NamedTuple):
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
+
+
+def check_dtype(device: Device, dtype: str) -> None:
+    """InputError where the device has no rate for `dtype`, or a number of it no size here."""
+    known = [name for name in ELEMENT_BYTES if name in device.peak_flops]
+    if dtype not in known:
+        raise InputError(f"{device.name} has no rate for dtype={dtype}; use {one_of(known)}")
 
 
 def matmul(rows: float, columns: float, depth: float, element: int, count: float = 1) -> Operation:
@@ -61,7 +78,8 @@ def timings(work: Callable[[int, int], Work], degrees: Iterable[int], device: De
     for tensor in degrees:
         works = [work(batch, tensor) for batch in BATCHES]
         forward, backward = (
-            list(accumulate((_seconds(part, device, dtype) for part in parts), max)) for parts in zip(*works, strict=True)
+            list(accumulate((_seconds(part, device, dtype) for part in parts), max))
+            for parts in zip(*works, strict=True)
         )
         if found:
             forward = list(map(min, forward, found[-1].forward))

@@ -21,9 +21,19 @@ from dataclasses import dataclass
 
 from jhpt.core.cluster import Device
 from jhpt.core.config import BERTConfig, Config, GPTConfig, ModelConfig, divisors
-from jhpt.core.errors import InputError
 from jhpt.core.profile import LayerKind, ModelProfile, NamedTensor
-from jhpt.core.roofline import ELEMENT_BYTES, Operation, Work, matmul, stream, timings, transposed
+from jhpt.core.roofline import (
+    ELEMENT_BYTES,
+    STATE_BYTES,
+    UPDATE_BYTES,
+    Operation,
+    Work,
+    check_dtype,
+    matmul,
+    stream,
+    timings,
+    transposed,
+)
 from jhpt.core.shapes import ParameterCount, parameter_count
 
 MAX_DEGREE = 64
@@ -34,10 +44,6 @@ FLASH_HEAD = 128
 
 NO_FLASH = ("V100",)
 """Devices, by a part of their name, below the compute capability 8.0 that cuDNN's flash attention needs."""
-
-UPDATE_BYTES = 28
-"""Adam's traffic per parameter: reads the gradient (2) and writes the weight (2), reads and writes the float32 master
-weight and both moments (24); in float32 reads the gradient (4), reads and writes the weight and both moments (24)."""
 
 LOGIT_BYTES = 4
 """Logits are float32 (`jhpt.models.vocabulary`)."""
@@ -81,16 +87,15 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
     Raises:
       InputError: the device has no rate for `dtype`.
     """
-    if dtype not in ELEMENT_BYTES or dtype not in device.peak_flops:
-        known = [name for name in ELEMENT_BYTES if name in device.peak_flops]
-        raise InputError(f"{device.name} has no rate for dtype={dtype}; use {' or '.join(known)}")
+    check_dtype(device, dtype)
     model, shape = config.model, shape_of(config, device, dtype)
     count = parameter_count(model)
     table = model.padded_vocab * model.d_model
     tied = table if isinstance(model, BERTConfig) or model.tied else 0
     max_tensor = math.gcd(model.num_heads, model.kv_heads, model.ffn_width, model.padded_vocab)
     own = _parameters(model, count)
-    clip = ELEMENT_BYTES[dtype] if config.optimizer.clip_norm is not None else 0
+    # The norm of the gradient takes one more reading of it.
+    clip = shape.element if config.optimizer.clip_norm is not None else 0
     return ModelProfile(
         name=config.name,
         device=device.name,
@@ -98,7 +103,8 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
         sample=f"a sequence of {shape.tokens} tokens",
         dtype=dtype,
         bytes_per_weight=shape.element,
-        update_seconds=(UPDATE_BYTES + clip) / device.memory_bandwidth,
+        state_bytes=STATE_BYTES["adam"],
+        update_seconds=(UPDATE_BYTES["adam"] + clip) / device.memory_bandwidth,
         kinds={
             "embedding": _embedding(model, shape, own["embedding"], max_tensor, device, dtype),
             "block": _block(shape, own["block"], max_tensor, device, dtype),
@@ -273,9 +279,9 @@ def _head(
     def work(batch: int, tensor: int) -> Work:
         rows = batch * shape.predicted
         logits = rows * shape.vocab / tensor
-        products = (matmul(rows, shape.vocab / tensor, shape.width, shape.element),)
+        products = [matmul(rows, shape.vocab / tensor, shape.width, shape.element)]
         if transform:
-            products += (matmul(rows, shape.width, shape.width, shape.element),)
+            products.append(matmul(rows, shape.width, shape.width, shape.element))
         norm = batch * stream_bytes * (6 if transform else 2)
         # Written in float32, read for the maximum, the sum and the target.  Backward: read, gradient written.
         forward = norm + logits * (LOGIT_BYTES - shape.element + 2 * LOGIT_BYTES)

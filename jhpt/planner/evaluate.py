@@ -82,8 +82,9 @@ def price(plan: Plan, model: CostModel) -> Estimate:
     """`evaluate` with a cost model that is kept between plans."""
     check(plan, model)
     times = stage_times(plan, model)
-    stages = tuple(_stage_estimate(plan, position, model, times) for position in range(len(plan.stages)))
-    return Estimate(seconds=times.step_seconds(plan), stages=stages, times=times)
+    seconds = times.step_seconds(plan)
+    stages = tuple(_stage_estimate(plan, position, model, times, seconds) for position in range(len(plan.stages)))
+    return Estimate(seconds=seconds, stages=stages, times=times)
 
 
 def treatment_of(plan: Plan) -> Treatment:
@@ -193,7 +194,7 @@ def buffer_bytes(model: CostModel, first: int, stop: int, local: float) -> float
     return 2.0 * local * float(come + leave)
 
 
-def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTimes) -> StageEstimate:
+def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTimes, step: float) -> StageEstimate:
     treatment, stage = treatment_of(plan), plan.stages[position]
     place = model.places.at(stage.device, stage.devices)
     costs = [chunk_costs(chunk, place, treatment, model) for chunk in stage.chunks]
@@ -221,7 +222,7 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
         "resharding": count * reshard,
         "gradients exposed": exposed,
         "update": float(times.update[position]),
-        "waiting": times.step_seconds(plan) - own,
+        "waiting": step - own,
     }
     return StageEstimate(
         seconds={cause: float(value) for cause, value in second.items()},

@@ -134,9 +134,7 @@ def _undominated(labels: Array) -> npt.NDArray[np.int64]:
     return np.array(sorted(kept), dtype=np.int64)
 
 
-def _fitting(
-    labels: Array, origin: npt.NDArray[np.int64], memory: float
-) -> tuple[Array, npt.NDArray[np.int64]]:
+def _fitting(labels: Array, origin: npt.NDArray[np.int64], memory: float) -> tuple[Array, npt.NDArray[np.int64]]:
     fits = (labels[:, KEPT] + labels[:, WORKING] <= memory) & np.isfinite(labels[:, FORWARD])
     return labels[fits], origin[fits]
 

@@ -20,7 +20,7 @@ class Request:
 
     batch: int
     micro_batches: tuple[int, ...]
-    schedules: tuple[Schedule, ...] = ("1f1b", "interleaved")
+    schedules: tuple[Schedule, ...] = ("1f1b", "gpipe", "interleaved")
     zero: tuple[Zero, ...] = (0, 1, 3)
     recompute: tuple[bool, ...] = (False, True)
     max_stages: int = 1 << 30

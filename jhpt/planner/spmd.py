@@ -258,7 +258,9 @@ class _CutSearch:
         slots = in_flight(grid.schedule, self.s, 0, 1, self.m)
         tables: dict[int, Ranges] = {}
         self.stage: list[Ranges] = []
-        self.cut = np.zeros((self.s, self.n + 1))  # [s, stop]: seconds from stage s to the next when it ends before stop
+        self.cut = np.zeros(
+            (self.s, self.n + 1)
+        )  # [s, stop]: seconds from stage s to the next when it ends before stop
         for s in range(self.s):
             first = s * grid.per_stage
             kind = model.places.offset_class(first)
@@ -346,16 +348,16 @@ class _CutSearch:
         lasts = np.arange(start + 1, self.n)
         edges = np.array([(0, *cuts, int(last), self.n) for last in lasts]).reshape(len(lasts), self.s + 1)
         at, stop = edges[:, :-1], edges[:, 1:] - 1
-        pick = [np.stack([getattr(self.stage[s], name)[at[:, s], stop[:, s]] for s in range(self.s)], axis=1)
-                for name in ("forward", "backward", "sync", "update")]
+        pick = [
+            np.stack([getattr(self.stage[s], name)[at[:, s], stop[:, s]] for s in range(self.s)], axis=1)
+            for name in ("forward", "backward", "sync", "update")
+        ]
         fits = np.isfinite(pick[0]).all(axis=1)
         if not fits.any():
             return
         forward, backward, sync, update = (a[fits] for a in pick)
         cut = np.stack([self.cut[s, edges[fits, s + 1]] for s in range(self.s - 1)], axis=1)
-        seconds = step_seconds(
-            self.grid.schedule, self.m, forward[..., None], backward[..., None], cut, sync, update
-        )
+        seconds = step_seconds(self.grid.schedule, self.m, forward[..., None], backward[..., None], cut, sync, update)
         best = int(np.argmin(seconds))
         if seconds[best] < self.incumbent.cutoff:
             chosen = tuple(int(c) for c in edges[fits][best, 1:-1])

@@ -32,7 +32,7 @@ COLOURS = {
 }
 LEFT, RIGHT, TOP = 90, 30, 84  # pixels: device names, margin, title and legend
 LANE = 8  # pixels of a link or the gradients; compute has three times that
-OPERATION = 16  # pixels of an average operation, as far as the widths allow
+OPERATION = 26  # pixels of an average operation, as far as the widths allow
 NARROWEST, WIDEST = 900, 12_000
 BREAK = 40  # pixels of the mark where time is left out
 
@@ -92,8 +92,8 @@ def svg_timeline(timeline: Timeline, title: str) -> str:
         for piece in pieces:
             body += _svg_bar(span, piece, y, height, timeline.chunks)
     if len(pieces) > 1:
-        x, y = (pieces[0].right + pieces[1].left) / 2, (TOP + bottom) / 2
-        body.append(f'<text class="gap" x="{x:.1f}" y="{y:.1f}" text-anchor="middle" font-size="20">...</text>')
+        x, middle = (pieces[0].right + pieces[1].left) / 2, (TOP + bottom) / 2
+        body.append(f'<text class="gap" x="{x:.1f}" y="{middle:.1f}" text-anchor="middle" font-size="20">...</text>')
     facts = (
         f"{timeline.schedule}, {_count(timeline.micro_batches, 'micro-batch', 'micro-batches')}, "
         f"{_time(timeline.seconds)} a step, {100 * timeline.bubble:.1f} % bubble"
@@ -261,8 +261,9 @@ _SOFT = {"forward": 0.35, "backward": 0.25}  # black text stays readable on a ba
 
 
 def _colour(span: Span, chunks: int) -> str:
-    key = span.kind if span.stream == "compute" else span.stream
-    return _lighter(COLOURS[key], _SOFT.get(key, 0.0) + 0.45 * (span.chunk or 0) / max(chunks - 1, 1))
+    if span.stream != "compute":
+        return COLOURS[span.stream]
+    return _lighter(COLOURS[span.kind], _SOFT[span.kind] + 0.45 * (span.chunk or 0) / max(chunks - 1, 1))
 
 
 def _lighter(colour: str, share: float) -> str:

@@ -27,8 +27,7 @@ def spmd_plans(request: Request, model: CostModel) -> Iterator[Plan]:
         )  # fmt: skip
         for devices in range(1, k + 1):
             choices = [
-                [t for t in range(1, devices + 1) if devices % t == 0 and model.allowed(layer, t)]
-                for layer in range(n)
+                [t for t in range(1, devices + 1) if devices % t == 0 and model.allowed(layer, t)] for layer in range(n)
             ]
             for degrees in itertools.product(*choices):
                 if all(b % (devices // t) == 0 for t in degrees):
@@ -73,3 +72,37 @@ def best(plans: Iterator[Plan], model: CostModel) -> tuple[float, Plan | None, i
         if estimate.fits and estimate.seconds < least:
             least, chosen = estimate.seconds, plan
     return least, chosen, count
+
+
+def general_plans(request: Request, model: CostModel) -> Iterator[Plan]:
+    n, k = model.num_layers, model.cluster.num_devices
+    for m, zero, recompute in itertools.product(request.micro_batches, request.zero, request.recompute):
+        shared = dict(
+            model=model.profile.name, cluster=model.cluster.name, space="general", batch=request.batch, micro_batches=m,
+            zero=zero, recompute=recompute,
+        )  # fmt: skip
+        for s in range(1, min(n, k) + 1):
+            for edges in compositions(n, s):
+                for used in range(s, k + 1):
+                    for borders in compositions(used, s):
+                        per_stage = [
+                            _assignments(model, a, b, y - x)
+                            for (a, b), (x, y) in zip(
+                                itertools.pairwise(edges), itertools.pairwise(borders), strict=True
+                            )
+                        ]
+                        for degrees in itertools.product(*per_stage):
+                            rows = tuple(
+                                Stage(device=x, devices=y - x, chunks=(Chunk(first=a, runs=runs_of(list(d))),))
+                                for a, d, (x, y) in zip(edges, degrees, itertools.pairwise(borders), strict=False)
+                            )
+                            for schedule in ("1f1b", "gpipe") if s > 1 else ("1f1b",):
+                                yield Plan(**shared, schedule=schedule, stages=rows)
+
+
+def _assignments(model: CostModel, first: int, stop: int, devices: int) -> list[tuple[int, ...]]:
+    choices = [
+        [t for t in range(1, devices + 1) if devices % t == 0 and model.allowed(layer, t)]
+        for layer in range(first, stop)
+    ]
+    return list(itertools.product(*choices))

@@ -257,9 +257,9 @@ def test_the_same_again(step):
 def test_1f1b_is_never_slower_than_gpipe_when_backwards_end_the_step(step):
     """Without gradients and update.  Up to the forward of micro-batch n on device d, a path of 1F1B's dependences meets
     at most n + 1 + 2 d forwards and forward transfers: a way down and back that returns to device d meets as many as it
-    admits micro-batches (2 (S - d) - 1 when it turns on the last device).  The stages and links among them are all those
-    up to some point, so they last at most sum + (M - 1) max.  Seen from the end, the same holds of backwards; and the
-    two bounds together are GPipe's time."""
+    admits micro-batches (2 (S - d) - 1 when it turns on the last device).  The stages and links among them are all
+    those up to some point, so they last at most sum + (M - 1) max.  Seen from the end, the same holds of backwards; and
+    the two bounds together are GPipe's time."""
     assert simulate("1f1b", *step[1:]).seconds <= simulate(*step).seconds
 
 

@@ -55,8 +55,8 @@ def test_text_of_gradients_and_update():
 @pytest.mark.parametrize("micro_batches", [8, 4000])
 @pytest.mark.parametrize("devices", [1, 4, 90])
 def test_text_fits(devices, micro_batches, width):
-    if devices * micro_batches > 20_000:
-        micro_batches = 100
+    if devices == 90 and micro_batches == 4000:
+        micro_batches = 100  # enough
     text = text_timeline(step(devices=devices, micro_batches=micro_batches, cut=0.5, sync=3, update=1), width)
     lines = text.splitlines()
     assert text.isascii() and all(len(line) <= width and line == line.rstrip() for line in lines)
@@ -72,12 +72,13 @@ def test_many_devices_show_the_first_and_the_last():
 
 
 def test_many_micro_batches_show_the_beginning_and_the_end():
-    """Two columns to an average operation, so a forward of two thirds of it is still there."""
+    # An average operation of 1.5 ms has two columns, which show the moments 0.375, 1.125, 1.875, 2.625, ... ms.
+    # Device 1 runs F0 in 1..2, B0 in 2..4, F1 in 4..5 and so on until 3001, device 0 its last backward in 3001..3003:
+    # there the columns show 3002.625, 3001.875, 3001.125, 3000.375, ...
     text = text_timeline(step(devices=2, micro_batches=1000))
-    assert all(" ... " in row for row in rows(text))
-    head, tail = rows(text)[1].split(" ... ")
-    assert head.lstrip(".").startswith("0a") or "0aa" in head
-    assert set("0123456789") & set(head) and "j" in tail  # micro-batch 999
+    (_, end), (head, tail) = (row.split(" ... ") for row in rows(text))
+    assert head.startswith(".00aa11bb22cc")
+    assert end.endswith("jjj") and tail.endswith("99jj...")
 
 
 @pytest.mark.parametrize(
@@ -100,13 +101,8 @@ def test_svg_has_a_bar_for_everything_that_takes_time(schedule, chunks):
     svg = svg_timeline(timeline, "a step")
     assert len(bars(svg)) == len([span for span in timeline.spans if span.end > span.start])
     assert "errors sent" in svg and "gradients reduced" in svg
-    assert len({bar.get("fill") for bar in bars(svg)}) == 2 * chunks + 2 * chunks_sent(chunks) + 2
+    assert len({bar.get("fill") for bar in bars(svg)}) == 2 * chunks + 4
     assert "device 0: F3, 1 ms from " in svg and "device 0: sends F3" in svg
-
-
-def chunks_sent(chunks: int) -> int:
-    """Transfers have the shade of their chunk; three devices send of every chunk."""
-    return chunks
 
 
 def test_svg_bars_lie_where_they_belong():

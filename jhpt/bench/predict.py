@@ -1,0 +1,146 @@
+"""`jhpt bench predict`: the step that a measured profile predicts, against the step that training takes.
+
+The real compiled training step (`jhpt.training.programs`) of one device, blocked on, runs in turn with the programs
+that the profile is made of, in one process, so that both see the same machine.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jhpt.bench.results import Claim, Row, check_writable, write_json
+from jhpt.core.load import load_config
+from jhpt.measure.profile import Samples, predict_step
+from jhpt.measure.timer import steady
+from jhpt.training.data.batches import shuffled, training_batches
+from jhpt.training.loop import training_flops_per_token
+from jhpt.training.profiling import Grid, assemble, measure_layers
+from jhpt.training.programs import compile_programs, global_batch
+from jhpt.training.runtime import configure_runtime
+from jhpt.training.setup import Setup, prepare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A configuration: a preset and what is changed of it."""
+
+    preset: str
+    changes: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return " ".join([self.preset, *(f"{name.split('.')[-1]}={value}" for name, value in self.changes.items())])
+
+
+SHORT = {"data.sequence_length": 64, "data.batch_size": 4}
+
+CPU_CASES = (
+    Case(preset="gpt-tiny", changes={}),
+    Case(preset="gpt-tiny", changes={"model.num_layers": 8}),
+    Case(preset="gpt-tiny", changes={"parallel.micro_batches": 4}),
+    Case(preset="bert-tiny", changes={}),
+    Case(preset="bert-tiny", changes={"model.num_layers": 6}),
+    Case(preset="gpt2-124m", changes=SHORT),
+)
+"""Models of up to four blocks are timed whole; the deeper ones show how far the straight line carries."""
+
+GPU_CASES = (
+    Case(preset="gpt2-124m", changes={}),
+    Case(preset="bert-base", changes={}),
+    Case(preset="gpt2-1.5b", changes={"data.batch_size": 8}),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Seconds of one step, predicted and measured, and every sample of both ("measured" is the real step)."""
+
+    setup: Setup
+    case: Case
+    predicted: float
+    measured: float
+    samples: Samples
+
+    @property
+    def ratio(self) -> float:
+        """Predicted / measured."""
+        return self.predicted / self.measured
+
+
+def compare(cases: Sequence[Case], rounds: int) -> list[Prediction]:
+    """Predicts and measures the step of every case on the first device."""
+    return [_compare(case, rounds) for case in cases]
+
+
+def _compare(case: Case, rounds: int) -> Prediction:
+    config = load_config(case.preset, {"parallel.data": 1, "log.tensorboard": False, **case.changes})
+    setup = prepare(config)
+    grid = Grid(batches=(config.data.batch_size // config.parallel.micro_batches,), tensors=(1,), rounds=rounds)
+    seconds = measure_layers(config, grid, {"measured": _real_step(setup)})
+    return Prediction(
+        setup=setup,
+        case=case,
+        predicted=predict_step(assemble(config, grid, seconds), config),
+        measured=steady(seconds.samples[1])["measured"],
+        samples=dict(seconds.samples[1]),
+    )
+
+
+def _real_step(setup: Setup) -> Callable[[], Any]:
+    programs = compile_programs(setup)
+    state = programs.init()
+    size = setup.config.data.batch_size
+    batches = training_batches(shuffled(setup.train_windows, setup.config.seed), size, slice(0, size), 0)
+    windows = global_batch(setup, next(batches))
+
+    def step() -> Any:
+        nonlocal state
+        state, metrics = programs.train_step(state, windows)
+        return metrics
+
+    return step
+
+
+def run(*, quick: bool, json_path: str | None) -> int:
+    """Runs the benchmark; returns the exit status."""
+    if json_path:
+        check_writable(json_path)
+    configure_runtime()
+    cases = GPU_CASES if jax.default_backend() == "gpu" else CPU_CASES
+    rounds = 5 if quick else 11
+    predictions = compare(cases[:1] if quick else cases, rounds)
+    for prediction in predictions:
+        print(
+            f"{prediction.case!s:<48} predicted {prediction.predicted * 1e3:8.1f} ms   "
+            f"measured {prediction.measured * 1e3:8.1f} ms   ratio {prediction.ratio:.3f}"
+        )
+    worst = max(predictions, key=lambda prediction: abs(prediction.ratio - 1))
+    print(f"prediction_error = {abs(worst.ratio - 1):.3f}, the largest, of {worst.case}")
+    if json_path:
+        claims = {
+            f"prediction_ratio {prediction.case}": Claim(
+                value=prediction.ratio, unit="predicted / measured seconds of a step", setup=str(prediction.case)
+            )
+            for prediction in predictions
+        }
+        rows = [row for prediction in predictions for row in _rows(prediction)]
+        write_json(json_path, "predict", {"rounds": rounds, "quick": quick}, rows, claims)
+    return 0
+
+
+def _rows(prediction: Prediction) -> list[Row]:
+    """Raw samples; tokens and FLOP are those of the whole model's step, which only "measured" runs."""
+    data = prediction.setup.config.data
+    tokens = data.batch_size * data.sequence_length
+    flops = tokens * training_flops_per_token(prediction.setup)
+    return [
+        Row(
+            setup=str(prediction.case),
+            competitor=name,
+            samples_s=times,
+            tokens=tokens if name == "measured" else 0,
+            flops=flops if name == "measured" else 0.0,
+        )
+        for name, times in prediction.samples.items()
+    ]

@@ -1,0 +1,162 @@
+"""The local machine as a `Cluster`: rates that small programs reach on it.
+
+    matrix products   n x n, chained inside one program: FLOP/s, and each size's share of the best
+    device memory     y = x + 1 on an array beyond every cache: read and written once each
+    host              copies from host memory (pinned where the device offers it) to the device, by size
+    inside            all-reduce over all local devices by size, read as a ring: 2 (n - 1) messages of size / n
+
+A copy or message of s bytes takes latency + s / rate(s): the smallest gives the latency, the others rates.  Measured
+alone, on an idle machine: neither programs beside each other nor directions in parallel.
+"""
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jhpt.core.cluster import Cluster, Curve, Device, Link, Node
+from jhpt.core.errors import InputError
+from jhpt.measure.device import DeviceInfo, device_info
+from jhpt.measure.timer import interleaved, steady
+
+PRODUCTS = {False: (64, 128, 256, 512, 1024), True: (256, 512, 1024, 2048, 4096, 8192)}
+"""Widths n of the products, on CPU and on GPU."""
+
+CHAIN_FLOP = {False: 4e9, True: 1e13}
+"""FLOP in one chain of products: about 20 ms, far beyond the cost of a launch, on CPU and on GPU."""
+
+STREAM_BYTES = {False: 1 << 27, True: 1 << 30}
+"""Size of the array that is read and written, beyond the caches, on CPU and on GPU."""
+
+SMALLEST = 1 << 10
+SIZES = tuple(1 << exponent for exponent in range(16, 27, 2))
+"""Bytes of copies and messages: the smallest, for the latency, and 64 KiB ... 64 MiB, for the rates."""
+
+
+def probe_cluster(rounds: int = 5) -> Cluster:
+    """Measures the first local device, and the links of all; a few seconds on CPU.
+
+    What cannot be measured with one device or one node stands in `sources` as such.
+
+    Raises:
+      InputError: rounds below 1.
+    """
+    if rounds < 1:
+        raise InputError(f"rounds={rounds}: measure at least once")
+    info, devices = device_info(), jax.local_devices()
+    peaks, efficiency = _products(info, rounds)
+    bandwidth = _memory_bandwidth(info, rounds)
+    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device = Device(
+        name=info.kind,
+        peak_flops=peaks,
+        memory=info.memory or host_memory / len(devices),
+        memory_bandwidth=bandwidth,
+        efficiency=efficiency,
+    )
+    host = _host_copies(devices[0], rounds)
+    inside = _all_reduces(devices, rounds) if len(devices) > 1 else Link(bandwidth=bandwidth, latency=0.0)
+    node = Node(device=device, devices=len(devices), inside=inside, host=host, host_memory=host_memory)
+    name = f"{platform.node() or 'local'}: {len(devices)} x {info.kind}"
+    return Cluster(name=name, nodes=(node,), network=inside, sources=_sources(info, len(devices), rounds))
+
+
+def _sources(info: DeviceInfo, count: int, rounds: int) -> dict[str, str]:
+    when = f"measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, jax {jax.__version__}, {rounds} rounds"
+    widths = PRODUCTS[info.is_gpu]
+    alone = "not measured, there is one device: its own memory's"
+    return {
+        "peak_flops": f"{when}: best of products of width {widths[0]} to {widths[-1]}",
+        "efficiency": f"{when}: the same products",
+        "memory": "the device says" if info.memory else "the host's, shared equally among the devices",
+        "memory_bandwidth": f"{when}: x + 1 on {STREAM_BYTES[info.is_gpu] >> 20} MiB",
+        "host": f"{when}: copies of {SMALLEST >> 10} KiB to {SIZES[-1] >> 20} MiB to the device",
+        "host_memory": "the operating system says",
+        "inside": f"{when}: all-reduce over {count} devices, read as a ring" if count > 1 else alone,
+        "network": "not measured, there is one node: as inside",
+    }
+
+
+def _products(info: DeviceInfo, rounds: int) -> tuple[dict[str, float], Curve]:
+    """(best FLOP/s by dtype, share of it by FLOP of a product in the dtype that models compute in)."""
+    usual = "bfloat16" if info.is_gpu else "float32"
+    widths = PRODUCTS[info.is_gpu]
+    grid = [(usual, width) for width in widths]
+    grid += [(dtype, widths[-1]) for dtype in ("bfloat16", "float32") if dtype != usual]
+    chains = {f"{dtype} {width}": _chain(dtype, width, CHAIN_FLOP[info.is_gpu]) for dtype, width in grid}
+    seconds = steady(interleaved({name: call for name, (call, _) in chains.items()}, rounds))
+    rates = {name: flop / seconds[name] for name, (_, flop) in chains.items()}
+    peaks = {dtype: max(rates[f"{d} {w}"] for d, w in grid if d == dtype) for dtype, _ in grid}
+    sizes = tuple(2.0 * width**3 for width in widths)
+    return peaks, Curve(sizes=sizes, values=tuple(rates[f"{usual} {width}"] / peaks[usual] for width in widths))
+
+
+def _chain(dtype: str, width: int, flop: float) -> tuple[Callable[[], Any], float]:
+    """(x w w ... w as one program, its FLOP)."""
+    length = max(round(flop / (2.0 * width**3)), 1)
+    weights = jnp.full((width, width), 1.0 / width, dtype)
+    program = jax.jit(lambda x, w: jax.lax.fori_loop(0, length, lambda _, y: y @ w, x))
+    return lambda: program(weights, weights), length * 2.0 * width**3
+
+
+def _memory_bandwidth(info: DeviceInfo, rounds: int) -> float:
+    size = STREAM_BYTES[info.is_gpu]
+    program = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jnp.zeros(size // 4, jnp.float32)
+
+    def stream() -> jax.Array:
+        nonlocal x
+        x = program(x)
+        return x
+
+    return 2 * size / steady(interleaved({"stream": stream}, rounds))["stream"]
+
+
+def _host_copies(device: jax.Device, rounds: int) -> Link:
+    pinned = "pinned_host" in {memory.kind for memory in device.addressable_memories()} and device.platform != "cpu"
+
+    def copy(size: int) -> Callable[[], Any]:
+        source: Any = np.ones(size // 4, np.float32)
+        if pinned:
+            source = jax.device_put(source, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
+        return lambda: jax.device_put(source, jax.sharding.SingleDeviceSharding(device), may_alias=False)
+
+    return _link(_timed({size: copy(size) for size in (SMALLEST, *SIZES)}, rounds))
+
+
+def _all_reduces(devices: Sequence[jax.Device], rounds: int) -> Link:
+    """The link of which a ring all-reduce over all devices would be made."""
+    count = len(devices)
+    mesh = Mesh(np.asarray(devices), ("all",))
+    spec = PartitionSpec("all")
+    program = jax.jit(
+        jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec(None))
+    )
+
+    def reduce(size: int) -> Callable[[], Any]:
+        x = jax.device_put(np.ones((count, size // 4), np.float32), NamedSharding(mesh, spec))
+        return lambda: program(x)
+
+    seconds = _timed({size: reduce(size) for size in (SMALLEST, *SIZES)}, rounds)
+    messages = 2 * (count - 1)
+    return _link({size / count: time / messages for size, time in seconds.items()})
+
+
+def _timed(calls: Mapping[int, Callable[[], Any]], rounds: int) -> dict[int, float]:
+    seconds = steady(interleaved({str(size): call for size, call in calls.items()}, rounds))
+    return {size: seconds[str(size)] for size in calls}
+
+
+def _link(seconds: Mapping[float, float] | Mapping[int, float]) -> Link:
+    """Latency from the smallest size, rates from the others; a rate counts at least a tenth of its time."""
+    smallest, *sizes = sorted(seconds)
+    latency = seconds[smallest]
+    rates = [size / max(seconds[size] - latency, seconds[size] / 10) for size in sizes]
+    measured = Curve(sizes=tuple(map(float, sizes)), values=tuple(rates))
+    return Link(bandwidth=rates[-1], latency=latency, measured=measured)

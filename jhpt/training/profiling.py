@@ -1,0 +1,363 @@
+"""`jhpt profile`: the seconds of a model's layers and the rates of this machine, measured once and kept.
+
+`jhpt.measure.profile` says how layers are timed; here are the training steps that it times: the real objective,
+hooks, optimizer and step of a model of few blocks.  Bytes and parameters come from `jhpt.planner.analytic`.
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+from jhpt.core.cluster import Cluster, Device, load_cluster
+from jhpt.core.config import BERTConfig, Config, GPTConfig, ParallelConfig
+from jhpt.core.errors import InputError
+from jhpt.core.profile import ModelProfile, load_profile
+from jhpt.measure.device import DeviceInfo, device_info
+from jhpt.measure.probe import probe_cluster
+from jhpt.measure.profile import Call, LayerSeconds, Shallow, depths, layer_seconds, predict_step
+from jhpt.measure.rank import rank_share, tensor_degrees
+from jhpt.models.attention import choose_attention
+from jhpt.models.build import Model, build
+from jhpt.planner.analytic import analytic_profile
+from jhpt.sharding.layout import Layout
+from jhpt.sharding.mesh import make_mesh
+from jhpt.training.data.cache import default_cache_dir
+from jhpt.training.data.tokenizer import load_tokenizer
+from jhpt.training.data.windows import check_masked
+from jhpt.training.objective import Objective, Sums, make_objective
+from jhpt.training.optimizer import learning_rate, make_optimizer
+from jhpt.training.runtime import configure_runtime
+from jhpt.training.setup import compute_dtype, layer_hooks
+from jhpt.training.step import TrainState, TrainStep, init_state, make_train_step
+
+FORMAT = 1
+"""Raised when the same model and machine would be measured otherwise."""
+
+MOST_TENSOR = 8
+"""Largest tensor degree that is profiled unasked: the devices of one node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What is measured: micro-batch sizes, tensor degrees, and how often."""
+
+    batches: tuple[int, ...]
+    tensors: tuple[int, ...]
+    rounds: int
+
+    def __post_init__(self) -> None:
+        for name, values in (("batches", self.batches), ("tensors", self.tensors)):
+            if not values or list(values) != sorted(set(values)) or values[0] < 1:
+                raise InputError(f"{name} to profile must ascend from 1 or more, found {list(values)}")
+        if self.tensors[0] != 1:
+            raise InputError(f"tensors to profile must begin with 1, found {list(self.tensors)}")
+        if self.rounds < 1:
+            raise InputError(f"rounds={self.rounds}: measure at least once")
+
+
+def default_grid(config: Config, quick: bool = False) -> Grid:
+    """Micro-batches of 1, a quarter and all of a step's samples on one device; tensor degrees 1, 2, 4, 8."""
+    most = config.data.batch_size // config.parallel.micro_batches
+    quarter = max(most // 4, 1)
+    if quick:
+        return Grid(batches=tuple(sorted({quarter, most})), tensors=(1,), rounds=3)
+    tensors = tuple(t for t in tensor_degrees(config.model) if t <= MOST_TENSOR and t & (t - 1) == 0)
+    return Grid(batches=tuple(sorted({1, quarter, most})), tensors=tensors, rounds=7)
+
+
+def measure_profile(
+    config: Config,
+    *,
+    batches: Sequence[int] | None = None,
+    tensors: Sequence[int] | None = None,
+    rounds: int | None = None,
+) -> ModelProfile:
+    """The profile of the configured model on the first local device.
+
+    Args:
+      batches: micro-batch sizes, ascending.  tensors: tensor degrees, ascending from 1.  rounds: samples of each
+        timing.  None: as `default_grid`.
+
+    Raises:
+      InputError: a grid, tokenizer or attention kernel that cannot work, or a model that the device cannot hold.
+    """
+    usual = default_grid(config)
+    grid = Grid(
+        batches=usual.batches if batches is None else tuple(batches),
+        tensors=usual.tensors if tensors is None else tuple(tensors),
+        rounds=usual.rounds if rounds is None else rounds,
+    )
+    return assemble(config, grid, measure_layers(config, grid))
+
+
+def measure_layers(config: Config, grid: Grid, beside: Mapping[str, Call] | None = None) -> LayerSeconds:
+    """The timings behind `measure_profile`; `beside`: other calls, timed in turn with them."""
+    for tensor in grid.tensors:
+        rank_share(config.model, tensor)  # refuses
+    builder = _Builder(config)
+    return layer_seconds(builder, config.model.num_layers, grid.batches, grid.tensors, grid.rounds, beside)
+
+
+def assemble(config: Config, grid: Grid, seconds: LayerSeconds) -> ModelProfile:
+    """Measured seconds in the analytic profile's place."""
+    device = device_info()
+    dtype = compute_dtype(config, device).name
+    nominal = Device(name=device.kind, peak_flops={dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
+    profile = analytic_profile(config, nominal, dtype)
+    shallow, deep = depths(config.model.num_layers)
+    return profile.model_copy(
+        update={
+            "device": device.kind,
+            "source": (
+                f"measured: training steps of {shallow} and {deep} blocks, {grid.rounds} rounds, "
+                f"jax {jax.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+            ),
+            "update_seconds": seconds.update,
+            "kinds": {
+                name: kind.model_copy(update={"timings": seconds.timings[name]}) for name, kind in profile.kinds.items()
+            },
+        }
+    )
+
+
+class _Builder:
+    """Makes shallow models; those of one tensor degree share their training state from batch to batch."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.device = config, device_info()
+        self.tokenizer = load_tokenizer(config.data.tokenizer)
+        if isinstance(config.model, BERTConfig):
+            check_masked(self.tokenizer, config.data.sequence_length)
+        self.dtype = compute_dtype(config, self.device)
+        mesh = make_mesh(ParallelConfig(data=1), 1, jax.local_devices()[:1])
+        self.hooks = layer_hooks(config, self.device, Layout(mesh=mesh))
+        self.optimizer = make_optimizer(config.optimizer)
+        self.tensor = 0
+        self.running: dict[int, _Running] = {}
+
+    def __call__(self, depth: int, tensor: int, batch: int) -> Shallow | None:
+        if tensor != self.tensor:
+            self.tensor, self.running = tensor, {}
+        if depth not in self.running:
+            self.running[depth] = _Running(self._model(depth, tensor), self.optimizer)
+        return self._shallow(self.running[depth], batch)
+
+    def _model(self, depth: int, tensor: int) -> Model:
+        share = rank_share(self.config.model, tensor).model_copy(update={"num_layers": depth})
+        attention = choose_attention(share, self.device.platform, self.dtype, self.device.capability)
+        return build(share, dtype=self.dtype, implementation=attention.implementation, hooks=self.hooks)
+
+    def _shallow(self, running: "_Running", batch: int) -> Shallow | None:
+        config, model = self.config, running.model
+        objective = make_objective(model, config.data, self.tokenizer, config.optimizer.z_loss)
+        length = config.data.sequence_length + (1 if isinstance(config.model, GPTConfig) else 0)
+        ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length), np.int32)
+        windows, key = jnp.asarray(ids), jax.random.key(0)
+
+        step = jax.jit(self._step(objective), donate_argnums=0).lower(running.state, windows).compile()
+        if not _fits(step, self.device):
+            return None
+        forward = jax.jit(lambda params, windows: objective(params, windows, None, key, True))
+        embedding, embedding_both = _embedding_programs(model, windows[:, : config.data.sequence_length])
+        update = jax.jit(self._step(_given_gradients), donate_argnums=0)
+        return Shallow(
+            parameters=running.parameters,
+            forward=lambda: forward(running.state.params, windows),
+            step=lambda: running.step(step, windows),
+            embedding=lambda: embedding(running.state.params["embedding"]),
+            embedding_both=lambda: embedding_both(running.state.params["embedding"]),
+            update=lambda: running.step(update, running.gradients),
+        )
+
+    def _step(self, objective: Objective) -> TrainStep:
+        config = self.config
+        rate = partial(learning_rate, config.optimizer, config.train.steps)
+        return make_train_step(
+            objective,
+            self.optimizer,
+            rate,
+            seed=config.seed,
+            micro_batches=1,
+            max_bad_steps=config.train.max_bad_steps,
+        )
+
+
+class _Running:
+    """A model in training: every step is given the state and replaces it."""
+
+    def __init__(self, model: Model, optimizer: optax.GradientTransformation) -> None:
+        self.model = model
+        self.state: TrainState = jax.jit(lambda key: init_state(model.init(key), optimizer))(jax.random.key(0))
+        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
+        self._gradients: jax.Array | None = None
+
+    @property
+    def gradients(self) -> jax.Array:
+        """A gradient for every parameter, in one row."""
+        if self._gradients is None:
+            self._gradients = 1e-3 * jax.random.normal(jax.random.key(1), (self.parameters,))
+        return self._gradients
+
+    def step(self, program: Callable[..., Any], batch: jax.Array) -> Any:
+        """One step; its metrics."""
+        self.state, metrics = program(self.state, batch)
+        return metrics
+
+
+def _given_gradients(params: Any, gradients: jax.Array, weights: None, key: jax.Array, train: bool) -> Sums:
+    """An objective that costs nothing and whose gradient is the batch: what is left of a step is its update."""
+    leaves, tree = jax.tree.flatten(params)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+
+    @jax.custom_vjp
+    def nothing(params: Any) -> jax.Array:
+        return jnp.zeros(())
+
+    def backward(_: None, error: jax.Array) -> tuple[Any]:
+        rows = zip(leaves, ends, strict=True)
+        pieces = [gradients[end - leaf.size : end].reshape(leaf.shape) * error for leaf, end in rows]
+        return (jax.tree.unflatten(tree, pieces),)
+
+    nothing.defvjp(lambda params: (nothing(params), None), backward)
+    return Sums(nothing(params), jnp.zeros(()), jnp.ones(()))
+
+
+def _embedding_programs(model: Model, tokens: jax.Array) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward, and forward and backward, of the embedding."""
+    key = jax.random.key(0) if model.config.dropout else None
+
+    def forward(params: Any, tokens: jax.Array) -> jax.Array:
+        return model.embed({"embedding": params}, tokens, key=key)
+
+    def both(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        x, backward = jax.vjp(lambda params: forward(params, tokens), params)
+        return x, backward(x)
+
+    programs = jax.jit(forward), jax.jit(both)
+    return tuple(lambda params, program=program: program(params, tokens) for program in programs)  # type: ignore[return-value]
+
+
+def _fits(program: Any, device: DeviceInfo) -> bool:
+    analysis = program.memory_analysis()
+    if analysis is None or device.memory is None:
+        return True
+    return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes <= device.memory
+
+
+def cached_profile(config: Config, grid: Grid, again: bool = False) -> tuple[ModelProfile, Path, bool]:
+    """(profile, its file in the cache folder, whether it was there)."""
+    device = device_info()
+    model = {
+        "model": config.model.model_dump(mode="json"),
+        "sequence_length": config.data.sequence_length,
+        "mask_fraction": config.data.mask_fraction,
+        "optimizer": [config.optimizer.clip_norm is None, bool(config.optimizer.z_loss)],
+        "dtype": compute_dtype(config, device).name,
+        "grid": [grid.batches, grid.tensors, grid.rounds],
+    }
+    path = _cache_path("profiles", model, "profile.json")
+    if path.is_file() and not again:
+        return load_profile(path).model_copy(update={"name": config.name}), path, True
+    profile = assemble(config, grid, measure_layers(config, grid))
+    _store(profile, path)
+    return profile, path, False
+
+
+def cached_cluster(rounds: int, again: bool = False) -> tuple[Cluster, Path, bool]:
+    """(this machine, its file in the cache folder, whether it was there)."""
+    path = _cache_path("clusters", {"devices": jax.local_device_count(), "rounds": rounds}, "cluster.json")
+    if path.is_file() and not again:
+        return load_cluster(path), path, True
+    cluster = probe_cluster(rounds=rounds)
+    _store(cluster, path)
+    return cluster, path, False
+
+
+def _cache_path(folder: str, what: Mapping[str, Any], name: str) -> Path:
+    """A folder of its own for everything that decides a measurement, this machine included."""
+    everything = [FORMAT, dict(what), device_info().kind, platform.node(), jax.__version__]
+    key = hashlib.blake2b(json.dumps(everything).encode(), digest_size=16).hexdigest()
+    return default_cache_dir() / folder / key / name
+
+
+def _store(measured: ModelProfile | Cluster, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path.parent} cannot be made: {error}; set XDG_CACHE_HOME to a writable folder") from None
+    partial_path = path.with_suffix(".partial")
+    measured.save(partial_path)
+    partial_path.replace(path)
+
+
+def profile_command(
+    config: Config, out: str | None = None, cluster_out: str | None = None, quick: bool = False, again: bool = False
+) -> int:
+    """Measures the model and the machine, or finds both in the cache; prints them and writes the files asked for.
+
+    Raises:
+      InputError: a file that cannot be written, or what `measure_profile` refuses.
+    """
+    for path in filter(None, (out, cluster_out)):
+        if not Path(path).parent.is_dir() or Path(path).is_dir():
+            raise InputError(f"{path} cannot be written: give a file in a folder that exists")
+    configure_runtime()
+    grid = default_grid(config, quick)
+    profile, profile_path, known = cached_profile(config, grid, again)
+    cluster, cluster_path, known_cluster = cached_cluster(grid.rounds, again)
+    if out:
+        profile.save(out)
+    if cluster_out:
+        cluster.save(cluster_out)
+    console = Console()
+    console.print(_profile_table(profile))
+    console.print(f"one step on one device: {predict_step(profile, config) * 1e3:.1f} ms predicted")
+    console.print(_cluster_table(cluster))
+    for path, found in ((out or profile_path, known), (cluster_out or cluster_path, known_cluster)):
+        console.print(f"{path}{'  (measured before; --again measures anew)' if found else ''}", soft_wrap=True)
+    return 0
+
+
+def _profile_table(profile: ModelProfile) -> Table:
+    table = Table(title=f"{profile.name} on {profile.device}; {profile.source}", title_justify="left")
+    table.add_column("layer")
+    for column in ("how many", "parameters", "tensor", "batch", "forward ms", "backward ms"):
+        table.add_column(column, justify="right")
+    for name, kind in profile.kinds.items():
+        for timing in kind.timings:
+            for batch, forward, backward in zip(timing.batches, timing.forward, timing.backward, strict=True):
+                first = timing is kind.timings[0] and batch == timing.batches[0]
+                about = (name, str(profile.layers.count(name)), f"{kind.parameters:,}") if first else ("", "", "")
+                figures = (f"{batch:g}", f"{forward * 1e3:.3f}", f"{backward * 1e3:.3f}")
+                table.add_row(*about, str(timing.tensor), *figures)
+    return table
+
+
+def _cluster_table(cluster: Cluster) -> Table:
+    node = cluster.nodes[0]
+    table = Table("what", "measured", "how", title=cluster.name, title_justify="left")
+    rows = {
+        f"peak_flops.{dtype}": f"{peak / 1e12:.3g} TFLOP/s" for dtype, peak in sorted(node.device.peak_flops.items())
+    }
+    rows |= {
+        "memory": f"{node.device.memory / 2**30:.1f} GiB",
+        "memory_bandwidth": f"{node.device.memory_bandwidth / 1e9:.3g} GB/s",
+        "host": f"{node.host.bandwidth / 1e9:.3g} GB/s, {node.host.latency * 1e6:.3g} us",
+        "inside": f"{node.inside.bandwidth / 1e9:.3g} GB/s, {node.inside.latency * 1e6:.3g} us",
+    }
+    for name, figure in rows.items():
+        table.add_row(name, figure, cluster.sources.get(name.split(".")[0], ""))
+    return table

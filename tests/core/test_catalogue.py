@@ -1,0 +1,159 @@
+"""Every figure of the catalogue has a source, names mean what they say, wrong ones are answered with the right ones."""
+
+import itertools
+import math
+import re
+
+import pytest
+
+from jhpt.core import catalogue
+from jhpt.core.catalogue import cluster_named, device_named, find_cluster, kinds, networks, peak_bf16_flops
+from jhpt.core.cluster import load_cluster
+from jhpt.core.errors import InputError
+
+ALL = list(itertools.product(kinds(), (None, *networks())))
+
+
+def named(kind, network, devices=8, nodes=2):
+    return cluster_named(f"{kind}x{devices}x{nodes}" + (f"-{network}" if network else ""))
+
+
+@pytest.mark.parametrize(("kind", "network"), ALL)
+def test_every_entry_survives_a_file(kind, network, tmp_path):
+    cluster = named(kind, network)
+    cluster.save(tmp_path / "cluster.json")
+    assert load_cluster(tmp_path / "cluster.json") == cluster
+    assert find_cluster(tmp_path / "cluster.json") == cluster
+
+
+@pytest.mark.parametrize(("kind", "network"), ALL)
+def test_every_figure_of_a_cluster_has_a_source(kind, network):
+    cluster = named(kind, network)
+    tree = {**cluster.nodes[0].model_dump(exclude_none=True), "network": cluster.network.model_dump(exclude_none=True)}
+    # Chosen by the name, or links inside the node, which have one port in every entry.
+    chosen = {"devices", "count", "inside.ports", "host.ports"}
+    figures = {place for place in leaves(tree) if place not in chosen}
+    assert figures == set(cluster.sources)
+    assert all(len(source) > 5 for source in cluster.sources.values())
+
+
+def leaves(tree, prefix=""):
+    for key, value in tree.items():
+        place = f"{prefix}{key}"
+        if isinstance(value, dict) and key != "efficiency":
+            yield from leaves(value, f"{place}.")
+        else:
+            yield place
+
+
+def test_every_pair_in_the_file_is_a_figure_and_its_source():
+    """A figure with a typing error in its exponent is a string to YAML."""
+
+    def pairs(tree):
+        if isinstance(tree, list) and len(tree) == 2 and not isinstance(tree[0], dict):
+            yield tree
+        else:
+            for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+                yield from pairs(child)
+
+    found = list(pairs(catalogue._data()))
+    assert len(found) > 100
+    for value, source in found:
+        assert isinstance(source, str)
+        assert not isinstance(value, str) or not re.match(r"[-+.\d]+e", value), f"{value} is text"
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_larger_products_are_more_efficient_and_take_longer(kind):
+    device = device_named(kind)
+    assert list(device.efficiency.values) == sorted(device.efficiency.values)
+    assert 0.5 < device.efficiency.values[-1] < 0.9
+    seconds = [device.seconds(flops, 0, "bfloat16") for flops in device.efficiency.sizes]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_orders_of_magnitude(kind):
+    node = named(kind, None).nodes[0]
+    device = node.device
+    assert 14e12 <= device.peak_flops["float32"] < device.peak_flops["bfloat16"] == device.peak_flops["float16"] < 3e15
+    assert 30e9 < device.memory < 200e9
+    assert node.host.bandwidth <= node.inside.bandwidth < device.memory_bandwidth
+    assert (node.inside.bandwidth == node.host.bandwidth) == kind.endswith("pcie")
+    assert node.host_memory >= node.devices * device.memory
+
+
+def test_a_name_says_kind_devices_nodes_and_network():
+    cluster = cluster_named("v100x4x3-10gbe")
+    assert (cluster.num_devices, cluster.num_nodes, cluster.mixed) == (12, 3, False)
+    assert cluster.nodes[0].device == device_named("v100")
+    # 10 Gb/s are 1.25e9 bytes/s before headers.
+    assert 1.1e9 < cluster.network.bandwidth < 1.25e9
+    assert cluster_named("H100x8x4") == cluster_named("h100x8x4") == find_cluster("h100x8x4")
+
+
+@pytest.mark.parametrize(
+    ("name", "ports"),
+    [
+        ("h100x8x2", 8),
+        ("h100x4x2-200gib", 4),
+        ("v100x8x2", 4),
+        ("v100x1x2", 1),
+        ("h100pciex8x2", 1),
+        ("h100x8x2-100gbe", 1),
+    ],
+)
+def test_ports_follow_the_vendors_node(name, ports):
+    assert cluster_named(name).network.ports == ports
+
+
+def test_half_a_node_has_half_the_host_memory():
+    whole, half = cluster_named("h100x8x1").nodes[0], cluster_named("h100x4x1").nodes[0]
+    assert half.host_memory == whole.host_memory / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("h10x8x4", ["h100?", "b200", "10gbe"]),
+        ("h100x8", ["h100x8x1?", "KINDxDEVICESxNODES"]),
+        ("h100x8x4-10gb", ["10gbe?", "400gib"]),
+        ("h100x9x4", ["at most 8 h100"]),
+        ("h100x0x4", ["KINDxDEVICESxNODES"]),
+        ("", ["KINDxDEVICESxNODES"]),
+        ("no-such-file.json", ["no-such-file.json", "cannot be read"]),
+    ],
+)
+def test_wrong_names_are_answered(name, words):
+    with pytest.raises(InputError) as error:
+        find_cluster(name)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_unknown_device():
+    with pytest.raises(InputError, match="did you mean a100"):
+        device_named("a10")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in kinds() if not kind.startswith("v100")])
+def test_peak_by_the_drivers_name_is_that_of_the_kind(kind):
+    device = device_named(kind)
+    assert peak_bf16_flops(device.name) == device.peak_flops["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "teraflops"),
+    [
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", None),
+        ("Tesla V100-SXM2-32GB", None),
+        ("cpu", None),
+    ],
+)
+def test_peak_by_the_drivers_name(driver, teraflops):
+    peak = peak_bf16_flops(driver)
+    assert peak is None if teraflops is None else math.isclose(peak, teraflops * 1e12)
