@@ -6,7 +6,7 @@ Layers are visited from last to first, as gradients appear.  A label is what a p
 
 all of which only grow, and a step's time grows in each.  So a label that is nowhere better than another of the same
 degree at its front can be dropped (Hansen's label setting; exact), and what remains at the first layer is every
-assignment that can be part of an optimal plan.  `errors` and `reduced` carry the gradient stream of `evaluate.sync_seconds`:
+assignment that can be part of an optimal plan.  `errors` and `reduced` carry the gradient stream of `estimate.sync_seconds`:
 reduced = max(reduced, errors) + gradients of the layer.
 """
 

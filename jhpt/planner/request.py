@@ -8,7 +8,7 @@ from jhpt.core.config import divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, Schedule, Zero
 from jhpt.planner.costs import CostModel
-from jhpt.planner.evaluate import Estimate, price
+from jhpt.planner.estimate import Estimate, price
 
 TOLERANCE = 1e-12
 """Relative; two plans closer than this count as equally fast."""

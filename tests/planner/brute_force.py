@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.planner.costs import CostModel
-from jhpt.planner.evaluate import price
+from jhpt.planner.estimate import price
 from jhpt.planner.request import Request
 
 

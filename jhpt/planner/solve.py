@@ -1,0 +1,144 @@
+"""From a request to the fastest plan, or to what would have to change."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jhpt.core.cluster import Cluster
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Plan, Schedule, Zero
+from jhpt.core.profile import ModelProfile
+from jhpt.planner.costs import CostModel
+from jhpt.planner.estimate import Estimate, price
+from jhpt.planner.general import search_general
+from jhpt.planner.request import Incumbent, Request, request
+from jhpt.planner.spmd import search_spmd
+
+Space = Literal["spmd", "general"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The fastest plan, its estimate, and the fastest of every other shape that was priced on the way."""
+
+    plan: Plan
+    estimate: Estimate
+    alternatives: tuple[Plan, ...]
+    model: CostModel
+
+    @property
+    def gap(self) -> float:
+        """How much faster a plan of the space could be at most, relative; 0 is proven optimal."""
+        return self.estimate.seconds / (self.plan.lower_bound or self.estimate.seconds) - 1
+
+
+def plan(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    microbatches: int | Iterable[int] | None = None,
+    space: Space = "spmd",
+    schedules: tuple[Schedule, ...] | None = None,
+    zero: tuple[Zero, ...] = (0, 1, 3),
+    recompute: tuple[bool, ...] = (False, True),
+) -> Plan:
+    """The fastest plan of `space` for a step of `batch` samples.
+
+    Raises:
+      InputError: nothing fits, with the numbers and the nearest change that would; or the request is impossible.
+    """
+    asked = request(batch, microbatches, zero=zero, recompute=recompute)
+    if schedules is not None:
+        asked = replace(asked, schedules=schedules)
+    return solve(profile, cluster, asked, space).plan
+
+
+def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space = "spmd") -> Answer:
+    """`plan` with everything that the explanation needs."""
+    model = CostModel(profile, cluster)
+    if space == "spmd" and cluster.mixed:
+        raise InputError(
+            f"{cluster.name} has nodes of different kinds, which one SPMD program cannot use evenly; "
+            "plan it with --space general, or give a cluster of one kind"
+        )
+    best = search(asked, model, space)
+    if best.plan is None:
+        raise InputError(refusal(asked, model, space))
+    found = best.plan.model_copy(update={"seconds": best.seconds, "lower_bound": best.lower_bound})
+    others = sorted((seconds, index) for index, (seconds, _) in enumerate(best.shapes.values()))
+    priced = [p.model_copy(update={"seconds": s}) for s, p in best.shapes.values()]
+    alternatives = tuple(priced[index] for _, index in others if priced[index].stages != found.stages)
+    return Answer(plan=found, estimate=price(found, model), alternatives=alternatives, model=model)
+
+
+def search(asked: Request, model: CostModel, space: Space) -> Incumbent:
+    """The best plan of a space; `general` starts from the best SPMD plan without interleaving, which it contains."""
+    best = Incumbent()
+    if space == "spmd":
+        search_spmd(asked, model, best)
+        return best
+    if not model.cluster.mixed:
+        start = Incumbent()
+        search_spmd(replace(asked, schedules=tuple(s for s in asked.schedules if s != "interleaved")), model, start)
+        if start.plan is not None:
+            best.offer(start.plan.model_copy(update={"space": "general"}), model)
+    search_general(asked, model, best)
+    return best
+
+
+def refusal(asked: Request, model: CostModel, space: Space) -> str:
+    """Why nothing fits, and the nearest change that would: more memory, more devices or a smaller batch."""
+    cluster, profile = model.cluster, model.profile
+    have = min(node.device.memory for node in cluster.nodes)
+    lines = [
+        f"{profile.name} with batch {asked.batch} fits no plan on {cluster.name}: {cluster.num_devices} devices of "
+        f"{have / 2**30:.1f} GiB; weights, gradients and optimizer of {profile.parameters / 1e9:.2f} G parameters alone "
+        f"take {profile.parameters * profile.state_bytes / 2**30:.1f} GiB",
+        *_nearest(asked, model, space),
+    ]
+    return "\n".join(lines)
+
+
+def _nearest(asked: Request, model: CostModel, space: Space) -> list[str]:
+    changes = []
+    memory = _least(lambda factor: _fits(asked, model, space, memory=factor), 1.0, 4096.0)
+    if memory is not None:
+        have = min(node.device.memory for node in model.cluster.nodes)
+        changes.append(f"it would fit with {have * memory / 2**30:.1f} GiB per device")
+    for nodes in (2, 4, 8, 16, 32, 64, 128):
+        if _fits(asked, model, space, nodes=nodes):
+            changes.append(f"it would fit on {model.cluster.num_devices * nodes} such devices")
+            break
+    return changes or ["no amount of memory or devices would do: the batch or the model has to change"]
+
+
+def _least(fits: "object", low: float, high: float) -> float | None:
+    """Smallest factor that fits, to 1 %."""
+    assert callable(fits)
+    if not fits(high):
+        return None
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _fits(asked: Request, model: CostModel, space: Space, *, memory: float = 1.0, nodes: int = 1) -> bool:
+    """Whether anything fits on devices of more memory, or on more nodes."""
+    cluster = model.cluster
+    grown = cluster.model_copy(
+        update={
+            "nodes": tuple(
+                node.model_copy(
+                    update={
+                        "count": node.count * nodes,
+                        "device": node.device.model_copy(update={"memory": node.device.memory * memory}),
+                    }
+                )
+                for node in cluster.nodes
+            )
+        }
+    )
+    return search(asked, CostModel(model.profile, grown), space).plan is not None
