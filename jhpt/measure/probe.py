@@ -148,15 +148,15 @@ def _all_reduces(devices: Sequence[jax.Device], rounds: int) -> Link:
     return _link({size / count: time / messages for size, time in seconds.items()})
 
 
-def _timed(calls: Mapping[int, Callable[[], Any]], rounds: int) -> dict[int, float]:
+def _timed(calls: Mapping[int, Callable[[], Any]], rounds: int) -> dict[float, float]:
     seconds = steady(interleaved({str(size): call for size, call in calls.items()}, rounds))
-    return {size: seconds[str(size)] for size in calls}
+    return {float(size): seconds[str(size)] for size in calls}
 
 
-def _link(seconds: Mapping[float, float] | Mapping[int, float]) -> Link:
+def _link(seconds: Mapping[float, float]) -> Link:
     """Latency from the smallest size, rates from the others; a rate counts at least a tenth of its time."""
     smallest, *sizes = sorted(seconds)
     latency = seconds[smallest]
     rates = [size / max(seconds[size] - latency, seconds[size] / 10) for size in sizes]
-    measured = Curve(sizes=tuple(map(float, sizes)), values=tuple(rates))
+    measured = Curve(sizes=tuple(sizes), values=tuple(rates))
     return Link(bandwidth=rates[-1], latency=latency, measured=measured)

@@ -12,7 +12,7 @@ backward, update) are timed for both, in turn:
     u          the step's tail on given gradients / parameters: norm, clipping, AdamW, the choice to skip
 
 A step of L blocks is then predicted by a straight line through two measured steps; only the split between the parts
-rests on smaller timings.  No part is below zero.
+rests on smaller timings.  No part is below zero: a slope is at most what the deep model's time leaves room for.
 
 One rank of a tensor axis t is a model with heads / t, MLP width / t and vocabulary / t, without its communication.
 
@@ -67,12 +67,12 @@ class LayerSeconds:
 def depths(num_layers: int) -> tuple[int, int]:
     """Blocks of the two models.
 
-    Far enough apart that noise of the slope, carried on to the whole depth, stays small: the whole model where it has
-    four blocks or fewer, else half of it, 4 to 6.
+    Far enough apart that noise of the slope, carried on to the whole depth, stays small: the deep one is the whole
+    model where it has four blocks or fewer, else two thirds of it, at most 8.
     """
     if num_layers <= 2:
         return 1, 2
-    return min(2, num_layers - 2), min(num_layers, max(4, min(num_layers // 2, 6)))
+    return min(2, num_layers - 2), min(num_layers, max(4, 2 * num_layers // 3), 8)
 
 
 def layer_seconds(
@@ -148,9 +148,9 @@ def _split(
         forward = {depth: seconds[f"forward {depth} {batch}"] for depth in (shallow, deep)}
         both = {depth: whole[depth] - models[depth, batch].parameters * update for depth in (shallow, deep)}
 
-        block_both = max((both[deep] - both[shallow]) / (deep - shallow), 0.0)
-        block_forward = min(max((forward[deep] - forward[shallow]) / (deep - shallow), 0.0), block_both)
-        rest_both = max(both[deep] - deep * block_both, 0.0)
+        block_both = _slope(both, shallow, deep)
+        block_forward = min(_slope(forward, shallow, deep), block_both)
+        rest_both = max(both[deep], 0.0) - deep * block_both
         rest_forward = min(max(forward[deep] - deep * block_forward, 0.0), rest_both)
         embedding_forward = min(seconds[f"embedding {batch}"], rest_forward)
         embedding_backward = max(seconds[f"embedding both {batch}"] - seconds[f"embedding {batch}"], 0.0)
@@ -168,6 +168,12 @@ def _split(
         )
         for kind, row in rows.items()
     }
+
+
+def _slope(seconds: Mapping[int, float], shallow: int, deep: int) -> float:
+    """Seconds of one block, at most those that leave nothing for the rest of the deep model."""
+    slope = (seconds[deep] - seconds[shallow]) / (deep - shallow)
+    return max(min(slope, seconds[deep] / deep), 0.0)
 
 
 def predict_step(profile: ModelProfile, config: Config) -> float:

@@ -37,8 +37,8 @@ def steady(samples: Mapping[str, list[float]]) -> dict[str, float]:
 
         seconds[v] = median over rounds r of (samples[v][r] / g[r])  x  median of g;   g[r]: geometric mean of round r
 
-    On a shared machine whole rounds are slow.  Medians of each variant alone may come from different rounds, and a small
-    difference of two of them is then mostly drift; a share of the round is not.
+    On a shared machine whole rounds are slow.  Medians of each variant alone may come from different rounds, and a
+    small difference of two of them is then mostly drift; a share of the round is not.
     """
     pace = [statistics.geometric_mean(times) for times in zip(*samples.values(), strict=True)]
     typical = statistics.median(pace)

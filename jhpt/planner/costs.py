@@ -17,7 +17,7 @@ keeps only its input.  Left out: that communication slows the computation beside
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -73,8 +73,16 @@ class CostModel:
         self.kinds: list[LayerKind] = [profile.kinds[name] for name in names]
         self.index = np.array([names.index(layer) for layer in profile.layers])
         self.boundary = np.array([self.kinds[i].boundary_bytes for i in self.index])
+        self._inputs = np.concatenate([[0.0], self.boundary[:-1]])
+        self._parameters = np.array([float(kind.parameters) for kind in self.kinds])
+        self._tied = np.array([float(kind.tied_parameters) for kind in self.kinds])
+        self._divided = np.array([kind.activation_bytes for kind in self.kinds])
+        self._replicated = np.array([kind.replicated_bytes for kind in self.kinds])
+        self._tops = np.array([kind.max_tensor for kind in self.kinds])
         self._costs: dict[tuple[Place, int, Treatment], LayerCosts] = {}
-        self._seconds: dict[tuple[float, int], list[tuple[float, float]]] = {}
+        self._seconds: dict[tuple[float, int], tuple[Array, Array]] = {}
+        self._tensor_cache: dict[tuple[Group, int], tuple[Array, Array]] = {}
+        self._parameter_cache: dict[tuple[Group, int], tuple[Array, Array, Array, Array]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -103,60 +111,84 @@ class CostModel:
         """Costs of every layer at degree `tensor`; infinite where a layer does not allow it."""
         key = (place, tensor, treatment)
         if key not in self._costs:
-            kinds = [self._kind_costs(kind, i, place, tensor, treatment) for i, kind in enumerate(self.kinds)]
-            arrays = {f.name: np.array([c[f.name] for c in kinds])[self.index] for f in fields(LayerCosts)}
+            arrays = {name: values[self.index] for name, values in self._kind_costs(place, tensor, treatment).items()}
             if treatment.recompute:  # a layer keeps its input, which is the boundary of the layer before it
                 local = -(-treatment.micro_batch * tensor // place.devices)
-                arrays["activations"] = local * np.concatenate([[0.0], self.boundary[:-1]])
+                arrays["activations"] = local * self._inputs
             self._costs[key] = LayerCosts(**arrays)
         return self._costs[key]
 
-    def _times(self, local: float, tensor: int) -> list[tuple[float, float]]:
-        if (local, tensor) not in self._seconds:
-            self._seconds[local, tensor] = [kind.seconds(local, tensor) for kind in self.kinds]
-        return self._seconds[local, tensor]
-
-    def _kind_costs(
-        self, kind: LayerKind, index: int, place: Place, tensor: int, treatment: Treatment
-    ) -> dict[str, float]:
+    def _kind_costs(self, place: Place, tensor: int, treatment: Treatment) -> dict[str, Array]:
+        """[kinds] arrays; the equations are in the head of this file."""
         data = place.devices // tensor
         local = -(-treatment.micro_batch // data)
         zero = treatment.zero if data > 1 else 0
         wire, optimizer = self.profile.bytes_per_weight, self.profile.state_bytes - 2 * self.profile.bytes_per_weight
-        group, peers = place.tensor_group(tensor), place.data_group(tensor)
-        forward, backward = self._times(local, tensor)[index]
+        forward, backward = self.compute_seconds(local, tensor)
         forward, backward = forward * place.slowdown, backward * place.slowdown
-        forward_tensor = all_reduce(group, kind.tensor_forward_bytes * local)
-        backward_tensor = all_reduce(group, kind.tensor_backward_bytes * local)
-        own = kind.parameters / tensor
-        activations = (kind.activation_bytes / tensor + kind.replicated_bytes) * local
+        forward_tensor, backward_tensor = self._tensor_seconds(place.tensor_group(tensor), local)
+        summed, scattered, tied_summed, tied_scattered = self._parameter_seconds(place, tensor)
+        own, tied = self._parameters / tensor, self._tied / tensor
+        activations = (self._divided / tensor + self._replicated) * local
         if treatment.recompute:
-            backward += forward
-            backward_tensor += forward_tensor
-        gather = all_gather(peers, own * wire) if zero == 3 else 0.0
-        scatter = reduce_scatter(peers, own * wire) if zero == 3 else 0.0
-        if zero == 3:
-            forward = max(forward, gather - forward_tensor)
-            backward = max(backward, gather + scatter - backward_tensor)
-        gradients = {0: all_reduce, 1: reduce_scatter, 3: lambda *_: 0.0}[zero](peers, own * wire)
-        update = own / (data if zero else 1) * self.profile.update_seconds * place.slowdown
-        update += all_gather(peers, own * wire) if zero == 1 else 0.0
-        tied = kind.tied_parameters / tensor
-        reduced = {0: all_reduce, 1: reduce_scatter, 3: lambda *_: 0.0}[zero](peers, tied * wire)
+            backward, backward_tensor = backward + forward, backward_tensor + forward_tensor
+        if zero == 3:  # all_gather costs what reduce_scatter does
+            forward = np.maximum(forward, scattered - forward_tensor)
+            backward = np.maximum(backward, 2 * scattered - backward_tensor)
+        share = data if zero else 1
+        weights = 2 * wire / (data if zero == 3 else 1)
+        update = own / share * self.profile.update_seconds * place.slowdown
+        nothing = np.zeros_like(own)
+        hop = tied * wire / self._pair_rate(place) + 2 * place.network.latency
+        reduced = {0: tied_summed, 1: tied_scattered, 3: nothing}[zero]
         return {
-            "forward": forward if kind.max_tensor % tensor == 0 else math.inf,
+            "forward": np.where(self._divisible(tensor), forward, np.inf),
             "backward": backward,
             "forward_tensor": forward_tensor,
             "backward_tensor": backward_tensor,
-            "gradients": gradients,
-            "update": update,
-            "weights": own * 2 * wire / (data if zero == 3 else 1),
-            "optimizer": own * optimizer / (data if zero else 1),
+            "gradients": {0: summed, 1: scattered, 3: nothing}[zero],
+            "update": update + scattered if zero == 1 else update,
+            "weights": own * weights,
+            "optimizer": own * optimizer / share,
             "activations": activations,
-            "working": (activations if treatment.recompute else 0.0) + (2 * own * wire if zero == 3 else 0.0),
-            "tied": tied * wire / self._pair_rate(place) + 2 * place.network.latency + reduced if tied else 0.0,
-            "tied_bytes": tied * (2 * wire / (data if zero == 3 else 1) + optimizer / (data if zero else 1)),
+            "working": (activations if treatment.recompute else nothing) + (2 * own * wire if zero == 3 else nothing),
+            "tied": np.where(tied > 0, hop + reduced, 0.0),
+            "tied_bytes": tied * (weights + optimizer / share),
         }
+
+    def compute_seconds(self, local: float, tensor: int) -> tuple[Array, Array]:
+        """[kinds] forward and backward seconds of `local` samples on a device of the profile."""
+        key = (local, tensor)
+        if key not in self._seconds:
+            pairs = np.array([kind.seconds(local, tensor) for kind in self.kinds])
+            self._seconds[key] = pairs[:, 0], pairs[:, 1]
+        return self._seconds[key]
+
+    def _tensor_seconds(self, group: Group, local: int) -> tuple[Array, Array]:
+        key = (group, local)
+        if key not in self._tensor_cache:
+            self._tensor_cache[key] = (
+                np.array([all_reduce(group, kind.tensor_forward_bytes * local) for kind in self.kinds]),
+                np.array([all_reduce(group, kind.tensor_backward_bytes * local) for kind in self.kinds]),
+            )
+        return self._tensor_cache[key]
+
+    def _parameter_seconds(self, place: Place, tensor: int) -> tuple[Array, Array, Array, Array]:
+        """all_reduce and reduce_scatter over the data group, of own and of tied parameters."""
+        group = place.data_group(tensor)
+        key = (group, tensor)
+        if key not in self._parameter_cache:
+            own, tied = (x / tensor * self.profile.bytes_per_weight for x in (self._parameters, self._tied))
+            self._parameter_cache[key] = (
+                np.array([all_reduce(group, size) for size in own]),
+                np.array([reduce_scatter(group, size) for size in own]),
+                np.array([all_reduce(group, size) for size in tied]),
+                np.array([reduce_scatter(group, size) for size in tied]),
+            )
+        return self._parameter_cache[key]
+
+    def _divisible(self, tensor: int) -> Array:
+        return self._tops % tensor == 0
 
     @staticmethod
     def _pair_rate(place: Place) -> float:

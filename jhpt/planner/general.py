@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from jhpt.core.cluster import Link
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, runs_of
 from jhpt.planner.bound import StageTerms, finished, own_seconds
 from jhpt.planner.costs import CostModel, Treatment
@@ -44,26 +45,26 @@ STAGES, EXPANSIONS, LABELS = 12, 1500, 8
 def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> None:
     """Improves `incumbent` to the best plan of the space, and its bound."""
     minima = Minima(model)
-    _seed(request, model, incumbent)
-    for bound, schedule, m, treatment in sorted(_bounded(request, model, minima), key=lambda entry: entry[:3]):
+    if incumbent.plan is None:
+        _seed(request, model, incumbent)
+    for bound, m, treatment in sorted(_bounded(request, model, minima), key=lambda entry: entry[:2]):
         if bound >= incumbent.cutoff:
             incumbent.leave(bound)
             break
-        Search(schedule, m, treatment, request, model, minima, incumbent).run()
+        Search(m, treatment, request, model, minima, incumbent).run()
 
 
-def _bounded(request: Request, model: CostModel, minima: "Minima") -> Iterator[tuple[float, Schedule, int, Treatment]]:
-    """Bounds without cuts: K devices cannot do the work faster than if all were as busy as the best-used one."""
-    schedules: tuple[Schedule, ...] = tuple(s for s in request.schedules if s != "interleaved") or ("1f1b",)
-    for m, zero, recompute in itertools.product(request.micro_batches, request.zero, request.recompute):
-        treatment = Treatment(request.batch // m, zero, recompute)
-        work = minima.device_seconds(treatment)
-        for schedule in schedules:
-            yield m * float(work.sum()) / model.cluster.num_devices, schedule, m, treatment
+def _bounded(request: Request, model: CostModel, minima: "Minima") -> Iterator[tuple[float, int, Treatment]]:
+    """Bounds without cuts: K devices cannot compute faster than if each were as busy as the best-used one."""
+    for m, recompute in itertools.product(request.micro_batches, request.recompute):
+        work = minima.device_seconds(Treatment(request.batch // m, 0, recompute))
+        bound = m * float(work.sum()) / model.cluster.num_devices
+        for zero in request.zero:
+            yield bound, m, Treatment(request.batch // m, zero, recompute)
 
 
 def _seed(request: Request, model: CostModel, incumbent: Incumbent) -> None:
-    """A first plan: everything data parallel in one stage, so that the search has something to beat."""
+    """A first plan where there is none yet, so that the search has something to beat: equal stages, data parallel."""
     n, k = model.num_layers, model.cluster.num_devices
     for m, zero, recompute in itertools.product(request.micro_batches, request.zero, request.recompute):
         for s in sorted({min(s, n, k) for s in (1, 2, 4, 8)}):
@@ -72,9 +73,8 @@ def _seed(request: Request, model: CostModel, incumbent: Incumbent) -> None:
                 Stage(device=i * (k // s), devices=k // s, chunks=(Chunk(first=a, runs=runs_of([1] * (b - a))),))
                 for i, (a, b) in enumerate(itertools.pairwise(edges))
             )
-            incumbent.offer(
-                _plan(stages, "1f1b", m, Treatment(request.batch // m, zero, recompute), request, model), model
-            )
+            treatment = Treatment(request.batch // m, zero, recompute)
+            incumbent.offer(_plan(stages, "1f1b", m, treatment, request, model), model)
 
 
 def _plan(
@@ -95,59 +95,60 @@ def _plan(
 
 @dataclass(frozen=True)
 class Least:
-    """Prefix sums [N + 1] of the least that a layer can cost at a place, quantity by quantity."""
+    """The least that a layer can cost on 1, 2, ... devices from one offset; [devices, N + 1] sums over first layers."""
 
     forward: Array
     backward: Array
     both: Array
     until_reduced: Array
-    """(M-1) (forward + backward) + forward + gradients + update: all of a device's work but the last backward."""
+    """M forward + (M-1) backward + gradients + update: all of a device's work but the last backward."""
     update: Array
     state: Array
     activations: Array
     working: Array
-    """[N], not summed."""
+    """[devices, N], not summed."""
+    memory: Array
+    """[devices] of the smallest device."""
 
 
 class Minima:
-    """`Least` of every place, computed once."""
+    """`Least` of every offset, computed once for each class of offsets."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
-        self._cache: dict[tuple[Place, Treatment, int], Least] = {}
+        self._rows: dict[tuple[Place, Treatment, int], list[Array]] = {}
 
-    def at(self, place: Place, treatment: Treatment, m: int) -> Least:
-        """Least costs at `place`."""
+    def at(self, offset: int, treatment: Treatment, m: int) -> Least:
+        """Least costs from `offset` on."""
+        places = [self.model.places.at(offset, k) for k in range(1, self.model.cluster.num_devices - offset + 1)]
+        rows = [self._row(place, treatment, m) for place in places]
+        *summed, working = (np.array(columns) for columns in zip(*rows, strict=True))
+        totals = (np.concatenate([np.zeros((len(rows), 1)), np.cumsum(a, axis=1)], axis=1) for a in summed)
+        return Least(*totals, working, np.array([place.memory for place in places]))
+
+    def _row(self, place: Place, treatment: Treatment, m: int) -> list[Array]:
         key = (place, treatment, m)
-        if key not in self._cache:
+        if key not in self._rows:
             tables = [self.model.layer_costs(place, t, treatment) for t in self.model.degrees(place.devices)]
             f = np.array([c.forward + c.forward_tensor for c in tables])
             b = np.array([c.backward + c.backward_tensor for c in tables])
-            once = np.array([c.gradients + c.update for c in tables])
-            self._cache[key] = Least(
-                forward=prefix(f.min(axis=0)),
-                backward=prefix(b.min(axis=0)),
-                both=prefix((f + b).min(axis=0)),
-                until_reduced=prefix((m * f + (m - 1) * b + once).min(axis=0)),
-                update=prefix(np.array([c.update for c in tables]).min(axis=0)),
-                state=prefix(np.array([c.state for c in tables]).min(axis=0)),
-                activations=prefix(np.array([c.activations for c in tables]).min(axis=0)),
-                working=np.array([c.working for c in tables]).min(axis=0),
-            )
-        return self._cache[key]
+            update = np.array([c.update for c in tables])
+            once = np.array([c.gradients for c in tables]) + update
+            quantities = [f, b, f + b, m * f + (m - 1) * b + once, update]
+            quantities += [np.array([getattr(c, name) for c in tables]) for name in ("state", "activations", "working")]
+            self._rows[key] = [quantity.min(axis=0) for quantity in quantities]
+        return self._rows[key]
 
     def device_seconds(self, treatment: Treatment) -> Array:
-        """[N] least k x seconds of a layer on any number k of devices."""
-        model, total = self.model, self.model.cluster.num_devices
-        least = np.full(model.num_layers, np.inf)
-        kinds = range(total) if model.cluster.mixed else range(min(total, model.places.per_node))
-        for devices in range(1, total + 1):
-            for place in {model.places.at(o, devices) for o in kinds if o + devices <= total}:
-                for t in model.degrees(devices):
-                    costs = model.layer_costs(place, t, treatment)
-                    busy = costs.forward + costs.forward_tensor + costs.backward + costs.backward_tensor
-                    least = np.minimum(least, devices * busy)
-        return least
+        """[N] least k x seconds of computing a layer's micro-batch on any number k of devices."""
+        model, least = self.model, np.full(len(self.model.kinds), np.inf)
+        fastest = min(model.places.slow)
+        for devices in range(1, model.cluster.num_devices + 1):
+            for t in model.degrees(devices):
+                forward, backward = model.compute_seconds(-(-treatment.micro_batch * t // devices), t)
+                busy = fastest * devices * (forward * (2 if treatment.recompute else 1) + backward)
+                least = np.minimum(least, busy)
+        return least[model.index]
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,10 @@ class Choices:
     activations: Array
     memory: Array
 
+    def slice(self, low: int, high: int) -> "Choices":
+        """Some of them."""
+        return Choices(*(getattr(self, name)[low:high] for name in Choices.__dataclass_fields__))
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -181,11 +186,10 @@ class Prefix:
 
 
 class Search:
-    """One schedule, number of micro-batches and treatment."""
+    """One number of micro-batches and treatment, every schedule."""
 
     def __init__(
         self,
-        schedule: Schedule,
         m: int,
         treatment: Treatment,
         request: Request,
@@ -193,24 +197,55 @@ class Search:
         minima: Minima,
         incumbent: Incumbent,
     ) -> None:
-        self.schedule, self.m, self.treatment, self.request = schedule, m, treatment, request
+        self.m, self.treatment, self.request = m, treatment, request
         self.model, self.minima, self.incumbent = model, minima, incumbent
         self.n, self.k = model.num_layers, model.cluster.num_devices
         self.exact = self.n * self.k <= EXACT_STATES
         self.most = min(self.n, self.k, request.max_stages)
-        self.told = self.most if self.exact else min(self.most, STAGES)
-        self.work = minima.device_seconds(treatment)
         self._options: dict[tuple[Place, int, int, int], list[Option]] = {}
-        self.choices: list[Choices] = []
+        self._hops: dict[tuple[int, Link | None], Array] = {}
 
     def run(self) -> None:
         """Bounds of all suffixes, then best-first over prefixes."""
-        self._tables()
+        least = self._leasts()
+        if (bound := self._work_bound(least)) >= self.incumbent.cutoff:
+            self.incumbent.leave(bound)
+            return
+        self.choices = [self._stage_choices(offset, least[offset]) for offset in range(self.k)]
+        for schedule in [name for name in self.request.schedules if name != "interleaved"] or ["1f1b"]:
+            self.schedule: Schedule = schedule
+            for told in (self.most,) if self.exact else (2, 5, STAGES):
+                self.told = min(told, self.most)
+                self._tables()
+                if not self.beyond or self._root(self.told) >= self.incumbent.cutoff:
+                    break
+            self._best_first()
+
+    def _leasts(self) -> list[Least]:
+        """By offset; offsets of one class share the arrays of the first of them."""
+        kinds = [self.model.places.offset_class(offset) for offset in range(self.k)]
+        by_class = {kind: self.minima.at(kind, self.treatment, self.m) for kind in dict.fromkeys(kinds)}
+        return [by_class[kind] for kind in kinds]
+
+    def _work_bound(self, leasts: list[Least]) -> float:
+        """All devices together have K T seconds; a stage of k takes k times its own. Also sets what layers need."""
+        self.work = np.full(self.n, np.inf)
+        reduced = self.work
+        for least in {id(least): least for least in leasts}.values():
+            devices = np.arange(1, len(least.both) + 1)[:, None]
+            self.work = np.minimum(self.work, (devices * np.diff(least.both)).min(axis=0))
+            reduced = np.minimum(reduced, (devices * np.diff(least.until_reduced)).min(axis=0))
+        return max(self.m * float(self.work.sum()), float(reduced.sum())) / self.k
+
+    def _root(self, stages: int) -> float:
+        return float(max(self.back[stages, 0, 0], self.done[stages, 0, 0]))
+
+    def _best_first(self) -> None:
         heap: list[tuple[float, int, int, int, Prefix, tuple[int, int] | None]] = []
         count = itertools.count()
         start = Prefix((), 0, 0, 0.0, 0.0)
         for s in range(1, self.told + 1):
-            bound = float(max(self.back[s, 0, 0], self.done[s, 0, 0]))
+            bound = self._root(s)
             if self.beyond and s == self.told:
                 self.incumbent.leave(bound)
             elif bound < self.incumbent.cutoff:
@@ -239,66 +274,71 @@ class Search:
         self.back, self.done, self.trip = (np.full(shape, np.inf) for _ in range(3))
         for table in (self.back, self.done, self.trip):
             table[0, self.n, :] = 0.0
-        suffix = self.m * (self.work.sum() - prefix(self.work))
-        before = self.m * prefix(self.work)
         for offset in reversed(range(self.k)):
-            choices = self._stage_choices(offset, before, suffix)
-            self.choices.append(choices)
+            choices = self.choices[offset]
             if len(choices.i):
                 for p in range(1, self.told + 1):
                     self._fill(p, offset, choices)
-        self.choices.reverse()
 
-    def _stage_choices(self, offset: int, before: Array, suffix: Array) -> Choices:
-        limit = self.incumbent.seconds * (1 + 1e-9)
-        starts = np.flatnonzero(before <= limit * offset) if offset else np.array([0])
-        starts = starts[starts < self.n]
-        parts = [
-            self._with_devices(offset, devices, starts, suffix, limit) for devices in range(1, self.k - offset + 1)
+    def _stage_choices(self, offset: int, least: Least) -> Choices:
+        """Stages that can be part of a plan faster than the best known: what they, and what is before and after them,
+        must do fits into its time.
+        """
+        limit = min(self.incumbent.seconds * (1 + 1e-9), np.finfo(float).max / self.k)
+        total = self.m * prefix(self.work)
+        counts = np.arange(1, self.k - offset + 1)
+        starts = np.flatnonzero(total[:-1] <= limit * offset) if offset else np.array([0])
+        low = np.searchsorted(total, total[-1] - limit * (self.k - offset - counts))
+        low[-1] = self.n
+        both = least.both[: len(counts)]
+        high = np.array([np.searchsorted(row, row[starts] + limit / self.m, side="right") for row in both]) - 1
+        first = np.maximum(starts[:, None] + 1, low[None, :])  # [starts, devices]
+        many = np.maximum(0, high.T - first + 1).ravel()
+        at, row = (np.repeat(index.ravel(), many) for index in np.indices(first.shape))
+        stop = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many) + np.repeat(first.ravel(), many)
+        i = starts[at]
+        hop = self._least_hops(offset, counts)
+        span = [
+            table[row, stop] - table[row, i]
+            for table in (
+                least.forward,
+                least.backward,
+                least.both,
+                least.until_reduced,
+                least.update,
+                least.state,
+                least.activations,
+            )
         ]
-        joined = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
-        order = np.argsort(joined[0], kind="stable")
-        return Choices(*(a[order] for a in joined))
+        working = np.maximum(least.working[row, i], least.working[row, stop - 1])
+        return Choices(i, stop, row + 1, *span[:5], hop[row, stop - 1], span[5] + working, span[6], least.memory[row])
 
-    def _with_devices(
-        self, offset: int, devices: int, starts: npt.NDArray[np.int64], suffix: Array, limit: float
-    ) -> tuple[npt.NDArray[np.generic], ...]:
-        """All stages of `devices` at `offset` that leave the rest a chance."""
-        place = self.model.places.at(offset, devices)
-        least = self.minima.at(place, self.treatment, self.m)
-        rest = self.k - offset - devices
-        low = int(np.searchsorted(-suffix, -limit * rest)) if rest else self.n
-        high = np.searchsorted(least.both, least.both[starts] + limit / self.m, side="right") - 1
-        first = np.maximum(starts + 1, low)
-        counts = np.maximum(0, np.minimum(high, self.n) - first + 1)
-        i = np.repeat(starts, counts)
-        stop = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
+    def _least_hops(self, offset: int, counts: npt.NDArray[np.int64]) -> Array:
+        """[devices, N]: least seconds of the hop to a next stage that is not known yet, after every layer."""
+        hops = np.array([self._hop_row(offset, int(devices)) for devices in counts])
+        hops[:, -1] = 0.0
+        return hops
+
+    def _hop_row(self, offset: int, devices: int) -> Array:
         local = -(-self.treatment.micro_batch // devices)
-        hop = np.array([self._least_hop(offset, devices, size * local) for size in self.model.boundary])
-        hop[-1] = 0.0
-        working = np.maximum(least.working[i], least.working[stop - 1])
-        return (
-            i,
-            stop,
-            np.full(len(i), devices),
-            *(
-                table[stop] - table[i]
-                for table in (least.forward, least.backward, least.both, least.until_reduced, least.update)
-            ),
-            hop[stop - 1],
-            least.state[stop] - least.state[i] + working,
-            least.activations[stop] - least.activations[i],
-            np.full(len(i), place.memory),
-        )
+        near = self._near(offset, devices)
+        key = (local, near)
+        if key not in self._hops:
+            self._hops[key] = np.array([self._least_hop(offset, devices, size * local) for size in self.model.boundary])
+        return self._hops[key]
+
+    def _near(self, offset: int, devices: int) -> Link | None:
+        """The link inside the node, where the stage and a device more share one."""
+        places = self.model.places
+        if offset + devices < self.k and places.same_node(offset, offset + devices + 1):
+            return places.nodes[places.node_of[offset]].inside
+        return None
 
     def _least_hop(self, offset: int, devices: int, size: float) -> float:
         """A bound of the hop to a next stage that is not known yet: one sender, the better link."""
-        last = offset + devices - 1
         seconds = hop_seconds((self.model.cluster.network, 1), size)
-        if last + 1 < self.k and self.model.places.same_node(offset, last + 2):
-            node = self.model.places.nodes[self.model.places.node_of[offset]]
-            seconds = min(seconds, hop_seconds((node.inside, 1), size))
-        return seconds
+        near = self._near(offset, devices)
+        return min(seconds, hop_seconds((near, 1), size)) if near else seconds
 
     def _window(self, p: int) -> int:
         """Micro-batches in flight with p stages left."""
@@ -344,9 +384,8 @@ class Search:
         low, high = np.searchsorted(c.i, [fixed.stop, fixed.stop + 1])
         if low == high:
             return
-        c = Choices(*(getattr(c, name)[low:high] for name in Choices.__dataclass_fields__))
-        trip, back, done = self._bounds(p, fixed.device, c)
-        del trip
+        c = c.slice(int(low), int(high))
+        _, back, done = self._bounds(p, fixed.device, c)
         hop = self._pending_hop(fixed)
         head, tail = fixed.head + hop, fixed.tail + hop
         bounds = np.maximum.reduce([np.full(len(back), bound), head + back + tail, head + done])

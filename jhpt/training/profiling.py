@@ -311,9 +311,9 @@ def profile_command(
     Raises:
       InputError: a file that cannot be written, or what `measure_profile` refuses.
     """
-    for path in filter(None, (out, cluster_out)):
-        if not Path(path).parent.is_dir() or Path(path).is_dir():
-            raise InputError(f"{path} cannot be written: give a file in a folder that exists")
+    for file in filter(None, (out, cluster_out)):
+        if not Path(file).parent.is_dir() or Path(file).is_dir():
+            raise InputError(f"{file} cannot be written: give a file in a folder that exists")
     configure_runtime()
     grid = default_grid(config, quick)
     profile, profile_path, known = cached_profile(config, grid, again)

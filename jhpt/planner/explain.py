@@ -1,0 +1,359 @@
+"""Why this plan: an answer as words, rows and JSON.  Pure functions; `report` prints what they return.
+
+Seconds.  What a device of a stage does and how long it waits add up to the step.  A plan as a whole is described by the
+mean over its working devices, so the differences between two plans' causes add up to the difference of their steps;
+uneven stages and the pipeline's ramps both show as waiting.  Compute and update are split further than in `estimate`:
+the forward pass done again is recomputation; ZeRO-3's traffic that no work hides, and ZeRO-1's after the update, are
+weights gathered.
+
+Runners-up.  The answer's alternatives are the best plans of other shapes, and all fit.  `changed` adds plans of the
+winner's own shape with one decision changed; of those some are faster and do not fit, which says why the planner had to
+decide as it did.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Plan, Stage
+from jhpt.core.profile import ModelProfile
+from jhpt.planner.baselines import Baseline
+from jhpt.planner.costs import CostModel, Treatment
+from jhpt.planner.estimate import Estimate, chunk_costs, price, treatment_of
+from jhpt.planner.simulation import Timeline, simulate
+from jhpt.planner.solve import Answer
+
+FORMAT = 1
+"""Of the JSON; raised when a key changes its meaning."""
+
+OPTIMAL = 1e-9
+"""A relative gap below this is rounding."""
+
+MINOR = 0.05
+"""Differences below this share of the largest one are not told."""
+
+ALTERNATIVES = 5
+NAMES = 4
+"""Most names in the text of a run of layers; of more, the first and the last."""
+
+_TOKENS = re.compile(r"a sequence of (\d+) tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRun:
+    """Neighbouring layers `[first, stop)` of one chunk at one degree."""
+
+    chunk: int
+    first: int
+    stop: int
+    names: tuple[str, ...]
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """A plan that was not chosen.
+
+    ratio: its step over the winner's.  missing: bytes per device that it lacks, at most 0 where it fits.
+    causes: seconds that it spends more than the winner, by cause; they sum to the difference of the steps.
+    """
+
+    name: str
+    plan: Plan
+    seconds: float
+    ratio: float
+    missing: float
+    causes: dict[str, float]
+
+    @property
+    def why(self) -> str:
+        """`+12.0 %: gradients exposed +80 ms, waiting +35 ms; compute -20 ms`, or by how much it does not fit."""
+        faster = f"; it would take {percent(self.ratio)}" if self.ratio < 1 else ""
+        if self.missing > 0:
+            return f"does not fit by {gib(self.missing)}{faster}"
+        largest = max(map(abs, self.causes.values()), default=0.0)
+        told = [(value, cause) for cause, value in self.causes.items() if abs(value) > max(MINOR * largest, 1e-9)]
+        signs = (sorted((v, c) for v, c in told if v > 0)[::-1], sorted((v, c) for v, c in told if v < 0))
+        parts = [", ".join(f"{cause} {duration(value, sign=True)}" for value, cause in part) for part in signs if part]
+        return ": ".join(filter(None, (percent(self.ratio), "; ".join(parts))))
+
+
+def layer_runs(stage: Stage, profile: ModelProfile) -> tuple[LayerRun, ...]:
+    """The layers of a stage, chunk by chunk, equal treatment joined."""
+    runs = []
+    for number, chunk in enumerate(stage.chunks):
+        first = chunk.first
+        for run in chunk.runs:
+            stop = first + run.layers
+            names = compressed(profile.layers[first:stop])
+            data = stage.devices // run.tensor
+            runs.append(LayerRun(chunk=number, first=first, stop=stop, names=names, data=data, tensor=run.tensor))
+            first = stop
+    return tuple(runs)
+
+
+def compressed(names: Iterable[str]) -> tuple[str, ...]:
+    """Equal neighbours joined: `("embedding", "block x 12")`."""
+    groups = [(name, len(list(group))) for name, group in itertools.groupby(names)]
+    return tuple(name if count == 1 else f"{name} x {count}" for name, count in groups)
+
+
+def names_text(names: Sequence[str]) -> str:
+    """`embedding, block x 12`; of many names the first and the last."""
+    return ", ".join(names) if len(names) <= NAMES else f"{names[0]} ... {names[-1]}"
+
+
+def spans(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending numbers as inclusive ranges."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return tuple(found)
+
+
+def spans_text(ranges: Iterable[tuple[int, int]]) -> str:
+    """`0-7, 12`."""
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
+
+
+def devices_text(stage: Stage) -> str:
+    """`8-15`."""
+    return spans_text([(stage.device, stage.device + stage.devices - 1)])
+
+
+def idle_devices(plan: Plan, available: int) -> tuple[int, ...]:
+    """Numbers of the devices without work."""
+    working = {device for stage in plan.stages for device in range(stage.device, stage.device + stage.devices)}
+    return tuple(device for device in range(available) if device not in working)
+
+
+def shape_text(plan: Plan) -> str:
+    """A plan in one line: `4 stages x 8 devices, tensor 2, 16 micro-batches, 1f1b, ZeRO-1, recomputation`."""
+    sizes = [stage.devices for stage in plan.stages]
+    degrees = sorted({run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs})
+    several, count = len(sizes) > 1, plan.micro_batches
+    each = f"{sizes[0]} device{'s' if sizes[0] > 1 else ''}" if len(set(sizes)) == 1 else "/".join(map(str, sizes))
+    schedule = f"{plan.schedule} x {plan.chunks}" if plan.chunks > 1 else plan.schedule
+    parts = [
+        f"{len(sizes)} stages x {each}" if several else each,
+        f"tensor {'/'.join(map(str, degrees))}",
+        f"{count} micro-batch{'es' if count > 1 else ''}",
+        schedule if several else "",
+        f"ZeRO-{plan.zero}" if plan.zero else "",
+        "recomputation" if plan.recompute else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def verdict(answer: Answer) -> str:
+    """How far from the fastest plan of the space this one can be."""
+    if answer.gap <= OPTIMAL:
+        return "proven optimal"
+    return f"at most {100 * answer.gap:.2g} % from optimal"
+
+
+def throughput(answer: Answer) -> tuple[float, str]:
+    """(samples or tokens per second, which of them)."""
+    samples = answer.plan.batch / answer.estimate.seconds
+    tokens = sample_tokens(answer.model.profile)
+    return (samples * tokens, "tokens/s") if tokens else (samples, "samples/s")
+
+
+def sample_tokens(profile: ModelProfile) -> int | None:
+    """Tokens in a sample, where a sample is a sequence of a known length."""
+    match = _TOKENS.fullmatch(profile.sample)
+    return int(match[1]) if match else None
+
+
+def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel) -> dict[str, float]:
+    """Seconds of one stage by cause; they sum to the step."""
+    seconds, stage = dict(estimate.stages[position].seconds), plan.stages[position]
+    micro_batch = treatment_of(plan).micro_batch
+    unsharded, _ = _work(stage, Treatment(micro_batch, 0, plan.recompute), model)
+    bare, _ = _work(stage, Treatment(micro_batch, 0, False), model)
+    bare, unsharded = plan.micro_batches * bare, plan.micro_batches * unsharded
+    gathered = seconds["compute"] - unsharded
+    if plan.zero == 1:  # ZeRO-3 updates the same share, but leaves it where it is
+        updates = [_work(stage, Treatment(micro_batch, zero, plan.recompute), model)[1] for zero in (1, 3)]
+        gathered += updates[0] - updates[1]
+        seconds["update"] -= updates[0] - updates[1]
+    split = {"compute": bare, "recomputation": unsharded - bare, "weights gathered": gathered}
+    return split | {cause: value for cause, value in seconds.items() if cause != "compute"}
+
+
+def _work(stage: Stage, treatment: Treatment, model: CostModel) -> tuple[float, float]:
+    """Seconds without tensor communication: of a micro-batch in both passes, and of the update."""
+    place = model.places.at(stage.device, stage.devices)
+    parts = [chunk_costs(chunk, place, treatment, model).layers for chunk in stage.chunks]
+    passes = sum(float((part.forward + part.backward).sum()) for part in parts)
+    return passes, sum(float(part.update.sum()) for part in parts)
+
+
+def mean_causes(plan: Plan, estimate: Estimate, model: CostModel) -> dict[str, float]:
+    """Seconds by cause, mean over the working devices; they sum to the step."""
+    means: dict[str, float] = {}
+    for position, stage in enumerate(plan.stages):
+        for cause, seconds in stage_causes(plan, position, estimate, model).items():
+            means[cause] = means.get(cause, 0.0) + seconds * stage.devices / plan.devices
+    return means
+
+
+def rival(name: str, plan: Plan, answer: Answer) -> Rival:
+    """`plan` against the winner."""
+    model, estimate = answer.model, price(plan, answer.model)
+    own, winner = mean_causes(plan, estimate, model), mean_causes(answer.plan, answer.estimate, model)
+    return Rival(
+        name=name,
+        plan=plan,
+        seconds=estimate.seconds,
+        ratio=estimate.seconds / answer.estimate.seconds,
+        missing=max(stage.total_bytes - stage.capacity for stage in estimate.stages),
+        causes={cause: seconds - winner[cause] for cause, seconds in own.items()},
+    )
+
+
+def alternatives(answer: Answer, count: int = ALTERNATIVES) -> tuple[Rival, ...]:
+    """The fastest plans of other shapes."""
+    return tuple(rival(shape_text(plan), plan, answer) for plan in answer.alternatives[:count])
+
+
+def changed(answer: Answer) -> tuple[Rival, ...]:
+    """The winner with one decision changed, wherever that makes a plan."""
+    rivals = []
+    for name, update in _changes(answer.plan):
+        plan = answer.plan.model_copy(update=update | {"seconds": None, "lower_bound": None})
+        try:
+            rivals.append(rival(name, plan, answer))
+        except InputError:  # such as a micro-batch that the replicas cannot share
+            continue
+    return tuple(rivals)
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    replicated = any(
+        stage.devices > run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs
+    )
+    for zero in (0, 1, 3):
+        if zero != plan.zero and replicated:
+            yield (f"ZeRO-{zero}" if zero else "no ZeRO"), {"zero": zero}
+    yield ("no recomputation" if plan.recompute else "recomputation"), {"recompute": not plan.recompute}
+    for count in (plan.micro_batches // 2, plan.micro_batches * 2):
+        if count and plan.batch % count == 0:
+            yield f"{count} micro-batch{'es' if count > 1 else ''}", {"micro_batches": count}
+
+
+def timeline(answer: Answer) -> Timeline:
+    """The step, played; device n of the timeline is every device of stage n."""
+    plan, times = answer.plan, answer.estimate.times
+    return simulate(
+        plan.schedule, plan.micro_batches, times.forward, times.backward, times.cut, times.sync, times.update
+    )
+
+
+def to_json(answer: Answer, baselines: Sequence[Baseline] = ()) -> dict[str, Any]:
+    """Everything that is known about an answer: bytes, seconds, JSON types only."""
+    plan, model, estimate = answer.plan, answer.model, answer.estimate
+    profile, tokens = model.profile, sample_tokens(model.profile)
+    samples = plan.batch / estimate.seconds
+    return {
+        "format": FORMAT,
+        "model": {
+            "name": profile.name,
+            "layers": profile.num_layers,
+            "parameters": profile.parameters,
+            "sample": profile.sample,
+            "dtype": profile.dtype,
+            "profile": {"source": profile.source, "device": profile.device},
+        },
+        "cluster": model.cluster.model_dump(mode="json", exclude_none=True),
+        "plan": plan.model_dump(mode="json", exclude_none=True),
+        "seconds": estimate.seconds,
+        "lower_bound": plan.lower_bound,
+        "gap": answer.gap,
+        "proven_optimal": answer.gap <= OPTIMAL,
+        "samples_per_second": samples,
+        "tokens_per_second": samples * tokens if tokens else None,
+        "devices": {
+            "available": model.cluster.num_devices,
+            "working": plan.devices,
+            "idle": list(idle_devices(plan, model.cluster.num_devices)),
+        },
+        "stages": [_stage_json(answer, position) for position in range(len(plan.stages))],
+        "baselines": [_baseline_json(baseline, answer) for baseline in baselines],
+        "changes": [_rival_json(each) for each in changed(answer)],
+        "alternatives": [_rival_json(each) for each in alternatives(answer)],
+    }
+
+
+def _stage_json(answer: Answer, position: int) -> dict[str, Any]:
+    stage, estimate = answer.plan.stages[position], answer.estimate.stages[position]
+    runs = layer_runs(stage, answer.model.profile)
+    return {
+        "stage": position,
+        "devices": list(range(stage.device, stage.device + stage.devices)),
+        "layers": [
+            {
+                "chunk": run.chunk,
+                "first": run.first,
+                "last": run.stop - 1,
+                "names": list(run.names),
+                "data": run.data,
+                "tensor": run.tensor,
+            }
+            for run in runs
+        ],
+        "seconds": stage_causes(answer.plan, position, answer.estimate, answer.model),
+        "bytes": dict(estimate.bytes),
+        "total_bytes": estimate.total_bytes,
+        "capacity": estimate.capacity,
+        "in_flight": estimate.in_flight,
+    }
+
+
+def _baseline_json(baseline: Baseline, answer: Answer) -> dict[str, Any]:
+    against = rival(baseline.name, baseline.plan, answer) if baseline.plan else None
+    return {
+        "name": baseline.name,
+        "plan": baseline.plan.model_dump(mode="json", exclude_none=True) if baseline.plan else None,
+        "seconds": baseline.seconds,
+        "ratio": against.ratio if against else None,
+        "causes": against.causes if against else None,
+        "why": against.why if against else baseline.reason,
+    }
+
+
+def _rival_json(each: Rival) -> dict[str, Any]:
+    return {
+        "name": each.name,
+        "plan": each.plan.model_dump(mode="json", exclude_none=True),
+        "seconds": each.seconds,
+        "ratio": each.ratio,
+        "fits": each.missing <= 0,
+        "missing_bytes": max(each.missing, 0.0),
+        "causes": each.causes,
+        "why": each.why,
+    }
+
+
+def gib(count: float) -> str:
+    """Bytes as `3.2 GiB`; less than a tenth of one in MiB."""
+    return f"{count / 2**30:.1f} GiB" if abs(count) >= 0.1 * 2**30 else f"{count / 2**20:.3g} MiB"
+
+
+def percent(ratio: float) -> str:
+    """`+12.0 %` for 1.12; `14.8 times` for what is no longer a matter of percents."""
+    return f"{100 * (ratio - 1):+.1f} %" if ratio < 2 else f"{ratio:.3g} times"
+
+
+def duration(seconds: float, sign: bool = False) -> str:
+    """`263.4 ms`, `1.23 s`, `85 us`."""
+    size = abs(seconds)
+    factor, unit, digits = (1, "s", 2) if size >= 10 else (1e3, "ms", 1) if size >= 1e-4 else (1e6, "us", 1)
+    return f"{seconds * factor:{'+' if sign else ''},.{digits}f} {unit}"

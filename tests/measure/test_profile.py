@@ -1,0 +1,216 @@
+"""Profiles: what is made of given seconds, and the structure of a measured one.  No timing is asserted."""
+
+import math
+
+import jax
+import pytest
+
+from jhpt.core.cluster import Device
+from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
+from jhpt.core.profile import load_profile
+from jhpt.core.shapes import parameter_count
+from jhpt.measure import profile as measured
+from jhpt.measure.profile import Shallow, depths, layer_seconds, predict_step
+from jhpt.measure.rank import rank_share, tensor_degrees
+from jhpt.measure.timer import steady
+from jhpt.models.build import build
+from jhpt.planner.analytic import analytic_profile
+from jhpt.sharding.rules import parameter_spec, path_name
+from jhpt.training import profiling
+from jhpt.training.profiling import Grid, cached_profile, default_grid, measure_profile, profile_command
+
+
+def test_steady_takes_a_slow_round_out_of_differences():
+    # One round of three is ten times slower; b - a stays 1 of the typical round.
+    seconds = steady({"a": [1.0, 10.0, 1.0], "b": [2.0, 20.0, 2.0]})
+    assert seconds["a"] == pytest.approx(1.0) and seconds["b"] == pytest.approx(2.0)
+
+
+def test_depths_are_two_and_reach_the_whole_of_a_small_model():
+    assert [depths(layers) for layers in (1, 2, 3, 4, 8, 12, 48)] == [
+        (1, 2), (1, 2), (1, 3), (2, 4), (2, 5), (2, 8), (2, 8),
+    ]  # fmt: skip
+
+
+def known_model(depth, tensor, batch):
+    """10 parameters a block and 7 beside, and calls that `known_seconds` recognises."""
+    return Shallow(
+        parameters=(10 * depth + 7) // tensor,
+        forward=lambda: None,
+        step=lambda: None,
+        embedding=lambda: None,
+        embedding_both=lambda: None,
+        update=lambda: None,
+    )
+
+
+def known_seconds(calls, rounds):
+    """Embedding 2 + 3, block 5 + 11, head 1 + 4 seconds a sample; update 0.1 a parameter."""
+    seconds = {}
+    for name in calls:
+        *kind, depth, batch = name.split() if name.count(" ") > 1 else (name, "0", "0")
+        depth, batch = (int(text) if text.isdigit() else 0 for text in (depth, batch))
+        match kind[0].split()[0]:
+            case "forward":
+                seconds[name] = batch * (3 + 5 * depth)
+            case "step":
+                seconds[name] = batch * (10 + 16 * depth) + 0.1 * (10 * depth + 7)
+            case "update":
+                seconds[name] = 0.1 * 67  # of the last model: 6 blocks
+            case "embedding":
+                size = int(name.split()[-1])
+                seconds[name] = size * (5.0 if "both" in name else 2.0)
+    return {name: [time] * rounds for name, time in seconds.items()}
+
+
+def test_seconds_are_split_by_the_equations(monkeypatch):
+    monkeypatch.setattr(measured, "interleaved", known_seconds)
+    monkeypatch.setattr(measured, "depths", lambda layers: (2, 6))
+    found = layer_seconds(known_model, 12, (1, 4), (1,), rounds=3)
+    expected = {"embedding": (2, 3), "block": (5, 11), "head": (1, 4)}
+    assert found.update == pytest.approx(0.1)
+    for kind, (forward, backward) in expected.items():
+        (timing,) = found.timings[kind]
+        assert timing.batches == (1, 4)
+        assert timing.forward == pytest.approx((forward, 4 * forward))
+        assert timing.backward == pytest.approx((backward, 4 * backward))
+
+
+def test_noise_leaves_the_time_of_the_deep_model_as_it_is(monkeypatch):
+    """Twice the blocks took thrice the time: the slope alone would leave less than nothing for the rest."""
+    seconds = {"step 2 1": 4.0, "step 4 1": 12.0, "forward 2 1": 3.0, "forward 4 1": 2.0, "update": 0.0}
+    seconds |= {"embedding 1": 1.0, "embedding both 1": 0.5}
+    monkeypatch.setattr(measured, "interleaved", lambda calls, rounds: {name: [seconds[name]] for name in calls})
+    monkeypatch.setattr(measured, "steady", lambda samples: {name: times[0] for name, times in samples.items()})
+    found = layer_seconds(known_model, 4, (1,), (1,), rounds=1)
+    parts = {kind: timing.at(1) for kind, (timing,) in found.timings.items()}
+    assert min(second for part in parts.values() for second in part) >= 0
+    assert sum(parts["embedding"]) + 4 * sum(parts["block"]) + sum(parts["head"]) == pytest.approx(12.0)
+
+
+def test_a_batch_that_does_not_fit_ends_the_row(monkeypatch):
+    monkeypatch.setattr(measured, "interleaved", known_seconds)
+    monkeypatch.setattr(measured, "depths", lambda layers: (2, 6))
+    found = layer_seconds(lambda d, t, b: known_model(d, t, b) if b < 4 else None, 12, (1, 2, 4), (1,), rounds=1)
+    assert found.timings["block"][0].batches == (1, 2)
+    with pytest.raises(InputError, match="do not fit"):
+        layer_seconds(lambda *_: None, 12, (1,), (1,), rounds=1)
+
+
+@pytest.mark.parametrize("preset", ["gpt-tiny", "bert-tiny", "llama-8b"])
+def test_a_rank_computes_its_share_of_every_divided_parameter(preset):
+    """The shapes of a rank's own model are those of the shards that the sharding rules give it."""
+    model = load_config(preset).model
+    tensor = tensor_degrees(model)[-1]
+    whole, share = (
+        jax.tree_util.tree_leaves_with_path(jax.eval_shape(build(m).init, jax.random.key(0)))
+        for m in (model, rank_share(model, tensor))
+    )
+    for (path, leaf), (own_path, own) in zip(whole, share, strict=True):
+        assert path == own_path
+        axes = parameter_spec(path_name(path), leaf.shape, 1, False)
+        assert own.shape == tuple(size // (tensor if axis else 1) for size, axis in zip(leaf.shape, axes, strict=True))
+
+
+def test_a_degree_that_divides_nothing_is_refused():
+    with pytest.raises(InputError, match="use 1, 2 or 4"):
+        rank_share(load_config("gpt-tiny").model, 3)
+
+
+UNTIED = {"model.tied": False, "model.vocab_size": 300, "model.positions": "rotary", "model.dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    "preset, changes, batches, tensors",
+    [("gpt-tiny", UNTIED, (2,), (1, 2)), ("bert-tiny", {"model.dropout": 0.1}, (1, 2), (1,))],
+)
+def test_a_measured_profile_is_complete(tiny, tmp_path, preset, changes, batches, tensors):
+    config = tiny(preset, **changes)
+    profile = measure_profile(config, batches=batches, tensors=tensors, rounds=1)
+    assert profile.parameters == parameter_count(config.model).allocated
+    assert profile.layers == ("embedding", "block", "block", "head") and profile.source.startswith("measured")
+    for kind in profile.kinds.values():
+        assert [(timing.tensor, timing.batches) for timing in kind.timings] == [(tensor, batches) for tensor in tensors]
+        assert all(math.isfinite(s) and s >= 0 for timing in kind.timings for s in timing.forward + timing.backward)
+    assert profile.update_seconds > 0 and predict_step(profile, config) > 0
+
+    device = Device(name="any", peak_flops={"float32": 1e12}, memory=1e9, memory_bandwidth=1e10)
+    analytic = analytic_profile(config, device, "float32")
+    bare = {"timings": ()}
+    for name, kind in profile.kinds.items():
+        assert kind.model_copy(update=bare) == analytic.kinds[name].model_copy(update=bare)
+
+    profile.save(tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == profile
+
+
+def test_prediction_adds_layers_pieces_and_update(tiny):
+    config = tiny(**{"parallel.micro_batches": 4})
+    device = Device(name="any", peak_flops={"float32": 1e12}, memory=1e9, memory_bandwidth=1e10)
+    profile = analytic_profile(config, device, "float32")
+    layers = sum(sum(profile.kinds[name].seconds(4, 1)) for name in profile.layers)
+    assert predict_step(profile, config) == pytest.approx(4 * layers + profile.parameters * profile.update_seconds)
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"batches": ()},
+        {"batches": (2, 1)},
+        {"batches": (0,)},
+        {"tensors": (2,)},
+        {"tensors": (1, 3)},
+        {"rounds": 0},
+    ],
+)
+def test_a_grid_that_cannot_work_is_refused(tiny, grid):
+    with pytest.raises(InputError):
+        measure_profile(tiny(), **grid)
+
+
+def test_default_grid_covers_the_step_on_one_device():
+    grid = default_grid(load_config("gpt-tiny", {"parallel.micro_batches": 2}))
+    assert grid.batches == (1, 4, 16) and grid.tensors == (1, 2, 4)
+    assert default_grid(load_config("gpt-tiny", {"data.batch_size": 1}), quick=True).batches == (1,)
+
+
+def test_the_cache_is_found_again_and_by_what_decides(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    grid = Grid(batches=(1,), tensors=(1,), rounds=1)
+    profile, path, known = cached_profile(tiny(), grid)
+    assert not known and path.is_relative_to(tmp_path)
+    monkeypatch.setattr(profiling, "measure_layers", None)  # may not be called again
+    assert cached_profile(tiny(**{"train.steps": 3, "optimizer.learning_rate": 1.0}), grid) == (profile, path, True)
+    others = [tiny(**{"model.d_ff": 64}), tiny(**{"data.sequence_length": 16}), tiny(**{"model.dtype": "bfloat16"})]
+    for other in others:
+        with pytest.raises(TypeError):
+            cached_profile(other, grid)
+    with pytest.raises(TypeError):
+        cached_profile(tiny(), grid, again=True)
+
+
+def test_the_command_writes_what_is_asked_for(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(profiling, "configure_runtime", lambda: None)
+    config, out = tiny(**{"data.batch_size": 2}), tmp_path / "profile.json"
+    cluster = measured_cluster(config)
+    monkeypatch.setattr(profiling, "probe_cluster", lambda rounds: cluster)
+    monkeypatch.setattr(profiling, "default_grid", lambda *_: Grid(batches=(1,), tensors=(1,), rounds=1))
+    assert profile_command(config, str(out), str(tmp_path / "cluster.json"), quick=True) == 0
+    assert load_profile(out).name == config.name and (tmp_path / "cluster.json").is_file()
+    assert "measured before" not in capsys.readouterr().out
+    assert profile_command(config, quick=True) == 0
+    assert "measured before" in capsys.readouterr().out
+    with pytest.raises(InputError, match="cannot be written"):
+        profile_command(config, str(tmp_path / "nowhere" / "profile.json"))
+
+
+def measured_cluster(config):
+    from jhpt.core.cluster import Cluster, Link, Node
+
+    device = Device(name="any", peak_flops={"float32": 1e12}, memory=1e9, memory_bandwidth=1e10)
+    link = Link(bandwidth=1e9, latency=1e-6)
+    return Cluster(
+        name="one", nodes=(Node(device=device, devices=1, inside=link, host=link, host_memory=1e9),), network=link
+    )
