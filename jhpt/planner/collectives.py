@@ -14,7 +14,7 @@ that a collective takes from the computation beside it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from jhpt.core.cluster import Link
@@ -27,8 +27,8 @@ class Group:
     size: int
     nodes: int
     groups: int
-    inside: Link
-    network: Link
+    inside: Link = field(hash=False)  # links are few objects: comparing them is cheap, hashing is not
+    network: Link = field(hash=False)
 
     @cached_property
     def members(self) -> int:

@@ -73,7 +73,7 @@ class CostModel:
         self.kinds: list[LayerKind] = [profile.kinds[name] for name in names]
         self.index = np.array([names.index(layer) for layer in profile.layers])
         self.boundary = np.array([self.kinds[i].boundary_bytes for i in self.index])
-        self._inputs = np.concatenate([[0.0], self.boundary[:-1]])
+        self.inputs = np.concatenate([[0.0], self.boundary[:-1]])
         self._parameters = np.array([float(kind.parameters) for kind in self.kinds])
         self._tied = np.array([float(kind.tied_parameters) for kind in self.kinds])
         self._divided = np.array([kind.activation_bytes for kind in self.kinds])
@@ -111,15 +111,15 @@ class CostModel:
         """Costs of every layer at degree `tensor`; infinite where a layer does not allow it."""
         key = (place, tensor, treatment)
         if key not in self._costs:
-            arrays = {name: values[self.index] for name, values in self._kind_costs(place, tensor, treatment).items()}
+            arrays = {name: values[self.index] for name, values in self.kind_costs(place, tensor, treatment).items()}
             if treatment.recompute:  # a layer keeps its input, which is the boundary of the layer before it
                 local = -(-treatment.micro_batch * tensor // place.devices)
-                arrays["activations"] = local * self._inputs
+                arrays["activations"] = local * self.inputs
             self._costs[key] = LayerCosts(**arrays)
         return self._costs[key]
 
-    def _kind_costs(self, place: Place, tensor: int, treatment: Treatment) -> dict[str, Array]:
-        """[kinds] arrays; the equations are in the head of this file."""
+    def kind_costs(self, place: Place, tensor: int, treatment: Treatment) -> dict[str, Array]:
+        """[kinds] arrays of `LayerCosts`, without what depends on the neighbours; equations in the head of this file."""
         data = place.devices // tensor
         local = -(-treatment.micro_batch // data)
         zero = treatment.zero if data > 1 else 0

@@ -120,22 +120,26 @@ class Minima:
 
     def at(self, offset: int, treatment: Treatment, m: int) -> Least:
         """Least costs from `offset` on."""
-        places = [self.model.places.at(offset, k) for k in range(1, self.model.cluster.num_devices - offset + 1)]
+        model = self.model
+        places = [model.places.at(offset, k) for k in range(1, model.cluster.num_devices - offset + 1)]
         rows = [self._row(place, treatment, m) for place in places]
-        *summed, working = (np.array(columns) for columns in zip(*rows, strict=True))
-        totals = (np.concatenate([np.zeros((len(rows), 1)), np.cumsum(a, axis=1)], axis=1) for a in summed)
+        *summed, kept, working = (np.array(columns)[:, model.index] for columns in zip(*rows, strict=True))
+        if treatment.recompute:
+            local = np.array([-(-treatment.micro_batch // place.devices) for place in places])
+            kept = local[:, None] * model.inputs
+        totals = (np.concatenate([np.zeros((len(rows), 1)), np.cumsum(a, axis=1)], axis=1) for a in (*summed, kept))
         return Least(*totals, working, np.array([place.memory for place in places]))
 
     def _row(self, place: Place, treatment: Treatment, m: int) -> list[Array]:
+        """[kinds] of each quantity, in the order of `Least`."""
         key = (place, treatment, m)
         if key not in self._rows:
-            tables = [self.model.layer_costs(place, t, treatment) for t in self.model.degrees(place.devices)]
-            f = np.array([c.forward + c.forward_tensor for c in tables])
-            b = np.array([c.backward + c.backward_tensor for c in tables])
-            update = np.array([c.update for c in tables])
-            once = np.array([c.gradients for c in tables]) + update
-            quantities = [f, b, f + b, m * f + (m - 1) * b + once, update]
-            quantities += [np.array([getattr(c, name) for c in tables]) for name in ("state", "activations", "working")]
+            tables = [self.model.kind_costs(place, t, treatment) for t in self.model.degrees(place.devices)]
+            c = {name: np.array([table[name] for table in tables]) for name in tables[0]}
+            f, b = c["forward"] + c["forward_tensor"], c["backward"] + c["backward_tensor"]
+            until = m * f + (m - 1) * b + c["gradients"] + c["update"]
+            state = c["weights"] + c["optimizer"]
+            quantities = (f, b, f + b, until, c["update"], state, c["activations"], c["working"])
             self._rows[key] = [quantity.min(axis=0) for quantity in quantities]
         return self._rows[key]
 

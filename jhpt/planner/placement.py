@@ -5,7 +5,7 @@ stride over them.  All stages together fill the cluster from its first device; w
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from jhpt.core.cluster import Cluster, Link, Node
@@ -21,8 +21,8 @@ class Place:
     memory: float
     crossing: tuple[int, ...]
     """Devices of the stage on each node it touches."""
-    inside: Link
-    network: Link
+    inside: Link = field(hash=False)
+    network: Link = field(hash=False)
 
     def tensor_group(self, tensor: int) -> Group:
         """The group, among those of `tensor` neighbours, that touches most nodes."""

@@ -1,0 +1,329 @@
+"""Every plan of a decision set, written down without any of the planner's shortcuts, and the fastest of them.
+
+The decision sets are those that `jhpt.planner.spmd` and `jhpt.planner.general` state.  A stage is summed up layer by
+layer, once for all plans that have it; whole plans are timed by the schedule, many at a time.  That this is what
+`jhpt.planner.estimate.price` says of each plan is tested.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jhpt.core.plan import Chunk, Plan, Schedule, Stage, Zero, runs_of
+from jhpt.planner.costs import CostModel, LayerCosts, Treatment
+from jhpt.planner.estimate import price
+from jhpt.planner.request import Request
+from jhpt.planner.schedule import in_flight, step_seconds
+from jhpt.planner.solve import Space
+
+ChunkDraft = tuple[int, tuple[int, ...]]
+"""First layer, tensor degree of every layer."""
+
+StageDraft = tuple[int, int, tuple[ChunkDraft, ...]]
+"""First device, devices, chunks."""
+
+
+class Draft(NamedTuple):
+    """A plan as plain tuples."""
+
+    micro_batches: int
+    zero: Zero
+    recompute: bool
+    schedule: Schedule
+    stages: tuple[StageDraft, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimum:
+    """Seconds of the fastest plan that fits (inf: none does), the plan, and how many there were."""
+
+    seconds: float
+    draft: Draft | None
+    plans: int
+
+
+def optimum(asked: Request, model: CostModel, space: Space) -> Optimum:
+    """The fastest of all plans of a space."""
+    groups: dict[tuple[object, ...], list[Draft]] = defaultdict(list)
+    plans = 0
+    for plans, draft in enumerate(drafts(asked, model, space), 1):  # noqa: B007
+        groups[*draft[:4], len(draft.stages), len(draft.stages[0][2])].append(draft)
+    pricer = _Pricer(asked, model, space)
+    least, chosen = math.inf, None
+    for group in groups.values():
+        seconds = pricer.seconds(group)
+        at = int(np.argmin(seconds))
+        if seconds[at] < least:
+            least, chosen = float(seconds[at]), group[at]
+    return Optimum(seconds=least, draft=chosen, plans=plans)
+
+
+def best(plans: Iterable[Plan], model: CostModel) -> tuple[float, Plan | None, int]:
+    """(seconds, plan, how many were priced) of the fastest that fits, each priced by itself."""
+    least, chosen, priced = math.inf, None, 0
+    for plan in plans:
+        priced += 1
+        estimate = price(plan, model)
+        if estimate.fits and estimate.seconds < least:
+            least, chosen = estimate.seconds, plan
+    return least, chosen, priced
+
+
+def spmd_plans(asked: Request, model: CostModel) -> Iterator[Plan]:
+    """All plans of space="spmd"."""
+    return (plan_of(draft, asked, model, "spmd") for draft in drafts(asked, model, "spmd"))
+
+
+def general_plans(asked: Request, model: CostModel) -> Iterator[Plan]:
+    """All plans of space="general"."""
+    return (plan_of(draft, asked, model, "general") for draft in drafts(asked, model, "general"))
+
+
+def plan_of(draft: Draft, asked: Request, model: CostModel, space: Space) -> Plan:
+    """The plan that a draft means."""
+    return Plan(
+        model=model.profile.name,
+        cluster=model.cluster.name,
+        space=space,
+        batch=asked.batch,
+        micro_batches=draft.micro_batches,
+        schedule=draft.schedule,
+        zero=draft.zero,
+        recompute=draft.recompute,
+        stages=tuple(
+            Stage(
+                device=device,
+                devices=devices,
+                chunks=tuple(Chunk(first=first, runs=runs_of(list(degrees))) for first, degrees in chunks),
+            )
+            for device, devices, chunks in draft.stages
+        ),
+    )
+
+
+# The decision sets.
+
+
+def drafts(asked: Request, model: CostModel, space: Space) -> Iterator[Draft]:
+    """All plans of a space."""
+    of_space = _spmd_stages if space == "spmd" else _general_stages
+    for m, zero, recompute in itertools.product(asked.micro_batches, asked.zero, asked.recompute):
+        for schedule, stages in of_space(model, Treatment(asked.batch // m, zero, recompute), m):
+            yield Draft(m, zero, recompute, schedule, stages)
+
+
+def _spmd_stages(
+    model: CostModel, treatment: Treatment, m: int
+) -> Iterator[tuple[Schedule, tuple[StageDraft, ...]]]:
+    n, k, b = model.num_layers, model.cluster.num_devices, treatment.micro_batch
+    for devices in range(1, k + 1):
+        for degrees in itertools.product(*_degrees(model, 0, n, devices, b)):
+            yield "1f1b", ((0, devices, ((0, degrees),)),)
+    for t, d in itertools.product(_common_degrees(model), range(1, k + 1)):
+        if d * t > k or b % d:
+            continue
+        for s in range(2, min(n, k // (d * t)) + 1):
+            for edges in _compositions(n, s):
+                yield "1f1b", _spmd_row(edges, s, d * t, t)
+                yield "gpipe", _spmd_row(edges, s, d * t, t)
+            for v in (2, 3, 4):
+                if m % s == 0 and s * v <= n:
+                    edges = _balanced_edges(model, treatment, d * t, t, s * v)
+                    yield "interleaved", _spmd_row(edges, s, d * t, t)
+
+
+def _spmd_row(edges: tuple[int, ...], s: int, devices: int, t: int) -> tuple[StageDraft, ...]:
+    chunks = [(first, (t,) * (stop - first)) for first, stop in itertools.pairwise(edges)]
+    return tuple((i * devices, devices, tuple(chunks[i::s])) for i in range(s))
+
+
+def _balanced_edges(model: CostModel, treatment: Treatment, devices: int, t: int, parts: int) -> tuple[int, ...]:
+    """The smallest largest range; of several the one whose ranges, from the first, are longest."""
+    c = model.layer_costs(model.places.at(0, devices), t, treatment)
+    work = c.forward + c.forward_tensor + c.backward + c.backward_tensor
+    every = [
+        (max(sum(work[a:b]) for a, b in itertools.pairwise(edges)), edges)
+        for edges in _compositions(len(work), parts)
+    ]
+    least = min(largest for largest, _ in every)
+    return max(edges for largest, edges in every if largest <= least * (1 + 1e-12))
+
+
+def _general_stages(
+    model: CostModel, treatment: Treatment, m: int
+) -> Iterator[tuple[Schedule, tuple[StageDraft, ...]]]:
+    n, k = model.num_layers, model.cluster.num_devices
+    for s in range(1, min(n, k) + 1):
+        for edges, used in itertools.product(_compositions(n, s), range(s, k + 1)):
+            for borders in _compositions(used, s):
+                ranges = list(zip(itertools.pairwise(edges), itertools.pairwise(borders), strict=True))
+                choices = [itertools.product(*_degrees(model, a, b, y - x)) for (a, b), (x, y) in ranges]
+                for degrees in itertools.product(*choices):
+                    row = tuple((x, y - x, ((a, d),)) for ((a, _), (x, y)), d in zip(ranges, degrees, strict=True))
+                    yield "1f1b", row
+                    if s > 1:
+                        yield "gpipe", row
+
+
+def _compositions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Edges (0, ..., n) of all ways to cut n into non-empty ranges."""
+    for cuts in itertools.combinations(range(1, n), parts - 1):
+        yield (0, *cuts, n)
+
+
+def _common_degrees(model: CostModel) -> list[int]:
+    layers = range(model.num_layers)
+    return [t for t in range(1, model.cluster.num_devices + 1) if all(model.allowed(layer, t) for layer in layers)]
+
+
+def _degrees(model: CostModel, first: int, stop: int, devices: int, even: int | None = None) -> list[list[int]]:
+    """What each layer may choose on so many devices; even: a micro-batch that the data degree must divide."""
+    fit = [t for t in range(1, devices + 1) if devices % t == 0 and (even is None or even % (devices // t) == 0)]
+    return [[t for t in fit if model.allowed(layer, t)] for layer in range(first, stop)]
+
+
+def count(asked: Request, model: CostModel, space: Space) -> int:
+    """How many drafts there are, without writing them down."""
+    treatments = len(asked.zero) * len(asked.recompute)
+    if space == "general":
+        return len(asked.micro_batches) * treatments * _count_general(model)
+    return sum(treatments * _count_spmd(model, asked.batch // m, m) for m in asked.micro_batches)
+
+
+def _count_spmd(model: CostModel, b: int, m: int) -> int:
+    n, k = model.num_layers, model.cluster.num_devices
+    total = sum(math.prod(map(len, _degrees(model, 0, n, devices, b))) for devices in range(1, k + 1))
+    for t, d in itertools.product(_common_degrees(model), range(1, k + 1)):
+        if d * t <= k and b % d == 0:
+            for s in range(2, min(n, k // (d * t)) + 1):
+                interleaved = sum(m % s == 0 and s * v <= n for v in (2, 3, 4))
+                total += 2 * math.comb(n - 1, s - 1) + interleaved
+    return total
+
+
+def _count_general(model: CostModel) -> int:
+    """ways[i, o]: rows of stages for layers i.. on devices o..; two schedules for all but single stages."""
+    n, k = model.num_layers, model.cluster.num_devices
+    each = {
+        devices: [len(found) for found in _degrees(model, 0, n, devices)] for devices in range(1, k + 1)
+    }
+    ways = {(n, o): 1 for o in range(k + 1)}
+    for o in range(k, -1, -1):
+        for i in range(n):
+            ways[i, o] = sum(
+                math.prod(each[devices][i:stop]) * ways[stop, o + devices]
+                for stop in range(i + 1, n + 1)
+                for devices in range(1, k - o + 1)
+            )
+    return 2 * ways[0, 0] - sum(math.prod(each[devices]) for devices in range(1, k + 1))
+
+
+# What they cost.
+
+
+class _Sum(NamedTuple):
+    """One stage: seconds by chunk, seconds at the end, bytes.  bytes: all but the activations of micro-batches."""
+
+    forward: list[float]
+    backward: list[float]
+    sync: float
+    update: float
+    bytes: float
+    activations: float
+    memory: float
+
+
+class _Pricer:
+    """Seconds of drafts; every distinct stage and transfer is summed up once."""
+
+    def __init__(self, asked: Request, model: CostModel, space: Space) -> None:
+        self.asked, self.model, self.space = asked, model, space
+        self._tables: dict[tuple[object, ...], dict[str, list[float]]] = {}
+        self._sums: dict[tuple[object, ...], _Sum] = {}
+        self._cuts: dict[tuple[object, ...], float] = {}
+
+    def seconds(self, group: list[Draft]) -> np.ndarray:
+        """Seconds of drafts that differ in their stages only; inf where one does not fit."""
+        draft = group[0]
+        m, s, v = draft.micro_batches, len(draft.stages), len(draft.stages[0][2])
+        treatment = Treatment(self.asked.batch // m, draft.zero, draft.recompute)
+        numbers: dict[StageDraft, int] = {}
+        index = np.array([[numbers.setdefault(stage, len(numbers)) for stage in d.stages] for d in group])
+        sums = [self._sum(stage, treatment, many=s > 1) for stage in numbers]
+        forward, backward, sync, update, fixed, activations, memory = (
+            np.array(column)[index] for column in zip(*sums, strict=True)
+        )
+        slots = [in_flight(draft.schedule, s, 0 if self.space == "spmd" else i, v, m) for i in range(s)]
+        fits = (fixed + np.array(slots) * activations <= memory).all(axis=1) & np.isfinite(forward).all(axis=(1, 2))
+        seconds = np.full(len(group), math.inf)
+        if fits.any():
+            rows = [self._row_cuts(d.stages, treatment) for d, fit in zip(group, fits, strict=True) if fit]
+            cut = np.array(rows, dtype=float).reshape(len(rows), s * v - 1)
+            seconds[fits] = step_seconds(
+                draft.schedule, m, forward[fits], backward[fits], cut, sync[fits], update[fits]
+            )
+        return seconds
+
+    def _sum(self, stage: StageDraft, treatment: Treatment, *, many: bool) -> _Sum:
+        device, devices, chunks = stage
+        key = (self.model.places.offset_class(device), devices, chunks, treatment, many)
+        if key not in self._sums:
+            self._sums[key] = self._summed(stage, treatment, many)
+        return self._sums[key]
+
+    def _summed(self, stage: StageDraft, treatment: Treatment, many: bool) -> _Sum:
+        device, devices, chunks = stage
+        model, place = self.model, self.model.places.at(device, devices)
+        n = model.num_layers
+        forward, backward = [0.0] * len(chunks), [0.0] * len(chunks)
+        sync = update = state = activations = working = transfers = 0.0
+        waiting = 0.0  # gradients of later chunks that are still to be reduced when a chunk's last backward starts
+        replicas = devices // chunks[0][1][0]
+        local = -(-treatment.micro_batch // replicas)
+        for c in reversed(range(len(chunks))):
+            first, degrees = chunks[c]
+            stop = first + len(degrees)
+            rows = [self._layer(device, devices, t, treatment, layer) for layer, t in enumerate(degrees, first)]
+            reshard = sum(
+                model.reshard_seconds(place, layer, before, after, treatment.micro_batch)
+                for layer, (before, after) in enumerate(itertools.pairwise(degrees), first)
+            )
+            forward[c] = sum(row["forward"] + row["forward_tensor"] for row in rows) + reshard / 2
+            worked = reduced = 0.0
+            for row in reversed(rows):
+                worked += row["backward"] + row["backward_tensor"]
+                reduced = max(reduced, worked) + row["gradients"]
+            backward[c] = worked + reshard / 2
+            gradients = sum(row["gradients"] for row in rows)
+            sync = max(backward[c], reduced + reshard / 2, waiting + gradients)
+            waiting = max(0.0, sync - self._turn(chunks) * backward[c])
+            update += sum(row["update"] for row in rows)
+            state += sum(row["weights"] + row["optimizer"] for row in rows)
+            activations = max(activations, sum(row["activations"] for row in rows))
+            working = max(working, *(row["working"] for row in rows))
+            come, leave = model.boundary[first - 1] if first else 0.0, model.boundary[stop - 1] if stop < n else 0.0
+            transfers = max(transfers, 2.0 * local * float(come + leave))
+            if many and stop == n:
+                state += sum(row["tied_bytes"] for row in rows)
+                update += self._layer(device, devices, degrees[-1], treatment, n - 1)["tied"]
+            if many and first == 0:
+                update += self._layer(device, devices, degrees[0], treatment, n - 1)["tied"]
+        fixed = state + working + (transfers if many else 0.0)
+        return _Sum(forward, backward, sync, update, fixed, activations, place.memory)
+
+    @staticmethod
+    def _turn(chunks: tuple[ChunkDraft, ...]) -> int:
+        """Stages that work between two chunks of one stage: how far apart its chunks are, in chunks."""
+        raise NotImplementedError
+
+    def _layer(self, device: int, devices: int, t: int, treatment: Treatment, layer: int) -> dict[str, float]:
+        key = (self.model.places.offset_class(device), devices, t, treatment, layer)
+        if key not in self._tables:
+            costs = self.model.layer_costs(self.model.places.at(device, devices), t, treatment)
+            self._tables[key] = {name: float(getattr(costs, name)[layer]) for name in LayerCosts.__dataclass_fields__}
+        return self._tables[key]

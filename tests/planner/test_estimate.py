@@ -1,0 +1,385 @@
+"""Prices of plans, reckoned by hand; against the simulator; and what `check` refuses."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jhpt.core.cluster import Cluster, Device, Link, Node
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Chunk, Plan, Run, Stage, runs_of
+from jhpt.core.profile import LayerKind, ModelProfile, Timing
+from jhpt.planner.costs import CostModel
+from jhpt.planner.estimate import evaluate, price
+from jhpt.planner.simulation import simulate
+from tests.planner.instances import random_cluster, random_profile
+
+
+def layer(forward=1.0, backward=2.0, **costs) -> LayerKind:
+    """Seconds of one sample; two take twice as long."""
+    times = {"forward": (forward, 2 * forward), "backward": (backward, 2 * backward)}
+    return LayerKind(
+        **{"boundary_bytes": 0.0, "activation_bytes": 0.0} | costs, timings=(Timing(batches=(1.0, 2.0), **times),)
+    )
+
+
+def model(*layers: LayerKind, **fields) -> ModelProfile:
+    kinds = {f"layer{index}": kind for index, kind in enumerate(layers)}
+    return ModelProfile(name="toy", device="toy", source="by hand", kinds=kinds, layers=tuple(kinds), **fields)
+
+
+def cluster(devices: int, nodes: int = 1, network: float = 1.0, inside: float = 10.0, memory: float = 1e9) -> Cluster:
+    device = Device(name="toy", peak_flops={"bfloat16": 1.0}, memory=memory, memory_bandwidth=1.0)
+    link = Link(bandwidth=inside, latency=0.0)
+    node = Node(device=device, devices=devices, inside=link, host=link, host_memory=1.0, count=nodes)
+    return Cluster(name="toy", nodes=(node,), network=Link(bandwidth=network, latency=0.0))
+
+
+def stage(device: int, devices: int, *chunks: tuple[int, list[int]]) -> Stage:
+    """`chunks`: first layer, and every layer's tensor degree."""
+    return Stage(
+        device=device, devices=devices, chunks=tuple(Chunk(first=a, runs=runs_of(degrees)) for a, degrees in chunks)
+    )
+
+
+def plan(*stages: Stage, batch=4, micro_batches=2, **fields) -> Plan:
+    return Plan(model="toy", cluster="toy", batch=batch, micro_batches=micro_batches, stages=stages, **fields)
+
+
+# One stage of two data-parallel devices in one node (10 bytes/s); micro-batches of 2, one sample each; two layers with
+# 10 and 30 parameters, whose gradients have 20 and 60 bytes.
+
+PAIR = model(layer(parameters=10), layer(parameters=30), update_seconds=0.01)
+BOTH = stage(0, 2, (0, [1, 1]))
+
+
+def test_data_parallel():
+    estimate = evaluate(plan(BOTH), PAIR, cluster(2))
+    # Reductions over two take 2 * (20 / 2) / 10 = 2 and 6 s.  From the start of the last backward: layer 1's backward
+    # until 2, its gradients 2..8; layer 0's backward until 4, its gradients 8..10.  Update: 40 * 0.01.
+    times = estimate.times
+    assert (times.forward.item(), times.backward.item(), times.sync.item()) == (2, 4, 10)
+    # 2 (2 + 4) s of compute, 10 - 4 of gradients behind it, 0.4 of update.
+    assert estimate.seconds == pytest.approx(12 + 6 + 0.4)
+    (only,) = estimate.stages
+    assert only.seconds == pytest.approx(
+        {
+            "compute": 12,
+            "tensor communication": 0,
+            "resharding": 0,
+            "gradients exposed": 6,
+            "update": 0.4,
+            "waiting": 0,
+        }
+    )
+    # 40 parameters: 2 + 2 bytes of weight and gradient, 12 of optimizer.
+    assert only.bytes == {
+        "weights and gradients": 160,
+        "optimizer": 480,
+        "activations": 0,
+        "working set": 0,
+        "transfers": 0,
+    }
+    assert estimate.fits and only.total_bytes == 640
+
+
+def test_gradients_hide_behind_the_backward_pass():
+    # Ten times the bandwidth: layer 1's backward until 2, its gradients 2..2.6; layer 0's backward until 4, its
+    # gradients 4..4.2: only these are exposed.
+    estimate = evaluate(plan(BOTH), PAIR, cluster(2, inside=100.0))
+    assert estimate.stages[0].seconds["gradients exposed"] == pytest.approx(0.2)
+    assert estimate.seconds == pytest.approx(12 + 0.2 + 0.4)
+
+
+def test_zero_1():
+    # Half of each reduction, 1 and 3 s: layer 1's 2..5, layer 0's 5..6.  The update is for half of the parameters, and
+    # the weights are gathered after it: 0.2 + 1 + 3.
+    estimate = evaluate(plan(BOTH, zero=1), PAIR, cluster(2))
+    assert estimate.times.sync == 6
+    assert estimate.seconds == pytest.approx(12 + 2 + 4.2)
+    assert estimate.stages[0].bytes["weights and gradients"] == 160
+    assert estimate.stages[0].bytes["optimizer"] == 240
+
+
+def test_zero_3():
+    # Gathering takes 1 and 3 s, so does scattering.  Forward: max(1, 1) + max(1, 3); backward: max(2, 1 + 1) +
+    # max(2, 3 + 3).  Nothing is left to reduce or gather after it: 2 (4 + 8) + 0.2.
+    estimate = evaluate(plan(BOTH, zero=3), PAIR, cluster(2))
+    assert (estimate.times.forward.item(), estimate.times.backward.item()) == (4, 8)
+    assert estimate.seconds == pytest.approx(24 + 0.2)
+    # Half of everything, and the larger layer's weights and gradients whole: 2 * 60.
+    assert estimate.stages[0].bytes["weights and gradients"] == 80
+    assert estimate.stages[0].bytes["optimizer"] == 240
+    assert estimate.stages[0].bytes["working set"] == 120
+
+
+def test_zero_means_nothing_to_one_device():
+    one = stage(0, 1, (0, [1, 1]))
+    assert len({evaluate(plan(one, zero=zero), PAIR, cluster(1)).seconds for zero in (0, 1, 3)}) == 1
+    assert len({evaluate(plan(one, zero=zero), PAIR, cluster(1)).stages[0].total_bytes for zero in (0, 1, 3)}) == 1
+
+
+def test_two_stages():
+    # F = (1, 1), B = (2, 2), 3 bytes at 1 byte/s between them, two micro-batches of one sample.  Device 1: F0 4..5,
+    # B0 5..7, F1 7..8 (it arrives at 7), B1 8..10; device 0: B0 10..12, B1 13..15.
+    profile = model(layer(boundary_bytes=3, activation_bytes=5), layer(activation_bytes=7))
+    halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1]))
+    estimate = evaluate(plan(*halves, batch=2), profile, cluster(1, nodes=2))
+    assert estimate.times.cut == 3
+    assert estimate.seconds == 15
+    assert [s.seconds["waiting"] for s in estimate.stages] == [15 - 6, 15 - 6]
+    # Both stages hold two slots for what comes in or goes out, in both directions; an SPMD program has as large a ring
+    # of activations everywhere, stages of their own hold one micro-batch in the end.
+    assert [s.bytes["transfers"] for s in estimate.stages] == [6, 6]
+    assert [s.bytes["activations"] for s in estimate.stages] == [10, 14]
+    own = evaluate(plan(*halves, batch=2, space="general"), profile, cluster(1, nodes=2))
+    assert [s.bytes["activations"] for s in own.stages] == [10, 7]
+    assert own.seconds == 15
+
+
+def test_the_slower_side_of_a_cut():
+    # Two senders with two samples each, one receiver of four: it takes in 4 * 3 bytes at 10 bytes/s.
+    profile = model(layer(boundary_bytes=3), layer())
+    wide = plan(stage(0, 2, (0, [1])), stage(2, 1, (1, [1])), batch=8, space="general")
+    assert evaluate(wide, profile, cluster(3)).times.cut == pytest.approx(1.2)
+    # Two to two, two samples each; from node to node both share the port: 2 * 6 bytes at 1 byte/s.
+    even = plan(stage(0, 2, (0, [1])), stage(2, 2, (1, [1])), batch=8)
+    assert evaluate(even, profile, cluster(4)).times.cut == pytest.approx(0.6)
+    assert evaluate(even, profile, cluster(2, nodes=2)).times.cut == 12
+
+
+def test_gpipe_and_1f1b():
+    # 2 stages, 4 micro-batches, F = (1, 1), B = (2, 2): (4 + 2 - 1)(1 + 2) either way; GPipe keeps all four, 1F1B at
+    # most 2 (2 - 1) + 1 = 3.
+    profile = model(layer(activation_bytes=1), layer(activation_bytes=1))
+    halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1]))
+    for schedule, ring in {"gpipe": 4, "1f1b": 3}.items():
+        estimate = evaluate(plan(*halves, micro_batches=4, schedule=schedule), profile, cluster(2))
+        assert estimate.seconds == 15
+        assert [s.in_flight for s in estimate.stages] == [ring, ring]
+
+
+def test_recompute():
+    profile = model(
+        layer(boundary_bytes=3, activation_bytes=50, max_tensor=2, tensor_forward_bytes=20, tensor_backward_bytes=20),
+        layer(activation_bytes=70, max_tensor=2, tensor_forward_bytes=20, tensor_backward_bytes=20),
+    )
+    # Tensor degree 2, micro-batches of one sample.  A degree that was not profiled halves the seconds; 20 bytes are
+    # summed in 2 * 10 / 10 s: forward 2 (0.5 + 2), backward 2 (1 + 2).
+    once = evaluate(plan(stage(0, 2, (0, [2, 2])), batch=2), profile, cluster(2))
+    assert once.seconds == 2 * (5 + 6)
+    assert once.stages[0].seconds["tensor communication"] == 2 * 2 * 4
+    assert once.stages[0].bytes["activations"] == (50 + 70) / 2
+    # With recomputation the backward pass has the forward's 5 s as well.  Layers keep their input (3 bytes of the
+    # second, the batch of the first is not counted); the larger one's activations exist while it is computed again.
+    twice = evaluate(plan(stage(0, 2, (0, [2, 2])), batch=2, recompute=True), profile, cluster(2))
+    assert twice.seconds == 2 * (5 + 11)
+    assert twice.stages[0].seconds["tensor communication"] == 2 * 2 * 6
+    assert twice.stages[0].bytes["activations"] == 3
+    assert twice.stages[0].bytes["working set"] == 35
+
+
+def test_tied_parameters():
+    profile = model(layer(parameters=10), layer(tied_parameters=10), update_seconds=0.01)
+    # One stage: ten parameters, 160 bytes, 0.1 s.
+    one = evaluate(plan(stage(0, 1, (0, [1, 1]))), profile, cluster(1))
+    assert one.stages[0].total_bytes == 160
+    assert one.times.update == pytest.approx(0.1)
+    # Two: a copy in each, and 20 bytes of gradient go between them at 1 byte/s.
+    halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1]))
+    two = evaluate(plan(*halves), profile, cluster(1, nodes=2))
+    assert [s.total_bytes for s in two.stages] == [160, 160]
+    assert two.times.update == pytest.approx([0.1 + 20, 20])
+    # Three: the middle has no part in it.
+    three = evaluate(
+        plan(*(stage(i, 1, (i, [1])) for i in range(3))),
+        model(layer(parameters=10), layer(), layer(tied_parameters=10)),
+        cluster(1, nodes=3),
+    )
+    assert [s.total_bytes for s in three.stages] == [160, 0, 160]
+    assert three.times.update == pytest.approx([20, 0, 20])
+
+
+@pytest.mark.xfail(strict=True, reason="priced over the network in every case")
+def test_tied_parameters_inside_a_node():
+    profile = model(layer(parameters=10), layer(tied_parameters=10))
+    halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1]))
+    # One node: 20 bytes at 10 bytes/s.
+    assert evaluate(plan(*halves), profile, cluster(2)).times.update == pytest.approx([2, 2])
+
+
+def test_resharding():
+    profile = model(layer(boundary_bytes=5, max_tensor=2), layer())
+    # Two devices, micro-batches of two.  Layer 0 at degree 2 works on both samples in 2 / 2 and 4 / 2 s, layer 1 on one
+    # in 1 and 2 s; between them 2 * 5 bytes are gathered in one direction, 5 / 10 s, half of it in each pass.
+    estimate = evaluate(plan(stage(0, 2, (0, [2, 1]))), profile, cluster(2))
+    assert estimate.times.forward == 2.25
+    assert estimate.times.backward == 4.25
+    assert estimate.seconds == 13
+    assert estimate.stages[0].seconds["resharding"] == 1
+    # Equal degrees need none.
+    assert evaluate(plan(stage(0, 2, (0, [1, 1]))), profile, cluster(2)).seconds == 12
+
+
+def test_interleaved():
+    # 2 devices of two chunks, F = B = 1 per sample: (M v + S - 1)(1 + 1) = 10 against (2 + 1)(2 + 2) = 12.
+    profile = model(*[layer(1.0, 1.0, activation_bytes=1) for _ in range(4)])
+    chunks = stage(0, 1, (0, [1]), (2, [1])), stage(1, 1, (1, [1]), (3, [1]))
+    estimate = evaluate(plan(*chunks, batch=2, schedule="interleaved"), profile, cluster(2))
+    assert estimate.seconds == 10
+    halves = stage(0, 1, (0, [1, 1])), stage(1, 1, (2, [1, 1]))
+    assert evaluate(plan(*halves, batch=2), profile, cluster(2)).seconds == 12
+
+
+def test_uneven_samples_cost_what_the_fullest_device_has():
+    profile = model(layer())
+    # Three samples on two devices: two on one of them.
+    estimate = evaluate(plan(stage(0, 2, (0, [1])), batch=3, micro_batches=1, space="general"), profile, cluster(2))
+    assert estimate.seconds == 2 + 4
+
+
+def test_a_slower_device_sets_the_pace():
+    fast = cluster(1).nodes[0]
+    slow = fast.model_copy(update={"device": fast.device.model_copy(update={"peak_flops": {"bfloat16": 0.5}})})
+    mixed = cluster(1).model_copy(update={"nodes": (fast, slow)})
+    profile = model(layer(), layer())
+    # Both devices at the pace of the slower: one sample takes 4 + 8 s.
+    both = plan(stage(0, 2, (0, [1, 1])), batch=2, micro_batches=1, space="general")
+    assert evaluate(both, profile, mixed).seconds == 12
+    # A stage each: F = (1, 2), B = (2, 4).
+    halves = plan(stage(0, 1, (0, [1])), stage(1, 1, (1, [1])), batch=1, micro_batches=1, space="general")
+    assert evaluate(halves, profile, mixed).seconds == 9
+
+
+def random_plan(rng: np.random.Generator, costs: CostModel, schedule: str) -> Plan | None:
+    """Any plan of space="general", cuts and degrees drawn; None where there is none with this schedule."""
+    n, k = costs.num_layers, costs.cluster.num_devices
+    chunks = int(rng.integers(2, 4)) if schedule == "interleaved" else 1
+    most = min(n // chunks, k)
+    if most < (2 if chunks > 1 else 1):
+        return None
+    stages = int(rng.integers(2 if chunks > 1 else 1, most + 1))
+    per_stage = [k // stages] * stages if chunks > 1 else _parts(rng, k, stages)
+    sizes = _parts(rng, n, stages * chunks)
+    firsts, devices = [0, *itertools.accumulate(sizes)], [0, *itertools.accumulate(per_stage)]
+
+    def degrees(virtual: int, count: int) -> list[int]:
+        layers = range(firsts[virtual], firsts[virtual + 1])
+        return [int(rng.choice([t for t in costs.degrees(count) if costs.allowed(i, t)])) for i in layers]
+
+    micro_batches = int(rng.integers(1, 4)) * (stages if chunks > 1 else 1)
+    return Plan(
+        model="toy",
+        cluster="toy",
+        space="general",
+        batch=micro_batches * int(rng.integers(1, 5)),
+        micro_batches=micro_batches,
+        schedule=schedule,
+        zero=int(rng.choice([0, 1, 3])),
+        recompute=bool(rng.integers(2)),
+        stages=tuple(
+            stage(devices[s], count, *((firsts[v], degrees(v, count)) for v in range(s, stages * chunks, stages)))
+            for s, count in enumerate(per_stage)
+        ),
+    )
+
+
+def _parts(rng: np.random.Generator, total: int, parts: int) -> list[int]:
+    edges = [0, *sorted(rng.choice(np.arange(1, total), parts - 1, replace=False).tolist()), total]
+    return [b - a for a, b in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_against_the_simulator(schedule):
+    """120 random plans of each schedule, mixed clusters among them."""
+    found = seed = 0
+    while found < 120:
+        rng = np.random.default_rng((seed := seed + 1))
+        costs = CostModel(random_profile(rng, 10), random_cluster(rng, 8, mixed=seed % 3 == 0))
+        drawn = random_plan(rng, costs, schedule)
+        if drawn is None:
+            continue
+        found += 1
+        estimate = price(drawn, costs)
+        times = estimate.times
+        played = simulate(
+            schedule, drawn.micro_batches, times.forward, times.backward, times.cut, times.sync, times.update
+        )
+        assert estimate.seconds == pytest.approx(played.seconds, rel=1e-9)
+        assert estimate.seconds == times.step_seconds(drawn)
+        for position, part in enumerate(estimate.stages):
+            assert sum(part.seconds.values()) == pytest.approx(estimate.seconds, rel=1e-9)
+            assert all(value >= -1e-9 * estimate.seconds for value in part.seconds.values())
+            assert all(value >= 0 for value in part.bytes.values())
+            assert part.in_flight >= played.in_flight(position)
+
+
+FOUR = model(*[layer(max_tensor=2) for _ in range(4)])
+GOOD = (stage(0, 1, (0, [1, 1])), stage(1, 1, (2, [1, 1])))
+CHUNKS = (stage(0, 1, (0, [1]), (2, [1])), stage(1, 1, (1, [1]), (3, [1])))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (plan(*GOOD, batch=5), "batch=5 is not divisible by micro_batches=2"),
+        (plan(GOOD[0]), "cover layers 0 to 3 in order"),
+        (plan(GOOD[1]), r"cover layers 0 to 3 in order, found starts \[2\]"),
+        (plan(GOOD[0], stage(1, 1, (1, [1, 1, 1]))), "cover layers 0 to 3 in order"),
+        (plan(GOOD[0], stage(1, 1, (2, [1, 1, 1]))), "cover layers 0 to 3 in order"),
+        (plan(stage(0, 1, (2, [1, 1])), stage(1, 1, (0, [1, 1]))), "cover layers 0 to 3 in order"),
+        (plan(*GOOD, schedule="interleaved"), r"schedule=interleaved with 1 chunk\(s\)"),
+        (plan(*CHUNKS, schedule="1f1b"), r"schedule=1f1b with 2 chunk\(s\)"),
+        (plan(*CHUNKS, batch=3, micro_batches=3, schedule="interleaved"), "micro_batches=3 divisible by 2"),
+        (plan(stage(0, 1, (0, [1, 1]), (2, [1, 1])), schedule="interleaved"), "several stages"),
+        (plan(stage(0, 2, (0, [1, 1])), stage(1, 1, (2, [1, 1])), space="general"), "overlap on device 1"),
+        (plan(stage(1, 1, (0, [1, 1])), stage(0, 1, (2, [1, 1])), space="general"), "overlap on device 0"),
+        (plan(stage(0, 5, (0, [1, 1, 1, 1])), batch=10), "needs 5 devices, toy has 4"),
+        (plan(stage(0, 1, (0, [1] * 4)).model_copy(update={"device": 9})), "needs 10 devices, toy has 4"),
+        (plan(stage(0, 3, (0, [2, 2, 2, 2])), space="general"), "tensor=2 does not divide the 3 devices"),
+        (plan(stage(0, 4, (0, [4, 4, 4, 4]))), "layer 0 cannot be cut into tensor=4 shards; use 1 or 2"),
+        (plan(stage(0, 4, (0, [1, 2, 2, 2]))), "layer 0: a micro-batch of 2 is not divisible by data=4"),
+        (plan(stage(0, 1, (0, [1, 1])), stage(1, 2, (2, [1, 1]))), "the same number of devices in every stage"),
+        (plan(stage(0, 1, (0, [1, 1])), stage(2, 1, (2, [1, 1]))), "neighbouring devices"),
+        (plan(stage(0, 2, (0, [1, 1])), stage(2, 2, (2, [1, 2]))), "one tensor degree at position 1"),
+    ],
+)
+def test_check_refuses(wrong, message):
+    with pytest.raises(InputError, match=message):
+        evaluate(wrong, FOUR, cluster(4))
+
+
+def test_check_refuses_spmd_on_different_nodes():
+    fast = cluster(1).nodes[0]
+    slow = fast.model_copy(update={"device": fast.device.model_copy(update={"peak_flops": {"bfloat16": 0.5}})})
+    with pytest.raises(InputError, match="space=spmd needs equal devices"):
+        evaluate(plan(*GOOD), FOUR, cluster(1).model_copy(update={"nodes": (fast, slow)}))
+
+
+@pytest.mark.xfail(strict=True, raises=IndexError, reason="chunks are put in order before they are counted")
+def test_check_refuses_different_numbers_of_chunks():
+    uneven = plan(stage(0, 1, (0, [1]), (2, [1, 1])), stage(1, 1, (1, [1])), schedule="interleaved")
+    with pytest.raises(InputError, match="the same number of chunks"):
+        evaluate(uneven, FOUR, cluster(4))
+
+
+@pytest.mark.xfail(strict=True, raises=IndexError, reason="the way back is sought beyond the last device")
+def test_interleaved_stages_of_different_size():
+    uneven = plan(
+        stage(0, 3, (0, [1]), (2, [1])), stage(3, 1, (1, [1]), (3, [1])), schedule="interleaved", space="general"
+    )
+    assert evaluate(uneven, FOUR, cluster(4)).seconds > 0
+
+
+@pytest.mark.xfail(strict=True, reason="a stage is taken to begin where the one before it ends")
+def test_a_gap_between_stages():
+    # Devices 0 and 3 are on different nodes: 100 bytes at 1 byte/s.
+    apart = plan(stage(0, 1, (0, [1])), stage(3, 1, (1, [1])), batch=2, space="general")
+    assert evaluate(apart, model(layer(boundary_bytes=100), layer()), cluster(2, nodes=2)).times.cut == 100
+
+
+def test_a_plan_that_does_not_fit_is_priced():
+    estimate = evaluate(plan(BOTH), PAIR, cluster(2, memory=639))
+    assert not estimate.fits
+    assert estimate.seconds == pytest.approx(18.4)
+    assert evaluate(plan(BOTH), PAIR, cluster(2, memory=640)).fits
