@@ -7,16 +7,20 @@ if TYPE_CHECKING:
     from jhpt.core.config import Config
     from jhpt.core.errors import InputError
     from jhpt.core.load import load_config
+    from jhpt.core.plan import Plan
+    from jhpt.planner.front import plan
     from jhpt.training.run import RunResult, train
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "InputError", "RunResult", "load_config", "train"]
+__all__ = ["Config", "InputError", "Plan", "RunResult", "load_config", "plan", "train"]
 
 _HOME = {
     "Config": "jhpt.core.config",
     "InputError": "jhpt.core.errors",
     "load_config": "jhpt.core.load",
+    "Plan": "jhpt.core.plan",
+    "plan": "jhpt.planner.front",
     "RunResult": "jhpt.training.run",
     "train": "jhpt.training.run",
 }

@@ -6,8 +6,11 @@ run on this machine; 130 stopped by a signal (a training run has been saved then
 
 import dataclasses
 import functools
+import json
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
@@ -17,18 +20,24 @@ from pydantic import BaseModel
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import dotted, load_config, run_config
+from jhpt.core.plan import Schedule
 from jhpt.core.presets import DEFAULT, PRESETS
 
 USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
 
   jhpt train [CONFIG|PRESET] [--out DIR] [--section.key value ...]
                         train a model, or go on with the run in DIR; without arguments: {DEFAULT}
+  jhpt plan [CONFIG|PRESET|NETWORK] [--cluster NAME|FILE] [--out FILE] [--section.key value ...]
+                        the fastest way to divide a step over a cluster, and why; needs no device
+  jhpt profile [CONFIG|PRESET] [--out FILE] [--cluster-out FILE] [--section.key value ...]
+                        measure a model's layers and this machine, for jhpt plan
   jhpt bench NAME [--quick] [--json FILE]
-                        measure; NAME: train
+                        measure; NAME: train or planner
   jhpt doctor           what this machine can do
   jhpt COMMAND --help   all options of a command
 
 presets: {", ".join(PRESETS)}
+networks, for plan: vgg16, resnet50, gnmt
 """
 
 
@@ -71,12 +80,50 @@ class RunOptions:
     """How many processes there are."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What is planned for, and where the plan goes."""
+
+    cluster: str | None = None
+    """A name such as h100x8x8 or a100x8x4-100gbe, or a JSON or YAML file. Default: this machine by `jhpt profile`."""
+    profile: str | None = None
+    """A file with the layers' costs (jhpt, PipeDream, Piper). Default: measured here or by the device's datasheet."""
+    batch: int | None = None
+    """Samples in a step. Default: data.batch_size."""
+    microbatches: int | None = None
+    """Pieces that the batch is cut into. Default: the planner decides."""
+    space: Literal["spmd", "general"] = "spmd"
+    """spmd: plans of one program, equal stages; general: stages of any size, on mixed clusters too."""
+    schedule: Schedule | None = None
+    """Of the pipeline. Default: the planner decides."""
+    budget: str | None = None
+    """Memory that a device may use, such as 24GiB, 80GB or 16e9. Default: all."""
+    out: str | None = None
+    """File for the plan, as JSON."""
+    json: bool = False
+    """Print everything as JSON, and nothing else."""
+    svg: str | None = None
+    """File for the timeline of the step, as SVG."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """What is measured, and where it goes."""
+
+    out: str | None = None
+    """File for the profile. Default: the cache."""
+    cluster_out: str | None = None
+    """File for the machine's rates. Default: the cache."""
+    quick: bool = False
+    """Fewer sizes and rounds."""
+    again: bool = False
+    """Measure anew what has been measured before."""
+
+
 def train_command(arguments: list[str]) -> int:
     """`jhpt train`: the first argument, if it is no flag, names a preset or a YAML file."""
-    source = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    base = run_config(source, _value_of("--out", arguments))
-    if family := _value_of("--model.family", arguments):
-        base = load_config(base, {"model.family": family})  # its settings are the flags that follow
+    source = _source(arguments)
+    base = _with_family(run_config(source, _value_of("--out", arguments)), arguments)
     options, overrides = parse_overrides("jhpt train", base, arguments)
     config = load_config(base, overrides)
 
@@ -96,6 +143,55 @@ def train_command(arguments: list[str]) -> int:
     return INTERRUPTED if result.interrupted else 0
 
 
+def plan_command(arguments: list[str]) -> int:
+    """`jhpt plan`: the first argument, if it is no flag, names a preset, a YAML file or a network."""
+    from jhpt.planner.baselines import baselines
+    from jhpt.planner.explain import timeline, to_json
+    from jhpt.planner.front import network_of, prepare
+    from jhpt.planner.report import make_console, print_answer
+    from jhpt.planner.timeline import svg_timeline
+
+    source = _source(arguments)
+    # A network and a profile alone have no settings.
+    alone = network_of(source) is not None or (source is None and _value_of("--profile", arguments) is not None)
+    base = None if alone else _with_family(load_config(source), arguments)
+    options, overrides = parse_overrides("jhpt plan", base, arguments, PlanOptions)
+    for flag, path in (("--out", options.out), ("--svg", options.svg)):
+        _check_writable(flag, path)
+    task = prepare(
+        source if base is None else load_config(base, overrides),
+        cluster=options.cluster,
+        profile=options.profile,
+        batch=options.batch,
+        micro_batches=options.microbatches,
+        space=options.space,
+        schedule=options.schedule,
+        budget=options.budget,
+    )
+    answer = task.solve()
+    compared = baselines(task.asked, answer.model)
+    if options.out:
+        answer.plan.save(options.out)
+    if options.svg:
+        title = f"{answer.plan.model} on {answer.plan.cluster}"
+        Path(options.svg).write_text(svg_timeline(timeline(answer), title), encoding="utf-8")
+    if options.json:
+        print(json.dumps(to_json(answer, compared), indent=1))
+    else:
+        print_answer(make_console(), answer, compared)
+    return 0
+
+
+def profile_command(arguments: list[str]) -> int:
+    """`jhpt profile`: the first argument, if it is no flag, names a preset or a YAML file."""
+    base = _with_family(load_config(_source(arguments)), arguments)
+    options, overrides = parse_overrides("jhpt profile", base, arguments, ProfileOptions)
+    config = load_config(base, overrides)
+    from jhpt.training.profiling import profile_command as measure
+
+    return measure(config, out=options.out, cluster_out=options.cluster_out, quick=options.quick, again=options.again)
+
+
 def doctor_command(arguments: list[str]) -> int:
     """`jhpt doctor`."""
 
@@ -113,7 +209,10 @@ def bench_command(arguments: list[str]) -> int:
     """`jhpt bench`."""
 
     def bench(
-        name: Annotated[Literal["train"], tyro.conf.Positional], /, quick: bool = False, json: str | None = None
+        name: Annotated[Literal["train", "planner"], tyro.conf.Positional],
+        /,
+        quick: bool = False,
+        json: str | None = None,
     ) -> int:
         """Measures, prints a table and keeps every raw sample.
 
@@ -122,6 +221,10 @@ def bench_command(arguments: list[str]) -> int:
             quick: fewer trials, the same keys; ends within a minute.
             json: file for the samples and claims.
         """
+        if name == "planner":
+            from jhpt.bench.planner import run as run_planner
+
+            return run_planner(quick=quick, json_path=json)
         from jhpt.bench.train import run
 
         return run(quick=quick, json_path=json)
@@ -131,19 +234,27 @@ def bench_command(arguments: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train_command,
+    "plan": plan_command,
+    "profile": profile_command,
     "bench": bench_command,
     "doctor": doctor_command,
 }
 
 
-def parse_overrides(program: str, base: Config, arguments: list[str]) -> tuple[RunOptions, dict[str, Any]]:
-    """Flags -> run options and overrides by dotted name.
+def parse_overrides(
+    program: str, base: Config | None, arguments: list[str], kind: type = RunOptions
+) -> tuple[Any, dict[str, Any]]:
+    """Flags -> options of this kind, and overrides of `base` by dotted name.
 
     tyro names, explains and suggests the flags; values stay text here and are read as YAML, so that a flag, a file and
     a dict are validated by the same code and refused with the same words.
     """
     parsed: Any = tyro.cli(
-        _flags_of(base), prog=program, args=arguments, config=(tyro.conf.FlagConversionOff,), use_underscores=True
+        _flags_of(base, kind),
+        prog=program,
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+        use_underscores=True,
     )
     given = dotted({name: _as_dict(value) for name, value in _as_dict(parsed).items() if name != "options"})
     changed = {name: text for name, text in given.items() if not isinstance(text, _Default)}
@@ -154,8 +265,16 @@ class _Default(str):
     """The text of a flag that was not given: tyro hands its default back as the very object it got."""
 
 
-def _flags_of(base: Config) -> type:
-    """A dataclass with one text field per setting of `base`, default and description included."""
+_MEANING = {
+    RunOptions: "Trains a model. CONFIG: a YAML file or a preset, before all flags.",
+    PlanOptions: "Plans a training step. CONFIG: a YAML file, a preset or a network, before all flags; its settings "
+    "under parallel are left aside.",
+    ProfileOptions: "Measures a model's layers and this machine. CONFIG: a YAML file or a preset, before all flags.",
+}
+
+
+def _flags_of(base: Config | None, options_kind: type) -> type:
+    """The options, and one text field per setting of `base`, default and description included."""
 
     def fields_of(section: BaseModel) -> list[tuple[str, Any, Any]]:
         fields: list[tuple[str, Any, Any]] = []
@@ -170,18 +289,46 @@ def _flags_of(base: Config) -> type:
                 fields.append((name, Annotated[str, argument], dataclasses.field(default=default)))
         return fields
 
-    options = ("options", Annotated[RunOptions, tyro.conf.arg(name="")], dataclasses.field(default_factory=RunOptions))
-    kind = dataclasses.make_dataclass("Train", [options, *fields_of(base)], frozen=True)
-    kind.__doc__ = "Trains a model. CONFIG: a YAML file or a preset, before all flags."
+    argument = Annotated[options_kind, tyro.conf.arg(name="")]  # type: ignore[valid-type]
+    options = ("options", argument, dataclasses.field(default_factory=options_kind))
+    kind = dataclasses.make_dataclass("Flags", [options, *(fields_of(base) if base else [])], frozen=True)
+    kind.__doc__ = _MEANING[options_kind]
     return kind
+
+
+def _source(arguments: list[str]) -> str | None:
+    """Takes the first argument away, if it is no flag."""
+    return arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+
+
+def _with_family(base: Config, arguments: Sequence[str]) -> Config:
+    """`base` with the model family that a flag names: its settings are the flags that follow."""
+    family = _value_of("--model.family", arguments)
+    return load_config(base, {"model.family": family}) if family else base
+
+
+def _check_writable(flag: str, path: str | None) -> None:
+    """Refuses a file that could not be written after all the planning; leaves no trace."""
+    if path is None:
+        return
+    try:
+        if Path(path).exists():
+            Path(path).open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=Path(path).parent).close()
+    except OSError as error:
+        raise InputError(
+            f"{flag} {path} cannot be written: {error.strerror}; give a file in a folder that exists"
+        ) from None
 
 
 def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
 
 
-def _kind_of(base: Config, name: str) -> Any:
+def _kind_of(base: Config | None, name: str) -> Any:
     """The annotation of a setting."""
+    assert base is not None, f"{name} is a setting of no configuration"
     *sections, key = name.split(".")
     return type(functools.reduce(getattr, sections, base)).model_fields[key].annotation
 

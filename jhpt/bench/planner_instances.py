@@ -13,11 +13,14 @@ from jhpt.planner.costs import CostModel
 from jhpt.planner.request import Request, request
 from jhpt.planner.solve import Space
 
-DEGREES = ((1, 2, 4, 6), (1, 2), (1,))
-"""Largest tensor degrees that layers of a model may have; fewer where there would be too many plans."""
+DEGREES = (1, 2, 4, 6)
+"""What a layer's largest tensor degree may be."""
+
+WIDTHS: tuple[tuple[tuple[int, ...], bool], ...] = ((DEGREES, False), (DEGREES, True), ((1, 2), True), ((1,), True))
+"""Degrees, and whether micro-batches, ZeRO and recomputation are decided: fewer plans from one to the next."""
 
 ATTEMPTS = 8
-"""Draws before a smaller set of decisions is tried."""
+"""Draws before the next of them is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +37,13 @@ def random_instance(
     rng: np.random.Generator, space: Space, *, layers: int, devices: int, plans: int, mixed: bool = False
 ) -> Instance:
     """A problem of so many layers, on so many devices, with at most `plans` plans."""
-    for attempt in range(ATTEMPTS * len(DEGREES) * 2):
-        degrees = DEGREES[min(attempt // ATTEMPTS, len(DEGREES) - 1)]
-        profile = random_profile(rng, layers, min_layers=layers, degrees=degrees)
-        model = CostModel(profile, random_cluster(rng, devices, min_devices=devices, mixed=mixed))
-        asked = random_request(rng, single=attempt >= ATTEMPTS * len(DEGREES))
-        if (found := count(asked, model, space)) <= plans:
-            return Instance(space=space, asked=asked, model=model, plans=found)
+    for degrees, single in WIDTHS:
+        for _ in range(ATTEMPTS):
+            profile = random_profile(rng, layers, min_layers=layers, degrees=degrees)
+            model = CostModel(profile, random_cluster(rng, devices, min_devices=devices, mixed=mixed))
+            asked = random_request(rng, single=single)
+            if (found := count(asked, model, space)) <= plans:
+                return Instance(space=space, asked=asked, model=model, plans=found)
     raise ValueError(f"{layers} layers on {devices} devices always have more than {plans} plans of space {space}")
 
 
@@ -52,15 +55,13 @@ def random_request(rng: np.random.Generator, *, single: bool = False) -> Request
     return request(batch, _some(rng, tuple(divisors(batch)), single), zero=zero, recompute=recompute)
 
 
-def _some(rng: np.random.Generator, values: tuple, single: bool) -> tuple:  # type: ignore[type-arg]
+def _some(rng: np.random.Generator, values: tuple, single: bool) -> tuple:
     """A random subset that is not empty."""
     size = 1 if single else int(rng.integers(1, len(values) + 1))
     return tuple(values[i] for i in sorted(rng.choice(len(values), size, replace=False)))
 
 
-def random_cluster(
-    rng: np.random.Generator, max_devices: int, *, min_devices: int = 1, mixed: bool = False
-) -> Cluster:
+def random_cluster(rng: np.random.Generator, max_devices: int, *, min_devices: int = 1, mixed: bool = False) -> Cluster:
     """Up to `max_devices` in nodes of equal size; cheap or dear links, roomy or tight memory."""
     sizes = [
         (g, n)
@@ -92,7 +93,7 @@ def random_cluster(
 
 
 def random_profile(
-    rng: np.random.Generator, max_layers: int, *, min_layers: int = 1, degrees: tuple[int, ...] = DEGREES[0]
+    rng: np.random.Generator, max_layers: int, *, min_layers: int = 1, degrees: tuple[int, ...] = DEGREES
 ) -> ModelProfile:
     """Layers of uneven cost; half of the models have a tied last layer."""
     n = int(rng.integers(min_layers, max_layers + 1))

@@ -117,9 +117,7 @@ def drafts(asked: Request, model: CostModel, space: Space) -> Iterator[Draft]:
             yield Draft(m, zero, recompute, schedule, stages)
 
 
-def _spmd_stages(
-    model: CostModel, treatment: Treatment, m: int
-) -> Iterator[tuple[Schedule, tuple[StageDraft, ...]]]:
+def _spmd_stages(model: CostModel, treatment: Treatment, m: int) -> Iterator[tuple[Schedule, tuple[StageDraft, ...]]]:
     n, k, b = model.num_layers, model.cluster.num_devices, treatment.micro_batch
     for devices in range(1, k + 1):
         for degrees in itertools.product(*_degrees(model, 0, n, devices, b)):
@@ -147,8 +145,7 @@ def _balanced_edges(model: CostModel, treatment: Treatment, devices: int, t: int
     c = model.layer_costs(model.places.at(0, devices), t, treatment)
     work = c.forward + c.forward_tensor + c.backward + c.backward_tensor
     every = [
-        (max(sum(work[a:b]) for a, b in itertools.pairwise(edges)), edges)
-        for edges in _compositions(len(work), parts)
+        (max(sum(work[a:b]) for a, b in itertools.pairwise(edges)), edges) for edges in _compositions(len(work), parts)
     ]
     least = min(largest for largest, _ in every)
     return max(edges for largest, edges in every if largest <= least * (1 + 1e-12))
@@ -209,9 +206,7 @@ def _count_spmd(model: CostModel, b: int, m: int) -> int:
 def _count_general(model: CostModel) -> int:
     """ways[i, o]: rows of stages for layers i.. on devices o..; two schedules for all but single stages."""
     n, k = model.num_layers, model.cluster.num_devices
-    each = {
-        devices: [len(found) for found in _degrees(model, 0, n, devices)] for devices in range(1, k + 1)
-    }
+    each = {devices: [len(found) for found in _degrees(model, 0, n, devices)] for devices in range(1, k + 1)}
     ways = {(n, o): 1 for o in range(k + 1)}
     for o in range(k, -1, -1):
         for i in range(n):
@@ -243,7 +238,7 @@ class _Pricer:
 
     def __init__(self, asked: Request, model: CostModel, space: Space) -> None:
         self.asked, self.model, self.space = asked, model, space
-        self._tables: dict[tuple[object, ...], dict[str, list[float]]] = {}
+        self._tables: dict[tuple[object, ...], dict[str, float]] = {}
         self._sums: dict[tuple[object, ...], _Sum] = {}
         self._cuts: dict[tuple[object, ...], float] = {}
 
@@ -254,7 +249,7 @@ class _Pricer:
         treatment = Treatment(self.asked.batch // m, draft.zero, draft.recompute)
         numbers: dict[StageDraft, int] = {}
         index = np.array([[numbers.setdefault(stage, len(numbers)) for stage in d.stages] for d in group])
-        sums = [self._sum(stage, treatment, many=s > 1) for stage in numbers]
+        sums = [self._sum(stage, treatment, s) for stage in numbers]
         forward, backward, sync, update, fixed, activations, memory = (
             np.array(column)[index] for column in zip(*sums, strict=True)
         )
@@ -269,15 +264,16 @@ class _Pricer:
             )
         return seconds
 
-    def _sum(self, stage: StageDraft, treatment: Treatment, *, many: bool) -> _Sum:
+    def _sum(self, stage: StageDraft, treatment: Treatment, stages: int) -> _Sum:
         device, devices, chunks = stage
-        key = (self.model.places.offset_class(device), devices, chunks, treatment, many)
+        key = (self.model.places.offset_class(device), devices, chunks, treatment, stages)
         if key not in self._sums:
-            self._sums[key] = self._summed(stage, treatment, many)
+            self._sums[key] = self._summed(stage, treatment, stages)
         return self._sums[key]
 
-    def _summed(self, stage: StageDraft, treatment: Treatment, many: bool) -> _Sum:
+    def _summed(self, stage: StageDraft, treatment: Treatment, stages: int) -> _Sum:
         device, devices, chunks = stage
+        many = stages > 1
         model, place = self.model, self.model.places.at(device, devices)
         n = model.num_layers
         forward, backward = [0.0] * len(chunks), [0.0] * len(chunks)
@@ -301,7 +297,7 @@ class _Pricer:
             backward[c] = worked + reshard / 2
             gradients = sum(row["gradients"] for row in rows)
             sync = max(backward[c], reduced + reshard / 2, waiting + gradients)
-            waiting = max(0.0, sync - self._turn(chunks) * backward[c])
+            waiting = max(0.0, sync - stages * backward[c])
             update += sum(row["update"] for row in rows)
             state += sum(row["weights"] + row["optimizer"] for row in rows)
             activations = max(activations, sum(row["activations"] for row in rows))
@@ -316,10 +312,29 @@ class _Pricer:
         fixed = state + working + (transfers if many else 0.0)
         return _Sum(forward, backward, sync, update, fixed, activations, place.memory)
 
-    @staticmethod
-    def _turn(chunks: tuple[ChunkDraft, ...]) -> int:
-        """Stages that work between two chunks of one stage: how far apart its chunks are, in chunks."""
-        raise NotImplementedError
+    def _row_cuts(self, stages: tuple[StageDraft, ...], treatment: Treatment) -> list[float]:
+        """Seconds of the transfers between virtual stages, in order."""
+        s, v = len(stages), len(stages[0][2])
+        return [
+            self._cut(stages, divmod(virtual, s), divmod(virtual + 1, s), treatment) for virtual in range(s * v - 1)
+        ]
+
+    def _cut(
+        self, stages: tuple[StageDraft, ...], at: tuple[int, int], to: tuple[int, int], treatment: Treatment
+    ) -> float:
+        """From chunk and stage `at` to chunk and stage `to`."""
+        sender, receiver = stages[at[1]], stages[to[1]]
+        (_, degrees), (start, their_degrees) = sender[2][at[0]], receiver[2][to[0]]
+        data, their_data = sender[1] // degrees[-1], receiver[1] // their_degrees[0]
+        if to[1]:
+            offset, sides = sender[0], ((sender[1], data), (receiver[1], their_data))
+        else:  # from the last stage back to the first, over the whole pipeline
+            between = sum(devices for _, devices, _ in stages) - sender[1]
+            offset, sides = receiver[0], ((between, data), (receiver[1], their_data))
+        key = (offset, start, sides, treatment.micro_batch)
+        if key not in self._cuts:
+            self._cuts[key] = self.model.cut_seconds(start - 1, offset, sides, treatment.micro_batch)
+        return self._cuts[key]
 
     def _layer(self, device: int, devices: int, t: int, treatment: Treatment, layer: int) -> dict[str, float]:
         key = (self.model.places.offset_class(device), devices, t, treatment, layer)

@@ -1,4 +1,4 @@
-"""What every benchmark writes: `{bench, machine, versions, settings, rows, claims}`."""
+"""What every benchmark writes: `{bench, date, machine, versions, settings, rows, claims}`."""
 
 import json
 import os
@@ -14,15 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from jhpt.core.errors import InputError
-from jhpt.measure.device import device_info
-from jhpt.measure.timer import spread
 
 PACKAGES = ("jhpt", "jax", "jaxlib", "flax", "optax", "numpy", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One competitor at one set-up: seconds of every trial, and what one trial does."""
+    """A row of a timing benchmark: one competitor at one set-up, seconds of every trial, and what one trial does."""
 
     setup: str
     competitor: str
@@ -50,30 +48,47 @@ def check_writable(path: str) -> None:
 
 
 def write_json(
-    path: str, bench: str, settings: Mapping[str, Any], rows: Sequence[Row], claims: Mapping[str, Claim]
+    path: str,
+    bench: str,
+    settings: Mapping[str, Any],
+    rows: Sequence[Any],
+    claims: Mapping[str, Claim],
+    *,
+    device: bool = True,
 ) -> None:
-    """Everything needed to check or redo a benchmark."""
+    """Everything needed to check or redo a benchmark.
+
+    Args:
+      rows: dataclasses or mappings, raw samples included.
+      device: whether the benchmark ran on the first jax device, which is then described.
+    """
     report = {
         "bench": bench,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        "machine": machine(device=device),
         "versions": versions(),
         "settings": dict(settings),
-        "rows": [asdict(row) for row in rows],
+        "rows": [dict(row) if isinstance(row, Mapping) else asdict(row) for row in rows],
         "claims": {name: asdict(claim) for name, claim in claims.items()},
     }
     Path(path).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def machine() -> dict[str, Any]:
-    """Processor, cores and device."""
-    info = device_info()
+def machine(*, device: bool = True) -> dict[str, Any]:
+    """Processor, cores and device; without one, both of its entries are None."""
+    kind = platform_name = None
+    if device:
+        # Only here the second that jax takes to import, which benchmarks of plain arithmetic do without.
+        from jhpt.measure.device import device_info
+
+        info = device_info()
+        kind, platform_name = info.kind, info.platform
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
-    return {"cpu": model, "cores": os.cpu_count(), "device": info.kind, "platform": info.platform}
+    return {"cpu": model, "cores": os.cpu_count(), "device": kind, "platform": platform_name}
 
 
 def versions() -> dict[str, str]:
@@ -89,18 +104,36 @@ def versions() -> dict[str, str]:
 
 def print_rows(title: str, rows: Sequence[Row]) -> None:
     """Medians with quartiles, and ratios to the first competitor of each set-up."""
-    table = Table(title=title, title_justify="left")
-    for column in ("set-up", "competitor", "ms", "quartiles", "tokens/s", "time / jhpt"):
-        table.add_column(column, justify="left" if column in ("set-up", "competitor") else "right")
+    from jhpt.measure.timer import spread  # imports jax, see `machine`
+
     first = {row.setup: spread(list(row.samples_s))[0] for row in reversed(rows)}
+    lines = []
     for row in rows:
         median, lower, upper = spread(list(row.samples_s))
-        table.add_row(
-            row.setup,
-            row.competitor,
-            f"{median * 1e3:.1f}",
-            f"{lower * 1e3:.1f} - {upper * 1e3:.1f}",
-            f"{row.tokens / median:,.0f}",
-            f"{median / first[row.setup]:.3f}",
+        lines.append(
+            (
+                row.setup,
+                row.competitor,
+                f"{median * 1e3:.1f}",
+                f"{lower * 1e3:.1f} - {upper * 1e3:.1f}",
+                f"{row.tokens / median:,.0f}",
+                f"{median / first[row.setup]:.3f}",
+            )
         )
+    print_table(title, ("set-up", "competitor", "ms", "quartiles", "tokens/s", "time / jhpt"), lines, words=2)
+
+
+def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], *, words: int = 1) -> None:
+    """A table whose first `words` columns are words and the others figures."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < words else "right")
+    for line in lines:
+        table.add_row(*line)
     Console().print(table)
+
+
+def print_claims(claims: Mapping[str, Claim]) -> None:
+    """One line a claim."""
+    for name, claim in claims.items():
+        print(f"{name} = {claim.value:.4g} {claim.unit}  [{claim.setup}]")

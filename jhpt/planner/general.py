@@ -35,10 +35,10 @@ from jhpt.planner.ranges import prefix
 from jhpt.planner.request import Incumbent, Request
 from jhpt.planner.schedule import Array, in_flight, step_seconds
 
-EXACT_STATES = 400
+EXACT_STATES = 64
 """Up to so many layers x devices everything is visited; beyond, the limits below hold."""
 
-STAGES, EXPANSIONS, LABELS = 12, 1500, 8
+STAGES, EXPANSIONS, LABELS = 12, 400, 8
 """Stages that are told apart, prefixes that are opened, assignments of degrees that are kept per layer."""
 
 
@@ -412,7 +412,7 @@ class Search:
         place = self.model.places.at(first, devices)
         window = self._window(p)
         to = (p - 1, stop, first + devices)
-        for option in self._stage_options(place, fixed.stop, stop, window, piped=s > 1):
+        for option in self._stage_options(place, fixed.stop, stop, window, s > 1, bound):
             hop = self._exact_hop(fixed, first, devices, option)
             head, tail = fixed.head + hop, fixed.tail + hop
             grown = Prefix(
@@ -445,13 +445,16 @@ class Search:
         sides = ((others, others // last.degrees[-1]), (devices, devices // option.degrees[0]))
         return self.model.cut_seconds(fixed.stop - 1, before, sides, self.treatment.micro_batch)
 
-    def _stage_options(self, place: Place, first: int, stop: int, window: int, *, piped: bool) -> list[Option]:
+    def _stage_options(
+        self, place: Place, first: int, stop: int, window: int, piped: bool, bound: float
+    ) -> list[Option]:
         key = (place, first, stop, window)
         if key not in self._options:
             question = Question(place, self.treatment, first, stop, window, self.m, even=False, piped=piped)
-            self._options[key], complete = options(question, self.model, cap=1 << 20 if self.exact else LABELS)
+            cap = 1 << 20 if self.exact else LABELS
+            self._options[key], complete = options(question, self.model, cap, self.incumbent.cutoff)
             if not complete:
-                self.truncated = True
+                self.incumbent.leave(bound)
         return self._options[key]
 
     def _price(self, whole: Prefix) -> None:

@@ -6,8 +6,8 @@ Layers are visited from last to first, as gradients appear.  A label is what a p
 
 all of which only grow, and a step's time grows in each.  So a label that is nowhere better than another of the same
 degree at its front can be dropped (Hansen's label setting; exact), and what remains at the first layer is every
-assignment that can be part of an optimal plan.  `errors` and `reduced` carry the gradient stream of `estimate.sync_seconds`:
-reduced = max(reduced, errors) + gradients of the layer.
+assignment that can be part of an optimal plan.  `errors` and `reduced` carry the gradient stream of
+`estimate.sync_seconds`: reduced = max(reduced, errors) + gradients of the layer.
 """
 
 from dataclasses import dataclass
@@ -48,8 +48,12 @@ class Question:
     piped: bool
 
 
-def options(question: Question, model: CostModel, cap: int) -> tuple[list[Option], bool]:
-    """Undominated options that fit, and whether all are there (no more than `cap` labels had to be kept)."""
+def options(question: Question, model: CostModel, cap: int, limit: float = np.inf) -> tuple[list[Option], bool]:
+    """Undominated options that fit, and whether all are there (no more than `cap` labels had to be kept).
+
+    Args:
+      limit: options of a stage that needs this many seconds for a step, or more, are not wanted.
+    """
     place, treatment = question.place, question.treatment
     degrees = [
         t
@@ -57,6 +61,7 @@ def options(question: Question, model: CostModel, cap: int) -> tuple[list[Option
         if not question.even or treatment.micro_batch % (place.devices // t) == 0
     ]
     costs = {t: model.layer_costs(place, t, treatment) for t in degrees}
+    rest = _Rest(question, list(costs.values()))
     complete = True
     fronts: dict[int, Array] = {}
     history: list[dict[int, npt.NDArray[np.int64]]] = []
@@ -65,18 +70,64 @@ def options(question: Question, model: CostModel, cap: int) -> tuple[list[Option
         came: dict[int, npt.NDArray[np.int64]] = {}
         for t in (t for t in degrees if model.allowed(layer, t)):
             labels, origin = _extended(fronts, layer, t, costs[t], question, model)
-            keep = _undominated(labels)
+            keep = np.flatnonzero(rest.allows(labels, layer, limit))
             labels, origin = labels[keep], origin[keep]
-            labels, origin = _fitting(labels, origin, place.memory)
+            keep = _undominated(rest.criteria(labels))
+            labels, origin = labels[keep], origin[keep]
             if len(labels) > cap:
                 complete = False
-                best = np.argsort(_rank(labels, question.micro_batches), kind="stable")[:cap]
+                best = np.argsort(rest.seconds(labels, layer), kind="stable")[:cap]
                 labels, origin = labels[best], origin[best]
             if len(labels):
                 grown[t], came[t] = labels, origin
         fronts = grown
         history.append(came)
-    return _collect(fronts, history, degrees), complete
+    return _collect(fronts, history, rest), complete
+
+
+class _Rest:
+    """What the layers still to be visited cost at least, and with it which labels are worth keeping."""
+
+    def __init__(self, question: Question, tables: list[LayerCosts]) -> None:
+        m, span = question.micro_batches, slice(question.first, question.stop)
+        self.question, self.first = question, question.first
+        f = np.array([c.forward + c.forward_tensor for c in tables])[:, span]
+        b = np.array([c.backward + c.backward_tensor for c in tables])[:, span]
+        once = np.array([c.gradients + c.update for c in tables])[:, span]
+        kept = np.array([c.state + question.slots * c.activations for c in tables])[:, span]
+        self.until_reduced, self.busy, self.kept = (
+            np.concatenate([[0.0], np.cumsum(quantity.min(axis=0))])
+            for quantity in (m * f + (m - 1) * b + once, m * (f + b), kept)
+        )
+        most = kept.max(axis=0).sum() + max(c.working[span].max() for c in tables)
+        # With room for the largest assignment (and twice that, for transfers and tied copies) bytes decide nothing.
+        self.roomy = 2 * most <= question.place.memory and not question.piped
+
+    def seconds(self, labels: Array, layer: int) -> Array:
+        """Least seconds of a step of the stage, with layers before `layer` at their best."""
+        m, done = self.question.micro_batches, layer - self.first
+        steps = m * labels[:, FORWARD] + (m - 1) * labels[:, BACKWARD] + labels[:, UPDATE]
+        reduced = steps + labels[:, REDUCED] + self.until_reduced[done]
+        return np.maximum(reduced, steps + labels[:, BACKWARD] + self.busy[done])
+
+    def allows(self, labels: Array, layer: int, limit: float) -> npt.NDArray[np.bool_]:
+        """Whether a label can still fit its devices and stay below `limit`."""
+        seconds = self.seconds(labels, layer)
+        room = labels[:, KEPT] + labels[:, WORKING] + self.kept[layer - self.first]
+        fits = room <= self.question.place.memory * (1 + 1e-12)
+        if layer == self.first:
+            fits = labels[:, KEPT] + labels[:, WORKING] <= self.question.place.memory
+        return fits & (seconds < limit) & np.isfinite(seconds)
+
+    def criteria(self, labels: Array) -> Array:
+        """What decides between labels.  Alone, a stage needs M forward + (M-1) backward + update, then its stream."""
+        if self.question.piped:
+            return labels
+        m = self.question.micro_batches
+        reshard = labels[:, BACKWARD] - labels[:, ERRORS]
+        alone = m * labels[:, FORWARD] + (m - 1) * labels[:, BACKWARD] + labels[:, UPDATE] + reshard
+        columns = [alone, labels[:, ERRORS], labels[:, REDUCED]]
+        return np.stack(columns if self.roomy else [*columns, labels[:, KEPT], labels[:, WORKING]], axis=1)
 
 
 def _extended(
@@ -127,32 +178,23 @@ def _add_ends(start: Array, layer: int, t: int, costs: LayerCosts, question: Que
 def _undominated(labels: Array) -> npt.NDArray[np.int64]:
     """Indices of labels that no other is at least as good as in everything; of equal ones the first."""
     order = np.lexsort(labels.T[::-1])
-    kept: list[int] = []
+    ahead, count = np.empty_like(labels), 0
+    kept = []
     for index in order:
-        if not kept or not (labels[kept] <= labels[index]).all(axis=1).any():
+        if not (ahead[:count] <= labels[index]).all(axis=1).any():
+            ahead[count] = labels[index]
+            count += 1
             kept.append(int(index))
     return np.array(sorted(kept), dtype=np.int64)
 
 
-def _fitting(labels: Array, origin: npt.NDArray[np.int64], memory: float) -> tuple[Array, npt.NDArray[np.int64]]:
-    fits = (labels[:, KEPT] + labels[:, WORKING] <= memory) & np.isfinite(labels[:, FORWARD])
-    return labels[fits], origin[fits]
-
-
-def _rank(labels: Array, micro_batches: int) -> Array:
-    steps = micro_batches * labels[:, FORWARD] + (micro_batches - 1) * labels[:, BACKWARD]
-    return steps + labels[:, REDUCED] + labels[:, UPDATE]
-
-
-def _collect(
-    fronts: dict[int, Array], history: list[dict[int, npt.NDArray[np.int64]]], degrees: list[int]
-) -> list[Option]:
+def _collect(fronts: dict[int, Array], history: list[dict[int, npt.NDArray[np.int64]]], rest: _Rest) -> list[Option]:
     entries = [(t, index) for t in fronts for index in range(len(fronts[t]))]
     if not entries:
         return []
     labels = np.array([fronts[t][index] for t, index in entries])
     found = []
-    for at in _undominated(labels):
+    for at in _undominated(rest.criteria(labels)):
         t, index = entries[at]
         path = []
         for came in reversed(history):

@@ -8,12 +8,10 @@ from rich.table import Table
 
 from jhpt.planner.baselines import Baseline
 from jhpt.planner.explain import (
-    LayerRun,
     alternatives,
     changed,
     devices_text,
     duration,
-    gib,
     idle_devices,
     layer_runs,
     names_text,
@@ -63,10 +61,11 @@ def summary(answer: Answer) -> list[str]:
     """The plan in four lines."""
     plan, profile, cluster = answer.plan, answer.model.profile, answer.model.cluster
     rate, unit = throughput(answer)
+    count = f"{plan.batch} sample{'s' if plan.batch > 1 else ''}"
     idle = idle_devices(plan, cluster.num_devices)
     bound = "" if plan.lower_bound is None else f", lower bound {duration(plan.lower_bound)}"
     return [
-        f"{profile.name} on {cluster.name}, {plan.batch} samples a step ({profile.sample}); {profile.source}",
+        f"{profile.name} on {cluster.name}: {count} a step, each {profile.sample}; {profile.source}",
         f"plan: {shape_text(plan)}",
         f"step: {duration(answer.estimate.seconds)}, {rate:,.0f} {unit}; {verdict(answer)}{bound}",
         f"devices: {plan.devices} of {cluster.num_devices} work"

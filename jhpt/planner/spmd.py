@@ -234,7 +234,8 @@ def _try_mixed(
 ) -> None:
     place = model.places.at(0, devices)
     question = Question(place, treatment, 0, model.num_layers, 1, m, even=True, piped=False)
-    found, complete = options(question, model, cap=LABELS if model.num_layers > EXACT_LAYERS else 1 << 20)
+    cap = LABELS if model.num_layers > EXACT_LAYERS else 1 << 20
+    found, complete = options(question, model, cap, incumbent.cutoff)
     if not complete:
         incumbent.leave(bound)
     for option in found:

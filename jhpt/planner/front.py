@@ -1,0 +1,218 @@
+"""From what a user names (a preset, a cluster, a batch) to what the planner is asked: `jhpt.plan` and `jhpt plan`."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster import Cluster, Device
+from jhpt.core.config import Config, one_of
+from jhpt.core.errors import InputError, did_you_mean
+from jhpt.core.load import Source, load_config
+from jhpt.core.networks import TABLES, network_profile
+from jhpt.core.plan import Plan, Schedule
+from jhpt.core.presets import PRESETS
+from jhpt.core.profile import ModelProfile
+from jhpt.core.roofline import ELEMENT_BYTES
+from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.importers import read_profile
+from jhpt.planner.local import local_cluster, local_profile
+from jhpt.planner.request import Request, request
+from jhpt.planner.solve import Answer, Space, solve
+
+EXAMPLES = ("h100x8x8", "a100x8x4", "v100x4x4-10gbe")
+
+UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}
+UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+
+_SIZE = re.compile(r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A question that the planner can answer."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    asked: Request
+    space: Space
+
+    def solve(self) -> Answer:
+        """The answer; InputError where nothing fits."""
+        return solve(self.profile, self.cluster, self.asked, self.space)
+
+
+def plan(
+    config: Source = None,
+    *,
+    cluster: Cluster | str | os.PathLike[str] | None = None,
+    profile: ModelProfile | str | os.PathLike[str] | None = None,
+    batch: int | None = None,
+    micro_batches: int | None = None,
+    space: Space = "spmd",
+    schedule: Schedule | None = None,
+    budget: float | str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The fastest plan for one training step.
+
+    Args:
+      config: as for `jhpt.train`, or the name of a classic network (vgg16, resnet50, gnmt).
+      cluster: a name such as h100x8x8, a file, or a `Cluster`; None: this machine, as `jhpt profile` measured it.
+      profile: the layers' costs, or a file of them; None: measured by `jhpt profile` where the cluster is this machine,
+        else from the datasheet of the cluster's devices.
+      batch: samples in a step; None: data.batch_size.
+      micro_batches: into how many pieces the batch is cut; None: the planner decides.
+      space: "spmd", what one program can run, or "general", stages of any size.
+      schedule: None: the planner decides.
+      budget: bytes a device may use, or text such as 24GiB; None: all of its memory.
+      overrides: settings by dotted name, `{"data.sequence_length": 4096}`.
+
+    Raises:
+      InputError: something is unknown or contradictory, or nothing fits; the message says what would.
+    """
+    asked = prepare(
+        config,
+        cluster=cluster,
+        profile=profile,
+        batch=batch,
+        micro_batches=micro_batches,
+        space=space,
+        schedule=schedule,
+        budget=budget,
+        overrides=overrides,
+    )
+    return asked.solve().plan
+
+
+def prepare(
+    config: Source = None,
+    *,
+    cluster: Cluster | str | os.PathLike[str] | None = None,
+    profile: ModelProfile | str | os.PathLike[str] | None = None,
+    batch: int | None = None,
+    micro_batches: int | None = None,
+    space: Space = "spmd",
+    schedule: Schedule | None = None,
+    budget: float | str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Task:
+    """The arguments of `plan`, read and checked."""
+    if space not in get_args(Space):
+        raise InputError(f"space={space!r}: use {one_of(get_args(Space))}")
+    if schedule is not None and schedule not in get_args(Schedule):
+        raise InputError(f"schedule={schedule!r}: use {one_of(get_args(Schedule))}")
+    if schedule == "interleaved" and space == "general":
+        raise InputError("space=general has no interleaved schedule; use space=spmd, or gpipe or 1f1b")
+    network = network_of(config)
+    named = load_config(config, overrides) if network is None and (config is not None or profile is None) else None
+    if network and overrides:
+        raise InputError(f"{network} is a fixed table of layers and takes no settings; leave out {one_of(overrides)}")
+    machine = resolve_cluster(cluster)
+    memory = parse_bytes(budget) if budget is not None else None
+    asked = request(_batch(batch, named, network), micro_batches)
+    return Task(
+        profile=resolve_profile(profile, named, network, machine, measured=cluster is None),
+        cluster=capped(machine, memory) if memory is not None else machine,
+        asked=replace(asked, schedules=(schedule,)) if schedule else asked,
+        space=space,
+    )
+
+
+def network_of(config: Source) -> str | None:
+    """The classic network that `config` names, if it does.
+
+    Raises:
+      InputError: the name of nothing at all.
+    """
+    if not isinstance(config, str | Path):
+        return None
+    name = str(config)
+    if name in TABLES:
+        return name
+    if name not in PRESETS and not Path(name).exists():
+        raise InputError(
+            f"{name}: neither a file, a preset nor a network{did_you_mean(name, [*PRESETS, *TABLES])}; "
+            f"presets: {', '.join(PRESETS)}; networks: {', '.join(TABLES)}"
+        )
+    return None
+
+
+def resolve_cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster:
+    """The cluster itself, by name, from a file, or the local machine."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is not None:
+        return find_cluster(os.fspath(cluster))
+    if (local := local_cluster()) is None:
+        raise InputError(
+            "this machine has not been measured: run `jhpt profile` first, or name a cluster with --cluster, such as "
+            f"{one_of(EXAMPLES)}, or a JSON or YAML file"
+        )
+    return local
+
+
+def resolve_profile(
+    profile: ModelProfile | str | os.PathLike[str] | None,
+    config: Config | None,
+    network: str | None,
+    cluster: Cluster,
+    *,
+    measured: bool,
+) -> ModelProfile:
+    """The profile itself, from a file, measured on this machine, or from the datasheet of the first node's device."""
+    device = cluster.nodes[0].device
+    if profile is not None:
+        given = profile if isinstance(profile, ModelProfile) else read_profile(Path(profile))
+        if config is not None and len(given.layers) != config.model.num_layers + 2:
+            raise InputError(
+                f"the profile {given.name} has {given.num_layers} layers, {config.name} has "
+                f"{config.model.num_layers + 2} with embedding and head; leave out the configuration and give --batch"
+            )
+        return given
+    if network is not None:
+        return network_profile(network, device, dtype_of("auto", device))
+    assert config is not None
+    known = local_profile(config, device.name) if measured else None
+    return known or analytic_profile(config, device, dtype_of(config.model.dtype, device))
+
+
+def dtype_of(wanted: str, device: Device) -> str:
+    """`model.dtype`, with "auto" resolved as training does: float32 on a CPU, else 16 bits if it has them."""
+    if wanted != "auto":
+        return wanted
+    order = ("float32", "bfloat16") if device.name == "cpu" else tuple(ELEMENT_BYTES)
+    return next((dtype for dtype in order if dtype in device.peak_flops), order[0])
+
+
+def _batch(batch: int | None, config: Config | None, network: str | None) -> int:
+    if batch is not None:
+        return batch
+    if config is None:
+        raise InputError(f"{network or 'a profile alone'} has no batch of its own; give --batch, e.g. --batch 256")
+    return config.data.batch_size
+
+
+def capped(cluster: Cluster, memory: float) -> Cluster:
+    """The cluster, of whose devices only so many bytes may be used."""
+    nodes = tuple(
+        node.model_copy(update={"device": node.device.model_copy(update={"memory": min(memory, node.device.memory)})})
+        for node in cluster.nodes
+    )
+    return cluster.model_copy(update={"nodes": nodes})
+
+
+def parse_bytes(text: float | str) -> float:
+    """Bytes of `24GiB`, `80GB` or `16e9`; InputError for anything else and for nothing at all."""
+    match = _SIZE.fullmatch(str(text))
+    unit = {name.lower(): size for name, size in UNITS.items()}.get(match[2].lower()) if match else None
+    try:
+        size = float(match[1]) * unit if match and unit else 0.0
+    except ValueError:  # 1.2.3
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise InputError(f"budget={text!r} is no amount of memory; write it as 24GiB, 80GB or 16e9")
+    return size

@@ -1,0 +1,200 @@
+"""What is told about an answer: names, sums, reasons; the printed report and the JSON say the same."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.load import load_config
+from jhpt.core.plan import Chunk, Plan, Run, Stage
+from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.baselines import baselines
+from jhpt.planner.costs import CostModel
+from jhpt.planner.estimate import price
+from jhpt.planner.explain import (
+    alternatives,
+    changed,
+    compressed,
+    duration,
+    idle_devices,
+    layer_runs,
+    mean_causes,
+    names_text,
+    percent,
+    rival,
+    spans,
+    spans_text,
+    stage_causes,
+    timeline,
+    to_json,
+    verdict,
+)
+from jhpt.planner.report import print_answer, summary
+from jhpt.planner.request import request
+from jhpt.planner.solve import Answer
+
+
+def model_of(preset: str = "gpt-tiny", cluster: str = "a100x2x3") -> CostModel:
+    machine = find_cluster(cluster)
+    return CostModel(analytic_profile(load_config(preset), machine.nodes[0].device), machine)
+
+
+def stage(device: int, devices: int, *chunks: tuple[int, list[tuple[int, int]]]) -> Stage:
+    """chunks: (first layer, [(layers, tensor)])."""
+    return Stage(
+        device=device,
+        devices=devices,
+        chunks=tuple(
+            Chunk(first=first, runs=tuple(Run(layers=layers, tensor=tensor) for layers, tensor in runs))
+            for first, runs in chunks
+        ),
+    )
+
+
+def plan_of(*stages: Stage, **options) -> Plan:
+    given = {"model": "gpt-tiny", "cluster": "a100x2x3", "batch": 8, "micro_batches": 4} | options
+    return Plan(stages=stages, **given)
+
+
+# gpt-tiny: embedding, four blocks, head.
+SINGLE = plan_of(stage(0, 2, (0, [(1, 2), (5, 1)])), zero=3)
+PIPELINE = plan_of(stage(0, 2, (0, [(3, 2)])), stage(2, 2, (3, [(3, 2)])), recompute=True)
+INTERLEAVED = plan_of(
+    stage(0, 2, (0, [(2, 1)]), (3, [(1, 1)])),
+    stage(2, 2, (2, [(1, 1)]), (4, [(2, 1)])),
+    schedule="interleaved",
+    zero=1,
+)
+PLANS = {"single": SINGLE, "pipeline": PIPELINE, "interleaved": INTERLEAVED}
+
+
+def answer_of(plan: Plan, *others: Plan, model: CostModel | None = None) -> Answer:
+    model = model or model_of()
+    estimate = price(plan, model)
+    done = plan.model_copy(update={"seconds": estimate.seconds, "lower_bound": estimate.seconds})
+    return Answer(plan=done, estimate=estimate, alternatives=others, model=model)
+
+
+def printed(answer: Answer, compared=()) -> str:
+    stream = io.StringIO()
+    print_answer(Console(file=stream, width=120), answer, compared)
+    return stream.getvalue()
+
+
+def test_ranges_and_names_are_short():
+    assert spans_text(spans([0, 1, 2, 5, 7, 8])) == "0-2, 5, 7-8"
+    assert spans([]) == ()
+    assert compressed(["embedding", "block", "block", "head"]) == ("embedding", "block x 2", "head")
+    assert names_text(["a", "b"]) == "a, b"
+    assert names_text(list("abcde")) == "a ... e"
+    assert idle_devices(PIPELINE, 6) == (4, 5)
+
+
+def test_units_of_seconds_and_ratios():
+    assert [duration(x) for x in (12.5, 0.0123, 5e-5)] == ["12.50 s", "12.3 ms", "50.0 us"]
+    assert duration(0.02, sign=True) == "+20.0 ms"
+    assert [percent(x) for x in (1.12, 0.9, 14.84)] == ["+12.0 %", "-10.0 %", "14.8 times"]
+
+
+def test_layer_runs_name_every_layer_once():
+    runs = [run for part in INTERLEAVED.stages for run in layer_runs(part, model_of().profile)]
+    assert sorted(layer for run in runs for layer in range(run.first, run.stop)) == list(range(6))
+    assert [(run.chunk, run.names, run.data, run.tensor) for run in runs[:2]] == [
+        (0, ("embedding", "block"), 2, 1),
+        (1, ("block",), 2, 1),
+    ]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_causes_sum_to_the_step(name):
+    plan, model = PLANS[name], model_of()
+    estimate = price(plan, model)
+    for position in range(len(plan.stages)):
+        causes = stage_causes(plan, position, estimate, model)
+        assert sum(causes.values()) == pytest.approx(estimate.seconds)
+        assert min(causes.values()) > -1e-12
+        assert (causes["recomputation"] > 1e-9) == plan.recompute
+        if plan.zero != 3:  # ZeRO-3's traffic may hide
+            assert (causes["weights gathered"] > 1e-9) == (plan.zero == 1)
+    assert sum(mean_causes(plan, estimate, model).values()) == pytest.approx(estimate.seconds)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_played_step_takes_what_the_estimate_says(name):
+    answer = answer_of(PLANS[name])
+    assert timeline(answer).seconds == pytest.approx(answer.estimate.seconds)
+
+
+def test_a_rivals_causes_sum_to_the_difference():
+    found = rival("pipeline", PIPELINE, answer_of(SINGLE))
+    assert sum(found.causes.values()) == pytest.approx(found.seconds * (1 - 1 / found.ratio))
+    assert "recomputation +" in found.why
+
+
+def test_reasons_are_sorted_and_minor_ones_left_out():
+    causes = {"compute": -0.02, "waiting": 0.035, "gradients exposed": 0.08, "update": 0.0001}
+    found = replace(rival("", PIPELINE, answer_of(SINGLE)), ratio=1.12, causes=causes)
+    assert found.why == "+12.0 %: gradients exposed +80.0 ms, waiting +35.0 ms; compute -20.0 ms"
+    assert replace(found, missing=3.2 * 2**30).why == "does not fit by 3.2 GiB"
+    assert replace(found, missing=3.2 * 2**30, ratio=0.9).why == "does not fit by 3.2 GiB; it would take -10.0 %"
+
+
+def test_changes_change_one_decision_and_are_plans():
+    answer = answer_of(INTERLEAVED)
+    assert [each.name for each in changed(answer)] == ["no ZeRO", "ZeRO-3", "recomputation", "2 micro-batches"]
+    for each in changed(answer):
+        assert each.seconds == pytest.approx(price(each.plan, answer.model).seconds)
+
+
+def test_what_is_short_of_memory_is_told():
+    model = model_of("gpt2-1.5b", "v100x4x1")
+    plan = plan_of(stage(0, 4, (0, [(50, 1)])), zero=3, recompute=True, cluster="v100x4x1", batch=64, micro_batches=1)
+    why = {each.name: each.why for each in changed(answer_of(plan, model=model))}
+    assert why["no recomputation"].startswith("does not fit by ")
+
+
+def test_the_verdict_tells_the_gap():
+    answer = answer_of(SINGLE)
+    assert verdict(answer) == "proven optimal"
+    bound = answer.estimate.seconds / 1.003
+    assert verdict(replace(answer, plan=answer.plan.model_copy(update={"lower_bound": bound}))) == (
+        "at most 0.3 % from optimal"
+    )
+
+
+def test_idle_devices_are_named():
+    assert summary(answer_of(PIPELINE))[-1] == "devices: 4 of 6 work; idle: 4-5"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_report_has_every_stage_and_every_rival(name):
+    answer = answer_of(PLANS[name], *(plan for plan in PLANS.values() if plan is not PLANS[name]))
+    compared = baselines(request(8), answer.model)
+    text = printed(answer, compared)
+    lines = text.splitlines()
+    for position, part in enumerate(answer.plan.stages):
+        last = part.device + part.devices - 1
+        assert any(line.startswith(f"{position}  ") and f" {part.device}-{last} " in line for line in lines), text
+    for words in ("embedding", "block", "tokens/s", "proven optimal", *(each.name for each in compared)):
+        assert words in text
+    assert len(alternatives(answer)) == 2
+    assert ("stage n" in text) == (len(answer.plan.stages) > 1)
+
+
+def test_json_is_complete_and_plain():
+    answer = answer_of(INTERLEAVED, SINGLE)
+    tree = to_json(answer, baselines(request(8), answer.model))
+    assert json.loads(json.dumps(tree, allow_nan=False)) == tree
+    assert Plan.model_validate(tree["plan"]) == answer.plan
+    assert tree["devices"] == {"available": 6, "working": 4, "idle": [4, 5]}
+    assert tree["tokens_per_second"] == pytest.approx(8 * 128 / answer.estimate.seconds)
+    for part in tree["stages"]:
+        assert sum(part["seconds"].values()) == pytest.approx(tree["seconds"])
+        assert sum(part["bytes"].values()) == pytest.approx(part["total_bytes"])
+    for key in ("baselines", "changes", "alternatives"):
+        for each in tree[key]:
+            assert each["plan"] is None or Plan.model_validate(each["plan"])
+            assert each["why"]

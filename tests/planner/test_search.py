@@ -1,0 +1,343 @@
+"""The planner against brute force, and searches whose answer is known beforehand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jhpt.core.errors import InputError
+from jhpt.core.profile import LayerKind, Timing
+from jhpt.planner.costs import CostModel
+from jhpt.planner.estimate import price
+from jhpt.planner.request import Incumbent, Request, request
+from jhpt.planner.schedule import step_seconds
+from jhpt.planner.solve import plan as plan_of
+from jhpt.planner.solve import search, solve
+from tests.planner.brute_force import best, general_plans, spmd_plans
+from tests.planner.instances import random_cluster, random_profile
+from tests.planner.test_estimate import cluster, layer, model, random_plan, stage
+
+PLANS = {"spmd": spmd_plans, "general": general_plans}
+SIZES = {"spmd": (5, 6), "general": (4, 4)}
+"""Most layers and devices of an instance that brute force searches in about a second, everything asked for."""
+
+BLOCK = 4
+
+
+def some(rng: np.random.Generator, batch: int) -> Request:
+    """Some of the decisions open: brute force is through in a quarter of the time."""
+    counts = [m for m in range(1, batch + 1) if batch % m == 0]
+    return request(
+        batch,
+        sorted(rng.choice(counts, 2, replace=False).tolist()),
+        zero=[(0,), (0, 1), (0, 3)][rng.integers(3)],
+        recompute=[(False,), (True,)][rng.integers(2)],
+    )
+
+
+def compare(space: str, seed: int, *, mixed: bool = False, whole: bool = False) -> bool:
+    """Brute force over every plan; whether any fits."""
+    layers, devices = SIZES[space]
+    rng = np.random.default_rng(seed)
+    costs = CostModel(random_profile(rng, layers), random_cluster(rng, devices, mixed=mixed))
+    batch = int(rng.choice([4, 6, 8]))
+    asked = request(batch) if whole else some(rng, batch)
+    found = search(asked, costs, space)
+    seconds, chosen, _ = best(PLANS[space](asked, costs), costs)
+    if chosen is None:
+        assert found.plan is None, f"seed {seed}: a plan that does not fit"
+        return False
+    assert found.plan is not None, f"seed {seed}: {chosen} fits"
+    assert found.seconds == pytest.approx(seconds, rel=1e-9), f"seed {seed}: {found.plan} instead of {chosen}"
+    assert price(found.plan, costs).seconds == found.seconds
+    assert price(found.plan, costs).fits
+    # Proven: the bound is the optimum itself, and never above it.
+    assert found.lower_bound <= seconds * (1 + 1e-9)
+    assert found.lower_bound == pytest.approx(seconds, rel=1e-9)
+    return True
+
+
+@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("space", PLANS)
+def test_brute_force(space, block):
+    fits = [compare(space, seed) for seed in range(BLOCK * block, BLOCK * (block + 1))]
+    assert any(fits)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_brute_force_on_mixed_clusters(block):
+    assert any([compare("general", 1000 + BLOCK * block + i, mixed=True) for i in range(BLOCK)])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("block", range(50))
+@pytest.mark.parametrize(("space", "mixed"), [("spmd", False), ("general", False), ("general", True)])
+def test_brute_force_on_many(space, mixed, block):
+    for seed in range(10_000 + 10 * block, 10_000 + 10 * (block + 1)):
+        compare(space, seed, mixed=mixed, whole=True)
+
+
+def test_what_does_not_fit_is_found_exactly():
+    """The least memory with which brute force finds a plan is the least with which the search does."""
+    seen = set()
+    for space, seed in itertools.product(PLANS, range(6)):
+        rng = np.random.default_rng(2000 + seed)
+        profile, given = random_profile(rng, 3), random_cluster(rng, 3)
+        asked = request(2)
+        costs = CostModel(profile, given)
+        need = min(max(s.total_bytes for s in price(p, costs).stages) for p in PLANS[space](asked, costs))
+        for memory, fits in ((need, True), (need * (1 - 1e-9), False)):
+            node = given.nodes[0]
+            device = node.device.model_copy(update={"memory": memory})
+            tight = given.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
+            found = search(asked, CostModel(profile, tight), space)
+            assert (found.plan is not None) == fits
+            assert fits or math.isinf(found.lower_bound)
+            seen.add(fits)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_is_below_the_bound(seed):
+    """Instances beyond brute force: up to 10 layers on 8 devices against random plans."""
+    rng = np.random.default_rng(3000 + seed)
+    costs = CostModel(random_profile(rng, 10), random_cluster(rng, 8, mixed=seed % 3 == 0))
+    asked = request(8, (1, 2, 4, 8), zero=(0, 1), recompute=(False,))
+    found = search(asked, costs, "general")
+    for _ in range(100):
+        drawn = random_plan(rng, costs, str(rng.choice(["1f1b", "gpipe"])))
+        m = int(rng.choice(asked.micro_batches))
+        drawn = drawn.model_copy(
+            update={"batch": 8, "micro_batches": m, "zero": int(rng.choice(asked.zero)), "recompute": False}
+        )
+        estimate = price(drawn, costs)
+        assert not estimate.fits or estimate.seconds >= found.lower_bound * (1 - 1e-9)
+
+
+def test_one_layer_on_one_device():
+    # Two samples, one after the other or together: 2 (1 + 2).
+    for space in PLANS:
+        answer = solve(model(layer()), cluster(1), request(2), space)
+        assert answer.plan.seconds == answer.plan.lower_bound == 6
+        assert answer.gap == 0
+        assert answer.alternatives == ()
+
+
+def test_data_parallelism_where_parameters_are_few():
+    # No parameters: four devices share four samples, one step of 2 (1 + 2).
+    for space in PLANS:
+        found = plan_of(model(layer(), layer()), cluster(4), batch=4, space=space)
+        assert (len(found.stages), found.stages[0].devices, found.micro_batches) == (1, 4, 1)
+        assert found.seconds == 6
+
+
+def test_a_pipeline_where_parameters_are_many():
+    # 1000 parameters a layer: reducing one gradient takes 2 * 1000 / 10 s.  Without: (4 + 1)(1 + 2), GPipe or 1F1B.
+    for space in PLANS:
+        found = plan_of(model(*[layer(parameters=1000)] * 2), cluster(2), batch=4, space=space)
+        assert [s.devices for s in found.stages] == [1, 1]
+        assert found.seconds == 15
+
+
+def test_tensor_parallelism_where_weights_do_not_fit():
+    # One layer of 160 bytes of state, devices of 100; 10 bytes are summed in 2 * 5 / 10 s: (0.5 + 1) + (1 + 1).
+    # Otherwise ZeRO-3 would do: not asked for.
+    big = layer(parameters=10, max_tensor=2, tensor_forward_bytes=10, tensor_backward_bytes=10)
+    for space in PLANS:
+        found = plan_of(model(big), cluster(2, memory=100), batch=1, space=space, zero=(0,))
+        assert found.stages[0].chunks[0].tensor == (2,)
+        assert found.seconds == 3.5
+
+
+def test_layers_of_one_stage_choose_their_own_degree():
+    # "One weird trick" (Krizhevsky 2014): layer 0 has no parameters and large activations, layer 1 the opposite.
+    # Degrees (1, 2): layer 0 on one sample each, 1 + 2; layer 1 on both samples at half the time, 1 + 2; resharding
+    # gathers 2 * 1 bytes, 0.1 s.  Anything else reduces 1000 gradients or sums 1000 bytes.
+    convolution = layer(boundary_bytes=1, max_tensor=2, tensor_forward_bytes=1000, tensor_backward_bytes=1000)
+    dense = layer(parameters=1000, max_tensor=2)
+    for space in PLANS:
+        found = plan_of(model(convolution, dense), cluster(2), batch=2, space=space, recompute=(False,))
+        assert found.stages[0].chunks[0].tensor == (1, 2)
+        assert found.seconds == pytest.approx(6.1)
+
+
+def test_stages_of_different_size():
+    # Layer 0 takes three times as long and has no parameters, layer 1 has many: 3 | 1 devices, as PipeDream finds for
+    # VGG-16.  Micro-batches of three samples: 3 + 6 on one sample each, 3 + 6 on three.
+    profile = model(layer(3.0, 6.0), layer(1.0, 2.0, parameters=1000))
+    found = plan_of(profile, cluster(4), batch=24, microbatches=8, space="general", zero=(0,))
+    assert [(s.devices, s.chunks[0].first) for s in found.stages] == [(3, 0), (1, 1)]
+    assert found.seconds == (8 + 1) * 9
+    # One program has equal stages: 2 | 2 need 200 s for the gradients, 1 | 1 have 9 + 18 a micro-batch.
+    assert plan_of(profile, cluster(4), batch=24, microbatches=8, zero=(0,)).seconds > found.seconds
+
+
+def test_interleaving_wins():
+    # Four equal layers whose gradients are dear, two micro-batches of one sample, no transfers.  1F1B: 3 (2 + 2);
+    # two chunks: (2 * 2 + 1)(1 + 1).
+    profile = model(*[layer(1.0, 1.0, parameters=1000) for _ in range(4)])
+    found = plan_of(profile, cluster(2), batch=2, microbatches=2)
+    assert (found.schedule, found.chunks, found.seconds) == ("interleaved", 2, 10)
+    assert plan_of(profile, cluster(2), batch=2, microbatches=2, schedules=("1f1b", "gpipe")).seconds == 12
+
+
+def test_gpipe_may_win():
+    # Played by hand in test_simulation: gradients that take 16 s on device 1 are sooner at hand where its forwards do
+    # not wait for backwards of device 0.
+    stages = np.array([[1.0], [1.0]]), np.array([[4.0], [1.0]]), np.zeros(1), np.array([0.0, 16.0]), np.zeros(2)
+    assert {s: float(step_seconds(s, 4, *stages)) for s in ("gpipe", "1f1b")} == {"gpipe": 24, "1f1b": 25}
+    # As a model: two devices a stage, 40 bytes of gradients of layer 1, ready 1 s after its last backward began.
+    profile = model(
+        layer(1.0, 4.0),
+        LayerKind(
+            parameters=75,
+            boundary_bytes=0,
+            activation_bytes=0,
+            timings=(Timing(batches=(1.0,), forward=(1.0,), backward=(1.0,)),),
+        ),
+    )
+    drawn = {
+        schedule: price(
+            plan_of(profile, cluster(4), batch=8, microbatches=4).model_copy(
+                update={"schedule": schedule, "zero": 0, "stages": (stage(0, 2, (0, [1])), stage(2, 2, (1, [1])))}
+            ),
+            CostModel(profile, cluster(4)),
+        ).seconds
+        for schedule in ("gpipe", "1f1b")
+    }
+    # The gradients take 2 * 75 / 10 = 15 s after 1 s of backward.
+    assert drawn == {"gpipe": 24, "1f1b": 25}
+
+
+def test_only_what_is_asked_for():
+    profile = model(*[layer(1.0, 1.0, parameters=1000, activation_bytes=1) for _ in range(4)])
+    for space, schedule, zero, recompute in itertools.product(PLANS, ("1f1b", "gpipe"), (0, 3), (False, True)):
+        found = plan_of(
+            profile,
+            cluster(2),
+            batch=4,
+            microbatches=(2, 4),
+            space=space,
+            schedules=(schedule,),
+            zero=(0, zero),
+            recompute=(recompute,),
+        )
+        assert found.schedule == schedule or len(found.stages) == 1
+        assert found.zero in (0, zero)
+        assert found.recompute == recompute
+        assert found.micro_batches in (2, 4)
+        assert found.space == space
+
+
+def test_alternatives_are_other_shapes_in_order():
+    several = 0
+    for seed, space in itertools.product(range(12), PLANS):
+        rng = np.random.default_rng(4000 + seed)
+        costs = CostModel(random_profile(rng, 4), random_cluster(rng, 4))
+        asked = some(rng, 4)
+        if search(asked, costs, space).plan is None:
+            continue
+        answer = solve(costs.profile, costs.cluster, asked, space)
+        seconds = [answer.plan.seconds, *(other.seconds for other in answer.alternatives)]
+        assert seconds == sorted(seconds)
+        assert answer.plan.stages not in [other.stages for other in answer.alternatives]
+        for other in answer.alternatives:
+            assert price(other, costs).fits
+            assert price(other, costs).seconds == other.seconds
+        several += len(seconds) > 1
+    assert several > 2
+
+
+def test_a_mixed_cluster_is_for_the_general_space():
+    rng = np.random.default_rng(0)
+    mixed = random_cluster(rng, 4, mixed=True)
+    while not mixed.mixed:
+        mixed = random_cluster(rng, 4, mixed=True)
+    with pytest.raises(InputError, match="nodes of different kinds.*--space general"):
+        plan_of(model(layer()), mixed, batch=1)
+    assert plan_of(model(layer()), mixed, batch=1, space="general").seconds > 0
+
+
+def test_the_incumbent_keeps_the_best_of_every_shape():
+    costs = CostModel(model(layer(), layer()), cluster(2))
+    best_so_far = Incumbent()
+    slow, fast = (
+        plan_of(model(layer(), layer()), cluster(2), batch=2, microbatches=m).model_copy(update={"stages": stages})
+        for m, stages in ((1, (stage(0, 1, (0, [1, 1])),)), (2, (stage(0, 1, (0, [1])), stage(1, 1, (1, [1])))))
+    )
+    for drawn in (slow, fast, slow):
+        best_so_far.offer(drawn, costs)
+    assert best_so_far.plan == fast
+    assert len(best_so_far.shapes) == 2
+    assert best_so_far.lower_bound == best_so_far.seconds
+    best_so_far.leave(1.0)
+    assert best_so_far.lower_bound == 1
+
+
+# What the searches are known to miss.
+
+
+@pytest.mark.xfail(strict=True, reason="degrees that cost less hide those whose transfer costs less")
+def test_degrees_that_make_the_transfer_cheaper():
+    def slow(one: float, two: float, **costs) -> LayerKind:
+        timing = Timing(batches=(1.0, 2.0), forward=(one, two), backward=(one, two))
+        return LayerKind(**{"boundary_bytes": 0.0, "activation_bytes": 0.0} | costs, timings=(timing,))
+
+    # 2 | 2 devices, micro-batches of two.  Layer 0 is best at degree 2; layer 1, too, by 0.05, but then each device
+    # sends both samples, 2 s instead of 1 s.  (4 + 1) 4 + 2 with degrees (2, 1).
+    profile = model(slow(2, 2, max_tensor=2), slow(1, 1.9, boundary_bytes=1, max_tensor=2), slow(2, 4))
+    asked = request(8, 4, zero=(0,), recompute=(False,))
+    narrow = cluster(4, inside=1.0)
+    costs = CostModel(profile, narrow)
+    assert best(general_plans(asked, costs), costs)[0] == 22
+    assert solve(profile, narrow, asked, "general").plan.seconds == 22
+
+
+@pytest.mark.xfail(strict=True, reason="the bound takes every stage to cost what the first does")
+def test_stages_at_other_offsets_may_be_cheaper():
+    timings = tuple(
+        Timing(tensor=t, batches=(1.0,), forward=(seconds,), backward=(seconds,))
+        for t, seconds in ((1, 22.0), (2, 100.0), (4, 0.1))
+    )
+    kind = LayerKind(
+        boundary_bytes=0,
+        activation_bytes=0,
+        max_tensor=4,
+        timings=timings,
+        tensor_forward_bytes=10,
+        tensor_backward_bytes=10,
+    )
+    # Stages of four devices in nodes of three lie 3 | 1 and 2 | 2: the second sums faster.
+    profile, nodes = model(kind, kind, kind), cluster(3, nodes=3, inside=1000.0)
+    asked = request(16, 16, zero=(0,), recompute=(False,))
+    costs = CostModel(profile, nodes)
+    assert search(asked, costs, "spmd").seconds == pytest.approx(best(spmd_plans(asked, costs), costs)[0])
+
+
+@pytest.mark.xfail(strict=True, reason="the first plans that general tries are 1f1b")
+def test_general_keeps_to_the_schedule():
+    # GPipe keeps four micro-batches of 20 bytes beside 32 bytes of state: 112.  1F1B keeps three.
+    profile = model(*[layer(1.0, 1.0, parameters=1, activation_bytes=10) for _ in range(4)])
+    asked = Request(batch=4, micro_batches=(4,), schedules=("gpipe",), zero=(0,), recompute=(False,))
+    found = search(asked, CostModel(profile, cluster(2, inside=1.0, memory=100)), "general").plan
+    assert found is None or found.schedule == "gpipe"
+
+
+@pytest.mark.xfail(strict=True, reason="the first plans that general tries have up to 8 stages")
+def test_general_keeps_to_the_number_of_stages():
+    # 16000 bytes a layer: they fit only apart.
+    profile = model(*[layer(parameters=1000) for _ in range(2)])
+    asked = Request(batch=4, micro_batches=(4,), zero=(0,), max_stages=1)
+    assert search(asked, CostModel(profile, cluster(2, memory=17_000)), "general").plan is None
+
+
+@pytest.mark.xfail(strict=True, reason="grids with one data rank are for ZeRO 0 only")
+def test_zero_alone_does_not_rule_out_one_data_rank():
+    profile = model(layer())
+    assert plan_of(profile, cluster(1), batch=1, zero=(1,)).seconds == 3
+
+
+@pytest.mark.xfail(strict=True, raises=ZeroDivisionError, reason="a gap relative to nothing")
+def test_a_step_without_work():
+    assert solve(model(layer(0.0, 0.0)), cluster(1), request(1)).gap == 0

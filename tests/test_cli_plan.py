@@ -1,0 +1,197 @@
+"""`jhpt plan` and `jhpt.plan`: what they print and write, what they refuse, and that they need no jax."""
+
+import json
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+import jhpt
+from jhpt import cli
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.load import load_config
+from jhpt.core.networks import TABLES
+from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.front import parse_bytes
+from jhpt.planner.local import cache_dir
+from jhpt.training.data.cache import default_cache_dir
+from tests.test_cli import status_of, tree
+
+SMALL = "gpt-tiny --cluster a100x2x1 --batch 4"
+
+
+@pytest.fixture(autouse=True)
+def empty_home(tmp_path, monkeypatch):
+    """A working folder, and a cache in which nothing has been measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def plan(arguments: str) -> int:
+    return status_of(["plan", *shlex.split(arguments)])
+
+
+def test_the_table_has_every_stage_and_the_plan_is_saved(capsys):
+    assert plan(f"{SMALL} --out plan.json --svg step.svg") == 0
+    saved, out = jhpt.Plan.load("plan.json"), capsys.readouterr().out
+    for position, stage in enumerate(saved.stages):
+        assert f"\n{position}      {stage.device}" in out
+    for words in ("optimal", "data parallel", "best 3-D grid", "milliseconds", "capacity"):
+        assert words in out
+    assert ElementTree.parse("step.svg").getroot().tag.endswith("svg")
+
+
+def test_json_is_all_there_is_on_stdout_and_holds_the_plan(tmp_path, capsys):
+    assert plan(f"{SMALL} --json --out plan.json") == 0
+    out, error = capsys.readouterr()
+    assert error == ""
+    (tmp_path / "copy.json").write_text(json.dumps(json.loads(out)["plan"]))
+    assert jhpt.Plan.load(tmp_path / "copy.json") == jhpt.Plan.load("plan.json")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_classic_networks_have_no_settings_but_plans(name, capsys):
+    assert plan(f"{name} --cluster v100x2x1 --batch 4 --microbatches 1") == 0
+    assert "samples/s" in capsys.readouterr().out
+    assert name in cli.USAGE
+
+
+def test_python_and_the_command_line_agree(capsys):
+    assert plan(f"{SMALL} --out plan.json --model.num_layers 3") == 0
+    same = jhpt.plan("gpt-tiny", cluster="a100x2x1", batch=4, overrides={"model.num_layers": 3})
+    assert same == jhpt.Plan.load("plan.json")
+    assert jhpt.plan({"model": {"num_layers": 3}}, cluster=find_cluster("a100x2x1"), batch=4) == same
+    assert jhpt.plan(load_config(None, {"model.num_layers": 3}), cluster="a100x2x1", batch=4) == same
+
+
+def test_the_request_is_obeyed():
+    found = jhpt.plan("gpt-tiny", cluster="a100x2x1", batch=8, micro_batches=4, schedule="gpipe")
+    assert (found.batch, found.micro_batches) == (8, 4)
+    assert found.schedule == "gpipe" or len(found.stages) == 1
+    assert jhpt.plan("gpt-tiny", cluster="a100x2x1", batch=4, space="general").space == "general"
+
+
+def test_a_smaller_budget_is_never_faster():
+    seconds = [jhpt.plan("gpt-tiny", cluster="a100x1x1", batch=32, budget=b).seconds for b in ("1GiB", "30MiB")]
+    assert seconds[0] <= seconds[1]
+
+
+def test_a_profile_takes_the_place_of_a_configuration(tmp_path, capsys):
+    cluster = find_cluster("a100x2x1")
+    analytic_profile(load_config("gpt-tiny"), cluster.nodes[0].device).save("own.json")
+    assert plan("--profile own.json --cluster a100x2x1 --batch 4 --out plan.json") == 0
+    assert jhpt.Plan.load("plan.json").stages == jhpt.plan("gpt-tiny", cluster=cluster, batch=4).stages
+    assert plan("gpt-tiny --profile own.json --cluster a100x2x1 --batch 4") == 0
+
+
+def test_what_was_measured_on_this_machine_is_used(monkeypatch, capsys):
+    assert cache_dir() == default_cache_dir()  # written in two rooms
+    monkeypatch.setattr("platform.node", lambda: "here")
+    cluster = find_cluster("a100x2x1")
+    for name, host in (("one", "elsewhere"), ("two", "here")):
+        folder = cache_dir() / "clusters" / name
+        folder.mkdir(parents=True)
+        cluster.model_copy(update={"name": f"{host}: 2 x A100"}).save(folder / "cluster.json")
+    config, device = load_config("gpt-tiny"), cluster.nodes[0].device
+    for preset in ("gpt-tiny", "bert-tiny"):
+        folder = cache_dir() / "profiles" / preset
+        folder.mkdir(parents=True)
+        profile = analytic_profile(load_config(preset), device)
+        profile.model_copy(update={"source": f"measured: {preset}"}).save(folder / "profile.json")
+    (cache_dir() / "profiles" / "old").mkdir()
+    (cache_dir() / "profiles" / "old" / "profile.json").write_text("{}")
+    assert plan("gpt-tiny --batch 4") == 0
+    out = capsys.readouterr().out
+    assert "here: 2 x A100" in out and "measured: gpt-tiny" in out
+    changed = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 2})})
+    assert jhpt.plan(changed, batch=4).model == "gpt-tiny"
+    assert plan("gpt-tiny --batch 4 --model.num_layers 2") == 0
+    assert "analytic" in capsys.readouterr().out
+
+
+BAD = {
+    "nothing measured": ("gpt-tiny", "jhpt profile", "--cluster", "h100x8x8"),
+    "unknown cluster": ("gpt-tiny --cluster h10x8x8", "'h10'", "did you mean h100?", "networks: "),
+    "no cluster's name": ("gpt-tiny --cluster h100", "'h100'", "KINDxDEVICESxNODES", "h100x8x4"),
+    "missing cluster file": ("gpt-tiny --cluster no.json", "no.json", "cannot be read"),
+    "unknown preset": ("gpt2-124 --cluster a100x2x1", "gpt2-124:", "did you mean gpt2-124m?", "bert-large", "vgg16"),
+    "misspelt network": ("vgg61 --cluster a100x2x1", "did you mean vgg16?"),
+    "network without a batch": ("vgg16 --cluster a100x2x1", "vgg16", "--batch 256"),
+    "profile without a batch": ("--profile p.json --cluster a100x2x1", "--batch"),
+    "settings of a network": ("vgg16 --cluster a100x2x1 --batch 4 --model.num_layers 3", "--model.num_layers"),
+    "micro-batches": (f"{SMALL} --microbatches 3", "micro_batches=3", "batch=4", "use 1, 2 or 4"),
+    "no batch": ("gpt-tiny --cluster a100x2x1 --batch 0", "batch=0", "at least one"),
+    "wrong type": ("gpt-tiny --cluster a100x2x1 --batch many", "many"),
+    "wrong setting": (f"{SMALL} --model.d_model 3", "model.d_model=3"),
+    "unknown space": (f"{SMALL} --space all", "'all'", "general"),
+    "unknown schedule": (f"{SMALL} --schedule pipe", "'pipe'", "gpipe"),
+    "interleaved stages of any size": (f"{SMALL} --space general --schedule interleaved", "interleaved", "space=spmd"),
+    "nothing fits": (
+        "gpt-6.7b --cluster v100x1x1 --batch 1",
+        "fits no plan on v100x1x1",
+        "30.7 GiB",
+        "it would fit with",
+        "such devices",
+    ),
+    "nothing fits the budget": (f"{SMALL} --budget 1MiB", "fits no plan", "it would fit with"),
+    "budget without a number": (f"{SMALL} --budget lots", "budget='lots'", "24GiB"),
+    "budget in another unit": (f"{SMALL} --budget 24GHz", "budget='24GHz'"),
+    "budget of nothing": (f"{SMALL} --budget 0GiB", "budget='0GiB'"),
+    "out in no folder": (
+        f"{SMALL} --out no/plan.json",
+        "--out no/plan.json",
+        "cannot be written",
+        "folder that exists",
+    ),
+    "out is a folder": (f"{SMALL} --out .", "--out .", "cannot be written"),
+    "svg in no folder": (f"{SMALL} --svg no/step.svg", "--svg no/step.svg", "cannot be written"),
+    "out where nobody can write": (f"{SMALL} --out /proc/jhpt.json", "--out /proc/jhpt.json", "cannot be written"),
+    "missing profile": (f"{SMALL} --profile no.json", "no.json", "cannot be read"),
+    "malformed profile": (f"{SMALL} --profile bad.json", "bad.json"),
+    "profile of another model": (f"bert-tiny {SMALL[8:]} --profile p.json", "has 6 layers", "bert-tiny has 4"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_work_is_refused(name, tmp_path, capsys):
+    (tmp_path / "here" / "bad.json").write_text('{"kinds": ')
+    analytic_profile(load_config("gpt-tiny"), find_cluster("a100x2x1").nodes[0].device).save("p.json")
+    before = tree(tmp_path)
+    arguments, *words = BAD[name]
+    assert plan(arguments + ("" if "--out" in arguments or "--svg" in arguments else " --out plan.json")) == 2
+    out, error = capsys.readouterr()
+    for word in words:
+        assert word in error, error
+    assert (out, "Traceback" in error) == ("", False)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * 2**30), ("80GB", 80e9), ("16e9", 16e9), (" 1.5 mib", 1.5 * 2**20), (7, 7.0)]
+)
+def test_amounts_of_memory(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.2.3", "1e999", "nan", "5 apples"])
+def test_no_amounts_of_memory(text):
+    with pytest.raises(jhpt.InputError, match="24GiB"):
+        parse_bytes(text)
+
+
+def test_planning_imports_no_jax(tmp_path):
+    program = """
+import contextlib, io, sys
+import jhpt, jhpt.cli
+
+with contextlib.redirect_stdout(io.StringIO()):
+    assert jhpt.cli.main("plan gpt-tiny --cluster a100x2x1 --batch 4 --json --svg step.svg".split()) == 0
+    assert jhpt.cli.main("plan gpt-tiny --cluster a100x2x1 --batch 4".split()) == 0
+jhpt.plan("gpt-tiny", cluster="a100x2x1", batch=4)
+print(sorted({"jax", "jaxlib", "flax", "optax"} & {name.partition(".")[0] for name in sys.modules}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
