@@ -114,8 +114,7 @@ QUICK = Settings(
     pipelines=40,
     stages=4,
     repeats=1,
-    models=("gnmt", "bert-large", "gpt-13b"),
-    clusters=("v100x4x4-10gbe", "a100x8x4-200gib"),
+    models=("gpt-13b",),
 )
 
 

@@ -58,6 +58,12 @@ def own_seconds(stage: StageTerms, hop: Array, beyond: Array, window: int, micro
     return np.maximum(own, f + (m + 1) * hop + beyond + b)
 
 
-def finished(stage: StageTerms, own: Array) -> Array:
-    """Least seconds from a stage's start until its parameters are updated."""
-    return own - stage.backward + stage.sync + stage.update
+def after(stage: StageTerms) -> Array:
+    """Seconds from the end of a stage's last backward until its parameters are updated."""
+    return stage.sync - stage.backward + stage.update
+
+
+def own_gpipe_seconds(stage: StageTerms, hop: Array, beyond: Array, micro_batches: int) -> Array:
+    """The same for gpipe, whose step is at least a round trip and M - 1 times the longest stage."""
+    both = stage.forward + stage.backward
+    return micro_batches * both + 2 * hop + beyond

@@ -6,7 +6,8 @@ uneven stages and the pipeline's ramps both show as waiting.  Compute and update
 the forward pass done again is recomputation; ZeRO-3's traffic that no work hides, and ZeRO-1's after the update, are
 weights gathered.
 
-Runners-up.  The answer's alternatives are the best plans of other shapes, and all fit.  `changed` adds plans of the
+Runners-up.  The answer's alternatives are the best plans of other shapes, as far as the search had to price them, and
+all fit; shapes whose bound was too high are not among them.  `changed` adds plans of the
 winner's own shape with one decision changed; of those some are faster and do not fit, which says why the planner had to
 decide as it did.
 """
@@ -156,7 +157,8 @@ def verdict(answer: Answer) -> str:
     """How far from the fastest plan of the space this one can be."""
     if answer.gap <= OPTIMAL:
         return "proven optimal"
-    return f"at most {100 * answer.gap:.2g} % from optimal"
+    gap = 100 * answer.gap
+    return f"at most {gap:.2g} % from optimal" if gap < 10 else f"at most {gap:.0f} % from optimal"
 
 
 def throughput(answer: Answer) -> tuple[float, str]:
@@ -355,5 +357,5 @@ def percent(ratio: float) -> str:
 def duration(seconds: float, sign: bool = False) -> str:
     """`263.4 ms`, `1.23 s`, `85 us`."""
     size = abs(seconds)
-    factor, unit, digits = (1, "s", 2) if size >= 10 else (1e3, "ms", 1) if size >= 1e-4 else (1e6, "us", 1)
+    factor, unit, digits = (1, "s", 3) if size >= 1 else (1e3, "ms", 1) if size >= 1e-4 else (1e6, "us", 1)
     return f"{seconds * factor:{'+' if sign else ''},.{digits}f} {unit}"

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, runs_of
-from jhpt.planner.bound import StageTerms, finished, own_seconds
+from jhpt.planner.bound import StageTerms, after, own_gpipe_seconds, own_seconds
 from jhpt.planner.costs import CostModel, Treatment
 from jhpt.planner.mixed import Option, Question, options
 from jhpt.planner.placement import Place, hop_seconds
@@ -179,7 +179,11 @@ class Choices:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Stages that are fixed.  head, tail: seconds forward and back through them, without the hop that follows."""
+    """Stages that are fixed.
+
+    head: seconds forward through them; tail: back through them until all they hold is updated; both without the hop
+    that follows.
+    """
 
     stages: tuple[tuple[int, int, Option], ...]
     """(first device, devices, option) of each."""
@@ -367,9 +371,12 @@ class Search:
         else:
             own = own_seconds(terms, hop, trip, window, self.m)
             own = np.maximum(own, self.m * c.both)
-        end = np.maximum(finished(terms, own), c.until_reduced)
+        if self.schedule == "gpipe":
+            own = np.maximum(own, own_gpipe_seconds(terms, hop, trip, self.m))
         both = np.where(fits, c.both, np.inf) + 2 * hop
-        return both + trip, np.maximum(own, both + back), np.maximum(end, forward + hop + done)
+        back = np.maximum(own, both + back)
+        done = np.maximum.reduce([back + c.update, c.until_reduced, forward + hop + done])
+        return both + trip, back, done
 
     def _fill(self, p: int, offset: int, c: Choices) -> None:
         borders = np.flatnonzero(np.diff(c.i, prepend=-1))
@@ -420,7 +427,7 @@ class Search:
                 stop,
                 first + devices,
                 head + option.forward,
-                tail + option.backward,
+                max(tail, option.sync - option.backward + option.update) + option.backward,
             )
             if p == 1:
                 self._price(grown)
@@ -430,8 +437,7 @@ class Search:
             own = own_seconds(terms, np.array(on), self.trip[to], window, self.m)
             child = max(
                 bound,
-                head + float(own) + tail,
-                head + float(finished(terms, own)),
+                head + float(own) + max(tail, float(after(terms))),
                 grown.head + on + grown.tail + on + float(self.back[to]),
                 grown.head + on + float(self.done[to]),
             )

@@ -26,9 +26,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero, runs_of
-from jhpt.planner.bound import StageTerms, finished, own_seconds
+from jhpt.planner.bound import StageTerms, after, own_gpipe_seconds, own_seconds
 from jhpt.planner.costs import CostModel, Treatment
 from jhpt.planner.placement import hop_seconds
 from jhpt.planner.ranges import Ranges, prefix, ranges
@@ -298,12 +299,18 @@ class _CutSearch:
             # inf where the range is empty: i must be below stop
             forward = np.where(started < np.arange(stops.start, stops.stop)[None, :], terms.forward, np.inf)
             terms = replace(terms, forward=forward)
-            own = own_seconds(terms, hop, self.trip[s + 1, stops], self.window[s], self.m)
             both = forward + terms.backward + 2 * hop
+            back = np.maximum(self._own(s, terms, hop, stops), both + self.back[s + 1, stops])
+            done = np.maximum(back + after(terms), forward + hop + self.done[s + 1, stops])
             self.trip[s, :-1] = (both + self.trip[s + 1, stops]).min(axis=1)
-            self.back[s, :-1] = np.maximum(own, both + self.back[s + 1, stops]).min(axis=1)
-            on = forward + hop + self.done[s + 1, stops]
-            self.done[s, :-1] = np.maximum(finished(terms, own), on).min(axis=1)
+            self.back[s, :-1], self.done[s, :-1] = back.min(axis=1), done.min(axis=1)
+
+    def _own(self, s: int, terms: StageTerms, hop: Array, stops: slice | npt.NDArray[np.int64]) -> Array:
+        beyond = self.trip[s + 1, stops]
+        own = own_seconds(terms, hop, beyond, self.window[s], self.m)
+        if self.grid.schedule == "gpipe":
+            own = np.maximum(own, own_gpipe_seconds(terms, hop, beyond, self.m))
+        return own
 
     def run(self) -> None:
         """Best-first over prefixes of stages; exact when it ends before `EXPANSIONS`."""
@@ -329,13 +336,12 @@ class _CutSearch:
         keep = np.arange(stops.start, stops.stop) > i
         row = StageTerms(*(a[i][keep] for a in (terms.forward, terms.backward, terms.sync, terms.update)))
         hop, stop = hop[keep], np.arange(stops.start, stops.stop)[keep]
-        own = own_seconds(row, hop, self.trip[s + 1, stop], self.window[s], self.m)
+        tail = np.maximum(tail, after(row))
         heads, tails = head + row.forward + hop, tail + row.backward + hop
         bounds = np.maximum.reduce(
             [
                 np.full(len(stop), bound),
-                head + own + tail,
-                head + finished(row, own),
+                head + self._own(s, row, hop, stop) + tail,
                 heads + tails + self.back[s + 1, stop],
                 heads + self.done[s + 1, stop],
             ]

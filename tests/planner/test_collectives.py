@@ -42,8 +42,8 @@ def test_tree_for_a_small_message():
 
 def test_hierarchical_over_nodes():
     # 2 nodes of 2, 400 bytes.  Ring: 6 rounds of 100 bytes at 10 bytes/s = 60 s; tree: 4 * 40 = 160 s.  Hierarchical:
-    # reduce_scatter inside, 200 bytes at 100 bytes/s = 2 s; across, both members pass 200 / 2 bytes each through the one
-    # port, 20 s; and the same backwards: 44 s.
+    # reduce_scatter inside, 200 bytes at 100 bytes/s = 2 s; across, both members pass 200 / 2 bytes each through the
+    # one port, 20 s; and the same backwards: 44 s.
     assert all_reduce(Group(4, 2, 1, FAST, SLOW), 400) == 2 * (2 + 20)
     assert reduce_scatter(Group(4, 2, 1, FAST, SLOW), 400) == 2 + 20
     # A latency of 1 s in the network costs one round there, not three: 2 (2 + 20 + 1).

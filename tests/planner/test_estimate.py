@@ -7,7 +7,7 @@ import pytest
 
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Chunk, Plan, Run, Stage, runs_of
+from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate, price
@@ -294,7 +294,7 @@ def test_against_the_simulator(schedule):
     """120 random plans of each schedule, mixed clusters among them."""
     found = seed = 0
     while found < 120:
-        rng = np.random.default_rng((seed := seed + 1))
+        rng = np.random.default_rng(seed := seed + 1)
         costs = CostModel(random_profile(rng, 10), random_cluster(rng, 8, mixed=seed % 3 == 0))
         drawn = random_plan(rng, costs, schedule)
         if drawn is None:

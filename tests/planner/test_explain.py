@@ -94,7 +94,7 @@ def test_ranges_and_names_are_short():
 
 
 def test_units_of_seconds_and_ratios():
-    assert [duration(x) for x in (12.5, 0.0123, 5e-5)] == ["12.50 s", "12.3 ms", "50.0 us"]
+    assert [duration(x) for x in (12.5, 0.0123, 5e-5)] == ["12.500 s", "12.3 ms", "50.0 us"]
     assert duration(0.02, sign=True) == "+20.0 ms"
     assert [percent(x) for x in (1.12, 0.9, 14.84)] == ["+12.0 %", "-10.0 %", "14.8 times"]
 
