@@ -353,7 +353,8 @@ def _speed(settings: Settings) -> tuple[list[SpeedRow], dict[str, Claim]]:
     for name, steps in settings.growth.items():
         before, after = (statistics.median(measured[case].cpu_s) for case in steps[-2:])
         sizes = " -> ".join(f"{measured[case].layers} x {measured[case].devices}" for case in steps[-2:])
-        setup = f"general, layers x devices {sizes}, processor time"
+        gaps = ", ".join(f"{measured[case].gap:.2%}" for case in steps[-2:])
+        setup = f"general, layers x devices {sizes}, processor time, gaps {gaps}"
         claims[name] = Claim(value=math.log2(after / before), unit="exponent", setup=setup)
     return list(measured.values()), claims
 
@@ -423,24 +424,33 @@ class WorthRow:
         return min((rival.ratio for rival in self.rivals.values() if rival.ratio is not None), default=None)
 
 
+SHORT = {
+    "data parallel": "data",
+    "tensor parallel": "tensor",
+    "gpipe, equal layers": "gpipe",
+    "1f1b, equal layers": "1f1b",
+    "best 3-D grid": "3-D",
+}
+"""Baselines as the table's columns name them."""
+
+
 def _worth(settings: Settings) -> tuple[list[WorthRow], dict[str, Claim]]:
     tasks = list(itertools.product(settings.models, settings.clusters, settings.spaces))
     rows = _in_parallel(weigh, tasks, settings.workers)
-    names = list(rows[0].rivals)
     lines = [
         (
-            f"{row.model}, {row.cluster}, batch {row.batch}",
+            f"{row.model} x {row.batch}, {row.cluster}",
             row.space,
             row.plan or row.reason,
-            f"{row.seconds * 1e3:.1f}" if row.seconds else "-",
-            *(_ratio(row.rivals[name].ratio) for name in names),
+            f"{row.seconds:.4g}" if row.seconds else "-",
+            *(_ratio(row.rivals[name].ratio) for name in SHORT),
             _ratio(row.best),
             f"{row.gap:.2%}" if row.gap is not None else "-",
         )
         for row in rows
     ]
-    columns = ("model, cluster", "space", "plan", "ms", *names, "best of them", "gap")
-    print_table("seconds of each baseline / seconds of the plan", columns, lines, words=3)
+    columns = ("model x batch, cluster", "space", "plan", "seconds", *SHORT.values(), "best", "gap")
+    print_table("the plan, and seconds of each baseline / seconds of the plan", columns, lines, words=3)
     return rows, _worth_claims(rows)
 
 

@@ -69,6 +69,16 @@ class Link(Section):
     ports: Count = Field(1, description="ports of a node (network) or of a device (inside a node)")
     measured: Curve | None = Field(None, description="bytes/s by message size of one port; null: `bandwidth` at all")
 
+    @model_validator(mode="after")
+    def _more_takes_longer(self) -> "Link":
+        if self.measured:
+            seconds = [size / rate for size, rate in zip(self.measured.sizes, self.measured.values, strict=True)]
+            if seconds != sorted(seconds):
+                raise ValueError(
+                    "a measured link moves a larger message in less time than a smaller one; measure again"
+                )
+        return self
+
     def rate(self, size: float) -> float:
         """bytes/s of one port for messages of `size` bytes."""
         return self.measured.at(size) if self.measured and size > 0 else self.bandwidth

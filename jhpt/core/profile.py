@@ -77,7 +77,7 @@ class LayerKind(Section):
         return self
 
     def seconds(self, batch: float, tensor: int) -> tuple[float, float]:
-        """(forward, backward) seconds on one device of `tensor`; a degree between profiled ones scales the one below."""
+        """(forward, backward) seconds on one of `tensor` devices; between profiled degrees the one below is scaled."""
         timing = [timing for timing in self.timings if timing.tensor <= tensor][-1]
         forward, backward = timing.at(batch)
         return forward * timing.tensor / tensor, backward * timing.tensor / tensor
@@ -103,6 +103,13 @@ class ModelProfile(Section):
     def _known(self) -> "ModelProfile":
         if unknown := sorted(set(self.layers) - set(self.kinds)):
             raise ValueError(f"layers name unknown kinds {unknown}; kinds: {sorted(self.kinds)}")
+        if sum(self.kinds[name].tied_parameters > 0 for name in self.layers) > 1:
+            raise ValueError("one layer at most can have tied_parameters: they are shared with the first layer")
+        if self.state_bytes < 2 * self.bytes_per_weight:
+            raise ValueError(
+                f"state_bytes={self.state_bytes} must hold weight and gradient, "
+                f"2 x bytes_per_weight={self.bytes_per_weight}"
+            )
         return self
 
     @property

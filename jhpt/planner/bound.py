@@ -7,21 +7,19 @@ waits for the round trip and so does the last one (program order: w forwards, th
 
     own = max(F + D, w F) + (M - w) t + max(D + B, w B)                  w < M
     own = max(max(F + D, M F) + M B, M F + D + B)                        w = M
-    own >= F + (M + 1) c + (D - 2 c) / ... + B                           the link alone: M transfers, then the way back
+    own >= F + M c + (D - c) + B                                         the link alone: M transfers, then the way back
 
-After it the errors travel back (`tail`), and its gradients are reduced and applied.  So
-
-    T >= head + own + tail          T >= head + own - B + sync + update
-
-for every stage.  All of it decomposes over suffixes; with the smallest round trip D per suffix as a relaxation:
+After it the errors travel back through the earlier stages, and wherever they arrive gradients are reduced and applied,
+after = sync - B + update seconds.  So T >= head + own + (way back to any earlier stage) + after there.  All of it
+decomposes over suffixes; with the smallest round trip D per suffix as a relaxation:
 
     D[p, i] = min over j of  t + 2 c + D[p-1, j]
-    V[p, i] = min over j of  max(own,                     t + 2 c + V[p-1, j])      back at the suffix's first stage
-    Z[p, i] = min over j of  max(own - B + sync + update, F + c + Z[p-1, j])        everything done
+    V[p, i] = min over j of  max(own, t + 2 c + V[p-1, j]) = v                      back at the suffix's first stage
+    Z[p, i] = min over j of  max(v + after, F + c + Z[p-1, j])                      everything done
 
-in O(N^2) for each number p of stages left.  This is the recurrence F[j][k] of Zeng et al. 2021 (min over cuts of a max) with
-the ramp, the look-ahead and the gradients inside, so that its value bounds the step time itself instead of the steady
-state; enumerating the largest stage time (Zheng et al. 2022, Alpa, equation 2) is not needed.
+in O(N^2) for each number p of stages left.  This is the recurrence F[j][k] of Zeng et al. 2021 (min over cuts of a
+max) with the ramp, the look-ahead and the gradients inside, so that its value bounds the step time itself instead of
+the steady state; enumerating the largest stage time (Zheng et al. 2022, Alpa, equation 2) is not needed.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Seconds of collectives over a group of devices that may span nodes.
 
 `bytes` is the size of the whole result: of the tensor that is reduced, or of the gathered one.  A group has `size`
-members on `nodes` nodes, m = size / nodes each.  Inside a node every device has its own link (rate B, latency a); the
+members on `nodes` nodes, m = size / nodes each
+where that is even (only then hierarchical).  Inside a node every device has its own link (rate B, latency a); the
 network ports of a node (rate B') are shared by all groups that work there at the same time.
 
     ring          all_reduce 2 (n-1)/n bytes / B + 2 (n-1) a;   reduce_scatter, all_gather: half of it
@@ -15,29 +16,24 @@ that a collective takes from the computation beside it.
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from jhpt.core.cluster import Link
 
 
 @dataclass(frozen=True)
 class Group:
-    """Devices that communicate.  `groups` of them share the ports of a node."""
+    """Devices that communicate.  `groups` of them share the ports of a node; `fewest`: its members on one node."""
 
     size: int
     nodes: int
     groups: int
+    fewest: int
     inside: Link = field(hash=False)  # links are few objects: comparing them is cheap, hashing is not
     network: Link = field(hash=False)
 
-    @cached_property
-    def members(self) -> int:
-        """Members in one node, the fullest."""
-        return -(-self.size // self.nodes)
-
     def port_rate(self, size: float) -> float:
         """bytes/s of this group through the ports of one node."""
-        return self.network.rate(size) * min(self.members, self.network.ports / self.groups)
+        return self.network.rate(size) * min(self.fewest, self.network.ports / self.groups)
 
 
 def all_reduce(group: Group, size: float) -> float:
@@ -68,9 +64,9 @@ def _ring(group: Group, size: float, rounds: float) -> float:
 
 
 def _hierarchical(group: Group, size: float, rounds: float) -> float:
-    if group.nodes == 1:
+    m, q = group.fewest, group.nodes
+    if q == 1 or m * q != group.size:
         return math.inf
-    m, q = group.members, group.nodes
     inner = size / m
     inside = (m - 1) * (inner / group.inside.rate(inner) + group.inside.latency)
     outer = size / (m * q)

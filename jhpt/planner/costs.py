@@ -17,7 +17,7 @@ keeps only its input.  Left out: that communication slows the computation beside
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -73,6 +73,8 @@ class CostModel:
         self.kinds: list[LayerKind] = [profile.kinds[name] for name in names]
         self.index = np.array([names.index(layer) for layer in profile.layers])
         self.boundary = np.array([self.kinds[i].boundary_bytes for i in self.index])
+        ties = [layer for layer, kind in enumerate(self.index) if self.kinds[kind].tied_parameters]
+        self.tied_layer: int | None = ties[0] if ties else None
         self.inputs = np.concatenate([[0.0], self.boundary[:-1]])
         self._parameters = np.array([float(kind.parameters) for kind in self.kinds])
         self._tied = np.array([float(kind.tied_parameters) for kind in self.kinds])
@@ -119,7 +121,7 @@ class CostModel:
         return self._costs[key]
 
     def kind_costs(self, place: Place, tensor: int, treatment: Treatment) -> dict[str, Array]:
-        """[kinds] arrays of `LayerCosts`, without what depends on the neighbours; equations in the head of this file."""
+        """[kinds] arrays of `LayerCosts`, each layer for itself; the equations are in the head of this file."""
         data = place.devices // tensor
         local = -(-treatment.micro_batch // data)
         zero = treatment.zero if data > 1 else 0
@@ -139,7 +141,7 @@ class CostModel:
         weights = 2 * wire / (data if zero == 3 else 1)
         update = own / share * self.profile.update_seconds * place.slowdown
         nothing = np.zeros_like(own)
-        hop = tied * wire / self._pair_rate(place) + 2 * place.network.latency
+        hop = self._pair_seconds(place, tied * wire)
         reduced = {0: tied_summed, 1: tied_scattered, 3: nothing}[zero]
         return {
             "forward": np.where(self._divisible(tensor), forward, np.inf),
@@ -190,10 +192,11 @@ class CostModel:
     def _divisible(self, tensor: int) -> Array:
         return self._tops % tensor == 0
 
-    @staticmethod
-    def _pair_rate(place: Place) -> float:
-        """bytes/s between two devices of different stages, all pairs at once, over the network."""
-        return place.network.bandwidth * min(1.0, place.network.ports / max(place.crossing))
+    def _pair_seconds(self, place: Place, sizes: Array) -> Array:
+        """[kinds] to sum tensors between the first and the last stage, all pairs of devices at once."""
+        link = place.network if len(self.places.nodes) > 1 else place.inside
+        senders = max(place.crossing) if len(self.places.nodes) > 1 else 1
+        return np.array([hop_seconds((link, senders), float(size)) + link.latency for size in sizes])
 
     def reshard_seconds(self, place: Place, layer: int, before: int, after: int, micro_batch: int) -> float:
         """Seconds to give `layer`'s output, at degree `before`, the sharding of degree `after`, forward plus backward.
@@ -206,16 +209,17 @@ class CostModel:
         low, high = sorted((before, after))
         local = -(-micro_batch * high // place.devices)
         group = place.tensor_group(math.lcm(low, high) if place.devices % math.lcm(low, high) == 0 else place.devices)
-        group = Group(max(2, group.size // low), group.nodes, group.groups, group.inside, group.network)
+        group = replace(group, size=max(2, group.size // low))
         return all_gather(group, self.boundary[layer] * local)
 
-    def cut_seconds(self, layer: int, first: int, sides: tuple[tuple[int, int], tuple[int, int]], batch: int) -> float:
+    def cut_seconds(
+        self, layer: int, sender: tuple[int, int, int], receiver: tuple[int, int, int], batch: int
+    ) -> float:
         """Seconds to move one micro-batch of `layer`'s output to the next stage.
 
         Args:
-          first: the first device of the sending stage.
-          sides: (devices, data degree) of the sending and of the receiving stage; the smaller degree limits.
+          sender, receiver: (first device, devices, data degree) of the stages; the smaller degree limits.
         """
-        (devices, data), (others, their_data) = sides
+        (first, devices, data), (to, others, their_data) = sender, receiver
         local = max(-(-batch // data), -(-batch // their_data))
-        return hop_seconds(self.places.hop(first, devices, others), self.boundary[layer] * local)
+        return hop_seconds(self.places.hop(first, devices, to, others), self.boundary[layer] * local)

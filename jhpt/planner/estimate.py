@@ -151,10 +151,23 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
                 waiting + layers.gradients.sum(),
             )
             update[s] += layers.update.sum()
-        if stages > 1 and s in (0, stages - 1):
-            end = stage.chunks[0].tensor[0] if s == 0 else stage.chunks[-1].tensor[-1]
-            update[s] += model.layer_costs(place, end, treatment).tied[-1]
+        update[s] += _tied(stage, place, treatment, model)[0]
     return StageTimes(forward=forward, backward=backward, cut=_cuts(plan, model), sync=sync, update=update)
+
+
+def _tied(stage: Stage, place: Place, treatment: Treatment, model: CostModel) -> tuple[float, float]:
+    """(seconds, bytes) for a parameter that the first layer shares with one of another stage.
+
+    Both stages sum its gradient; the other one holds the copy.
+    """
+    tied = model.tied_layer
+    if tied is None:
+        return 0.0, 0.0
+    held = {layer: t for c in stage.chunks for layer, t in zip(range(c.first, c.stop), c.tensor, strict=True)}
+    if (0 in held) == (tied in held):
+        return 0.0, 0.0
+    costs = model.layer_costs(place, held.get(tied, held.get(0, 1)), treatment)
+    return float(costs.tied[tied]), float(costs.tied_bytes[tied]) if tied in held else 0.0
 
 
 def _cuts(plan: Plan, model: CostModel) -> Array:
@@ -168,15 +181,10 @@ def _cuts(plan: Plan, model: CostModel) -> Array:
         sender, receiver = plan.stages[at], plan.stages[to]
         last, first = sender.chunks[chunk], receiver.chunks[next_chunk]
         sides = (
-            (sender.devices, sender.devices // last.tensor[-1]),
-            (receiver.devices, receiver.devices // first.tensor[0]),
+            (sender.device, sender.devices, sender.devices // last.tensor[-1]),
+            (receiver.device, receiver.devices, receiver.devices // first.tensor[0]),
         )
-        if to:
-            cuts.append(model.cut_seconds(last.stop - 1, sender.device, sides, batch))
-        else:  # from the last stage back to the first: as far as the pipeline is long
-            whole = plan.devices - sender.devices
-            far = ((whole, sides[0][1]), sides[1])
-            cuts.append(model.cut_seconds(last.stop - 1, receiver.device, far, batch))
+        cuts.append(model.cut_seconds(last.stop - 1, *sides, batch))
     return np.array(cuts)
 
 
@@ -201,9 +209,8 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     many, count = len(plan.stages) > 1, plan.micro_batches
     ring = slots(plan, position)
     parts = [c.layers for c in costs]
-    last = position == len(plan.stages) - 1
     local = -(-treatment.micro_batch // (stage.devices // stage.chunks[0].tensor[0]))
-    tied = sum(part.tied_bytes.sum() for part in parts) if many and last else 0.0
+    tied = _tied(stage, place, treatment, model)[1]
     byte = {
         "weights and gradients": sum(part.weights.sum() for part in parts),
         "optimizer": sum(part.optimizer.sum() for part in parts) + tied,
@@ -236,9 +243,9 @@ def check(plan: Plan, model: CostModel) -> None:
     """Refuses a plan that is not one for this model and cluster."""
     if plan.batch % plan.micro_batches:
         raise InputError(f"batch={plan.batch} is not divisible by micro_batches={plan.micro_batches}")
-    order = [plan.stages[s].chunks[c] for c in range(plan.chunks) for s in range(len(plan.stages))]
     if any(len(stage.chunks) != plan.chunks for stage in plan.stages):
         raise InputError("all stages need the same number of chunks")
+    order = [plan.stages[s].chunks[c] for c in range(plan.chunks) for s in range(len(plan.stages))]
     starts = [chunk.first for chunk in order] + [model.num_layers]
     if starts[0] or any(chunk.stop != start for chunk, start in zip(order, starts[1:], strict=True)):
         raise InputError(

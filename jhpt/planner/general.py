@@ -35,8 +35,8 @@ from jhpt.planner.ranges import prefix
 from jhpt.planner.request import Incumbent, Request
 from jhpt.planner.schedule import Array, in_flight, step_seconds
 
-EXACT_STATES = 64
-"""Up to so many layers x devices everything is visited; beyond, the limits below hold."""
+EXACT_STATES = 600
+"""Up to so many layers x devices^2 everything is visited; beyond, the limits below hold."""
 
 STAGES, EXPANSIONS, LABELS = 12, 400, 8
 """Stages that are told apart, prefixes that are opened, assignments of degrees that are kept per layer."""
@@ -54,6 +54,11 @@ def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> 
         Search(m, treatment, request, model, minima, incumbent).run()
 
 
+def pipelines(request: Request) -> list[Schedule]:
+    """Schedules of the space: interleaved is for stages of equal size."""
+    return [name for name in request.schedules if name != "interleaved"]
+
+
 def _bounded(request: Request, model: CostModel, minima: "Minima") -> Iterator[tuple[float, int, Treatment]]:
     """Bounds without cuts: K devices cannot compute faster than if each were as busy as the best-used one."""
     for m, recompute in itertools.product(request.micro_batches, request.recompute):
@@ -66,15 +71,16 @@ def _bounded(request: Request, model: CostModel, minima: "Minima") -> Iterator[t
 def _seed(request: Request, model: CostModel, incumbent: Incumbent) -> None:
     """A first plan where there is none yet, so that the search has something to beat: equal stages, data parallel."""
     n, k = model.num_layers, model.cluster.num_devices
+    schedule = pipelines(request)[0]
     for m, zero, recompute in itertools.product(request.micro_batches, request.zero, request.recompute):
-        for s in sorted({min(s, n, k) for s in (1, 2, 4, 8)}):
+        for s in sorted({min(s, n, k, request.max_stages) for s in (1, 2, 4, 8)}):
             edges = [n * i // s for i in range(s + 1)]
             stages = tuple(
                 Stage(device=i * (k // s), devices=k // s, chunks=(Chunk(first=a, runs=runs_of([1] * (b - a))),))
                 for i, (a, b) in enumerate(itertools.pairwise(edges))
             )
             treatment = Treatment(request.batch // m, zero, recompute)
-            incumbent.offer(_plan(stages, "1f1b", m, treatment, request, model), model)
+            incumbent.offer(_plan(stages, schedule, m, treatment, request, model), model)
 
 
 def _plan(
@@ -208,7 +214,7 @@ class Search:
         self.m, self.treatment, self.request = m, treatment, request
         self.model, self.minima, self.incumbent = model, minima, incumbent
         self.n, self.k = model.num_layers, model.cluster.num_devices
-        self.exact = self.n * self.k <= EXACT_STATES
+        self.exact = self.n * self.k**2 <= EXACT_STATES
         self.most = min(self.n, self.k, request.max_stages)
         self._options: dict[tuple[Place, int, int, int], list[Option]] = {}
         self._hops: dict[tuple[int, Link | None], Array] = {}
@@ -220,7 +226,7 @@ class Search:
             self.incumbent.leave(bound)
             return
         self.choices = [self._stage_choices(offset, least[offset]) for offset in range(self.k)]
-        for schedule in [name for name in self.request.schedules if name != "interleaved"] or ["1f1b"]:
+        for schedule in pipelines(self.request):
             self.schedule: Schedule = schedule
             for told in (self.most,) if self.exact else (2, 5, STAGES):
                 self.told = min(told, self.most)
@@ -448,8 +454,9 @@ class Search:
         if not fixed.stages:
             return 0.0
         before, others, last = fixed.stages[-1]
-        sides = ((others, others // last.degrees[-1]), (devices, devices // option.degrees[0]))
-        return self.model.cut_seconds(fixed.stop - 1, before, sides, self.treatment.micro_batch)
+        sender = before, others, others // last.degrees[-1]
+        receiver = first, devices, devices // option.degrees[0]
+        return self.model.cut_seconds(fixed.stop - 1, sender, receiver, self.treatment.micro_batch)
 
     def _stage_options(
         self, place: Place, first: int, stop: int, window: int, piped: bool, bound: float
@@ -473,8 +480,8 @@ class Search:
             [
                 self.model.cut_seconds(
                     int(edge) - 1,
-                    a[0],
-                    ((a[1], a[1] // a[2].degrees[-1]), (b[1], b[1] // b[2].degrees[0])),
+                    (a[0], a[1], a[1] // a[2].degrees[-1]),
+                    (b[0], b[1], b[1] // b[2].degrees[0]),
                     self.treatment.micro_batch,
                 )
                 for edge, (a, b) in zip(edges, itertools.pairwise(whole.stages), strict=False)

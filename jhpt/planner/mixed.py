@@ -19,7 +19,7 @@ from jhpt.planner.costs import CostModel, LayerCosts, Treatment
 from jhpt.planner.placement import Place
 from jhpt.planner.schedule import Array
 
-FORWARD, BACKWARD, ERRORS, REDUCED, UPDATE, KEPT, WORKING = range(7)
+FORWARD, BACKWARD, ERRORS, REDUCED, UPDATE, KEPT, WORKING, LEAVING = range(8)
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,10 @@ def _extended(
 ) -> tuple[Array, npt.NDArray[np.int64]]:
     """Labels with `layer` at degree t put before them; origin: (degree, index) of the label each came from."""
     if layer == question.stop - 1:
-        start, origin = np.zeros((1, 7)), np.array([[0, 0]])
+        start, origin = np.zeros((1, 8)), np.array([[0, 0]])
+        start[:, LEAVING] = t if question.stop < model.num_layers else 0
     elif not fronts:
-        return np.zeros((0, 7)), np.zeros((0, 2), np.int64)
+        return np.zeros((0, 8)), np.zeros((0, 2), np.int64)
     else:
         parts, origins = [], []
         for after, labels in fronts.items():
@@ -162,12 +163,12 @@ def _extended(
 
 def _add_ends(start: Array, layer: int, t: int, costs: LayerCosts, question: Question, model: CostModel) -> None:
     """Transfer buffers, counted at the first layer's degree; a tied parameter's second copy and its sum."""
-    last = model.num_layers - 1
-    if layer == last:
-        start[:, KEPT] += costs.tied_bytes[last]
-        start[:, UPDATE] += costs.tied[last]
-    if layer == 0:
-        start[:, UPDATE] += costs.tied[last]
+    last, tied = model.num_layers - 1, model.tied_layer
+    if tied is not None and layer == tied and question.first > 0:
+        start[:, KEPT] += costs.tied_bytes[tied]
+        start[:, UPDATE] += costs.tied[tied]
+    if tied is not None and layer == 0 and question.stop <= tied:
+        start[:, UPDATE] += costs.tied[tied]
     if layer == question.first:
         local = -(-question.treatment.micro_batch * t // question.place.devices)
         come = model.boundary[layer - 1] if layer else 0.0
@@ -194,7 +195,10 @@ def _collect(fronts: dict[int, Array], history: list[dict[int, npt.NDArray[np.in
         return []
     labels = np.array([fronts[t][index] for t, index in entries])
     found = []
-    for at in _undominated(rest.criteria(labels)):
+    criteria = rest.criteria(labels)
+    if rest.question.first:  # the transfer to this stage is the dearer, the higher its first layer's degree
+        criteria = np.column_stack([criteria, [t for t, _ in entries]])
+    for at in _undominated(criteria):
         t, index = entries[at]
         path = []
         for came in reversed(history):

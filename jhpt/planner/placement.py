@@ -8,6 +8,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
+
 from jhpt.core.cluster import Cluster, Link, Node
 from jhpt.planner.collectives import Group
 
@@ -26,37 +28,37 @@ class Place:
 
     def tensor_group(self, tensor: int) -> Group:
         """The group, among those of `tensor` neighbours, that touches most nodes."""
-        first, *rest = self.crossing
-        nodes = 1 if tensor == 1 else _nodes_touched(self.crossing, tensor)
-        return self._group(tensor, nodes, max(first, *rest) if rest else first)
+        return self._group(tensor, 1)
 
     def data_group(self, tensor: int) -> Group:
-        """The group of every `tensor`-th device: it touches all nodes, unless whole tensor groups lie further apart."""
-        size = self.devices // tensor
-        return self._group(size, min(size, len(self.crossing)), max(self.crossing))
+        """The group, among those of every `tensor`-th device, that touches most nodes."""
+        return self._group(self.devices // tensor, tensor)
 
-    def _group(self, size: int, nodes: int, in_node: int) -> Group:
-        members = -(-size // nodes)
-        return Group(size, nodes, max(1, -(-in_node // members)), self.inside, self.network)
+    def _group(self, size: int, stride: int) -> Group:
+        nodes, groups, fewest = _spread(self.crossing, size, stride)
+        return Group(size, nodes, groups, fewest, self.inside, self.network)
 
 
 @lru_cache(maxsize=65536)
-def _nodes_touched(crossing: tuple[int, ...], size: int) -> int:
-    """Most nodes that one group of `size` consecutive devices touches."""
+def _spread(crossing: tuple[int, ...], size: int, stride: int) -> tuple[int, int, int]:
+    """(nodes that a group touches, groups that leave a node, members of a group in one node): most, most, fewest.
+
+    Groups of `size` devices, every `stride`-th, fill a stage that has `crossing[i]` devices on its i-th node.
+    """
     full = crossing[0]
-    if full % size == 0 and all(count == full for count in crossing[1:]):
-        return 1
-    if size % full == 0 and all(count == full for count in crossing):
-        return size // full
-    ends, total = [], 0
-    for count in crossing:
-        total += count
-        ends.append(total)
-    most = 1
-    for start in range(0, total, size):
-        stop = min(start + size, total)
-        most = max(most, 1 + sum(start < end < stop for end in ends))
-    return most
+    if size == 1 or len(crossing) == 1:
+        return 1, 1, size
+    if stride == 1 and full % size == 0 and all(count == full for count in crossing[:-1]):
+        return 1, 1, size
+    device = np.arange(sum(crossing) // (size * stride) * size * stride).reshape(-1, size, stride)
+    node = np.searchsorted(np.cumsum(crossing), device.swapaxes(1, 2).reshape(-1, size), side="right")
+    here = np.zeros((len(node), len(crossing)), np.int64)
+    np.add.at(here, (np.arange(len(node))[:, None], node), 1)
+    leaves = (here > 0).sum(axis=1) > 1
+    if not leaves.any():
+        return 1, 1, size
+    here = here[leaves]
+    return int((here > 0).sum(axis=1).max()), int((here > 0).sum(axis=0).max()), int(here[here > 0].min())
 
 
 class Places:
@@ -113,11 +115,10 @@ class Places:
         """Whether devices `[first, stop)` share a node."""
         return self.node_of[first] == self.node_of[stop - 1]
 
-    def hop(self, first: int, devices: int, others: int) -> tuple[Link, int]:
-        """The link from a stage of `devices` at `first` to the next, of `others`, and the senders that share a node."""
-        stop = first + devices + others
+    def hop(self, first: int, devices: int, to: int, others: int) -> tuple[Link, int]:
+        """The link from `devices` at `first` to `others` at `to`, and the senders that share a node's ports."""
         node = self.nodes[self.node_of[first]]
-        if self.same_node(first, stop):
+        if self.same_node(min(first, to), max(first + devices, to + others)):
             return node.inside, 1
         return self.cluster.network, min(devices, others, node.devices)
 

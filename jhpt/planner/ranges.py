@@ -30,15 +30,16 @@ def ranges(costs: LayerCosts, model: CostModel, local: float, *, piped: bool) ->
 
     Args:
       local: samples of a micro-batch on one device, for the transfer buffers.
-      piped: whether there are several stages: then transfers have buffers, and a tied parameter lives on both ends.
+      piped: whether there are several stages: then transfers have buffers, and a tied parameter may live on two.
     """
     errors = costs.backward + costs.backward_tensor
     update, state = sums(costs.update), sums(costs.state)
     working = _running_max(costs.working)
     if piped:
-        update[:, -1] += costs.tied[-1]
-        update[0, :-1] += costs.tied[-1]
-        state[1:, -1] += costs.tied_bytes[-1]
+        if (tied := model.tied_layer) is not None:
+            update[1 : tied + 1, tied:] += costs.tied[tied]
+            state[1 : tied + 1, tied:] += costs.tied_bytes[tied]
+            update[0, :tied] += costs.tied[tied]
         come = np.concatenate([[0.0], model.boundary[:-1]])
         leave = np.concatenate([model.boundary[:-1], [0.0]])
         working = working + 2 * local * (come[:, None] + leave[None, :])

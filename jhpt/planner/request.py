@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from jhpt.core.config import divisors, one_of
 from jhpt.core.errors import InputError
@@ -26,7 +27,7 @@ class Request:
     max_stages: int = 1 << 30
 
 
-def request(batch: int, micro_batches: int | Iterable[int] | None = None, **options: object) -> Request:
+def request(batch: int, micro_batches: int | Iterable[int] | None = None, **options: Any) -> Request:
     """A request with all divisors of the batch, unless micro_batches says which.
 
     Raises:
@@ -38,10 +39,16 @@ def request(batch: int, micro_batches: int | Iterable[int] | None = None, **opti
         counts = tuple(divisors(batch))
     else:
         counts = (micro_batches,) if isinstance(micro_batches, int) else tuple(micro_batches)
+    for name, choices in (("zero", (0, 1, 3)), ("recompute", (False, True)), ("schedules", get_args(Schedule))):
+        given = options.get(name, choices)
+        if not given or any(choice not in choices for choice in given):
+            raise InputError(f"{name}={given}: choose at least one of {', '.join(map(str, choices))}")
+    if not counts:
+        raise InputError("micro_batches is empty; give a number that divides the batch, or leave it out")
     for count in counts:
         if count < 1 or batch % count:
             raise InputError(f"micro_batches={count} does not divide batch={batch}; use {one_of(divisors(batch))}")
-    return Request(batch=batch, micro_batches=counts, **options)  # type: ignore[arg-type]
+    return Request(batch=batch, micro_batches=counts, **options)
 
 
 @dataclass

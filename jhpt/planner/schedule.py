@@ -9,8 +9,8 @@ one tick.  One number tells the schedules apart:
 
 The n-th forward is chunk (n mod S v) / S of micro-batch S (n / S v) + n mod S; the n-th backward takes the chunks in
 reverse.  v = 1 is the eager form of 1F1B: a device is up to 2 (S-1-d) micro-batches ahead, twice as many as it needs
-to be, so that a transfer hides behind a whole tick (Zhuang et al. 2022, arXiv 2211.05322, section 3.3).  With v > 1 it is
-Narayanan et al. 2021, arXiv 2104.04473, section 2.2, with the same look-ahead.
+to be, so that a transfer hides behind a whole tick (Zhuang et al. 2022, arXiv 2211.05322, section 3.3).  With v > 1
+it is Narayanan et al. 2021, arXiv 2104.04473, section 2.2, with the same look-ahead.
 
 A device waits only for what it reads: an op starts when the op before it on its device has ended and its input has
 arrived.  A transfer starts when its producer has ended and the link, one for each direction, is free; computation goes
@@ -50,7 +50,7 @@ def step_seconds(
       update: [..., S] seconds after that.
     Returns: [...] seconds.  Leading dims hold different plans.
     """
-    stages, chunks = forward.shape[-2:]
+    stages = forward.shape[-2]
     if stages == 1:
         work = micro_batches * (forward + backward).sum(axis=(-2, -1))
         last = backward[..., 0, 0]

@@ -1,7 +1,7 @@
 """From a request to the fastest plan, or to what would have to change."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ from jhpt.core.plan import Plan, Schedule, Zero
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price
-from jhpt.planner.general import search_general
+from jhpt.planner.general import pipelines, search_general
 from jhpt.planner.request import Incumbent, Request, request
 from jhpt.planner.spmd import search_spmd
 
@@ -30,7 +30,9 @@ class Answer:
     @property
     def gap(self) -> float:
         """How much faster a plan of the space could be at most, relative; 0 is proven optimal."""
-        return self.estimate.seconds / (self.plan.lower_bound or self.estimate.seconds) - 1
+        if not self.plan.lower_bound:
+            return 0.0 if not self.estimate.seconds else math.inf
+        return self.estimate.seconds / self.plan.lower_bound - 1
 
 
 def plan(
@@ -63,6 +65,8 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
             f"{cluster.name} has nodes of different kinds, which one SPMD program cannot use evenly; "
             "plan it with --space general, or give a cluster of one kind"
         )
+    if space == "general" and not pipelines(asked):
+        raise InputError("space=general has no interleaved schedule; use 1f1b or gpipe, or space=spmd")
     best = search(asked, model, space)
     if best.plan is None:
         raise InputError(refusal(asked, model, space))
@@ -89,13 +93,13 @@ def search(asked: Request, model: CostModel, space: Space) -> Incumbent:
 
 
 def refusal(asked: Request, model: CostModel, space: Space) -> str:
-    """Why nothing fits, and the nearest change that would: more memory, more devices or a smaller batch."""
+    """Why nothing fits, and the nearest change that would: more memory or more devices."""
     cluster, profile = model.cluster, model.profile
     have = min(node.device.memory for node in cluster.nodes)
     lines = [
         f"{profile.name} with batch {asked.batch} fits no plan on {cluster.name}: {cluster.num_devices} devices of "
-        f"{have / 2**30:.1f} GiB; weights, gradients and optimizer of {profile.parameters / 1e9:.2f} G parameters alone "
-        f"take {profile.parameters * profile.state_bytes / 2**30:.1f} GiB",
+        f"{have / 2**30:.1f} GiB; weights, gradients and optimizer of {profile.parameters / 1e9:.2f} G "
+        f"parameters alone take {profile.parameters * profile.state_bytes / 2**30:.1f} GiB",
         *_nearest(asked, model, space),
     ]
     return "\n".join(lines)
@@ -106,17 +110,27 @@ def _nearest(asked: Request, model: CostModel, space: Space) -> list[str]:
     memory = _least(lambda factor: _fits(asked, model, space, memory=factor), 1.0, 4096.0)
     if memory is not None:
         have = min(node.device.memory for node in model.cluster.nodes)
-        changes.append(f"it would fit with {have * memory / 2**30:.1f} GiB per device")
-    for nodes in (2, 4, 8, 16, 32, 64, 128):
-        if _fits(asked, model, space, nodes=nodes):
-            changes.append(f"it would fit on {model.cluster.num_devices * nodes} such devices")
-            break
+        changes.append(f"it would fit with {math.ceil(have * memory / 2**30 * 10) / 10:.1f} GiB per device")
+    if nodes := _least_nodes(asked, model, space):
+        changes.append(f"it would fit on {model.cluster.num_devices * nodes} such devices")
     return changes or ["no amount of memory or devices would do: the batch or the model has to change"]
 
 
-def _least(fits: "object", low: float, high: float) -> float | None:
+def _least_nodes(asked: Request, model: CostModel, space: Space) -> int | None:
+    """Smallest multiple of the nodes that fits, up to 128: doubled until it does, then bisected."""
+    low, high = 1, 2
+    while not _fits(asked, model, space, nodes=high):
+        low, high = high, 2 * high
+        if high > 128:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(asked, model, space, nodes=middle) else (middle, high)
+    return high
+
+
+def _least(fits: Callable[[float], bool], low: float, high: float) -> float | None:
     """Smallest factor that fits, to 1 %."""
-    assert callable(fits)
     if not fits(high):
         return None
     while high / low > 1.01:
@@ -141,4 +155,10 @@ def _fits(asked: Request, model: CostModel, space: Space, *, memory: float = 1.0
             )
         }
     )
-    return search(asked, CostModel(model.profile, grown), space).plan is not None
+    costs = CostModel(model.profile, grown)
+    # What one SPMD program can run without interleaving, stages of their own can, too; it is found sooner.
+    return any(
+        search(asked, costs, s).plan is not None
+        for s in dict.fromkeys(("spmd", space))
+        if not (s == "spmd" and cluster.mixed)
+    )

@@ -12,16 +12,16 @@ Decision set of space="spmd":
     ZeRO            0, 1 or 3 where d > 1
     recompute       off or on
 
-gpipe is never faster than 1f1b on the same stages and never smaller (tested), so it is searched only when asked for.
+gpipe is faster than 1f1b on the same stages only where a late stage has gradients to reduce that outlast the pipeline's
+drain (tested), and it never needs less memory.
 
-Grids are visited in the order of a bound that needs no cuts; for each the dynamic programme of `bound` gives a better one,
-and best-first search over prefixes, guided by it, finds the cuts.  Where nothing below the best plan is left
+Grids are visited in the order of a bound that needs no cuts; for each the dynamic programme of `bound` gives a better
+one, and best-first search over prefixes, guided by it, finds the cuts.  Where nothing below the best plan is left
 unvisited the plan is optimal, which is the rule; else the least unvisited bound is reported with it.
 """
 
 import heapq
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -31,11 +31,11 @@ import numpy.typing as npt
 from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero, runs_of
 from jhpt.planner.bound import StageTerms, after, own_gpipe_seconds, own_seconds
 from jhpt.planner.costs import CostModel, Treatment
+from jhpt.planner.mixed import Question, options
 from jhpt.planner.placement import hop_seconds
 from jhpt.planner.ranges import Ranges, prefix, ranges
 from jhpt.planner.request import Incumbent, Request
 from jhpt.planner.schedule import Array, in_flight, step_seconds
-from jhpt.planner.mixed import Question, options
 
 CHUNKS = (2, 3, 4)
 """Chunks per device that interleaving tries."""
@@ -105,7 +105,7 @@ def _bounded_grids(request: Request, model: CostModel) -> Iterator[tuple[float, 
         for tensor in model.common_degrees(available):
             for data in (d for d in range(1, min(b, available // tensor) + 1) if b % d == 0):
                 for treatment in _treatments(request, m):
-                    if treatment.zero and data == 1:
+                    if treatment.zero and data == 1 and 0 in request.zero:
                         continue
                     yield from _stage_counts(request, model, m, data, tensor, treatment)
 
@@ -119,13 +119,16 @@ def _stage_counts(
     is least where all terms are equal: t_s = (M-1)/M t_{s-1}, T = M W / sum of ((M-1)/M)^s.  And the largest of the
     stages' finishing times is at least their mean.  Memory: the mean over the stages must fit, too.
     """
-    place = model.places.at(0, data * tensor)
-    costs = model.layer_costs(place, tensor, treatment)
-    forward = float((costs.forward + costs.forward_tensor).sum())
-    if not math.isfinite(forward):
+    place, size = model.places.at(0, data * tensor), data * tensor
+    offsets = range(0, model.cluster.num_devices - size + 1, size)
+    tables = [model.layer_costs(p, tensor, treatment) for p in {model.places.at(o, size) for o in offsets}]
+    forwards = np.array([c.forward + c.forward_tensor for c in tables])
+    backwards = np.array([c.backward + c.backward_tensor for c in tables])
+    if not np.isfinite(forwards).all():
         return
-    work = forward + float((costs.backward + costs.backward_tensor).sum())
-    once = float(costs.gradients.sum() + costs.update.sum()) + forward - work
+    work = float((forwards + backwards).min(axis=0).sum())
+    once = float((np.array([c.gradients + c.update for c in tables]) - backwards + 0.0).min(axis=0).sum())
+    costs = tables[0]
     state, activations = float(costs.state.sum()), float(costs.activations.sum())
     ratio = (m - 1) / m
     most = min(model.num_layers, model.cluster.num_devices // (data * tensor), request.max_stages)
@@ -151,7 +154,7 @@ def _plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel)
     edges = (0, *cuts, model.num_layers)
     chunks = [
         Chunk(first=first, runs=(Run(layers=stop - first, tensor=grid.tensor),))
-        for first, stop in zip(edges, edges[1:], strict=False)
+        for first, stop in itertools.pairwise(edges)
     ]
     stages = tuple(
         Stage(device=s * grid.per_stage, devices=grid.per_stage, chunks=tuple(chunks[s :: grid.stages]))
@@ -274,7 +277,7 @@ class _CutSearch:
                 tables[kind] = replace(found, forward=np.where(fits, found.forward, np.inf))
             self.stage.append(tables[kind])
             if s + 1 < self.s:
-                hop = model.places.hop(first, grid.per_stage, grid.per_stage)
+                hop = model.places.hop(first, grid.per_stage, first + grid.per_stage, grid.per_stage)
                 local = treatment.micro_batch // grid.data
                 self.cut[s, 1:-1] = [hop_seconds(hop, size * local) for size in model.boundary[:-1]]
         self.window = [in_flight(grid.schedule, self.s, s, 1, self.m) for s in range(self.s)]

@@ -21,7 +21,8 @@ FORMATS = (
 
 def read_profile(path: str | Path) -> ModelProfile:
     """The profile in a file of any known format, which its content tells; InputError says what is wrong with it."""
-    path, text = Path(path), _read(path)
+    path = Path(path)
+    text = _read(path)
     if pipedream.looks_like(text):
         return pipedream.read(text, path)
     tree = _tree(text, path)
