@@ -465,9 +465,8 @@ class Search:
         if key not in self._options:
             question = Question(place, self.treatment, first, stop, window, self.m, even=False, piped=piped)
             cap = 1 << 20 if self.exact else LABELS
-            self._options[key], complete = options(question, self.model, cap, self.incumbent.cutoff)
-            if not complete:
-                self.incumbent.leave(bound)
+            self._options[key], missing = options(question, self.model, cap, self.incumbent.cutoff)
+            self.incumbent.leave(max(bound, missing))
         return self._options[key]
 
     def _price(self, whole: Prefix) -> None:

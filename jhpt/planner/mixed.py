@@ -48,8 +48,8 @@ class Question:
     piped: bool
 
 
-def options(question: Question, model: CostModel, cap: int, limit: float = np.inf) -> tuple[list[Option], bool]:
-    """Undominated options that fit, and whether all are there (no more than `cap` labels had to be kept).
+def options(question: Question, model: CostModel, cap: int, limit: float = np.inf) -> tuple[list[Option], float]:
+    """Undominated options that fit, and a bound of those that are missing: infinite where at most `cap` labels did.
 
     Args:
       limit: options of a stage that needs this many seconds for a step, or more, are not wanted.
@@ -62,7 +62,7 @@ def options(question: Question, model: CostModel, cap: int, limit: float = np.in
     ]
     costs = {t: model.layer_costs(place, t, treatment) for t in degrees}
     rest = _Rest(question, list(costs.values()))
-    complete = True
+    missing = np.inf
     fronts: dict[int, Array] = {}
     history: list[dict[int, npt.NDArray[np.int64]]] = []
     for layer in reversed(range(question.first, question.stop)):
@@ -75,14 +75,15 @@ def options(question: Question, model: CostModel, cap: int, limit: float = np.in
             keep = _undominated(rest.criteria(labels))
             labels, origin = labels[keep], origin[keep]
             if len(labels) > cap:
-                complete = False
-                best = np.argsort(rest.seconds(labels, layer), kind="stable")[:cap]
-                labels, origin = labels[best], origin[best]
+                seconds = rest.seconds(labels, layer)
+                order = np.argsort(seconds, kind="stable")
+                missing = min(missing, float(seconds[order[cap]]))
+                labels, origin = labels[order[:cap]], origin[order[:cap]]
             if len(labels):
                 grown[t], came[t] = labels, origin
         fronts = grown
         history.append(came)
-    return _collect(fronts, history, rest), complete
+    return _collect(fronts, history, rest), missing
 
 
 class _Rest:

@@ -40,7 +40,7 @@ from jhpt.planner.schedule import Array, in_flight, step_seconds
 CHUNKS = (2, 3, 4)
 """Chunks per device that interleaving tries."""
 
-LABELS, EXACT_LAYERS = 16, 24
+LABELS, EXACT_LAYERS = 48, 24
 """Partial assignments of degrees that are kept per layer where a model has more layers than `EXACT_LAYERS`."""
 
 EXPANSIONS = 300
@@ -239,9 +239,8 @@ def _try_mixed(
     place = model.places.at(0, devices)
     question = Question(place, treatment, 0, model.num_layers, 1, m, even=True, piped=False)
     cap = LABELS if model.num_layers > EXACT_LAYERS else 1 << 20
-    found, complete = options(question, model, cap, incumbent.cutoff)
-    if not complete:
-        incumbent.leave(bound)
+    found, missing = options(question, model, cap, incumbent.cutoff)
+    incumbent.leave(max(bound, missing))
     for option in found:
         seconds = m * (option.forward + option.backward) - option.backward + option.sync + option.update
         if seconds < incumbent.cutoff:

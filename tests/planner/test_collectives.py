@@ -64,15 +64,15 @@ def test_ports_are_shared():
 
 
 def test_measured_rates():
-    # 3 members, 300 bytes: a ring sends messages of 100 bytes, at 25 bytes/s: 4 * 4 s.  A tree sends 300 bytes at 100
-    # bytes/s, 4 * 3 s, and wins.
-    curve = Curve(sizes=(100.0, 300.0), values=(25.0, 100.0))
+    # 3 members, 300 bytes: a ring sends messages of 100 bytes, at 25 bytes/s: 4 * 4 s.  A tree sends 300 bytes at 60
+    # bytes/s, 4 * 5 s, and loses.
+    curve = Curve(sizes=(100.0, 300.0), values=(25.0, 60.0))
     group = Group(3, 1, 1, 3, FAST.model_copy(update={"measured": curve}), SLOW)
-    assert all_reduce(group, 300) == 4 * 3
+    assert all_reduce(group, 300) == 4 * 4
     assert reduce_scatter(group, 300) == 2 * 4
-    # Between sizes: linear in log(size), 50 bytes/s a third of the way.
-    assert Link(bandwidth=1.0, latency=0.0, measured=curve).rate(100 * 3 ** (1 / 3)) == pytest.approx(50)
-    assert hop_seconds((FAST.model_copy(update={"measured": curve}), 1), 300) == 3
+    # Between sizes: linear in log(size), 25 + 35 / 3 bytes/s a third of the way up.
+    assert Link(bandwidth=1.0, latency=0.0, measured=curve).rate(100 * 3 ** (1 / 3)) == pytest.approx(25 + 35 / 3)
+    assert hop_seconds((FAST.model_copy(update={"measured": curve}), 1), 300) == 5
 
 
 @pytest.mark.parametrize("collective", [all_reduce, reduce_scatter, all_gather])
