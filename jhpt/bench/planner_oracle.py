@@ -326,14 +326,10 @@ class _Pricer:
         sender, receiver = stages[at[1]], stages[to[1]]
         (_, degrees), (start, their_degrees) = sender[2][at[0]], receiver[2][to[0]]
         data, their_data = sender[1] // degrees[-1], receiver[1] // their_degrees[0]
-        if to[1]:
-            offset, sides = sender[0], ((sender[1], data), (receiver[1], their_data))
-        else:  # from the last stage back to the first, over the whole pipeline
-            between = sum(devices for _, devices, _ in stages) - sender[1]
-            offset, sides = receiver[0], ((between, data), (receiver[1], their_data))
-        key = (offset, start, sides, treatment.micro_batch)
+        sides = (sender[0], sender[1], data), (receiver[0], receiver[1], their_data)
+        key = (start, sides, treatment.micro_batch)
         if key not in self._cuts:
-            self._cuts[key] = self.model.cut_seconds(start - 1, offset, sides, treatment.micro_batch)
+            self._cuts[key] = self.model.cut_seconds(start - 1, *sides, treatment.micro_batch)
         return self._cuts[key]
 
     def _layer(self, device: int, devices: int, t: int, treatment: Treatment, layer: int) -> dict[str, float]:

@@ -133,8 +133,20 @@ class Minima:
         if treatment.recompute:
             local = np.array([-(-treatment.micro_batch // place.devices) for place in places])
             kept = local[:, None] * model.inputs
-        totals = (np.concatenate([np.zeros((len(rows), 1)), np.cumsum(a, axis=1)], axis=1) for a in (*summed, kept))
-        return Least(*totals, working, np.array([place.memory for place in places]))
+        forward, backward, both, until_reduced, update, state, activations = (
+            np.pad(np.cumsum(a, axis=1), ((0, 0), (1, 0))) for a in (*summed, kept)
+        )
+        return Least(
+            forward=forward,
+            backward=backward,
+            both=both,
+            until_reduced=until_reduced,
+            update=update,
+            state=state,
+            activations=activations,
+            working=working,
+            memory=np.array([place.memory for place in places]),
+        )
 
     def _row(self, place: Place, treatment: Treatment, m: int) -> list[Array]:
         """[kinds] of each quantity, in the order of `Least`."""
@@ -325,7 +337,21 @@ class Search:
             )
         ]
         working = np.maximum(least.working[row, i], least.working[row, stop - 1])
-        return Choices(i, stop, row + 1, *span[:5], hop[row, stop - 1], span[5] + working, span[6], least.memory[row])
+        forward, backward, both, until_reduced, update, state, activations = span
+        return Choices(
+            i=i,
+            stop=stop,
+            devices=row + 1,
+            forward=forward,
+            backward=backward,
+            both=both,
+            until_reduced=until_reduced,
+            update=update,
+            hop=hop[row, stop - 1],
+            state=state + working,
+            activations=activations,
+            memory=least.memory[row],
+        )
 
     def _least_hops(self, offset: int, counts: npt.NDArray[np.int64]) -> Array:
         """[devices, N]: least seconds of the hop to a next stage that is not known yet, after every layer."""

@@ -205,7 +205,7 @@ def _collect(fronts: dict[int, Array], history: list[dict[int, npt.NDArray[np.in
         for came in reversed(history):
             path.append(t)
             t, index = (int(x) for x in came[t][index])
-        label = labels[at]
-        sync = max(label[BACKWARD], label[REDUCED] + (label[BACKWARD] - label[ERRORS]))
-        found.append(Option(*(float(x) for x in (label[FORWARD], label[BACKWARD], sync, label[UPDATE])), tuple(path)))
+        forward, backward, errors, reduced, update = (float(x) for x in labels[at][: UPDATE + 1])
+        sync = max(backward, reduced + (backward - errors))
+        found.append(Option(forward, backward, sync, update, tuple(path)))
     return found

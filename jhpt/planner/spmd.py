@@ -338,12 +338,12 @@ class _CutSearch:
         keep = np.arange(stops.start, stops.stop) > i
         row = StageTerms(*(a[i][keep] for a in (terms.forward, terms.backward, terms.sync, terms.update)))
         hop, stop = hop[keep], np.arange(stops.start, stops.stop)[keep]
-        tail = np.maximum(tail, after(row))
-        heads, tails = head + row.forward + hop, tail + row.backward + hop
+        back = np.maximum(tail, after(row))
+        heads, tails = head + row.forward + hop, back + row.backward + hop
         bounds = np.maximum.reduce(
             [
                 np.full(len(stop), bound),
-                head + self._own(s, row, hop, stop) + tail,
+                head + self._own(s, row, hop, stop) + back,
                 heads + tails + self.back[s + 1, stop],
                 heads + self.done[s + 1, stop],
             ]
