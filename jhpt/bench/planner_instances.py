@@ -23,6 +23,10 @@ ATTEMPTS = 8
 """Draws before the next of them is tried."""
 
 
+TIED_ELSEWHERE = 0.2
+"""Share of the models whose first layer shares a parameter with any layer, not with the last one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Instance:
     """One planning problem and how many plans it has."""
@@ -40,11 +44,22 @@ def random_instance(
     for degrees, single in WIDTHS:
         for _ in range(ATTEMPTS):
             profile = random_profile(rng, layers, min_layers=layers, degrees=degrees)
+            if rng.random() < TIED_ELSEWHERE:
+                profile = _tied_anywhere(rng, profile)
             model = CostModel(profile, random_cluster(rng, devices, min_devices=devices, mixed=mixed))
             asked = random_request(rng, single=single)
             if (found := count(asked, model, space)) <= plans:
                 return Instance(space=space, asked=asked, model=model, plans=found)
     raise ValueError(f"{layers} layers on {devices} devices always have more than {plans} plans of space {space}")
+
+
+def _tied_anywhere(rng: np.random.Generator, profile: ModelProfile) -> ModelProfile:
+    tied, parameters = profile.layers[rng.integers(len(profile.layers))], int(rng.integers(1, 20))
+    kinds = {
+        name: kind.model_copy(update={"tied_parameters": parameters if name == tied != profile.layers[0] else 0})
+        for name, kind in profile.kinds.items()
+    }
+    return profile.model_copy(update={"kinds": kinds})
 
 
 def random_request(rng: np.random.Generator, *, single: bool = False) -> Request:

@@ -304,13 +304,20 @@ class _Pricer:
             working = max(working, *(row["working"] for row in rows))
             come, leave = model.boundary[first - 1] if first else 0.0, model.boundary[stop - 1] if stop < n else 0.0
             transfers = max(transfers, 2.0 * local * float(come + leave))
-            if many and stop == n:
-                state += sum(row["tied_bytes"] for row in rows)
-                update += self._layer(device, devices, degrees[-1], treatment, n - 1)["tied"]
-            if many and first == 0:
-                update += self._layer(device, devices, degrees[0], treatment, n - 1)["tied"]
+        seconds, copy = self._tied(stage, treatment)
+        update, state = update + seconds, state + copy
         fixed = state + working + (transfers if many else 0.0)
         return _Sum(forward, backward, sync, update, fixed, activations, place.memory)
+
+    def _tied(self, stage: StageDraft, treatment: Treatment) -> tuple[float, float]:
+        """(seconds, bytes) of a parameter that the first layer shares with a layer of another stage."""
+        device, devices, chunks = stage
+        tied = self.model.tied_layer
+        degree = {layer: t for first, degrees in chunks for layer, t in enumerate(degrees, first)}
+        if tied is None or (0 in degree) == (tied in degree):
+            return 0.0, 0.0
+        row = self._layer(device, devices, degree[tied if tied in degree else 0], treatment, tied)
+        return row["tied"], row["tied_bytes"] if tied in degree else 0.0
 
     def _row_cuts(self, stages: tuple[StageDraft, ...], treatment: Treatment) -> list[float]:
         """Seconds of the transfers between virtual stages, in order."""
@@ -325,8 +332,10 @@ class _Pricer:
         """From chunk and stage `at` to chunk and stage `to`."""
         sender, receiver = stages[at[1]], stages[to[1]]
         (_, degrees), (start, their_degrees) = sender[2][at[0]], receiver[2][to[0]]
-        data, their_data = sender[1] // degrees[-1], receiver[1] // their_degrees[0]
-        sides = (sender[0], sender[1], data), (receiver[0], receiver[1], their_data)
+        sides = (
+            (sender[0], sender[1], sender[1] // degrees[-1]),
+            (receiver[0], receiver[1], receiver[1] // their_degrees[0]),
+        )
         key = (start, sides, treatment.micro_batch)
         if key not in self._cuts:
             self._cuts[key] = self.model.cut_seconds(start - 1, *sides, treatment.micro_batch)

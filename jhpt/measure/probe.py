@@ -9,6 +9,7 @@ A copy or message of s bytes takes latency + s / rate(s): the smallest gives the
 alone, on an idle machine: neither programs beside each other nor directions in parallel.
 """
 
+import itertools
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -154,9 +155,13 @@ def _timed(calls: Mapping[int, Callable[[], Any]], rounds: int) -> dict[float, f
 
 
 def _link(seconds: Mapping[float, float]) -> Link:
-    """Latency from the smallest size, rates from the others; a rate counts at least a tenth of its time."""
+    """Latency from the smallest size, rates from the others; a rate counts at least a tenth of its time.
+
+    Noise that would let a larger message arrive before a smaller one is levelled: it takes as long.
+    """
     smallest, *sizes = sorted(seconds)
     latency = seconds[smallest]
-    rates = [size / max(seconds[size] - latency, seconds[size] / 10) for size in sizes]
+    moving = itertools.accumulate((max(seconds[size] - latency, seconds[size] / 10) for size in sizes), max)
+    rates = [size / taken for size, taken in zip(sizes, moving, strict=True)]
     measured = Curve(sizes=tuple(sizes), values=tuple(rates))
     return Link(bandwidth=rates[-1], latency=latency, measured=measured)
