@@ -32,7 +32,7 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
   jhpt profile [CONFIG|PRESET] [--out FILE] [--cluster-out FILE] [--section.key value ...]
                         measure a model's layers and this machine, for jhpt plan
   jhpt bench NAME [--quick] [--json FILE]
-                        measure; NAME: train or planner
+                        measure; NAME: train, planner or predict
   jhpt doctor           what this machine can do
   jhpt COMMAND --help   all options of a command
 
@@ -209,7 +209,7 @@ def bench_command(arguments: list[str]) -> int:
     """`jhpt bench`."""
 
     def bench(
-        name: Annotated[Literal["train", "planner"], tyro.conf.Positional],
+        name: Annotated[Literal["train", "planner", "predict"], tyro.conf.Positional],
         /,
         quick: bool = False,
         json: str | None = None,
@@ -225,6 +225,10 @@ def bench_command(arguments: list[str]) -> int:
             from jhpt.bench.planner import run as run_planner
 
             return run_planner(quick=quick, json_path=json)
+        if name == "predict":
+            from jhpt.bench.predict import run as run_predict
+
+            return run_predict(quick=quick, json_path=json)
         from jhpt.bench.train import run
 
         return run(quick=quick, json_path=json)
