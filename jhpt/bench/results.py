@@ -130,10 +130,16 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str
         table.add_column(column, justify="left" if index < words else "right")
     for line in lines:
         table.add_row(*line)
-    Console().print(table)
+    _console().print(table)
 
 
 def print_claims(claims: Mapping[str, Claim]) -> None:
     """One line a claim."""
     for name, claim in claims.items():
         print(f"{name} = {claim.value:.4g} {claim.unit}  [{claim.setup}]")
+
+
+def _console() -> Console:
+    """As wide as the terminal; into a file or a pipe wide enough for every table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=180)
