@@ -11,12 +11,11 @@ import pytest
 import jhpt
 from jhpt import cli
 from jhpt.core.catalogue import find_cluster
+from jhpt.core.folders import cache_folder
 from jhpt.core.load import load_config
 from jhpt.core.networks import TABLES
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.front import parse_bytes
-from jhpt.planner.local import cache_dir
-from jhpt.training.data.cache import default_cache_dir
 from tests.test_cli import status_of, tree
 
 SMALL = "gpt-tiny --cluster a100x2x1 --batch 4"
@@ -88,21 +87,20 @@ def test_a_profile_takes_the_place_of_a_configuration(tmp_path, capsys):
 
 
 def test_what_was_measured_on_this_machine_is_used(monkeypatch, capsys):
-    assert cache_dir() == default_cache_dir()  # written in two rooms
     monkeypatch.setattr("platform.node", lambda: "here")
     cluster = find_cluster("a100x2x1")
     for name, host in (("one", "elsewhere"), ("two", "here")):
-        folder = cache_dir() / "clusters" / name
+        folder = cache_folder() / "clusters" / name
         folder.mkdir(parents=True)
         cluster.model_copy(update={"name": f"{host}: 2 x A100"}).save(folder / "cluster.json")
     config, device = load_config("gpt-tiny"), cluster.nodes[0].device
     for preset in ("gpt-tiny", "bert-tiny"):
-        folder = cache_dir() / "profiles" / preset
+        folder = cache_folder() / "profiles" / preset
         folder.mkdir(parents=True)
         profile = analytic_profile(load_config(preset), device)
         profile.model_copy(update={"source": f"measured: {preset}"}).save(folder / "profile.json")
-    (cache_dir() / "profiles" / "old").mkdir()
-    (cache_dir() / "profiles" / "old" / "profile.json").write_text("{}")
+    (cache_folder() / "profiles" / "old").mkdir()
+    (cache_folder() / "profiles" / "old" / "profile.json").write_text("{}")
     assert plan("gpt-tiny --batch 4") == 0
     out = capsys.readouterr().out
     assert "here: 2 x A100" in out and "measured: gpt-tiny" in out

@@ -4,20 +4,15 @@ A measured profile is the analytic one with other seconds (`jhpt.training.profil
 model if everything else agrees.
 """
 
-import os
 import platform
 from pathlib import Path
 
 from jhpt.core.cluster import Cluster, Device, load_cluster
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
+from jhpt.core.folders import cache_folder
 from jhpt.core.profile import LayerKind, ModelProfile, load_profile
 from jhpt.planner.analytic import analytic_profile
-
-
-def cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/jhpt`, or `~/.cache/jhpt`: where measurements are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jhpt"
 
 
 def local_cluster() -> Cluster | None:
@@ -59,4 +54,4 @@ def _untimed(profile: ModelProfile) -> dict[str, LayerKind]:
 
 
 def _newest(folder: str, name: str) -> list[Path]:
-    return sorted((cache_dir() / folder).glob(f"*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return sorted((cache_folder() / folder).glob(f"*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)

@@ -24,6 +24,7 @@ from rich.table import Table
 from jhpt.core.cluster import Cluster, Device, load_cluster
 from jhpt.core.config import BERTConfig, Config, GPTConfig, ParallelConfig
 from jhpt.core.errors import InputError
+from jhpt.core.folders import cache_folder
 from jhpt.core.profile import ModelProfile, load_profile
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.probe import probe_cluster
@@ -34,7 +35,6 @@ from jhpt.models.build import Model, build
 from jhpt.planner.analytic import analytic_profile
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_mesh
-from jhpt.training.data.cache import default_cache_dir
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.windows import check_masked
 from jhpt.training.objective import Objective, Sums, make_objective
@@ -290,7 +290,7 @@ def _cache_path(folder: str, what: Mapping[str, Any], name: str) -> Path:
     """A folder of its own for everything that decides a measurement, this machine included."""
     everything = [FORMAT, dict(what), device_info().kind, platform.node(), jax.__version__]
     key = hashlib.blake2b(json.dumps(everything).encode(), digest_size=16).hexdigest()
-    return default_cache_dir() / folder / key / name
+    return cache_folder() / folder / key / name
 
 
 def _store(measured: ModelProfile | Cluster, path: Path) -> None:

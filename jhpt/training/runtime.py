@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jhpt.training.data.cache import default_cache_dir
+from jhpt.core.folders import cache_folder
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt(3)."""
@@ -35,7 +35,7 @@ def accelerator_present() -> bool:
 def keep_compiled_programs() -> None:
     """Keeps compiled programs in the user's cache folder, unless jax is already told where."""
     if jax.config.values["jax_compilation_cache_dir"] is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "programs"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
 
 
 def keep_heap() -> bool:

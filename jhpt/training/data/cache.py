@@ -20,6 +20,7 @@ import numpy as np
 
 from jhpt.core.config import DataConfig
 from jhpt.core.errors import InputError
+from jhpt.core.folders import cache_folder
 from jhpt.training.data.corpus import digest, documents, find_files, split_files
 from jhpt.training.data.tokenizer import Tokenizer
 
@@ -39,11 +40,6 @@ class TokenCache:
     """Whether this call built it."""
 
 
-def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/jhpt`, or `~/.cache/jhpt`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jhpt"
-
-
 BATCH_CHARS = 1 << 23
 """Pieces of about this many characters together are tokenised at once, on all cores."""
 
@@ -54,7 +50,7 @@ def token_cache(data: DataConfig, tokenizer: Tokenizer, say: Callable[[str], Non
     Raises:
       InputError: missing, empty or malformed files; a damaged cache; a cache folder that cannot be written.
     """
-    root = Path(os.path.expanduser(data.cache_dir)) if data.cache_dir else default_cache_dir() / "tokens"
+    root = Path(os.path.expanduser(data.cache_dir)) if data.cache_dir else cache_folder() / "tokens"
     files = find_files(data.path)
     held_files = find_files(data.validation_path, "data.validation_path") if data.validation_path else None
     settings = [FORMAT, tokenizer.fingerprint, data.text_key, data.validation_fraction, held_files is None]

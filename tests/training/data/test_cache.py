@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from jhpt.core.config import DataConfig
 from jhpt.core.errors import InputError
+from jhpt.core.folders import cache_folder
 from jhpt.training.data import cache
-from jhpt.training.data.cache import default_cache_dir, token_cache
+from jhpt.training.data.cache import token_cache
 from jhpt.training.data.tokenizer import ByteTokenizer
 
 END = ByteTokenizer.end
@@ -288,7 +289,7 @@ def test_a_cache_folder_that_cannot_be_written_is_named(texts, tmp_path):
 
 def test_the_default_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert default_cache_dir() == tmp_path / "xdg" / "jhpt"
+    assert cache_folder() == tmp_path / "xdg" / "jhpt"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / ".cache" / "jhpt"
+    assert cache_folder() == tmp_path / ".cache" / "jhpt"
