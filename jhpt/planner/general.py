@@ -39,7 +39,7 @@ from jhpt.planner.schedule import Array, in_flight, step_seconds
 EXACT_STATES = 600
 """Up to so many layers x devices^2 everything is visited; beyond, the limits below hold."""
 
-STAGES, EXPANSIONS, LABELS = 12, 400, 8
+STAGES, EXPANSIONS, LABELS = 12, 400, 64
 """Stages that are told apart, prefixes that are opened, assignments of degrees that are kept per layer."""
 
 
@@ -155,7 +155,7 @@ class Search:
         self.n, self.k = model.num_layers, model.cluster.num_devices
         self.exact = self.n * self.k**2 <= EXACT_STATES
         self.most = min(self.n, self.k, request.max_stages)
-        self._options: dict[tuple[Place, int, int, int], list[Option]] = {}
+        self._options: dict[tuple[Place, int, int, int], tuple[list[Option], float]] = {}
         self._hops: dict[tuple[int, Link | None], Array] = {}
 
     def run(self) -> None:
@@ -418,9 +418,10 @@ class Search:
         if key not in self._options:
             question = Question(place, self.treatment, first, stop, window, self.m, even=False, piped=piped)
             cap = 1 << 20 if self.exact else LABELS
-            self._options[key], missing = options(question, self.model, cap, self.incumbent.cutoff)
-            self.incumbent.leave(max(bound, missing))
-        return self._options[key]
+            self._options[key] = options(question, self.model, cap, self.incumbent.cutoff)
+        found, missing = self._options[key]
+        self.incumbent.leave(max(bound, missing))
+        return found
 
     def _price(self, whole: Prefix) -> None:
         """The exact time of a complete plan."""
