@@ -1,57 +1,185 @@
-"""A mesh and a ZeRO level -> the sharding of everything a training step touches."""
+"""Where everything lies that a step touches: from the model's tree to what devices hold, and back.
+
+A model's tree is `{"embedding": ..., "blocks": [L, ...], "head": ...}`, on any mesh; so is a checkpoint's.  As it is
+stored for a plan,
+
+    one stage, one degree       it is the same
+    one stage, several degrees  `blocks` is `{"0": [l, ...], "1": ...}`, a stack for every run of equal degrees
+    several stages              leaves of `blocks` are [S v l, ...] with l the blocks of the fullest chunk: device after
+                                device, chunk after chunk, unused rows zero; other leaves are [S, ...], a slot on every
+                                stage.  The slots of `embedding/tokens` also hold the head's table: on the last stage,
+                                the copy of a tied one or the untied one itself.
+
+Every leaf lies over the tensor axes as `rules` says, and with ZeRO over the data axes too.
+"""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jhpt.core.axes import DATA
-from jhpt.sharding.rules import activation_spec, parameter_spec, path_name
+from jhpt.core.plan import Plan
+from jhpt.sharding.mesh import Grid
+from jhpt.sharding.rules import parameter_spec, path_name
+
+TABLE = ("embedding", "tokens")
+"""Where the table of the vocabulary is; `head/tokens` where it is not shared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where parameters, optimizer state, gradients, batches and activations lie.
+    """A plan on its mesh, for a model of `num_layers` blocks between two ends."""
 
-    zero: 0 replicates over the data axis; 1 shards the optimizer state (gradients are reduce-scattered, new
-      parameters all-gathered); 3 shards the parameters too (gathered where they are used).
-    """
-
-    mesh: Mesh
-    zero: int = 0
+    plan: Plan
+    grid: Grid
+    num_layers: int
 
     @property
     def replicated(self) -> NamedSharding:
         """One whole copy on every device."""
-        return NamedSharding(self.mesh, PartitionSpec())
+        return NamedSharding(self.grid.mesh, PartitionSpec())
 
     @property
     def batch(self) -> NamedSharding:
-        """Rows over the data axis."""
-        return NamedSharding(self.mesh, PartitionSpec(DATA))
+        """Rows over all data axes of the smallest degree; every stage has them."""
+        return NamedSharding(self.grid.mesh, PartitionSpec(self.grid.axes(self.grid.degrees[0]).data))
 
-    def parameters(self, shapes: Any) -> Any:
-        """Shardings for a tree of parameters."""
-        return self._shardings(shapes, over_data=self.zero >= 3)
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.grid.stages
 
-    def optimizer(self, shapes: Any) -> Any:
-        """Shardings for a tree of optimizer state, or of gradients on their way into it."""
-        return self._shardings(shapes, over_data=self.zero >= 1)
+    @cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor degree of entry, every block, and exit."""
+        chunks = sorted((chunk for stage in self.plan.stages for chunk in stage.chunks), key=lambda chunk: chunk.first)
+        return tuple(t for chunk in chunks for t in chunk.tensor)
 
-    def _shardings(self, shapes: Any, over_data: bool) -> Any:
-        data_size = self.mesh.shape[DATA]
+    @cached_property
+    def runs(self) -> tuple[tuple[str, int, range], ...]:
+        """(name, degree, blocks) of neighbouring blocks of one degree."""
+        edges = [0] + [i for i in range(1, self.num_layers) if self.degrees[i] != self.degrees[i + 1]]
+        stops = [*edges[1:], self.num_layers]
+        return tuple(
+            (str(n), self.degrees[a + 1], range(a, b)) for n, (a, b) in enumerate(zip(edges, stops, strict=True))
+        )
+
+    @cached_property
+    def chunks(self) -> tuple[np.ndarray, np.ndarray]:
+        """[S, v] the first block of every chunk, and how many it has."""
+        spans = [[(c.first - 1, c.stop - 1) for c in stage.chunks] for stage in self.plan.stages]
+        edges = np.clip(np.array(spans), 0, self.num_layers)
+        return edges[..., 0], edges[..., 1] - edges[..., 0]
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """[L] the row of every block in leaves [S v l, ...]."""
+        first, count = self.chunks
+        depth = int(count.max())
+        row = np.zeros(self.num_layers, np.int64)
+        for place, (start, many) in enumerate(zip(first.ravel(), count.ravel(), strict=True)):
+            row[start : start + many] = place * depth + np.arange(many)
+        return row
+
+    def specs(self, tree: Any) -> Any:
+        """Partitions of stored leaves: of parameters, their gradients or the optimizer's state."""
+
+        def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+            name = path_name(path)
+            if not leaf.shape:
+                return PartitionSpec()
+            degree = self._degree(name)
+            axes = self.grid.axes(degree)
+            blocks, piped = "blocks/" in name, self.stages > 1
+            return parameter_spec(
+                name,
+                leaf.shape,
+                axes,
+                stacked=blocks or piped,
+                pipe=piped,
+                over_data=self.grid.size(axes.data) if self.plan.zero else 1,
+            )
+
+        return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def shardings(self, tree: Any) -> Any:
+        """`specs` on the mesh."""
+        return jax.tree.map(lambda spec: NamedSharding(self.grid.mesh, spec), self.specs(tree))
+
+    def _degree(self, path: str) -> int:
+        if "blocks/" not in path:
+            return self.degrees[0] if "embedding/" in path else self.degrees[-1]
+        if len(self.runs) == 1:
+            return self.runs[0][1]
+        run = path.split("blocks/")[1].split("/")[0]
+        return next(degree for name, degree, _ in self.runs if name == run)
+
+    # From the model's tree to what is stored, and back.
+
+    def model_shardings(self, tree: Any) -> Any:
+        """Where leaves of the model's tree lie on their way from or to a checkpoint: in shares, whatever the plan."""
+        if self.same:
+            return self.shardings(tree)
+        axes = self.grid.axes(self.grid.degrees[0])
 
         def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-            return NamedSharding(self.mesh, parameter_spec(path_name(path), leaf.shape, data_size, over_data))
+            name = path_name(path)
+            blocks = "blocks/" in name
+            pipe = self.stages > 1 and blocks and leaf.shape[0] % self.stages == 0
+            over_data = self.grid.size(axes.data)
+            spec = parameter_spec(name, leaf.shape, axes, stacked=blocks, pipe=pipe, over_data=over_data)
+            return NamedSharding(self.grid.mesh, spec)
 
-        return jax.tree_util.tree_map_with_path(sharding, shapes)
+        return jax.tree_util.tree_map_with_path(sharding, tree)
 
-    def constrain(self, x: jax.Array, dims: tuple[str | None, ...]) -> jax.Array:
-        """States how an activation lies: the hook that models call."""
-        if self.mesh.size == 1:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, activation_spec(dims)))
+    @property
+    def same(self) -> bool:
+        """Whether what is stored is the model's tree itself."""
+        return self.stages == 1 and len(self.runs) == 1
+
+    def stored(self, tree: Any) -> Any:
+        """The model's tree as this plan stores it."""
+        if self.same:
+            return tree
+        if self.stages == 1:
+            runs = {name: jax.tree.map(lambda x, s=s: x[s.start : s.stop], tree["blocks"]) for name, _, s in self.runs}
+            return {**tree, "blocks": runs}
+        first, count = self.chunks
+        rows = first.size * int(count.max())
+        ends = {name: dict(part) for name, part in tree.items() if name != "blocks"}
+        table = ends["head"].pop(TABLE[1], tree[TABLE[0]][TABLE[1]])
+        stored = {
+            name: jax.tree.map(lambda leaf, name=name: self._slots(leaf, 0 if name == TABLE[0] else -1), part)
+            for name, part in ends.items()
+        }
+        stored[TABLE[0]][TABLE[1]] = stored[TABLE[0]][TABLE[1]].at[-1].set(table)
+        blocks = jax.tree.map(
+            lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype).at[self.rows].set(leaf), tree["blocks"]
+        )
+        return {**stored, "blocks": blocks}
+
+    def model_tree(self, stored: Any, tied: bool) -> Any:
+        """What is stored as the model's tree."""
+        if self.same:
+            return stored
+        if self.stages == 1:
+            parts = [stored["blocks"][name] for name, _, _ in self.runs]
+            return {**stored, "blocks": jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)}
+        tree = {
+            name: jax.tree.map(lambda leaf, name=name: leaf[0 if name == TABLE[0] else -1], part)
+            for name, part in stored.items()
+            if name != "blocks"
+        }
+        if not tied:
+            tree["head"] = {**tree["head"], TABLE[1]: stored[TABLE[0]][TABLE[1]][-1]}
+        return {**tree, "blocks": jax.tree.map(lambda leaf: leaf[self.rows], stored["blocks"])}
+
+    def _slots(self, leaf: jax.Array, stage: int) -> jax.Array:
+        return jnp.zeros((self.stages, *leaf.shape), leaf.dtype).at[stage].set(leaf)
 
     def own_rows(self, batch_size: int) -> slice:
         """The rows of a global batch that this process has to supply."""

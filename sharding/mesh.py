@@ -1,45 +1,109 @@
-"""Devices -> mesh.
+"""A plan and devices -> mesh.
 
-The tensor axis varies fastest, so a tensor-parallel group is made of neighbouring devices: its all-reduces, which are
-the most frequent communication, stay inside a node where a node has at least `tensor` devices.
+    device = first + stage x (devices of a stage) + data rank x t + tensor rank
+
+Stages own consecutive devices.  Inside a stage the tensor axis varies fastest, so a tensor-parallel group is made of
+neighbouring devices: its all-reduces, which are the most frequent communication, stay inside a node where a node has at
+least t devices.  Where layers of one stage differ in their degree, the stage is factorised: of degrees 2 and 8 on 16
+devices it is `data` 2 x `tensor8` 4 x `tensor2` 2, and a layer of degree 2 takes `data` and `tensor8` as data axes.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jhpt.core.axes import DATA, TENSOR
-from jhpt.core.config import ParallelConfig, divisors, one_of
+from jhpt.core.axes import DATA, PIPE, TENSOR
 from jhpt.core.errors import InputError
+from jhpt.core.plan import Plan
 
 
-def make_mesh(parallel: ParallelConfig, batch_size: int, devices: Sequence[jax.Device]) -> Mesh:
-    """The `data x tensor` mesh of the configuration; devices beyond it stay idle (in a single process only).
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Mesh axes as the layers of one tensor degree use them, outermost first."""
+
+    data: tuple[str, ...]
+    tensor: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A mesh `pipe x data x tensor...` and who uses which axis."""
+
+    mesh: Mesh
+    degrees: tuple[int, ...]
+    """The tensor degrees in use, ascending; each divides the next."""
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return int(self.mesh.shape[PIPE])
+
+    def axes(self, degree: int) -> Axes:
+        """The axes of layers of this degree."""
+        inner = {name for t, name in _tensor_axes(self.degrees).items() if t <= degree}
+        names = [name for name in self.mesh.axis_names if name != PIPE]
+        return Axes(
+            data=tuple(name for name in names if name not in inner),
+            tensor=tuple(name for name in names if name in inner),
+        )
+
+    def size(self, names: tuple[str, ...]) -> int:
+        """Devices along these axes together."""
+        return math.prod(self.mesh.shape[name] for name in names)
+
+
+def make_grid(plan: Plan, devices: Sequence[jax.Device]) -> Grid:
+    """The mesh on which the plan runs; devices beyond it stay idle (in a single process only).
 
     Raises:
-      InputError: more devices asked for than there are, a batch that does not divide, or idle devices among several
+      InputError: a plan that one SPMD program cannot run, more devices than there are, or idle devices among several
         processes.
     """
-    count, tensor = len(devices), parallel.tensor
-    data = parallel.data or max(count // tensor, 1)
-    if data * tensor > count:
+    check_runnable(plan)
+    used, count = plan.devices, len(devices)
+    if used > count:
         raise InputError(
-            f"parallel.data={data} x parallel.tensor={tensor} needs {data * tensor} devices, and there "
-            f"{'is' if count == 1 else 'are'} {count}; lower them, or on CPU set JAX_NUM_CPU_DEVICES={data * tensor}"
+            f"the plan needs {used} devices, and there {'is' if count == 1 else 'are'} {count}; "
+            f"make a plan for these, or on CPU set JAX_NUM_CPU_DEVICES={used}"
         )
-    if data * tensor < count and jax.process_count() > 1:
+    if used < count and jax.process_count() > 1:
         raise InputError(
-            f"parallel.data={data} x parallel.tensor={tensor} leaves {count - data * tensor} of {count} devices idle, "
-            "and every process must take part; use them all or start fewer processes"
+            f"the plan leaves {count - used} of {count} devices idle, and every process must take part; "
+            "use them all or start fewer processes"
         )
-    if batch_size % (data * parallel.micro_batches):
-        fitting = [d for d in divisors(count // tensor) if batch_size % (d * parallel.micro_batches) == 0]
-        remedy = f"set parallel.data to {one_of(fitting)}" if fitting else "lower parallel.micro_batches"
+    degrees = tuple(sorted({t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor}))
+    tensor = _tensor_axes(degrees)
+    sizes = [high // low for low, high in itertools.pairwise((1, *tensor))]
+    shape = (len(plan.stages), plan.stages[0].devices // degrees[-1], *reversed(sizes))
+    names = (PIPE, DATA, *reversed(tensor.values()))
+    mesh = Mesh(np.asarray(devices[:used]).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+    return Grid(mesh=mesh, degrees=degrees)
+
+
+def check_runnable(plan: Plan) -> None:
+    """Refuses what one SPMD program cannot run."""
+    remedy = "plan with space=spmd"
+    if plan.space != "spmd":
         raise InputError(
-            f"data.batch_size={batch_size} is not divisible by {data} data-parallel devices x "
-            f"{parallel.micro_batches} micro-batches; {remedy}, or change the batch"
+            f"this plan is of the space {plan.space}, whose stages may differ in their devices: it can be priced and "
+            f"simulated, but one SPMD program cannot run it; {remedy}"
         )
-    used = np.asarray(devices[: data * tensor]).reshape(data, tensor)
-    return Mesh(used, (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
+    if len({stage.devices for stage in plan.stages}) > 1:
+        raise InputError(f"the stages have different numbers of devices; {remedy}")
+    degrees = sorted({t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor})
+    if len(plan.stages) > 1 and len(degrees) > 1:
+        raise InputError(f"a pipeline runs with one tensor degree, found {degrees}; {remedy}")
+    for low, high in itertools.pairwise(degrees):
+        if high % low:
+            raise InputError(f"tensor degrees {low} and {high} cannot share a mesh: {low} does not divide {high}")
+
+
+def _tensor_axes(degrees: tuple[int, ...]) -> dict[int, str]:
+    """An axis for every degree but 1: a layer of degree t is cut over the axes of all degrees up to t."""
+    cut = [t for t in degrees if t > 1] or [1]
+    return {t: TENSOR if len(cut) == 1 else f"{TENSOR}{t}" for t in cut}

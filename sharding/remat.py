@@ -22,7 +22,11 @@ def save_named(names: Sequence[str]) -> Callable[[Callable[..., Any]], Callable[
         return primitive.name.startswith(FLASH_FORWARD) or named(primitive, *arguments, **parameters)
 
     def wrap(layer: Callable[..., Any]) -> Callable[..., Any]:
-        # The layer loop already keeps the compiler from merging the two computations.
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
     return wrap
+
+
+def keep_nothing(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a layer so that its backward pass keeps only its input."""
+    return jax.checkpoint(layer)

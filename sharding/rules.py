@@ -2,7 +2,7 @@
 
 Tensor parallelism is Megatron's (Shoeybi et al. 2019, arXiv 1909.08053): qkv and up are split by column (heads, hidden
 units), projection and down by row, the vocabulary by rows of its table; the rest is replicated.  ZeRO (Rajbhandari et
-al. 2020, arXiv 1910.02054) adds the data axis to one more dimension of every matrix.
+al. 2020, arXiv 1910.02054) adds the data axes to one more dimension of every matrix.
 """
 
 import re
@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jhpt.core.axes import DATA, TENSOR
+from jhpt.core.axes import PIPE, TENSOR
+from jhpt.sharding.mesh import Axes
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(embedding|head)/tokens$", (TENSOR, None)),
@@ -23,11 +24,8 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 )
 """(pattern on the parameter's path, axes of its *last* dimensions); first match wins, no match: replicated."""
 
-ACTIVATION_AXES = {"batch": DATA, "heads": TENSOR, "hidden": TENSOR, "vocab": TENSOR}
-"""Mesh axis of each named activation dimension; the others are replicated."""
-
-STACKED = "blocks/"
-"""Leaves under this path carry a leading layer dimension, which the layer loop slices: it is never sharded."""
+IN_FLOAT32 = re.compile(r"norm/\w+$|head/bias$")
+"""Parameters that models use in float32; all others they cast to the compute dtype."""
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -35,24 +33,24 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def parameter_spec(path: str, shape: tuple[int, ...], data_size: int, shard_over_data: bool) -> PartitionSpec:
+def parameter_spec(
+    path: str, shape: tuple[int, ...], axes: Axes, *, stacked: bool, pipe: bool, over_data: int
+) -> PartitionSpec:
     """The partition of one parameter, or of a leaf of the optimizer state with the same path ending.
 
     Args:
-      shard_over_data: ZeRO: also put the data axis on the largest free dimension that it divides.  Biases and norm
-        scales stay whole: they are a thousandth of the memory and would cost a collective each.
+      stacked: the first dimension counts layers or stages.  pipe: it lies on the pipe axis; else it is whole, for the
+        layer loop slices it.
+      over_data: ZeRO: the data degree; also put the data axes on the largest free dimension that it divides.  1: do
+        not.  Biases and norm scales stay whole: they are a thousandth of the memory and would cost a collective each.
     """
-    trailing = next((axes for pattern, axes in RULES if re.search(pattern, path)), ())
-    trailing = trailing[-len(shape) :] if shape else ()
-    axes = [*(None,) * (len(shape) - len(trailing)), *trailing]
-    first = 1 if STACKED in path else 0
-    if shard_over_data and len(shape) - first > 1 and not path.endswith("bias"):
-        free = [dim for dim in range(first, len(shape)) if axes[dim] is None and shape[dim] % data_size == 0]
+    trailing = next((dims for pattern, dims in RULES if re.search(pattern, path)), ())
+    first = int(stacked)
+    own = len(shape) - first
+    named = [*(None,) * (own - len(trailing)), *(trailing[-own:] if own else ())]
+    spec: list[Any] = [axes.tensor if name == TENSOR and axes.tensor else None for name in named]
+    if over_data > 1 and own > 1 and not path.endswith("bias"):
+        free = [dim for dim in range(own) if named[dim] is None and shape[first + dim] % over_data == 0]
         if free:
-            axes[max(free, key=lambda dim: shape[dim])] = DATA
-    return PartitionSpec(*axes)
-
-
-def activation_spec(dims: tuple[str | None, ...]) -> PartitionSpec:
-    """The partition of an activation whose dimensions carry these names."""
-    return PartitionSpec(*(ACTIVATION_AXES.get(dim or "") for dim in dims))
+            spec[max(free, key=lambda dim: shape[first + dim])] = axes.data
+    return PartitionSpec(*([PIPE if pipe else None] if stacked else []), *spec)

@@ -83,7 +83,8 @@ def _jhpt_trial(setup: Setup, steps: int) -> Callable[[], Any]:
 def _minimal_trial(setup: Setup, steps: int) -> Callable[[], Any]:
     config = setup.config.model
     assert isinstance(config, GPTConfig)
-    step, state = minimal.make_step(config, setup.model.dtype, setup.attention.implementation, setup.model.hooks.unroll)
+    unroll = config.num_layers if setup.training.unroll else 1
+    step, state = minimal.make_step(config, setup.model.dtype, setup.attention.implementation, unroll)
     batches = _ready_batches(setup, steps)
 
     def trial() -> Any:

@@ -1,4 +1,5 @@
 """Names of mesh axes."""
 
+PIPE = "pipe"
 DATA = "data"
 TENSOR = "tensor"

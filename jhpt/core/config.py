@@ -172,14 +172,33 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The mesh by hand: `data x tensor` devices."""
+    """The plan by hand: `pipe x data x tensor` devices, stages of equally many blocks."""
 
-    data: Count | None = Field(None, description="data-parallel degree; null: all devices / tensor")
+    data: Count | None = Field(None, description="data-parallel degree; null: all devices / (pipe x tensor)")
     tensor: Count = Field(1, description="tensor-parallel degree, on neighbouring devices")
+    pipe: Count = Field(1, description="pipeline stages")
     zero: Literal[0, 1, 3] = Field(
         0, description="shard over the data axis: 0 nothing, 1 optimizer state, 3 also parameters"
     )
-    micro_batches: Count = Field(1, description="gradient accumulation: pieces a step's batch is cut into")
+    micro_batches: Count = Field(1, description="pieces a step's batch is cut into")
+    schedule: Literal["gpipe", "1f1b"] = Field("1f1b", description="order of forward and backward passes in a pipeline")
+    chunks: Count = Field(1, description="chunks of blocks per stage; more than one: interleaved 1f1b")
+    recompute: bool = Field(False, description="keep only the input of every block, compute the rest again")
+
+    @model_validator(mode="after")
+    def _chunks_fit_pipeline(self) -> "ParallelConfig":
+        if self.chunks == 1:
+            return self
+        if self.pipe == 1:
+            raise ValueError(f"parallel.chunks={self.chunks} needs several stages; raise parallel.pipe or use 1 chunk")
+        if self.schedule == "gpipe":
+            raise ValueError(f"parallel.chunks={self.chunks} interleaves 1f1b; drop parallel.schedule=gpipe")
+        if self.micro_batches % self.pipe:
+            raise ValueError(
+                f"parallel.chunks={self.chunks} needs parallel.micro_batches divisible by parallel.pipe={self.pipe}, "
+                f"found {self.micro_batches}"
+            )
+        return self
 
 
 class EvaluationConfig(Section):
@@ -257,6 +276,16 @@ class Config(Section):
             raise ValueError(
                 f"model.vocab_size, padded to {self.model.padded_vocab}, is not divisible by parallel.tensor={tensor}; "
                 f"use {one_of(d for d in common_divisors(sizes.values()) if self.model.padded_vocab % d == 0)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_fill_pipeline(self) -> "Config":
+        wanted = self.parallel.pipe * self.parallel.chunks
+        if wanted > self.model.num_layers:
+            raise ValueError(
+                f"parallel.pipe={self.parallel.pipe} x parallel.chunks={self.parallel.chunks} needs as many blocks, "
+                f"and model.num_layers={self.model.num_layers}; use fewer stages or chunks"
             )
         return self
 

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jhpt.core.cluster import parse, read_tree, write_json
-from jhpt.core.config import Count, NonNegative, Section
+from jhpt.core.config import Config, Count, NonNegative, Section, divisors, one_of
+from jhpt.core.errors import InputError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Zero = Literal[0, 1, 3]
@@ -89,3 +90,58 @@ def runs_of(tensor: list[int]) -> tuple[Run, ...]:
         else:
             runs.append(Run(layers=1, tensor=degree))
     return tuple(runs)
+
+
+def plan_by_hand(config: Config, devices: int) -> Plan:
+    """The plan that the section `parallel` describes, on so many devices.
+
+    Blocks are divided evenly, the first chunks taking one more where they do not divide; embedding and head go with
+    the first and the last block.
+
+    Raises:
+      InputError: more devices asked for than there are, or a batch that does not divide.
+    """
+    parallel, batch = config.parallel, config.data.batch_size
+    pipe, tensor, pieces = parallel.pipe, parallel.tensor, parallel.micro_batches
+    data = parallel.data or max(devices // (pipe * tensor), 1)
+    used = pipe * data * tensor
+    asked = f"parallel.pipe={pipe} x " * (pipe > 1) + f"parallel.data={data} x parallel.tensor={tensor}"
+    if used > devices:
+        raise InputError(
+            f"{asked} needs {used} devices, and there {'is' if devices == 1 else 'are'} {devices}; "
+            f"lower them, or on CPU set JAX_NUM_CPU_DEVICES={used}"
+        )
+    if batch % (data * pieces):
+        fitting = [d for d in divisors(devices // (pipe * tensor)) if batch % (d * pieces) == 0]
+        remedy = f"set parallel.data to {one_of(fitting)}" if fitting else "lower parallel.micro_batches"
+        raise InputError(
+            f"data.batch_size={batch} is not divisible by {data} data-parallel devices x {pieces} micro-batches; "
+            f"{remedy}, or change the batch"
+        )
+    return Plan(
+        model=config.name,
+        cluster=f"{devices} devices",
+        batch=batch,
+        micro_batches=pieces,
+        schedule="interleaved" if parallel.chunks > 1 else parallel.schedule,
+        zero=parallel.zero,
+        recompute=parallel.recompute,
+        stages=_even_stages(config.model.num_layers, pipe, parallel.chunks, data * tensor, tensor),
+    )
+
+
+def _even_stages(blocks: int, pipe: int, chunks: int, devices: int, tensor: int) -> tuple[Stage, ...]:
+    parts = pipe * chunks
+    counts = [blocks // parts + (part < blocks % parts) for part in range(parts)]
+    edges = [0, *(1 + sum(counts[: part + 1]) for part in range(parts - 1)), blocks + 2]
+    return tuple(
+        Stage(
+            device=stage * devices,
+            devices=devices,
+            chunks=tuple(
+                Chunk(first=edges[part], runs=(Run(layers=edges[part + 1] - edges[part], tensor=tensor),))
+                for part in range(stage, parts, pipe)
+            ),
+        )
+        for stage in range(pipe)
+    )

@@ -17,7 +17,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jhpt.core.config import BERTConfig
 from jhpt.models.attention import Implementation
 from jhpt.models.hooks import Hooks
-from jhpt.models.layers import INIT_STD, AttentionHalf, Linear, MLPHalf, apply, dropout, init_layers, norm, scan_layers
+from jhpt.models.layers import (
+    INIT_STD,
+    AttentionHalf,
+    Linear,
+    MLPHalf,
+    apply,
+    dropout,
+    init_layers,
+    norm,
+    scan_layers,
+)
 from jhpt.models.vocabulary import embed, project_to_vocabulary
 
 
@@ -26,16 +36,18 @@ class BERTEmbedding(nn.Module):
 
     config: BERTConfig
     dtype: Any
+    hooks: Hooks
 
     @nn.compact
     def __call__(self, tokens: jax.Array, types: jax.Array | None) -> jax.Array:
         config = self.config
         normal = nn.initializers.normal(INIT_STD)
-        x = embed(self.param("tokens", normal, (config.padded_vocab, config.d_model)), tokens, self.dtype)
+        table = self.param("tokens", normal, (config.padded_vocab // self.hooks.shards, config.d_model))
+        x = embed(table, tokens, self.dtype, self.hooks)
         positions = self.param("positions", normal, (config.max_length, config.d_model))
         x = x + positions[None, : tokens.shape[1]].astype(self.dtype)
         table = self.param("types", normal, (config.type_vocab_size, config.d_model))
-        x = x + embed(table, jnp.zeros_like(tokens) if types is None else types, self.dtype)
+        x = x + table[jnp.zeros_like(tokens) if types is None else types].astype(self.dtype)
         return norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
 
 
@@ -48,14 +60,13 @@ class BERTBlock(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: jax.Array, key: jax.Array | None, lengths: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, keys: jax.Array | None, lengths: jax.Array | None) -> jax.Array:
         config = self.config
-        keys = (None, None) if key is None else jax.random.split(key)
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
-        x = x + dropout(half(x, None, lengths), config.dropout, keys[0])
+        x = x + dropout(half(x, None, lengths), config.dropout, keys, 0)
         x = norm("layernorm", config.norm_eps, self.dtype, "attention_norm")(x)
-        x = x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(x), config.dropout, keys[1])
+        x = x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(x), config.dropout, keys, 1)
         return norm("layernorm", config.norm_eps, self.dtype, "mlp_norm")(x)
 
 
@@ -71,7 +82,7 @@ class MaskedLMHead(nn.Module):
         config = self.config
         x = nn.gelu(Linear((config.d_model,), self.dtype, name="transform")(x), approximate=False)
         x = norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
-        bias = self.param("bias", nn.initializers.zeros, (config.padded_vocab,))
+        bias = self.param("bias", nn.initializers.zeros, (config.padded_vocab // self.hooks.shards,))
         logits = project_to_vocabulary(x, table, config.vocab_size, self.dtype, self.hooks)
         return logits + jnp.broadcast_to(bias, logits.shape)
 
@@ -87,7 +98,7 @@ class BERT:
 
     @property
     def _embedding(self) -> BERTEmbedding:
-        return BERTEmbedding(self.config, self.dtype)
+        return BERTEmbedding(self.config, self.dtype, self.hooks)
 
     @property
     def _block(self) -> BERTBlock:
@@ -115,17 +126,16 @@ class BERT:
         }
 
     def embed(
-        self, params: Any, tokens: jax.Array, types: jax.Array | None = None, key: jax.Array | None = None
+        self, params: Any, tokens: jax.Array, types: jax.Array | None = None, keys: jax.Array | None = None
     ) -> jax.Array:
         """tokens[B, S] (and types[B, S]; None: all zero) -> x[B, S, D]."""
-        x = apply(self._embedding, params["embedding"], tokens, types)
-        return dropout(self.hooks.constrain(x, ("batch", "length", "width")), self.config.dropout, key)
+        return dropout(apply(self._embedding, params["embedding"], tokens, types), self.config.dropout, keys, 0)
 
     def block(
-        self, layer_params: Any, x: jax.Array, key: jax.Array | None = None, lengths: jax.Array | None = None
+        self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None, lengths: jax.Array | None = None
     ) -> jax.Array:
         """One layer: x[B, S, D] -> x[B, S, D]; positions at or beyond `lengths[B]` are not attended to."""
-        return apply(self._block, layer_params, x, key, lengths)
+        return apply(self._block, layer_params, x, keys, lengths)
 
     def encode(
         self,
@@ -134,16 +144,14 @@ class BERT:
         *,
         types: jax.Array | None = None,
         lengths: jax.Array | None = None,
-        key: jax.Array | None = None,
+        keys: jax.Array | None = None,
     ) -> jax.Array:
-        """tokens[B, S] -> x[B, S, D] after the last layer; a key switches dropout on."""
-        embed_key, block_key = (None, None) if key is None else jax.random.split(key)
-        x = self.embed(params, tokens, types, embed_key)
+        """tokens[B, S] -> x[B, S, D] after the last layer; a key for every row switches dropout on."""
 
-        def block(layer_params: Any, x: jax.Array, key: jax.Array | None) -> jax.Array:
-            return self.block(layer_params, x, key, lengths)
+        def block(layer_params: Any, x: jax.Array, keys: jax.Array | None) -> jax.Array:
+            return self.block(layer_params, x, keys, lengths)
 
-        return scan_layers(block, params["blocks"], x, block_key, self.hooks)
+        return scan_layers(block, params["blocks"], self.embed(params, tokens, types, keys), keys)
 
     def logits(self, params: Any, x: jax.Array) -> jax.Array:
         """Masked-LM logits of x[..., D] -> [..., V], float32; columns beyond the vocabulary are -inf."""
@@ -160,7 +168,7 @@ class BERT:
         *,
         types: jax.Array | None = None,
         lengths: jax.Array | None = None,
-        key: jax.Array | None = None,
+        keys: jax.Array | None = None,
     ) -> jax.Array:
         """tokens[B, S] -> masked-LM logits[B, S, V]."""
-        return self.logits(params, self.encode(params, tokens, types=types, lengths=lengths, key=key))
+        return self.logits(params, self.encode(params, tokens, types=types, lengths=lengths, keys=keys))

@@ -36,12 +36,14 @@ class GPTEmbedding(nn.Module):
 
     config: GPTConfig
     dtype: Any
+    hooks: Hooks
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         config = self.config
         normal = nn.initializers.normal(INIT_STD)
-        x = embed(self.param("tokens", normal, (config.padded_vocab, config.d_model)), tokens, self.dtype)
+        table = self.param("tokens", normal, (config.padded_vocab // self.hooks.shards, config.d_model))
+        x = embed(table, tokens, self.dtype, self.hooks)
         if config.positions == "learned":
             positions = self.param("positions", normal, (config.max_length, config.d_model))
             x = x + positions[None, : tokens.shape[1]].astype(self.dtype)
@@ -57,15 +59,14 @@ class GPTBlock(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: jax.Array, key: jax.Array | None, rotation: Rotation | None) -> jax.Array:
+    def __call__(self, x: jax.Array, keys: jax.Array | None, rotation: Rotation | None) -> jax.Array:
         config = self.config
-        keys = (None, None) if key is None else jax.random.split(key)
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
         h = norm(config.norm, config.norm_eps, self.dtype, "attention_norm")(x)
-        x = x + dropout(half(h, rotation, None), config.dropout, keys[0])
+        x = x + dropout(half(h, rotation, None), config.dropout, keys, 0)
         h = norm(config.norm, config.norm_eps, self.dtype, "mlp_norm")(x)
-        return x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(h), config.dropout, keys[1])
+        return x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(h), config.dropout, keys, 1)
 
 
 class GPTHead(nn.Module):
@@ -80,7 +81,8 @@ class GPTHead(nn.Module):
         config = self.config
         x = norm(config.norm, config.norm_eps, self.dtype, "norm")(x)
         if table is None:
-            table = self.param("tokens", nn.initializers.normal(INIT_STD), (config.padded_vocab, config.d_model))
+            rows = config.padded_vocab // self.hooks.shards
+            table = self.param("tokens", nn.initializers.normal(INIT_STD), (rows, config.d_model))
         return project_to_vocabulary(x, table, config.vocab_size, self.dtype, self.hooks)
 
 
@@ -95,7 +97,7 @@ class GPT:
 
     @property
     def _embedding(self) -> GPTEmbedding:
-        return GPTEmbedding(self.config, self.dtype)
+        return GPTEmbedding(self.config, self.dtype, self.hooks)
 
     @property
     def _block(self) -> GPTBlock:
@@ -123,21 +125,19 @@ class GPT:
         head = self._head.init(keys[2], x, self._table({"embedding": embedding}))["params"]
         return {"embedding": embedding, "blocks": blocks, "head": head}
 
-    def embed(self, params: Any, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    def embed(self, params: Any, tokens: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """tokens[B, S] -> x[B, S, D]."""
-        x = apply(self._embedding, params["embedding"], tokens)
-        return dropout(self.hooks.constrain(x, ("batch", "length", "width")), self.config.dropout, key)
+        return dropout(apply(self._embedding, params["embedding"], tokens), self.config.dropout, keys, 0)
 
-    def block(self, layer_params: Any, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    def block(self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """One layer: x[B, S, D] -> x[B, S, D]."""
-        return apply(self._block, layer_params, x, key, self._rotation(x.shape[1]))
+        return apply(self._block, layer_params, x, keys, self._rotation(x.shape[1]))
 
     def logits(self, params: Any, x: jax.Array) -> jax.Array:
         """x[B, S, D] -> logits[B, S, V], float32; columns beyond the vocabulary are -inf."""
         return apply(self._head, params["head"], x, self._table(params))
 
-    def apply(self, params: Any, tokens: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """tokens[B, S] -> logits[B, S, V]; a key switches dropout on."""
-        embed_key, block_key = (None, None) if key is None else jax.random.split(key)
-        x = self.embed(params, tokens, embed_key)
-        return self.logits(params, scan_layers(self.block, params["blocks"], x, block_key, self.hooks))
+    def apply(self, params: Any, tokens: jax.Array, *, keys: jax.Array | None = None) -> jax.Array:
+        """tokens[B, S] -> logits[B, S, V]; a key for every row switches dropout on."""
+        x = self.embed(params, tokens, keys)
+        return self.logits(params, scan_layers(self.block, params["blocks"], x, keys))

@@ -1,14 +1,15 @@
-"""Behaviour that the runtime injects into a model; the defaults run it on a single device."""
+"""How a model is cut over the tensor axis; the runtime injects it, and the defaults run on a single device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-BlockFunction = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
-"""(parameters of one layer, x[B, S, D], dropout key or None) -> x[B, S, D]."""
+
+def whole(x: jax.Array) -> jax.Array:
+    """x itself: nothing is cut."""
+    return x
 
 
 def dense(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -16,18 +17,26 @@ def dense(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum("...f,fd->...d", x, w)
 
 
+def only_shard() -> int:
+    """0: the number of the only shard."""
+    return 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What a model calls where parallelism may differ.
+    """One shard's view.  Heads, hidden units and vocabulary are divided evenly; the residual stream is whole.
 
-    constrain: `(x, dims) -> x` states how an activation lies; `dims` names each dimension of x by "batch", "length",
-      "width", "heads", "hidden", "vocab" or None.
-    contract: `(x[..., F], w[F, D]) -> [..., D]`, the row-parallel contraction that ends attention and MLP.
-    block: wraps the function of one layer (recomputation, offload).
-    unroll: layers per iteration of the layer loop.
+    shards: how many there are.
+    rank: () -> the number of this one.
+    enter: x, whole -> x, before it meets matrices of which each shard has some columns.
+    contract: (x[..., F], w[F, D]), of which each shard has some F -> the whole [..., D].
+    total: sum over the shards.
+    largest: maximum over the shards; no gradient passes.
     """
 
-    constrain: Callable[[jax.Array, tuple[str | None, ...]], jax.Array] = lambda x, dims: x
+    shards: int = 1
+    rank: Callable[[], jax.Array | int] = only_shard
+    enter: Callable[[jax.Array], jax.Array] = whole
     contract: Callable[[jax.Array, jax.Array], jax.Array] = dense
-    block: Callable[[BlockFunction], BlockFunction] = lambda function: function
-    unroll: int = 1
+    total: Callable[[jax.Array], jax.Array] = whole
+    largest: Callable[[jax.Array], jax.Array] = whole

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jhpt.core.config import GPTConfig, ModelConfig
 from jhpt.models.attention import Implementation, attention
-from jhpt.models.hooks import BlockFunction, Hooks
+from jhpt.models.hooks import Hooks
 
 NAMED_TENSORS = ("residual_in", "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
 """Names inside a block, in the order in which forward produces them."""
@@ -71,12 +71,12 @@ class AttentionHalf(nn.Module):
     def __call__(self, x: jax.Array, rotation: Rotation | None, lengths: jax.Array | None) -> jax.Array:
         config = self.config
         is_gpt = isinstance(config, GPTConfig)
-        heads, kv_heads, width = config.num_heads, config.kv_heads, config.head_dim
-        group = heads // kv_heads
+        heads, kv_heads = config.num_heads // self.hooks.shards, config.kv_heads // self.hooks.shards
+        group, width = heads // kv_heads, config.head_dim
         bias = config.bias if isinstance(config, GPTConfig) else True
 
-        qkv = Linear((kv_heads, group + 2, width), self.dtype, bias, name="qkv")(x)
-        qkv = checkpoint_name(self.hooks.constrain(qkv, ("batch", "length", "heads", None, None)), "qkv")
+        x = self.hooks.enter(x)
+        qkv = checkpoint_name(Linear((kv_heads, group + 2, width), self.dtype, bias, name="qkv")(x), "qkv")
         q = qkv[..., :group, :].reshape(*x.shape[:2], heads, width)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if rotation is not None:
@@ -86,7 +86,7 @@ class AttentionHalf(nn.Module):
         out = Linear((config.d_model,), self.dtype, bias, residual_std(config), self.hooks.contract, name="projection")(
             mixed
         )
-        return checkpoint_name(self.hooks.constrain(out, ("batch", "length", "width")), "projection_out")
+        return checkpoint_name(out, "projection_out")
 
 
 class MLPHalf(nn.Module):
@@ -103,9 +103,8 @@ class MLPHalf(nn.Module):
         bias = gpt.bias if gpt else True
         gated = gpt is not None and gpt.activation == "swiglu"
 
-        hidden = Linear(((2,) if gated else ()) + (config.ffn_width,), self.dtype, bias, name="up")(x)
-        dims = ("batch", "length", None, "hidden") if gated else ("batch", "length", "hidden")
-        hidden = checkpoint_name(self.hooks.constrain(hidden, dims), "mlp_hidden")
+        features = ((2,) if gated else ()) + (config.ffn_width // self.hooks.shards,)
+        hidden = checkpoint_name(Linear(features, self.dtype, bias, name="up")(self.hooks.enter(x)), "mlp_hidden")
         if gated:
             active = nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
         else:
@@ -114,7 +113,7 @@ class MLPHalf(nn.Module):
         out = Linear((config.d_model,), self.dtype, bias, residual_std(config), self.hooks.contract, name="down")(
             active
         )
-        return checkpoint_name(self.hooks.constrain(out, ("batch", "length", "width")), "mlp_out")
+        return checkpoint_name(out, "mlp_out")
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -136,11 +135,20 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes entries with probability `rate` and scales the rest by 1 / (1 - rate); no key: x itself."""
-    if key is None or rate == 0:
+def fold(keys: jax.Array, number: int | jax.Array) -> jax.Array:
+    """Every row's key [B] for its `number`-th use."""
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+
+
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None, use: int) -> jax.Array:
+    """Zeroes entries of x[B, ...] with probability `rate` and scales the rest by 1 / (1 - rate); no keys: x itself.
+
+    keys: [B].  A row has its own, so what it loses does not depend on the rows it shares a device or micro-batch with.
+    use: tells apart the layer's dropouts.
+    """
+    if keys is None or rate == 0:
         return x
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(fold(keys, use))
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
@@ -154,14 +162,20 @@ def init_layers(block: nn.Module, key: jax.Array, num_layers: int, *example: Any
     return jax.vmap(lambda k: block.init(k, *example)["params"])(jax.random.split(key, num_layers))
 
 
-def scan_layers(block: BlockFunction, params: Any, x: jax.Array, key: jax.Array | None, hooks: Hooks) -> jax.Array:
-    """Runs the stacked layers one after the other; layer l draws its dropout from `fold_in(key, l)`."""
-    num_layers = jax.tree.leaves(params)[0].shape[0]
-    function = hooks.block(block)
+BlockFunction = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
+"""(parameters of one layer, x[B, S, D], dropout keys [B] or None) -> x[B, S, D]."""
+
+
+def layer_keys(keys: jax.Array | None, layer: int | jax.Array) -> jax.Array | None:
+    """The dropout keys of a layer; number 0 is the embedding's."""
+    return None if keys is None else fold(keys, layer + 1)
+
+
+def scan_layers(block: BlockFunction, params: Any, x: jax.Array, keys: jax.Array | None) -> jax.Array:
+    """Runs the stacked layers one after the other."""
 
     def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
         layer_params, index = layer
-        layer_key = None if key is None else jax.random.fold_in(key, index)
-        return function(layer_params, x, layer_key), None
+        return block(layer_params, x, layer_keys(keys, index)), None
 
-    return jax.lax.scan(body, x, (params, jnp.arange(num_layers)), unroll=min(hooks.unroll, num_layers))[0]
+    return jax.lax.scan(body, x, (params, jnp.arange(jax.tree.leaves(params)[0].shape[0])))[0]

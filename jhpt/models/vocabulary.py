@@ -1,4 +1,7 @@
-"""From token ids into the residual stream and back, over a table of padded rows [V, D]."""
+"""From token ids into the residual stream and back, over a table of padded rows [V, D].
+
+A shard of the tensor axis holds V / shards neighbouring rows, and so the same columns of the logits.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,19 +9,41 @@ import jax.numpy as jnp
 from jhpt.models.hooks import Hooks
 
 
-def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """table[tokens]: ids [B, S] -> [B, S, D]."""
-    return table[tokens].astype(dtype)
+def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype, hooks: Hooks) -> jax.Array:
+    """table[tokens]: ids [B, S] -> [B, S, D]; a shard looks up its own ids, the others are zero there."""
+    if hooks.shards == 1:
+        return table[tokens].astype(dtype)
+    rows = table.shape[0]
+    local = tokens - hooks.rank() * rows
+    own = (local >= 0) & (local < rows)
+    found = table[jnp.clip(local, 0, rows - 1)].astype(dtype)
+    return hooks.total(jnp.where(own[..., None], found, jnp.zeros((), dtype)))
 
 
 def project_to_vocabulary(x: jax.Array, table: jax.Array, vocab_size: int, dtype: jnp.dtype, hooks: Hooks) -> jax.Array:
     """x table^T in float32, [..., V]; columns of padding rows are -inf, so they take no probability and no gradient."""
-    logits = _product(x, table.astype(dtype))
-    logits = hooks.constrain(logits, (*("batch", "length")[: x.ndim - 1], "vocab"))
-    if vocab_size == table.shape[0]:
+    logits = _product(hooks.enter(x), table.astype(dtype))
+    if vocab_size == table.shape[0] * hooks.shards:
         return logits
+    return jnp.where(columns(logits, hooks) < vocab_size, logits, -jnp.inf)
+
+
+def columns(logits: jax.Array, hooks: Hooks) -> jax.Array:
+    """The token id of every entry of this shard's logits[..., V / shards]."""
     column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return jnp.where(column < vocab_size, logits, -jnp.inf)
+    return column if hooks.shards == 1 else column + hooks.rank() * logits.shape[-1]
+
+
+def token_nll(logits: jax.Array, targets: jax.Array, hooks: Hooks | None = None) -> tuple[jax.Array, jax.Array]:
+    """(-log p(target), log Z) per token, each [...], from this shard's float32 logits[..., V / shards].
+
+    The target's logit is picked by comparison, not by a gather: its shard is not known beforehand.
+    """
+    hooks = hooks or Hooks()
+    high = jax.lax.stop_gradient(hooks.largest(jnp.max(logits, axis=-1)))
+    log_z = high + jnp.log(hooks.total(jnp.sum(jnp.exp(logits - high[..., None]), axis=-1)))
+    chosen = columns(logits, hooks) == targets[..., None]
+    return log_z - hooks.total(jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)), log_z
 
 
 @jax.custom_vjp

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from jhpt.core.plan import Plan
 from jhpt.core.shapes import parameter_count
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main
@@ -25,15 +26,14 @@ def bytes_text(count: float) -> str:
 
 def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
     """The run at a glance."""
-    config, cache, mesh = setup.config, setup.cache, setup.layout.mesh
+    config, cache = setup.config, setup.cache
     model, count = config.model, parameter_count(config.model)
     table = Table(title=f"jhpt · {config.name}", show_header=False, title_justify="left")
     rows = {
         "model": f"{model.family}, {model.num_layers} layers, width {model.d_model}, {model.num_heads} heads, "
         f"{setup.model.dtype.name} compute",
         "parameters": f"{count.total:,}" + (f" (+ {count.padding:,} padding rows)" if count.padding else ""),
-        "mesh": f"data {mesh.shape['data']} x tensor {mesh.shape['tensor']}, zero {config.parallel.zero}, "
-        f"{config.parallel.micro_batches} micro-batches",
+        "plan": plan_text(setup.plan),
         "devices": _devices_text(setup),
         "memory": " + ".join(f"{name} {bytes_text(size)}" for name, size in programs.memory.items()) + " per device",
         "data": f"{cache.train.size:,} training and {cache.validation.size:,} held-out tokens "
@@ -47,9 +47,28 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
     return table
 
 
+def plan_text(plan: Plan) -> str:
+    """`"pipe 4 x data 2 x tensor 1, 1f1b, zero 1, 8 micro-batches"`."""
+    degrees = sorted({t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor})
+    per_stage = plan.stages[0].devices
+    if len(degrees) == 1:
+        mesh = f"data {per_stage // degrees[0]} x tensor {degrees[0]}"
+    else:
+        mesh = f"{per_stage} devices, tensor {' and '.join(map(str, degrees))} by layer"
+    piped = len(plan.stages) > 1
+    parts = [
+        f"pipe {len(plan.stages)} x {mesh}" if piped else mesh,
+        (plan.schedule + (f" with {plan.chunks} chunks" if plan.chunks > 1 else "")) if piped else "",
+        f"zero {plan.zero}",
+        f"{plan.micro_batches} micro-batches",
+        "recompute" if plan.recompute else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
 def _devices_text(setup: Setup) -> str:
-    used, there = setup.layout.mesh.size, jax.device_count()
-    idle = [str(device.id) for device in jax.devices() if device not in set(setup.layout.mesh.devices.flat)]
+    used, there = setup.layout.grid.mesh.size, jax.device_count()
+    idle = [str(device.id) for device in jax.devices() if device not in set(setup.layout.grid.mesh.devices.flat)]
     text = f"{used} x {setup.device.kind}, {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
     return text if used == there else f"{text}; idle: {', '.join(idle)}"
 

@@ -219,7 +219,7 @@ def training_flops_per_token(setup: Setup) -> float:
 def utilisation(setup: Setup, tokens_per_s: float) -> float | None:
     """Model FLOP/s over the mesh's peak bfloat16 FLOP/s, causal convention; None where the peak is not known."""
     peak = setup.device.peak_bf16_flops if setup.model.dtype == "bfloat16" else None
-    return tokens_per_s * training_flops_per_token(setup) / (peak * setup.layout.mesh.size) if peak else None
+    return tokens_per_s * training_flops_per_token(setup) / (peak * setup.layout.grid.mesh.size) if peak else None
 
 
 class _Interruption:

@@ -21,20 +21,23 @@ def predictions(length: int, fraction: float) -> int:
     return max(1, round(fraction * (length - 2)))
 
 
-def mask_tokens(key: jax.Array, tokens: jax.Array, fraction: float, tokenizer: Tokenizer) -> Masked:
+def mask_tokens(keys: jax.Array, tokens: jax.Array, fraction: float, tokenizer: Tokenizer) -> Masked:
     """Chooses `predictions(S, fraction)` positions of each row of tokens[B, S], uniformly without replacement.
 
     Of the chosen tokens 80 % become `[MASK]`, 10 % a uniformly drawn id, 10 % stay.  The number is the same for every
-    row, so the head runs on n positions instead of S.
+    row, so the head runs on n positions instead of S.  keys: [B]; a row's masks depend on its own key only.
     """
-    length = tokens.shape[1]
+    return jax.vmap(lambda key, row: _mask_row(key, row, fraction, tokenizer))(keys, tokens)
+
+
+def _mask_row(key: jax.Array, tokens: jax.Array, fraction: float, tokenizer: Tokenizer) -> Masked:
+    length = len(tokens)
     select_key, kind_key, random_key = jax.random.split(key, 3)
-    score = jax.random.uniform(select_key, (tokens.shape[0], length - 2))
-    positions = jnp.sort(jax.lax.top_k(score, predictions(length, fraction))[1], axis=1) + 1
-    targets = jnp.take_along_axis(tokens, positions, axis=1)
+    score = jax.random.uniform(select_key, (length - 2,))
+    positions = jnp.sort(jax.lax.top_k(score, predictions(length, fraction))[1]) + 1
+    targets = tokens[positions]
 
     kind = jax.random.uniform(kind_key, targets.shape)
     random = jax.random.randint(random_key, targets.shape, 0, tokenizer.vocab_size, tokens.dtype)
     replaced = jnp.where(kind < 0.8, jnp.asarray(tokenizer.mask, tokens.dtype), jnp.where(kind < 0.9, random, targets))
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    return Masked(tokens.at[rows, positions].set(replaced), positions, targets)
+    return Masked(tokens.at[positions].set(replaced), positions, targets)

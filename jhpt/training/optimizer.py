@@ -43,10 +43,8 @@ def decay_mask(params: Any) -> Any:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Gradients -> descent directions; the step multiplies them by minus the learning rate."""
-    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    """Clipped gradients -> descent directions; the step multiplies them by minus the learning rate."""
     return optax.chain(
-        clip,
         optax.scale_by_adam(config.b1, config.b2, config.eps),
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
     )

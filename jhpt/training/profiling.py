@@ -25,6 +25,7 @@ from jhpt.core.cluster import Cluster, Device, load_cluster
 from jhpt.core.config import BERTConfig, Config, GPTConfig, ParallelConfig
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
+from jhpt.core.plan import plan_by_hand
 from jhpt.core.profile import ModelProfile, load_profile
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.probe import probe_cluster
@@ -33,17 +34,18 @@ from jhpt.measure.rank import rank_share, tensor_degrees
 from jhpt.models.attention import choose_attention
 from jhpt.models.build import Model, build
 from jhpt.planner.analytic import analytic_profile
+from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
-from jhpt.sharding.mesh import make_mesh
+from jhpt.sharding.mesh import make_grid
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.windows import check_masked
-from jhpt.training.objective import Objective, Sums, make_objective
 from jhpt.training.optimizer import learning_rate, make_optimizer
+from jhpt.training.parts import Rows, Sums
 from jhpt.training.runtime import configure_runtime
-from jhpt.training.setup import compute_dtype, layer_hooks
-from jhpt.training.step import TrainState, TrainStep, init_state, make_train_step
+from jhpt.training.setup import compute_dtype, execution
+from jhpt.training.step import Gradients, TrainState, TrainStep, init_state, make_train_step
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same model and machine would be measured otherwise."""
 
 MOST_TENSOR = 8
@@ -142,8 +144,6 @@ class _Builder:
         if isinstance(config.model, BERTConfig):
             check_masked(self.tokenizer, config.data.sequence_length)
         self.dtype = compute_dtype(config, self.device)
-        mesh = make_mesh(ParallelConfig(data=1), 1, jax.local_devices()[:1])
-        self.hooks = layer_hooks(config, self.device, Layout(mesh=mesh))
         self.optimizer = make_optimizer(config.optimizer)
         self.tensor = 0
         self.running: dict[int, _Running] = {}
@@ -158,19 +158,29 @@ class _Builder:
     def _model(self, depth: int, tensor: int) -> Model:
         share = rank_share(self.config.model, tensor).model_copy(update={"num_layers": depth})
         attention = choose_attention(share, self.device.platform, self.dtype, self.device.capability)
-        return build(share, dtype=self.dtype, implementation=attention.implementation, hooks=self.hooks)
+        return build(share, dtype=self.dtype, implementation=attention.implementation)
+
+    def _execution(self, model: Model, batch: int) -> Execution:
+        """One device's step at this batch."""
+        data = self.config.data.model_copy(update={"batch_size": batch})
+        config = self.config.model_copy(update={"model": model.config, "data": data, "parallel": ParallelConfig()})
+        plan = plan_by_hand(config, 1)
+        grid = make_grid(plan, jax.local_devices()[:1])
+        layout = Layout(plan=plan, grid=grid, num_layers=model.config.num_layers)
+        return execution(config, model, layout, self.tokenizer, train=True)
 
     def _shallow(self, running: "_Running", batch: int) -> Shallow | None:
         config, model = self.config, running.model
-        objective = make_objective(model, config.data, self.tokenizer, config.optimizer.z_loss)
+        program = self._execution(model, batch)
         length = config.data.sequence_length + (1 if isinstance(config.model, GPTConfig) else 0)
         ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length), np.int32)
         windows, key = jnp.asarray(ids), jax.random.key(0)
 
-        step = jax.jit(self._step(objective), donate_argnums=0).lower(running.state, windows).compile()
+        train = self._step(lambda params, windows, key: program.gradients(params, Rows(windows), key))
+        step = jax.jit(train, donate_argnums=0).lower(running.state, windows).compile()
         if not _fits(step, self.device):
             return None
-        forward = jax.jit(lambda params, windows: objective(params, windows, None, key, True))
+        forward = jax.jit(lambda params, windows: program.sums(params, Rows(windows), key))
         embedding, embedding_both = _embedding_programs(model, windows[:, : config.data.sequence_length])
         update = jax.jit(self._step(_given_gradients), donate_argnums=0)
         return Shallow(
@@ -182,15 +192,15 @@ class _Builder:
             update=lambda: running.step(update, running.gradients),
         )
 
-    def _step(self, objective: Objective) -> TrainStep:
+    def _step(self, gradients: Gradients) -> TrainStep:
         config = self.config
         rate = partial(learning_rate, config.optimizer, config.train.steps)
         return make_train_step(
-            objective,
+            gradients,
             self.optimizer,
             rate,
             seed=config.seed,
-            micro_batches=1,
+            clip_norm=config.optimizer.clip_norm,
             max_bad_steps=config.train.max_bad_steps,
         )
 
@@ -217,30 +227,20 @@ class _Running:
         return metrics
 
 
-def _given_gradients(params: Any, gradients: jax.Array, weights: None, key: jax.Array, train: bool) -> Sums:
-    """An objective that costs nothing and whose gradient is the batch: what is left of a step is its update."""
+def _given_gradients(params: Any, gradients: jax.Array, key: jax.Array) -> tuple[Any, Sums]:
+    """The batch as the gradient: what is left of a step is its update."""
     leaves, tree = jax.tree.flatten(params)
     ends = np.cumsum([leaf.size for leaf in leaves])
-
-    @jax.custom_vjp
-    def nothing(params: Any) -> jax.Array:
-        return jnp.zeros(())
-
-    def backward(_: None, error: jax.Array) -> tuple[Any]:
-        rows = zip(leaves, ends, strict=True)
-        pieces = [gradients[end - leaf.size : end].reshape(leaf.shape) * error for leaf, end in rows]
-        return (jax.tree.unflatten(tree, pieces),)
-
-    nothing.defvjp(lambda params: (nothing(params), None), backward)
-    return Sums(nothing(params), jnp.zeros(()), jnp.ones(()))
+    pieces = [gradients[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
+    return jax.tree.unflatten(tree, pieces), Sums(jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
 
 
 def _embedding_programs(model: Model, tokens: jax.Array) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward, and forward and backward, of the embedding."""
-    key = jax.random.key(0) if model.config.dropout else None
+    keys = jax.random.split(jax.random.key(0), len(tokens)) if model.config.dropout else None
 
     def forward(params: Any, tokens: jax.Array) -> jax.Array:
-        return model.embed({"embedding": params}, tokens, key=key)
+        return model.embed({"embedding": params}, tokens, keys=keys)
 
     def both(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         x, backward = jax.vjp(lambda params: forward(params, tokens), params)

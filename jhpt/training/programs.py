@@ -1,7 +1,7 @@
 """The compiled programs of a run: initialise, train one step, evaluate one batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from jhpt.core.errors import InputError
 from jhpt.training.keys import Stream, stream_key
-from jhpt.training.objective import Sums
 from jhpt.training.optimizer import learning_rate
+from jhpt.training.parts import Rows, Sums
 from jhpt.training.setup import Setup
 from jhpt.training.step import TrainState, TrainStep, init_state, make_train_step
 
@@ -25,6 +25,8 @@ class Programs:
     train_step: (state, windows [B, W]) -> (state, metrics); the state is donated.
     evaluate: (params, windows, row weights [B], key) -> Sums.
     memory: bytes per device of the training step by cause, as the compiler plans them.
+    saved, loaded: the state as a checkpoint holds it, whose parameters are the model's own tree, and back.
+    checkpoint: shapes and shardings of that.
     """
 
     state: TrainState
@@ -32,27 +34,25 @@ class Programs:
     train_step: TrainStep
     evaluate: Callable[..., Sums]
     memory: dict[str, int]
+    saved: Callable[[TrainState], TrainState]
+    loaded: Callable[[TrainState], TrainState]
+    checkpoint: TrainState
 
 
 def compile_programs(setup: Setup) -> Programs:
     """Compiles the training step; the smaller programs compile when they are first called."""
     config, layout = setup.config, setup.layout
 
-    def fresh() -> TrainState:
-        return init_state(setup.model.init(stream_key(config.seed, Stream.INIT)), setup.optimizer)
-
-    state = abstract_state(setup, fresh)
+    state = abstract_state(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    gradient_shardings = layout.optimizer(state.params)
-
     step = make_train_step(
-        setup.objective,
+        lambda params, windows, key: setup.training.gradients(params, Rows(windows), key),
         setup.optimizer,
         partial(learning_rate, config.optimizer, config.train.steps),
         seed=config.seed,
-        micro_batches=config.parallel.micro_batches,
+        clip_norm=config.optimizer.clip_norm,
         max_bad_steps=config.train.max_bad_steps,
-        place_gradients=lambda grads: jax.lax.with_sharding_constraint(grads, gradient_shardings),
+        norm=setup.training.norm,
     )
     windows = jax.ShapeDtypeStruct((config.data.batch_size, window_length(setup)), jnp.int32, sharding=layout.batch)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
@@ -61,21 +61,53 @@ def compile_programs(setup: Setup) -> Programs:
     _check_memory(setup, memory)
     return Programs(
         state=state,
-        init=jax.jit(fresh, out_shardings=shardings),
+        init=jax.jit(partial(fresh_state, setup), out_shardings=shardings),
         train_step=compiled,
-        evaluate=jax.jit(partial(setup.objective, train=False), out_shardings=layout.replicated),
+        evaluate=jax.jit(
+            lambda params, windows, weights, key: setup.evaluation.sums(params, Rows(windows, weights), key),
+            out_shardings=layout.replicated,
+        ),
         memory=memory,
+        **_conversions(setup, state),
     )
 
 
-def abstract_state(setup: Setup, fresh: Callable[[], TrainState]) -> TrainState:
+def _conversions(setup: Setup, state: TrainState) -> dict[str, Any]:
+    """`saved`, `loaded` and `checkpoint` of `Programs`."""
+    if setup.layout.same:
+        return {"saved": lambda state: state, "loaded": lambda state: state, "checkpoint": state}
+    unstack = partial(_converted, partial(setup.layout.model_tree, tied=setup.training.tied))
+    stack = partial(_converted, setup.layout.stored)
+    shapes = jax.eval_shape(unstack, state)
+    there = setup.layout.model_shardings(shapes)
+    here = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return {
+        "saved": jax.jit(unstack, out_shardings=there),
+        "loaded": jax.jit(stack, out_shardings=here, donate_argnums=0),
+        "checkpoint": _abstract(shapes, there),
+    }
+
+
+def _converted(convert: Callable[[Any], Any], state: TrainState) -> TrainState:
+    """Every tree in the state that is like the parameters, converted: they, and the optimizer's moments."""
+    like_params = lambda part: isinstance(part, dict) and "blocks" in part  # noqa: E731
+    return jax.tree.map(lambda part: convert(part) if like_params(part) else part, state, is_leaf=like_params)
+
+
+def fresh_state(setup: Setup) -> TrainState:
+    """The state before the first step, as the plan stores it."""
+    params = setup.model.init(stream_key(setup.config.seed, Stream.INIT))
+    return init_state(setup.layout.stored(params), setup.optimizer)
+
+
+def abstract_state(setup: Setup) -> TrainState:
     """Shapes, dtypes and shardings of the training state, without allocating it."""
-    shapes, layout = jax.eval_shape(fresh), setup.layout
-    shardings = replace(
-        jax.tree.map(lambda _: layout.replicated, shapes),
-        params=layout.parameters(shapes.params),
-        optimizer=layout.optimizer(shapes.optimizer),
-    )
+    shapes = jax.eval_shape(partial(fresh_state, setup))
+    shardings = setup.layout.shardings(shapes)
+    return _abstract(shapes, shardings)
+
+
+def _abstract(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from jhpt.training.keys import Stream, stream_key
 from jhpt.training.loop import Progress, fit, utilisation
 from jhpt.training.metrics import metrics_writer, read_metrics
 from jhpt.training.processes import Processes, join, same_everywhere, together
-from jhpt.training.programs import compile_programs
+from jhpt.training.programs import Programs, compile_programs
 from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config
 from jhpt.training.runtime import accelerator_present, configure_runtime
 from jhpt.training.sampling import sample
@@ -111,9 +111,9 @@ def train(
         resume = find_resume(run_dir, record)
         if resume.step >= config.train.steps:
             return _already_done(run_dir, resume.step, config, display)
-        display.say(f"compiling {config.name} for {setup.layout.mesh.size} x {setup.device.kind}")
+        display.say(f"compiling {config.name} for {setup.layout.grid.mesh.size} x {setup.device.kind}")
         programs = compile_programs(setup)
-        state = _restored(run_dir, resume.step, programs.state) if resume.step else programs.init()
+        state = _restored(run_dir, resume.step, programs) if resume.step else programs.init()
         with together():
             write_config(run_dir, config)
         with (
@@ -129,20 +129,20 @@ def train(
                     setup,
                     programs,
                     state,
-                    save=lambda step, state: checkpoints.save(step, state, record),
+                    save=lambda step, state: checkpoints.save(step, programs.saved(state), record),
                     writer=writer,
                     display=display,
                 )
-            text = None if progress.interrupted else _sample(setup, state)
+            text = None if progress.interrupted else _sample(setup, programs.saved(state))
             result = _result(setup, state, progress, run_dir, text)
             for line in closing_lines(result, config):
                 display.say(line)
     return result
 
 
-def _restored(run_dir: Path, step: int, like: TrainState) -> TrainState:
+def _restored(run_dir: Path, step: int, programs: Programs) -> TrainState:
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
-        return checkpoints.restore(step, like)
+        return programs.loaded(checkpoints.restore(step, programs.checkpoint))
 
 
 def _sample(setup: Setup, state: TrainState) -> str | None:
@@ -152,8 +152,7 @@ def _sample(setup: Setup, state: TrainState) -> str | None:
     prompt = setup.tokenizer.encode(evaluation.prompt)
     if not len(prompt):
         prompt = np.asarray([setup.tokenizer.end or 0], np.int32)
-    # The mesh's constraints are for batches; one sequence runs replicated.
-    plain = GPT(config=model.config, dtype=model.dtype, implementation="xla")
+    plain = replace(model, implementation="xla")
     tokens = sample(plain, state.params, prompt, evaluation.sample_tokens, stream_key(setup.config.seed, Stream.SAMPLE))
     return setup.tokenizer.decode(tokens.tolist())
 

@@ -4,33 +4,38 @@ Nothing is written here except token caches, so a configuration that cannot work
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jhpt.core.config import BERTConfig, Config
+from jhpt.core.config import BERTConfig, Config, GPTConfig
 from jhpt.core.errors import InputError
+from jhpt.core.plan import Plan, plan_by_hand
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
 from jhpt.models.build import Model, build
-from jhpt.models.hooks import Hooks
 from jhpt.models.layers import NAMED_TENSORS
+from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
-from jhpt.sharding.mesh import make_mesh
-from jhpt.sharding.remat import save_named
+from jhpt.sharding.mesh import make_grid
+from jhpt.sharding.parts import BlockFunction, Parts
+from jhpt.sharding.remat import keep_nothing, save_named
 from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
 from jhpt.training.data.windows import Windows, causal_windows, check_masked, masked_windows
-from jhpt.training.objective import Objective, make_objective
 from jhpt.training.optimizer import make_optimizer
+from jhpt.training.parts import make_parts, tensor_hooks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The pieces of a run, ready to be compiled."""
+    """The pieces of a run, ready to be compiled.
+
+    model: whole, as it is initialised, saved and sampled from.  training, evaluation: its parts laid out by the plan.
+    """
 
     config: Config
     device: DeviceInfo
@@ -41,8 +46,14 @@ class Setup:
     layout: Layout
     attention: AttentionChoice
     model: Model
-    objective: Objective
+    training: Execution
+    evaluation: Execution
     optimizer: optax.GradientTransformation
+
+    @property
+    def plan(self) -> Plan:
+        """How the devices share the work."""
+        return self.layout.plan
 
 
 def prepare(config: Config, say: Callable[[str], None] = lambda line: None) -> Setup:
@@ -61,15 +72,10 @@ def prepare(config: Config, say: Callable[[str], None] = lambda line: None) -> S
     if isinstance(config.model, BERTConfig):
         check_masked(tokenizer, config.data.sequence_length)
     device = device_info()
-    layout = Layout(mesh=make_mesh(config.parallel, config.data.batch_size, jax.devices()), zero=config.parallel.zero)
-    dtype = compute_dtype(config, device)
-    attention = choose_attention(config.model, device.platform, dtype, device.capability)
-    model = build(
-        config.model,
-        dtype=dtype,
-        implementation=attention.implementation,
-        hooks=layer_hooks(config, device, layout),
-    )
+    plan = plan_by_hand(config, jax.device_count())
+    layout = Layout(plan=plan, grid=make_grid(plan, jax.devices()), num_layers=config.model.num_layers)
+    attention = choose_attention(config.model, device.platform, compute_dtype(config, device), device.capability)
+    model = build(config.model, dtype=compute_dtype(config, device), implementation=attention.implementation)
     cache = token_cache(config.data, tokenizer, say)
     train_windows = _windows(config, tokenizer, cache.train, "training")
     validation_windows = _windows(config, tokenizer, cache.validation, "validation") if cache.validation.size else None
@@ -83,9 +89,34 @@ def prepare(config: Config, say: Callable[[str], None] = lambda line: None) -> S
         layout=layout,
         attention=attention,
         model=model,
-        objective=make_objective(model, config.data, tokenizer, config.optimizer.z_loss),
+        training=execution(config, model, layout, tokenizer, train=True),
+        evaluation=execution(config, model, layout, tokenizer, train=False),
         optimizer=make_optimizer(config.optimizer),
     )
+
+
+def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer, *, train: bool) -> Execution:
+    """The configured model, laid out and ready to be traced."""
+    grid = layout.grid
+    recompute = keep_nothing if layout.plan.recompute else layer_policy(config, on_gpu=_on_gpu(layout))
+
+    def parts_at(degree: int) -> Parts:
+        axes = grid.axes(degree)
+        cut = replace(model, hooks=tensor_hooks(axes.tensor, grid.size(axes.tensor)))
+        parts = make_parts(cut, config.data, tokenizer, config.optimizer.z_loss, train=train)
+        return replace(parts, block=recompute(parts.block)) if train else parts
+
+    return Execution(
+        layout=layout,
+        parts={degree: parts_at(degree) for degree in grid.degrees},
+        dtype=model.dtype,
+        tied=config.model.tied if isinstance(config.model, GPTConfig) else True,
+        unroll=unrolled(config, on_gpu=_on_gpu(layout)),
+    )
+
+
+def _on_gpu(layout: Layout) -> bool:
+    return layout.grid.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 def compute_dtype(config: Config, device: DeviceInfo) -> jnp.dtype:
@@ -98,17 +129,18 @@ MOST_UNROLLED_LAYERS = 8
 """Compile time grows with unrolled layers; beyond this many the layer loop stays a loop."""
 
 
-def layer_hooks(config: Config, device: DeviceInfo, layout: Layout) -> Hooks:
-    """How the layers are run.
+def unrolled(config: Config, *, on_gpu: bool) -> bool:
+    """Whether blocks stand in the program one by one.
 
     On CPU a loop copies every layer's residuals in and out of stacked buffers, a quarter of a gpt-tiny step
-    (docs/cpu-performance.md), so a few layers are unrolled.  Elsewhere they stay a loop, and its backward pass keeps
-    only the named tensors (`jhpt.sharding.remat`).
+    (docs/cpu-performance.md), so a few layers are unrolled.
     """
-    layers = config.model.num_layers
-    if not device.is_gpu and layers <= MOST_UNROLLED_LAYERS:
-        return Hooks(constrain=layout.constrain, unroll=layers)
-    return Hooks(constrain=layout.constrain, block=save_named(NAMED_TENSORS))
+    return not on_gpu and config.model.num_layers <= MOST_UNROLLED_LAYERS
+
+
+def layer_policy(config: Config, *, on_gpu: bool) -> Callable[[BlockFunction], BlockFunction]:
+    """What a block's backward pass finds saved: unrolled ones everything, those of a loop the named tensors."""
+    return (lambda block: block) if unrolled(config, on_gpu=on_gpu) else save_named(NAMED_TENSORS)
 
 
 def _windows(config: Config, tokenizer: Tokenizer, tokens: np.ndarray, name: str) -> Windows:

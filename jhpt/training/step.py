@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jhpt.training.keys import Stream, stream_key
-from jhpt.training.objective import Objective, Sums
+from jhpt.training.parts import Sums
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +38,9 @@ class StepMetrics(NamedTuple):
     bad_steps: jax.Array
 
 
+Gradients = Callable[[Any, jax.Array, jax.Array], tuple[Any, Sums]]
+"""(params, windows [B, *], key of the step) -> (gradient of the mean loss over predicted tokens, sums)."""
+
 TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
 
 
@@ -47,60 +50,34 @@ def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainSta
     return TrainState(step=zero, skipped=zero, bad_steps=zero, params=params, optimizer=optimizer.init(params))
 
 
-def batch_gradients(
-    objective: Objective, params: Any, windows: jax.Array, key: jax.Array, micro_batches: int
-) -> tuple[Any, Sums]:
-    """Gradient of the mean loss over all predicted tokens of windows[B, *], and the sums.
-
-    With several micro-batches the gradients of the *sums* are accumulated in float32 and divided once.  Micro-batch m
-    takes every M-th row, so that each device cuts up its own rows and none move.
-    """
-    scale = 1.0 / windows.size  # keeps sums near 1, whatever the compute dtype
-
-    def scaled(params: Any, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, Sums]:
-        sums = objective(params, rows, None, key, True)
-        return sums.loss * scale, sums
-
-    gradient = jax.grad(scaled, has_aux=True)
-    if micro_batches == 1:
-        grads, sums = gradient(params, windows, key)
-    else:
-        pieces = windows.reshape(-1, micro_batches, *windows.shape[1:]).swapaxes(0, 1)
-
-        def accumulate(total: tuple[Any, Sums], piece: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, Sums], None]:
-            rows, index = piece
-            return jax.tree.map(jnp.add, total, gradient(params, rows, jax.random.fold_in(key, index))), None
-
-        nothing = (jax.tree.map(jnp.zeros_like, params), Sums(*(jnp.zeros(()),) * 3))
-        (grads, sums), _ = jax.lax.scan(accumulate, nothing, (pieces, jnp.arange(micro_batches)))
-    return jax.tree.map(lambda g: g / (scale * sums.tokens), grads), sums
-
-
 def make_train_step(
-    objective: Objective,
+    gradients: Gradients,
     optimizer: optax.GradientTransformation,
     learning_rate: Callable[[jax.Array], jax.Array],
     *,
     seed: int,
-    micro_batches: int,
+    clip_norm: float | None,
     max_bad_steps: int,
-    place_gradients: Callable[[Any], Any] = lambda grads: grads,
+    norm: Callable[[Any], jax.Array] = optax.tree.norm,
 ) -> TrainStep:
     """The step.  A loss or gradient that is not finite leaves parameters and optimizer state as they were.
 
     Args:
+      learning_rate: step -> learning rate.
+      clip_norm: gradients of a larger global norm are scaled down to it.
       max_bad_steps: after this many skipped steps in a row the state stays frozen, whatever follows: the host, which
         looks only now and then, cannot miss it.
-      learning_rate: step -> learning rate.
-      place_gradients: states the sharding in which the optimizer wants the gradients (ZeRO's reduce-scatter).
+      norm: global norm of gradients as they are stored.
     """
 
     def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, StepMetrics]:
         key = stream_key(seed, Stream.STEP, state.step)
-        grads, sums = batch_gradients(objective, state.params, windows, key, micro_batches)
-        grads = place_gradients(grads)
-        norm = optax.tree.norm(grads)
-        good = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & (state.bad_steps < max_bad_steps)
+        grads, sums = gradients(state.params, windows, key)
+        size = norm(grads)
+        good = jnp.isfinite(sums.loss) & jnp.isfinite(size) & (state.bad_steps < max_bad_steps)
+        if clip_norm is not None:
+            shrink = clip_norm / jnp.maximum(size, clip_norm)
+            grads = jax.tree.map(lambda g: g * shrink, grads)
 
         rate = learning_rate(state.step)
         directions, moments = optimizer.update(grads, state.optimizer, state.params)
@@ -117,6 +94,6 @@ def make_train_step(
             params=keep_if_bad(params, state.params),
             optimizer=keep_if_bad(moments, state.optimizer),
         )
-        return state, StepMetrics(sums.nll / sums.tokens, norm, rate, state.skipped, bad_steps)
+        return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps)
 
     return train_step

@@ -1,0 +1,107 @@
+"""A model and what training minimises, cut into the parts that the runtime executes.
+
+Next-token prediction for GPT, masked-language modelling for BERT:
+
+    loss = sum(nll) + z_loss sum(log(Z)^2)      (z-loss: Chowdhery et al. 2022, arXiv 2204.02311, section 5)
+
+Losses are *sums* over predicted tokens, so that micro-batches and devices add up to exactly the mean over the whole
+batch.  Every row draws its masks and its dropout from its own key.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jhpt.core.config import DataConfig
+from jhpt.models.bert import BERT
+from jhpt.models.build import Model
+from jhpt.models.gpt import GPT
+from jhpt.models.hooks import Hooks, dense
+from jhpt.models.layers import fold, layer_keys
+from jhpt.models.vocabulary import token_nll
+from jhpt.sharding import tensor
+from jhpt.sharding.parts import Parts
+from jhpt.training.data.tokenizer import Tokenizer
+from jhpt.training.masking import Masked, mask_tokens
+
+MASKS, DROPOUT = 0, 1
+"""What a row's key is used for."""
+
+
+class Sums(NamedTuple):
+    """Sums over predicted tokens.  loss: what is minimised; nll: negative log likelihood in nats; tokens: how many."""
+
+    loss: jax.Array
+    nll: jax.Array
+    tokens: jax.Array
+
+
+class Rows(NamedTuple):
+    """Rows of a batch: windows [B, W] of token ids and, for rows that count less, weights [B]."""
+
+    windows: jax.Array
+    weights: jax.Array | None = None
+
+
+def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
+    """A model's view from one rank of these mesh axes."""
+    if shards == 1:
+        return Hooks()
+    total = partial(tensor.sum_parts, axes)
+    return Hooks(
+        shards=shards,
+        rank=lambda: jax.lax.axis_index(axes),
+        enter=partial(tensor.enter, axes),
+        contract=lambda x, w: total(dense(x, w)),
+        total=total,
+        largest=partial(tensor.largest, axes),
+    )
+
+
+def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: float, *, train: bool) -> Parts:
+    """The parts of a model's family; `train` switches dropout on."""
+    dropout = train and model.config.dropout > 0
+
+    def noise(keys: jax.Array) -> jax.Array | None:
+        return fold(keys, DROPOUT) if dropout else None
+
+    def block(params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> jax.Array:
+        keys, layer = at
+        return model.block(params, x, layer_keys(noise(keys), layer))
+
+    if isinstance(model, GPT):
+
+        def entry(ends: Any, rows: Rows, keys: jax.Array) -> jax.Array:
+            return model.embed(ends, rows.windows[:, :-1], noise(keys))
+
+        def exit_(ends: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
+            return _sums(model.logits(ends, x), rows.windows[:, 1:], rows.weights, z_loss, model.hooks)
+
+        tables = ("embedding/tokens",) if model.config.tied else ()
+        return Parts(entry=entry, block=block, exit=exit_, entry_reads=("embedding",), exit_reads=("head", *tables))
+
+    def masked(rows: Rows, keys: jax.Array) -> Masked:
+        return mask_tokens(fold(keys, MASKS), rows.windows, data.mask_fraction, tokenizer)
+
+    def encoder_entry(ends: Any, rows: Rows, keys: jax.Array) -> jax.Array:
+        return model.embed(ends, masked(rows, keys).tokens, keys=noise(keys))
+
+    def encoder_exit(ends: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
+        wanted = masked(rows, keys)
+        predicted = jnp.take_along_axis(x, wanted.positions[..., None], axis=1)
+        return _sums(model.logits(ends, predicted), wanted.targets, rows.weights, z_loss, model.hooks)
+
+    assert isinstance(model, BERT)
+    reads = ("head", "embedding/tokens")
+    return Parts(entry=encoder_entry, block=block, exit=encoder_exit, entry_reads=("embedding",), exit_reads=reads)
+
+
+def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array | None, z_loss: float, hooks: Hooks) -> Sums:
+    nll, log_z = token_nll(logits, targets, hooks)
+    rows = jnp.ones(nll.shape[0], jnp.float32) if weights is None else weights
+    weight = jnp.broadcast_to(rows[:, None], nll.shape)
+    total = jnp.sum(nll * weight)
+    loss = total + z_loss * jnp.sum(jnp.square(log_z) * weight) if z_loss else total
+    return Sums(loss, total, jnp.sum(weight))

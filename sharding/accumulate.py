@@ -1,0 +1,112 @@
+"""A step of one stage: micro-batches one after another, their gradients added up.
+
+Layers of a stage may use its devices differently.  Where a run of layers of degree a meets one of degree b, the rows
+of a micro-batch are gathered over the axes that turn from data into tensor axes, or cut the other way round:
+
+    a < b   forward all_gather of x, backward every rank keeps its own rows of the gradient
+    a > b   forward every rank keeps its own rows, backward all_gather of the gradient
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jhpt.sharding.layers import LayerLoop
+from jhpt.sharding.mesh import Grid
+from jhpt.sharding.parts import Parts, added, picked
+
+
+def moved(x: Any, grid: Grid, before: int, after: int) -> Any:
+    """Rows as degree `before` holds them -> as degree `after` does; a tree of arrays [b, ...]."""
+    low, high = sorted((before, after))
+    shared = tuple(name for name in grid.axes(low).data if name not in grid.axes(high).data)
+    if not shared or grid.size(shared) == 1:
+        return x
+    if after > before:
+        return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, shared, axis=0, tiled=True), x)
+
+    def own(leaf: jax.Array) -> jax.Array:
+        rows = leaf.shape[0] // grid.size(shared)
+        return jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(shared) * rows, rows)
+
+    return jax.tree.map(own, x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Neighbouring blocks of one degree, and where their parameters are."""
+
+    name: str
+    degree: int
+    loop: LayerLoop
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneStage:
+    """All layers on the same devices.
+
+    parts: the model at every degree in use.  runs: its blocks.  ends: degrees of entry and exit.
+    """
+
+    grid: Grid
+    parts: Mapping[int, Parts]
+    runs: tuple[Run, ...]
+    entry_degree: int
+    exit_degree: int
+
+    def gradients(self, params: Any, rows: Any, keys: jax.Array, scale: float) -> tuple[Any, Any]:
+        """Sums over one micro-batch, and the gradient of its loss x scale.
+
+        params: `{"blocks": {run: ...}, ...}`; rows, keys: of the smallest degree.
+        """
+        least = self.grid.degrees[0]
+        x, pull_entry = jax.vjp(lambda ends: self._entry(ends, rows, keys), picked(params, self._first.entry_reads))
+        degree, kept, met = self.entry_degree, [], []
+        for run in self.runs:
+            x, degree = moved(x, self.grid, degree, run.degree), run.degree
+            own_keys = moved(keys, self.grid, least, degree)
+            x, own = run.loop.forward(params["blocks"][run.name], x, own_keys)
+            kept.append(own)
+            met.append(own_keys)
+
+        def loss(ends: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+            sums = self._exit(ends, x, rows, keys)
+            return sums.loss * scale, sums
+
+        x = moved(x, self.grid, degree, self.exit_degree)
+        _, pull_exit, sums = jax.vjp(loss, picked(params, self._last.exit_reads), x, has_aux=True)
+        ends, error = pull_exit(jnp.float32(1))
+
+        blocks: dict[str, Any] = {}
+        degree = self.exit_degree
+        for run, own, own_keys in zip(reversed(self.runs), reversed(kept), reversed(met), strict=True):
+            error, degree = moved(error, self.grid, degree, run.degree), run.degree
+            blocks[run.name], error = run.loop.backward(params["blocks"][run.name], own_keys, own, error)
+        (entry,) = pull_entry(moved(error, self.grid, degree, self.entry_degree))
+        return added(ends, entry) | {"blocks": blocks}, sums
+
+    def sums(self, params: Any, rows: Any, keys: jax.Array) -> Any:
+        """Sums over one micro-batch, forward only."""
+        least, degree = self.grid.degrees[0], self.entry_degree
+        x = self._entry(params, rows, keys)
+        for run in self.runs:
+            x, degree = moved(x, self.grid, degree, run.degree), run.degree
+            x, _ = run.loop.forward(params["blocks"][run.name], x, moved(keys, self.grid, least, degree))
+        return self._exit(params, moved(x, self.grid, degree, self.exit_degree), rows, keys)
+
+    @property
+    def _first(self) -> Parts:
+        return self.parts[self.entry_degree]
+
+    @property
+    def _last(self) -> Parts:
+        return self.parts[self.exit_degree]
+
+    def _entry(self, ends: Any, rows: Any, keys: jax.Array) -> jax.Array:
+        return self._first.entry(ends, *moved((rows, keys), self.grid, self.grid.degrees[0], self.entry_degree))
+
+    def _exit(self, ends: Any, x: jax.Array, rows: Any, keys: jax.Array) -> Any:
+        return self._last.exit(ends, x, *moved((rows, keys), self.grid, self.grid.degrees[0], self.exit_degree))

@@ -1,0 +1,239 @@
+"""A plan's step on its mesh: gradients and sums of a global batch, as one `shard_map`.
+
+All communication is written down: `storage` gathers parameters and sums gradients over the data axes, `tensor` sums
+activations, `accumulate` reshards them, `pipeline` hands them on.  Nothing is left to the partitioner.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jhpt.core.axes import PIPE
+from jhpt.sharding.accumulate import OneStage, Run
+from jhpt.sharding.layers import LayerLoop
+from jhpt.sharding.layout import TABLE, Layout
+from jhpt.sharding.parts import Parts
+from jhpt.sharding.pipeline import Pipeline
+from jhpt.sharding.schedule import timetable
+from jhpt.sharding.storage import Storage, one_layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """A plan, ready to be traced.
+
+    parts: the model at every tensor degree in use.  dtype: what it computes in.  tied: whether the head reads the
+    embedding's table.  unroll: blocks in the program instead of in a loop.
+    """
+
+    layout: Layout
+    parts: Mapping[int, Parts]
+    dtype: Any
+    tied: bool
+    unroll: bool
+
+    def gradients(self, params: Any, rows: Any, key: jax.Array) -> tuple[Any, Any]:
+        """Gradient of the mean loss over all predicted tokens, stored like `params`, and the sums.
+
+        Args:
+          rows: a tree of global [B, ...].  Row r draws from `fold_in(key, r)`.
+        """
+        specs = self.layout.specs(params)
+        pieces = max(leaf.size for leaf in jax.tree.leaves(rows))
+
+        def run(params: Any, rows: Any, key: jax.Array) -> tuple[Any, Any]:
+            scale = 1.0 / pieces  # keeps sums near 1, whatever the compute dtype
+            rows, keys = self._micro_batches(rows, key)
+            working = self._working(params, specs)
+            if self.layout.stages == 1:
+                gradients, sums = self._accumulated(working, rows, keys, scale, specs)
+            else:
+                gradients, sums = self._pipeline(specs).gradients(working, rows, keys, scale)
+            sums = self._summed(sums)
+            gradients = self._stored(_completed(gradients, working), specs)
+            return jax.tree.map(lambda g: g / (scale * sums.tokens), gradients), sums
+
+        return self._mapped(run, specs, rows, (specs, PartitionSpec()))(params, rows, key)
+
+    def sums(self, params: Any, rows: Any, key: jax.Array) -> Any:
+        """The sums alone, forward only."""
+        specs = self.layout.specs(params)
+
+        def run(params: Any, rows: Any, key: jax.Array) -> Any:
+            rows, keys = self._micro_batches(rows, key)
+            working = self._working(params, specs)
+            if self.layout.stages > 1:
+                return self._summed(self._pipeline(specs).sums(working, rows, keys))
+            stage = self._one_stage(specs)
+            each = jax.lax.map(lambda piece: stage.sums(working, *piece), (rows, keys))
+            return self._summed(jax.tree.map(lambda leaf: leaf.sum(0), each))
+
+        return self._mapped(run, specs, rows, PartitionSpec())(params, rows, key)
+
+    def norm(self, gradients: Any) -> jax.Array:
+        """Global norm; what a shared table has on the last stage is a copy and does not count."""
+        squares = sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients))
+        if self.layout.stages > 1 and self.tied:
+            folder, name = TABLE
+            squares = squares - jnp.sum(jnp.square(gradients[folder][name][-1]))
+        return jnp.sqrt(squares)
+
+    def _mapped(self, run: Any, specs: Any, rows: Any, out: Any) -> Any:
+        row_specs = jax.tree.map(lambda _: self.layout.batch.spec, rows)
+        return jax.shard_map(
+            run,
+            mesh=self.layout.grid.mesh,
+            in_specs=(specs, row_specs, PartitionSpec()),
+            out_specs=out,
+            check_vma=False,
+        )
+
+    # What a step does with parameters, rows and gradients around the passes.
+
+    def _micro_batches(self, rows: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        """This device's rows and their keys, [M, b, ...]."""
+        grid = self.layout.grid
+        axes = grid.axes(grid.degrees[0]).data
+        local = len(jax.tree.leaves(rows)[0])
+        ids = jax.lax.axis_index(axes) * local + jnp.arange(local)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
+        cut = lambda leaf: leaf.reshape(self.layout.plan.micro_batches, -1, *leaf.shape[1:])  # noqa: E731
+        return jax.tree.map(cut, rows), cut(keys)
+
+    def _working(self, params: Any, specs: Any) -> Any:
+        """Parameters as the passes read them: gathered once, but blocks with ZeRO-3, which are gathered when used."""
+        ends, own = self._ends(params), self._end_specs(specs)
+        working = {name: self._storage(self._end_degree(name)).gathered(ends[name], own[name]) for name in ends}
+        blocks, own = self._runs(params["blocks"]), self._runs(specs["blocks"])
+        if self.layout.plan.zero < 3:
+            blocks = {name: self._storage(t).gathered(blocks[name], own[name]) for name, t, _ in self.layout.runs}
+        return {**working, "blocks": blocks}
+
+    def _stored(self, gradients: Any, specs: Any) -> Any:
+        """Gradients as the passes leave them -> summed over the data axes and lying like the parameters."""
+        stored = {}
+        for name, own in self._end_specs(specs).items():
+            storage = self._storage(self._end_degree(name))
+            stored[name] = storage.summed(storage.scattered(gradients[name], own), own)
+        if self.layout.stages > 1 and self.tied:
+            folder, name = TABLE  # both ends read it
+            last = self.layout.stages - 1
+            other = jax.lax.ppermute(stored[folder][name], PIPE, [(0, last), (last, 0)])
+            stored[folder] = {**stored[folder], name: stored[folder][name] + other}
+        if self.layout.stages > 1:
+            stored = jax.tree.map(lambda leaf: leaf[None], stored)
+
+        blocks, own = {}, self._runs(specs["blocks"])
+        for name, degree, _ in self.layout.runs:
+            storage, part = self._storage(degree), gradients["blocks"][name]
+            part = part if self.layout.plan.zero == 3 else storage.scattered(part, own[name])
+            blocks[name] = storage.summed(part, own[name])
+        return {**stored, "blocks": blocks["0"] if len(self.layout.runs) == 1 else blocks}
+
+    def _runs(self, blocks: Any) -> Any:
+        return {"0": blocks} if len(self.layout.runs) == 1 else blocks
+
+    def _ends(self, params: Any) -> Any:
+        """This device's: what lies in its slots."""
+        ends = {name: part for name, part in params.items() if name != "blocks"}
+        return jax.tree.map(lambda leaf: leaf[0], ends) if self.layout.stages > 1 else ends
+
+    def _end_specs(self, specs: Any) -> Any:
+        ends = {name: part for name, part in specs.items() if name != "blocks"}
+        return one_layer(ends) if self.layout.stages > 1 else ends
+
+    def _summed(self, sums: Any) -> Any:
+        axes = self.layout.grid.axes(self.layout.degrees[-1]).data
+        return jax.lax.psum(sums, axes if self.layout.stages == 1 else (PIPE, *axes))
+
+    def _storage(self, degree: int) -> Storage:
+        data = self.layout.grid.axes(degree).data
+        return Storage(data, self.layout.grid.size(data), self.dtype)
+
+    def _end_degree(self, name: str) -> int:
+        return self.layout.degrees[0 if name == TABLE[0] else -1]
+
+    # The passes.
+
+    def _accumulated(self, working: Any, rows: Any, keys: jax.Array, scale: float, specs: Any) -> tuple[Any, Any]:
+        stage = self._one_stage(specs)
+        first = stage.gradients(working, jax.tree.map(lambda leaf: leaf[0], rows), keys[0], scale)
+        if len(keys) == 1:
+            return first
+
+        def more(total: Any, piece: tuple[Any, jax.Array]) -> tuple[Any, None]:
+            own_rows, own_keys = piece
+            return jax.tree.map(lambda a, b: a + b, total, stage.gradients(working, own_rows, own_keys, scale)), None
+
+        total = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), first)
+        return jax.lax.scan(more, total, jax.tree.map(lambda leaf: leaf[1:], (rows, keys)))[0]
+
+    def _one_stage(self, specs: Any) -> OneStage:
+        layout = self.layout
+        runs = []
+        for name, degree, blocks in layout.runs:
+            own = one_layer(self._runs(specs["blocks"])[name])
+            loop = LayerLoop(
+                block=self.parts[degree].block,
+                first=blocks.start,
+                count=len(blocks),
+                unroll=self.unroll,
+                fetch=self._fetch(degree, own),
+                finish=self._finish(degree, own),
+            )
+            runs.append(Run(name=name, degree=degree, loop=loop))
+        return OneStage(
+            grid=layout.grid,
+            parts=self.parts,
+            runs=tuple(runs),
+            entry_degree=layout.degrees[0],
+            exit_degree=layout.degrees[-1],
+        )
+
+    def _pipeline(self, specs: Any) -> Pipeline:
+        plan = self.layout.plan
+        degree, own = self.layout.degrees[0], one_layer(specs["blocks"])
+        first, count = self.layout.chunks
+        return Pipeline(
+            parts=self.parts[degree] if self.tied else _reading_slot(self.parts[degree]),
+            timetable=timetable(plan.schedule, len(plan.stages), plan.chunks, plan.micro_batches),
+            first=first,
+            count=count,
+            unroll=self.unroll,
+            fetch=self._fetch(degree, own),
+            finish=self._finish(degree, own),
+        )
+
+    def _fetch(self, degree: int, specs: Any) -> Any:
+        if self.layout.plan.zero < 3:
+            return lambda params: params
+        return lambda params: self._storage(degree).gathered(params, specs)
+
+    def _finish(self, degree: int, specs: Any) -> Any:
+        if self.layout.plan.zero < 3:
+            return lambda gradient: gradient
+        return lambda gradient: self._storage(degree).scattered(gradient, specs)
+
+
+def _completed(gradients: Any, params: Any) -> Any:
+    """Zeros for parameters that the loss does not depend on."""
+    if not isinstance(params, Mapping):
+        return gradients
+    nothing = lambda part: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), part)  # noqa: E731
+    return {
+        name: _completed(gradients[name], part) if name in gradients else nothing(part) for name, part in params.items()
+    }
+
+
+def _reading_slot(parts: Parts) -> Parts:
+    """The head's own table lies in the slot of the embedding's (`layout`)."""
+    folder, name = TABLE
+
+    def exit_(ends: Any, x: jax.Array, rows: Any, keys: jax.Array) -> Any:
+        return parts.exit({**ends, "head": {**ends["head"], name: ends[folder][name]}}, x, rows, keys)
+
+    return replace(parts, exit=exit_, exit_reads=(*parts.exit_reads, "/".join(TABLE)))

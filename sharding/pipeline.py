@@ -1,0 +1,269 @@
+"""A step of several stages: one program that walks every device through a timetable.
+
+Inside `shard_map` each device knows its stage.  In a tick it
+
+    1. receives the gradient that its successor sent, while
+    2. it runs its forward pass, if it has one, and sends the result on, while
+    3. it runs its backward pass, if it has one; what that yields is sent in the next tick.
+
+So a transfer always travels beside a pass that does not need it.  What a forward pass keeps lies in a ring with a slot
+for every micro-batch in flight.  The last stage computes loss and logits in its backward pass: they never outlive a
+tick.  The ends of the model have a slot on every stage, for all devices run one program; only the first stage uses the
+entry's and only the last the exit's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jhpt.core.axes import PIPE
+from jhpt.sharding.layers import Fetch, Finish
+from jhpt.sharding.parts import Parts, picked
+from jhpt.sharding.schedule import Timetable
+from jhpt.sharding.split import Kept, SplitLayer, split_layer
+
+
+class Carry(NamedTuple):
+    """What goes from tick to tick.
+
+    arrived: input of the next forward pass.  leaving: gradient to be sent to the predecessor.  ring: what forward
+    passes keep, [slots, layers, ...]; outputs: what the last stage's forward passes end with, [slots, ...].
+    """
+
+    arrived: jax.Array
+    leaving: jax.Array
+    ring: Kept
+    outputs: jax.Array
+    blocks: Any
+    ends: Any
+    sums: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Stages, chunks and their schedule.
+
+    first, count: [S, v] the first block and the number of blocks of every chunk; a device holds v x `depth` rows of
+      every stacked leaf, chunk after chunk, of which the last may be unused.
+    fetch, finish: what turns a block's stored parameters into used ones, and its gradient into a stored one.
+    unroll: blocks in the program instead of in a loop.
+    """
+
+    parts: Parts
+    timetable: Timetable
+    first: np.ndarray
+    count: np.ndarray
+    unroll: bool
+    fetch: Fetch
+    finish: Finish
+
+    @property
+    def stages(self) -> int:
+        """Stages."""
+        return int(self.first.shape[0])
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a stage."""
+        return int(self.first.shape[1])
+
+    @property
+    def depth(self) -> int:
+        """Blocks that every chunk has room for."""
+        return int(self.count.max())
+
+    def gradients(self, params: Any, rows: Any, keys: jax.Array, scale: float) -> tuple[Any, Any]:
+        """This device's part of the gradient of loss x scale, and of the sums, over all micro-batches.
+
+        params: `{"blocks": {"0": [v depth, ...]}, ...}` of this device; rows: a tree of [M, b, ...]; keys [M, b].
+        """
+        device = _Device(self, params, rows, keys, scale)
+        tables = jnp.asarray(self.timetable.forward), jnp.asarray(self.timetable.backward)
+
+        def tick(carry: Carry, now: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
+            forward, backward = (table[device.stage] for table in now)
+            error = self._sent(carry.leaving, -1)
+            carry = _maybe(forward[0] >= 0, device.forward, carry, forward)
+            arrived = self._sent(carry.arrived, +1)
+            carry = _maybe(backward[0] >= 0, lambda c, b: device.backward(c, b, error), carry, backward)
+            return carry._replace(arrived=arrived), None
+
+        carry, _ = jax.lax.scan(tick, device.start(), tables)
+        return carry.ends | {"blocks": {"0": carry.blocks}}, carry.sums
+
+    def sums(self, params: Any, rows: Any, keys: jax.Array) -> Any:
+        """This device's part of the sums over all micro-batches, forward only."""
+        device = _Device(self, params, rows, keys, 1.0)
+        busy = self.timetable.forward[..., 0].max(axis=1) >= 0
+
+        def tick(carry: tuple[jax.Array, Any], now: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
+            carry = _maybe(now[device.stage][0] >= 0, device.evaluate, carry, now[device.stage])
+            return (self._sent(carry[0], +1), carry[1]), None
+
+        start = device.start()
+        return jax.lax.scan(tick, (start.arrived, start.sums), jnp.asarray(self.timetable.forward[busy]))[0][1]
+
+    def _sent(self, x: jax.Array, to: int) -> jax.Array:
+        """x of the neighbour before (to=+1) or behind (to=-1); around the ring where stages have several chunks."""
+        pairs = [(s, s + to) for s in range(self.stages) if 0 <= s + to < self.stages]
+        if self.chunks > 1:
+            pairs = [(s, (s + to) % self.stages) for s in range(self.stages)]
+        return jax.lax.ppermute(x, PIPE, pairs)
+
+
+def _maybe(predicate: jax.Array, function: Callable[[Any, Any], Any], carry: Any, argument: Any) -> Any:
+    return jax.lax.cond(predicate, function, lambda carry, _: carry, carry, argument)
+
+
+class _Device:
+    """One device's view of a step; every method is traced into the one program."""
+
+    def __init__(self, pipeline: Pipeline, params: Any, rows: Any, keys: jax.Array, scale: float) -> None:
+        self.pipeline, self.parts = pipeline, pipeline.parts
+        self.params, self.rows, self.keys, self.scale = params, rows, keys, scale
+        self.stage = jax.lax.axis_index(PIPE)
+        self.ends = {name: value for name, value in params.items() if name != "blocks"}
+        self.shape = jax.eval_shape(self.parts.entry, picked(params, self.parts.entry_reads), _at(rows, 0), keys[0])
+        self.split: SplitLayer = split_layer(
+            self.parts.block, pipeline.fetch(self._row(0)), self.shape, (keys[0], jnp.int32(0))
+        )
+
+    def start(self) -> Carry:
+        """Before the first tick."""
+        slots, depth = self.pipeline.timetable.slots, self.pipeline.depth
+        zeros = jnp.zeros(self.shape.shape, self.shape.dtype)
+        gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.params)
+        sums = jax.eval_shape(self.parts.exit, self.params, self.shape, _at(self.rows, 0), self.keys[0])
+        return Carry(
+            arrived=zeros,
+            leaving=zeros,
+            ring=tuple(jnp.zeros((slots, depth, *kept.shape), kept.dtype) for kept in self.split.shapes),
+            outputs=jnp.zeros((slots, *self.shape.shape), self.shape.dtype),
+            blocks=gradients.pop("blocks")["0"],
+            ends=gradients,
+            sums=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
+        )
+
+    def forward(self, carry: Carry, entry: jax.Array) -> Carry:
+        """A forward pass; `arrived` becomes what is to be sent."""
+        micro_batch, chunk, slot = entry
+        keys = self.keys[micro_batch]
+        x = self._entered(carry.arrived, micro_batch, chunk)
+
+        def block(at: jax.Array, x: jax.Array, ring: Kept) -> tuple[jax.Array, Kept]:
+            own = self.pipeline.fetch(self._row(chunk * self.pipeline.depth + at))
+            y, kept = self.split.forward(own, x, (keys, self._layer(chunk, at)))
+            ring = tuple(all_.at[slot, at].set(one) for all_, one in zip(ring, kept, strict=True))
+            return y, ring
+
+        x, ring = self._blocks(chunk, block, (x, carry.ring))
+        return carry._replace(arrived=x, ring=ring, outputs=carry.outputs.at[slot].set(x))
+
+    def backward(self, carry: Carry, entry: jax.Array, error: jax.Array) -> Carry:
+        """A backward pass; `leaving` becomes what is to be sent."""
+        micro_batch, chunk, slot = entry
+        keys = self.keys[micro_batch]
+
+        def exit_(carry: Carry) -> tuple[Carry, jax.Array]:
+            return self._exited(carry, micro_batch, slot)
+
+        last = self.stage == self.pipeline.stages - 1
+        carry, error = jax.lax.cond(
+            last & (chunk == self.pipeline.chunks - 1), exit_, lambda carry: (carry, error), carry
+        )
+
+        def block(at: jax.Array, error: jax.Array, blocks: Any) -> tuple[jax.Array, Any]:
+            row = chunk * self.pipeline.depth + at
+            kept = tuple(ring[slot, at] for ring in carry.ring)
+            own = self.pipeline.fetch(self._row(row))
+            gradient, error = self.split.backward(own, (keys, self._layer(chunk, at)), kept, error)
+            own = self.pipeline.finish(gradient)
+            return error, jax.tree.map(lambda total, one: total.at[row].add(one), blocks, own)
+
+        error, blocks = self._blocks(chunk, block, (error, carry.blocks), reverse=True)
+        ends = jax.lax.cond(
+            (self.stage == 0) & (chunk == 0),
+            lambda ends: self._entry_gradient(ends, micro_batch, error),
+            lambda ends: ends,
+            carry.ends,
+        )
+        return carry._replace(leaving=error, blocks=blocks, ends=ends)
+
+    def evaluate(self, carry: tuple[jax.Array, Any], entry: jax.Array) -> tuple[jax.Array, Any]:
+        """A forward pass that keeps nothing and ends in sums."""
+        micro_batch, chunk, _ = entry
+        x, sums = carry
+        keys = self.keys[micro_batch]
+
+        def block(at: jax.Array, x: jax.Array, none: None) -> tuple[jax.Array, None]:
+            own = self.pipeline.fetch(self._row(chunk * self.pipeline.depth + at))
+            return self.parts.block(own, x, (keys, self._layer(chunk, at))), None
+
+        x, _ = self._blocks(chunk, block, (self._entered(x, micro_batch, chunk), None))
+
+        def exit_(sums: Any) -> Any:
+            own = self.parts.exit(self.ends, x, _at(self.rows, micro_batch), keys)
+            return jax.tree.map(jnp.add, sums, own)
+
+        last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
+        return x, jax.lax.cond(last, exit_, lambda sums: sums, sums)
+
+    def _entered(self, arrived: jax.Array, micro_batch: jax.Array, chunk: jax.Array) -> jax.Array:
+        return jax.lax.cond(
+            (self.stage == 0) & (chunk == 0),
+            lambda x: self.parts.entry(self.ends, _at(self.rows, micro_batch), self.keys[micro_batch]),
+            lambda x: x,
+            arrived,
+        )
+
+    def _exited(self, carry: Carry, micro_batch: jax.Array, slot: jax.Array) -> tuple[Carry, jax.Array]:
+        rows, keys = _at(self.rows, micro_batch), self.keys[micro_batch]
+
+        def loss(ends: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+            sums = self.parts.exit(ends, x, rows, keys)
+            return sums.loss * self.scale, sums
+
+        _, pull, sums = jax.vjp(loss, picked(self.ends, self.parts.exit_reads), carry.outputs[slot], has_aux=True)
+        ends, error = pull(jnp.float32(1))
+        carry = carry._replace(ends=_accumulated(carry.ends, ends), sums=jax.tree.map(jnp.add, carry.sums, sums))
+        return carry, error
+
+    def _entry_gradient(self, ends: Any, micro_batch: jax.Array, error: jax.Array) -> Any:
+        rows, keys = _at(self.rows, micro_batch), self.keys[micro_batch]
+        _, pull = jax.vjp(lambda ends: self.parts.entry(ends, rows, keys), picked(self.ends, self.parts.entry_reads))
+        return _accumulated(ends, pull(error)[0])
+
+    def _blocks(self, chunk: jax.Array, block: Callable[..., Any], carry: Any, reverse: bool = False) -> Any:
+        """Runs `block(at, *carry)` over the chunk's blocks; rows that it does not use are passed by."""
+        depth, even = self.pipeline.depth, bool((self.pipeline.count == self.pipeline.depth).all())
+        used = jnp.asarray(self.pipeline.count)[self.stage, chunk]
+
+        def step(carry: Any, at: jax.Array) -> tuple[Any, None]:
+            if even:
+                return block(at, *carry), None
+            return jax.lax.cond(at < used, lambda carry: block(at, *carry), lambda carry: carry, carry), None
+
+        return jax.lax.scan(
+            step, carry, jnp.arange(depth), reverse=reverse, unroll=depth if self.pipeline.unroll else 1
+        )[0]
+
+    def _layer(self, chunk: jax.Array, at: jax.Array) -> jax.Array:
+        return jnp.asarray(self.pipeline.first)[self.stage, chunk] + at
+
+    def _row(self, row: jax.Array | int) -> Any:
+        return _at(self.params["blocks"]["0"], row)
+
+
+def _at(tree: Any, index: jax.Array | int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def _accumulated(total: Any, part: Any) -> Any:
+    """`total` plus a subtree of it, in total's dtype."""
+    if not isinstance(part, dict):
+        return total + part.astype(total.dtype)
+    return {name: _accumulated(value, part[name]) if name in part else value for name, value in total.items()}
