@@ -6,7 +6,8 @@ Inside `shard_map` each device knows its stage.  In a tick it
     2. it runs its forward pass, if it has one, and sends the result on, while
     3. it runs its backward pass, if it has one; what that yields is sent in the next tick.
 
-So a transfer always travels beside a pass that does not need it.  What a forward pass keeps lies in a ring with a slot
+So a transfer always travels beside a pass that does not need it.  Ticks in which no device has a forward pass, or none
+a backward pass, run without it and its transfer.  What a forward pass keeps lies in a ring with a slot
 for every micro-batch in flight.  The last stage computes loss and logits in its backward pass: they never outlive a
 tick.  The ends of the model have a slot on every stage, for all devices run one program; only the first stage uses the
 entry's and only the last the exit's.
@@ -23,7 +24,7 @@ import numpy as np
 from jhpt.core.axes import PIPE
 from jhpt.sharding.layers import Fetch, Finish
 from jhpt.sharding.parts import Parts, picked
-from jhpt.sharding.schedule import Timetable
+from jhpt.sharding.schedule import Phase, Timetable
 from jhpt.sharding.split import Kept, SplitLayer, split_layer
 
 
@@ -82,18 +83,26 @@ class Pipeline:
         params: `{"blocks": {"0": [v depth, ...]}, ...}` of this device; rows: a tree of [M, b, ...]; keys [M, b].
         """
         device = _Device(self, params, rows, keys, scale)
-        tables = jnp.asarray(self.timetable.forward), jnp.asarray(self.timetable.backward)
+        carry = device.start()
+        for phase in self.timetable.phases():
+            carry = self._phase(device, phase, carry)
+        return carry.ends | {"blocks": {"0": carry.blocks}}, carry.sums
 
+    def _phase(self, device: "_Device", phase: Phase, carry: Carry) -> Carry:
         def tick(carry: Carry, now: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
             forward, backward = (table[device.stage] for table in now)
-            error = self._sent(carry.leaving, -1)
-            carry = _maybe(forward[0] >= 0, device.forward, carry, forward)
-            arrived = self._sent(carry.arrived, +1)
-            carry = _maybe(backward[0] >= 0, lambda c, b: device.backward(c, b, error), carry, backward)
+            error, arrived = carry.leaving, carry.arrived
+            if phase.backward:
+                error = self._sent(error, -1)
+            if phase.forward:
+                carry = _maybe(forward[0] >= 0, device.forward, carry, forward)
+                arrived = self._sent(carry.arrived, +1)
+            if phase.backward:
+                carry = _maybe(backward[0] >= 0, lambda c, b: device.backward(c, b, error), carry, backward)
             return carry._replace(arrived=arrived), None
 
-        carry, _ = jax.lax.scan(tick, device.start(), tables)
-        return carry.ends | {"blocks": {"0": carry.blocks}}, carry.sums
+        tables = tuple(jnp.asarray(t[phase.ticks]) for t in (self.timetable.forward, self.timetable.backward))
+        return jax.lax.scan(tick, carry, tables)[0]
 
     def sums(self, params: Any, rows: Any, keys: jax.Array) -> Any:
         """This device's part of the sums over all micro-batches, forward only."""

@@ -12,6 +12,7 @@ reverse (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with v = 1 every 
 prices this very loop.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +35,14 @@ class Pass(NamedTuple):
 IDLE = Pass(-1, 0, 0)
 
 
+class Phase(NamedTuple):
+    """Neighbouring ticks, and whether any device runs a forward, a backward pass in them."""
+
+    ticks: slice
+    forward: bool
+    backward: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Timetable:
     """forward, backward: [ticks, S, 3], a `Pass` for every tick and device; slots: how many a device needs."""
@@ -46,6 +55,18 @@ class Timetable:
     def ticks(self) -> int:
         """Ticks of a step."""
         return len(self.forward)
+
+    def phases(self) -> list[Phase]:
+        """Spans of ticks in which the same kinds of passes are run by any device."""
+        busy = [
+            tuple(bool((table[tick, :, 0] >= 0).any()) for table in (self.forward, self.backward))
+            for tick in range(self.ticks)
+        ]
+        phases = []
+        for kinds, group in itertools.groupby(range(self.ticks), key=lambda tick: busy[tick]):
+            ticks = list(group)
+            phases.append(Phase(slice(ticks[0], ticks[-1] + 1), *kinds))
+        return phases
 
     def __str__(self) -> str:
         """A row per device: `3` forward of micro-batch 3, `(3)` backward; letters tell chunks apart."""
