@@ -64,13 +64,11 @@ class OneStage:
         """
         least = self.grid.degrees[0]
         x, pull_entry = jax.vjp(lambda ends: self._entry(ends, rows, keys), picked(params, self._first.entry_reads))
-        degree, kept, met = self.entry_degree, [], []
+        degree, passed = self.entry_degree, []
         for run in self.runs:
             x, degree = moved(x, self.grid, degree, run.degree), run.degree
-            own_keys = moved(keys, self.grid, least, degree)
-            x, own = run.loop.forward(params["blocks"][run.name], x, own_keys)
-            kept.append(own)
-            met.append(own_keys)
+            x, own = run.loop.forward(params["blocks"][run.name], x, moved(keys, self.grid, least, degree))
+            passed.append(own)
 
         def loss(ends: Any, x: jax.Array) -> tuple[jax.Array, Any]:
             sums = self._exit(ends, x, rows, keys)
@@ -82,9 +80,9 @@ class OneStage:
 
         blocks: dict[str, Any] = {}
         degree = self.exit_degree
-        for run, own, own_keys in zip(reversed(self.runs), reversed(kept), reversed(met), strict=True):
+        for run, own in zip(reversed(self.runs), reversed(passed), strict=True):
             error, degree = moved(error, self.grid, degree, run.degree), run.degree
-            blocks[run.name], error = run.loop.backward(params["blocks"][run.name], own_keys, own, error)
+            blocks[run.name], error = run.loop.backward(params["blocks"][run.name], own, error)
         (entry,) = pull_entry(moved(error, self.grid, degree, self.entry_degree))
         return added(ends, entry) | {"blocks": blocks}, sums
 

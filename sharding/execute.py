@@ -115,10 +115,8 @@ class Execution:
 
     def _stored(self, gradients: Any, specs: Any) -> Any:
         """Gradients as the passes leave them -> summed over the data axes and lying like the parameters."""
-        stored = {}
-        for name, own in self._end_specs(specs).items():
-            storage = self._storage(self._end_degree(name))
-            stored[name] = storage.summed(storage.scattered(gradients[name], own), own)
+        ends = {name: part for name, part in gradients.items() if name != "blocks"}
+        stored = self._stored_ends(ends, self._end_specs(specs))
         if self.layout.stages > 1 and self.tied:
             folder, name = TABLE  # both ends read it
             last = self.layout.stages - 1
@@ -132,10 +130,30 @@ class Execution:
             storage, part = self._storage(degree), gradients["blocks"][name]
             part = part if self.layout.plan.zero == 3 else storage.scattered(part, own[name])
             blocks[name] = storage.summed(part, own[name])
-        return {**stored, "blocks": blocks["0"] if len(self.layout.runs) == 1 else blocks}
+        return {**stored, "blocks": blocks["0"] if self.layout.stacked_whole else blocks}
+
+    def _stored_ends(self, gradients: Any, specs: Any) -> Any:
+        def reduced(gradients: Any) -> Any:
+            done = {}
+            for name, part in gradients.items():
+                storage = self._storage(self._end_degree(name))
+                done[name] = storage.summed(storage.scattered(part, specs[name]), specs[name])
+            return done
+
+        if self.layout.stages == 1:
+            return reduced(gradients)
+        # Stages between the ends have nothing to sum; all data ranks of a stage agree on that.
+        shapes = jax.eval_shape(reduced, gradients)
+        stage = jax.lax.axis_index(PIPE)
+        return jax.lax.cond(
+            (stage == 0) | (stage == self.layout.stages - 1),
+            reduced,
+            lambda _: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+            gradients,
+        )
 
     def _runs(self, blocks: Any) -> Any:
-        return {"0": blocks} if len(self.layout.runs) == 1 else blocks
+        return {"0": blocks} if self.layout.stacked_whole else blocks
 
     def _ends(self, params: Any) -> Any:
         """This device's: what lies in its slots."""

@@ -33,30 +33,31 @@ class LayerLoop:
     fetch: Fetch
     finish: Finish
 
-    def forward(self, params: Any, x: jax.Array, keys: jax.Array) -> tuple[jax.Array, Any]:
-        """params: stacked [count, ...].  Returns (x after the last layer, kept)."""
-        split = self._split(params, x, keys)
+    def forward(self, params: Any, x: jax.Array, keys: jax.Array) -> tuple[jax.Array, "Passed"]:
+        """params: stacked [count, ...].  Returns (x after the last layer, what `backward` needs)."""
+        split = split_layer(self.block, self.fetch(_row(params, 0)), x, (keys, jnp.int32(0)))
         if self.unroll:
             kept = []
             for index in range(self.count):
                 x, own = split.forward(self.fetch(_row(params, index)), x, (keys, jnp.int32(self.first + index)))
                 kept.append(own)
-            return x, kept
+            return x, Passed(split, keys, kept)
 
         def step(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
             own, index = layer
             return split.forward(self.fetch(own), x, (keys, index))
 
-        return jax.lax.scan(step, x, (params, self._indices()))
+        x, stacked = jax.lax.scan(step, x, (params, self._indices()))
+        return x, Passed(split, keys, stacked)
 
-    def backward(self, params: Any, keys: jax.Array, kept: Any, error: jax.Array) -> tuple[Any, jax.Array]:
+    def backward(self, params: Any, passed: "Passed", error: jax.Array) -> tuple[Any, jax.Array]:
         """(gradients stacked [count, ...], gradient of x)."""
-        split = self._split(params, error, keys)
+        split, keys = passed.split, passed.keys
         if self.unroll:
             gradients = []
             for index in reversed(range(self.count)):
                 inputs = self.fetch(_row(params, index)), (keys, jnp.int32(self.first + index))
-                own, error = split.backward(*inputs, kept[index], error)
+                own, error = split.backward(*inputs, passed.kept[index], error)
                 gradients.append(self.finish(own))
             return jax.tree.map(lambda *leaves: jnp.stack(leaves), *reversed(gradients)), error
 
@@ -65,14 +66,20 @@ class LayerLoop:
             gradient, error = split.backward(self.fetch(own), (keys, index), kept, error)
             return error, self.finish(gradient)
 
-        error, gradients = jax.lax.scan(step, error, (params, kept, self._indices()), reverse=True)
+        error, gradients = jax.lax.scan(step, error, (params, passed.kept, self._indices()), reverse=True)
         return gradients, error
 
     def _indices(self) -> jax.Array:
         return self.first + jnp.arange(self.count)
 
-    def _split(self, params: Any, x: jax.Array, keys: jax.Array) -> SplitLayer:
-        return split_layer(self.block, self.fetch(_row(params, 0)), x, (keys, jnp.int32(0)))
+
+@dataclass(frozen=True)
+class Passed:
+    """What a forward pass leaves for the backward pass; kept: by layer, in a list or stacked."""
+
+    split: SplitLayer
+    keys: jax.Array
+    kept: Any
 
 
 def _row(params: Any, index: int) -> Any:

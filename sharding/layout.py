@@ -37,6 +37,8 @@ class Layout:
     plan: Plan
     grid: Grid
     num_layers: int
+    alike: bool = True
+    """Whether blocks can be stacked; if not, the model's own tree has a stack of one for each."""
 
     @property
     def replicated(self) -> NamedSharding:
@@ -62,11 +64,17 @@ class Layout:
     @cached_property
     def runs(self) -> tuple[tuple[str, int, range], ...]:
         """(name, degree, blocks) of neighbouring blocks of one degree."""
-        edges = [0] + [i for i in range(1, self.num_layers) if self.degrees[i] != self.degrees[i + 1]]
+        apart = [i for i in range(1, self.num_layers) if not self.alike or self.degrees[i] != self.degrees[i + 1]]
+        edges = [0, *apart]
         stops = [*edges[1:], self.num_layers]
         return tuple(
             (str(n), self.degrees[a + 1], range(a, b)) for n, (a, b) in enumerate(zip(edges, stops, strict=True))
         )
+
+    @property
+    def stacked_whole(self) -> bool:
+        """Whether `blocks` is one stack, without names of runs."""
+        return self.alike and len(self.runs) == 1
 
     @cached_property
     def chunks(self) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +121,7 @@ class Layout:
     def _degree(self, path: str) -> int:
         if "blocks/" not in path:
             return self.degrees[0] if "embedding/" in path else self.degrees[-1]
-        if len(self.runs) == 1:
+        if self.stacked_whole:
             return self.runs[0][1]
         run = path.split("blocks/")[1].split("/")[0]
         return next(degree for name, degree, _ in self.runs if name == run)
@@ -139,7 +147,7 @@ class Layout:
     @property
     def same(self) -> bool:
         """Whether what is stored is the model's tree itself."""
-        return self.stages == 1 and len(self.runs) == 1
+        return self.stages == 1 and (self.stacked_whole or not self.alike)
 
     def stored(self, tree: Any) -> Any:
         """The model's tree as this plan stores it."""

@@ -101,8 +101,9 @@ class Pipeline:
                 carry = _maybe(backward[0] >= 0, lambda c, b: device.backward(c, b, error), carry, backward)
             return carry._replace(arrived=arrived), None
 
-        tables = tuple(jnp.asarray(t[phase.ticks]) for t in (self.timetable.forward, self.timetable.backward))
-        return jax.lax.scan(tick, carry, tables)[0]
+        table = self.timetable
+        now = jnp.asarray(table.forward[phase.ticks]), jnp.asarray(table.backward[phase.ticks])
+        return jax.lax.scan(tick, carry, now)[0]
 
     def sums(self, params: Any, rows: Any, keys: jax.Array) -> Any:
         """This device's part of the sums over all micro-batches, forward only."""

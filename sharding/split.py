@@ -31,6 +31,7 @@ class SplitLayer:
     """Of what is kept."""
     closure: Any
     """Tree of the closure."""
+    x: jax.ShapeDtypeStruct
 
     def forward(self, params: Any, x: jax.Array, keys: Any) -> tuple[jax.Array, Kept]:
         """(y, kept)."""
@@ -47,7 +48,7 @@ class SplitLayer:
         have = {"parameter": jax.tree.leaves(params), "key": jax.tree.leaves(keys), "kept": kept}
         if any(source == "again" for source, _ in self.sources):
             # Only what depends neither on x nor on keys is used of this forward pass; the compiler removes the rest.
-            x = jax.numpy.zeros(error.shape, error.dtype)
+            x = jax.numpy.zeros(self.x.shape, self.x.dtype)
             again = jax.vjp(lambda params, x: self.function(params, x, keys), params, x)[1]
             have["again"] = jax.tree.leaves(again)
         leaves = [have[source][index] for source, index in self.sources]
@@ -56,10 +57,7 @@ class SplitLayer:
 
 
 def split_layer(function: LayerFunction, params: Any, x: Any, keys: Any) -> SplitLayer:
-    """Traces the layer once, for arguments of these shapes, to see what its closure holds.
-
-    Layers map x to a y of the same shape and dtype.
-    """
+    """Traces the layer once, for arguments of these shapes, to see what its closure holds."""
 
     def closed(params: Any, x: jax.Array, keys: Any) -> Any:
         return jax.vjp(lambda params, x: function(params, x, keys), params, x)[1]
@@ -85,7 +83,9 @@ def split_layer(function: LayerFunction, params: Any, x: Any, keys: Any) -> Spli
                 slots[var] = len(slots)
                 shapes.append(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
             sources.append(("kept", slots[var]))
-    return SplitLayer(function, tuple(sources), tuple(shapes), jax.tree.structure(shape))
+    return SplitLayer(
+        function, tuple(sources), tuple(shapes), jax.tree.structure(shape), jax.ShapeDtypeStruct(x.shape, x.dtype)
+    )
 
 
 def _reached(jaxpr: Any, start: Any) -> set[Any]:

@@ -1,4 +1,4 @@
-"""Megatron's two operators on one rank of the tensor axes (Shoeybi et al. 2019, arXiv 1909.08053, figure 3).
+"""What one rank of the tensor axes does: Megatron's two operators (Shoeybi et al. 2019, arXiv 1909.08053, figure 3).
 
     f  enter        x      -> x                        backward: the sum of the ranks' gradients
     g  sum_parts    parts  -> the sum over the ranks   backward: the same gradient for every part
@@ -31,3 +31,20 @@ sum_parts.defvjp(lambda axes, parts: (jax.lax.psum(parts, axes), None), lambda a
 def largest(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     """The maximum over the ranks; no gradient passes."""
     return jax.lax.pmax(jax.lax.stop_gradient(x), axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def join(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
+    """The ranks' parts side by side along the last dimension; backward every rank keeps its own part of the gradient.
+
+    After a product with a column-sharded matrix whose result is not for another sharded one: half of g's traffic.
+    """
+    return jax.lax.all_gather(part, axes, axis=part.ndim - 1, tiled=True)
+
+
+def _join_backward(axes: tuple[str, ...], width: int, gradient: jax.Array) -> tuple[jax.Array]:
+    start = jax.lax.axis_index(axes) * width
+    return (jax.lax.dynamic_slice_in_dim(gradient, start, width, axis=gradient.ndim - 1),)
+
+
+join.defvjp(lambda axes, part: (join(axes, part), part.shape[-1]), _join_backward)

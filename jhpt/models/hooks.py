@@ -30,6 +30,7 @@ class Hooks:
     rank: () -> the number of this one.
     enter: x, whole -> x, before it meets matrices of which each shard has some columns.
     contract: (x[..., F], w[F, D]), of which each shard has some F -> the whole [..., D].
+    join: what every shard has of the last dimension -> the whole.
     total: sum over the shards.
     largest: maximum over the shards; no gradient passes.
     """
@@ -38,5 +39,6 @@ class Hooks:
     rank: Callable[[], jax.Array | int] = only_shard
     enter: Callable[[jax.Array], jax.Array] = whole
     contract: Callable[[jax.Array, jax.Array], jax.Array] = dense
+    join: Callable[[jax.Array], jax.Array] = whole
     total: Callable[[jax.Array], jax.Array] = whole
     largest: Callable[[jax.Array], jax.Array] = whole

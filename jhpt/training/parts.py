@@ -55,6 +55,7 @@ def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
         rank=lambda: jax.lax.axis_index(axes),
         enter=partial(tensor.enter, axes),
         contract=lambda x, w: total(dense(x, w)),
+        join=partial(tensor.join, axes),
         total=total,
         largest=partial(tensor.largest, axes),
     )
