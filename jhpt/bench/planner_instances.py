@@ -104,7 +104,7 @@ def random_cluster(rng: np.random.Generator, max_devices: int, *, min_devices: i
     network = Link(
         bandwidth=float(10 ** rng.uniform(-1, 2)), latency=float(rng.choice([0.0, 0.05])), ports=int(rng.integers(1, 3))
     )
-    return Cluster(name="toy", nodes=row, network=network)
+    return Cluster(name="toy", nodes=row, network=network, overlap=bool(rng.random() < 0.75))
 
 
 def random_profile(

@@ -259,9 +259,8 @@ class _Pricer:
         if fits.any():
             rows = [self._row_cuts(d.stages, treatment) for d, fit in zip(group, fits, strict=True) if fit]
             cut = np.array(rows, dtype=float).reshape(len(rows), s * v - 1)
-            seconds[fits] = step_seconds(
-                draft.schedule, m, forward[fits], backward[fits], cut, sync[fits], update[fits]
-            )
+            times = forward[fits], backward[fits], cut, sync[fits], update[fits]
+            seconds[fits] = step_seconds(draft.schedule, m, *times, overlap=self.model.cluster.overlap)
         return seconds
 
     def _sum(self, stage: StageDraft, treatment: Treatment, stages: int) -> _Sum:

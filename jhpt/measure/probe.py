@@ -62,10 +62,11 @@ def probe_cluster(rounds: int = 5) -> Cluster:
         efficiency=efficiency,
     )
     host = _host_copies(devices[0], rounds)
-    inside = _all_reduces(devices, rounds) if len(devices) > 1 else Link(bandwidth=bandwidth, latency=0.0)
+    inside = ring_link(devices, rounds) if len(devices) > 1 else Link(bandwidth=bandwidth, latency=0.0)
     node = Node(device=device, devices=len(devices), inside=inside, host=host, host_memory=host_memory)
     name = f"{platform.node() or 'local'}: {len(devices)} x {info.kind}"
-    return Cluster(name=name, nodes=(node,), network=inside, sources=_sources(info, len(devices), rounds))
+    sources = _sources(info, len(devices), rounds)
+    return Cluster(name=name, nodes=(node,), network=inside, overlap=info.is_gpu, sources=sources)
 
 
 def _sources(info: DeviceInfo, count: int, rounds: int) -> dict[str, str]:
@@ -131,8 +132,8 @@ def _host_copies(device: jax.Device, rounds: int) -> Link:
     return _link(_timed({size: copy(size) for size in (SMALLEST, *SIZES)}, rounds))
 
 
-def _all_reduces(devices: Sequence[jax.Device], rounds: int) -> Link:
-    """The link of which a ring all-reduce over all devices would be made."""
+def ring_link(devices: Sequence[jax.Device], rounds: int) -> Link:
+    """The link of which a ring all-reduce over all devices would be made; they may belong to several processes."""
     count = len(devices)
     mesh = Mesh(np.asarray(devices), ("all",))
     spec = PartitionSpec("all")
@@ -141,7 +142,8 @@ def _all_reduces(devices: Sequence[jax.Device], rounds: int) -> Link:
     )
 
     def reduce(size: int) -> Callable[[], Any]:
-        x = jax.device_put(np.ones((count, size // 4), np.float32), NamedSharding(mesh, spec))
+        row = np.ones((1, size // 4), np.float32)
+        x = jax.make_array_from_callback((count, size // 4), NamedSharding(mesh, spec), lambda _: row)
         return lambda: program(x)
 
     seconds = _timed({size: reduce(size) for size in (SMALLEST, *SIZES)}, rounds)

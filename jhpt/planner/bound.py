@@ -9,6 +9,14 @@ waits for the round trip and so does the last one (program order: w forwards, th
     own = max(max(F + D, M F) + M B, M F + D + B)                        w = M
     own >= F + M c + (D - c) + B                                         the link alone: M transfers, then the way back
 
+Under 1f1b the device of stage e runs backward n - 2 (S-1-e) right after forward n.  So forward n of stage s, forward n
+of stage e = s + j, the backward after it there, the one of the same micro-batch at s and the forward after that are a
+chain, and that last forward is number n + 2 j + 1: a turn of R, the round trip from s to e, moves s by W = 2 j + 1
+micro-batches.  Its first 2 (p-1-j) forwards, p stages left, come before the first turn, as many backwards follow the
+last, and what k more turns leave of M - 1 steps of t is done between them:
+
+    own >= (k + 1) R + (M - 1 - k W) t = (M - 2 j k) t + (k + 1)(R - t)        0 < k, 2 (p-1-j) + k W < M
+
 After it the errors travel back through the earlier stages, and wherever they arrive gradients are reduced and applied,
 after = sync - B + update seconds.  So T >= head + own + (way back to any earlier stage) + after there.  All of it
 decomposes over suffixes; with the smallest round trip D per suffix as a relaxation:
@@ -59,6 +67,11 @@ def own_seconds(stage: StageTerms, hop: Array, beyond: Array, window: int, micro
 def after(stage: StageTerms) -> Array:
     """Seconds from the end of a stage's last backward until its parameters are updated."""
     return stage.sync - stage.backward + stage.update
+
+
+def turns(micro_batches: int, stages_left: int, ahead: int) -> int:
+    """Most turns k between a stage and the one `ahead` of it under 1f1b, after the first."""
+    return max(0, (micro_batches - 1 - 2 * (stages_left - 1 - ahead)) // (2 * ahead + 1))
 
 
 def own_gpipe_seconds(stage: StageTerms, hop: Array, beyond: Array, micro_batches: int) -> Array:

@@ -12,6 +12,9 @@ For a stage of k = d t devices, a layer at tensor degree t and a micro-batch of 
                                                     backward on a stream of their own
     update           once, at the end               optimizer over its share of the state; ZeRO-1: all_gather of weights
 
+Where a cluster does not overlap communication with computation, all of it is exposed: a ZeRO-3 layer takes its work
+plus its traffic, and gradients are summed when the last backward is over (counted with the update).
+
 With recomputation the backward pass repeats the forward pass and its tensor communication (x 1.5 in all) and a layer
 keeps only its input.  Left out: that communication slows the computation beside it.
 """
@@ -39,6 +42,8 @@ class LayerCosts:
     backward_tensor: Array
     gradients: Array
     update: Array
+    in_line: Array
+    """Gradient traffic that is part of the update."""
     weights: Array
     optimizer: Array
     activations: Array
@@ -135,21 +140,28 @@ class CostModel:
         if treatment.recompute:
             backward, backward_tensor = backward + forward, backward_tensor + forward_tensor
         if zero == 3:  # all_gather costs what reduce_scatter does
-            forward = np.maximum(forward, scattered - forward_tensor)
-            backward = np.maximum(backward, 2 * scattered - backward_tensor)
+            if self.cluster.overlap:
+                forward = np.maximum(forward, scattered - forward_tensor)
+                backward = np.maximum(backward, 2 * scattered - backward_tensor)
+            else:
+                forward, backward = forward + scattered, backward + 2 * scattered
         share = data if zero else 1
         weights = 2 * wire / (data if zero == 3 else 1)
         update = own / share * self.profile.update_seconds * place.slowdown
         nothing = np.zeros_like(own)
         hop = self._pair_seconds(place, tied * wire)
         reduced = {0: tied_summed, 1: tied_scattered, 3: nothing}[zero]
+        gradients = {0: summed, 1: scattered, 3: nothing}[zero]
+        update = update + scattered if zero == 1 else update
+        in_line = nothing if self.cluster.overlap else gradients
         return {
             "forward": np.where(self._divisible(tensor), forward, np.inf),
             "backward": backward,
             "forward_tensor": forward_tensor,
             "backward_tensor": backward_tensor,
-            "gradients": {0: summed, 1: scattered, 3: nothing}[zero],
-            "update": update + scattered if zero == 1 else update,
+            "gradients": gradients - in_line,
+            "update": update + in_line,
+            "in_line": in_line,
             "weights": own * weights,
             "optimizer": own * optimizer / share,
             "activations": activations,

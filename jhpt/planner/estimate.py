@@ -31,13 +31,10 @@ class StageTimes:
     sync: Array
     update: Array
 
-    def step_seconds(self, plan: Plan) -> float:
-        """Seconds of a step under the plan's schedule."""
-        return float(
-            step_seconds(
-                plan.schedule, plan.micro_batches, self.forward, self.backward, self.cut, self.sync, self.update
-            )
-        )
+    def step_seconds(self, plan: Plan, overlap: bool = True) -> float:
+        """Seconds of a step under the plan's schedule; overlap: whether transfers run beside computation."""
+        times = self.forward, self.backward, self.cut, self.sync, self.update
+        return float(step_seconds(plan.schedule, plan.micro_batches, *times, overlap=overlap))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +79,7 @@ def price(plan: Plan, model: CostModel) -> Estimate:
     """`evaluate` with a cost model that is kept between plans."""
     check(plan, model)
     times = stage_times(plan, model)
-    seconds = times.step_seconds(plan)
+    seconds = times.step_seconds(plan, model.cluster.overlap)
     stages = tuple(_stage_estimate(plan, position, model, times, seconds) for position in range(len(plan.stages)))
     return Estimate(seconds=seconds, stages=stages, times=times)
 
@@ -221,14 +218,16 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
     tensor = sum((part.forward_tensor + part.backward_tensor).sum() for part in parts)
     reshard = sum(c.reshard for c in costs)
-    exposed = float(times.sync[position] - times.backward[position, 0])
-    own = count * (forward + backward) + exposed + float(times.update[position])
+    in_line = float(sum(part.in_line.sum() for part in parts))
+    exposed = float(times.sync[position] - times.backward[position, 0]) + in_line
+    update = float(times.update[position]) - in_line
+    own = count * (forward + backward) + exposed + update
     second = {
         "compute": count * (forward + backward - tensor - reshard),
         "tensor communication": count * tensor,
         "resharding": count * reshard,
         "gradients exposed": exposed,
-        "update": float(times.update[position]),
+        "update": update,
         "waiting": step - own,
     }
     return StageEstimate(

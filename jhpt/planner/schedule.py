@@ -15,6 +15,10 @@ it is Narayanan et al. 2021, arXiv 2104.04473, section 2.2, with the same look-a
 A device waits only for what it reads: an op starts when the op before it on its device has ended and its input has
 arrived.  A transfer starts when its producer has ended and the link, one for each direction, is free; computation goes
 on meanwhile.
+
+Without overlap transfers are part of the program: in every tick from the first backward on, devices exchange errors
+before the forward pass, and up to the last forward, activations after it.  An exchange of two neighbours begins when
+both are there, whether they have anything to send or not, and holds both.
 """
 
 from typing import Any
@@ -39,7 +43,15 @@ def in_flight(schedule: Schedule, stages: int, stage: int, chunks: int, micro_ba
 
 
 def step_seconds(
-    schedule: Schedule, micro_batches: int, forward: Array, backward: Array, cut: Array, sync: Array, update: Array
+    schedule: Schedule,
+    micro_batches: int,
+    forward: Array,
+    backward: Array,
+    cut: Array,
+    sync: Array,
+    update: Array,
+    *,
+    overlap: bool = True,
 ) -> Array:
     """Seconds of a step: the longest path through the ticks.
 
@@ -48,6 +60,7 @@ def step_seconds(
       cut: [..., S v - 1] seconds to move one micro-batch to the next chunk.
       sync: [..., S] seconds from the start of a device's last backward until its gradients are reduced.
       update: [..., S] seconds after that.
+      overlap: whether transfers run beside computation.
     Returns: [...] seconds.  Leading dims hold different plans.
     """
     stages = forward.shape[-2]
@@ -55,7 +68,8 @@ def step_seconds(
         work = micro_batches * (forward + backward).sum(axis=(-2, -1))
         last = backward[..., 0, 0]
         return work - last + np.maximum(last, sync[..., 0]) + update[..., 0]
-    return _Loop(schedule, micro_batches, forward, backward, cut).run(sync, update)
+    loop = (_Loop if overlap else _InLine)(schedule, micro_batches, forward, backward, cut)
+    return loop.run(sync, update)
 
 
 class _Loop:
@@ -137,3 +151,50 @@ class _Loop:
         link, hop = (self.up, self.behind) if reverse else (self.down, self.ahead)
         send = ~sink
         link[on[send]] = np.maximum(link[on[send]], end[send]) + hop[on[send], chunk[send]]
+
+
+class _InLine:
+    """The loop where transfers are part of the program."""
+
+    def __init__(self, schedule: Schedule, micro_batches: int, forward: Array, backward: Array, cut: Array) -> None:
+        self.stages, self.chunks = forward.shape[-2:]
+        self.ops = micro_batches * self.chunks
+        self.delay = delay(schedule, self.stages, self.chunks, micro_batches)
+        self.forward, self.backward = (np.moveaxis(a, (-2, -1), (0, 1)) for a in (forward, backward))
+        # Every exchange moves whatever an edge d -> d + 1 may have to carry.
+        edges = np.concatenate([cut, np.zeros(cut.shape[:-1] + (1,))], axis=-1)
+        edges = edges.reshape(cut.shape[:-1] + (self.chunks, self.stages)).max(axis=-2)
+        self.edges = np.moveaxis(edges, -1, 0)
+        self.free = np.zeros((self.stages,) + forward.shape[:-2])
+        self.last_start = np.zeros_like(self.free)
+
+    def run(self, sync: Array, update: Array) -> Array:
+        last_forward = self.stages - 1 + self.ops - 1
+        for tick in range(self.delay + self.stages - 1 + self.ops):
+            if tick >= self.delay:
+                self._exchange()
+            if tick <= last_forward:
+                self._passes(tick, reverse=False)
+                self._exchange()
+            if tick >= self.delay:
+                self._passes(tick, reverse=True)
+        sync, update = (np.moveaxis(a, -1, 0) for a in (sync, update))
+        return (np.maximum(self.free, self.last_start + sync) + update).max(axis=0)
+
+    def _exchange(self) -> None:
+        ahead = np.roll(self.free, -1, axis=0)
+        done = np.maximum(self.free, ahead) + self.edges  # of the edge d -> d + 1, for both its devices
+        if self.chunks == 1:
+            done[-1] = 0.0
+        self.free = np.maximum.reduce([self.free, done, np.roll(done, 1, axis=0)])
+
+    def _passes(self, tick: int, reverse: bool) -> None:
+        for device in range(self.stages):
+            n = tick - self.delay - (self.stages - 1 - device) if reverse else tick - device
+            if 0 <= n < self.ops:
+                chunk = n % (self.stages * self.chunks) // self.stages
+                if reverse:
+                    self.last_start[device] = self.free[device]
+                    self.free[device] = self.free[device] + self.backward[device, self.chunks - 1 - chunk]
+                else:
+                    self.free[device] = self.free[device] + self.forward[device, chunk]

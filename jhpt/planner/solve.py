@@ -70,7 +70,8 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
     best = search(asked, model, space)
     if best.plan is None:
         raise InputError(refusal(asked, model, space))
-    found = best.plan.model_copy(update={"seconds": best.seconds, "lower_bound": best.lower_bound})
+    device = None if cluster.mixed else cluster.nodes[0].device.name
+    found = best.plan.model_copy(update={"device": device, "seconds": best.seconds, "lower_bound": best.lower_bound})
     others = sorted((seconds, index) for index, (seconds, _) in enumerate(best.shapes.values()))
     priced = [p.model_copy(update={"seconds": s}) for s, p in best.shapes.values()]
     alternatives = tuple(priced[index] for _, index in others if priced[index].stages != found.stages)

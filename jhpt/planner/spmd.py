@@ -366,7 +366,8 @@ class _CutSearch:
             return
         forward, backward, sync, update = (a[fits] for a in pick)
         cut = np.stack([self.cut[s, edges[fits, s + 1]] for s in range(self.s - 1)], axis=1)
-        seconds = step_seconds(self.grid.schedule, self.m, forward[..., None], backward[..., None], cut, sync, update)
+        times = forward[..., None], backward[..., None], cut, sync, update
+        seconds = step_seconds(self.grid.schedule, self.m, *times, overlap=self.model.cluster.overlap)
         best = int(np.argmin(seconds))
         if seconds[best] < self.incumbent.cutoff:
             chosen = tuple(int(c) for c in edges[fits][best, 1:-1])
