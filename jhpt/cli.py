@@ -1,7 +1,7 @@
 """The command line: `jhpt COMMAND ...`.
 
-Exit status: 0 done; 1 training diverged; 2 the input cannot work (one message, nothing written); 3 a benchmark cannot
-run on this machine; 130 stopped by a signal (a training run has been saved then).
+Exit status: 0 done; 1 training diverged; 2 the input cannot work (one message, nothing written); 3 a command cannot run
+on this machine; 130 stopped by a signal (a training run has been saved then).
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 import yaml
@@ -22,6 +22,10 @@ from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import dotted, load_config, run_config
 from jhpt.core.plan import Schedule
 from jhpt.core.presets import DEFAULT, PRESETS
+
+if TYPE_CHECKING:
+    from jhpt.measure.comparison import Comparison
+    from jhpt.planner.solve import Answer
 
 USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
 
@@ -58,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return COMMANDS[command](rest)
     except InputError as error:
         print(f"jhpt {command}: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except BrokenPipeError:  # the reader of our output left, as in `jhpt train --help | head`
         return 0
     except KeyboardInterrupt:
@@ -72,6 +76,8 @@ class RunOptions:
 
     out: str | None = None
     """Run directory; an existing run goes on. Default: runs/NAME-TIME."""
+    plan: str | None = None
+    """File of a plan (`jhpt plan --out`), in the place of the section parallel."""
     coordinator: str | None = None
     """HOST:PORT of process 0, where no launcher (SLURM, Open MPI, Kubernetes) says it."""
     process_id: int | None = None
@@ -104,6 +110,8 @@ class PlanOptions:
     """Print everything as JSON, and nothing else."""
     svg: str | None = None
     """File for the timeline of the step, as SVG."""
+    compile: bool = False
+    """Compile the real step for the cluster, which need not be here, and compare it with the plan's estimate."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +131,7 @@ class ProfileOptions:
 def train_command(arguments: list[str]) -> int:
     """`jhpt train`: the first argument, if it is no flag, names a preset or a YAML file."""
     source = _source(arguments)
-    base = _with_family(run_config(source, _value_of("--out", arguments)), arguments)
+    base = _with_auto(_with_family(run_config(source, _value_of("--out", arguments)), arguments), arguments)
     options, overrides = parse_overrides("jhpt train", base, arguments)
     config = load_config(base, overrides)
 
@@ -136,7 +144,7 @@ def train_command(arguments: list[str]) -> int:
         coordinator=options.coordinator, process_id=options.process_id, num_processes=options.num_processes
     )
     try:
-        result = train(config, out=options.out, processes=processes)
+        result = train(config, out=options.out, plan=options.plan, processes=processes)
     except TrainingDiverged as error:
         print(f"jhpt train: {error}", file=sys.stderr)
         return 1
@@ -158,8 +166,11 @@ def plan_command(arguments: list[str]) -> int:
     options, overrides = parse_overrides("jhpt plan", base, arguments, PlanOptions)
     for flag, path in (("--out", options.out), ("--svg", options.svg)):
         _check_writable(flag, path)
+    config = None if base is None else load_config(base, overrides)
+    if options.compile:
+        _check_compilable(source, config, options)
     task = prepare(
-        source if base is None else load_config(base, overrides),
+        source if config is None else config,
         cluster=options.cluster,
         profile=options.profile,
         batch=options.batch,
@@ -170,16 +181,43 @@ def plan_command(arguments: list[str]) -> int:
     )
     answer = task.solve()
     compared = baselines(task.asked, answer.model)
+    compiled = _compiled(config, answer) if options.compile and config else None
     if options.out:
         answer.plan.save(options.out)
     if options.svg:
         title = f"{answer.plan.model} on {answer.plan.cluster}"
         Path(options.svg).write_text(svg_timeline(timeline(answer), title), encoding="utf-8")
     if options.json:
-        print(json.dumps(to_json(answer, compared), indent=1))
+        print(json.dumps(to_json(answer, compared) | ({"compiled": compiled.to_json()} if compiled else {}), indent=1))
     else:
         print_answer(make_console(), answer, compared)
+        if compiled:
+            compiled.print(make_console())
     return 0
+
+
+def _check_compilable(source: str | None, config: Config | None, options: PlanOptions) -> None:
+    """Refuses --compile before any planning where there is no program to compile."""
+    if config is None:
+        what = f"{source} is a table of layers" if source else "a profile alone has no program"
+        raise InputError(f"--compile: {what}; name a GPT or BERT preset or a YAML file, or leave out --compile")
+    if options.space != "spmd":
+        raise InputError(
+            f"--compile: plans of space={options.space} are not run by one program, so there is none to compile; "
+            "use --space spmd or leave out --compile"
+        )
+
+
+def _compiled(config: Config, answer: "Answer") -> "Comparison":
+    """The plan's real step, compiled for its cluster, beside the plan's estimate."""
+    from jhpt.measure.quiet import quiet
+
+    with quiet():  # jax loads CUDA's libraries, where they are installed
+        from jhpt.measure.comparison import compare
+        from jhpt.training.precompile import compiled_step
+
+    reading = compiled_step(config, answer.plan, answer.model.cluster)
+    return compare(reading, answer.plan, answer.estimate, answer.model.profile)
 
 
 def profile_command(arguments: list[str]) -> int:
@@ -309,6 +347,16 @@ def _with_family(base: Config, arguments: Sequence[str]) -> Config:
     """`base` with the model family that a flag names: its settings are the flags that follow."""
     family = _value_of("--model.family", arguments)
     return load_config(base, {"model.family": family}) if family else base
+
+
+def _with_auto(base: Config, arguments: list[str]) -> Config:
+    """`--parallel auto`, the one value that the section has as a whole; takes the flag away."""
+    for given in (["--parallel", "auto"], ["--parallel=auto"]):
+        for at in range(len(arguments) - len(given) + 1):
+            if arguments[at : at + len(given)] == given:
+                del arguments[at : at + len(given)]
+                return load_config(base, {"parallel": "auto"})
+    return base
 
 
 def _check_writable(flag: str, path: str | None) -> None:

@@ -9,7 +9,7 @@ of a micro-batch are gathered over the axes that turn from data into tensor axes
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,14 @@ def moved(x: Any, grid: Grid, before: int, after: int) -> Any:
     return jax.tree.map(own, x)
 
 
+class Gradients(NamedTuple):
+    """gradients and sums of a micro-batch; fetched: blocks as they were used, of runs that keep them."""
+
+    gradients: Any
+    sums: Any
+    fetched: dict[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Neighbouring blocks of one degree, and where their parameters are."""
@@ -57,10 +65,10 @@ class OneStage:
     entry_degree: int
     exit_degree: int
 
-    def gradients(self, params: Any, rows: Any, keys: jax.Array, scale: float) -> tuple[Any, Any]:
-        """Sums over one micro-batch, and the gradient of its loss x scale.
+    def gradients(self, params: Any, rows: Any, keys: jax.Array, scale: float, total: Any = None) -> "Gradients":
+        """Of one micro-batch's loss x scale, added to `total`.
 
-        params: `{"blocks": {run: ...}, ...}`; rows, keys: of the smallest degree.
+        params, total: `{"blocks": {run: ...}, ...}`; rows, keys: of the smallest degree.
         """
         least = self.grid.degrees[0]
         x, pull_entry = jax.vjp(lambda ends: self._entry(ends, rows, keys), picked(params, self._first.entry_reads))
@@ -79,12 +87,19 @@ class OneStage:
         ends, error = pull_exit(jnp.float32(1))
 
         blocks: dict[str, Any] = {}
+        fetched = {run.name: own.fetched for run, own in zip(self.runs, passed, strict=True)}
         degree = self.exit_degree
         for run, own in zip(reversed(self.runs), reversed(passed), strict=True):
             error, degree = moved(error, self.grid, degree, run.degree), run.degree
-            blocks[run.name], error = run.loop.backward(params["blocks"][run.name], own, error)
+            used = fetched[run.name] if run.loop.keep else params["blocks"][run.name]
+            loop = run.loop.with_fetched() if run.loop.keep else run.loop
+            so_far = None if total is None else total["blocks"][run.name]
+            blocks[run.name], error = loop.backward(used, own, error, so_far)
         (entry,) = pull_entry(moved(error, self.grid, degree, self.entry_degree))
-        return added(ends, entry) | {"blocks": blocks}, sums
+        ends = added(ends, entry)
+        if total is not None:
+            ends = added({name: part for name, part in total.items() if name != "blocks"}, ends)
+        return Gradients(ends | {"blocks": blocks}, sums, fetched)
 
     def sums(self, params: Any, rows: Any, keys: jax.Array) -> Any:
         """Sums over one micro-batch, forward only."""

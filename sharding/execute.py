@@ -6,6 +6,7 @@ activations, `accumulate` reshards them, `pipeline` hands them on.  Nothing is l
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jhpt.core.axes import PIPE
 from jhpt.sharding.accumulate import OneStage, Run
-from jhpt.sharding.layers import LayerLoop
+from jhpt.sharding.layers import Finish, LayerLoop
 from jhpt.sharding.layout import TABLE, Layout
 from jhpt.sharding.parts import Parts
 from jhpt.sharding.pipeline import Pipeline
@@ -27,14 +28,16 @@ class Execution:
     """A plan, ready to be traced.
 
     parts: the model at every tensor degree in use.  dtype: what it computes in.  tied: whether the head reads the
-    embedding's table.  unroll: blocks in the program instead of in a loop.
+    embedding's table; None: there is no table.  unroll: blocks in the program instead of in a loop.  overlap:
+    communicate layer by layer, beside the computation of others, instead of before and after all of it.
     """
 
     layout: Layout
     parts: Mapping[int, Parts]
     dtype: Any
-    tied: bool
+    tied: bool | None
     unroll: bool
+    overlap: bool = False
 
     def gradients(self, params: Any, rows: Any, key: jax.Array) -> tuple[Any, Any]:
         """Gradient of the mean loss over all predicted tokens, stored like `params`, and the sums.
@@ -68,7 +71,7 @@ class Execution:
             working = self._working(params, specs)
             if self.layout.stages > 1:
                 return self._summed(self._pipeline(specs).sums(working, rows, keys))
-            stage = self._one_stage(specs)
+            stage = self._one_stage(specs, first=self._fetches_once, last=False)
             each = jax.lax.map(lambda piece: stage.sums(working, *piece), (rows, keys))
             return self._summed(jax.tree.map(lambda leaf: leaf.sum(0), each))
 
@@ -105,11 +108,11 @@ class Execution:
         return jax.tree.map(cut, rows), cut(keys)
 
     def _working(self, params: Any, specs: Any) -> Any:
-        """Parameters as the passes read them: gathered once, but blocks with ZeRO-3, which are gathered when used."""
+        """Parameters as the passes read them: gathered, but blocks that are fetched layer by layer."""
         ends, own = self._ends(params), self._end_specs(specs)
         working = {name: self._storage(self._end_degree(name)).gathered(ends[name], own[name]) for name in ends}
         blocks, own = self._runs(params["blocks"]), self._runs(specs["blocks"])
-        if self.layout.plan.zero < 3:
+        if self.layout.plan.zero < 3 and not self._fetches_once:
             blocks = {name: self._storage(t).gathered(blocks[name], own[name]) for name, t, _ in self.layout.runs}
         return {**working, "blocks": blocks}
 
@@ -128,8 +131,9 @@ class Execution:
         blocks, own = {}, self._runs(specs["blocks"])
         for name, degree, _ in self.layout.runs:
             storage, part = self._storage(degree), gradients["blocks"][name]
-            part = part if self.layout.plan.zero == 3 else storage.scattered(part, own[name])
-            blocks[name] = storage.summed(part, own[name])
+            if self.layout.plan.zero < 3 and not self._gives_late:
+                part = storage.scattered(part, own[name])
+            blocks[name] = part if self._gives_late and self.layout.plan.zero == 0 else storage.summed(part, own[name])
         return {**stored, "blocks": blocks["0"] if self.layout.stacked_whole else blocks}
 
     def _stored_ends(self, gradients: Any, specs: Any) -> Any:
@@ -178,30 +182,59 @@ class Execution:
     # The passes.
 
     def _accumulated(self, working: Any, rows: Any, keys: jax.Array, scale: float, specs: Any) -> tuple[Any, Any]:
-        stage = self._one_stage(specs)
-        first = stage.gradients(working, jax.tree.map(lambda leaf: leaf[0], rows), keys[0], scale)
-        if len(keys) == 1:
-            return first
+        """Over all micro-batches of one stage.  The first fetches what all use, the last gives the gradients away."""
+        pick = lambda index: (jax.tree.map(lambda leaf: leaf[index], rows), keys[index])  # noqa: E731
+        count = len(keys)
+        if count == 1:
+            once = self._one_stage(specs, first=True, last=True).gradients(working, *pick(0), scale)
+            return once.gradients, once.sums
+        start = self._one_stage(specs, first=True, last=False).gradients(working, *pick(0), scale)
+        if self._fetches_once:
+            working = {**working, "blocks": start.fetched}
+        middle = self._one_stage(specs, first=False, last=False)
 
-        def more(total: Any, piece: tuple[Any, jax.Array]) -> tuple[Any, None]:
-            own_rows, own_keys = piece
-            return jax.tree.map(lambda a, b: a + b, total, stage.gradients(working, own_rows, own_keys, scale)), None
+        def more(carry: tuple[Any, Any], piece: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
+            total, sums = carry
+            own = middle.gradients(working, *piece, scale, total)
+            return (own.gradients, jax.tree.map(jnp.add, sums, own.sums)), None
 
-        total = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), first)
-        return jax.lax.scan(more, total, jax.tree.map(lambda leaf: leaf[1:], (rows, keys)))[0]
+        total = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), start.gradients)
+        stop = count - 1 if self._gives_late else count
+        carry = jax.lax.scan(more, (total, start.sums), pick(slice(1, stop)))[0] if stop > 1 else (total, start.sums)
+        if not self._gives_late:
+            return carry
+        total, sums = carry
+        own = self._one_stage(specs, first=False, last=True).gradients(working, *pick(count - 1), scale, total)
+        return own.gradients, jax.tree.map(jnp.add, sums, own.sums)
 
-    def _one_stage(self, specs: Any) -> OneStage:
+    @property
+    def _fetches_once(self) -> bool:
+        """Whether blocks are gathered by the first micro-batch, layer by layer, instead of all at the start."""
+        return self.overlap and self.layout.plan.zero == 1 and self.layout.stages == 1
+
+    @property
+    def _gives_late(self) -> bool:
+        """Whether gradients of blocks are summed layer by layer in the last backward pass, instead of all after it."""
+        return self.overlap and self.layout.plan.zero < 3 and self.layout.stages == 1
+
+    def _one_stage(self, specs: Any, *, first: bool, last: bool) -> OneStage:
         layout = self.layout
         runs = []
         for name, degree, blocks in layout.runs:
-            own = one_layer(self._runs(specs["blocks"])[name])
+            own, storage = one_layer(self._runs(specs["blocks"])[name]), self._storage(degree)
+            shared = storage.ranks > 1
+            fetches = layout.plan.zero == 3 or (first and self._fetches_once)
+            gives = layout.plan.zero == 3 or (last and self._gives_late)
             loop = LayerLoop(
                 block=self.parts[degree].block,
                 first=blocks.start,
                 count=len(blocks),
                 unroll=self.unroll,
-                fetch=self._fetch(degree, own),
-                finish=self._finish(degree, own),
+                fetch=partial(storage.gathered, specs=own) if fetches else _same,
+                finish=self._finish(degree, own, last=last),
+                ahead=fetches and shared and self.overlap,
+                late=gives and shared and self.overlap,
+                keep=first and self._fetches_once,
             )
             runs.append(Run(name=name, degree=degree, loop=loop))
         return OneStage(
@@ -212,29 +245,43 @@ class Execution:
             exit_degree=layout.degrees[-1],
         )
 
+    def _finish(self, degree: int, specs: Any, *, last: bool) -> Finish:
+        """What becomes of a layer's gradient in the backward pass; `_stored_blocks` does the rest."""
+        storage = self._storage(degree)
+
+        def whole(gradient: Any, total: Any) -> Any:
+            return gradient if total is None else jax.tree.map(jnp.add, total, gradient)
+
+        def scattered(gradient: Any, total: Any) -> Any:
+            return whole(storage.scattered(gradient, specs), total)
+
+        def given(gradient: Any, total: Any) -> Any:
+            own = storage.scattered(whole(gradient, total), specs)
+            return storage.summed(own, specs) if self.layout.plan.zero == 0 else own
+
+        if self.layout.plan.zero == 3:
+            return scattered
+        return given if last and self._gives_late else whole
+
     def _pipeline(self, specs: Any) -> Pipeline:
         plan = self.layout.plan
         degree, own = self.layout.degrees[0], one_layer(specs["blocks"])
+        storage = self._storage(degree)
         first, count = self.layout.chunks
         return Pipeline(
-            parts=self.parts[degree] if self.tied else _reading_slot(self.parts[degree]),
+            parts=_reading_slot(self.parts[degree]) if self.tied is False else self.parts[degree],
             timetable=timetable(plan.schedule, len(plan.stages), plan.chunks, plan.micro_batches),
             first=first,
             count=count,
             unroll=self.unroll,
-            fetch=self._fetch(degree, own),
-            finish=self._finish(degree, own),
+            fetch=partial(storage.gathered, specs=own) if plan.zero == 3 else _same,
+            finish=partial(storage.scattered, specs=own) if plan.zero == 3 else _same,
+            ahead=plan.zero == 3 and storage.ranks > 1 and self.overlap,
         )
 
-    def _fetch(self, degree: int, specs: Any) -> Any:
-        if self.layout.plan.zero < 3:
-            return lambda params: params
-        return lambda params: self._storage(degree).gathered(params, specs)
 
-    def _finish(self, degree: int, specs: Any) -> Any:
-        if self.layout.plan.zero < 3:
-            return lambda gradient: gradient
-        return lambda gradient: self._storage(degree).scattered(gradient, specs)
+def _same(params: Any) -> Any:
+    return params
 
 
 def _completed(gradients: Any, params: Any) -> Any:

@@ -1,7 +1,13 @@
-"""Like layers, one after the other: forward, and backward through what forward kept."""
+"""Like layers, one after the other: forward, and backward through what forward kept.
+
+Where parameters have to be fetched from other devices, or gradients given to them, a loop does so one layer beside the
+computation of the next: an iteration computes layer l while it fetches the parameters that the next iteration needs and
+gives away the gradient that the one before has left.  Both are part of one iteration and independent of its
+computation, so the compiler can run them at the same time; neither would be, in the iteration that needs them.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,8 +19,23 @@ from jhpt.sharding.split import SplitLayer, split_layer
 Fetch = Callable[[Any], Any]
 """Parameters of one layer as they are stored -> as the layer uses them."""
 
-Finish = Callable[[Any], Any]
-"""Gradient of one layer as it is computed -> as it is stored."""
+Finish = Callable[[Any, Any], Any]
+"""(gradient of one layer as it is computed, what earlier micro-batches added up to or None) -> as it is stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """What a forward pass leaves for the backward pass.
+
+    kept: by layer, in a list or stacked.  fetched: all layers' parameters, where they were wanted.  ready: those of the
+    last layer, where they were fetched ahead.
+    """
+
+    split: SplitLayer
+    keys: jax.Array
+    kept: Any
+    fetched: Any = None
+    ready: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +44,8 @@ class LayerLoop:
 
     unroll: in the program instead of in a loop.  A loop copies what layers keep in and out of stacked buffers, unrolled
       layers take time to compile.
-    fetch, finish: what turns a layer's stored parameters into used ones, and its gradient into a stored one.
+    ahead: a loop fetches one layer ahead.  late: it finishes one layer later.
+    keep: forward also returns all layers' fetched parameters.
     """
 
     block: BlockFunction
@@ -32,55 +54,83 @@ class LayerLoop:
     unroll: bool
     fetch: Fetch
     finish: Finish
+    ahead: bool = False
+    late: bool = False
+    keep: bool = False
 
-    def forward(self, params: Any, x: jax.Array, keys: jax.Array) -> tuple[jax.Array, "Passed"]:
+    def forward(self, params: Any, x: jax.Array, keys: jax.Array) -> tuple[jax.Array, Passed]:
         """params: stacked [count, ...].  Returns (x after the last layer, what `backward` needs)."""
-        split = split_layer(self.block, self.fetch(_row(params, 0)), x, (keys, jnp.int32(0)))
+        split = split_layer(self.block, jax.eval_shape(self._fetched, params, 0), x, (keys, jnp.int32(0)))
         if self.unroll:
-            kept = []
-            for index in range(self.count):
-                x, own = split.forward(self.fetch(_row(params, index)), x, (keys, jnp.int32(self.first + index)))
-                kept.append(own)
-            return x, Passed(split, keys, kept)
+            kept, fetched = [], []
+            for at in range(self.count):
+                own = self._fetched(params, at)
+                x, left = split.forward(own, x, (keys, jnp.int32(self.first + at)))
+                kept.append(left)
+                fetched.append(own)
+            return x, Passed(split=split, keys=keys, kept=kept, fetched=_stacked(fetched) if self.keep else None)
 
-        def step(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
-            own, index = layer
-            return split.forward(self.fetch(own), x, (keys, index))
+        def step(carry: tuple[jax.Array, Any], at: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
+            x, ready = carry
+            following = self._fetched(params, jnp.minimum(at + 1, self.count - 1)) if self.ahead else None
+            own = ready if self.ahead else self._fetched(params, at)
+            x, kept = split.forward(own, x, (keys, self.first + at))
+            return (x, following), (kept, own if self.keep else None)
 
-        x, stacked = jax.lax.scan(step, x, (params, self._indices()))
-        return x, Passed(split, keys, stacked)
+        start = self._fetched(params, 0) if self.ahead else None
+        (x, ready), (stacked, fetched) = jax.lax.scan(step, (x, start), jnp.arange(self.count))
+        return x, Passed(split=split, keys=keys, kept=stacked, fetched=fetched, ready=ready)
 
-    def backward(self, params: Any, passed: "Passed", error: jax.Array) -> tuple[Any, jax.Array]:
-        """(gradients stacked [count, ...], gradient of x)."""
+    def backward(self, params: Any, passed: Passed, error: jax.Array, total: Any = None) -> tuple[Any, jax.Array]:
+        """(gradients stacked [count, ...], gradient of x); total: gradients that earlier micro-batches added up to."""
         split, keys = passed.split, passed.keys
         if self.unroll:
             gradients = []
-            for index in reversed(range(self.count)):
-                inputs = self.fetch(_row(params, index)), (keys, jnp.int32(self.first + index))
-                own, error = split.backward(*inputs, passed.kept[index], error)
-                gradients.append(self.finish(own))
-            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *reversed(gradients)), error
+            for at in reversed(range(self.count)):
+                inputs = self._fetched(params, at), (keys, jnp.int32(self.first + at))
+                own, error = split.backward(*inputs, passed.kept[at], error)
+                gradients.append(self.finish(own, _row(total, at)))
+            return _stacked(gradients[::-1]), error
 
-        def step(error: jax.Array, layer: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, Any]:
-            own, kept, index = layer
-            gradient, error = split.backward(self.fetch(own), (keys, index), kept, error)
-            return error, self.finish(gradient)
+        def step(carry: tuple[jax.Array, Any, Any, Any], layer: tuple[jax.Array, Any]) -> tuple[Any, Any]:
+            (error, ready, pending, done), (at, kept) = carry, layer
+            following = self._fetched(params, jnp.maximum(at - 1, 0)) if self.ahead else None
+            own = ready if self.ahead else self._fetched(params, at)
+            gradient, error = split.backward(own, (keys, self.first + at), kept, error)
+            if not self.late:
+                return (error, following, None, None), self.finish(gradient, _row(total, at))
+            # There is no layer behind the last one: what would be its gradient is dropped.
+            left = self.finish(pending, _row(total, at + 1))
+            done = jax.tree.map(lambda all_, one: all_.at[at + 1].set(one, mode="drop"), done, left)
+            return (error, following, gradient, done), None
 
-        error, gradients = jax.lax.scan(step, error, (params, passed.kept, self._indices()), reverse=True)
+        pending, done = (None, None) if not self.late else self._room(params, total)
+        start = (error, passed.ready if self.ahead else None, pending, done)
+        (error, _, pending, done), gradients = jax.lax.scan(
+            step, start, (jnp.arange(self.count), passed.kept), reverse=True
+        )
+        if self.late:
+            left = self.finish(pending, _row(total, 0))
+            gradients = jax.tree.map(lambda all_, one: all_.at[0].set(one), done, left)
         return gradients, error
 
-    def _indices(self) -> jax.Array:
-        return self.first + jnp.arange(self.count)
+    def with_fetched(self) -> "LayerLoop":
+        """The same over parameters that have been fetched."""
+        return replace(self, fetch=lambda params: params, ahead=False, keep=False)
+
+    def _fetched(self, params: Any, at: int | jax.Array) -> Any:
+        return self.fetch(_row(params, at))
+
+    def _room(self, params: Any, total: Any) -> tuple[Any, Any]:
+        """Zeros like one layer's gradient, and like all finished ones."""
+        one = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self._fetched, params, 0))
+        finished = jax.eval_shape(lambda one: self.finish(one, _row(total, 0)), one)
+        return one, jax.tree.map(lambda leaf: jnp.zeros((self.count, *leaf.shape), leaf.dtype), finished)
 
 
-@dataclass(frozen=True)
-class Passed:
-    """What a forward pass leaves for the backward pass; kept: by layer, in a list or stacked."""
-
-    split: SplitLayer
-    keys: jax.Array
-    kept: Any
+def _row(stacked: Any, at: int | jax.Array) -> Any:
+    return jax.tree.map(lambda leaf: leaf[at], stacked)
 
 
-def _row(params: Any, index: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[index], params)
+def _stacked(rows: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)

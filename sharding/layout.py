@@ -159,18 +159,19 @@ class Layout:
         first, count = self.chunks
         rows = first.size * int(count.max())
         ends = {name: dict(part) for name, part in tree.items() if name != "blocks"}
-        table = ends["head"].pop(TABLE[1], tree[TABLE[0]][TABLE[1]])
+        table = ends["head"].pop(TABLE[1], tree[TABLE[0]].get(TABLE[1]))
         stored = {
             name: jax.tree.map(lambda leaf, name=name: self._slots(leaf, 0 if name == TABLE[0] else -1), part)
             for name, part in ends.items()
         }
-        stored[TABLE[0]][TABLE[1]] = stored[TABLE[0]][TABLE[1]].at[-1].set(table)
+        if table is not None:
+            stored[TABLE[0]][TABLE[1]] = stored[TABLE[0]][TABLE[1]].at[-1].set(table)
         blocks = jax.tree.map(
             lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype).at[self.rows].set(leaf), tree["blocks"]
         )
         return {**stored, "blocks": blocks}
 
-    def model_tree(self, stored: Any, tied: bool) -> Any:
+    def model_tree(self, stored: Any, tied: bool | None) -> Any:
         """What is stored as the model's tree."""
         if self.same:
             return stored
@@ -182,7 +183,7 @@ class Layout:
             for name, part in stored.items()
             if name != "blocks"
         }
-        if not tied:
+        if tied is False:
             tree["head"] = {**tree["head"], TABLE[1]: stored[TABLE[0]][TABLE[1]][-1]}
         return {**tree, "blocks": jax.tree.map(lambda leaf: leaf[self.rows], stored["blocks"])}
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhpt.core.axes import PIPE
-from jhpt.sharding.layers import Fetch, Finish
+from jhpt.sharding.layers import Fetch
 from jhpt.sharding.parts import Parts, picked
 from jhpt.sharding.schedule import Phase, Timetable
 from jhpt.sharding.split import Kept, SplitLayer, split_layer
@@ -51,7 +51,7 @@ class Pipeline:
     first, count: [S, v] the first block and the number of blocks of every chunk; a device holds v x `depth` rows of
       every stacked leaf, chunk after chunk, of which the last may be unused.
     fetch, finish: what turns a block's stored parameters into used ones, and its gradient into a stored one.
-    unroll: blocks in the program instead of in a loop.
+    unroll: blocks in the program instead of in a loop.  ahead: fetch one block ahead.
     """
 
     parts: Parts
@@ -60,7 +60,8 @@ class Pipeline:
     count: np.ndarray
     unroll: bool
     fetch: Fetch
-    finish: Finish
+    finish: Callable[[Any], Any]
+    ahead: bool
 
     @property
     def stages(self) -> int:
@@ -164,8 +165,7 @@ class _Device:
         keys = self.keys[micro_batch]
         x = self._entered(carry.arrived, micro_batch, chunk)
 
-        def block(at: jax.Array, x: jax.Array, ring: Kept) -> tuple[jax.Array, Kept]:
-            own = self.pipeline.fetch(self._row(chunk * self.pipeline.depth + at))
+        def block(at: jax.Array, own: Any, x: jax.Array, ring: Kept) -> tuple[jax.Array, Kept]:
             y, kept = self.split.forward(own, x, (keys, self._layer(chunk, at)))
             ring = tuple(all_.at[slot, at].set(one) for all_, one in zip(ring, kept, strict=True))
             return y, ring
@@ -186,10 +186,9 @@ class _Device:
             last & (chunk == self.pipeline.chunks - 1), exit_, lambda carry: (carry, error), carry
         )
 
-        def block(at: jax.Array, error: jax.Array, blocks: Any) -> tuple[jax.Array, Any]:
+        def block(at: jax.Array, own: Any, error: jax.Array, blocks: Any) -> tuple[jax.Array, Any]:
             row = chunk * self.pipeline.depth + at
             kept = tuple(ring[slot, at] for ring in carry.ring)
-            own = self.pipeline.fetch(self._row(row))
             gradient, error = self.split.backward(own, (keys, self._layer(chunk, at)), kept, error)
             own = self.pipeline.finish(gradient)
             return error, jax.tree.map(lambda total, one: total.at[row].add(one), blocks, own)
@@ -209,8 +208,7 @@ class _Device:
         x, sums = carry
         keys = self.keys[micro_batch]
 
-        def block(at: jax.Array, x: jax.Array, none: None) -> tuple[jax.Array, None]:
-            own = self.pipeline.fetch(self._row(chunk * self.pipeline.depth + at))
+        def block(at: jax.Array, own: Any, x: jax.Array, none: None) -> tuple[jax.Array, None]:
             return self.parts.block(own, x, (keys, self._layer(chunk, at))), None
 
         x, _ = self._blocks(chunk, block, (self._entered(x, micro_batch, chunk), None))
@@ -248,18 +246,26 @@ class _Device:
         return _accumulated(ends, pull(error)[0])
 
     def _blocks(self, chunk: jax.Array, block: Callable[..., Any], carry: Any, reverse: bool = False) -> Any:
-        """Runs `block(at, *carry)` over the chunk's blocks; rows that it does not use are passed by."""
+        """Runs `block(at, parameters, *carry)` over the chunk's blocks; rows that it does not use are passed by."""
         depth, even = self.pipeline.depth, bool((self.pipeline.count == self.pipeline.depth).all())
         used = jnp.asarray(self.pipeline.count)[self.stage, chunk]
 
-        def step(carry: Any, at: jax.Array) -> tuple[Any, None]:
-            if even:
-                return block(at, *carry), None
-            return jax.lax.cond(at < used, lambda carry: block(at, *carry), lambda carry: carry, carry), None
+        def fetched(at: jax.Array | int) -> Any:
+            return self.pipeline.fetch(self._row(chunk * depth + jnp.clip(at, 0, depth - 1)))
 
-        return jax.lax.scan(
-            step, carry, jnp.arange(depth), reverse=reverse, unroll=depth if self.pipeline.unroll else 1
-        )[0]
+        def step(carry: Any, at: jax.Array) -> tuple[Any, None]:
+            carry, ready = carry
+            following = fetched(at - 1 if reverse else at + 1) if self.pipeline.ahead else None
+
+            def run(carry: Any) -> Any:
+                return block(at, ready if self.pipeline.ahead else fetched(at), *carry)
+
+            carry = run(carry) if even else jax.lax.cond(at < used, run, lambda carry: carry, carry)
+            return (carry, following), None
+
+        start = fetched(depth - 1 if reverse else 0) if self.pipeline.ahead else None
+        unroll = depth if self.pipeline.unroll else 1
+        return jax.lax.scan(step, (carry, start), jnp.arange(depth), reverse=reverse, unroll=unroll)[0][0]
 
     def _layer(self, chunk: jax.Array, at: jax.Array) -> jax.Array:
         return jnp.asarray(self.pipeline.first)[self.stage, chunk] + at

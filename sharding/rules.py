@@ -1,7 +1,8 @@
 """Which dimension of which parameter lies on which mesh axis.
 
 Tensor parallelism is Megatron's (Shoeybi et al. 2019, arXiv 1909.08053): qkv and up are split by column (heads, hidden
-units), projection and down by row, the vocabulary by rows of its table; the rest is replicated.  ZeRO (Rajbhandari et
+units), projection and down by row, the vocabulary by rows of its table, convolutions and dense layers by their output
+channels; the rest is replicated.  ZeRO (Rajbhandari et
 al. 2020, arXiv 1910.02054) adds the data axes to one more dimension of every matrix.
 """
 
@@ -21,6 +22,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"attention/projection/kernel$", (TENSOR, None)),
     (r"mlp/up/(kernel|bias)$", (TENSOR,)),
     (r"mlp/down/kernel$", (TENSOR, None)),
+    (r"(conv|conv_pooled|dense)/(kernel|bias)$", (TENSOR,)),
 )
 """(pattern on the parameter's path, axes of its *last* dimensions); first match wins, no match: replicated."""
 

@@ -6,7 +6,7 @@ files, presets and overrides into a `Config`.
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -172,8 +172,12 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The plan by hand: `pipe x data x tensor` devices, stages of equally many blocks."""
+    """How devices share the work: `auto`, or by hand `pipe x data x tensor` devices, stages of equally many blocks."""
 
+    auto: bool = Field(False, description="let the planner decide; what else stands in this section is left aside")
+    cluster: str | None = Field(
+        None, description="auto: the cluster this is, by name or file; null: this machine as `jhpt profile` measures it"
+    )
     data: Count | None = Field(None, description="data-parallel degree; null: all devices / (pipe x tensor)")
     tensor: Count = Field(1, description="tensor-parallel degree, on neighbouring devices")
     pipe: Count = Field(1, description="pipeline stages")
@@ -248,10 +252,15 @@ class Config(Section):
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = Field(ParallelConfig(), description="or the word auto, short for {auto: true}")
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _auto_in_one_word(cls, parallel: Any) -> Any:
+        return {"auto": True} if parallel == "auto" else parallel
 
     @model_validator(mode="after")
     def _sequence_fits_model(self) -> "Config":
@@ -264,7 +273,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _tensor_axis_divides_model(self) -> "Config":
-        tensor = self.parallel.tensor
+        tensor = 1 if self.parallel.auto else self.parallel.tensor
         sizes = {"num_heads": self.model.num_heads, "num_kv_heads": self.model.kv_heads, "d_ff": self.model.ffn_width}
         for name, size in sizes.items():
             if size % tensor:
@@ -282,7 +291,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _blocks_fill_pipeline(self) -> "Config":
         wanted = self.parallel.pipe * self.parallel.chunks
-        if wanted > self.model.num_layers:
+        if not self.parallel.auto and wanted > self.model.num_layers:
             raise ValueError(
                 f"parallel.pipe={self.parallel.pipe} x parallel.chunks={self.parallel.chunks} needs as many blocks, "
                 f"and model.num_layers={self.model.num_layers}; use fewer stages or chunks"
@@ -292,7 +301,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _batch_divides(self) -> "Config":
         pieces = (self.parallel.data or 1) * self.parallel.micro_batches
-        if self.data.batch_size % pieces:
+        if not self.parallel.auto and self.data.batch_size % pieces:
             raise ValueError(
                 f"data.batch_size={self.data.batch_size} is not divisible by parallel.data x parallel.micro_batches = "
                 f"{pieces}; use a multiple of {pieces}"

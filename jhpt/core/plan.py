@@ -51,6 +51,7 @@ class Plan(Section):
 
     model: str
     cluster: str
+    device: str | None = Field(None, description="what its devices are called; null: any")
     space: Literal["spmd", "general"] = "spmd"
     batch: Count = Field(description="samples per step")
     micro_batches: Count

@@ -112,3 +112,13 @@ def same_everywhere(text: str) -> bool:
 def from_main(number: int) -> int:
     """The number that the main process holds."""
     return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def text_from_main(text: str) -> str:
+    """The text that the main process holds; the others' is ignored."""
+    if jax.process_count() == 1:
+        return text
+    code = np.frombuffer(text.encode(), np.uint8)
+    length = from_main(len(code))
+    own = code if is_main() else np.zeros(length, np.uint8)
+    return bytes(multihost_utils.broadcast_one_to_all(own).astype(np.uint8)).decode()

@@ -80,6 +80,13 @@ def default_grid(config: Config, quick: bool = False) -> Grid:
     return Grid(batches=tuple(sorted({1, quarter, most})), tensors=tensors, rounds=7)
 
 
+def planning_grid(config: Config, devices: int) -> Grid:
+    """What a plan for so many devices needs, in a fraction of the time: few sizes and rounds, degrees that fit."""
+    quick = default_grid(config, quick=True)
+    tensors = tuple(t for t in default_grid(config).tensors if t <= devices)
+    return Grid(batches=quick.batches, tensors=tensors, rounds=quick.rounds)
+
+
 def measure_profile(
     config: Config,
     *,

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jhpt.core.config import Config, GPTConfig
 from jhpt.core.errors import InputError
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.parts import Rows, Sums
-from jhpt.training.setup import Setup
+from jhpt.training.setup import Design, Setup
 from jhpt.training.step import TrainState, TrainStep, init_state, make_train_step
 
 
@@ -41,22 +42,9 @@ class Programs:
 
 def compile_programs(setup: Setup) -> Programs:
     """Compiles the training step; the smaller programs compile when they are first called."""
-    config, layout = setup.config, setup.layout
-
     state = abstract_state(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    step = make_train_step(
-        lambda params, windows, key: setup.training.gradients(params, Rows(windows), key),
-        setup.optimizer,
-        partial(learning_rate, config.optimizer, config.train.steps),
-        seed=config.seed,
-        clip_norm=config.optimizer.clip_norm,
-        max_bad_steps=config.train.max_bad_steps,
-        norm=setup.training.norm,
-    )
-    windows = jax.ShapeDtypeStruct((config.data.batch_size, window_length(setup)), jnp.int32, sharding=layout.batch)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
-    compiled = jitted.lower(state, windows).compile()
+    compiled = train_program(setup).compile()
     memory = _memory(compiled)
     _check_memory(setup, memory)
     return Programs(
@@ -65,11 +53,30 @@ def compile_programs(setup: Setup) -> Programs:
         train_step=compiled,
         evaluate=jax.jit(
             lambda params, windows, weights, key: setup.evaluation.sums(params, Rows(windows, weights), key),
-            out_shardings=layout.replicated,
+            out_shardings=setup.layout.replicated,
         ),
         memory=memory,
         **_conversions(setup, state),
     )
+
+
+def train_program(design: Design) -> jax.stages.Lowered:
+    """The training step `(state, windows [B, W]) -> (state, metrics)`, whose state is donated; to be compiled."""
+    config, layout = design.config, design.layout
+    state = abstract_state(design)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    step = make_train_step(
+        lambda params, windows, key: design.training.gradients(params, Rows(windows), key),
+        design.optimizer,
+        partial(learning_rate, config.optimizer, config.train.steps),
+        seed=config.seed,
+        clip_norm=config.optimizer.clip_norm,
+        max_bad_steps=config.train.max_bad_steps,
+        norm=design.training.norm,
+    )
+    windows = jax.ShapeDtypeStruct((config.data.batch_size, window_length(config)), jnp.int32, sharding=layout.batch)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
+    return jitted.lower(state, windows)
 
 
 def _conversions(setup: Setup, state: TrainState) -> dict[str, Any]:
@@ -94,16 +101,16 @@ def _converted(convert: Callable[[Any], Any], state: TrainState) -> TrainState:
     return jax.tree.map(lambda part: convert(part) if like_params(part) else part, state, is_leaf=like_params)
 
 
-def fresh_state(setup: Setup) -> TrainState:
+def fresh_state(design: Design) -> TrainState:
     """The state before the first step, as the plan stores it."""
-    params = setup.model.init(stream_key(setup.config.seed, Stream.INIT))
-    return init_state(setup.layout.stored(params), setup.optimizer)
+    params = design.model.init(stream_key(design.config.seed, Stream.INIT))
+    return init_state(design.layout.stored(params), design.optimizer)
 
 
-def abstract_state(setup: Setup) -> TrainState:
+def abstract_state(design: Design) -> TrainState:
     """Shapes, dtypes and shardings of the training state, without allocating it."""
-    shapes = jax.eval_shape(partial(fresh_state, setup))
-    shardings = setup.layout.shardings(shapes)
+    shapes = jax.eval_shape(partial(fresh_state, design))
+    shardings = design.layout.shardings(shapes)
     return _abstract(shapes, shardings)
 
 
@@ -113,9 +120,9 @@ def _abstract(shapes: Any, shardings: Any) -> Any:
     )
 
 
-def window_length(setup: Setup) -> int:
-    """Tokens in one row of a batch."""
-    return len(setup.train_windows[0])
+def window_length(config: Config) -> int:
+    """Tokens in one row of a batch: a causal model reads one more than it has inputs."""
+    return config.data.sequence_length + isinstance(config.model, GPTConfig)
 
 
 def global_batch(setup: Setup, rows: np.ndarray) -> jax.Array:

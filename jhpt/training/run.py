@@ -12,15 +12,17 @@ import numpy as np
 from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import Source, load_config, run_config
+from jhpt.core.plan import Plan
 from jhpt.models.gpt import GPT
 from jhpt.training.checkpoint import Checkpoints, make_record
 from jhpt.training.console import Display, start_table
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.loop import Progress, fit, utilisation
 from jhpt.training.metrics import metrics_writer, read_metrics
+from jhpt.training.planning import choose_plan
 from jhpt.training.processes import Processes, join, same_everywhere, together
 from jhpt.training.programs import Programs, compile_programs
-from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config
+from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config, write_plan
 from jhpt.training.runtime import accelerator_present, configure_runtime
 from jhpt.training.sampling import sample
 from jhpt.training.setup import Setup, prepare
@@ -38,6 +40,7 @@ class RunResult:
     mfu: share of the devices' peak bf16 FLOP/s, causal convention; None where the peak is not known.
     sample: text that a GPT wrote at the end.
     interrupted: whether SIGINT or SIGTERM ended it early.
+    step_seconds: median over this call's logging intervals.  predicted_seconds: what the plan had promised.
     """
 
     step: int
@@ -48,6 +51,8 @@ class RunResult:
     mfu: float | None = None
     sample: str | None = None
     interrupted: bool = False
+    step_seconds: float | None = None
+    predicted_seconds: float | None = None
 
 
 def closing_lines(result: RunResult, config: Config) -> list[str]:
@@ -64,10 +69,20 @@ def closing_lines(result: RunResult, config: Config) -> list[str]:
     return [
         *([f"\nsample:\n{result.sample}\n"] if result.sample is not None else []),
         ("stopped at " if result.interrupted else "finished: ") + ", ".join(filter(None, figures)),
+        *_promise(result),
         f"run directory: {result.run_dir}",
         f"go on:   jhpt train --out {result.run_dir}{more}",
         *([f"look:    tensorboard --logdir {result.run_dir}"] if config.log.tensorboard else []),
     ]
+
+
+def _promise(result: RunResult) -> list[str]:
+    """Predicted against measured."""
+    if result.predicted_seconds is None or result.step_seconds is None:
+        return []
+    ratio = result.predicted_seconds / result.step_seconds
+    milliseconds = f"{result.predicted_seconds * 1e3:.1f} ms, measured {result.step_seconds * 1e3:.1f} ms"
+    return [f"step time: predicted {milliseconds} (predicted / measured {ratio:.2f})"]
 
 
 def _last(losses: Mapping[int, float]) -> float | None:
@@ -79,6 +94,7 @@ def train(
     *,
     out: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     processes: Processes | None = None,
 ) -> RunResult:
     """Trains a model, or goes on with the run that lies in `out`.
@@ -88,6 +104,7 @@ def train(
         `gpt-tiny`.
       out: run directory; None: a new one, `runs/<name>-<time>`.
       overrides: values by dotted name, on top of `source`.
+      plan: how to share the work, or a file of it, in the place of the section `parallel`.
       processes: how to join the other processes; None: as the launcher's environment says.
 
     Raises:
@@ -95,14 +112,16 @@ def train(
       TrainingDiverged: too many steps in a row were not finite.
     """
     config = load_config(run_config(source, out), overrides)
+    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
     configure_runtime()
     join(processes or Processes())
     run_dir = Path(out) if out is not None else new_run_dir(config)
     display = Display(config.train.steps)
     if accelerator_present() and jax.default_backend() == "cpu":
         display.say("warning: a GPU is here, but jax runs on the CPU; `jhpt doctor` says what to install")
+    chosen = choose_plan(config, given, run_dir, display.say)
     with together():
-        setup = prepare(config, say=display.say)
+        setup = prepare(config, chosen, say=display.say)
     if not same_everywhere(setup.cache.key):
         raise InputError("the processes read different text: give all of them the same files in data.path")
     record = make_record(config, setup.cache.key, setup.model.dtype.name)
@@ -116,6 +135,7 @@ def train(
         state = _restored(run_dir, resume.step, programs) if resume.step else programs.init()
         with together():
             write_config(run_dir, config)
+            write_plan(run_dir, setup.plan)
         with (
             Checkpoints(run_dir / "checkpoints", config.checkpoint) as checkpoints,
             metrics_writer(run_dir, resume.step, config.log) as writer,
@@ -160,7 +180,10 @@ def _sample(setup: Setup, state: TrainState) -> str | None:
 def _result(setup: Setup, state: TrainState, progress: Progress, run_dir: Path, text: str | None) -> RunResult:
     rate = progress.tokens_per_s
     losses, validation = _history(run_dir)
+    tokens = setup.config.data.batch_size * setup.config.data.sequence_length
     return RunResult(
+        step_seconds=tokens / rate if rate else None,
+        predicted_seconds=setup.plan.seconds,
         step=int(state.step),
         losses=losses | progress.losses,
         validation_losses=validation | progress.validation,

@@ -1,6 +1,6 @@
 """The directory of a run: which one, whether it can be gone on with, and that only one run writes to it.
 
-config.yaml  metrics.jsonl  train.log  checkpoints/  tensorboard/  .lock
+config.yaml  plan.json  metrics.jsonl  train.log  checkpoints/  tensorboard/  .lock
 """
 
 import errno
@@ -17,8 +17,12 @@ import jax
 from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import to_yaml
+from jhpt.core.plan import Plan
 from jhpt.training.checkpoint import Checkpoints, Record, changes_of_note, check_resumable
 from jhpt.training.processes import from_main, is_main, together
+
+PLAN_FILE = "plan.json"
+"""What a run executes."""
 
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 """What a file system answers that has no locks: the run goes on without one."""
@@ -128,3 +132,11 @@ def write_config(run_dir: Path, config: Config) -> None:
         partial = run_dir / "config.yaml.partial"
         partial.write_text(to_yaml(config))
         partial.rename(run_dir / "config.yaml")
+
+
+def write_plan(run_dir: Path, plan: Plan) -> None:
+    """What the run executes, replaced in one go."""
+    if is_main():
+        partial = run_dir / f"{PLAN_FILE}.partial"
+        plan.save(partial)
+        partial.rename(run_dir / PLAN_FILE)

@@ -3,7 +3,7 @@
 Nothing is written here except token caches, so a configuration that cannot work leaves nothing behind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -31,8 +31,8 @@ from jhpt.training.parts import make_parts, tensor_hooks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """The pieces of a run, ready to be compiled.
+class Design:
+    """What a step is made of; no data.
 
     model: whole, as it is initialised, saved and sampled from.  training, evaluation: its parts laid out by the plan.
     """
@@ -40,9 +40,6 @@ class Setup:
     config: Config
     device: DeviceInfo
     tokenizer: Tokenizer
-    cache: TokenCache
-    train_windows: Windows
-    validation_windows: Windows | None
     layout: Layout
     attention: AttentionChoice
     model: Model
@@ -56,13 +53,36 @@ class Setup:
         return self.layout.plan
 
 
-def prepare(config: Config, say: Callable[[str], None] = lambda line: None) -> Setup:
+@dataclass(frozen=True, kw_only=True)
+class Setup(Design):
+    """The pieces of a run, ready to be compiled."""
+
+    cache: TokenCache
+    train_windows: Windows
+    validation_windows: Windows | None
+
+
+def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None] = lambda line: None) -> Setup:
     """Opens the data, builds the mesh and chooses kernels; `say` hears of what takes long.
+
+    Args:
+      plan: None: as the section `parallel` describes it.
 
     Raises:
       InputError: data, tokenizer, device count or attention kernel do not fit the configuration.
     """
     # Data comes last: reading a large text for the first time takes long, and a refusal should not.
+    tokenizer = fitting_tokenizer(config)
+    plan = plan or plan_by_hand(config, jax.device_count())
+    design = design_step(config, plan, tokenizer, jax.devices(), device_info())
+    cache = token_cache(config.data, tokenizer, say)
+    train_windows = _windows(config, tokenizer, cache.train, "training")
+    validation_windows = _windows(config, tokenizer, cache.validation, "validation") if cache.validation.size else None
+    return Setup(**vars(design), cache=cache, train_windows=train_windows, validation_windows=validation_windows)
+
+
+def fitting_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of the data; InputError where the model cannot use it."""
     tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise InputError(
@@ -71,21 +91,25 @@ def prepare(config: Config, say: Callable[[str], None] = lambda line: None) -> S
         )
     if isinstance(config.model, BERTConfig):
         check_masked(tokenizer, config.data.sequence_length)
-    device = device_info()
-    plan = plan_by_hand(config, jax.device_count())
-    layout = Layout(plan=plan, grid=make_grid(plan, jax.devices()), num_layers=config.model.num_layers)
-    attention = choose_attention(config.model, device.platform, compute_dtype(config, device), device.capability)
-    model = build(config.model, dtype=compute_dtype(config, device), implementation=attention.implementation)
-    cache = token_cache(config.data, tokenizer, say)
-    train_windows = _windows(config, tokenizer, cache.train, "training")
-    validation_windows = _windows(config, tokenizer, cache.validation, "validation") if cache.validation.size else None
-    return Setup(
+    return tokenizer
+
+
+def design_step(
+    config: Config, plan: Plan, tokenizer: Tokenizer, devices: Sequence[jax.Device], device: DeviceInfo
+) -> Design:
+    """The configured model laid out by the plan on these devices, which need not be attached to any machine.
+
+    Raises:
+      InputError: device count or attention kernel do not fit the configuration.
+    """
+    dtype = compute_dtype(config, device)
+    layout = Layout(plan=plan, grid=make_grid(plan, devices), num_layers=config.model.num_layers)
+    attention = choose_attention(config.model, device.platform, dtype, device.capability)
+    model = build(config.model, dtype=dtype, implementation=attention.implementation)
+    return Design(
         config=config,
         device=device,
         tokenizer=tokenizer,
-        cache=cache,
-        train_windows=train_windows,
-        validation_windows=validation_windows,
         layout=layout,
         attention=attention,
         model=model,
@@ -112,6 +136,7 @@ def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer
         dtype=model.dtype,
         tied=config.model.tied if isinstance(config.model, GPTConfig) else True,
         unroll=unrolled(config, on_gpu=_on_gpu(layout)),
+        overlap=_on_gpu(layout),
     )
 
 

@@ -1,0 +1,38 @@
+"""The network between processes: the nodes of one cluster, measured by all of them at once."""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jhpt.core.cluster import Cluster, Curve, Link
+from jhpt.measure.probe import ring_link
+
+ROUNDS = 5
+"""Samples of each size."""
+
+
+def spanning(node: Cluster) -> Cluster:
+    """This process's devices, as `node` describes them, times the processes, joined by the network that is measured.
+
+    Every process is taken for a node of its own.  All processes must call; all get the same cluster.
+    """
+    count = jax.process_count()
+    if count == 1:
+        return node
+    by_process = [next(d for d in jax.devices() if d.process_index == index) for index in range(count)]
+    link = _of_main(ring_link(by_process, ROUNDS))
+    nodes = tuple(one.model_copy(update={"count": count}) for one in node.nodes)
+    sources = node.sources | {"network": f"measured: all-reduce over {count} processes, read as a ring"}
+    return node.model_copy(update={"nodes": nodes, "network": link, "sources": sources})
+
+
+def _of_main(link: Link) -> Link:
+    """The main process's figures."""
+    assert link.measured is not None
+    figures = np.array([link.bandwidth, link.latency, *link.measured.sizes, *link.measured.values], np.float64)
+    # Bits, not floats: a broadcast would round them to 32.
+    bandwidth, latency, *curve = multihost_utils.broadcast_one_to_all(figures.view(np.uint32)).view(np.float64).tolist()
+    half = len(curve) // 2
+    return Link(
+        bandwidth=bandwidth, latency=latency, measured=Curve(sizes=tuple(curve[:half]), values=tuple(curve[half:]))
+    )
