@@ -130,7 +130,7 @@ class Execution:
 
         blocks, own = {}, self._runs(specs["blocks"])
         for name, degree, _ in self.layout.runs:
-            storage, part = self._storage(degree), gradients["blocks"][name]
+            storage, part = self._storage(degree, blocks=True), gradients["blocks"][name]
             if self.layout.plan.zero < 3 and not self._gives_late:
                 part = storage.scattered(part, own[name])
             blocks[name] = part if self._gives_late and self.layout.plan.zero == 0 else storage.summed(part, own[name])
@@ -172,9 +172,10 @@ class Execution:
         axes = self.layout.grid.axes(self.layout.degrees[-1]).data
         return jax.lax.psum(sums, axes if self.layout.stages == 1 else (PIPE, *axes))
 
-    def _storage(self, degree: int) -> Storage:
-        data = self.layout.grid.axes(degree).data
-        return Storage(data, self.layout.grid.size(data), self.dtype)
+    def _storage(self, degree: int, blocks: bool = False) -> Storage:
+        axes = self.layout.grid.axes(degree)
+        cut = axes.tensor if blocks and self.layout.plan.sequence and degree > 1 else ()
+        return Storage(axes.data, self.layout.grid.size(axes.data), self.dtype, cut)
 
     def _end_degree(self, name: str) -> int:
         return self.layout.degrees[0 if name == TABLE[0] else -1]
@@ -247,7 +248,7 @@ class Execution:
 
     def _finish(self, degree: int, specs: Any, *, last: bool) -> Finish:
         """What becomes of a layer's gradient in the backward pass; `_stored_blocks` does the rest."""
-        storage = self._storage(degree)
+        storage = self._storage(degree, blocks=True)
 
         def whole(gradient: Any, total: Any) -> Any:
             return gradient if total is None else jax.tree.map(jnp.add, total, gradient)

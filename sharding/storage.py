@@ -15,11 +15,16 @@ from jhpt.sharding.rules import IN_FLOAT32, path_name
 
 @dataclass(frozen=True)
 class Storage:
-    """For the parameters of one degree: their data axes, how many ranks those are, and the dtype models compute in."""
+    """For the parameters of one degree: their data axes, how many ranks those are, and the dtype models compute in.
+
+    partial: the tensor axes where each rank sees only its rows of a sequence, so that gradients of parameters which are
+    not on these axes are parts, too.
+    """
 
     data: tuple[str, ...]
     ranks: int
     dtype: Any
+    partial: tuple[str, ...] = ()
 
     def gathered(self, params: Any, specs: Any) -> Any:
         """Every share made whole, in the compute dtype; what models use in float32 stays so.
@@ -46,18 +51,20 @@ class Storage:
         return jax.tree.map(scatter, gradients, specs)
 
     def summed(self, gradients: Any, specs: Any) -> Any:
-        """The others: their sum over the ranks.  All in float32, as they are stored."""
+        """What is not scattered: its sum over the ranks.  All in float32, as they are stored."""
 
         def add(path: tuple[Any, ...], leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-            if self.ranks > 1 and self._shared_dim(spec) is None:
+            axes = self.data if self.ranks > 1 and self._shared_dim(spec) is None else ()
+            axes += self.partial if not _on(spec, self.partial) else ()
+            if axes:
                 wire = leaf.dtype if IN_FLOAT32.search(path_name(path)) else self.dtype
-                leaf = jax.lax.psum(leaf.astype(wire), self.data)
+                leaf = jax.lax.psum(leaf.astype(wire), axes)
             return leaf.astype(jnp.float32)
 
         return jax.tree_util.tree_map_with_path(add, gradients, specs)
 
     def _shared_dim(self, spec: PartitionSpec) -> int | None:
-        return next((dim for dim, axes in enumerate(spec) if axes and set(_names(axes)) & set(self.data)), None)
+        return next((dim for dim, axes in enumerate(spec) if set(_names(axes)) & set(self.data)), None)
 
 
 def one_layer(specs: Any) -> Any:
@@ -65,5 +72,9 @@ def one_layer(specs: Any) -> Any:
     return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
+def _on(spec: PartitionSpec, axes: tuple[str, ...]) -> bool:
+    return any(set(_names(names)) & set(axes) for names in spec)
+
+
 def _names(axes: Any) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

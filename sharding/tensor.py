@@ -3,6 +3,9 @@
     f  enter        x      -> x                        backward: the sum of the ranks' gradients
     g  sum_parts    parts  -> the sum over the ranks   backward: the same gradient for every part
 
+With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) the residual stream between them is
+cut along the sequence, [B, S / t, D]: f gathers, g scatters, and each is the other's transpose.
+
 What is whole has a whole gradient, the same on every rank.  So the transposes are written down and not left to
 autodiff, which would sum once more.
 """
@@ -48,3 +51,50 @@ def _join_backward(axes: tuple[str, ...], width: int, gradient: jax.Array) -> tu
 
 
 join.defvjp(lambda axes, part: (join(axes, part), part.shape[-1]), _join_backward)
+
+
+SEQUENCE = 1
+"""The dimension of x[B, S, D] that sequence parallelism cuts."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def enter_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """f on a cut sequence: the whole of x[B, S / t, D]; backward every rank gets its rows of the ranks' sum."""
+    return jax.lax.all_gather(x, axes, axis=SEQUENCE, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sum_rows(axes: tuple[str, ...], parts: jax.Array) -> jax.Array:
+    """g on a cut sequence: this rank's rows of the sum of parts[B, S, D]; backward the whole gradient."""
+    return jax.lax.psum_scatter(parts, axes, scatter_dimension=SEQUENCE, tiled=True)
+
+
+enter_rows.defvjp(lambda axes, x: (enter_rows(axes, x), None), lambda axes, _, g: (sum_rows(axes, g),))
+sum_rows.defvjp(lambda axes, parts: (sum_rows(axes, parts), None), lambda axes, _, g: (enter_rows(axes, g),))
+
+
+def own_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """This rank's rows of x[B, S, ...]."""
+    rows = x.shape[SEQUENCE] // jax.lax.psum(1, axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * rows, rows, axis=SEQUENCE)
+
+
+def all_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """The ranks' rows [B, S / t, ...] together."""
+    return jax.lax.all_gather(x, axes, axis=SEQUENCE, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def cut_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Where the cut stream begins: a rank's rows of what every rank has whole; backward the ranks' rows together."""
+    return own_rows(axes, x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def join_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Where it ends: all rows; backward a rank's rows of the gradient, which every rank has whole."""
+    return all_rows(axes, x)
+
+
+cut_rows.defvjp(lambda axes, x: (own_rows(axes, x), None), lambda axes, _, g: (all_rows(axes, g),))
+join_rows.defvjp(lambda axes, x: (all_rows(axes, x), None), lambda axes, _, g: (own_rows(axes, g),))

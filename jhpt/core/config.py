@@ -180,6 +180,9 @@ class ParallelConfig(Section):
     )
     data: Count | None = Field(None, description="data-parallel degree; null: all devices / (pipe x tensor)")
     tensor: Count = Field(1, description="tensor-parallel degree, on neighbouring devices")
+    sequence: bool = Field(
+        False, description="cut activations between tensor-parallel products along the sequence: less memory"
+    )
     pipe: Count = Field(1, description="pipeline stages")
     zero: Literal[0, 1, 3] = Field(
         0, description="shard over the data axis: 0 nothing, 1 optimizer state, 3 also parameters"

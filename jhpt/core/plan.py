@@ -57,6 +57,7 @@ class Plan(Section):
     micro_batches: Count
     schedule: Schedule = "1f1b"
     zero: Zero = 0
+    sequence: bool = Field(False, description="cut activations between tensor-parallel products along the sequence")
     recompute: bool = Field(False, description="keep only the input of every layer, compute the rest again")
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     seconds: NonNegative | None = Field(None, description="predicted time of a step")
@@ -127,6 +128,7 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
         schedule="interleaved" if parallel.chunks > 1 else parallel.schedule,
         zero=parallel.zero,
         recompute=parallel.recompute,
+        sequence=parallel.sequence,
         stages=_even_stages(config.model.num_layers, pipe, parallel.chunks, data * tensor, tensor),
     )
 

@@ -64,9 +64,9 @@ class BERTBlock(nn.Module):
         config = self.config
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
-        x = x + dropout(half(x, None, lengths), config.dropout, keys, 0)
+        x = x + dropout(half(x, None, lengths), config.dropout, keys, 0, self.hooks)
         x = norm("layernorm", config.norm_eps, self.dtype, "attention_norm")(x)
-        x = x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(x), config.dropout, keys, 1)
+        x = x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(x), config.dropout, keys, 1, self.hooks)
         return norm("layernorm", config.norm_eps, self.dtype, "mlp_norm")(x)
 
 
@@ -129,7 +129,9 @@ class BERT:
         self, params: Any, tokens: jax.Array, types: jax.Array | None = None, keys: jax.Array | None = None
     ) -> jax.Array:
         """tokens[B, S] (and types[B, S]; None: all zero) -> x[B, S, D]."""
-        return dropout(apply(self._embedding, params["embedding"], tokens, types), self.config.dropout, keys, 0)
+        return dropout(
+            apply(self._embedding, params["embedding"], tokens, types), self.config.dropout, keys, 0, self.hooks
+        )
 
     def block(
         self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None, lengths: jax.Array | None = None

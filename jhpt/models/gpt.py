@@ -64,9 +64,9 @@ class GPTBlock(nn.Module):
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
         h = norm(config.norm, config.norm_eps, self.dtype, "attention_norm")(x)
-        x = x + dropout(half(h, rotation, None), config.dropout, keys, 0)
+        x = x + dropout(half(h, rotation, None), config.dropout, keys, 0, self.hooks)
         h = norm(config.norm, config.norm_eps, self.dtype, "mlp_norm")(x)
-        return x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(h), config.dropout, keys, 1)
+        return x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(h), config.dropout, keys, 1, self.hooks)
 
 
 class GPTHead(nn.Module):
@@ -127,11 +127,11 @@ class GPT:
 
     def embed(self, params: Any, tokens: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """tokens[B, S] -> x[B, S, D]."""
-        return dropout(apply(self._embedding, params["embedding"], tokens), self.config.dropout, keys, 0)
+        return dropout(apply(self._embedding, params["embedding"], tokens), self.config.dropout, keys, 0, self.hooks)
 
     def block(self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """One layer: x[B, S, D] -> x[B, S, D]."""
-        return apply(self._block, layer_params, x, keys, self._rotation(x.shape[1]))
+        return apply(self._block, layer_params, x, keys, self._rotation(x.shape[1] * self.hooks.rows))
 
     def logits(self, params: Any, x: jax.Array) -> jax.Array:
         """x[B, S, D] -> logits[B, S, V], float32; columns beyond the vocabulary are -inf."""

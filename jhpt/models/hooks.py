@@ -24,9 +24,12 @@ def only_shard() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """One shard's view.  Heads, hidden units and vocabulary are divided evenly; the residual stream is whole.
+    """One shard's view.  Heads, hidden units and vocabulary are divided evenly.
 
     shards: how many there are.
+    rows: into how many pieces the residual stream x[B, S, D] is cut along the sequence; `enter` makes it whole, and
+      `contract` leaves a shard's piece.
+    own_rows: what the whole sequence has [B, S, ...] -> this shard's piece of it.
     rank: () -> the number of this one.
     enter: x, whole -> x, before it meets matrices of which each shard has some columns.
     contract: (x[..., F], w[F, D]), of which each shard has some F -> the whole [..., D].
@@ -36,6 +39,8 @@ class Hooks:
     """
 
     shards: int = 1
+    rows: int = 1
+    own_rows: Callable[[jax.Array], jax.Array] = whole
     rank: Callable[[], jax.Array | int] = only_shard
     enter: Callable[[jax.Array], jax.Array] = whole
     contract: Callable[[jax.Array, jax.Array], jax.Array] = dense

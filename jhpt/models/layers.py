@@ -140,16 +140,17 @@ def fold(keys: jax.Array, number: int | jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
 
 
-def dropout(x: jax.Array, rate: float, keys: jax.Array | None, use: int) -> jax.Array:
-    """Zeroes entries of x[B, ...] with probability `rate` and scales the rest by 1 / (1 - rate); no keys: x itself.
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None, use: int, hooks: Hooks) -> jax.Array:
+    """Zeroes entries of x[B, S, D] with probability `rate` and scales the rest by 1 / (1 - rate); no keys: x itself.
 
     keys: [B].  A row has its own, so what it loses does not depend on the rows it shares a device or micro-batch with.
     use: tells apart the layer's dropouts.
     """
     if keys is None or rate == 0:
         return x
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(fold(keys, use))
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+    shape = (x.shape[1] * hooks.rows, *x.shape[2:])
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(fold(keys, use))
+    return jnp.where(hooks.own_rows(keep), x / (1 - rate), 0).astype(x.dtype)
 
 
 def apply(module: nn.Module, params: Any, *inputs: Any) -> Any:

@@ -59,6 +59,7 @@ def plan_text(plan: Plan) -> str:
     parts = [
         f"pipe {len(plan.stages)} x {mesh}" if piped else mesh,
         (plan.schedule + (f" with {plan.chunks} chunks" if plan.chunks > 1 else "")) if piped else "",
+        "sequence" if plan.sequence else "",
         f"zero {plan.zero}",
         f"{plan.micro_batches} micro-batches",
         "recompute" if plan.recompute else "",

@@ -8,6 +8,7 @@ Losses are *sums* over predicted tokens, so that micro-batches and devices add u
 batch.  Every row draws its masks and its dropout from its own key.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,6 +59,29 @@ def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
         join=partial(tensor.join, axes),
         total=total,
         largest=partial(tensor.largest, axes),
+    )
+
+
+def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
+    """The same for blocks whose residual stream is cut along the sequence."""
+    if shards == 1:
+        return Hooks()
+    return replace(
+        tensor_hooks(axes, shards),
+        rows=shards,
+        own_rows=partial(tensor.own_rows, axes),
+        enter=partial(tensor.enter_rows, axes),
+        contract=lambda x, w: tensor.sum_rows(axes, dense(x, w)),
+    )
+
+
+def with_cut_sequence(ends: Parts, blocks: Parts, axes: tuple[str, ...]) -> Parts:
+    """Ends on whole sequences, blocks between them on cut ones."""
+    return replace(
+        ends,
+        entry=lambda params, rows, keys: tensor.cut_rows(axes, ends.entry(params, rows, keys)),
+        block=blocks.block,
+        exit=lambda params, x, rows, keys: ends.exit(params, tensor.join_rows(axes, x), rows, keys),
     )
 
 

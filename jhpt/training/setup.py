@@ -17,6 +17,7 @@ from jhpt.core.plan import Plan, plan_by_hand
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
 from jhpt.models.build import Model, build
+from jhpt.models.hooks import Hooks
 from jhpt.models.layers import NAMED_TENSORS
 from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
@@ -27,7 +28,7 @@ from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
 from jhpt.training.data.windows import Windows, causal_windows, check_masked, masked_windows
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.parts import make_parts, tensor_hooks
+from jhpt.training.parts import make_parts, sequence_hooks, tensor_hooks, with_cut_sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +123,19 @@ def design_step(
 def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer, *, train: bool) -> Execution:
     """The configured model, laid out and ready to be traced."""
     grid = layout.grid
+    check_sequence(config, layout.plan)
     recompute = keep_nothing if layout.plan.recompute else layer_policy(config, on_gpu=_on_gpu(layout))
 
     def parts_at(degree: int) -> Parts:
-        axes = grid.axes(degree)
-        cut = replace(model, hooks=tensor_hooks(axes.tensor, grid.size(axes.tensor)))
-        parts = make_parts(cut, config.data, tokenizer, config.optimizer.z_loss, train=train)
+        axes = grid.axes(degree).tensor
+
+        def cut(hooks: Hooks) -> Parts:
+            own = replace(model, hooks=hooks)
+            return make_parts(own, config.data, tokenizer, config.optimizer.z_loss, train=train)
+
+        parts = cut(tensor_hooks(axes, degree))
+        if layout.plan.sequence and degree > 1:
+            parts = with_cut_sequence(parts, cut(sequence_hooks(axes, degree)), axes)
         return replace(parts, block=recompute(parts.block)) if train else parts
 
     return Execution(
@@ -138,6 +146,17 @@ def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer
         unroll=unrolled(config, on_gpu=_on_gpu(layout)),
         overlap=_on_gpu(layout),
     )
+
+
+def check_sequence(config: Config, plan: Plan) -> None:
+    """Refuses to cut a sequence into unequal pieces."""
+    length = config.data.sequence_length
+    for degree in sorted({t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor}):
+        if plan.sequence and length % degree:
+            raise InputError(
+                f"parallel.sequence cuts data.sequence_length={length} into {degree} pieces, which does not divide it; "
+                "choose another length or tensor degree, or leave parallel.sequence out"
+            )
 
 
 def _on_gpu(layout: Layout) -> bool:
