@@ -1,0 +1,74 @@
+"""Plans by hand: how the section `parallel` becomes stages."""
+
+import pytest
+
+from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
+from jhpt.core.plan import Plan, plan_by_hand
+
+
+def by_hand(devices=8, blocks=8, **parallel):
+    settings = {f"parallel.{name}": value for name, value in parallel.items()}
+    return plan_by_hand(load_config("gpt-tiny", {"model.num_layers": blocks, **settings}), devices)
+
+
+def layers(plan: Plan) -> list[list[tuple[int, int]]]:
+    return [[(chunk.first, chunk.stop) for chunk in stage.chunks] for stage in plan.stages]
+
+
+def test_one_stage_holds_everything():
+    plan = by_hand(tensor=2)
+    assert layers(plan) == [[(0, 10)]]
+    assert (plan.stages[0].devices, plan.stages[0].chunks[0].tensor) == (8, (2,) * 10)
+
+
+def test_ends_go_with_the_first_and_last_block():
+    assert layers(by_hand(pipe=4, micro_batches=4)) == [[(0, 3)], [(3, 5)], [(5, 7)], [(7, 10)]]
+
+
+def test_the_first_stages_take_one_block_more():
+    assert layers(by_hand(blocks=5, pipe=2, micro_batches=2)) == [[(0, 4)], [(4, 7)]]
+
+
+def test_interleaved_chunks_go_round():
+    plan = by_hand(pipe=2, chunks=2, micro_batches=2)
+    assert plan.schedule == "interleaved"
+    assert layers(plan) == [[(0, 3), (5, 7)], [(3, 5), (7, 10)]]
+
+
+def test_stages_share_the_devices():
+    plan = by_hand(pipe=2, tensor=2, micro_batches=2)
+    assert [(stage.device, stage.devices) for stage in plan.stages] == [(0, 4), (4, 4)]
+    assert by_hand(pipe=2, data=1, micro_batches=2).devices == 2
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"data": 16}, "needs 16 devices, and there are 8"),
+        ({"pipe": 4, "tensor": 4, "micro_batches": 4}, "parallel.pipe=4 x .* needs 16 devices"),
+        ({"data": 8, "micro_batches": 3}, "divisible"),
+        ({"pipe": 9, "micro_batches": 8}, "as many blocks"),
+        ({"chunks": 2}, "several stages"),
+        ({"chunks": 2, "pipe": 2, "micro_batches": 3}, "divisible by parallel.pipe=2"),
+        ({"chunks": 2, "pipe": 2, "micro_batches": 2, "schedule": "gpipe"}, "drop parallel.schedule=gpipe"),
+    ],
+)
+def test_what_cannot_be_is_refused(parallel, words):
+    with pytest.raises(InputError, match=words):
+        by_hand(**parallel)
+
+
+def test_auto_leaves_the_rest_aside():
+    assert load_config("gpt-13b", {"parallel": "auto"}).parallel.auto
+    assert load_config({"parallel": "auto"}).parallel.auto
+    config = load_config("gpt-tiny", {"parallel.auto": True, "parallel.tensor": 3})  # 3 divides no head count
+    assert config.parallel.auto
+    with pytest.raises(InputError, match="parallel"):
+        load_config({"parallel": "automatic"})
+
+
+def test_a_file_holds_a_plan(tmp_path):
+    plan = by_hand(pipe=2, chunks=2, micro_batches=2, zero=1)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
