@@ -233,7 +233,7 @@ class Execution:
                 unroll=self.unroll,
                 fetch=partial(storage.gathered, specs=own) if fetches else _same,
                 finish=self._finish(degree, own, last=last),
-                ahead=fetches and shared and self.overlap,
+                ahead=layout.plan.prefetch if fetches and shared and self.overlap else 0,
                 late=gives and shared and self.overlap,
                 keep=first and self._fetches_once,
             )
@@ -277,7 +277,7 @@ class Execution:
             unroll=self.unroll,
             fetch=partial(storage.gathered, specs=own) if plan.zero == 3 else _same,
             finish=partial(storage.scattered, specs=own) if plan.zero == 3 else _same,
-            ahead=plan.zero == 3 and storage.ranks > 1 and self.overlap,
+            ahead=plan.prefetch if plan.zero == 3 and storage.ranks > 1 and self.overlap else 0,
         )
 
 

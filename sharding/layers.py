@@ -1,9 +1,10 @@
 """Like layers, one after the other: forward, and backward through what forward kept.
 
-Where parameters have to be fetched from other devices, or gradients given to them, a loop does so one layer beside the
-computation of the next: an iteration computes layer l while it fetches the parameters that the next iteration needs and
-gives away the gradient that the one before has left.  Both are part of one iteration and independent of its
-computation, so the compiler can run them at the same time; neither would be, in the iteration that needs them.
+Where parameters have to be fetched from other devices, or gradients given to them, a loop does so beside the
+computation of another layer: the iteration of layer l fetches the parameters of layer l + `ahead` and gives away the
+gradient that the iteration before has left.  Both are part of one iteration and independent of its computation, so the
+compiler can run them at the same time; neither would be, in the iteration that needs them.  The last iterations of the
+forward pass fetch what the first ones of the backward pass need.
 """
 
 from collections.abc import Callable
@@ -28,14 +29,14 @@ class Passed:
     """What a forward pass leaves for the backward pass.
 
     kept: by layer, in a list or stacked.  fetched: all layers' parameters, where they were wanted.  ready: those of the
-    last layer, where they were fetched ahead.
+    last layers, last first, where they were fetched ahead.
     """
 
     split: SplitLayer
     keys: jax.Array
     kept: Any
     fetched: Any = None
-    ready: Any = None
+    ready: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class LayerLoop:
 
     unroll: in the program instead of in a loop.  A loop copies what layers keep in and out of stacked buffers, unrolled
       layers take time to compile.
-    ahead: a loop fetches one layer ahead.  late: it finishes one layer later.
+    ahead: how many layers a loop fetches ahead.  late: it finishes one layer later.
     keep: forward also returns all layers' fetched parameters.
     """
 
@@ -54,7 +55,7 @@ class LayerLoop:
     unroll: bool
     fetch: Fetch
     finish: Finish
-    ahead: bool = False
+    ahead: int = 0
     late: bool = False
     keep: bool = False
 
@@ -70,14 +71,13 @@ class LayerLoop:
                 fetched.append(own)
             return x, Passed(split=split, keys=keys, kept=kept, fetched=_stacked(fetched) if self.keep else None)
 
-        def step(carry: tuple[jax.Array, Any], at: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
+        def step(carry: tuple[jax.Array, tuple[Any, ...]], at: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
             x, ready = carry
-            following = self._fetched(params, jnp.minimum(at + 1, self.count - 1)) if self.ahead else None
-            own = ready if self.ahead else self._fetched(params, at)
+            own, ready = self._next(params, at, ready, at + self.ahead)
             x, kept = split.forward(own, x, (keys, self.first + at))
-            return (x, following), (kept, own if self.keep else None)
+            return (x, ready), (kept, own if self.keep else None)
 
-        start = self._fetched(params, 0) if self.ahead else None
+        start = tuple(self._fetched(params, self._turned(at)) for at in range(self.ahead))
         (x, ready), (stacked, fetched) = jax.lax.scan(step, (x, start), jnp.arange(self.count))
         return x, Passed(split=split, keys=keys, kept=stacked, fetched=fetched, ready=ready)
 
@@ -94,18 +94,17 @@ class LayerLoop:
 
         def step(carry: tuple[jax.Array, Any, Any, Any], layer: tuple[jax.Array, Any]) -> tuple[Any, Any]:
             (error, ready, pending, done), (at, kept) = carry, layer
-            following = self._fetched(params, jnp.maximum(at - 1, 0)) if self.ahead else None
-            own = ready if self.ahead else self._fetched(params, at)
+            own, ready = self._next(params, at, ready, at - self.ahead)
             gradient, error = split.backward(own, (keys, self.first + at), kept, error)
             if not self.late:
-                return (error, following, None, None), self.finish(gradient, _row(total, at))
+                return (error, ready, None, None), self.finish(gradient, _row(total, at))
             # There is no layer behind the last one: what would be its gradient is dropped.
             left = self.finish(pending, _row(total, at + 1))
             done = jax.tree.map(lambda all_, one: all_.at[at + 1].set(one, mode="drop"), done, left)
-            return (error, following, gradient, done), None
+            return (error, ready, gradient, done), None
 
         pending, done = (None, None) if not self.late else self._room(params, total)
-        start = (error, passed.ready if self.ahead else None, pending, done)
+        start = (error, passed.ready if self.ahead else (), pending, done)
         (error, _, pending, done), gradients = jax.lax.scan(
             step, start, (jnp.arange(self.count), passed.kept), reverse=True
         )
@@ -116,10 +115,22 @@ class LayerLoop:
 
     def with_fetched(self) -> "LayerLoop":
         """The same over parameters that have been fetched."""
-        return replace(self, fetch=lambda params: params, ahead=False, keep=False)
+        return replace(self, fetch=lambda params: params, ahead=0, keep=False)
 
     def _fetched(self, params: Any, at: int | jax.Array) -> Any:
         return self.fetch(_row(params, at))
+
+    def _next(
+        self, params: Any, at: jax.Array, ready: tuple[Any, ...], later: jax.Array
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """(parameters of layer `at`, those that are ready for the layers after it), while `later` is fetched."""
+        if not self.ahead:
+            return self._fetched(params, at), ()
+        return ready[0], (*ready[1:], self._fetched(params, self._turned(later)))
+
+    def _turned(self, at: int | jax.Array) -> int | jax.Array:
+        """Layers behind the last one are the last ones again, on the way back; there are none before the first."""
+        return jnp.clip(jnp.where(at < self.count, at, 2 * self.count - 1 - at), 0, self.count - 1)
 
     def _room(self, params: Any, total: Any) -> tuple[Any, Any]:
         """Zeros like one layer's gradient, and like all finished ones."""

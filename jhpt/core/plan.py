@@ -57,6 +57,7 @@ class Plan(Section):
     micro_batches: Count
     schedule: Schedule = "1f1b"
     zero: Zero = 0
+    prefetch: Whole = Field(1, description="ZeRO: how many layers ahead of their use weights are gathered")
     sequence: bool = Field(False, description="cut activations between tensor-parallel products along the sequence")
     recompute: bool = Field(False, description="keep only the input of every layer, compute the rest again")
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
