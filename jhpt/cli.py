@@ -36,7 +36,7 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
   jhpt profile [CONFIG|PRESET] [--out FILE] [--cluster-out FILE] [--section.key value ...]
                         measure a model's layers and this machine, for jhpt plan
   jhpt bench NAME [--quick] [--json FILE]
-                        measure; NAME: train, planner or predict
+                        measure; NAME: train, planner, predict or hybrid
   jhpt doctor           what this machine can do
   jhpt COMMAND --help   all options of a command
 
@@ -247,7 +247,7 @@ def bench_command(arguments: list[str]) -> int:
     """`jhpt bench`."""
 
     def bench(
-        name: Annotated[Literal["train", "planner", "predict"], tyro.conf.Positional],
+        name: Annotated[Literal["train", "planner", "predict", "hybrid"], tyro.conf.Positional],
         /,
         quick: bool = False,
         json: str | None = None,
@@ -267,6 +267,10 @@ def bench_command(arguments: list[str]) -> int:
             from jhpt.bench.predict import run as run_predict
 
             return run_predict(quick=quick, json_path=json)
+        if name == "hybrid":
+            from jhpt.bench.hybrid.run import run as run_hybrid
+
+            return run_hybrid(quick=quick, json_path=json)
         from jhpt.bench.train import run
 
         return run(quick=quick, json_path=json)

@@ -1,19 +1,30 @@
 """Covering arrays: few cases in which every pair of values still meets."""
 
 import itertools
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 
 
-def pairwise(*axes: Sequence) -> list[tuple]:
-    """A small deterministic subset of the product of `axes` that contains every pair of values of every two axes."""
-    cases = list(itertools.product(*axes))
+def pairwise(*axes: Sequence, where: Callable[..., bool] = lambda *_: True) -> list[tuple]:
+    """A small deterministic subset of the product of `axes` that contains every pair of values of every two axes.
 
-    def pairs(case: tuple) -> set:
-        return {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(axes)), 2)}
+    where: cases that there are; a pair that none of them has is left out.
+    """
+    cases = [case for case in itertools.product(*axes) if where(*case)]
+    random.Random(0).shuffle(cases)  # a pair's other values vary
+    bits: dict[tuple, int] = {}
 
-    missing, chosen = set().union(*map(pairs, cases)), []
+    def pairs(case: tuple) -> int:
+        """A bit for every pair."""
+        found = 0
+        for i, j in itertools.combinations(range(len(axes)), 2):
+            found |= 1 << bits.setdefault((i, case[i], j, case[j]), len(bits))
+        return found
+
+    masks = list(map(pairs, cases))
+    missing, chosen = (1 << len(bits)) - 1, []
     while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
+        best = max(range(len(cases)), key=lambda index: (masks[index] & missing).bit_count())
+        chosen.append(cases[best])
+        missing &= ~masks[best]
     return chosen

@@ -74,6 +74,10 @@ QUOTA_PERIOD = 10_000
 MIN_QUOTA = 1_000
 """Microseconds, the kernel's least (Documentation/scheduler/sched-bwc.rst)."""
 
+WEIGHT = {1: ("cpu.shares", 1 << 18), 2: ("cpu.weight", 10_000)}
+"""By the controller's version, the file and its largest figure: what a host has left of its quota it gets before other
+programs do.  With the usual weight, beside three busy programs, hosts got 27 % of a core where 50 % were theirs."""
+
 POLL_S, KILL_S = 0.02, 10.0
 """Seconds between two looks at the hosts, and that the kernel has to end a killed process."""
 
@@ -149,7 +153,7 @@ class Lab:
     Attributes:
       bits_per_s: what a host's link carries each way, headers included; None does not limit it.
       cpu: cores of each host, such as 0.5; None lets all of them compete for those of the machine.  A host never gets
-        more, and less if other programs keep the machine busy.
+        more, and hardly less where other programs keep the machine busy.
       tag: what the names of all its namespaces and control groups start with.
 
     Raises: InputError for hosts that this machine cannot hold; entering raises LabError or OSError where `why_not`
@@ -205,6 +209,19 @@ class Lab:
         for rank in range(self.hosts):
             _batch("tc", self.host(rank), [f"qdisc replace dev eth0 root {queue}"])
         _batch("tc", self.switch, [f"qdisc replace dev port{rank} root {queue}" for rank in range(self.hosts)])
+
+    def quota(self, cpu: float | None) -> None:
+        """Sets the quota of every host at once; None gives back that of `Lab.cpu`, and `cpu` may be above it: for what
+        nobody measures, such as compiling."""
+        assert self.cpu is not None, "a lab without quotas"
+        match = TAG.fullmatch(self.tag)
+        assert match is not None
+        # Inside a host there are no control groups to be seen, but through the process that made the lab there are.
+        controller = cpu_controller(Path("/proc", match[1], "mounts").read_text(), Path("/proc", match[1], "root"))
+        assert controller is not None
+        for rank in range(self.hosts):
+            for name, value in controller.quota(self.cpu if cpu is None else cpu).items():
+                (controller.root / self.host(rank) / name).write_text(value)
 
     def run(self, command: Command, *, timeout_s: float, env: Mapping[str, str] | None = None) -> list[HostResult]:
         """Runs a command on all hosts at once, and returns what they wrote, by rank.
@@ -295,20 +312,22 @@ class CpuController:
 
     def quota(self, cpu: float) -> dict[str, str]:
         """The files of a group that may use `cpu` cores, in the order to write them."""
-        quota = f"{cpu * QUOTA_PERIOD:.0f}"
+        quota, (file, most) = f"{cpu * QUOTA_PERIOD:.0f}", WEIGHT[self.version]
         if self.version == 1:
-            return {"cpu.cfs_period_us": str(QUOTA_PERIOD), "cpu.cfs_quota_us": quota}
-        return {"cpu.max": f"{quota} {QUOTA_PERIOD}"}
+            return {"cpu.cfs_period_us": str(QUOTA_PERIOD), "cpu.cfs_quota_us": quota, file: str(most)}
+        return {"cpu.max": f"{quota} {QUOTA_PERIOD}", file: str(most)}
 
 
-def cpu_controller(mounts: str) -> CpuController | None:
-    """The CPU controller in the text of /proc/mounts.  It belongs to one hierarchy only, of version 1 or 2."""
+def cpu_controller(mounts: str, root: Path = Path("/")) -> CpuController | None:
+    """The CPU controller in the text of /proc/mounts, whose paths are those below `root`.  It belongs to one hierarchy
+    only, of version 1 or 2."""
     for line in mounts.splitlines():
-        _, folder, kind, options, *_ = line.split()
+        _, path, kind, options, *_ = line.split()
+        folder = root / path.lstrip("/")
         if kind == "cgroup" and "cpu" in options.split(","):
-            return CpuController(root=Path(folder), version=1)
-        if kind == "cgroup2" and "cpu" in (Path(folder) / "cgroup.controllers").read_text().split():
-            return CpuController(root=Path(folder), version=2)
+            return CpuController(root=folder, version=1)
+        if kind == "cgroup2" and "cpu" in (folder / "cgroup.controllers").read_text().split():
+            return CpuController(root=folder, version=2)
     return None
 
 

@@ -263,6 +263,7 @@ class SimulatorRow:
 
     part: str = "simulator"
     schedule: Schedule
+    overlap: bool
     stages: int
     chunks: int
     micro_batches: int
@@ -275,13 +276,17 @@ def _simulator(settings: Settings) -> tuple[list[SimulatorRow], dict[str, Claim]
     tasks = [(settings, index) for index in range(settings.pipelines)]
     rows = _in_parallel(play, tasks, settings.workers)
     lines = []
-    for schedule in ("gpipe", "1f1b", "interleaved"):
-        errors = [row.error for row in rows if row.schedule == schedule]
-        lines.append((schedule, str(len(errors)), f"{statistics.median(errors):.1e}", f"{max(errors):.1e}"))
-    print_table("closed loop against simulated events", ("schedule", "pipelines", "median error", "largest"), lines)
+    for schedule, overlap in itertools.product(("gpipe", "1f1b", "interleaved"), (True, False)):
+        errors = [row.error for row in rows if (row.schedule, row.overlap) == (schedule, overlap)]
+        if errors:
+            transfers = "beside" if overlap else "in line"
+            figures = f"{statistics.median(errors):.1e}", f"{max(errors):.1e}"
+            lines.append((schedule, transfers, str(len(errors)), *figures))
+    columns = ("schedule", "transfers", "pipelines", "median error", "largest")
+    print_table("closed loop against simulated events", columns, lines, words=2)
     setup = (
         f"{len(rows)} random pipelines: 2 to {settings.stages} uneven stages, M from S to 8 S, transfers up to half "
-        "of a mean stage"
+        "of a mean stage, beside computation or in line with it"
     )
     worst = max(row.error for row in rows)
     return rows, {"simulator_error_max": Claim(value=worst, unit="relative error of a step", setup=setup)}
@@ -292,6 +297,7 @@ def play(task: tuple[Settings, int]) -> SimulatorRow:
     settings, index = task
     rng = np.random.default_rng([settings.seed, index])
     schedule: Schedule = ("gpipe", "1f1b", "interleaved")[index % 3]
+    overlap = index % 2 == 0
     stages = int(rng.integers(2, settings.stages + 1))
     chunks = int(rng.integers(2, 5)) if schedule == "interleaved" else 1
     micro_batches = int(rng.integers(stages, 8 * stages + 1))
@@ -303,10 +309,12 @@ def play(task: tuple[Settings, int]) -> SimulatorRow:
     cut = rng.uniform(0.0, 0.5, stages * chunks - 1) * mean
     sync = backward[:, 0] + rng.uniform(0.0, 2.0, stages) * mean
     update = rng.uniform(0.0, 0.5, stages) * mean
-    seconds = float(step_seconds(schedule, micro_batches, forward, backward, cut, sync, update))
-    simulated = simulate(schedule, micro_batches, forward, backward, cut, sync, update).seconds
+    times = forward, backward, cut, sync, update
+    seconds = float(step_seconds(schedule, micro_batches, *times, overlap=overlap))
+    simulated = simulate(schedule, micro_batches, *times, overlap=overlap).seconds
     return SimulatorRow(
         schedule=schedule,
+        overlap=overlap,
         stages=stages,
         chunks=chunks,
         micro_batches=micro_batches,
@@ -508,7 +516,7 @@ def weigh(task: tuple[str, str, Space]) -> WorthRow:
             ratio=rival.seconds / seconds if rival.seconds and seconds else None,
             reason=rival.reason,
         )
-        for rival in baselines(asked, CostModel(profile, cluster))
+        for rival in baselines(asked, CostModel(profile, cluster), space)
     }
     return WorthRow(
         model=name,

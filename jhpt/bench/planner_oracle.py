@@ -1,8 +1,9 @@
 """Every plan of a decision set, written down without any of the planner's shortcuts, and the fastest of them.
 
 The decision sets are those that `jhpt.planner.spmd` and `jhpt.planner.general` state.  A stage is summed up layer by
-layer, once for all plans that have it; whole plans are timed by the schedule, many at a time.  That this is what
-`jhpt.planner.estimate.price` says of each plan is tested.
+layer, once for all plans that have it; whole plans are timed by the schedule, many at a time.  What one SPMD program
+makes of a layer is derived here anew, from seconds and bytes of the plain layer and from collectives.  That all this is
+what `jhpt.planner.estimate.price` says of each plan is tested.
 """
 
 import itertools
@@ -15,11 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, Zero, runs_of
-from jhpt.planner.costs import CostModel, LayerCosts, Treatment
+from jhpt.planner.collectives import all_gather, all_reduce, reduce_scatter
+from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
 from jhpt.planner.request import Request
 from jhpt.planner.schedule import in_flight, step_seconds
 from jhpt.planner.solve import Space
+from jhpt.planner.tables import Treatment
 
 ChunkDraft = tuple[int, tuple[int, ...]]
 """First layer, tensor degree of every layer."""
@@ -121,7 +124,8 @@ def _spmd_stages(model: CostModel, treatment: Treatment, m: int) -> Iterator[tup
     n, k, b = model.num_layers, model.cluster.num_devices, treatment.micro_batch
     for devices in range(1, k + 1):
         for degrees in itertools.product(*_degrees(model, 0, n, devices, b)):
-            yield "1f1b", ((0, devices, ((0, degrees),)),)
+            if _one_mesh(degrees) and (model.tied_layer is None or degrees[0] == degrees[model.tied_layer]):
+                yield "1f1b", ((0, devices, ((0, degrees),)),)
     for t, d in itertools.product(_common_degrees(model), range(1, k + 1)):
         if d * t > k or b % d:
             continue
@@ -135,6 +139,11 @@ def _spmd_stages(model: CostModel, treatment: Treatment, m: int) -> Iterator[tup
                     yield "interleaved", _spmd_row(edges, s, d * t, t)
 
 
+def _one_mesh(degrees: Iterable[int]) -> bool:
+    """Whether of any two degrees one divides the other."""
+    return all(high % low == 0 for low, high in itertools.pairwise(sorted(degrees)))
+
+
 def _spmd_row(edges: tuple[int, ...], s: int, devices: int, t: int) -> tuple[StageDraft, ...]:
     chunks = [(first, (t,) * (stop - first)) for first, stop in itertools.pairwise(edges)]
     return tuple((i * devices, devices, tuple(chunks[i::s])) for i in range(s))
@@ -142,8 +151,8 @@ def _spmd_row(edges: tuple[int, ...], s: int, devices: int, t: int) -> tuple[Sta
 
 def _balanced_edges(model: CostModel, treatment: Treatment, devices: int, t: int, parts: int) -> tuple[int, ...]:
     """The smallest largest range; of several the one whose ranges, from the first, are longest."""
-    c = model.layer_costs(model.places.at(0, devices), t, treatment)
-    work = c.forward + c.forward_tensor + c.backward + c.backward_tensor
+    rows = [_piped_layer(model, 0, devices, t, treatment, layer) for layer in range(model.num_layers)]
+    work = [row.forward + row.backward for row in rows]
     every = [
         (max(sum(work[a:b]) for a, b in itertools.pairwise(edges)), edges) for edges in _compositions(len(work), parts)
     ]
@@ -194,13 +203,26 @@ def count(asked: Request, model: CostModel, space: Space) -> int:
 
 def _count_spmd(model: CostModel, b: int, m: int) -> int:
     n, k = model.num_layers, model.cluster.num_devices
-    total = sum(math.prod(map(len, _degrees(model, 0, n, devices, b))) for devices in range(1, k + 1))
+    total = sum(_count_single(model, _degrees(model, 0, n, devices, b)) for devices in range(1, k + 1))
     for t, d in itertools.product(_common_degrees(model), range(1, k + 1)):
         if d * t <= k and b % d == 0:
             for s in range(2, min(n, k // (d * t)) + 1):
                 interleaved = sum(m % s == 0 and s * v <= n for v in (2, 3, 4))
                 total += 2 * math.comb(n - 1, s - 1) + interleaved
     return total
+
+
+def _count_single(model: CostModel, choices: list[list[int]]) -> int:
+    """Assignments of degrees to the layers of one stage, by the degrees in use and that of the first layer."""
+    ways: dict[tuple[frozenset[int], int], int] = {(frozenset(), t): 1 for t in choices[0]}
+    for layer, degrees in enumerate(choices):
+        grown: dict[tuple[frozenset[int], int], int] = defaultdict(int)
+        for ((used, first), count), t in itertools.product(ways.items(), degrees):
+            bound_to_first = layer in (0, model.tied_layer)
+            if _one_mesh(used | {t}) and not (bound_to_first and t != first):
+                grown[used | {t}, first] += count
+        ways = grown
+    return sum(ways.values())
 
 
 def _count_general(model: CostModel) -> int:
@@ -216,6 +238,108 @@ def _count_general(model: CostModel) -> int:
                 for devices in range(1, k - o + 1)
             )
     return 2 * ways[0, 0] - sum(math.prod(each[devices]) for devices in range(1, k + 1))
+
+
+# What a layer costs.
+
+
+class _Layer(NamedTuple):
+    """Seconds of a micro-batch in each pass, with their communication; of gradients beside the last backward; of all
+    that is done once after it; bytes: for good, by micro-batch in flight, while it runs."""
+
+    forward: float
+    backward: float
+    gradients: float
+    once: float
+    state: float
+    kept: float
+    working: float
+
+
+def _own_layer(model: CostModel, device: int, devices: int, t: int, treatment: Treatment, layer: int) -> _Layer:
+    """In a program of its stage's own."""
+    c = model.layer_costs(model.places.at(device, devices), t, treatment)
+    passes = (c.forward + c.forward_tensor, c.backward + c.backward_tensor)
+    arrays = (*passes, c.gradients, c.update, c.state, c.activations, c.working)
+    return _Layer(*(float(values[layer]) for values in arrays))
+
+
+def _single_layer(
+    model: CostModel, device: int, devices: int, t: int, treatment: Treatment, layer: int, *, late: bool = False
+) -> _Layer:
+    """In the one program of one stage; late: parameters travel before and after the passes, not beside them."""
+    place, kind, data = model.places.at(device, devices), model.kinds[model.index[layer]], devices // t
+    late = late or not model.cluster.overlap
+    end = layer in (0, model.num_layers - 1)
+    zero = 0 if data == 1 else 1 if end and treatment.zero else treatment.zero
+    plain = _own_layer(model, device, devices, t, Treatment(treatment.micro_batch, 0, False), layer)
+    size, group = kind.parameters / t * model.profile.bytes_per_weight, place.data_group(t)
+    gather, scatter = all_gather(group, size), reduce_scatter(group, size)
+    forward, backward, kept, working = plain.forward, plain.backward, plain.kept, 0.0
+    gradients = {0: all_reduce(group, size), 1: scatter, 3: 0.0}[zero]
+    gathered = {0: 0.0, 1: gather if late else max(0.0, gather - forward), 3: 0.0}[zero]
+    if treatment.recompute and not end:
+        backward, working = backward + forward, kept
+        kept = float(model.boundary[layer - 1]) * -(-treatment.micro_batch // data)
+    if zero == 3:
+        working += 2 * size
+        if not model.cluster.overlap:
+            forward, backward = forward + gather, backward + gather + scatter
+        elif late:
+            forward, backward = max(forward, gather), max(backward, gather) + scatter
+        else:
+            forward, backward = max(forward, gather), max(backward, gather + scatter)
+    once = _updated(model, kind.parameters / t, zero, data, place.slowdown) + gathered
+    state = _stored(model, kind.parameters / t, zero, data)
+    if late:
+        return _Layer(forward, backward, 0.0, once + gradients, state, kept, working)
+    return _Layer(forward, backward, gradients, once, state, kept, working)
+
+
+def _piped_layer(model: CostModel, device: int, devices: int, t: int, treatment: Treatment, layer: int) -> _Layer:
+    """In the one program of several stages: of the ends only the passes, the rest is the slot's."""
+    row = _single_layer(model, device, devices, t, treatment, layer, late=True)
+    if layer not in (0, model.num_layers - 1):
+        return row
+    if layer:
+        row = row._replace(forward=0.0, backward=row.forward + row.backward)
+    return row._replace(once=0.0, state=0.0, kept=0.0, working=row.kept)
+
+
+class _Ends(NamedTuple):
+    """What a stage of a pipeline has for both ends: seconds on every stage and on those that use it, bytes."""
+
+    once: float
+    used: float
+    state: float
+    kept: float
+
+
+def _ends(model: CostModel, device: int, devices: int, t: int, treatment: Treatment) -> _Ends:
+    place, data = model.places.at(device, devices), devices // t
+    first, last = (model.kinds[model.index[layer]] for layer in (0, -1))
+    parameters = max(first.parameters, last.parameters + last.tied_parameters) / t
+    size, group = parameters * model.profile.bytes_per_weight, place.data_group(t)
+    zero = 1 if treatment.zero and data > 1 else 0
+    # Between two devices alone: what ZeRO-3 leaves of it.
+    plain = model.layer_costs(place, t, Treatment(treatment.micro_batch, 3, False))
+    return _Ends(
+        once=_updated(model, parameters, zero, data, place.slowdown) + (all_gather(group, size) if zero else 0.0),
+        used=(reduce_scatter(group, size) if zero else all_reduce(group, size)) + float(plain.tied[-1]),
+        state=_stored(model, parameters, zero, data),
+        kept=-(-treatment.micro_batch // data) * max(map(float, model.boundary[:-1])),
+    )
+
+
+def _updated(model: CostModel, parameters: float, zero: int, data: int, slowdown: float) -> float:
+    return parameters / (data if zero else 1) * model.profile.update_seconds * slowdown
+
+
+def _stored(model: CostModel, parameters: float, zero: int, data: int) -> float:
+    """Bytes of weights and gradients, and of the optimizer's state."""
+    both = 2 * model.profile.bytes_per_weight
+    shares = {0: (1, 1), 1: (1, data), 3: (data, data)}[zero]
+    return parameters * (both / shares[0] + (model.profile.state_bytes - both) / shares[1])
 
 
 # What they cost.
@@ -238,7 +362,7 @@ class _Pricer:
 
     def __init__(self, asked: Request, model: CostModel, space: Space) -> None:
         self.asked, self.model, self.space = asked, model, space
-        self._tables: dict[tuple[object, ...], dict[str, float]] = {}
+        self._tables: dict[tuple[object, ...], _Layer] = {}
         self._sums: dict[tuple[object, ...], _Sum] = {}
         self._cuts: dict[tuple[object, ...], float] = {}
 
@@ -283,40 +407,48 @@ class _Pricer:
         for c in reversed(range(len(chunks))):
             first, degrees = chunks[c]
             stop = first + len(degrees)
-            rows = [self._layer(device, devices, t, treatment, layer) for layer, t in enumerate(degrees, first)]
+            rows = [self._layer(device, devices, t, treatment, layer, stages) for layer, t in enumerate(degrees, first)]
             reshard = sum(
                 model.reshard_seconds(place, layer, before, after, treatment.micro_batch)
                 for layer, (before, after) in enumerate(itertools.pairwise(degrees), first)
             )
-            forward[c] = sum(row["forward"] + row["forward_tensor"] for row in rows) + reshard / 2
+            forward[c] = sum(row.forward for row in rows) + reshard / 2
             worked = reduced = 0.0
             for row in reversed(rows):
-                worked += row["backward"] + row["backward_tensor"]
-                reduced = max(reduced, worked) + row["gradients"]
+                worked += row.backward
+                reduced = max(reduced, worked) + row.gradients
             backward[c] = worked + reshard / 2
-            gradients = sum(row["gradients"] for row in rows)
+            gradients = sum(row.gradients for row in rows)
             sync = max(backward[c], reduced + reshard / 2, waiting + gradients)
             waiting = max(0.0, sync - stages * backward[c])
-            update += sum(row["update"] for row in rows)
-            state += sum(row["weights"] + row["optimizer"] for row in rows)
-            activations = max(activations, sum(row["activations"] for row in rows))
-            working = max(working, *(row["working"] for row in rows))
+            update += sum(row.once for row in rows)
+            state += sum(row.state for row in rows)
+            activations = max(activations, sum(row.kept for row in rows))
+            working = max(working, *(row.working for row in rows))
             come, leave = model.boundary[first - 1] if first else 0.0, model.boundary[stop - 1] if stop < n else 0.0
             transfers = max(transfers, 2.0 * local * float(come + leave))
         seconds, copy = self._tied(stage, treatment)
         update, state = update + seconds, state + copy
+        if many and self.space == "spmd":
+            ends = _ends(model, device, devices, chunks[0][1][0], treatment)
+            uses = chunks[0][0] == 0 or chunks[-1][0] + len(chunks[-1][1]) == n
+            update += ends.once + (ends.used if uses else 0.0)
+            state, activations = state + ends.state, activations + ends.kept
         fixed = state + working + (transfers if many else 0.0)
         return _Sum(forward, backward, sync, update, fixed, activations, place.memory)
 
     def _tied(self, stage: StageDraft, treatment: Treatment) -> tuple[float, float]:
-        """(seconds, bytes) of a parameter that the first layer shares with a layer of another stage."""
+        """(seconds, bytes) of a parameter that the first layer shares with a layer of another stage, no end in spmd."""
         device, devices, chunks = stage
         tied = self.model.tied_layer
         degree = {layer: t for first, degrees in chunks for layer, t in enumerate(degrees, first)}
         if tied is None or (0 in degree) == (tied in degree):
             return 0.0, 0.0
-        row = self._layer(device, devices, degree[tied if tied in degree else 0], treatment, tied)
-        return row["tied"], row["tied_bytes"] if tied in degree else 0.0
+        if self.space == "spmd" and tied == self.model.num_layers - 1:
+            return 0.0, 0.0
+        t = degree[tied if tied in degree else 0]
+        costs = self.model.layer_costs(self.model.places.at(device, devices), t, treatment)
+        return float(costs.tied[tied]), float(costs.tied_bytes[tied]) if tied in degree else 0.0
 
     def _row_cuts(self, stages: tuple[StageDraft, ...], treatment: Treatment) -> list[float]:
         """Seconds of the transfers between virtual stages, in order."""
@@ -340,9 +472,10 @@ class _Pricer:
             self._cuts[key] = self.model.cut_seconds(start - 1, *sides, treatment.micro_batch)
         return self._cuts[key]
 
-    def _layer(self, device: int, devices: int, t: int, treatment: Treatment, layer: int) -> dict[str, float]:
-        key = (self.model.places.offset_class(device), devices, t, treatment, layer)
+    def _layer(self, device: int, devices: int, t: int, treatment: Treatment, layer: int, stages: int) -> _Layer:
+        key = (self.model.places.offset_class(device), devices, t, treatment, layer, stages > 1)
         if key not in self._tables:
-            costs = self.model.layer_costs(self.model.places.at(device, devices), t, treatment)
-            self._tables[key] = {name: float(getattr(costs, name)[layer]) for name in LayerCosts.__dataclass_fields__}
+            one_program = _piped_layer if stages > 1 else _single_layer
+            of_space = one_program if self.space == "spmd" else _own_layer
+            self._tables[key] = of_space(self.model, device, devices, t, treatment, layer)
         return self._tables[key]

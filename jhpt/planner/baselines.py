@@ -8,8 +8,7 @@
 
 Equal layers: stages differ by one layer at most, longer ones first.  Each baseline is given its best number of
 micro-batches, ZeRO level and recomputation, its devices from the first one of the cluster, and is priced by `estimate`
-as every other plan.  All lie in the decision set of space="spmd" (on a mixed cluster: in that of "general"), so a plan
-that is proven optimal is never slower.
+as every other plan.  All lie in the decision set of their space, so its plan that is proven optimal is never slower.
 """
 
 import itertools
@@ -21,10 +20,11 @@ import numpy as np
 
 from jhpt.core.config import divisors
 from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero
-from jhpt.planner.costs import CostModel, Treatment
+from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
 from jhpt.planner.request import Request
 from jhpt.planner.schedule import Array, in_flight
+from jhpt.planner.tables import Space, Treatment, program_of
 
 Shape = tuple[int, int, int]
 """Stages, data degree, tensor degree."""
@@ -40,9 +40,13 @@ class Baseline:
     reason: str
 
 
-def baselines(asked: Request, model: CostModel) -> tuple[Baseline, ...]:
-    """All baselines, in the order of the table above.  `asked.schedules` is left aside: each has its own."""
-    table = _Table(model)
+def baselines(asked: Request, model: CostModel, space: Space | None = None) -> tuple[Baseline, ...]:
+    """All baselines, in the order of the table above.  `asked.schedules` is left aside: each has its own.
+
+    Args:
+      space: in which they are priced; None: "spmd", but on a mixed cluster "general".
+    """
+    table = _Table(model, space or ("spmd" if model.places.uniform else "general"))
     kinds: tuple[tuple[str, Schedule, Callable[[int], Iterable[Shape]]], ...] = (
         ("data parallel", "1f1b", lambda b: [(1, _data(b, model.cluster.num_devices), 1)]),
         ("tensor parallel", "1f1b", lambda b: _tensor_shapes(model)),
@@ -95,10 +99,6 @@ class _Grid:
         """Of one stage."""
         return self.data * self.tensor
 
-    @property
-    def treatment(self) -> Treatment:
-        return Treatment(self.batch // self.micro_batches, self.zero, self.recompute)
-
 
 def _grids(asked: Request, schedule: Schedule, shapes: Callable[[int], Iterable[Shape]]) -> Iterator[_Grid]:
     for m in asked.micro_batches:
@@ -147,8 +147,8 @@ class _Sums:
 class _Table:
     """Bounds of grids, from prefix sums that are computed once for each place, tensor degree and treatment."""
 
-    def __init__(self, model: CostModel) -> None:
-        self.model = model
+    def __init__(self, model: CostModel, space: Space) -> None:
+        self.model, self.space = model, space
         self._sums: dict[tuple[int, int, int, Treatment], _Sums] = {}
         self._work: dict[tuple[int, int, int, Treatment], float] = {}
 
@@ -164,7 +164,7 @@ class _Table:
         With stage times t_s, T >= t_0 + .. + t_{s-1} + M t_s, least where all are equal: W / (1 - (1 - 1/M)^S).
         """
         offsets = self._offsets(grid)
-        key = (len(offsets), grid.devices, grid.tensor, grid.treatment)
+        key = (len(offsets), grid.devices, grid.tensor, self._treatment(grid))
         if key not in self._work:
             layers = [np.diff(self._at(offset, grid).busy) for offset in offsets]
             self._work[key] = float(np.min(layers, axis=0).sum())
@@ -178,9 +178,11 @@ class _Table:
             busy = float(sums.busy[stop] - sums.busy[first])
             seconds = max(seconds, before + grid.micro_batches * busy)
             before += busy
-            slots = in_flight(grid.schedule, grid.stages, 0 if self.model.places.uniform else s, 1, grid.micro_batches)
+            slots = in_flight(grid.schedule, grid.stages, 0 if self.space == "spmd" else s, 1, grid.micro_batches)
             kept = sums.state[stop] - sums.state[first] + slots * (sums.activations[stop] - sums.activations[first])
-            lacking = max(lacking, float(kept) - self.model.places.at(s * grid.devices, grid.devices).memory)
+            place = self.model.places.at(s * grid.devices, grid.devices)
+            slot = self.model.slot(place, grid.tensor, self._treatment(grid))
+            lacking = max(lacking, float(kept) + slot.state + slots * slot.output - place.memory)
         return seconds * (1 - 1e-9), lacking * (1 - math.copysign(1e-9, lacking))
 
     def plan(self, grid: _Grid) -> Plan:
@@ -197,7 +199,7 @@ class _Table:
         return Plan(
             model=self.model.profile.name,
             cluster=self.model.cluster.name,
-            space="spmd" if self.model.places.uniform else "general",
+            space=self.space,
             batch=grid.batch,
             micro_batches=grid.micro_batches,
             schedule=grid.schedule,
@@ -214,11 +216,16 @@ class _Table:
         period = math.lcm(self.model.places.per_node, grid.devices) // grid.devices
         return list(starts[:period])
 
+    def _treatment(self, grid: _Grid) -> Treatment:
+        program = program_of(self.space, grid.stages)
+        return Treatment(grid.batch // grid.micro_batches, grid.zero, grid.recompute, program)
+
     def _at(self, offset: int, grid: _Grid) -> _Sums:
         kind = self.model.places.offset_class(offset)
-        key = (kind, grid.devices, grid.tensor, grid.treatment)
+        key = (kind, grid.devices, grid.tensor, self._treatment(grid))
         if key not in self._sums:
-            costs = self.model.layer_costs(self.model.places.at(offset, grid.devices), grid.tensor, grid.treatment)
+            place = self.model.places.at(offset, grid.devices)
+            costs = self.model.layer_costs(place, grid.tensor, self._treatment(grid))
             passes = costs.forward + costs.forward_tensor + costs.backward + costs.backward_tensor
             arrays = (np.concatenate([[0.0], np.cumsum(a)]) for a in (passes, costs.state, costs.activations))
             self._sums[key] = _Sums(*arrays)

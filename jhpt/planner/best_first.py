@@ -15,7 +15,7 @@ import numpy as np
 
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, runs_of
 from jhpt.planner.bound import StageTerms, after, own_seconds
-from jhpt.planner.costs import CostModel, Treatment
+from jhpt.planner.costs import CostModel
 from jhpt.planner.groups import Group, groups
 from jhpt.planner.hops import Hops
 from jhpt.planner.least import Minima
@@ -26,6 +26,7 @@ from jhpt.planner.request import Incumbent, Request
 from jhpt.planner.schedule import step_seconds
 from jhpt.planner.stages import Choices, device_memory, needs, stage_choices
 from jhpt.planner.suffixes import Suffixes
+from jhpt.planner.tables import Treatment
 
 EXACT_STATES = 600
 """Up to so many layers x devices^2 everything is visited; beyond, the limits below hold."""
@@ -255,7 +256,8 @@ class Search:
         ways = self.problem.ways.get(key)
         # Where some are missing that could matter, a tighter limit may have room for them.
         if ways is None or ways.missing < cutoff < ways.limit:
-            question = Question(place, self.treatment, first, stop, window, self.m, even=False, piped=piped)
+            degrees = tuple(self.model.degrees(place.devices))
+            question = Question(place, self.treatment, first, stop, window, self.m, degrees, piped=piped)
             found, missing = options(question, self.model, 1 << 20 if self.problem.exact else LABELS, cutoff)
             ways = self.problem.ways[key] = Ways(groups(found, self.m, ALIKE), missing, cutoff)
         self.incumbent.leave(max(bound, ways.missing))

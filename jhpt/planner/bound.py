@@ -17,6 +17,13 @@ last, and what k more turns leave of M - 1 steps of t is done between them:
 
     own >= (k + 1) R + (M - 1 - k W) t = (M - 2 j k) t + (k + 1)(R - t)        0 < k, 2 (p-1-j) + k W < M
 
+Where transfers are in line, a stage takes part in M + p - 1 exchanges in each direction between its first forward and
+its last backward; and in between it waits for its neighbours' passes, so that with the next stage's F' and B', once
+this is known,
+
+    own >= M t + 2 (M + p - 1) c
+    own >= t + t' + (M - 1)(max(F, F') + max(B, B')) + 2 (M + p - 1) c
+
 After it the errors travel back through the earlier stages, and wherever they arrive gradients are reduced and applied,
 after = sync - B + update seconds.  So T >= head + own + (way back to any earlier stage) + after there.  All of it
 decomposes over suffixes; with the smallest round trip D per suffix as a relaxation:
@@ -78,3 +85,20 @@ def own_gpipe_seconds(stage: StageTerms, hop: Array, beyond: Array, micro_batche
     """The same for gpipe, whose step is at least a round trip and M - 1 times the longest stage."""
     both = stage.forward + stage.backward
     return micro_batches * both + 2 * hop + beyond
+
+
+def in_line_seconds(stage: StageTerms, hop: Array, micro_batches: int, left: int) -> Array:
+    """The same where transfers are part of the program: an exchange before and after every pass holds the stage.
+
+    Args:
+      hop: seconds of the exchange with a neighbour.
+      left: stages after this one; until their last forward, and from their first backward on, it has exchanges, too.
+    """
+    return micro_batches * (stage.forward + stage.backward) + 2 * (micro_batches + left) * hop
+
+
+def pair_in_line_seconds(stage: StageTerms, following: StageTerms, hop: Array, micro_batches: int, left: int) -> Array:
+    """The same of a stage whose next one is known: between two exchanges each waits for the other's pass."""
+    m, ends = micro_batches, (stage.forward + stage.backward) + (following.forward + following.backward)
+    steps = np.maximum(stage.forward, following.forward) + np.maximum(stage.backward, following.backward)
+    return ends + (m - 1) * steps + 2 * (m + left) * hop

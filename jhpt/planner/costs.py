@@ -10,62 +10,36 @@ For a stage of k = d t devices, a layer at tensor degree t and a micro-batch of 
                                                     a layer takes max(its work, its traffic)
     gradients        once, behind the last backward all_reduce over d (ZeRO-1: reduce_scatter); a layer's follows its
                                                     backward on a stream of their own
-    update           once, at the end               optimizer over its share of the state; ZeRO-1: all_gather of weights
+    ZeRO-1           once, in the first forward     all_gather of weights: what a layer's forward pass does not hide
+    update           once, at the end               optimizer over its share of the state
 
 Where a cluster does not overlap communication with computation, all of it is exposed: a ZeRO-3 layer takes its work
-plus its traffic, and gradients are summed when the last backward is over (counted with the update).
+plus its traffic, ZeRO-1 all of its traffic, and gradients are summed when the last backward is over.  What is exposed
+once a step is counted with the update.
 
 With recomputation the backward pass repeats the forward pass and its tensor communication (x 1.5 in all) and a layer
 keeps only its input.  Left out: that communication slows the computation beside it.
+
+These are the costs of programs that do as well as they can.  What the one program of space="spmd" makes of them is in
+the head of `program`; its pipelines hide less of the parameters' traffic:
+
+    ZeRO-3           the reduce_scatter follows each backward pass: max(backward, all_gather) + reduce_scatter
+    gradients        exposed, when the last backward is over
+    ZeRO-1           exposed, before the first forward
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from jhpt.core.cluster import Cluster
-from jhpt.core.plan import Zero
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
 from jhpt.planner.placement import Place, Places, hop_seconds
+from jhpt.planner.program import Slot, in_pipeline, with_ends
 from jhpt.planner.schedule import Array
-
-
-@dataclass(frozen=True)
-class LayerCosts:
-    """One entry per layer.  Seconds on a device, or bytes on a device."""
-
-    forward: Array
-    backward: Array
-    forward_tensor: Array
-    backward_tensor: Array
-    gradients: Array
-    update: Array
-    in_line: Array
-    """Gradient traffic that is part of the update."""
-    weights: Array
-    optimizer: Array
-    activations: Array
-    working: Array
-    tied: Array
-    """Seconds to sum a shared parameter's gradient over the first and last stage, where these are two."""
-    tied_bytes: Array
-    """Bytes of the second copy of a shared parameter."""
-
-    @property
-    def state(self) -> Array:
-        """Weights, gradients and optimizer state."""
-        return self.weights + self.optimizer
-
-
-@dataclass(frozen=True)
-class Treatment:
-    """What all layers of a plan share."""
-
-    micro_batch: int
-    zero: Zero
-    recompute: bool
+from jhpt.planner.tables import LayerCosts, Treatment
 
 
 class CostModel:
@@ -87,6 +61,8 @@ class CostModel:
         self._replicated = np.array([kind.replicated_bytes for kind in self.kinds])
         self._tops = np.array([kind.max_tensor for kind in self.kinds])
         self._costs: dict[tuple[Place, int, Treatment], LayerCosts] = {}
+        self._layers: dict[tuple[Place, int, Treatment], LayerCosts] = {}
+        self._slots: dict[tuple[Place, int, Treatment], Slot] = {}
         self._seconds: dict[tuple[float, int], tuple[Array, Array]] = {}
         self._tensor_cache: dict[tuple[Group, int], tuple[Array, Array]] = {}
         self._parameter_cache: dict[tuple[Group, int], tuple[Array, Array, Array, Array]] = {}
@@ -118,57 +94,107 @@ class CostModel:
         """Costs of every layer at degree `tensor`; infinite where a layer does not allow it."""
         key = (place, tensor, treatment)
         if key not in self._costs:
+            costs = self._by_layer(place, tensor, treatment)
+            if treatment.program != "own":
+                costs = with_ends(costs, self._by_layer(place, tensor, treatment.of_ends))
+            self._costs[key] = in_pipeline(costs) if treatment.program == "piped" else costs
+        return self._costs[key]
+
+    def _by_layer(self, place: Place, tensor: int, treatment: Treatment) -> LayerCosts:
+        """Every layer for itself."""
+        key = (place, tensor, treatment)
+        if key not in self._layers:
             arrays = {name: values[self.index] for name, values in self.kind_costs(place, tensor, treatment).items()}
             if treatment.recompute:  # a layer keeps its input, which is the boundary of the layer before it
-                local = -(-treatment.micro_batch * tensor // place.devices)
-                arrays["activations"] = local * self.inputs
-            self._costs[key] = LayerCosts(**arrays)
-        return self._costs[key]
+                arrays["activations"] = -(-treatment.micro_batch * tensor // place.devices) * self.inputs
+            self._layers[key] = LayerCosts(**arrays)
+        return self._layers[key]
 
     def kind_costs(self, place: Place, tensor: int, treatment: Treatment) -> dict[str, Array]:
         """[kinds] arrays of `LayerCosts`, each layer for itself; the equations are in the head of this file."""
         data = place.devices // tensor
         local = -(-treatment.micro_batch // data)
         zero = treatment.zero if data > 1 else 0
-        wire, optimizer = self.profile.bytes_per_weight, self.profile.state_bytes - 2 * self.profile.bytes_per_weight
+        wire = self.profile.bytes_per_weight
+        piped = treatment.program == "piped"
         forward, backward = self.compute_seconds(local, tensor)
         forward, backward = forward * place.slowdown, backward * place.slowdown
         forward_tensor, backward_tensor = self._tensor_seconds(place.tensor_group(tensor), local)
         summed, scattered, tied_summed, tied_scattered = self._parameter_seconds(place, tensor)
         own, tied = self._parameters / tensor, self._tied / tensor
         activations = (self._divided / tensor + self._replicated) * local
+        nothing = np.zeros_like(own)
+        gathered = scattered if zero == 1 else nothing  # all_gather costs what reduce_scatter does
+        if self.cluster.overlap and not piped:
+            gathered = np.maximum(0.0, gathered - forward - forward_tensor)
         if treatment.recompute:
             backward, backward_tensor = backward + forward, backward_tensor + forward_tensor
-        if zero == 3:  # all_gather costs what reduce_scatter does
-            if self.cluster.overlap:
-                forward = np.maximum(forward, scattered - forward_tensor)
-                backward = np.maximum(backward, 2 * scattered - backward_tensor)
-            else:
-                forward, backward = forward + scattered, backward + 2 * scattered
-        share = data if zero else 1
-        weights = 2 * wire / (data if zero == 3 else 1)
-        update = own / share * self.profile.update_seconds * place.slowdown
-        nothing = np.zeros_like(own)
+        if zero == 3 and self.cluster.overlap:
+            beside, after = (scattered, scattered) if piped else (2 * scattered, nothing)
+            forward = np.maximum(forward, scattered - forward_tensor)
+            backward = np.maximum(backward, beside - backward_tensor) + after
+        elif zero == 3:
+            forward, backward = forward + scattered, backward + 2 * scattered
+        weights, optimizer = self._parameter_bytes(zero, data)
         hop = self._pair_seconds(place, tied * wire)
         reduced = {0: tied_summed, 1: tied_scattered, 3: nothing}[zero]
         gradients = {0: summed, 1: scattered, 3: nothing}[zero]
-        update = update + scattered if zero == 1 else update
-        in_line = nothing if self.cluster.overlap else gradients
+        in_line = nothing if self.cluster.overlap and not piped else gradients
         return {
             "forward": np.where(self._divisible(tensor), forward, np.inf),
             "backward": backward,
             "forward_tensor": forward_tensor,
             "backward_tensor": backward_tensor,
             "gradients": gradients - in_line,
-            "update": update + in_line,
+            "update": own * self._update_seconds(zero, data, place) + gathered + in_line,
             "in_line": in_line,
+            "gathered": gathered,
             "weights": own * weights,
-            "optimizer": own * optimizer / share,
+            "optimizer": own * optimizer,
             "activations": activations,
             "working": (activations if treatment.recompute else nothing) + (2 * own * wire if zero == 3 else nothing),
             "tied": np.where(tied > 0, hop + reduced, 0.0),
-            "tied_bytes": tied * (weights + optimizer / share),
+            "tied_bytes": tied * (weights + optimizer),
         }
+
+    def slot(self, place: Place, tensor: int, treatment: Treatment) -> Slot:
+        """What a stage has for the ends of the model; nothing where these are layers like others."""
+        if treatment.program != "piped":
+            return Slot()
+        key = (place, tensor, treatment.of_ends)
+        if key not in self._slots:
+            self._slots[key] = self._slot(*key)
+        return self._slots[key]
+
+    def _slot(self, place: Place, tensor: int, treatment: Treatment) -> Slot:
+        data = place.devices // tensor
+        zero = treatment.zero if data > 1 else 0
+        first, last = self.index[[0, -1]]
+        shared = self._tied[last] / tensor
+        own = max(self._parameters[first] / tensor, self._parameters[last] / tensor + shared)
+        wire, group = self.profile.bytes_per_weight, place.data_group(tensor)
+        scattered = reduce_scatter(group, own * wire)
+        gathered = scattered if zero else 0.0
+        weights, optimizer = self._parameter_bytes(zero, data)
+        return Slot(
+            weights=own * weights,
+            optimizer=own * optimizer,
+            update=own * self._update_seconds(zero, data, place) + gathered,
+            gathered=gathered,
+            reduced=scattered if zero else all_reduce(group, own * wire),
+            exchanged=self._pair_seconds(place, np.array([shared * wire]))[0] if shared else 0.0,
+            output=-(-treatment.micro_batch // data) * float(self.boundary[:-1].max()),
+        )
+
+    def _parameter_bytes(self, zero: int, data: int) -> tuple[float, float]:
+        """(weight and gradient, optimizer state) of a parameter on a device."""
+        wire = self.profile.bytes_per_weight
+        optimizer = self.profile.state_bytes - 2 * wire
+        return 2 * wire / (data if zero == 3 else 1), optimizer / (data if zero else 1)
+
+    def _update_seconds(self, zero: int, data: int, place: Place) -> float:
+        """The optimizer, per parameter of which a device updates its share."""
+        return self.profile.update_seconds * place.slowdown / (data if zero else 1)
 
     def compute_seconds(self, local: float, tensor: int) -> tuple[Array, Array]:
         """[kinds] forward and backward seconds of `local` samples on a device of the profile."""

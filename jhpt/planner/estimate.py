@@ -2,11 +2,15 @@
 
 A plan becomes five arrays (`StageTimes`), and the longest path through the micro-batch loop is its step time.  Memory
 of a device: state (weights, gradients, optimizer), activations of all micro-batches in flight, the working set of one
-layer, buffers of the transfers between stages.  An SPMD program allocates the same ring of activations on every
-stage; stages of their own (`general`) allocate what they need.  Left out: the compiler's temporaries inside a layer
-and fragmentation.
+layer, buffers of the transfers between stages.
+
+A plan of space="spmd" is one program: its layers cost what `program` makes of them, in a pipeline every stage has a
+`Slot` for the ends of the model and as large a ring of activations as the first one.  Stages of their own (`general`)
+run, and allocate, what they need.  So the same stages may cost more or less in the other space.  Left out: the
+compiler's temporaries inside a layer and fragmentation.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,9 +20,11 @@ from jhpt.core.config import one_of
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Stage
 from jhpt.core.profile import ModelProfile
-from jhpt.planner.costs import CostModel, LayerCosts, Treatment
+from jhpt.planner.costs import CostModel
 from jhpt.planner.placement import Place
+from jhpt.planner.program import Slot
 from jhpt.planner.schedule import Array, in_flight, step_seconds
+from jhpt.planner.tables import LayerCosts, Treatment, treatment_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +90,6 @@ def price(plan: Plan, model: CostModel) -> Estimate:
     return Estimate(seconds=seconds, stages=stages, times=times)
 
 
-def treatment_of(plan: Plan) -> Treatment:
-    """What all layers of the plan share."""
-    return Treatment(plan.batch // plan.micro_batches, plan.zero, plan.recompute)
-
-
 @dataclass(frozen=True)
 class ChunkCosts:
     """Layers of one chunk, each at its own degree, and what resharding between them costs."""
@@ -113,6 +114,13 @@ def chunk_costs(chunk: Chunk, place: Place, treatment: Treatment, model: CostMod
         for layer, before, after in zip(layers, degrees[:-1].tolist(), degrees[1:].tolist(), strict=False)
     )
     return ChunkCosts(LayerCosts(**picked), reshard)
+
+
+def stage_layers(plan: Plan, position: int, treatment: Treatment, model: CostModel) -> list[LayerCosts]:
+    """The layers of every chunk of a stage, treated so."""
+    stage = plan.stages[position]
+    place = model.places.at(stage.device, stage.devices)
+    return [chunk_costs(chunk, place, treatment, model).layers for chunk in stage.chunks]
 
 
 def sync_seconds(backward: Array, gradients: Array) -> float:
@@ -149,7 +157,15 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
             )
             update[s] += layers.update.sum()
         update[s] += _tied(stage, place, treatment, model)[0]
+        update[s] += slot_of(plan, s, model).seconds(used=s in (0, stages - 1))
     return StageTimes(forward=forward, backward=backward, cut=_cuts(plan, model), sync=sync, update=update)
+
+
+def slot_of(plan: Plan, position: int, model: CostModel) -> Slot:
+    """What a stage has for the ends of the model."""
+    stage = plan.stages[position]
+    place = model.places.at(stage.device, stage.devices)
+    return model.slot(place, stage.chunks[0].tensor[0], treatment_of(plan))
 
 
 def _tied(stage: Stage, place: Place, treatment: Treatment, model: CostModel) -> tuple[float, float]:
@@ -207,11 +223,11 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     ring = slots(plan, position)
     parts = [c.layers for c in costs]
     local = -(-treatment.micro_batch // (stage.devices // stage.chunks[0].tensor[0]))
-    tied = _tied(stage, place, treatment, model)[1]
+    tied, slot = _tied(stage, place, treatment, model)[1], slot_of(plan, position, model)
     byte = {
-        "weights and gradients": sum(part.weights.sum() for part in parts),
-        "optimizer": sum(part.optimizer.sum() for part in parts) + tied,
-        "activations": ring * max(part.activations.sum() for part in parts),
+        "weights and gradients": sum(part.weights.sum() for part in parts) + slot.weights,
+        "optimizer": sum(part.optimizer.sum() for part in parts) + slot.optimizer + tied,
+        "activations": ring * (max(part.activations.sum() for part in parts) + slot.output),
         "working set": max(part.working.max() for part in parts),
         "transfers": max(buffer_bytes(model, c.first, c.stop, local) for c in stage.chunks) if many else 0.0,
     }
@@ -219,6 +235,7 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     tensor = sum((part.forward_tensor + part.backward_tensor).sum() for part in parts)
     reshard = sum(c.reshard for c in costs)
     in_line = float(sum(part.in_line.sum() for part in parts))
+    in_line += slot.reduced if position in (0, len(plan.stages) - 1) else 0.0
     exposed = float(times.sync[position] - times.backward[position, 0]) + in_line
     update = float(times.update[position]) - in_line
     own = count * (forward + backward) + exposed + update
@@ -290,8 +307,16 @@ def _check_spmd(plan: Plan, model: CostModel) -> None:
         raise InputError("space=spmd needs the same number of devices in every stage; use space=general")
     if any(b.device != a.device + a.devices for a, b in zip(plan.stages, plan.stages[1:], strict=False)):
         raise InputError("space=spmd needs stages on neighbouring devices")
-    if len(plan.stages) > 1:
-        chunks = [chunk.tensor for stage in plan.stages for chunk in stage.chunks]
-        for position in range(max(map(len, chunks))):
-            if len({chunk[position] for chunk in chunks if position < len(chunk)}) > 1:
-                raise InputError(f"space=spmd needs one tensor degree at position {position} of all stages")
+    degrees = sorted({t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor})
+    if len(plan.stages) > 1 and len(degrees) > 1:
+        raise InputError(f"a pipeline of space=spmd needs one tensor degree, found {degrees}; use space=general")
+    for low, high in itertools.pairwise(degrees):
+        if high % low:
+            raise InputError(f"tensor degrees {low} and {high} cannot share a mesh: {low} does not divide {high}")
+    if len(plan.stages) == 1 and (tied := model.tied_layer):
+        own, other = (plan.stages[0].chunks[0].tensor[layer] for layer in (0, tied))
+        if own != other:
+            raise InputError(
+                f"layers 0 and {tied} share a parameter and have tensor degrees {own} and {other}; "
+                "space=spmd stores it once: use one degree for both"
+            )

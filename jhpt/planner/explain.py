@@ -3,8 +3,8 @@
 Seconds.  What a device of a stage does and how long it waits add up to the step.  A plan as a whole is described by the
 mean over its working devices, so the differences between two plans' causes add up to the difference of their steps;
 uneven stages and the pipeline's ramps both show as waiting.  Compute and update are split further than in `estimate`:
-the forward pass done again is recomputation; ZeRO-3's traffic that no work hides, and ZeRO-1's after the update, are
-weights gathered.
+the forward pass done again is recomputation; what no work hides of ZeRO-3's traffic, and of the weights that are
+gathered once a step, is weights gathered.
 
 Runners-up.  The answer's alternatives are the best plans of other shapes, as far as the search had to price them, and
 all fit; shapes whose bound was too high are not among them.  `changed` adds plans of the
@@ -15,17 +15,18 @@ decide as it did.
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, Stage
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.baselines import Baseline
-from jhpt.planner.costs import CostModel, Treatment
-from jhpt.planner.estimate import Estimate, chunk_costs, price, treatment_of
+from jhpt.planner.costs import CostModel
+from jhpt.planner.estimate import Estimate, price, slot_of, stage_layers
 from jhpt.planner.simulation import Timeline, simulate
 from jhpt.planner.solve import Answer
+from jhpt.planner.tables import Treatment, treatment_of
 
 FORMAT = 1
 """Of the JSON; raised when a key changes its meaning."""
@@ -176,26 +177,26 @@ def sample_tokens(profile: ModelProfile) -> int | None:
 
 def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel) -> dict[str, float]:
     """Seconds of one stage by cause; they sum to the step."""
-    seconds, stage = dict(estimate.stages[position].seconds), plan.stages[position]
-    micro_batch = treatment_of(plan).micro_batch
-    unsharded, _ = _work(stage, Treatment(micro_batch, 0, plan.recompute), model)
-    bare, _ = _work(stage, Treatment(micro_batch, 0, False), model)
-    bare, unsharded = plan.micro_batches * bare, plan.micro_batches * unsharded
-    gathered = seconds["compute"] - unsharded
-    if plan.zero == 1:  # ZeRO-3 updates the same share, but leaves it where it is
-        updates = [_work(stage, Treatment(micro_batch, zero, plan.recompute), model)[1] for zero in (1, 3)]
-        gathered += updates[0] - updates[1]
-        seconds["update"] -= updates[0] - updates[1]
+    seconds, treatment = dict(estimate.stages[position].seconds), treatment_of(plan)
+    unsharded = plan.micro_batches * _passes(plan, position, replace(treatment, zero=0), model)
+    bare = plan.micro_batches * _passes(plan, position, replace(treatment, zero=0, recompute=False), model)
+    once = _gathered(plan, position, model)
+    seconds["update"] -= once
+    gathered = seconds["compute"] - unsharded + once
     split = {"compute": bare, "recomputation": unsharded - bare, "weights gathered": gathered}
     return split | {cause: value for cause, value in seconds.items() if cause != "compute"}
 
 
-def _work(stage: Stage, treatment: Treatment, model: CostModel) -> tuple[float, float]:
-    """Seconds without tensor communication: of a micro-batch in both passes, and of the update."""
-    place = model.places.at(stage.device, stage.devices)
-    parts = [chunk_costs(chunk, place, treatment, model).layers for chunk in stage.chunks]
-    passes = sum(float((part.forward + part.backward).sum()) for part in parts)
-    return passes, sum(float(part.update.sum()) for part in parts)
+def _passes(plan: Plan, position: int, treatment: Treatment, model: CostModel) -> float:
+    """Seconds of a micro-batch in both passes, without tensor communication."""
+    parts = stage_layers(plan, position, treatment, model)
+    return sum(float((part.forward + part.backward).sum()) for part in parts)
+
+
+def _gathered(plan: Plan, position: int, model: CostModel) -> float:
+    """Seconds in which weights are gathered once a step."""
+    parts = stage_layers(plan, position, treatment_of(plan), model)
+    return sum(float(part.gathered.sum()) for part in parts) + slot_of(plan, position, model).gathered
 
 
 def mean_causes(plan: Plan, estimate: Estimate, model: CostModel) -> dict[str, float]:
@@ -254,9 +255,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 def timeline(answer: Answer) -> Timeline:
     """The step, played; device n of the timeline is every device of stage n."""
     plan, times = answer.plan, answer.estimate.times
-    return simulate(
-        plan.schedule, plan.micro_batches, times.forward, times.backward, times.cut, times.sync, times.update
-    )
+    arrays = times.forward, times.backward, times.cut, times.sync, times.update
+    return simulate(plan.schedule, plan.micro_batches, *arrays, overlap=answer.model.cluster.overlap)
 
 
 def to_json(answer: Answer, baselines: Sequence[Baseline] = ()) -> dict[str, Any]:

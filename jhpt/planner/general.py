@@ -21,11 +21,12 @@ from collections.abc import Iterator
 
 from jhpt.core.plan import Chunk, Schedule, Stage, runs_of
 from jhpt.planner.best_first import Problem, Search, suffixes_of
-from jhpt.planner.costs import CostModel, Treatment
+from jhpt.planner.costs import CostModel
 from jhpt.planner.least import Minima
 from jhpt.planner.request import Incumbent, Request
 from jhpt.planner.stages import SLACK, device_memory
 from jhpt.planner.suffixes import Suffixes
+from jhpt.planner.tables import Treatment
 
 KEPT = 1_000_000
 """Choices of stages, about 100 bytes each, that are kept between the two passes."""

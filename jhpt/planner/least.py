@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jhpt.planner.chains import Index, Spans, shortest, spans
-from jhpt.planner.costs import CostModel, Treatment
+from jhpt.planner.costs import CostModel
 from jhpt.planner.placement import Place
 from jhpt.planner.schedule import Array
+from jhpt.planner.tables import Treatment
 
 USED = (
     "forward",

@@ -10,14 +10,16 @@ assignment that can be part of an optimal plan.  `errors` and `reduced` carry th
 `estimate.sync_seconds`: reduced = max(reduced, errors) + gradients of the layer.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from jhpt.planner.costs import CostModel, LayerCosts, Treatment
+from jhpt.planner.costs import CostModel
 from jhpt.planner.placement import Place
 from jhpt.planner.schedule import Array
+from jhpt.planner.tables import LayerCosts, Treatment
 
 FORWARD, BACKWARD, ERRORS, REDUCED, UPDATE, KEPT, WORKING, LEAVING = range(8)
 
@@ -43,9 +45,37 @@ class Question:
     stop: int
     slots: int
     micro_batches: int
-    even: bool
-    """Whether the data degree must divide the micro-batch."""
+    degrees: tuple[int, ...]
+    """Between which layers choose."""
     piped: bool
+    shared: int | None = None
+    """The degree of the two layers that share a parameter; None: each chooses its own."""
+
+
+def chains(degrees: Sequence[int]) -> list[tuple[int, ...]]:
+    """The largest sets of degrees, ascending, each of which divides the next."""
+
+    def grown(chain: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        above = [t for t in degrees if not chain or (t > chain[-1] and t % chain[-1] == 0)]
+        nearest = [t for t in above if not any(t % u == 0 and u < t for u in above)]
+        if not nearest:
+            yield chain
+        for t in nearest:
+            yield from grown((*chain, t))
+
+    return list(grown(()))
+
+
+def costs_at(question: Question, model: CostModel) -> dict[int, LayerCosts]:
+    """The tables of every degree, infinite where the question leaves no choice."""
+    tables = {t: model.layer_costs(question.place, t, question.treatment) for t in question.degrees}
+    if question.shared is None or model.tied_layer is None:
+        return tables
+    one_table = np.isin(np.arange(model.num_layers), [0, model.tied_layer])
+    return {
+        t: costs if t == question.shared else replace(costs, forward=np.where(one_table, np.inf, costs.forward))
+        for t, costs in tables.items()
+    }
 
 
 def options(question: Question, model: CostModel, cap: int, limit: float = np.inf) -> tuple[list[Option], float]:
@@ -54,13 +84,7 @@ def options(question: Question, model: CostModel, cap: int, limit: float = np.in
     Args:
       limit: options of a stage that needs this many seconds for a step, or more, are not wanted.
     """
-    place, treatment = question.place, question.treatment
-    degrees = [
-        t
-        for t in model.degrees(place.devices)
-        if not question.even or treatment.micro_batch % (place.devices // t) == 0
-    ]
-    costs = {t: model.layer_costs(place, t, treatment) for t in degrees}
+    degrees, costs = question.degrees, costs_at(question, model)
     rest = _Rest(question, list(costs.values()))
     missing = np.inf
     fronts: dict[int, Array] = {}

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jhpt.planner.costs import CostModel, LayerCosts
+from jhpt.planner.costs import CostModel
+from jhpt.planner.program import Slot
 from jhpt.planner.schedule import Array
+from jhpt.planner.tables import LayerCosts
 
 
 @dataclass(frozen=True)
@@ -25,32 +27,31 @@ class Ranges:
         return self.state + slots * self.activations + self.working
 
 
-def ranges(costs: LayerCosts, model: CostModel, local: float, *, piped: bool) -> Ranges:
-    """All ranges of layers under one way of treating them.
+def ranges(costs: LayerCosts, slot: Slot, model: CostModel, local: float) -> Ranges:
+    """All ranges of layers, as stages of a pipeline, under one way of treating them.
 
     Args:
       local: samples of a micro-batch on one device, for the transfer buffers.
-      piped: whether there are several stages: then transfers have buffers, and a tied parameter may live on two.
     """
     errors = costs.backward + costs.backward_tensor
-    update, state = sums(costs.update), sums(costs.state)
-    working = _running_max(costs.working)
-    if piped:
-        if (tied := model.tied_layer) is not None:
-            update[1 : tied + 1, tied:] += costs.tied[tied]
-            state[1 : tied + 1, tied:] += costs.tied_bytes[tied]
-            update[0, :tied] += costs.tied[tied]
-        come = np.concatenate([[0.0], model.boundary[:-1]])
-        leave = np.concatenate([model.boundary[:-1], [0.0]])
-        working = working + 2 * local * (come[:, None] + leave[None, :])
+    update, state = sums(costs.update) + slot.seconds(used=False), sums(costs.state) + slot.state
+    used = slot.seconds(used=True) - slot.seconds(used=False)
+    update[0, :] += used
+    update[:, -1] += used
+    if (tied := model.tied_layer) is not None:
+        update[1 : tied + 1, tied:] += costs.tied[tied]
+        state[1 : tied + 1, tied:] += costs.tied_bytes[tied]
+        update[0, :tied] += costs.tied[tied]
+    come = np.concatenate([[0.0], model.boundary[:-1]])
+    leave = np.concatenate([model.boundary[:-1], [0.0]])
     return Ranges(
         forward=sums(costs.forward + costs.forward_tensor),
         backward=sums(errors),
         sync=_sync(errors, costs.gradients),
         update=update,
         state=state,
-        activations=sums(costs.activations),
-        working=working,
+        activations=sums(costs.activations) + slot.output,
+        working=_running_max(costs.working) + 2 * local * (come[:, None] + leave[None, :]),
     )
 
 

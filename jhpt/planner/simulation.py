@@ -9,6 +9,12 @@ tick the forward comes first.  Only the order counts: an operation starts when i
     S = 2, M = 4, "gpipe"       device 0   F0 F1 F2 F3 B0 B1 B2 B3
                                 device 1   F0 F1 F2 F3 B0 B1 B2 B3
 
+Without overlap exchanges of neighbours are part of the programs: `e` of errors, from the tick of the first backward on,
+`a` of activations, until the tick of the last forward.  All devices have all of them; one begins when both neighbours
+are there, and neither goes on before it has ended.
+
+    S = 2, M = 2, "1f1b"        device 0   F0 a e F1 a e a B0 e B1
+                                device 1   a e F0 a B0 e F1 a B1 e
 This is what closed formulas of a step's time are checked against; it is far too slow to search with.
 """
 
@@ -36,7 +42,7 @@ class Span:
     """One piece of work and when it ran, in seconds from the start of the step.
 
     A transfer belongs to the device that sends, and has the kind, micro-batch and chunk of the operation whose result
-    it carries.  Gradients and update have neither micro-batch nor chunk.
+    it carries.  Gradients, update, and exchanges in which there is nothing to send, have neither micro-batch nor chunk.
     """
 
     device: int
@@ -104,6 +110,8 @@ def simulate(
     cut: ArrayLike,
     sync: ArrayLike,
     update: ArrayLike,
+    *,
+    overlap: bool = True,
 ) -> Timeline:
     """Plays one step.
 
@@ -114,6 +122,8 @@ def simulate(
         cut: `[S * v - 1]` seconds of the transfer between virtual stages i and i + 1, alike in both directions.
         sync: `[S]` seconds from the *start* of the last backward until the gradients are reduced.
         update: `[S]` seconds of the optimizer.
+        overlap: whether transfers run beside computation; if not, an exchange takes as long as the dearest transfer
+            between the two.
 
     A link joins neighbours in the ring of devices; each direction of training (activations forward, errors backward)
     has it to itself, serves transfers in the order in which they become ready, and leaves compute alone.  A device is
@@ -136,20 +146,33 @@ def simulate(
                 f"need {shape}"
             )
 
-    def seconds(op: _Op) -> float:
-        if op.stream == "compute":
-            return times[op.kind].item(op.device, op.chunk)
-        stage = op.chunk * devices + op.device
-        return times["cut"].item(stage if op.stream == "forward link" else stage - 1)
+    passes = [_passes(known, device, devices, chunks, micro_batches) for device in range(devices)]
+    if overlap:
+        programs: list[list[_Op | _Stop]] = [[*own.values()] for own in passes]
+        followers = _followers(devices, chunks, micro_batches)
+    else:
+        programs, followers = _in_line(passes, chunks)
 
-    programs = [_program(known, device, devices, chunks, micro_batches) for device in range(devices)]
-    spans = [
-        Span(**op._asdict(), start=start, end=end)
-        for op, start, end in _play(programs, _followers(devices, chunks, micro_batches), seconds)
-    ]
+    def seconds(op: _Op | _Stop) -> float:
+        if isinstance(op, _Stop):
+            return 0.0
+        if op.stream == "compute":
+            return times[op.kind].item(op.device, op.chunk or 0)
+        if overlap:
+            stage = (op.chunk or 0) * devices + op.device
+            return times["cut"].item(stage if op.stream == "forward link" else stage - 1)
+        edge = op.device if op.stream == "forward link" else (op.device - 1) % devices
+        return float(times["cut"][edge::devices].max())
+
+    spans, free = [], [0.0] * devices
+    for op, start, end in _play(programs, followers, seconds):
+        if isinstance(op, _Op):
+            spans.append(op.span(start, end))
+        if op.stream == "compute":
+            free[op.device] = end
     last = {span.device: span for span in spans if span.stream == "compute"}
     for device, span in last.items():
-        spans += _closing(span, times["sync"].item(device), times["update"].item(device))
+        spans += _closing(span, free[device], times["sync"].item(device), times["update"].item(device))
     return Timeline(
         schedule=known,
         devices=devices,
@@ -161,32 +184,60 @@ def simulate(
 
 
 class _Op(NamedTuple):
-    """A pass of one micro-batch through one chunk, or the transfer of its result; the fields are those of a span."""
+    """A pass of one micro-batch through one chunk, or the transfer of its result; or an exchange, in its tick."""
 
     stream: Stream
     device: int
     kind: Kind
-    micro_batch: int
-    chunk: int
+    micro_batch: int | None
+    chunk: int | None
+    tick: int | None = None
+
+    def span(self, start: float, end: float) -> Span:
+        """When it ran."""
+        return Span(
+            device=self.device,
+            stream=self.stream,
+            kind=self.kind,
+            micro_batch=self.micro_batch,
+            chunk=self.chunk,
+            start=start,
+            end=end,
+        )
 
 
-def _program(schedule: Schedule, device: int, devices: int, chunks: int, micro_batches: int) -> list[_Op]:
-    """What one device does, in order."""
+class _Stop(NamedTuple):
+    """An instant in a device's program: it is there for the exchanges of this kind and tick, or at the end."""
+
+    stream: Stream
+    device: int
+    kind: Kind | None
+    tick: int | None
+
+
+Followers = dict[_Op | _Stop, list[_Op | _Stop]]
+"""Who waits for the end of each operation."""
+
+
+def _passes(
+    schedule: Schedule, device: int, devices: int, chunks: int, micro_batches: int
+) -> dict[tuple[int, Kind], _Op]:
+    """What one device computes in which tick, in order."""
     delay = devices - 1 + (micro_batches - 1 if schedule == "gpipe" else devices * (chunks - 1))
-    ticks: list[tuple[int, int, _Op]] = []
+    ticks: list[tuple[int, bool, _Op]] = []
     for n in range(micro_batches * chunks):
         round_, place = divmod(n, devices * chunks)
         chunk, micro_batch = place // devices, round_ * devices + place % devices
-        ticks.append((device + n, 0, _Op("compute", device, "forward", micro_batch, chunk)))
+        ticks.append((device + n, False, _Op("compute", device, "forward", micro_batch, chunk)))
         tick = delay + devices - 1 - device + n
-        ticks.append((tick, 1, _Op("compute", device, "backward", micro_batch, chunks - 1 - chunk)))
-    return [op for _, _, op in sorted(ticks)]
+        ticks.append((tick, True, _Op("compute", device, "backward", micro_batch, chunks - 1 - chunk)))
+    return {(tick, op.kind): op for tick, _, op in sorted(ticks, key=lambda entry: entry[:2])}
 
 
-def _followers(devices: int, chunks: int, micro_batches: int) -> dict[_Op, list[_Op]]:
-    """Who waits for the result of each operation."""
+def _followers(devices: int, chunks: int, micro_batches: int) -> Followers:
+    """Where transfers run beside the devices' programs."""
     stages = [(stage % devices, stage // devices) for stage in range(devices * chunks)]
-    followers: dict[_Op, list[_Op]] = defaultdict(list)
+    followers: Followers = defaultdict(list)
     for micro_batch in range(micro_batches):
         forward = [_Op("compute", device, "forward", micro_batch, chunk) for device, chunk in stages]
         backward = [_Op("compute", device, "backward", micro_batch, chunk) for device, chunk in stages]
@@ -202,9 +253,59 @@ def _followers(devices: int, chunks: int, micro_batches: int) -> dict[_Op, list[
     return followers
 
 
+def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[list[list[_Op | _Stop]], Followers]:
+    """Programs with exchanges in them, and who waits for whom.  Between two chunks the ring of devices is closed."""
+    devices = len(passes)
+    ticks: dict[Kind, list[int]] = {
+        kind: [tick for own in passes for tick, its in own if its == kind] for kind in ("forward", "backward")
+    }
+    first_backward, last_forward, last = min(ticks["backward"]), max(ticks["forward"]), max(ticks["backward"])
+    programs: list[list[_Op | _Stop]] = [[] for _ in passes]
+    followers: Followers = defaultdict(list)
+    held: list[list[_Op]] = [[] for _ in passes]  # the exchanges that a device has to see end before it goes on
+
+    def run(op: _Op | _Stop | None) -> None:
+        if op is not None:
+            programs[op.device].append(op)
+            for exchange in held[op.device]:
+                followers[exchange].append(op)
+            held[op.device] = []
+
+    def exchange(kind: Literal["forward", "backward"], tick: int) -> None:
+        stops = [_Stop("compute", device, kind, tick) for device in range(devices)]
+        for stop in stops:
+            run(stop)
+        for one in range(devices if chunks > 1 else devices - 1):
+            other = (one + 1) % devices
+            sender, done = (one, tick) if kind == "forward" else (other, tick - 1)
+            sent = passes[sender].get((done, kind))
+            end = (devices - 1, chunks - 1) if kind == "forward" else (0, 0)
+            if sent is not None and (sent.device, sent.chunk) == end:
+                sent = None
+            what = (sent.micro_batch, sent.chunk) if sent else (None, None)
+            link: Stream = "forward link" if kind == "forward" else "backward link"
+            transfer = _Op(link, sender, kind, *what, tick)
+            for device in (one, other):
+                followers[stops[device]].append(transfer)
+                held[device].append(transfer)
+
+    for tick in range(last + 1):
+        if tick >= first_backward:
+            exchange("backward", tick)
+        if tick <= last_forward:
+            for own in passes:
+                run(own.get((tick, "forward")))
+            exchange("forward", tick)
+        for own in passes:
+            run(own.get((tick, "backward")))
+    for device in range(devices):
+        run(_Stop("compute", device, None, None))
+    return programs, followers
+
+
 def _play(
-    programs: list[list[_Op]], followers: dict[_Op, list[_Op]], seconds: Callable[[_Op], float]
-) -> Iterator[tuple[_Op, float, float]]:
+    programs: list[list[_Op | _Stop]], followers: Followers, seconds: Callable[[_Op | _Stop], float]
+) -> Iterator[tuple[_Op | _Stop, float, float]]:
     """Every operation with its start and end, by start.
 
     A stream works on one thing at a time, from the head of its queue: a device's holds its program from the beginning,
@@ -212,11 +313,11 @@ def _play(
     simultaneous events in any order give the same times.
     """
     missing = Counter(follower for waiting in followers.values() for follower in waiting)
-    queues: dict[tuple[Stream, int], deque[_Op]] = defaultdict(deque)
+    queues: dict[tuple[Stream, int], deque[_Op | _Stop]] = defaultdict(deque)
     for device, program in enumerate(programs):
         queues["compute", device].extend(program)
     working: set[tuple[Stream, int]] = set()
-    events: list[tuple[float, int, _Op]] = []
+    events: list[tuple[float, int, _Op | _Stop]] = []
     numbers = itertools.count()
     now, idle = 0.0, list(queues)
     while idle or events:
@@ -234,16 +335,16 @@ def _play(
         idle = [(ended.stream, ended.device)]
         for follower in followers[ended]:
             missing[follower] -= 1
-            if follower.stream != "compute":
+            if follower.stream != "compute" and not missing[follower]:
                 queues[follower.stream, follower.device].append(follower)
             idle.append((follower.stream, follower.device))
     assert not any(queues.values()), "the programs wait for each other"
 
 
-def _closing(last: Span, sync: float, update: float) -> tuple[Span, Span]:
-    """The gradients' reduction, which begins with the last backward, and the update, which needs both to be over."""
+def _closing(last: Span, free: float, sync: float, update: float) -> tuple[Span, Span]:
+    """The gradients' reduction, which begins with the last backward, and the update, when that and all else is over."""
     reduced = last.start + sync
-    ready = max(last.end, reduced)
+    ready = max(free, reduced)
     return (
         Span(device=last.device, stream="gradients", kind="gradients", start=last.start, end=reduced),
         Span(device=last.device, stream="update", kind="update", start=ready, end=ready + update),

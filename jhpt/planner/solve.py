@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from jhpt.core.cluster import Cluster
 from jhpt.core.errors import InputError
@@ -14,8 +13,7 @@ from jhpt.planner.estimate import Estimate, price
 from jhpt.planner.general import pipelines, search_general
 from jhpt.planner.request import Incumbent, Request, request
 from jhpt.planner.spmd import search_spmd
-
-Space = Literal["spmd", "general"]
+from jhpt.planner.tables import Space
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +77,27 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
 
 
 def search(asked: Request, model: CostModel, space: Space) -> Incumbent:
-    """The best plan of a space; `general` starts from the best SPMD plan without interleaving, which it contains."""
+    """The best plan of a space.
+
+    `general` starts from the best of the plans that one SPMD program can run without interleaving, priced as programs
+    of the stages' own.  One program may cost more or less (`estimate`): neither space is always at least as fast.
+    """
     best = Incumbent()
     if space == "spmd":
         search_spmd(asked, model, best)
         return best
-    if not model.cluster.mixed:
-        start = Incumbent()
-        search_spmd(replace(asked, schedules=tuple(s for s in asked.schedules if s != "interleaved")), model, start)
-        if start.plan is not None:
-            best.offer(start.plan.model_copy(update={"space": "general"}), model)
+    _start_general(asked, model, best)
     search_general(asked, model, best)
     return best
+
+
+def _start_general(asked: Request, model: CostModel, best: Incumbent) -> None:
+    if not model.cluster.mixed:
+        start = Incumbent()
+        schedules = tuple(name for name in asked.schedules if name != "interleaved")
+        search_spmd(replace(asked, schedules=schedules), model, start, "general")
+        if start.plan is not None:
+            best.offer(start.plan, model)
 
 
 def refusal(asked: Request, model: CostModel, space: Space) -> str:
@@ -156,10 +163,11 @@ def _fits(asked: Request, model: CostModel, space: Space, *, memory: float = 1.0
             )
         }
     )
-    costs = CostModel(model.profile, grown)
-    # What one SPMD program can run without interleaving, stages of their own can, too; it is found sooner.
-    return any(
-        search(asked, costs, s).plan is not None
-        for s in dict.fromkeys(("spmd", space))
-        if not (s == "spmd" and cluster.mixed)
-    )
+    costs, found = CostModel(model.profile, grown), Incumbent()
+    if space == "spmd":
+        search_spmd(asked, costs, found)
+    else:
+        _start_general(asked, costs, found)
+        if found.plan is None:
+            search_general(asked, costs, found)
+    return found.plan is not None

@@ -5,15 +5,16 @@ Decision set of space="spmd":
     micro-batches   every divisor M of the batch
     grid            S stages x d data x t tensor devices with S d t <= K (what is left over stays idle); d divides the
                     micro-batch; t one degree for all layers, since equal positions of all stages share one sharding.
-                    With S = 1 every layer chooses its own degree among the divisors of the d t devices
+                    With S = 1 every layer chooses its own degree among the divisors of the d t devices, of which those
+                    in use divide each other, for they share a mesh; two layers that share a parameter have the same
     cuts            any S contiguous non-empty ranges of layers
     schedule        1f1b, gpipe; interleaved with v in 2, 3, 4 chunks per device, M divisible by S, whose S v ranges are
                     the balanced ones (`balanced`)
     ZeRO            0, 1 or 3 where d > 1
     recompute       off or on
 
-gpipe is faster than 1f1b on the same stages only where a late stage has gradients to reduce that outlast the pipeline's
-drain (tested), and it never needs less memory.
+What layers cost is in the head of `program`.  gpipe is faster than 1f1b on the same stages only where a late stage has
+gradients to reduce that outlast the pipeline's drain (tested), and it never needs less memory.
 
 Grids are visited in the order of a bound that needs no cuts; for each the dynamic programme of `bound` gives a better
 one, and best-first search over prefixes, guided by it, finds the cuts.  Where nothing below the best plan is left
@@ -22,26 +23,38 @@ unvisited the plan is optimal, which is the rule; else the least unvisited bound
 
 import heapq
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero, runs_of
-from jhpt.planner.bound import StageTerms, after, own_gpipe_seconds, own_seconds
-from jhpt.planner.costs import CostModel, Treatment
-from jhpt.planner.mixed import Question, options
-from jhpt.planner.placement import hop_seconds
+from jhpt.planner.bound import (
+    StageTerms,
+    after,
+    in_line_seconds,
+    own_gpipe_seconds,
+    own_seconds,
+    pair_in_line_seconds,
+)
+from jhpt.planner.costs import CostModel
+from jhpt.planner.mixed import Question, chains, costs_at, options
+from jhpt.planner.placement import Place, hop_seconds
 from jhpt.planner.ranges import Ranges, prefix, ranges
 from jhpt.planner.request import Incumbent, Request
 from jhpt.planner.schedule import Array, in_flight, step_seconds
+from jhpt.planner.tables import Space, Treatment, program_of
 
 CHUNKS = (2, 3, 4)
 """Chunks per device that interleaving tries."""
 
 LABELS, EXACT_LAYERS = 48, 24
 """Partial assignments of degrees that are kept per layer where a model has more layers than `EXACT_LAYERS`."""
+
+SLACK = 1e-9
+"""Relative; sums of the same numbers in other orders."""
 
 EXPANSIONS = 300
 """Prefixes that the search for the cuts of one grid may open; only large models with uneven layers need as many."""
@@ -59,6 +72,7 @@ class Grid:
     recompute: bool
     schedule: Schedule
     chunks: int = 1
+    space: Space = "spmd"
 
     @property
     def per_stage(self) -> int:
@@ -70,10 +84,19 @@ class Grid:
         """Devices that work."""
         return self.stages * self.per_stage
 
+    def treatment(self, batch: int) -> Treatment:
+        """What all layers share."""
+        program = program_of(self.space, self.stages)
+        return Treatment(batch // self.micro_batches, self.zero, self.recompute, program)
 
-def search_spmd(request: Request, model: CostModel, incumbent: Incumbent) -> None:
-    """Improves `incumbent` to the best plan of the space, and its bound."""
-    grids = sorted(_bounded_grids(request, model), key=lambda pair: pair[0])
+
+def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space: Space = "spmd") -> None:
+    """Improves `incumbent` to the best plan of the space, and its bound.
+
+    Args:
+      space: "general": of the same plans, run by programs of the stages' own.
+    """
+    grids = sorted(_bounded_grids(request, model, space), key=lambda pair: pair[0])
     for bound, grid in grids:
         if bound >= incumbent.cutoff:
             incumbent.leave(bound)
@@ -84,18 +107,14 @@ def search_spmd(request: Request, model: CostModel, incumbent: Incumbent) -> Non
             _try_single(grid, request, model, incumbent)
         else:
             _CutSearch(grid, request, model, incumbent).run()
-    for bound, devices, m, treatment in sorted(_mixed_stages(request, model), key=lambda mixed: mixed[:3]):
+    stages = _mixed_stages(request, model, space, incumbent.cutoff)
+    for bound, question in sorted(stages, key=lambda pair: pair[0]):
         if bound >= incumbent.cutoff:
             break
-        _try_mixed(bound, devices, m, treatment, request, model, incumbent)
+        _try_mixed(bound, question, space, request, model, incumbent)
 
 
-def _treatments(request: Request, micro_batches: int) -> Iterator[Treatment]:
-    for zero, recompute in itertools.product(request.zero, request.recompute):
-        yield Treatment(request.batch // micro_batches, zero, recompute)
-
-
-def _bounded_grids(request: Request, model: CostModel) -> Iterator[tuple[float, Grid]]:
+def _bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator[tuple[float, Grid]]:
     """Every grid with a lower bound of its step time, whatever its cuts."""
     if model.cluster.mixed:
         return
@@ -104,49 +123,77 @@ def _bounded_grids(request: Request, model: CostModel) -> Iterator[tuple[float, 
         b = request.batch // m
         for tensor in model.common_degrees(available):
             for data in (d for d in range(1, min(b, available // tensor) + 1) if b % d == 0):
-                for treatment in _treatments(request, m):
-                    if treatment.zero and data == 1 and 0 in request.zero:
+                for zero, recompute in itertools.product(request.zero, request.recompute):
+                    if zero and data == 1 and 0 in request.zero:
                         continue
-                    yield from _stage_counts(request, model, m, data, tensor, treatment)
+                    grid = Grid(1, data, tensor, m, zero, recompute, "1f1b", space=space)
+                    yield from _single(grid, request, model)
+                    yield from _pipelines(replace(grid, stages=2), request, model)
 
 
-def _stage_counts(
-    request: Request, model: CostModel, m: int, data: int, tensor: int, treatment: Treatment
-) -> Iterator[tuple[float, Grid]]:
-    """Bounds for S = 1, 2, ...: the stages cannot all be faster than the work allows.
+@dataclass(frozen=True)
+class _Work:
+    """Least seconds of all layers: of a micro-batch in both passes, and once a step beside M of these; least bytes."""
+
+    passes: float
+    once: float
+    state: float
+    activations: float
+
+
+def _work(places: Sequence[Place], tensor: int, treatment: Treatment, model: CostModel) -> _Work:
+    tables = [model.layer_costs(place, tensor, treatment) for place in places]
+    backwards = np.array([c.backward + c.backward_tensor for c in tables])
+    passes = np.array([c.forward + c.forward_tensor for c in tables]) + backwards
+    updates = np.array([c.update for c in tables])
+    reduced = np.array([c.gradients for c in tables]) + updates - backwards
+    return _Work(
+        passes=float(passes.min(axis=0).sum()),
+        once=max(float(quantity.min(axis=0).sum()) for quantity in (updates, reduced)),
+        state=float(tables[0].state.sum()),
+        activations=float(tables[0].activations.sum()),
+    )
+
+
+def _single(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple[float, Grid]]:
+    """One stage."""
+    place = model.places.at(0, grid.per_stage)
+    work = _work([place], grid.tensor, grid.treatment(request.batch), model)
+    if work.state + work.activations <= place.memory * (1 + SLACK):
+        yield grid.micro_batches * work.passes + work.once, grid
+
+
+def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple[float, Grid]]:
+    """Bounds for S = 2, 3, ...: the stages cannot all be faster than the work allows.
 
     With t_s the time of stage s per micro-batch and W their sum, T >= max over s of (t_0 + .. + t_{s-1} + M t_s), which
-    is least where all terms are equal: t_s = (M-1)/M t_{s-1}, T = M W / sum of ((M-1)/M)^s.  And the largest of the
-    stages' finishing times is at least their mean.  Memory: the mean over the stages must fit, too.
+    is least where all terms are equal: t_s = (M-1)/M t_{s-1}, T = M W / sum of ((M-1)/M)^s; and then the first stage
+    has its slot to update.  And the largest of the stages' finishing times is at least their mean.  Memory: the mean
+    over the stages must fit, too.
     """
-    place, size = model.places.at(0, data * tensor), data * tensor
-    offsets = range(0, model.cluster.num_devices - size + 1, size)
-    tables = [model.layer_costs(p, tensor, treatment) for p in {model.places.at(o, size) for o in offsets}]
-    forwards = np.array([c.forward + c.forward_tensor for c in tables])
-    backwards = np.array([c.backward + c.backward_tensor for c in tables])
-    if not np.isfinite(forwards).all():
+    size, m, available = grid.per_stage, grid.micro_batches, model.cluster.num_devices
+    most = min(model.num_layers, available // size, request.max_stages)
+    if most < 2:
         return
-    work = float((forwards + backwards).min(axis=0).sum())
-    once = float((np.array([c.gradients + c.update for c in tables]) - backwards + 0.0).min(axis=0).sum())
-    costs = tables[0]
-    state, activations = float(costs.state.sum()), float(costs.activations.sum())
-    ratio = (m - 1) / m
-    most = min(model.num_layers, model.cluster.num_devices // (data * tensor), request.max_stages)
-    for s in range(1, most + 1):
-        ramp = sum(ratio**i for i in range(s))
-        schedules: list[tuple[Schedule, int, float]] = []
-        if s == 1:
-            schedules = [("1f1b", 1, m * work)]
-        else:
-            schedules += [(name, 1, m * work / ramp) for name in ("1f1b", "gpipe") if name in request.schedules]
-            if "interleaved" in request.schedules and m % s == 0:
-                schedules += [("interleaved", v, m * work / s) for v in CHUNKS if s * v <= model.num_layers]
-        for name, v, bound in schedules:
-            kept = in_flight(name, s, 0, v, m)
-            if state + kept * activations / v > s * place.memory:
-                continue
-            grid = Grid(s, data, tensor, m, treatment.zero, treatment.recompute, name, v)
-            yield max(bound, (m * work + once) / s), grid
+    treatment = grid.treatment(request.batch)
+    period = math.lcm(model.places.per_node, size)
+    places = [model.places.at(offset, size) for offset in range(0, min(period, available - size + 1), size)]
+    work = _work(places, grid.tensor, treatment, model)
+    slots = [model.slot(place, grid.tensor, treatment) for place in places]
+    each, used = (min(slot.seconds(used=used) for slot in slots) for used in (False, True))
+    memory, ratio, ramp = places[0].memory * (1 + SLACK), (m - 1) / m, 1.0
+    for s in range(2, most + 1):
+        ramp += ratio ** (s - 1)
+        mean = (m * work.passes + work.once + (s - 2) * each + 2 * used) / s
+        found: list[tuple[Schedule, int, float]] = []
+        found += [(name, 1, m * work.passes / ramp + used) for name in ("1f1b", "gpipe") if name in request.schedules]
+        if "interleaved" in request.schedules and m % s == 0:
+            found += [("interleaved", v, mean) for v in CHUNKS if s * v <= model.num_layers]
+        for name, v, bound in found:
+            kept = in_flight(name, s, 0, v, m) * (work.activations / v + s * slots[0].output)
+            if work.state + s * slots[0].state + kept <= s * memory:
+                shape = s, grid.data, grid.tensor
+                yield max(bound, mean), Grid(*shape, m, grid.zero, grid.recompute, name, v, grid.space)
 
 
 def _plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> Plan:
@@ -163,7 +210,7 @@ def _plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel)
     return Plan(
         model=model.profile.name,
         cluster=model.cluster.name,
-        space="spmd",
+        space=grid.space,
         batch=request.batch,
         micro_batches=grid.micro_batches,
         schedule=grid.schedule,
@@ -173,17 +220,13 @@ def _plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel)
     )
 
 
-def _treatment(grid: Grid, request: Request) -> Treatment:
-    return Treatment(request.batch // grid.micro_batches, grid.zero, grid.recompute)
-
-
 def _try_single(grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
     incumbent.offer(_plan(grid, (), request, model), model)
 
 
 def _try_interleaved(grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
     place = model.places.at(0, grid.per_stage)
-    costs = model.layer_costs(place, grid.tensor, _treatment(grid, request))
+    costs = model.layer_costs(place, grid.tensor, grid.treatment(request.batch))
     work = costs.forward + costs.forward_tensor + costs.backward + costs.backward_tensor
     incumbent.offer(_plan(grid, balanced(work, grid.stages * grid.chunks), request, model), model)
 
@@ -209,35 +252,48 @@ def balanced(work: Array, parts: int) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def _mixed_stages(request: Request, model: CostModel) -> Iterator[tuple[float, int, int, Treatment]]:
-    """One stage whose layers choose their own degree, with a bound: every layer takes what is best for itself."""
+def _mixed_stages(request: Request, model: CostModel, space: Space, limit: float) -> Iterator[tuple[float, Question]]:
+    """One stage whose layers choose their own degree, with a bound below `limit`: every layer takes what is best."""
     if model.cluster.mixed:
         return
     for devices in range(2, model.cluster.num_devices + 1):
-        degrees = model.degrees(devices)
+        divisors = model.degrees(devices)
         for m in request.micro_batches:
-            b = request.batch // m
-            even = [t for t in degrees if b % (devices // t) == 0]
-            if len(even) < 2:
-                continue
-            for treatment in _treatments(request, m):
+            even = [t for t in divisors if request.batch // m % (devices // t) == 0]
+            sets = [chain for chain in (chains(even) if space == "spmd" else [tuple(even)]) if len(chain) > 1]
+            for degrees, zero, recompute in itertools.product(sets, request.zero, request.recompute):
+                treatment = Treatment(request.batch // m, zero, recompute, program_of(space, 1))
                 place = model.places.at(0, devices)
-                tables = [model.layer_costs(place, t, treatment) for t in even]
-                forward = np.array([c.forward + c.forward_tensor for c in tables])
-                backward = np.array([c.backward + c.backward_tensor for c in tables])
-                once = np.array([c.gradients + c.update for c in tables])
-                busy = (m * (forward + backward)).min(axis=0).sum()
-                reduced = (m * forward + (m - 1) * backward + once).min(axis=0).sum()
-                kept = np.array([c.state + c.activations for c in tables]).min(axis=0).sum()
-                if kept <= place.memory:
-                    yield max(float(busy), float(reduced)), devices, m, treatment
+                question = Question(place, treatment, 0, model.num_layers, 1, m, degrees, piped=False)
+                for asked in _of_one_table(question, model, limit):
+                    if (bound := _mixed_bound(asked, model)) < limit:
+                        yield bound, asked
+
+
+def _of_one_table(question: Question, model: CostModel, limit: float) -> Iterator[Question]:
+    """Where one program has one table: for every degree of the layers that share it, if their best is good enough."""
+    if model.tied_layer is None or question.treatment.program == "own":
+        yield question
+    elif _mixed_bound(question, model) < limit:
+        yield from (replace(question, shared=t) for t in question.degrees)
+
+
+def _mixed_bound(question: Question, model: CostModel) -> float:
+    m, tables = question.micro_batches, list(costs_at(question, model).values())
+    forward = np.array([c.forward + c.forward_tensor for c in tables])
+    backward = np.array([c.backward + c.backward_tensor for c in tables])
+    once = np.array([c.gradients + c.update for c in tables])
+    busy = (m * (forward + backward)).min(axis=0).sum()
+    reduced = (m * forward + (m - 1) * backward + once).min(axis=0).sum()
+    kept = np.array([c.state + c.activations for c in tables]).min(axis=0).sum()
+    fits = kept <= question.place.memory * (1 + SLACK)
+    return max(float(busy), float(reduced)) if fits else math.inf
 
 
 def _try_mixed(
-    bound: float, devices: int, m: int, treatment: Treatment, request: Request, model: CostModel, incumbent: Incumbent
+    bound: float, question: Question, space: Space, request: Request, model: CostModel, incumbent: Incumbent
 ) -> None:
-    place = model.places.at(0, devices)
-    question = Question(place, treatment, 0, model.num_layers, 1, m, even=True, piped=False)
+    m, treatment, devices = question.micro_batches, question.treatment, question.place.devices
     cap = LABELS if model.num_layers > EXACT_LAYERS else 1 << 20
     found, missing = options(question, model, cap, incumbent.cutoff)
     incumbent.leave(max(bound, missing))
@@ -245,7 +301,7 @@ def _try_mixed(
         seconds = m * (option.forward + option.backward) - option.backward + option.sync + option.update
         if seconds < incumbent.cutoff:
             chunk = Chunk(first=0, runs=runs_of(list(option.degrees)))
-            grid = Grid(1, 1, devices, m, treatment.zero, treatment.recompute, "1f1b")
+            grid = Grid(1, 1, devices, m, treatment.zero, treatment.recompute, "1f1b", space=space)
             plan = _plan(grid, (), request, model)
             incumbent.offer(
                 plan.model_copy(update={"stages": (Stage(device=0, devices=devices, chunks=(chunk,)),)}), model
@@ -258,7 +314,7 @@ class _CutSearch:
     def __init__(self, grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
         self.grid, self.request, self.model, self.incumbent = grid, request, model, incumbent
         self.n, self.s, self.m = model.num_layers, grid.stages, grid.micro_batches
-        treatment = _treatment(grid, request)
+        treatment = grid.treatment(request.batch)
         slots = in_flight(grid.schedule, self.s, 0, 1, self.m)
         tables: dict[int, Ranges] = {}
         self.stage: list[Ranges] = []
@@ -271,7 +327,8 @@ class _CutSearch:
             if kind not in tables:
                 place = model.places.at(first, grid.per_stage)
                 costs = model.layer_costs(place, grid.tensor, treatment)
-                found = ranges(costs, model, treatment.micro_batch // grid.data, piped=True)
+                slot = model.slot(place, grid.tensor, treatment)
+                found = ranges(costs, slot, model, treatment.micro_batch // grid.data)
                 fits = found.bytes(slots) <= place.memory
                 tables[kind] = replace(found, forward=np.where(fits, found.forward, np.inf))
             self.stage.append(tables[kind])
@@ -312,6 +369,8 @@ class _CutSearch:
         own = own_seconds(terms, hop, beyond, self.window[s], self.m)
         if self.grid.schedule == "gpipe":
             own = np.maximum(own, own_gpipe_seconds(terms, hop, beyond, self.m))
+        if not self.model.cluster.overlap:
+            own = np.maximum(own, in_line_seconds(terms, hop, self.m, self.s - 1 - s))
         return own
 
     def run(self) -> None:
@@ -348,8 +407,18 @@ class _CutSearch:
                 heads + self.done[s + 1, stop],
             ]
         )
+        if s and not self.model.cluster.overlap:
+            bounds = np.maximum(bounds, self._pair(cuts, row, head, tail))
         for at in np.flatnonzero(bounds < self.incumbent.cutoff):
             yield float(bounds[at]), -s, (*cuts, int(stop[at])), float(heads[at]), float(tails[at])
+
+    def _pair(self, cuts: tuple[int, ...], row: StageTerms, head: float, tail: float) -> Array:
+        """Bounds by the stage before the one that follows `cuts`, which exchanges with it in line."""
+        s, first, stop = len(cuts) - 1, (0, *cuts)[-2], cuts[-1]
+        table, hop = self.stage[s], self.cut[s, stop]
+        before = StageTerms(*(a[first, stop - 1] for a in (table.forward, table.backward, table.sync, table.update)))
+        own = pair_in_line_seconds(before, row, hop, self.m, self.s - 1 - s)
+        return head + tail - (before.forward + before.backward + 2 * hop) + own
 
     def _leaves(self, cuts: tuple[int, ...]) -> None:
         """All ways to place the last cut, priced exactly and together."""

@@ -124,7 +124,8 @@ def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer
     """The configured model, laid out and ready to be traced."""
     grid = layout.grid
     check_sequence(config, layout.plan)
-    recompute = keep_nothing if layout.plan.recompute else layer_policy(config, on_gpu=_on_gpu(layout))
+    stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
+    recompute = keep_nothing if layout.plan.recompute else layer_policy(NAMED_TENSORS, stacked=stacked)
 
     def parts_at(degree: int) -> Parts:
         axes = grid.axes(degree).tensor
@@ -182,9 +183,11 @@ def unrolled(config: Config, *, on_gpu: bool) -> bool:
     return not on_gpu and config.model.num_layers <= MOST_UNROLLED_LAYERS
 
 
-def layer_policy(config: Config, *, on_gpu: bool) -> Callable[[BlockFunction], BlockFunction]:
-    """What a block's backward pass finds saved: unrolled ones everything, those of a loop the named tensors."""
-    return (lambda block: block) if unrolled(config, on_gpu=on_gpu) else save_named(NAMED_TENSORS)
+def layer_policy(names: Sequence[str], *, stacked: bool) -> Callable[[BlockFunction], BlockFunction]:
+    """What a block's backward pass finds saved: everything, but where it is `stacked`, layer by layer in a loop or
+    micro-batch by micro-batch in a pipeline, the tensors of these names.  What lies in a stack travels through memory
+    on its way in and out: four times as much, if it is everything."""
+    return save_named(names) if stacked else (lambda block: block)
 
 
 def _windows(config: Config, tokenizer: Tokenizer, tokens: np.ndarray, name: str) -> Windows:

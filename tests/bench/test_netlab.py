@@ -237,6 +237,19 @@ def test_hosts_run_in_their_quotas():
             assert (controller.root / lab.host(1) / name).read_text().strip() == value
 
 
+@needs_emulation
+def test_a_host_can_change_the_quotas():
+    code = "import sys; from jhpt.bench.netlab import Lab; Lab(hosts=2, cpu=0.25, tag=sys.argv[1]).quota({})"
+    controller = cpu_controller(Path("/proc/mounts").read_text())
+    with Lab(hosts=2, cpu=0.25) as lab:
+        for given, cores in (("1.0", 1.0), ("None", 0.25)):
+            lab.run(
+                lambda rank, *_, given=given: python(code.format(given), lab.tag) if rank else ["true"], timeout_s=30
+            )
+            for name, value in controller.quota(cores).items():
+                assert (controller.root / lab.host(0) / name).read_text().strip() == value
+
+
 PSUM = """
 import sys, jax, jax.numpy as jnp
 rank, hosts, coordinator = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -328,8 +341,9 @@ def test_cpu_controller_of_either_version(tmp_path):
 
 
 def test_quota_of_half_a_core():
-    assert CpuController(root=Path("/"), version=2).quota(0.5) == {"cpu.max": "5000 10000"}
+    assert CpuController(root=Path("/"), version=2).quota(0.5) == {"cpu.max": "5000 10000", "cpu.weight": "10000"}
     assert CpuController(root=Path("/"), version=1).quota(0.5) == {
         "cpu.cfs_period_us": "10000",
         "cpu.cfs_quota_us": "5000",
+        "cpu.shares": "262144",
     }

@@ -16,6 +16,7 @@ from jhpt.measure.rank import rank_share, tensor_degrees
 from jhpt.measure.timer import steady
 from jhpt.models.build import build
 from jhpt.planner.analytic import analytic_profile
+from jhpt.sharding.mesh import Axes
 from jhpt.sharding.rules import parameter_spec, path_name
 from jhpt.training import profiling
 from jhpt.training.profiling import Grid, cached_profile, default_grid, measure_profile, profile_command
@@ -104,15 +105,16 @@ def test_a_batch_that_does_not_fit_ends_the_row(monkeypatch):
 def test_a_rank_computes_its_share_of_every_divided_parameter(preset):
     """The shapes of a rank's own model are those of the shards that the sharding rules give it."""
     model = load_config(preset).model
-    tensor = tensor_degrees(model)[-1]
+    tensor, axes = tensor_degrees(model)[-1], Axes(data=("data",), tensor=("tensor",))
     whole, share = (
         jax.tree_util.tree_leaves_with_path(jax.eval_shape(build(m).init, jax.random.key(0)))
         for m in (model, rank_share(model, tensor))
     )
     for (path, leaf), (own_path, own) in zip(whole, share, strict=True):
         assert path == own_path
-        axes = parameter_spec(path_name(path), leaf.shape, 1, False)
-        assert own.shape == tuple(size // (tensor if axis else 1) for size, axis in zip(leaf.shape, axes, strict=True))
+        name = path_name(path)
+        spec = parameter_spec(name, leaf.shape, axes, stacked="blocks/" in name, pipe=False, over_data=1)
+        assert own.shape == tuple(size // (tensor if dim else 1) for size, dim in zip(leaf.shape, spec, strict=True))
 
 
 def test_a_degree_that_divides_nothing_is_refused():

@@ -84,22 +84,27 @@ def test_best_grid_is_the_best_of_all(seed):
     assert best.seconds == (least if least is None else pytest.approx(least, rel=1e-12))
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("space", "mixed"), [("spmd", False), ("general", False), ("general", True)])
 @pytest.mark.parametrize("seed", range(12))
-def test_no_plan_is_slower(seed, mixed):
-    """A proven plan beats them all; where nothing fits, none of them does."""
+def test_no_plan_is_slower(seed, space, mixed):
+    """A proven plan beats all of its space; where nothing fits, none of them does."""
     model, asked = instance(100 + seed, mixed=mixed), request(4)
-    mixed = model.cluster.mixed
-    found = search(asked, model, "general" if mixed else "spmd")
-    for baseline in baselines(asked, model):
+    found = search(asked, model, space)
+    for baseline in baselines(asked, model, space):
         if baseline.plan is None:
             assert baseline.reason
             continue
         estimate = price(baseline.plan, model)
         assert estimate.fits
         assert baseline.seconds == estimate.seconds
-        assert baseline.plan.space == ("general" if mixed else "spmd")
+        assert baseline.plan.space == space
         assert found.seconds <= baseline.seconds * (1 + 1e-9)
+
+
+def test_the_space_is_that_of_the_cluster_unless_said():
+    for mixed, space in ((False, "spmd"), (True, "general")):
+        model = next(m for m in (instance(seed, mixed=mixed) for seed in range(20)) if m.cluster.mixed == mixed)
+        assert baselines(request(4), model) == baselines(request(4), model, space)
 
 
 def test_what_cannot_be_built_says_why():

@@ -8,8 +8,9 @@ import pytest
 from jhpt.core.catalogue import cluster_named
 from jhpt.core.networks import network_profile
 from jhpt.core.plan import Chunk, runs_of
+from jhpt.planner.bound import StageTerms, in_line_seconds, pair_in_line_seconds
 from jhpt.planner.chains import shortest, spans
-from jhpt.planner.costs import CostModel, Treatment
+from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import chunk_costs, sync_seconds
 from jhpt.planner.general import search_general
 from jhpt.planner.groups import groups, single
@@ -22,6 +23,7 @@ from jhpt.planner.request import Incumbent, request
 from jhpt.planner.schedule import step_seconds
 from jhpt.planner.solve import solve
 from jhpt.planner.stages import needs
+from jhpt.planner.tables import Treatment
 from tests.planner.brute_force import optimum, plan_of
 from tests.planner.instances import random_cluster, random_instance, random_profile
 
@@ -154,6 +156,36 @@ def test_no_step_is_faster_than_the_turns_of_its_first_stages(schedule, seed, ov
         left = stages - s - 1
         ahead = Ahead(cut[s], trips[-1], tuple(trips[:2]), left) if left else Ahead()
         assert turning(prefix, ahead, schedule, m) <= seconds * BELOW
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_step_in_line_is_faster_than_its_exchanges(schedule, seed):
+    """From every stage alone, and from every two neighbours."""
+    rng = np.random.default_rng(seed)
+    stages, m = int(rng.integers(2, 7)), int(rng.integers(1, 30))
+    forward, backward = rng.uniform(0, 2, (2, stages)) * rng.choice([0.0, 0.1, 1.0], (2, stages))
+    cut, update = rng.uniform(0, 2, stages - 1) * rng.choice([0.1, 1.0]), rng.uniform(0, 3, stages)
+    arrays = forward[:, None], backward[:, None], cut, backward, update
+    seconds = float(step_seconds(schedule, m, *arrays, overlap=False))
+    terms = [StageTerms(*map(np.array, row)) for row in zip(forward, backward, backward, update, strict=True)]
+    head, tail = 0.0, update[0]
+    for s, hop in enumerate(cut):
+        left = stages - 1 - s
+        assert head + float(in_line_seconds(terms[s], hop, m, left)) + tail <= seconds * BELOW
+        assert head + float(pair_in_line_seconds(terms[s], terms[s + 1], hop, m, left)) + tail <= seconds * BELOW
+        head, tail = head + forward[s] + hop, max(tail + backward[s] + hop, update[s + 1])
+    assert head + float(in_line_seconds(terms[-1], np.array(0.0), m, 0)) + tail <= seconds * BELOW
+
+
+def test_two_stages_in_line():
+    # 3 micro-batches through F = (1, 4), B = (5, 2), exchanges of 1 s: (1 + 4) + (5 + 2) + 2 (4 + 5) + 2 (3 + 1).  The
+    # first needs 3 (1 + 5) + 8 for itself.
+    first, second = (StageTerms(*map(np.array, row)) for row in ((1.0, 5.0, 5.0, 0.0), (4.0, 2.0, 2.0, 0.0)))
+    arrays = np.array([[1.0], [4.0]]), np.array([[5.0], [2.0]]), np.ones(1), np.array([5.0, 2.0]), np.zeros(2)
+    exact = float(step_seconds("1f1b", 3, *arrays, overlap=False))
+    assert float(pair_in_line_seconds(first, second, np.array(1.0), 3, 1)) == exact == 38
+    assert float(in_line_seconds(first, np.array(1.0), 3, 1)) == 26
 
 
 def test_turns_see_what_no_stage_alone_does():

@@ -12,7 +12,8 @@ from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate, price
 from jhpt.planner.simulation import simulate
-from tests.planner.instances import random_cluster, random_profile
+from tests.planner.brute_force import spmd_plans
+from tests.planner.instances import random_cluster, random_instance, random_profile
 
 
 def layer(forward=1.0, backward=2.0, **costs) -> LayerKind:
@@ -28,11 +29,24 @@ def model(*layers: LayerKind, **fields) -> ModelProfile:
     return ModelProfile(name="toy", device="toy", source="by hand", kinds=kinds, layers=tuple(kinds), **fields)
 
 
-def cluster(devices: int, nodes: int = 1, network: float = 1.0, inside: float = 10.0, memory: float = 1e9) -> Cluster:
+def cluster(
+    devices: int,
+    nodes: int = 1,
+    network: float = 1.0,
+    inside: float = 10.0,
+    memory: float = 1e9,
+    overlap: bool = True,
+) -> Cluster:
     device = Device(name="toy", peak_flops={"bfloat16": 1.0}, memory=memory, memory_bandwidth=1.0)
     link = Link(bandwidth=inside, latency=0.0)
     node = Node(device=device, devices=devices, inside=link, host=link, host_memory=1.0, count=nodes)
-    return Cluster(name="toy", nodes=(node,), network=Link(bandwidth=network, latency=0.0))
+    return Cluster(name="toy", nodes=(node,), network=Link(bandwidth=network, latency=0.0), overlap=overlap)
+
+
+def between_ends(*layers: LayerKind, **fields) -> ModelProfile:
+    """Layers that are no ends of the model: what begins and ends it costs nothing."""
+    nothing = layer(0.0, 0.0, max_tensor=4)
+    return model(nothing, *layers, nothing, **fields)
 
 
 def stage(device: int, devices: int, *chunks: tuple[int, list[int]]) -> Stage:
@@ -92,25 +106,48 @@ def test_gradients_hide_behind_the_backward_pass():
 
 
 def test_zero_1():
-    # Half of each reduction, 1 and 3 s: layer 1's 2..5, layer 0's 5..6.  The update is for half of the parameters, and
-    # the weights are gathered after it: 0.2 + 1 + 3.
+    # Half of each reduction, 1 and 3 s: layer 1's 2..5, layer 0's 5..6.  The update is for half of the parameters, 0.2.
+    # Their gathers, as long, run beside the first forward passes of 1 s each: 0 and 2 s remain.
     estimate = evaluate(plan(BOTH, zero=1), PAIR, cluster(2))
     assert estimate.times.sync == 6
-    assert estimate.seconds == pytest.approx(12 + 2 + 4.2)
+    assert estimate.times.update == pytest.approx(0.2 + 2)
+    assert estimate.seconds == pytest.approx(12 + 2 + 2.2)
     assert estimate.stages[0].bytes["weights and gradients"] == 160
     assert estimate.stages[0].bytes["optimizer"] == 240
+    # The same by programs of its own.
+    assert evaluate(plan(BOTH, zero=1, space="general"), PAIR, cluster(2)).seconds == estimate.seconds
+
+
+INNER = between_ends(layer(parameters=10), layer(parameters=30), update_seconds=0.01)
+INSIDE = stage(0, 2, (0, [1, 1, 1, 1]))
 
 
 def test_zero_3():
     # Gathering takes 1 and 3 s, so does scattering.  Forward: max(1, 1) + max(1, 3); backward: max(2, 1 + 1) +
     # max(2, 3 + 3).  Nothing is left to reduce or gather after it: 2 (4 + 8) + 0.2.
-    estimate = evaluate(plan(BOTH, zero=3), PAIR, cluster(2))
+    estimate = evaluate(plan(INSIDE, zero=3), INNER, cluster(2))
     assert (estimate.times.forward.item(), estimate.times.backward.item()) == (4, 8)
     assert estimate.seconds == pytest.approx(24 + 0.2)
     # Half of everything, and the larger layer's weights and gradients whole: 2 * 60.
     assert estimate.stages[0].bytes["weights and gradients"] == 80
     assert estimate.stages[0].bytes["optimizer"] == 240
     assert estimate.stages[0].bytes["working set"] == 120
+
+
+def test_ends_are_gathered_once():
+    # PAIR has nothing but ends: one program holds them with ZeRO-3 as with ZeRO-1, stages of their own do not.
+    once, shared = (evaluate(plan(BOTH, zero=zero), PAIR, cluster(2)) for zero in (1, 3))
+    assert (shared.seconds, shared.stages) == (once.seconds, once.stages)
+    assert evaluate(plan(BOTH, zero=3, space="general"), PAIR, cluster(2)).seconds == pytest.approx(24 + 0.2)
+
+
+def test_without_overlap():
+    # All of the above behind each other.  Gradients 2 + 6; ZeRO-1: 1 + 3 to scatter, as much to gather; ZeRO-3: forward
+    # (1 + 1) + (1 + 3), backward (2 + 2) + (2 + 6).
+    found = [evaluate(plan(INSIDE, zero=zero), INNER, cluster(2, overlap=False)) for zero in (0, 1, 3)]
+    assert [each.seconds for each in found] == pytest.approx([12 + 8 + 0.4, 12 + 4 + 4 + 0.2, 2 * (6 + 12) + 0.2])
+    assert [each.stages[0].seconds["gradients exposed"] for each in found] == pytest.approx([8, 4, 0])
+    assert [each.stages[0].seconds["update"] for each in found] == pytest.approx([0.4, 4.2, 0.2])
 
 
 def test_zero_means_nothing_to_one_device():
@@ -120,21 +157,136 @@ def test_zero_means_nothing_to_one_device():
 
 
 def test_two_stages():
-    # F = (1, 1), B = (2, 2), 3 bytes at 1 byte/s between them, two micro-batches of one sample.  Device 1: F0 4..5,
-    # B0 5..7, F1 7..8 (it arrives at 7), B1 8..10; device 0: B0 10..12, B1 13..15.
+    # 3 bytes at 1 byte/s between them, two micro-batches of one sample.  The last layer runs forward and backward in
+    # the backward pass: F = (1, 0), B = (2, 3).  Device 0: F0 0..1, F1 1..2; on their way 1..4 and 4..7.  Device 1: B0
+    # 4..7, B1 7..10; on their way 7..10, 10..13.  Device 0: B0 10..12, B1 13..15.
     profile = model(layer(boundary_bytes=3, activation_bytes=5), layer(activation_bytes=7))
     halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1]))
     estimate = evaluate(plan(*halves, batch=2), profile, cluster(1, nodes=2))
     assert estimate.times.cut == 3
+    assert (estimate.times.forward.tolist(), estimate.times.backward.tolist()) == ([[1], [0]], [[2], [3]])
     assert estimate.seconds == 15
     assert [s.seconds["waiting"] for s in estimate.stages] == [15 - 6, 15 - 6]
-    # Both stages hold two slots for what comes in or goes out, in both directions; an SPMD program has as large a ring
-    # of activations everywhere, stages of their own hold one micro-batch in the end.
+    # Both hold two slots for what comes in or goes out, in both directions, and what two micro-batches in flight hand
+    # on.  What the ends keep is there for one pass.
     assert [s.bytes["transfers"] for s in estimate.stages] == [6, 6]
-    assert [s.bytes["activations"] for s in estimate.stages] == [10, 14]
+    assert [s.bytes["activations"] for s in estimate.stages] == [6, 6]
+    assert [s.bytes["working set"] for s in estimate.stages] == [5, 7]
+    # Stages of their own: F = (1, 1), B = (2, 2).  Device 1: F0 4..5, B0 5..7, F1 7..8, B1 8..10, so as before.  They
+    # keep what the layers keep, the second one of one micro-batch.
     own = evaluate(plan(*halves, batch=2, space="general"), profile, cluster(1, nodes=2))
-    assert [s.bytes["activations"] for s in own.stages] == [10, 7]
     assert own.seconds == 15
+    assert [s.bytes["activations"] for s in own.stages] == [10, 7]
+    assert [s.bytes["working set"] for s in own.stages] == [0, 0]
+
+
+# A pipeline as one program: entry, two blocks, exit; two stages of two data-parallel devices in one node (10 bytes/s);
+# two micro-batches of two samples, one on each device.
+
+SMALL = (
+    layer(1.0, 1.0, parameters=40, boundary_bytes=3, activation_bytes=5),
+    layer(1.0, 2.0, parameters=10, boundary_bytes=3, activation_bytes=7),
+    layer(1.0, 2.0, parameters=10, boundary_bytes=3, activation_bytes=7),
+    layer(2.0, 3.0, parameters=20, tied_parameters=30, activation_bytes=11),
+)
+GPT = model(*SMALL, update_seconds=0.01)
+PIPED = stage(0, 2, (0, [1, 1])), stage(2, 2, (2, [1, 1]))
+
+
+def test_pipeline_of_one_program():
+    estimate = evaluate(plan(*PIPED, zero=1), GPT, cluster(4))
+    times = estimate.times
+    # Stage 0: entry and block.  Stage 1: a block forward; both passes of the exit and the block backward.
+    assert times.forward.tolist() == [[2], [1]]
+    assert times.backward.tolist() == [[3], [2 + 5]]
+    assert times.cut == pytest.approx(0.3)
+    assert times.sync == pytest.approx([3, 7])  # nothing is reduced beside the last backward
+    # Every stage has room for 50 = max(40, 20 + 30) parameters of the ends beside the 10 of its block, and updates half
+    # of these 60.  Gathering before the step takes 5 s for 100 bytes and 1 s for 20, scattering after it as long; 60
+    # bytes of the shared parameter's gradient go to and fro between the stages in 6 s.
+    assert times.update == pytest.approx(2 * [0.3 + 6 + 6 + 6])
+    # Device 0: F0 0..2, F1 2..4.  Device 1: F0 2.3..3.3, B0 3.3..10.3, F1 10.3..11.3, B1 11.3..18.3.  Device 0: B0
+    # 10.6..13.6, B1 18.6..21.6.
+    assert estimate.seconds == pytest.approx(21.6 + 18.3)
+    first, second = estimate.stages
+    assert first.seconds == pytest.approx(
+        {
+            "compute": 10,
+            "tensor communication": 0,
+            "resharding": 0,
+            "gradients exposed": 6,
+            "update": 12.3,
+            "waiting": 39.9 - 28.3,
+        }
+    )
+    # Two micro-batches are in flight: of each what the block keeps, 7, and the stage's output, 3.
+    assert first.bytes == {
+        "weights and gradients": 240,
+        "optimizer": 360,
+        "activations": 2 * (7 + 3),
+        "working set": 5,
+        "transfers": 6,
+    }
+    assert second.bytes == first.bytes | {"working set": 11}
+
+
+def test_zero_0_of_a_pipeline():
+    # Whole gradients: 10 and 2 s; 60 parameters are updated; nothing is gathered.
+    estimate = evaluate(plan(*PIPED), GPT, cluster(4))
+    assert estimate.times.update == pytest.approx(2 * [0.6 + 12 + 6])
+    assert estimate.seconds == pytest.approx(21.6 + 18.6)
+    assert [s.bytes["optimizer"] for s in estimate.stages] == [720, 720]
+
+
+def test_zero_3_of_a_pipeline():
+    # A block's weights are gathered beside the pass before, 1 s; its gradient is scattered when its backward pass is
+    # over: F = max(1, 1), B = max(2, 1) + 1.  The ends are as with ZeRO-1: 5 s to gather, 5 s to scatter, 6 s between
+    # the stages.
+    estimate = evaluate(plan(*PIPED, zero=3), GPT, cluster(4))
+    assert estimate.times.forward.tolist() == [[2], [1]]
+    assert estimate.times.backward.tolist() == [[1 + 3], [3 + 5]]
+    assert estimate.times.update == pytest.approx(2 * [0.3 + 5 + 5 + 6])
+    assert [s.bytes["weights and gradients"] for s in estimate.stages] == [200 + 20, 200 + 20]
+    assert [s.bytes["working set"] for s in estimate.stages] == [40, 40]  # a block's 10 parameters, whole
+    # Without overlap both gathers and the scatter are added to the block's passes.
+    slow = evaluate(plan(*PIPED, zero=3), GPT, cluster(4, overlap=False))
+    assert slow.times.forward.tolist() == [[3], [2]]
+    assert slow.times.backward.tolist() == [[1 + 4], [4 + 5]]
+
+
+def test_recompute_of_a_pipeline():
+    # The blocks' forward pass again, and neither end's.  A block keeps its input, 3, beside the output of the stage.
+    estimate = evaluate(plan(*PIPED, recompute=True), GPT, cluster(4))
+    assert estimate.times.forward.tolist() == [[2], [1]]
+    assert estimate.times.backward.tolist() == [[1 + 3], [3 + 5]]
+    assert [s.bytes["activations"] for s in estimate.stages] == [12, 12]
+    assert [s.bytes["working set"] for s in estimate.stages] == [7, 11]
+
+
+def test_every_stage_has_a_slot():
+    # Three stages, the second with blocks only; no parameter is shared, the exit has the most, 50.
+    exit_ = layer(2.0, 3.0, parameters=50, activation_bytes=11)
+    profile = model(*SMALL[:2], *SMALL[1:3], exit_, update_seconds=0.01)
+    thirds = stage(0, 2, (0, [1, 1])), stage(2, 2, (2, [1])), stage(4, 2, (3, [1, 1]))
+    estimate = evaluate(plan(*thirds), profile, cluster(6))
+    assert [s.bytes["weights and gradients"] for s in estimate.stages] == [240, 240, 240]
+    # All update 60 parameters and sum the gradients of their block, 2 s; those of the slot, 10 s, are at the ends.
+    assert estimate.times.update == pytest.approx([12.6, 2.6, 12.6])
+    assert [s.seconds["gradients exposed"] for s in estimate.stages] == pytest.approx([12, 2, 12])
+    # Stages of their own have what they hold.
+    own = evaluate(plan(*thirds, space="general"), profile, cluster(6))
+    assert [s.bytes["weights and gradients"] for s in own.stages] == [200, 40, 240]
+
+
+def test_interleaved_ends():
+    # Two chunks a device: entry | block on the first, block | exit on the second.  The exit's pass is chunk 1's.
+    chunks = stage(0, 2, (0, [1]), (2, [1])), stage(2, 2, (1, [1]), (3, [1]))
+    estimate = evaluate(plan(*chunks, schedule="interleaved"), GPT, cluster(4))
+    assert estimate.times.forward.tolist() == [[1, 1], [1, 0]]
+    assert estimate.times.backward.tolist() == [[1, 2], [2, 5]]
+    assert [s.bytes["weights and gradients"] for s in estimate.stages] == [240, 240]
+    # min(2 x 2, 1 + 2 + 1 + 1) slots for a chunk's activations and output.
+    assert [s.bytes["activations"] for s in estimate.stages] == [4 * (7 + 3), 4 * (7 + 3)]
 
 
 def test_the_slower_side_of_a_cut():
@@ -151,32 +303,52 @@ def test_the_slower_side_of_a_cut():
 def test_gpipe_and_1f1b():
     # 2 stages, 4 micro-batches, F = (1, 1), B = (2, 2): (4 + 2 - 1)(1 + 2) either way; GPipe keeps all four, 1F1B at
     # most 2 (2 - 1) + 1 = 3.
-    profile = model(layer(activation_bytes=1), layer(activation_bytes=1))
-    halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1]))
+    profile = between_ends(layer(activation_bytes=1), layer(activation_bytes=1))
+    halves = stage(0, 1, (0, [1, 1])), stage(1, 1, (2, [1, 1]))
     for schedule, ring in {"gpipe": 4, "1f1b": 3}.items():
         estimate = evaluate(plan(*halves, micro_batches=4, schedule=schedule), profile, cluster(2))
         assert estimate.seconds == 15
         assert [s.in_flight for s in estimate.stages] == [ring, ring]
 
 
+def test_the_last_layer_of_gpipe():
+    # In the backward pass, as one program has it, F = (1, 0), B = (2, 3): GPipe waits for the longest of each, 1 + 5 +
+    # 3 (1 + 3); 1F1B runs a forward of the one device beside a backward of the other.  Device 1: B0 1..4, ..., B3
+    # 10..13; device 0: B3 13..15.
+    halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1]))
+    for schedule, seconds in {"gpipe": 18, "1f1b": 15}.items():
+        drawn = plan(*halves, micro_batches=4, schedule=schedule)
+        assert evaluate(drawn, model(layer(), layer()), cluster(2)).seconds == seconds
+        own = drawn.model_copy(update={"space": "general"})
+        assert evaluate(own, model(layer(), layer()), cluster(2)).seconds == 15
+
+
 def test_recompute():
+    sums = {"max_tensor": 2, "tensor_forward_bytes": 20, "tensor_backward_bytes": 20}
     profile = model(
-        layer(boundary_bytes=3, activation_bytes=50, max_tensor=2, tensor_forward_bytes=20, tensor_backward_bytes=20),
-        layer(activation_bytes=70, max_tensor=2, tensor_forward_bytes=20, tensor_backward_bytes=20),
+        layer(0.0, 0.0, boundary_bytes=2, max_tensor=2),
+        layer(boundary_bytes=3, activation_bytes=50, **sums),
+        layer(activation_bytes=70, **sums),
+        layer(2.0, 2.0, activation_bytes=8, max_tensor=2),
     )
     # Tensor degree 2, micro-batches of one sample.  A degree that was not profiled halves the seconds; 20 bytes are
-    # summed in 2 * 10 / 10 s: forward 2 (0.5 + 2), backward 2 (1 + 2).
-    once = evaluate(plan(stage(0, 2, (0, [2, 2])), batch=2), profile, cluster(2))
-    assert once.seconds == 2 * (5 + 6)
+    # summed in 2 * 10 / 10 s: forward 2 (0.5 + 2) + 1, backward 2 (1 + 2) + 1.
+    whole = stage(0, 2, (0, [2, 2, 2, 2]))
+    once = evaluate(plan(whole, batch=2), profile, cluster(2))
+    assert once.seconds == 2 * (6 + 7)
     assert once.stages[0].seconds["tensor communication"] == 2 * 2 * 4
-    assert once.stages[0].bytes["activations"] == (50 + 70) / 2
-    # With recomputation the backward pass has the forward's 5 s as well.  Layers keep their input (3 bytes of the
-    # second, the batch of the first is not counted); the larger one's activations exist while it is computed again.
-    twice = evaluate(plan(stage(0, 2, (0, [2, 2])), batch=2, recompute=True), profile, cluster(2))
-    assert twice.seconds == 2 * (5 + 11)
+    assert once.stages[0].bytes["activations"] == (50 + 70 + 8) / 2
+    # With recomputation the inner layers' backward pass has the forward's 5 s as well.  They keep their inputs (2 and 3
+    # bytes), the last layer what it always does; the larger one's activations exist while it is computed again.
+    twice = evaluate(plan(whole, batch=2, recompute=True), profile, cluster(2))
+    assert twice.seconds == 2 * (6 + 12)
     assert twice.stages[0].seconds["tensor communication"] == 2 * 2 * 6
-    assert twice.stages[0].bytes["activations"] == 3
+    assert twice.stages[0].bytes["activations"] == 2 + 3 + 4
     assert twice.stages[0].bytes["working set"] == 35
+    # Programs of their own recompute the last layer, too, another second, and keep its input, 0.
+    own = evaluate(plan(whole, batch=2, recompute=True, space="general"), profile, cluster(2))
+    assert own.seconds == 2 * (6 + 13)
+    assert own.stages[0].bytes["activations"] == 2 + 3
 
 
 def test_tied_parameters():
@@ -185,19 +357,35 @@ def test_tied_parameters():
     one = evaluate(plan(stage(0, 1, (0, [1, 1]))), profile, cluster(1))
     assert one.stages[0].total_bytes == 160
     assert one.times.update == pytest.approx(0.1)
-    # Two: a copy in each, and 20 bytes of gradient go between them at 1 byte/s.
+    # Two: a copy in each, both updated, and 20 bytes of gradient go between them at 1 byte/s.
     halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1]))
     two = evaluate(plan(*halves), profile, cluster(1, nodes=2))
     assert [s.total_bytes for s in two.stages] == [160, 160]
-    assert two.times.update == pytest.approx([0.1 + 20, 20])
-    # Three: the middle has no part in it.
-    three = evaluate(
-        plan(*(stage(i, 1, (i, [1])) for i in range(3))),
-        model(layer(parameters=10), layer(), layer(tied_parameters=10)),
-        cluster(1, nodes=3),
-    )
-    assert [s.total_bytes for s in three.stages] == [160, 0, 160]
+    assert two.times.update == pytest.approx([0.1 + 20, 0.1 + 20])
+    # Three: the middle has room for it and no part in it.
+    thirds = model(layer(parameters=10), layer(), layer(tied_parameters=10))
+    pieces = [stage(i, 1, (i, [1])) for i in range(3)]
+    three = evaluate(plan(*pieces), thirds, cluster(1, nodes=3))
+    assert [s.total_bytes for s in three.stages] == [160, 160, 160]
     assert three.times.update == pytest.approx([20, 0, 20])
+    # Stages of their own: the copy is not updated apart, and the middle has no room for it.
+    assert evaluate(plan(*halves, space="general"), profile, cluster(1, nodes=2)).times.update == pytest.approx(
+        [0.1 + 20, 20]
+    )
+    own = evaluate(plan(*pieces, space="general"), thirds, cluster(1, nodes=3))
+    assert [s.total_bytes for s in own.stages] == [160, 0, 160]
+
+
+def test_a_parameter_shared_with_an_inner_layer():
+    # Two stages: the copy is the second one's own, beside the slot.
+    profile = model(layer(parameters=10), layer(tied_parameters=5), layer())
+    halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1, 1]))
+    estimate = evaluate(plan(*halves), profile, cluster(1, nodes=2))
+    assert [s.total_bytes for s in estimate.stages] == [160, 160 + 80]
+    assert estimate.times.update == pytest.approx([10, 10])
+    # Both layers on the first: nothing is exchanged.
+    other = stage(0, 1, (0, [1, 1])), stage(1, 1, (2, [1]))
+    assert evaluate(plan(*other), profile, cluster(1, nodes=2)).times.update == pytest.approx([0, 0])
 
 
 def test_tied_parameters_inside_a_node():
@@ -222,11 +410,11 @@ def test_resharding():
 
 def test_interleaved():
     # 2 devices of two chunks, F = B = 1 per sample: (M v + S - 1)(1 + 1) = 10 against (2 + 1)(2 + 2) = 12.
-    profile = model(*[layer(1.0, 1.0, activation_bytes=1) for _ in range(4)])
-    chunks = stage(0, 1, (0, [1]), (2, [1])), stage(1, 1, (1, [1]), (3, [1]))
+    profile = between_ends(*[layer(1.0, 1.0, activation_bytes=1) for _ in range(4)])
+    chunks = stage(0, 1, (0, [1, 1]), (3, [1])), stage(1, 1, (2, [1]), (4, [1, 1]))
     estimate = evaluate(plan(*chunks, batch=2, schedule="interleaved"), profile, cluster(2))
     assert estimate.seconds == 10
-    halves = stage(0, 1, (0, [1, 1])), stage(1, 1, (2, [1, 1]))
+    halves = stage(0, 1, (0, [1, 1, 1])), stage(1, 1, (3, [1, 1, 1]))
     assert evaluate(plan(*halves, batch=2), profile, cluster(2)).seconds == 12
 
 
@@ -288,29 +476,44 @@ def _parts(rng: np.random.Generator, total: int, parts: int) -> list[int]:
     return [b - a for a, b in itertools.pairwise(edges)]
 
 
+def checked(drawn: Plan, costs: CostModel) -> None:
+    """The price of a plan against its step, played, and against its own parts."""
+    estimate = price(drawn, costs)
+    times, overlap = estimate.times, costs.cluster.overlap
+    arrays = times.forward, times.backward, times.cut, times.sync, times.update
+    played = simulate(drawn.schedule, drawn.micro_batches, *arrays, overlap=overlap)
+    assert estimate.seconds == pytest.approx(played.seconds, rel=1e-9)
+    assert estimate.seconds == times.step_seconds(drawn, overlap)
+    for position, part in enumerate(estimate.stages):
+        assert sum(part.seconds.values()) == pytest.approx(estimate.seconds, rel=1e-9)
+        assert all(value >= -1e-9 * estimate.seconds for value in part.seconds.values())
+        assert all(value >= 0 for value in part.bytes.values())
+        assert part.in_flight >= played.in_flight(position)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_against_the_simulator(schedule):
-    """120 random plans of each schedule, mixed clusters among them."""
-    found = seed = 0
-    while found < 120:
+    """120 random plans of each schedule, mixed clusters among them and such without overlap."""
+    found, seed = {True: 0, False: 0}, 0
+    while sum(found.values()) < 120:
         rng = np.random.default_rng(seed := seed + 1)
         costs = CostModel(random_profile(rng, 10), random_cluster(rng, 8, mixed=seed % 3 == 0))
         drawn = random_plan(rng, costs, schedule)
         if drawn is None:
             continue
-        found += 1
-        estimate = price(drawn, costs)
-        times = estimate.times
-        played = simulate(
-            schedule, drawn.micro_batches, times.forward, times.backward, times.cut, times.sync, times.update
-        )
-        assert estimate.seconds == pytest.approx(played.seconds, rel=1e-9)
-        assert estimate.seconds == times.step_seconds(drawn)
-        for position, part in enumerate(estimate.stages):
-            assert sum(part.seconds.values()) == pytest.approx(estimate.seconds, rel=1e-9)
-            assert all(value >= -1e-9 * estimate.seconds for value in part.seconds.values())
-            assert all(value >= 0 for value in part.bytes.values())
-            assert part.in_flight >= played.in_flight(position)
+        found[costs.cluster.overlap] += 1
+        checked(drawn, costs)
+    assert min(found.values()) > 20
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_program_against_the_simulator(seed):
+    """Plans of space="spmd", drawn from all there are."""
+    rng = np.random.default_rng(600 + seed)
+    instance = random_instance(rng, "spmd", layers=int(rng.integers(4, 7)), devices=4, plans=2000)
+    plans = list(spmd_plans(instance.asked, instance.model))
+    for index in rng.choice(len(plans), min(40, len(plans)), replace=False):
+        checked(plans[index], instance.model)
 
 
 FOUR = model(*[layer(max_tensor=2) for _ in range(4)])
@@ -340,12 +543,36 @@ CHUNKS = (stage(0, 1, (0, [1]), (2, [1])), stage(1, 1, (1, [1]), (3, [1])))
         (plan(stage(0, 4, (0, [1, 2, 2, 2]))), "layer 0: a micro-batch of 2 is not divisible by data=4"),
         (plan(stage(0, 1, (0, [1, 1])), stage(1, 2, (2, [1, 1]))), "the same number of devices in every stage"),
         (plan(stage(0, 1, (0, [1, 1])), stage(2, 1, (2, [1, 1]))), "neighbouring devices"),
-        (plan(stage(0, 2, (0, [1, 1])), stage(2, 2, (2, [1, 2]))), "one tensor degree at position 1"),
+        (plan(stage(0, 2, (0, [1, 1])), stage(2, 2, (2, [1, 2]))), r"one tensor degree, found \[1, 2\]"),
     ],
 )
 def test_check_refuses(wrong, message):
     with pytest.raises(InputError, match=message):
         evaluate(wrong, FOUR, cluster(4))
+
+
+def test_check_refuses_degrees_that_cannot_share_a_mesh():
+    profile = model(*[layer(max_tensor=6) for _ in range(3)])
+    for degrees, fits in {(1, 2, 6): True, (3, 1, 6): True, (1, 2, 3): False, (3, 6, 2): False}.items():
+        drawn = plan(stage(0, 6, (0, list(degrees))), batch=12)
+        if fits:
+            assert evaluate(drawn, profile, cluster(6)).seconds > 0
+        else:
+            with pytest.raises(InputError, match="degrees 2 and 3 cannot share a mesh: 2 does not divide 3"):
+                evaluate(drawn, profile, cluster(6))
+        assert evaluate(drawn.model_copy(update={"space": "general"}), profile, cluster(6)).seconds > 0
+
+
+def test_check_refuses_two_degrees_of_one_table():
+    profile = model(layer(max_tensor=2), layer(max_tensor=2), layer(max_tensor=2, tied_parameters=1))
+    for degrees, fits in {(1, 2, 1): True, (2, 1, 2): True, (1, 1, 2): False, (2, 2, 1): False}.items():
+        drawn = plan(stage(0, 2, (0, list(degrees))))
+        if fits:
+            assert evaluate(drawn, profile, cluster(2)).seconds > 0
+        else:
+            with pytest.raises(InputError, match="layers 0 and 2 share a parameter and have tensor degrees"):
+                evaluate(drawn, profile, cluster(2))
+        assert evaluate(drawn.model_copy(update={"space": "general"}), profile, cluster(2)).seconds > 0
 
 
 def test_check_refuses_spmd_on_different_nodes():

@@ -37,8 +37,8 @@ from jhpt.planner.request import request
 from jhpt.planner.solve import Answer
 
 
-def model_of(preset: str = "gpt-tiny", cluster: str = "a100x2x3") -> CostModel:
-    machine = find_cluster(cluster)
+def model_of(preset: str = "gpt-tiny", cluster: str = "a100x2x3", overlap: bool = True) -> CostModel:
+    machine = find_cluster(cluster).model_copy(update={"overlap": overlap})
     return CostModel(analytic_profile(load_config(preset), machine.nodes[0].device), machine)
 
 
@@ -60,7 +60,7 @@ def plan_of(*stages: Stage, **options) -> Plan:
 
 
 # gpt-tiny: embedding, four blocks, head.
-SINGLE = plan_of(stage(0, 2, (0, [(1, 2), (5, 1)])), zero=3)
+SINGLE = plan_of(stage(0, 2, (0, [(1, 2), (4, 1), (1, 2)])), zero=3)
 PIPELINE = plan_of(stage(0, 2, (0, [(3, 2)])), stage(2, 2, (3, [(3, 2)])), recompute=True)
 INTERLEAVED = plan_of(
     stage(0, 2, (0, [(2, 1)]), (3, [(1, 1)])),
@@ -108,9 +108,10 @@ def test_layer_runs_name_every_layer_once():
     ]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", PLANS)
-def test_causes_sum_to_the_step(name):
-    plan, model = PLANS[name], model_of()
+def test_causes_sum_to_the_step(name, overlap):
+    plan, model = PLANS[name], model_of(overlap=overlap)
     estimate = price(plan, model)
     for position in range(len(plan.stages)):
         causes = stage_causes(plan, position, estimate, model)
@@ -122,10 +123,22 @@ def test_causes_sum_to_the_step(name):
     assert sum(mean_causes(plan, estimate, model).values()) == pytest.approx(estimate.seconds)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", PLANS)
-def test_the_played_step_takes_what_the_estimate_says(name):
-    answer = answer_of(PLANS[name])
+def test_the_played_step_takes_what_the_estimate_says(name, overlap):
+    answer = answer_of(PLANS[name], model=model_of(overlap=overlap))
     assert timeline(answer).seconds == pytest.approx(answer.estimate.seconds)
+
+
+def test_weights_gathered_once_are_no_update():
+    # ZeRO-1 of one stage without overlap: gathered in line, as long as its gradients are scattered.
+    plan = plan_of(stage(0, 2, (0, [(6, 1)])), zero=1)
+    causes = stage_causes(plan, 0, price(plan, model_of(overlap=False)), model_of(overlap=False))
+    assert causes["weights gathered"] == pytest.approx(causes["gradients exposed"])
+    # With ZeRO-3 nothing else is updated: the same share of every parameter.
+    shared = plan.model_copy(update={"zero": 3})
+    other = stage_causes(shared, 0, price(shared, model_of()), model_of())
+    assert causes["update"] == pytest.approx(other["update"])
 
 
 def test_a_rivals_causes_sum_to_the_difference():

@@ -11,11 +11,11 @@ from jhpt.planner.costs import CostModel
 from jhpt.planner.request import Request, request
 from jhpt.planner.solve import plan, search, solve
 from tests.planner.instances import random_cluster, random_profile
-from tests.planner.test_estimate import cluster, layer, model
+from tests.planner.test_estimate import between_ends, cluster, layer, model
 
 GIB = 2.0**30
-BIG = model(*[layer(parameters=1 << 30, activation_bytes=GIB) for _ in range(2)])
-"""Two layers of 16 GiB of state each, and 1 GiB of activations a sample."""
+BIG = between_ends(*[layer(parameters=1 << 30, activation_bytes=GIB) for _ in range(2)])
+"""Two blocks of 16 GiB of state each, and 1 GiB of activations a sample."""
 
 
 def refusal(profile, given: Cluster, asked: Request, space: str) -> str:
@@ -49,7 +49,7 @@ def test_numbers(space):
 
 @pytest.mark.parametrize("space", ["spmd", "general"])
 def test_memory_that_would_do(space):
-    # Both layers on the one device, 32 GiB; with recomputation one layer's GiB beside it: 33 GiB, within 1 %.
+    # Both blocks on the one device, 32 GiB; with recomputation one block's GiB beside it: 33 GiB, within 1 %.
     given = cluster(1, memory=10 * GIB)
     message = refusal(BIG, given, request(1), space)
     (enough,) = map(float, re.findall(r"it would fit with (\S+) GiB per device", message))
@@ -59,7 +59,7 @@ def test_memory_that_would_do(space):
 
 @pytest.mark.parametrize("space", ["spmd", "general"])
 def test_devices_that_would_do(space):
-    # 18 GiB hold one layer with its activations: two nodes of one device.
+    # 18 GiB hold one block with its activations: two nodes of one device.
     given = cluster(1, memory=18 * GIB)
     message = refusal(BIG, given, request(1), space)
     (enough,) = map(int, re.findall(r"it would fit on (\d+) such devices", message))
@@ -125,8 +125,8 @@ def test_memory_is_rounded_up():
 
 
 def test_the_least_number_of_devices():
-    # Three layers of 16 GiB on devices of 18 GiB: three nodes.
-    profile = model(*[layer(parameters=1 << 30) for _ in range(3)])
+    # Three blocks of 16 GiB on devices of 18 GiB: three nodes.
+    profile = between_ends(*[layer(parameters=1 << 30) for _ in range(3)])
     message = refusal(profile, cluster(1, memory=18 * GIB), request(1), "spmd")
     assert re.findall(r"on (\d+) such devices", message) == ["3"]
 

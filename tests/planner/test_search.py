@@ -10,13 +10,14 @@ from jhpt.core.errors import InputError
 from jhpt.core.profile import LayerKind, Timing
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
+from jhpt.planner.mixed import chains
 from jhpt.planner.request import Incumbent, Request, request
 from jhpt.planner.schedule import step_seconds
 from jhpt.planner.solve import plan as plan_of
 from jhpt.planner.solve import search, solve
 from tests.planner.brute_force import best, general_plans, spmd_plans
 from tests.planner.instances import random_cluster, random_profile
-from tests.planner.test_estimate import cluster, layer, model, random_plan, stage
+from tests.planner.test_estimate import between_ends, cluster, layer, model, random_plan, stage
 
 PLANS = {"spmd": spmd_plans, "general": general_plans}
 SIZES = {"spmd": (5, 6), "general": (4, 4)}
@@ -36,11 +37,17 @@ def some(rng: np.random.Generator, batch: int) -> Request:
     )
 
 
-def compare(space: str, seed: int, *, mixed: bool = False, whole: bool = False) -> bool:
-    """Brute force over every plan; whether any fits."""
+def compare(space: str, seed: int, *, mixed: bool = False, whole: bool = False, in_line: bool = False) -> bool:
+    """Brute force over every plan; whether any fits.
+
+    in_line: on 4 devices whose communication does not overlap, instead of on any that brute force can search.
+    """
     layers, devices = SIZES[space]
     rng = np.random.default_rng(seed)
-    costs = CostModel(random_profile(rng, layers), random_cluster(rng, devices, mixed=mixed))
+    profile, given = random_profile(rng, layers), random_cluster(rng, devices, mixed=mixed)
+    if in_line:
+        given = random_cluster(rng, 4, min_devices=4).model_copy(update={"overlap": False})
+    costs = CostModel(profile, given)
     batch = int(rng.choice([4, 6, 8]))
     asked = request(batch) if whole else some(rng, batch)
     found = search(asked, costs, space)
@@ -70,12 +77,24 @@ def test_brute_force_on_mixed_clusters(block):
     assert any([compare("general", 1000 + BLOCK * block + i, mixed=True) for i in range(BLOCK)])
 
 
+@pytest.mark.parametrize("space", PLANS)
+def test_brute_force_in_line(space):
+    assert any([compare(space, seed, in_line=True) for seed in range(1100, 1100 + 2 * BLOCK)])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("block", range(50))
 @pytest.mark.parametrize(("space", "mixed"), [("spmd", False), ("general", False), ("general", True)])
 def test_brute_force_on_many(space, mixed, block):
     for seed in range(10_000 + 10 * block, 10_000 + 10 * (block + 1)):
         compare(space, seed, mixed=mixed, whole=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("block", range(20))
+def test_brute_force_in_line_on_many(block):
+    for seed in range(20_000 + 10 * block, 20_000 + 10 * (block + 1)):
+        compare("spmd", seed, in_line=True, whole=True)
 
 
 def test_what_does_not_fit_is_found_exactly():
@@ -135,7 +154,7 @@ def test_data_parallelism_where_parameters_are_few():
 def test_a_pipeline_where_parameters_are_many():
     # 1000 parameters a layer: reducing one gradient takes 2 * 1000 / 10 s.  Without: (4 + 1)(1 + 2), GPipe or 1F1B.
     for space in PLANS:
-        found = plan_of(model(*[layer(parameters=1000)] * 2), cluster(2), batch=4, space=space)
+        found = plan_of(between_ends(*[layer(parameters=1000)] * 2), cluster(2), batch=4, space=space)
         assert [s.devices for s in found.stages] == [1, 1]
         assert found.seconds == 15
 
@@ -162,6 +181,67 @@ def test_layers_of_one_stage_choose_their_own_degree():
         assert found.seconds == pytest.approx(6.1)
 
 
+def test_layers_that_share_a_parameter_have_one_degree():
+    # As above, but the dense layer shares a parameter with the first.  At degree 1 it sums 2000 bytes of gradients, at
+    # degree 2 the first sums 2000 bytes in each pass: one device is left, 2 + 2 + 4 + 4.  A program of the stage's own
+    # may have two copies.
+    convolution = layer(boundary_bytes=1, max_tensor=2, tensor_forward_bytes=1000, tensor_backward_bytes=1000)
+    dense = layer(parameters=1000, max_tensor=2, tied_parameters=1)
+    asked = request(2, 1, zero=(0,), recompute=(False,))
+    for space, seconds in (("spmd", 12.0), ("general", 6.1)):
+        assert search(asked, CostModel(model(convolution, dense), cluster(2)), space).seconds == pytest.approx(seconds)
+    # With another first layer the convolution is free again: 3 + 6 + 0.1.
+    found = search(asked, CostModel(model(layer(max_tensor=2), convolution, dense), cluster(2)), "spmd")
+    assert found.seconds == pytest.approx(9.1)
+    assert found.plan.stages[0].chunks[0].tensor == (2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        ([], [()]),
+        ([1, 2, 4, 8], [(1, 2, 4, 8)]),
+        ([1, 2, 3, 6], [(1, 2, 6), (1, 3, 6)]),
+        ([2, 3], [(2,), (3,)]),
+        ([1, 2, 3, 4, 6, 12], [(1, 2, 4, 12), (1, 2, 6, 12), (1, 3, 6, 12)]),
+        ([2, 4, 6], [(2, 4), (2, 6)]),
+    ],
+)
+def test_chains(degrees, expected):
+    assert chains(degrees) == expected
+
+
+def test_degrees_of_one_stage_share_a_mesh():
+    # Six samples; on six devices layer 0 is best cut in 2, layer 1 in 3.  Then both take 6 + 6; gradients of layer 1,
+    # 2000 / 3 bytes over 2 replicas, take 2 * 333.3 / 50 s from 6 on, then those of layer 0, 1000 bytes over 3,
+    # 4 * 333.3 / 50 s, until 46, after 12 s of forward passes.
+    profile = model(layer(6.0, 6.0, parameters=1000, max_tensor=2), layer(6.0, 6.0, parameters=1000, max_tensor=3))
+    costs, asked = CostModel(profile, cluster(6, inside=50.0)), request(6, 1, zero=(0,), recompute=(False,))
+    own = search(asked, costs, "general")
+    assert own.plan.stages == (stage(0, 6, (0, [2, 3])),)
+    assert own.seconds == pytest.approx(58)
+    # But 2 does not divide 3.  Two devices with degrees 2 and 1 take 18 + 18 for each layer and 2 * 1000 / 50 s for the
+    # gradients of layer 1, from 18 on: 36 + 58.
+    one = search(asked, costs, "spmd")
+    assert one.plan.stages == (stage(0, 2, (0, [2, 1])),)
+    assert one.seconds == pytest.approx(94)
+    assert best(spmd_plans(asked, costs), costs)[0] == pytest.approx(94)
+
+
+def test_neither_space_is_always_as_fast():
+    # One device and recomputation: one program spares both ends of the model, 1 + 2 each, programs of their own repeat
+    # the forward pass of every layer.
+    profile = model(layer(), layer())
+    seconds = {space: plan_of(profile, cluster(1), batch=1, space=space, recompute=(True,)).seconds for space in PLANS}
+    assert seconds == {"spmd": 6, "general": 8}
+    # A pipeline that has to be one, for 160 bytes of a layer's parameters are all that a device holds: as one program
+    # every stage has the ends' slot beside its block.
+    profile = model(*[layer(parameters=10) for _ in range(3)])
+    given, asked = cluster(3, memory=160), request(4, 4, zero=(0,), recompute=(False,))
+    assert search(asked, CostModel(profile, given), "spmd").plan is None
+    assert search(asked, CostModel(profile, given), "general").seconds == (4 + 2) * 3
+
+
 def test_stages_of_different_size():
     # Layer 0 takes three times as long and has no parameters, layer 1 has many: 3 | 1 devices, as PipeDream finds for
     # VGG-16.  Micro-batches of three samples: 3 + 6 on one sample each, 3 + 6 on three.
@@ -176,7 +256,7 @@ def test_stages_of_different_size():
 def test_interleaving_wins():
     # Four equal layers whose gradients are dear, two micro-batches of one sample, no transfers.  1F1B: 3 (2 + 2);
     # two chunks: (2 * 2 + 1)(1 + 1).
-    profile = model(*[layer(1.0, 1.0, parameters=1000) for _ in range(4)])
+    profile = between_ends(*[layer(1.0, 1.0, parameters=1000) for _ in range(4)])
     found = plan_of(profile, cluster(2), batch=2, microbatches=2)
     assert (found.schedule, found.chunks, found.seconds) == ("interleaved", 2, 10)
     assert plan_of(profile, cluster(2), batch=2, microbatches=2, schedules=("1f1b", "gpipe")).seconds == 12
@@ -187,27 +267,20 @@ def test_gpipe_may_win():
     # not wait for backwards of device 0.
     stages = np.array([[1.0], [1.0]]), np.array([[4.0], [1.0]]), np.zeros(1), np.array([0.0, 16.0]), np.zeros(2)
     assert {s: float(step_seconds(s, 4, *stages)) for s in ("gpipe", "1f1b")} == {"gpipe": 24, "1f1b": 25}
-    # As a model: two devices a stage, 40 bytes of gradients of layer 1, ready 1 s after its last backward began.
-    profile = model(
-        layer(1.0, 4.0),
-        LayerKind(
-            parameters=75,
-            boundary_bytes=0,
-            activation_bytes=0,
-            timings=(Timing(batches=(1.0,), forward=(1.0,), backward=(1.0,)),),
-        ),
+    # As a model: two devices a stage, whose second block has gradients of 150 bytes, summed in 15 s when its last
+    # backward pass of 1 s is over, or where stages are programs of their own, when it is over for that layer.
+    slow = LayerKind(
+        parameters=75,
+        boundary_bytes=0,
+        activation_bytes=0,
+        timings=(Timing(batches=(1.0,), forward=(1.0,), backward=(1.0,)),),
     )
-    drawn = {
-        schedule: price(
-            plan_of(profile, cluster(4), batch=8, microbatches=4).model_copy(
-                update={"schedule": schedule, "zero": 0, "stages": (stage(0, 2, (0, [1])), stage(2, 2, (1, [1])))}
-            ),
-            CostModel(profile, cluster(4)),
-        ).seconds
-        for schedule in ("gpipe", "1f1b")
-    }
-    # The gradients take 2 * 75 / 10 = 15 s after 1 s of backward.
-    assert drawn == {"gpipe": 24, "1f1b": 25}
+    profile = between_ends(layer(1.0, 4.0), slow)
+    costs, stages = CostModel(profile, cluster(4)), (stage(0, 2, (0, [1, 1])), stage(2, 2, (2, [1, 1])))
+    given = plan_of(profile, cluster(4), batch=8, microbatches=4).model_copy(update={"zero": 0, "stages": stages})
+    for space in PLANS:
+        drawn = [given.model_copy(update={"space": space, "schedule": name}) for name in ("gpipe", "1f1b")]
+        assert [price(each, costs).seconds for each in drawn] == [24, 25]
 
 
 def test_only_what_is_asked_for():

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jhpt.core.errors import InputError
+from jhpt.planner.schedule import step_seconds
 from jhpt.planner.simulation import Timeline, simulate
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
 
 
-def play(schedule, micro_batches, forward, backward, cut=0.0, sync=0.0, update=0.0) -> Timeline:
+def play(schedule, micro_batches, forward, backward, cut=0.0, sync=0.0, update=0.0, overlap=True) -> Timeline:
     """`simulate` with scalars spread out and one chunk written as a row."""
     forward_SV, backward_SV = (np.asarray(times, float) for times in (forward, backward))
     if forward_SV.ndim == 1:
@@ -24,7 +25,7 @@ def play(schedule, micro_batches, forward, backward, cut=0.0, sync=0.0, update=0
         np.broadcast_to(np.asarray(times, float), (count,))
         for times, count in ((cut, forward_SV.size - 1), (sync, devices), (update, devices))
     )
-    return simulate(schedule, micro_batches, forward_SV, backward_SV, cut, sync, update)
+    return simulate(schedule, micro_batches, forward_SV, backward_SV, cut, sync, update, overlap=overlap)
 
 
 def even(schedule, devices, chunks, micro_batches, forward, backward) -> Timeline:
@@ -90,6 +91,36 @@ def test_1f1b_of_two_devices_with_slow_links():
     assert when(timeline, 1, "compute", "F1") == (7, 8)
     assert when(timeline, 1, "backward link", "B1") == (10, 13)
     assert when(timeline, 0, "compute", "B1") == (13, 15)
+
+
+def test_1f1b_of_two_devices_in_line():
+    # F = (1, 1), B = (2, 2), c = 1, M = 2.  Device 0: F0 a e F1 a e a B0 e B1; device 1: a e F0 a B0 e F1 a B1 e.  F0
+    # 0..1; both exchange 1..3, though there is no error yet; F1 and F0 3..4; a 4..5; B0 5..7, for which device 0 waits;
+    # e 7..8, F1 8..9, a 9..10, though device 0 has nothing to send; B0 and B1 10..12; e 12..13; B1 13..15.
+    timeline = play("1f1b", 2, [1, 1], [2, 2], cut=1, overlap=False)
+    assert timeline.seconds == 15
+    assert when(timeline, 0, "forward link", "F0") == (1, 2)
+    assert when(timeline, 1, "compute", "F0") == (3, 4)
+    assert when(timeline, 1, "backward link", "B0") == (7, 8)
+    assert when(timeline, 1, "compute", "B1") == (10, 12)
+    assert [span.start for span in timeline.rows[0] if span.label == "forward"] == [9]
+    assert [span.start for span in timeline.rows[1] if span.label == "backward"] == [2]
+    assert order(timeline, 0) == "F0 F1 B0 B1"
+    # Device 1 has its last exchange, until 13, before it updates.
+    assert when(play("1f1b", 2, [1, 1], [2, 2], 1, [0, 0], [0, 3], overlap=False), 1, "update", "update") == (13, 16)
+
+
+def test_interleaved_of_two_devices_in_line():
+    # An exchange takes as long as the dearest transfer between the two: 3 from device 0 to device 1 in chunk 0 or 1, 2
+    # around the ring.  Device 0: F0 0..1, and, with nothing to receive yet, F1 4..5.
+    cut = np.array([1.0, 2.0, 3.0])
+    timeline = play("interleaved", 2, np.ones((2, 2)), np.ones((2, 2)), cut, overlap=False)
+    assert when(timeline, 0, "forward link", "F0") == (1, 4)
+    assert when(timeline, 0, "compute", "F1") == (4, 5)
+    assert when(timeline, 1, "compute", "F0") == (4, 5)
+    # Ring: device 1 sends while it receives, and both go on when the longer exchange is over.
+    assert when(timeline, 1, "forward link", "F0") == (5, 7)
+    assert when(timeline, 0, "compute", "F0.1") == (8, 9)
 
 
 def test_interleaved_of_two_devices():
@@ -233,6 +264,45 @@ def test_in_flight_interleaved():
     # 4 - 2d + 1 forwards come before it, and then one of each in turn.
     timeline = even("interleaved", 2, 2, 4, 1, 1)
     assert [timeline.in_flight(device) for device in (0, 1)] == [5, 3]
+
+
+@PROPERTY
+@given(steps(), st.booleans())
+def test_the_closed_loop_takes_as_long(step, overlap):
+    seconds = float(step_seconds(*step, overlap=overlap))
+    assert simulate(*step, overlap=overlap).seconds == pytest.approx(seconds, rel=1e-9)
+
+
+@PROPERTY
+@given(steps())
+def test_in_line_everything_happens_once_and_in_order(step):
+    """Results are sent before they are used, by both of two neighbours at a time and by none that computes."""
+    timeline = simulate(*step, overlap=False)
+    devices, chunks = step[2].shape
+    last = devices * chunks - 1
+    span_of = {(s.stream, s.kind, s.device, s.chunk, s.micro_batch): s for s in timeline.spans}
+    assert len([s for s in timeline.spans if s.stream == "compute"]) == 2 * step[1] * devices * chunks
+    for stage, m in itertools.product(range(1, last + 1), range(step[1])):
+        here, before = ((s % devices, s // devices, m) for s in (stage, stage - 1))
+        up = span_of["forward link", "forward", *before]
+        assert span_of["compute", "forward", *before].end <= up.start
+        assert up.end <= span_of["compute", "forward", *here].start
+        down = span_of["backward link", "backward", *here]
+        assert span_of["compute", "backward", *here].end <= down.start
+        assert down.end <= span_of["compute", "backward", *before].start
+    for span in timeline.spans:
+        if "link" in span.stream:
+            edge = span.device if span.stream == "forward link" else (span.device - 1) % devices
+            assert span.end - span.start == max(step[4][edge::devices])
+            for device in (edge, (edge + 1) % devices):
+                busy = [s for s in timeline.rows[device] if s.stream == "compute"]
+                assert all(s.end <= span.start or s.start >= span.end for s in busy)
+
+
+@PROPERTY
+@given(steps())
+def test_overlap_is_never_slower(step):
+    assert simulate(*step).seconds <= simulate(*step, overlap=False).seconds * (1 + 1e-9)
 
 
 @PROPERTY

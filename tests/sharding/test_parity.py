@@ -1,26 +1,32 @@
-"""Loss and every gradient on a mesh of eight devices equal one device, in float32."""
+"""Under any plan loss, gradients and their norm are those of the model and its loss written down directly, in float32.
+
+So are those of one device with one micro-batch; plans of every kind therefore equal it.
+"""
 
 import itertools
+import random
+from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jhpt.sharding.rules import path_name
-from jhpt.training.data.batches import shuffled
-from jhpt.training.programs import abstract_state, global_batch
+from jhpt.core.plan import Chunk, Plan, Run, Stage
+from jhpt.models.layers import fold
+from jhpt.training import setup as training_setup
+from jhpt.training.masking import mask_tokens
+from jhpt.training.parts import DROPOUT, MASKS, Rows
 from jhpt.training.setup import prepare
-from jhpt.training.step import batch_gradients, init_state
 from tests.covers import pairwise
+from tests.sharding.plans import batch, by_path, compiled, laid_out, mixed, piped, random_params, spread, stored
 
 pytestmark = pytest.mark.usefixtures("strict")
 
 MODELS = {
     "gpt-tied": {"model.dropout": 0.1},
     "gpt-untied": {
-        "model.d_model": 64,
-        "model.num_heads": 16,
-        "model.num_kv_heads": 8,
+        "model.num_kv_heads": 4,
         "model.positions": "rotary",
         "model.norm": "rmsnorm",
         "model.activation": "swiglu",
@@ -30,85 +36,269 @@ MODELS = {
     },
     "bert": {"model.dropout": 0.1},
 }
-MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
-CASES = [MODELS, MESHES, (0, 1, 3), (1, 2)]
+BATCH = 32
+WEIGHTS = np.asarray([1.0, 0.5, 0.0, 1.0] * (BATCH // 4), np.float32)
+KEY = 7
 
 ZERO_GRADIENT = {"pooler/kernel", "pooler/bias"}
 """Masked-LM training does not reach the pooler.  (A key bias has a zero gradient too: part of the qkv leaf here.)"""
 
-_reference: dict = {}
+ALL, NONE = 99, 0
+"""Layers that are unrolled, at most."""
 
 
-def gradients(config):
-    """(gradients by path, loss) of one batch at the initial parameters, laid out as a training step does."""
-    setup = prepare(config)
-    state = abstract_state(setup, lambda: init_state(setup.model.init(jax.random.key(0)), setup.optimizer))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-    params = jax.jit(lambda: setup.model.init(jax.random.key(config.seed)), out_shardings=shardings)()
-    rows = shuffled(setup.train_windows, 0)
-    windows = global_batch(setup, np.stack([rows[i] for i in range(config.data.batch_size)]))
+@pytest.fixture
+def setup_of(tiny, monkeypatch):
+    """Makes the setup of a model of so many blocks, of which this many are unrolled."""
 
-    def run(params, windows):
-        grads, sums = batch_gradients(
-            setup.objective, params, windows, jax.random.key(7), config.parallel.micro_batches
-        )
-        return grads, sums.nll / sums.tokens
+    def make(name, blocks, unrolled):
+        monkeypatch.setattr(training_setup, "MOST_UNROLLED_LAYERS", unrolled)
+        preset = "bert-tiny" if name == "bert" else "gpt-tiny"
+        return prepare(tiny(preset, **MODELS[name], **{"model.num_layers": blocks, "data.batch_size": BATCH}))
 
-    placed = (setup.layout.optimizer(state.params), setup.layout.replicated)
-    grads, loss = jax.jit(run, out_shardings=placed)(params, windows)
-    leaves = jax.tree_util.tree_leaves_with_path(grads)
-    return {path_name(path): np.asarray(leaf, np.float64) for path, leaf in leaves}, float(loss)
+    return make
 
 
-def reference(tiny, name, micro_batches):
-    """The same on one device; micro-batches draw their own dropout masks, so they are kept."""
-    key = (name, micro_batches)
-    if key not in _reference:
-        overrides = MODELS[name] | {"parallel.data": 1, "parallel.micro_batches": micro_batches}
-        _reference[key] = gradients(tiny(preset_of(name), **overrides))
-    return _reference[key]
+# What is expected.
+
+_known: dict = {}
 
 
-def preset_of(name):
-    return "bert-tiny" if name == "bert" else "gpt-tiny"
+def definition(setup_of, name, blocks):
+    """(gradients by path, loss per token, weighted sum of the losses without dropout, weighted tokens)."""
+    if (name, blocks) not in _known:
+        _known[name, blocks] = _definition(setup_of(name, blocks, NONE))
+    return _known[name, blocks]
 
 
-def check(tiny, name, mesh, zero, micro_batches):
-    data, tensor = mesh
-    overrides = {"parallel.data": data, "parallel.tensor": tensor, "parallel.zero": zero}
-    config = tiny(preset_of(name), **MODELS[name], **overrides, **{"parallel.micro_batches": micro_batches})
-    grads, loss = gradients(config)
-    expected, expected_loss = reference(tiny, name, micro_batches)
+def _definition(setup):
+    model, config, params = setup.model, setup.config, random_params(setup)
+    windows = batch(setup, BATCH)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(KEY), jnp.arange(BATCH))
 
-    assert abs(loss - expected_loss) <= 1e-5 * abs(expected_loss)
-    assert grads.keys() == expected.keys()
+    def nll(params, noise):
+        """[B, predicted tokens]"""
+        if config.model.family == "gpt":
+            logits, targets = model.apply(params, windows[:, :-1], keys=noise), windows[:, 1:]
+        else:
+            masked = mask_tokens(fold(keys, MASKS), windows, config.data.mask_fraction, setup.tokenizer)
+            logits, targets = model.apply(params, masked.tokens, keys=noise), masked.targets
+            logits = jnp.take_along_axis(logits, masked.positions[..., None], axis=1)
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+
+    noise = fold(keys, DROPOUT) if config.model.dropout else None
+
+    def run(params):
+        loss, found = jax.value_and_grad(lambda params: jnp.mean(nll(params, noise)))(params)
+        return found, loss, nll(params, None)
+
+    found, loss, each = compiled(run, params)
+    each = np.asarray(each, np.float64)
+    return by_path(found), float(loss), np.sum(each * WEIGHTS[:, None]), np.sum(WEIGHTS) * each.shape[1]
+
+
+# What is found.
+
+
+def gradients(setup):
+    """(gradients by path, loss per token, norm) of one batch, as a training step computes them."""
+    params = stored(setup, random_params(setup))
+    rows = Rows(jax.device_put(batch(setup, BATCH), setup.layout.batch))
+
+    def run(params, rows):
+        found, sums = setup.training.gradients(params, rows, jax.random.key(KEY))
+        return found, sums.nll / sums.tokens, setup.training.norm(found)
+
+    found, loss, norm = compiled(run, params, rows)
+    return by_path(setup.layout.model_tree(found, setup.training.tied)), float(loss), float(norm)
+
+
+def check_gradients(setup_of, name, blocks, unrolled, plan, **changes):
+    found, loss, norm = gradients(laid_out(setup_of(name, blocks, unrolled), plan, **changes))
+    expected, expected_loss, *_ = definition(setup_of, name, blocks)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert norm == pytest.approx(sum(np.sum(leaf**2) for leaf in expected.values()) ** 0.5, rel=1e-5)
+    assert found.keys() == expected.keys()
     largest = max(np.abs(leaf).max() for leaf in expected.values())
     for path, leaf in expected.items():
-        error = np.abs(grads[path] - leaf).max()
+        error = np.abs(found[path] - leaf).max()
         assert error <= 1e-5 * largest, path
         if path in ZERO_GRADIENT:
             assert error == 0 and not leaf.any(), path
         else:
-            assert error <= 1e-5 * np.abs(leaf).max(), path
+            assert leaf.any() and error <= 1e-5 * np.abs(leaf).max(), path
 
 
-@pytest.mark.parametrize(("name", "mesh", "zero", "micro_batches"), pairwise(*map(tuple, CASES)))
-def test_gradients_equal_one_device(tiny, name, mesh, zero, micro_batches):
-    check(tiny, name, mesh, zero, micro_batches)
+def check_sums(setup_of, name, blocks, plan):
+    """Evaluation of a batch whose rows count differently."""
+    setup = laid_out(setup_of(name, blocks, NONE), plan)
+    params = stored(setup, random_params(setup))
+    rows = Rows(*(jax.device_put(leaf, setup.layout.batch) for leaf in (batch(setup, BATCH), WEIGHTS)))
+    found = compiled(lambda params, rows: setup.evaluation.sums(params, rows, jax.random.key(KEY)), params, rows)
+    *_, nll, tokens = definition(setup_of, name, blocks)
+    assert found.tokens == tokens
+    assert [found.nll, found.loss] == pytest.approx([nll, nll], rel=1e-5)
+
+
+# Plans of one tensor degree.
+
+STAGES, SCHEDULES, SHARES = (1, 2, 4), ("gpipe", "1f1b", "interleaved"), (1, 2)
+SHAPES = ("even", "uneven", "bare entry", "bare exit")
+CORE = {
+    "stages": STAGES,
+    "schedule": SCHEDULES,
+    "data": SHARES,
+    "tensor": SHARES,
+    "pieces": (1, 2, 4),  # micro-batches per stage
+    "zero": (0, 1, 3),
+    "name": tuple(MODELS),
+}
+REST = {
+    "kept": ("all", "all, loop", "input", "input, loop"),
+    "ahead": (0, 1, 2),  # layers whose communication is begun before
+    "sequence": (False, True),
+}
+BLOCKS = {
+    1: {"even": 3},
+    2: {"even": 4, "uneven": 3, "bare entry": 3, "bare exit": 3},
+    4: {"even": 4, "uneven": 5, "bare entry": 4, "bare exit": 4},
+    8: {"even": 8, "bare entry": 8, "bare exit": 8},
+}
+"""By the number of chunks in all, as few as make the shape."""
+
+
+def chunks_of(stages, schedule):
+    return stages * (2 if schedule == "interleaved" else 1)
+
+
+def fits(stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape):
+    """Eight devices; one stage has no schedule; a sequence is cut over tensor ranks."""
+    if (stages == 1 and schedule != "1f1b") or (sequence and tensor == 1):
+        return False
+    return stages * data * tensor <= 8 and shape in BLOCKS[chunks_of(stages, schedule)]
+
+
+def how(kept, ahead, sequence):
+    """(layers that are unrolled at most, settings of the plan, changes of the execution)"""
+    plan = {"recompute": "input" in kept, "prefetch": ahead, "sequence": sequence}
+    return NONE if "loop" in kept else ALL, plan, {"overlap": ahead > 0}
+
+
+def check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape):
+    blocks = BLOCKS[chunks_of(stages, schedule)][shape]
+    unrolled, settings, changes = how(kept, ahead, sequence)
+    settings |= {"schedule": schedule, "zero": zero, "micro_batches": pieces * stages, "batch": BATCH}
+    layers = spread(blocks, chunks_of(stages, schedule), shape)
+    plan = piped(layers, stages, data=data, tensor=tensor, **settings)
+    check_gradients(setup_of, name, blocks, unrolled, plan, **changes)
+
+
+@cache
+def every_case():
+    """The whole product of `CORE`; the rest is drawn for each."""
+    rest, draw = list(itertools.product(*REST.values(), SHAPES)), random.Random(0)
+    cases = []
+    for core in itertools.product(*CORE.values()):
+        if fitting := [one for one in rest if fits(*core, *one)]:
+            cases.append((*core, *draw.choice(fitting)))
+    return cases
+
+
+NAMES = (*CORE, *REST, "shape")
+
+
+@pytest.mark.parametrize(NAMES, pairwise(*CORE.values(), *REST.values(), SHAPES, where=fits))
+def test_gradients_are_those_of_the_definition(
+    setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape
+):
+    check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "mesh", "zero", "micro_batches"), list(itertools.product(*CASES)))
-def test_gradients_equal_one_device_everywhere(tiny, name, mesh, zero, micro_batches):
-    check(tiny, name, mesh, zero, micro_batches)
+@pytest.mark.parametrize(NAMES, every_case())
+def test_gradients_are_those_of_the_definition_everywhere(
+    setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape
+):
+    check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape)
 
 
-@pytest.mark.parametrize("name", ["gpt-tied", "gpt-untied"])
-def test_micro_batches_add_up_to_the_batch(tiny, name):
-    """Without dropout, accumulation changes rounding only.  (BERT masks each micro-batch by a key of its own.)"""
-    overrides = MODELS[name] | {"model.dropout": 0.0, "parallel.data": 1}
-    whole, loss = gradients(tiny(**overrides))
-    pieces, pieces_loss = gradients(tiny(**overrides, **{"parallel.micro_batches": 4}))
-    assert abs(loss - pieces_loss) <= 1e-5 * abs(loss)
-    for path, leaf in whole.items():
-        assert np.abs(pieces[path] - leaf).max() <= 1e-5 * np.abs(leaf).max(), path
+@pytest.mark.parametrize("name", MODELS)
+def test_one_device_computes_the_definition(setup_of, name):
+    check_gradients(setup_of, name, 3, NONE, piped([5], 1, batch=BATCH))
+
+
+# Plans of one stage whose layers differ.
+
+DEGREES = {
+    "untied, up": ("gpt-untied", (1, 2, 4, 4, 4)),
+    "tied, down and up": ("gpt-tied", (8, 2, 2, 1, 8)),
+    "bert, every way": ("bert", (2, 4, 1, 1, 2)),
+    "untied, down": ("gpt-untied", (4, 4, 1, 2, 1)),
+    "tied, blocks alone": ("gpt-tied", (1, 4, 4, 2, 1)),
+}
+"""(model, of embedding, three blocks and head); ends that share a table share the degree."""
+
+MIXED_CORE = {"micro_batches": (1, 4), "zero": (0, 1, 3)}
+MIXED_NAMES = ("layers", *MIXED_CORE, *REST)
+FEW = {"kept": ("all", "input, loop"), "ahead": (0, 1), "sequence": (False, True)}
+MIXED = [
+    (layers, *rest)
+    for layers, rest in zip(itertools.cycle(DEGREES), pairwise(*MIXED_CORE.values(), *FEW.values()), strict=False)
+]
+
+
+def check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence):
+    name, degrees = DEGREES[layers]
+    unrolled, settings, changes = how(kept, ahead, sequence)
+    plan = mixed(degrees, batch=BATCH, micro_batches=micro_batches, zero=zero, **settings)
+    check_gradients(setup_of, name, len(degrees) - 2, unrolled, plan, **changes)
+
+
+@pytest.mark.parametrize(MIXED_NAMES, MIXED)
+def test_degrees_may_differ_from_layer_to_layer(setup_of, layers, micro_batches, zero, kept, ahead, sequence):
+    check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(MIXED_NAMES, list(itertools.product(DEGREES, *MIXED_CORE.values(), *FEW.values())))
+def test_degrees_may_differ_everywhere(setup_of, layers, micro_batches, zero, kept, ahead, sequence):
+    check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence)
+
+
+def test_a_single_stage_may_have_chunks(setup_of):
+    """They are its layers, one after the other."""
+    chunks = Chunk(first=0, runs=(Run(layers=2, tensor=2),)), Chunk(first=2, runs=(Run(layers=3, tensor=4),))
+    plan = Plan(
+        model="any",
+        cluster="any",
+        batch=BATCH,
+        micro_batches=2,
+        zero=1,
+        stages=(Stage(device=0, devices=8, chunks=chunks),),
+    )
+    check_gradients(setup_of, "gpt-untied", 3, NONE, plan)
+
+
+# Evaluation.
+
+EVALUATED = {
+    "one device": piped([5], 1),
+    "data x tensor, ZeRO-1, micro-batches": piped([5], 1, data=4, tensor=2, zero=1, micro_batches=4),
+    "ZeRO-3, cut sequence": piped([5], 1, data=2, tensor=4, zero=3, sequence=True),
+    "several degrees": mixed((4, 1, 2, 2, 4), zero=3, micro_batches=4),
+    "gpipe, uneven": piped([3, 2], 2, data=2, tensor=2, micro_batches=4, schedule="gpipe", zero=1),
+    "1f1b, bare ends": piped([1, 1, 2, 1], 4, data=2, micro_batches=8, zero=3),
+    "interleaved": piped([1, 1, 1, 2], 2, data=2, tensor=2, micro_batches=4, schedule="interleaved"),
+}
+"""Of three blocks."""
+
+
+@pytest.mark.parametrize(("name", "kind"), list(zip(itertools.cycle(MODELS), EVALUATED, strict=False)))
+def test_evaluation_counts_rows_by_their_weights(setup_of, name, kind):
+    check_sums(setup_of, name, 3, EVALUATED[kind])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "kind"), list(itertools.product(MODELS, EVALUATED)))
+def test_evaluation_counts_rows_by_their_weights_everywhere(setup_of, name, kind):
+    check_sums(setup_of, name, 3, EVALUATED[kind])

@@ -24,9 +24,13 @@ def original():
     return sentences(ROWS, LENGTH)
 
 
+def keys(seed, rows=ROWS):
+    return jax.random.split(jax.random.key(seed), rows)
+
+
 @pytest.fixture(scope="module")
 def masked(original):
-    return mask_tokens(jax.random.key(0), original, FRACTION, BYTES)
+    return mask_tokens(keys(0), original, FRACTION, BYTES)
 
 
 def within_chance(hits, trials, share) -> bool:
@@ -42,7 +46,7 @@ def test_the_number_of_predictions(length, fraction, count):
     """round(fraction x (length - 2)), and at least one."""
     assert predictions(length, fraction) == count
     tokens = jax.ShapeDtypeStruct((4, length), jnp.int32)
-    masked = jax.eval_shape(lambda key, tokens: mask_tokens(key, tokens, fraction, BYTES), jax.random.key(0), tokens)
+    masked = jax.eval_shape(lambda keys, tokens: mask_tokens(keys, tokens, fraction, BYTES), keys(0, rows=4), tokens)
     assert (masked.tokens.shape, masked.positions.shape, masked.targets.shape) == ((4, length), (4, count), (4, count))
 
 
@@ -83,13 +87,23 @@ def test_four_fifths_are_masked_a_tenth_random_a_tenth_kept(masked):
 
 
 def test_the_key_decides(original, masked):
-    again, other = (mask_tokens(jax.random.key(seed), original, FRACTION, BYTES) for seed in (0, 1))
+    again, other = (mask_tokens(keys(seed), original, FRACTION, BYTES) for seed in (0, 1))
     for first, second in zip(masked, again, strict=True):
         np.testing.assert_array_equal(first, second)
     assert np.any(np.asarray(masked.positions) != np.asarray(other.positions))
 
 
+def test_a_row_is_masked_by_its_own_key(original, masked):
+    """Whatever rows it is masked together with, and in whatever order."""
+    some = np.array([300, 7, 8, 511])
+    alone = mask_tokens(keys(0)[some], original[some], FRACTION, BYTES)
+    for first, second in zip(masked, alone, strict=True):
+        np.testing.assert_array_equal(np.asarray(first)[some], second)
+    same = mask_tokens(keys(0)[np.array([5, 5])], original[:2], FRACTION, BYTES)
+    np.testing.assert_array_equal(same.positions[0], same.positions[1])
+
+
 def test_compiled_is_the_same(original, masked):
-    compiled = jax.jit(lambda key, tokens: mask_tokens(key, tokens, FRACTION, BYTES))(jax.random.key(0), original)
+    compiled = jax.jit(lambda keys, tokens: mask_tokens(keys, tokens, FRACTION, BYTES))(keys(0), original)
     for first, second in zip(masked, compiled, strict=True):
         np.testing.assert_array_equal(first, second)

@@ -56,11 +56,21 @@ def losses(run_dir: Path, name="loss"):
     return {record["step"]: record[name] for record in read_metrics(run_dir) if name in record}
 
 
+KILLED = {
+    "gpt": {"preset": "gpt-tiny"},
+    "bert-with-dropout": {"preset": "bert-tiny"},
+    "gpt-in-a-pipeline": {
+        "preset": "gpt-tiny",
+        "overrides": {"parallel.pipe": 2, "parallel.data": 2, "parallel.micro_batches": 4, "model.dropout": 0.1},
+    },
+}
+
+
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize("model", ["gpt", "bert-with-dropout"])
-def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, model):
+@pytest.mark.parametrize("name", KILLED)
+def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, name):
     """20 steps at once; 10 + kill -9 once the checkpoint is written, and 10 + kill -9 while it is being written."""
-    changes = {"preset": "gpt-tiny" if model == "gpt" else "bert-tiny"}
+    changes = KILLED[name]
     whole = run(tmp_path / "whole", corpus, **changes)
     killed = [run(tmp_path / when, corpus, kill_after=10, kill_when=when, **changes) for when in ("written", "writing")]
     finish(whole)
@@ -108,6 +118,33 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, corpus):
     for name in ("turned", "single"):
         for step in range(11, 21):
             assert results[name].losses[step] == pytest.approx(results["same"].losses[step], rel=1e-4)
+
+
+PLANS = {
+    "pipe 4, ZeRO-1": {"pipe": 4, "data": 2, "zero": 1, "micro_batches": 4},
+    "pipe 2, interleaved, ZeRO-3": {"pipe": 2, "data": 2, "tensor": 2, "zero": 3, "micro_batches": 2, "chunks": 2},
+    "one device": {"data": 1},
+    "pipe 3, uneven, gpipe": {"pipe": 3, "data": 1, "micro_batches": 4, "schedule": "gpipe"},
+    "pipe 4 again": {"pipe": 4, "data": 2, "zero": 1, "micro_batches": 4},
+}
+
+
+def test_a_run_goes_on_under_any_plan(tmp_path, corpus):
+    """Three steps under each, from checkpoint to checkpoint, are the steps of one device in one go."""
+    settings = tiny_overrides(corpus) | {"model.num_layers": 4, "optimizer.schedule": "constant"}
+    settings |= {"data.validation_fraction": 0.0}
+    steps = 3 * len(PLANS)
+    alone = jhpt.train(
+        "gpt-tiny", out=tmp_path / "alone", overrides=settings | {"parallel.data": 1, "train.steps": steps}
+    )
+    for number, plan in enumerate(PLANS.values(), 1):
+        parallel = {f"parallel.{name}": value for name, value in plan.items()}
+        result = jhpt.train(
+            "gpt-tiny", out=tmp_path / "run", overrides=settings | parallel | {"train.steps": 3 * number}
+        )
+        assert result.step == 3 * number
+    assert set(result.losses) == set(range(1, steps + 1))
+    assert result.losses == pytest.approx(alone.losses, rel=1e-4)
 
 
 def test_steps_logging_and_parallelism_may_change_and_a_finished_run_is_left_alone(tmp_path, corpus):

@@ -9,9 +9,12 @@ import pytest
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.load import load_config
 from jhpt.models.build import build
+from jhpt.models.vocabulary import token_nll
+from jhpt.sharding.parts import Parts
 from jhpt.training.data.tokenizer import ByteTokenizer
-from jhpt.training.objective import Sums, make_objective, token_nll
 from jhpt.training.optimizer import decay_mask, learning_rate, make_optimizer
+from jhpt.training.parts import Rows, Sums, make_parts
+from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
 
 
@@ -48,43 +51,73 @@ def test_token_nll_is_minus_log_softmax():
     np.testing.assert_allclose(nll, expected_z - picked, rtol=1e-5, atol=1e-6)
 
 
+def whole(parts: Parts, params, rows, keys) -> Sums:
+    """Entry, all blocks, exit."""
+    x = parts.entry(params, rows, keys)
+    for layer in range(2):
+        x = parts.block(jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"]), x, (keys, layer))
+    return parts.exit(params, x, rows, keys)
+
+
 def test_z_loss_adds_the_squared_log_partition(tiny):
     config = tiny()
     model = build(config.model)
     params = model.init(jax.random.key(0))
-    windows = jax.random.randint(jax.random.key(1), (2, 33), 0, 256)
+    rows = Rows(jax.random.randint(jax.random.key(1), (2, 33), 0, 256))
+    keys = jax.random.split(jax.random.key(0))
     plain, weighted = (
-        make_objective(model, config.data, ByteTokenizer(), z)(params, windows, None, jax.random.key(0), True)
-        for z in (0.0, 0.5)
+        whole(make_parts(model, config.data, ByteTokenizer(), z, train=True), params, rows, keys) for z in (0.0, 0.5)
     )
-    log_z = jax.nn.logsumexp(model.apply(params, windows[:, :-1]), axis=-1)
+    log_z = jax.nn.logsumexp(model.apply(params, rows.windows[:, :-1]), axis=-1)
     np.testing.assert_allclose(weighted.loss, plain.loss + 0.5 * jnp.sum(log_z**2), rtol=1e-5)
     np.testing.assert_array_equal(weighted.nll, plain.nll)
     assert plain.tokens == 64
 
 
-def toy_objective(params, windows, weights, key, train):
+@pytest.mark.parametrize("preset", ["gpt-tiny", "bert-tiny"])
+def test_rows_count_by_their_weight_and_add_up(tiny, preset):
+    """Sums of a batch are the sums of its rows, each with its own key; weights scale loss and tokens alike."""
+    config = tiny(preset, **{"model.dropout": 0.3})
+    model = build(config.model)
+    parts = make_parts(model, config.data, ByteTokenizer(), 0.1, train=True)
+    params = model.init(jax.random.key(0))
+    windows = jax.random.randint(jax.random.key(1), (3, 33 if preset == "gpt-tiny" else 32), 0, 256)
+    weights, keys = jnp.array([1.0, 0.0, 0.25]), jax.random.split(jax.random.key(2), 3)
+    run = jax.jit(lambda rows, keys: whole(parts, params, rows, keys))
+    together = run(Rows(windows, weights), keys)
+    alone = [run(Rows(windows[row : row + 1]), keys[row : row + 1]) for row in range(3)]
+    for name in Sums._fields:
+        expected = sum(weight * getattr(own, name) for weight, own in zip(weights, alone, strict=True))
+        np.testing.assert_allclose(getattr(together, name), expected, rtol=1e-5)
+
+
+def toy_loss(params, windows):
     """Quadratic in the parameters; a window that starts with -1 makes the loss infinite, with -2 only the gradient."""
     w = params["kernel"]
-    loss = jnp.sum((w - 1.0) ** 2) * windows.size
+    loss = jnp.sum((w - 1.0) ** 2)
     loss = loss + jnp.where(windows[0, 0] == -1, jnp.inf, 0.0)
     # sqrt is 0 at 0 and its slope infinite; times 0 the gradient is not a number while the loss is finite.
-    root = jnp.sqrt(jnp.sum(w) * 0.0 + jnp.where(windows[0, 0] == -2, 0.0, 1.0))
-    loss = loss + root
-    return Sums(loss, loss, jnp.asarray(float(windows.size)))
+    return loss + jnp.sqrt(jnp.sum(w) * 0.0 + jnp.where(windows[0, 0] == -2, 0.0, 1.0))
 
 
-def toy_step(max_bad_steps=3, **settings):
+def toy_gradients(params, windows, key):
+    loss, gradient = jax.value_and_grad(toy_loss)(params, windows)
+    tokens = float(windows.size)
+    return gradient, Sums(loss * tokens, loss * tokens, jnp.asarray(tokens))
+
+
+def toy_step(max_bad_steps=3, clip_norm=1.0, norm=optax.tree.norm, **settings):
     config = OptimizerConfig(learning_rate=0.1, warmup_steps=0, schedule="constant", **settings)
     optimizer = make_optimizer(config)
     state = init_state({"kernel": jnp.zeros(3)}, optimizer)
     step = make_train_step(
-        toy_objective,
+        toy_gradients,
         optimizer,
         lambda step: learning_rate(config, 100, step),
         seed=0,
-        micro_batches=1,
+        clip_norm=clip_norm,
         max_bad_steps=max_bad_steps,
+        norm=norm,
     )
     return jax.jit(step), state
 
@@ -131,6 +164,13 @@ def test_update_is_adamw_with_clipping():
     np.testing.assert_allclose(state.params["kernel"], params["kernel"], rtol=1e-6)
 
 
+def test_the_norm_is_that_of_gradients_as_they_are_stored():
+    """What is stored twice is counted once, if the norm says so."""
+    step, state = toy_step(norm=lambda gradients: 10 * optax.tree.norm(gradients), clip_norm=0.5)
+    _, metrics = step(state, windows())
+    np.testing.assert_allclose(metrics.grad_norm, 10 * 2 * 3**0.5, rtol=1e-6)
+
+
 @pytest.mark.parametrize("preset", ["gpt-tiny", "bert-tiny"])
 def test_eight_sequences_can_be_learnt_by_heart(tiny, preset):
     """To below 0.05 nats per token; BERT sees other masks at each step and is held to the same."""
@@ -141,21 +181,21 @@ def test_eight_sequences_can_be_learnt_by_heart(tiny, preset):
             "optimizer.warmup_steps": 20,
             "optimizer.weight_decay": 0.0,
             "model.dropout": 0.0,
+            "data.batch_size": 8,
+            "parallel.data": 1,
         },
     )
-    model = build(config.model)
-    optimizer = make_optimizer(config.optimizer)
-    objective = make_objective(model, config.data, ByteTokenizer(), 0.0)
+    setup = prepare(config)
     step = make_train_step(
-        objective,
-        optimizer,
+        lambda params, windows, key: setup.training.gradients(params, Rows(windows), key),
+        setup.optimizer,
         lambda step: learning_rate(config.optimizer, 400, step),
         seed=0,
-        micro_batches=1,
+        clip_norm=config.optimizer.clip_norm,
         max_bad_steps=1,
     )
     rows = jax.random.randint(jax.random.key(3), (8, 33 if preset == "gpt-tiny" else 32), 0, 200)
-    state = init_state(model.init(jax.random.key(0)), optimizer)
+    state = init_state(setup.model.init(jax.random.key(0)), setup.optimizer)
     run = jax.jit(lambda state, rows: jax.lax.scan(lambda s, _: step(s, rows), state, length=400))
     _, metrics = run(state, rows)
     assert metrics.loss[-1] < 0.05

@@ -1,0 +1,249 @@
+"""The benchmark: launches the hosts, prints the table and the claims.
+
+Real processes of JAX with Gloo, one for each host of `jhpt.bench.netlab`, half a core each, at several link speeds.
+Competitors, in turn in one launch for each model:
+
+    data parallel          every host a share of the rows, one all-reduce of all gradients
+    data parallel again    the same once more: how far two measurements of one thing lie apart (A/A)
+    gpipe                  a stage of equally many layers on each host, GPipe's schedule and the number of micro-batches
+                           that is predicted to be its best; not for VGG, whose stages would not be alike
+    plan                   what the planner makes (space=spmd) of layers and links measured on the hosts before
+
+Everything travels as float32.  No one may use ZeRO or recomputation: there is memory enough, and Gloo's reduce-scatter
+is slower than its all-reduce.  XLA's CPU backend runs communication in line, and plans know it.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jhpt.bench.hybrid.task import MODELS, Task
+from jhpt.bench.netlab import HostError, Lab, why_not
+from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
+from jhpt.core.plan import Plan
+
+HOSTS, CPU = 4, 0.5
+"""Hosts, and the cores of each."""
+
+RATES = (100e6, 500e6, 2000e6)
+"""Bits per second."""
+
+COMPILING = 2.0
+"""Cores that a host may use until it measures."""
+
+LIMIT_S = 600.0
+"""Seconds for one launch; it takes a third of that on two idle cores."""
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "1",
+    # One thread computes: with two, a host would use up its quota in half the time and then stand still for longer.
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+}
+
+UNIT = "time of the competitor / the plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A model at one rate: seconds of each competitor's steps, predicted ones, and plans.  Ratios are medians of the
+    ratios round by round, so that what slows the machine down cancels."""
+
+    model: str
+    rate: float
+    samples: Mapping[str, Sequence[float]]
+    predicted: Mapping[str, float]
+    plans: Mapping[str, Plan]
+
+    def __str__(self) -> str:
+        return f"{self.model} at {self.rate / 1e6:.0f} Mbit/s"
+
+    def ratio(self, one: str, other: str) -> float:
+        """Time of one competitor / of the other."""
+        pairs = zip(self.samples[one], self.samples[other], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    def median(self, name: str) -> float:
+        """Typical seconds."""
+        return statistics.median(self.samples[name])
+
+    def error(self, name: str) -> float:
+        """(predicted - measured) / measured."""
+        return self.predicted[name] / self.median(name) - 1
+
+    @property
+    def baseline(self) -> str:
+        """The fastest of those that need no planner."""
+        return min((name for name in self.samples if name in ("data parallel", "gpipe")), key=self.median)
+
+    @property
+    def spread(self) -> float:
+        """How far the two equal competitors lie apart."""
+        return abs(self.ratio("data parallel again", "data parallel") - 1)
+
+
+def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
+    """The entries of the table, from rows of steps."""
+    found: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["row"] == "step":
+            found.setdefault((row["model"], row["bits_per_s"]), []).append(row)
+    return [
+        Entry(
+            model=model,
+            rate=rate,
+            samples={row["competitor"]: row["samples_s"] for row in own},
+            predicted={row["competitor"]: row["predicted_s"] for row in own},
+            plans={row["competitor"]: Plan.model_validate(row["plan"]) for row in own},
+        )
+        for (model, rate), own in found.items()
+    ]
+
+
+def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
+    """What the rows say."""
+    found, table = dict[str, Claim](), entries(rows)
+    place = f"{HOSTS} emulated hosts of {CPU:g} cores"
+    for name, other in (("vs_data_parallel_max", "data parallel"), ("vs_gpipe_max", "gpipe")):
+        having = [entry for entry in table if other in entry.samples]
+        if having:
+            best = max(having, key=lambda entry: entry.ratio(other, "plan"))
+            found[name] = Claim(value=best.ratio(other, "plan"), unit=UNIT, setup=f"{best}, {place}")
+    if table:
+        worst = max(table, key=lambda entry: entry.ratio("plan", entry.baseline))
+        found["worst_vs_best_baseline"] = Claim(
+            value=worst.ratio("plan", worst.baseline),
+            unit=f"time of the plan / {worst.baseline}",
+            setup=f"{worst}, the worst of {len(table)}, {place}",
+        )
+        errors = [abs(entry.error(name)) for entry in table for name in entry.samples]
+        found["prediction_error_median"] = Claim(
+            value=statistics.median(errors),
+            unit="|predicted - measured| / measured",
+            setup=f"{len(errors)} steps, {place}",
+        )
+        widest = max(table, key=lambda entry: entry.spread)
+        found["spread_max"] = Claim(
+            value=widest.spread, unit="relative, one competitor against itself", setup=f"{widest}, {place}"
+        )
+    return found | bubble_claims(rows)
+
+
+def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
+    """Idle shares of the pipelines, and the least that 1F1B can have."""
+    own = {row["competitor"]: row for row in rows if row["row"] == "bubble"}
+    if not own:
+        return {}
+    stages, pieces = own["1f1b"]["stages"], own["1f1b"]["micro_batches"]
+    setup = f"{stages} stages, {pieces} micro-batches, links without a limit, {HOSTS} emulated hosts of {CPU:g} cores"
+    idle = {
+        name: statistics.median(
+            1 - work / step for work, step in zip(own["alone"]["samples_s"], own[name]["samples_s"], strict=True)
+        )
+        for name in ("1f1b", "interleaved")
+    }
+    idle["1f1b_ideal"] = (stages - 1) / (pieces + stages - 1)
+    return {
+        f"bubble_{name}": Claim(value=share, unit="idle share of a step", setup=setup) for name, share in idle.items()
+    }
+
+
+def print_entries(table: Sequence[Entry]) -> None:
+    """A line for every competitor."""
+    columns = ("model", "Mbit/s", "competitor", "plan", "ms", "quartiles", "predicted", "error", "time / plan")
+    lines = []
+    for entry in table:
+        for name, samples in entry.samples.items():
+            low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+            lines.append(
+                (
+                    entry.model,
+                    f"{entry.rate / 1e6:.0f}",
+                    name,
+                    in_words(entry.plans[name]),
+                    f"{entry.median(name) * 1e3:.0f}",
+                    f"{low * 1e3:.0f} - {high * 1e3:.0f}",
+                    f"{entry.predicted[name] * 1e3:.0f}",
+                    f"{100 * entry.error(name):+.0f} %",
+                    f"{entry.ratio(name, 'plan'):.2f}",
+                )
+            )
+    print_table(f"bench hybrid: {HOSTS} emulated hosts of {CPU:g} cores, ms of a step", columns, lines, words=4)
+
+
+def in_words(plan: Plan) -> str:
+    """`1f1b x8: 3 | 3 | 2 | 2`: stages between bars; `5 t1 + 3 t4`: five layers of tensor degree 1, three of 4."""
+    plain = all(t == 1 for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor)
+
+    def words(stage: Any) -> str:
+        return ", ".join(
+            " + ".join(f"{run.layers}" if plain else f"{run.layers} t{run.tensor}" for run in chunk.runs)
+            for chunk in stage.chunks
+        )
+
+    kind = plan.schedule if len(plan.stages) > 1 else "one stage"
+    return f"{kind} x{plan.micro_batches}: {' | '.join(words(stage) for stage in plan.stages)}"
+
+
+def launch(models: Sequence[str], *, bubble: bool, rates: Sequence[float], quick: bool) -> list[dict[str, Any]]:
+    """Rows of one launch of all hosts."""
+    with Lab(hosts=HOSTS, cpu=CPU) as lab, tempfile.TemporaryDirectory() as folder:
+        lab.quota(COMPILING)
+        task = Task(
+            tag=lab.tag,
+            cpu=CPU,
+            folder=folder,
+            models=tuple(models),
+            rates=tuple(rates),
+            rounds=4 if quick else 12,
+            layer_rounds=3 if quick else 7,
+            link_rounds=3 if quick else 5,
+            bubble=bubble,
+        )
+        results = lab.run(
+            lambda rank, hosts, coordinator: [
+                sys.executable,
+                "-m",
+                "jhpt.bench.hybrid.worker",
+                str(rank),
+                str(hosts),
+                coordinator,
+                task.text(),
+            ],
+            timeout_s=LIMIT_S,
+            env=ENVIRONMENT,
+        )
+    # Gloo prints on stdout, too.
+    return json.loads(results[0].stdout.strip().splitlines()[-1])
+
+
+def run(*, quick: bool, json_path: str | None) -> int:
+    """Runs the benchmark; returns the exit status."""
+    if json_path:
+        check_writable(json_path)
+    if reason := why_not():
+        print(f"jhpt bench hybrid: {reason}", file=sys.stderr)
+        return 3
+    rates = RATES[1:2] if quick else RATES
+    launches: list[tuple[tuple[str, ...], bool]] = [(("mlp",), True)]
+    if not quick:
+        launches = [((), True), *(((model,), False) for model in MODELS)]
+    rows: list[dict[str, Any]] = []
+    try:
+        for models, bubble in launches:
+            print(f"measuring {', '.join([*models, *(['the bubble'] if bubble else [])])}", file=sys.stderr)
+            rows += launch(models, bubble=bubble, rates=rates, quick=quick)
+    except HostError as error:
+        print(f"jhpt bench hybrid: {error}", file=sys.stderr)
+        return 1
+    print_entries(entries(rows))
+    found = claims(rows)
+    print_claims(found)
+    if json_path:
+        settings = {"quick": quick, "hosts": HOSTS, "cpu": CPU, "bits_per_s": list(rates)}
+        write_json(json_path, "hybrid", settings, rows, found, device=False)
+    return 0

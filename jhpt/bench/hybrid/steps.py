@@ -1,0 +1,123 @@
+"""Whole steps of plans: compiled once, timed in turn."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jhpt.bench.hybrid.hosts import Hosts
+from jhpt.bench.hybrid.models import Subject
+from jhpt.core.config import OptimizerConfig
+from jhpt.core.plan import Plan
+from jhpt.sharding.mesh import make_grid
+from jhpt.training.optimizer import make_optimizer
+from jhpt.training.step import init_state, make_train_step
+
+Call = Callable[[], Any]
+
+
+def train_step(gradients: Callable[..., Any], norm: Callable[[Any], jax.Array] | None) -> Callable[..., Any]:
+    """The step of `jhpt train`."""
+    options: dict[str, Any] = {} if norm is None else {"norm": norm}
+    return make_train_step(
+        gradients,
+        make_optimizer(OptimizerConfig()),
+        lambda step: jnp.float32(1e-3),
+        seed=0,
+        clip_norm=1.0,
+        max_bad_steps=10,
+        **options,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A plan's programs, to be compiled: `fresh` makes the state, `step` takes it and a batch.
+
+    gives: whether the step returns the next state, and the state is given to it.
+    """
+
+    fresh: Callable[[], jax.stages.Lowered]
+    step: Callable[[], jax.stages.Lowered]
+    rows: Callable[[], Any]
+    gives: bool
+
+
+def traced(subject: Subject, plan: Plan, *, update: bool = True) -> Traced:
+    """A training step of the plan; update=False: its gradients alone."""
+    execution = subject.execution(plan, make_grid(plan, jax.devices()))
+    layout = execution.layout
+
+    def fresh(key: jax.Array) -> Any:
+        return init_state(layout.stored(subject.init(key)), make_optimizer(OptimizerConfig()))
+
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(fresh, key)
+    shardings = layout.shardings(shapes)
+    state = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
+    )
+    batch = subject.rows(subject.batch)
+    rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.batch), batch)
+    if update:
+        run, out = train_step(execution.gradients, execution.norm), (shardings, layout.replicated)
+    else:
+        run = lambda state, rows: execution.gradients(state.params, rows, key)  # noqa: E731
+        out = shardings.params, layout.replicated
+    step = jax.jit(run, donate_argnums=(0,) if update else (), out_shardings=out)
+
+    def place() -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.make_array_from_callback(leaf.shape, layout.batch, lambda index: leaf[index]), batch
+        )
+
+    return Traced(
+        fresh=lambda: jax.jit(fresh, out_shardings=shardings).lower(jax.eval_shape(lambda: key)),
+        step=lambda: step.lower(state, rows),
+        rows=place,
+        gives=update,
+    )
+
+
+def ready(hosts: Hosts, programs: Mapping[str, Traced]) -> dict[str, Call]:
+    """Steps with a state of their own, compiled."""
+
+    def lowered() -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
+        for name, one in programs.items():
+            yield f"{name} step", one.step
+            yield f"{name} fresh", one.fresh
+
+    compiled = hosts.compiled(dict(lowered()))
+    return {
+        name: _running(compiled[f"{name} step"], compiled[f"{name} fresh"](jax.random.key(0)), one.rows(), one.gives)
+        for name, one in programs.items()
+    }
+
+
+def _running(program: Any, state: Any, rows: Any, gives: bool) -> Call:
+    def run() -> Any:
+        nonlocal state
+        if not gives:
+            return program(state, rows)
+        state, metrics = program(state, rows)
+        return metrics
+
+    return run
+
+
+def in_turn(hosts: Hosts, steps: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step, until the last host has done it.  All begin together; every other round is backwards."""
+    names, samples = list(steps), {name: list[float]() for name in steps}
+    for name in names:
+        jax.block_until_ready(steps[name]())
+    for index in range(rounds):
+        for name in names if index % 2 == 0 else reversed(names):
+            hosts.wait()
+            start = time.perf_counter()
+            jax.block_until_ready(steps[name]())
+            samples[name].append(time.perf_counter() - start)
+    everyone = hosts.everyone(samples)
+    return {name: [max(times) for times in zip(*(one[name] for one in everyone), strict=True)] for name in names}

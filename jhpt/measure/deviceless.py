@@ -1,0 +1,98 @@
+"""Devices that are not there: jax's CUDA plugin compiles for a cluster on a machine without a GPU.
+
+The plugin is told which chip to compile for (`targets`) and how many there are.  Nothing runs: such devices can be put
+into a mesh, and programs for it lowered and compiled.  It needs the wheels of the extra `deviceless`.
+
+Kernel choice differs a little from that on a real device, where candidates are timed: without one there is nothing to
+time them on, so autotuning is off.
+"""
+
+import importlib.util
+import os
+
+import jax
+from jax.experimental import topologies
+
+from jhpt.core.catalogue import peak_bf16_flops
+from jhpt.core.cluster import Cluster
+from jhpt.core.errors import InputError, NotHere
+from jhpt.measure.device import DeviceInfo
+from jhpt.measure.quiet import quiet
+from jhpt.measure.targets import chip_of, target_config
+
+COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+"""For `compile(compiler_options=...)`."""
+
+PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+
+INSTALL = "install what compiling without a GPU needs: pip install 'jhpt[deviceless]'"
+
+
+def compile_only_devices(cluster: Cluster, share: float = 1.0) -> tuple[jax.Device, ...]:
+    """The devices of a cluster, for compiling only; their order is the planner's.
+
+    share: of a device's memory that programs may use; with too little of it the compiler computes tensors twice.
+
+    Raises:
+      InputError: nodes of several kinds, or devices that the compiler does not know.
+      NotHere: jax's CUDA plugin is not installed or cannot be used.
+    """
+    if cluster.mixed:
+        raise InputError(f"{cluster.name} has nodes of several kinds, for which no single program can be compiled")
+    node = cluster.nodes[0]
+    config = target_config(node.device, share * node.device.memory)
+    if not any(_installed(name) for name in PLUGINS):
+        raise NotHere(f"jax's CUDA plugin is missing; {INSTALL}")
+    # The plugin asks for a driver when it is found, unless it is told not to.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        with quiet():
+            found = topologies.get_topology_desc(
+                platform="cuda",
+                topology_name="",
+                topology=f"1x{cluster.num_nodes}x{node.devices}",  # slices x hosts x devices of a host
+                target_config=config,
+            ).devices
+    except (NotImplementedError, RuntimeError) as error:
+        raise NotHere(f"jax's CUDA plugin cannot compile here ({str(error).splitlines()[0]}); {INSTALL}") from None
+    return tuple(found)
+
+
+def compile_only_info(cluster: Cluster) -> DeviceInfo:
+    """What is known of such a device."""
+    device = cluster.nodes[0].device
+    major, minor = chip_of(device).capability
+    return DeviceInfo(
+        kind=device.name,
+        platform="gpu",
+        memory=int(device.memory),
+        peak_bf16_flops=peak_bf16_flops(device.name),
+        capability=major + minor / 10,
+    )
+
+
+def compiled_for(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program for devices that are not there.
+
+    Raises:
+      NotHere: the compiler lacks a library.
+    """
+    try:
+        with quiet():
+            return lowered.compile(compiler_options=COMPILER_OPTIONS)
+    except RuntimeError as error:
+        missing = [name for word, name in LIBRARIES.items() if word in str(error).lower()]
+        if not missing:
+            raise
+        raise NotHere(f"the compiler does not find {missing[0]}; {INSTALL}") from error
+
+
+LIBRARIES = {"cudnn": "cuDNN", "ptxas": "ptxas", "libdevice": "libdevice", "nvvm": "NVVM"}
+"""What messages of the compiler call what it lacks."""
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False

@@ -1,0 +1,162 @@
+"""Seconds of a model's layers on one device, each timed alone, from the very parts that the runtime executes.
+
+    forward    y = layer(parameters, x)
+    both       y, and from its gradient those of the parameters and of x;   backward = both - forward
+
+The head's forward pass ends in the loss.  One rank of a tensor axis runs on its own shard, and what it would hear from
+the others is replaced by its own part (`alone`): the seconds leave out communication only.
+
+A device that has a quota of a core runs and stands still in turn, for some milliseconds each.  So a sample is as many
+calls as take `SAMPLE_S` together.  Simpler than `jhpt.measure.profile`, and right for any network; left out: what XLA
+fuses across layers, and that buffers of a whole step may not fit the caches.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jhpt.core.axes import TENSOR
+from jhpt.core.profile import Timing
+from jhpt.measure.timer import interleaved, steady
+from jhpt.models.hooks import Hooks
+from jhpt.sharding.mesh import Axes
+from jhpt.sharding.parts import Parts, picked
+from jhpt.sharding.rules import parameter_spec, path_name
+
+Call = Callable[[], Any]
+
+SAMPLE_S = 0.06
+"""Seconds of one sample: several periods of a quota (`jhpt.bench.netlab`), so that its phase hardly matters."""
+
+
+def alone(shards: int) -> Hooks:
+    """The view of shard 0 when nobody else is there."""
+    return Hooks(shards=shards, rank=lambda: 0, join=lambda part: jnp.concatenate([part] * shards, axis=-1))
+
+
+def shard_of(params: Any, tensor: int) -> Any:
+    """Parameters or their shapes -> arrays of the shapes that one of `tensor` ranks holds, small random numbers."""
+    axes = Axes(data=(), tensor=(TENSOR,) if tensor > 1 else ())
+    rng = np.random.default_rng(0)
+
+    def own(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+        name = path_name(path)
+        spec = parameter_spec(name, leaf.shape, axes, stacked="blocks/" in name, pipe=False, over_data=1)
+        names = [*spec, *(None,) * (len(leaf.shape) - len(spec))]
+        shape = [size // tensor if name else size for size, name in zip(leaf.shape, names, strict=True)]
+        return jnp.asarray(0.02 * rng.standard_normal(shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(own, params)
+
+
+def layer_calls(parts: Parts, params: Any, rows: Any, kinds: Sequence[str], wanted: Set[str]) -> dict[str, Call]:
+    """`{"KIND forward": call, "KIND both": call}` for every kind of layer, compiled.
+
+    Args:
+      params: of one rank, as `shard_of` gives them.  rows: of a micro-batch, a tree of [b, ...].
+      kinds: of entry, every block and exit, in the order of the forward pass; of equal ones the first is timed, if it
+        is among those wanted.
+    """
+    batch = len(jax.tree.leaves(rows)[0])
+    keys = jax.random.split(jax.random.key(0), batch)
+    calls: dict[str, Call] = {}
+
+    def add(kind: str, forward: Callable[..., Any], args: tuple[Any, ...], x: int | None) -> jax.ShapeDtypeStruct:
+        """Calls of one layer; `x`: which argument is the input that has a gradient too."""
+        shape = jax.eval_shape(forward, *args)
+        if f"{kind} forward" in calls or kind not in wanted:
+            return shape
+        error = _like(shape)
+        moving = (0,) if x is None else (0, x)
+
+        def both(error: jax.Array, *args: Any) -> Any:
+            def of(*given: Any) -> Any:
+                changed = dict(zip(moving, given, strict=True))
+                return forward(*[changed.get(index, own) for index, own in enumerate(args)])
+
+            y, pull = jax.vjp(of, *[args[index] for index in moving])
+            return y, pull(error)
+
+        calls[f"{kind} forward"] = _compiled(forward, *args)
+        calls[f"{kind} both"] = _compiled(both, error, *args)
+        return shape
+
+    shape = add(kinds[0], parts.entry, (picked(params, parts.entry_reads), rows, keys), None)
+    for kind, own in zip(kinds[1:-1], _each_block(params["blocks"]), strict=True):
+        at = (keys, jnp.int32(0))
+        shape = add(kind, lambda own, x, at: parts.block(own, x, at), (own, _like(shape), at), 1)
+    loss = lambda ends, x, rows, keys: parts.exit(ends, x, rows, keys).loss  # noqa: E731
+    add(kinds[-1], loss, (picked(params, parts.exit_reads), _like(shape), rows, keys), 1)
+    return calls
+
+
+def timings(seconds: Mapping[tuple[str, int, int], tuple[float, float]]) -> dict[str, tuple[Timing, ...]]:
+    """{(kind, tensor, batch): (forward, both)} -> every kind's timings."""
+    found: dict[str, tuple[Timing, ...]] = {}
+    for kind in dict.fromkeys(kind for kind, _, _ in seconds):
+        degrees = sorted({tensor for name, tensor, _ in seconds if name == kind})
+        found[kind] = tuple(
+            _timing(tensor, {b: s for (k, t, b), s in seconds.items() if (k, t) == (kind, tensor)})
+            for tensor in degrees
+        )
+    return found
+
+
+def _timing(tensor: int, seconds: Mapping[int, tuple[float, float]]) -> Timing:
+    """A larger batch never takes less time than a smaller one: noise that says so is levelled."""
+    batches = sorted(seconds)
+    forward = np.maximum.accumulate([min(seconds[b]) for b in batches])
+    both = np.maximum.accumulate([max(seconds[b]) for b in batches])
+    return Timing(
+        tensor=tensor,
+        batches=tuple(map(float, batches)),
+        forward=tuple(map(float, forward)),
+        backward=tuple(map(float, both - forward)),
+    )
+
+
+def typical_seconds(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
+    """Typical seconds of every call, taken in turn."""
+    counts = {name: _repeats(call) for name, call in calls.items()}
+    samples = interleaved({name: _times(call, counts[name]) for name, call in calls.items()}, rounds, warmup=0)
+    return {name: seconds / counts[name] for name, seconds in steady(samples).items()}
+
+
+def _repeats(call: Call) -> int:
+    jax.block_until_ready(call())
+    start, done = time.perf_counter(), 0
+    while time.perf_counter() - start < SAMPLE_S:
+        jax.block_until_ready(call())
+        done += 1
+    return done
+
+
+def _times(call: Call, count: int) -> Call:
+    def run() -> None:
+        for _ in range(count):
+            jax.block_until_ready(call())
+
+    return run
+
+
+def _each_block(blocks: Any) -> list[Any]:
+    """Parameters of every block, in order, whether they are one stack or a stack each."""
+    stacks = [blocks[name] for name in sorted(blocks, key=int)] if "0" in blocks else [blocks]
+    return [
+        jax.tree.map(lambda leaf, at=at: leaf[at], stack)
+        for stack in stacks
+        for at in range(len(jax.tree.leaves(stack)[0]))
+    ]
+
+
+def _like(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).standard_normal(shape.shape), shape.dtype)
+
+
+def _compiled(function: Callable[..., Any], *args: Any) -> Call:
+    program = jax.jit(function).lower(*args).compile()
+    return lambda: program(*args)

@@ -1,0 +1,35 @@
+"""What networks over classes share: dense layers cut by columns, and logits for a softmax over classes.
+
+A layer cut over the tensor axis has some columns of its matrix and of its bias on every shard.  Its input is whole
+(`hooks.enter`), and so is its output where `hooks.join` lays the shards' columns side by side; logits stay apart.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jhpt.models.hooks import Hooks
+
+
+def kernel_and_bias(key: jax.Array, shape: tuple[int, ...], gain: float) -> dict[str, jax.Array]:
+    """Normal with variance gain / fan-in, and zeros (He et al. 2015, arXiv 1502.01852: gain 2 before a ReLU)."""
+    std = math.sqrt(gain / math.prod(shape[:-1]))
+    return {"kernel": std * jax.random.normal(key, shape), "bias": jnp.zeros(shape[-1])}
+
+
+def columns(params: Any, x: jax.Array, hooks: Hooks, dtype: Any) -> jax.Array:
+    """This shard's columns of x[..., D] kernel[D, F] + bias[F]."""
+    y = jnp.tensordot(hooks.enter(x), params["kernel"].astype(dtype), axes=1)
+    return biased(y, params, dtype)
+
+
+def biased(y: jax.Array, params: Any, dtype: Any) -> jax.Array:
+    """y[..., F] + bias[F]."""
+    return y + jnp.broadcast_to(params["bias"].astype(dtype), y.shape)
+
+
+def class_logits(params: Any, x: jax.Array, hooks: Hooks, dtype: Any) -> jax.Array:
+    """This shard's columns of the logits, float32."""
+    return columns(params, x, hooks, dtype).astype(jnp.float32)

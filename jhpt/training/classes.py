@@ -1,0 +1,63 @@
+"""Networks over classes as the runtime executes them: inputs in, softmax cross-entropy out."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jhpt.models.mlp import MLP, NAMED_TENSORS
+from jhpt.models.vgg import VGG
+from jhpt.models.vocabulary import token_nll
+from jhpt.sharding.execute import Execution
+from jhpt.sharding.layout import Layout
+from jhpt.sharding.parts import Parts
+from jhpt.sharding.remat import keep_nothing
+from jhpt.training.parts import Sums, tensor_hooks
+from jhpt.training.setup import MOST_UNROLLED_LAYERS, layer_policy
+
+Network = MLP | VGG
+
+
+class Examples(NamedTuple):
+    """Rows of a batch: inputs [B, ...] and the number of each one's class, targets [B]."""
+
+    inputs: jax.Array
+    targets: jax.Array
+
+
+def class_parts(network: Network) -> Parts:
+    """loss = sum over rows of -log p(target); `Sums.tokens` counts the rows."""
+
+    def entry(ends: Any, rows: Examples, keys: jax.Array) -> jax.Array:
+        return network.embed(ends, rows.inputs)
+
+    def block(params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> jax.Array:
+        return network.block(params, x)
+
+    def exit_(ends: Any, x: jax.Array, rows: Examples, keys: jax.Array) -> Sums:
+        nll, _ = token_nll(network.logits(ends, x), rows.targets, network.hooks)
+        total = jnp.sum(nll)
+        return Sums(total, total, jnp.float32(len(nll)))
+
+    return Parts(entry=entry, block=block, exit=exit_, entry_reads=("embedding",), exit_reads=("head",))
+
+
+def class_execution(network: Network, layout: Layout) -> Execution:
+    """The network, laid out and ready to be traced.  Only blocks that are alike can be a pipeline's."""
+    assert not layout.plan.sequence, "no sequence to cut"
+    grid, plan = layout.grid, layout.plan
+    policy = keep_nothing if plan.recompute else layer_policy(NAMED_TENSORS, stacked=layout.stages > 1)
+
+    def parts_at(degree: int) -> Parts:
+        axes = grid.axes(degree).tensor
+        parts = class_parts(replace(network, hooks=tensor_hooks(axes, grid.size(axes))))
+        return replace(parts, block=policy(parts.block))
+
+    return Execution(
+        layout=layout,
+        parts={degree: parts_at(degree) for degree in grid.degrees},
+        dtype=network.dtype,
+        tied=None,
+        unroll=not network.alike or network.num_blocks <= MOST_UNROLLED_LAYERS,
+    )

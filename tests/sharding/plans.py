@@ -1,0 +1,102 @@
+"""Plans by hand, and setups that run them."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jhpt.core.plan import Chunk, Plan, Run, Stage, runs_of
+from jhpt.sharding.layout import Layout
+from jhpt.sharding.mesh import make_grid
+from jhpt.sharding.rules import path_name
+from jhpt.training.data.batches import shuffled
+from jhpt.training.setup import execution
+
+SOON = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiler options: the same program, sooner compiled."""
+
+
+def piped(
+    layers: Sequence[int], stages: int, *, data: int = 1, tensor: int = 1, batch: int = 32, micro_batches=1, **settings
+) -> Plan:
+    """So many stages of data x tensor devices.  layers: of every chunk, in the order of the model."""
+    edges, devices = [0, *itertools.accumulate(layers)], data * tensor
+
+    def stage(number: int) -> Stage:
+        parts = range(number, len(layers), stages)
+        chunks = (Chunk(first=edges[part], runs=(Run(layers=layers[part], tensor=tensor),)) for part in parts)
+        return Stage(device=number * devices, devices=devices, chunks=tuple(chunks))
+
+    settings |= {"batch": batch, "micro_batches": micro_batches}
+    return Plan(model="any", cluster="any", stages=tuple(map(stage, range(stages))), **settings)
+
+
+def mixed(degrees: Sequence[int], devices: int = 8, *, batch: int = 32, micro_batches: int = 1, **settings) -> Plan:
+    """One stage.  degrees: of every layer, the two ends included."""
+    stage = Stage(device=0, devices=devices, chunks=(Chunk(first=0, runs=runs_of(list(degrees))),))
+    settings |= {"batch": batch, "micro_batches": micro_batches}
+    return Plan(model="any", cluster="any", stages=(stage,), **settings)
+
+
+def spread(blocks: int, parts: int, shape: str = "even") -> list[int]:
+    """Layers of so many chunks: `blocks` between two ends, the first chunks taking one more where they do not divide.
+
+    shape: "bare entry" or "bare exit": that end has its chunk for itself.
+    """
+    bare = shape.startswith("bare")
+    counts = [blocks // (parts - bare) + (part < blocks % (parts - bare)) for part in range(parts - bare)]
+    counts = {"bare entry": [0, *counts], "bare exit": [*counts, 0]}.get(shape, counts)
+    counts[0] += 1
+    counts[-1] += 1
+    return counts
+
+
+def laid_out(setup, plan: Plan, **changes):
+    """The setup of another plan.  changes: of what trains."""
+    layout = Layout(plan=plan, grid=make_grid(plan, jax.devices()), num_layers=setup.config.model.num_layers)
+    training, evaluation = (
+        execution(setup.config, setup.model, layout, setup.tokenizer, train=train) for train in (True, False)
+    )
+    return replace(setup, layout=layout, training=replace(training, **changes), evaluation=evaluation)
+
+
+def random_params(setup, seed: int = 0):
+    """The model's tree, every leaf random: zero biases and unit scales would hide mistakes."""
+    shapes, rng = jax.eval_shape(setup.model.init, jax.random.key(0)), np.random.default_rng(seed)
+
+    def leaf(path, shape):
+        centre = 1.0 if path_name(path).endswith("scale") else 0.0
+        return rng.normal(centre, 0.1, shape.shape).astype(shape.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+def stored(setup, params):
+    """The model's tree on the devices, as the plan stores it."""
+    tree = on_host(setup.layout.stored(jax.tree.map(jnp.asarray, params)))
+    return jax.device_put(tree, setup.layout.shardings(tree))
+
+
+def batch(setup, size: int):
+    """The first rows of the training text."""
+    rows = shuffled(setup.train_windows, 0)
+    return np.stack([rows[index] for index in range(size)])
+
+
+def compiled(function, *arguments):
+    """What the jitted function returns, on the host."""
+    return on_host(jax.jit(function).lower(*arguments).compile(compiler_options=SOON)(*arguments))
+
+
+def on_host(tree):
+    """Leaves in numpy."""
+    return jax.tree.map(np.asarray, tree)
+
+
+def by_path(tree):
+    """Float64 leaves by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): np.asarray(leaf, np.float64) for path, leaf in leaves}

@@ -1,0 +1,147 @@
+"""A layer opened up: what its forward pass keeps, and that its backward pass is autodiff's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jhpt.core.config import BERTConfig, DataConfig, GPTConfig
+from jhpt.models.build import build
+from jhpt.models.layers import NAMED_TENSORS
+from jhpt.sharding.remat import keep_nothing, save_named
+from jhpt.sharding.split import split_layer
+from jhpt.training.data.tokenizer import ByteTokenizer
+from jhpt.training.parts import make_parts
+from tests.sharding.plans import compiled
+
+ROWS, LENGTH, WIDTH, HEADS, FFN = 2, 6, 24, 4, 40
+SHAPE = dict(vocab_size=200, num_layers=1, d_model=WIDTH, num_heads=HEADS, max_length=8, d_ff=FFN)
+MODELS = {
+    "gpt": GPTConfig(**SHAPE, dropout=0.1),
+    "llama": GPTConfig(
+        **SHAPE, num_kv_heads=2, positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, tied=False
+    ),
+    "bert": BERTConfig(**SHAPE, dropout=0.1),
+}
+WRAPPED = {"everything": lambda block: block, "named": save_named(NAMED_TENSORS), "input": keep_nothing}
+
+
+def layer_of(name, wrapped="everything", dtype=jnp.float32):
+    """(block, random parameters)"""
+    model = build(MODELS[name], dtype=dtype)
+    block = make_parts(model, DataConfig(), ByteTokenizer(), 0.0, train=True).block
+    shapes = jax.eval_shape(model.init, jax.random.key(0))["blocks"]
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.2, leaf.shape[1:]), leaf.dtype), shapes)
+    return WRAPPED[wrapped](block), params
+
+
+def inputs(rows=ROWS, dtype=jnp.float32):
+    """(x, (keys, layer))"""
+    x = jax.random.normal(jax.random.key(1), (rows, LENGTH, WIDTH), dtype)
+    return x, (jax.random.split(jax.random.key(2), rows), jnp.int32(3))
+
+
+def shapes_of(split):
+    return sorted(kept.shape for kept in split.shapes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_kept_that_does_not_grow_with_the_rows(name, wrapped, dtype):
+    """Parameters, their casts, masks of positions and rotation tables do not; keys are told by their dtype."""
+    block, params = layer_of(name, wrapped, dtype)
+    few, many = (split_layer(block, params, *inputs(rows, dtype)) for rows in (2, 6))
+    assert len(few.shapes) == len(many.shapes) > 0
+    for two, six in zip(few.shapes, many.shapes, strict=True):
+        assert (3 * two.size, two.dtype) == (six.size, six.dtype)
+        assert not jax.dtypes.issubdtype(two.dtype, jax.dtypes.prng_key)
+    assert {source for source, _ in few.sources} <= {"parameter", "key", "kept", "again"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_save_named_keeps_named_tensors_only(name):
+    """The input, which is named too, and what the products left; what follows the last one is not read again, except
+    by BERT's norm."""
+    config = MODELS[name]
+    split = split_layer(*layer_of(name, "named"), *inputs())
+    width = HEADS // config.kv_heads + 2
+    gate = (2,) if name == "llama" else ()
+    stream = (ROWS, LENGTH, WIDTH)
+    expected = {
+        "residual_in": stream,
+        "qkv": (ROWS, LENGTH, config.kv_heads, width, WIDTH // HEADS),
+        "attention_out": stream,
+        "projection_out": stream,
+        "mlp_hidden": (ROWS, LENGTH, *gate, FFN),
+    } | ({"mlp_out": stream} if name == "bert" else {})
+    assert expected.keys() <= set(NAMED_TENSORS)
+    assert shapes_of(split) == sorted(expected.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keep_nothing_keeps_the_input_only(name):
+    block, params = layer_of(name, "input")
+    x, keys = inputs()
+    split = split_layer(block, params, x, keys)
+    assert shapes_of(split) == [x.shape]
+    (kept,) = compiled(split.forward, params, x, keys)[1]
+    np.testing.assert_array_equal(kept, x)
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_and_backward_are_autodiff(name, wrapped):
+    block, params = layer_of(name, wrapped)
+    x, keys = inputs()
+    error = jax.random.normal(jax.random.key(4), x.shape)
+
+    def both(params, x, keys, error):
+        split = split_layer(block, params, x, keys)
+        y, kept = split.forward(params, x, keys)
+        expected, pull = jax.vjp(lambda params, x: block(params, x, keys), params, x)
+        return (y, *split.backward(params, keys, kept, error)), (expected, *pull(error))
+
+    found, expected = compiled(both, params, x, keys, error)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+def test_backward_reads_the_parameters_it_is_given():
+    """y = tanh(x w): the gradient of x runs through w as it is now, that of w through what was kept of x."""
+    block = lambda w, x, keys: jnp.tanh(x @ w)  # noqa: E731
+    x, keys = inputs()
+    first, second = (jax.random.normal(jax.random.key(seed), (WIDTH, WIDTH)) for seed in (5, 6))
+    split = split_layer(block, first, x, keys)
+    y, kept = split.forward(first, x, keys)
+    gradient, down = split.backward(second, keys, kept, jnp.ones_like(x))
+    slope = 1 - y**2
+    np.testing.assert_allclose(down, slope @ second.T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gradient, jnp.einsum("bsi,bso->io", x, slope), rtol=1e-4, atol=1e-4)
+
+
+def test_masks_of_positions_are_had_again():
+    """What depends neither on x nor on keys is computed in the backward pass."""
+
+    def block(w, x, keys):
+        seen = jnp.tril(jnp.ones((LENGTH, LENGTH))) / jnp.arange(1.0, LENGTH + 1)[:, None]
+        return jnp.einsum("qk,bkd->bqd", seen, x) * w
+
+    x, keys = inputs()
+    w = jnp.full((WIDTH,), 2.0)
+    split = split_layer(block, w, x, keys)
+    assert all(shape != (LENGTH, LENGTH) for shape in shapes_of(split))
+    assert "again" in {source for source, _ in split.sources}
+    _, kept = split.forward(w, x, keys)
+    expected = jax.vjp(lambda w, x: block(w, x, keys), w, x)[1](x)
+    for one, other in zip(split.backward(w, keys, kept, x), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_a_tensor_read_twice_is_kept_once():
+    block = lambda w, x, keys: jnp.sin(x * w) + jnp.cos(x * w)  # noqa: E731
+    x, keys = inputs()
+    split = split_layer(block, jnp.ones(WIDTH), x, keys)
+    kept = [index for source, index in split.sources if source == "kept"]
+    assert sorted(set(kept)) == list(range(len(split.shapes)))

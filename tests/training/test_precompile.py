@@ -1,0 +1,266 @@
+"""The planner's traffic against what real steps send: compiled for eight CPU devices here, for GPUs where marked.
+
+A GPU's compiler is reached without a GPU: `pytest -m deviceless`, with the extra `deviceless` installed.
+"""
+
+import json
+import os
+
+import jax
+import pytest
+
+from jhpt import cli
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.errors import InputError, NotHere
+from jhpt.core.load import load_config
+from jhpt.core.plan import Chunk, Plan, Run, Stage, plan_by_hand
+from jhpt.measure import deviceless
+from jhpt.measure.comparison import compare
+from jhpt.measure.compiled import read_compiled
+from jhpt.measure.device import device_info
+from jhpt.measure.modelled import Clock
+from jhpt.measure.quiet import quiet
+from jhpt.measure.targets import chip_of, target_config
+from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.estimate import evaluate
+from jhpt.planner.traffic import traffic
+from jhpt.training import precompile
+from jhpt.training.precompile import compiled_step
+from jhpt.training.programs import train_program
+from jhpt.training.setup import design_step, fitting_tokenizer
+
+CLUSTER = find_cluster("h100x8x1")
+SOON = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiler options: the same program, sooner compiled."""
+
+BLOCKS = 9
+"""Too many to be unrolled on CPU: in one long program the compiler would gather once what is gathered twice."""
+
+SHAPE = {
+    "model.num_layers": BLOCKS,
+    "model.d_model": 128,
+    "model.num_heads": 8,
+    "model.d_ff": 512,
+    "model.max_length": 32,
+    "data.sequence_length": 32,
+    "data.batch_size": 32,
+}
+
+BY_HAND = {
+    "data": {},
+    "data, accumulated": dict(micro_batches=2),
+    "ZeRO-1": dict(zero=1, micro_batches=2),
+    "ZeRO-3": dict(zero=3, micro_batches=2),
+    "tensor": dict(tensor=8),
+    "tensor, recomputed": dict(tensor=4, recompute=True, micro_batches=2),
+    "sequence": dict(tensor=4, sequence=True),
+    "sequence, recomputed": dict(tensor=4, sequence=True, recompute=True),
+    "1f1b": dict(pipe=2, tensor=2, micro_batches=4),
+    "gpipe": dict(pipe=4, micro_batches=2, schedule="gpipe", zero=1),
+    "1f1b, uneven": dict(pipe=3, micro_batches=4),
+    "1f1b, ZeRO-3": dict(pipe=2, tensor=2, zero=3, micro_batches=2),
+    "interleaved": dict(pipe=2, tensor=2, chunks=2, micro_batches=4),
+}
+
+
+def by_hand(name: str, **shape):
+    """(configuration, plan) of the section `parallel`."""
+    parallel = {f"parallel.{key}": value for key, value in BY_HAND[name].items()}
+    config = load_config("gpt-tiny", SHAPE | parallel | shape)
+    return config, plan_by_hand(config, 8)
+
+
+def mixed(degrees, **settings):
+    """(configuration, plan) of one stage whose layers differ."""
+    runs = tuple(Run(layers=1, tensor=t) for t in degrees)
+    stage = Stage(device=0, devices=8, chunks=(Chunk(first=0, runs=runs),))
+    plan = Plan(model="any", cluster="any", batch=32, stages=(stage,), **{"micro_batches": 2} | settings)
+    return load_config("gpt-tiny", SHAPE), plan
+
+
+def check_traffic(stages, predicted, table: float, share: float = 0.04):
+    """Bytes of every stage, in all and of each kind that carries more than 2 % of them.
+
+    table: bytes that may travel along the pipeline on top, twice: the norm of the gradient leaves out a shared table's
+    copy, for which the compiler may fetch it.
+    """
+    for number, (stage, expected) in enumerate(zip(stages, predicted, strict=True)):
+        more = 2 * table if len(stages) > 1 else 0.0
+        total = sum(sent.bytes for sent in expected.values())
+        assert (1 - share) * total <= stage.bytes <= (1 + share) * total + more, (number, stage.bytes, total)
+        assert stage.guessed == 0
+        for way in {*expected, *stage.traffic}:
+            found = stage.traffic[way].bytes if way in stage.traffic else 0.0
+            planned = expected[way].bytes if way in expected else 0.0
+            extra = more if way[1] == "pipe" else 0.0
+            if max(found, planned) > 0.02 * total + extra:
+                assert 0.9 * planned <= found <= 1.1 * planned + extra, (number, way, found, planned)
+
+
+def read_here(config, plan):
+    """The step as this machine's CPU devices would run it."""
+    design = design_step(config, plan, fitting_tokenizer(config), jax.devices(), device_info())
+    compiled = train_program(design).compile(compiler_options=SOON)
+    return read_compiled(compiled, dict(design.layout.grid.mesh.shape), Clock(CLUSTER))
+
+
+def table_bytes(config, plan) -> float:
+    """Of a rank's share of the table, in float32."""
+    stage = plan.stages[0]
+    tensor = stage.chunks[0].tensor[0]
+    share = stage.devices // tensor if plan.zero else 1
+    return 4.0 * config.model.padded_vocab * config.model.d_model / tensor / share
+
+
+FEW = ("ZeRO-1", "ZeRO-3", "tensor, recomputed", "sequence", "1f1b, uneven", "interleaved")
+
+
+def test_all_cases_are_known():
+    assert set(FEW) | set(COMPILED) <= set(BY_HAND)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.exhaustive) for name in BY_HAND]
+)
+def test_steps_send_what_the_planner_says(name):
+    config, plan = by_hand(name)
+    profile = analytic_profile(config, CLUSTER.nodes[0].device, "float32")
+    found = read_here(config, plan)
+    check_traffic(found.stages, traffic(plan, profile, overlap=False), table_bytes(config, plan))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "settings"),
+    [
+        ((1, *(2,) * 5, *(1,) * 5), dict(zero=1)),
+        pytest.param((1, 2, 2, *(8,) * 4, 2, 2, 2, 8), dict(zero=3), marks=pytest.mark.exhaustive),
+        pytest.param((8, 4, 4, *(1,) * 7, 2), {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_steps_of_several_degrees_send_what_the_planner_says(degrees, settings):
+    config, plan = mixed(degrees, **settings)
+    profile = analytic_profile(config, CLUSTER.nodes[0].device, "float32")
+    check_traffic(read_here(config, plan).stages, traffic(plan, profile, overlap=False), 0.0)
+
+
+# What needs no plugin.
+
+
+def test_chips_by_the_drivers_names():
+    for cluster, capability in (
+        ("h100x8x1", 9),
+        ("h200x8x1", 9),
+        ("h100pciex8x1", 9),
+        ("b200x8x1", 10),
+        ("a100x8x1", 8),
+    ):
+        device = find_cluster(cluster).nodes[0].device
+        assert chip_of(device).capability == (capability, 0)
+        config = target_config(device)
+        assert f'"{device.name}"' in config and config.count("{") == config.count("}")
+        assert ("ACCELERATED" in config) == (capability >= 9)
+
+
+@pytest.mark.parametrize(("cluster", "word"), [("v100x8x1", "bfloat16"), ("v100pciex8x1", "bfloat16")])
+def test_chips_that_cannot_be_compiled_for(cluster, word):
+    with pytest.raises(InputError, match=word):
+        deviceless.compile_only_devices(find_cluster(cluster))
+
+
+def test_a_missing_plugin_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(deviceless, "PLUGINS", ("jax_plugins.none",))
+    with pytest.raises(NotHere, match=r"jhpt\[deviceless\]") as caught:
+        deviceless.compile_only_devices(CLUSTER)
+    assert caught.value.status == 3
+
+
+def test_plans_that_are_no_program_are_refused():
+    config, plan = by_hand("data")
+    with pytest.raises(InputError, match="space general"):
+        compiled_step(config, plan.model_copy(update={"space": "general"}), CLUSTER)
+    with pytest.raises(InputError, match="needs 8 devices, h100x4x1 has 4"):
+        compiled_step(config, plan, find_cluster("h100x4x1"))
+
+
+def test_quiet_keeps_to_itself_what_libraries_write_unless_something_fails(capfd):
+
+    with quiet():
+        os.write(2, b"no driver\n")
+    assert capfd.readouterr().err == ""
+    with pytest.raises(RuntimeError), quiet():
+        os.write(2, b"the cause\n")
+        raise RuntimeError
+    assert capfd.readouterr().err == "the cause\n"
+
+
+def test_comparison_as_rows_and_json():
+    config, plan = by_hand("ZeRO-1")
+    profile = analytic_profile(config, CLUSTER.nodes[0].device, "float32")
+    found = read_here(config, plan)
+    both = compare(found, plan, evaluate(plan, profile, CLUSTER), profile)
+    tree = json.loads(json.dumps(both.to_json()))
+    assert tree["memory"]["device"] == found.memory.device
+    (stage,) = tree["stages"]
+    assert stage["wire_bytes"] == pytest.approx(sum(one["bytes"] for one in stage["collectives"]))
+    assert {"kind", "axis", "count", "planned_bytes", "hidden_seconds"} <= set(stage["collectives"][0])
+
+
+# What a GPU's compiler makes of steps.
+
+LARGER = {
+    "model.d_model": 512,
+    "model.d_ff": 2048,
+    "model.max_length": 256,
+    "data.sequence_length": 256,
+    "data.batch_size": 64,
+    "model.vocab_size": 4096,
+}
+
+COMPILED = ("data", "ZeRO-1", "ZeRO-3", "tensor", "sequence", "1f1b")
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", COMPILED)
+def test_steps_compiled_for_gpus_send_and_need_what_the_planner_says(name):
+    config, plan = by_hand(name, **LARGER)
+    profile = analytic_profile(config, CLUSTER.nodes[0].device)
+    found = compiled_step(config, plan, CLUSTER)
+    both = compare(found, plan, evaluate(plan, profile, CLUSTER), profile)
+    check_traffic(found.stages, both.predicted, table_bytes(config, plan))
+    assert 0.3 <= both.memory_ratio <= 2  # of a small model most is what an estimate leaves out
+    # Parameters and two moments in float32, of the fullest stage.
+    assert found.memory.arguments == pytest.approx(both.fullest.bytes["optimizer"], rel=0.15)
+    assert found.memory.host == 0
+    work = sum(stage.flops for stage in found.stages) * plan.stages[0].devices
+    tokens = plan.batch * config.data.sequence_length
+    assert work >= 6 * 0.9 * tokens * sum(profile.kinds["block"].parameters for _ in range(BLOCKS))
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("cluster", ["b200x8x1", "a100x8x1", "h100x8x2"])
+def test_other_devices(cluster):
+    config, plan = by_hand("data", **LARGER)
+    found = compiled_step(config, plan, find_cluster(cluster))
+    assert found.memory.device > 0 and found.stages[0].flops > 0
+
+
+@pytest.mark.deviceless
+def test_the_command_prints_and_writes_both(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = []
+
+    def once(*arguments):
+        found.append(found[0] if found else compiled_step(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(precompile, "compiled_step", once)
+    arguments = ["plan", "gpt-tiny", "--cluster", "h100x8x1", "--batch", "64", "--compile", "--model.num_heads", "8"]
+    assert cli.main(arguments) == 0
+    out, error = capfd.readouterr()
+    assert error == ""
+    for words in ("planned", "temporaries", "MB compiled", "hidden behind matrix products"):
+        assert words in out
+    assert cli.main([*arguments, "--json"]) == 0
+    tree = json.loads(capfd.readouterr().out)
+    assert tree["compiled"]["memory"]["device"] > 0
+    assert len(tree["compiled"]["stages"]) == len(tree["plan"]["stages"])
