@@ -132,7 +132,7 @@ def _host_copies(device: jax.Device, rounds: int) -> Link:
     return _link(_timed({size: copy(size) for size in (SMALLEST, *SIZES)}, rounds))
 
 
-def ring_link(devices: Sequence[jax.Device], rounds: int, sizes: Sequence[int] = SIZES) -> Link:
+def ring_link(devices: Sequence[jax.Device], rounds: int, sizes: Sequence[int] | None = None) -> Link:
     """The link of which a ring all-reduce over all devices would be made; they may belong to several processes."""
     count = len(devices)
     mesh = Mesh(np.asarray(devices), ("all",))
@@ -146,7 +146,7 @@ def ring_link(devices: Sequence[jax.Device], rounds: int, sizes: Sequence[int] =
         x = jax.make_array_from_callback((count, size // 4), NamedSharding(mesh, spec), lambda _: row)
         return lambda: program(x)
 
-    seconds = _timed({size: reduce(size) for size in (SMALLEST, *sizes)}, rounds)
+    seconds = _timed({size: reduce(size) for size in (SMALLEST, *(sizes or SIZES))}, rounds)
     messages = 2 * (count - 1)
     return _link({size / count: time / messages for size, time in seconds.items()})
 

@@ -22,7 +22,7 @@ its last backward; and in between it waits for its neighbours' passes, so that w
 this is known,
 
     own >= M t + 2 (M + p - 1) c
-    own >= t + t' + (M - 1)(max(F, F') + max(B, B')) + 2 (M + p - 1) c
+    own >= M (max(F, F') + max(B, B')) + min(F, F') + min(B, B') + 2 (M + p - 1) c
 
 After it the errors travel back through the earlier stages, and wherever they arrive gradients are reduced and applied,
 after = sync - B + update seconds.  So T >= head + own + (way back to any earlier stage) + after there.  All of it
@@ -99,6 +99,6 @@ def in_line_seconds(stage: StageTerms, hop: Array, micro_batches: int, left: int
 
 def pair_in_line_seconds(stage: StageTerms, following: StageTerms, hop: Array, micro_batches: int, left: int) -> Array:
     """The same of a stage whose next one is known: between two exchanges each waits for the other's pass."""
-    m, ends = micro_batches, (stage.forward + stage.backward) + (following.forward + following.backward)
-    steps = np.maximum(stage.forward, following.forward) + np.maximum(stage.backward, following.backward)
-    return ends + (m - 1) * steps + 2 * (m + left) * hop
+    m, one, other = micro_batches, (stage.forward, stage.backward), (following.forward, following.backward)
+    longer, shorter = (sum(map(which, one, other)) for which in (np.maximum, np.minimum))
+    return m * longer + shorter + 2 * (m + left) * hop

@@ -179,8 +179,8 @@ def test_no_step_in_line_is_faster_than_its_exchanges(schedule, seed):
 
 
 def test_two_stages_in_line():
-    # 3 micro-batches through F = (1, 4), B = (5, 2), exchanges of 1 s: (1 + 4) + (5 + 2) + 2 (4 + 5) + 2 (3 + 1).  The
-    # first needs 3 (1 + 5) + 8 for itself.
+    # 3 micro-batches through F = (1, 4), B = (5, 2), exchanges of 1 s: 3 (4 + 5) + 1 + 2 + 2 (3 + 1).  The first needs
+    # 3 (1 + 5) + 8 for itself.
     first, second = (StageTerms(*map(np.array, row)) for row in ((1.0, 5.0, 5.0, 0.0), (4.0, 2.0, 2.0, 0.0)))
     arrays = np.array([[1.0], [4.0]]), np.array([[5.0], [2.0]]), np.ones(1), np.array([5.0, 2.0]), np.zeros(2)
     exact = float(step_seconds("1f1b", 3, *arrays, overlap=False))

@@ -95,7 +95,7 @@ def test_layers_draw_by_their_number_in_the_model():
         for first in (0, 0, FIRST)
     ]
     x, keys, _ = inputs()
-    first, again, elsewhere = (jax.jit(loop.forward)(stack(), x, keys)[0] for loop in loops)
+    first, again, elsewhere = (jax.jit(lambda *a, loop=loop: loop.forward(*a)[0])(stack(), x, keys) for loop in loops)
     np.testing.assert_array_equal(first, again)
     assert np.any(first != elsewhere)
 
