@@ -99,6 +99,6 @@ def in_line_seconds(stage: StageTerms, hop: Array, micro_batches: int, left: int
 
 def pair_in_line_seconds(stage: StageTerms, following: StageTerms, hop: Array, micro_batches: int, left: int) -> Array:
     """The same of a stage whose next one is known: between two exchanges each waits for the other's pass."""
-    m, one, other = micro_batches, (stage.forward, stage.backward), (following.forward, following.backward)
-    longer, shorter = (sum(map(which, one, other)) for which in (np.maximum, np.minimum))
-    return m * longer + shorter + 2 * (m + left) * hop
+    longer = np.maximum(stage.forward, following.forward) + np.maximum(stage.backward, following.backward)
+    shorter = np.minimum(stage.forward, following.forward) + np.minimum(stage.backward, following.backward)
+    return micro_batches * longer + shorter + 2 * (micro_batches + left) * hop
