@@ -5,6 +5,8 @@ of a micro-batch are gathered over the axes that turn from data into tensor axes
 
     a < b   forward all_gather of x, backward every rank keeps its own rows of the gradient
     a > b   forward every rank keeps its own rows, backward all_gather of the gradient
+
+A stream that is cut along the sequence is made whole before and cut again after.
 """
 
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 from jhpt.sharding.layers import LayerLoop
 from jhpt.sharding.mesh import Grid
 from jhpt.sharding.parts import Parts, added, picked
+from jhpt.sharding.tensor import all_rows, own_rows
 
 
 def moved(x: Any, grid: Grid, before: int, after: int) -> Any:
@@ -56,7 +59,8 @@ class Run:
 class OneStage:
     """All layers on the same devices.
 
-    parts: the model at every degree in use.  runs: its blocks.  ends: degrees of entry and exit.
+    parts: the model at every degree in use.  runs: its blocks.  sequence: whether the stream between layers of a degree
+    above 1 is cut along the sequence.
     """
 
     grid: Grid
@@ -64,6 +68,7 @@ class OneStage:
     runs: tuple[Run, ...]
     entry_degree: int
     exit_degree: int
+    sequence: bool
 
     def gradients(self, params: Any, rows: Any, keys: jax.Array, scale: float, total: Any = None) -> "Gradients":
         """Of one micro-batch's loss x scale, added to `total`.
@@ -74,7 +79,7 @@ class OneStage:
         x, pull_entry = jax.vjp(lambda ends: self._entry(ends, rows, keys), picked(params, self._first.entry_reads))
         degree, passed = self.entry_degree, []
         for run in self.runs:
-            x, degree = moved(x, self.grid, degree, run.degree), run.degree
+            x, degree = self._handed(x, degree, run.degree), run.degree
             x, own = run.loop.forward(params["blocks"][run.name], x, moved(keys, self.grid, least, degree))
             passed.append(own)
 
@@ -82,7 +87,7 @@ class OneStage:
             sums = self._exit(ends, x, rows, keys)
             return sums.loss * scale, sums
 
-        x = moved(x, self.grid, degree, self.exit_degree)
+        x = self._handed(x, degree, self.exit_degree)
         _, pull_exit, sums = jax.vjp(loss, picked(params, self._last.exit_reads), x, has_aux=True)
         ends, error = pull_exit(jnp.float32(1))
 
@@ -90,12 +95,12 @@ class OneStage:
         fetched = {run.name: own.fetched for run, own in zip(self.runs, passed, strict=True)}
         degree = self.exit_degree
         for run, own in zip(reversed(self.runs), reversed(passed), strict=True):
-            error, degree = moved(error, self.grid, degree, run.degree), run.degree
+            error, degree = self._handed(error, degree, run.degree), run.degree
             used = fetched[run.name] if run.loop.keep else params["blocks"][run.name]
             loop = run.loop.with_fetched() if run.loop.keep else run.loop
             so_far = None if total is None else total["blocks"][run.name]
             blocks[run.name], error = loop.backward(used, own, error, so_far)
-        (entry,) = pull_entry(moved(error, self.grid, degree, self.entry_degree))
+        (entry,) = pull_entry(self._handed(error, degree, self.entry_degree))
         ends = added(ends, entry)
         if total is not None:
             ends = added({name: part for name, part in total.items() if name != "blocks"}, ends)
@@ -106,9 +111,18 @@ class OneStage:
         least, degree = self.grid.degrees[0], self.entry_degree
         x = self._entry(params, rows, keys)
         for run in self.runs:
-            x, degree = moved(x, self.grid, degree, run.degree), run.degree
+            x, degree = self._handed(x, degree, run.degree), run.degree
             x, _ = run.loop.forward(params["blocks"][run.name], x, moved(keys, self.grid, least, degree))
-        return self._exit(params, moved(x, self.grid, degree, self.exit_degree), rows, keys)
+        return self._exit(params, self._handed(x, degree, self.exit_degree), rows, keys)
+
+    def _handed(self, x: jax.Array, before: int, after: int) -> jax.Array:
+        """The stream, or its gradient, from layers of degree `before` to layers of degree `after`."""
+        if before == after:
+            return x
+        if self.sequence and before > 1:
+            x = all_rows(self.grid.axes(before).tensor, x)
+        x = moved(x, self.grid, before, after)
+        return own_rows(self.grid.axes(after).tensor, x) if self.sequence and after > 1 else x
 
     @property
     def _first(self) -> Parts:

@@ -244,6 +244,7 @@ class Execution:
             runs=tuple(runs),
             entry_degree=layout.degrees[0],
             exit_degree=layout.degrees[-1],
+            sequence=layout.plan.sequence,
         )
 
     def _finish(self, degree: int, specs: Any, *, last: bool) -> Finish:

@@ -336,7 +336,7 @@ def test_what_cannot_work_is_refused(name, tmp_path, shared, request, capsys, mo
 
 
 def test_a_run_leaves_its_config_its_metrics_and_a_checkpoint(finished):
-    assert {"config.yaml", "metrics.jsonl", "train.log", "checkpoints", ".lock"} == {
+    assert {"config.yaml", "plan.json", "metrics.jsonl", "train.log", "checkpoints", ".lock"} == {
         path.name for path in finished.iterdir()
     }
     assert load_config(finished / "config.yaml").train.steps == 2

@@ -15,9 +15,6 @@ from jhpt.sharding.rules import path_name
 from jhpt.training.data.batches import shuffled
 from jhpt.training.setup import execution
 
-SOON = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Compiler options: the same program, sooner compiled."""
-
 
 def piped(
     layers: Sequence[int], stages: int, *, data: int = 1, tensor: int = 1, batch: int = 32, micro_batches=1, **settings
@@ -88,7 +85,7 @@ def batch(setup, size: int):
 
 def compiled(function, *arguments):
     """What the jitted function returns, on the host."""
-    return on_host(jax.jit(function).lower(*arguments).compile(compiler_options=SOON)(*arguments))
+    return on_host(jax.jit(function).lower(*arguments).compile()(*arguments))
 
 
 def on_host(tree):

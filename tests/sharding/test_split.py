@@ -129,7 +129,7 @@ def test_masks_of_positions_are_had_again():
         return jnp.einsum("qk,bkd->bqd", seen, x) * w
 
     x, keys = inputs()
-    w = jnp.full((WIDTH,), 2.0)
+    w = jnp.full((1, 1, WIDTH), 2.0)
     split = split_layer(block, w, x, keys)
     assert all(shape != (LENGTH, LENGTH) for shape in shapes_of(split))
     assert "again" in {source for source, _ in split.sources}
@@ -142,6 +142,6 @@ def test_masks_of_positions_are_had_again():
 def test_a_tensor_read_twice_is_kept_once():
     block = lambda w, x, keys: jnp.sin(x * w) + jnp.cos(x * w)  # noqa: E731
     x, keys = inputs()
-    split = split_layer(block, jnp.ones(WIDTH), x, keys)
+    split = split_layer(block, jnp.ones((1, 1, WIDTH)), x, keys)
     kept = [index for source, index in split.sources if source == "kept"]
     assert sorted(set(kept)) == list(range(len(split.shapes)))

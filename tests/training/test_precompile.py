@@ -30,9 +30,6 @@ from jhpt.training.programs import train_program
 from jhpt.training.setup import design_step, fitting_tokenizer
 
 CLUSTER = find_cluster("h100x8x1")
-SOON = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Compiler options: the same program, sooner compiled."""
-
 BLOCKS = 9
 """Too many to be unrolled on CPU: in one long program the compiler would gather once what is gathered twice."""
 
@@ -100,7 +97,7 @@ def check_traffic(stages, predicted, table: float, share: float = 0.04):
 def read_here(config, plan):
     """The step as this machine's CPU devices would run it."""
     design = design_step(config, plan, fitting_tokenizer(config), jax.devices(), device_info())
-    compiled = train_program(design).compile(compiler_options=SOON)
+    compiled = train_program(design).compile()
     return read_compiled(compiled, dict(design.layout.grid.mesh.shape), Clock(CLUSTER))
 
 

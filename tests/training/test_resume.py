@@ -132,6 +132,7 @@ PLANS = {
 def test_a_run_goes_on_under_any_plan(tmp_path, corpus):
     """Three steps under each, from checkpoint to checkpoint, are the steps of one device in one go."""
     settings = tiny_overrides(corpus) | {"model.num_layers": 4, "optimizer.schedule": "constant"}
+    settings |= {"optimizer.learning_rate": 5e-4}  # no spike that would enlarge what is rounded differently
     settings |= {"data.validation_fraction": 0.0}
     steps = 3 * len(PLANS)
     alone = jhpt.train(

@@ -112,6 +112,7 @@ def in_turn(hosts: Hosts, steps: Mapping[str, Call], rounds: int) -> dict[str, l
     """Seconds of every step, until the last host has done it.  All begin together; every other round is backwards."""
     names, samples = list(steps), {name: list[float]() for name in steps}
     for name in names:
+        hosts.say(f"first step of {name}")
         jax.block_until_ready(steps[name]())
     for index in range(rounds):
         for name in names if index % 2 == 0 else reversed(names):
