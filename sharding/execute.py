@@ -19,6 +19,7 @@ from jhpt.sharding.layers import Finish, LayerLoop
 from jhpt.sharding.layout import TABLE, Layout
 from jhpt.sharding.parts import Parts
 from jhpt.sharding.pipeline import Pipeline
+from jhpt.sharding.rules import path_name
 from jhpt.sharding.schedule import timetable
 from jhpt.sharding.storage import Storage, one_layer
 
@@ -79,11 +80,15 @@ class Execution:
 
     def norm(self, gradients: Any) -> jax.Array:
         """Global norm; what a shared table has on the last stage is a copy and does not count."""
-        squares = sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients))
-        if self.layout.stages > 1 and self.tied:
-            folder, name = TABLE
-            squares = squares - jnp.sum(jnp.square(gradients[folder][name][-1]))
-        return jnp.sqrt(squares)
+        copied = "/".join(TABLE) if self.layout.stages > 1 and self.tied else None
+
+        def square(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            if path_name(path) != copied:
+                return jnp.sum(jnp.square(leaf))
+            each = jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))  # of every stage, where it lies
+            return jnp.sum(each[:-1])
+
+        return jnp.sqrt(sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(square, gradients))))
 
     def _mapped(self, run: Any, specs: Any, rows: Any, out: Any) -> Any:
         row_specs = jax.tree.map(lambda _: self.layout.batch.spec, rows)
@@ -194,18 +199,20 @@ class Execution:
             working = {**working, "blocks": start.fetched}
         middle = self._one_stage(specs, first=False, last=False)
 
-        def more(carry: tuple[Any, Any], piece: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
+        def more(carry: tuple[Any, Any], at: jax.Array) -> tuple[tuple[Any, Any], None]:
             total, sums = carry
-            own = middle.gradients(working, *piece, scale, total)
+            own = middle.gradients(working, *pick(at), scale, total)
             return (own.gradients, jax.tree.map(jnp.add, sums, own.sums)), None
 
         total = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), start.gradients)
         stop = count - 1 if self._gives_late else count
-        carry = jax.lax.scan(more, (total, start.sums), pick(slice(1, stop)))[0] if stop > 1 else (total, start.sums)
+        total, sums = jax.lax.scan(more, (total, start.sums), jnp.arange(1, stop))[0]
         if not self._gives_late:
-            return carry
-        total, sums = carry
-        own = self._one_stage(specs, first=False, last=True).gradients(working, *pick(count - 1), scale, total)
+            return total, sums
+        # Which rows come last is known when the sums are: else the compiler might begin with their forward pass while
+        # the activations of others are held.
+        at = jnp.where(sums.tokens < 0, 0, count - 1)
+        own = self._one_stage(specs, first=False, last=True).gradients(working, *pick(at), scale, total)
         return own.gradients, jax.tree.map(jnp.add, sums, own.sums)
 
     @property

@@ -28,6 +28,8 @@ class Axes:
 
     data: tuple[str, ...]
     tensor: tuple[str, ...]
+    degree: int
+    """Ranks of the tensor axes together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class Grid:
         return Axes(
             data=tuple(name for name in names if name not in inner),
             tensor=tuple(name for name in names if name in inner),
+            degree=degree,
         )
 
     def size(self, names: tuple[str, ...]) -> int:

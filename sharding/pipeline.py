@@ -15,6 +15,7 @@ entry's and only the last the exit's.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -96,10 +97,10 @@ class Pipeline:
             if phase.backward:
                 error = self._sent(error, -1)
             if phase.forward:
-                carry = _maybe(forward[0] >= 0, device.forward, carry, forward)
+                carry = _maybe(forward[0] >= 0, partial(device.forward, entry=forward), carry)
                 arrived = self._sent(carry.arrived, +1)
             if phase.backward:
-                carry = _maybe(backward[0] >= 0, lambda c, b: device.backward(c, b, error), carry, backward)
+                carry = _maybe(backward[0] >= 0, partial(device.backward, entry=backward, error=error), carry)
             return carry._replace(arrived=arrived), None
 
         table = self.timetable
@@ -112,7 +113,8 @@ class Pipeline:
         busy = self.timetable.forward[..., 0].max(axis=1) >= 0
 
         def tick(carry: tuple[jax.Array, Any], now: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
-            carry = _maybe(now[device.stage][0] >= 0, device.evaluate, carry, now[device.stage])
+            own = now[device.stage]
+            carry = _maybe(own[0] >= 0, partial(device.evaluate, entry=own), carry)
             return (self._sent(carry[0], +1), carry[1]), None
 
         start = device.start()
@@ -126,8 +128,13 @@ class Pipeline:
         return jax.lax.ppermute(x, PIPE, pairs)
 
 
-def _maybe(predicate: jax.Array, function: Callable[[Any, Any], Any], carry: Any, argument: Any) -> Any:
-    return jax.lax.cond(predicate, function, lambda carry, _: carry, carry, argument)
+def _maybe(predicate: jax.Array, function: Callable[[Any], Any], carry: Any) -> Any:
+    """function(carry), or the carry as it is.
+
+    A loop of one round or none: loops work in place, where a conditional copies what it passes on.
+    """
+    once = lambda state: (jnp.zeros((), bool), function(state[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda state: state[0], once, (predicate, carry))[1]
 
 
 class _Device:
@@ -178,13 +185,12 @@ class _Device:
         micro_batch, chunk, slot = entry
         keys = self.keys[micro_batch]
 
-        def exit_(carry: Carry) -> tuple[Carry, jax.Array]:
-            return self._exited(carry, micro_batch, slot)
+        def exit_(state: tuple[Any, Any, jax.Array]) -> tuple[Any, Any, jax.Array]:
+            ends, sums, _ = state
+            return self._exited(ends, sums, carry.outputs[slot], micro_batch)
 
-        last = self.stage == self.pipeline.stages - 1
-        carry, error = jax.lax.cond(
-            last & (chunk == self.pipeline.chunks - 1), exit_, lambda carry: (carry, error), carry
-        )
+        last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
+        ends, sums, error = _maybe(last, exit_, (carry.ends, carry.sums, error))
 
         def block(at: jax.Array, own: Any, error: jax.Array, blocks: Any) -> tuple[jax.Array, Any]:
             row = chunk * self.pipeline.depth + at
@@ -194,13 +200,9 @@ class _Device:
             return error, jax.tree.map(lambda total, one: total.at[row].add(one), blocks, own)
 
         error, blocks = self._blocks(chunk, block, (error, carry.blocks), reverse=True)
-        ends = jax.lax.cond(
-            (self.stage == 0) & (chunk == 0),
-            lambda ends: self._entry_gradient(ends, micro_batch, error),
-            lambda ends: ends,
-            carry.ends,
-        )
-        return carry._replace(leaving=error, blocks=blocks, ends=ends)
+        first = (self.stage == 0) & (chunk == 0)
+        ends = _maybe(first, lambda ends: self._entry_gradient(ends, micro_batch, error), ends)
+        return carry._replace(leaving=error, blocks=blocks, ends=ends, sums=sums)
 
     def evaluate(self, carry: tuple[jax.Array, Any], entry: jax.Array) -> tuple[jax.Array, Any]:
         """A forward pass that keeps nothing and ends in sums."""
@@ -218,27 +220,23 @@ class _Device:
             return jax.tree.map(jnp.add, sums, own)
 
         last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
-        return x, jax.lax.cond(last, exit_, lambda sums: sums, sums)
+        return x, _maybe(last, exit_, sums)
 
     def _entered(self, arrived: jax.Array, micro_batch: jax.Array, chunk: jax.Array) -> jax.Array:
-        return jax.lax.cond(
-            (self.stage == 0) & (chunk == 0),
-            lambda x: self.parts.entry(self.ends, _at(self.rows, micro_batch), self.keys[micro_batch]),
-            lambda x: x,
-            arrived,
-        )
+        entry = lambda _: self.parts.entry(self.ends, _at(self.rows, micro_batch), self.keys[micro_batch])  # noqa: E731
+        return _maybe((self.stage == 0) & (chunk == 0), entry, arrived)
 
-    def _exited(self, carry: Carry, micro_batch: jax.Array, slot: jax.Array) -> tuple[Carry, jax.Array]:
+    def _exited(self, ends: Any, sums: Any, x: jax.Array, micro_batch: jax.Array) -> tuple[Any, Any, jax.Array]:
+        """The ends' gradients and the sums with those of this micro-batch, and the gradient of x."""
         rows, keys = _at(self.rows, micro_batch), self.keys[micro_batch]
 
-        def loss(ends: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-            sums = self.parts.exit(ends, x, rows, keys)
-            return sums.loss * self.scale, sums
+        def loss(read: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+            own = self.parts.exit(read, x, rows, keys)
+            return own.loss * self.scale, own
 
-        _, pull, sums = jax.vjp(loss, picked(self.ends, self.parts.exit_reads), carry.outputs[slot], has_aux=True)
-        ends, error = pull(jnp.float32(1))
-        carry = carry._replace(ends=_accumulated(carry.ends, ends), sums=jax.tree.map(jnp.add, carry.sums, sums))
-        return carry, error
+        _, pull, own = jax.vjp(loss, picked(self.ends, self.parts.exit_reads), x, has_aux=True)
+        gradient, error = pull(jnp.float32(1))
+        return _accumulated(ends, gradient), jax.tree.map(jnp.add, sums, own), error
 
     def _entry_gradient(self, ends: Any, micro_batch: jax.Array, error: jax.Array) -> Any:
         rows, keys = _at(self.rows, micro_batch), self.keys[micro_batch]
@@ -262,7 +260,7 @@ class _Device:
             def run(carry: Any) -> Any:
                 return block(at, ready[0] if ahead else fetched(at), *carry)
 
-            carry = run(carry) if even else jax.lax.cond(at < used, run, lambda carry: carry, carry)
+            carry = run(carry) if even else _maybe(at < used, run, carry)
             return (carry, (*ready[1:], *following)), None
 
         start = tuple(fetched(depth - 1 - at if reverse else at) for at in range(ahead))

@@ -43,16 +43,19 @@ def parameter_spec(
     Args:
       stacked: the first dimension counts layers or stages.  pipe: it lies on the pipe axis; else it is whole, for the
         layer loop slices it.
-      over_data: ZeRO: the data degree; also put the data axes on the largest free dimension that it divides.  1: do
-        not.  Biases and norm scales stay whole: they are a thousandth of the memory and would cost a collective each.
+      over_data: ZeRO: the data degree; also put the data axes on the first dimension that they divide, inside the
+        tensor axes where those are on it: shares of the first dimension lie one after the other when they are
+        gathered, those of others have to be interleaved.  1: do not.  Biases and norm scales stay whole: they are a
+        thousandth of the memory and would cost a collective each.
     """
     trailing = next((dims for pattern, dims in RULES if re.search(pattern, path)), ())
     first = int(stacked)
     own = len(shape) - first
     named = [*(None,) * (own - len(trailing)), *(trailing[-own:] if own else ())]
-    spec: list[Any] = [axes.tensor if name == TENSOR and axes.tensor else None for name in named]
+    spec: list[tuple[str, ...] | None] = [axes.tensor if name == TENSOR and axes.tensor else None for name in named]
     if over_data > 1 and own > 1 and not path.endswith("bias"):
-        free = [dim for dim in range(own) if named[dim] is None and shape[first + dim] % over_data == 0]
-        if free:
-            spec[max(free, key=lambda dim: shape[first + dim])] = axes.data
+        ranks = [over_data * (axes.degree if cut else 1) for cut in spec]
+        dims = [dim for dim in range(own) if shape[first + dim] % ranks[dim] == 0]
+        if dims:
+            spec[dims[0]] = (*(spec[dims[0]] or ()), *axes.data)
     return PartitionSpec(*([PIPE if pipe else None] if stacked else []), *spec)

@@ -40,7 +40,7 @@ def alone(shards: int) -> Hooks:
 
 def shard_of(params: Any, tensor: int) -> Any:
     """Parameters or their shapes -> arrays of the shapes that one of `tensor` ranks holds, small random numbers."""
-    axes = Axes(data=(), tensor=(TENSOR,) if tensor > 1 else ())
+    axes = Axes(data=(), tensor=(TENSOR,) if tensor > 1 else (), degree=tensor)
     rng = np.random.default_rng(0)
 
     def own(path: tuple[Any, ...], leaf: Any) -> jax.Array:

@@ -105,7 +105,8 @@ def test_a_batch_that_does_not_fit_ends_the_row(monkeypatch):
 def test_a_rank_computes_its_share_of_every_divided_parameter(preset):
     """The shapes of a rank's own model are those of the shards that the sharding rules give it."""
     model = load_config(preset).model
-    tensor, axes = tensor_degrees(model)[-1], Axes(data=("data",), tensor=("tensor",))
+    tensor = tensor_degrees(model)[-1]
+    axes = Axes(data=("data",), tensor=("tensor",), degree=tensor)
     whole, share = (
         jax.tree_util.tree_leaves_with_path(jax.eval_shape(build(m).init, jax.random.key(0)))
         for m in (model, rank_share(model, tensor))

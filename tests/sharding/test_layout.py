@@ -46,9 +46,9 @@ def test_mixed_degrees_factorise_the_stage():
     grid = make_grid(mixed([1, 2, 8, 2, 1]), jax.devices())
     assert dict(grid.mesh.shape) == {"pipe": 1, "data": 1, "tensor8": 4, "tensor2": 2}
     assert grid.degrees == (1, 2, 8)
-    assert grid.axes(1) == Axes(data=("data", "tensor8", "tensor2"), tensor=())
-    assert grid.axes(2) == Axes(data=("data", "tensor8"), tensor=("tensor2",))
-    assert grid.axes(8) == Axes(data=("data",), tensor=("tensor8", "tensor2"))
+    assert grid.axes(1) == Axes(data=("data", "tensor8", "tensor2"), tensor=(), degree=1)
+    assert grid.axes(2) == Axes(data=("data", "tensor8"), tensor=("tensor2",), degree=2)
+    assert grid.axes(8) == Axes(data=("data",), tensor=("tensor8", "tensor2"), degree=8)
     for degree in grid.degrees:
         axes = grid.axes(degree)
         assert grid.size(axes.tensor) == degree and grid.size(axes.data) == 8 // degree
@@ -64,8 +64,9 @@ def test_groups_of_every_degree_are_neighbours(degree):
 
 
 def test_one_degree_has_plain_axes():
-    assert make_grid(piped([4], 1, data=4, tensor=1), jax.devices()).axes(1) == Axes(data=("data",), tensor=("tensor",))
-    assert make_grid(mixed([4, 4, 4]), jax.devices()).axes(4) == Axes(data=("data",), tensor=("tensor",))
+    for plan, degree in ((piped([4], 1, data=4, tensor=1), 1), (mixed([4, 4, 4]), 4)):
+        expected = Axes(data=("data",), tensor=("tensor",), degree=degree)
+        assert make_grid(plan, jax.devices()).axes(degree) == expected
 
 
 def stages_of(*devices_and_degrees):
@@ -99,29 +100,31 @@ def test_what_is_no_program_is_refused(plan, words):
 
 # Rules.
 
-PLAIN = Axes(data=("data",), tensor=("tensor",))
-T, D = ("tensor",), ("data",)
+PLAIN = Axes(data=("data",), tensor=("tensor",), degree=4)
+T, D, TD = ("tensor",), ("data",), ("tensor", "data")
 
 
 @pytest.mark.parametrize(
     ("path", "shape", "whole", "zero"),
     [
-        ("embedding/tokens", (256, 64), P(T, None), P(T, D)),
-        ("embedding/positions", (32, 64), P(None, None), P(None, D)),
+        ("embedding/tokens", (256, 64), P(T, None), P(TD, None)),
+        ("embedding/positions", (32, 64), P(None, None), P(D, None)),
         ("embedding/types", (2, 63), P(None, None), P(D, None)),
         ("head/norm/scale", (63,), P(None), P(None)),
         ("head/bias", (256,), P(T), P(T)),
         ("blocks/attention/qkv/kernel", (5, 64, 8, 3, 8), P(None, None, T, None, None), P(None, D, T, None, None)),
         ("blocks/attention/qkv/bias", (5, 8, 3, 8), P(None, T, None, None), P(None, T, None, None)),
-        ("blocks/attention/projection/kernel", (5, 64, 64), P(None, T, None), P(None, T, D)),
+        ("blocks/attention/projection/kernel", (5, 64, 64), P(None, T, None), P(None, TD, None)),
         ("blocks/mlp/up/kernel", (5, 64, 2, 128), P(None, None, None, T), P(None, D, None, T)),
-        ("blocks/mlp/down/kernel", (5, 128, 64), P(None, T, None), P(None, T, D)),
+        ("blocks/mlp/down/kernel", (5, 128, 64), P(None, T, None), P(None, TD, None)),
+        ("blocks/mlp/down/kernel", (5, 4, 64), P(None, T, None), P(None, T, D)),
+        ("blocks/mlp/up/kernel", (5, 63, 128), P(None, None, T), P(None, None, TD)),
         ("blocks/mlp_norm/scale", (5, 64), P(None, None), P(None, None)),
-        ("1/mu/blocks/mlp/down/kernel", (5, 128, 64), P(None, T, None), P(None, T, D)),
+        ("1/mu/blocks/mlp/down/kernel", (5, 128, 64), P(None, T, None), P(None, TD, None)),
     ],
 )
 def test_rules(path, shape, whole, zero):
-    """ZeRO over two data ranks; dimensions that are odd are not cut."""
+    """ZeRO over two data ranks and four tensor ranks; dimensions that these do not divide are not cut."""
     stacked = "blocks/" in path
     for over_data, expected in ((1, whole), (2, zero)):
         assert parameter_spec(path, shape, PLAIN, stacked=stacked, pipe=False, over_data=over_data) == expected
