@@ -4,6 +4,7 @@ All communication is written down: `storage` gathers parameters and sums gradien
 activations, `accumulate` reshards them, `pipeline` hands them on.  Nothing is left to the partitioner.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,11 +18,11 @@ from jhpt.core.axes import PIPE
 from jhpt.sharding.accumulate import OneStage, Run
 from jhpt.sharding.layers import Finish, LayerLoop
 from jhpt.sharding.layout import TABLE, Layout
-from jhpt.sharding.parts import Parts
+from jhpt.sharding.parts import Parts, picked
 from jhpt.sharding.pipeline import Pipeline
 from jhpt.sharding.rules import path_name
 from jhpt.sharding.schedule import timetable
-from jhpt.sharding.storage import Storage, one_layer
+from jhpt.sharding.storage import Storage, names_of, one_layer, summed_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +81,22 @@ class Execution:
 
     def norm(self, gradients: Any) -> jax.Array:
         """Global norm; what a shared table has on the last stage is a copy and does not count."""
+        mesh, specs = self.layout.grid.mesh, self.layout.specs(gradients)
         copied = "/".join(TABLE) if self.layout.stages > 1 and self.tied else None
 
-        def square(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-            if path_name(path) != copied:
-                return jnp.sum(jnp.square(leaf))
-            each = jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))  # of every stage, where it lies
-            return jnp.sum(each[:-1])
+        def square(path: tuple[Any, ...], leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+            cut = {name for names in spec for name in names_of(names)}
+            holders = math.prod(size for name, size in mesh.shape.items() if name not in cut)
+            own = jnp.sum(jnp.square(leaf)) / holders
+            if path_name(path) == copied:
+                own = jnp.where(jax.lax.axis_index(PIPE) == self.layout.stages - 1, 0.0, own)
+            return own
 
-        return jnp.sqrt(sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(square, gradients))))
+        def run(gradients: Any) -> jax.Array:
+            own = sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(square, gradients, specs)))
+            return jnp.sqrt(jax.lax.psum(own, mesh.axis_names))
+
+        return jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)(gradients)
 
     def _mapped(self, run: Any, specs: Any, rows: Any, out: Any) -> Any:
         row_specs = jax.tree.map(lambda _: self.layout.batch.spec, rows)
@@ -175,7 +183,8 @@ class Execution:
 
     def _summed(self, sums: Any) -> Any:
         axes = self.layout.grid.axes(self.layout.degrees[-1]).data
-        return jax.lax.psum(sums, axes if self.layout.stages == 1 else (PIPE, *axes))
+        leaves, tree = jax.tree.flatten(sums)
+        return jax.tree.unflatten(tree, summed_together(leaves, axes if self.layout.stages == 1 else (PIPE, *axes)))
 
     def _storage(self, degree: int, blocks: bool = False) -> Storage:
         axes = self.layout.grid.axes(degree)
@@ -201,7 +210,7 @@ class Execution:
 
         def more(carry: tuple[Any, Any], at: jax.Array) -> tuple[tuple[Any, Any], None]:
             total, sums = carry
-            own = middle.gradients(working, *pick(at), scale, total)
+            own = middle.gradients(working, *pick(self._after(total, at)), scale, total)
             return (own.gradients, jax.tree.map(jnp.add, sums, own.sums)), None
 
         total = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), start.gradients)
@@ -209,11 +218,18 @@ class Execution:
         total, sums = jax.lax.scan(more, (total, start.sums), jnp.arange(1, stop))[0]
         if not self._gives_late:
             return total, sums
-        # Which rows come last is known when the sums are: else the compiler might begin with their forward pass while
-        # the activations of others are held.
-        at = jnp.where(sums.tokens < 0, 0, count - 1)
+        at = self._after(total, count - 1)
         own = self._one_stage(specs, first=False, last=True).gradients(working, *pick(at), scale, total)
         return own.gradients, jax.tree.map(jnp.add, sums, own.sums)
+
+    def _after(self, total: Any, at: int | jax.Array) -> jax.Array:
+        """The index of a micro-batch, known when the gradients of those before are, of the entry at the very end.
+
+        Else the compiler begins its forward pass, where it is not in the same loop, while activations of others are
+        held; an optimization_barrier does not keep it from that.
+        """
+        entry = jax.tree.leaves(picked(total, self.parts[self.layout.degrees[0]].entry_reads))[0]
+        return jnp.where(entry.ravel()[0] >= jnp.finfo(jnp.float32).max, 0, at)
 
     @property
     def _fetches_once(self) -> bool:

@@ -71,15 +71,17 @@ class LayerLoop:
                 fetched.append(own)
             return x, Passed(split=split, keys=keys, kept=kept, fetched=_stacked(fetched) if self.keep else None)
 
-        def step(carry: tuple[jax.Array, tuple[Any, ...]], at: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
-            x, ready = carry
+        def step(at: jax.Array, carry: tuple[jax.Array, tuple[Any, ...], Any]) -> tuple[jax.Array, Any, Any]:
+            x, ready, stacked = carry
             own, ready = self._next(params, at, ready, at + self.ahead)
             x, kept = split.forward(own, x, (keys, self.first + at))
-            return (x, ready), (kept, own if self.keep else None)
+            return x, ready, _put(stacked, at, (kept, own if self.keep else None))
 
         start = tuple(self._fetched(params, self._turned(at)) for at in range(self.ahead))
-        (x, ready), (stacked, fetched) = jax.lax.scan(step, (x, start), jnp.arange(self.count))
-        return x, Passed(split=split, keys=keys, kept=stacked, fetched=fetched, ready=ready)
+        own = jax.eval_shape(self._fetched, params, 0) if self.keep else None
+        stacked = self._room((split.shapes, own), x)
+        x, ready, (kept, fetched) = jax.lax.fori_loop(0, self.count, step, (x, start, stacked))
+        return x, Passed(split=split, keys=keys, kept=kept, fetched=fetched, ready=ready)
 
     def backward(self, params: Any, passed: Passed, error: jax.Array, total: Any = None) -> tuple[Any, jax.Array]:
         """(gradients stacked [count, ...], gradient of x); total: gradients that earlier micro-batches added up to."""
@@ -92,26 +94,31 @@ class LayerLoop:
                 gradients.append(self.finish(own, _row(total, at)))
             return _stacked(gradients[::-1]), error
 
-        def step(carry: tuple[jax.Array, Any, Any, Any], layer: tuple[jax.Array, Any]) -> tuple[Any, Any]:
-            (error, ready, pending, done), (at, kept) = carry, layer
-            own, ready = self._next(params, at, ready, at - self.ahead)
-            gradient, error = split.backward(own, (keys, self.first + at), kept, error)
-            if not self.late:
-                return (error, ready, None, None), self.finish(gradient, _row(total, at))
-            # There is no layer behind the last one: what would be its gradient is dropped.
-            left = self.finish(pending, _row(total, at + 1))
-            done = jax.tree.map(lambda all_, one: all_.at[at + 1].set(one, mode="drop"), done, left)
-            return (error, ready, gradient, done), None
+        one = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self._fetched, params, 0))
+        finished = jax.eval_shape(lambda one: self.finish(one, _row(total, 0)), one)
+        added = total is not None and _alike(finished, jax.eval_shape(_row, total, 0))
 
-        pending, done = (None, None) if not self.late else self._room(params, total)
-        start = (error, passed.ready if self.ahead else (), pending, done)
-        (error, _, pending, done), gradients = jax.lax.scan(
-            step, start, (jnp.arange(self.count), passed.kept), reverse=True
-        )
-        if self.late:
-            left = self.finish(pending, _row(total, 0))
-            gradients = jax.tree.map(lambda all_, one: all_.at[0].set(one), done, left)
-        return gradients, error
+        def put(done: Any, at: int | jax.Array, gradient: Any) -> Any:
+            so_far = _row(done if added else total, at)
+            return _put(done, at, self.finish(gradient, so_far))
+
+        def step(back: jax.Array, carry: tuple[jax.Array, Any, Any, Any]) -> tuple[jax.Array, Any, Any, Any]:
+            error, ready, pending, done = carry
+            at = self.count - 1 - back
+            own, ready = self._next(params, at, ready, at - self.ahead)
+            gradient, error = split.backward(own, (keys, self.first + at), _row(passed.kept, at), error)
+            if not self.late:
+                return error, ready, None, put(done, at, gradient)
+            # There is no layer behind the last one, whose gradient is what is dropped.
+            behind = jnp.minimum(at + 1, self.count - 1)
+            left = self.finish(pending, _row(done if added else total, behind))
+            left = jax.tree.map(lambda new, old: jnp.where(back > 0, new, old), left, _row(done, behind))
+            return error, ready, gradient, _put(done, behind, left)
+
+        done = total if added else self._room(finished, error)
+        start = error, passed.ready if self.ahead else (), one if self.late else None, done
+        error, _, pending, done = jax.lax.fori_loop(0, self.count, step, start)
+        return put(done, 0, pending) if self.late else done, error
 
     def with_fetched(self) -> "LayerLoop":
         """The same over parameters that have been fetched."""
@@ -132,15 +139,28 @@ class LayerLoop:
         """Layers behind the last one are the last ones again, on the way back; there are none before the first."""
         return jnp.clip(jnp.where(at < self.count, at, 2 * self.count - 1 - at), 0, self.count - 1)
 
-    def _room(self, params: Any, total: Any) -> tuple[Any, Any]:
-        """Zeros like one layer's gradient, and like all finished ones."""
-        one = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self._fetched, params, 0))
-        finished = jax.eval_shape(lambda one: self.finish(one, _row(total, 0)), one)
-        return one, jax.tree.map(lambda leaf: jnp.zeros((self.count, *leaf.shape), leaf.dtype), finished)
+    def _room(self, one: Any, x: jax.Array) -> Any:
+        """Stacks of `count` such layers, to be written before they are read.
+
+        They are filled with a value of x, so that there is no room before there is x: of zeros the compiler would have
+        one stack for all micro-batches, keep it all along, and copy it.
+        """
+        value = x.ravel()[0]
+        return jax.tree.map(lambda leaf: jnp.full((self.count, *leaf.shape), value.astype(leaf.dtype)), one)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)  # noqa: E731
+    return all(map(same, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
 def _row(stacked: Any, at: int | jax.Array) -> Any:
     return jax.tree.map(lambda leaf: leaf[at], stacked)
+
+
+def _put(stacked: Any, at: int | jax.Array, one: Any) -> Any:
+    update = jax.lax.dynamic_update_index_in_dim
+    return jax.tree.map(lambda all_, row: update(all_, row.astype(all_.dtype), at, 0), stacked, one)
 
 
 def _stacked(rows: list[Any]) -> Any:

@@ -3,6 +3,8 @@
 A share is gathered before use and its gradient scattered after it; both travel in the compute dtype.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jhpt.sharding.rules import IN_FLOAT32, path_name
+
+SMALL = 1 << 19
+"""Bytes up to which tensors are summed together with others.  At 100 GB/s half a MiB travels for about as long as a
+collective takes to begin, some microseconds; what is larger is not worth a copy."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +57,37 @@ class Storage:
         return jax.tree.map(scatter, gradients, specs)
 
     def summed(self, gradients: Any, specs: Any) -> Any:
-        """What is not scattered: its sum over the ranks.  All in float32, as they are stored."""
+        """What is not scattered: its sum over the ranks.  All in float32, as they are stored.
 
-        def add(path: tuple[Any, ...], leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        Small ones travel together: every collective costs its latency.
+        """
+        leaves, tree = jax.tree_util.tree_flatten_with_path(gradients)
+        done = [leaf for _, leaf in leaves]
+        together: dict[tuple[Any, ...], list[int]] = {}
+        for index, ((path, leaf), spec) in enumerate(zip(leaves, _partitions(specs), strict=True)):
             axes = self.data if self.ranks > 1 and self._shared_dim(spec) is None else ()
             axes += self.partial if not _on(spec, self.partial) else ()
             if axes:
-                wire = leaf.dtype if IN_FLOAT32.search(path_name(path)) else self.dtype
-                leaf = jax.lax.psum(leaf.astype(wire), axes)
-            return leaf.astype(jnp.float32)
-
-        return jax.tree_util.tree_map_with_path(add, gradients, specs)
+                wire = jnp.dtype(leaf.dtype if IN_FLOAT32.search(path_name(path)) else self.dtype)
+                alone = leaf.size * wire.itemsize > SMALL
+                together.setdefault((axes, wire, index if alone else None), []).append(index)
+        for (axes, wire, _), indices in together.items():
+            sums = summed_together([done[index].astype(wire) for index in indices], axes)
+            for index, leaf in zip(indices, sums, strict=True):
+                done[index] = leaf
+        return jax.tree.unflatten(tree, [leaf.astype(jnp.float32) for leaf in done])
 
     def _shared_dim(self, spec: PartitionSpec) -> int | None:
-        return next((dim for dim, axes in enumerate(spec) if set(_names(axes)) & set(self.data)), None)
+        return next((dim for dim, axes in enumerate(spec) if set(names_of(axes)) & set(self.data)), None)
+
+
+def summed_together(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+    """Every array's sum over the ranks of these axes, in one collective; the arrays are of one dtype."""
+    if len(leaves) == 1:
+        return [jax.lax.psum(leaves[0], axes)]
+    ends = list(itertools.accumulate(leaf.size for leaf in leaves))
+    parts = jnp.split(jax.lax.psum(jnp.concatenate([leaf.ravel() for leaf in leaves]), axes), ends[:-1])
+    return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
 
 
 def one_layer(specs: Any) -> Any:
@@ -72,9 +95,14 @@ def one_layer(specs: Any) -> Any:
     return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
+def _partitions(specs: Any) -> list[PartitionSpec]:
+    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
 def _on(spec: PartitionSpec, axes: tuple[str, ...]) -> bool:
-    return any(set(_names(names)) & set(axes) for names in spec)
+    return any(set(names_of(names)) & set(axes) for names in spec)
 
 
-def _names(axes: Any) -> tuple[str, ...]:
+def names_of(axes: Any) -> tuple[str, ...]:
+    """Mesh axes of one dimension of a partition."""
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

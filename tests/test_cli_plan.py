@@ -130,7 +130,7 @@ BAD = {
     "nothing fits": (
         "gpt-6.7b --cluster v100x1x1 --batch 1",
         "fits no plan on v100x1x1",
-        "30.7 GiB",
+        "28.3 GiB",
         "it would fit with",
         "such devices",
     ),

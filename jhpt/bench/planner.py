@@ -94,7 +94,7 @@ GROWTH = {
 """Sizes that double; the exponent of growth is log2 of the ratio of the last two times.
 
 The layers are narrow enough for the deepest model to fit without recomputation: else the largest problem would be of
-another kind than the smaller ones (as wide as gpt-13b, 256 layers on 32 devices have to be recomputed; 7.7 s).
+another kind than the smaller ones (as wide as gpt-13b, 256 layers on 32 devices have to be recomputed).
 """
 
 
@@ -237,7 +237,7 @@ def compare(task: tuple[Settings, int]) -> OracleRow:
         estimate = price(plan_of(truth.draft, asked, model, space), model)
         times = (found.seconds, estimate.seconds)
         agrees = estimate.fits and all(abs(seconds - truth.seconds) <= AGREE * truth.seconds for seconds in times)
-        agrees &= found.lower_bound <= truth.seconds * (1 + AGREE)
+        agrees = bool(agrees and found.lower_bound <= truth.seconds * (1 + AGREE))
     return OracleRow(
         instance=index,
         space=space,

@@ -281,8 +281,10 @@ def _single_layer(
     if treatment.recompute and not end:
         backward, working = backward + forward, kept
         kept = float(model.boundary[layer - 1]) * -(-treatment.micro_batch // data)
+    # Its gradient, and that of the layer before on its way to the other ranks; ZeRO-3: its weights, and the next ones.
+    given = not end and not late and data > 1
+    working += size + (size if given else 0) + (2 * size if zero == 3 else 0)
     if zero == 3:
-        working += 2 * size
         if not model.cluster.overlap:
             forward, backward = forward + gather, backward + gather + scatter
         elif late:
@@ -290,7 +292,7 @@ def _single_layer(
         else:
             forward, backward = max(forward, gather), max(backward, gather + scatter)
     once = _updated(model, kind.parameters / t, zero, data, place.slowdown) + gathered
-    state = _stored(model, kind.parameters / t, zero, data)
+    state = _stored(model, kind.parameters / t, zero, data, several=treatment.several, given=given)
     if late:
         return _Layer(forward, backward, 0.0, once + gradients, state, kept, working)
     return _Layer(forward, backward, gradients, once, state, kept, working)
@@ -326,7 +328,7 @@ def _ends(model: CostModel, device: int, devices: int, t: int, treatment: Treatm
     return _Ends(
         once=_updated(model, parameters, zero, data, place.slowdown) + (all_gather(group, size) if zero else 0.0),
         used=(reduce_scatter(group, size) if zero else all_reduce(group, size)) + float(plain.tied[-1]),
-        state=_stored(model, parameters, zero, data),
+        state=_stored(model, parameters, zero, data, several=treatment.several, given=False),
         kept=-(-treatment.micro_batch // data) * max(map(float, model.boundary[:-1])),
     )
 
@@ -335,11 +337,22 @@ def _updated(model: CostModel, parameters: float, zero: int, data: int, slowdown
     return parameters / (data if zero else 1) * model.profile.update_seconds * slowdown
 
 
-def _stored(model: CostModel, parameters: float, zero: int, data: int) -> float:
-    """Bytes of weights and gradients, and of the optimizer's state."""
-    both = 2 * model.profile.bytes_per_weight
-    shares = {0: (1, 1), 1: (1, data), 3: (data, data)}[zero]
-    return parameters * (both / shares[0] + (model.profile.state_bytes - both) / shares[1])
+def _stored(model: CostModel, parameters: float, zero: int, data: int, *, several: bool, given: bool) -> float:
+    """Bytes of weights, gradients and the optimizer's state in one SPMD program, which stores all in float32.
+
+    several: micro-batches, whose gradients are added up in float32.  given: gradients go to their rank layer by layer.
+    """
+    width = model.profile.bytes_per_weight
+    whole, share = 0.0, model.profile.state_bytes - 2 * width
+    if width == 4:
+        share += 4  # the weight itself
+    if zero == 1 or (zero == 0 and width != 4):
+        whole += width
+    if zero == 1 and (several or not given):
+        whole += 4 if several else width
+    else:
+        share += 4
+    return parameters * (whole + share / (data if zero else 1))
 
 
 # What they cost.
@@ -370,7 +383,7 @@ class _Pricer:
         """Seconds of drafts that differ in their stages only; inf where one does not fit."""
         draft = group[0]
         m, s, v = draft.micro_batches, len(draft.stages), len(draft.stages[0][2])
-        treatment = Treatment(self.asked.batch // m, draft.zero, draft.recompute)
+        treatment = Treatment(self.asked.batch // m, draft.zero, draft.recompute, several=m > 1)
         numbers: dict[StageDraft, int] = {}
         index = np.array([[numbers.setdefault(stage, len(numbers)) for stage in d.stages] for d in group])
         sums = [self._sum(stage, treatment, s) for stage in numbers]

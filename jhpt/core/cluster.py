@@ -50,7 +50,7 @@ class Device(Section):
 
     name: str = Field(description="what the driver calls it, e.g. NVIDIA H100 80GB HBM3")
     peak_flops: dict[str, Positive] = Field(description="dense FLOP/s by dtype")
-    memory: Positive = Field(description="bytes a program can use")
+    memory: Positive = Field(description="bytes a program can allocate")
     memory_bandwidth: Positive = Field(description="bytes/s")
     efficiency: Curve | None = Field(
         None, description="share of the peak that a matrix multiplication of so many FLOP reaches; null: all of it"

@@ -9,6 +9,7 @@ time them on, so autotuning is off.
 
 import importlib.util
 import os
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -19,8 +20,9 @@ from jhpt.core.errors import InputError, NotHere
 from jhpt.measure.device import DeviceInfo
 from jhpt.measure.quiet import quiet
 from jhpt.measure.targets import chip_of, target_config
+from jhpt.sharding.options import compiler_options
 
-COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_autotune_level": "0"}
 """For `compile(compiler_options=...)`."""
 
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
@@ -28,10 +30,10 @@ PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 INSTALL = "install what compiling without a GPU needs: pip install 'jhpt[deviceless]'"
 
 
-def compile_only_devices(cluster: Cluster, share: float = 1.0) -> tuple[jax.Device, ...]:
+def compile_only_devices(cluster: Cluster) -> tuple[jax.Device, ...]:
     """The devices of a cluster, for compiling only; their order is the planner's.
 
-    share: of a device's memory that programs may use; with too little of it the compiler computes tensors twice.
+    With too little memory the compiler computes tensors twice.
 
     Raises:
       InputError: nodes of several kinds, or devices that the compiler does not know.
@@ -40,7 +42,7 @@ def compile_only_devices(cluster: Cluster, share: float = 1.0) -> tuple[jax.Devi
     if cluster.mixed:
         raise InputError(f"{cluster.name} has nodes of several kinds, for which no single program can be compiled")
     node = cluster.nodes[0]
-    config = target_config(node.device, share * node.device.memory)
+    config = target_config(node.device)
     if not any(_installed(name) for name in PLUGINS):
         raise NotHere(f"jax's CUDA plugin is missing; {INSTALL}")
     # The plugin asks for a driver when it is found, unless it is told not to.
@@ -79,7 +81,7 @@ def compiled_for(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """
     try:
         with quiet():
-            return lowered.compile(compiler_options=COMPILER_OPTIONS)
+            return lowered.compile(compiler_options=COMPILER_OPTIONS | compiler_options("gpu"))
     except RuntimeError as error:
         missing = [name for word, name in LIBRARIES.items() if word in str(error).lower()]
         if not missing:

@@ -104,11 +104,8 @@ RECKONED = 0.8
 that it computes tensors twice rather than keep them, and overlaps less."""
 
 
-def target_config(device: Device, usable: float | None = None) -> str:
-    """XLA's description of a device (GpuTargetConfigProto, text format).
-
-    usable: bytes that a program may use; None: all of the device's memory.
-    """
+def target_config(device: Device) -> str:
+    """XLA's description of a device (GpuTargetConfigProto, text format)."""
     chip = chip_of(device)
     major, minor = chip.capability
     # From 9.0 on programs may use instructions of exactly this capability ("9.0a").
@@ -133,7 +130,7 @@ def target_config(device: Device, usable: float | None = None) -> str:
         "clock_rate_ghz": chip.clock / 1e9,
         "l2_cache_size": chip.l2_bytes,
         "memory_bandwidth": int(device.memory_bandwidth),
-        "device_memory_size": int((device.memory if usable is None else usable) / RECKONED),
+        "device_memory_size": int(device.memory / RECKONED),
         "device_address_bits": 64,
         "ecc_enabled": "true",
         "name": f'"{device.name}"',

@@ -24,7 +24,7 @@ from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
 from jhpt.planner.request import Request
 from jhpt.planner.schedule import Array, in_flight
-from jhpt.planner.tables import Space, Treatment, program_of
+from jhpt.planner.tables import Space, Treatment, treated
 
 Shape = tuple[int, int, int]
 """Stages, data degree, tensor degree."""
@@ -217,8 +217,7 @@ class _Table:
         return list(starts[:period])
 
     def _treatment(self, grid: _Grid) -> Treatment:
-        program = program_of(self.space, grid.stages)
-        return Treatment(grid.batch // grid.micro_batches, grid.zero, grid.recompute, program)
+        return treated(self.space, grid.stages, grid.batch, grid.micro_batches, grid.zero, grid.recompute)
 
     def _at(self, offset: int, grid: _Grid) -> _Sums:
         kind = self.model.places.offset_class(offset)

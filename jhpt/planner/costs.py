@@ -20,6 +20,11 @@ once a step is counted with the update.
 With recomputation the backward pass repeats the forward pass and its tensor communication (x 1.5 in all) and a layer
 keeps only its input.  Left out: that communication slows the computation beside it.
 
+With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) what lies between products is cut
+over the tensor ranks: of replicated activations, of a layer's input and of what goes to the next stage a device has
+1 / t.  An all-reduce becomes a reduce-scatter and an all-gather of the same bytes, and the backward pass gathers the
+products' inputs again: tensor communication x 1.5.  Left out: one all_gather at each end of the model.
+
 These are the costs of programs that do as well as they can.  What the one program of space="spmd" makes of them is in
 the head of `program`; its pipelines hide less of the parameters' traffic:
 
@@ -37,7 +42,7 @@ from jhpt.core.cluster import Cluster
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
 from jhpt.planner.placement import Place, Places, hop_seconds
-from jhpt.planner.program import Slot, in_pipeline, with_ends
+from jhpt.planner.program import Held, Slot, held, in_pipeline, with_ends
 from jhpt.planner.schedule import Array
 from jhpt.planner.tables import LayerCosts, Treatment
 
@@ -106,7 +111,8 @@ class CostModel:
         if key not in self._layers:
             arrays = {name: values[self.index] for name, values in self.kind_costs(place, tensor, treatment).items()}
             if treatment.recompute:  # a layer keeps its input, which is the boundary of the layer before it
-                arrays["activations"] = -(-treatment.micro_batch * tensor // place.devices) * self.inputs
+                whole = -(-treatment.micro_batch * tensor // place.devices) * self.inputs
+                arrays["activations"] = whole / (tensor if treatment.sequence else 1)
             self._layers[key] = LayerCosts(**arrays)
         return self._layers[key]
 
@@ -122,7 +128,9 @@ class CostModel:
         forward_tensor, backward_tensor = self._tensor_seconds(place.tensor_group(tensor), local)
         summed, scattered, tied_summed, tied_scattered = self._parameter_seconds(place, tensor)
         own, tied = self._parameters / tensor, self._tied / tensor
-        activations = (self._divided / tensor + self._replicated) * local
+        cut = tensor if treatment.sequence else 1
+        activations = (self._divided / tensor + self._replicated / cut) * local
+        backward_tensor = backward_tensor * (1.5 if treatment.sequence else 1.0)
         nothing = np.zeros_like(own)
         gathered = scattered if zero == 1 else nothing  # all_gather costs what reduce_scatter does
         if self.cluster.overlap and not piped:
@@ -135,7 +143,7 @@ class CostModel:
             backward = np.maximum(backward, beside - backward_tensor) + after
         elif zero == 3:
             forward, backward = forward + scattered, backward + 2 * scattered
-        weights, optimizer = self._parameter_bytes(zero, data)
+        own_bytes = self._held(treatment, zero, data)
         hop = self._pair_seconds(place, tied * wire)
         reduced = {0: tied_summed, 1: tied_scattered, 3: nothing}[zero]
         gradients = {0: summed, 1: scattered, 3: nothing}[zero]
@@ -149,19 +157,19 @@ class CostModel:
             "update": own * self._update_seconds(zero, data, place) + gathered + in_line,
             "in_line": in_line,
             "gathered": gathered,
-            "weights": own * weights,
-            "optimizer": own * optimizer,
+            "weights": own * own_bytes.weights,
+            "optimizer": own * own_bytes.optimizer,
             "activations": activations,
-            "working": (activations if treatment.recompute else nothing) + (2 * own * wire if zero == 3 else nothing),
+            "working": (activations if treatment.recompute else nothing) + own * own_bytes.working,
             "tied": np.where(tied > 0, hop + reduced, 0.0),
-            "tied_bytes": tied * (weights + optimizer),
+            "tied_bytes": tied * (own_bytes.weights + own_bytes.optimizer),
         }
 
     def slot(self, place: Place, tensor: int, treatment: Treatment) -> Slot:
         """What a stage has for the ends of the model; nothing where these are layers like others."""
         if treatment.program != "piped":
             return Slot()
-        key = (place, tensor, treatment.of_ends)
+        key = (place, tensor, replace(treatment.of_ends, sequence=treatment.sequence))
         if key not in self._slots:
             self._slots[key] = self._slot(*key)
         return self._slots[key]
@@ -175,22 +183,22 @@ class CostModel:
         wire, group = self.profile.bytes_per_weight, place.data_group(tensor)
         scattered = reduce_scatter(group, own * wire)
         gathered = scattered if zero else 0.0
-        weights, optimizer = self._parameter_bytes(zero, data)
+        own_bytes = self._held(treatment, zero, data)
+        cut = tensor if treatment.sequence else 1
         return Slot(
-            weights=own * weights,
-            optimizer=own * optimizer,
+            weights=own * own_bytes.weights,
+            optimizer=own * own_bytes.optimizer,
             update=own * self._update_seconds(zero, data, place) + gathered,
             gathered=gathered,
             reduced=scattered if zero else all_reduce(group, own * wire),
             exchanged=self._pair_seconds(place, np.array([shared * wire]))[0] if shared else 0.0,
-            output=-(-treatment.micro_batch // data) * float(self.boundary[:-1].max()),
+            output=-(-treatment.micro_batch // data) * float(self.boundary[:-1].max()) / cut,
         )
 
-    def _parameter_bytes(self, zero: int, data: int) -> tuple[float, float]:
-        """(weight and gradient, optimizer state) of a parameter on a device."""
-        wire = self.profile.bytes_per_weight
-        optimizer = self.profile.state_bytes - 2 * wire
-        return 2 * wire / (data if zero == 3 else 1), optimizer / (data if zero else 1)
+    def _held(self, treatment: Treatment, zero: int, data: int) -> Held:
+        """Bytes of a parameter."""
+        wire, state = self.profile.bytes_per_weight, self.profile.state_bytes
+        return held(treatment, zero, data, wire, state, overlap=self.cluster.overlap)
 
     def _update_seconds(self, zero: int, data: int, place: Place) -> float:
         """The optimizer, per parameter of which a device updates its share."""
@@ -251,13 +259,14 @@ class CostModel:
         return all_gather(group, self.boundary[layer] * local)
 
     def cut_seconds(
-        self, layer: int, sender: tuple[int, int, int], receiver: tuple[int, int, int], batch: int
+        self, layer: int, sender: tuple[int, int, int], receiver: tuple[int, int, int], batch: int, cut: int = 1
     ) -> float:
         """Seconds to move one micro-batch of `layer`'s output to the next stage.
 
         Args:
           sender, receiver: (first device, devices, data degree) of the stages; the smaller degree limits.
+          cut: parts of a sequence, of which every device moves its own.
         """
         (first, devices, data), (to, others, their_data) = sender, receiver
         local = max(-(-batch // data), -(-batch // their_data))
-        return hop_seconds(self.places.hop(first, devices, to, others), self.boundary[layer] * local)
+        return hop_seconds(self.places.hop(first, devices, to, others), self.boundary[layer] * local / cut)

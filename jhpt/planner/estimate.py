@@ -197,7 +197,7 @@ def _cuts(plan: Plan, model: CostModel) -> Array:
             (sender.device, sender.devices, sender.devices // last.tensor[-1]),
             (receiver.device, receiver.devices, receiver.devices // first.tensor[0]),
         )
-        cuts.append(model.cut_seconds(last.stop - 1, *sides, batch))
+        cuts.append(model.cut_seconds(last.stop - 1, *sides, batch, first.tensor[0] if plan.sequence else 1))
     return np.array(cuts)
 
 
@@ -222,7 +222,8 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     many, count = len(plan.stages) > 1, plan.micro_batches
     ring = slots(plan, position)
     parts = [c.layers for c in costs]
-    local = -(-treatment.micro_batch // (stage.devices // stage.chunks[0].tensor[0]))
+    degree = stage.chunks[0].tensor[0]
+    local = -(-treatment.micro_batch // (stage.devices // degree)) / (degree if plan.sequence else 1)
     tied, slot = _tied(stage, place, treatment, model)[1], slot_of(plan, position, model)
     byte = {
         "weights and gradients": sum(part.weights.sum() for part in parts) + slot.weights,

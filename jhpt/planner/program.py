@@ -6,6 +6,18 @@ The first and the last layer, the ends, lie outside the loop over layers:
     - under ZeRO-3 they are held as under ZeRO-1: gathered once a step, whole while it lasts, their gradients scattered
       once.
 
+Bytes of a parameter on one of d data ranks, w of them in the compute dtype:
+
+    ZeRO                        0                   1                               3
+    state of the optimizer      o                   o / d                           o / d       with its float32 weight
+    weight to compute with      w, in float32 none  w                               none        (working set)
+    gradient in float32         4                   4 / d, where it is given away layer by layer
+                                                    4, with several micro-batches   4 / d
+                                                    w, else
+
+A layer at work has, beside what it keeps, its weights and those fetched ahead (ZeRO-3), its gradient, and the gradient
+of the layer before where that is given away late.
+
 With several stages, moreover,
 
     - the last layer runs forward and backward in the backward pass of the last stage: its forward seconds belong there;
@@ -23,9 +35,38 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from jhpt.planner.schedule import Array
-from jhpt.planner.tables import LayerCosts
+from jhpt.planner.tables import LayerCosts, Treatment
 
 ENDS = [0, -1]
+
+FLOAT32 = 4.0
+"""Bytes in which weights are stored and gradients summed up."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a parameter on a device: weight and gradient, optimizer state, and of the layer at work, beside them."""
+
+    weights: float
+    optimizer: float
+    working: float
+
+
+def held(treatment: Treatment, zero: int, data: int, wire: float, state: float, *, overlap: bool) -> Held:
+    """By the head of this file; state: of weight, gradient and optimizer as a program of its stage's own holds them."""
+    optimizer = state - 2 * wire
+    if treatment.program == "own":
+        weights = 2 * wire / (data if zero == 3 else 1)
+        return Held(weights, optimizer / (data if zero else 1), 2 * wire if zero == 3 else 0.0)
+    stored = optimizer + (wire if wire == FLOAT32 else 0.0)
+    used = {0: 0.0 if wire == FLOAT32 else wire, 1: wire, 3: 0.0}[zero]
+    late = treatment.late and overlap and data > 1
+    if zero == 1:
+        gradient = FLOAT32 if treatment.several else FLOAT32 / data if late else wire
+    else:
+        gradient = FLOAT32 / (data if zero else 1)
+    working = (2 * wire if zero == 3 else 0.0) + wire + (wire if late else 0.0)
+    return Held(used + gradient, stored / (data if zero else 1), working)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from jhpt.planner.placement import Place, hop_seconds
 from jhpt.planner.ranges import Ranges, prefix, ranges
 from jhpt.planner.request import Incumbent, Request
 from jhpt.planner.schedule import Array, in_flight, step_seconds
-from jhpt.planner.tables import Space, Treatment, program_of
+from jhpt.planner.tables import Space, Treatment, treated
 
 CHUNKS = (2, 3, 4)
 """Chunks per device that interleaving tries."""
@@ -86,8 +86,7 @@ class Grid:
 
     def treatment(self, batch: int) -> Treatment:
         """What all layers share."""
-        program = program_of(self.space, self.stages)
-        return Treatment(batch // self.micro_batches, self.zero, self.recompute, program)
+        return treated(self.space, self.stages, batch, self.micro_batches, self.zero, self.recompute)
 
 
 def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space: Space = "spmd") -> None:
@@ -262,7 +261,7 @@ def _mixed_stages(request: Request, model: CostModel, space: Space, limit: float
             even = [t for t in divisors if request.batch // m % (devices // t) == 0]
             sets = [chain for chain in (chains(even) if space == "spmd" else [tuple(even)]) if len(chain) > 1]
             for degrees, zero, recompute in itertools.product(sets, request.zero, request.recompute):
-                treatment = Treatment(request.batch // m, zero, recompute, program_of(space, 1))
+                treatment = treated(space, 1, request.batch, m, zero, recompute)
                 place = model.places.at(0, devices)
                 question = Question(place, treatment, 0, model.num_layers, 1, m, degrees, piped=False)
                 for asked in _of_one_table(question, model, limit):

@@ -27,17 +27,38 @@ class Treatment:
     zero: Zero
     recompute: bool
     program: Program = "own"
+    several: bool = False
+    """Micro-batches in a step."""
+    late: bool = False
+    """Gradients are summed over the data ranks layer by layer, beside the last backward pass."""
+    sequence: bool = False
 
     @property
     def of_ends(self) -> "Treatment":
         """How one SPMD program treats the first and the last layer."""
-        return replace(self, zero=1 if self.zero else 0, recompute=False)
+        return replace(self, zero=1 if self.zero else 0, recompute=False, late=False, sequence=False)
+
+
+def treated(
+    space: Space, stages: int, batch: int, micro_batches: int, zero: Zero, recompute: bool, sequence: bool = False
+) -> Treatment:
+    """What all layers share of a plan with so many stages."""
+    program = program_of(space, stages)
+    return Treatment(
+        batch // micro_batches,
+        zero,
+        recompute,
+        program,
+        several=program != "own" and micro_batches > 1,
+        late=program == "single",
+        sequence=sequence,
+    )
 
 
 def treatment_of(plan: Plan) -> Treatment:
     """What all layers of the plan share."""
-    program = program_of(plan.space, len(plan.stages))
-    return Treatment(plan.batch // plan.micro_batches, plan.zero, plan.recompute, program)
+    stages, count = len(plan.stages), plan.micro_batches
+    return treated(plan.space, stages, plan.batch, count, plan.zero, plan.recompute, plan.sequence)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, plan_by_hand
 from jhpt.measure.device import device_info
 from jhpt.measure.network import spanning
+from jhpt.planner.choice import plan_to_run
 from jhpt.planner.request import request
 from jhpt.planner.solve import solve
 from jhpt.training.processes import is_main, text_from_main, together
@@ -97,8 +98,10 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
     text = ""
     with together():
         if is_main():
-            answer = solve(profile, _with_kind(cluster), request(config.data.batch_size), "spmd")
-            text = answer.plan.model_dump_json()
+            asked = request(config.data.batch_size)
+            answer = solve(profile, _with_kind(cluster), asked, "spmd")
+            everyone = jax.device_count() if jax.process_count() > 1 else None
+            text = plan_to_run(answer, asked, everyone).model_dump_json()
     return Plan.model_validate_json(text_from_main(text))
 
 

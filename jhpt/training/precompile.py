@@ -9,15 +9,13 @@ from jhpt.measure.deviceless import compile_only_devices, compile_only_info, com
 from jhpt.measure.modelled import Clock
 from jhpt.sharding.mesh import check_runnable
 from jhpt.training.programs import train_program
-from jhpt.training.runtime import GPU_MEMORY_SHARE
 from jhpt.training.setup import design_step, fitting_tokenizer
 
 
-def compiled_step(config: Config, plan: Plan, cluster: Cluster, share: float = float(GPU_MEMORY_SHARE)) -> Reading:
+def compiled_step(config: Config, plan: Plan, cluster: Cluster) -> Reading:
     """What the compiler makes of the step that `jhpt.train` would run by this plan on this cluster; needs no data.
 
-    share: of a device's memory that the step may use, as `jhpt.train` takes it; a step that needs more is compiled
-      into one that computes more (`Reading`).
+    A step that needs more memory than there is is compiled into one that computes more (`Reading`).
 
     Raises:
       InputError: the plan is not for one program, or not for this model or cluster.
@@ -27,7 +25,7 @@ def compiled_step(config: Config, plan: Plan, cluster: Cluster, share: float = f
     if plan.devices > cluster.num_devices:
         raise InputError(f"the plan needs {plan.devices} devices, {cluster.name} has {cluster.num_devices}")
     config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": plan.batch})})
-    devices = compile_only_devices(cluster, share)
+    devices = compile_only_devices(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, compile_only_info(cluster))
     sizes = {str(name): int(size) for name, size in design.layout.grid.mesh.shape.items()}
     return read_compiled(compiled_for(train_program(design)), sizes, Clock(cluster))

@@ -12,6 +12,7 @@ import numpy as np
 
 from jhpt.core.config import Config, GPTConfig
 from jhpt.core.errors import InputError
+from jhpt.sharding.options import compiler_options
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.parts import Rows, Sums
@@ -45,7 +46,7 @@ def compile_programs(setup: Setup) -> Programs:
     """Compiles the training step; the smaller programs compile when they are first called."""
     state = abstract_state(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    compiled = train_program(setup).compile()
+    compiled = train_program(setup).compile(compiler_options=compiler_options(setup.device.platform))
     memory = _memory(compiled)
     _check_memory(setup, memory)
     return Programs(

@@ -86,15 +86,15 @@ def test_data_parallel():
             "waiting": 0,
         }
     )
-    # 40 parameters: 2 + 2 bytes of weight and gradient, 12 of optimizer.
+    # 40 parameters: 2 bytes of weight, 4 of gradient, 12 of optimizer; the gradient of layer 1 on its way there.
     assert only.bytes == {
-        "weights and gradients": 160,
+        "weights and gradients": 240,
         "optimizer": 480,
         "activations": 0,
-        "working set": 0,
+        "working set": 60,
         "transfers": 0,
     }
-    assert estimate.fits and only.total_bytes == 640
+    assert estimate.fits and only.total_bytes == 780
 
 
 def test_gradients_hide_behind_the_backward_pass():
@@ -112,10 +112,24 @@ def test_zero_1():
     assert estimate.times.sync == 6
     assert estimate.times.update == pytest.approx(0.2 + 2)
     assert estimate.seconds == pytest.approx(12 + 2 + 2.2)
-    assert estimate.stages[0].bytes["weights and gradients"] == 160
+    # Gradients are added up over two micro-batches before they are scattered.
+    assert estimate.stages[0].bytes["weights and gradients"] == 240
     assert estimate.stages[0].bytes["optimizer"] == 240
-    # The same by programs of its own.
-    assert evaluate(plan(BOTH, zero=1, space="general"), PAIR, cluster(2)).seconds == estimate.seconds
+    # The same by programs of its own, which hold gradients in two bytes.
+    own = evaluate(plan(BOTH, zero=1, space="general"), PAIR, cluster(2))
+    assert own.seconds == estimate.seconds
+    assert own.stages[0].bytes["weights and gradients"] == 160
+
+
+def test_gradients_of_one_micro_batch():
+    # Of the inner layers ZeRO-1 gives them away as they come, beside the backward pass: half of 4 bytes remain of each,
+    # but two layers' are whole at a time.  In line they are whole until the end, and so are those of the ends.
+    for overlap, bytes_, working in ((True, 2 + 2, 2 * 60), (False, 2 + 2, 60)):
+        one = evaluate(plan(INSIDE, batch=2, micro_batches=1, zero=1), INNER, cluster(2, overlap=overlap))
+        assert one.stages[0].bytes["weights and gradients"] == 40 * bytes_
+        assert one.stages[0].bytes["working set"] == working
+    ends = evaluate(plan(BOTH, batch=2, micro_batches=1, zero=1), PAIR, cluster(2))
+    assert ends.stages[0].bytes["weights and gradients"] == 40 * (2 + 2)
 
 
 INNER = between_ends(layer(parameters=10), layer(parameters=30), update_seconds=0.01)
@@ -128,10 +142,10 @@ def test_zero_3():
     estimate = evaluate(plan(INSIDE, zero=3), INNER, cluster(2))
     assert (estimate.times.forward.item(), estimate.times.backward.item()) == (4, 8)
     assert estimate.seconds == pytest.approx(24 + 0.2)
-    # Half of everything, and the larger layer's weights and gradients whole: 2 * 60.
+    # Half of everything; whole are the larger layer's weights, those of the next one, its gradient and the one before.
     assert estimate.stages[0].bytes["weights and gradients"] == 80
     assert estimate.stages[0].bytes["optimizer"] == 240
-    assert estimate.stages[0].bytes["working set"] == 120
+    assert estimate.stages[0].bytes["working set"] == 4 * 60
 
 
 def test_ends_are_gathered_once():
@@ -219,15 +233,16 @@ def test_pipeline_of_one_program():
             "waiting": 39.9 - 28.3,
         }
     )
-    # Two micro-batches are in flight: of each what the block keeps, 7, and the stage's output, 3.
+    # Two micro-batches are in flight: of each what the block keeps, 7, and the stage's output, 3.  A block's gradient,
+    # 20, is larger than what the ends keep for a pass, 5 and 11.
     assert first.bytes == {
-        "weights and gradients": 240,
+        "weights and gradients": 360,
         "optimizer": 360,
         "activations": 2 * (7 + 3),
-        "working set": 5,
+        "working set": 20,
         "transfers": 6,
     }
-    assert second.bytes == first.bytes | {"working set": 11}
+    assert second.bytes == first.bytes
 
 
 def test_zero_0_of_a_pipeline():
@@ -246,8 +261,9 @@ def test_zero_3_of_a_pipeline():
     assert estimate.times.forward.tolist() == [[2], [1]]
     assert estimate.times.backward.tolist() == [[1 + 3], [3 + 5]]
     assert estimate.times.update == pytest.approx(2 * [0.3 + 5 + 5 + 6])
-    assert [s.bytes["weights and gradients"] for s in estimate.stages] == [200 + 20, 200 + 20]
-    assert [s.bytes["working set"] for s in estimate.stages] == [40, 40]  # a block's 10 parameters, whole
+    assert [s.bytes["weights and gradients"] for s in estimate.stages] == [300 + 20, 300 + 20]
+    # A block's 10 parameters, whole, those of the next one, and a gradient.
+    assert [s.bytes["working set"] for s in estimate.stages] == [60, 60]
     # Without overlap both gathers and the scatter are added to the block's passes.
     slow = evaluate(plan(*PIPED, zero=3), GPT, cluster(4, overlap=False))
     assert slow.times.forward.tolist() == [[3], [2]]
@@ -260,7 +276,7 @@ def test_recompute_of_a_pipeline():
     assert estimate.times.forward.tolist() == [[2], [1]]
     assert estimate.times.backward.tolist() == [[1 + 3], [3 + 5]]
     assert [s.bytes["activations"] for s in estimate.stages] == [12, 12]
-    assert [s.bytes["working set"] for s in estimate.stages] == [7, 11]
+    assert [s.bytes["working set"] for s in estimate.stages] == [20 + 7, 20 + 7]
 
 
 def test_every_stage_has_a_slot():
@@ -269,7 +285,7 @@ def test_every_stage_has_a_slot():
     profile = model(*SMALL[:2], *SMALL[1:3], exit_, update_seconds=0.01)
     thirds = stage(0, 2, (0, [1, 1])), stage(2, 2, (2, [1])), stage(4, 2, (3, [1, 1]))
     estimate = evaluate(plan(*thirds), profile, cluster(6))
-    assert [s.bytes["weights and gradients"] for s in estimate.stages] == [240, 240, 240]
+    assert [s.bytes["weights and gradients"] for s in estimate.stages] == [360, 360, 360]
     # All update 60 parameters and sum the gradients of their block, 2 s; those of the slot, 10 s, are at the ends.
     assert estimate.times.update == pytest.approx([12.6, 2.6, 12.6])
     assert [s.seconds["gradients exposed"] for s in estimate.stages] == pytest.approx([12, 2, 12])
@@ -284,7 +300,7 @@ def test_interleaved_ends():
     estimate = evaluate(plan(*chunks, schedule="interleaved"), GPT, cluster(4))
     assert estimate.times.forward.tolist() == [[1, 1], [1, 0]]
     assert estimate.times.backward.tolist() == [[1, 2], [2, 5]]
-    assert [s.bytes["weights and gradients"] for s in estimate.stages] == [240, 240]
+    assert [s.bytes["weights and gradients"] for s in estimate.stages] == [360, 360]
     # min(2 x 2, 1 + 2 + 1 + 1) slots for a chunk's activations and output.
     assert [s.bytes["activations"] for s in estimate.stages] == [4 * (7 + 3), 4 * (7 + 3)]
 
@@ -351,22 +367,51 @@ def test_recompute():
     assert own.stages[0].bytes["activations"] == 2 + 3
 
 
+def test_sequence_parallelism():
+    # As above, with 12 bytes that every tensor rank keeps whole.  The backward pass gathers the products' inputs again:
+    # 3 s of communication a layer instead of 2.
+    inner = layer(
+        boundary_bytes=4,
+        activation_bytes=50,
+        replicated_bytes=12,
+        max_tensor=2,
+        tensor_forward_bytes=20,
+        tensor_backward_bytes=20,
+    )
+    ends = layer(0.0, 0.0, boundary_bytes=4, max_tensor=2), layer(0.0, 0.0, max_tensor=2)
+    whole = plan(stage(0, 2, (0, [2, 2, 2])), batch=2)
+    profile = model(ends[0], inner, ends[1])
+    plain, cut = (evaluate(whole.model_copy(update={"sequence": cut}), profile, cluster(2)) for cut in (False, True))
+    assert (plain.seconds, cut.seconds) == (2 * (0.5 + 2 + 1 + 2), 2 * (0.5 + 2 + 1 + 3))
+    assert [one.stages[0].bytes["activations"] for one in (plain, cut)] == [25 + 12, 25 + 6]
+    again = whole.model_copy(update={"sequence": True, "recompute": True})
+    assert evaluate(again, profile, cluster(2)).stages[0].bytes["activations"] == 4 / 2
+    # Between stages of two ranks each a sample's 4 bytes are cut in two, in transfers and in what is kept of them.
+    halves = stage(0, 2, (0, [2, 2])), stage(2, 2, (2, [2, 2]))
+    piped = plan(*halves, batch=2)
+    profile = model(ends[0], inner, inner, ends[1])
+    plain, cut = (evaluate(piped.model_copy(update={"sequence": cut}), profile, cluster(4)) for cut in (False, True))
+    assert cut.times.cut == plain.times.cut / 2
+    assert [one.stages[0].bytes["transfers"] for one in (plain, cut)] == [2 * 4, 2 * 2]
+    assert [one.stages[0].bytes["activations"] for one in (plain, cut)] == [2 * (37 + 4), 2 * (31 + 2)]
+
+
 def test_tied_parameters():
     profile = model(layer(parameters=10), layer(tied_parameters=10), update_seconds=0.01)
-    # One stage: ten parameters, 160 bytes, 0.1 s.
+    # One stage: ten parameters of 18 bytes, a gradient of 2, 0.1 s.
     one = evaluate(plan(stage(0, 1, (0, [1, 1]))), profile, cluster(1))
-    assert one.stages[0].total_bytes == 160
+    assert one.stages[0].total_bytes == 200
     assert one.times.update == pytest.approx(0.1)
     # Two: a copy in each, both updated, and 20 bytes of gradient go between them at 1 byte/s.
     halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1]))
     two = evaluate(plan(*halves), profile, cluster(1, nodes=2))
-    assert [s.total_bytes for s in two.stages] == [160, 160]
+    assert [s.total_bytes for s in two.stages] == [180, 180]
     assert two.times.update == pytest.approx([0.1 + 20, 0.1 + 20])
     # Three: the middle has room for it and no part in it.
     thirds = model(layer(parameters=10), layer(), layer(tied_parameters=10))
     pieces = [stage(i, 1, (i, [1])) for i in range(3)]
     three = evaluate(plan(*pieces), thirds, cluster(1, nodes=3))
-    assert [s.total_bytes for s in three.stages] == [160, 160, 160]
+    assert [s.total_bytes for s in three.stages] == [180, 180, 180]
     assert three.times.update == pytest.approx([20, 0, 20])
     # Stages of their own: the copy is not updated apart, and the middle has no room for it.
     assert evaluate(plan(*halves, space="general"), profile, cluster(1, nodes=2)).times.update == pytest.approx(
@@ -381,7 +426,7 @@ def test_a_parameter_shared_with_an_inner_layer():
     profile = model(layer(parameters=10), layer(tied_parameters=5), layer())
     halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1, 1]))
     estimate = evaluate(plan(*halves), profile, cluster(1, nodes=2))
-    assert [s.total_bytes for s in estimate.stages] == [160, 160 + 80]
+    assert [s.total_bytes for s in estimate.stages] == [180, 180 + 90]
     assert estimate.times.update == pytest.approx([10, 10])
     # Both layers on the first: nothing is exchanged.
     other = stage(0, 1, (0, [1, 1])), stage(1, 1, (2, [1]))
@@ -602,7 +647,7 @@ def test_a_gap_between_stages():
 
 
 def test_a_plan_that_does_not_fit_is_priced():
-    estimate = evaluate(plan(BOTH), PAIR, cluster(2, memory=639))
+    estimate = evaluate(plan(BOTH), PAIR, cluster(2, memory=779))
     assert not estimate.fits
     assert estimate.seconds == pytest.approx(18.4)
-    assert evaluate(plan(BOTH), PAIR, cluster(2, memory=640)).fits
+    assert evaluate(plan(BOTH), PAIR, cluster(2, memory=780)).fits

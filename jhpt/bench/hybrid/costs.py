@@ -17,6 +17,7 @@ from jhpt.core.profile import ModelProfile
 from jhpt.measure.layers import alone, layer_calls, shard_of, timings, typical_seconds
 from jhpt.measure.probe import ring_link
 from jhpt.planner.baselines import baselines
+from jhpt.planner.choice import plan_to_run
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
 from jhpt.planner.request import Request, request
@@ -150,10 +151,7 @@ class Variant:
 
 
 def planned(subject: Subject, profile: ModelProfile, link: Link, rate: float, hosts: int) -> list[Variant]:
-    """Competitors at one rate, the first of them twice.
-
-    The plan is the fastest that leaves no host idle: every process has to take part in the runtime's program.
-    """
+    """Competitors at one rate, the first of them twice; the plan is what `parallel: auto` would run on all hosts."""
     asked, model = asked_of(subject), CostModel(profile, cluster_of(link, hosts))
     whole = [m for m in asked.micro_batches if subject.batch // m % hosts == 0]
     found = {one.name: one.plan for one in baselines(replace(asked, micro_batches=tuple(whole)), model)}
@@ -161,10 +159,7 @@ def planned(subject: Subject, profile: ModelProfile, link: Link, rate: float, ho
     if subject.piped:
         found = {one.name: one.plan for one in baselines(asked, model)}
         plans["gpipe"] = found["gpipe, equal layers"]
-    answer = solve(profile, model.cluster, asked, "spmd")
-    candidates = [answer.plan, *answer.alternatives, *(plan for plan in plans.values() if plan is not None)]
-    working = [plan for plan in candidates if plan.devices == hosts]
-    plans["plan"] = min(working, key=lambda plan: price(plan, model).seconds)
+    plans["plan"] = plan_to_run(solve(profile, model.cluster, asked, "spmd"), asked, hosts)
     return [
         Variant(rate=rate, name=name, plan=plan, predicted=price(plan, model).seconds)
         for name, plan in plans.items()

@@ -261,7 +261,7 @@ def _text(name: str, family: str, **model: Any) -> TextSubject:
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "vgg": _vgg,
     "mlp": _mlp,
-    "gpt": lambda: _text("gpt", "gpt", vocab_size=8192, num_layers=4, tied=False),
+    "gpt": lambda: _text("gpt", "gpt", vocab_size=24576, num_layers=4, tied=False),
     "bert": lambda: _text("bert", "bert", vocab_size=1024, num_layers=6),
 }
 """By name."""

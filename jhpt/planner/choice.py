@@ -1,0 +1,45 @@
+"""Which plan to run: the plainest of those that are about as fast as the fastest.
+
+Predicted seconds err by more than a few percent (`jhpt bench hybrid`, `jhpt bench predict`).  A plan that promises less
+than that is not worth its stages and degrees: what it gains may not be there, what it complicates is.
+"""
+
+from collections.abc import Iterable
+
+from jhpt.core.plan import Plan
+from jhpt.planner.baselines import baselines
+from jhpt.planner.estimate import price
+from jhpt.planner.request import Request
+from jhpt.planner.solve import Answer
+
+MARGIN = 0.05
+"""By how much a plan may be slower, as predicted, than the fastest."""
+
+
+def plan_to_run(answer: Answer, asked: Request, devices: int | None = None) -> Plan:
+    """The plainest of the plans that were found and the baselines.  devices: all that have to take part, if they do."""
+    found = [one.plan for one in baselines(asked, answer.model) if one.plan is not None]
+    priced = [plan.model_copy(update={"seconds": price(plan, answer.model).seconds}) for plan in found]
+    plans = [answer.plan, *answer.alternatives, *priced]
+    whole = [plan for plan in plans if devices is None or plan.devices == devices]
+    same = {"device": answer.plan.device, "lower_bound": answer.plan.lower_bound}
+    return plainest(whole or plans).model_copy(update=same)
+
+
+def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
+    """Of plans within `margin` of the fastest: fewest stages, then fewest kinds of layers, the smallest tensor degree,
+    fewest micro-batches, least ZeRO; of equals the fastest."""
+    candidates = list(plans)
+    limit = (1 + margin) * min(map(_seconds, candidates))
+
+    def plainness(plan: Plan) -> tuple[float, ...]:
+        degrees = {t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor}
+        kinds = len(degrees), max(degrees), plan.chunks, plan.recompute
+        return len(plan.stages), *kinds, plan.micro_batches, plan.zero, _seconds(plan)
+
+    return min((plan for plan in candidates if _seconds(plan) <= limit), key=plainness)
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.seconds is not None
+    return plan.seconds

@@ -1,0 +1,36 @@
+"""What schedules hold: bytes by the compiler's own account."""
+
+import pytest
+
+from jhpt.training.programs import train_program
+from jhpt.training.setup import prepare
+from tests.sharding.plans import laid_out, piped, spread
+
+STAGES, MICRO_BATCHES, ROWS = 4, 32, 2
+WIDE = {"model.d_model": 128, "model.d_ff": 512, "model.max_length": 128, "data.sequence_length": 128}
+
+
+@pytest.fixture
+def temporary(tiny):
+    """Temporary bytes of a device in a training step of this schedule, nothing recomputed."""
+
+    def compile_(schedule: str, **settings) -> int:
+        batch = MICRO_BATCHES * ROWS
+        setup = prepare(tiny(**WIDE, **{"model.num_layers": 8, "data.batch_size": batch}))
+        chunks = STAGES * (2 if schedule == "interleaved" else 1)
+        settings |= {"batch": batch, "micro_batches": MICRO_BATCHES, "schedule": schedule}
+        design = laid_out(setup, piped(spread(8, chunks), STAGES, **settings))
+        return train_program(design).compile().memory_analysis().temp_size_in_bytes
+
+    return compile_
+
+
+def test_1f1b_holds_as_many_micro_batches_as_there_are_stages(temporary):
+    """Not M: at most 0.35 of what GPipe holds with S = 4, M = 32.  Interleaved stages are shorter, and hold no more."""
+    gpipe, one_f_one_b = temporary("gpipe"), temporary("1f1b")
+    assert one_f_one_b <= 0.35 * gpipe
+    assert temporary("interleaved") <= one_f_one_b
+
+
+def test_recomputation_holds_inputs_alone(temporary):
+    assert temporary("gpipe", recompute=True) <= 0.35 * temporary("gpipe")
