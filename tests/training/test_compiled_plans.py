@@ -102,7 +102,7 @@ def test_communication_of_data_ranks_is_hidden(zero, nodes):
 
 
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages():
-    """Micro-batches of two sequences: 0.30.  With one, weights and gradients are a larger part of both, and it is 0.36."""
+    """Of two sequences each: 0.30.  Of one, weights and gradients are a larger part of both, and it is 0.36."""
     parallel = {"data": 2, "pipe": 4, "micro_batches": 32}
     found = {
         schedule: compared("gpt2-1.5b", find_cluster("h100x8x1"), 128, **parallel, schedule=schedule)
