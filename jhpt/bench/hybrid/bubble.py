@@ -13,11 +13,12 @@ import jax
 from jhpt.bench.hybrid.hosts import Hosts
 from jhpt.bench.hybrid.models import ClassSubject, Subject
 from jhpt.bench.hybrid.steps import Call, in_turn, ready, traced
+from jhpt.bench.hybrid.task import CHUNKS
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.models.mlp import MLP
 from jhpt.sharding.mesh import make_grid
 
-MICRO_BATCHES, CHUNKS = 8, 2
+MICRO_BATCHES = 8
 BLOCKS = 2
 """Of a stage."""
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jhpt.bench.hybrid.hosts import Hosts
 from jhpt.bench.hybrid.models import Subject
 from jhpt.bench.hybrid.steps import train_step
+from jhpt.bench.hybrid.task import run_key
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan import Plan
@@ -28,6 +29,9 @@ from jhpt.training.step import init_state
 
 LINK_SIZES = tuple(1 << exponent for exponent in range(14, 23, 2))
 """Bytes that are summed: 16 KiB ... 4 MiB."""
+
+MOST_MICRO_BATCHES = 32
+"""Of a pipeline's step: GPT and BERT then have one sequence in each, and four stages idle 9 % of the time at best."""
 
 MEMORY = float(1 << 40)
 """Bytes of a device: nothing here is short of memory."""
@@ -89,7 +93,13 @@ def batches(subject: Subject, tensor: int, hosts: int) -> list[int]:
     if not subject.piped:  # one stage: its rows are divided by hosts / tensor
         most = subject.batch * tensor // hosts
         return [most // 4, most]
-    return [subject.batch // 16, subject.batch // 4, subject.batch]
+    return [subject.batch // count for count in (counts_of(subject)[-1], 4, 1)]
+
+
+def counts_of(subject: Subject) -> tuple[int, ...]:
+    """Numbers of micro-batches to choose from."""
+    powers = (1 << power for power in range(MOST_MICRO_BATCHES.bit_length()))
+    return tuple(count for count in powers if subject.batch % count == 0) if subject.piped else (1, 2, 4)
 
 
 def _update(subject: Subject) -> Callable[[], Any]:
@@ -113,8 +123,19 @@ def measured_links(hosts: Hosts) -> dict[float, Link]:
     links = {}
     for rate in hosts.task.rates:
         hosts.limit(rate)
-        links[rate] = ring_link(jax.devices(), hosts.task.link_rounds, LINK_SIZES)
+        links[rate] = no_faster(ring_link(jax.devices(), hosts.task.link_rounds, LINK_SIZES), rate / 8)
     return links
+
+
+def no_faster(link: Link, bandwidth: float) -> Link:
+    """The same link where no size is faster than the wire.
+
+    A message after a pause is: the link has saved up a burst.  Those of a step follow each other.
+    """
+    assert link.measured is not None
+    values = tuple(min(value, bandwidth) for value in link.measured.values)
+    curve = link.measured.model_copy(update={"values": values})
+    return link.model_copy(update={"bandwidth": min(link.bandwidth, bandwidth), "measured": curve})
 
 
 def cluster_of(link: Link, hosts: int) -> Cluster:
@@ -136,7 +157,7 @@ class Variant:
     @property
     def key(self) -> str:
         """Equal where plans run equally."""
-        return self.plan.model_copy(update={"seconds": None, "lower_bound": None}).model_dump_json()
+        return run_key(self.plan)
 
     def to_json(self) -> dict[str, Any]:
         """A row without samples."""
@@ -169,5 +190,6 @@ def planned(subject: Subject, profile: ModelProfile, link: Link, rate: float, ho
 
 def asked_of(subject: Subject) -> Request:
     """ZeRO and recomputation save memory, of which there is enough."""
-    counts = (1, 2, 4, 8, 16) if subject.piped else (1, 2, 4)
-    return request(subject.batch, counts, zero=(0,), recompute=(False,), max_stages=1 << 30 if subject.piped else 1)
+    return request(
+        subject.batch, counts_of(subject), zero=(0,), recompute=(False,), max_stages=1 << 30 if subject.piped else 1
+    )

@@ -12,11 +12,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils, serialize_executable
 
-from jhpt.bench.hybrid.task import Task
+from jhpt.bench.hybrid.task import COMPILING, Task
 from jhpt.bench.netlab import Lab
-
-COMPILING = 2.0
-"""Cores that a host may use while nothing is measured."""
 
 
 class Hosts:

@@ -6,14 +6,14 @@ Competitors, in turn in one launch for each model:
     data parallel          every host a share of the rows, one all-reduce of all gradients
     data parallel again    the same once more: how far two measurements of one thing lie apart (A/A)
     gpipe                  a stage of equally many layers on each host, GPipe's schedule and the number of micro-batches
-                           that is predicted to be its best; not for VGG, whose stages would not be alike
+                           (up to 32) that is predicted to be its best; not for VGG, whose stages would not be alike
     plan                   what the planner makes (space=spmd) of layers and links measured on the hosts before
 
 Everything travels as float32.  No one may use ZeRO or recomputation: there is memory enough, and Gloo's reduce-scatter
 is slower than its all-reduce.  XLA's CPU backend runs communication in line, and plans know it.
 """
 
-import json
+import itertools
 import statistics
 import sys
 import tempfile
@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jhpt.bench.hybrid.task import MODELS, Task
-from jhpt.bench.netlab import HostError, Lab, why_not
+from jhpt.bench.hybrid.task import CHUNKS, COMPILING, MODELS, Task, run_key
+from jhpt.bench.netlab import HostError, Lab, LabError, why_not
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
 from jhpt.core.plan import Plan
 
@@ -31,9 +31,6 @@ HOSTS, CPU = 4, 0.5
 
 RATES = (100e6, 500e6, 2000e6)
 """Bits per second."""
-
-COMPILING = 2.0
-"""Cores that a host may use until it measures."""
 
 LIMIT_S = 600.0
 """Seconds for one launch; it takes a third of that on two idle cores."""
@@ -46,6 +43,9 @@ ENVIRONMENT = {
 }
 
 UNIT = "time of the competitor / the plan"
+
+AGAIN = "data parallel again"
+BASELINES = ("data parallel", "gpipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +77,19 @@ class Entry:
 
     @property
     def baseline(self) -> str:
-        """The fastest of those that need no planner."""
-        return min((name for name in self.samples if name in ("data parallel", "gpipe")), key=self.median)
+        """The faster of data parallelism and GPipe."""
+        return min((name for name in self.samples if name in BASELINES), key=self.median)
 
     @property
     def spread(self) -> float:
-        """How far the two equal competitors lie apart."""
-        return abs(self.ratio("data parallel again", "data parallel") - 1)
+        """How far competitors that run the same lie apart, at most: data parallelism twice, and a plan that is a
+        baseline."""
+        pairs = itertools.permutations(self.samples, 2)
+        return max(self.ratio(one, other) - 1 for one, other in pairs if self.alike(one, other))
+
+    def alike(self, one: str, other: str) -> bool:
+        """Whether two competitors run the same."""
+        return run_key(self.plans[one]) == run_key(self.plans[other])
 
 
 def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
@@ -120,21 +126,23 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
             unit=f"time of the plan / {worst.baseline}",
             setup=f"{worst}, the worst of {len(table)}, {place}",
         )
-        errors = [abs(entry.error(name)) for entry in table for name in entry.samples]
-        found["prediction_error_median"] = Claim(
-            value=statistics.median(errors),
-            unit="|predicted - measured| / measured",
-            setup=f"{len(errors)} steps, {place}",
-        )
         widest = max(table, key=lambda entry: entry.spread)
         found["spread_max"] = Claim(
             value=widest.spread, unit="relative, one competitor against itself", setup=f"{widest}, {place}"
         )
+    for name, competitors in (("", (*BASELINES, "plan")), ("_baselines", BASELINES), ("_plan", ("plan",))):
+        errors = [abs(entry.error(one)) for entry in table for one in competitors if one in entry.samples]
+        if errors:
+            found[f"prediction_error{name}_median"] = Claim(
+                value=statistics.median(errors),
+                unit="|predicted - measured| / measured",
+                setup=f"{len(errors)} steps, {place}",
+            )
     return found | bubble_claims(rows)
 
 
 def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
-    """Idle shares of the pipelines, and the least that 1F1B can have."""
+    """Idle shares of the pipelines, and the least they can have: (S-1) / (vM + S-1), with v chunks a stage."""
     own = {row["competitor"]: row for row in rows if row["row"] == "bubble"}
     if not own:
         return {}
@@ -146,7 +154,8 @@ def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
         )
         for name in ("1f1b", "interleaved")
     }
-    idle["1f1b_ideal"] = (stages - 1) / (pieces + stages - 1)
+    for name, chunks in (("1f1b", 1), ("interleaved", CHUNKS)):
+        idle[f"{name}_ideal"] = (stages - 1) / (chunks * pieces + stages - 1)
     return {
         f"bubble_{name}": Claim(value=share, unit="idle share of a step", setup=setup) for name, share in idle.items()
     }
@@ -191,7 +200,8 @@ def in_words(plan: Plan) -> str:
 
 def launch(models: Sequence[str], *, bubble: bool, rates: Sequence[float], quick: bool) -> list[dict[str, Any]]:
     """Rows of one launch of all hosts."""
-    with Lab(hosts=HOSTS, cpu=CPU) as lab, tempfile.TemporaryDirectory() as folder:
+    # What begins with the tag is removed with the lab, also when this process is killed.
+    with Lab(hosts=HOSTS, cpu=CPU) as lab, tempfile.TemporaryDirectory(prefix=f"{lab.tag}-") as folder:
         lab.quota(COMPILING)
         task = Task(
             tag=lab.tag,
@@ -204,7 +214,7 @@ def launch(models: Sequence[str], *, bubble: bool, rates: Sequence[float], quick
             link_rounds=3 if quick else 5,
             bubble=bubble,
         )
-        results = lab.run(
+        lab.run(
             lambda rank, hosts, coordinator: [
                 sys.executable,
                 "-m",
@@ -217,8 +227,7 @@ def launch(models: Sequence[str], *, bubble: bool, rates: Sequence[float], quick
             timeout_s=LIMIT_S,
             env=ENVIRONMENT,
         )
-    # Gloo prints on stdout, too.
-    return json.loads(results[0].stdout.strip().splitlines()[-1])
+        return task.result()
 
 
 def run(*, quick: bool, json_path: str | None) -> int:
@@ -233,17 +242,19 @@ def run(*, quick: bool, json_path: str | None) -> int:
     if not quick:
         launches = [((), True), *(((model,), False) for model in MODELS)]
     rows: list[dict[str, Any]] = []
-    try:
-        for models, bubble in launches:
-            print(f"measuring {', '.join([*models, *(['the bubble'] if bubble else [])])}", file=sys.stderr)
+    failure = None
+    for models, bubble in launches:
+        print(f"measuring {', '.join([*models, *(['the bubble'] if bubble else [])])}", file=sys.stderr)
+        try:
             rows += launch(models, bubble=bubble, rates=rates, quick=quick)
-    except HostError as error:
-        print(f"jhpt bench hybrid: {error}", file=sys.stderr)
-        return 1
+        except (HostError, LabError, OSError) as error:
+            failure = f"{error}"
+            print(f"jhpt bench hybrid: {error}", file=sys.stderr)
+            break
     print_entries(entries(rows))
     found = claims(rows)
     print_claims(found)
     if json_path:
-        settings = {"quick": quick, "hosts": HOSTS, "cpu": CPU, "bits_per_s": list(rates)}
+        settings = {"quick": quick, "hosts": HOSTS, "cpu": CPU, "bits_per_s": list(rates), "failure": failure}
         write_json(json_path, "hybrid", settings, rows, found, device=False)
-    return 0
+    return 1 if failure else 0

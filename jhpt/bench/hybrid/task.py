@@ -1,10 +1,25 @@
-"""What the hosts are asked to measure, as text on their command line."""
+"""What the hosts are asked to measure, as text on their command line, and where they leave what they found."""
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jhpt.core.plan import Plan
 
 MODELS = ("vgg", "mlp", "gpt", "bert")
 """In the order of the table (`jhpt.bench.hybrid.models`)."""
+
+COMPILING = 2.0
+"""Cores that a host may use while nothing is measured."""
+
+CHUNKS = 2
+"""Of a stage, where the bubble of interleaved 1F1B is measured."""
+
+
+def run_key(plan: Plan) -> str:
+    """Equal where plans run equally."""
+    return plan.model_dump_json(exclude={"seconds", "lower_bound", "device"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +44,14 @@ class Task:
     def text(self) -> str:
         """JSON."""
         return json.dumps(asdict(self))
+
+    def leave(self, rows: list[dict[str, Any]]) -> None:
+        """Writes what was found."""
+        Path(self.folder, "rows.json").write_text(json.dumps(rows))
+
+    def result(self) -> list[dict[str, Any]]:
+        """What `leave` wrote."""
+        return json.loads(Path(self.folder, "rows.json").read_text())
 
     @staticmethod
     def parse(text: str) -> "Task":

@@ -7,10 +7,9 @@ For each model, all hosts together:
     plans      made of both
     steps      of all plans, compiled once, run in turn at every rate
 
-While programs are compiled, quotas are lifted.  The last line of host 0's output is the result, as JSON.
+While programs are compiled, quotas are lifted.  Host 0 leaves the rows in the task's folder.
 """
 
-import json
 import os
 import sys
 import traceback
@@ -76,9 +75,11 @@ def main(arguments: Sequence[str]) -> None:
     # A program that comes out of the cache cannot be written for the other hosts: it would lack functions.
     jax.config.update("jax_enable_compilation_cache", False)
     jax.distributed.initialize(coordinator, int(count), int(rank))
-    rows = run(Task.parse(task))
+    asked = Task.parse(task)
+    rows = run(asked)
     if rank == "0":
-        print(json.dumps(rows), flush=True)
+        asked.leave(rows)
+    jax.distributed.shutdown()  # together: a host that finds host 0 gone would end with an error
 
 
 def leave(run: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> NoReturn:

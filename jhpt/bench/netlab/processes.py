@@ -1,0 +1,101 @@
+"""The commands that run in hosts: started together, waited for, and ended together."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+POLL_S = 0.02
+"""Seconds between two looks at the hosts."""
+
+TAIL_LINES = 30
+"""Of a host's stderr, in an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostResult:
+    """What one host's command left: its exit status, negative for a signal, None if it had to be ended; its output."""
+
+    rank: int
+    status: int | None
+    stdout: str
+    stderr: str
+
+
+class HostError(RuntimeError):
+    """A host's command failed, and the others were killed.  `results` holds what all had written by then."""
+
+    def __init__(self, message: str, results: Sequence[HostResult]) -> None:
+        super().__init__(message)
+        self.results = tuple(results)
+
+
+class HostTimeout(HostError):
+    """Not every host ended in time; all were killed."""
+
+
+def start(line: Sequence[str], rank: int, folder: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """One host's command, its output in files: nobody has to read pipes, and children may keep them open."""
+    with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+        return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, start_new_session=True)
+
+
+def environment(more: Mapping[str, str] | None) -> dict[str, str]:
+    """This process's variables and some more, without proxies, which no host can reach."""
+    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return own | dict(more or {})
+
+
+def wait(running: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
+    """The status of every host once all have ended, one has failed or time is up; None for one that still runs."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        statuses = [process.poll() for process in running]
+        if all(status == 0 for status in statuses) or any(statuses) or time.monotonic() > deadline:
+            return statuses
+        time.sleep(POLL_S)
+
+
+def kill(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends those that still run, and waits for them."""
+    for process in running:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in running:
+        process.wait()
+
+
+def result(rank: int, status: int | None, folder: Path) -> HostResult:
+    """What `start` has been told to write to this folder."""
+    out, err = ((folder / f"{rank}.{kind}").read_text(errors="replace") for kind in ("out", "err"))
+    return HostResult(rank=rank, status=status, stdout=out, stderr=err)
+
+
+def raise_failures(results: Sequence[HostResult], timeout_s: float) -> None:
+    """Raises: HostError if a host failed, otherwise HostTimeout if one was still running."""
+    failed = [result for result in results if result.status]
+    late = [result for result in results if result.status is None]
+    if failed:
+        raise HostError("\n".join(_failure(result, len(results)) for result in failed), results)
+    if late:
+        raise HostTimeout("\n".join(_delay(result, len(results), timeout_s) for result in late), results)
+
+
+def _failure(result: HostResult, hosts: int) -> str:
+    status = result.status or 0
+    how = (
+        f"was ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"exited with status {status}"
+    )
+    return f"host {result.rank} of {hosts} {how}{_tail(result.stderr)}"
+
+
+def _delay(result: HostResult, hosts: int, timeout_s: float) -> str:
+    return f"host {result.rank} of {hosts} was still running after {timeout_s:g} s{_tail(result.stderr)}"
+
+
+def _tail(text: str) -> str:
+    lines = text.rstrip().splitlines()[-TAIL_LINES:]
+    return "; its stderr ends:" + "".join(f"\n    {line}" for line in lines) if lines else "; its stderr is empty"
