@@ -142,7 +142,8 @@ def hidden_lines(reading: Reading) -> list[str]:
         share = 100 * again / sum(stage.flops for stage in reading.stages)
         lines.append(f"the compiler computes {share:.1f} % of the matrix products' FLOP once more, to save memory")
     if guessed := sum(stage.guessed for stage in reading.stages):
-        lines.append(f"{guessed} branches or loops could not be followed: counts and shares are a guess")
+        what = "branches, loops, products or transfers could not be followed or priced"
+        lines.append(f"{guessed} {what}: counts and shares are a guess")
     return lines
 
 
@@ -156,7 +157,7 @@ def _stage_json(comparison: Comparison, stage: int) -> dict[str, Any]:
         "copied_bytes": tally.copied,
         "wire_bytes": tally.bytes,
         "planned_wire_bytes": sum(sent.bytes for sent in comparison.predicted[stage].values()),
-        "not_followed": tally.guessed,
+        "guessed": tally.guessed,
         "collectives": [
             {
                 "kind": way.kind,

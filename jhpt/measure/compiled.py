@@ -11,22 +11,26 @@ A collective that is started and awaited in two places is hidden as far as matri
 
     hidden share = sum of min(modelled seconds of those products, its own modelled seconds) / sum of its own seconds
 
-Products hide the collectives of one axis one after the other, in the order in which these were started.  Left out: all
-that runs beside matrix products (norms, copies), and that communication slows down what hides it.
+Products hide the collectives of one axis one after the other, in the order in which these were started; those inside a
+loop hide its own first, then those that are on their way around it.  Left out: all that runs beside matrix products
+(norms, copies), and that communication slows down what hides it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jhpt.core.axes import PIPE
-from jhpt.measure.evaluate import Frame, Reference, Unclear, branches_of, rounds, trip_count
+from jhpt.measure.evaluate import KNOWN_BY_NOBODY, Frame, Unclear, branches_of, rounds, trip_count
 from jhpt.measure.hlo import Computation, Instruction, Module, read, text_of
 from jhpt.measure.modelled import Clock, products
 from jhpt.measure.replicas import permuted_pairs, replica_groups, spanned_axes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+
+UNPRICED = ("send", "recv", "collective-broadcast", "ragged-all-to-all")
+"""Other opcodes that communicate: they are noticed, but neither their bytes nor their seconds are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,8 @@ class Tally:
     seconds, flops: modelled seconds of matrix products, and their FLOP.  again: FLOP among them that the compiler
     spends to save memory, by computing a product once more.  copied: bytes of plain copies, as of buffers that the
     compiler cannot update in place; each is read and written.  guessed: conditionals and loops that could not be
-    followed; the branch with most FLOP was taken, the loop once.
+    followed (the branch with most FLOP was taken, the loop once), products in an element type of which the device has
+    no rate, and communication that is `UNPRICED`.
     """
 
     traffic: dict[Way, Traffic] = field(default_factory=dict)
@@ -94,6 +99,10 @@ class Tally:
         self.again += times * other.again
         self.copied += times * other.copied
         self.guessed += other.guessed
+
+    def free(self, axis: str) -> float:
+        """Seconds of products that hide nothing along an axis yet."""
+        return self.seconds - sum(traffic.hidden for way, traffic in self.traffic.items() if way.axis == axis)
 
     @property
     def bytes(self) -> float:
@@ -161,8 +170,7 @@ class _Walk:
     def whole(self) -> Tally:
         """A whole step."""
         entry = self.module[self.module.entry]
-        arguments = [Reference(None, name) for name in entry.parameters]
-        return self._run(Frame(self.module, entry, arguments, self.device))
+        return self._run(Frame(self.module, entry, [KNOWN_BY_NOBODY] * len(entry.parameters), self.device))
 
     def _run(self, frame: Frame) -> Tally:
         """One execution of a computation; those that never differ are walked through once."""
@@ -178,23 +186,25 @@ class _Walk:
         for instruction in self._worth_a_look(frame.computation):
             opcode = instruction.opcode
             if opcode.endswith("-done"):
-                self._landed(tally, flights.pop(instruction.operands[0], []))
+                _land(tally, flights.pop(instruction.operands[0], []))
             elif opcode.endswith("-start") and (found := self._collectives(frame.computation, instruction)):
-                flights[instruction.name] = [self._sent(tally, *one) for one in found]
+                flights[instruction.name] = [_send(tally, *one) for one in found]
             elif opcode in KINDS:
                 for one in self._collectives(frame.computation, instruction):
-                    self._sent(tally, *one)
+                    _send(tally, *one)
             else:
                 inner = self._called(frame, instruction)
                 tally.add(inner)
-                _hide(flights, inner.seconds)
+                _hide(flights, inner)
         for left in flights.values():
-            self._landed(tally, left)
+            _land(tally, left)
         return tally
 
     def _called(self, frame: Frame, instruction: Instruction) -> Tally:
-        """What an instruction comes to that calls others, or multiplies."""
+        """What an instruction comes to that calls others, multiplies, copies, or communicates without a price."""
         opcode = instruction.opcode
+        if opcode.removesuffix("-start") in UNPRICED:
+            return Tally(guessed=1)
         if opcode == "while":
             return self._looped(frame, instruction)
         if opcode == "conditional":
@@ -208,21 +218,23 @@ class _Walk:
             for product in products(self.module, frame.computation, instruction):
                 tally.flops += product.flops
                 tally.seconds += self.clock.product_seconds(product)
+                tally.guessed += 0 if self.clock.has_rate(product) else 1
             tally.again = tally.flops if _is_repeated(frame.computation, instruction) else 0.0
             self._products[key] = tally
         return self._products[key]
 
     def _looped(self, frame: Frame, loop: Instruction) -> Tally:
-        body, trips, tally = loop.called("body"), trip_count(loop), Tally()
-        if trips is not None and self._is_fixed(body):
-            tally.add(self._run(frame.inner(body, [Reference(None, "")])), trips)
+        trips, tally = trip_count(loop), Tally()
+        any_round = frame.inner(loop.called("body"), [KNOWN_BY_NOBODY])
+        if trips is not None and self._is_fixed(any_round.computation.name):
+            tally.add(self._run(any_round), trips)
             return tally
         try:
             for each in rounds(frame, loop):
                 tally.add(self._run(each))
-        except Unclear:
-            tally.add(self._run(frame.inner(body, [Reference(None, "")])))
-            tally.guessed += 1
+        except Unclear:  # perhaps after some rounds
+            tally = Tally(guessed=1)
+            tally.add(self._run(any_round))
         return tally
 
     def _branched(self, frame: Frame, conditional: Instruction) -> Tally:
@@ -235,21 +247,12 @@ class _Walk:
         guess.add(max(tallies, key=lambda tally: (tally.flops, tally.bytes)))
         return guess
 
-    def _sent(self, tally: Tally, way: Way, size: float, seconds: float) -> _Flight:
-        tally.traffic.setdefault(way, Traffic()).add(Traffic(1, size, seconds))
-        return _Flight(way, seconds)
-
-    def _landed(self, tally: Tally, flights: list[_Flight]) -> None:
-        for flight in flights:
-            tally.traffic[flight.way].hidden += flight.hidden
-
     def _collectives(self, computation: Computation, instruction: Instruction) -> list[tuple[Way, float, float]]:
         """(way, bytes on the wire, modelled seconds) of what an instruction sends from this device."""
         kind = instruction.opcode.removesuffix("-start")
-        if kind not in KINDS:
-            called = instruction.called("calls") or instruction.called("to_apply")
-            inner = self.module.computations.get(called)
-            return [found for one in inner or () for found in self._collectives(inner, one)] if inner else []
+        if kind not in KINDS:  # perhaps a computation around one
+            inner = self.module.computations.get(instruction.called("calls") or instruction.called("to_apply"))
+            return [] if inner is None else [found for one in inner for found in self._collectives(inner, one)]
         size = sum(array.bytes for name in instruction.operands for array in computation[name].arrays)
         permuted = kind == "collective-permute"
         groups = permuted_pairs(instruction.tail) if permuted else replica_groups(instruction.tail, self.devices)
@@ -282,7 +285,8 @@ class _Walk:
 
     def _counts(self, computation: Computation, one: Instruction) -> bool:
         opcode = one.opcode
-        if opcode in (*KINDS, "while", "conditional", "call", "copy") or opcode.endswith(("-start", "-done")):
+        looked_at = (*KINDS, *UNPRICED, "while", "conditional", "call", "copy")
+        if opcode in looked_at or opcode.endswith(("-start", "-done")):
             return True
         return bool(products(self.module, computation, one))
 
@@ -311,11 +315,21 @@ def wire_bytes(kind: str, members: int, size: float) -> float:
     return (2 if kind == "all-reduce" else 1) * (members - 1) / members * size
 
 
-def _hide(flights: Mapping[str, list[_Flight]], seconds: float) -> None:
-    """Products of so many seconds run while these are on their way."""
+def _send(tally: Tally, way: Way, size: float, seconds: float) -> _Flight:
+    tally.traffic.setdefault(way, Traffic()).add(Traffic(1, size, seconds))
+    return _Flight(way, seconds)
+
+
+def _hide(flights: Mapping[str, list[_Flight]], inner: Tally) -> None:
+    """`inner` is done while these are on their way."""
     left: dict[str, float] = {}
     for flight in (flight for each in flights.values() for flight in each):
-        free = left.setdefault(flight.way.axis, seconds)
+        free = left.setdefault(flight.way.axis, inner.free(flight.way.axis))
         used = min(free, flight.seconds - flight.hidden)
         flight.hidden += used
         left[flight.way.axis] = free - used
+
+
+def _land(tally: Tally, flights: Iterable[_Flight]) -> None:
+    for flight in flights:
+        tally.traffic[flight.way].hidden += flight.hidden

@@ -9,6 +9,7 @@ time them on, so autotuning is off.
 
 import importlib.util
 import os
+import re
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ def compile_only_devices(cluster: Cluster) -> tuple[jax.Device, ...]:
                 target_config=config,
             ).devices
     except (NotImplementedError, RuntimeError) as error:
-        raise NotHere(f"jax's CUDA plugin cannot compile here ({str(error).splitlines()[0]}); {INSTALL}") from None
+        raise NotHere(f"jax's CUDA plugin cannot compile here ({_first_line(error)}); {INSTALL}") from None
     return tuple(found)
 
 
@@ -83,14 +84,31 @@ def compiled_for(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         with quiet():
             return lowered.compile(compiler_options=COMPILER_OPTIONS | compiler_options("gpu"))
     except RuntimeError as error:
-        missing = [name for word, name in LIBRARIES.items() if word in str(error).lower()]
-        if not missing:
+        if (library := missing_library(str(error))) is None:
             raise
-        raise NotHere(f"the compiler does not find {missing[0]}; {INSTALL}") from error
+        raise NotHere(f"the compiler does not find {library} ({_first_line(error)}); {INSTALL}") from error
 
 
-LIBRARIES = {"cudnn": "cuDNN", "ptxas": "ptxas", "libdevice": "libdevice", "nvvm": "NVVM"}
-"""What messages of the compiler call what it lacks."""
+LIBRARIES = {"cudnn": "cuDNN", "dnn library": "cuDNN", "ptxas": "ptxas", "libdevice": "libdevice", "nvvm": "NVVM"}
+"""What messages of the compiler call what it needs."""
+
+ABSENT = re.compile(
+    r"not found|no such file|(cannot|can't|could not|couldn't|unable to|failed to) (be )?(find|found|load|open|launch)"
+)
+"""How they say that it is not there."""
+
+
+def missing_library(message: str) -> str | None:
+    """The library that a line of the compiler's message calls absent; None: the message is about something else."""
+    for line in filter(ABSENT.search, message.lower().splitlines()):
+        for word, name in LIBRARIES.items():
+            if word in line:
+                return name
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _installed(name: str) -> bool:

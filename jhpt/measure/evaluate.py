@@ -1,28 +1,37 @@
 """The whole numbers of a compiled program, computed for one device: which branch it takes, how often it goes round.
 
 Which way a program goes depends on few numbers: the device's own, loop counters, and tables such as a schedule, which
-the program holds as constants.  Values are worked out when they are asked for, backwards from there; everything that
-is not made of whole numbers alone is UNKNOWN.
+the program holds as constants.  Values are worked out when they are asked for, backwards from there, and wrap around as
+their element type does; everything that is not made of whole numbers alone is UNKNOWN.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from jhpt.measure.hlo import Array, Computation, Instruction, Module
 
-WHOLE = re.compile(r"pred|[su]\d+")
-"""Names of element types that are followed."""
+DTYPES: dict[str, type[np.generic]] = {
+    "pred": np.bool_,
+    "s8": np.int8,
+    "s16": np.int16,
+    "s32": np.int32,
+    "s64": np.int64,
+    "u8": np.uint8,
+    "u16": np.uint16,
+    "u32": np.uint32,
+    "u64": np.uint64,
+}
+"""Element types that are followed; there are narrower ones, which decide nothing."""
 
 LARGEST = 1 << 16
 """Elements of the largest array that is followed; schedules are smaller."""
 
-
-MOST_ROUNDS = 1 << 20
-"""Of a loop whose condition has to be asked."""
+MOST_ROUNDS = 1 << 14
+"""Of a loop whose condition has to be asked.  A training step goes round once per tick, micro-batch or layer."""
 
 
 class _Unknown:
@@ -51,9 +60,10 @@ class Frame:
         return Reference(self, name)
 
     def value(self, name: str) -> Value:
-        """What an instruction comes to."""
+        """What an instruction comes to, in its own element type."""
         if name not in self.values:
-            self.values[name] = self._value(self.computation[name])
+            instruction = self.computation[name]
+            self.values[name] = _typed(self._value(instruction), instruction)
         return self.values[name]
 
     def inner(self, computation: str, arguments: Sequence["Reference"]) -> "Frame":
@@ -76,38 +86,46 @@ class Frame:
     def _value(self, instruction: Instruction) -> Value:
         if not instruction.is_tuple and not _followed(instruction.arrays[0]):
             return UNKNOWN
-        opcode = instruction.opcode
-        if opcode == "parameter":
-            return self.arguments[int(instruction.inside)].get()
-        if opcode == "tuple":
-            return tuple(self.reference(name) for name in instruction.operands)
-        if opcode == "get-tuple-element":
-            whole = self.value(instruction.operands[0])
-            return UNKNOWN if whole is UNKNOWN else whole[instruction.numbers("index")[0]].get()
-        if opcode in ("fusion", "call"):
-            called = instruction.called("calls") or instruction.called("to_apply")
-            inner = self.inner(called, [self.reference(name) for name in instruction.operands])
-            return inner.value(inner.computation.root)
-        if opcode == "conditional":
-            if (found := self.branch(instruction)) is None:
-                return UNKNOWN
-            inner = self.inner(found[0], [found[1]])
-            return inner.value(inner.computation.root)
-        if opcode == "while":
-            return self._after(instruction)
-        if opcode == "partition-id":
-            return np.array(self.device)
-        if opcode == "replica-id":
-            return np.array(0)
-        if opcode == "constant":
-            return _literal(instruction)
-        if opcode not in OPERATIONS:
+        match instruction.opcode:
+            case "parameter":
+                return self.arguments[int(instruction.inside)].get()
+            case "tuple":
+                return tuple(self.reference(name) for name in instruction.operands)
+            case "get-tuple-element":
+                whole = self.value(instruction.operands[0])
+                return UNKNOWN if whole is UNKNOWN else whole[instruction.numbers("index")[0]].get()
+            case "fusion" | "call":
+                called = instruction.called("calls") or instruction.called("to_apply")
+                return self._result(called, [self.reference(name) for name in instruction.operands])
+            case "conditional":
+                found = self.branch(instruction)
+                return UNKNOWN if found is None else self._result(found[0], [found[1]])
+            case "while":
+                return self._after(instruction)
+            case "partition-id":
+                return np.array(self.device)
+            case "replica-id":
+                return np.array(0)
+            case "constant":
+                return _literal(instruction)
+        return self._computed(instruction)
+
+    def _result(self, computation: str, arguments: Sequence["Reference"]) -> Value:
+        """What a computation returns."""
+        inner = self.inner(computation, arguments)
+        return inner.value(inner.computation.root)
+
+    def _computed(self, instruction: Instruction) -> Value:
+        """What one of `OPERATIONS` makes of its operands."""
+        operation = OPERATIONS.get(instruction.opcode)
+        if operation is None:
             return UNKNOWN
         operands = [self.value(name) for name in instruction.operands]
         if any(value is UNKNOWN for value in operands):
             return UNKNOWN
         arrays = [self.computation[name].arrays[0] for name in instruction.operands]
-        return OPERATIONS[opcode](instruction, arrays, *operands)
+        with np.errstate(all="ignore"):  # numbers wrap around, and divisions by zero have a result
+            return operation(instruction, arrays, *operands)
 
     def _after(self, loop: Instruction) -> Value:
         """What a loop hands through unchanged; the rest is not needed to find one's way."""
@@ -141,7 +159,7 @@ def rounds(outer: Frame, loop: Instruction) -> Iterator[Frame]:
     """The executions of a loop's body, one after the other.
 
     Raises:
-      Unclear: the loop ends on a condition that is not made of whole numbers.
+      Unclear: the loop ends on a condition that is not made of whole numbers, or after too many rounds to follow.
     """
     body = outer.module[loop.called("body")]
     same, root, trips = unchanged(body), body[body.root], trip_count(loop)
@@ -158,6 +176,8 @@ def rounds(outer: Frame, loop: Instruction) -> Iterator[Frame]:
             old if index in same else _settled(frame, name)
             for index, (old, name) in enumerate(zip(state, root.operands, strict=True))
         )
+    if trips is None:
+        raise Unclear
 
 
 def _goes_on(test: Frame) -> bool:
@@ -210,7 +230,14 @@ def branches_of(conditional: Instruction) -> tuple[str, ...]:
 
 
 def _followed(array: Array) -> bool:
-    return bool(WHOLE.fullmatch(array.dtype)) and array.elements <= LARGEST
+    return array.dtype in DTYPES and array.elements <= LARGEST
+
+
+def _typed(value: Value, instruction: Instruction) -> Value:
+    """An array in the element type of the instruction that it came from."""
+    if value is UNKNOWN or isinstance(value, tuple):
+        return value
+    return np.asarray(value).astype(DTYPES[instruction.arrays[0].dtype], copy=False)
 
 
 def _literal(instruction: Instruction) -> Value:
@@ -219,10 +246,11 @@ def _literal(instruction: Instruction) -> Value:
     numbers = [word == "true" if word in ("true", "false") else int(word) for word in words]
     if len(numbers) != array.elements:
         return UNKNOWN
-    return np.array(numbers).reshape(array.dims)
+    return np.array(numbers, DTYPES[array.dtype]).reshape(array.dims)
 
 
-# Operations: (instruction, shapes of the operands, values of the operands) -> value.
+# Operations: (instruction, shapes of the operands, values of the operands) -> value, of which `_typed` makes the
+# instruction's element type.
 
 Operation = Callable[..., Value]
 
@@ -231,18 +259,32 @@ def _each(function: Callable[..., Any]) -> Operation:
     return lambda instruction, arrays, *values: function(*values)
 
 
-def _truncated(a: Any, b: Any) -> Any:
-    """Division as processors do it: towards zero; by zero -1."""
-    quotient = np.abs(a) // np.maximum(np.abs(b), 1) * np.sign(a) * np.sign(b)
-    return np.where(b == 0, -1, quotient)
+def _quotient(a: Any, b: Any) -> Any:
+    """Towards zero; by zero all ones."""
+    return np.where(b == 0, np.invert(np.zeros_like(a)), (a - np.fmod(a, b)) // b)
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    """What `_quotient` leaves, which has the sign of `a`."""
+    return np.where(b == 0, a, np.fmod(a, b))
+
+
+def _shifted_as(kind: str) -> Operation:
+    """To the right, of bits that are taken for unsigned ("u": zeros come from the left) or signed ones ("i": signs)."""
+
+    def shifted(a: Any, b: Any) -> Any:
+        dtype = np.dtype(f"{kind}{a.dtype.itemsize}")
+        return np.right_shift(a.view(dtype), b.view(dtype))
+
+    return _each(shifted)
+
+
+def _same(x: Any) -> Any:
+    return x
 
 
 def _compare(instruction: Instruction, arrays: Any, a: Any, b: Any) -> Value:
     return COMPARISONS[instruction.attribute("direction") or "EQ"](a, b)
-
-
-def _convert(instruction: Instruction, arrays: Any, value: Any) -> Value:
-    return value != 0 if instruction.arrays[0].dtype == "pred" else value.astype(np.int64)
 
 
 def _reshape(instruction: Instruction, arrays: Sequence[Array], value: Any) -> Value:
@@ -285,10 +327,6 @@ def _dynamic_update(instruction: Instruction, arrays: Any, value: Any, update: A
     return result
 
 
-def _shifted(a: Any, b: Any) -> Any:
-    return cast(Any, np.right_shift(a, b))
-
-
 COMPARISONS: dict[str, Callable[..., Any]] = {
     "EQ": np.equal,
     "NE": np.not_equal,
@@ -302,8 +340,8 @@ OPERATIONS: dict[str, Operation] = {
     "add": _each(np.add),
     "subtract": _each(np.subtract),
     "multiply": _each(np.multiply),
-    "divide": _each(_truncated),
-    "remainder": _each(lambda a, b: a - b * _truncated(a, b)),
+    "divide": _each(_quotient),
+    "remainder": _each(_remainder),
     "minimum": _each(np.minimum),
     "maximum": _each(np.maximum),
     "and": _each(np.bitwise_and),
@@ -316,12 +354,12 @@ OPERATIONS: dict[str, Operation] = {
     "select": _each(np.where),
     "clamp": _each(lambda low, x, high: np.clip(x, low, high)),
     "shift-left": _each(np.left_shift),
-    "shift-right-arithmetic": _each(_shifted),
-    "shift-right-logical": _each(_shifted),
-    "copy": _each(lambda x: x),
-    "optimization-barrier": _each(lambda x: x),
+    "shift-right-arithmetic": _shifted_as("i"),
+    "shift-right-logical": _shifted_as("u"),
+    "convert": _each(_same),
+    "copy": _each(_same),
+    "optimization-barrier": _each(_same),
     "compare": _compare,
-    "convert": _convert,
     "reshape": _reshape,
     "bitcast": _reshape,
     "broadcast": _broadcast,

@@ -1,8 +1,8 @@
 """Modelled seconds of what a compiled program does, by the planner's own formulas for the same cluster.
 
 A matrix product takes max(FLOP / rate at that many FLOP, bytes moved / memory bandwidth), a collective what
-`jhpt.planner.collectives` says for its group.  Only the FLOP of matrix products and fused attention count: everything
-between them is left out.
+`jhpt.planner.collectives` says for its group; no plan has all-to-all, which is priced here.  Only the FLOP of matrix
+products and fused attention count: everything between them is left out.
 """
 
 from collections import Counter
@@ -42,11 +42,14 @@ class Clock:
             for _ in range(size)
         ]
 
+    def has_rate(self, product: Product) -> bool:
+        """Whether the device's rate for products of this element type is known."""
+        return DTYPES.get(product.dtype) in self.device.peak_flops
+
     def product_seconds(self, product: Product) -> float:
-        """Of one kernel's matrix products."""
-        rates = self.device.peak_flops
-        dtype = DTYPES.get(product.dtype, "bfloat16")
-        return self.device.seconds(product.flops, product.moved, dtype if dtype in rates else next(iter(rates)))
+        """Of one kernel's matrix products; at the first rate there is where the right one is not known."""
+        dtype = DTYPES[product.dtype] if self.has_rate(product) else next(iter(self.device.peak_flops))
+        return self.device.seconds(product.flops, product.moved, dtype)
 
     def collective_seconds(self, kind: str, groups: Groups, size: float) -> float:
         """Of a collective into which every member puts `size` bytes (all_gather: its share)."""
@@ -55,6 +58,8 @@ class Clock:
         group = self._group(groups)
         if kind == "all-reduce":
             return all_reduce(group, size)
+        if kind == "all-to-all":
+            return all_to_all(group, size)
         return all_gather(group, size * group.size if kind == "all-gather" else size)
 
     def _permute_seconds(self, pairs: Groups, size: float) -> float:
@@ -73,6 +78,17 @@ class Clock:
         sharing = Counter(node for nodes in leaving for node in nodes)
         fewest = min(count for nodes in leaving for count in nodes.values())
         return Group(size, max(map(len, leaving)), max(sharing.values()), fewest, inside, network)
+
+
+def all_to_all(group: Group, size: float) -> float:
+    """Seconds until every one of n members has sent each other one an nth of its `size` bytes.
+
+    What stays in the node and what leaves it through the node's ports travel at the same time.
+    """
+    n, here, message = group.size, group.fewest, size / group.size
+    inside = (here - 1) * message / group.inside.rate(message)
+    across = here * (n - here) * message / group.port_rate(message)
+    return max(inside, across) + (n - 1) * (group.inside if group.nodes == 1 else group.network).latency
 
 
 def products(module: Module, computation: Computation, instruction: Instruction) -> tuple[Product, ...]:

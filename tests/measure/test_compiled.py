@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Cluster, Device, Link, Node
+from jhpt.measure import evaluate
 from jhpt.measure.compiled import Way, read_compiled, read_stages, wire_bytes
 from jhpt.measure.hlo import read, text_of
 from jhpt.measure.modelled import Clock, products
@@ -207,6 +208,159 @@ def test_products_between_start_and_done_hide_one_collective_of_an_axis_after_th
         ("all-gather", "data"): (1, pytest.approx(200e-6), pytest.approx(100e-6)),
         ("collective-permute", "pipe"): (1, pytest.approx(200e-6), pytest.approx(200e-6)),
     }
+
+
+PRODUCT = "fusion(%x, %w), kind=kCustom, calls=%gemm"
+
+NESTED = (
+    ASYNCHRONOUS[: ASYNCHRONOUS.index("ENTRY")]
+    + """%body (s: (bf16[100,500], bf16[500,1000], f32[25000])) -> (bf16[100,500], bf16[500,1000], f32[25000]) {
+  %s = (bf16[100,500]{1,0}, bf16[500,1000]{1,0}, f32[25000]{0}) parameter(0)
+  %x = bf16[100,500]{1,0} get-tuple-element(%s), index=0
+  %w = bf16[500,1000]{1,0} get-tuple-element(%s), index=1
+  %h = f32[25000]{0} get-tuple-element(%s), index=2
+  %inner = f32[25000]{0} all-reduce-start(%h), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %one = bf16[100,1000]{1,0} PRODUCT
+  %inner.done = f32[25000]{0} all-reduce-done(%inner)
+  %two = bf16[100,1000]{1,0} PRODUCT
+  ROOT %next = (bf16[100,500]{1,0}, bf16[500,1000]{1,0}, f32[25000]{0}) tuple(%x, %w, %inner.done)
+}
+
+ENTRY %main (x: bf16[100,500], w: bf16[500,1000], g: f32[GRADIENTS], h: f32[25000]) -> f32[GRADIENTS] {
+  %x = bf16[100,500]{1,0} parameter(0)
+  %w = bf16[500,1000]{1,0} parameter(1)
+  %g = f32[GRADIENTS]{0} parameter(2)
+  %h = f32[25000]{0} parameter(3)
+  %outer = f32[GRADIENTS]{0} all-reduce-start(%g), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %shift = (f32[GRADIENTS]{0}, f32[GRADIENTS]{0}) collective-permute-start(%g), source_target_pairs={{0,2},{1,3}}
+  %before = (bf16[100,500]{1,0}, bf16[500,1000]{1,0}, f32[25000]{0}) tuple(%x, %w, %h)
+  %loop = (bf16[100,500]{1,0}, bf16[500,1000]{1,0}, f32[25000]{0}) while(%before), condition=%none, body=%body, TRIPS
+  %shift.done = f32[GRADIENTS]{0} collective-permute-done(%shift)
+  ROOT %outer.done = f32[GRADIENTS]{0} all-reduce-done(%outer)
+}
+"""
+)
+NESTED = NESTED.replace("PRODUCT", PRODUCT).replace("TRIPS", 'backend_config={"known_trip_count":{"n":"3"}}')
+
+
+def test_what_hides_a_loops_own_collectives_does_not_hide_those_around_it_as_well():
+    """Three rounds of two products, 600 us; each round has 100 us of its own along data, which leaves 300 us for the
+    1000 us that are on their way around the loop.  Along pipe nothing else travels: all 600 us are left."""
+    sizes = {"pipe": 2, "data": 2, "tensor": 1}
+    tally = read_stages(read(NESTED.replace("GRADIENTS", "250000")), sizes, Clock(small_cluster()))[0]
+    assert tally.seconds == pytest.approx(600e-6)
+    found = {tuple(way): (traffic.count, traffic.seconds, traffic.hidden) for way, traffic in tally.traffic.items()}
+    assert found == {
+        ("all-reduce", "data"): (4, pytest.approx(1300e-6), pytest.approx(600e-6)),
+        ("collective-permute", "pipe"): (1, pytest.approx(1000e-6), pytest.approx(600e-6)),
+    }
+
+
+LATE = """HloModule late, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%more (at.0: s32[]) -> s32[] {
+  %at.0 = s32[] parameter(0)
+  %one = s32[] constant(1)
+  ROOT %next = s32[] add(%at.0, %one)
+}
+
+%nobody (at.1: s32[]) -> s32[] {
+  %at.1 = s32[] parameter(0)
+  ROOT %drawn = s32[] rng(%at.1), distribution=rng_uniform
+}
+
+%body (s: (s32[], f32[24])) -> (s32[], f32[24]) {
+  %s = (s32[], f32[24]{0}) parameter(0)
+  %at = s32[] get-tuple-element(%s), index=0
+  %x = f32[24]{0} get-tuple-element(%s), index=1
+  %clear = s32[] constant(CLEAR)
+  %early = pred[] compare(%at, %clear), direction=LT
+  %after = s32[] conditional(%early, %at, %at), true_computation=%more, false_computation=%nobody
+  %sum = f32[24]{0} all-reduce(%x), replica_groups=[4,2]<=[8], to_apply=%add
+  ROOT %both = (s32[], f32[24]{0}) tuple(%after, %sum)
+}
+
+%condition (t: (s32[], f32[24])) -> pred[] {
+  %t = (s32[], f32[24]{0}) parameter(0)
+  %now = s32[] get-tuple-element(%t), index=0
+  %end = s32[] constant(5)
+  ROOT %goes_on = pred[] compare(%now, %end), direction=LT
+}
+
+ENTRY %main (x.1: f32[24]) -> (s32[], f32[24]) {
+  %x.1 = f32[24]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[24]{0}) tuple(%zero, %x.1)
+  ROOT %loop = (s32[], f32[24]{0}) while(%start), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(("clear", "count", "guessed"), [(5, 5, 0), (3, 1, 2), (0, 1, 2)])
+def test_a_loop_that_becomes_unclear_later_counts_once(clear, count, guessed):
+    """As many rounds are clear; the loop has five.  In the one that counts nobody knows the branch either."""
+    for tally in read_stages(read(LATE.replace("CLEAR", str(clear))), SIZES, CLOCK):
+        assert counted(tally) == {("all-reduce", "tensor"): (count, count * 4 * ROWS)}
+        assert tally.guessed == guessed
+
+
+def test_a_loop_with_too_many_rounds_to_follow_is_a_guess(monkeypatch):
+    for most, count, guessed in ((6, 5, 0), (4, 1, 2)):
+        monkeypatch.setattr(evaluate, "MOST_ROUNDS", most)
+        tally = read_stages(read(LATE.replace("CLEAR", "5")), SIZES, CLOCK)[0]
+        assert (tally.traffic[Way("all-reduce", "tensor")].count, tally.guessed) == (count, guessed)
+
+
+OTHERS = {
+    "collective-broadcast": "%o = f32[8]{0} collective-broadcast(%x), replica_groups={{0,1}}",
+    "ragged-all-to-all": "%o = f32[8]{0} ragged-all-to-all(%x, %x), replica_groups={{0,1}}",
+    "send": "%o = (f32[8]{0}, u32[], token[]) send(%x, %t), channel_id=1",
+    "recv": "%o = (f32[8]{0}, u32[], token[]) recv(%t), channel_id=1",
+    "f64": "%o = f64[4,4]{1,0} dot(%d, %d), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+    "s8": "%o = s32[4,4]{1,0} dot(%i, %i), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+}
+
+ONE = """ENTRY %main (x: f32[8], d: f64[4,4], i: s8[4,4]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %d = f64[4,4]{1,0} parameter(1)
+  %i = s8[4,4]{1,0} parameter(2)
+  %t = token[] after-all()
+  INSTRUCTION
+  ROOT %y = f32[8]{0} copy(%x)
+}
+"""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_has_no_price_is_a_guess(name):
+    tally = read_stages(read(ONE.replace("INSTRUCTION", OTHERS[name])), {"data": 2}, CLOCK)[0]
+    assert (tally.guessed, tally.traffic) == (1, {})
+    assert (tally.flops, tally.seconds > 0) == ((128, True) if name in ("f64", "s8") else (0, False))
+
+
+def test_a_device_without_a_rate_for_an_element_type():
+    module = read(GEMM)
+    tally = read_stages(module, {"data": 1}, Clock(small_cluster()))[0]
+    assert tally.guessed == 0
+    node = small_cluster().nodes[0]
+    device = node.device.model_copy(update={"peak_flops": {"float32": RATE}})
+    only = small_cluster().model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
+    other = read_stages(module, {"data": 1}, Clock(only))[0]
+    assert (other.guessed, other.seconds) == (1, tally.seconds)
+
+
+def test_all_to_all_sends_a_share_to_each():
+    """8 members on two nodes, of 1 GB each: 4/8 leave the node, by its one port for all four."""
+    clock, row = Clock(small_cluster(nodes=2)), tuple(range(8))
+    assert clock.collective_seconds("all-to-all", ((0, 1, 2, 3), (4, 5, 6, 7)), 1e9) == pytest.approx(0.75)
+    assert clock.collective_seconds("all-to-all", (row,), 1e9) == pytest.approx(4 * 0.5e9 / (LINK / 10))
+    assert clock.collective_seconds("all-to-all", tuple((n, n + 4) for n in range(4)), 1e9) == pytest.approx(20)
 
 
 def test_groups_that_leave_a_node_are_slower_and_share_its_port():
