@@ -1,0 +1,84 @@
+"""Segmented against uniform quantization: mean squared error at equal total bits on the wire, ranges included.
+
+    symmetric   code = round(x / m * N), N = 2^(bits-1) - 1; one range m a group
+    affine      code = round((x - low) / (high - low) * (2^bits - 1)); two ranges a group
+    segmented   `jhpt.kernels.segments`; one range a group, and one bend for the tensor where it is fitted
+
+Ranges have 16 bits.  A scheme that spends more bits a number than another is charged for it: every bit on the codes
+would have quartered its error, so errors are multiplied by 4^(total bits).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jhpt.kernels.dequantize_sum import segment_dequantize
+from jhpt.kernels.segment_quantize import segment_quantize
+from jhpt.kernels.segments import BLOCK, Bits, Group, Knee, fit_knee, knee_for, most
+
+Numbers = np.ndarray[Any, np.dtype[np.float32]]
+
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], Any]] = {
+    "Gaussian": lambda rng, size: rng.standard_normal(size),
+    "Laplace": lambda rng, size: rng.laplace(size=size),
+    "Student-t(5)": lambda rng, size: rng.standard_t(5, size),
+}
+GROUPS: dict[str, Group] = {"tensor": "tensor", "row": "row", "block": BLOCK}
+
+ROW = 1024
+"""Numbers in a row."""
+
+RANGE_BITS, KNEE_BITS = 16, 64
+"""Of a range, and of a fitted bend: two float32."""
+
+
+def charged_errors(x: Numbers, bits: Bits, group: str) -> dict[str, float]:
+    """Mean squared error x 4^(bits of ranges a number) of every scheme on x[rows, columns], over x's mean square."""
+    kind = GROUPS[group]
+    size = {"tensor": x.size, "row": x.shape[1], "block": BLOCK}[group]
+    fixed, fitted = None if kind == "tensor" else knee_for(bits, kind), fit_knee(jnp.asarray(x), bits, kind)
+    even = Knee(1 / most(bits), 1.0)
+    found = {
+        "symmetric": (_error(x, bits, kind, even), RANGE_BITS / size),
+        "affine": (_affine_error(x.reshape(-1, size), bits), 2 * RANGE_BITS / size),
+        "fitted": (_error(x, bits, kind, fitted), RANGE_BITS / size + KNEE_BITS / x.size),
+    }
+    if fixed is not None:
+        found["fixed"] = (_error(x, bits, kind, fixed), RANGE_BITS / size)
+    return {name: error * 4**more / float(np.mean(np.square(x))) for name, (error, more) in found.items()}
+
+
+def relative_errors(distribution: str, bits: Bits, *, size: int, seed: int) -> dict[str, float]:
+    """By group: the error of the segmented scheme in use (fixed bend; fitted by tensor) / the better uniform one's."""
+    x = DISTRIBUTIONS[distribution](np.random.default_rng(seed), size).astype(np.float32).reshape(-1, ROW)
+    found = {}
+    for group in GROUPS:
+        errors = charged_errors(x, bits, group)
+        own = errors.get("fixed", errors["fitted"])
+        found[group] = own / min(errors["symmetric"], errors["affine"])
+    return found
+
+
+def _error(x: Numbers, bits: Bits, group: Group, knee: Knee) -> float:
+    payload = segment_quantize(jnp.asarray(x), bits=bits, group=group, knee=knee, implementation="reference")
+    back = segment_dequantize(
+        payload, columns=x.shape[1], bits=bits, group=group, knee=knee, implementation="reference"
+    )
+    return float(np.mean(np.square(np.asarray(back, np.float64) - x)))
+
+
+def _affine_error(x: Numbers, bits: Bits) -> float:
+    low, high = (_outward(x.min(1), -math.inf), _outward(x.max(1), math.inf))
+    step = ((high - low) / (2**bits - 1))[:, None]
+    back = np.rint((x - low[:, None]) / step) * step + low[:, None]
+    return float(np.mean(np.square(back - x)))
+
+
+def _outward(values: Numbers, way: float) -> Any:
+    """The nearest bfloat16 in that direction, as float64."""
+    short = values.astype(jnp.bfloat16)
+    inside = short.astype(np.float32) < values if way > 0 else short.astype(np.float32) > values
+    return np.where(inside, np.nextafter(short, jnp.bfloat16(way)), short).astype(np.float64)

@@ -1,0 +1,41 @@
+"""Packed codes of several ranks -> the sum of their numbers."""
+
+import jax
+
+from jhpt.kernels.dequantize_sum import mosaic, reference
+from jhpt.kernels.implementation import Implementation
+from jhpt.kernels.segments import BLOCK, Bits, Group, Knee, Quantized, knee_for
+
+
+def dequantize_sum(
+    payloads: Quantized,
+    *,
+    columns: int,
+    bits: Bits = 8,
+    group: Group = BLOCK,
+    knee: Knee | None = None,
+    implementation: Implementation,
+) -> jax.Array:
+    """The sum over T of T payloads of [R, columns] numbers each, in float32, in the order of the payloads.
+
+    Args:
+      payloads: codes [T, R, W] and ranges [T, ...], as `segment_quantize` makes them of [R, columns].
+      knee: the same for all payloads; None: the fixed one.
+    """
+    knee = knee if knee is not None else knee_for(bits, group)
+    run = {"reference": reference.dequantize_sum, "mosaic": mosaic.dequantize_sum}[implementation]
+    return run(payloads, columns=columns, bits=bits, group=group, knee=knee)
+
+
+def segment_dequantize(
+    payload: Quantized,
+    *,
+    columns: int,
+    bits: Bits = 8,
+    group: Group = BLOCK,
+    knee: Knee | None = None,
+    implementation: Implementation,
+) -> jax.Array:
+    """The numbers [R, columns] of one payload, float32."""
+    one = Quantized(payload.codes[None], payload.ranges[None])
+    return dequantize_sum(one, columns=columns, bits=bits, group=group, knee=knee, implementation=implementation)

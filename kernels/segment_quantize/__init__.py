@@ -1,0 +1,41 @@
+"""Numbers -> packed codes and ranges."""
+
+import jax
+
+from jhpt.kernels.implementation import Implementation
+from jhpt.kernels.segment_quantize import mosaic, reference
+from jhpt.kernels.segments import BLOCK, Bits, Group, Knee, Quantized, knee_for
+
+
+def segment_quantize(
+    x: jax.Array,
+    *,
+    bits: Bits = 8,
+    group: Group = BLOCK,
+    knee: Knee | None = None,
+    rows: jax.Array | None = None,
+    seed: jax.Array | None = None,
+    implementation: Implementation,
+) -> Quantized:
+    """x[R, N] by segmented quantization (`kernels.segments`); no gradient passes.
+
+    Args:
+      x: float32 or bfloat16.
+      knee: None: the fixed one; by tensor it must be given.
+      rows: int32 [K]; only these rows, in this order, gathered in the same pass.
+      seed: uint32 scalar; rounds up with the probability of the fraction instead of to the nearest (ties to even), so
+        that the mean is right.  Draws depend on the seed and on the position in the result.
+
+    Returns:
+      Codes [R or K, W] and ranges.  What is not finite becomes the code that decodes to NaN and does not widen a range.
+
+    Raises:
+      ValueError: a group by tensor without a knee, odd sizes that no byte holds.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"bits={bits}: codes have 4 or 8")
+    if isinstance(group, int) and (group <= 0 or group % 2):
+        raise ValueError(f"group={group}: a positive even number of neighbours, 'row' or 'tensor'")
+    knee = knee if knee is not None else knee_for(bits, group)
+    run = {"reference": reference.quantize, "mosaic": mosaic.quantize}[implementation]
+    return run(x, bits=bits, group=group, knee=knee, rows=rows, seed=seed)

@@ -1,0 +1,145 @@
+"""Segmented quantization: a scale of codes with two step sizes, fine around zero and coarse in the tails.
+
+A group of numbers shares one range m, its largest magnitude.  With b bits a magnitude has codes 0 ... N,
+N = 2^(b-1) - 1: C of them divide the centre [0, r m] evenly and N - C the tail (r m, m].  Code and magnitude are tied
+by the increasing, piecewise linear
+
+    t(a) = C min(a, r) / r + (N - C) max(a - r, 0) / (1 - r),    a = |x| / m,    code = sign(x) round(t(a)),
+
+and decoding is its inverse.  C = r N is uniform symmetric quantization.  With numbers spread evenly inside each step,
+of which a share P lies in the centre,
+
+    E[err^2] / m^2 = (P (r / C)^2 + (1 - P) ((1 - r) / (N - C))^2) / 12
+
+(PWLQ, Fang et al., ECCV 2020, arXiv 2002.00104, eq. 5, where both segments have the same number of codes; dividing the
+codes freely takes a fifth off the error of a Gaussian).  The one code that symmetry leaves over, -2^(b-1), stands for
+what is not finite: it decodes to NaN, so bad numbers stay visible.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Bits = Literal[4, 8]
+
+Group = Literal["tensor", "row"] | int
+"""What shares a range: everything, a row, or so many neighbours in a row."""
+
+BLOCK = 128
+"""Neighbours that share a range by default: of {tensor, row, 128} the lowest error at equal total bits
+(docs/compression.md)."""
+
+
+class Knee(NamedTuple):
+    """Where the scale bends: r, the centre's share of the range, and C, its share of the codes as a count.
+
+    Numbers, or float32 scalars where they were fitted.
+    """
+
+    centre: float | jax.Array
+    codes: float | jax.Array
+
+
+KNEES: dict[tuple[Bits, str], Knee] = {
+    (8, "row"): Knee(0.44, 88.0),
+    (4, "row"): Knee(0.45, 5.0),
+    (8, "block"): Knee(0.46, 82.0),
+    (4, "block"): Knee(0.5, 5.0),
+}
+"""Fixed bends for groups of some 1,000 and some 100 numbers: on Gaussian, Laplace and Student-t(5) numbers alike their
+error is below that of uniform quantization (docs/compression.md).  Whole tensors differ too much in r: theirs are
+fitted."""
+
+
+class Quantized(NamedTuple):
+    """Numbers [..., R, N] on the wire.
+
+    codes: uint8 [..., R, W], W = bits / 8 of N rounded up to whole groups; at 4 bits the codes of columns 2 i and
+      2 i + 1 are the low and the high half of byte i.
+    ranges: bfloat16 [..., R, groups in a row], [..., R, 1] by row, [..., 1, 1] by tensor; rounded up, so that nothing
+      is cut off.
+    """
+
+    codes: jax.Array
+    ranges: jax.Array
+
+
+def most(bits: int) -> int:
+    """N: the largest code of a magnitude."""
+    return 2 ** (bits - 1) - 1
+
+
+def width(columns: int, bits: int, group: Group) -> int:
+    """Codes in a row of so many numbers: whole groups, whole bytes."""
+    unit = group if isinstance(group, int) else 8 // bits
+    return -(-columns // unit) * unit
+
+
+def knee_for(bits: Bits, group: Group) -> Knee:
+    """The fixed bend.
+
+    Raises:
+      ValueError: by tensor, where it has to be fitted.
+    """
+    if group == "tensor":
+        raise ValueError("one range for a whole tensor needs a bend of its own: fit_knee(x, bits)")
+    return KNEES[bits, "row" if group == "row" or (isinstance(group, int) and group >= 512) else "block"]
+
+
+def fit_knee(x: jax.Array, bits: Bits, group: Group = "tensor", candidates: Sequence[float] = ()) -> Knee:
+    """The bend of least E[err^2] for these numbers: the best of some r, each with its best C, in one pass.
+
+    For a given r the error is least at C : N - C = (P r^2)^(1/3) : ((1 - P) (1 - r)^2)^(1/3), where its derivative in C
+    is zero.  Groups count by the square of their range.
+
+    Args:
+      x: [R, N].  candidates: of r; default: 1/32, 2/32, ... 31/32.
+    """
+    r = jnp.array(candidates or [step / 32 for step in range(1, 32)], jnp.float32)
+    wide, _ = grouped(x, group)
+    size = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0)
+    largest = jnp.max(size, -1, keepdims=True)
+    weight = jnp.square(largest / jnp.maximum(jnp.max(largest), jnp.finfo(jnp.float32).tiny))
+    inside = jnp.stack([jnp.sum(weight * jnp.mean(size <= each * largest, -1, keepdims=True)) for each in r])
+    share = inside / jnp.maximum(jnp.sum(weight), jnp.finfo(jnp.float32).tiny)
+    return best_knee(share, r, bits)
+
+
+def best_knee(share: jax.Array, r: jax.Array, bits: Bits) -> Knee:
+    """Of centres r, in which such shares of the numbers lie, the one of least error."""
+    top = most(bits)
+    centre, tail = jnp.cbrt(share * r**2), jnp.cbrt((1 - share) * (1 - r) ** 2)
+    codes = jnp.clip(jnp.round(top * centre / (centre + tail)), 1, top - 1)
+    error = share * (r / codes) ** 2 + (1 - share) * ((1 - r) / (top - codes)) ** 2
+    best = jnp.argmin(error)
+    return Knee(r[best], codes[best])
+
+
+def decoding(bits: Bits, knee: Knee) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(r, r / C, (1 - r) / (N - C)), each cut to 16 significant bits; see `cut`."""
+    centre, codes = jnp.float32(knee.centre), jnp.float32(knee.codes)
+    return cut(centre), cut(centre / codes), cut((1 - centre) / (most(bits) - codes))
+
+
+def cut(x: jax.Array) -> jax.Array:
+    """float32 with its last 8 bits zero.
+
+    Times a code, or a range in bfloat16, such a number is exact in float32.  So it does not matter whether a compiler
+    joins a product to the sum behind it: all programs decode the same bits, and quantize their sums to the same codes.
+    """
+    word = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFFF00)
+    return jax.lax.bitcast_convert_type(word, jnp.float32)
+
+
+def grouped(x: jax.Array, group: Group) -> tuple[jax.Array, int]:
+    """(x[R, N] as float32 [R or 1, groups, members], columns of padding): zeros fill the last group of a row."""
+    x = x.astype(jnp.float32)
+    if group == "tensor":
+        return x.reshape(1, 1, -1), 0
+    if group == "row":
+        return x[:, None, :], 0
+    padding = -x.shape[1] % group
+    groups = (x.shape[1] + padding) // group
+    return jnp.pad(x, ((0, 0), (0, padding))).reshape(x.shape[0], groups, group), padding

@@ -1,0 +1,34 @@
+"""What topk_sparsify means."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jhpt.kernels.order import ordered
+
+
+class Sparse(NamedTuple):
+    """values, positions: [blocks, keep]; residual: [N]."""
+
+    values: jax.Array
+    positions: jax.Array
+    residual: jax.Array
+
+
+def sparsify(gradient: jax.Array, residual: jax.Array, *, keep: int, block: int) -> Sparse:
+    """See `topk_sparsify`."""
+    size = gradient.size
+    whole = jnp.pad(gradient.astype(jnp.float32) + residual, (0, -size % block)).reshape(-1, block)
+    chosen = jnp.sort(jax.lax.top_k(ordered(jnp.abs(whole)), keep)[1], -1)
+    values = jnp.take_along_axis(whole, chosen, -1).astype(jnp.bfloat16)
+    left = jnp.put_along_axis(
+        whole, chosen, jnp.take_along_axis(whole, chosen, -1) - values.astype(jnp.float32), -1, inplace=False
+    )
+    return Sparse(values, chosen.astype(jnp.uint16), left.reshape(-1)[:size])
+
+
+def spread(values: jax.Array, positions: jax.Array, block: int) -> jax.Array:
+    """What was sent, where it belongs: float32 [blocks, block]."""
+    empty = jnp.zeros((len(values), block), jnp.float32)
+    return jnp.put_along_axis(empty, positions.astype(jnp.int32), values.astype(jnp.float32), -1, inplace=False)

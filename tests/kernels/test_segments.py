@@ -1,0 +1,145 @@
+"""Segmented quantization: what it keeps, what it shows, and that it beats uniform quantization at equal total bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jhpt.bench.quantization import DISTRIBUTIONS, relative_errors
+from jhpt.kernels.dequantize_sum import dequantize_sum, segment_dequantize
+from jhpt.kernels.dequantize_sum.reference import unpacked
+from jhpt.kernels.segment_quantize import segment_quantize
+from jhpt.kernels.segment_quantize.reference import packed, rounded_up, uniform
+from jhpt.kernels.segments import Knee, fit_knee, most, width
+
+REFERENCE = {"implementation": "reference"}
+GROUPS = ("tensor", "row", 128, 2)
+
+
+def there_and_back(x, bits, group, **options):
+    knee = fit_knee(x, bits) if group == "tensor" else None
+    payload = segment_quantize(x, bits=bits, group=group, knee=knee, **options, **REFERENCE)
+    back = segment_dequantize(payload, columns=x.shape[1], bits=bits, group=group, knee=knee, **REFERENCE)
+    return payload, np.asarray(back)
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 300),
+    st.sampled_from((4, 8)),
+    st.sampled_from(GROUPS),
+    st.sampled_from(("float32", "bfloat16")),
+    st.integers(0, 9),
+)
+@settings(max_examples=40, deadline=None)
+def test_errors_are_at_most_half_the_coarse_step(rows, columns, bits, group, dtype, seed):
+    x = jax.random.t(jax.random.key(seed), 3, (rows, columns)).astype(dtype)
+    payload, back = there_and_back(x, bits, group)
+    assert payload.codes.shape == (rows, width(columns, bits, group) * bits // 8)
+    values, ranges = np.asarray(x, np.float32), np.asarray(payload.ranges, np.float32)
+    ranges = np.broadcast_to(ranges if isinstance(group, str) else ranges.repeat(group, 1)[:, :columns], values.shape)
+    assert np.all(np.abs(values) <= ranges), "a range is rounded up"
+    steps = 1 if bits == 8 else 3  # of the fixed and fitted bends the tail has at least so many codes
+    assert np.all(np.abs(back - values) <= ranges / 2 / steps + 1e-6)
+    assert np.all((back == 0) | (np.sign(back) == np.sign(values)))
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_uniform_quantization_is_a_bend_on_the_diagonal(bits):
+    top = most(bits)
+    x = jnp.arange(-top, top + 1, dtype=jnp.float32)[None]
+    codes = unpacked(segment_quantize(x, bits=bits, group="row", knee=Knee(1 / top, 1.0), **REFERENCE).codes, bits)
+    assert np.array_equal(codes[0, : x.size], x[0])
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_codes_are_packed_without_loss(bits):
+    codes = jnp.arange(-most(bits) - 1, most(bits) + 1, dtype=jnp.int8)[None]
+    assert np.array_equal(unpacked(packed(codes, bits), bits), codes)
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_is_not_finite_stays_visible(bits, group):
+    x = jnp.ones((2, 256)).at[0, 3].set(jnp.nan).at[1, 5].set(jnp.inf).at[1, 200].set(-jnp.inf)
+    _, back = there_and_back(x, bits, group)
+    assert np.array_equal(np.isnan(back), ~np.isfinite(x))
+    assert np.allclose(back[np.isfinite(x)], 1, atol=1e-2), "a range is that of finite numbers"
+
+
+@pytest.mark.parametrize("value", (0.0, 1.5, -3.0, 1e-30, 1e30, 1e-44))
+@pytest.mark.parametrize("group", GROUPS)
+def test_rows_of_one_value(value, group):
+    """The largest magnitude is hit up to the range's rounding; nothing becomes NaN."""
+    _, back = there_and_back(jnp.full((3, 130), value), 8, group)
+    assert np.allclose(back, value, rtol=1 / 128, atol=1e-37)
+
+
+def test_empty_rows():
+    payload, back = there_and_back(jnp.zeros((0, 128)), 8, 128)
+    assert payload.codes.shape == (0, 128) and back.shape == (0, 128)
+
+
+def test_ranges_are_rounded_up_to_bfloat16():
+    x = jnp.array([0.0, 1.0, 1.0 + 2**-20, 3.14159, 1e-38])
+    up = np.asarray(rounded_up(x), np.float32)
+    assert np.all(up >= x) and up[1] == 1.0 and up[2] == 1 + 2**-7
+
+
+def test_rows_are_gathered_before():
+    x = jax.random.normal(jax.random.key(0), (6, 256))
+    rows = jnp.array([4, 0, 0])
+    gathered = segment_quantize(x, rows=rows, **REFERENCE)
+    expected = segment_quantize(x[rows], **REFERENCE)
+    assert np.array_equal(gathered.codes, expected.codes) and np.array_equal(gathered.ranges, expected.ranges)
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_stochastic_rounding_has_the_right_mean(bits):
+    x = jnp.linspace(-1, 1, 64).reshape(1, 64)
+    total = np.zeros((1, 64))
+    for seed in range(400):
+        total += there_and_back(x, bits, "row", seed=jnp.uint32(seed))[1]
+    step = 1 / 2 / (most(bits) - {8: 88, 4: 5}[bits])
+    assert np.abs(total / 400 - x).max() < 4 * step / 2 / 20  # 400 draws, deviation at most half a step
+
+
+def test_random_numbers_are_spread_evenly():
+    draws = np.asarray(uniform(jnp.uint32(3), 64, 1024))
+    assert draws.min() >= 0 and draws.max() < 1
+    assert np.abs(np.histogram(draws, 16, (0, 1))[0] / draws.size - 1 / 16).max() < 2e-3
+    other = np.asarray(uniform(jnp.uint32(4), 64, 1024))
+    assert abs(np.corrcoef(draws.ravel(), other.ravel())[0, 1]) < 0.02
+
+
+def test_payloads_are_summed_in_order():
+    x = jax.random.normal(jax.random.key(1), (3, 4, 256))
+    payloads = [segment_quantize(each, **REFERENCE) for each in x]
+    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *payloads)
+    found = dequantize_sum(together, columns=256, **REFERENCE)
+    parts = [segment_dequantize(payload, columns=256, **REFERENCE) for payload in payloads]
+    assert np.array_equal(found, (parts[0] + parts[1]) + parts[2])
+
+
+def test_refusals():
+    x = jnp.ones((2, 8))
+    with pytest.raises(ValueError, match="bits=3"):
+        segment_quantize(x, bits=3, **REFERENCE)
+    with pytest.raises(ValueError, match="group=7"):
+        segment_quantize(x, group=7, **REFERENCE)
+    with pytest.raises(ValueError, match="fit_knee"):
+        segment_quantize(x, group="tensor", **REFERENCE)
+
+
+MOST = {8: (0.62, 0.32, 0.13), 4: (0.90, 0.40, 0.16)}
+"""Of uniform quantization's error with one range for the tensor: Gaussian, Laplace, Student-t(5)."""
+
+
+@pytest.mark.parametrize("bits", MOST)
+def test_segments_beat_uniform_quantization_at_equal_total_bits(bits):
+    for name, most_of_uniform in zip(DISTRIBUTIONS, MOST[bits], strict=True):
+        found = relative_errors(name, bits, size=1 << 18, seed=0)
+        assert found["tensor"] <= most_of_uniform, name
+        assert found["row"] < 1 and found["block"] < 1, name
