@@ -123,7 +123,9 @@ class Execution:
     def _working(self, params: Any, specs: Any) -> Any:
         """Parameters as the passes read them: gathered, but blocks that are fetched layer by layer."""
         ends, own = self._ends(params), self._end_specs(specs)
-        working = {name: self._storage(self._end_degree(name)).gathered(ends[name], own[name]) for name in ends}
+        working: dict[str, Any] = {}
+        for name in ends:
+            working |= self._storage(self._end_degree(name)).gathered({name: ends[name]}, {name: own[name]})
         blocks, own = self._runs(params["blocks"]), self._runs(specs["blocks"])
         if self.layout.plan.zero < 3 and not self._fetches_once:
             blocks = {name: self._storage(t).gathered(blocks[name], own[name]) for name, t, _ in self.layout.runs}
@@ -151,10 +153,10 @@ class Execution:
 
     def _stored_ends(self, gradients: Any, specs: Any) -> Any:
         def reduced(gradients: Any) -> Any:
-            done = {}
+            done: dict[str, Any] = {}
             for name, part in gradients.items():
-                storage = self._storage(self._end_degree(name))
-                done[name] = storage.summed(storage.scattered(part, specs[name]), specs[name])
+                storage, own = self._storage(self._end_degree(name)), {name: specs[name]}
+                done |= storage.summed(storage.scattered({name: part}, own), own)
             return done
 
         if self.layout.stages == 1:
@@ -271,7 +273,7 @@ class Execution:
         )
 
     def _finish(self, degree: int, specs: Any, *, last: bool) -> Finish:
-        """What becomes of a layer's gradient in the backward pass; `_stored_blocks` does the rest."""
+        """What becomes of a layer's gradient in the backward pass; `_stored` does the rest."""
         storage = self._storage(degree, blocks=True)
 
         def whole(gradient: Any, total: Any) -> Any:

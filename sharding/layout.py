@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jhpt.core.plan import Plan
+from jhpt.core.plan import Plan, check_plan
 from jhpt.sharding.mesh import Grid
 from jhpt.sharding.rules import parameter_spec, path_name
 
@@ -39,6 +39,10 @@ class Layout:
     num_layers: int
     alike: bool = True
     """Whether blocks can be stacked; if not, the model's own tree has a stack of one for each."""
+
+    def __post_init__(self) -> None:
+        """Only what is a plan can be laid out."""
+        check_plan(self.plan, self.num_layers + 2)
 
     @property
     def replicated(self) -> NamedSharding:

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 
 from jhpt.core.axes import DATA, PIPE, TENSOR
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Plan
+from jhpt.core.plan import Plan, check_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def make_grid(plan: Plan, devices: Sequence[jax.Device]) -> Grid:
             f"the plan leaves {count - used} of {count} devices idle, and every process must take part; "
             "use them all or start fewer processes"
         )
-    degrees = tuple(sorted({t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor}))
+    degrees = plan.degrees
     tensor = _tensor_axes(degrees)
     sizes = [high // low for low, high in itertools.pairwise((1, *tensor))]
     shape = (len(plan.stages), plan.stages[0].devices // degrees[-1], *reversed(sizes))
@@ -90,20 +90,12 @@ def make_grid(plan: Plan, devices: Sequence[jax.Device]) -> Grid:
 
 def check_runnable(plan: Plan) -> None:
     """Refuses what one SPMD program cannot run."""
-    remedy = "plan with space=spmd"
     if plan.space != "spmd":
         raise InputError(
             f"this plan is of the space {plan.space}, whose stages may differ in their devices: it can be priced and "
-            f"simulated, but one SPMD program cannot run it; {remedy}"
+            "simulated, but one SPMD program cannot run it; plan with space=spmd"
         )
-    if len({stage.devices for stage in plan.stages}) > 1:
-        raise InputError(f"the stages have different numbers of devices; {remedy}")
-    degrees = sorted({t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor})
-    if len(plan.stages) > 1 and len(degrees) > 1:
-        raise InputError(f"a pipeline runs with one tensor degree, found {degrees}; {remedy}")
-    for low, high in itertools.pairwise(degrees):
-        if high % low:
-            raise InputError(f"tensor degrees {low} and {high} cannot share a mesh: {low} does not divide {high}")
+    check_program(plan)
 
 
 def _tensor_axes(degrees: tuple[int, ...]) -> dict[int, str]:

@@ -9,7 +9,7 @@ on h100x8, compiled without a GPU: ZeRO-3 hides 57 % of the data axis with 1, 86
 
 
 def compiler_options(platform: str) -> dict[str, Any]:
-    """XLA's options for a training step on "gpu" or "cpu"."""
-    if platform != "gpu":
+    """XLA's options for a training step on "gpu", also called "cuda", or "cpu"."""
+    if platform not in ("gpu", "cuda"):
         return {}
     return {"xla_gpu_experimental_parallel_collective_overlap_limit": COLLECTIVES_AT_ONCE}

@@ -77,12 +77,18 @@ class Timetable:
             for table, form in ((self.forward, "{}"), (self.backward, "({})")):
                 micro_batch, chunk, _ = table[tick, device]
                 if micro_batch >= 0:
-                    texts.append(form.format(f"{micro_batch}{'abcdefgh'[chunk]}" if chunks > 1 else micro_batch))
+                    texts.append(form.format(f"{micro_batch}{_letters(chunk)}" if chunks > 1 else micro_batch))
             return "".join(texts) or "."
 
         cells = [[cell(tick, device) for tick in range(self.ticks)] for device in range(self.forward.shape[1])]
         width = max(len(text) for row in cells for text in row)
         return "\n".join(f"device {d}  " + " ".join(text.center(width) for text in row) for d, row in enumerate(cells))
+
+
+def _letters(number: int) -> str:
+    """a, b, ... z, aa, ab, ..."""
+    more, last = divmod(number, 26)
+    return (_letters(more - 1) if more else "") + chr(ord("a") + last)
 
 
 def timetable(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> Timetable:

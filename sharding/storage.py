@@ -46,7 +46,10 @@ class Storage:
         return jax.tree_util.tree_map_with_path(gather, params, specs)
 
     def scattered(self, gradients: Any, specs: Any) -> Any:
-        """Of every gradient whose parameter is held in shares: this rank's share of its sum over the ranks."""
+        """Of every gradient whose parameter is held in shares: this rank's share of its sum over the ranks.
+
+        What is used in float32 is small and never held in shares (`rules.parameter_spec`).
+        """
 
         def scatter(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
             dim = self._shared_dim(spec)

@@ -150,7 +150,7 @@ BAD = {
     "compiling a network": ("vgg16 --cluster h100x8x1 --batch 8 --compile", "vgg16", "--compile", "GPT or BERT"),
     "compiling a profile": ("--profile p.json --cluster h100x8x1 --batch 8 --compile", "--compile", "GPT or BERT"),
     "compiling stages of any size": (f"{SMALL} --space general --compile", "space=general", "--space spmd"),
-    "compiling for what has no bfloat16": ("gpt-tiny --cluster v100x2x1 --batch 4 --compile", "V100", "H100", "A100"),
+    "compiling for what has no bfloat16": ("gpt-tiny --cluster v100x2x1 --batch 4 --compile", "V100", "h100", "a100"),
     "missing profile": (f"{SMALL} --profile no.json", "no.json", "cannot be read"),
     "malformed profile": (f"{SMALL} --profile bad.json", "bad.json"),
     "profile of another model": (f"bert-tiny {SMALL[8:]} --profile p.json", "has 6 layers", "bert-tiny has 4"),

@@ -14,6 +14,7 @@ vendors' nominal ones; NVLink and PCIe rates are the smaller ones that NCCL reck
 import functools
 import importlib.resources
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,20 @@ FILES = (".json", ".yaml", ".yml")
 """A name with one of these endings is a file's."""
 
 _NAME = re.compile(r"(?P<kind>[a-z0-9]+?)x(?P<devices>[1-9]\d*)x(?P<nodes>[1-9]\d*)(-(?P<network>\w+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What a compiler asks of a device beside what planning does, as the chip is sold.
+
+    capability: of computing, (major, minor).  l2_bytes: of the last cache.  clock: Hz.  links: of NVLink.
+    """
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    l2_bytes: int
+    clock: float
+    links: int
 
 
 def find_cluster(name_or_path: str | Path) -> Cluster:
@@ -102,10 +117,46 @@ def peak_bf16_flops(device_kind: str) -> float | None:
 
     V100 has no bfloat16, so it is not known here.
     """
+    rate = _by_driver(device_kind).get("bfloat16")
+    return float(rate[0]) if rate else None
+
+
+def chip_by_driver(device_kind: str) -> Chip | None:
+    """The chip of a device by the driver's name for it, or None where it is not known."""
+    figures = _by_driver(device_kind).get("chip")
+    if figures is None:
+        return None
+    values = {name: value for name, (value, _) in figures.items()}
+    return Chip(**values | {"capability": tuple(values["capability"])})
+
+
+def kinds_with_chips() -> tuple[str, ...]:
+    """Names of the devices whose chips are known."""
+    return tuple(kind for kind in kinds() if "chip" in _kind(kind))
+
+
+def known_to_differ(first: str, second: str) -> bool:
+    """Whether two devices, by the drivers' names for them, are certainly not of one kind."""
+    listed = {entry["name"][0] for entry in _data()["kinds"].values()}
+    if first in listed and second in listed:
+        return first != second
+    chips = _chip(first), _chip(second)
+    return None not in chips and chips[0] != chips[1]
+
+
+def _chip(name: str) -> str | None:
+    """What the drivers' names of one chip have in common; None: not known."""
+    patterns = [driver["pattern"] for driver in _data()["drivers"] if re.search(driver["pattern"], name)]
+    listed = [kind for kind, entry in _data()["kinds"].items() if entry["name"][0] == name]
+    return next(iter((*patterns, *listed)), None)
+
+
+def _by_driver(name: str) -> dict[str, Any]:
+    """What is known of a device by the driver's name for it: all of a kind, single figures, or nothing."""
     for driver in _data()["drivers"]:
-        if re.search(driver["pattern"], device_kind):
-            return float((driver.get("bfloat16") or _kind(driver["kind"])["bfloat16"])[0])
-    return None
+        if re.search(driver["pattern"], name):
+            return _kind(driver["kind"]) if "kind" in driver else driver
+    return {}
 
 
 @functools.cache

@@ -171,6 +171,30 @@ class TrainConfig(Section):
     )
 
 
+class Compression(Section):
+    """How sums of blocks over the tensor axis travel: important tokens at `bits`, the others at `rest_bits`."""
+
+    bits: Literal[4, 8, 16] = Field(16, description="of a number of an important token; 16: nothing is compressed")
+    tokens: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="share of a sample's tokens that is important")
+    rest_bits: Literal[0, 4] = Field(4, description="of a number of any other; 0: it does not travel and is not added")
+    forward: bool = Field(True, description="compress activations")
+    backward: bool = Field(True, description="compress errors")
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is compressed."""
+        return self.bits < 16 and (self.forward or self.backward)
+
+    @model_validator(mode="after")
+    def _tokens_need_bits(self) -> "Compression":
+        if self.tokens < 1 and self.bits == 16:
+            raise ValueError(
+                f"parallel.compression.tokens={self.tokens:g} chooses tokens that travel at parallel.compression.bits; "
+                f"set those to 8 or 4"
+            )
+        return self
+
+
 class ParallelConfig(Section):
     """How devices share the work: `auto`, or by hand `pipe x data x tensor` devices, stages of equally many blocks."""
 
@@ -191,6 +215,13 @@ class ParallelConfig(Section):
     schedule: Literal["gpipe", "1f1b"] = Field("1f1b", description="order of forward and backward passes in a pipeline")
     chunks: Count = Field(1, description="chunks of blocks per stage; more than one: interleaved 1f1b")
     recompute: bool = Field(False, description="keep only the input of every block, compute the rest again")
+    compression: Compression = Compression()
+
+    @model_validator(mode="after")
+    def _compression_needs_whole_sequences(self) -> "ParallelConfig":
+        if self.compression.on and self.sequence:
+            raise ValueError("parallel.compression sums whole sequences; leave out parallel.sequence")
+        return self
 
     @model_validator(mode="after")
     def _chunks_fit_pipeline(self) -> "ParallelConfig":

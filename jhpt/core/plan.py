@@ -1,16 +1,22 @@
-"""How to train: the one bridge between planning and running.  Plain data, JSON in and out, readable by a person."""
+"""How to train: the one bridge between planning and running.  Plain data, JSON in and out, readable by a person.
 
+What is a plan at all, whatever the model and the devices are, `check_plan` says, to the planner and to the runtime.
+"""
+
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from jhpt.core.cluster import parse, read_tree, write_json
-from jhpt.core.config import Config, Count, NonNegative, Section, divisors, one_of
+from jhpt.core.config import Compression, Config, Count, NonNegative, Section, divisors, one_of
 from jhpt.core.errors import InputError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Zero = Literal[0, 1, 3]
+Origin = Literal["hand", "auto", "given"]
 Whole = Annotated[int, Field(ge=0)]
 
 
@@ -60,7 +66,9 @@ class Plan(Section):
     prefetch: Whole = Field(1, description="ZeRO: how many layers ahead of their use weights are gathered")
     sequence: bool = Field(False, description="cut activations between tensor-parallel products along the sequence")
     recompute: bool = Field(False, description="keep only the input of every layer, compute the rest again")
+    compression: Compression = Compression()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    origin: Origin | None = Field(None, description="how a run came to it; null: no run has taken it yet")
     seconds: NonNegative | None = Field(None, description="predicted time of a step")
     lower_bound: NonNegative | None = Field(None, description="no plan of the space is faster than this")
 
@@ -74,6 +82,11 @@ class Plan(Section):
         """Chunks per stage."""
         return len(self.stages[0].chunks)
 
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor degrees in use, ascending."""
+        return tuple(sorted({run.tensor for stage in self.stages for chunk in stage.chunks for run in chunk.runs}))
+
     def save(self, path: str | Path) -> None:
         """Writes JSON."""
         write_json(path, self.model_dump(mode="json", exclude_none=True))
@@ -82,6 +95,120 @@ class Plan(Section):
     def load(path: str | Path) -> "Plan":
         """Reads JSON; InputError names the file and every fault."""
         return parse(Plan, read_tree(path), path)
+
+
+def check_plan(plan: Plan, num_layers: int) -> None:
+    """Refuses what is no plan for so many layers, whatever the model and the devices are.
+
+    Args:
+      num_layers: embedding and head included.
+
+    Raises:
+      InputError: the first fault that was found, with the values that make it one.
+    """
+    _check_numbers(plan, num_layers)
+    _check_chunks(plan, num_layers)
+    _check_devices(plan)
+    if plan.space == "spmd":
+        check_program(plan)
+
+
+def check_program(plan: Plan) -> None:
+    """Refuses stages that one SPMD program cannot run.
+
+    Raises:
+      InputError: stages or tensor degrees that differ where they must not, or a batch that does not divide.
+    """
+    sizes, degrees = [stage.devices for stage in plan.stages], list(plan.degrees)
+    if len(set(sizes)) > 1:
+        raise InputError(
+            f"space=spmd needs the same number of devices in every stage, found {sizes}; make the stages equal, or "
+            "price them with space=general"
+        )
+    starts = [stage.device for stage in plan.stages]
+    if starts != [position * sizes[0] for position in range(len(sizes))]:
+        raise InputError(
+            f"space=spmd needs stages of {sizes[0]} devices on neighbouring devices, from device 0 on, found them to "
+            f"begin at {starts}"
+        )
+    if plan.compression.on and plan.sequence:
+        raise InputError("compression sums whole sequences; take sequence out of the plan, or compression")
+    if len(sizes) > 1 and len(degrees) > 1:
+        raise InputError(
+            f"a pipeline of space=spmd needs one tensor degree, found {degrees}; use one, or price them with "
+            "space=general"
+        )
+    for low, high in itertools.pairwise(degrees):
+        if high % low:
+            raise InputError(f"tensor degrees {low} and {high} cannot share a mesh: {low} does not divide {high}")
+    micro_batch = plan.batch // plan.micro_batches
+    for stage, layer, tensor in _placed(plan):
+        if micro_batch % (data := stage.devices // tensor):
+            raise InputError(
+                f"layer {layer}: a micro-batch of {micro_batch} is not divisible by data={data}; change the batch, "
+                "micro_batches or the tensor degree"
+            )
+
+
+def _check_numbers(plan: Plan, num_layers: int) -> None:
+    if plan.batch % plan.micro_batches:
+        raise InputError(
+            f"batch={plan.batch} is not divisible by micro_batches={plan.micro_batches}; "
+            f"use {one_of(divisors(plan.batch))}"
+        )
+    if plan.prefetch > num_layers:
+        raise InputError(
+            f"prefetch={plan.prefetch} is further ahead than there are layers; use {num_layers} or less, 1 as a rule"
+        )
+
+
+def _check_chunks(plan: Plan, num_layers: int) -> None:
+    stages, counts = len(plan.stages), [len(stage.chunks) for stage in plan.stages]
+    if len(set(counts)) > 1:
+        raise InputError(f"all stages need the same number of chunks, found {counts}")
+    order = [plan.stages[s].chunks[c] for c in range(plan.chunks) for s in range(stages)]
+    edges = [0, *(chunk.stop for chunk in order)]
+    if [chunk.first for chunk in order] != edges[:-1] or edges[-1] != num_layers:
+        spans = ", ".join(f"{chunk.first} to {chunk.stop - 1}" for chunk in order)
+        raise InputError(
+            f"the chunks must cover layers 0 to {num_layers - 1} in order, the first one of every stage, then the "
+            f"second ones and so on; found {spans}"
+        )
+    if plan.chunks > 1 and stages == 1:
+        raise InputError(f"chunks need several stages, found {plan.chunks} in a single one; join them into one chunk")
+    if (plan.schedule == "interleaved") != (plan.chunks > 1):
+        raise InputError(
+            f"schedule={plan.schedule} with {plan.chunks} chunk(s) per stage: interleaved needs several, "
+            "1f1b and gpipe one"
+        )
+    if plan.chunks > 1 and plan.micro_batches % stages:
+        raise InputError(
+            f"interleaved over {stages} stages needs micro_batches={plan.micro_batches} divisible by {stages}"
+        )
+
+
+def _check_devices(plan: Plan) -> None:
+    free = 0
+    for stage in plan.stages:
+        if stage.device < free:
+            raise InputError(f"stages overlap on device {stage.device}, or are not on ascending devices")
+        free = stage.device + stage.devices
+    for stage, layer, tensor in _placed(plan):
+        if stage.devices % tensor:
+            raise InputError(
+                f"layer {layer}: tensor={tensor} does not divide the {stage.devices} devices of its stage; "
+                f"use {one_of(divisors(stage.devices))}"
+            )
+
+
+def _placed(plan: Plan) -> Iterator[tuple[Stage, int, int]]:
+    """(stage, first layer, tensor degree) of every run."""
+    for stage in plan.stages:
+        for chunk in stage.chunks:
+            layer = chunk.first
+            for run in chunk.runs:
+                yield stage, layer, run.tensor
+                layer += run.layers
 
 
 def runs_of(tensor: list[int]) -> tuple[Run, ...]:
@@ -129,7 +256,9 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
         schedule="interleaved" if parallel.chunks > 1 else parallel.schedule,
         zero=parallel.zero,
         recompute=parallel.recompute,
+        compression=parallel.compression,
         sequence=parallel.sequence,
+        origin="hand",
         stages=_even_stages(config.model.num_layers, pipe, parallel.chunks, data * tensor, tensor),
     )
 

@@ -28,6 +28,7 @@ from jhpt.models.layers import (
     norm,
     scan_layers,
 )
+from jhpt.models.repeated import looked_up, plus
 from jhpt.models.vocabulary import embed, project_to_vocabulary
 
 
@@ -45,9 +46,9 @@ class BERTEmbedding(nn.Module):
         table = self.param("tokens", normal, (config.padded_vocab // self.hooks.shards, config.d_model))
         x = embed(table, tokens, self.dtype, self.hooks)
         positions = self.param("positions", normal, (config.max_length, config.d_model))
-        x = x + positions[None, : tokens.shape[1]].astype(self.dtype)
+        x = plus(x, positions[: tokens.shape[1]].astype(self.dtype))
         table = self.param("types", normal, (config.type_vocab_size, config.d_model))
-        x = x + table[jnp.zeros_like(tokens) if types is None else types].astype(self.dtype)
+        x = x + looked_up(table.astype(self.dtype), jnp.zeros_like(tokens) if types is None else types)
         return norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
 
 
@@ -64,9 +65,11 @@ class BERTBlock(nn.Module):
         config = self.config
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
-        x = x + dropout(half(x, None, lengths), config.dropout, keys, 0, self.hooks)
+        out, tokens = half(x, None, lengths)
+        x = x + dropout(out, config.dropout, keys, 0, self.hooks)
         x = norm("layernorm", config.norm_eps, self.dtype, "attention_norm")(x)
-        x = x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(x), config.dropout, keys, 1, self.hooks)
+        out = MLPHalf(config, self.dtype, self.hooks, name="mlp")(x, tokens)
+        x = x + dropout(out, config.dropout, keys, 1, self.hooks)
         return norm("layernorm", config.norm_eps, self.dtype, "mlp_norm")(x)
 
 

@@ -28,6 +28,7 @@ from jhpt.models.layers import (
     rotation_table,
     scan_layers,
 )
+from jhpt.models.repeated import plus
 from jhpt.models.vocabulary import embed, project_to_vocabulary
 
 
@@ -46,7 +47,7 @@ class GPTEmbedding(nn.Module):
         x = embed(table, tokens, self.dtype, self.hooks)
         if config.positions == "learned":
             positions = self.param("positions", normal, (config.max_length, config.d_model))
-            x = x + positions[None, : tokens.shape[1]].astype(self.dtype)
+            x = plus(x, positions[: tokens.shape[1]].astype(self.dtype))
         return x
 
 
@@ -64,9 +65,11 @@ class GPTBlock(nn.Module):
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
         h = norm(config.norm, config.norm_eps, self.dtype, "attention_norm")(x)
-        x = x + dropout(half(h, rotation, None), config.dropout, keys, 0, self.hooks)
+        out, tokens = half(h, rotation, None)
+        x = x + dropout(out, config.dropout, keys, 0, self.hooks)
         h = norm(config.norm, config.norm_eps, self.dtype, "mlp_norm")(x)
-        return x + dropout(MLPHalf(config, self.dtype, self.hooks, name="mlp")(h), config.dropout, keys, 1, self.hooks)
+        out = MLPHalf(config, self.dtype, self.hooks, name="mlp")(h, tokens)
+        return x + dropout(out, config.dropout, keys, 1, self.hooks)
 
 
 class GPTHead(nn.Module):

@@ -6,13 +6,30 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+Settle = Callable[[jax.Array, jax.Array | None], jax.Array]
+"""(y, tokens) -> y."""
+
 
 def whole(x: jax.Array) -> jax.Array:
     """x itself: nothing is cut."""
     return x
 
 
-def dense(x: jax.Array, w: jax.Array) -> jax.Array:
+def same(x: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
+    """x itself, whichever tokens matter."""
+    return x
+
+
+def enter_at_once(x: jax.Array) -> tuple[jax.Array, Settle]:
+    """(x, what leaves everything as it is)."""
+    return x, same
+
+
+def all_alike(q: jax.Array, k: jax.Array, lengths: jax.Array | None) -> None:
+    """No token matters more than others."""
+
+
+def dense(x: jax.Array, w: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
     """x[..., F] w[F, D] -> [..., D]."""
     return jnp.einsum("...f,fd->...d", x, w)
 
@@ -31,8 +48,12 @@ class Hooks:
       `contract` leaves a shard's piece.
     own_rows: what the whole sequence has [B, S, ...] -> this shard's piece of it.
     rank: () -> the number of this one.
-    enter: x, whole -> x, before it meets matrices of which each shard has some columns.
-    contract: (x[..., F], w[F, D]), of which each shard has some F -> the whole [..., D].
+    important: (q[B, S, heads, E], k, lengths) of this shard's heads -> tokens, the positions [B, k] that matter most to
+      all shards; None: sums need not know.
+    enter: (x, whole, tokens or nothing) -> x, before it meets matrices of which each shard has some columns.
+    enter_before: x -> (x, settle) where tokens are chosen from what follows; settle: (y, tokens) -> y, of any y that
+      depends on x.
+    contract: (x[..., F], w[F, D], tokens or nothing), of which each shard has some F -> the whole [..., D].
     join: what every shard has of the last dimension -> the whole.
     total: sum over the shards.
     largest: maximum over the shards; no gradient passes.
@@ -42,8 +63,10 @@ class Hooks:
     rows: int = 1
     own_rows: Callable[[jax.Array], jax.Array] = whole
     rank: Callable[[], jax.Array | int] = only_shard
-    enter: Callable[[jax.Array], jax.Array] = whole
-    contract: Callable[[jax.Array, jax.Array], jax.Array] = dense
+    important: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None] = all_alike
+    enter: Callable[..., jax.Array] = same
+    enter_before: Callable[[jax.Array], tuple[jax.Array, Settle]] = enter_at_once
+    contract: Callable[..., jax.Array] = dense
     join: Callable[[jax.Array], jax.Array] = whole
     total: Callable[[jax.Array], jax.Array] = whole
     largest: Callable[[jax.Array], jax.Array] = whole

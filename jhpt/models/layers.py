@@ -16,9 +16,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jhpt.core.config import GPTConfig, ModelConfig
 from jhpt.models.attention import Implementation, attention
 from jhpt.models.hooks import Hooks
+from jhpt.models.repeated import plus
 
 NAMED_TENSORS = ("residual_in", "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
 """Names inside a block, in the order in which forward produces them."""
+
+CHOICE = "important_tokens"
+"""Name of the tokens that matter: a few bytes, and they cost communication to find again."""
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2 and BERT released code)."""
@@ -37,30 +41,33 @@ def norm(kind: str, eps: float, dtype: Any, name: str) -> nn.Module:
 class Linear(nn.Module):
     """x[..., D_in] -> [..., *features] with an optional bias.
 
-    contract: replaces the product where the contraction runs over a tensor-parallel dimension.
+    contract: replaces the product where the contraction runs over a tensor-parallel dimension.  It is told the tokens
+      that matter.
     """
 
     features: tuple[int, ...]
     dtype: Any
     bias: bool = True
     std: float = INIT_STD
-    contract: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    contract: Callable[..., jax.Array] | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
         kernel = self.param("kernel", nn.initializers.normal(self.std), (x.shape[-1], *self.features)).astype(
             self.dtype
         )
-        y = self.contract(x, kernel) if self.contract else jnp.tensordot(x, kernel, axes=1)
+        y = self.contract(x, kernel, tokens) if self.contract else jnp.tensordot(x, kernel, axes=1)
         if self.bias:
-            bias = self.param("bias", nn.initializers.zeros, self.features).astype(self.dtype)
-            y = y + jnp.broadcast_to(bias, y.shape)
+            y = plus(y, self.param("bias", nn.initializers.zeros, self.features).astype(self.dtype))
         return y
 
 
 class AttentionHalf(nn.Module):
     """Multi-head attention on an already normalised input; qkv is one matrix [D, K, G + 2, E], grouped by key head,
-    so that a tensor axis over K keeps every query beside its key and value."""
+    so that a tensor axis over K keeps every query beside its key and value.
+
+    Returns the tokens that matter, too (`hooks.important`).
+    """
 
     config: ModelConfig
     dtype: Any
@@ -68,50 +75,58 @@ class AttentionHalf(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: jax.Array, rotation: Rotation | None, lengths: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, rotation: Rotation | None, lengths: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         config = self.config
         is_gpt = isinstance(config, GPTConfig)
         heads, kv_heads = config.num_heads // self.hooks.shards, config.kv_heads // self.hooks.shards
         group, width = heads // kv_heads, config.head_dim
         bias = config.bias if isinstance(config, GPTConfig) else True
 
-        x = self.hooks.enter(x)
+        x, settle = self.hooks.enter_before(x)
         qkv = checkpoint_name(Linear((kv_heads, group + 2, width), self.dtype, bias, name="qkv")(x), "qkv")
         q = qkv[..., :group, :].reshape(*x.shape[:2], heads, width)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
+        tokens = self.hooks.important(q, k, lengths)
+        tokens = tokens if tokens is None else checkpoint_name(tokens, CHOICE)
         mixed = attention(q, k, v, causal=is_gpt, lengths=lengths, implementation=self.implementation)
         mixed = checkpoint_name(mixed.reshape(*x.shape[:2], heads * width), "attention_out")
         out = Linear((config.d_model,), self.dtype, bias, residual_std(config), self.hooks.contract, name="projection")(
-            mixed
+            settle(mixed, tokens), tokens
         )
-        return checkpoint_name(out, "projection_out")
+        return checkpoint_name(out, "projection_out"), tokens
 
 
 class MLPHalf(nn.Module):
-    """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) with gate and up in one matrix [D, 2, F]."""
+    """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) with gate and up in one matrix [D, 2, F].
+
+    tokens: that matter.
+    """
 
     config: ModelConfig
     dtype: Any
     hooks: Hooks
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, tokens: jax.Array | None) -> jax.Array:
         config = self.config
         gpt = config if isinstance(config, GPTConfig) else None
         bias = gpt.bias if gpt else True
         gated = gpt is not None and gpt.activation == "swiglu"
 
         features = ((2,) if gated else ()) + (config.ffn_width // self.hooks.shards,)
-        hidden = checkpoint_name(Linear(features, self.dtype, bias, name="up")(self.hooks.enter(x)), "mlp_hidden")
+        x = self.hooks.enter(x, tokens)
+        hidden = checkpoint_name(Linear(features, self.dtype, bias, name="up")(x), "mlp_hidden")
         if gated:
             active = nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
         else:
             # GPT-2 uses the tanh form, BERT the exact one.
             active = nn.gelu(hidden, approximate=gpt is not None)
         out = Linear((config.d_model,), self.dtype, bias, residual_std(config), self.hooks.contract, name="down")(
-            active
+            active, tokens
         )
         return checkpoint_name(out, "mlp_out")
 

@@ -7,16 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from jhpt.models.hooks import Hooks
+from jhpt.models.repeated import looked_up
 
 
 def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype, hooks: Hooks) -> jax.Array:
     """table[tokens]: ids [B, S] -> [B, S, D]; a shard looks up its own ids, the others are zero there."""
     if hooks.shards == 1:
-        return table[tokens].astype(dtype)
+        return looked_up(table.astype(dtype), tokens)
     rows = table.shape[0]
     local = tokens - hooks.rank() * rows
     own = (local >= 0) & (local < rows)
-    found = table[jnp.clip(local, 0, rows - 1)].astype(dtype)
+    found = looked_up(table.astype(dtype), jnp.clip(local, 0, rows - 1))
     return hooks.total(jnp.where(own[..., None], found, jnp.zeros((), dtype)))
 
 

@@ -27,15 +27,14 @@ def plan_to_run(answer: Answer, asked: Request, devices: int | None = None) -> P
 
 
 def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
-    """Of plans within `margin` of the fastest: fewest stages, then fewest kinds of layers, the smallest tensor degree,
-    fewest micro-batches, least ZeRO; of equals the fastest."""
+    """Of plans within `margin` of the fastest: fewest stages, then fewest tensor degrees, the smallest of largest ones,
+    fewest chunks, no recomputation, fewest micro-batches, least ZeRO; of equals the fastest."""
     candidates = list(plans)
     limit = (1 + margin) * min(map(_seconds, candidates))
 
     def plainness(plan: Plan) -> tuple[float, ...]:
-        degrees = {t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor}
-        kinds = len(degrees), max(degrees), plan.chunks, plan.recompute
-        return len(plan.stages), *kinds, plan.micro_batches, plan.zero, _seconds(plan)
+        stages = len(plan.stages), len(plan.degrees), plan.degrees[-1], plan.chunks
+        return *stages, plan.recompute, plan.micro_batches, plan.zero, _seconds(plan)
 
     return min((plan for plan in candidates if _seconds(plan) <= limit), key=plainness)
 

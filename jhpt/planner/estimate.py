@@ -10,7 +10,6 @@ run, and allocate, what they need.  So the same stages may cost more or less in 
 compiler's temporaries inside a layer and fragmentation.
 """
 
-import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import one_of
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Chunk, Plan, Stage
+from jhpt.core.plan import Chunk, Plan, Stage, check_plan
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.costs import CostModel
 from jhpt.planner.placement import Place
@@ -258,62 +257,28 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
 
 def check(plan: Plan, model: CostModel) -> None:
     """Refuses a plan that is not one for this model and cluster."""
-    if plan.batch % plan.micro_batches:
-        raise InputError(f"batch={plan.batch} is not divisible by micro_batches={plan.micro_batches}")
-    if any(len(stage.chunks) != plan.chunks for stage in plan.stages):
-        raise InputError("all stages need the same number of chunks")
-    order = [plan.stages[s].chunks[c] for c in range(plan.chunks) for s in range(len(plan.stages))]
-    starts = [chunk.first for chunk in order] + [model.num_layers]
-    if starts[0] or any(chunk.stop != start for chunk, start in zip(order, starts[1:], strict=True)):
-        raise InputError(
-            f"the chunks must cover layers 0 to {model.num_layers - 1} in order, found starts {starts[:-1]}"
-        )
-    if (plan.schedule == "interleaved") != (plan.chunks > 1):
-        raise InputError(f"schedule={plan.schedule} with {plan.chunks} chunk(s) per stage: interleaved means several")
-    if plan.chunks > 1 and (plan.micro_batches % len(plan.stages) or len(plan.stages) == 1):
-        raise InputError(
-            f"interleaved needs several stages and micro_batches={plan.micro_batches} divisible by {len(plan.stages)}"
-        )
-    free = 0
+    check_plan(plan, model.num_layers)
+    needed = plan.stages[-1].device + plan.stages[-1].devices
+    if needed > model.cluster.num_devices:
+        raise InputError(f"the plan needs {needed} devices, {model.cluster.name} has {model.cluster.num_devices}")
     for stage in plan.stages:
-        if stage.device < free:
-            raise InputError(f"stages overlap on device {stage.device}")
-        free = stage.device + stage.devices
-        _check_degrees(stage, plan, model)
-    if free > model.cluster.num_devices:
-        raise InputError(f"the plan needs {free} devices, {model.cluster.name} has {model.cluster.num_devices}")
+        for chunk in stage.chunks:
+            _check_degrees(chunk, model)
     if plan.space == "spmd":
         _check_spmd(plan, model)
 
 
-def _check_degrees(stage: Stage, plan: Plan, model: CostModel) -> None:
-    micro_batch = plan.batch // plan.micro_batches
-    for chunk in stage.chunks:
-        for layer, tensor in zip(range(chunk.first, chunk.stop), chunk.tensor, strict=True):
-            if stage.devices % tensor:
-                raise InputError(f"layer {layer}: tensor={tensor} does not divide the {stage.devices} devices")
-            if not model.allowed(layer, tensor):
-                top = model.kinds[model.index[layer]].max_tensor
-                fit = one_of(t for t in range(1, top + 1) if top % t == 0)
-                raise InputError(f"layer {layer} cannot be cut into tensor={tensor} shards; use {fit}")
-            data = stage.devices // tensor
-            if plan.space == "spmd" and micro_batch % data:
-                raise InputError(f"layer {layer}: a micro-batch of {micro_batch} is not divisible by data={data}")
+def _check_degrees(chunk: Chunk, model: CostModel) -> None:
+    for layer, tensor in zip(range(chunk.first, chunk.stop), chunk.tensor, strict=True):
+        if not model.allowed(layer, tensor):
+            top = model.kinds[model.index[layer]].max_tensor
+            fit = one_of(t for t in range(1, top + 1) if top % t == 0)
+            raise InputError(f"layer {layer} cannot be cut into tensor={tensor} shards; use {fit}")
 
 
 def _check_spmd(plan: Plan, model: CostModel) -> None:
     if model.cluster.mixed:
         raise InputError("space=spmd needs equal devices; plan a mixed cluster with space=general")
-    if len({stage.devices for stage in plan.stages}) > 1:
-        raise InputError("space=spmd needs the same number of devices in every stage; use space=general")
-    if any(b.device != a.device + a.devices for a, b in zip(plan.stages, plan.stages[1:], strict=False)):
-        raise InputError("space=spmd needs stages on neighbouring devices")
-    degrees = sorted({t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor})
-    if len(plan.stages) > 1 and len(degrees) > 1:
-        raise InputError(f"a pipeline of space=spmd needs one tensor degree, found {degrees}; use space=general")
-    for low, high in itertools.pairwise(degrees):
-        if high % low:
-            raise InputError(f"tensor degrees {low} and {high} cannot share a mesh: {low} does not divide {high}")
     if len(plan.stages) == 1 and (tied := model.tied_layer):
         own, other = (plan.stages[0].chunks[0].tensor[layer] for layer in (0, tied))
         if own != other:

@@ -21,7 +21,10 @@ from jhpt.training.optimizer import learning_rate
 from jhpt.training.step import TrainState
 
 BOUND = ("seed", "model.", "optimizer.", "data.")
-FREE = ("model.attention", "model.dtype", "data.path", "data.validation_path", "data.tokenizer", "data.cache_dir")
+PLACES = ("data.path", "data.validation_path", "data.tokenizer", "data.cache_dir")
+"""Where files lie, which may differ from host to host and from time to time."""
+
+FREE = ("model.attention", "model.dtype", *PLACES)
 """What a resumed run may not change, less what it may.  Text and tokenizer are compared by content, the compute dtype
 as it came out; everything else is free."""
 

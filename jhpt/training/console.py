@@ -49,7 +49,7 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
 
 def plan_text(plan: Plan) -> str:
     """`"pipe 4 x data 2 x tensor 1, 1f1b, zero 1, 8 micro-batches"`."""
-    degrees = sorted({t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor})
+    degrees = plan.degrees
     per_stage = plan.stages[0].devices
     if len(degrees) == 1:
         mesh = f"data {per_stage // degrees[0]} x tensor {degrees[0]}"
@@ -65,6 +65,14 @@ def plan_text(plan: Plan) -> str:
         "recompute" if plan.recompute else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+def plan_change(before: Plan, now: Plan) -> str:
+    """Another plan than the run had, in one line."""
+    first, second = plan_text(before), plan_text(now)
+    if first == second:
+        return f"note: the plan has changed, in which layers are where and how they are treated: {second}"
+    return f"note: the plan has changed: {second}; before {first}"
 
 
 def _devices_text(setup: Setup) -> str:

@@ -5,14 +5,16 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jhpt.core.config import Config
 from jhpt.core.shapes import flops_per_token
 from jhpt.measure.device import memory_in_use
 from jhpt.models.gpt import GPT
@@ -81,6 +83,7 @@ def fit(
     save: Callable[[int, TrainState], None],
     writer: MetricsWriter | None,
     display: Display,
+    evaluate_first: bool = False,
 ) -> tuple[TrainState, Progress]:
     """Trains from `state` to the last step of the configuration, or until SIGINT or SIGTERM.
 
@@ -89,46 +92,83 @@ def fit(
     Args:
       save: called with (step, state) when a checkpoint is due.
       writer: None on all processes but the main one.
+      evaluate_first: whether the held-out loss of `state` is wanted, too.
 
     Raises:
       TrainingDiverged: `train.max_bad_steps` steps in a row were skipped.  What is saved is from before the last of
         them, and parameters and optimizer state are those of the last good step in any case.
     """
-    config, layout = setup.config, setup.layout
-    first, last = int(state.step), config.train.steps
-    batches = training_batches(
-        shuffled(setup.train_windows, config.seed),
-        config.data.batch_size,
-        layout.own_rows(config.data.batch_size),
-        first,
-    )
+    config, first, last = setup.config, int(state.step), setup.config.train.steps
+    batches = _batches(setup, first)
     progress, clock = Progress(), Clock()
     report = _Reporter(setup, progress, clock, writer, display, reported=first, skipped=int(state.skipped))
+    rest = _Rest(setup, programs, save, report)
 
     with _Interruption() as interruption:
+        rest.take(first, state, {"evaluation"} if evaluate_first else set())
         for step in range(first + 1, last + 1):
             with clock.waiting():
                 windows = global_batch(setup, next(batches))
             state, metrics = programs.train_step(state, windows)
             report.flush()
             stop = interruption.requested(step)
-            final = step == last or stop
-            evaluates, saves = _due(step, config.evaluation.every, final), _due(step, config.checkpoint.every, final)
-            if final or evaluates or saves or step % config.log.every == 0:
+            due = _due(config, step, final=step == last, stop=stop)
+            if due:
                 report.pending = (step, metrics)
-            if evaluates or saves:
-                report.flush()
-                with clock.paused():
-                    if evaluates and not stop and setup.validation_windows is not None:
-                        report.validation(step, evaluate(setup, programs, state))
-                    if saves:
-                        save(step, state)
+            rest.take(step, state, due)
             if stop:
                 display.say(f"stopped by a signal at step {step}")
                 progress.interrupted = step < last
                 break
         report.flush()
     return state, progress
+
+
+def evaluation_due(config: Config, step: int) -> bool:
+    """Whether the held-out loss is wanted after this step, even if it is not the last one."""
+    return step > 0 and step % config.evaluation.every == 0
+
+
+Follows = Literal["metrics", "checkpoint", "evaluation"]
+"""What a step may have to be followed by."""
+
+
+def _due(config: Config, step: int, *, final: bool, stop: bool) -> Set[Follows]:
+    """After the last step everything; before a stop no evaluation, which takes long."""
+    end = final or stop
+    follows: dict[Follows, bool] = {
+        "metrics": end or step % config.log.every == 0,
+        "checkpoint": end or step % config.checkpoint.every == 0,
+        "evaluation": not stop and (final or evaluation_due(config, step)),
+    }
+    return {name for name, due in follows.items() if due}
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """Between two steps: saves, then evaluates, so that an evaluation that fails loses nothing."""
+
+    setup: Setup
+    programs: Programs
+    save: Callable[[int, TrainState], None]
+    report: "_Reporter"
+
+    def take(self, step: int, state: TrainState, due: Set[Follows]) -> None:
+        """What is due, off the clock."""
+        if not due & {"checkpoint", "evaluation"}:
+            return
+        self.report.flush()
+        with self.report.clock.paused():
+            if "checkpoint" in due:
+                self.save(step, state)
+            if "evaluation" in due and self.setup.validation_windows is not None:
+                self.report.validation(step, evaluate(self.setup, self.programs, state))
+
+
+def _batches(setup: Setup, first: int) -> Iterator[np.ndarray]:
+    """This process's rows of the batches after step `first`."""
+    size, seed = setup.config.data.batch_size, setup.config.seed
+    return training_batches(shuffled(setup.train_windows, seed), size, setup.layout.own_rows(size), first)
 
 
 def evaluate(setup: Setup, programs: Programs, state: TrainState) -> float:
@@ -142,10 +182,6 @@ def evaluate(setup: Setup, programs: Programs, state: TrainState) -> float:
         sums = programs.evaluate(state.params, global_batch(setup, windows), global_batch(setup, weights), key)
         total, tokens = total + float(sums.nll), tokens + float(sums.tokens)
     return total / tokens
-
-
-def _due(step: int, every: int, final: bool) -> bool:
-    return final or step % every == 0
 
 
 @dataclass

@@ -15,14 +15,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.config import DataConfig
+from jhpt.core.config import Compression, DataConfig
+from jhpt.kernels.attention_importance import attention_importance
+from jhpt.kernels.token_topk import token_topk
 from jhpt.models.bert import BERT
 from jhpt.models.build import Model
 from jhpt.models.gpt import GPT
-from jhpt.models.hooks import Hooks, dense
+from jhpt.models.hooks import Hooks, Settle, dense, same
 from jhpt.models.layers import fold, layer_keys
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding import tensor
+from jhpt.sharding.compressed import Wire, settle, tokens_of
 from jhpt.sharding.parts import Parts
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.masking import Masked, mask_tokens
@@ -54,8 +57,9 @@ def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
     return Hooks(
         shards=shards,
         rank=lambda: jax.lax.axis_index(axes),
-        enter=partial(tensor.enter, axes),
-        contract=lambda x, w: total(dense(x, w)),
+        enter=lambda x, tokens=None: tensor.enter(axes, x),
+        enter_before=lambda x: (tensor.enter(axes, x), same),
+        contract=lambda x, w, tokens=None: total(dense(x, w)),
         join=partial(tensor.join, axes),
         total=total,
         largest=partial(tensor.largest, axes),
@@ -70,9 +74,36 @@ def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
         tensor_hooks(axes, shards),
         rows=shards,
         own_rows=partial(tensor.own_rows, axes),
-        enter=partial(tensor.enter_rows, axes),
-        contract=lambda x, w: tensor.sum_rows(axes, dense(x, w)),
+        enter=lambda x, tokens=None: tensor.enter_rows(axes, x),
+        enter_before=lambda x: (tensor.enter_rows(axes, x), same),
+        contract=lambda x, w, tokens=None: tensor.sum_rows(axes, dense(x, w)),
     )
+
+
+def compressed_hooks(axes: tuple[str, ...], shards: int, how: Compression, *, causal: bool) -> Hooks:
+    """The same for blocks whose sums are compressed; tokens matter by the attention they receive."""
+    if shards == 1:
+        return Hooks()
+    wire = Wire(axes=axes, ranks=shards, how=how)
+    hooks = replace(
+        tensor_hooks(axes, shards),
+        enter=wire.enter,
+        enter_before=lambda x: (wire.enter(x, None), same),
+        contract=lambda x, w, tokens=None: wire.sum_parts(dense(x, w), tokens),
+    )
+    if how.tokens == 1:
+        return hooks
+
+    def important(q: jax.Array, k: jax.Array, lengths: jax.Array | None) -> jax.Array:
+        own = attention_importance(q, k, causal=causal, lengths=lengths, implementation="reference")
+        scores = jax.lax.psum(own, axes)  # ranks own different heads, and have to agree
+        return token_topk(scores, tokens_of(how, q.shape[1]), implementation="reference")
+
+    def enter_before(x: jax.Array) -> tuple[jax.Array, Settle]:
+        x, ticket = wire.enter_before(x, tokens_of(how, x.shape[1]))
+        return x, lambda y, tokens: settle(y, ticket, tokens)
+
+    return replace(hooks, important=important, enter_before=enter_before)
 
 
 def with_cut_sequence(ends: Parts, blocks: Parts, axes: tuple[str, ...]) -> Parts:

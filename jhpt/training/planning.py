@@ -1,74 +1,147 @@
 """Which plan a run executes: one it is given, its own from before, one made for the devices at hand, or by hand.
 
 --plan FILE        that plan
-parallel: auto     the run's own plan.json where there is one; else the planner's, for this machine as measured
-                   (`jhpt profile`; kept from run to run) or for `parallel.cluster`
-otherwise          what the section `parallel` says
+otherwise          the run's own plan.json, where it was given or planned and the section `parallel` is as it was; else
+parallel: auto     the planner's, for this machine as measured (`jhpt profile`; kept from run to run) or for
+                   `parallel.cluster`
+by hand            what the section `parallel` says
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.catalogue import find_cluster, known_to_differ
 from jhpt.core.cluster import Cluster
-from jhpt.core.config import Config, GPTConfig, one_of
+from jhpt.core.config import Config, GPTConfig, ParallelConfig, one_of
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Plan, plan_by_hand
+from jhpt.core.load import load_config
+from jhpt.core.plan import Plan, check_plan, plan_by_hand
 from jhpt.measure.device import device_info
 from jhpt.measure.network import spanning
 from jhpt.planner.choice import plan_to_run
 from jhpt.planner.request import request
 from jhpt.planner.solve import solve
+from jhpt.sharding.mesh import check_runnable
 from jhpt.training.processes import is_main, text_from_main, together
 from jhpt.training.profiling import cached_cluster, cached_profile, planning_grid
-from jhpt.training.run_dir import PLAN_FILE
+from jhpt.training.run_dir import CONFIG_FILE, PLAN_FILE
+from jhpt.training.setup import check_data
 
 
-def choose_plan(config: Config, given: Plan | None, run_dir: Path, say: Callable[[str], None]) -> Plan:
-    """The plan that a run in `run_dir` executes.
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """How a run directory's run shared its work; None: it does not say.  The same on every process."""
+
+    run_dir: Path
+    plan: Plan | None = None
+    parallel: ParallelConfig | None = None
+
+
+def read_past(run_dir: Path, say: Callable[[str], None]) -> Past:
+    """What was executed in `run_dir` so far; `say` hears of a plan that cannot be read."""
+    plan, parallel = "", ""
+    with together():
+        if is_main() and (run_dir / PLAN_FILE).is_file():
+            try:
+                plan = Plan.load(run_dir / PLAN_FILE).model_dump_json()
+                parallel = load_config(run_dir / CONFIG_FILE).parallel.model_dump_json()
+            except InputError as error:
+                say(f"note: {str(error).replace(chr(10), ' ')}; what it says is left aside")
+    plan, parallel = text_from_main(plan), text_from_main(parallel)
+    return Past(
+        run_dir=run_dir,
+        plan=Plan.model_validate_json(plan) if plan else None,
+        parallel=ParallelConfig.model_validate_json(parallel) if parallel else None,
+    )
+
+
+def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[str], None]) -> Plan:
+    """The plan that a run with this past executes.
 
     Raises:
-      InputError: a plan that is not for this model, batch or hardware, with the difference; or what planning refuses.
+      InputError: a plan that is none, or is not for this model, batch or hardware, with the difference; or what
+        planning refuses.
     """
     if given is not None:
-        check_fits(given, config)
-        return given
-    if not config.parallel.auto:
-        return plan_by_hand(config, jax.device_count())
-    own = run_dir / PLAN_FILE
-    text = text_from_main(own.read_text(encoding="utf-8") if is_main() and own.is_file() else "")
-    if text:
-        plan = Plan.model_validate_json(text)
-        if not differences(plan, config):
-            return plan
-        say(f"{own} is for something else, so a new plan is made: {'; '.join(differences(plan, config))}")
-    return _planned(config, say)
+        with together():
+            check_fits(given, config)
+        return given.model_copy(update={"origin": "given"})
+    if (own := _own_plan(config, past, say)) is not None:
+        return own
+    return _planned(config, say) if config.parallel.auto else plan_by_hand(config, jax.device_count())
+
+
+def _own_plan(config: Config, past: Past, say: Callable[[str], None]) -> Plan | None:
+    """The run's plan, where that is not what the section `parallel` says now."""
+    own, file = past.plan, past.run_dir / PLAN_FILE
+    if own is None or own.origin not in ("given", "auto") or past.parallel != config.parallel:
+        return None
+    found = text_from_main("\n".join(differences(own, config))).splitlines()
+    if found and own.origin == "given":
+        raise _refusal(
+            f"{file}, the plan that this run was given, does not fit any more",
+            found,
+            "give another one with --plan, or change the section parallel and it is laid out by that",
+        )
+    if found:
+        say(f"{file} is for something else, so a new plan is made: {'; '.join(found)}")
+        return None
+    if own.origin == "given":
+        say(f"going on with the plan that this run was given, {file}")
+    return own
 
 
 def check_fits(plan: Plan, config: Config) -> None:
-    """Refuses a plan for another model, batch or hardware."""
+    """Refuses what is no plan, or one for other layers, another batch or other hardware."""
     if found := differences(plan, config):
-        lines = "\n".join(f"  {line}" for line in found)
-        raise InputError(f"the plan does not fit:\n{lines}\nmake one with `jhpt plan` for what is here")
+        raise _refusal("the plan does not fit", found, "make one with `jhpt plan` for what is here")
+
+
+def check_fits_model(plan: Plan, config: Config) -> None:
+    """`check_fits`, wherever the plan is to run."""
+    if found := model_differences(plan, config):
+        raise _refusal("the plan does not fit", found, f"make one with `jhpt plan` for {config.name}")
+
+
+def _refusal(what: str, found: list[str], remedy: str) -> InputError:
+    lines = "\n".join(f"  {line}" for line in found)
+    return InputError(f"{what}:\n{lines}\n{remedy}")
 
 
 def differences(plan: Plan, config: Config) -> list[str]:
     """Where a plan is for something else than this configuration on these devices; a line each."""
+    found = model_differences(plan, config)
+    kind, count = device_info().kind, jax.device_count()
+    if plan.device is not None and plan.device != kind:
+        found.append(f"the plan is for {plan.devices} x {plan.device}, here are {count} x {kind}")
+    elif plan.devices > count or (plan.devices < count and jax.process_count() > 1):
+        found.append(f"the plan uses {plan.devices} devices, here are {count}")
+    return found
+
+
+def model_differences(plan: Plan, config: Config) -> list[str]:
+    """Where a plan is none, or is for something else than this model and batch; a line each."""
     model, found = config.model, list[str]()
     layers = max(chunk.stop for stage in plan.stages for chunk in stage.chunks)
     if layers != model.num_layers + 2:
         found.append(f"the plan has {layers} layers with embedding and head, {config.name} has {model.num_layers + 2}")
     if plan.batch != config.data.batch_size:
         found.append(f"the plan is for a batch of {plan.batch}, data.batch_size is {config.data.batch_size}")
-    kind, count = device_info().kind, jax.device_count()
-    if plan.device is not None and plan.device != kind:
-        found.append(f"the plan is for {plan.devices} x {plan.device}, here are {count} x {kind}")
-    elif plan.devices > count or (plan.devices < count and jax.process_count() > 1):
-        found.append(f"the plan uses {plan.devices} devices, here are {count}")
-    sizes = {"heads": model.num_heads, "key/value heads": model.kv_heads, "MLP width": model.ffn_width}
-    for tensor in sorted({t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor}):
+    try:
+        check_plan(plan, layers)
+        check_runnable(plan)
+    except InputError as error:
+        found.append(str(error))
+    sizes = {
+        "heads": model.num_heads,
+        "key/value heads": model.kv_heads,
+        "MLP width": model.ffn_width,
+        "rows of the padded vocabulary": model.padded_vocab,
+    }
+    for tensor in plan.degrees:
         uneven = [f"{size} {name}" for name, size in sizes.items() if size % tensor]
         if uneven:
             found.append(f"the plan has tensor degree {tensor}, which does not divide {one_of(uneven)}")
@@ -81,28 +154,56 @@ def differences(plan: Plan, config: Config) -> list[str]:
     return found
 
 
+UNEXECUTED = {"model", "cluster", "device", "origin", "seconds", "lower_bound"}
+"""What a plan says of itself, which changes nothing in what is computed where."""
+
+
+def same_work(first: Plan, second: Plan) -> bool:
+    """Whether two plans make the devices do the same."""
+    return first.model_dump(exclude=UNEXECUTED) == second.model_dump(exclude=UNEXECUTED)
+
+
 def _planned(config: Config, say: Callable[[str], None]) -> Plan:
+    """The planner's.  Measuring takes minutes, so what is refused whatever the plan is refused before."""
+    with together():
+        check_data(config)
+        named = _named_cluster(config)
     grid = planning_grid(config, jax.device_count())
-    if config.parallel.cluster is not None:
-        cluster = find_cluster(config.parallel.cluster)
-    else:
+    if named is None:
         say("parallel: auto: measuring this machine (kept for the next time)")
-        cluster = spanning(cached_cluster(grid.rounds)[0])
-    if cluster.num_devices != jax.device_count():
-        raise InputError(
-            f"parallel.cluster={cluster.name} has {cluster.num_devices} devices, here are {jax.device_count()}; "
-            "name the cluster that this is, or leave it out to have it measured"
-        )
+        with together():
+            own = cached_cluster(grid.rounds)[0]
+        cluster = spanning(own)
+    else:
+        cluster = named
     say(f"parallel: auto: measuring the layers of {config.name} (kept for the next time)")
-    profile = cached_profile(config, grid)[0]
     text = ""
     with together():
+        profile = cached_profile(config, grid)[0]
         if is_main():
             asked = request(config.data.batch_size)
             answer = solve(profile, _with_kind(cluster), asked, "spmd")
             everyone = jax.device_count() if jax.process_count() > 1 else None
             text = plan_to_run(answer, asked, everyone).model_dump_json()
-    return Plan.model_validate_json(text_from_main(text))
+    return Plan.model_validate_json(text_from_main(text)).model_copy(update={"origin": "auto"})
+
+
+def _named_cluster(config: Config) -> Cluster | None:
+    """The cluster of `parallel.cluster`; InputError where this is known to be another one."""
+    if config.parallel.cluster is None:
+        return None
+    cluster, kind, count = find_cluster(config.parallel.cluster), device_info().kind, jax.device_count()
+    names = [node.device.name for node in cluster.nodes]
+    other = next((name for name in names if known_to_differ(name, kind)), None)
+    if other is not None:
+        has = f"is of {other}, here are {count} x {kind}"
+    elif cluster.num_devices != count:
+        has = f"has {cluster.num_devices} devices, here are {count}"
+    else:
+        return cluster
+    raise InputError(
+        f"parallel.cluster={cluster.name} {has}; name the cluster that this is, or leave it out to have it measured"
+    )
 
 
 def _with_kind(cluster: Cluster) -> Cluster:

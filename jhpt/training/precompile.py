@@ -7,7 +7,7 @@ from jhpt.core.plan import Plan
 from jhpt.measure.compiled import Reading, read_compiled
 from jhpt.measure.deviceless import compile_only_devices, compile_only_info, compiled_for
 from jhpt.measure.modelled import Clock
-from jhpt.sharding.mesh import check_runnable
+from jhpt.training.planning import check_fits_model
 from jhpt.training.programs import train_program
 from jhpt.training.setup import design_step, fitting_tokenizer
 
@@ -18,13 +18,13 @@ def compiled_step(config: Config, plan: Plan, cluster: Cluster) -> Reading:
     A step that needs more memory than there is is compiled into one that computes more (`Reading`).
 
     Raises:
-      InputError: the plan is not for one program, or not for this model or cluster.
+      InputError: the plan is none, not for one program, or not for this model or cluster.
       NotHere: what compiling needs is not installed.
     """
-    check_runnable(plan)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": plan.batch})})
+    check_fits_model(plan, config)
     if plan.devices > cluster.num_devices:
         raise InputError(f"the plan needs {plan.devices} devices, {cluster.name} has {cluster.num_devices}")
-    config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": plan.batch})})
     devices = compile_only_devices(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, compile_only_info(cluster))
     sizes = {str(name): int(size) for name, size in design.layout.grid.mesh.shape.items()}

@@ -1,5 +1,6 @@
 """One process or many: who starts them, how they find each other, and how they stay of one mind."""
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -107,6 +108,28 @@ def same_everywhere(text: str) -> bool:
         return True
     code = np.frombuffer(text.encode()[:64].ljust(64), np.uint8)
     return bool(np.all(multihost_utils.process_allgather(code) == code))
+
+
+def check_agreed(told: Mapping[str, Any]) -> None:
+    """Refuses to go on where a process was told something else than the main one.
+
+    Args:
+      told: by name, what JSON can write.
+
+    Raises:
+      InputError: names what differs, with both values, on the process that differs.
+    """
+    main = json.loads(text_from_main(json.dumps(told)))
+    with together():
+        here = json.loads(json.dumps(told))
+        names = [name for name in {**main, **here} if main.get(name) != here.get(name)]
+        if names:
+            lines = [f"  {name}: {here.get(name)!r} here, {main.get(name)!r} on process 0" for name in names]
+            raise InputError(
+                f"process {jax.process_index()} was told something else than process 0:\n"
+                + "\n".join(lines)
+                + "\nstart all processes with the same configuration and plan"
+            )
 
 
 def from_main(number: int) -> int:

@@ -29,7 +29,7 @@ class Programs:
     evaluate: (params, windows, row weights [B], key) -> Sums.
     memory: bytes per device of the training step by cause, as the compiler plans them.
     saved, loaded: the state as a checkpoint holds it, whose parameters are the model's own tree, and back.
-    checkpoint: shapes and shardings of that.
+    checkpoint: shapes and shardings of that.  parameters: the state's parameters alone as the model's own tree.
     """
 
     state: TrainState
@@ -40,26 +40,54 @@ class Programs:
     saved: Callable[[TrainState], TrainState]
     loaded: Callable[[TrainState], TrainState]
     checkpoint: TrainState
+    parameters: Callable[[Any], Any]
 
 
 def compile_programs(setup: Setup) -> Programs:
-    """Compiles the training step; the smaller programs compile when they are first called."""
+    """Compiles the training step and, where a device's memory is known, what else might not fit: evaluating and saving.
+
+    They would fail when they are first called, hundreds of steps later.
+
+    Raises:
+      InputError: the compiler says that one of them needs more memory than there is.
+    """
     state = abstract_state(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    compiled = train_program(setup).compile(compiler_options=compiler_options(setup.device.platform))
+    options = compiler_options(setup.device.platform)
+    compiled = train_program(setup).compile(compiler_options=options)
     memory = _memory(compiled)
-    _check_memory(setup, memory)
+    _check_memory(setup, "a step", memory)
+    evaluate, conversions = evaluate_program(setup), _conversions(setup, state)
+    if setup.device.memory is not None:
+        evaluate = evaluate.lower(*_evaluated(setup, state)).compile(compiler_options=options)
+        _check_memory(setup, "evaluating", _memory(evaluate) | {"state": memory.get("state", 0)})
+        if not setup.layout.same:
+            conversions["saved"] = conversions["saved"].lower(state).compile(compiler_options=options)
+            _check_memory(setup, "saving a checkpoint", _memory(conversions["saved"]))
     return Programs(
         state=state,
         init=jax.jit(partial(fresh_state, setup), out_shardings=shardings),
         train_step=compiled,
-        evaluate=jax.jit(
-            lambda params, windows, weights, key: setup.evaluation.sums(params, Rows(windows, weights), key),
-            out_shardings=setup.layout.replicated,
-        ),
+        evaluate=evaluate,
         memory=memory,
-        **_conversions(setup, state),
+        **conversions,
     )
+
+
+def evaluate_program(setup: Setup) -> Any:
+    """Sums over a held-out batch, `(params, windows [B, W], row weights [B], key) -> Sums`; to be compiled."""
+    return jax.jit(
+        lambda params, windows, weights, key: setup.evaluation.sums(params, Rows(windows, weights), key),
+        out_shardings=setup.layout.replicated,
+    )
+
+
+def _evaluated(setup: Setup, state: TrainState) -> tuple[Any, ...]:
+    """Shapes of what `evaluate` takes."""
+    rows, batch = setup.config.data.batch_size, setup.layout.batch
+    windows = jax.ShapeDtypeStruct((rows, window_length(setup.config)), jnp.int32, sharding=batch)
+    weights = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=batch)
+    return state.params, windows, weights, jax.eval_shape(lambda: stream_key(0, Stream.EVALUATION))
 
 
 def train_program(design: Design) -> jax.stages.Lowered:
@@ -82,10 +110,12 @@ def train_program(design: Design) -> jax.stages.Lowered:
 
 
 def _conversions(setup: Setup, state: TrainState) -> dict[str, Any]:
-    """`saved`, `loaded` and `checkpoint` of `Programs`."""
+    """`saved`, `loaded`, `checkpoint` and `parameters` of `Programs`."""
     if setup.layout.same:
-        return {"saved": lambda state: state, "loaded": lambda state: state, "checkpoint": state}
-    unstack = partial(_converted, partial(setup.layout.model_tree, tied=setup.training.tied))
+        same = lambda tree: tree  # noqa: E731
+        return {"saved": same, "loaded": same, "checkpoint": state, "parameters": same}
+    model_tree = partial(setup.layout.model_tree, tied=setup.training.tied)
+    unstack = partial(_converted, model_tree)
     stack = partial(_converted, setup.layout.stored)
     shapes = jax.eval_shape(unstack, state)
     there = setup.layout.model_shardings(shapes)
@@ -101,6 +131,7 @@ def _conversions(setup: Setup, state: TrainState) -> dict[str, Any]:
         "saved": jax.jit(unstack, out_shardings=there),
         "loaded": loaded,
         "checkpoint": _abstract(shapes, there),
+        "parameters": jax.jit(model_tree, out_shardings=there.params),
     }
 
 
@@ -144,15 +175,26 @@ def _memory(compiled: Any) -> dict[str, int]:
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {}
-    return {"state": analysis.argument_size_in_bytes, "temporary": analysis.temp_size_in_bytes}
+    made = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return {"state": analysis.argument_size_in_bytes, "temporary": analysis.temp_size_in_bytes + made}
 
 
-def _check_memory(setup: Setup, memory: dict[str, int]) -> None:
+LESS_MEMORY = {
+    "hand": "raise parallel.micro_batches, parallel.zero or parallel.tensor, or lower data.batch_size",
+    "auto": "lower data.batch_size, or lay it out by hand: parallel.auto=false and more of parallel.micro_batches, "
+    "parallel.zero or parallel.tensor",
+    "given": "give a plan with more micro_batches, zero or tensor, such as `jhpt plan --budget` makes, or one for a "
+    "smaller batch",
+}
+"""What to do about a step that is too large, by where its plan came from."""
+
+
+def _check_memory(setup: Setup, what: str, memory: dict[str, int]) -> None:
     """Refuses what the compiler says cannot fit, before the device runs out of memory in the middle of it."""
     limit, need = setup.device.memory, sum(memory.values())
     if limit is not None and need > limit:
         causes = " + ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in memory.items())
         raise InputError(
-            f"a step needs {causes} on each device, which has {limit / 2**30:.1f} GiB; raise parallel.micro_batches, "
-            "parallel.zero or parallel.tensor, or lower data.batch_size"
+            f"{what} needs {causes} on each device, which has {limit / 2**30:.1f} GiB; "
+            + LESS_MEMORY[setup.plan.origin or "given"]
         )

@@ -1,5 +1,6 @@
 """`jhpt.train`: from a configuration to a trained model in a run directory."""
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,16 +12,16 @@ import numpy as np
 
 from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
-from jhpt.core.load import Source, load_config, run_config
+from jhpt.core.load import Source, dotted, load_config, run_config
 from jhpt.core.plan import Plan
 from jhpt.models.gpt import GPT
-from jhpt.training.checkpoint import Checkpoints, make_record
-from jhpt.training.console import Display, start_table
+from jhpt.training.checkpoint import PLACES, Checkpoints, Record, make_record
+from jhpt.training.console import Display, plan_change, start_table
 from jhpt.training.keys import Stream, stream_key
-from jhpt.training.loop import Progress, fit, utilisation
+from jhpt.training.loop import Progress, evaluation_due, fit, utilisation
 from jhpt.training.metrics import metrics_writer, read_metrics
-from jhpt.training.planning import choose_plan
-from jhpt.training.processes import Processes, join, same_everywhere, together
+from jhpt.training.planning import choose_plan, read_past, same_work
+from jhpt.training.processes import Processes, check_agreed, from_main, join, same_everywhere, together
 from jhpt.training.programs import Programs, compile_programs
 from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config, write_plan
 from jhpt.training.runtime import accelerator_present, configure_runtime
@@ -111,53 +112,92 @@ def train(
       InputError: anything the user can put right; nothing has been written then.
       TrainingDiverged: too many steps in a row were not finite.
     """
-    config = load_config(run_config(source, out), overrides)
-    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
     configure_runtime()
     join(processes or Processes())
+    with together():
+        config = load_config(run_config(source, out), overrides)
+        given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
+    check_agreed(_told(config, given))
     run_dir = Path(out) if out is not None else new_run_dir(config)
     display = Display(config.train.steps)
     if accelerator_present() and jax.default_backend() == "cpu":
         display.say("warning: a GPU is here, but jax runs on the CPU; `jhpt doctor` says what to install")
-    chosen = choose_plan(config, given, run_dir, display.say)
+    with claimed(run_dir):
+        run = _resolved(config, given, run_dir, display)
+        if run.step >= config.train.steps:
+            return _already_done(run, display)
+        return _executed(run, display)
+
+
+def _told(config: Config, given: Plan | None) -> dict[str, Any]:
+    """What all processes have to be told alike: not where their files lie, whose content is compared."""
+    settings = dotted(config.model_dump(mode="json"))
+    content = given.model_dump_json() if given else ""
+    plan = f"content {hashlib.blake2b(content.encode(), digest_size=4).hexdigest()}" if given else None
+    return {name: value for name, value in settings.items() if name not in PLACES} | {"--plan": plan}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """All that is decided before anything is compiled or written.  step: where it goes on; notes: for the person."""
+
+    directory: Path
+    setup: Setup
+    record: Record
+    step: int
+    notes: tuple[str, ...]
+
+
+def _resolved(config: Config, given: Plan | None, run_dir: Path, display: Display) -> _Run:
+    past = read_past(run_dir, display.say)
+    plan = choose_plan(config, given, past, display.say)
     with together():
-        setup = prepare(config, chosen, say=display.say)
+        setup = prepare(config, plan, say=display.say)
     if not same_everywhere(setup.cache.key):
         raise InputError("the processes read different text: give all of them the same files in data.path")
     record = make_record(config, setup.cache.key, setup.model.dtype.name)
+    resume = find_resume(run_dir, record)
+    changes = [plan_change(past.plan, plan)] if past.plan and not same_work(past.plan, plan) else []
+    return _Run(directory=run_dir, setup=setup, record=record, step=resume.step, notes=(*resume.notes, *changes))
 
-    with claimed(run_dir):
-        resume = find_resume(run_dir, record)
-        if resume.step >= config.train.steps:
-            return _already_done(run_dir, resume.step, config, display)
-        display.say(f"compiling {config.name} for {setup.layout.grid.mesh.size} x {setup.device.kind}")
-        programs = compile_programs(setup)
-        state = _restored(run_dir, resume.step, programs) if resume.step else programs.init()
-        with together():
-            write_config(run_dir, config)
-            write_plan(run_dir, setup.plan)
-        with (
-            Checkpoints(run_dir / "checkpoints", config.checkpoint) as checkpoints,
-            metrics_writer(run_dir, resume.step, config.log) as writer,
-        ):
-            display.log_to(writer)
-            display.say(start_table(setup, programs, resume.step))
-            for note in resume.notes:
-                display.say(note)
-            with display:
-                state, progress = fit(
-                    setup,
-                    programs,
-                    state,
-                    save=lambda step, state: checkpoints.save(step, programs.saved(state), record),
-                    writer=writer,
-                    display=display,
-                )
-            text = None if progress.interrupted else _sample(setup, programs.saved(state))
-            result = _result(setup, state, progress, run_dir, text)
-            for line in closing_lines(result, config):
-                display.say(line)
+
+def _executed(run: _Run, display: Display) -> RunResult:
+    setup, config = run.setup, run.setup.config
+    display.say(f"compiling {config.name} for {setup.layout.grid.mesh.size} x {setup.device.kind}")
+    programs = compile_programs(setup)
+    state = _restored(run.directory, run.step, programs) if run.step else programs.init()
+    with together():
+        write_config(run.directory, config)
+        write_plan(run.directory, setup.plan)
+    with (
+        Checkpoints(run.directory / "checkpoints", config.checkpoint) as checkpoints,
+        metrics_writer(run.directory, run.step, config.log) as writer,
+    ):
+        display.log_to(writer)
+        display.say(start_table(setup, programs, run.step))
+        for note in run.notes:
+            display.say(note)
+        with display:
+            state, progress = fit(
+                setup,
+                programs,
+                state,
+                save=lambda step, state: checkpoints.save(step, programs.saved(state), run.record),
+                writer=writer,
+                display=display,
+                evaluate_first=_unevaluated(run),
+            )
+        text = None if progress.interrupted else _sample(setup, programs, state)
+        result = _result(setup, state, progress, run.directory, text)
+        for line in closing_lines(result, config):
+            display.say(line)
     return result
+
+
+def _unevaluated(run: _Run) -> bool:
+    """Whether the run was cut off, or stopped, between a step that was saved and its evaluation."""
+    due = evaluation_due(run.setup.config, run.step)
+    return bool(from_main(int(due and run.step not in _history(run.directory)[1])))
 
 
 def _restored(run_dir: Path, step: int, programs: Programs) -> TrainState:
@@ -165,15 +205,15 @@ def _restored(run_dir: Path, step: int, programs: Programs) -> TrainState:
         return programs.loaded(checkpoints.restore(step, programs.checkpoint))
 
 
-def _sample(setup: Setup, state: TrainState) -> str | None:
+def _sample(setup: Setup, programs: Programs, state: TrainState) -> str | None:
     evaluation, model = setup.config.evaluation, setup.model
     if not evaluation.sample_tokens or not isinstance(model, GPT):
         return None
     prompt = setup.tokenizer.encode(evaluation.prompt)
     if not len(prompt):
         prompt = np.asarray([setup.tokenizer.end or 0], np.int32)
-    plain = replace(model, implementation="xla")
-    tokens = sample(plain, state.params, prompt, evaluation.sample_tokens, stream_key(setup.config.seed, Stream.SAMPLE))
+    plain, params = replace(model, implementation="xla"), programs.parameters(state.params)
+    tokens = sample(plain, params, prompt, evaluation.sample_tokens, stream_key(setup.config.seed, Stream.SAMPLE))
     return setup.tokenizer.decode(tokens.tolist())
 
 
@@ -201,7 +241,7 @@ def _history(run_dir: Path) -> tuple[dict[int, float], dict[int, float]]:
     return pick("loss"), pick("validation_loss")
 
 
-def _already_done(run_dir: Path, step: int, config: Config, display: Display) -> RunResult:
-    losses, validation = _history(run_dir)
-    display.say(f"{run_dir} is at step {step} of {config.train.steps}: nothing to do; raise --train.steps to go on")
-    return RunResult(step=step, losses=losses, validation_losses=validation, run_dir=run_dir)
+def _already_done(run: _Run, display: Display) -> RunResult:
+    (losses, validation), steps = _history(run.directory), run.setup.config.train.steps
+    display.say(f"{run.directory} is at step {run.step} of {steps}: nothing to do; raise --train.steps to go on")
+    return RunResult(step=run.step, losses=losses, validation_losses=validation, run_dir=run.directory)

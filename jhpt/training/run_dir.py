@@ -7,8 +7,8 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,9 @@ from jhpt.core.load import to_yaml
 from jhpt.core.plan import Plan
 from jhpt.training.checkpoint import Checkpoints, Record, changes_of_note, check_resumable
 from jhpt.training.processes import from_main, is_main, together
+
+CONFIG_FILE = "config.yaml"
+"""What a run was asked for, completely."""
 
 PLAN_FILE = "plan.json"
 """What a run executes."""
@@ -48,14 +51,14 @@ def new_run_dir(config: Config) -> Path:
 def claimed(run_dir: Path) -> Iterator[None]:
     """Makes the directory this run's for the time inside: creates and locks it.
 
-    Where nothing came of it, a directory that was made here is removed again.
+    Where nothing came of it, directories that were made here are removed again.
 
     Raises:
       InputError: another process trains there, it holds something else, it cannot be written, or processes on other
         hosts do not see it.
     """
     lock = None
-    there = run_dir.is_dir()
+    missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     with together():
         if is_main():
             _check_place(run_dir)
@@ -67,16 +70,23 @@ def claimed(run_dir: Path) -> Iterator[None]:
     finally:
         if lock is not None:
             os.close(lock)
-            if not there and {path.name for path in run_dir.iterdir()} == {".lock"}:
+            if missing and {path.name for path in run_dir.iterdir()} == {".lock"}:
                 (run_dir / ".lock").unlink()
-                run_dir.rmdir()
+                _remove_empty(missing)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """From the innermost to the first that somebody else uses by now."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _check_place(run_dir: Path) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise InputError(f"--out {run_dir} is a file; give a directory")
     foreign = [path for path in run_dir.iterdir() if not path.name.startswith(".")] if run_dir.is_dir() else []
-    if foreign and not (run_dir / "config.yaml").is_file():
+    if foreign and not (run_dir / CONFIG_FILE).is_file():
         raise InputError(f"--out {run_dir} is not empty and holds no run; give a new or empty directory")
 
 
@@ -129,9 +139,9 @@ def find_resume(run_dir: Path, record: Record) -> Resume:
 def write_config(run_dir: Path, config: Config) -> None:
     """The complete configuration, replaced in one go."""
     if is_main():
-        partial = run_dir / "config.yaml.partial"
+        partial = run_dir / f"{CONFIG_FILE}.partial"
         partial.write_text(to_yaml(config))
-        partial.rename(run_dir / "config.yaml")
+        partial.rename(run_dir / CONFIG_FILE)
 
 
 def write_plan(run_dir: Path, plan: Plan) -> None:

@@ -18,17 +18,18 @@ from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
 from jhpt.models.build import Model, build
 from jhpt.models.hooks import Hooks
-from jhpt.models.layers import NAMED_TENSORS
+from jhpt.models.layers import CHOICE, NAMED_TENSORS
 from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_grid
 from jhpt.sharding.parts import BlockFunction, Parts
 from jhpt.sharding.remat import keep_nothing, save_named
 from jhpt.training.data.cache import TokenCache, token_cache
+from jhpt.training.data.corpus import find_files
 from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
 from jhpt.training.data.windows import Windows, causal_windows, check_masked, masked_windows
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.parts import make_parts, sequence_hooks, tensor_hooks, with_cut_sequence
+from jhpt.training.parts import compressed_hooks, make_parts, sequence_hooks, tensor_hooks, with_cut_sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None]
       plan: None: as the section `parallel` describes it.
 
     Raises:
-      InputError: data, tokenizer, device count or attention kernel do not fit the configuration.
+      InputError: data, tokenizer, plan, device count, sequence length or attention kernel do not fit the configuration.
     """
     # Data comes last: reading a large text for the first time takes long, and a refusal should not.
     tokenizer = fitting_tokenizer(config)
@@ -80,6 +81,14 @@ def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None]
     train_windows = _windows(config, tokenizer, cache.train, "training")
     validation_windows = _windows(config, tokenizer, cache.validation, "validation") if cache.validation.size else None
     return Setup(**vars(design), cache=cache, train_windows=train_windows, validation_windows=validation_windows)
+
+
+def check_data(config: Config) -> None:
+    """Refuses a tokenizer that does not fit and text that is not there, at once: before what takes long."""
+    fitting_tokenizer(config)
+    find_files(config.data.path)
+    if config.data.validation_path is not None:
+        find_files(config.data.validation_path, "data.validation_path")
 
 
 def fitting_tokenizer(config: Config) -> Tokenizer:
@@ -101,7 +110,7 @@ def design_step(
     """The configured model laid out by the plan on these devices, which need not be attached to any machine.
 
     Raises:
-      InputError: device count or attention kernel do not fit the configuration.
+      InputError: plan, device count, sequence length or attention kernel do not fit the configuration.
     """
     dtype = compute_dtype(config, device)
     layout = Layout(plan=plan, grid=make_grid(plan, devices), num_layers=config.model.num_layers)
@@ -125,7 +134,7 @@ def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer
     grid = layout.grid
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
-    recompute = keep_nothing if layout.plan.recompute else layer_policy(NAMED_TENSORS, stacked=stacked)
+    recompute = keep_nothing if layout.plan.recompute else layer_policy((*NAMED_TENSORS, CHOICE), stacked=stacked)
 
     def parts_at(degree: int) -> Parts:
         axes = grid.axes(degree).tensor
@@ -135,6 +144,9 @@ def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer
             return make_parts(own, config.data, tokenizer, config.optimizer.z_loss, train=train)
 
         parts = cut(tensor_hooks(axes, degree))
+        if layout.plan.compression.on and degree > 1:
+            hooks = compressed_hooks(axes, degree, layout.plan.compression, causal=config.model.family == "gpt")
+            parts = replace(parts, block=cut(hooks).block)
         if layout.plan.sequence and degree > 1:
             parts = with_cut_sequence(parts, cut(sequence_hooks(axes, degree)), axes)
         return replace(parts, block=recompute(parts.block)) if train else parts
@@ -152,11 +164,14 @@ def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer
 def check_sequence(config: Config, plan: Plan) -> None:
     """Refuses to cut a sequence into unequal pieces."""
     length = config.data.sequence_length
-    for degree in sorted({t for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor}):
+    by_hand = plan.origin == "hand"
+    for degree in plan.degrees:
         if plan.sequence and length % degree:
+            who = "parallel.sequence" if by_hand else "the plan's sequence: true"
+            remedy = "leave parallel.sequence out" if by_hand else "take a plan without it"
             raise InputError(
-                f"parallel.sequence cuts data.sequence_length={length} into {degree} pieces, which does not divide it; "
-                "choose another length or tensor degree, or leave parallel.sequence out"
+                f"{who} cuts data.sequence_length={length} into {degree} pieces, which does not divide it; "
+                f"choose another length or tensor degree, or {remedy}"
             )
 
 

@@ -1,5 +1,6 @@
 """Every figure of the catalogue has a source, names mean what they say, wrong ones are answered with the right ones."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -7,7 +8,17 @@ import re
 import pytest
 
 from jhpt.core import catalogue
-from jhpt.core.catalogue import cluster_named, device_named, find_cluster, kinds, networks, peak_bf16_flops
+from jhpt.core.catalogue import (
+    Chip,
+    chip_by_driver,
+    cluster_named,
+    device_named,
+    find_cluster,
+    kinds,
+    kinds_with_chips,
+    networks,
+    peak_bf16_flops,
+)
 from jhpt.core.cluster import load_cluster
 from jhpt.core.errors import InputError
 
@@ -157,3 +168,42 @@ def test_peak_by_the_drivers_name_is_that_of_the_kind(kind):
 def test_peak_by_the_drivers_name(driver, teraflops):
     peak = peak_bf16_flops(driver)
     assert peak is None if teraflops is None else math.isclose(peak, teraflops * 1e12)
+
+
+def test_every_figure_of_a_chip_has_a_source():
+    fields = {field.name for field in dataclasses.fields(Chip)}
+    assert set(kinds()) - set(kinds_with_chips()) == {"v100", "v100pcie"}
+    for kind in kinds_with_chips():
+        chip = catalogue._data()["kinds"][kind]["chip"]
+        assert set(chip) == fields
+        assert all(isinstance(source, str) and len(source) > 5 for _, source in chip.values())
+
+
+@pytest.mark.parametrize("kind", kinds_with_chips())
+def test_chip_by_the_drivers_name_is_that_of_the_kind(kind):
+    chip, figures = chip_by_driver(device_named(kind).name), catalogue._data()["kinds"][kind]["chip"]
+    assert dataclasses.asdict(chip) == {name: value for name, (value, _) in figures.items()} | {
+        "capability": tuple(figures["capability"][0])
+    }
+    assert (chip.links == 0) == kind.endswith("pcie")
+    # Multiprocessors x clock x bf16 FLOP per clock, of which 8.0 has 2048, 9.0 4096 and 10.0 8192: more than the peak,
+    # which vendors state for a somewhat lower clock.
+    highest = chip.multiprocessors * chip.clock * 2048 * 2 ** (chip.capability[0] - 8)
+    assert 0.85 * highest < device_named(kind).peak_flops["bfloat16"] <= 1.01 * highest
+
+
+@pytest.mark.parametrize(
+    ("driver", "kind"),
+    [
+        ("NVIDIA A100-PCIE-40GB", "a100pcie"),
+        ("NVIDIA A100 80GB PCIe", "a100pcie"),
+        ("A100-SXM4-40GB", "a10040"),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA L4", None),
+        ("Tesla V100-SXM2-32GB", None),
+        ("cpu", None),
+    ],
+)
+def test_chip_by_the_drivers_name(driver, kind):
+    assert chip_by_driver(driver) == (None if kind is None else chip_by_driver(device_named(kind).name))

@@ -4,7 +4,7 @@ import pytest
 
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Plan, plan_by_hand
+from jhpt.core.plan import Plan, check_plan, plan_by_hand
 
 
 def by_hand(devices=8, blocks=8, **parallel):
@@ -72,3 +72,44 @@ def test_a_file_holds_a_plan(tmp_path):
     plan = by_hand(pipe=2, chunks=2, micro_batches=2, zero=1)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def changed(plan: Plan, change) -> Plan:
+    """The plan with its JSON changed."""
+    tree = plan.model_dump(mode="json")
+    change(tree)
+    return Plan.model_validate(tree)
+
+
+def stage_of(tree, stage: int, *chunks: tuple[int, int]) -> None:
+    """Gives a stage chunks [first, stop)."""
+    tree["stages"][stage]["chunks"] = [{"first": a, "runs": [{"layers": b - a}]} for a, b in chunks]
+
+
+PIPED = {"pipe": 2, "micro_batches": 4, "data": 1}
+CHUNKED = PIPED | {"chunks": 2}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "change", "words"),
+    [
+        (PIPED, lambda tree: stage_of(tree, 1, (4, 6)), "cover layers 0 to 5 in order.*found 0 to 2, 4 to 5"),
+        (PIPED, lambda tree: tree["stages"][0].update(device=1) or tree["stages"][1].update(device=0), "ascending"),
+        (PIPED, lambda tree: stage_of(tree, 0, (3, 6)) or stage_of(tree, 1, (0, 3)), "found 3 to 5, 0 to 2"),
+        (PIPED, lambda tree: tree["stages"][1].update(device=2), r"from device 0 on, found them to begin at \[0, 2\]"),
+        (CHUNKED, lambda tree: tree.update(schedule="gpipe"), r"schedule=gpipe with 2 chunk\(s\)"),
+        (CHUNKED, lambda tree: tree.update(schedule="1f1b"), r"schedule=1f1b with 2 chunk\(s\)"),
+        (CHUNKED, lambda tree: tree.update(batch=12, micro_batches=3), "needs micro_batches=3 divisible by 2"),
+        (CHUNKED, lambda tree: stage_of(tree, 1, (2, 6)), r"the same number of chunks, found \[2, 1\]"),
+        ({"data": 1}, lambda tree: stage_of(tree, 0, (0, 3), (3, 6)), "found 2 in a single one; join them"),
+        (PIPED, lambda tree: tree.update(batch=33), "batch=33 is not divisible by micro_batches=4; use 1, 3, 11 or 33"),
+        ({"data": 8}, lambda tree: tree.update(batch=12), "a micro-batch of 12 is not divisible by data=8"),
+        ({"data": 2, "tensor": 2}, lambda tree: tree["stages"][0].update(devices=3), "does not divide the 3 devices"),
+        ({"zero": 3}, lambda tree: tree.update(prefetch=1000), "prefetch=1000 .* use 6 or less"),
+    ],
+)
+def test_what_is_no_plan_is_refused(parallel, change, words):
+    plan = by_hand(blocks=4, **parallel)
+    check_plan(plan, 6)
+    with pytest.raises(InputError, match=words):
+        check_plan(changed(plan, change), 6)

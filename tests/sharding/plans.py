@@ -52,12 +52,14 @@ def spread(blocks: int, parts: int, shape: str = "even") -> list[int]:
 
 
 def laid_out(setup, plan: Plan, **changes):
-    """The setup of another plan.  changes: of what trains."""
+    """The setup of another plan.  changes: of how it is executed."""
     layout = Layout(plan=plan, grid=make_grid(plan, jax.devices()), num_layers=setup.config.model.num_layers)
     training, evaluation = (
         execution(setup.config, setup.model, layout, setup.tokenizer, train=train) for train in (True, False)
     )
-    return replace(setup, layout=layout, training=replace(training, **changes), evaluation=evaluation)
+    return replace(
+        setup, layout=layout, training=replace(training, **changes), evaluation=replace(evaluation, **changes)
+    )
 
 
 def random_params(setup, seed: int = 0):

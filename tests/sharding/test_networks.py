@@ -43,8 +43,8 @@ def make_plan(network, degrees, *, devices=4, micro_batches=1, zero=0, schedule=
     )
 
 
-def gradients(network, plan, forward=False):
-    """(gradients by path, loss, norm) of one batch at the initial parameters, and the forward pass's own loss."""
+def gradients(network, plan):
+    """(gradients by path, loss, norm) of one batch at the initial parameters, and the loss of a forward pass alone."""
     layout = Layout(plan=plan, grid=make_grid(plan, jax.devices()), num_layers=network.num_blocks, alike=network.alike)
     execution = class_execution(network, layout)
     rng = np.random.default_rng(1)
@@ -63,7 +63,7 @@ def gradients(network, plan, forward=False):
     @jax.jit
     def run(stored):
         found, sums = execution.gradients(stored, rows, jax.random.key(7))
-        alone = execution.sums(stored, rows, jax.random.key(7)) if forward else sums
+        alone = execution.sums(stored, rows, jax.random.key(7))
         return layout.model_tree(found, execution.tied), sums, alone, execution.norm(found)
 
     back, sums, alone, norm = run(stored)
@@ -81,8 +81,8 @@ def reference(network):
     return _reference[network]
 
 
-def check(network, plan, forward=False):
-    found, loss, norm, alone = gradients(network, plan, forward)
+def check(network, plan):
+    found, loss, norm, alone = gradients(network, plan)
     expected, expected_loss, expected_norm, _ = reference(network)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert alone == pytest.approx(expected_loss, rel=1e-5)

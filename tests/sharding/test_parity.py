@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Run, Stage
 from jhpt.models.layers import fold
 from jhpt.training import setup as training_setup
@@ -51,10 +52,11 @@ ALL, NONE = 99, 0
 def setup_of(tiny, monkeypatch):
     """Makes the setup of a model of so many blocks, of which this many are unrolled."""
 
-    def make(name, blocks, unrolled):
+    def make(name, blocks, unrolled, **overrides):
         monkeypatch.setattr(training_setup, "MOST_UNROLLED_LAYERS", unrolled)
         preset = "bert-tiny" if name == "bert" else "gpt-tiny"
-        return prepare(tiny(preset, **MODELS[name], **{"model.num_layers": blocks, "data.batch_size": BATCH}))
+        overrides |= MODELS[name] | {"model.num_layers": blocks, "data.batch_size": BATCH}
+        return prepare(tiny(preset, **overrides))
 
     return make
 
@@ -129,9 +131,9 @@ def check_gradients(setup_of, name, blocks, unrolled, plan, **changes):
             assert leaf.any() and error <= 1e-5 * np.abs(leaf).max(), path
 
 
-def check_sums(setup_of, name, blocks, plan):
+def check_sums(setup_of, name, blocks, plan, **changes):
     """Evaluation of a batch whose rows count differently."""
-    setup = laid_out(setup_of(name, blocks, NONE), plan)
+    setup = laid_out(setup_of(name, blocks, NONE), plan, **changes)
     params = stored(setup, random_params(setup))
     rows = Rows(*(jax.device_put(leaf, setup.layout.batch) for leaf in (batch(setup, BATCH), WEIGHTS)))
     found = compiled(lambda params, rows: setup.evaluation.sums(params, rows, jax.random.key(KEY)), params, rows)
@@ -227,6 +229,22 @@ def test_one_device_computes_the_definition(setup_of, name):
     check_gradients(setup_of, name, 3, NONE, piped([5], 1, batch=BATCH))
 
 
+# What a GPU runs where one stage is enough: a loop whose communication runs beside other layers.
+
+OVERLAPPED = [
+    (name, zero, micro_batches, ahead)
+    for name, (zero, micro_batches, ahead) in zip(
+        itertools.cycle(MODELS), itertools.product((0, 1, 3), (1, 4), (1, 2)), strict=False
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "zero", "micro_batches", "ahead"), OVERLAPPED)
+def test_gradients_of_overlapped_loops(setup_of, name, zero, micro_batches, ahead):
+    plan = piped([5], 1, data=4, tensor=2, batch=BATCH, micro_batches=micro_batches, zero=zero, prefetch=ahead)
+    check_gradients(setup_of, name, 3, NONE, plan, overlap=True)
+
+
 # Plans of one stage whose layers differ.
 
 DEGREES = {
@@ -265,8 +283,8 @@ def test_degrees_may_differ_everywhere(setup_of, layers, micro_batches, zero, ke
     check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence)
 
 
-def test_a_single_stage_may_have_chunks(setup_of):
-    """They are its layers, one after the other."""
+def test_a_single_stage_of_chunks_is_no_plan(setup_of):
+    """The planner refuses it too."""
     chunks = Chunk(first=0, runs=(Run(layers=2, tensor=2),)), Chunk(first=2, runs=(Run(layers=3, tensor=4),))
     plan = Plan(
         model="any",
@@ -276,7 +294,8 @@ def test_a_single_stage_may_have_chunks(setup_of):
         zero=1,
         stages=(Stage(device=0, devices=8, chunks=chunks),),
     )
-    check_gradients(setup_of, "gpt-untied", 3, NONE, plan)
+    with pytest.raises(InputError, match="join them into one chunk"):
+        check_gradients(setup_of, "gpt-untied", 3, NONE, plan)
 
 
 # Evaluation.
@@ -295,10 +314,10 @@ EVALUATED = {
 
 @pytest.mark.parametrize(("name", "kind"), list(zip(itertools.cycle(MODELS), EVALUATED, strict=False)))
 def test_evaluation_counts_rows_by_their_weights(setup_of, name, kind):
-    check_sums(setup_of, name, 3, EVALUATED[kind])
+    check_sums(setup_of, name, 3, EVALUATED[kind], overlap=True)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "kind"), list(itertools.product(MODELS, EVALUATED)))
-def test_evaluation_counts_rows_by_their_weights_everywhere(setup_of, name, kind):
-    check_sums(setup_of, name, 3, EVALUATED[kind])
+@pytest.mark.parametrize(("name", "kind", "overlap"), list(itertools.product(MODELS, EVALUATED, (False, True))))
+def test_evaluation_counts_rows_by_their_weights_everywhere(setup_of, name, kind, overlap):
+    check_sums(setup_of, name, 3, EVALUATED[kind], overlap=overlap)

@@ -114,3 +114,8 @@ device 1    .      0a     1a   0b(0b) 1b(1b)  (0a)   (1a)    .
 def test_a_timetable_prints_itself(case):
     lines = str(timetable(*case)).splitlines()
     assert [line.rstrip() for line in lines] == PICTURES[case].strip("\n").splitlines()
+
+
+def test_chunks_have_letters_enough():
+    lines = str(timetable("interleaved", 2, 28, 2))
+    assert all(f"0{letters}" in lines for letters in ("a", "h", "i", "z", "aa", "ab"))

@@ -1,17 +1,28 @@
 """Which plan a run executes, and which it refuses."""
 
+import fcntl
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
 import jax
+import numpy as np
 import pytest
 
 import jhpt
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Plan, plan_by_hand
+from jhpt.core.plan import Chunk, Plan, Run, plan_by_hand
+from jhpt.measure.device import device_info
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.request import request
 from jhpt.planner.solve import solve
-from jhpt.training import planning
+from jhpt.training import planning, programs, run
+from jhpt.training.checkpoint import Checkpoints
+from jhpt.training.loop import evaluate
 from jhpt.training.planning import differences
+from jhpt.training.setup import prepare
+from tests.sharding.plans import piped
 
 QUICK = {"train.steps": 2, "checkpoint.every": 100, "evaluation.every": 100}
 
@@ -55,7 +66,7 @@ def test_a_given_plan_is_executed_and_reported(tiny, tmp_path):
     plan = solve(profile, here(), asked).plan
     plan.save(tmp_path / "plan.json")
     result = jhpt.train(config, out=tmp_path / "run", plan=tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "run" / "plan.json") == plan
+    assert Plan.load(tmp_path / "run" / "plan.json") == plan.model_copy(update={"origin": "given"})
     assert result.step_seconds and result.predicted_seconds == plan.seconds
     log = (tmp_path / "run" / "train.log").read_text()
     assert "step time: predicted" in log and "predicted / measured" in log
@@ -94,3 +105,225 @@ def test_a_cluster_of_another_size_is_refused(tiny, tmp_path, measured):
     with pytest.raises(InputError, match="has 16 devices, here are 8"):
         jhpt.train(config, out=tmp_path / "run")
     assert jax.device_count() == 8 and not (tmp_path / "run").exists()
+
+
+# What is no plan, though it fits layers, batch and devices.
+
+FOUR_BLOCKS = {"model.num_layers": 4}
+
+
+PIPED = piped([3, 3], 2, batch=16, micro_batches=2)
+PARTS = [2, 1, 1, 2]
+"""Layers of two chunks on each of two stages."""
+
+
+def with_last(plan: Plan, first: int, layers: int) -> Plan:
+    """The last stage holds one chunk, of so many layers."""
+    chunk = Chunk(first=first, runs=(Run(layers=layers),))
+    last = plan.stages[-1].model_copy(update={"chunks": (chunk,)})
+    return plan.model_copy(update={"stages": (*plan.stages[:-1], last)})
+
+
+def on_three() -> Plan:
+    plan = piped([6], 1, tensor=2, batch=16)
+    return plan.model_copy(update={"stages": (plan.stages[0].model_copy(update={"devices": 3}),)})
+
+
+NO_PLANS = {
+    "a gap": (with_last(PIPED, 4, 2), "cover layers 0 to 5 in order"),
+    "stages in reverse": (PIPED.model_copy(update={"stages": PIPED.stages[::-1]}), "cover layers 0 to 5 in order"),
+    "gpipe with chunks": (piped(PARTS, 2, batch=16, micro_batches=2, schedule="gpipe"), "schedule=gpipe with 2"),
+    "1f1b with chunks": (piped(PARTS, 2, batch=16, micro_batches=2), "schedule=1f1b with 2"),
+    "interleaved, odd": (piped(PARTS, 2, batch=16, schedule="interleaved"), "micro_batches=1 divisible by 2"),
+    "different chunks": (
+        with_last(piped(PARTS, 2, batch=16, micro_batches=2, schedule="interleaved"), 2, 4),
+        "the same number of chunks",
+    ),
+    "one stage of chunks": (piped([3, 3], 1, batch=16), "join them into one chunk"),
+    "batch and micro-batches": (piped([6], 1, batch=16, micro_batches=3), "batch=16 is not divisible by micro_batches"),
+    "batch and data": (piped([6], 1, data=3, batch=16), "a micro-batch of 16 is not divisible by data=3"),
+    "tensor and devices": (on_three(), "tensor=2 does not divide the 3 devices"),
+    "prefetch": (piped([6], 1, data=2, batch=16, zero=3, prefetch=1000), "prefetch=1000"),
+}
+
+
+@pytest.mark.parametrize("name", NO_PLANS)
+def test_what_is_no_plan_is_refused(tiny, tmp_path, name):
+    plan, words = NO_PLANS[name]
+    with pytest.raises(InputError, match=f"the plan does not fit:(.|\\n)*{words}"):
+        jhpt.train(tiny(**QUICK, **FOUR_BLOCKS), plan=plan, out=tmp_path / "runs" / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_padded_vocabulary_must_divide(tiny):
+    """BERT-base's, 30522 rows padded to 30592, at degree 3."""
+    shape = {"model.num_heads": 6, "model.d_model": 96, "model.d_ff": 96, "model.vocab_size": 30522}
+    found = differences(piped([4], 1, tensor=3, batch=16), tiny("bert-tiny", **shape))
+    assert found == ["the plan has tensor degree 3, which does not divide 30592 rows of the padded vocabulary"]
+
+
+# From one call to the next.
+
+
+def log_of(folder) -> str:
+    return (folder / "train.log").read_text()
+
+
+def test_a_run_goes_on_with_the_plan_it_was_given(tiny, tmp_path, capsys):
+    config, out = tiny(**QUICK), tmp_path / "run"
+    plan = piped([2, 2], 2, data=2, batch=16, micro_batches=4)
+    jhpt.train(config, out=out, plan=plan)
+    kept = Plan.load(out / "plan.json")
+    assert kept == plan.model_copy(update={"origin": "given"})
+    for steps, source in ((3, None), (4, config)):
+        capsys.readouterr()
+        assert jhpt.train(source, out=out, overrides={"train.steps": steps}).step == steps
+        assert Plan.load(out / "plan.json") == kept
+        assert "going on with the plan that this run was given" in capsys.readouterr().out
+    assert "the plan has changed" not in log_of(out)
+    # Another section `parallel` is another wish; so is another plan.
+    changed = jhpt.train(out=out, overrides={"train.steps": 5, "parallel.data": 4})
+    assert changed.step == 5 and Plan.load(out / "plan.json").devices == 4
+    lines = [line for line in log_of(out).splitlines() if "the plan has changed" in line]
+    assert lines == [
+        "note: the plan has changed: data 4 x tensor 1, zero 0, 1 micro-batches; "
+        "before pipe 2 x data 2 x tensor 1, 1f1b, zero 0, 4 micro-batches"
+    ]
+    jhpt.train(out=out, plan=plan.model_copy(update={"prefetch": 2}), overrides={"train.steps": 6})
+    jhpt.train(out=out, plan=plan, overrides={"train.steps": 7})
+    lines = [line for line in log_of(out).splitlines() if "the plan has changed" in line]
+    assert len(lines) == 3 and "in which layers are where and how they are treated" in lines[-1]
+
+
+def test_a_run_whose_given_plan_does_not_fit_any_more_is_refused(tiny, tmp_path):
+    config, out = tiny(**QUICK), tmp_path / "run"
+    jhpt.train(config, out=out, plan=piped([4], 1, data=2, batch=16))
+    tree = json.loads((out / "plan.json").read_text())
+    (out / "plan.json").write_text(json.dumps(tree | {"device": "NVIDIA H100"}))
+    with pytest.raises(InputError, match=r"does not fit any more(.|\n)*NVIDIA H100(.|\n)*--plan"):
+        jhpt.train(out=out, overrides={"train.steps": 3})
+
+
+def test_a_plan_by_hand_is_no_plan_for_auto(tiny, tmp_path, measured):
+    config, out = tiny(**QUICK, **{"parallel.data": 2}), tmp_path / "run"
+    jhpt.train(config, out=out)
+    jhpt.train(out=out, overrides={"train.steps": 3, "parallel.auto": True})
+    assert len(measured) == 1 and Plan.load(out / "plan.json").origin == "auto"
+    assert "the plan has changed" in log_of(out)
+
+
+@pytest.mark.parametrize("content", ["{", "", '{"model": "x"}', "[]"])
+def test_a_damaged_plan_is_made_anew(tiny, tmp_path, measured, capsys, content):
+    config, out = tiny(**QUICK, parallel="auto"), tmp_path / "run"
+    jhpt.train(config, out=out)
+    plan = Plan.load(out / "plan.json")
+    (out / "plan.json").write_text(content)
+    jhpt.train(out=out, overrides={"train.steps": 3})
+    out_text = capsys.readouterr().out
+    (line,) = [line for line in out_text.splitlines() if "what it says is left aside" in line]
+    assert str(out / "plan.json") in line
+    assert Plan.load(out / "plan.json") == plan and len(measured) == 2
+
+
+# Before anything is measured.
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"data.path": "no.txt"}, {"data.tokenizer": "no.json"}, {"data.validation_path": "n"}]
+)
+def test_data_is_missed_before_measuring(tiny, tmp_path, measured, wrong):
+    (name,) = wrong
+    with pytest.raises(InputError, match=name):
+        jhpt.train(tiny(**QUICK, parallel="auto", **wrong), out=tmp_path / "runs" / "run")
+    assert not measured and list(tmp_path.iterdir()) == []
+
+
+def test_a_locked_run_is_refused_before_measuring(tiny, tmp_path, measured):
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another process is training"):
+            jhpt.train(tiny(**QUICK, parallel="auto"), out=tmp_path)
+    assert not measured
+
+
+@pytest.mark.parametrize(
+    ("kind", "cluster", "fits"),
+    [
+        ("NVIDIA H100 80GB HBM3", "v100x8x1", False),
+        ("NVIDIA H100 80GB HBM3", "h100pciex8x1", False),
+        ("NVIDIA A100-SXM4-40GB", "a100x8x1", False),
+        ("NVIDIA H100 80GB HBM3", "h100x8x1", True),
+        ("NVIDIA A100-PCIE-40GB", "a100pciex8x1", True),
+        ("cpu", "h100x8x1", True),  # to try it out
+    ],
+)
+def test_a_cluster_of_other_devices_is_refused(tiny, tmp_path, measured, monkeypatch, kind, cluster, fits):
+    monkeypatch.setattr(planning, "device_info", lambda: replace(device_info(), kind=kind))
+    config = tiny(**QUICK, **{"parallel.auto": True, "parallel.cluster": cluster})
+    if fits:
+        assert planning._named_cluster(config).num_devices == 8
+        return
+    with pytest.raises(InputError, match=f"parallel.cluster={cluster} is of .*, here are 8 x {kind}"):
+        jhpt.train(config, out=tmp_path / "run")
+    assert not measured and not (tmp_path / "run").exists()
+
+
+# Remedies that have an effect.
+
+
+@pytest.mark.parametrize(
+    ("origin", "words"),
+    [
+        ("hand", "raise parallel.micro_batches, parallel.zero"),
+        ("auto", "parallel.auto=false"),
+        ("given", "give a plan with more micro_batches"),
+        (None, "give a plan with more micro_batches"),
+    ],
+)
+def test_a_step_that_is_too_large(origin, words):
+    setup = SimpleNamespace(device=SimpleNamespace(memory=1), plan=SimpleNamespace(origin=origin))
+    with pytest.raises(InputError, match=words) as caught:
+        programs._check_memory(setup, "a step", {"state": 2})
+    assert origin == "hand" or "raise parallel" not in str(caught.value)
+
+
+def test_all_that_may_not_fit_is_compiled_before_the_first_step(tiny, monkeypatch):
+    """Where a device's memory is known: evaluating and saving, too, are refused at the start or run later."""
+    setup = prepare(tiny(**{"parallel.pipe": 2, "parallel.micro_batches": 2, "model.num_layers": 3}))
+    asked, known = [], replace(setup, device=replace(setup.device, memory=1 << 40))
+    monkeypatch.setattr(programs, "_check_memory", lambda setup, what, memory: asked.append((what, memory)))
+    found = programs.compile_programs(known)
+    assert [what for what, _ in asked] == ["a step", "evaluating", "saving a checkpoint"]
+    assert asked[2][1]["temporary"] >= asked[2][1]["state"] / 2, "the copy that is saved counts"
+    state = found.init()
+    assert np.isfinite(evaluate(known, found, state))
+    assert jax.tree.structure(found.saved(state)) == jax.tree.structure(found.checkpoint)
+
+
+def test_a_sequence_that_is_cut_unevenly(tiny):
+    config = tiny(**{"data.sequence_length": 31})
+    plan = plan_by_hand(tiny(**{"parallel.tensor": 2, "parallel.sequence": True}), 8)
+    with pytest.raises(
+        InputError, match=r"parallel.sequence cuts data.sequence_length=31 .* leave parallel.sequence out"
+    ):
+        prepare(config, plan)
+    with pytest.raises(InputError, match=r"the plan's sequence: true cuts .* take a plan without it"):
+        prepare(config, plan.model_copy(update={"origin": "given"}))
+
+
+def test_the_sample_needs_the_parameters_alone(tiny, tmp_path, monkeypatch):
+    """The whole state is converted for the one checkpoint."""
+    converted, saved = [], []
+
+    def counted(setup):
+        made = programs.compile_programs(setup)
+        return replace(made, saved=lambda state: converted.append(1) or made.saved(state))
+
+    save = Checkpoints.save
+    monkeypatch.setattr(run, "compile_programs", counted)
+    monkeypatch.setattr(Checkpoints, "save", lambda *arguments: saved.append(1) or save(*arguments))
+    piped_config = tiny(**QUICK, **{"evaluation.sample_tokens": 4, "parallel.pipe": 2, "parallel.data": 1})
+    result = jhpt.train(piped_config, out=tmp_path / "run")
+    assert len(converted) == len(saved) == 1
+    alone = jhpt.train(tiny(**QUICK, **{"evaluation.sample_tokens": 4, "parallel.data": 1}), out=tmp_path / "alone")
+    assert result.sample == alone.sample is not None

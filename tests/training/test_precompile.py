@@ -163,6 +163,10 @@ def test_plans_that_are_no_program_are_refused():
         compiled_step(config, plan.model_copy(update={"space": "general"}), CLUSTER)
     with pytest.raises(InputError, match="needs 8 devices, h100x4x1 has 4"):
         compiled_step(config, plan, find_cluster("h100x4x1"))
+    with pytest.raises(InputError, match="11 layers with embedding and head, gpt-tiny has 6"):
+        compiled_step(load_config("gpt-tiny"), plan, CLUSTER)
+    with pytest.raises(InputError, match="schedule=interleaved with 1 chunk"):
+        compiled_step(config, plan.model_copy(update={"schedule": "interleaved"}), CLUSTER)
 
 
 def test_quiet_keeps_to_itself_what_libraries_write_unless_something_fails(capfd):

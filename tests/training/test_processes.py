@@ -24,12 +24,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_two(folder: Path, settings, outs=("two", "two")) -> list[subprocess.Popen]:
-    """Two processes with a device each, joined through a port on localhost."""
+def start_two(folder: Path, settings, outs=("two", "two"), apart=({}, {})) -> list[subprocess.Popen]:
+    """Two processes with a device each, joined through a port on localhost.  apart: settings of each alone."""
     port, workers = free_port(), []
     for rank in range(2):
         processes = {"coordinator": f"127.0.0.1:{port}", "process_id": rank, "num_processes": 2}
-        spec = {"preset": "gpt-tiny", "overrides": settings, "out": str(folder / outs[rank]), "processes": processes}
+        spec = {"preset": "gpt-tiny", "overrides": settings | apart[rank], "processes": processes}
+        spec["out"] = str(folder / outs[rank])
         file = folder / f"{rank}.json"
         file.write_text(json.dumps(spec))
         workers.append(
@@ -99,6 +100,17 @@ def test_what_one_process_refuses_stops_all(tmp_path, corpus):
     assert "another process is training in" in errors[0]
     assert "process 0 could not go on" in errors[1]
     assert {path.name for path in (tmp_path / "two").iterdir()} == {".lock"}
+
+
+def test_processes_that_are_told_different_things_are_refused(tmp_path, corpus):
+    """Where their files lie may differ, what they do may not."""
+    elsewhere = {"data.cache_dir": str(tmp_path / "cache"), "train.steps": 7}
+    workers = start_two(tmp_path, tiny_overrides(corpus) | {"parallel.data": 2}, apart=({}, elsewhere))
+    errors = [worker.communicate(timeout=200)[1] for worker in workers]
+    assert all(worker.returncode == 1 for worker in workers)  # the runner does not catch InputError
+    assert "process 1 could not go on" in errors[0]
+    assert "train.steps: 7 here, 4 on process 0" in errors[1] and "cache_dir" not in errors[1].split("InputError")[-1]
+    assert not (tmp_path / "two").exists()
 
 
 @pytest.mark.parametrize(

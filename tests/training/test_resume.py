@@ -15,6 +15,7 @@ import pytest
 
 import jhpt
 from jhpt.core.load import load_config
+from jhpt.training import loop
 from jhpt.training.metrics import read_metrics
 from tests.conftest import tiny_overrides
 
@@ -58,7 +59,7 @@ def losses(run_dir: Path, name="loss"):
 
 KILLED = {
     "gpt": {"preset": "gpt-tiny"},
-    "bert-with-dropout": {"preset": "bert-tiny"},
+    "bert-with-dropout": {"preset": "bert-tiny", "overrides": {"model.dropout": 0.1}},
     "gpt-in-a-pipeline": {
         "preset": "gpt-tiny",
         "overrides": {"parallel.pipe": 2, "parallel.data": 2, "parallel.micro_batches": 4, "model.dropout": 0.1},
@@ -86,6 +87,27 @@ def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, name):
         for name in ("loss", "validation_loss", "grad_norm"):
             assert losses(tmp_path / when / "run", name) == losses(tmp_path / "whole" / "run", name)
             assert len(losses(tmp_path / "whole" / "run", name)) == (2 if name == "validation_loss" else 20)
+
+
+def test_a_step_is_saved_before_it_is_evaluated_and_evaluated_when_the_run_goes_on(tmp_path, corpus, monkeypatch):
+    """An evaluation that fails loses neither the step nor, in the end, its own record."""
+    settings = tiny_overrides(corpus) | {"parallel.data": 1, "train.steps": 4}
+    settings |= {"checkpoint.every": 2, "evaluation.every": 2}
+    whole = jhpt.train("gpt-tiny", out=tmp_path / "whole", overrides=settings)
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(loop, "evaluate", fail)
+        jhpt.train("gpt-tiny", out=tmp_path / "run", overrides=settings)
+    assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
+    result = jhpt.train(out=tmp_path / "run")
+    assert result.validation_losses == whole.validation_losses and set(result.validation_losses) == {2, 4}
+    assert result.losses == whole.losses
+    again = jhpt.train(out=tmp_path / "run", overrides={"train.steps": 5, "optimizer.schedule": "cosine"})
+    assert set(again.validation_losses) == {2, 4, 5}
+    assert [record["step"] for record in read_metrics(tmp_path / "run") if "validation_loss" in record] == [2, 4, 5]
 
 
 def test_sigterm_saves_and_stops(tmp_path, corpus):

@@ -19,7 +19,7 @@ CHUNKS = 2
 
 def run_key(plan: Plan) -> str:
     """Equal where plans run equally."""
-    return plan.model_dump_json(exclude={"seconds", "lower_bound", "device"})
+    return plan.model_dump_json(exclude={"seconds", "lower_bound", "device", "origin"})
 
 
 @dataclass(frozen=True, kw_only=True)

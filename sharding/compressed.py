@@ -1,0 +1,247 @@
+"""Sums over the tensor axis that travel in few bits: token-level top-k and segmented quantization (AccTFM).
+
+Of the ranks' parts [B, S, D] the rows of important tokens travel at `bits`, the others at `rest_bits`; with 0 bits they
+do not travel, and their sum is zero on every rank.  All ranks compute it from the same codes, so that the residual
+stream stays one, bit for bit.  Two ways over the wire; for n numbers at beta bits over t ranks a rank receives
+
+    two steps   2 (t-1)/t n beta / 8 bytes   all_to_all of codes, sum of a rank's rows, quantized again, all_gather
+    gathered    (t-1) n beta / 8 bytes       all_gather of codes, summed everywhere
+
+The second rounds once instead of twice.  It is taken where t beta < 32: it then moves no more than a plain sum does in
+16 bits.
+
+    g  sum_parts   forward the compressed sum      backward the gradient, zero where a row did not travel
+    f  enter       forward x                       backward the compressed sum of the ranks' gradients
+
+Rounding passes gradients on unchanged.  Both directions send the rows of one token set.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jhpt.core.config import Compression
+from jhpt.kernels.dequantize_sum import dequantize_sum
+from jhpt.kernels.implementation import Implementation
+from jhpt.kernels.segment_quantize import segment_quantize
+from jhpt.kernels.segments import BLOCK, Bits, Quantized, width
+
+RANGE_BYTES = 2
+"""Of a bfloat16."""
+
+
+class Rows(NamedTuple):
+    """Rows of x[R, D] that travel alike: their numbers, int32 [n], and the bits of a code."""
+
+    numbers: jax.Array
+    bits: Bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How sums over the ranks of these mesh axes travel.  implementation: of the kernels."""
+
+    axes: tuple[str, ...]
+    ranks: int
+    how: Compression
+    implementation: Implementation = "reference"
+
+    def sum_parts(self, parts: jax.Array, tokens: jax.Array | None) -> jax.Array:
+        """g: the sum over the ranks of parts[B, S, D].  tokens: int32 [B, k]; None: all are important."""
+        return _sum_parts(self, parts, tokens)
+
+    def enter(self, x: jax.Array, tokens: jax.Array | None) -> jax.Array:
+        """f: x[B, S, D] itself."""
+        return _enter(self, x, tokens)
+
+    def enter_before(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+        """f where `count` tokens will be chosen from what x leads to: (x, a ticket for `settle`)."""
+        return _enter_before(self, x, jnp.zeros((x.shape[0], count), jnp.float32))
+
+    @property
+    def gathered(self) -> bool:
+        """Whether codes are gathered, instead of summed in two steps."""
+        return gathers(self.ranks, self.how)
+
+    def sum(self, parts: jax.Array, tokens: jax.Array | None) -> jax.Array:
+        """The compressed sum, in the dtype of the parts."""
+        rows = parts.reshape(-1, parts.shape[-1])
+        groups = self.groups(parts.shape[0], parts.shape[1], tokens)
+        add = self._gathered_sums if self.gathered else self._two_step_sums
+        total = jnp.zeros(rows.shape, jnp.float32)
+        for group, sums in zip(groups, add(rows, groups), strict=True):
+            total = total.at[group.numbers].set(sums, unique_indices=True)
+        return total.astype(parts.dtype).reshape(parts.shape)
+
+    def groups(self, batch: int, length: int, tokens: jax.Array | None) -> list[Rows]:
+        """Which of the batch x length rows travel, and how."""
+        bits, rest_bits = wire_bits(self.how)
+        if tokens is None:
+            return [Rows(jnp.arange(batch * length, dtype=jnp.int32), bits)]
+        found = [Rows(_flat(tokens, length), bits)]
+        if rest_bits:
+            found.append(Rows(_flat(others(tokens, length), length), rest_bits))
+        return found
+
+    def _two_step_sums(self, x: jax.Array, groups: Sequence[Rows]) -> list[jax.Array]:
+        """Rank r sums the r-th share of every group's rows."""
+        shares = [-(-len(group.numbers) // self.ranks) for group in groups]
+        sent = [
+            self._bytes(x, group.bits, jnp.pad(group.numbers, (0, share * self.ranks - len(group.numbers))))
+            for group, share in zip(groups, shares, strict=True)
+        ]
+        payload = jnp.concatenate([one.reshape(self.ranks, -1) for one in sent], 1)
+        received = jax.lax.all_to_all(payload, self.axes, 0, 0, tiled=True)
+        own = self._sums(received, groups, shares, x.shape[1])
+        again = [self._bytes(sums, group.bits).ravel() for sums, group in zip(own, groups, strict=True)]
+        everyone = jax.lax.all_gather(jnp.concatenate(again), self.axes)
+        whole = []
+        for part, group, share in zip(self._split(everyone, groups, shares, x.shape[1]), groups, shares, strict=True):
+            each = part.reshape(1, self.ranks * share, -1)
+            whole.append(self._dequantized(each, group.bits, x.shape[1])[: len(group.numbers)])
+        return whole
+
+    def _gathered_sums(self, x: jax.Array, groups: Sequence[Rows]) -> list[jax.Array]:
+        counts = [len(group.numbers) for group in groups]
+        sent = [self._bytes(x, group.bits, group.numbers).ravel() for group in groups]
+        return self._sums(jax.lax.all_gather(jnp.concatenate(sent), self.axes), groups, counts, x.shape[1])
+
+    def _sums(self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int) -> list[jax.Array]:
+        """Sums over the first dimension of payloads [t, bytes] of so many rows of every group."""
+        parts = self._split(payload, groups, counts, columns)
+        return [self._dequantized(part, group.bits, columns) for part, group in zip(parts, groups, strict=True)]
+
+    def _split(
+        self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int
+    ) -> list[jax.Array]:
+        """[t, bytes] -> [t, rows, bytes of a row] of every group."""
+        widths = [row_bytes(columns, group.bits) for group in groups]
+        ends = [sum(c * w for c, w in zip(counts[:n], widths[:n], strict=True)) for n in range(1, len(groups))]
+        parts = jnp.split(payload, ends, 1)
+        return [part.reshape(len(payload), count, -1) for part, count in zip(parts, counts, strict=True)]
+
+    def _bytes(self, x: jax.Array, bits: Bits, numbers: jax.Array | None = None) -> jax.Array:
+        """Rows of x[R, D] on the wire: uint8 [n, bytes of a row], codes before ranges."""
+        quantized = segment_quantize(x, bits=bits, rows=numbers, implementation=self.implementation)
+        ranges = jax.lax.bitcast_convert_type(quantized.ranges, jnp.uint8)
+        return jnp.concatenate([quantized.codes, ranges.reshape(len(quantized.codes), -1)], 1)
+
+    def _dequantized(self, payload: jax.Array, bits: Bits, columns: int) -> jax.Array:
+        """uint8 [t, n, bytes of a row] -> the sum over t, float32 [n, D]."""
+        codes, ranges = jnp.split(payload, [width(columns, bits, BLOCK) * bits // 8], 2)
+        ranges = jax.lax.bitcast_convert_type(ranges.reshape(*ranges.shape[:2], -1, RANGE_BYTES), jnp.bfloat16)
+        quantized = Quantized(codes, ranges)
+        return dequantize_sum(quantized, columns=columns, bits=bits, implementation=self.implementation)
+
+
+def wire_bits(how: Compression) -> tuple[Bits, Bits | None]:
+    """Of an important token's numbers, and of any other's; None: they do not travel."""
+    assert how.bits != 16, "nothing is compressed"
+    return how.bits, how.rest_bits or None
+
+
+def gathers(ranks: int, how: Compression) -> bool:
+    """t beta < 32, beta the bits of a number on average."""
+    return ranks * (how.tokens * how.bits + (1 - how.tokens) * how.rest_bits) < 32
+
+
+def row_bytes(columns: int, bits: Bits) -> int:
+    """What a row of so many numbers takes on the wire."""
+    padded = width(columns, bits, BLOCK)
+    return padded * bits // 8 + padded // BLOCK * RANGE_BYTES
+
+
+def wire_bytes(ranks: int, how: Compression, batch: int, length: int, columns: int) -> int:
+    """Bytes that a rank receives for one sum of [batch, length, columns]: what this file sends, to the byte."""
+    count, (bits, rest_bits) = tokens_of(how, length), wire_bits(how)
+    kinds = [(batch * count, bits)]
+    if count < length and rest_bits:
+        kinds.append((batch * (length - count), rest_bits))
+    if gathers(ranks, how):
+        return (ranks - 1) * sum(rows * row_bytes(columns, bits) for rows, bits in kinds)
+    return 2 * (ranks - 1) * sum(-(-rows // ranks) * row_bytes(columns, bits) for rows, bits in kinds)
+
+
+def tokens_of(how: Compression, length: int) -> int:
+    """How many of so many tokens are important: at least one."""
+    return max(1, math.ceil(how.tokens * length - 1e-9))
+
+
+def others(tokens: jax.Array, length: int) -> jax.Array:
+    """The positions [B, length - k] that are not among tokens[B, k], ascending."""
+    chosen = jnp.zeros((len(tokens), length), bool).at[jnp.arange(len(tokens))[:, None], tokens].set(True)
+    return jnp.argsort(chosen, 1, stable=True)[:, : length - tokens.shape[1]].astype(jnp.int32)
+
+
+def _flat(tokens: jax.Array, length: int) -> jax.Array:
+    """Positions [B, k] in their samples -> rows of [B length, D]."""
+    return (tokens + length * jnp.arange(len(tokens), dtype=jnp.int32)[:, None]).ravel()
+
+
+def travelled(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """x[B, S, D], zero in the rows that are not among tokens[B, k]."""
+    chosen = jnp.zeros(x.shape[:2], bool).at[jnp.arange(len(tokens))[:, None], tokens].set(True)
+    return jnp.where(chosen[..., None], x, 0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_parts(wire: Wire, parts: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    return wire.sum(parts, tokens) if wire.how.forward else jax.lax.psum(parts, wire.axes)
+
+
+def _sum_parts_backward(wire: Wire, tokens: jax.Array | None, gradient: jax.Array) -> tuple[jax.Array, None]:
+    drops = wire.how.forward and tokens is not None and not wire.how.rest_bits
+    return (travelled(gradient, tokens) if drops and tokens is not None else gradient), None
+
+
+_sum_parts.defvjp(lambda wire, parts, tokens: (_sum_parts(wire, parts, tokens), tokens), _sum_parts_backward)
+
+
+def _summed_error(wire: Wire, gradient: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    return wire.sum(gradient, tokens) if wire.how.backward else jax.lax.psum(gradient, wire.axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _enter(wire: Wire, x: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    return x
+
+
+_enter.defvjp(
+    lambda wire, x, tokens: (x, tokens),
+    lambda wire, tokens, gradient: (_summed_error(wire, gradient, tokens), None),
+)
+
+
+# The attention half enters before its tokens are chosen: they depend on its own queries and keys.  Its backward pass
+# runs after, though, and the gradient of a ticket, which is not a function of anything, brings the choice there.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _enter_before(wire: Wire, x: jax.Array, ticket: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, ticket
+
+
+_enter_before.defvjp(
+    lambda wire, x, ticket: ((x, ticket), None),
+    lambda wire, _, gradients: (
+        _summed_error(wire, gradients[0], gradients[1].astype(jnp.int32)),
+        jnp.zeros_like(gradients[1]),
+    ),
+)
+
+
+@jax.custom_vjp
+def settle(y: jax.Array, ticket: jax.Array, tokens: jax.Array) -> jax.Array:
+    """y itself; backward the ticket's gradient is the choice, tokens[B, k]."""
+    return y
+
+
+settle.defvjp(
+    lambda y, ticket, tokens: (y, tokens),
+    lambda tokens, gradient: (gradient, tokens.astype(jnp.float32), None),
+)
