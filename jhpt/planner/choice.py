@@ -27,14 +27,15 @@ def plan_to_run(answer: Answer, asked: Request, devices: int | None = None) -> P
 
 
 def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
-    """Of plans within `margin` of the fastest: fewest stages, then fewest tensor degrees, the smallest of largest ones,
-    fewest chunks, no recomputation, fewest micro-batches, least ZeRO; of equals the fastest."""
+    """Of plans within `margin` of the fastest: one stage before several, then the fewest kinds of parallelism, tensor
+    degrees, chunks, no recomputation, the smallest degree; of equally plain ones the fastest."""
     candidates = list(plans)
     limit = (1 + margin) * min(map(_seconds, candidates))
 
     def plainness(plan: Plan) -> tuple[float, ...]:
-        stages = len(plan.stages), len(plan.degrees), plan.degrees[-1], plan.chunks
-        return *stages, plan.recompute, plan.micro_batches, plan.zero, _seconds(plan)
+        piped, tensor = len(plan.stages) > 1, plan.degrees[-1]
+        kinds = piped + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
+        return piped, kinds, len(plan.degrees), plan.chunks, plan.recompute, tensor, _seconds(plan)
 
     return min((plan for plan in candidates if _seconds(plan) <= limit), key=plainness)
 

@@ -160,7 +160,7 @@ def test_plans_are_ones_that_all_hosts_can_run(name):
 
 def test_batches_cover_what_a_host_may_work_on():
     mlp, vgg = SUBJECTS["mlp"](), SUBJECTS["vgg"]()
-    assert batches(mlp, 1, 4) == [mlp.batch // 32, mlp.batch // 4, mlp.batch]
+    assert batches(mlp, 1, 4) == [mlp.batch // 32, mlp.batch // 16, mlp.batch // 4, mlp.batch]
     assert mlp.batch // max(asked_of(mlp).micro_batches) == batches(mlp, 1, 4)[0]
     assert [batches(vgg, t, 4)[-1] for t in (1, 2, 4)] == [vgg.batch // 4, vgg.batch // 2, vgg.batch]
     assert max(asked_of(vgg).micro_batches) == vgg.batch // 4 // batches(vgg, 1, 4)[0]

@@ -93,7 +93,8 @@ def batches(subject: Subject, tensor: int, hosts: int) -> list[int]:
     if not subject.piped:  # one stage: its rows are divided by hosts / tensor
         most = subject.batch * tensor // hosts
         return [most // 4, most]
-    return [subject.batch // count for count in (counts_of(subject)[-1], 4, 1)]
+    most = counts_of(subject)[-1]
+    return [subject.batch // count for count in (most, most // 2, 4, 1)]
 
 
 def counts_of(subject: Subject) -> tuple[int, ...]:
