@@ -247,7 +247,7 @@ def bench_command(arguments: list[str]) -> int:
     """`jhpt bench`."""
 
     def bench(
-        name: Annotated[Literal["train", "planner", "predict", "hybrid"], tyro.conf.Positional],
+        name: Annotated[Literal["train", "planner", "predict", "hybrid", "kernels"], tyro.conf.Positional],
         /,
         quick: bool = False,
         json: str | None = None,
@@ -271,6 +271,10 @@ def bench_command(arguments: list[str]) -> int:
             from jhpt.bench.hybrid.run import run as run_hybrid
 
             return run_hybrid(quick=quick, json_path=json)
+        if name == "kernels":
+            from jhpt.bench.kernels import run as run_kernels
+
+            return run_kernels(quick=quick, json_path=json)
         from jhpt.bench.train import run
 
         return run(quick=quick, json_path=json)

@@ -22,14 +22,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-Bits = Literal[4, 8]
+from jhpt.core.compression import Bits
 
 Group = Literal["tensor", "row"] | int
 """What shares a range: everything, a row, or so many neighbours in a row."""
-
-BLOCK = 128
-"""Neighbours that share a range by default: of {tensor, row, 128} the lowest error at equal total bits
-(docs/compression.md)."""
 
 
 class Knee(NamedTuple):
@@ -69,12 +65,6 @@ class Quantized(NamedTuple):
 def most(bits: int) -> int:
     """N: the largest code of a magnitude."""
     return 2 ** (bits - 1) - 1
-
-
-def width(columns: int, bits: int, group: Group) -> int:
-    """Codes in a row of so many numbers: whole groups, whole bytes."""
-    unit = group if isinstance(group, int) else 8 // bits
-    return -(-columns // unit) * unit
 
 
 def knee_for(bits: Bits, group: Group) -> Knee:

@@ -16,7 +16,6 @@ The second rounds once instead of twice.  It is taken where t beta < 32: it then
 Rounding passes gradients on unchanged.  Both directions send the rows of one token set.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,14 +24,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jhpt.core.compression import RANGE_BYTES, Bits, codes_in_row, gathers, row_bytes, wire_bits
 from jhpt.core.config import Compression
 from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.segment_quantize import segment_quantize
-from jhpt.kernels.segments import BLOCK, Bits, Quantized, width
-
-RANGE_BYTES = 2
-"""Of a bfloat16."""
+from jhpt.kernels.segments import Quantized
 
 
 class Rows(NamedTuple):
@@ -133,43 +130,10 @@ class Wire:
 
     def _dequantized(self, payload: jax.Array, bits: Bits, columns: int) -> jax.Array:
         """uint8 [t, n, bytes of a row] -> the sum over t, float32 [n, D]."""
-        codes, ranges = jnp.split(payload, [width(columns, bits, BLOCK) * bits // 8], 2)
+        codes, ranges = jnp.split(payload, [codes_in_row(columns, bits) * bits // 8], 2)
         ranges = jax.lax.bitcast_convert_type(ranges.reshape(*ranges.shape[:2], -1, RANGE_BYTES), jnp.bfloat16)
         quantized = Quantized(codes, ranges)
         return dequantize_sum(quantized, columns=columns, bits=bits, implementation=self.implementation)
-
-
-def wire_bits(how: Compression) -> tuple[Bits, Bits | None]:
-    """Of an important token's numbers, and of any other's; None: they do not travel."""
-    assert how.bits != 16, "nothing is compressed"
-    return how.bits, how.rest_bits or None
-
-
-def gathers(ranks: int, how: Compression) -> bool:
-    """t beta < 32, beta the bits of a number on average."""
-    return ranks * (how.tokens * how.bits + (1 - how.tokens) * how.rest_bits) < 32
-
-
-def row_bytes(columns: int, bits: Bits) -> int:
-    """What a row of so many numbers takes on the wire."""
-    padded = width(columns, bits, BLOCK)
-    return padded * bits // 8 + padded // BLOCK * RANGE_BYTES
-
-
-def wire_bytes(ranks: int, how: Compression, batch: int, length: int, columns: int) -> int:
-    """Bytes that a rank receives for one sum of [batch, length, columns]: what this file sends, to the byte."""
-    count, (bits, rest_bits) = tokens_of(how, length), wire_bits(how)
-    kinds = [(batch * count, bits)]
-    if count < length and rest_bits:
-        kinds.append((batch * (length - count), rest_bits))
-    if gathers(ranks, how):
-        return (ranks - 1) * sum(rows * row_bytes(columns, bits) for rows, bits in kinds)
-    return 2 * (ranks - 1) * sum(-(-rows // ranks) * row_bytes(columns, bits) for rows, bits in kinds)
-
-
-def tokens_of(how: Compression, length: int) -> int:
-    """How many of so many tokens are important: at least one."""
-    return max(1, math.ceil(how.tokens * length - 1e-9))
 
 
 def others(tokens: jax.Array, length: int) -> jax.Array:

@@ -10,14 +10,16 @@ would have quartered its error, so errors are multiplied by 4^(total bits).
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
+from jhpt.bench.results import write_json
+from jhpt.core.compression import BLOCK, Bits
 from jhpt.kernels.dequantize_sum import segment_dequantize
 from jhpt.kernels.segment_quantize import segment_quantize
-from jhpt.kernels.segments import BLOCK, Bits, Group, Knee, fit_knee, knee_for, most
+from jhpt.kernels.segments import Group, Knee, fit_knee, knee_for, most
 
 Numbers = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -60,6 +62,21 @@ def relative_errors(distribution: str, bits: Bits, *, size: int, seed: int) -> d
         own = errors.get("fixed", errors["fitted"])
         found[group] = own / min(errors["symmetric"], errors["affine"])
     return found
+
+
+def measure(path: str, *, size: int = 1 << 21, seeds: int = 5) -> list[dict[str, Any]]:
+    """Every entry of the table, by seed, written to a file as JSON."""
+    rows = [
+        {"distribution": name, "bits": bits, "group": group, "seed": seed, "numbers": size, "error": errors}
+        for bits in get_args(Bits)
+        for name, draw in DISTRIBUTIONS.items()
+        for seed in range(seeds)
+        for x in [draw(np.random.default_rng(seed), size).astype(np.float32).reshape(-1, ROW)]
+        for group in GROUPS
+        for errors in [charged_errors(x, bits, group)]
+    ]
+    write_json(path, "quantization", {"row": ROW, "block": BLOCK}, rows, {}, device=False)
+    return rows
 
 
 def _error(x: Numbers, bits: Bits, group: Group, knee: Knee) -> float:

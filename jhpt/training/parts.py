@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jhpt.core.compression import tokens_of
 from jhpt.core.config import Compression, DataConfig
 from jhpt.kernels.attention_importance import attention_importance
 from jhpt.kernels.token_topk import token_topk
@@ -25,7 +26,7 @@ from jhpt.models.hooks import Hooks, Settle, dense, same
 from jhpt.models.layers import fold, layer_keys
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding import tensor
-from jhpt.sharding.compressed import Wire, settle, tokens_of
+from jhpt.sharding.compressed import Wire, settle
 from jhpt.sharding.parts import Parts
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.masking import Masked, mask_tokens

@@ -2,9 +2,10 @@
 
 import jax
 
+from jhpt.core.compression import BLOCK, Bits
 from jhpt.kernels.dequantize_sum import mosaic, reference
 from jhpt.kernels.implementation import Implementation
-from jhpt.kernels.segments import BLOCK, Bits, Group, Knee, Quantized, knee_for
+from jhpt.kernels.segments import Group, Knee, Quantized, knee_for
 
 
 def dequantize_sum(

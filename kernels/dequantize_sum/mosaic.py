@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jhpt.core.compression import Bits
 from jhpt.kernels.pallas import LANES, PARAMS, WARPS, in_blocks, load, over, pairs_per_warp, row_per_warp, store
-from jhpt.kernels.segments import Bits, Group, Knee, Quantized, cut, decoding, most
+from jhpt.kernels.segments import Group, Knee, Quantized, cut, decoding, most
 
 BLOCK = 2048
 """Sums that a warpgroup holds at a time: 16 in a thread, which leaves room for the codes that are on their way."""

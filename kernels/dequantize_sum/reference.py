@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jhpt.kernels.segments import Bits, Group, Knee, Quantized, cut, decoding, most
+from jhpt.core.compression import Bits
+from jhpt.kernels.segments import Group, Knee, Quantized, cut, decoding, most
 
 
 def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: Group, knee: Knee) -> jax.Array:

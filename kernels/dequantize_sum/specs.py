@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import jax
 
+from jhpt.core.compression import BLOCK, Bits
 from jhpt.kernels.segment_quantize.reference import quantize
-from jhpt.kernels.segments import BLOCK, Bits, Group, Knee, Quantized, fit_knee, knee_for
+from jhpt.kernels.segments import Group, Knee, Quantized, fit_knee, knee_for
 
 
 class Spec(NamedTuple):

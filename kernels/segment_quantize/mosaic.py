@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jhpt.core.compression import Bits, codes_in_row
 from jhpt.kernels.pallas import (
     LANES,
     PARAMS,
@@ -22,7 +23,7 @@ from jhpt.kernels.pallas import (
     store,
 )
 from jhpt.kernels.segment_quantize import reference
-from jhpt.kernels.segments import Bits, Group, Knee, Quantized, most, width
+from jhpt.kernels.segments import Group, Knee, Quantized, most
 
 BLOCK = 4096
 """Numbers that a warpgroup holds at a time: 32 in a thread."""
@@ -61,7 +62,7 @@ def quantize(
     resident, filled = max(x.shape[1], place.groups), -(-members // place.members) * place.members
     x = jnp.pad(x, ((0, 0), (0, resident - x.shape[1]), (0, filled - members)))
     at_once = max(min(BLOCK // filled, resident) // place.groups, 1) * place.groups
-    codes_in_row = width(in_row * members, bits, group)
+    pitch = codes_in_row(in_row * members, bits, group)
     picked = 1 if rows is None else count
 
     fitted = isinstance(knee.centre, jax.Array) or isinstance(knee.codes, jax.Array)
@@ -78,7 +79,7 @@ def quantize(
             knee=knee,
             layout=place.layout,
             at_once=at_once,
-            pitches=(codes_in_row, codes_in_row // in_row),
+            pitches=(pitch, pitch // in_row),
         ),
         out_type=(
             jax.ShapeDtypeStruct((picked, resident, filled * bits // 8), jnp.uint8),
@@ -90,7 +91,7 @@ def quantize(
         compiler_params=PARAMS,
     )(inputs)
     real = count * in_row // picked
-    codes = codes[:, :real, : codes_in_row // in_row * bits // 8].reshape(count, -1)
+    codes = codes[:, :real, : pitch // in_row * bits // 8].reshape(count, -1)
     return Quantized(codes, ranges[:, :real].reshape(count, -1))
 
 

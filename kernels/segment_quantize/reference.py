@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jhpt.kernels.segments import Bits, Group, Knee, Quantized, grouped, most, width
+from jhpt.core.compression import Bits, codes_in_row
+from jhpt.kernels.segments import Group, Knee, Quantized, grouped, most
 
 
 def quantize(
@@ -14,13 +15,13 @@ def quantize(
     wide, padding = grouped(x, group)
     finite = jnp.isfinite(wide)
     ranges = rounded_up(jnp.max(jnp.where(finite, jnp.abs(wide), 0), -1, keepdims=True, initial=0))
-    noise = None if seed is None else uniform(seed, x.shape[0], width(x.shape[1], bits, group))
+    noise = None if seed is None else uniform(seed, x.shape[0], codes_in_row(x.shape[1], bits, group))
     if noise is not None:
         noise = noise[:, : x.shape[1]].reshape(wide.shape) if group in ("row", "tensor") else noise.reshape(wide.shape)
     codes = jnp.where(finite, encode(wide, ranges.astype(jnp.float32), bits, knee, noise), -most(bits) - 1)
     columns = x.shape[1] + padding
     codes = codes.astype(jnp.int8).reshape(x.shape[0], columns)
-    codes = jnp.pad(codes, ((0, 0), (0, width(x.shape[1], bits, group) - columns)))
+    codes = jnp.pad(codes, ((0, 0), (0, codes_in_row(x.shape[1], bits, group) - columns)))
     return Quantized(packed(codes, bits), ranges[..., 0])
 
 

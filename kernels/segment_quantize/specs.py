@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jhpt.kernels.segments import BLOCK, Bits, Group
+from jhpt.core.compression import BLOCK, Bits
+from jhpt.kernels.segments import Group
 
 
 class Spec(NamedTuple):

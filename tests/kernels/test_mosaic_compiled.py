@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhpt.core.catalogue import find_cluster
+from jhpt.kernels.operations import OPERATIONS
 from jhpt.measure.deviceless import compile_only_devices, compiled_for
-from tests.kernels.test_mosaic_lowering import OPERATIONS, shapes
 
 pytestmark = pytest.mark.deviceless
 
@@ -16,7 +16,7 @@ def compiled(name, spec):
     mesh = Mesh(np.array(compile_only_devices(find_cluster("h100x8x1"))[:1]), "data")
     there = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes(OPERATIONS[name], spec)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), OPERATIONS[name].shapes(spec)
     )
     return compiled_for(jax.jit(OPERATIONS[name].call(spec, "mosaic")).lower(*arguments))
 

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
+from jhpt.kernels.operations import OPERATIONS
 from tests.kernels.test_mosaic_interpret import TOLERANCE, assert_same, spoiled
-from tests.kernels.test_mosaic_lowering import OPERATIONS
 
 pytestmark = pytest.mark.gpu
 

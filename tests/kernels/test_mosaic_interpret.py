@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jhpt.kernels.attention_importance import attention_importance
-from tests.kernels.test_mosaic_lowering import OPERATIONS
+from jhpt.kernels.operations import OPERATIONS
 
 pytestmark = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="Mosaic GPU kernels are interpreted from jax 0.11.2 on"

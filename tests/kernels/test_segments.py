@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jhpt.bench.quantization import DISTRIBUTIONS, relative_errors
+from jhpt.core.compression import codes_in_row
 from jhpt.kernels.dequantize_sum import dequantize_sum, segment_dequantize
 from jhpt.kernels.dequantize_sum.reference import unpacked
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.kernels.segment_quantize.reference import packed, rounded_up, uniform
-from jhpt.kernels.segments import Knee, fit_knee, most, width
+from jhpt.kernels.segments import Knee, fit_knee, most
 
 REFERENCE = {"implementation": "reference"}
 GROUPS = ("tensor", "row", 128, 2)
@@ -37,7 +38,7 @@ def there_and_back(x, bits, group, **options):
 def test_errors_are_at_most_half_the_coarse_step(rows, columns, bits, group, dtype, seed):
     x = jax.random.t(jax.random.key(seed), 3, (rows, columns)).astype(dtype)
     payload, back = there_and_back(x, bits, group)
-    assert payload.codes.shape == (rows, width(columns, bits, group) * bits // 8)
+    assert payload.codes.shape == (rows, codes_in_row(columns, bits, group) * bits // 8)
     values, ranges = np.asarray(x, np.float32), np.asarray(payload.ranges, np.float32)
     ranges = np.broadcast_to(ranges if isinstance(group, str) else ranges.repeat(group, 1)[:, :columns], values.shape)
     assert np.all(np.abs(values) <= ranges), "a range is rounded up"

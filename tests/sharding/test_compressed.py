@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jhpt.core.compression import gathers, tokens_of, wire_bytes
 from jhpt.core.config import Compression
 from jhpt.kernels.dequantize_sum import dequantize_sum, segment_dequantize
 from jhpt.kernels.segment_quantize import segment_quantize
-from jhpt.sharding.compressed import Wire, gathers, others, settle, tokens_of, travelled, wire_bytes
+from jhpt.sharding.compressed import Wire, others, settle, travelled
 
 BATCH, LENGTH, WIDTH = 3, 10, 200
 

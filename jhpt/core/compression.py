@@ -1,0 +1,58 @@
+"""What compressed sums over the tensor axis send: rows, bits and bytes.  `sharding.compressed` sends them."""
+
+import math
+from typing import Literal
+
+from jhpt.core.config import Compression
+
+Bits = Literal[4, 8]
+
+BLOCK = 128
+"""Neighbours that share a range by default: of {tensor, row, 128} the lowest error at equal total bits
+(docs/compression.md)."""
+
+RANGE_BYTES = 2
+"""Of a bfloat16."""
+
+
+def wire_bits(how: Compression) -> tuple[Bits, Bits | None]:
+    """Of an important token's numbers, and of any other's; None: they do not travel."""
+    assert how.bits != 16, "nothing is compressed"
+    return how.bits, how.rest_bits or None
+
+
+def tokens_of(how: Compression, length: int) -> int:
+    """How many of so many tokens are important: at least one."""
+    return max(1, math.ceil(how.tokens * length - 1e-9))
+
+
+def gathers(ranks: int, how: Compression) -> bool:
+    """Whether codes are gathered, instead of summed in two steps: t beta < 32, beta the bits of a number on average."""
+    return ranks * (how.tokens * how.bits + (1 - how.tokens) * how.rest_bits) < 32
+
+
+def codes_in_row(columns: int, bits: Bits, group: int | str = BLOCK) -> int:
+    """Codes of so many numbers: whole groups, whole bytes."""
+    unit = group if isinstance(group, int) else 8 // bits
+    return -(-columns // unit) * unit
+
+
+def row_bytes(columns: int, bits: Bits) -> int:
+    """What a row of so many numbers takes on the wire: codes, and a range for every block."""
+    codes = codes_in_row(columns, bits)
+    return codes * bits // 8 + codes // BLOCK * RANGE_BYTES
+
+
+def wire_bytes(ranks: int, how: Compression, batch: int, length: int, columns: int) -> int:
+    """Bytes that a rank sends, and receives, for one sum of [batch, length, columns].
+
+    For n numbers at beta bits (t-1) n beta / 8 where codes are gathered, 2 (t-1)/t n beta / 8 in two steps, ranges and
+    the rows that fill up a rank's share besides.
+    """
+    count, (bits, rest_bits) = tokens_of(how, length), wire_bits(how)
+    kinds = [(batch * count, bits)]
+    if count < length and rest_bits:
+        kinds.append((batch * (length - count), rest_bits))
+    if gathers(ranks, how):
+        return (ranks - 1) * sum(rows * row_bytes(columns, bits) for rows, bits in kinds)
+    return 2 * (ranks - 1) * sum(-(-rows // ranks) * row_bytes(columns, bits) for rows, bits in kinds)
