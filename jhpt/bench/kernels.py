@@ -9,6 +9,7 @@ A sample is the time of many calls, one behind the other in the device's queue, 
 be hidden by its launch.  Without a GPU the kernels are compiled for an H100, and what they need is printed.
 """
 
+import inspect
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +37,9 @@ COPIED = 1 << 30
 
 BANDWIDTH_BOUND = ("segment_quantize", "dequantize_sum")
 """Judged by the share of the copy's bandwidth; the others by their speed against the best baseline."""
+
+ANY_ORDER: dict[str, Any] = {"is_stable": False} if "is_stable" in inspect.signature(jax.lax.top_k).parameters else {}
+"""Of equal scores: what the fast implementation wants, from jax 0.11 on."""
 
 Call = Callable[[], Any]
 
@@ -83,7 +87,7 @@ def competitors(operation: Operation, spec: Any) -> dict[str, Callable[..., Any]
     }
     if isinstance(spec, Scores):
         k = spec.k
-        found["top_k"] = jax.jit(lambda scores, _: jax.lax.top_k(scores, k, is_stable=False))
+        found["top_k"] = jax.jit(lambda scores, _: jax.lax.top_k(scores, k, **ANY_ORDER))
         found["approx_max_k"] = jax.jit(lambda scores, _: jax.lax.approx_max_k(scores, k))
     return found
 
@@ -154,7 +158,7 @@ def _compiled_only(kind: str) -> int:
                 shapes = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), operation.shapes(spec)
                 )
-                memory = compiled_for(jax.jit(operation.call(spec, "mosaic")).lower(*shapes)).memory_analysis()
+                memory: Any = compiled_for(jax.jit(operation.call(spec, "mosaic")).lower(*shapes)).memory_analysis()
                 sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
                 lines.append((name, _words(spec), *(f"{size / 2**20:.2f}" for size in sizes)))
     except NotHere as missing:

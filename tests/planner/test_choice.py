@@ -21,11 +21,22 @@ def of(plan, seconds):
         ([of(piped([2, 2], 2, data=2), 1.0), of(piped([4], 1, data=4), 1.04)], 1),
         ([of(piped([2, 2], 2, data=2), 1.0), of(piped([4], 1, data=4), 1.06)], 0),
         ([of(mixed([1, 2, 2], 4), 1.0), of(piped([3], 1, data=2, tensor=2), 1.04)], 1),
-        ([of(piped([3], 1, tensor=4), 1.0), of(piped([3], 1, data=2, tensor=2), 1.01)], 1),
+        ([of(piped([3], 1, data=2, tensor=4), 1.0), of(piped([3], 1, data=4, tensor=2), 1.01)], 1),
+        ([of(piped([2, 2], 2, data=2), 1.0), of(piped([1, 1, 1, 1], 4), 1.01)], 1),
+        ([of(piped([2, 2], 2, micro_batches=8), 1.0), of(piped([2, 2], 2, micro_batches=4), 1.01)], 0),
         ([of(piped([3], 1, data=4, zero=3), 1.0), of(piped([3], 1, data=4, zero=1), 1.01)], 1),
         ([of(piped([3], 1, data=4), 1.02), of(piped([3], 1, data=4), 1.01)], 1),
     ],
-    ids=["fewer stages", "too slow", "one degree", "smaller degree", "less ZeRO", "equals"],
+    ids=[
+        "fewer stages",
+        "too slow",
+        "one degree",
+        "smaller degree",
+        "fewer kinds",
+        "micro-batches do not count",
+        "less ZeRO",
+        "equals",
+    ],
 )
 def test_plainest(others, winner):
     assert plainest(others) == others[winner]
