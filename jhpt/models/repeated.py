@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 
 
+PIECES = 16
+"""Columns of a table are summed in so many pieces, for a copy of all of it in float32 would be a step's largest array."""
+
+
 @jax.custom_vjp
 def looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
     """table[ids]: table [V, D], ids of any shape."""
@@ -16,8 +20,16 @@ def looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 def _looked_up_backward(saved: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
     table, ids = saved
-    total = jnp.zeros(table.shape, jnp.float32).at[ids].add(gradient.astype(jnp.float32))
-    return total.astype(table.dtype), None
+    rows, columns = table.shape
+    pieces = PIECES if table.dtype != jnp.float32 and columns % PIECES == 0 else 1
+    width = columns // pieces
+
+    def add(piece: jax.Array, total: jax.Array) -> jax.Array:
+        own = jax.lax.dynamic_slice_in_dim(gradient, piece * width, width, gradient.ndim - 1)
+        sums = jnp.zeros((rows, width), jnp.float32).at[ids].add(own.astype(jnp.float32))
+        return jax.lax.dynamic_update_slice_in_dim(total, sums.astype(table.dtype), piece * width, 1)
+
+    return jax.lax.fori_loop(0, pieces, add, jnp.zeros(table.shape, table.dtype)), None
 
 
 looked_up.defvjp(lambda table, ids: (table[ids], (table, ids)), _looked_up_backward)

@@ -14,7 +14,6 @@ __all__ = ["setup_of"]
 
 PLANS = {
     "one device": ("bert", piped([5], 1, batch=BATCH)),
-    "data": ("gpt-tied", piped([5], 1, data=4, batch=BATCH, micro_batches=4)),
     "ZeRO-3 x tensor": ("bert", piped([5], 1, data=2, tensor=2, batch=BATCH, zero=3)),
     "ZeRO-1, several degrees": ("gpt-untied", mixed((1, 2, 4, 4, 4), batch=BATCH, micro_batches=2, zero=1)),
     "pipeline x tensor": ("bert", piped([3, 2], 2, tensor=2, batch=BATCH, micro_batches=4)),

@@ -231,18 +231,25 @@ def test_one_device_computes_the_definition(setup_of, name):
 
 # What a GPU runs where one stage is enough: a loop whose communication runs beside other layers.
 
-OVERLAPPED = [
-    (name, zero, micro_batches, ahead)
-    for name, (zero, micro_batches, ahead) in zip(
-        itertools.cycle(MODELS), itertools.product((0, 1, 3), (1, 4), (1, 2)), strict=False
-    )
-]
+OVERLAPPED = {"zero": (0, 1, 3), "micro_batches": (1, 4), "ahead": (1, 2)}
 
 
-@pytest.mark.parametrize(("name", "zero", "micro_batches", "ahead"), OVERLAPPED)
-def test_gradients_of_overlapped_loops(setup_of, name, zero, micro_batches, ahead):
+def check_overlapped(setup_of, name, zero, micro_batches, ahead):
     plan = piped([5], 1, data=4, tensor=2, batch=BATCH, micro_batches=micro_batches, zero=zero, prefetch=ahead)
     check_gradients(setup_of, name, 3, NONE, plan, overlap=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), list(zip(itertools.cycle(MODELS), pairwise(*OVERLAPPED.values()), strict=False)), ids=str
+)
+def test_gradients_of_overlapped_loops(setup_of, name, case):
+    check_overlapped(setup_of, name, *case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", *OVERLAPPED), list(itertools.product(MODELS, *OVERLAPPED.values())))
+def test_gradients_of_overlapped_loops_everywhere(setup_of, name, zero, micro_batches, ahead):
+    check_overlapped(setup_of, name, zero, micro_batches, ahead)
 
 
 # Plans of one stage whose layers differ.

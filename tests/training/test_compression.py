@@ -14,7 +14,6 @@ __all__ = ["setup_of"]
 
 SOME = Compression(bits=8, tokens=0.4, rest_bits=4)
 ALL = Compression(bits=8)
-DROPPED = Compression(bits=8, tokens=0.4, rest_bits=0)
 
 PLANS = {
     "tensor 4": piped([5], 1, tensor=4, batch=BATCH, micro_batches=2),
@@ -40,8 +39,6 @@ def distance(one, other):
 @pytest.mark.parametrize(
     ("name", "kind", "how", "most"),
     [
-        ("gpt-untied", "tensor 4", ALL, 0.03),
-        ("bert", "tensor 4", SOME, 0.3),
         ("gpt-tied", "data x tensor, ZeRO-3", SOME, 0.3),
         ("bert", "pipeline x tensor", ALL, 0.03),
         ("gpt-untied", "several degrees", ALL, 0.03),
@@ -54,9 +51,9 @@ def test_gradients_are_near_the_uncompressed_ones(setup_of, name, kind, how, mos
     assert 1e-4 < distance(grads, expected) < most
 
 
-@pytest.mark.parametrize("how", (SOME, DROPPED), ids=str)
-def test_recomputation_and_pipelines_choose_the_same_tokens(setup_of, how):
+def test_recomputation_and_pipelines_choose_the_same_tokens(setup_of):
     """Another choice of tokens would be another loss."""
+    how = Compression(bits=8, tokens=0.4, rest_bits=0)
     grads, loss = found(setup_of, "bert", PLANS["tensor 4"], how)
     for kind in ("tensor 4, recomputed", "pipeline x tensor"):
         again, same_loss = found(setup_of, "bert", PLANS[kind], how)
@@ -68,10 +65,8 @@ def test_directions_can_be_switched_off(setup_of):
     expected, expected_loss, *_ = definition(setup_of, "gpt-untied", 3)
     forward = found(setup_of, "gpt-untied", PLANS["tensor 4"], Compression(bits=4, backward=False))
     backward = found(setup_of, "gpt-untied", PLANS["tensor 4"], Compression(bits=4, forward=False))
-    neither = found(setup_of, "gpt-untied", PLANS["tensor 4"], Compression(bits=4, forward=False, backward=False))
     assert abs(forward[1] / expected_loss - 1) > 1e-6
     assert backward[1] == pytest.approx(expected_loss, rel=1e-6) and distance(backward[0], expected) > 1e-3
-    assert distance(neither[0], expected) < 1e-5
 
 
 def test_by_hand(tiny):
