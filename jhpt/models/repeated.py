@@ -7,9 +7,8 @@ running sum stops growing at a few hundred times its summands: 4,096 tokens left
 import jax
 import jax.numpy as jnp
 
-
 PIECES = 16
-"""Columns of a table are summed in so many pieces, for a copy of all of it in float32 would be a step's largest array."""
+"""Columns of a table are summed in so many pieces: a copy of all of it in float32 would be a step's largest array."""
 
 
 @jax.custom_vjp
