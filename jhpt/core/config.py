@@ -215,6 +215,9 @@ class ParallelConfig(Section):
     schedule: Literal["gpipe", "1f1b"] = Field("1f1b", description="order of forward and backward passes in a pipeline")
     chunks: Count = Field(1, description="chunks of blocks per stage; more than one: interleaved 1f1b")
     recompute: bool = Field(False, description="keep only the input of every block, compute the rest again")
+    sample_chunks: Count = Field(
+        1, description="parts of a device's samples: the tensor-parallel sums of one travel while another is computed"
+    )
     compression: Compression = Compression()
 
     @model_validator(mode="after")

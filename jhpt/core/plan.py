@@ -4,7 +4,7 @@ What is a plan at all, whatever the model and the devices are, `check_plan` says
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,6 +25,9 @@ class Run(Section):
 
     layers: Count
     tensor: Count = Field(1, description="tensor degree; the other devices of the stage are data parallel")
+    sample_chunks: Count = Field(
+        1, description="parts of a device's samples: the sums of one travel while another is computed"
+    )
 
 
 class Chunk(Section):
@@ -42,6 +45,11 @@ class Chunk(Section):
     def tensor(self) -> tuple[int, ...]:
         """The tensor degree of every layer."""
         return tuple(run.tensor for run in self.runs for _ in range(run.layers))
+
+    @property
+    def sample_chunks(self) -> tuple[int, ...]:
+        """Into how many parts every layer cuts its samples."""
+        return tuple(run.sample_chunks for run in self.runs for _ in range(run.layers))
 
 
 class Stage(Section):
@@ -211,15 +219,13 @@ def _placed(plan: Plan) -> Iterator[tuple[Stage, int, int]]:
                 layer += run.layers
 
 
-def runs_of(tensor: list[int]) -> tuple[Run, ...]:
-    """Equal neighbours joined."""
-    runs: list[Run] = []
-    for degree in tensor:
-        if runs and runs[-1].tensor == degree:
-            runs[-1] = Run(layers=runs[-1].layers + 1, tensor=degree)
-        else:
-            runs.append(Run(layers=1, tensor=degree))
-    return tuple(runs)
+def runs_of(tensor: Sequence[int], sample_chunks: Sequence[int] | None = None) -> tuple[Run, ...]:
+    """Equal neighbours joined, by the tensor degree of every layer and the number of its sample chunks (None: one)."""
+    layers = zip(tensor, sample_chunks or [1] * len(tensor), strict=True)
+    return tuple(
+        Run(layers=len(list(alike)), tensor=degree, sample_chunks=chunks)
+        for (degree, chunks), alike in itertools.groupby(layers)
+    )
 
 
 def plan_by_hand(config: Config, devices: int) -> Plan:
@@ -259,11 +265,15 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
         compression=parallel.compression,
         sequence=parallel.sequence,
         origin="hand",
-        stages=_even_stages(config.model.num_layers, pipe, parallel.chunks, data * tensor, tensor),
+        stages=_even_stages(
+            config.model.num_layers, pipe, parallel.chunks, data * tensor, tensor, parallel.sample_chunks
+        ),
     )
 
 
-def _even_stages(blocks: int, pipe: int, chunks: int, devices: int, tensor: int) -> tuple[Stage, ...]:
+def _even_stages(
+    blocks: int, pipe: int, chunks: int, devices: int, tensor: int, sample_chunks: int
+) -> tuple[Stage, ...]:
     parts = pipe * chunks
     counts = [blocks // parts + (part < blocks % parts) for part in range(parts)]
     edges = [0, *(1 + sum(counts[: part + 1]) for part in range(parts - 1)), blocks + 2]
@@ -272,7 +282,10 @@ def _even_stages(blocks: int, pipe: int, chunks: int, devices: int, tensor: int)
             device=stage * devices,
             devices=devices,
             chunks=tuple(
-                Chunk(first=edges[part], runs=(Run(layers=edges[part + 1] - edges[part], tensor=tensor),))
+                Chunk(
+                    first=edges[part],
+                    runs=(Run(layers=edges[part + 1] - edges[part], tensor=tensor, sample_chunks=sample_chunks),),
+                )
                 for part in range(stage, parts, pipe)
             ),
         )
