@@ -1,0 +1,78 @@
+"""One cell in a process of its own: trains, evaluates twice, writes what it found.
+
+    python -m jhpt.bench.convergence.cell SETTINGS FILE [PARAMETERS]
+
+Its losses are those of the run itself; `validation` is that of the final parameters with compression off, `own` with
+the compression they were trained with.  Text, order of batches, initial parameters and masks are those of every other
+cell of the same preset and seed.
+"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jhpt.bench.convergence.cells import Cell
+from jhpt.bench.results import machine, versions
+from jhpt.core.config import Compression
+from jhpt.core.load import load_config
+from jhpt.training.console import Display
+from jhpt.training.loop import evaluate, fit
+from jhpt.training.programs import compile_programs, evaluate_program
+from jhpt.training.runtime import configure_runtime
+from jhpt.training.setup import prepare
+
+
+def run(cell: Cell, parameters: Path | None = None) -> dict[str, Any]:
+    """What the cell finds; its final parameters, the model's own tree, go to a file where one is named."""
+    start = time.perf_counter()
+    config = load_config(cell.preset, {"seed": cell.seed, **cell.changes})
+    setup = prepare(config)
+    programs = compile_programs(setup)
+    unseen = replace(setup, validation_windows=None)  # no evaluation on the way
+    display = Display(config.train.steps, quiet=True)
+    state, progress = fit(
+        unseen, programs, programs.init(), save=lambda step, state: None, writer=None, display=display
+    )
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "settings": cell.settings,
+        "training": {str(step): loss for step, loss in progress.losses.items()},
+        "skipped": int(state.skipped),
+    }
+    plain = prepare(config.model_copy(update={"parallel": config.parallel.model_copy(update={"compression": Compression()})}))
+    found["validation"] = evaluate(plain, replace(programs, evaluate=evaluate_program(plain)), state)
+    found["own"] = evaluate(setup, programs, state) if setup.plan.compression.on else found["validation"]
+    if parameters is not None:
+        np.savez(parameters, **flat(programs.parameters(state.params)))
+    return found | {"seconds": time.perf_counter() - start}
+
+
+def flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Leaves by path."""
+    leaves: dict[str, Any] = {}
+    for name, part in tree.items():
+        leaves |= flat(part, f"{above}{name}/") if isinstance(part, dict) else {above + name: np.asarray(part)}
+    return leaves
+
+
+def main(arguments: list[str]) -> int:
+    """The process."""
+    configure_runtime()
+    settings, out, *parameters = arguments
+    found = run(Cell(**json.loads(settings)), Path(parameters[0]) if parameters else None)
+    beside = Path(f"{out}.part")
+    beside.write_text(json.dumps(found, indent=1) + "\n")
+    beside.rename(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
