@@ -177,6 +177,11 @@ class Compression(Section):
     bits: Literal[4, 8, 16] = Field(16, description="of a number of an important token; 16: nothing is compressed")
     tokens: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="share of a sample's tokens that is important")
     rest_bits: Literal[0, 4] = Field(4, description="of a number of any other; 0: it does not travel and is not added")
+    importance: Literal["auto", "attention", "own"] = Field(
+        "auto",
+        description="of a token: the attention it receives, which in a causal model looks ahead, or the size of its own "
+        "row, chosen as tokens come; auto: own in a causal model, else attention",
+    )
     forward: bool = Field(True, description="compress activations")
     backward: bool = Field(True, description="compress errors")
 

@@ -65,7 +65,7 @@ class BERTBlock(nn.Module):
         config = self.config
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
-        out, tokens = half(x, None, lengths)
+        out, tokens = half(x, x, None, lengths)
         x = x + dropout(out, config.dropout, keys, 0, self.hooks)
         x = norm("layernorm", config.norm_eps, self.dtype, "attention_norm")(x)
         out = MLPHalf(config, self.dtype, self.hooks, name="mlp")(x, tokens)

@@ -65,7 +65,7 @@ class GPTBlock(nn.Module):
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
         h = norm(config.norm, config.norm_eps, self.dtype, "attention_norm")(x)
-        out, tokens = half(h, rotation, None)
+        out, tokens = half(h, x, rotation, None)
         x = x + dropout(out, config.dropout, keys, 0, self.hooks)
         h = norm(config.norm, config.norm_eps, self.dtype, "mlp_norm")(x)
         out = MLPHalf(config, self.dtype, self.hooks, name="mlp")(h, tokens)

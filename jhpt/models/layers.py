@@ -66,6 +66,8 @@ class AttentionHalf(nn.Module):
     """Multi-head attention on an already normalised input; qkv is one matrix [D, K, G + 2, E], grouped by key head,
     so that a tensor axis over K keeps every query beside its key and value.
 
+    residual: the rows of the residual stream that x was made of.
+
     Returns the tokens that matter, too (`hooks.important`).
     """
 
@@ -76,7 +78,7 @@ class AttentionHalf(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, rotation: Rotation | None, lengths: jax.Array | None
+        self, x: jax.Array, residual: jax.Array, rotation: Rotation | None, lengths: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
         config = self.config
         is_gpt = isinstance(config, GPTConfig)
@@ -90,7 +92,7 @@ class AttentionHalf(nn.Module):
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        tokens = self.hooks.important(q, k, lengths)
+        tokens = self.hooks.important(q, k, lengths, residual)
         tokens = tokens if tokens is None else checkpoint_name(tokens, CHOICE)
         mixed = attention(q, k, v, causal=is_gpt, lengths=lengths, implementation=self.implementation)
         mixed = checkpoint_name(mixed.reshape(*x.shape[:2], heads * width), "attention_out")

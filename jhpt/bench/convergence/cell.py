@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 
 from jhpt.bench.convergence.cells import Cell
+from jhpt.bench.convergence.leak import leak
 from jhpt.bench.results import machine, versions
 from jhpt.core.config import Compression
 from jhpt.core.load import load_config
 from jhpt.training.console import Display
+from jhpt.training.data.batches import evaluation_batches
 from jhpt.training.loop import evaluate, fit
 from jhpt.training.programs import compile_programs, evaluate_program
 from jhpt.training.runtime import configure_runtime
@@ -39,6 +41,8 @@ def run(cell: Cell, parameters: Path | None = None) -> dict[str, Any]:
     state, progress = fit(
         unseen, programs, programs.init(), save=lambda step, state: None, writer=None, display=display
     )
+    if progress.interrupted:
+        raise SystemExit(f"{cell.name}: stopped by a signal")
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
@@ -50,6 +54,10 @@ def run(cell: Cell, parameters: Path | None = None) -> dict[str, Any]:
     plain = prepare(config.model_copy(update={"parallel": config.parallel.model_copy(update={"compression": Compression()})}))
     found["validation"] = evaluate(plain, replace(programs, evaluate=evaluate_program(plain)), state)
     found["own"] = evaluate(setup, programs, state) if setup.plan.compression.on else found["validation"]
+    if setup.plan.compression.on and config.model.family == "gpt":
+        size = config.data.batch_size
+        windows, _ = next(evaluation_batches(setup.validation_windows, size, slice(0, size), 1))
+        found["leak"] = leak(setup, state.params, windows)
     if parameters is not None:
         np.savez(parameters, **flat(programs.parameters(state.params)))
     return found | {"seconds": time.perf_counter() - start}

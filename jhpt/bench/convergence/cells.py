@@ -12,6 +12,9 @@ TENSOR, DATA = 4, 4
 """Degrees of what is compressed: virtual CPU devices."""
 
 HEADLINE = Compression(tokens=0.3, bits=8, rest_bits=4)
+LOOKING_AHEAD = (HEADLINE, HEADLINE.model_copy(update={"rest_bits": 0}))
+"""Also with tokens chosen by the attention they receive."""
+
 SEEDS = (0, 1, 2)
 STEPS = 400
 BATCHES = 40
@@ -47,6 +50,9 @@ class Cell:
     def plain(self) -> bool:
         """Whether nothing is compressed."""
         return self.group == "plain"
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     @property
     def devices(self) -> int:
@@ -87,8 +93,9 @@ def cells(*, quick: bool) -> list[Cell]:
         for kind in gradient_kinds()
         for seed in seeds
     ]
-    if not quick:
-        found += [compressed("table", "gpt-tiny", 0, how) for how in table()]
+    shown = table()[:1] if quick else table()
+    found += [compressed("table", "gpt-tiny", 0, how) for how in shown]
+    found += [compressed("leak", "gpt-tiny", 0, how.model_copy(update={"importance": "attention"})) for how in LOOKING_AHEAD]
     return found
 
 
@@ -107,6 +114,19 @@ def table() -> list[Compression]:
 def gradient_kinds() -> tuple[str, ...]:
     """Ways to compress gradients of data parallelism, where there are any."""
     return ("quantize", "topk") if "gradient_compression" in ParallelConfig.model_fields else ()
+
+
+def kind_of(cell: Cell) -> str:
+    """What is compressed, in words."""
+    changes = cell.changes
+    if cell.plain:
+        return "nothing"
+    if "parallel.gradient_compression" in changes:
+        return f"gradients: {changes['parallel.gradient_compression']}"
+    how = {name.rpartition(".")[2]: value for name, value in changes.items() if name.startswith("parallel.compression.")}
+    rest = f", the rest at {how['rest_bits']}" if how["rest_bits"] else ", the rest dropped"
+    by = "" if how["importance"] == "auto" else f", by {how['importance']}"
+    return f"{how['tokens']:.0%} of tokens at {how['bits']} bits" + (rest if how["tokens"] < 1 else "") + by
 
 
 def _base(preset: str, *, quick: bool) -> dict[str, Any]:

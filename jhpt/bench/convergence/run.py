@@ -1,0 +1,163 @@
+"""The benchmark: runs the cells that are not there yet, side by side, and reports all of them.
+
+Every cell is a process with a core of its own: two of them side by side do more steps than one with two cores.  Its
+results are a file in a folder; where a file with the same settings lies there, the cell is not run again.
+
+Losses are held-out losses of the final parameters *with compression off*; beside them the loss with the compression
+they were trained with.  Uncompressed runs use one device: tensor- and data-parallel ones equal them to rounding
+(`tests/sharding/test_parity.py`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import fmean
+from typing import Any
+
+from jhpt.bench.convergence import plots
+from jhpt.bench.convergence.cells import DATA, TENSOR, Cell, cells, kind_of
+from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
+from jhpt.core.errors import InputError
+
+FOLDER = "runs/convergence"
+
+Found = Mapping[str, Any]
+"""What a cell's file says."""
+
+
+class CellError(RuntimeError):
+    """A cell did not end well."""
+
+
+def run(*, quick: bool, json_path: str | None, folder: str | None) -> int:
+    """Runs what is missing, prints the table and the claims; returns the exit status."""
+    if json_path:
+        check_writable(json_path)
+    place = Path(folder or FOLDER)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {place} cannot be used: {error.strerror}; give a folder that can be written") from None
+    wanted = cells(quick=quick)
+    complete(wanted, place, sorted(os.sched_getaffinity(0)))
+    found = {cell: json.loads(file_of(cell, place).read_text()) for cell in wanted}
+    print_table("bench convergence", COLUMNS, lines(found), words=2)
+    claims = claims_of(found)
+    print_claims(claims)
+    for name, text in plots.pages(found).items():
+        (place / name).write_text(text, encoding="utf-8")
+    if json_path:
+        write_json(json_path, "convergence", {"quick": quick}, list(found.values()), claims, device=False)
+    return 0
+
+
+def file_of(cell: Cell, folder: Path) -> Path:
+    """Where its results lie."""
+    return folder / f"{cell.name}.json"
+
+
+def complete(wanted: Sequence[Cell], folder: Path, cores: Sequence[int]) -> None:
+    """Runs the cells whose files are not there, one on each core at a time.
+
+    Raises:
+      CellError: some did not end well; all others have been run.
+    """
+    missing = [cell for cell in wanted if not file_of(cell, folder).is_file()]
+    free: SimpleQueue[int] = SimpleQueue()
+    for core in cores:
+        free.put(core)
+
+    def one(cell: Cell) -> str | None:
+        core = free.get()
+        try:
+            print(f"{cell.name}: on core {core}", flush=True)
+            return _run_cell(cell, folder, core)
+        finally:
+            free.put(core)
+
+    with ThreadPoolExecutor(len(cores)) as pool:
+        errors = [error for error in pool.map(one, missing) if error]
+    if errors:
+        raise CellError("\n\n".join(errors))
+
+
+def _run_cell(cell: Cell, folder: Path, core: int) -> str | None:
+    """Runs it on this core; what it said if it failed."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.devices)}
+    command = [sys.executable, "-m", "jhpt.bench.convergence.cell", json.dumps(cell.settings), str(file_of(cell, folder))]
+    ended = subprocess.run(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+    )
+    return f"{cell.name}, status {ended.returncode}:\n{ended.stdout[-4000:]}" if ended.returncode else None
+
+
+# What is reported.
+
+COLUMNS = ("preset", "compressed", "seeds", "validation loss", "against plain", "with its compression", "past logits move")
+
+
+def lines(found: Mapping[Cell, Found]) -> list[tuple[str, ...]]:
+    """A line for every kind of cell, means over its seeds."""
+    rows = []
+    for group in groups(found).values():
+        first, results = group[0], [found[cell] for cell in group]
+        moved = [result["leak"]["logits"] for result in results if result.get("leak")]
+        rows.append(
+            (
+                first.preset,
+                kind_of(first),
+                str(len(group)),
+                f"{fmean(result['validation'] for result in results):.4f}",
+                "" if first.plain else f"{100 * gap(found, group):+.2f} %",
+                f"{fmean(result['own'] for result in results):.4f}",
+                f"{max(moved):.3g}" if moved else "",
+            )
+        )
+    return rows
+
+
+def groups(found: Mapping[Cell, Found]) -> dict[tuple[str, str], list[Cell]]:
+    """Cells that differ in their seeds alone, by preset and what is compressed."""
+    together: dict[tuple[str, str], list[Cell]] = {}
+    for cell in found:
+        together.setdefault((cell.preset, kind_of(cell)), []).append(cell)
+    return together
+
+
+def gap(found: Mapping[Cell, Found], group: Sequence[Cell], which: str = "validation") -> float:
+    """Mean loss of these cells / mean loss of the uncompressed ones of the same seeds - 1."""
+    plain = {(cell.preset, cell.seed): found[cell]["validation"] for cell in found if cell.plain}
+    return fmean(found[cell][which] for cell in group) / fmean(plain[cell.preset, cell.seed] for cell in group) - 1
+
+
+def claims_of(found: Mapping[Cell, Found]) -> dict[str, Claim]:
+    """Only of what has been measured."""
+    by_group: dict[tuple[str, str], list[Sequence[Cell]]] = {}
+    for (preset, _), group in groups(found).items():
+        by_group.setdefault((preset, group[0].group), []).append(group)
+    wanted = {
+        "headline_loss_gap": ("gpt-tiny", "headline", f"tensor {TENSOR}"),
+        "bert_loss_gap": ("bert-tiny", "headline", f"tensor {TENSOR}"),
+        "gradient_loss_gap": ("gpt-tiny", "gradients", f"the worse of its kinds, data {DATA}"),
+    }
+    claims = {}
+    for name, (preset, kind, where) in wanted.items():
+        if (preset, kind) in by_group:
+            worst = max(by_group[preset, kind], key=lambda group: gap(found, group))
+            seeds, steps = len(worst), worst[0].changes["train.steps"]
+            claims[name] = Claim(
+                value=gap(found, worst),
+                unit="validation loss, compression off, / that of uncompressed training - 1",
+                setup=f"{preset}, {where}, {kind_of(worst[0])}, {steps} steps, {seeds} seed(s)",
+            )
+    return claims
