@@ -179,8 +179,8 @@ class Compression(Section):
     rest_bits: Literal[0, 4] = Field(4, description="of a number of any other; 0: it does not travel and is not added")
     importance: Literal["auto", "attention", "own"] = Field(
         "auto",
-        description="of a token: the attention it receives, which in a causal model looks ahead, or the size of its own "
-        "row, chosen as tokens come; auto: own in a causal model, else attention",
+        description="of a token: the attention it receives, which in a causal model looks ahead, or the size of its "
+        "own row, chosen as tokens come; auto: own in a causal model, else attention",
     )
     forward: bool = Field(True, description="compress activations")
     backward: bool = Field(True, description="compress errors")

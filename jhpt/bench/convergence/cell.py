@@ -51,10 +51,11 @@ def run(cell: Cell, parameters: Path | None = None) -> dict[str, Any]:
         "training": {str(step): loss for step, loss in progress.losses.items()},
         "skipped": int(state.skipped),
     }
-    plain = prepare(config.model_copy(update={"parallel": config.parallel.model_copy(update={"compression": Compression()})}))
+    off = config.parallel.model_copy(update={"compression": Compression()})
+    plain = prepare(config.model_copy(update={"parallel": off}))
     found["validation"] = evaluate(plain, replace(programs, evaluate=evaluate_program(plain)), state)
     found["own"] = evaluate(setup, programs, state) if setup.plan.compression.on else found["validation"]
-    if setup.plan.compression.on and config.model.family == "gpt":
+    if setup.plan.compression.on and config.model.family == "gpt" and setup.validation_windows is not None:
         size = config.data.batch_size
         windows, _ = next(evaluation_batches(setup.validation_windows, size, slice(0, size), 1))
         found["leak"] = leak(setup, state.params, windows)

@@ -20,6 +20,8 @@ STEPS = 400
 BATCHES = 40
 """Held-out batches in an evaluation."""
 
+COMPRESSION = "parallel.compression."
+
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt-tiny": {},
     "bert-tiny": {"model.num_heads": TENSOR},  # the preset has 2, which a tensor axis of 4 does not divide
@@ -95,17 +97,21 @@ def cells(*, quick: bool) -> list[Cell]:
     ]
     shown = table()[:1] if quick else table()
     found += [compressed("table", "gpt-tiny", 0, how) for how in shown]
-    found += [compressed("leak", "gpt-tiny", 0, how.model_copy(update={"importance": "attention"})) for how in LOOKING_AHEAD]
+    ahead = [how.model_copy(update={"importance": "attention"}) for how in LOOKING_AHEAD]
+    found += [compressed("leak", "gpt-tiny", 0, how) for how in ahead]
     return found
 
 
 def table() -> list[Compression]:
-    """tokens x bits x rest_bits, without the headline; what costs least to skip comes last."""
+    """tokens x bits x rest_bits, without the headline; what is missed least comes last.
+
+    Where all tokens are important there is no rest, and where all travel at 4 bits it does not matter which are.
+    """
     return [
         how
         for tokens in (0.3, 1.0, 0.1, 0.5)
         for bits in (8, 4)
-        for rest_bits in ((0, 4) if tokens < 1 else (4,))
+        for rest_bits in ((0, 4) if tokens < 1 and bits > 4 else (0,) if tokens < 1 else (4,))
         for how in [Compression(tokens=tokens, bits=bits, rest_bits=rest_bits)]
         if how != HEADLINE
     ]
@@ -123,7 +129,7 @@ def kind_of(cell: Cell) -> str:
         return "nothing"
     if "parallel.gradient_compression" in changes:
         return f"gradients: {changes['parallel.gradient_compression']}"
-    how = {name.rpartition(".")[2]: value for name, value in changes.items() if name.startswith("parallel.compression.")}
+    how = {name.removeprefix(COMPRESSION): value for name, value in changes.items() if name.startswith(COMPRESSION)}
     rest = f", the rest at {how['rest_bits']}" if how["rest_bits"] else ", the rest dropped"
     by = "" if how["importance"] == "auto" else f", by {how['importance']}"
     return f"{how['tokens']:.0%} of tokens at {how['bits']} bits" + (rest if how["tokens"] < 1 else "") + by

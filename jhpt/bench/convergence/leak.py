@@ -1,4 +1,4 @@
-"""What a causal model knows of later tokens: how far the logits of earlier positions move when only later tokens change.
+"""What a causal model knows of later tokens: how far logits of earlier positions move when only later tokens change.
 
 Attention is causal, so without compression nothing moves.  What moves is the choice of important tokens, where it looks
 ahead: a row before the change then travels in other bits, or no longer travels.
@@ -41,8 +41,9 @@ def leak(setup: Setup, params: Any, windows: np.ndarray) -> dict[str, float]:
 
 def _logits(setup: Setup, params: Any, windows: np.ndarray) -> np.ndarray:
     """[B, S, V], from a forward pass as the plan lays it out."""
-    ends = {degree: replace(parts, exit=lambda ends, x, rows, keys: x) for degree, parts in setup.evaluation.parts.items()}
-    forward = replace(setup.evaluation, parts=ends)
+    execution = setup.evaluation
+    parts = {degree: replace(own, exit=lambda ends, x, rows, keys: x) for degree, own in execution.parts.items()}
+    forward = replace(execution, parts=parts)
 
     @jax.jit
     def logits(params: Any, windows: jax.Array) -> jax.Array:
