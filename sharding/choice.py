@@ -29,25 +29,24 @@ def causal_choice(scores: jax.Array, k: int, window: int = WINDOW) -> jax.Array:
     if not 0 <= k <= length:
         raise ValueError(f"k={k} of {length} tokens")
     ends = np.minimum(np.arange(window, length + window, window), length)  # of windows
+    sizes = np.diff(ends, prepend=0)
     places = np.diff((2 * k * ends + length) // (2 * length), prepend=0)  # rounded, so that they add up to k
-    left = np.repeat(ends, np.diff(ends, prepend=0)) - 1 - np.arange(length)  # tokens after this one in its window
-    quota = np.repeat(places, np.diff(ends, prepend=0))
+    after = np.repeat(ends, sizes) - 1 - np.arange(length)  # tokens that follow in the same window
+    quota = np.repeat(places, sizes)[None]
 
     found = stands_out(scores, k, window).astype(jnp.int32)
-    padded = jnp.pad(found, ((0, 0), (0, -length % window))).reshape(len(scores), -1, window)
-    count = jnp.cumsum(padded, 2).reshape(len(scores), -1)[:, :length]
-    taken = jnp.maximum(jnp.minimum(count, quota), quota - left)
-    before = jnp.where(np.arange(length) % window == 0, 0, jnp.pad(taken, ((0, 0), (1, 0)))[:, :-1])
-    positions = jnp.where(taken > before, jnp.arange(length, dtype=jnp.int32), length)
+    windows = jnp.pad(found, ((0, 0), (0, -length % window))).reshape(len(scores), -1, window)
+    count = jnp.cumsum(windows, 2).reshape(len(scores), -1)[:, :length]
+    taken = jnp.maximum(jnp.minimum(count, quota), quota - after[None])
+    before = jnp.pad(taken, ((0, 0), (1, 0)))[:, :-1] * (np.arange(length) % window > 0)[None]
+    positions = jnp.where(taken > before, jnp.arange(length, dtype=jnp.int32)[None], length)
     return jnp.sort(positions, 1)[:, :k]
 
 
 def stands_out(scores: jax.Array, k: int, window: int) -> jax.Array:
     """Whether fewer than k/S of the last `window` scores, its own among them, are larger: bool [B, S]."""
     length = scores.shape[1]
-    larger = jnp.zeros(scores.shape, jnp.int32)
-    for distance in range(1, min(window, length)):
-        earlier = jnp.pad(scores, ((0, 0), (distance, 0)), constant_values=-jnp.inf)[:, :length]
-        larger += (earlier > scores).astype(jnp.int32)
+    earlier = jnp.arange(length)[:, None] - jnp.arange(min(window, length))[None]
+    larger = (scores[:, jnp.maximum(earlier, 0)] > scores[:, :, None]) & (earlier >= 0)[None]
     seen = np.minimum(np.arange(1, length + 1), window)
-    return larger * length < k * seen
+    return jnp.sum(larger, 2, jnp.int32) * length < (k * seen)[None]

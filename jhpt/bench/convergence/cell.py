@@ -17,17 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from jhpt.bench.convergence.cells import Cell
+from jhpt.bench.convergence.cells import HEADLINE, Cell
 from jhpt.bench.convergence.leak import leak
 from jhpt.bench.results import machine, versions
 from jhpt.core.config import Compression
 from jhpt.core.load import load_config
 from jhpt.training.console import Display
-from jhpt.training.data.batches import evaluation_batches
 from jhpt.training.loop import evaluate, fit
 from jhpt.training.programs import compile_programs, evaluate_program
 from jhpt.training.runtime import configure_runtime
-from jhpt.training.setup import prepare
+from jhpt.training.setup import Setup, prepare
 
 
 def run(cell: Cell, parameters: Path | None = None) -> dict[str, Any]:
@@ -55,13 +54,29 @@ def run(cell: Cell, parameters: Path | None = None) -> dict[str, Any]:
     plain = prepare(config.model_copy(update={"parallel": off}))
     found["validation"] = evaluate(plain, replace(programs, evaluate=evaluate_program(plain)), state)
     found["own"] = evaluate(setup, programs, state) if setup.plan.compression.on else found["validation"]
-    if setup.plan.compression.on and config.model.family == "gpt" and setup.validation_windows is not None:
-        size = config.data.batch_size
-        windows, _ = next(evaluation_batches(setup.validation_windows, size, slice(0, size), 1))
-        found["leak"] = leak(setup, state.params, windows)
+    if looks_at_leaks(setup):
+        found["leaks"] = {kind: leak(other, state.params) for kind, other in by_rule(setup).items()}
     if parameters is not None:
         np.savez(parameters, **flat(programs.parameters(state.params)))
     return found | {"seconds": time.perf_counter() - start}
+
+
+def looks_at_leaks(setup: Setup) -> bool:
+    """Of causal models and the headline's share of tokens."""
+    how = setup.plan.compression
+    return setup.config.model.family == "gpt" and (how.tokens, how.bits) == (HEADLINE.tokens, HEADLINE.bits)
+
+
+def by_rule(setup: Setup) -> dict[str, Setup]:
+    """The same with other choices of tokens, and with the rest of them dropped or not: for the same parameters."""
+    found = {}
+    for importance in ("own", "attention"):
+        for rest_bits in (0, 4):
+            changes = {"importance": importance, "rest_bits": rest_bits}
+            how = setup.plan.compression.model_copy(update=changes)
+            parallel = setup.config.parallel.model_copy(update={"compression": how})
+            found[f"{importance}, {rest_bits} bits"] = prepare(setup.config.model_copy(update={"parallel": parallel}))
+    return found
 
 
 def flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:

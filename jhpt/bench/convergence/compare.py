@@ -10,7 +10,7 @@ from jhpt.bench.results import Claim
 Found = Mapping[str, Any]
 """What a cell's file says."""
 
-COLUMNS = ("preset", "compressed", "seeds", "validation loss", "against plain", "as trained", "past logits move")
+COLUMNS = ("preset", "compressed", "seeds", "validation loss", "against plain", "as trained")
 
 
 def lines(found: Mapping[Cell, Found]) -> list[Sequence[str]]:
@@ -18,7 +18,6 @@ def lines(found: Mapping[Cell, Found]) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     for group in groups(found).values():
         first, results = group[0], [found[cell] for cell in group]
-        moved = [result["leak"]["logits"] for result in results if result.get("leak")]
         rows.append(
             (
                 first.preset,
@@ -27,10 +26,27 @@ def lines(found: Mapping[Cell, Found]) -> list[Sequence[str]]:
                 f"{fmean(result['validation'] for result in results):.4f}",
                 "" if first.plain else f"{100 * gap(found, group):+.2f} %",
                 f"{fmean(result['own'] for result in results):.4f}",
-                f"{max(moved):.3g}" if moved else "",
             )
         )
     return rows
+
+
+LEAK_COLUMNS = ("trained with", "chosen by, the rest at", "largest move", "root mean square", "positions", "spread")
+
+
+def leak_lines(found: Mapping[Cell, Found]) -> list[Sequence[str]]:
+    """Of how far past logits move when later tokens change."""
+    return [
+        (
+            kind_of(cell),
+            rule,
+            *(f"{leak[name]:.3g}" for name in ("logits", "rms")),
+            f"{leak['positions']:.0%}",
+            f"{leak['spread']:.3g}",
+        )
+        for cell, result in found.items()
+        for rule, leak in result.get("leaks", {}).items()
+    ]
 
 
 def groups(found: Mapping[Cell, Found]) -> dict[tuple[str, str], list[Cell]]:

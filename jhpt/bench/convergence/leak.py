@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jhpt.training.data.batches import evaluation_batches
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.parts import Rows
 from jhpt.training.setup import Setup
 
 
-def leak(setup: Setup, params: Any, windows: np.ndarray) -> dict[str, float]:
-    """Replaces the second half of every window [B, W] by that of another one and compares the logits of the first.
+def leak(setup: Setup, params: Any) -> dict[str, float]:
+    """Replaces the second half of every window of a held-out batch by that of another one and compares the logits of
+    the first halves.
 
     Args:
       params: as the plan stores them.
@@ -26,6 +28,9 @@ def leak(setup: Setup, params: Any, windows: np.ndarray) -> dict[str, float]:
       logits: the largest |difference|; rms: its root mean square; positions: share of positions where anything moved;
       spread: standard deviation of the logits of a position, to compare with.
     """
+    assert setup.validation_windows is not None
+    size = setup.config.data.batch_size
+    windows, _ = next(evaluation_batches(setup.validation_windows, size, slice(0, size), 1))
     half = setup.config.data.sequence_length // 2
     others = np.concatenate([windows[:, :half], np.roll(windows, 1, 0)[:, half:]], 1)
     real = setup.config.model.vocab_size

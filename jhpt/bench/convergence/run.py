@@ -12,14 +12,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from jhpt.bench.convergence import plots
 from jhpt.bench.convergence.cells import Cell, cells
-from jhpt.bench.convergence.compare import COLUMNS, claims_of, lines
+from jhpt.bench.convergence.compare import COLUMNS, LEAK_COLUMNS, claims_of, leak_lines, lines
 from jhpt.bench.results import check_writable, print_claims, print_table, write_json
 from jhpt.core.errors import InputError
 
@@ -41,15 +42,22 @@ def run(*, quick: bool, json_path: str | None, folder: str | None) -> int:
         raise InputError(f"--out {place} cannot be used: {error.strerror}; give a folder that can be written") from None
     wanted = cells(quick=quick)
     complete(wanted, place, sorted(os.sched_getaffinity(0)))
-    found = {cell: json.loads(file_of(cell, place).read_text()) for cell in wanted}
+    report(wanted, place, {"quick": quick}, json_path)
+    return 0
+
+
+def report(wanted: Sequence[Cell], folder: Path, settings: Mapping[str, Any], json_path: str | None) -> None:
+    """Tables, claims, pictures and a file of the cells that are there."""
+    there = {cell: file_of(cell, folder) for cell in wanted}
+    found = {cell: json.loads(file.read_text()) for cell, file in there.items() if file.is_file()}
     print_table("bench convergence", COLUMNS, lines(found), words=2)
+    print_table("what earlier positions know of later tokens", LEAK_COLUMNS, leak_lines(found), words=2)
     claims = claims_of(found)
     print_claims(claims)
     for name, text in plots.pages(found).items():
-        (place / name).write_text(text, encoding="utf-8")
+        (folder / name).write_text(text, encoding="utf-8")
     if json_path:
-        write_json(json_path, "convergence", {"quick": quick}, list(found.values()), claims, device=False)
-    return 0
+        write_json(json_path, "convergence", settings, list(found.values()), claims, device=False)
 
 
 def file_of(cell: Cell, folder: Path) -> Path:
