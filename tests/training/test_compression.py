@@ -3,17 +3,20 @@
 import numpy as np
 import pytest
 
+from jhpt.bench.convergence.leak import leak
+from jhpt.core.compression import gathers
 from jhpt.core.config import Compression
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import plan_by_hand
-from tests.sharding.plans import laid_out, mixed, piped
+from tests.sharding.plans import laid_out, mixed, piped, random_params, stored
 from tests.sharding.test_parity import BATCH, NONE, definition, gradients, setup_of
 
 __all__ = ["setup_of"]
 
 SOME = Compression(bits=8, tokens=0.4, rest_bits=4)
 ALL = Compression(bits=8)
+DROPS = Compression(bits=8, tokens=0.4, rest_bits=0)
 
 PLANS = {
     "tensor 4": piped([5], 1, tensor=4, batch=BATCH, micro_batches=2),
@@ -90,3 +93,32 @@ def test_by_hand(tiny):
 def test_refusals(tiny, overrides, words):
     with pytest.raises(InputError, match=words):
         tiny(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rest_bits"),
+    [(4, 0), (4, 4), (8, 4)],  # the last in two steps
+)
+def test_a_causal_choice_knows_no_later_token(setup_of, ranks, rest_bits):
+    """Logits stay what they are, bit for bit, when only later tokens change; by attention received they do not."""
+    plan = piped([5], 1, tensor=ranks, batch=BATCH)
+    how = Compression(bits=8, tokens=0.5, rest_bits=rest_bits)
+    assert gathers(ranks, how) == (ranks == 4)
+    setup = setup_of("gpt-tied", 3, NONE)
+    moved = {}
+    for importance in ("own", "attention"):
+        changes = {"compression": how.model_copy(update={"importance": importance})}
+        other = laid_out(setup, plan.model_copy(update=changes))
+        moved[importance] = leak(other, stored(other, random_params(setup)))
+    assert moved["own"]["logits"] == 0 < moved["attention"]["logits"]
+    assert moved["own"]["spread"] > 0
+
+
+def test_which_rule_is_the_default(setup_of):
+    """Causal models choose by the token alone, others by attention."""
+    for name, same in (("gpt-tied", "own"), ("bert", "attention")):
+        loss = {
+            importance: found(setup_of, name, PLANS["tensor 4"], DROPS.model_copy(update={"importance": importance}))[1]
+            for importance in ("auto", "own", "attention")
+        }
+        assert len({loss["own"], loss["attention"]}) == 2 and loss["auto"] == loss[same]

@@ -1,15 +1,16 @@
 """One cell in a process of its own: trains, evaluates twice, writes what it found.
 
-    python -m jhpt.bench.convergence.cell SETTINGS FILE [PARAMETERS]
+    python -m jhpt.bench.convergence.cell SETTINGS FILE
 
 Its losses are those of the run itself; `validation` is that of the final parameters with compression off, `own` with
-the compression they were trained with.  Text, order of batches, initial parameters and masks are those of every other
-cell of the same preset and seed.
+the compression they were trained with.  Final parameters of an uncompressed cell lie beside its file.  Text, order of
+batches, initial parameters and masks are those of every other cell of the same preset and seed.
 """
 
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,8 +30,8 @@ from jhpt.training.runtime import configure_runtime
 from jhpt.training.setup import Setup, prepare
 
 
-def run(cell: Cell, parameters: Path | None = None) -> dict[str, Any]:
-    """What the cell finds; its final parameters, the model's own tree, go to a file where one is named."""
+def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What the cell finds, and its final parameters, the model's own tree, by path."""
     start = time.perf_counter()
     config = load_config(cell.preset, {"seed": cell.seed, **cell.changes})
     setup = prepare(config)
@@ -56,9 +57,7 @@ def run(cell: Cell, parameters: Path | None = None) -> dict[str, Any]:
     found["own"] = evaluate(setup, programs, state) if setup.plan.compression.on else found["validation"]
     if looks_at_leaks(setup):
         found["leaks"] = {kind: leak(other, state.params) for kind, other in by_rule(setup).items()}
-    if parameters is not None:
-        np.savez(parameters, **flat(programs.parameters(state.params)))
-    return found | {"seconds": time.perf_counter() - start}
+    return found | {"seconds": time.perf_counter() - start}, flat(programs.parameters(state.params))
 
 
 def looks_at_leaks(setup: Setup) -> bool:
@@ -79,19 +78,34 @@ def by_rule(setup: Setup) -> dict[str, Setup]:
     return found
 
 
-def flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, np.ndarray]:
     """Leaves by path."""
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, np.ndarray] = {}
     for name, part in tree.items():
-        leaves |= flat(part, f"{above}{name}/") if isinstance(part, dict) else {above + name: np.asarray(part)}
+        leaves |= flat(part, f"{above}{name}/") if isinstance(part, Mapping) else {above + name: np.asarray(part)}
     return leaves
+
+
+def unflat(leaves: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The tree whose leaves these are."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, name = path.split("/")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = leaf
+    return tree
 
 
 def main(arguments: list[str]) -> int:
     """The process."""
     configure_runtime()
-    settings, out, *parameters = arguments
-    found = run(Cell(**json.loads(settings)), Path(parameters[0]) if parameters else None)
+    settings, out = arguments
+    cell = Cell(**json.loads(settings))
+    found, params = run(cell)
+    if cell.plain:
+        np.savez(Path(out).with_suffix(".npz"), allow_pickle=False, **params)
     beside = Path(f"{out}.part")
     beside.write_text(json.dumps(found, indent=1) + "\n")
     beside.rename(out)
