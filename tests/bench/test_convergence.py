@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from jhpt.bench.convergence import run as bench
-from jhpt.bench.convergence.cell import flat, run, unflat
+from jhpt.bench.convergence.cell import by_rule, flat, looks_at_leaks, run, unflat
 from jhpt.bench.convergence.cells import HEADLINE, PRESETS, SEEDS, STEPS, Cell, cells, kind_of
 from jhpt.bench.convergence.compare import claims_of, lines
 from jhpt.bench.convergence.plots import pages
 from jhpt.core.load import load_config
+from jhpt.training.setup import prepare
 
 
 def invented(cell):
@@ -94,19 +95,29 @@ def test_pictures_hold_every_line():
     assert bars.count('fill="#1f77b4"') == len(kinds)
 
 
-def test_a_cell(tiny, corpus):
+def test_a_cell(corpus):
     """Small, but whole: trained with compression, evaluated without and with it."""
-    config = tiny(**{"parallel.tensor": 4, "parallel.data": 1})
-    shape = {name: getattr(config.model, name) for name in ("num_layers", "d_model", "num_heads", "d_ff", "max_length")}
-    changes = {f"model.{name}": value for name, value in shape.items()} | corpus
-    changes |= {"data.sequence_length": 32, "data.batch_size": 16, "train.steps": 3, "evaluation.batches": 2}
-    changes |= {"optimizer.warmup_steps": 2, "log.every": 1, "parallel.tensor": 4, "parallel.data": 1}
-    how = {f"parallel.compression.{name}": value for name, value in HEADLINE.model_dump().items()}
-    found, params = run(Cell(group="headline", preset="gpt-tiny", seed=1, changes=changes | how))
-    assert list(found["training"]) == ["1", "2", "3"]
+    changes = corpus | {"model.num_layers": 1, "model.d_model": 32, "data.sequence_length": 16, "data.batch_size": 8}
+    changes |= {"train.steps": 3, "optimizer.warmup_steps": 2, "evaluation.batches": 2, "log.every": 1}
+    how = HEADLINE.model_copy(update={"tokens": 0.5})
+    changes |= {f"parallel.compression.{name}": value for name, value in how.model_dump().items()}
+    changes |= {"parallel.tensor": 4, "parallel.data": 1}
+    found, params = run(Cell(group="table", preset="gpt-tiny", seed=1, changes=changes))
+    assert list(found["training"]) == ["1", "2", "3"] and "leaks" not in found
     assert found["validation"] != found["own"] == pytest.approx(found["validation"], rel=0.01)
-    assert found["leaks"].keys() == {f"{rule}, {bits} bits" for rule in ("own", "attention") for bits in (0, 4)}
-    assert found["leaks"]["own, 0 bits"]["logits"] == found["leaks"]["own, 4 bits"]["logits"] == 0
-    assert params["blocks/mlp/up/kernel"].shape == (2, 64, 128)
+    assert params["blocks/mlp/up/kernel"].shape == (1, 32, 128)
     again = flat(unflat(params))
     assert again.keys() == params.keys() and all(np.array_equal(again[name], params[name]) for name in params)
+
+
+def test_leaks_are_of_both_rules(tiny):
+    how = {f"parallel.compression.{name}": value for name, value in HEADLINE.model_dump().items()}
+    setup = prepare(tiny(**{"parallel.tensor": 4, "parallel.data": 1}, **how))
+    assert looks_at_leaks(setup)
+    rules = {kind: other.plan.compression for kind, other in by_rule(setup).items()}
+    assert rules == {
+        f"{importance}, {bits} bits": HEADLINE.model_copy(update={"importance": importance, "rest_bits": bits})
+        for importance in ("own", "attention")
+        for bits in (0, 4)
+    }
+    assert not looks_at_leaks(prepare(tiny(**{"parallel.tensor": 4, "parallel.data": 1})))

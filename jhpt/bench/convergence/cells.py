@@ -89,8 +89,8 @@ def cells(*, quick: bool) -> list[Cell]:
         found += [compressed("headline", preset, seed, HEADLINE) for seed in seeds]
     found += [
         cell("gradients", "gpt-tiny", seed, parallel__data=DATA, parallel__gradient_compression=kind)
-        for kind in gradient_kinds()
         for seed in seeds
+        for kind in gradient_kinds()
     ]
     if not quick:
         found += [compressed("table", "gpt-tiny", 0, how) for how in table()]
