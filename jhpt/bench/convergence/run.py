@@ -26,6 +26,9 @@ from jhpt.core.errors import InputError
 
 FOLDER = "runs/convergence"
 
+QUICK_FLAGS = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+"""Slower programs, sooner: a quick cell compiles longer than it runs."""
+
 
 class CellError(RuntimeError):
     """A cell did not end well."""
@@ -41,7 +44,7 @@ def run(*, quick: bool, json_path: str | None, folder: str | None) -> int:
     except OSError as error:
         raise InputError(f"--out {place} cannot be used: {error.strerror}; give a folder that can be written") from None
     wanted = cells(quick=quick)
-    complete(wanted, place, sorted(os.sched_getaffinity(0)))
+    complete(wanted, place, sorted(os.sched_getaffinity(0)), QUICK_FLAGS if quick else {})
     report(wanted, place, {"quick": quick}, json_path)
     return 0
 
@@ -65,8 +68,8 @@ def file_of(cell: Cell, folder: Path) -> Path:
     return folder / f"{cell.name}.json"
 
 
-def complete(wanted: Sequence[Cell], folder: Path, cores: Sequence[int]) -> None:
-    """Runs the cells whose files are not there, one on each core at a time.
+def complete(wanted: Sequence[Cell], folder: Path, cores: Sequence[int], flags: Mapping[str, str]) -> None:
+    """Runs the cells whose files are not there, one on each core at a time, with these environment variables.
 
     Raises:
       CellError: some did not end well; all others have been run.
@@ -80,7 +83,7 @@ def complete(wanted: Sequence[Cell], folder: Path, cores: Sequence[int]) -> None
         core = free.get()
         try:
             print(f"{cell.name}: on core {core}", flush=True)
-            return _run_cell(cell, folder, core)
+            return _run_cell(cell, folder, core, flags)
         finally:
             free.put(core)
 
@@ -90,9 +93,9 @@ def complete(wanted: Sequence[Cell], folder: Path, cores: Sequence[int]) -> None
         raise CellError("\n\n".join(errors))
 
 
-def _run_cell(cell: Cell, folder: Path, core: int) -> str | None:
+def _run_cell(cell: Cell, folder: Path, core: int, flags: Mapping[str, str]) -> str | None:
     """Runs it on this core; what it said if it failed."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.devices)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.devices)} | flags
     ended = subprocess.run(
         [sys.executable, "-m", "jhpt.bench.convergence.cell", json.dumps(cell.settings), str(file_of(cell, folder))],
         env=environment,
