@@ -95,10 +95,10 @@ def complete(wanted: Sequence[Cell], folder: Path, cores: Sequence[int], flags: 
 
 def _run_cell(cell: Cell, folder: Path, core: int, flags: Mapping[str, str]) -> str | None:
     """Runs it on this core; what it said if it failed."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.devices)} | flags
+    platform = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.devices)}
     ended = subprocess.run(
         [sys.executable, "-m", "jhpt.bench.convergence.cell", json.dumps(cell.settings), str(file_of(cell, folder))],
-        env=environment,
+        env={**os.environ, **platform, **flags},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
