@@ -22,7 +22,7 @@ from jhpt.kernels.token_topk import token_topk
 from jhpt.models.bert import BERT
 from jhpt.models.build import Model
 from jhpt.models.gpt import GPT
-from jhpt.models.hooks import Hooks, Settle, dense, same
+from jhpt.models.hooks import Hooks, Settle, same
 from jhpt.models.layers import fold, layer_keys
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding import tensor
@@ -60,7 +60,7 @@ def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
         rank=lambda: jax.lax.axis_index(axes),
         enter=lambda x, tokens=None: tensor.enter(axes, x),
         enter_before=lambda x: (tensor.enter(axes, x), same),
-        contract=lambda x, w, tokens=None: total(dense(x, w)),
+        collect=lambda part, tokens=None: total(part),
         join=partial(tensor.join, axes),
         total=total,
         largest=partial(tensor.largest, axes),
@@ -77,7 +77,7 @@ def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
         own_rows=partial(tensor.own_rows, axes),
         enter=lambda x, tokens=None: tensor.enter_rows(axes, x),
         enter_before=lambda x: (tensor.enter_rows(axes, x), same),
-        contract=lambda x, w, tokens=None: tensor.sum_rows(axes, dense(x, w)),
+        collect=lambda part, tokens=None: tensor.sum_rows(axes, part),
     )
 
 
@@ -90,7 +90,7 @@ def compressed_hooks(axes: tuple[str, ...], shards: int, how: Compression, *, ca
         tensor_hooks(axes, shards),
         enter=wire.enter,
         enter_before=lambda x: (wire.enter(x, None), same),
-        contract=lambda x, w, tokens=None: wire.sum_parts(dense(x, w), tokens),
+        collect=lambda part, tokens=None: wire.sum_parts(part, tokens),
     )
     if how.tokens == 1:
         return hooks
