@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jhpt.models.gpt import GPT
-from jhpt.models.hooks import dense, same
+from jhpt.models.hooks import same
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding import tensor
 from jhpt.training.parts import tensor_hooks
@@ -41,16 +41,16 @@ def partial_sums(setup: Setup, params: Any, windows: np.ndarray) -> dict[tuple[i
             parts: list[jax.Array] = []
             waiting = iter(probes)
 
-            def contract(x: jax.Array, w: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
-                parts.append(dense(x, w))
-                return tensor.sum_parts(axes, parts[-1])
+            def collect(part: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
+                parts.append(part)
+                return tensor.sum_parts(axes, part)
 
             def enter(x: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
                 return tensor.enter(axes, x) + next(waiting)
 
             hooks = tensor_hooks(axes, ranks)
             ends = replace(setup.model, hooks=hooks)
-            probed = replace(hooks, contract=contract, enter=enter, enter_before=lambda x: (enter(x), same))
+            probed = replace(hooks, collect=collect, enter=enter, enter_before=lambda x: (enter(x), same))
             blocks = replace(setup.model, hooks=probed)
             x = ends.embed(params, inputs)
             for layer in range(layers):
