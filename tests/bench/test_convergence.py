@@ -53,11 +53,11 @@ def test_a_finished_cell_is_not_run_again(tmp_path, monkeypatch):
     failing = [cell.name for cell in wanted if cell.seed == 2 and cell.group == "plain"]
     bench.file_of(wanted[0], tmp_path).write_text("{}")
     with pytest.raises(bench.CellError, match="out of luck"):
-        bench.complete(wanted, tmp_path, [0, 1], {})
+        bench.complete(wanted, tmp_path, [0, 1])
     assert sorted(ran) == sorted(cell.name for cell in wanted[1:])
     ran.clear()
     with pytest.raises(bench.CellError):
-        bench.complete(wanted, tmp_path, [0, 1], {})
+        bench.complete(wanted, tmp_path, [0, 1])
     assert sorted(ran) == sorted(failing)
 
 

@@ -26,7 +26,10 @@ from jhpt.core.errors import InputError
 
 FOLDER = "runs/convergence"
 
-QUICK_FLAGS = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+"""Of XLA, which otherwise ends a process whose devices, on a busy core, come 40 s late to a collective."""
+
+QUICK_FLAGS = f"{FLAGS} --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """Slower programs, sooner: a quick cell compiles longer than it runs."""
 
 
@@ -44,7 +47,7 @@ def run(*, quick: bool, json_path: str | None, folder: str | None) -> int:
     except OSError as error:
         raise InputError(f"--out {place} cannot be used: {error.strerror}; give a folder that can be written") from None
     wanted = cells(quick=quick)
-    complete(wanted, place, sorted(os.sched_getaffinity(0)), QUICK_FLAGS if quick else {})
+    complete(wanted, place, sorted(os.sched_getaffinity(0)), QUICK_FLAGS if quick else FLAGS)
     report(wanted, place, {"quick": quick}, json_path)
     return 0
 
@@ -68,8 +71,8 @@ def file_of(cell: Cell, folder: Path) -> Path:
     return folder / f"{cell.name}.json"
 
 
-def complete(wanted: Sequence[Cell], folder: Path, cores: Sequence[int], flags: Mapping[str, str]) -> None:
-    """Runs the cells whose files are not there, one on each core at a time, with these environment variables.
+def complete(wanted: Sequence[Cell], folder: Path, cores: Sequence[int], flags: str = FLAGS) -> None:
+    """Runs the cells whose files are not there, one on each core at a time, with these flags of XLA.
 
     Raises:
       CellError: some did not end well; all others have been run.
@@ -93,12 +96,12 @@ def complete(wanted: Sequence[Cell], folder: Path, cores: Sequence[int], flags: 
         raise CellError("\n\n".join(errors))
 
 
-def _run_cell(cell: Cell, folder: Path, core: int, flags: Mapping[str, str]) -> str | None:
+def _run_cell(cell: Cell, folder: Path, core: int, flags: str = FLAGS) -> str | None:
     """Runs it on this core; what it said if it failed."""
-    platform = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.devices)}
+    given = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.devices), "XLA_FLAGS": flags}
     ended = subprocess.run(
         [sys.executable, "-m", "jhpt.bench.convergence.cell", json.dumps(cell.settings), str(file_of(cell, folder))],
-        env={**os.environ, **platform, **flags},
+        env={**os.environ, **given},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
