@@ -102,21 +102,32 @@ class Layout:
 
         def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
             name = path_name(path)
-            if not leaf.shape:
-                return PartitionSpec()
-            degree = self._degree(name)
-            axes = self.grid.axes(degree)
-            blocks, piped = "blocks/" in name, self.stages > 1
-            return parameter_spec(
-                name,
-                leaf.shape,
-                axes,
-                stacked=blocks or piped,
-                pipe=piped,
-                over_data=self.grid.size(axes.data) if self.plan.zero else 1,
-            )
+            return self._spec(name, leaf.shape, self.data_ranks(name) if self.plan.zero else 1)
 
         return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def rank_specs(self, tree: Any) -> Any:
+        """Partitions of what every data rank has for itself, whole: leaves [data ranks, *stored shape]."""
+
+        def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+            name = path_name(path)
+            return PartitionSpec(self.grid.axes(self._degree(name)).data, *self._spec(name, leaf.shape[1:], 1))
+
+        return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def data_ranks(self, path: str) -> int:
+        """Over how many ranks the gradient of a stored leaf is summed."""
+        return self.grid.size(self.grid.axes(self._degree(path)).data)
+
+    def stacked(self, path: str) -> bool:
+        """Whether the first dim of a stored leaf counts layers or stages."""
+        return "blocks/" in path or self.stages > 1
+
+    def _spec(self, path: str, shape: tuple[int, ...], over_data: int) -> PartitionSpec:
+        if not shape:
+            return PartitionSpec()
+        axes, stacked = self.grid.axes(self._degree(path)), self.stacked(path)
+        return parameter_spec(path, shape, axes, stacked=stacked, pipe=self.stages > 1, over_data=over_data)
 
     def shardings(self, tree: Any) -> Any:
         """`specs` on the mesh."""
@@ -134,8 +145,10 @@ class Layout:
 
     def model_shardings(self, tree: Any) -> Any:
         """Where leaves of the model's tree lie on their way from or to a checkpoint: in shares, whatever the plan."""
-        if self.same:
-            return self.shardings(tree)
+        return self.shardings(tree) if self.same else self.model_shares(tree)
+
+    def model_shares(self, tree: Any) -> Any:
+        """Every leaf of the model's tree cut over all devices, as far as its dims allow."""
         axes = self.grid.axes(self.grid.degrees[0])
 
         def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:

@@ -35,6 +35,11 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def is_matrix(path: str, dims: int) -> bool:
+    """Whether a parameter of so many dims of its own is a matrix or a table; else a bias or a norm's scale."""
+    return dims > 1 and not path.endswith("bias")
+
+
 def parameter_spec(
     path: str, shape: tuple[int, ...], axes: Axes, *, stacked: bool, pipe: bool, over_data: int
 ) -> PartitionSpec:
@@ -53,7 +58,7 @@ def parameter_spec(
     own = len(shape) - first
     named = [*(None,) * (own - len(trailing)), *(trailing[-own:] if own else ())]
     spec: list[tuple[str, ...] | None] = [axes.tensor if name == TENSOR and axes.tensor else None for name in named]
-    if over_data > 1 and own > 1 and not path.endswith("bias"):
+    if over_data > 1 and is_matrix(path, own):
         ranks = [over_data * (axes.degree if cut else 1) for cut in spec]
         dims = [dim for dim in range(own) if shape[first + dim] % ranks[dim] == 0]
         if dims:
