@@ -10,9 +10,7 @@ from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.kernels.segments import Quantized
 
 
-def encoded(
-    x: jax.Array, bits: Bits, implementation: Implementation, numbers: jax.Array | None = None
-) -> jax.Array:
+def encoded(x: jax.Array, bits: Bits, implementation: Implementation, numbers: jax.Array | None = None) -> jax.Array:
     """Rows of x[R, D], all or those of these numbers, int32 [n]: uint8 [n, bytes of a row]."""
     quantized = segment_quantize(x, bits=bits, rows=numbers, implementation=implementation)
     ranges = jax.lax.bitcast_convert_type(quantized.ranges, jnp.uint8)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jhpt.core.config import GradientCompression
 from jhpt.sharding.layout import Layout
-from jhpt.sharding.rules import is_matrix, path_name
+from jhpt.sharding.rules import MATRICES, path_name
 
 
 def fresh(layout: Layout, params: Any, how: GradientCompression) -> dict[str, Any] | None:
@@ -27,9 +27,7 @@ def fresh(layout: Layout, params: Any, how: GradientCompression) -> dict[str, An
 
     def zeros(path: tuple[Any, ...], leaf: Any) -> jax.Array | None:
         name = path_name(path)
-        if not is_matrix(name, len(leaf.shape) - layout.stacked(name)):
-            return None
-        return jnp.zeros((layout.data_ranks(name), *leaf.shape), jnp.float32)
+        return jnp.zeros((layout.data_ranks(name), *leaf.shape), jnp.float32) if MATRICES.search(name) else None
 
     kinds = ("residual", "momentum") if how.momentum else ("residual",)
     return {kind: jax.tree_util.tree_map_with_path(zeros, params) for kind in kinds}

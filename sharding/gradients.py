@@ -17,10 +17,10 @@ et al., Interspeech 2014; Stich et al. 2018, arXiv 1809.07599):
 
 In every case nothing is lost: sum over steps of what was applied + sum over ranks of residuals = sum of all gradients.
 
-With momentum m top-k is Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): u_r = m u_r + g_r takes the place
-of g_r, and u_r is zeroed where its number was sent (factor masking).  Sums then grow to as much as 1 / (1 - m) times the
-gradients.  The paper's optimizer is plain descent, for the momentum is in u; AdamW stays what it is here and averages
-what arrives once more, unless optimizer.b1 is 0.  Warm-up of the share and local clipping are left out.
+With momentum m top-k is Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): u_r = m u_r + g_r takes the
+place of g_r, and u_r is zeroed where its number was sent (factor masking).  Sums then grow to as much as 1 / (1 - m)
+times the gradients.  The paper's optimizer is plain descent, for the momentum is in u; AdamW stays what it is here and
+averages what arrives once more, unless optimizer.b1 is 0.  Warm-up of the share and local clipping are left out.
 
 Gradients travel in buckets (`core.compression.buckets`), in the order in which the backward pass produces them.
 """

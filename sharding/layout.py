@@ -111,29 +111,27 @@ class Layout:
 
         def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
             name = path_name(path)
-            return PartitionSpec(self.grid.axes(self._degree(name)).data, *self._spec(name, leaf.shape[1:], 1))
+            return PartitionSpec(self.grid.axes(self.degree(name)).data, *self._spec(name, leaf.shape[1:], 1))
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
     def data_ranks(self, path: str) -> int:
         """Over how many ranks the gradient of a stored leaf is summed."""
-        return self.grid.size(self.grid.axes(self._degree(path)).data)
-
-    def stacked(self, path: str) -> bool:
-        """Whether the first dim of a stored leaf counts layers or stages."""
-        return "blocks/" in path or self.stages > 1
+        return self.grid.size(self.grid.axes(self.degree(path)).data)
 
     def _spec(self, path: str, shape: tuple[int, ...], over_data: int) -> PartitionSpec:
         if not shape:
             return PartitionSpec()
-        axes, stacked = self.grid.axes(self._degree(path)), self.stacked(path)
-        return parameter_spec(path, shape, axes, stacked=stacked, pipe=self.stages > 1, over_data=over_data)
+        axes, piped = self.grid.axes(self.degree(path)), self.stages > 1
+        stacked = "blocks/" in path or piped
+        return parameter_spec(path, shape, axes, stacked=stacked, pipe=piped, over_data=over_data)
 
     def shardings(self, tree: Any) -> Any:
         """`specs` on the mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.grid.mesh, spec), self.specs(tree))
 
-    def _degree(self, path: str) -> int:
+    def degree(self, path: str) -> int:
+        """The tensor degree of a stored leaf."""
         if "blocks/" not in path:
             return self.degrees[0] if "embedding/" in path else self.degrees[-1]
         if self.stacked_whole:

@@ -29,15 +29,13 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 IN_FLOAT32 = re.compile(r"norm/\w+$|head/bias$")
 """Parameters that models use in float32; all others they cast to the compute dtype."""
 
+MATRICES = re.compile(r"(^|/)(kernel|tokens|positions|types)$")
+"""Matrices and tables; the others are biases and scales of norms, a thousandth of the numbers."""
+
 
 def path_name(path: tuple[Any, ...]) -> str:
     """`blocks/mlp/up/kernel` for a key path of `jax.tree_util`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def is_matrix(path: str, dims: int) -> bool:
-    """Whether a parameter of so many dims of its own is a matrix or a table; else a bias or a norm's scale."""
-    return dims > 1 and not path.endswith("bias")
 
 
 def parameter_spec(
@@ -58,7 +56,7 @@ def parameter_spec(
     own = len(shape) - first
     named = [*(None,) * (own - len(trailing)), *(trailing[-own:] if own else ())]
     spec: list[tuple[str, ...] | None] = [axes.tensor if name == TENSOR and axes.tensor else None for name in named]
-    if over_data > 1 and is_matrix(path, own):
+    if over_data > 1 and own > 1 and not path.endswith("bias"):
         ranks = [over_data * (axes.degree if cut else 1) for cut in spec]
         dims = [dim for dim in range(own) if shape[first + dim] % ranks[dim] == 0]
         if dims:
