@@ -58,20 +58,22 @@ def compile_programs(setup: Setup) -> Programs:
     compiled = train_program(setup).compile(compiler_options=options)
     memory = _memory(compiled)
     _check_memory(setup, "a step", memory)
-    evaluate, conversions = evaluate_program(setup), _conversions(setup, state)
-    if setup.device.memory is not None:
-        evaluate = evaluate.lower(*_evaluated(setup, state)).compile(compiler_options=options)
-        _check_memory(setup, "evaluating", _memory(evaluate) | {"state": memory.get("state", 0)})
-        if not setup.layout.same and state.feedback is None:
-            conversions["saved"] = conversions["saved"].lower(state).compile(compiler_options=options)
-            _check_memory(setup, "saving a checkpoint", _memory(conversions["saved"]))
+
+    def fitting(program: Any, what: str, arguments: tuple[Any, ...], besides: dict[str, int] | None = None) -> Any:
+        if setup.device.memory is None:
+            return program
+        compiled = program.lower(*arguments).compile(compiler_options=options)
+        _check_memory(setup, what, _memory(compiled) | (besides or {}))
+        return compiled
+
+    resident = {"state": memory.get("state", 0)}
     return Programs(
         state=state,
         init=jax.jit(partial(fresh_state, setup), out_shardings=shardings),
         train_step=compiled,
-        evaluate=evaluate,
+        evaluate=fitting(evaluate_program(setup), "evaluating", _evaluated(setup, state), resident),
         memory=memory,
-        **conversions,
+        **_conversions(setup, state, lambda program, part: fitting(program, "saving a checkpoint", (part,))),
     )
 
 
@@ -112,10 +114,11 @@ def train_program(design: Design) -> jax.stages.Lowered:
     return jitted.lower(state, windows)
 
 
-def _conversions(setup: Setup, state: TrainState) -> dict[str, Any]:
-    """`saved`, `loaded`, `checkpoint` and `parameters` of `Programs`."""
+def _conversions(setup: Setup, state: TrainState, fitting: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """`saved`, `loaded`, `checkpoint` and `parameters` of `Programs`.  fitting: (program, its argument) -> the program,
+    where there is memory for it."""
     layout, core = setup.layout, replace(state, feedback=None)
-    left = None if state.feedback is None else _feedback_conversions(setup, state)
+    left = None if state.feedback is None else _feedback_conversions(setup, state, fitting)
     if layout.same:
         same = lambda tree: tree  # noqa: E731
         there, parts = core, {"saved": same, "loaded": same, "parameters": same}
@@ -127,7 +130,7 @@ def _conversions(setup: Setup, state: TrainState) -> dict[str, Any]:
         here = jax.tree.map(lambda leaf: leaf.sharding, core)
         there = _abstract(shapes, places)
         parts = {
-            "saved": jax.jit(unstack, out_shardings=places),
+            "saved": fitting(jax.jit(unstack, out_shardings=places), core),
             "loaded": _quietly(jax.jit(stack, out_shardings=here, donate_argnums=0)),
             "parameters": jax.jit(model_tree, out_shardings=places.params),
         }
@@ -153,7 +156,7 @@ def _quietly(load: Callable[[TrainState], TrainState]) -> Callable[[TrainState],
     return loaded
 
 
-def _feedback_conversions(setup: Setup, state: TrainState) -> dict[str, Any]:
+def _feedback_conversions(setup: Setup, state: TrainState, fitting: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """The same for the feedback of a state, whose checkpoint may have any number of ranks, or lack a part of it."""
     layout = setup.layout
     save = partial(feedback.saved, layout, tied=setup.training.tied)
@@ -165,7 +168,8 @@ def _feedback_conversions(setup: Setup, state: TrainState) -> dict[str, Any]:
     def loaded(found: Mapping[str, Any]) -> Any:
         return load({name: found.get(name) or _zeros(shapes[name], there[name]) for name in shapes})
 
-    return {"saved": jax.jit(save, out_shardings=there), "loaded": loaded, "checkpoint": _abstract(shapes, there)}
+    saved = fitting(jax.jit(save, out_shardings=there), state.feedback)
+    return {"saved": saved, "loaded": loaded, "checkpoint": _abstract(shapes, there)}
 
 
 def _zeros(shapes: Any, shardings: Any) -> Any:
