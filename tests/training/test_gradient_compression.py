@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jhpt
+from jhpt import cli
 from jhpt.core.config import CheckpointConfig, GradientCompression
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
@@ -276,6 +277,15 @@ def test_one_word_or_all(tmp_path):
 def test_refusals(tiny, settings, words):
     with pytest.raises(InputError, match=words):
         tiny(**{f"parallel.{name}": value for name, value in settings.items()})
+
+
+@pytest.mark.parametrize(
+    "flag", (["--parallel.gradient_compression", "topk"], ["--parallel.gradient_compression=topk"])
+)
+def test_one_word_on_the_command_line(flag, capsys):
+    """It is read: with ZeRO-3 it is refused, before anything is made."""
+    assert cli.main(["train", "gpt-tiny", *flag, "--parallel.zero", "3"]) == 2
+    assert "use parallel.zero=1" in capsys.readouterr().err
 
 
 def test_a_plan_is_refused_alike(setup_of):
