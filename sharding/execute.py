@@ -17,11 +17,13 @@ from jax.sharding import PartitionSpec
 from jhpt.core.axes import PIPE
 from jhpt.core.config import GradientCompression
 from jhpt.sharding.accumulate import OneStage, Run
+from jhpt.sharding.chunks import streaming
 from jhpt.sharding.gradients import Road, exchanged_tree
 from jhpt.sharding.layers import Finish, LayerLoop
 from jhpt.sharding.layout import TABLE, Layout
-from jhpt.sharding.parts import Parts, picked
+from jhpt.sharding.parts import Parts, Recompute, picked
 from jhpt.sharding.pipeline import Pipeline
+from jhpt.sharding.remat import everything
 from jhpt.sharding.rules import path_name
 from jhpt.sharding.schedule import timetable
 from jhpt.sharding.storage import Storage, names_of, one_layer, summed_together
@@ -42,6 +44,7 @@ class Execution:
     tied: bool | None
     unroll: bool
     overlap: bool = False
+    recompute: Recompute = everything
 
     def gradients(self, params: Any, rows: Any, key: jax.Array) -> tuple[Any, Any]:
         """Gradient of the mean loss over all predicted tokens, stored like `params`, and the sums.
@@ -341,7 +344,7 @@ class Execution:
             fetches = layout.plan.zero == 3 or (first and self._fetches_once)
             gives = layout.plan.zero == 3 or (last and self._gives_late)
             loop = LayerLoop(
-                block=self.parts[degree].block,
+                stream=streaming(self.parts[degree], layout.sample_chunks[blocks.start], in_turn=self.overlap),
                 first=blocks.start,
                 count=len(blocks),
                 unroll=self.unroll,
@@ -350,6 +353,7 @@ class Execution:
                 ahead=layout.plan.prefetch if fetches and shared and self.overlap else 0,
                 late=gives and shared and self.overlap,
                 keep=first and self._fetches_once,
+                recompute=self.recompute,
             )
             runs.append(Run(name=name, degree=degree, loop=loop))
         return OneStage(
@@ -392,6 +396,7 @@ class Execution:
         first, count = self.layout.chunks
         return Pipeline(
             parts=_reading_slot(self.parts[degree]) if self.tied is False else self.parts[degree],
+            stream=streaming(self.parts[degree], self.layout.sample_chunks[0], in_turn=self.overlap),
             timetable=timetable(plan.schedule, len(plan.stages), plan.chunks, plan.micro_batches),
             first=first,
             count=count,
@@ -399,6 +404,7 @@ class Execution:
             fetch=partial(storage.gathered, specs=own) if plan.zero == 3 else _same,
             finish=partial(storage.scattered, specs=own) if plan.zero == 3 else _same,
             ahead=plan.prefetch if plan.zero == 3 and storage.ranks > 1 and self.overlap else 0,
+            recompute=self.recompute,
         )
 
 

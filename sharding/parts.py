@@ -6,8 +6,32 @@ from typing import Any
 
 import jax
 
-BlockFunction = Callable[[Any, jax.Array, tuple[jax.Array, Any]], jax.Array]
+BlockFunction = Callable[[Any, Any, tuple[jax.Array, Any]], Any]
 """(parameters of one layer, x, (keys [b], layer)) -> x."""
+
+Recompute = Callable[[BlockFunction], BlockFunction]
+"""Wraps a layer, to choose what its backward pass finds saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves:
+    """A layer, cut before each of its two sums over the tensor axis: other work can begin before they have arrived.
+
+    What the first two leave is a NamedTuple whose field `part` is to be summed and added to its field `x`, the residual
+    stream; the next one begins with that.  at: (keys [b], layer).  ticket: of `order`, or None.
+
+    first: (parameters of one layer, x, at, ticket) -> parted.
+    second: (parameters of one layer, parted, at, ticket) -> parted.
+    finish: (parted, at) -> x.
+    """
+
+    first: Callable[[Any, jax.Array, tuple[jax.Array, Any], jax.Array | None], Any]
+    second: Callable[[Any, Any, tuple[jax.Array, Any], jax.Array | None], Any]
+    finish: Callable[[Any, tuple[jax.Array, Any]], jax.Array]
+
+    def block(self, params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> jax.Array:
+        """The whole layer."""
+        return self.finish(self.second(params, self.first(params, x, at, None), at, None), at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +42,7 @@ class Parts:
     computed together.  Parameters are the model's tree: `blocks` stacked by layer, the rest ends.
 
     entry: (ends, rows, keys [b]) -> x; rows: a tree of [b, ...].
-    block: one layer.
+    block: one layer.  halves: the same, cut before its sums over the tensor axis.
     exit: (ends, x, rows, keys) -> sums over the rows: a tree of scalars whose attribute `loss` is minimised.
     entry_reads, exit_reads: paths of the ends that the two functions read.
     """
@@ -28,6 +52,7 @@ class Parts:
     exit: Callable[[Any, jax.Array, Any, jax.Array], Any]
     entry_reads: tuple[str, ...]
     exit_reads: tuple[str, ...]
+    halves: Halves | None = None
 
 
 def picked(tree: Mapping[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
