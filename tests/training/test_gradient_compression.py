@@ -127,7 +127,7 @@ def test_losses_are_near_those_of_plain_sums(tiny, corpus):
     settings = {"train.steps": 30, "optimizer.learning_rate": 5e-3}
     *_, plain = trained(load_config("gpt-tiny", overrides(corpus, "off") | settings), 30)
     assert plain[-1] < plain[0] - 2
-    for kind, most in (("quantize", 0.002), ("4 bits", 0.01), ("topk", 0.1)):
+    for kind, most in (("4 bits", 0.01), ("topk", 0.1)):
         *_, losses = trained(load_config("gpt-tiny", overrides(corpus, KINDS[kind]) | settings), 30)
         assert losses[0] == pytest.approx(plain[0], rel=1e-6)
         assert 0 < abs(np.mean(losses[-5:]) / np.mean(plain[-5:]) - 1) < most, kind
@@ -186,12 +186,10 @@ def read(run_dir, step, names):
 
 
 PLACES = [
-    {"data": 8},
-    {"data": 3, "micro_batches": 1},
-    {"data": 1},
+    {"data": 3},
     {"data": 2, "tensor": 2, "zero": 1},
     {"data": 2, "pipe": 2, "micro_batches": 2},
-    {"data": 2, "pipe": 2, "micro_batches": 2},
+    {"data": 1},
 ]
 
 
