@@ -19,9 +19,14 @@ from jhpt.core.compression import (
     share_of_bucket,
 )
 from jhpt.core.config import GradientCompression
+from jhpt.core.load import load_config
 from jhpt.kernels.dequantize_sum import dequantize_sum, segment_dequantize
 from jhpt.kernels.segment_quantize import segment_quantize
+from jhpt.models.build import build
+from jhpt.models.mlp import MLP
+from jhpt.models.vgg import VGG
 from jhpt.sharding.gradients import Part, Road, backward_order, exchanged
+from jhpt.sharding.rules import MATRICES, path_name
 
 SHAPES = [(8, 40), (24, 8, 16), (64, 130)]
 """Of one bucket.  Eight divides the dims of `DIMS`."""
@@ -259,3 +264,17 @@ def test_order_is_that_of_the_backward_pass():
     ]
     runs = {f"blocks/{run}/mlp/up/kernel": 2 for run in (0, 2, 10)}
     assert backward_order(runs) == [(f"blocks/{run}/mlp/up/kernel", row) for run in (10, 2, 0) for row in (1, 0)]
+
+
+@pytest.mark.parametrize("name", ("gpt-tiny", "llama-8b", "bert-tiny", "mlp", "vgg"))
+def test_matrices_and_tables_are_what_has_more_than_one_dim(name):
+    networks = {
+        "mlp": MLP(inputs=12, width=16, hidden=32, num_blocks=6, classes=24),
+        "vgg": VGG(size=16, stages=((8,), (8, 16)), dense=(32,), classes=16),
+    }
+    model = networks[name] if name in networks else build(load_config(name).model)
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.init, jax.random.key(0)))
+    paths = [(path_name(path), len(leaf.shape) - ("blocks/" in path_name(path))) for path, leaf in leaves]
+    assert any(dims == 1 for _, dims in paths)
+    for path, dims in paths:
+        assert bool(MATRICES.search(path)) == (dims > 1 and not path.endswith("bias")), path
