@@ -17,7 +17,7 @@ import tyro
 import yaml
 from pydantic import BaseModel
 
-from jhpt.core.config import Config
+from jhpt.core.config import GRADIENT_SETTINGS, Config
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import dotted, load_config, run_config
 from jhpt.core.plan import Schedule
@@ -131,7 +131,7 @@ class ProfileOptions:
 def train_command(arguments: list[str]) -> int:
     """`jhpt train`: the first argument, if it is no flag, names a preset or a YAML file."""
     source = _source(arguments)
-    base = _with_auto(_with_family(run_config(source, _value_of("--out", arguments)), arguments), arguments)
+    base = _with_words(_with_family(run_config(source, _value_of("--out", arguments)), arguments), arguments)
     options, overrides = parse_overrides("jhpt train", base, arguments)
     config = load_config(base, overrides)
 
@@ -357,13 +357,15 @@ def _with_family(base: Config, arguments: Sequence[str]) -> Config:
     return load_config(base, {"model.family": family}) if family else base
 
 
-def _with_auto(base: Config, arguments: list[str]) -> Config:
-    """`--parallel auto`, the one value that the section has as a whole; takes the flag away."""
-    for given in (["--parallel", "auto"], ["--parallel=auto"]):
-        for at in range(len(arguments) - len(given) + 1):
-            if arguments[at : at + len(given)] == given:
-                del arguments[at : at + len(given)]
-                return load_config(base, {"parallel": "auto"})
+def _with_words(base: Config, arguments: list[str]) -> Config:
+    """`--parallel auto` and the like, the words that a section has as a whole; takes such flags away."""
+    for name, words in {"parallel": ["auto"], "parallel.gradient_compression": [*GRADIENT_SETTINGS]}.items():
+        for given in ([f"--{name}", word] for word in words):
+            for form in (given, ["=".join(given)]):
+                for at in range(len(arguments) - len(form), -1, -1):
+                    if arguments[at : at + len(form)] == form:
+                        del arguments[at : at + len(form)]
+                        base = load_config(base, {name: given[1]})
     return base
 
 

@@ -24,12 +24,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import RANGE_BYTES, Bits, codes_in_row, gathers, row_bytes, wire_bits
+from jhpt.core.compression import Bits, gathers, row_bytes, wire_bits
 from jhpt.core.config import Compression
-from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.implementation import Implementation
-from jhpt.kernels.segment_quantize import segment_quantize
-from jhpt.kernels.segments import Quantized
+from jhpt.sharding.codes import decoded_sum, encoded
 
 
 class Rows(NamedTuple):
@@ -123,17 +121,12 @@ class Wire:
         return [part.reshape(len(payload), count, -1) for part, count in zip(parts, counts, strict=True)]
 
     def _bytes(self, x: jax.Array, bits: Bits, numbers: jax.Array | None = None) -> jax.Array:
-        """Rows of x[R, D] on the wire: uint8 [n, bytes of a row], codes before ranges."""
-        quantized = segment_quantize(x, bits=bits, rows=numbers, implementation=self.implementation)
-        ranges = jax.lax.bitcast_convert_type(quantized.ranges, jnp.uint8)
-        return jnp.concatenate([quantized.codes, ranges.reshape(len(quantized.codes), -1)], 1)
+        """Rows of x[R, D] on the wire: uint8 [n, bytes of a row]."""
+        return encoded(x, bits, self.implementation, numbers)
 
     def _dequantized(self, payload: jax.Array, bits: Bits, columns: int) -> jax.Array:
         """uint8 [t, n, bytes of a row] -> the sum over t, float32 [n, D]."""
-        codes, ranges = jnp.split(payload, [codes_in_row(columns, bits) * bits // 8], 2)
-        ranges = jax.lax.bitcast_convert_type(ranges.reshape(*ranges.shape[:2], -1, RANGE_BYTES), jnp.bfloat16)
-        quantized = Quantized(codes, ranges)
-        return dequantize_sum(quantized, columns=columns, bits=bits, implementation=self.implementation)
+        return decoded_sum(payload, columns, bits, self.implementation)
 
 
 def others(tokens: jax.Array, length: int) -> jax.Array:
