@@ -12,9 +12,9 @@ its samples.  The backward pass is the same with operations in reverse and g > 0
 
 Operations that are alike follow each other every
 
-    T(c) = max(sum of f(n_q) + g(n_q),  sum of a(n_q),  max of f(n_q) + a(n_q))
+    T(c) = max(sum of f(n_q) + g(n_q),  sum of a(n_q),  f(n_0) + a(n_0))
 
-seconds, and the first of them takes `filling` seconds more.  More chunks hide more, until work in small pieces and the
+seconds, n_0 the largest, and the first of them takes `filling` seconds more.  More chunks hide more, until work in small pieces and the
 latencies of many sums cost more than what is hidden.
 
 `partition` finds the numbers of chunks of a row of layers in O(L |C|^2).  Its cost is additive: a run of layers cut
@@ -31,14 +31,15 @@ Zeng et al. 2022 (TPDS, doi 10.1109/TPDS.2022.3187815); weight gradients: Wang e
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jhpt.planner.schedule import Array
 
-Seconds = Callable[[int], float]
-"""By the number of samples."""
+Seconds = Callable[[int], Any]
+"""By the number of samples; of several operations at once an array."""
 
 
 def _none(samples: int) -> float:
@@ -90,16 +91,23 @@ def makespan(operations: Sequence[Operation], chunks: Sequence[int], samples: in
     return max(worked, travelled)
 
 
-def period(operation: Operation, samples: int, chunks: int) -> float:
+def period(operation: Operation, samples: int, chunks: int) -> Any:
     """T(c): seconds from one such operation to the next among many that are alike."""
     sizes = chunk_sizes(samples, chunks)
     worked = sum(operation.work(n) + operation.behind(n) for n in sizes)
-    return max(worked, sum(map(operation.travel, sizes)), max(operation.work(n) + operation.travel(n) for n in sizes))
+    longest = operation.work(sizes[0]) + operation.travel(sizes[0])  # no chunk is larger than the first
+    return np.maximum(np.maximum(worked, sum(map(operation.travel, sizes))), longest)
 
 
-def filling(operation: Operation, samples: int, chunks: int) -> float:
+def filling(operation: Operation, samples: int, chunks: int) -> Any:
     """Seconds that the first of them takes beside T(c): a chunk whose work, or whose sum, is beside nothing."""
-    return makespan([operation], [chunks], samples) - period(operation, samples, chunks)
+    worked: Any = 0.0
+    travelled: Any = 0.0
+    for n in chunk_sizes(samples, chunks):
+        worked = worked + operation.work(n)
+        travelled = np.maximum(travelled, worked) + operation.travel(n)
+        worked = worked + operation.behind(n)
+    return np.maximum(worked, travelled) - period(operation, samples, chunks)
 
 
 def layers_seconds(
@@ -142,6 +150,10 @@ def partition(periods: Array, first: Array, last: Array) -> tuple[float, tuple[i
       first: [L, C] what it takes beside that where the layer before is absent or made another choice.
       last: [L, C] the same of the layer behind.
     """
+    if all((costs == costs[0]).all() for costs in (periods, first, last)):
+        # Layers that are alike are best cut alike: another number anywhere pays its filling, or is slower everywhere.
+        totals = len(periods) * periods[0] + first[0] + last[0]
+        return float(totals.min()), (int(totals.argmin()),) * len(periods)
     best = periods[0] + first[0]
     came: list[npt.NDArray[np.int64]] = []
     choices = np.arange(periods.shape[1])
