@@ -212,7 +212,9 @@ class CompressionConfig(Compression):
 class ParallelConfig(Section):
     """How devices share the work: `auto`, or by hand `pipe x data x tensor` devices, stages of equally many blocks."""
 
-    auto: bool = Field(False, description="let the planner decide; what else stands in this section is left aside")
+    auto: bool = Field(
+        False, description="let the planner decide; what else stands in this section is left aside but compression"
+    )
     cluster: str | None = Field(
         None, description="auto: the cluster this is, by name or file; null: this machine as `jhpt profile` measures it"
     )

@@ -4,8 +4,7 @@ For a stage of k = d t devices, a layer at tensor degree t and a micro-batch of 
 
     object           moment                         seconds
     compute          per micro-batch                profiled at ceil(b / d) samples and degree t
-    tensor           per micro-batch, exposed       all_reduce of its activations (forward) and errors (backward) over t;
-                                                    compressed, or beside work, where these are (below)
+    tensor           per micro-batch, exposed       all_reduce of its activations (forward) and errors (backward) over t
     resharding       per micro-batch, exposed       all_gather of the activation where neighbouring degrees differ
     ZeRO-3           per micro-batch, prefetched    all_gather of weights in both passes, reduce_scatter of gradients:
                                                     a layer takes max(its work, its traffic)
@@ -14,10 +13,11 @@ For a stage of k = d t devices, a layer at tensor degree t and a micro-batch of 
     ZeRO-1           once, in the first forward     all_gather of weights: what a layer's forward pass does not hide
     update           once, at the end               optimizer over its share of the state
 
-With the samples in several chunks a layer takes the period of `overlap`, and the layer that begins a run its filling;
-of that, what exceeds the plain work is tensor seconds.  Gradients of weights are not counted on to hide anything: other
-chunks already do.  Compressed sums cost what the head of `compression` says.  In one SPMD program both concern the
-layers between the ends only.  Left out: that several gathers and sums share a link, and the memory of a chunk's sum.
+Tensor seconds may be fewer.  With the samples in several chunks a layer takes the period of `overlap`, and the layer
+that begins a run its filling; of that, what exceeds the plain work is tensor seconds.  Gradients of weights are not
+counted on to hide anything: other chunks already do.  Compressed sums cost what the head of `compression` says.  In one
+SPMD program both concern the layers between the ends only.  Left out: that several gathers and sums share a link, and
+the memory of a chunk's sum.
 
 Where a cluster does not overlap communication with computation, all of it is exposed: a ZeRO-3 layer takes its work
 plus its traffic, ZeRO-1 all of its traffic, and gradients are summed when the last backward is over.  What is exposed
@@ -57,9 +57,11 @@ from jhpt.planner.program import Held, Slot, held, in_pipeline, with_ends
 from jhpt.planner.schedule import Array
 from jhpt.planner.tables import LayerCosts, Treatment, picked
 
-FORWARD, BACKWARD = 0, 1
-
 Direction = Literal[0, 1]
+
+FORWARD: Literal[0] = 0
+BACKWARD: Literal[1] = 1
+DIRECTIONS: tuple[Direction, ...] = (FORWARD, BACKWARD)
 
 
 class CostModel:
@@ -120,15 +122,13 @@ class CostModel:
 
         Infinite where a layer does not allow the degree.
         """
+        if treatment.sample_chunks == (1,):
+            return self.table(place, tensor, treatment)
         key = (place, tensor, treatment)
         if key not in self._costs:
             chosen = self.sample_chunks(place.devices, tensor, treatment)
-            tables = {c: self.table(place, tensor, replace(treatment, sample_chunks=(c,))) for c in set(chosen)}
-            if set(chosen) == {1}:
-                self._costs[key] = tables[1]
-            else:
-                ends = {0: tables[chosen[0]]}
-                self._costs[key] = picked(tables | ends, (0, *chosen[1:-1], 0))
+            tables = {c: self.table(place, tensor, replace(treatment, sample_chunks=(c,))) for c in {1, *chosen}}
+            self._costs[key] = tables[1] if set(chosen) == {1} else picked(tables, (1, *chosen[1:-1], 1))
         return self._costs[key]
 
     def table(self, place: Place, tensor: int, treatment: Treatment) -> LayerCosts:
@@ -170,7 +170,7 @@ class CostModel:
                 [
                     [
                         self._exposed(place, tensor, replace(treatment, sample_chunks=(c,)), local, direction)
-                        for direction in (FORWARD, BACKWARD)
+                        for direction in DIRECTIONS
                     ]
                     for c in candidates
                 ]
@@ -181,7 +181,7 @@ class CostModel:
         slower = (exposed + fillings > exposed[:, :1] * (1 + 1e-12)).any(axis=(0, 2))
         periods = exposed.sum(axis=(0, 2)) + (exposed[:, :, FORWARD].sum(axis=0) if treatment.recompute else 0.0)
         periods = np.where(slower, np.inf, periods)[:, blocks].T
-        first, last = (fillings[:, :, direction].sum(axis=0)[:, blocks].T for direction in (FORWARD, BACKWARD))
+        first, last = (fillings[:, :, direction].sum(axis=0)[:, blocks].T for direction in DIRECTIONS)
         if treatment.program == "piped":
             totals = periods.sum(axis=0) + first[0] + last[-1]
             return (candidates[int(totals.argmin())],) * self.num_layers
@@ -307,10 +307,11 @@ class CostModel:
         self, place: Place, tensor: int, treatment: Treatment, local: int, direction: Direction
     ) -> tuple[Array, Array]:
         """[kinds] seconds of a pass beyond its plain work, and those of a run's first layer beside."""
-        operation = self._operation(place, tensor, treatment, direction)
-        plain = self.compute_seconds(local, tensor)[direction] * place.slowdown
-        nothing = np.zeros_like(plain)
         chunks = min(treatment.sample_chunks[0], local) if tensor > 1 else 1
+        operation, nothing = self._operation(place, tensor, treatment, direction), np.zeros(len(self.kinds))
+        if chunks == 1 and treatment.compression is None:
+            return operation.travel(local), nothing
+        plain = self.compute_seconds(local, tensor)[direction] * place.slowdown
         if chunks == 1:
             return operation.travel(local) + (operation.work(local) - plain), nothing
         if self.cluster.overlap:
@@ -357,7 +358,7 @@ class CostModel:
             stream = self.stream
             forward, backward = (
                 np.array([sum_seconds(group, how, stream, samples, size / stream.bytes) for size in sizes])
-                for sizes in map(self._sum_bytes, (FORWARD, BACKWARD))
+                for sizes in map(self._sum_bytes, DIRECTIONS)
             )
             self._compressed[key] = forward, backward
         return self._compressed[key]
@@ -372,7 +373,7 @@ class CostModel:
             chosen = choice_seconds(group, how, self.stream, samples, device, self.profile.dtype)
             forward, backward = (
                 np.array([size / self.stream.bytes * one * on for size in self._sum_bytes(direction)])
-                for direction, on in ((FORWARD, how.forward), (BACKWARD, how.backward))
+                for direction, on in zip(DIRECTIONS, (how.forward, how.backward), strict=True)
             )
             self._coding[key] = np.where(forward + backward > 0, forward + chosen, forward), backward
         return self._coding[key]
