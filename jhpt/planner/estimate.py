@@ -106,8 +106,7 @@ def chunk_costs(chunk: Chunk, place: Place, treatment: Treatment, model: CostMod
         for layer, tensor, cut in zip(range(chunk.first, chunk.stop), chunk.tensor, chunk.sample_chunks, strict=True)
     ]
     tables = {
-        (tensor, cut): model.table(place, tensor, replace(treatment, sample_chunks=(cut,)))
-        for tensor, cut in set(keys)
+        (tensor, cut): model.table(place, tensor, replace(treatment, sample_chunks=(cut,))) for tensor, cut in set(keys)
     }
     reshard = sum(
         model.reshard_seconds(place, layer, before, after, treatment.micro_batch)
