@@ -22,12 +22,12 @@ from jhpt.kernels.token_topk import token_topk
 from jhpt.models.bert import BERT
 from jhpt.models.build import Model
 from jhpt.models.gpt import GPT
-from jhpt.models.hooks import Hooks, Settle, dense, same
-from jhpt.models.layers import fold, layer_keys
+from jhpt.models.hooks import Hooks, Settle, same
+from jhpt.models.layers import Parted, fold, layer_keys
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding import tensor
 from jhpt.sharding.compressed import Wire, settle
-from jhpt.sharding.parts import Parts
+from jhpt.sharding.parts import Halves, Parts
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.masking import Masked, mask_tokens
 
@@ -60,7 +60,7 @@ def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
         rank=lambda: jax.lax.axis_index(axes),
         enter=lambda x, tokens=None: tensor.enter(axes, x),
         enter_before=lambda x: (tensor.enter(axes, x), same),
-        contract=lambda x, w, tokens=None: total(dense(x, w)),
+        collect=lambda part, tokens=None: total(part),
         join=partial(tensor.join, axes),
         total=total,
         largest=partial(tensor.largest, axes),
@@ -77,7 +77,7 @@ def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
         own_rows=partial(tensor.own_rows, axes),
         enter=lambda x, tokens=None: tensor.enter_rows(axes, x),
         enter_before=lambda x: (tensor.enter_rows(axes, x), same),
-        contract=lambda x, w, tokens=None: tensor.sum_rows(axes, dense(x, w)),
+        collect=lambda part, tokens=None: tensor.sum_rows(axes, part),
     )
 
 
@@ -90,7 +90,7 @@ def compressed_hooks(axes: tuple[str, ...], shards: int, how: Compression, *, ca
         tensor_hooks(axes, shards),
         enter=wire.enter,
         enter_before=lambda x: (wire.enter(x, None), same),
-        contract=lambda x, w, tokens=None: wire.sum_parts(dense(x, w), tokens),
+        collect=lambda part, tokens=None: wire.sum_parts(part, tokens),
     )
     if how.tokens == 1:
         return hooks
@@ -113,6 +113,7 @@ def with_cut_sequence(ends: Parts, blocks: Parts, axes: tuple[str, ...]) -> Part
         ends,
         entry=lambda params, rows, keys: tensor.cut_rows(axes, ends.entry(params, rows, keys)),
         block=blocks.block,
+        halves=blocks.halves,
         exit=lambda params, x, rows, keys: ends.exit(params, tensor.join_rows(axes, x), rows, keys),
     )
 
@@ -124,9 +125,26 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     def noise(keys: jax.Array) -> jax.Array | None:
         return fold(keys, DROPOUT) if dropout else None
 
-    def block(params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> jax.Array:
+    def begin(params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> Parted:
         keys, layer = at
-        return model.block(params, x, layer_keys(noise(keys), layer))
+        return model.begin(params, x, layer_keys(noise(keys), layer))
+
+    def finish(parted: Parted, at: tuple[jax.Array, Any]) -> jax.Array:
+        keys, layer = at
+        tokens = None if parted.tokens is None else parted.tokens.astype(jnp.int32)
+        return model.finish(parted._replace(tokens=tokens), layer_keys(noise(keys), layer))
+
+    halves = Halves(begin=begin, finish=finish)
+
+    def whole(entry: Any, exit_: Any, reads: tuple[str, ...]) -> Parts:
+        return Parts(
+            entry=entry,
+            block=halves.block,
+            halves=halves,
+            exit=exit_,
+            entry_reads=("embedding",),
+            exit_reads=reads,
+        )
 
     if isinstance(model, GPT):
 
@@ -136,8 +154,8 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
         def exit_(ends: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
             return _sums(model.logits(ends, x), rows.windows[:, 1:], rows.weights, z_loss, model.hooks)
 
-        tables = ("embedding/tokens",) if model.config.tied else ()
-        return Parts(entry=entry, block=block, exit=exit_, entry_reads=("embedding",), exit_reads=("head", *tables))
+        reads = ("head", *(("embedding/tokens",) if model.config.tied else ()))
+        return whole(entry, exit_, reads)
 
     def masked(rows: Rows, keys: jax.Array) -> Masked:
         return mask_tokens(fold(keys, MASKS), rows.windows, data.mask_fraction, tokenizer)
@@ -151,8 +169,7 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
         return _sums(model.logits(ends, predicted), wanted.targets, rows.weights, z_loss, model.hooks)
 
     assert isinstance(model, BERT)
-    reads = ("head", "embedding/tokens")
-    return Parts(entry=encoder_entry, block=block, exit=encoder_exit, entry_reads=("embedding",), exit_reads=reads)
+    return whole(encoder_entry, encoder_exit, ("head", "embedding/tokens"))
 
 
 def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array | None, z_loss: float, hooks: Hooks) -> Sums:

@@ -23,7 +23,7 @@ from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_grid
 from jhpt.sharding.parts import BlockFunction, Parts
-from jhpt.sharding.remat import keep_nothing, save_named
+from jhpt.sharding.remat import everything, keep_nothing, save_named
 from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.corpus import find_files
 from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
@@ -146,10 +146,11 @@ def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer
         parts = cut(tensor_hooks(axes, degree))
         if layout.plan.compression.on and degree > 1:
             hooks = compressed_hooks(axes, degree, layout.plan.compression, causal=config.model.family == "gpt")
-            parts = replace(parts, block=cut(hooks).block)
+            compressed = cut(hooks)
+            parts = replace(parts, block=compressed.block, halves=compressed.halves)
         if layout.plan.sequence and degree > 1:
             parts = with_cut_sequence(parts, cut(sequence_hooks(axes, degree)), axes)
-        return replace(parts, block=recompute(parts.block)) if train else parts
+        return parts
 
     return Execution(
         layout=layout,
@@ -158,6 +159,7 @@ def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer
         tied=config.model.tied if isinstance(config.model, GPTConfig) else True,
         unroll=unrolled(config, on_gpu=_on_gpu(layout)),
         overlap=_on_gpu(layout),
+        recompute=recompute if train else everything,
     )
 
 
