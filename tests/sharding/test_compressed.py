@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jhpt.core.compression import gathers, tokens_of, wire_bytes
 from jhpt.core.config import Compression
-from jhpt.kernels.dequantize_sum import dequantize_sum, segment_dequantize
+from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.sharding.compressed import Wire, others, settle, travelled
 
@@ -211,3 +211,19 @@ def test_steps_may_be_chosen():
     assert gathers(4, once) and not gathers(4, twice)
     sent = [wire_bytes(4, how, 4, 160, 256) for how in (once, twice)]  # rows that shares divide
     assert sent[1] == sent[0] / 2
+
+
+def test_kernels_of_a_gpu_lower_inside_a_sum():
+    """The wire hands its implementation on to every kernel."""
+    how, ranks = STEPS[1], 4
+    wire = Wire(axes=("t",), ranks=ranks, how=how, implementation="mosaic")
+    mesh = jax.make_mesh((ranks,), ("t",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks])
+    run = jax.shard_map(
+        lambda own: wire.sum_parts(own[0], chosen(how))[None],
+        mesh=mesh,
+        in_specs=P("t"),
+        out_specs=P("t"),
+        check_vma=False,
+    )
+    text = jax.jit(run).trace(parts_of(ranks)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 6  # both kinds of rows: quantized, added, quantized again, and decoded
