@@ -20,7 +20,6 @@ Rounding passes gradients on unchanged.  Both directions send the rows of one to
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,8 @@ from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.kernels.segments import Quantized
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """Rows of x[R, D] that travel alike: how many, their numbers, int32 [count], and the bits of a number on the wire.
 
     numbers: None: all rows, in order.
@@ -46,7 +46,11 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How sums over the ranks of these mesh axes travel.  implementation: of the kernels."""
+    """How sums over the ranks of these mesh axes travel.
+
+    axes: none: a rank alone, to be timed without communication; the others are thought to send what it has.
+    implementation: of the kernels.
+    """
 
     axes: tuple[str, ...]
     ranks: int
@@ -105,10 +109,10 @@ class Wire:
             self._packed(_filled(x, group, share * self.ranks), group.bits).reshape(self.ranks, -1)
             for group, share in zip(groups, shares, strict=True)
         ]
-        received = jax.lax.all_to_all(_joined(sent, 1), self.axes, 0, 0, tiled=True)
+        received = self._dealt(_joined(sent, 1))
         own = self._sums(received, groups, shares, columns)
         again = [self._packed((sums, None), group.bits).ravel() for sums, group in zip(own, groups, strict=True)]
-        everyone = jax.lax.all_gather(_joined(again, 0), self.axes)
+        everyone = self._collected(_joined(again, 0))
         whole = []
         for part, group, share in zip(self._split(everyone, groups, shares, columns), groups, shares, strict=True):
             each = part.reshape(1, self.ranks * share, -1)
@@ -117,8 +121,18 @@ class Wire:
 
     def _gathered_sums(self, x: jax.Array, groups: Sequence[Rows]) -> list[jax.Array]:
         sent = [self._packed((x, group.numbers), group.bits).ravel() for group in groups]
-        everyone = jax.lax.all_gather(_joined(sent, 0), self.axes)
+        everyone = self._collected(_joined(sent, 0))
         return self._sums(everyone, groups, [group.count for group in groups], x.shape[1])
+
+    def _dealt(self, payload: jax.Array) -> jax.Array:
+        """payload[t, words]: the r-th of every rank to rank r."""
+        return jax.lax.all_to_all(payload, self.axes, 0, 0, tiled=True) if self.axes else _opaque(payload)
+
+    def _collected(self, payload: jax.Array) -> jax.Array:
+        """payload[words] of every rank, [t, words]."""
+        if self.axes:
+            return jax.lax.all_gather(payload, self.axes)
+        return _opaque(jnp.stack([payload] * self.ranks))
 
     def _sums(self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int) -> list[jax.Array]:
         """Sums over the first dimension of payloads [t, words] of so many rows of every group."""
@@ -161,6 +175,11 @@ def _filled(x: jax.Array, group: Rows, count: int) -> tuple[jax.Array, jax.Array
     if group.numbers is None:
         return jnp.pad(x, ((0, count - group.count), (0, 0))), None
     return x, jnp.pad(group.numbers, (0, count - group.count))
+
+
+def _opaque(payload: jax.Array) -> jax.Array:
+    """The same, about which a compiler knows nothing: what comes from the network is not known before."""
+    return jax.lax.optimization_barrier(payload)
 
 
 def _joined(parts: Sequence[jax.Array], dim: int) -> jax.Array:
