@@ -191,6 +191,20 @@ class Compression(Section):
         return (self.bits < 16 or self.tokens < 1) and (self.forward or self.backward)
 
 
+class CompressionConfig(Compression):
+    """The same by hand, or left to the planner."""
+
+    auto: bool = Field(
+        False, description="let the planner decide whether and how; what else stands in this section is left aside"
+    )
+
+    @property
+    def how(self) -> Compression:
+        """As it is written down; of `auto`: nothing is compressed."""
+        named = {} if self.auto else {name: getattr(self, name) for name in Compression.model_fields}
+        return Compression(**named)
+
+
 class ParallelConfig(Section):
     """How devices share the work: `auto`, or by hand `pipe x data x tensor` devices, stages of equally many blocks."""
 
@@ -214,11 +228,20 @@ class ParallelConfig(Section):
     sample_chunks: Count = Field(
         1, description="parts of a device's samples: the tensor-parallel sums of one travel while another is computed"
     )
-    compression: Compression = Compression()
+    compression: CompressionConfig = Field(
+        CompressionConfig(), description="or a word: off, or auto, short for {auto: true}"
+    )
+
+    @field_validator("compression", mode="before")
+    @classmethod
+    def _compression_in_one_word(cls, compression: Any) -> Any:
+        # YAML 1.1 reads off as false.
+        words: dict[str | bool, Any] = {"auto": {"auto": True}, "off": {}, False: {}}
+        return words.get(compression, compression) if isinstance(compression, str | bool) else compression
 
     @model_validator(mode="after")
     def _compression_needs_whole_sequences(self) -> "ParallelConfig":
-        if self.compression.on and self.sequence:
+        if self.compression.how.on and self.sequence:
             raise ValueError("parallel.compression sums whole sequences; leave out parallel.sequence")
         return self
 
