@@ -16,10 +16,12 @@ from jax.sharding import PartitionSpec
 
 from jhpt.core.axes import PIPE
 from jhpt.sharding.accumulate import OneStage, Run
+from jhpt.sharding.chunks import streaming
 from jhpt.sharding.layers import Finish, LayerLoop
 from jhpt.sharding.layout import TABLE, Layout
-from jhpt.sharding.parts import Parts, picked
+from jhpt.sharding.parts import Parts, Recompute, picked
 from jhpt.sharding.pipeline import Pipeline
+from jhpt.sharding.remat import everything
 from jhpt.sharding.rules import path_name
 from jhpt.sharding.schedule import timetable
 from jhpt.sharding.storage import Storage, names_of, one_layer, summed_together
@@ -40,6 +42,7 @@ class Execution:
     tied: bool | None
     unroll: bool
     overlap: bool = False
+    recompute: Recompute = everything
 
     def gradients(self, params: Any, rows: Any, key: jax.Array) -> tuple[Any, Any]:
         """Gradient of the mean loss over all predicted tokens, stored like `params`, and the sums.
@@ -252,7 +255,7 @@ class Execution:
             fetches = layout.plan.zero == 3 or (first and self._fetches_once)
             gives = layout.plan.zero == 3 or (last and self._gives_late)
             loop = LayerLoop(
-                block=self.parts[degree].block,
+                stream=streaming(self.parts[degree], layout.sample_chunks[blocks.start]),
                 first=blocks.start,
                 count=len(blocks),
                 unroll=self.unroll,
@@ -261,6 +264,7 @@ class Execution:
                 ahead=layout.plan.prefetch if fetches and shared and self.overlap else 0,
                 late=gives and shared and self.overlap,
                 keep=first and self._fetches_once,
+                recompute=self.recompute,
             )
             runs.append(Run(name=name, degree=degree, loop=loop))
         return OneStage(
@@ -297,6 +301,7 @@ class Execution:
         first, count = self.layout.chunks
         return Pipeline(
             parts=_reading_slot(self.parts[degree]) if self.tied is False else self.parts[degree],
+            stream=streaming(self.parts[degree], self.layout.sample_chunks[0]),
             timetable=timetable(plan.schedule, len(plan.stages), plan.chunks, plan.micro_batches),
             first=first,
             count=count,
@@ -304,6 +309,7 @@ class Execution:
             fetch=partial(storage.gathered, specs=own) if plan.zero == 3 else _same,
             finish=partial(storage.scattered, specs=own) if plan.zero == 3 else _same,
             ahead=plan.prefetch if plan.zero == 3 and storage.ranks > 1 and self.overlap else 0,
+            recompute=self.recompute,
         )
 
 

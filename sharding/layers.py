@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jhpt.sharding.parts import BlockFunction
+from jhpt.sharding.chunks import Chunked, Whole
+from jhpt.sharding.parts import Recompute
+from jhpt.sharding.remat import everything
 from jhpt.sharding.split import SplitLayer, split_layer
 
 Fetch = Callable[[Any], Any]
@@ -29,7 +31,7 @@ class Passed:
     """What a forward pass leaves for the backward pass.
 
     kept: by layer, in a list or stacked.  fetched: all layers' parameters, where they were wanted.  ready: those of the
-    last layers, last first, where they were fetched ahead.
+    last layers, last first, where they were fetched ahead.  close: the backward pass of the stream's end.
     """
 
     split: SplitLayer
@@ -37,19 +39,21 @@ class Passed:
     kept: Any
     fetched: Any = None
     ready: tuple[Any, ...] = ()
+    close: Callable[[jax.Array], tuple[Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoop:
     """Layers `[first, first + count)` of one kind, treated alike.
 
+    stream: how x is handed from layer to layer.
     unroll: in the program instead of in a loop.  A loop copies what layers keep in and out of stacked buffers, unrolled
       layers take time to compile.
     ahead: how many layers a loop fetches ahead.  late: it finishes one layer later.
     keep: forward also returns all layers' fetched parameters.
     """
 
-    block: BlockFunction
+    stream: Whole | Chunked
     first: int
     count: int
     unroll: bool
@@ -58,10 +62,25 @@ class LayerLoop:
     ahead: int = 0
     late: bool = False
     keep: bool = False
+    recompute: Recompute = everything
 
     def forward(self, params: Any, x: jax.Array, keys: jax.Array) -> tuple[jax.Array, Passed]:
         """params: stacked [count, ...].  Returns (x after the last layer, what `backward` needs)."""
-        split = split_layer(self.block, jax.eval_shape(self._fetched, params, 0), x, (keys, jnp.int32(0)))
+        one, end = jax.eval_shape(self._fetched, params, 0), (keys, jnp.int32(self.first + self.count))
+        stream, passed = self._forward(params, self.stream.opened(one, x, (keys, jnp.int32(self.first))), keys)
+        x, close = jax.vjp(lambda stream: self.stream.closed(stream, end), stream)
+        return x, replace(passed, close=close)
+
+    def backward(self, params: Any, passed: Passed, error: jax.Array, total: Any = None) -> tuple[Any, jax.Array]:
+        """(gradients stacked [count, ...], gradient of x); total: gradients that earlier micro-batches added up to."""
+        assert passed.close is not None
+        gradients, opened = self._backward(params, passed, *passed.close(error), total)
+        return gradients, self.stream.opening_error(opened)
+
+    def _forward(self, params: Any, x: Any, keys: jax.Array) -> tuple[Any, Passed]:
+        split = split_layer(
+            self.recompute(self.stream.layer), jax.eval_shape(self._fetched, params, 0), x, (keys, jnp.int32(0))
+        )
         if self.unroll:
             kept, fetched = [], []
             for at in range(self.count):
@@ -71,7 +90,7 @@ class LayerLoop:
                 fetched.append(own)
             return x, Passed(split=split, keys=keys, kept=kept, fetched=_stacked(fetched) if self.keep else None)
 
-        def step(at: jax.Array, carry: tuple[jax.Array, tuple[Any, ...], Any]) -> tuple[jax.Array, Any, Any]:
+        def step(at: jax.Array, carry: tuple[Any, tuple[Any, ...], Any]) -> tuple[Any, Any, Any]:
             x, ready, stacked = carry
             own, ready = self._next(params, at, ready, at + self.ahead)
             x, kept = split.forward(own, x, (keys, self.first + at))
@@ -83,8 +102,7 @@ class LayerLoop:
         x, ready, (kept, fetched) = jax.lax.fori_loop(0, self.count, step, (x, start, stacked))
         return x, Passed(split=split, keys=keys, kept=kept, fetched=fetched, ready=ready)
 
-    def backward(self, params: Any, passed: Passed, error: jax.Array, total: Any = None) -> tuple[Any, jax.Array]:
-        """(gradients stacked [count, ...], gradient of x); total: gradients that earlier micro-batches added up to."""
+    def _backward(self, params: Any, passed: Passed, error: Any, total: Any) -> tuple[Any, Any]:
         split, keys = passed.split, passed.keys
         if self.unroll:
             gradients = []
@@ -102,7 +120,7 @@ class LayerLoop:
             so_far = _row(done if added else total, at)
             return _put(done, at, self.finish(gradient, so_far))
 
-        def step(back: jax.Array, carry: tuple[jax.Array, Any, Any, Any]) -> tuple[jax.Array, Any, Any, Any]:
+        def step(back: jax.Array, carry: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
             error, ready, pending, done = carry
             at = self.count - 1 - back
             own, ready = self._next(params, at, ready, at - self.ahead)
@@ -139,13 +157,13 @@ class LayerLoop:
         """Layers behind the last one are the last ones again, on the way back; there are none before the first."""
         return jnp.clip(jnp.where(at < self.count, at, 2 * self.count - 1 - at), 0, self.count - 1)
 
-    def _room(self, one: Any, x: jax.Array) -> Any:
+    def _room(self, one: Any, x: Any) -> Any:
         """Stacks of `count` such layers, to be written before they are read.
 
         They are filled with a value of x, so that there is no room before there is x: of zeros the compiler would have
         one stack for all micro-batches, keep it all along, and copy it.
         """
-        value = x.ravel()[0]
+        value = jax.tree.leaves(x)[0].ravel()[0]
         return jax.tree.map(lambda leaf: jnp.full((self.count, *leaf.shape), value.astype(leaf.dtype)), one)
 
 

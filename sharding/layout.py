@@ -3,8 +3,8 @@
 A model's tree is `{"embedding": ..., "blocks": [L, ...], "head": ...}`, on any mesh; so is a checkpoint's.  As it is
 stored for a plan,
 
-    one stage, one degree       it is the same
-    one stage, several degrees  `blocks` is `{"0": [l, ...], "1": ...}`, a stack for every run of equal degrees
+    one stage, layers alike     it is the same
+    one stage, several degrees  `blocks` is `{"0": [l, ...], "1": ...}`, a stack for every run of layers treated alike
     several stages              leaves of `blocks` are [S v l, ...] with l the blocks of the fullest chunk: device after
                                 device, chunk after chunk, unused rows zero; other leaves are [S, ...], a slot on every
                                 stage.  The slots of `embedding/tokens` also hold the head's table: on the last stage,
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jhpt.core.plan import Plan, check_plan
+from jhpt.core.plan import Chunk, Plan, check_plan
 from jhpt.sharding.mesh import Grid
 from jhpt.sharding.rules import parameter_spec, path_name
 
@@ -62,13 +62,23 @@ class Layout:
     @cached_property
     def degrees(self) -> tuple[int, ...]:
         """The tensor degree of entry, every block, and exit."""
-        chunks = sorted((chunk for stage in self.plan.stages for chunk in stage.chunks), key=lambda chunk: chunk.first)
-        return tuple(t for chunk in chunks for t in chunk.tensor)
+        return tuple(t for chunk in self._in_order for t in chunk.tensor)
+
+    @property
+    def _in_order(self) -> list[Chunk]:
+        """The chunks of all stages, by layer."""
+        return sorted((chunk for stage in self.plan.stages for chunk in stage.chunks), key=lambda chunk: chunk.first)
+
+    @cached_property
+    def sample_chunks(self) -> tuple[int, ...]:
+        """Into how many chunks every block cuts its samples."""
+        return tuple(n for chunk in self._in_order for n in chunk.sample_chunks)[1:-1]
 
     @cached_property
     def runs(self) -> tuple[tuple[str, int, range], ...]:
-        """(name, degree, blocks) of neighbouring blocks of one degree."""
-        apart = [i for i in range(1, self.num_layers) if not self.alike or self.degrees[i] != self.degrees[i + 1]]
+        """(name, degree, blocks) of neighbouring blocks that are treated alike."""
+        treated = list(zip(self.degrees[1:-1], self.sample_chunks, strict=True))
+        apart = [i for i in range(1, self.num_layers) if not self.alike or treated[i - 1] != treated[i]]
         edges = [0, *apart]
         stops = [*edges[1:], self.num_layers]
         return tuple(

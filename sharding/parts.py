@@ -6,8 +6,28 @@ from typing import Any
 
 import jax
 
-BlockFunction = Callable[[Any, jax.Array, tuple[jax.Array, Any]], jax.Array]
+BlockFunction = Callable[[Any, Any, tuple[jax.Array, Any]], Any]
 """(parameters of one layer, x, (keys [b], layer)) -> x."""
+
+Recompute = Callable[[BlockFunction], BlockFunction]
+"""Wraps a layer, to choose what its backward pass finds saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves:
+    """A layer in two, so that the next one can begin before its last sum over the tensor axis has arrived.
+
+    begin: (parameters of one layer, x, (keys [b], layer)) -> begun, a NamedTuple whose field x is the residual
+      stream, to which the sum is added.
+    finish: (begun, (keys [b], layer)) -> x.
+    """
+
+    begin: Callable[[Any, jax.Array, tuple[jax.Array, Any]], Any]
+    finish: Callable[[Any, tuple[jax.Array, Any]], jax.Array]
+
+    def block(self, params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> jax.Array:
+        """The whole layer."""
+        return self.finish(self.begin(params, x, at), at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +38,7 @@ class Parts:
     computed together.  Parameters are the model's tree: `blocks` stacked by layer, the rest ends.
 
     entry: (ends, rows, keys [b]) -> x; rows: a tree of [b, ...].
-    block: one layer.
+    block: one layer.  halves: the same in two, where it has sums over the tensor axis.
     exit: (ends, x, rows, keys) -> sums over the rows: a tree of scalars whose attribute `loss` is minimised.
     entry_reads, exit_reads: paths of the ends that the two functions read.
     """
@@ -28,6 +48,7 @@ class Parts:
     exit: Callable[[Any, jax.Array, Any, jax.Array], Any]
     entry_reads: tuple[str, ...]
     exit_reads: tuple[str, ...]
+    halves: Halves | None = None
 
 
 def picked(tree: Mapping[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhpt.core.axes import PIPE
+from jhpt.sharding.chunks import Chunked, Whole
 from jhpt.sharding.layers import Fetch
-from jhpt.sharding.parts import Parts, picked
+from jhpt.sharding.parts import Parts, Recompute, picked
 from jhpt.sharding.schedule import Phase, Timetable
 from jhpt.sharding.split import Kept, SplitLayer, split_layer
 
@@ -33,12 +34,14 @@ class Carry(NamedTuple):
     """What goes from tick to tick.
 
     arrived: input of the next forward pass.  leaving: gradient to be sent to the predecessor.  ring: what forward
-    passes keep, [slots, layers, ...]; outputs: what the last stage's forward passes end with, [slots, ...].
+    passes keep, [slots, layers, ...]; closing: what they keep of their ends, outputs: what the last stage's end with,
+    [slots, ...].
     """
 
     arrived: jax.Array
     leaving: jax.Array
     ring: Kept
+    closing: Kept
     outputs: jax.Array
     blocks: Any
     ends: Any
@@ -49,6 +52,7 @@ class Carry(NamedTuple):
 class Pipeline:
     """Stages, chunks and their schedule.
 
+    stream: how x is handed from block to block.
     first, count: [S, v] the first block and the number of blocks of every chunk; a device holds v x `depth` rows of
       every stacked leaf, chunk after chunk, of which the last may be unused.
     fetch, finish: what turns a block's stored parameters into used ones, and its gradient into a stored one.
@@ -56,6 +60,7 @@ class Pipeline:
     """
 
     parts: Parts
+    stream: Whole | Chunked
     timetable: Timetable
     first: np.ndarray
     count: np.ndarray
@@ -63,6 +68,7 @@ class Pipeline:
     fetch: Fetch
     finish: Callable[[Any], Any]
     ahead: int
+    recompute: Recompute
 
     @property
     def stages(self) -> int:
@@ -146,9 +152,10 @@ class _Device:
         self.stage = jax.lax.axis_index(PIPE)
         self.ends = {name: value for name, value in params.items() if name != "blocks"}
         self.shape = jax.eval_shape(self.parts.entry, picked(params, self.parts.entry_reads), _at(rows, 0), keys[0])
-        self.split: SplitLayer = split_layer(
-            self.parts.block, pipeline.fetch(self._row(0)), self.shape, (keys[0], jnp.int32(0))
-        )
+        self.stream, self.one, at = pipeline.stream, pipeline.fetch(self._row(0)), (keys[0], jnp.int32(0))
+        opened = jax.eval_shape(self.stream.opened, self.one, self.shape, at)
+        self.split: SplitLayer = split_layer(pipeline.recompute(self.stream.layer), self.one, opened, at)
+        self.close: SplitLayer = split_layer(lambda _, stream, at: self.stream.closed(stream, at), (), opened, at)
 
     def start(self) -> Carry:
         """Before the first tick."""
@@ -160,6 +167,7 @@ class _Device:
             arrived=zeros,
             leaving=zeros,
             ring=tuple(jnp.zeros((slots, depth, *kept.shape), kept.dtype) for kept in self.split.shapes),
+            closing=tuple(jnp.zeros((slots, *kept.shape), kept.dtype) for kept in self.close.shapes),
             outputs=jnp.zeros((slots, *self.shape.shape), self.shape.dtype),
             blocks=gradients.pop("blocks")["0"],
             ends=gradients,
@@ -172,13 +180,15 @@ class _Device:
         keys = self.keys[micro_batch]
         x = self._entered(carry.arrived, micro_batch, chunk)
 
-        def block(at: jax.Array, own: Any, x: jax.Array, ring: Kept) -> tuple[jax.Array, Kept]:
+        def block(at: jax.Array, own: Any, x: Any, ring: Kept) -> tuple[Any, Kept]:
             y, kept = self.split.forward(own, x, (keys, self._layer(chunk, at)))
             ring = tuple(all_.at[slot, at].set(one) for all_, one in zip(ring, kept, strict=True))
             return y, ring
 
-        x, ring = self._blocks(chunk, block, (x, carry.ring))
-        return carry._replace(arrived=x, ring=ring, outputs=carry.outputs.at[slot].set(x))
+        stream, ring = self._blocks(chunk, block, (self._opened(x, keys), carry.ring))
+        x, kept = self.close.forward((), stream, self._end(keys, chunk))
+        closing = tuple(all_.at[slot].set(one) for all_, one in zip(carry.closing, kept, strict=True))
+        return carry._replace(arrived=x, ring=ring, closing=closing, outputs=carry.outputs.at[slot].set(x))
 
     def backward(self, carry: Carry, entry: jax.Array, error: jax.Array) -> Carry:
         """A backward pass; `leaving` becomes what is to be sent."""
@@ -192,14 +202,17 @@ class _Device:
         last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
         ends, sums, error = _maybe(last, exit_, (carry.ends, carry.sums, error))
 
-        def block(at: jax.Array, own: Any, error: jax.Array, blocks: Any) -> tuple[jax.Array, Any]:
+        def block(at: jax.Array, own: Any, error: Any, blocks: Any) -> tuple[Any, Any]:
             row = chunk * self.pipeline.depth + at
             kept = tuple(ring[slot, at] for ring in carry.ring)
             gradient, error = self.split.backward(own, (keys, self._layer(chunk, at)), kept, error)
             own = self.pipeline.finish(gradient)
             return error, jax.tree.map(lambda total, one: total.at[row].add(one), blocks, own)
 
-        error, blocks = self._blocks(chunk, block, (error, carry.blocks), reverse=True)
+        kept = tuple(all_[slot] for all_ in carry.closing)
+        _, opened = self.close.backward((), self._end(keys, chunk), kept, error)
+        opened, blocks = self._blocks(chunk, block, (opened, carry.blocks), reverse=True)
+        error = self.stream.opening_error(opened)
         first = (self.stage == 0) & (chunk == 0)
         ends = _maybe(first, lambda ends: self._entry_gradient(ends, micro_batch, error), ends)
         return carry._replace(leaving=error, blocks=blocks, ends=ends, sums=sums)
@@ -210,10 +223,12 @@ class _Device:
         x, sums = carry
         keys = self.keys[micro_batch]
 
-        def block(at: jax.Array, own: Any, x: jax.Array, none: None) -> tuple[jax.Array, None]:
-            return self.parts.block(own, x, (keys, self._layer(chunk, at))), None
+        def block(at: jax.Array, own: Any, x: Any, none: None) -> tuple[Any, None]:
+            return self.stream.layer(own, x, (keys, self._layer(chunk, at))), None
 
-        x, _ = self._blocks(chunk, block, (self._entered(x, micro_batch, chunk), None))
+        stream = self._opened(self._entered(x, micro_batch, chunk), keys)
+        stream, _ = self._blocks(chunk, block, (stream, None))
+        x = self.stream.closed(stream, self._end(keys, chunk))
 
         def exit_(sums: Any) -> Any:
             own = self.parts.exit(self.ends, x, _at(self.rows, micro_batch), keys)
@@ -266,6 +281,13 @@ class _Device:
         start = tuple(fetched(depth - 1 - at if reverse else at) for at in range(ahead))
         unroll = depth if self.pipeline.unroll else 1
         return jax.lax.scan(step, (carry, start), jnp.arange(depth), reverse=reverse, unroll=unroll)[0][0]
+
+    def _opened(self, x: jax.Array, keys: jax.Array) -> Any:
+        return self.stream.opened(self.one, x, (keys, jnp.int32(0)))
+
+    def _end(self, keys: jax.Array, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where the chunk's last block is over."""
+        return keys, self._layer(chunk, jnp.asarray(self.pipeline.count)[self.stage, chunk])
 
     def _layer(self, chunk: jax.Array, at: jax.Array) -> jax.Array:
         return jnp.asarray(self.pipeline.first)[self.stage, chunk] + at

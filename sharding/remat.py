@@ -27,6 +27,11 @@ def save_named(names: Sequence[str]) -> Callable[[Callable[..., Any]], Callable[
     return wrap
 
 
+def everything(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """The layer itself: its backward pass keeps what it likes."""
+    return layer
+
+
 def keep_nothing(layer: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a layer so that its backward pass keeps only its input."""
     return jax.checkpoint(layer)

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-LayerFunction = Callable[[Any, jax.Array, Any], jax.Array]
-"""(parameters, x, keys) -> y."""
+LayerFunction = Callable[[Any, Any, Any], Any]
+"""(parameters, x, keys) -> y; all of them may be trees."""
 
 Kept = tuple[jax.Array, ...]
 
@@ -31,9 +31,10 @@ class SplitLayer:
     """Of what is kept."""
     closure: Any
     """Tree of the closure."""
-    x: jax.ShapeDtypeStruct
+    x: Any
+    """Shapes of x."""
 
-    def forward(self, params: Any, x: jax.Array, keys: Any) -> tuple[jax.Array, Kept]:
+    def forward(self, params: Any, x: Any, keys: Any) -> tuple[Any, Kept]:
         """(y, kept)."""
         y, pull = jax.vjp(lambda params, x: self.function(params, x, keys), params, x)
         kept = {
@@ -43,12 +44,12 @@ class SplitLayer:
         }
         return y, tuple(kept[index] for index in range(len(kept)))
 
-    def backward(self, params: Any, keys: Any, kept: Kept, error: jax.Array) -> tuple[Any, jax.Array]:
+    def backward(self, params: Any, keys: Any, kept: Kept, error: Any) -> tuple[Any, Any]:
         """(gradient of the parameters, gradient of x)."""
         have = {"parameter": jax.tree.leaves(params), "key": jax.tree.leaves(keys), "kept": kept}
         if any(source == "again" for source, _ in self.sources):
             # Only what depends neither on x nor on keys is used of this forward pass; the compiler removes the rest.
-            x = jax.numpy.zeros(self.x.shape, self.x.dtype)
+            x = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), self.x)
             again = jax.vjp(lambda params, x: self.function(params, x, keys), params, x)[1]
             have["again"] = jax.tree.leaves(again)
         leaves = [have[source][index] for source, index in self.sources]
@@ -59,18 +60,18 @@ class SplitLayer:
 def split_layer(function: LayerFunction, params: Any, x: Any, keys: Any) -> SplitLayer:
     """Traces the layer once, for arguments of these shapes, to see what its closure holds."""
 
-    def closed(params: Any, x: jax.Array, keys: Any) -> Any:
+    def closed(params: Any, x: Any, keys: Any) -> Any:
         return jax.vjp(lambda params, x: function(params, x, keys), params, x)[1]
 
     traced, shape = jax.make_jaxpr(closed, return_shape=True)(params, x, keys)
     jaxpr = traced.jaxpr
-    count = len(jax.tree.leaves(params))
+    count, first_key = len(jax.tree.leaves(params)), len(jax.tree.leaves((params, x)))
     given: dict[Any, tuple[str, int]] = {}
     for index, var in enumerate(jaxpr.invars):
         if index < count:
             given[var] = ("parameter", index)
-        elif index > count:
-            given[var] = ("key", index - count - 1)
+        elif index >= first_key:
+            given[var] = ("key", index - first_key)
     moving = _reached(jaxpr, jaxpr.invars[count:])
     sources, shapes, slots = [], [], dict[Any, int]()
     for index, var in enumerate(jaxpr.outvars):
@@ -83,9 +84,8 @@ def split_layer(function: LayerFunction, params: Any, x: Any, keys: Any) -> Spli
                 slots[var] = len(slots)
                 shapes.append(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
             sources.append(("kept", slots[var]))
-    return SplitLayer(
-        function, tuple(sources), tuple(shapes), jax.tree.structure(shape), jax.ShapeDtypeStruct(x.shape, x.dtype)
-    )
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
+    return SplitLayer(function, tuple(sources), tuple(shapes), jax.tree.structure(shape), like)
 
 
 def _reached(jaxpr: Any, start: Any) -> set[Any]:

@@ -22,7 +22,9 @@ from jhpt.models.layers import (
     AttentionHalf,
     Linear,
     MLPHalf,
+    Parted,
     apply,
+    collected,
     dropout,
     init_layers,
     norm,
@@ -52,8 +54,22 @@ class BERTEmbedding(nn.Module):
         return norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
 
 
+class NormParameters(nn.Module):
+    """What a LayerNorm of so many numbers reads: {"scale": [D], "bias": [D]}."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self) -> dict[str, jax.Array]:
+        ones, zeros = nn.initializers.ones, nn.initializers.zeros
+        return {
+            "scale": self.param("scale", ones, (self.features,)),
+            "bias": self.param("bias", zeros, (self.features,)),
+        }
+
+
 class BERTBlock(nn.Module):
-    """One layer: x = norm(x + attention(x)); x = norm(x + mlp(x))."""
+    """One layer up to its last sum: x = norm(x + attention(x)); mlp(x)."""
 
     config: BERTConfig
     dtype: Any
@@ -61,16 +77,15 @@ class BERTBlock(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: jax.Array, keys: jax.Array | None, lengths: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, keys: jax.Array | None, lengths: jax.Array | None) -> Parted:
         config = self.config
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
-        out, tokens = half(x, None, lengths)
-        x = x + dropout(out, config.dropout, keys, 0, self.hooks)
+        part, bias, tokens = half(x, None, lengths)
+        x = collected(Parted(x, part, tokens, bias), config.dropout, keys, 0, self.hooks, "projection_out")
         x = norm("layernorm", config.norm_eps, self.dtype, "attention_norm")(x)
-        out = MLPHalf(config, self.dtype, self.hooks, name="mlp")(x, tokens)
-        x = x + dropout(out, config.dropout, keys, 1, self.hooks)
-        return norm("layernorm", config.norm_eps, self.dtype, "mlp_norm")(x)
+        part, bias = MLPHalf(config, self.dtype, self.hooks, name="mlp")(x, tokens)
+        return Parted(x, part, tokens, bias, NormParameters(config.d_model, name="mlp_norm")())
 
 
 class MaskedLMHead(nn.Module):
@@ -140,7 +155,18 @@ class BERT:
         self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None, lengths: jax.Array | None = None
     ) -> jax.Array:
         """One layer: x[B, S, D] -> x[B, S, D]; positions at or beyond `lengths[B]` are not attended to."""
+        return self.finish(self.begin(layer_params, x, keys, lengths), keys)
+
+    def begin(
+        self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None, lengths: jax.Array | None = None
+    ) -> Parted:
+        """One layer up to its last sum."""
         return apply(self._block, layer_params, x, keys, lengths)
+
+    def finish(self, parted: Parted, keys: jax.Array | None = None) -> jax.Array:
+        """The rest of the layer."""
+        x = collected(parted, self.config.dropout, keys, 1, self.hooks, "mlp_out")
+        return apply(norm("layernorm", self.config.norm_eps, self.dtype, "mlp_norm"), parted.norm, x)
 
     def encode(
         self,

@@ -20,8 +20,10 @@ from jhpt.models.layers import (
     INIT_STD,
     AttentionHalf,
     MLPHalf,
+    Parted,
     Rotation,
     apply,
+    collected,
     dropout,
     init_layers,
     norm,
@@ -52,7 +54,7 @@ class GPTEmbedding(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """One layer: x += attention(norm(x)); x += mlp(norm(x))."""
+    """One layer up to its last sum: x += attention(norm(x)); mlp(norm(x))."""
 
     config: GPTConfig
     dtype: Any
@@ -60,16 +62,16 @@ class GPTBlock(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: jax.Array, keys: jax.Array | None, rotation: Rotation | None) -> jax.Array:
+    def __call__(self, x: jax.Array, keys: jax.Array | None, rotation: Rotation | None) -> Parted:
         config = self.config
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
         h = norm(config.norm, config.norm_eps, self.dtype, "attention_norm")(x)
-        out, tokens = half(h, rotation, None)
-        x = x + dropout(out, config.dropout, keys, 0, self.hooks)
+        part, bias, tokens = half(h, rotation, None)
+        x = collected(Parted(x, part, tokens, bias), config.dropout, keys, 0, self.hooks, "projection_out")
         h = norm(config.norm, config.norm_eps, self.dtype, "mlp_norm")(x)
-        out = MLPHalf(config, self.dtype, self.hooks, name="mlp")(h, tokens)
-        return x + dropout(out, config.dropout, keys, 1, self.hooks)
+        part, bias = MLPHalf(config, self.dtype, self.hooks, name="mlp")(h, tokens)
+        return Parted(x, part, tokens, bias)
 
 
 class GPTHead(nn.Module):
@@ -134,7 +136,15 @@ class GPT:
 
     def block(self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """One layer: x[B, S, D] -> x[B, S, D]."""
+        return self.finish(self.begin(layer_params, x, keys), keys)
+
+    def begin(self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None) -> Parted:
+        """One layer up to its last sum."""
         return apply(self._block, layer_params, x, keys, self._rotation(x.shape[1] * self.hooks.rows))
+
+    def finish(self, parted: Parted, keys: jax.Array | None = None) -> jax.Array:
+        """The rest of the layer."""
+        return collected(parted, self.config.dropout, keys, 1, self.hooks, "mlp_out")
 
     def logits(self, params: Any, x: jax.Array) -> jax.Array:
         """x[B, S, D] -> logits[B, S, V], float32; columns beyond the vocabulary are -inf."""

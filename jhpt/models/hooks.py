@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 Settle = Callable[[jax.Array, jax.Array | None], jax.Array]
 """(y, tokens) -> y."""
@@ -29,11 +28,6 @@ def all_alike(q: jax.Array, k: jax.Array, lengths: jax.Array | None) -> None:
     """No token matters more than others."""
 
 
-def dense(x: jax.Array, w: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
-    """x[..., F] w[F, D] -> [..., D]."""
-    return jnp.einsum("...f,fd->...d", x, w)
-
-
 def only_shard() -> int:
     """0: the number of the only shard."""
     return 0
@@ -45,7 +39,7 @@ class Hooks:
 
     shards: how many there are.
     rows: into how many pieces the residual stream x[B, S, D] is cut along the sequence; `enter` makes it whole, and
-      `contract` leaves a shard's piece.
+      `collect` leaves a shard's piece.
     own_rows: what the whole sequence has [B, S, ...] -> this shard's piece of it.
     rank: () -> the number of this one.
     important: (q[B, S, heads, E], k, lengths) of this shard's heads -> tokens, the positions [B, k] that matter most to
@@ -53,7 +47,7 @@ class Hooks:
     enter: (x, whole, tokens or nothing) -> x, before it meets matrices of which each shard has some columns.
     enter_before: x -> (x, settle) where tokens are chosen from what follows; settle: (y, tokens) -> y, of any y that
       depends on x.
-    contract: (x[..., F], w[F, D], tokens or nothing), of which each shard has some F -> the whole [..., D].
+    collect: (part, tokens or nothing) -> the sum of all shards' parts [..., D] of a product.
     join: what every shard has of the last dimension -> the whole.
     total: sum over the shards.
     largest: maximum over the shards; no gradient passes.
@@ -66,7 +60,7 @@ class Hooks:
     important: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None] = all_alike
     enter: Callable[..., jax.Array] = same
     enter_before: Callable[[jax.Array], tuple[jax.Array, Settle]] = enter_at_once
-    contract: Callable[..., jax.Array] = dense
+    collect: Callable[..., jax.Array] = same
     join: Callable[[jax.Array], jax.Array] = whole
     total: Callable[[jax.Array], jax.Array] = whole
     largest: Callable[[jax.Array], jax.Array] = whole

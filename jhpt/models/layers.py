@@ -6,7 +6,7 @@ Weights are float32 and cast to `dtype` where they are used.  Tensors that recom
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -39,34 +39,61 @@ def norm(kind: str, eps: float, dtype: Any, name: str) -> nn.Module:
 
 
 class Linear(nn.Module):
-    """x[..., D_in] -> [..., *features] with an optional bias.
-
-    contract: replaces the product where the contraction runs over a tensor-parallel dimension.  It is told the tokens
-      that matter.
-    """
+    """x[..., D_in] -> [..., *features] with an optional bias."""
 
     features: tuple[int, ...]
     dtype: Any
     bias: bool = True
-    std: float = INIT_STD
-    contract: Callable[..., jax.Array] | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.normal(self.std), (x.shape[-1], *self.features)).astype(
-            self.dtype
-        )
-        y = self.contract(x, kernel, tokens) if self.contract else jnp.tensordot(x, kernel, axes=1)
-        if self.bias:
-            y = plus(y, self.param("bias", nn.initializers.zeros, self.features).astype(self.dtype))
-        return y
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.normal(INIT_STD), (x.shape[-1], *self.features))
+        y = jnp.tensordot(x, kernel.astype(self.dtype), axes=1)
+        return plus(y, self.param("bias", nn.initializers.zeros, self.features).astype(self.dtype)) if self.bias else y
+
+
+class Parted(NamedTuple):
+    """A shard's part of a product whose sum over the shards is to come, and what follows that.
+
+    x: the residual stream, to which the sum is added.  part: [B, S, D].  tokens: that matter.  bias, norm: parameters.
+    """
+
+    x: jax.Array
+    part: jax.Array
+    tokens: jax.Array | None
+    bias: jax.Array | None
+    norm: Any = None
+
+
+def collected(parted: Parted, rate: float, keys: jax.Array | None, use: int, hooks: Hooks, name: str) -> jax.Array:
+    """x + dropout(the sum + bias); the sum is called `name` for recomputation."""
+    out = hooks.collect(parted.part, parted.tokens)
+    out = checkpoint_name(out if parted.bias is None else plus(out, parted.bias), name)
+    return parted.x + dropout(out, rate, keys, use, hooks)
+
+
+class PartedLinear(nn.Module):
+    """x[..., D_in] -> (part of the product [..., D], bias or None), where shards have some D_in each."""
+
+    features: int
+    dtype: Any
+    bias: bool
+    std: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        kernel = self.param("kernel", nn.initializers.normal(self.std), (x.shape[-1], self.features))
+        part = jnp.einsum("...f,fd->...d", x, kernel.astype(self.dtype))
+        if not self.bias:
+            return part, None
+        return part, self.param("bias", nn.initializers.zeros, (self.features,)).astype(self.dtype)
 
 
 class AttentionHalf(nn.Module):
     """Multi-head attention on an already normalised input; qkv is one matrix [D, K, G + 2, E], grouped by key head,
     so that a tensor axis over K keeps every query beside its key and value.
 
-    Returns the tokens that matter, too (`hooks.important`).
+    Returns (part of the result, its bias, the tokens that matter: `hooks.important`).
     """
 
     config: ModelConfig
@@ -77,7 +104,7 @@ class AttentionHalf(nn.Module):
     @nn.compact
     def __call__(
         self, x: jax.Array, rotation: Rotation | None, lengths: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         config = self.config
         is_gpt = isinstance(config, GPTConfig)
         heads, kv_heads = config.num_heads // self.hooks.shards, config.kv_heads // self.hooks.shards
@@ -94,16 +121,14 @@ class AttentionHalf(nn.Module):
         tokens = tokens if tokens is None else checkpoint_name(tokens, CHOICE)
         mixed = attention(q, k, v, causal=is_gpt, lengths=lengths, implementation=self.implementation)
         mixed = checkpoint_name(mixed.reshape(*x.shape[:2], heads * width), "attention_out")
-        out = Linear((config.d_model,), self.dtype, bias, residual_std(config), self.hooks.contract, name="projection")(
-            settle(mixed, tokens), tokens
-        )
-        return checkpoint_name(out, "projection_out"), tokens
+        last = PartedLinear(config.d_model, self.dtype, bias, residual_std(config), name="projection")
+        return *last(settle(mixed, tokens)), tokens
 
 
 class MLPHalf(nn.Module):
     """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) with gate and up in one matrix [D, 2, F].
 
-    tokens: that matter.
+    tokens: that matter.  Returns (part of the result, its bias).
     """
 
     config: ModelConfig
@@ -111,7 +136,7 @@ class MLPHalf(nn.Module):
     hooks: Hooks
 
     @nn.compact
-    def __call__(self, x: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, tokens: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         config = self.config
         gpt = config if isinstance(config, GPTConfig) else None
         bias = gpt.bias if gpt else True
@@ -125,10 +150,7 @@ class MLPHalf(nn.Module):
         else:
             # GPT-2 uses the tanh form, BERT the exact one.
             active = nn.gelu(hidden, approximate=gpt is not None)
-        out = Linear((config.d_model,), self.dtype, bias, residual_std(config), self.hooks.contract, name="down")(
-            active, tokens
-        )
-        return checkpoint_name(out, "mlp_out")
+        return PartedLinear(config.d_model, self.dtype, bias, residual_std(config), name="down")(active)
 
 
 def residual_std(config: ModelConfig) -> float:

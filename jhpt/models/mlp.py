@@ -66,7 +66,8 @@ class MLP:
         mlp = layer_params["mlp"]
         hidden = checkpoint_name(columns(mlp["up"], checkpoint_name(x, "x"), self.hooks, self.dtype), "hidden")
         kernel = mlp["down"]["kernel"].astype(self.dtype)
-        return x + biased(self.hooks.contract(jax.nn.gelu(hidden), kernel), mlp["down"], self.dtype)
+        out = self.hooks.collect(jnp.einsum("...f,fd->...d", jax.nn.gelu(hidden), kernel))
+        return x + biased(out, mlp["down"], self.dtype)
 
     def logits(self, params: Any, x: jax.Array) -> jax.Array:
         """x[B, D] -> logits[B, C], float32."""

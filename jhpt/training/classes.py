@@ -51,8 +51,7 @@ def class_execution(network: Network, layout: Layout) -> Execution:
 
     def parts_at(degree: int) -> Parts:
         axes = grid.axes(degree).tensor
-        parts = class_parts(replace(network, hooks=tensor_hooks(axes, grid.size(axes))))
-        return replace(parts, block=policy(parts.block))
+        return class_parts(replace(network, hooks=tensor_hooks(axes, grid.size(axes))))
 
     return Execution(
         layout=layout,
@@ -60,4 +59,5 @@ def class_execution(network: Network, layout: Layout) -> Execution:
         dtype=network.dtype,
         tied=None,
         unroll=not network.alike or network.num_blocks <= MOST_UNROLLED_LAYERS,
+        recompute=policy,
     )

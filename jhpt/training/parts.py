@@ -18,16 +18,17 @@ import jax.numpy as jnp
 from jhpt.core.compression import tokens_of
 from jhpt.core.config import Compression, DataConfig
 from jhpt.kernels.attention_importance import attention_importance
+from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.token_topk import token_topk
 from jhpt.models.bert import BERT
 from jhpt.models.build import Model
 from jhpt.models.gpt import GPT
-from jhpt.models.hooks import Hooks, Settle, dense, same
-from jhpt.models.layers import fold, layer_keys
+from jhpt.models.hooks import Hooks, Settle, same
+from jhpt.models.layers import Parted, fold, layer_keys
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding import tensor
 from jhpt.sharding.compressed import Wire, settle
-from jhpt.sharding.parts import Parts
+from jhpt.sharding.parts import Halves, Parts
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.masking import Masked, mask_tokens
 
@@ -60,7 +61,7 @@ def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
         rank=lambda: jax.lax.axis_index(axes),
         enter=lambda x, tokens=None: tensor.enter(axes, x),
         enter_before=lambda x: (tensor.enter(axes, x), same),
-        contract=lambda x, w, tokens=None: total(dense(x, w)),
+        collect=lambda part, tokens=None: total(part),
         join=partial(tensor.join, axes),
         total=total,
         largest=partial(tensor.largest, axes),
@@ -77,28 +78,35 @@ def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
         own_rows=partial(tensor.own_rows, axes),
         enter=lambda x, tokens=None: tensor.enter_rows(axes, x),
         enter_before=lambda x: (tensor.enter_rows(axes, x), same),
-        contract=lambda x, w, tokens=None: tensor.sum_rows(axes, dense(x, w)),
+        collect=lambda part, tokens=None: tensor.sum_rows(axes, part),
     )
 
 
-def compressed_hooks(axes: tuple[str, ...], shards: int, how: Compression, *, causal: bool) -> Hooks:
+def compressed_hooks(
+    axes: tuple[str, ...],
+    shards: int,
+    how: Compression,
+    *,
+    causal: bool,
+    implementation: Implementation = "reference",
+) -> Hooks:
     """The same for blocks whose sums are compressed; tokens matter by the attention they receive."""
     if shards == 1:
         return Hooks()
-    wire = Wire(axes=axes, ranks=shards, how=how)
+    wire = Wire(axes=axes, ranks=shards, how=how, implementation=implementation)
     hooks = replace(
         tensor_hooks(axes, shards),
         enter=wire.enter,
         enter_before=lambda x: (wire.enter(x, None), same),
-        contract=lambda x, w, tokens=None: wire.sum_parts(dense(x, w), tokens),
+        collect=lambda part, tokens=None: wire.sum_parts(part, tokens),
     )
     if how.tokens == 1:
         return hooks
 
     def important(q: jax.Array, k: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        own = attention_importance(q, k, causal=causal, lengths=lengths, implementation="reference")
+        own = attention_importance(q, k, causal=causal, lengths=lengths, implementation=implementation)
         scores = jax.lax.psum(own, axes)  # ranks own different heads, and have to agree
-        return token_topk(scores, tokens_of(how, q.shape[1]), implementation="reference")
+        return token_topk(scores, tokens_of(how, q.shape[1]), implementation=implementation)
 
     def enter_before(x: jax.Array) -> tuple[jax.Array, Settle]:
         x, ticket = wire.enter_before(x, tokens_of(how, x.shape[1]))
@@ -113,6 +121,7 @@ def with_cut_sequence(ends: Parts, blocks: Parts, axes: tuple[str, ...]) -> Part
         ends,
         entry=lambda params, rows, keys: tensor.cut_rows(axes, ends.entry(params, rows, keys)),
         block=blocks.block,
+        halves=blocks.halves,
         exit=lambda params, x, rows, keys: ends.exit(params, tensor.join_rows(axes, x), rows, keys),
     )
 
@@ -124,9 +133,26 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     def noise(keys: jax.Array) -> jax.Array | None:
         return fold(keys, DROPOUT) if dropout else None
 
-    def block(params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> jax.Array:
+    def begin(params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> Parted:
         keys, layer = at
-        return model.block(params, x, layer_keys(noise(keys), layer))
+        return model.begin(params, x, layer_keys(noise(keys), layer))
+
+    def finish(parted: Parted, at: tuple[jax.Array, Any]) -> jax.Array:
+        keys, layer = at
+        tokens = None if parted.tokens is None else parted.tokens.astype(jnp.int32)
+        return model.finish(parted._replace(tokens=tokens), layer_keys(noise(keys), layer))
+
+    halves = Halves(begin=begin, finish=finish)
+
+    def whole(entry: Any, exit_: Any, reads: tuple[str, ...]) -> Parts:
+        return Parts(
+            entry=entry,
+            block=halves.block,
+            halves=halves,
+            exit=exit_,
+            entry_reads=("embedding",),
+            exit_reads=reads,
+        )
 
     if isinstance(model, GPT):
 
@@ -136,8 +162,8 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
         def exit_(ends: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
             return _sums(model.logits(ends, x), rows.windows[:, 1:], rows.weights, z_loss, model.hooks)
 
-        tables = ("embedding/tokens",) if model.config.tied else ()
-        return Parts(entry=entry, block=block, exit=exit_, entry_reads=("embedding",), exit_reads=("head", *tables))
+        reads = ("head", *(("embedding/tokens",) if model.config.tied else ()))
+        return whole(entry, exit_, reads)
 
     def masked(rows: Rows, keys: jax.Array) -> Masked:
         return mask_tokens(fold(keys, MASKS), rows.windows, data.mask_fraction, tokenizer)
@@ -151,8 +177,7 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
         return _sums(model.logits(ends, predicted), wanted.targets, rows.weights, z_loss, model.hooks)
 
     assert isinstance(model, BERT)
-    reads = ("head", "embedding/tokens")
-    return Parts(entry=encoder_entry, block=block, exit=encoder_exit, entry_reads=("embedding",), exit_reads=reads)
+    return whole(encoder_entry, encoder_exit, ("head", "embedding/tokens"))
 
 
 def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array | None, z_loss: float, hooks: Hooks) -> Sums:

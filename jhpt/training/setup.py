@@ -5,6 +5,7 @@ Nothing is written here except token caches, so a configuration that cannot work
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import optax
 from jhpt.core.config import BERTConfig, Config, GPTConfig
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, plan_by_hand
+from jhpt.kernels.implementation import Implementation, KernelChoice, choose_kernels
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
 from jhpt.models.build import Model, build
@@ -23,7 +25,7 @@ from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_grid
 from jhpt.sharding.parts import BlockFunction, Parts
-from jhpt.sharding.remat import keep_nothing, save_named
+from jhpt.sharding.remat import everything, keep_nothing, save_named
 from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.corpus import find_files
 from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
@@ -44,6 +46,7 @@ class Design:
     tokenizer: Tokenizer
     layout: Layout
     attention: AttentionChoice
+    kernels: KernelChoice
     model: Model
     training: Execution
     evaluation: Execution
@@ -115,22 +118,33 @@ def design_step(
     dtype = compute_dtype(config, device)
     layout = Layout(plan=plan, grid=make_grid(plan, devices), num_layers=config.model.num_layers)
     attention = choose_attention(config.model, device.platform, dtype, device.capability)
+    kernels = choose_kernels(device.platform, device.capability)
     model = build(config.model, dtype=dtype, implementation=attention.implementation)
+    run = partial(execution, config, model, layout, tokenizer, kernels=kernels.implementation)
     return Design(
         config=config,
         device=device,
         tokenizer=tokenizer,
         layout=layout,
         attention=attention,
+        kernels=kernels,
         model=model,
-        training=execution(config, model, layout, tokenizer, train=True),
-        evaluation=execution(config, model, layout, tokenizer, train=False),
+        training=run(train=True),
+        evaluation=run(train=False),
         optimizer=make_optimizer(config.optimizer),
     )
 
 
-def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer, *, train: bool) -> Execution:
-    """The configured model, laid out and ready to be traced."""
+def execution(
+    config: Config,
+    model: Model,
+    layout: Layout,
+    tokenizer: Tokenizer,
+    *,
+    train: bool,
+    kernels: Implementation = "reference",
+) -> Execution:
+    """The configured model, laid out and ready to be traced.  kernels: those of compressed sums."""
     grid = layout.grid
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
@@ -145,11 +159,13 @@ def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer
 
         parts = cut(tensor_hooks(axes, degree))
         if layout.plan.compression.on and degree > 1:
-            hooks = compressed_hooks(axes, degree, layout.plan.compression, causal=config.model.family == "gpt")
-            parts = replace(parts, block=cut(hooks).block)
+            how, causal = layout.plan.compression, config.model.family == "gpt"
+            hooks = compressed_hooks(axes, degree, how, causal=causal, implementation=kernels)
+            compressed = cut(hooks)
+            parts = replace(parts, block=compressed.block, halves=compressed.halves)
         if layout.plan.sequence and degree > 1:
             parts = with_cut_sequence(parts, cut(sequence_hooks(axes, degree)), axes)
-        return replace(parts, block=recompute(parts.block)) if train else parts
+        return parts
 
     return Execution(
         layout=layout,
@@ -158,6 +174,7 @@ def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer
         tied=config.model.tied if isinstance(config.model, GPTConfig) else True,
         unroll=unrolled(config, on_gpu=_on_gpu(layout)),
         overlap=_on_gpu(layout),
+        recompute=recompute if train else everything,
     )
 
 

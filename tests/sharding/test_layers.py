@@ -1,18 +1,22 @@
 """The layer loop: whichever way it runs, fetches and finishes, it is autodiff of one layer after the other."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from jhpt.sharding.chunks import Chunked, Whole
 from jhpt.sharding.layers import LayerLoop
-from jhpt.sharding.remat import keep_nothing, save_named
+from jhpt.sharding.parts import Halves
+from jhpt.sharding.remat import everything, keep_nothing, save_named
 from tests.covers import pairwise
 
-ROWS, LENGTH, WIDTH = 2, 3, 4
+ROWS, LENGTH, WIDTH = 5, 3, 4
 COUNT, FIRST = 3, 2
-WRAPPED = {"everything": lambda block: block, "named": save_named(("inside",)), "input": keep_nothing}
+WRAPPED = {"everything": everything, "named": save_named(("inside",)), "input": keep_nothing}
 WAYS = {
     "unrolled": dict(unroll=True),
     "unrolled, kept": dict(unroll=True, keep=True),
@@ -25,12 +29,37 @@ WAYS = {
 }
 
 
-def block(params, x, at):
-    """x + dropout(tanh(x w + b)), with a mask for every row and layer."""
+class Begun(NamedTuple):
+    """What is left to do of a layer, whole numbers among it."""
+
+    x: jax.Array
+    inside: jax.Array
+    bias: jax.Array
+    shift: jax.Array
+
+
+def begin(params, x, at):
+    """The product alone."""
+    return Begun(x, checkpoint_name(x @ params["w"], "inside"), params["b"], jnp.argmax(x, -1, keepdims=True))
+
+
+def finish(begun, at):
+    """x + dropout(tanh(x w + b)) / (1 + the position of the largest x), with a mask for every row and layer."""
     keys, layer = at
-    inside = checkpoint_name(jnp.tanh(x @ params["w"] + jnp.broadcast_to(params["b"], x.shape)), "inside")
-    kept = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, layer), 0.7, x.shape[1:]))(keys)
-    return x + jnp.where(kept, inside, 0.0)
+    inside = jnp.tanh(begun.inside + jnp.broadcast_to(begun.bias, begun.inside.shape)) / (1.0 + begun.shift)
+    kept = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, layer), 0.7, inside.shape[1:]))(keys)
+    return begun.x + jnp.where(kept, inside, 0.0)
+
+
+def block(params, x, at):
+    """A layer."""
+    return finish(begin(params, x, at), at)
+
+
+STREAMS = {
+    "whole": Whole(block),
+    **{f"{n} chunks": Chunked(halves=Halves(begin=begin, finish=finish), chunks=n) for n in (1, 2, 3, 9)},
+}
 
 
 def stack():
@@ -64,12 +93,15 @@ def in_order(params, x, keys):
     return x
 
 
-@pytest.mark.parametrize(("way", "wrapped", "adds"), pairwise(tuple(WAYS), tuple(WRAPPED), (False, True)))
-def test_a_loop_is_autodiff_of_its_layers(way, wrapped, adds):
+@pytest.mark.parametrize(
+    ("way", "wrapped", "stream", "adds"), pairwise(tuple(WAYS), tuple(WRAPPED), tuple(STREAMS), (False, True))
+)
+def test_a_loop_is_autodiff_of_its_layers(way, wrapped, stream, adds):
     """Of stored parameters: halves are doubled on the way in, gradients divided by three on the way out, and added to
     what earlier micro-batches left."""
     params, (x, keys, error) = stack(), inputs()
-    loop = LayerLoop(block=WRAPPED[wrapped](block), first=FIRST, count=COUNT, fetch=doubled, finish=thirds, **WAYS[way])
+    settings = WAYS[way] | {"stream": STREAMS[stream], "recompute": WRAPPED[wrapped]}
+    loop = LayerLoop(first=FIRST, count=COUNT, fetch=doubled, finish=thirds, **settings)
     halves = jax.tree.map(lambda leaf: leaf / 2, params)
     total = jax.tree.map(jnp.ones_like, params) if adds else None
 
@@ -91,7 +123,7 @@ def test_a_loop_is_autodiff_of_its_layers(way, wrapped, adds):
 def test_layers_draw_by_their_number_in_the_model():
     """The same layers elsewhere lose something else."""
     loops = [
-        LayerLoop(block=block, first=first, count=COUNT, unroll=False, fetch=doubled, finish=thirds)
+        LayerLoop(stream=Whole(block), first=first, count=COUNT, unroll=False, fetch=doubled, finish=thirds)
         for first in (0, 0, FIRST)
     ]
     x, keys, _ = inputs()
@@ -110,7 +142,7 @@ def test_nothing_is_fetched_twice_on_one_way(ahead, order):
         return stored["w"]
 
     loop = LayerLoop(
-        block=lambda w, x, at: x * w,
+        stream=Whole(lambda w, x, at: x * w),
         first=0,
         count=COUNT,
         unroll=False,
