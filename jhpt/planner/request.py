@@ -14,7 +14,7 @@ from jhpt.planner.estimate import Estimate, price
 SAMPLE_CHUNKS = (1, 2, 4)
 """What the planner chooses from where a model is trained."""
 
-COMPRESSIONS = (Compression(bits=8), Compression(tokens=0.3, bits=8, rest_bits=4))
+COMPRESSIONS = (Compression(bits=8), Compression(tokens=0.3, bits=8, rest_bits=4, steps=2))
 """What `parallel.compression: auto` chooses from: settings that train as well as none does (docs/compression.md)."""
 
 TOLERANCE = 1e-12
