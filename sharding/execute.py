@@ -255,7 +255,7 @@ class Execution:
             fetches = layout.plan.zero == 3 or (first and self._fetches_once)
             gives = layout.plan.zero == 3 or (last and self._gives_late)
             loop = LayerLoop(
-                stream=streaming(self.parts[degree], layout.sample_chunks[blocks.start]),
+                stream=streaming(self.parts[degree], layout.sample_chunks[blocks.start], in_turn=self.overlap),
                 first=blocks.start,
                 count=len(blocks),
                 unroll=self.unroll,
@@ -301,7 +301,7 @@ class Execution:
         first, count = self.layout.chunks
         return Pipeline(
             parts=_reading_slot(self.parts[degree]) if self.tied is False else self.parts[degree],
-            stream=streaming(self.parts[degree], self.layout.sample_chunks[0]),
+            stream=streaming(self.parts[degree], self.layout.sample_chunks[0], in_turn=self.overlap),
             timetable=timetable(plan.schedule, len(plan.stages), plan.chunks, plan.micro_batches),
             first=first,
             count=count,

@@ -47,6 +47,7 @@ class Hooks:
     enter: (x, whole, tokens or nothing) -> x, before it meets matrices of which each shard has some columns.
     enter_before: x -> (x, settle) where tokens are chosen from what follows; settle: (y, tokens) -> y, of any y that
       depends on x.
+    wait: (x, ticket or None) -> x, once what gave the ticket is there.
     collect: (part, tokens or nothing) -> the sum of all shards' parts [..., D] of a product.
     join: what every shard has of the last dimension -> the whole.
     total: sum over the shards.
@@ -60,6 +61,7 @@ class Hooks:
     important: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None] = all_alike
     enter: Callable[..., jax.Array] = same
     enter_before: Callable[[jax.Array], tuple[jax.Array, Settle]] = enter_at_once
+    wait: Callable[[jax.Array, jax.Array | None], jax.Array] = same
     collect: Callable[..., jax.Array] = same
     join: Callable[[jax.Array], jax.Array] = whole
     total: Callable[[jax.Array], jax.Array] = whole

@@ -26,7 +26,7 @@ from jhpt.models.gpt import GPT
 from jhpt.models.hooks import Hooks, Settle, same
 from jhpt.models.layers import Parted, fold, layer_keys
 from jhpt.models.vocabulary import token_nll
-from jhpt.sharding import tensor
+from jhpt.sharding import order, tensor
 from jhpt.sharding.compressed import Wire, settle
 from jhpt.sharding.parts import Halves, Parts
 from jhpt.training.data.tokenizer import Tokenizer
@@ -58,6 +58,7 @@ def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
     total = partial(tensor.sum_parts, axes)
     return Hooks(
         shards=shards,
+        wait=order.wait,
         rank=lambda: jax.lax.axis_index(axes),
         enter=lambda x, tokens=None: tensor.enter(axes, x),
         enter_before=lambda x: (tensor.enter(axes, x), same),
@@ -133,16 +134,18 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     def noise(keys: jax.Array) -> jax.Array | None:
         return fold(keys, DROPOUT) if dropout else None
 
-    def begin(params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> Parted:
-        keys, layer = at
-        return model.begin(params, x, layer_keys(noise(keys), layer))
+    def own(at: tuple[jax.Array, Any]) -> jax.Array | None:
+        return layer_keys(noise(at[0]), at[1])
 
     def finish(parted: Parted, at: tuple[jax.Array, Any]) -> jax.Array:
-        keys, layer = at
         tokens = None if parted.tokens is None else parted.tokens.astype(jnp.int32)
-        return model.finish(parted._replace(tokens=tokens), layer_keys(noise(keys), layer))
+        return model.finish(parted._replace(tokens=tokens), own(at))
 
-    halves = Halves(begin=begin, finish=finish)
+    halves = Halves(
+        first=lambda params, x, at, ticket: model.attend(params, x, ticket),
+        second=lambda params, parted, at, ticket: model.feed(params, parted, own(at), ticket),
+        finish=finish,
+    )
 
     def whole(entry: Any, exit_: Any, reads: tuple[str, ...]) -> Parts:
         return Parts(

@@ -53,7 +53,7 @@ def compile_programs(setup: Setup) -> Programs:
     """
     state = abstract_state(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    options = compiler_options(setup.device.platform)
+    options = compiler_options(setup.device.platform, setup.plan)
     compiled = train_program(setup).compile(compiler_options=options)
     memory = _memory(compiled)
     _check_memory(setup, "a step", memory)
