@@ -144,8 +144,9 @@ class CostModel:
     def sample_chunks(self, devices: int, tensor: int, treatment: Treatment) -> tuple[int, ...]:
         """Into how many chunks every layer cuts its samples, on so many devices: `overlap.partition`.
 
-        A pipeline has one number.  None makes a layer by itself slower than one chunk does, in either direction; so
-        plans with these chunks are never slower than without.
+        A pipeline has one number.  None makes a layer by itself slower than one chunk does, in either direction.  So
+        plans with these chunks are never slower than without; with ZeRO-1 by one filling at most, for weights are not
+        counted on to be gathered beside it.
         """
         local = -(-treatment.micro_batch * tensor // devices)
         candidates = tuple(c for c in treatment.sample_chunks if c <= local)
@@ -228,8 +229,9 @@ class CostModel:
             backward, backward_tensor = backward + forward, backward_tensor + forward_tensor
         if zero == 3 and self.cluster.overlap:
             beside, after = (scattered, scattered) if piped else (2 * scattered, nothing)
-            forward = np.maximum(forward, scattered - forward_tensor)
-            backward = np.maximum(backward, beside - backward_tensor) + after
+            forward, forward_filling = _beside(forward, forward_filling, scattered - forward_tensor)
+            backward, backward_filling = _beside(backward, backward_filling, beside - backward_tensor)
+            backward = backward + after
         elif zero == 3:
             forward, backward = forward + scattered, backward + 2 * scattered
         own_bytes = self._held(treatment, zero, data)
@@ -436,3 +438,9 @@ class CostModel:
         (first, devices, data), (to, others, their_data) = sender, receiver
         local = max(-(-batch // data), -(-batch // their_data))
         return hop_seconds(self.places.hop(first, devices, to, others), self.boundary[layer] * local / cut)
+
+
+def _beside(work: Array, first: Array, gathered: Array) -> tuple[Array, Array]:
+    """Work and filling, beside which weights are gathered."""
+    whole = np.maximum(work, gathered)
+    return whole, np.maximum(work + first, gathered) - whole
