@@ -131,7 +131,7 @@ class ProfileOptions:
 def train_command(arguments: list[str]) -> int:
     """`jhpt train`: the first argument, if it is no flag, names a preset or a YAML file."""
     source = _source(arguments)
-    base = _with_auto(_with_family(run_config(source, _value_of("--out", arguments)), arguments), arguments)
+    base = _with_words(_with_family(run_config(source, _value_of("--out", arguments)), arguments), arguments)
     options, overrides = parse_overrides("jhpt train", base, arguments)
     config = load_config(base, overrides)
 
@@ -162,7 +162,7 @@ def plan_command(arguments: list[str]) -> int:
     source = _source(arguments)
     # A network and a profile alone have no settings.
     alone = network_of(source) is not None or (source is None and _value_of("--profile", arguments) is not None)
-    base = None if alone else _with_family(load_config(source), arguments)
+    base = None if alone else _with_words(_with_family(load_config(source), arguments), arguments)
     options, overrides = parse_overrides("jhpt plan", base, arguments, PlanOptions)
     for flag, path in (("--out", options.out), ("--svg", options.svg)):
         _check_writable(flag, path)
@@ -318,7 +318,7 @@ class _Default(str):
 _MEANING = {
     RunOptions: "Trains a model. CONFIG: a YAML file or a preset, before all flags.",
     PlanOptions: "Plans a training step. CONFIG: a YAML file, a preset or a network, before all flags; its settings "
-    "under parallel are left aside.",
+    "under parallel are left aside but compression.",
     ProfileOptions: "Measures a model's layers and this machine. CONFIG: a YAML file or a preset, before all flags.",
 }
 
@@ -357,13 +357,15 @@ def _with_family(base: Config, arguments: Sequence[str]) -> Config:
     return load_config(base, {"model.family": family}) if family else base
 
 
-def _with_auto(base: Config, arguments: list[str]) -> Config:
-    """`--parallel auto`, the one value that the section has as a whole; takes the flag away."""
-    for given in (["--parallel", "auto"], ["--parallel=auto"]):
-        for at in range(len(arguments) - len(given) + 1):
-            if arguments[at : at + len(given)] == given:
-                del arguments[at : at + len(given)]
-                return load_config(base, {"parallel": "auto"})
+def _with_words(base: Config, arguments: list[str]) -> Config:
+    """Sections that are given as a word, such as `--parallel auto`; takes those flags away."""
+    for section, words in (("parallel", ("auto",)), ("parallel.compression", ("auto", "off"))):
+        for word in words:
+            for given in ([f"--{section}", word], [f"--{section}={word}"]):
+                for at in reversed(range(len(arguments) - len(given) + 1)):
+                    if arguments[at : at + len(given)] == given:
+                        del arguments[at : at + len(given)]
+                        base = load_config(base, {section: word})
     return base
 
 
