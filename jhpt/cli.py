@@ -162,7 +162,7 @@ def plan_command(arguments: list[str]) -> int:
     source = _source(arguments)
     # A network and a profile alone have no settings.
     alone = network_of(source) is not None or (source is None and _value_of("--profile", arguments) is not None)
-    base = None if alone else _with_family(load_config(source), arguments)
+    base = None if alone else _with_words(_with_family(load_config(source), arguments), arguments)
     options, overrides = parse_overrides("jhpt plan", base, arguments, PlanOptions)
     for flag, path in (("--out", options.out), ("--svg", options.svg)):
         _check_writable(flag, path)
@@ -318,7 +318,7 @@ class _Default(str):
 _MEANING = {
     RunOptions: "Trains a model. CONFIG: a YAML file or a preset, before all flags.",
     PlanOptions: "Plans a training step. CONFIG: a YAML file, a preset or a network, before all flags; its settings "
-    "under parallel are left aside.",
+    "under parallel are left aside but compression.",
     ProfileOptions: "Measures a model's layers and this machine. CONFIG: a YAML file or a preset, before all flags.",
 }
 
@@ -357,15 +357,23 @@ def _with_family(base: Config, arguments: Sequence[str]) -> Config:
     return load_config(base, {"model.family": family}) if family else base
 
 
+WORDS = {
+    "parallel": ("auto",),
+    "parallel.compression": ("auto", "off"),
+    "parallel.gradient_compression": tuple(GRADIENT_SETTINGS),
+}
+"""Of sections that can be given as a word."""
+
+
 def _with_words(base: Config, arguments: list[str]) -> Config:
-    """`--parallel auto` and the like, the words that a section has as a whole; takes such flags away."""
-    for name, words in {"parallel": ["auto"], "parallel.gradient_compression": [*GRADIENT_SETTINGS]}.items():
-        for given in ([f"--{name}", word] for word in words):
+    """Sections that are given as a word, such as `--parallel auto`; takes such flags away."""
+    for section, words in WORDS.items():
+        for given in ([f"--{section}", word] for word in words):
             for form in (given, ["=".join(given)]):
                 for at in range(len(arguments) - len(form), -1, -1):
                     if arguments[at : at + len(form)] == form:
                         del arguments[at : at + len(form)]
-                        base = load_config(base, {name: given[1]})
+                        base = load_config(base, {section: given[1]})
     return base
 
 

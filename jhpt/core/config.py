@@ -174,25 +174,35 @@ class TrainConfig(Section):
 class Compression(Section):
     """How sums of blocks over the tensor axis travel: important tokens at `bits`, the others at `rest_bits`."""
 
-    bits: Literal[4, 8, 16] = Field(16, description="of a number of an important token; 16: nothing is compressed")
+    bits: Literal[4, 8, 16] = Field(
+        16, description="of a number of an important token; 16: bfloat16, and with all tokens nothing is compressed"
+    )
     tokens: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="share of a sample's tokens that is important")
     rest_bits: Literal[0, 4] = Field(4, description="of a number of any other; 0: it does not travel and is not added")
+    steps: Literal["auto", 1, 2] = Field(
+        "auto", description="of a sum: 1 rounds once, 2 move 2 / tensor of its bytes; auto: 1 where that beats 16 bits"
+    )
     forward: bool = Field(True, description="compress activations")
     backward: bool = Field(True, description="compress errors")
 
     @property
     def on(self) -> bool:
         """Whether anything is compressed."""
-        return self.bits < 16 and (self.forward or self.backward)
+        return (self.bits < 16 or self.tokens < 1) and (self.forward or self.backward)
 
-    @model_validator(mode="after")
-    def _tokens_need_bits(self) -> "Compression":
-        if self.tokens < 1 and self.bits == 16:
-            raise ValueError(
-                f"parallel.compression.tokens={self.tokens:g} chooses tokens that travel at parallel.compression.bits; "
-                f"set those to 8 or 4"
-            )
-        return self
+
+class CompressionConfig(Compression):
+    """The same by hand, or left to the planner."""
+
+    auto: bool = Field(
+        False, description="let the planner decide whether and how; what else stands in this section is left aside"
+    )
+
+    @property
+    def how(self) -> Compression:
+        """As it is written down; of `auto`: nothing is compressed."""
+        named = {} if self.auto else {name: getattr(self, name) for name in Compression.model_fields}
+        return Compression(**named)
 
 
 GRADIENT_SETTINGS: dict[str, tuple[str, ...]] = {
@@ -242,7 +252,9 @@ class GradientCompression(Section):
 class ParallelConfig(Section):
     """How devices share the work: `auto`, or by hand `pipe x data x tensor` devices, stages of equally many blocks."""
 
-    auto: bool = Field(False, description="let the planner decide; what else stands in this section is left aside")
+    auto: bool = Field(
+        False, description="let the planner decide; what else stands in this section is left aside but compression"
+    )
     cluster: str | None = Field(
         None, description="auto: the cluster this is, by name or file; null: this machine as `jhpt profile` measures it"
     )
@@ -262,10 +274,19 @@ class ParallelConfig(Section):
     sample_chunks: Count = Field(
         1, description="parts of a device's samples: the tensor-parallel sums of one travel while another is computed"
     )
-    compression: Compression = Compression()
+    compression: CompressionConfig = Field(
+        CompressionConfig(), description="or a word: off, or auto, short for {auto: true}"
+    )
     gradient_compression: GradientCompression = Field(
         GradientCompression(), description="or one of the words off, quantize and topk, short for {kind: ...}"
     )
+
+    @field_validator("compression", mode="before")
+    @classmethod
+    def _compression_in_one_word(cls, compression: Any) -> Any:
+        # YAML 1.1 reads off as false.
+        words: dict[str | bool, Any] = {"auto": {"auto": True}, "off": {}, False: {}}
+        return words.get(compression, compression) if isinstance(compression, str | bool) else compression
 
     @field_validator("gradient_compression", mode="before")
     @classmethod
@@ -284,7 +305,7 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _compression_needs_whole_sequences(self) -> "ParallelConfig":
-        if self.compression.on and self.sequence:
+        if self.compression.how.on and self.sequence:
             raise ValueError("parallel.compression sums whole sequences; leave out parallel.sequence")
         return self
 

@@ -30,6 +30,8 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
     config, cache = setup.config, setup.cache
     model, count = config.model, parameter_count(config.model)
     table = Table(title=f"jhpt · {config.name}", show_header=False, title_justify="left")
+    compresses = setup.plan.compression.on and max(setup.plan.degrees) > 1
+    kernels = {"kernels": f"{setup.kernels.implementation} ({setup.kernels.reason})"} if compresses else {}
     rows = {
         "model": f"{model.family}, {model.num_layers} layers, width {model.d_model}, {model.num_heads} heads, "
         f"{setup.model.dtype.name} compute",
@@ -41,6 +43,7 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
         f"of {config.data.path}, tokenizer {config.data.tokenizer}",
         "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens",
         "attention": f"{setup.attention.implementation} ({setup.attention.reason})",
+        **kernels,
         "steps": f"{first_step} -> {config.train.steps}" if first_step else f"{config.train.steps}",
     }
     for name, text in rows.items():

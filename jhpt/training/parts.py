@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jhpt.core.compression import tokens_of
 from jhpt.core.config import Compression, DataConfig
 from jhpt.kernels.attention_importance import attention_importance
+from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.token_topk import token_topk
 from jhpt.models.bert import BERT
 from jhpt.models.build import Model
@@ -82,11 +83,18 @@ def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
     )
 
 
-def compressed_hooks(axes: tuple[str, ...], shards: int, how: Compression, *, causal: bool) -> Hooks:
+def compressed_hooks(
+    axes: tuple[str, ...],
+    shards: int,
+    how: Compression,
+    *,
+    causal: bool,
+    implementation: Implementation = "reference",
+) -> Hooks:
     """The same for blocks whose sums are compressed; tokens matter by the attention they receive."""
     if shards == 1:
         return Hooks()
-    wire = Wire(axes=axes, ranks=shards, how=how)
+    wire = Wire(axes=axes, ranks=shards, how=how, implementation=implementation)
     hooks = replace(
         tensor_hooks(axes, shards),
         enter=wire.enter,
@@ -97,9 +105,9 @@ def compressed_hooks(axes: tuple[str, ...], shards: int, how: Compression, *, ca
         return hooks
 
     def important(q: jax.Array, k: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        own = attention_importance(q, k, causal=causal, lengths=lengths, implementation="reference")
+        own = attention_importance(q, k, causal=causal, lengths=lengths, implementation=implementation)
         scores = jax.lax.psum(own, axes)  # ranks own different heads, and have to agree
-        return token_topk(scores, tokens_of(how, q.shape[1]), implementation="reference")
+        return token_topk(scores, tokens_of(how, q.shape[1]), implementation=implementation)
 
     def enter_before(x: jax.Array) -> tuple[jax.Array, Settle]:
         x, ticket = wire.enter_before(x, tokens_of(how, x.shape[1]))
