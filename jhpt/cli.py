@@ -243,14 +243,18 @@ def doctor_command(arguments: list[str]) -> int:
     return 0
 
 
+Benchmark = Literal["train", "planner", "predict", "hybrid", "kernels", "convergence"]
+
+
 def bench_command(arguments: list[str]) -> int:
     """`jhpt bench`."""
 
     def bench(
-        name: Annotated[Literal["train", "planner", "predict", "hybrid", "kernels"], tyro.conf.Positional],
+        name: Annotated[Benchmark, tyro.conf.Positional],
         /,
         quick: bool = False,
         json: str | None = None,
+        out: str | None = None,
     ) -> int:
         """Measures, prints a table and keeps every raw sample.
 
@@ -258,6 +262,7 @@ def bench_command(arguments: list[str]) -> int:
             name: which benchmark.
             quick: fewer trials, the same keys; ends within a minute.
             json: file for the samples and claims.
+            out: convergence: folder of finished cells, which are not run again; none: runs/convergence.
         """
         if name == "planner":
             from jhpt.bench.planner import run as run_planner
@@ -271,6 +276,12 @@ def bench_command(arguments: list[str]) -> int:
             from jhpt.bench.hybrid.run import run as run_hybrid
 
             return run_hybrid(quick=quick, json_path=json)
+        if out is not None and name != "convergence":
+            raise InputError(f"--out is where bench convergence keeps its cells; leave it out of bench {name}")
+        if name == "convergence":
+            from jhpt.bench.convergence.run import run as run_convergence
+
+            return run_convergence(quick=quick, json_path=json, folder=out)
         if name == "kernels":
             from jhpt.bench.kernels import run as run_kernels
 

@@ -182,6 +182,11 @@ class Compression(Section):
     steps: Literal["auto", 1, 2] = Field(
         "auto", description="of a sum: 1 rounds once, 2 move 2 / tensor of its bytes; auto: 1 where that beats 16 bits"
     )
+    importance: Literal["auto", "attention", "own"] = Field(
+        "auto",
+        description="of a token: the attention it receives, which in a causal model looks ahead, or the size of its "
+        "own row, chosen as tokens come; auto: own in a causal model, else attention",
+    )
     forward: bool = Field(True, description="compress activations")
     backward: bool = Field(True, description="compress errors")
 

@@ -80,7 +80,7 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, lengths: jax.Array | None, ticket: jax.Array | None) -> Parted:
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, name="attention")
-        part, bias, tokens = half(x, None, lengths, ticket)
+        part, bias, tokens = half(x, x, None, lengths, ticket)
         return Parted(x, part, tokens, bias, NormParameters(self.config.d_model, name="attention_norm")())
 
 

@@ -66,7 +66,7 @@ class Attention(nn.Module):
         x = checkpoint_name(x, "residual_in")
         h = norm(self.config.norm, self.config.norm_eps, self.dtype, "attention_norm")(x)
         half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, name="attention")
-        part, bias, tokens = half(h, rotation, None, ticket)
+        part, bias, tokens = half(h, x, rotation, None, ticket)
         return Parted(x, part, tokens, bias)
 
 

@@ -93,7 +93,8 @@ class AttentionHalf(nn.Module):
     """Multi-head attention on an already normalised input; qkv is one matrix [D, K, G + 2, E], grouped by key head,
     so that a tensor axis over K keeps every query beside its key and value.
 
-    ticket: to wait for (`hooks.wait`).  Returns (part of the result, its bias, tokens that matter: `hooks.important`).
+    residual: the rows of the residual stream that x was made of.  ticket: to wait for (`hooks.wait`).
+    Returns (part of the result, its bias, tokens that matter: `hooks.important`).
     """
 
     config: ModelConfig
@@ -103,7 +104,12 @@ class AttentionHalf(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, rotation: Rotation | None, lengths: jax.Array | None, ticket: jax.Array | None
+        self,
+        x: jax.Array,
+        residual: jax.Array,
+        rotation: Rotation | None,
+        lengths: jax.Array | None,
+        ticket: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         config = self.config
         is_gpt = isinstance(config, GPTConfig)
@@ -118,7 +124,7 @@ class AttentionHalf(nn.Module):
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        tokens = self.hooks.important(q, k, lengths)
+        tokens = self.hooks.important(q, k, lengths, residual)
         tokens = tokens if tokens is None else checkpoint_name(tokens, CHOICE)
         mixed = attention(q, k, v, causal=is_gpt, lengths=lengths, implementation=self.implementation)
         mixed = checkpoint_name(mixed.reshape(*x.shape[:2], heads * width), "attention_out")
