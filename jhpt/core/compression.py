@@ -33,6 +33,11 @@ def tokens_of(how: Compression, length: int) -> int:
     return max(1, math.ceil(how.tokens * length - 1e-9))
 
 
+def by_attention(how: Compression, causal: bool) -> bool:
+    """Whether tokens are chosen by the attention they receive, which ranks have to add up; else by their own rows."""
+    return how.tokens < 1 and (how.importance == "attention" or (how.importance == "auto" and not causal))
+
+
 def gathers(ranks: int, how: Compression) -> bool:
     """Whether codes are gathered, instead of summed in two steps.
 

@@ -47,6 +47,7 @@ from typing import Literal
 import numpy as np
 
 from jhpt.core.cluster import Cluster
+from jhpt.core.compression import by_attention
 from jhpt.core.config import Compression
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
@@ -372,7 +373,8 @@ class CostModel:
             assert self.stream is not None, "checked"
             device = self.cluster.nodes[0].device
             one = kernel_seconds(group.size, how, self.stream, samples, device)
-            chosen = choice_seconds(group, how, self.stream, samples, device, self.profile.dtype)
+            looks = by_attention(how, self.profile.causal)
+            chosen = choice_seconds(group, self.stream, samples, device, self.profile.dtype) if looks else 0.0
             forward, backward = (
                 np.array([size / self.stream.bytes * one * on for size in self._sum_bytes(direction)])
                 for direction, on in zip(DIRECTIONS, (how.forward, how.backward), strict=True)

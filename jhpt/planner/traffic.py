@@ -39,7 +39,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jhpt.core.axes import DATA, PIPE, TENSOR
-from jhpt.core.compression import gathers
+from jhpt.core.compression import by_attention, gathers
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan
 from jhpt.core.profile import LayerKind, ModelProfile
@@ -184,7 +184,7 @@ class _Step:
         if len(samples) > 1:
             yield from self._sums(self.residual * (begins + again), t, samples[-1:], how.on and how.forward)
         yield from self._sums(backward, t, samples, how.on and how.backward)
-        if how.on and how.tokens < 1:
+        if how.on and by_attention(how, self.profile.causal):
             times = self.plan.micro_batches * (2 if again else 1)
             scores = SCORE_BYTES * self._stream.tokens * sum(samples)
             yield ("all-reduce", self._tensor_axis(t)), Sent(times * len(samples), 2 * (t - 1) / t * times * scores)

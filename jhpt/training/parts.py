@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import tokens_of
+from jhpt.core.compression import by_attention, tokens_of
 from jhpt.core.config import Compression, DataConfig
 from jhpt.kernels.attention_importance import attention_importance
 from jhpt.kernels.implementation import Implementation
@@ -132,7 +132,7 @@ def important_tokens(
     The first knows no later token, and all ranks have it already; attention in a causal model looks ahead.
     """
     count = tokens_of(how, q.shape[1])
-    if how.importance == "own" or (how.importance == "auto" and causal):
+    if not by_attention(how, causal):
         size = jnp.sum(jnp.square(jax.lax.stop_gradient(residual).astype(jnp.float32)), 2)
         return causal_choice(size, count)
     own = attention_importance(q, k, causal=causal, lengths=lengths, implementation=implementation)
