@@ -1,14 +1,15 @@
 """Sums over the tensor axis that travel in few bits: token-level top-k and segmented quantization (AccTFM).
 
 Of the ranks' parts [B, S, D] the rows of important tokens travel at `bits`, the others at `rest_bits`; with 0 bits they
-do not travel, and their sum is zero on every rank.  All ranks compute it from the same codes, so that the residual
-stream stays one, bit for bit.  Two ways over the wire; for n numbers at beta bits over t ranks a rank receives
+do not travel, and their sum is zero on every rank.  Numbers of 16 bits are bfloat16, of 8 and 4 bits codes.  All ranks
+compute the sum from the same codes, so that the residual stream stays one, bit for bit.  Two ways over the wire; for n
+numbers at beta bits over t ranks a rank receives
 
     two steps   2 (t-1)/t n beta / 8 bytes   all_to_all of codes, sum of a rank's rows, quantized again, all_gather
     gathered    (t-1) n beta / 8 bytes       all_gather of codes, summed everywhere
 
-The second rounds once instead of twice.  It is taken where t beta < 32: it then moves no more than a plain sum does in
-16 bits.
+The second rounds once instead of twice.  Unless `steps` says otherwise it is taken where t beta < 32: it then moves no
+more than a plain sum does in 16 bits.
 
     g  sum_parts   forward the compressed sum      backward the gradient, zero where a row did not travel
     f  enter       forward x                       backward the compressed sum of the ranks' gradients
@@ -18,30 +19,36 @@ Rounding passes gradients on unchanged.  Both directions send the rows of one to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import RANGE_BYTES, Bits, codes_in_row, gathers, row_bytes, wire_bits
+from jhpt.core.compression import WireBits, gathers, row_bytes, wire_bits
 from jhpt.core.config import Compression
-from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.implementation import Implementation
-from jhpt.kernels.segment_quantize import segment_quantize
-from jhpt.kernels.segments import Quantized
+from jhpt.sharding.codes import decoded_sum, encoded
 
 
-class Rows(NamedTuple):
-    """Rows of x[R, D] that travel alike: their numbers, int32 [n], and the bits of a code."""
+@dataclass(frozen=True)
+class Rows:
+    """Rows of x[R, D] that travel alike: how many, their numbers, int32 [count], and the bits of a number on the wire.
 
-    numbers: jax.Array
-    bits: Bits
+    numbers: None: all rows, in order.
+    """
+
+    count: int
+    numbers: jax.Array | None
+    bits: WireBits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How sums over the ranks of these mesh axes travel.  implementation: of the kernels."""
+    """How sums over the ranks of these mesh axes travel.
+
+    axes: none: a rank alone, to be timed without communication; the others are thought to send what it has.
+    implementation: of the kernels.
+    """
 
     axes: tuple[str, ...]
     ranks: int
@@ -65,6 +72,13 @@ class Wire:
         """Whether codes are gathered, instead of summed in two steps."""
         return gathers(self.ranks, self.how)
 
+    @property
+    def word(self) -> jnp.dtype:
+        """What a payload is an array of: bytes, or of nothing but bfloat16, whose bytes XLA's CPU backend splits at a
+        fifth of the speed, words."""
+        bits, rest_bits = wire_bits(self.how)
+        return jnp.dtype(jnp.uint16 if bits == 16 and (self.how.tokens == 1 or not rest_bits) else jnp.uint8)
+
     def sum(self, parts: jax.Array, tokens: jax.Array | None) -> jax.Array:
         """The compressed sum, in the dtype of the parts."""
         rows = parts.reshape(-1, parts.shape[-1])
@@ -72,68 +86,97 @@ class Wire:
         add = self._gathered_sums if self.gathered else self._two_step_sums
         total = jnp.zeros(rows.shape, jnp.float32)
         for group, sums in zip(groups, add(rows, groups), strict=True):
-            total = total.at[group.numbers].set(sums, unique_indices=True)
+            total = sums if group.numbers is None else total.at[group.numbers].set(sums, unique_indices=True)
         return total.astype(parts.dtype).reshape(parts.shape)
 
     def groups(self, batch: int, length: int, tokens: jax.Array | None) -> list[Rows]:
         """Which of the batch x length rows travel, and how."""
         bits, rest_bits = wire_bits(self.how)
         if tokens is None:
-            return [Rows(jnp.arange(batch * length, dtype=jnp.int32), bits)]
-        found = [Rows(_flat(tokens, length), bits)]
+            return [Rows(batch * length, None, bits)]
+        found = [Rows(tokens.size, _flat(tokens, length), bits)]
         if rest_bits:
-            found.append(Rows(_flat(others(tokens, length), length), rest_bits))
+            rest = others(tokens, length)
+            found.append(Rows(rest.size, _flat(rest, length), rest_bits))
         return found
 
     def _two_step_sums(self, x: jax.Array, groups: Sequence[Rows]) -> list[jax.Array]:
         """Rank r sums the r-th share of every group's rows."""
-        shares = [-(-len(group.numbers) // self.ranks) for group in groups]
+        columns, shares = x.shape[1], [-(-group.count // self.ranks) for group in groups]
         sent = [
-            self._bytes(x, group.bits, jnp.pad(group.numbers, (0, share * self.ranks - len(group.numbers))))
+            self._packed(_filled(x, group, share * self.ranks), group.bits).reshape(self.ranks, -1)
             for group, share in zip(groups, shares, strict=True)
         ]
-        payload = jnp.concatenate([one.reshape(self.ranks, -1) for one in sent], 1)
-        received = jax.lax.all_to_all(payload, self.axes, 0, 0, tiled=True)
-        own = self._sums(received, groups, shares, x.shape[1])
-        again = [self._bytes(sums, group.bits).ravel() for sums, group in zip(own, groups, strict=True)]
-        everyone = jax.lax.all_gather(jnp.concatenate(again), self.axes)
+        received = self._dealt(_joined(sent, 1))
+        own = self._sums(received, groups, shares, columns)
+        again = [self._packed((sums, None), group.bits).ravel() for sums, group in zip(own, groups, strict=True)]
+        everyone = self._collected(_joined(again, 0))
         whole = []
-        for part, group, share in zip(self._split(everyone, groups, shares, x.shape[1]), groups, shares, strict=True):
+        for part, group, share in zip(self._split(everyone, groups, shares, columns), groups, shares, strict=True):
             each = part.reshape(1, self.ranks * share, -1)
-            whole.append(self._dequantized(each, group.bits, x.shape[1])[: len(group.numbers)])
+            whole.append(self._added(each, group.bits, columns)[: group.count])
         return whole
 
     def _gathered_sums(self, x: jax.Array, groups: Sequence[Rows]) -> list[jax.Array]:
-        counts = [len(group.numbers) for group in groups]
-        sent = [self._bytes(x, group.bits, group.numbers).ravel() for group in groups]
-        return self._sums(jax.lax.all_gather(jnp.concatenate(sent), self.axes), groups, counts, x.shape[1])
+        sent = [self._packed((x, group.numbers), group.bits).ravel() for group in groups]
+        everyone = self._collected(_joined(sent, 0))
+        return self._sums(everyone, groups, [group.count for group in groups], x.shape[1])
+
+    def _dealt(self, payload: jax.Array) -> jax.Array:
+        """payload[t, words]: the r-th of every rank to rank r."""
+        return jax.lax.all_to_all(payload, self.axes, 0, 0, tiled=True) if self.axes else _opaque(payload)
+
+    def _collected(self, payload: jax.Array) -> jax.Array:
+        """payload[words] of every rank, [t, words]."""
+        if self.axes:
+            return jax.lax.all_gather(payload, self.axes)
+        return _opaque(jnp.stack([payload] * self.ranks))
 
     def _sums(self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int) -> list[jax.Array]:
-        """Sums over the first dimension of payloads [t, bytes] of so many rows of every group."""
+        """Sums over the first dimension of payloads [t, words] of so many rows of every group."""
         parts = self._split(payload, groups, counts, columns)
-        return [self._dequantized(part, group.bits, columns) for part, group in zip(parts, groups, strict=True)]
+        return [self._added(part, group.bits, columns) for part, group in zip(parts, groups, strict=True)]
 
     def _split(
         self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int
     ) -> list[jax.Array]:
-        """[t, bytes] -> [t, rows, bytes of a row] of every group."""
-        widths = [row_bytes(columns, group.bits) for group in groups]
+        """[t, words] -> [t, rows, words of a row] of every group."""
+        widths = [row_bytes(columns, group.bits) // self.word.itemsize for group in groups]
         ends = [sum(c * w for c, w in zip(counts[:n], widths[:n], strict=True)) for n in range(1, len(groups))]
         parts = jnp.split(payload, ends, 1)
         return [part.reshape(len(payload), count, -1) for part, count in zip(parts, counts, strict=True)]
 
-    def _bytes(self, x: jax.Array, bits: Bits, numbers: jax.Array | None = None) -> jax.Array:
-        """Rows of x[R, D] on the wire: uint8 [n, bytes of a row], codes before ranges."""
-        quantized = segment_quantize(x, bits=bits, rows=numbers, implementation=self.implementation)
-        ranges = jax.lax.bitcast_convert_type(quantized.ranges, jnp.uint8)
-        return jnp.concatenate([quantized.codes, ranges.reshape(len(quantized.codes), -1)], 1)
+    def _packed(self, chosen: tuple[jax.Array, jax.Array | None], bits: WireBits) -> jax.Array:
+        """Rows of x[R, D], all or those of some numbers, on the wire: [n, words of a row], codes before ranges."""
+        x, numbers = chosen
+        if bits == 16:
+            short = (x if numbers is None else x[numbers]).astype(jnp.bfloat16)
+            return jax.lax.bitcast_convert_type(short, self.word).reshape(len(short), -1)
+        return encoded(x, bits, self.implementation, numbers)
 
-    def _dequantized(self, payload: jax.Array, bits: Bits, columns: int) -> jax.Array:
-        """uint8 [t, n, bytes of a row] -> the sum over t, float32 [n, D]."""
-        codes, ranges = jnp.split(payload, [codes_in_row(columns, bits) * bits // 8], 2)
-        ranges = jax.lax.bitcast_convert_type(ranges.reshape(*ranges.shape[:2], -1, RANGE_BYTES), jnp.bfloat16)
-        quantized = Quantized(codes, ranges)
-        return dequantize_sum(quantized, columns=columns, bits=bits, implementation=self.implementation)
+    def _added(self, payload: jax.Array, bits: WireBits, columns: int) -> jax.Array:
+        """[t, n, words of a row] -> the sum over t, float32 [n, D]."""
+        if bits == 16:
+            words = payload.reshape(*payload.shape[:2], columns, -1) if payload.dtype == jnp.uint8 else payload
+            each = jax.lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
+            return reduce(jnp.add, each)
+        return decoded_sum(payload, columns, bits, self.implementation)
+
+
+def _filled(x: jax.Array, group: Rows, count: int) -> tuple[jax.Array, jax.Array | None]:
+    """The group's rows and some more, `count` in all: (x, numbers)."""
+    if group.numbers is None:
+        return jnp.pad(x, ((0, count - group.count), (0, 0))), None
+    return x, jnp.pad(group.numbers, (0, count - group.count))
+
+
+def _opaque(payload: jax.Array) -> jax.Array:
+    """The same, about which a compiler knows nothing: what comes from the network is not known before."""
+    return jax.lax.optimization_barrier(payload)
+
+
+def _joined(parts: Sequence[jax.Array], dim: int) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, dim)
 
 
 def others(tokens: jax.Array, length: int) -> jax.Array:

@@ -11,7 +11,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jhpt.core.cluster import parse, read_tree, write_json
-from jhpt.core.config import Compression, Config, Count, NonNegative, Section, divisors, one_of
+from jhpt.core.config import (
+    Compression,
+    Config,
+    Count,
+    GradientCompression,
+    NonNegative,
+    Section,
+    divisors,
+    one_of,
+)
 from jhpt.core.errors import InputError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
@@ -75,6 +84,7 @@ class Plan(Section):
     sequence: bool = Field(False, description="cut activations between tensor-parallel products along the sequence")
     recompute: bool = Field(False, description="keep only the input of every layer, compute the rest again")
     compression: Compression = Compression()
+    gradient_compression: GradientCompression = GradientCompression()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     origin: Origin | None = Field(None, description="how a run came to it; null: no run has taken it yet")
     seconds: NonNegative | None = Field(None, description="predicted time of a step")
@@ -94,6 +104,13 @@ class Plan(Section):
     def degrees(self) -> tuple[int, ...]:
         """The tensor degrees in use, ascending."""
         return tuple(sorted({run.tensor for stage in self.stages for chunk in stage.chunks for run in chunk.runs}))
+
+    @property
+    def sample_chunks(self) -> tuple[int, ...]:
+        """The numbers of sample chunks in use, ascending."""
+        return tuple(
+            sorted({run.sample_chunks for stage in self.stages for chunk in stage.chunks for run in chunk.runs})
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes JSON."""
@@ -119,6 +136,11 @@ def check_plan(plan: Plan, num_layers: int) -> None:
     _check_devices(plan)
     if plan.space == "spmd":
         check_program(plan)
+    elif plan.compression.on or plan.sample_chunks != (1,):
+        raise InputError(
+            f"sample chunks and compression are what one program does, and space={plan.space} has many; "
+            "leave them out, or take space=spmd"
+        )
 
 
 def check_program(plan: Plan) -> None:
@@ -141,10 +163,19 @@ def check_program(plan: Plan) -> None:
         )
     if plan.compression.on and plan.sequence:
         raise InputError("compression sums whole sequences; take sequence out of the plan, or compression")
+    if plan.gradient_compression.on and plan.zero == 3:
+        raise InputError(
+            "gradient_compression sums a gradient once a step, and zero=3 in every micro-batch, layer by layer; "
+            "use zero=1, or take gradient_compression out of the plan"
+        )
     if len(sizes) > 1 and len(degrees) > 1:
         raise InputError(
             f"a pipeline of space=spmd needs one tensor degree, found {degrees}; use one, or price them with "
             "space=general"
+        )
+    if len(sizes) > 1 and len(cuts := plan.sample_chunks) > 1:
+        raise InputError(
+            f"a pipeline of space=spmd needs one number of sample chunks, found {list(cuts)}; use one everywhere"
         )
     for low, high in itertools.pairwise(degrees):
         if high % low:
@@ -235,12 +266,18 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
     the first and the last block.
 
     Raises:
-      InputError: more devices asked for than there are, or a batch that does not divide.
+      InputError: more devices asked for than there are, a batch that does not divide, or something that is left to the
+        planner.
     """
     parallel, batch = config.parallel, config.data.batch_size
     pipe, tensor, pieces = parallel.pipe, parallel.tensor, parallel.micro_batches
     data = parallel.data or max(devices // (pipe * tensor), 1)
     used = pipe * data * tensor
+    if parallel.compression.auto:
+        raise InputError(
+            "parallel.compression=auto leaves compression to the planner, which parallel=auto asks; "
+            "set that, or say how: parallel.compression.bits=8"
+        )
     asked = f"parallel.pipe={pipe} x " * (pipe > 1) + f"parallel.data={data} x parallel.tensor={tensor}"
     if used > devices:
         raise InputError(
@@ -262,7 +299,8 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
         schedule="interleaved" if parallel.chunks > 1 else parallel.schedule,
         zero=parallel.zero,
         recompute=parallel.recompute,
-        compression=parallel.compression,
+        compression=parallel.compression.how,
+        gradient_compression=parallel.gradient_compression,
         sequence=parallel.sequence,
         origin="hand",
         stages=_even_stages(

@@ -4,6 +4,7 @@ A *sample* is one sequence (one image for the classic networks; one profiled min
 Layers that are equal share one `LayerKind`; a `ModelProfile` is the row of kinds in the order of the forward pass.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,8 @@ from jhpt.core.cluster import parse, read_tree, write_json
 from jhpt.core.config import Count, NonNegative, Positive, Section
 
 Whole = Annotated[int, Field(ge=0)]
+
+_TOKENS = re.compile(r"a sequence of (\d+) tokens")
 
 
 class Timing(Section):
@@ -90,6 +93,7 @@ class ModelProfile(Section):
     device: str = Field(description="the device the seconds hold for")
     source: str = Field(description="measured (how, when) or analytic (from what)")
     sample: str = Field("one sample", description="what one sample is, e.g. a sequence of 1024 tokens")
+    causal: bool = Field(False, description="tokens see those before them only")
     dtype: str = "bfloat16"
     bytes_per_weight: Positive = Field(2.0, description="of a gradient and of a gathered weight on the wire")
     state_bytes: Positive = Field(
@@ -121,6 +125,12 @@ class ModelProfile(Section):
     def parameters(self) -> int:
         """Parameters of the model, tied ones once."""
         return sum(self.kinds[name].parameters for name in self.layers)
+
+    @property
+    def sample_tokens(self) -> int | None:
+        """Tokens in a sample, where a sample is a sequence of a known length."""
+        match = _TOKENS.fullmatch(self.sample)
+        return int(match[1]) if match else None
 
     def save(self, path: str | Path) -> None:
         """Writes JSON."""

@@ -1,6 +1,7 @@
 """Seconds of collectives over a group of devices that may span nodes.
 
-`bytes` is the size of the whole result: of the tensor that is reduced, or of the gathered one.  A group has `size`
+`bytes` is the size of the whole result: of the tensor that is reduced, of the gathered one, or of what a member sends
+to all, itself included.  A group has `size`
 members on `nodes` nodes, m = size / nodes each
 where that is even (only then hierarchical).  Inside a node every device has its own link (rate B, latency a); the
 network ports of a node (rate B') are shared by all groups that work there at the same time.
@@ -8,6 +9,8 @@ network ports of a node (rate B') are shared by all groups that work there at th
     ring          all_reduce 2 (n-1)/n bytes / B + 2 (n-1) a;   reduce_scatter, all_gather: half of it
     hierarchical  reduce_scatter inside, all_reduce of bytes / m across, all_gather inside
     tree          2 ceil(log2 n) (bytes / B + a): fewer latencies, more bytes; wins for small messages
+    all_to_all    (n-1) (bytes / n / B + a) inside a node; of a group on several the ports take what leaves the node,
+                  m (n-m)/n bytes / B', beside what stays in it
 
 The cheapest of them counts, as NCCL chooses.  Ring and tree: Thakur, Rabenseifner and Gropp 2005, section 4;
 hierarchical: Cho et al. 2019 (BlueConnect, MLSys), equation 3.  Left out: contention with other jobs, and the cores
@@ -52,6 +55,18 @@ def reduce_scatter(group: Group, size: float) -> float:
 
 all_gather = reduce_scatter
 """Seconds until every member has the whole tensor of `size` bytes: the reduce_scatter backwards."""
+
+
+def all_to_all(group: Group, size: float) -> float:
+    """Seconds until every member has sent each its share of `size` bytes."""
+    if group.size == 1 or size == 0:
+        return 0.0
+    n, m, message = group.size, group.fewest, size / group.size
+    inside = (m - 1) * (message / group.inside.rate(message) + group.inside.latency)
+    if group.nodes == 1:
+        return inside
+    across = m * (n - m) * message / group.port_rate(message) + (n - m) * group.network.latency
+    return max(inside, across)
 
 
 def _ring(group: Group, size: float, rounds: float) -> float:

@@ -13,6 +13,12 @@ For a stage of k = d t devices, a layer at tensor degree t and a micro-batch of 
     ZeRO-1           once, in the first forward     all_gather of weights: what a layer's forward pass does not hide
     update           once, at the end               optimizer over its share of the state
 
+Tensor seconds may be fewer.  With the samples in several chunks a layer takes the period of `overlap`, and the layer
+that begins a run its filling; of that, what exceeds the plain work is tensor seconds.  Gradients of weights are not
+counted on to hide anything: other chunks already do.  Compressed sums cost what the head of `compression` says.  In one
+SPMD program both concern the layers between the ends only.  Left out: that several gathers and sums share a link, and
+the memory of a chunk's sum.
+
 Where a cluster does not overlap communication with computation, all of it is exposed: a ZeRO-3 layer takes its work
 plus its traffic, ZeRO-1 all of its traffic, and gradients are summed when the last backward is over.  What is exposed
 once a step is counted with the update.
@@ -34,17 +40,29 @@ the head of `program`; its pipelines hide less of the parameters' traffic:
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from jhpt.core.cluster import Cluster
+from jhpt.core.compression import by_attention
+from jhpt.core.config import Compression
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
+from jhpt.planner.compression import choice_seconds, kernel_seconds, stream_of, sum_seconds
+from jhpt.planner.overlap import Operation, chunk_sizes, filling, partition, period
 from jhpt.planner.placement import Place, Places, hop_seconds
 from jhpt.planner.program import Held, Slot, held, in_pipeline, with_ends
 from jhpt.planner.schedule import Array
-from jhpt.planner.tables import LayerCosts, Treatment
+from jhpt.planner.tables import LayerCosts, Treatment, picked
+
+Direction = Literal[0, 1]
+
+FORWARD: Literal[0] = 0
+BACKWARD: Literal[1] = 1
+DIRECTIONS: tuple[Direction, ...] = (FORWARD, BACKWARD)
 
 
 class CostModel:
@@ -65,11 +83,16 @@ class CostModel:
         self._divided = np.array([kind.activation_bytes for kind in self.kinds])
         self._replicated = np.array([kind.replicated_bytes for kind in self.kinds])
         self._tops = np.array([kind.max_tensor for kind in self.kinds])
+        self.stream = stream_of(profile)
         self._costs: dict[tuple[Place, int, Treatment], LayerCosts] = {}
+        self._tables: dict[tuple[Place, int, Treatment], LayerCosts] = {}
+        self._chunks: dict[tuple[int, int, Treatment], tuple[int, ...]] = {}
         self._layers: dict[tuple[Place, int, Treatment], LayerCosts] = {}
         self._slots: dict[tuple[Place, int, Treatment], Slot] = {}
         self._seconds: dict[tuple[float, int], tuple[Array, Array]] = {}
         self._tensor_cache: dict[tuple[Group, int], tuple[Array, Array]] = {}
+        self._compressed: dict[tuple[Group, int, Compression], tuple[Array, Array]] = {}
+        self._coding: dict[tuple[Group, int, Compression], tuple[Array, Array]] = {}
         self._parameter_cache: dict[tuple[Group, int], tuple[Array, Array, Array, Array]] = {}
 
     @property
@@ -96,14 +119,82 @@ class CostModel:
         ]
 
     def layer_costs(self, place: Place, tensor: int, treatment: Treatment) -> LayerCosts:
-        """Costs of every layer at degree `tensor`; infinite where a layer does not allow it."""
+        """Costs of every layer at degree `tensor`, each with its best number of chunks, as a row of all of them.
+
+        Infinite where a layer does not allow the degree.
+        """
+        if treatment.sample_chunks == (1,):
+            return self.table(place, tensor, treatment)
         key = (place, tensor, treatment)
         if key not in self._costs:
+            chosen = self.sample_chunks(place.devices, tensor, treatment)
+            tables = {c: self.table(place, tensor, replace(treatment, sample_chunks=(c,))) for c in {1, *chosen}}
+            self._costs[key] = tables[1] if set(chosen) == {1} else picked(tables, (1, *chosen[1:-1], 1))
+        return self._costs[key]
+
+    def table(self, place: Place, tensor: int, treatment: Treatment) -> LayerCosts:
+        """Costs of every layer where all have the one number of chunks that the treatment has; fillings apart."""
+        key = (place, tensor, treatment)
+        if key not in self._tables:
             costs = self._by_layer(place, tensor, treatment)
             if treatment.program != "own":
                 costs = with_ends(costs, self._by_layer(place, tensor, treatment.of_ends))
-            self._costs[key] = in_pipeline(costs) if treatment.program == "piped" else costs
-        return self._costs[key]
+            self._tables[key] = in_pipeline(costs) if treatment.program == "piped" else costs
+        return self._tables[key]
+
+    def sample_chunks(self, devices: int, tensor: int, treatment: Treatment) -> tuple[int, ...]:
+        """Into how many chunks every layer cuts its samples, on so many devices: `overlap.partition`.
+
+        A pipeline has one number.  None makes a layer by itself slower than one chunk does, in either direction.  So
+        plans with these chunks are never slower than without; with ZeRO-1 by one filling at most, for weights are not
+        counted on to be gathered beside it.
+        """
+        local = -(-treatment.micro_batch * tensor // devices)
+        candidates = tuple(c for c in treatment.sample_chunks if c <= local)
+        if treatment.sample_chunks == (1,) or tensor == 1 or local == 1 or self.num_layers < 3:
+            return (1,) * self.num_layers
+        if len(candidates) == 1 or not self.cluster.overlap:
+            return (candidates[0] if candidates else 1,) * self.num_layers
+        key = (devices, tensor, replace(treatment, zero=0, several=False, late=False))
+        if key not in self._chunks:
+            self._chunks[key] = self._best_chunks(devices, tensor, treatment, candidates)
+        return self._chunks[key]
+
+    def _best_chunks(
+        self, devices: int, tensor: int, treatment: Treatment, candidates: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        places = self._places_of(devices) if treatment.program == "piped" else [self.places.at(0, devices)]
+        local = -(-treatment.micro_batch * tensor // devices)
+        blocks = self.index[1:-1]
+        # [places, candidates, direction, exposed or filling, kinds]
+        found = np.array(
+            [
+                [
+                    [
+                        self._exposed(place, tensor, replace(treatment, sample_chunks=(c,)), local, direction)
+                        for direction in DIRECTIONS
+                    ]
+                    for c in candidates
+                ]
+                for place in places
+            ]
+        )
+        exposed, fillings = found[:, :, :, 0], found[:, :, :, 1]
+        slower = (exposed + fillings > exposed[:, :1] * (1 + 1e-12)).any(axis=(0, 2))
+        periods = exposed.sum(axis=(0, 2)) + (exposed[:, :, FORWARD].sum(axis=0) if treatment.recompute else 0.0)
+        periods = np.where(slower, np.inf, periods)[:, blocks].T
+        first, last = (fillings[:, :, direction].sum(axis=0)[:, blocks].T for direction in DIRECTIONS)
+        if treatment.program == "piped":
+            totals = periods.sum(axis=0) + first[0] + last[-1]
+            return (candidates[int(totals.argmin())],) * self.num_layers
+        inner = [candidates[at] for at in partition(periods, first, last)[1]]
+        return (inner[0], *inner, inner[-1])
+
+    def _places_of(self, devices: int) -> list[Place]:
+        """Where stages of so many devices, all alike, may lie."""
+        last = self.cluster.num_devices - devices
+        starts = range(0, min(math.lcm(self.places.per_node, devices), last + 1), devices)
+        return list(dict.fromkeys(self.places.at(start, devices) for start in starts))
 
     def _by_layer(self, place: Place, tensor: int, treatment: Treatment) -> LayerCosts:
         """Every layer for itself."""
@@ -125,12 +216,12 @@ class CostModel:
         piped = treatment.program == "piped"
         forward, backward = self.compute_seconds(local, tensor)
         forward, backward = forward * place.slowdown, backward * place.slowdown
-        forward_tensor, backward_tensor = self._tensor_seconds(place.tensor_group(tensor), local)
+        forward_tensor, forward_filling = self._exposed(place, tensor, treatment, local, FORWARD)
+        backward_tensor, backward_filling = self._exposed(place, tensor, treatment, local, BACKWARD)
         summed, scattered, tied_summed, tied_scattered = self._parameter_seconds(place, tensor)
         own, tied = self._parameters / tensor, self._tied / tensor
         cut = tensor if treatment.sequence else 1
         activations = (self._divided / tensor + self._replicated / cut) * local
-        backward_tensor = backward_tensor * (1.5 if treatment.sequence else 1.0)
         nothing = np.zeros_like(own)
         gathered = scattered if zero == 1 else nothing  # all_gather costs what reduce_scatter does
         if self.cluster.overlap and not piped:
@@ -139,8 +230,9 @@ class CostModel:
             backward, backward_tensor = backward + forward, backward_tensor + forward_tensor
         if zero == 3 and self.cluster.overlap:
             beside, after = (scattered, scattered) if piped else (2 * scattered, nothing)
-            forward = np.maximum(forward, scattered - forward_tensor)
-            backward = np.maximum(backward, beside - backward_tensor) + after
+            forward, forward_filling = _beside(forward, forward_filling, scattered - forward_tensor)
+            backward, backward_filling = _beside(backward, backward_filling, beside - backward_tensor)
+            backward = backward + after
         elif zero == 3:
             forward, backward = forward + scattered, backward + 2 * scattered
         own_bytes = self._held(treatment, zero, data)
@@ -161,6 +253,8 @@ class CostModel:
             "optimizer": own * own_bytes.optimizer,
             "activations": activations,
             "working": (activations if treatment.recompute else nothing) + own * own_bytes.working,
+            "forward_filling": forward_filling,
+            "backward_filling": backward_filling,
             "tied": np.where(tied > 0, hop + reduced, 0.0),
             "tied_bytes": tied * (own_bytes.weights + own_bytes.optimizer),
         }
@@ -211,6 +305,82 @@ class CostModel:
             pairs = np.array([kind.seconds(local, tensor) for kind in self.kinds])
             self._seconds[key] = pairs[:, 0], pairs[:, 1]
         return self._seconds[key]
+
+    def _exposed(
+        self, place: Place, tensor: int, treatment: Treatment, local: int, direction: Direction
+    ) -> tuple[Array, Array]:
+        """[kinds] seconds of a pass beyond its plain work, and those of a run's first layer beside."""
+        chunks = min(treatment.sample_chunks[0], local) if tensor > 1 else 1
+        operation, nothing = self._operation(place, tensor, treatment, direction), np.zeros(len(self.kinds))
+        if chunks == 1 and treatment.compression is None:
+            return operation.travel(local), nothing
+        plain = self.compute_seconds(local, tensor)[direction] * place.slowdown
+        if chunks == 1:
+            return operation.travel(local) + (operation.work(local) - plain), nothing
+        if self.cluster.overlap:
+            seconds, first = period(operation, local, chunks), filling(operation, local, chunks)
+        else:
+            sizes = chunk_sizes(local, chunks)
+            seconds, first = sum(operation.work(n) + operation.travel(n) for n in sizes), nothing
+        # Of a layer's sums, all alike, one is filling.
+        return np.maximum(seconds, plain) - plain, first / self._sum_counts(direction)
+
+    def _operation(self, place: Place, tensor: int, treatment: Treatment, direction: Direction) -> Operation:
+        """[kinds] a pass of a layer by its samples on a device; its sums are one."""
+        group, how = place.tensor_group(tensor), treatment.compression if tensor > 1 else None
+        again = 1.5 if treatment.sequence and direction == BACKWARD else 1.0
+        on = how is not None and (how.forward, how.backward)[direction]
+
+        def work(samples: int) -> Array:
+            seconds = self.compute_seconds(samples, tensor)[direction]
+            if how is not None:
+                seconds = seconds + self._coding_seconds(group, samples, how)[direction]
+            return seconds * place.slowdown
+
+        def travel(samples: int) -> Array:
+            if on and how is not None:
+                return self._compressed_seconds(group, samples, how)[direction]
+            return self._tensor_seconds(group, samples)[direction] * again
+
+        return Operation(work=work, travel=travel)
+
+    def _sum_bytes(self, direction: Direction) -> Iterable[float]:
+        """Per sample, of every kind."""
+        return ((kind.tensor_forward_bytes, kind.tensor_backward_bytes)[direction] for kind in self.kinds)
+
+    def _sum_counts(self, direction: Direction) -> Array:
+        """How many sums a pass of every kind has, at least one: as many as its output fits into what is summed."""
+        sizes = zip(self._sum_bytes(direction), self.kinds, strict=True)
+        return np.array([max(1, round(size / (kind.boundary_bytes or size or 1.0))) for size, kind in sizes])
+
+    def _compressed_seconds(self, group: Group, samples: int, how: Compression) -> tuple[Array, Array]:
+        """[kinds] on the wire, forward and backward."""
+        key = (group, samples, how)
+        if key not in self._compressed:
+            assert self.stream is not None, "checked"
+            stream = self.stream
+            forward, backward = (
+                np.array([sum_seconds(group, how, stream, samples, size / stream.bytes) for size in sizes])
+                for sizes in map(self._sum_bytes, DIRECTIONS)
+            )
+            self._compressed[key] = forward, backward
+        return self._compressed[key]
+
+    def _coding_seconds(self, group: Group, samples: int, how: Compression) -> tuple[Array, Array]:
+        """[kinds] of kernels, and forward of choosing tokens."""
+        key = (group, samples, how)
+        if key not in self._coding:
+            assert self.stream is not None, "checked"
+            device = self.cluster.nodes[0].device
+            one = kernel_seconds(group.size, how, self.stream, samples, device)
+            looks = by_attention(how, self.profile.causal)
+            chosen = choice_seconds(group, self.stream, samples, device, self.profile.dtype) if looks else 0.0
+            forward, backward = (
+                np.array([size / self.stream.bytes * one * on for size in self._sum_bytes(direction)])
+                for direction, on in zip(DIRECTIONS, (how.forward, how.backward), strict=True)
+            )
+            self._coding[key] = np.where(forward + backward > 0, forward + chosen, forward), backward
+        return self._coding[key]
 
     def _tensor_seconds(self, group: Group, local: int) -> tuple[Array, Array]:
         key = (group, local)
@@ -270,3 +440,9 @@ class CostModel:
         (first, devices, data), (to, others, their_data) = sender, receiver
         local = max(-(-batch // data), -(-batch // their_data))
         return hop_seconds(self.places.hop(first, devices, to, others), self.boundary[layer] * local / cut)
+
+
+def _beside(work: Array, first: Array, gathered: Array) -> tuple[Array, Array]:
+    """Work and filling, beside which weights are gathered."""
+    whole = np.maximum(work, gathered)
+    return whole, np.maximum(work + first, gathered) - whole

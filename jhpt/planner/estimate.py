@@ -10,7 +10,8 @@ run, and allocate, what they need.  So the same stages may cost more or less in 
 compiler's temporaries inside a layer and fragmentation.
 """
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from jhpt.planner.costs import CostModel
 from jhpt.planner.placement import Place
 from jhpt.planner.program import Slot
 from jhpt.planner.schedule import Array, in_flight, step_seconds
-from jhpt.planner.tables import LayerCosts, Treatment, treatment_of
+from jhpt.planner.tables import LayerCosts, Treatment, picked, treatment_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,21 +99,20 @@ class ChunkCosts:
 
 
 def chunk_costs(chunk: Chunk, place: Place, treatment: Treatment, model: CostModel) -> ChunkCosts:
-    """Selects every layer's entry from the tables of its degree."""
-    tables = {t: model.layer_costs(place, t, treatment) for t in set(chunk.tensor)}
-    degrees = np.array(chunk.tensor)
-    layers = np.arange(chunk.first, chunk.stop)
-    picked = {}
-    for name in LayerCosts.__dataclass_fields__:
-        values = np.zeros(len(layers))
-        for t, table in tables.items():
-            values[degrees == t] = getattr(table, name)[layers[degrees == t]]
-        picked[name] = values
+    """Selects every layer's entry from the table of its degree and its chunks of samples.  The ends have one."""
+    last = model.num_layers - 1
+    keys = [
+        (tensor, 1 if layer in (0, last) else cut)
+        for layer, tensor, cut in zip(range(chunk.first, chunk.stop), chunk.tensor, chunk.sample_chunks, strict=True)
+    ]
+    tables = {
+        (tensor, cut): model.table(place, tensor, replace(treatment, sample_chunks=(cut,))) for tensor, cut in set(keys)
+    }
     reshard = sum(
-        model.reshard_seconds(place, int(layer), before, after, treatment.micro_batch)
-        for layer, before, after in zip(layers, degrees[:-1].tolist(), degrees[1:].tolist(), strict=False)
+        model.reshard_seconds(place, layer, before, after, treatment.micro_batch)
+        for layer, (before, after) in enumerate(itertools.pairwise(chunk.tensor), chunk.first)
     )
-    return ChunkCosts(LayerCosts(**picked), reshard)
+    return ChunkCosts(picked(tables, keys, chunk.first), reshard)
 
 
 def stage_layers(plan: Plan, position: int, treatment: Treatment, model: CostModel) -> list[LayerCosts]:
@@ -277,6 +277,11 @@ def _check_degrees(chunk: Chunk, model: CostModel) -> None:
 
 
 def _check_spmd(plan: Plan, model: CostModel) -> None:
+    if plan.compression.on and plan.degrees[-1] > 1 and model.stream is None:
+        raise InputError(
+            f"compression is of sequences of tokens, and a sample of {model.profile.name} is {model.profile.sample}; "
+            "leave compression out"
+        )
     if model.cluster.mixed:
         raise InputError("space=spmd needs equal devices; plan a mixed cluster with space=general")
     if len(plan.stages) == 1 and (tied := model.tied_layer):

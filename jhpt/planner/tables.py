@@ -1,12 +1,19 @@
 """Costs of a model's layers as arrays, and what the layers of a plan share."""
 
-from dataclasses import dataclass, replace
-from typing import Literal
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, TypeVar
 
+import numpy as np
+
+from jhpt.core.config import Compression
 from jhpt.core.plan import Plan, Zero
 from jhpt.planner.schedule import Array
 
 Space = Literal["spmd", "general"]
+
+K = TypeVar("K")
 
 Program = Literal["own", "single", "piped"]
 """What runs the layers: a program of each stage's own, or one SPMD program, of one stage or of several."""
@@ -32,15 +39,35 @@ class Treatment:
     late: bool = False
     """Gradients are summed over the data ranks layer by layer, beside the last backward pass."""
     sequence: bool = False
+    compression: Compression | None = None
+    """Of the sums over the tensor axis; None: off."""
+    sample_chunks: tuple[int, ...] = (1,)
+    """Numbers of chunks that a device's samples may be cut into, of which every layer has what is best."""
 
     @property
     def of_ends(self) -> "Treatment":
         """How one SPMD program treats the first and the last layer."""
-        return replace(self, zero=1 if self.zero else 0, recompute=False, late=False, sequence=False)
+        return replace(
+            self,
+            zero=1 if self.zero else 0,
+            recompute=False,
+            late=False,
+            sequence=False,
+            compression=None,
+            sample_chunks=(1,),
+        )
 
 
 def treated(
-    space: Space, stages: int, batch: int, micro_batches: int, zero: Zero, recompute: bool, sequence: bool = False
+    space: Space,
+    stages: int,
+    batch: int,
+    micro_batches: int,
+    zero: Zero,
+    recompute: bool,
+    sequence: bool = False,
+    compression: Compression | None = None,
+    sample_chunks: tuple[int, ...] = (1,),
 ) -> Treatment:
     """What all layers share of a plan with so many stages."""
     program = program_of(space, stages)
@@ -52,13 +79,16 @@ def treated(
         several=program != "own" and micro_batches > 1,
         late=program == "single",
         sequence=sequence,
+        compression=compression,
+        sample_chunks=sample_chunks,
     )
 
 
 def treatment_of(plan: Plan) -> Treatment:
-    """What all layers of the plan share."""
+    """What all layers of the plan share; chunks of samples they do not (`estimate.chunk_costs`)."""
     stages, count = len(plan.stages), plan.micro_batches
-    return treated(plan.space, stages, plan.batch, count, plan.zero, plan.recompute, plan.sequence)
+    how = plan.compression if plan.compression.on else None
+    return treated(plan.space, stages, plan.batch, count, plan.zero, plan.recompute, plan.sequence, how)
 
 
 @dataclass(frozen=True)
@@ -79,6 +109,10 @@ class LayerCosts:
     optimizer: Array
     activations: Array
     working: Array
+    forward_filling: Array
+    """Seconds beside, forward, where the layer before is none whose chunks it takes up."""
+    backward_filling: Array
+    """The same in the backward pass, of the layer behind."""
     tied: Array
     """Seconds to sum a shared parameter's gradient over the first and last stage, where these are two."""
     tied_bytes: Array
@@ -88,3 +122,22 @@ class LayerCosts:
     def state(self) -> Array:
         """Weights, gradients and optimizer state."""
         return self.weights + self.optimizer
+
+
+def picked(tables: Mapping[K, LayerCosts], keys: Sequence[K], first: int = 0) -> LayerCosts:
+    """A row of layers from `first` on, each from the table of its key.
+
+    Where keys differ, and at both ends of the row, fillings become tensor seconds, and are none for who begins there.
+    """
+    layers = {key: np.array([at for at, own in enumerate(keys) if own == key]) for key in dict.fromkeys(keys)}
+    values: dict[str, Array] = {}
+    for field in fields(LayerCosts):
+        row = values[field.name] = np.empty(len(keys))
+        for key, at in layers.items():
+            row[at] = getattr(tables[key], field.name)[first + at]
+    begins = np.array([True, *(one != other for one, other in itertools.pairwise(keys))])
+    ends = np.append(begins[1:], True)
+    for direction, filled in (("forward", begins), ("backward", ends)):
+        values[f"{direction}_tensor"][filled] += values[f"{direction}_filling"][filled]
+        values[f"{direction}_filling"][filled] = 0.0
+    return LayerCosts(**values)

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from jhpt.core.config import GradientCompression
 from jhpt.core.plan import Plan
 from jhpt.core.shapes import parameter_count
 from jhpt.training.metrics import MetricsWriter
@@ -29,6 +30,8 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
     config, cache = setup.config, setup.cache
     model, count = config.model, parameter_count(config.model)
     table = Table(title=f"jhpt · {config.name}", show_header=False, title_justify="left")
+    compresses = setup.plan.compression.on and max(setup.plan.degrees) > 1
+    kernels = {"kernels": f"{setup.kernels.implementation} ({setup.kernels.reason})"} if compresses else {}
     rows = {
         "model": f"{model.family}, {model.num_layers} layers, width {model.d_model}, {model.num_heads} heads, "
         f"{setup.model.dtype.name} compute",
@@ -40,6 +43,7 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
         f"of {config.data.path}, tokenizer {config.data.tokenizer}",
         "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens",
         "attention": f"{setup.attention.implementation} ({setup.attention.reason})",
+        **kernels,
         "steps": f"{first_step} -> {config.train.steps}" if first_step else f"{config.train.steps}",
     }
     for name, text in rows.items():
@@ -63,8 +67,16 @@ def plan_text(plan: Plan) -> str:
         f"zero {plan.zero}",
         f"{plan.micro_batches} micro-batches",
         "recompute" if plan.recompute else "",
+        gradients_text(plan.gradient_compression),
     ]
     return ", ".join(filter(None, parts))
+
+
+def gradients_text(how: GradientCompression) -> str:
+    """`"gradients top 0.01"`; empty: they are summed as they are."""
+    if how.kind == "topk":
+        return f"gradients top {how.share:.3g}" + (f" with momentum {how.momentum:g}" if how.momentum else "")
+    return f"gradients in {how.bits} bits" if how.on else ""
 
 
 def plan_change(before: Plan, now: Plan) -> str:
@@ -72,7 +84,9 @@ def plan_change(before: Plan, now: Plan) -> str:
     first, second = plan_text(before), plan_text(now)
     if first == second:
         return f"note: the plan has changed, in which layers are where and how they are treated: {second}"
-    return f"note: the plan has changed: {second}; before {first}"
+    drops = before.gradient_compression.on and not now.gradient_compression.on
+    lost = "; what compressed sums of gradients had left for later is dropped" if drops else ""
+    return f"note: the plan has changed: {second}; before {first}{lost}"
 
 
 def _devices_text(setup: Setup) -> str:

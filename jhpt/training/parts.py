@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import tokens_of
+from jhpt.core.compression import by_attention, tokens_of
 from jhpt.core.config import Compression, DataConfig
 from jhpt.kernels.attention_importance import attention_importance
+from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.token_topk import token_topk
 from jhpt.models.bert import BERT
 from jhpt.models.build import Model
@@ -83,11 +84,18 @@ def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
     )
 
 
-def compressed_hooks(axes: tuple[str, ...], shards: int, how: Compression, *, causal: bool) -> Hooks:
+def compressed_hooks(
+    axes: tuple[str, ...],
+    shards: int,
+    how: Compression,
+    *,
+    causal: bool,
+    implementation: Implementation = "reference",
+) -> Hooks:
     """The same for blocks whose sums are compressed; `important_tokens` says which tokens matter."""
     if shards == 1:
         return Hooks()
-    wire = Wire(axes=axes, ranks=shards, how=how)
+    wire = Wire(axes=axes, ranks=shards, how=how, implementation=implementation)
     hooks = replace(
         tensor_hooks(axes, shards),
         enter=wire.enter,
@@ -101,13 +109,16 @@ def compressed_hooks(axes: tuple[str, ...], shards: int, how: Compression, *, ca
         x, ticket = wire.enter_before(x, tokens_of(how, x.shape[1]))
         return x, lambda y, tokens: settle(y, ticket, tokens)
 
-    return replace(hooks, important=partial(important_tokens, axes, how, causal), enter_before=enter_before)
+    return replace(
+        hooks, important=partial(important_tokens, axes, how, causal, implementation), enter_before=enter_before
+    )
 
 
 def important_tokens(
     axes: tuple[str, ...],
     how: Compression,
     causal: bool,
+    implementation: Implementation,
     q: jax.Array,
     k: jax.Array,
     lengths: jax.Array | None,
@@ -121,12 +132,12 @@ def important_tokens(
     The first knows no later token, and all ranks have it already; attention in a causal model looks ahead.
     """
     count = tokens_of(how, q.shape[1])
-    if how.importance == "own" or (how.importance == "auto" and causal):
+    if not by_attention(how, causal):
         size = jnp.sum(jnp.square(jax.lax.stop_gradient(residual).astype(jnp.float32)), 2)
         return causal_choice(size, count)
-    own = attention_importance(q, k, causal=causal, lengths=lengths, implementation="reference")
+    own = attention_importance(q, k, causal=causal, lengths=lengths, implementation=implementation)
     scores = jax.lax.psum(own, axes)  # ranks own different heads, and have to agree
-    return token_topk(scores, count, implementation="reference")
+    return token_topk(scores, count, implementation=implementation)
 
 
 def with_cut_sequence(ends: Parts, blocks: Parts, axes: tuple[str, ...]) -> Parts:

@@ -5,6 +5,7 @@ Nothing is written here except token caches, so a configuration that cannot work
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import optax
 from jhpt.core.config import BERTConfig, Config, GPTConfig
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, plan_by_hand
+from jhpt.kernels.implementation import Implementation, KernelChoice, choose_kernels
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
 from jhpt.models.build import Model, build
@@ -45,6 +47,7 @@ class Design:
     tokenizer: Tokenizer
     layout: Layout
     attention: AttentionChoice
+    kernels: KernelChoice
     model: Model
     training: Execution
     evaluation: Execution
@@ -116,22 +119,33 @@ def design_step(
     dtype = compute_dtype(config, device)
     layout = Layout(plan=plan, grid=make_grid(plan, devices), num_layers=config.model.num_layers)
     attention = choose_attention(config.model, device.platform, dtype, device.capability)
+    kernels = choose_kernels(device.platform, device.capability)
     model = build(config.model, dtype=dtype, implementation=attention.implementation)
+    run = partial(execution, config, model, layout, tokenizer, kernels=kernels.implementation)
     return Design(
         config=config,
         device=device,
         tokenizer=tokenizer,
         layout=layout,
         attention=attention,
+        kernels=kernels,
         model=model,
-        training=execution(config, model, layout, tokenizer, train=True),
-        evaluation=execution(config, model, layout, tokenizer, train=False),
+        training=run(train=True),
+        evaluation=run(train=False),
         optimizer=make_optimizer(config.optimizer),
     )
 
 
-def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer, *, train: bool) -> Execution:
-    """The configured model, laid out and ready to be traced."""
+def execution(
+    config: Config,
+    model: Model,
+    layout: Layout,
+    tokenizer: Tokenizer,
+    *,
+    train: bool,
+    kernels: Implementation = "reference",
+) -> Execution:
+    """The configured model, laid out and ready to be traced.  kernels: those of compressed sums."""
     grid = layout.grid
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
@@ -148,7 +162,8 @@ def execution(config: Config, model: Model, layout: Layout, tokenizer: Tokenizer
 
         parts = cut(tensor_hooks(axes, degree))
         if layout.plan.compression.on and degree > 1:
-            hooks = compressed_hooks(axes, degree, layout.plan.compression, causal=config.model.family == "gpt")
+            how, causal = layout.plan.compression, config.model.family == "gpt"
+            hooks = compressed_hooks(axes, degree, how, causal=causal, implementation=kernels)
             compressed = cut(hooks)
             parts = replace(parts, block=compressed.block, halves=compressed.halves)
         if layout.plan.sequence and degree > 1:

@@ -32,5 +32,6 @@ def unpacked(codes: jax.Array, bits: Bits) -> jax.Array:
     """Bytes -> signed codes, int8."""
     if bits == 8:
         return codes.astype(jnp.int8)
-    both = jnp.stack([codes << 4, codes], -1).astype(jnp.int8)
-    return (both >> 4).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+    both = jnp.repeat(codes, 2, -1)
+    low = jax.lax.broadcasted_iota(jnp.int32, both.shape, both.ndim - 1) % 2 == 0
+    return jnp.where(low, both << 4, both).astype(jnp.int8) >> 4

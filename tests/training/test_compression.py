@@ -88,7 +88,6 @@ def test_by_hand(tiny):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"parallel.compression.tokens": 0.3}, "set those to 8 or 4"),
         ({"parallel.compression.tokens": 0}, "greater than 0"),
         ({"parallel.compression.bits": 3}, "4, 8 or 16"),
         (

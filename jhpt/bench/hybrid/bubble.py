@@ -13,7 +13,7 @@ import jax
 from jhpt.bench.hybrid.hosts import Hosts
 from jhpt.bench.hybrid.models import ClassSubject, Subject
 from jhpt.bench.hybrid.steps import Call, in_turn, ready, traced
-from jhpt.bench.hybrid.task import CHUNKS
+from jhpt.bench.hybrid.task import CHUNKS, Task
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.models.mlp import MLP
 from jhpt.sharding.mesh import make_grid
@@ -44,7 +44,7 @@ def plan_of(blocks: int, stages: int, chunks: int) -> Plan:
     )
 
 
-def run_bubble(hosts: Hosts) -> list[dict[str, Any]]:
+def run_bubble(hosts: Hosts[Task]) -> list[dict[str, Any]]:
     """A row for every schedule and one for the work alone."""
     hosts.free()
     blocks = BLOCKS * hosts.count

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jhpt.bench.hybrid.hosts import Hosts
 from jhpt.bench.hybrid.models import Subject
 from jhpt.bench.hybrid.steps import train_step
-from jhpt.bench.hybrid.task import run_key
+from jhpt.bench.hybrid.task import Task, run_key
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan import Plan
@@ -37,7 +37,7 @@ MEMORY = float(1 << 40)
 """Bytes of a device: nothing here is short of memory."""
 
 
-def measured_profile(hosts: Hosts, subject: Subject) -> tuple[ModelProfile, list[dict[str, Any]]]:
+def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile, list[dict[str, Any]]]:
     """The subject's profile with the seconds of its layers, and these as rows.
 
     Every host times a share of the layers, so that all are busy at the same time and no time is wasted.
@@ -69,7 +69,7 @@ def measured_profile(hosts: Hosts, subject: Subject) -> tuple[ModelProfile, list
     return profile.model_copy(update=changes), rows
 
 
-def _calls(hosts: Hosts, subject: Subject, profile: ModelProfile) -> dict[str, Callable[[], Any]]:
+def _calls(hosts: Hosts[Task], subject: Subject, profile: ModelProfile) -> dict[str, Callable[[], Any]]:
     shapes = jax.eval_shape(subject.init, jax.random.key(0))
     calls: dict[str, Callable[[], Any]] = {}
     number = 0
@@ -119,7 +119,7 @@ def _update(subject: Subject) -> Callable[[], Any]:
     return run
 
 
-def measured_links(hosts: Hosts) -> dict[float, Link]:
+def measured_links(hosts: Hosts[Task]) -> dict[float, Link]:
     """The network at every rate: an all-reduce over all hosts, read as a ring."""
     links = {}
     for rate in hosts.task.rates:

@@ -4,22 +4,39 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils, serialize_executable
 
-from jhpt.bench.hybrid.task import COMPILING, Task
+from jhpt.bench.hybrid.task import COMPILING
 from jhpt.bench.netlab import Lab
 
 
-class Hosts:
+class Launch(Protocol):
+    """What every benchmark tells its hosts.  tag, cpu: of the lab.  folder: for files that all hosts see."""
+
+    @property
+    def tag(self) -> str: ...
+
+    @property
+    def cpu(self) -> float: ...
+
+    @property
+    def folder(self) -> str: ...
+
+
+AnyTask = TypeVar("AnyTask", bound=Launch)
+
+
+class Hosts(Generic[AnyTask]):
     """This process among those of all hosts.  Every method but `say` has to be called by all."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: AnyTask) -> None:
         self.task, self.rank, self.count = task, jax.process_index(), jax.process_count()
         self.lab = Lab(hosts=self.count, cpu=task.cpu, tag=task.tag)
         self.programs = 0
@@ -52,8 +69,10 @@ class Hosts:
         rows = np.asarray(multihost_utils.process_allgather(padded))
         return [json.loads(bytes(row[:size]).decode()) for row, size in zip(rows, sizes, strict=True)]
 
-    def compiled(self, programs: Mapping[str, Callable[[], jax.stages.Lowered]]) -> dict[str, Any]:
-        """Programs over all devices; every host compiles its share of them.
+    def compiled(
+        self, programs: Mapping[str, Callable[[], jax.stages.Lowered]], devices: Sequence[jax.Device] | None = None
+    ) -> dict[str, Any]:
+        """Programs over these devices, by default all; every host compiles its share of them.
 
         All load what was written, also whoever wrote it: a program that is compiled and one that is loaded may run what
         is independent in another order, and two hosts that wait for each other in different sums wait forever.
@@ -64,7 +83,7 @@ class Hosts:
             if index % self.count == self.rank:
                 file.write_bytes(pickle.dumps(serialize_executable.serialize(lower().compile())))
         self.wait()
-        load = serialize_executable.deserialize_and_load
+        load = partial(serialize_executable.deserialize_and_load, execution_devices=devices)
         return {name: load(*pickle.loads(file.read_bytes())) for name, file in zip(programs, files, strict=True)}
 
     def say(self, line: str) -> None:

@@ -82,7 +82,7 @@ def traced(subject: Subject, plan: Plan, *, update: bool = True) -> Traced:
     )
 
 
-def ready(hosts: Hosts, programs: Mapping[str, Traced]) -> dict[str, Call]:
+def ready(hosts: Hosts[Any], programs: Mapping[str, Traced]) -> dict[str, Call]:
     """Steps with a state of their own, compiled."""
 
     def lowered() -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
@@ -108,7 +108,7 @@ def _running(program: Any, state: Any, rows: Any, gives: bool) -> Call:
     return run
 
 
-def in_turn(hosts: Hosts, steps: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+def in_turn(hosts: Hosts[Any], steps: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
     """Seconds of every step, until the last host has done it.  All begin together; every other round is backwards."""
     names, samples = list(steps), {name: list[float]() for name in steps}
     for name in names:

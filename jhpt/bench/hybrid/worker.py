@@ -28,7 +28,7 @@ from jhpt.core.cluster import Link
 from jhpt.training.runtime import keep_heap
 
 
-def run_model(hosts: Hosts, subject: Subject, links: dict[float, Link]) -> list[dict[str, Any]]:
+def run_model(hosts: Hosts[Task], subject: Subject, links: dict[float, Link]) -> list[dict[str, Any]]:
     """Rows of one model: of its layers, and of every competitor at every rate."""
     profile, rows = measured_profile(hosts, subject)
     mine = [one for rate, link in links.items() for one in planned(subject, profile, link, rate, hosts.count)]

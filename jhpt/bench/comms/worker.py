@@ -1,0 +1,161 @@
+"""What every emulated host runs: `python -m jhpt.bench.comms.worker RANK HOSTS COORDINATOR TASK`.
+
+    work     a layer of each variant without communication, timed with the quota on
+    bytes    sent by a step of each variant, counted at the interface
+    travel   sums alone, at every rate
+    steps    of all variants, in turn, at every rate
+
+All programs are compiled first, with quotas lifted.  Host 0 leaves the rows in the task's folder.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jhpt.bench.comms.blocks import Blocks, lanes_of
+from jhpt.bench.comms.costs import REPEATS, predicted, sent_bytes, step_bytes, travel, travel_key
+from jhpt.bench.comms.task import VARIANTS, Task, Variant
+from jhpt.bench.hybrid.hosts import Hosts
+from jhpt.bench.hybrid.steps import Call, in_turn
+from jhpt.bench.hybrid.worker import leave
+from jhpt.measure.layers import typical_seconds
+from jhpt.measure.timer import steady
+from jhpt.training.runtime import keep_heap
+
+Programs = dict[str, tuple[Any, Any]]
+
+
+def ready(hosts: Hosts[Task], programs: Programs, devices: Sequence[jax.Device]) -> dict[str, Call]:
+    """(how to lower, how to make arguments) -> calls, compiled for these devices."""
+    compiled = hosts.compiled({name: lower for name, (lower, _) in programs.items()}, devices)
+    calls: dict[str, Call] = {}
+    for name, (_, make) in programs.items():
+        made = make()
+        given = made if isinstance(made, tuple) else (made,)
+        calls[name] = lambda program=compiled[name], given=given: program(*given)
+    return calls
+
+
+def measured_work(hosts: Hosts[Task], blocks: Blocks) -> dict[str, dict[str, float]]:
+    """Seconds of a layer by what is computed; every host times all of them, all hosts at once."""
+    calls: dict[str, Call] = {}
+    for variant in VARIANTS:
+        key = travel_key(variant)
+        if f"{key}|both" not in calls:
+            calls |= {f"{key}|{which}": call for which, call in blocks.work(variant).items()}
+    hosts.limit(None)
+    mine = typical_seconds(calls, hosts.task.parts_rounds)
+    everyone = hosts.everyone(mine)
+    found: dict[str, dict[str, float]] = {}
+    for name in mine:
+        key, _, which = name.partition("|")
+        found.setdefault(key, {})[which] = max(one[name] for one in everyone)
+    return found
+
+
+def counted_bytes(hosts: Hosts[Task], steps: dict[str, Call]) -> dict[str, float]:
+    """Bytes that a host sends in each step, on average over the hosts; waiting itself sends some, which are counted
+    apart."""
+
+    def sent(call: Call) -> int:
+        hosts.wait()
+        before = sent_bytes()
+        jax.block_until_ready(call())
+        hosts.wait()
+        return sent_bytes() - before
+
+    nothing = min(sent(lambda: ()) for _ in range(3))
+    mine = {name: sent(call) - nothing for name, call in steps.items()}
+    everyone = hosts.everyone(mine)
+    return {name: sum(one[name] for one in everyone) / len(everyone) for name in mine}
+
+
+def run(task: Task) -> list[dict[str, Any]]:
+    """All rows of a task."""
+    hosts = Hosts(task)
+    blocks = Blocks(task=task, hosts=hosts.count)
+    lanes = lanes_of(jax.devices(), hosts.count)
+    hosts.free()
+    calls: dict[str, Call] = {}
+    for count in sorted({variant.lanes for variant in VARIANTS}):
+        mesh = blocks.mesh(jax.devices(), count)
+        own = {one.name: blocks.step(one, mesh) for one in VARIANTS if one.lanes == count}
+        calls |= ready(hosts, own, list(mesh.devices.flat))
+    hosts.say("steps compiled")
+    sums: Programs = {}
+    for variant in VARIANTS:
+        parts = travel(task, hosts.count, variant, blocks.mesh(jax.devices(), 1))
+        sums |= {f"{travel_key(variant)}|{name}": part for name, part in parts.items()}
+    messages = ready(hosts, sums, list(lanes[0]))
+    hosts.say("sums compiled")
+    work = measured_work(hosts, blocks)
+    hosts.say("work timed")
+    steps = {variant.name: calls[variant.name] for variant in VARIANTS}
+    hosts.limit(None)
+    for call in calls.values():
+        jax.block_until_ready(call())
+    found = counted_bytes(hosts, steps)
+    rows: list[dict[str, Any]] = [{"row": "work", "what": key, **seconds} for key, seconds in work.items()]
+    rows += [
+        {
+            "row": "bytes",
+            "variant": variant.name,
+            "counted": found[variant.name],
+            "formula": step_bytes(task, hosts.count, variant),
+        }
+        for variant in VARIANTS
+    ]
+    hosts.say("bytes counted")
+    for rate in task.rates:
+        hosts.limit(rate)
+        alone = steady(in_turn(hosts, messages, task.parts_rounds))
+        travelled: dict[str, dict[str, float]] = {}
+        for name, seconds in alone.items():
+            key, _, part = name.partition("|")
+            travelled.setdefault(key, {})[part] = seconds / REPEATS
+        hosts.say(f"sums alone at {rate / 1e6:.0f} Mbit/s")
+        rows += [{"row": "travel", "bits_per_s": rate, "what": key, **parts} for key, parts in travelled.items()]
+        samples = in_turn(hosts, steps, task.rounds)
+        rows += [_step_row(task, variant, rate, samples, work, travelled) for variant in VARIANTS]
+        hosts.say(f"steps at {rate / 1e6:.0f} Mbit/s")
+    hosts.wait()
+    return rows
+
+
+def _step_row(
+    task: Task,
+    variant: Variant,
+    rate: float,
+    samples: dict[str, list[float]],
+    work: dict[str, dict[str, float]],
+    travelled: dict[str, dict[str, float]],
+) -> dict[str, Any]:
+    key = travel_key(variant)
+    return {
+        "row": "step",
+        "bits_per_s": rate,
+        "variant": variant.name,
+        "lanes": variant.lanes,
+        "compression": variant.how.model_dump(mode="json") if variant.how else None,
+        "predicted_s": predicted(task, variant, work[key], travelled[key]),
+        "samples_s": samples[variant.name],
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Joins the other hosts, measures with them, and leaves the rows."""
+    rank, count, coordinator, task = arguments
+    keep_heap()
+    jax.config.update("jax_enable_compilation_cache", False)  # see jhpt.bench.hybrid.worker
+    jax.distributed.initialize(coordinator, int(count), int(rank))
+    asked = Task.parse(task)
+    rows = run(asked)
+    if rank == "0":
+        asked.leave(rows)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    leave(main, sys.argv[1:])

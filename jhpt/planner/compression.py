@@ -1,0 +1,86 @@
+"""Seconds of compressed sums over the tensor axis (`jhpt.sharding.compressed`): on the wire and in kernels.
+
+For the sum of N numbers of w bytes over t ranks, n of which travel, as S bytes of codes and ranges:
+
+    wire, two steps     all_to_all of S, all_gather of S
+    wire, gathered      all_gather of t S
+    kernels, two steps  quantize n w + S; sum S + 4 n / t; quantize again 4 n / t + S / t; dequantize S + N w
+    kernels, gathered   quantize n w + S; sum t S + N w
+
+Kernels move their bytes at the memory's bandwidth, each tensor once: they compute little.  Where tokens are chosen by
+attention (`core.compression.by_attention`), every rank multiplies its queries and keys twice more in the forward pass,
+for the softmax's denominators and for what each token receives, and the ranks sum 4 bytes a token.  That is work: what
+could run beside it is not counted on.
+
+Left out: how long it takes to order the scores.
+"""
+
+from dataclasses import dataclass
+
+from jhpt.core.cluster import Device
+from jhpt.core.compression import gathers, tokens_of, wire_bytes
+from jhpt.core.config import Compression
+from jhpt.core.profile import ModelProfile
+from jhpt.planner.collectives import Group, all_gather, all_reduce, all_to_all
+
+SCORE_BYTES = 4
+"""Of a token's importance, float32."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One sample of the residual stream: tokens, numbers of a token, bytes of a number."""
+
+    tokens: int
+    width: int
+    element: int
+
+    @property
+    def bytes(self) -> float:
+        """Of a sample."""
+        return float(self.tokens * self.width * self.element)
+
+
+def stream_of(profile: ModelProfile) -> Stream | None:
+    """The residual stream of a model of sequences; None: samples are no sequences of a known length."""
+    tokens, element = profile.sample_tokens, int(profile.bytes_per_weight)
+    if not tokens:
+        return None
+    width = profile.kinds[profile.layers[0]].boundary_bytes / tokens / element
+    return Stream(tokens, round(width), element) if width >= 1 else None
+
+
+def sent_bytes(ranks: int, how: Compression, stream: Stream, samples: int) -> float:
+    """Bytes that a rank sends for one sum of so many samples."""
+    return wire_bytes(ranks, how, samples, stream.tokens, stream.width)
+
+
+def sum_seconds(group: Group, how: Compression, stream: Stream, samples: int, sums: float) -> float:
+    """Seconds on the wire of so many sums, as one."""
+    whole = sums * sent_bytes(group.size, how, stream, samples) * group.size / (group.size - 1)
+    if gathers(group.size, how):
+        return all_gather(group, whole)
+    return all_to_all(group, whole / 2) + all_gather(group, whole / 2)
+
+
+def kernel_seconds(ranks: int, how: Compression, stream: Stream, samples: int, device: Device) -> float:
+    """Seconds in which one sum is quantized, summed and dequantized."""
+    share = 1.0 if how.rest_bits else tokens_of(how, stream.tokens) / stream.tokens
+    numbers = samples * stream.tokens * stream.width
+    travels, result = share * numbers, numbers * stream.element
+    sent = sent_bytes(ranks, how, stream, samples) / (ranks - 1)
+    if gathers(ranks, how):
+        moved = travels * stream.element + (1 + ranks) * sent + result
+    else:
+        codes = sent * ranks / 2
+        moved = travels * (stream.element + 8 / ranks) + (3 + 1 / ranks) * codes + result
+    return moved / device.memory_bandwidth
+
+
+def choice_seconds(group: Group, stream: Stream, samples: int, device: Device, dtype: str) -> float:
+    """Seconds of a forward pass in which ranks agree on the tokens of a block that receive most attention."""
+    scores = all_reduce(group, float(SCORE_BYTES * samples * stream.tokens))
+    products = 2 * 2.0 * samples * stream.tokens**2 * stream.width / group.size
+    read = 2 * 2.0 * samples * stream.tokens * stream.width * stream.element / group.size
+    kind = dtype if dtype in device.peak_flops else next(iter(device.peak_flops))
+    return scores + device.seconds(products, read, kind)
