@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from jhpt.bench.convergence.cells import HEADLINE, Cell
+from jhpt.bench.convergence.cells import COMPRESSION, HEADLINE, Cell
 from jhpt.bench.convergence.leak import leak
 from jhpt.bench.results import machine, versions
-from jhpt.core.config import Compression
 from jhpt.core.load import load_config
 from jhpt.training.console import Display
 from jhpt.training.loop import evaluate, fit
@@ -51,8 +50,7 @@ def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         "training": {str(step): loss for step, loss in progress.losses.items()},
         "skipped": int(state.skipped),
     }
-    off = config.parallel.model_copy(update={"compression": Compression()})
-    plain = prepare(config.model_copy(update={"parallel": off}))
+    plain = prepare(load_config(config, {f"{COMPRESSION}bits": 16, f"{COMPRESSION}tokens": 1.0}))
     found["validation"] = evaluate(plain, replace(programs, evaluate=evaluate_program(plain)), state)
     found["own"] = evaluate(setup, programs, state) if setup.plan.compression.on else found["validation"]
     if looks_at_leaks(setup):
@@ -71,10 +69,8 @@ def by_rule(setup: Setup) -> dict[str, Setup]:
     found = {}
     for importance in ("own", "attention"):
         for rest_bits in (0, 4):
-            changes = {"importance": importance, "rest_bits": rest_bits}
-            how = setup.plan.compression.model_copy(update=changes)
-            parallel = setup.config.parallel.model_copy(update={"compression": how})
-            found[f"{importance}, {rest_bits} bits"] = prepare(setup.config.model_copy(update={"parallel": parallel}))
+            changes = {f"{COMPRESSION}importance": importance, f"{COMPRESSION}rest_bits": rest_bits}
+            found[f"{importance}, {rest_bits} bits"] = prepare(load_config(setup.config, changes))
     return found
 
 

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jhpt.core.config import Compression, ParallelConfig
+from jhpt.core.config import Compression
 
 TENSOR, DATA = 4, 4
 """Degrees of what is compressed: virtual CPU devices."""
 
-HEADLINE = Compression(tokens=0.3, bits=8, rest_bits=4)
+HEADLINE = Compression(tokens=0.3, bits=8, rest_bits=4, steps=2)
+"""What `jhpt bench comms` is fastest with: two steps round twice."""
+
+GRADIENTS = ("quantize", "topk")
+"""Kinds of compressed gradients."""
+
 SEEDS = (0, 1, 2)
 STEPS = 400
 BATCHES = 40
@@ -75,25 +80,26 @@ def cells(*, quick: bool) -> list[Cell]:
     seeds = SEEDS[:1] if quick else SEEDS
     base = {preset: _base(preset, quick=quick) for preset in PRESETS}
 
-    def cell(group: str, preset: str, seed: int, **changes: Any) -> Cell:
-        dotted = {name.replace("__", "."): value for name, value in changes.items()}
-        return Cell(group=group, preset=preset, seed=seed, changes=base[preset] | dotted)
+    def cell(group: str, preset: str, seed: int, changes: Mapping[str, Any]) -> Cell:
+        return Cell(group=group, preset=preset, seed=seed, changes={**base[preset], **changes})
 
     def compressed(group: str, preset: str, seed: int, how: Compression) -> Cell:
-        given = {f"parallel__compression__{name}": value for name, value in how.model_dump().items()}
-        return cell(group, preset, seed, parallel__tensor=TENSOR, **given)
+        given = {f"{COMPRESSION}{name}": value for name, value in how.model_dump(exclude_defaults=True).items()}
+        return cell(group, preset, seed, {"parallel.tensor": TENSOR, **given})
 
     found = []
     for preset in PRESETS:
-        found += [cell("plain", preset, seed) for seed in seeds]
+        found += [cell("plain", preset, seed, {}) for seed in seeds]
         found += [compressed("headline", preset, seed, HEADLINE) for seed in seeds]
     found += [
-        cell("gradients", "gpt-tiny", seed, parallel__data=DATA, parallel__gradient_compression=kind)
+        cell("gradients", "gpt-tiny", seed, {"parallel.data": DATA, "parallel.gradient_compression": kind})
         for seed in seeds
-        for kind in gradient_kinds()
+        for kind in GRADIENTS
     ]
     if not quick:
         found += [compressed("table", "gpt-tiny", 0, how) for how in table()]
+        once = HEADLINE.model_copy(update={"steps": 1})
+        found += [compressed("one step", preset, seed, once) for preset in PRESETS for seed in seeds]
     return found
 
 
@@ -102,15 +108,12 @@ def table() -> list[Compression]:
 
     Where all tokens are important there is no rest, and where all travel at 4 bits it does not matter which are.
     """
-    dropped = [Compression(tokens=tokens, bits=bits, rest_bits=0) for tokens in (0.3, 0.5, 0.1) for bits in (8, 4)]
-    kept = [Compression(tokens=tokens, bits=8) for tokens in (1.0, 0.1, 0.5)]
+    some = (0.3, 0.5, 0.1)
+    dropped = [Compression(tokens=tokens, bits=bits, rest_bits=0, steps=2) for tokens in some for bits in (8, 4)]
+    kept = [Compression(tokens=tokens, bits=8, steps=2) for tokens in (1.0, 0.1, 0.5)]
+    low = Compression(bits=4, steps=2)
     ahead = [HEADLINE.model_copy(update={"importance": "attention", "rest_bits": bits}) for bits in (0, 4)]
-    return [dropped[0], Compression(bits=4), kept[0], kept[1], dropped[2], dropped[4], *ahead, kept[2], *dropped[1::2]]
-
-
-def gradient_kinds() -> tuple[str, ...]:
-    """Ways to compress gradients of data parallelism, where there are any."""
-    return ("quantize", "topk") if "gradient_compression" in ParallelConfig.model_fields else ()
+    return [dropped[0], low, kept[0], kept[1], dropped[2], dropped[4], *ahead, kept[2], *dropped[1::2]]
 
 
 def kind_of(cell: Cell) -> str:
@@ -120,10 +123,12 @@ def kind_of(cell: Cell) -> str:
         return "nothing"
     if "parallel.gradient_compression" in changes:
         return f"gradients: {changes['parallel.gradient_compression']}"
-    how = {name.removeprefix(COMPRESSION): value for name, value in changes.items() if name.startswith(COMPRESSION)}
-    rest = f", the rest at {how['rest_bits']}" if how["rest_bits"] else ", the rest dropped"
-    by = "" if how["importance"] == "auto" else f", by {how['importance']}"
-    return f"{how['tokens']:.0%} of tokens at {how['bits']} bits" + (rest if how["tokens"] < 1 else "") + by
+    given = {name.removeprefix(COMPRESSION): value for name, value in changes.items() if name.startswith(COMPRESSION)}
+    how = Compression(**given)
+    rest = f", the rest at {how.rest_bits}" if how.rest_bits else ", the rest dropped"
+    by = "" if how.importance == "auto" else f", by {how.importance}"
+    once = ", in one step" if how.steps == 1 else ""
+    return f"{how.tokens:.0%} of tokens at {how.bits} bits" + (rest if how.tokens < 1 else "") + by + once
 
 
 def _base(preset: str, *, quick: bool) -> dict[str, Any]:

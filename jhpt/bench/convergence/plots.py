@@ -14,6 +14,8 @@ Line = Mapping[int, float]
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 60, 20, 50, 40
 COLOURS = ("#222222", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
+SHOWN = ("plain", "headline", "gradients")
+"""Groups with a curve."""
 ROW, LABELS, DIGITS = 22, 250, 70
 """A bar's height, and the room for words before and figures behind it."""
 
@@ -29,7 +31,7 @@ def curves(found: Mapping[Cell, Found], preset: str) -> str:
     lines = {
         kind: _mean([found[cell]["training"] for cell in group])
         for (own, kind), group in groups(found).items()
-        if own == preset and group[0].group != "table"
+        if own == preset and group[0].group in SHOWN
     }
     steps = [step for line in lines.values() for step in line]
     losses = [loss for line in lines.values() for loss in line.values()]
