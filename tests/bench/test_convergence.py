@@ -10,7 +10,7 @@ from jhpt.bench.convergence import run as bench
 from jhpt.bench.convergence.cell import by_rule, flat, looks_at_leaks, run, unflat
 from jhpt.bench.convergence.cells import HEADLINE, PRESETS, SEEDS, STEPS, Cell, cells, kind_of
 from jhpt.bench.convergence.compare import claims_of, lines
-from jhpt.bench.convergence.plots import pages
+from jhpt.bench.convergence.plots import SHOWN, pages
 from jhpt.core.load import load_config
 from jhpt.training.setup import prepare
 
@@ -89,11 +89,7 @@ def test_a_report_is_of_what_is_there(tmp_path, capsys):
 def test_pictures_hold_every_line():
     found = {cell: invented(cell) for cell in cells(quick=False)}
     curves, bars = (pages(found)[name] for name in ("gpt-tiny-loss.svg", "gaps.svg"))
-    shown = {
-        kind_of(cell)
-        for cell in found
-        if cell.preset == "gpt-tiny" and cell.group in ("plain", "headline", "gradients")
-    }
+    shown = {kind_of(cell) for cell in found if cell.preset == "gpt-tiny" and cell.group in SHOWN}
     assert curves.count("<polyline") == len(shown)
     kinds = {(cell.preset, kind_of(cell)) for cell in found if not cell.plain}
     assert bars.count('fill="#1f77b4"') == len(kinds)
