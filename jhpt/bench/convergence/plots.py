@@ -16,8 +16,8 @@ LEFT, RIGHT, TOP, BOTTOM = 60, 20, 50, 40
 COLOURS = ("#222222", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
 SHOWN = ("plain", "headline", "gradients")
 """Groups with a curve."""
-ROW, LABELS, DIGITS = 22, 250, 70
-"""A bar's height, and the room for words before and figures behind it."""
+ROW, LABELS, BARS, DIGITS = 22, 400, 240, 70
+"""Of a bar: its height, the room for words before it, for itself and for a figure on either side."""
 
 
 def pages(found: Mapping[Cell, Found]) -> dict[str, str]:
@@ -61,7 +61,7 @@ def bars(found: Mapping[Cell, Found]) -> str:
         if not group[0].plain
     }
     least, most = min(0.0, *gaps.values()), max(0.0, *gaps.values())
-    scale = (WIDTH - LABELS - 2 * DIGITS) / ((most - least) or 1)
+    scale = BARS / ((most - least) or 1)
     zero = LABELS + DIGITS - least * scale
     body = [f'<path d="M{zero:.1f} {TOP}V{TOP + ROW * len(gaps)}" stroke="#222"/>']
     for index, (name, value) in enumerate(gaps.items()):
@@ -72,7 +72,7 @@ def bars(found: Mapping[Cell, Found]) -> str:
         side = 6 if value >= 0 else -6
         body.append(_words(zero + value * scale + side, y + 15, f"{value:+.2f} %", "start" if value >= 0 else "end"))
     title = "validation loss, compression off, against uncompressed training"
-    return _page(title, WIDTH, TOP + ROW * len(gaps) + 20, body)
+    return _page(title, LABELS + BARS + 2 * DIGITS, TOP + ROW * len(gaps) + 20, body)
 
 
 def _mean(lines: Sequence[Mapping[str, float]]) -> Line:
