@@ -7,9 +7,11 @@ For the sum of N numbers of w bytes over t ranks, n of which travel, as S bytes 
     kernels, two steps  quantize n w + S; sum S + 4 n / t; quantize again 4 n / t + S / t; dequantize S + N w
     kernels, gathered   quantize n w + S; sum t S + N w
 
-Kernels move their bytes at the memory's bandwidth, each tensor once: they compute little.  Where tokens are chosen,
-every rank multiplies its queries and keys twice more in the forward pass, for the softmax's denominators and for what
-each token receives, and the ranks sum 4 bytes a token.  That is work: beside what it runs is not counted on.
+Kernels move their bytes at the memory's bandwidth, each tensor once: they compute little.  Where tokens are chosen by
+the attention they receive, every rank multiplies its queries and keys twice more in the forward pass, for the
+denominators of the softmax and for what each token receives, and the ranks sum 4 bytes a token.  By their own norm,
+every rank reads the stream once, and nothing is sent; a rule that is left to the model (`auto`) is taken for this one,
+GPT's.  All this is work: beside what it runs is not counted on.
 
 Left out: how long it takes to order the scores.
 """
@@ -49,6 +51,11 @@ def stream_of(profile: ModelProfile) -> Stream | None:
     return Stream(tokens, round(width), element) if width >= 1 else None
 
 
+def by_attention(how: Compression) -> bool:
+    """Whether tokens are chosen, and by scores that the ranks have to sum."""
+    return how.tokens < 1 and how.importance == "attention"
+
+
 def sent_bytes(ranks: int, how: Compression, stream: Stream, samples: int) -> float:
     """Bytes that a rank sends for one sum of so many samples."""
     return wire_bytes(ranks, how, samples, stream.tokens, stream.width)
@@ -80,8 +87,11 @@ def choice_seconds(group: Group, how: Compression, stream: Stream, samples: int,
     """Seconds of a forward pass in which ranks find, and agree on, the important tokens of a block."""
     if how.tokens == 1:
         return 0.0
+    numbers = samples * stream.tokens * stream.width
+    if not by_attention(how):
+        return numbers * stream.element / device.memory_bandwidth
     scores = all_reduce(group, float(SCORE_BYTES * samples * stream.tokens))
-    products = 2 * 2.0 * samples * stream.tokens**2 * stream.width / group.size
-    read = 2 * 2.0 * samples * stream.tokens * stream.width * stream.element / group.size
+    products = 2 * 2.0 * numbers * stream.tokens / group.size
+    read = 2 * 2.0 * numbers * stream.element / group.size
     kind = dtype if dtype in device.peak_flops else next(iter(device.peak_flops))
     return scores + device.seconds(products, read, kind)

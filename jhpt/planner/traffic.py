@@ -19,10 +19,10 @@ all-gathers fetch the products' inputs again for the backward pass; the ends gat
 next stage.
 
 With compression the sums of a block, in the directions it has, are an all-to-all and an all-gather of codes, or an
-all-gather alone (`core.compression`); where tokens are chosen, scores of 4 bytes a token are summed as often as the
-attention half runs forward.  With samples in several chunks every chunk is a sum of its own.  The last one's last sum
-is put off into the next block, so that the first block of a run has one too many, of nothing, and recomputation does it
-once more.
+all-gather alone (`core.compression`); where tokens are chosen by attention, scores of 4 bytes a token are summed as
+often as the attention half runs forward.  With samples in several chunks every chunk is a sum of its own.  The last
+one's last sum is put off into the next block, so that the first block of a run has one too many, of nothing, and
+recomputation does it once more.
 
 Where communication overlaps computation, loops fetch `prefetch` layers ahead and give gradients away one layer late,
 and the surplus travels: a run of neighbouring blocks of one degree gathers `prefetch` blocks more (forward and backward
@@ -43,7 +43,7 @@ from jhpt.core.compression import gathers
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan
 from jhpt.core.profile import LayerKind, ModelProfile
-from jhpt.planner.compression import SCORE_BYTES, Stream, sent_bytes, stream_of
+from jhpt.planner.compression import SCORE_BYTES, Stream, by_attention, sent_bytes, stream_of
 from jhpt.planner.overlap import chunk_sizes
 
 FLOAT32 = 4
@@ -184,7 +184,7 @@ class _Step:
         if len(samples) > 1:
             yield from self._sums(self.residual * (begins + again), t, samples[-1:], how.on and how.forward)
         yield from self._sums(backward, t, samples, how.on and how.backward)
-        if how.on and how.tokens < 1:
+        if how.on and by_attention(how):
             times = self.plan.micro_batches * (2 if again else 1)
             scores = SCORE_BYTES * self._stream.tokens * sum(samples)
             yield ("all-reduce", self._tensor_axis(t)), Sent(times * len(samples), 2 * (t - 1) / t * times * scores)
