@@ -76,9 +76,7 @@ def kernel_seconds(ranks: int, how: Compression, stream: Stream, samples: int, d
     return moved / device.memory_bandwidth
 
 
-def choice_seconds(
-    group: Group, how: Compression, stream: Stream, samples: int, device: Device, dtype: str
-) -> float:
+def choice_seconds(group: Group, how: Compression, stream: Stream, samples: int, device: Device, dtype: str) -> float:
     """Seconds of a forward pass in which ranks find, and agree on, the important tokens of a block."""
     if how.tokens == 1:
         return 0.0

@@ -90,7 +90,7 @@ def _chained(once: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dty
     whole, place = (count * shape[0], *shape[1:]), NamedSharding(mesh, spec)
     given = jax.ShapeDtypeStruct(whole, dtype, sharding=place)
     own = np.zeros(shape, dtype)
-    return (lambda: program.lower(given)), (lambda: jax.make_array_from_callback(whole, place, lambda _: own))
+    return (lambda: program.lower(given)), (lambda: (jax.make_array_from_callback(whole, place, lambda _: own),))
 
 
 def predicted(task: Task, variant: Variant, work: dict[str, float], seconds: dict[str, float]) -> float:

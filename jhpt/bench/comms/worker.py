@@ -9,12 +9,16 @@ All programs are compiled first, with quotas lifted.  Host 0 leaves the rows in 
 """
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from jhpt.bench.comms.blocks import Blocks, lanes_of
+from jhpt.bench.comms.blocks import Blocks, meshes
 from jhpt.bench.comms.costs import REPEATS, predicted, sent_bytes, step_bytes, travel, travel_key
 from jhpt.bench.comms.task import VARIANTS, Task, Variant
 from jhpt.bench.hybrid.hosts import Hosts
@@ -24,21 +28,44 @@ from jhpt.measure.layers import typical_seconds
 from jhpt.measure.timer import steady
 from jhpt.training.runtime import keep_heap
 
-Programs = dict[str, tuple[Any, Any]]
+Programs = dict[str, tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]]
+"""How to lower, how to make arguments."""
+
+Work = dict[str, dict[str, float]]
+"""Seconds, forward and both, by what is computed."""
 
 
-def ready(hosts: Hosts[Task], programs: Programs, devices: Sequence[jax.Device]) -> dict[str, Call]:
-    """(how to lower, how to make arguments) -> calls, compiled for these devices."""
-    compiled = hosts.compiled({name: lower for name, (lower, _) in programs.items()}, devices)
-    calls: dict[str, Call] = {}
-    for name, (_, make) in programs.items():
-        made = make()
-        given = made if isinstance(made, tuple) else (made,)
-        calls[name] = lambda program=compiled[name], given=given: program(*given)
-    return calls
+def ready(hosts: Hosts[Task], programs: Programs, lane: Mesh) -> dict[str, Call]:
+    """Calls, compiled for the devices of this lane."""
+    compiled = hosts.compiled({name: lower for name, (lower, _) in programs.items()}, list(lane.devices.flat))
+    return {name: partial(compiled[name], *make()) for name, (_, make) in programs.items()}
 
 
-def measured_work(hosts: Hosts[Task], blocks: Blocks) -> dict[str, dict[str, float]]:
+def lane_calls(hosts: Hosts[Task], blocks: Blocks, lanes: Sequence[Mesh]) -> dict[str, list[Call]]:
+    """The step of every variant, a call for each of its lanes."""
+    found: dict[str, list[Call]] = {variant.name: [] for variant in VARIANTS}
+    for index, lane in enumerate(lanes):
+        own = {one.name: blocks.step(one, lane) for one in VARIANTS if index < one.lanes}
+        for name, call in ready(hosts, own, lane).items():
+            found[name].append(call)
+    return found
+
+
+def together(calls: Sequence[Call], apart: float, pool: ThreadPoolExecutor) -> Call:
+    """All calls as one, each so many seconds after the one before."""
+
+    def late(call: Call, seconds: float) -> Any:
+        time.sleep(seconds)
+        return jax.block_until_ready(call())
+
+    def run() -> Any:
+        running = [pool.submit(late, call, index * apart) for index, call in enumerate(calls)]
+        return [one.result() for one in running]
+
+    return run if len(calls) > 1 else calls[0]
+
+
+def measured_work(hosts: Hosts[Task], blocks: Blocks) -> Work:
     """Seconds of a layer by what is computed; every host times all of them, all hosts at once."""
     calls: dict[str, Call] = {}
     for variant in VARIANTS:
@@ -48,7 +75,7 @@ def measured_work(hosts: Hosts[Task], blocks: Blocks) -> dict[str, dict[str, flo
     hosts.limit(None)
     mine = typical_seconds(calls, hosts.task.parts_rounds)
     everyone = hosts.everyone(mine)
-    found: dict[str, dict[str, float]] = {}
+    found: Work = {}
     for name in mine:
         key, _, which = name.partition("|")
         found.setdefault(key, {})[which] = max(one[name] for one in everyone)
@@ -76,25 +103,22 @@ def run(task: Task) -> list[dict[str, Any]]:
     """All rows of a task."""
     hosts = Hosts(task)
     blocks = Blocks(task=task, hosts=hosts.count)
-    lanes = lanes_of(jax.devices(), hosts.count)
+    lanes = meshes(jax.devices(), hosts.count)
     hosts.free()
-    calls: dict[str, Call] = {}
-    for count in sorted({variant.lanes for variant in VARIANTS}):
-        mesh = blocks.mesh(jax.devices(), count)
-        own = {one.name: blocks.step(one, mesh) for one in VARIANTS if one.lanes == count}
-        calls |= ready(hosts, own, list(mesh.devices.flat))
+    calls = lane_calls(hosts, blocks, lanes)
     hosts.say("steps compiled")
     sums: Programs = {}
     for variant in VARIANTS:
-        parts = travel(task, hosts.count, variant, blocks.mesh(jax.devices(), 1))
+        parts = travel(task, hosts.count, variant, lanes[0])
         sums |= {f"{travel_key(variant)}|{name}": part for name, part in parts.items()}
-    messages = ready(hosts, sums, list(lanes[0]))
+    messages = ready(hosts, sums, lanes[0])
     hosts.say("sums compiled")
     work = measured_work(hosts, blocks)
     hosts.say("work timed")
-    steps = {variant.name: calls[variant.name] for variant in VARIANTS}
+    pool = ThreadPoolExecutor(len(lanes))
+    steps = {one.name: together(calls[one.name], work[travel_key(one)]["forward"] / 2, pool) for one in VARIANTS}
     hosts.limit(None)
-    for call in calls.values():
+    for call in steps.values():
         jax.block_until_ready(call())
     found = counted_bytes(hosts, steps)
     rows: list[dict[str, Any]] = [{"row": "work", "what": key, **seconds} for key, seconds in work.items()]
@@ -129,7 +153,7 @@ def _step_row(
     variant: Variant,
     rate: float,
     samples: dict[str, list[float]],
-    work: dict[str, dict[str, float]],
+    work: Work,
     travelled: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
     key = travel_key(variant)
