@@ -36,7 +36,7 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
   jhpt profile [CONFIG|PRESET] [--out FILE] [--cluster-out FILE] [--section.key value ...]
                         measure a model's layers and this machine, for jhpt plan
   jhpt bench NAME [--quick] [--json FILE]
-                        measure; NAME: train, planner, predict or hybrid
+                        measure; NAME: train, planner, predict, hybrid or comms
   jhpt doctor           what this machine can do
   jhpt COMMAND --help   all options of a command
 

@@ -1,10 +1,10 @@
 """GPT blocks, cut over the hosts by tensor parallelism: their value and gradients, with one lane or several.
 
 XLA's CPU backend runs the collectives of a program in line, so on one device nothing overlaps.  A host has several
-virtual devices, lanes, and each works on a chunk of the samples: lane q's tensor group is device q of every host.  While
-one lane waits for the network another computes, under the quota of the same host.  A lane starts when the one before it
-has computed its first half block, as chunks on one device do: lanes that start together would compute and then wait
-together.  From there on nothing holds them in step.  Serial variants run on device 0, with all samples.
+virtual devices, lanes, and each works on a chunk of the samples: lane q's tensor group is device q of every host.
+While one lane waits for the network another computes, under the quota of the same host.  A lane starts when the one
+before it has computed its first half block, as chunks on one device do: lanes that start together would compute and
+then wait together.  From there on nothing holds them in step.  Serial variants run on device 0, with all samples.
 
 Gradients of weights are left apart by lane: adding them up stays inside a host.
 """
@@ -147,8 +147,7 @@ def _numbers(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 
 def _placed(leaf: jax.ShapeDtypeStruct, mesh: Mesh, spec: PartitionSpec, seed: int = 0) -> jax.Array:
     """Random numbers, small in weights (no seed), and ones in vectors; every host keeps its own part of them."""
-    whole = (
-        np.ones(leaf.shape, np.float32) if len(leaf.shape) == 1 else _numbers(leaf.shape, np.random.default_rng(seed))
-    )
-    whole = whole if seed or whole.ndim == 1 else INIT_STD * whole
+    vector = len(leaf.shape) == 1
+    whole = np.ones(leaf.shape, np.float32) if vector else _numbers(leaf.shape, np.random.default_rng(seed))
+    whole = whole if seed or vector else INIT_STD * whole
     return jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), lambda at: whole[at])

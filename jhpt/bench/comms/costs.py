@@ -1,11 +1,12 @@
 """What a step is predicted to take, from parts measured on the hosts themselves and not from steps.
 
-    work     a layer of a lane's samples, forward and backward, on all hosts at once with nothing sent: rounding to codes
-             and decoding included
+    work     a layer of a lane's samples, forward and backward, on all hosts at once with nothing sent, rounding to
+             codes and decoding included
     travel   what one sum sends, of a lane's samples, on links of the rate with nothing else to do
 
 A variant's step is `jhpt.planner.overlap.layers_seconds` of these: work and sums in line for one lane, two streams for
-several.  A lane waits for its own sum with all that follows, gradients of weights too (behind=0).
+several.  A lane waits for its own sum with all that follows, gradients of weights too (behind=0).  Sending keeps a host's
+processor busy, too (`busy`, counted while sums travel alone): beside work that is more work.
 """
 
 import math
@@ -98,17 +99,19 @@ def predicted(task: Task, variant: Variant, work: dict[str, float], seconds: dic
 
     Args:
       work: of a lane's layer, forward and both.  seconds: of one sum and, where tokens are chosen, of scores, which are
-        agreed on once, forward.
+        agreed on once, forward; and for how many of them the processor is busy.
     """
     one, scores = seconds["sum"], seconds.get("scores", 0.0)
+    beside = variant.lanes > 1
+    busy, agreeing = (seconds.get(f"{part} busy", 0.0) / task.cpu if beside else 0.0 for part in ("sum", "scores"))
     return layers_seconds(
         layers=task.layers,
-        forward=work["forward"],
-        backward=work["both"] - work["forward"],
+        forward=work["forward"] + 2 * busy + agreeing,
+        backward=work["both"] - work["forward"] + 2 * busy,
         travel=one + scores / 2,
         travel_back=one,
         chunks=variant.lanes,
-        overlap=variant.lanes > 1,
+        overlap=beside,
     )
 
 

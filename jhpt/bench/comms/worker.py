@@ -99,6 +99,20 @@ def counted_bytes(hosts: Hosts[Task], steps: dict[str, Call]) -> dict[str, float
     return {name: sum(one[name] for one in everyone) / len(everyone) for name in mine}
 
 
+def processor_seconds(hosts: Hosts[Task], calls: dict[str, Call]) -> dict[str, float]:
+    """Seconds of processor that each call takes on a host, on average over the hosts."""
+
+    def spent(call: Call) -> float:
+        hosts.wait()
+        before = time.process_time()
+        jax.block_until_ready(call())
+        return time.process_time() - before
+
+    mine = {name: min(spent(call) for _ in range(3)) for name, call in calls.items()}
+    everyone = hosts.everyone(mine)
+    return {name: sum(one[name] for one in everyone) / len(everyone) for name in mine}
+
+
 def run(task: Task) -> list[dict[str, Any]]:
     """All rows of a task."""
     hosts = Hosts(task)
@@ -135,10 +149,11 @@ def run(task: Task) -> list[dict[str, Any]]:
     for rate in task.rates:
         hosts.limit(rate)
         alone = steady(in_turn(hosts, messages, task.parts_rounds))
+        busy = processor_seconds(hosts, messages)
         travelled: dict[str, dict[str, float]] = {}
         for name, seconds in alone.items():
             key, _, part = name.partition("|")
-            travelled.setdefault(key, {})[part] = seconds / REPEATS
+            travelled.setdefault(key, {}).update({part: seconds / REPEATS, f"{part} busy": busy[name] / REPEATS})
         hosts.say(f"sums alone at {rate / 1e6:.0f} Mbit/s")
         rows += [{"row": "travel", "bits_per_s": rate, "what": key, **parts} for key, parts in travelled.items()]
         samples = in_turn(hosts, steps, task.rounds)
