@@ -17,7 +17,7 @@ import tyro
 import yaml
 from pydantic import BaseModel
 
-from jhpt.core.config import Config
+from jhpt.core.config import GRADIENT_SETTINGS, Config
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import dotted, load_config, run_config
 from jhpt.core.plan import Schedule
@@ -131,7 +131,7 @@ class ProfileOptions:
 def train_command(arguments: list[str]) -> int:
     """`jhpt train`: the first argument, if it is no flag, names a preset or a YAML file."""
     source = _source(arguments)
-    base = _with_auto(_with_family(run_config(source, _value_of("--out", arguments)), arguments), arguments)
+    base = _with_words(_with_family(run_config(source, _value_of("--out", arguments)), arguments), arguments)
     options, overrides = parse_overrides("jhpt train", base, arguments)
     config = load_config(base, overrides)
 
@@ -162,7 +162,7 @@ def plan_command(arguments: list[str]) -> int:
     source = _source(arguments)
     # A network and a profile alone have no settings.
     alone = network_of(source) is not None or (source is None and _value_of("--profile", arguments) is not None)
-    base = None if alone else _with_family(load_config(source), arguments)
+    base = None if alone else _with_words(_with_family(load_config(source), arguments), arguments)
     options, overrides = parse_overrides("jhpt plan", base, arguments, PlanOptions)
     for flag, path in (("--out", options.out), ("--svg", options.svg)):
         _check_writable(flag, path)
@@ -243,14 +243,18 @@ def doctor_command(arguments: list[str]) -> int:
     return 0
 
 
+Benchmark = Literal["train", "planner", "predict", "hybrid", "kernels", "convergence"]
+
+
 def bench_command(arguments: list[str]) -> int:
     """`jhpt bench`."""
 
     def bench(
-        name: Annotated[Literal["train", "planner", "predict", "hybrid", "kernels"], tyro.conf.Positional],
+        name: Annotated[Benchmark, tyro.conf.Positional],
         /,
         quick: bool = False,
         json: str | None = None,
+        out: str | None = None,
     ) -> int:
         """Measures, prints a table and keeps every raw sample.
 
@@ -258,6 +262,7 @@ def bench_command(arguments: list[str]) -> int:
             name: which benchmark.
             quick: fewer trials, the same keys; ends within a minute.
             json: file for the samples and claims.
+            out: convergence: folder of finished cells, which are not run again; none: runs/convergence.
         """
         if name == "planner":
             from jhpt.bench.planner import run as run_planner
@@ -271,6 +276,12 @@ def bench_command(arguments: list[str]) -> int:
             from jhpt.bench.hybrid.run import run as run_hybrid
 
             return run_hybrid(quick=quick, json_path=json)
+        if out is not None and name != "convergence":
+            raise InputError(f"--out is where bench convergence keeps its cells; leave it out of bench {name}")
+        if name == "convergence":
+            from jhpt.bench.convergence.run import run as run_convergence
+
+            return run_convergence(quick=quick, json_path=json, folder=out)
         if name == "kernels":
             from jhpt.bench.kernels import run as run_kernels
 
@@ -318,7 +329,7 @@ class _Default(str):
 _MEANING = {
     RunOptions: "Trains a model. CONFIG: a YAML file or a preset, before all flags.",
     PlanOptions: "Plans a training step. CONFIG: a YAML file, a preset or a network, before all flags; its settings "
-    "under parallel are left aside.",
+    "under parallel are left aside but compression.",
     ProfileOptions: "Measures a model's layers and this machine. CONFIG: a YAML file or a preset, before all flags.",
 }
 
@@ -357,13 +368,23 @@ def _with_family(base: Config, arguments: Sequence[str]) -> Config:
     return load_config(base, {"model.family": family}) if family else base
 
 
-def _with_auto(base: Config, arguments: list[str]) -> Config:
-    """`--parallel auto`, the one value that the section has as a whole; takes the flag away."""
-    for given in (["--parallel", "auto"], ["--parallel=auto"]):
-        for at in range(len(arguments) - len(given) + 1):
-            if arguments[at : at + len(given)] == given:
-                del arguments[at : at + len(given)]
-                return load_config(base, {"parallel": "auto"})
+WORDS = {
+    "parallel": ("auto",),
+    "parallel.compression": ("auto", "off"),
+    "parallel.gradient_compression": tuple(GRADIENT_SETTINGS),
+}
+"""Of sections that can be given as a word."""
+
+
+def _with_words(base: Config, arguments: list[str]) -> Config:
+    """Sections that are given as a word, such as `--parallel auto`; takes such flags away."""
+    for section, words in WORDS.items():
+        for given in ([f"--{section}", word] for word in words):
+            for form in (given, ["=".join(given)]):
+                for at in range(len(arguments) - len(form), -1, -1):
+                    if arguments[at : at + len(form)] == form:
+                        del arguments[at : at + len(form)]
+                        base = load_config(base, {section: given[1]})
     return base
 
 

@@ -11,17 +11,19 @@ In the first layer there is nothing to sum: parts of zero.  In the backward pass
 beside other chunks and beside the weight gradients, its own chunk's among them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jhpt.sharding.order import give, wait
 from jhpt.sharding.parts import BlockFunction, Halves, Parts
 
 
 class Stream(NamedTuple):
-    """What one layer hands to the next: x of all chunks but the last, and of that what `Halves.begin` left.
+    """What one layer hands to the next: x of all chunks but the last, and of that what `Halves.second` left.
 
     begun: [1], or [0] where x of the last chunk lies in `last.x` and nothing is to be summed.  An array, for a scalar
     would be a constant to the layers that are traced with it, which then keep something else.
@@ -53,16 +55,19 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked:
-    """Layers whose samples are cut into `chunks`, at most as many as there are samples."""
+    """Layers whose samples are cut into `chunks`, at most as many as there are samples.
+
+    in_turn: the halves of a layer wait for each other, chunk after chunk.
+    """
 
     halves: Halves
     chunks: int
+    in_turn: bool = False
 
     def opened(self, params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> Stream:
         """x[b, ...] before the first layer; params: of a layer, for their shapes."""
         *whole, last = _cut(x, self._sizes(x))
-        keys, layer = at
-        shapes = jax.eval_shape(self.halves.begin, params, last, (_cut(keys, self._sizes(x))[-1], layer))
+        shapes = jax.eval_shape(self._begun, params, last, (_cut(at[0], self._sizes(x))[-1], at[1]))
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _carried(leaf.dtype)), shapes)
         return Stream(tuple(whole), nothing._replace(x=last), jnp.zeros(1))
 
@@ -73,10 +78,28 @@ class Chunked:
     def layer(self, params: Any, stream: Stream, at: tuple[jax.Array, Any]) -> Stream:
         """One layer, but for the last chunk's last sum."""
         keys, layer = at
-        *own, last = _cut(keys, [*(len(x) for x in stream.whole), len(stream.last.x)])
-        begun = self.halves.begin(params, self._finished(stream, (last, layer)), (last, layer))
-        whole = tuple(self.halves.block(params, x, (each, layer)) for x, each in zip(stream.whole, own, strict=True))
-        return Stream(whole, jax.tree.map(lambda leaf: leaf.astype(_carried(leaf.dtype)), begun), jnp.ones(1))
+        each = [(own, layer) for own in _cut(keys, [*(len(x) for x in stream.whole), len(stream.last.x)])]
+        xs = [*stream.whole, self._finished(stream, each[-1])]
+        parted, ticket = self._half(self.halves.first, params, xs, each, None)
+        parted, ticket = self._half(self.halves.second, params, parted, each, ticket)
+        whole = tuple(wait(self.halves.finish(*one), ticket) for one in zip(parted[:-1], each[:-1], strict=True))
+        return Stream(whole, jax.tree.map(lambda leaf: leaf.astype(_carried(leaf.dtype)), parted[-1]), jnp.ones(1))
+
+    def _half(
+        self, half: Callable[..., Any], params: Any, inputs: list[Any], each: list[Any], ticket: jax.Array | None
+    ) -> tuple[list[Any], jax.Array | None]:
+        """Half a layer of every chunk, and the last one's ticket."""
+        done = []
+        for one, at in zip(inputs, each, strict=True):
+            parted = half(params, one, at, ticket)
+            if self.in_turn:
+                part, ticket = give(parted.part)
+                parted = parted._replace(part=part)
+            done.append(parted)
+        return done, ticket
+
+    def _begun(self, params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> Any:
+        return self.halves.second(params, self.halves.first(params, x, at, None), at, None)
 
     def closed(self, stream: Stream, at: tuple[jax.Array, Any]) -> jax.Array:
         """x[b, ...] after the layer before number `at[1]`."""
@@ -94,9 +117,11 @@ class Chunked:
         return [len(x) // chunks + (n < len(x) % chunks) for n in range(chunks)]
 
 
-def streaming(parts: Parts, chunks: int) -> Whole | Chunked:
+def streaming(parts: Parts, chunks: int, *, in_turn: bool) -> Whole | Chunked:
     """How layers hand on the residual stream: whole, or in so many chunks where they have sums that can be put off."""
-    return Whole(parts.block) if chunks == 1 or parts.halves is None else Chunked(halves=parts.halves, chunks=chunks)
+    if chunks == 1 or parts.halves is None:
+        return Whole(parts.block)
+    return Chunked(halves=parts.halves, chunks=chunks, in_turn=in_turn)
 
 
 def _cut(x: jax.Array, sizes: list[int]) -> list[jax.Array]:

@@ -25,12 +25,10 @@ from itertools import accumulate
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import RANGE_BYTES, WireBits, codes_in_row, gathers, row_bytes, wire_bits
+from jhpt.core.compression import WireBits, codes_in_row, gathers, row_bytes, wire_bits
 from jhpt.core.config import Compression
-from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.implementation import Implementation
-from jhpt.kernels.segment_quantize import segment_quantize
-from jhpt.kernels.segments import Quantized
+from jhpt.sharding.codes import pieces, sum_of_pieces
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,8 @@ class Wire:
         ]
         everyone = self._split(self._collected(_joined(again, 0)), groups, shares, columns)
         return [
-            self._added([_flat_rows(piece) for piece in pieces], group.bits, columns)[: group.count]
-            for pieces, group in zip(everyone, groups, strict=True)
+            self._added([_flat_rows(piece) for piece in parts], group.bits, columns)[: group.count]
+            for parts, group in zip(everyone, groups, strict=True)
         ]
 
     def _gathered_sums(self, x: jax.Array, groups: Sequence[Rows]) -> list[jax.Array]:
@@ -142,7 +140,7 @@ class Wire:
     def _sums(self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int) -> list[jax.Array]:
         """Sums over the first dimension of payloads [t, words] of so many rows of every group."""
         parts = self._split(payload, groups, counts, columns)
-        return [self._added(pieces, group.bits, columns) for pieces, group in zip(parts, groups, strict=True)]
+        return [self._added(found, group.bits, columns) for found, group in zip(parts, groups, strict=True)]
 
     def _split(
         self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int
@@ -172,21 +170,17 @@ class Wire:
         if bits == 16:
             short = (x if numbers is None else x[numbers]).astype(jnp.bfloat16)
             return [jax.lax.bitcast_convert_type(short, self.word).reshape(len(short), -1)]
-        quantized = segment_quantize(x, bits=bits, rows=numbers, implementation=self.implementation)
-        ranges = jax.lax.bitcast_convert_type(quantized.ranges, jnp.uint8)
-        return [quantized.codes, ranges.reshape(len(ranges), -1)]
+        return list(pieces(x, bits, self.implementation, numbers))
 
-    def _added(self, pieces: Sequence[jax.Array], bits: WireBits, columns: int) -> jax.Array:
+    def _added(self, found: Sequence[jax.Array], bits: WireBits, columns: int) -> jax.Array:
         """Pieces [t, n, words of a row] -> the sum over t, float32 [n, D]."""
         if bits == 16:
-            (words,) = pieces
+            (words,) = found
             words = words.reshape(*words.shape[:2], columns, -1) if words.dtype == jnp.uint8 else words
             each = jax.lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
             return reduce(jnp.add, each)
-        codes, ranges = pieces
-        ranges = jax.lax.bitcast_convert_type(ranges.reshape(*ranges.shape[:2], -1, RANGE_BYTES), jnp.bfloat16)
-        quantized = Quantized(codes, ranges)
-        return dequantize_sum(quantized, columns=columns, bits=bits, implementation=self.implementation)
+        codes, ranges = found
+        return sum_of_pieces(codes, ranges, columns, bits, self.implementation)
 
 
 def _filled(x: jax.Array, group: Rows, count: int) -> tuple[jax.Array, jax.Array | None]:
@@ -197,15 +191,15 @@ def _filled(x: jax.Array, group: Rows, count: int) -> tuple[jax.Array, jax.Array
 
 
 def _opaque(payload: jax.Array) -> jax.Array:
-    """payload[t, words], its rows in this order or backwards: as with what comes from the network, a compiler cannot know,
-    and has to compute it before and what depends on it after."""
+    """payload[t, words], its rows in this order or backwards, which a compiler cannot know: as with what comes from a
+    network it has to compute all of it before, and what depends on it after."""
     odd = payload[0, 0] % 2 == 1
     return jax.lax.cond(odd, lambda rows: rows[::-1], lambda rows: rows, payload)
 
 
-def _flat_rows(pieces: jax.Array) -> jax.Array:
+def _flat_rows(piece: jax.Array) -> jax.Array:
     """[t, n, words] of t ranks that summed n rows each -> [1, t n, words]."""
-    return pieces.reshape(1, -1, pieces.shape[2])
+    return piece.reshape(1, -1, piece.shape[2])
 
 
 def _joined(parts: Sequence[jax.Array], dim: int) -> jax.Array:

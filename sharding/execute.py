@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jhpt.core.axes import PIPE
+from jhpt.core.config import GradientCompression
 from jhpt.sharding.accumulate import OneStage, Run
 from jhpt.sharding.chunks import streaming
+from jhpt.sharding.gradients import Road, exchanged_tree
 from jhpt.sharding.layers import Finish, LayerLoop
 from jhpt.sharding.layout import TABLE, Layout
 from jhpt.sharding.parts import Parts, Recompute, picked
@@ -50,22 +52,37 @@ class Execution:
         Args:
           rows: a tree of global [B, ...].  Row r draws from `fold_in(key, r)`.
         """
-        specs = self.layout.specs(params)
+        assert not self._compresses, "the plan compresses gradients: take compressed_gradients"
+        return self.compressed_gradients(params, rows, key, {})[:2]
+
+    def compressed_gradients(self, params: Any, rows: Any, key: jax.Array, feedback: Any) -> tuple[Any, Any, Any]:
+        """`gradients` with what earlier steps have left, and what this one leaves (`feedback`).
+
+        What is left is in the units in which gradients cross the data axes: of the sum of losses, over the size of the
+        batch.  That is a multiple of the mean's, and one and the same where all batches predict equally many tokens.
+        """
+        specs, left_specs = self.layout.specs(params), {k: self.layout.rank_specs(v) for k, v in feedback.items()}
         pieces = max(leaf.size for leaf in jax.tree.leaves(rows))
 
-        def run(params: Any, rows: Any, key: jax.Array) -> tuple[Any, Any]:
+        def run(params: Any, rows: Any, key: jax.Array, feedback: Any) -> tuple[Any, Any, Any]:
             scale = 1.0 / pieces  # keeps sums near 1, whatever the compute dtype
             rows, keys = self._micro_batches(rows, key)
             working = self._working(params, specs)
+            left = jax.tree.map(lambda leaf: leaf[0], feedback)
             if self.layout.stages == 1:
-                gradients, sums = self._accumulated(working, rows, keys, scale, specs)
+                gradients, sums = self._accumulated(working, rows, keys, scale, specs, left)
             else:
                 gradients, sums = self._pipeline(specs).gradients(working, rows, keys, scale)
             sums = self._summed(sums)
+            gradients, left = self._without_left(gradients, left)
             gradients = self._stored(_completed(gradients, working), specs)
-            return jax.tree.map(lambda g: g / (scale * sums.tokens), gradients), sums
+            if self._compresses:
+                gradients, left = self._exchanged(gradients, left, specs)
+            gradients = jax.tree.map(lambda g: g / (scale * sums.tokens), gradients)
+            return gradients, sums, jax.tree.map(lambda leaf: leaf[None], left)
 
-        return self._mapped(run, specs, rows, (specs, PartitionSpec()))(params, rows, key)
+        out = specs, PartitionSpec(), left_specs
+        return self._mapped(run, specs, rows, out, left_specs)(params, rows, key, feedback)
 
     def sums(self, params: Any, rows: Any, key: jax.Array) -> Any:
         """The sums alone, forward only."""
@@ -101,12 +118,12 @@ class Execution:
 
         return jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)(gradients)
 
-    def _mapped(self, run: Any, specs: Any, rows: Any, out: Any) -> Any:
+    def _mapped(self, run: Any, specs: Any, rows: Any, out: Any, *more: Any) -> Any:
         row_specs = jax.tree.map(lambda _: self.layout.batch.spec, rows)
         return jax.shard_map(
             run,
             mesh=self.layout.grid.mesh,
-            in_specs=(specs, row_specs, PartitionSpec()),
+            in_specs=(specs, row_specs, PartitionSpec(), *more),
             out_specs=out,
             check_vma=False,
         )
@@ -152,7 +169,72 @@ class Execution:
             if self.layout.plan.zero < 3 and not self._gives_late:
                 part = storage.scattered(part, own[name])
             blocks[name] = part if self._gives_late and self.layout.plan.zero == 0 else storage.summed(part, own[name])
-        return {**stored, "blocks": blocks["0"] if self.layout.stacked_whole else blocks}
+        return {**stored, "blocks": self._joined(blocks)}
+
+    @property
+    def _how(self) -> GradientCompression:
+        return self.layout.plan.gradient_compression
+
+    @property
+    def _compresses(self) -> bool:
+        """Whether gradients of matrices are summed in few bits; `_stored` leaves those as they are."""
+        return self._how.on
+
+    def _with_left(self, total: Any, left: Any) -> Any:
+        """What the last backward pass adds to; layers that give late find there what earlier steps have left, too."""
+        if not (self._compresses and self._gives_late):
+            return total
+        runs = {kind: self._runs(tree["blocks"]) for kind, tree in left.items()}
+        so_far = {} if total is None else total["blocks"]
+        pairs = {
+            name: (so_far.get(name), {kind: each[name] for kind, each in runs.items()}) for name, *_ in self.layout.runs
+        }
+        return {**(total or {}), "blocks": pairs}
+
+    def _without_left(self, gradients: Any, left: Any) -> tuple[Any, Any]:
+        """Takes the pairs of `_with_left` apart again."""
+        if not (self._compresses and self._gives_late):
+            return gradients, left
+        pairs = gradients["blocks"]
+        runs = {kind: {name: rest[kind] for name, (_, rest) in pairs.items()} for kind in left}
+        left = {kind: {**tree, "blocks": self._joined(runs[kind])} for kind, tree in left.items()}
+        return {**gradients, "blocks": {name: own for name, (own, _) in pairs.items()}}, left
+
+    def _exchanged(self, gradients: Any, left: Any, specs: Any) -> tuple[Any, Any]:
+        """Stored gradients, whose matrices `_stored` has left as they were: these summed, and what is left of them."""
+        specs = {**self._end_specs(specs), "blocks": one_layer(specs["blocks"])}
+        ends = tuple(name for name in gradients if name != "blocks")
+        if self.layout.stages == 1:
+            names = ends if self._gives_late else (*ends, "blocks")
+            done, rest = self._exchange(_some(gradients, names), _some_left(left, names), specs)
+            return {**gradients, **done}, {kind: {**tree, **rest[kind]} for kind, tree in left.items()}
+        slots = jax.tree.map(lambda leaf: leaf[0], (_some(gradients, ends), _some_left(left, ends)))
+        at_ends = jax.tree.map(lambda leaf: leaf[None], self._at_ends(partial(self._exchange, specs=specs), *slots))
+        blocks = self._exchange(_some(gradients, ("blocks",)), _some_left(left, ("blocks",)), specs)
+        return {**at_ends[0], **blocks[0]}, {kind: {**at_ends[1][kind], **blocks[1][kind]} for kind in left}
+
+    def _at_ends(self, exchange: Any, gradients: Any, left: Any) -> tuple[Any, Any]:
+        """Only on the first and the last stage, as in `_stored_ends`."""
+        sums, _ = jax.eval_shape(exchange, gradients, left)
+        stage = jax.lax.axis_index(PIPE)
+        done: tuple[Any, Any] = jax.lax.cond(
+            (stage == 0) | (stage == self.layout.stages - 1),
+            exchange,
+            lambda _, left: (jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums), left),
+            gradients,
+            left,
+        )
+        return done
+
+    def _exchange(self, gradients: Any, left: Any, specs: Any) -> tuple[Any, Any]:
+        """`exchanged_tree` of some of the model's tree."""
+        return exchanged_tree(gradients, left, self._roads(_some(specs, tuple(gradients))), self._how)
+
+    def _roads(self, specs: Any, degree: int | None = None) -> dict[str, Road]:
+        """By path; degree: None: as the path says."""
+        leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        named = [(path_name(path), spec) for path, spec in leaves]
+        return {name: self._storage(degree or self.layout.degree(name)).road(spec) for name, spec in named}
 
     def _stored_ends(self, gradients: Any, specs: Any) -> Any:
         def reduced(gradients: Any) -> Any:
@@ -177,6 +259,9 @@ class Execution:
     def _runs(self, blocks: Any) -> Any:
         return {"0": blocks} if self.layout.stacked_whole else blocks
 
+    def _joined(self, runs: Any) -> Any:
+        return runs["0"] if self.layout.stacked_whole else runs
+
     def _ends(self, params: Any) -> Any:
         """This device's: what lies in its slots."""
         ends = {name: part for name, part in params.items() if name != "blocks"}
@@ -194,19 +279,22 @@ class Execution:
     def _storage(self, degree: int, blocks: bool = False) -> Storage:
         axes = self.layout.grid.axes(degree)
         cut = axes.tensor if blocks and self.layout.plan.sequence and degree > 1 else ()
-        return Storage(axes.data, self.layout.grid.size(axes.data), self.dtype, cut)
+        return Storage(axes.data, self.layout.grid.size(axes.data), self.dtype, cut, self._compresses)
 
     def _end_degree(self, name: str) -> int:
         return self.layout.degrees[0 if name == TABLE[0] else -1]
 
     # The passes.
 
-    def _accumulated(self, working: Any, rows: Any, keys: jax.Array, scale: float, specs: Any) -> tuple[Any, Any]:
+    def _accumulated(
+        self, working: Any, rows: Any, keys: jax.Array, scale: float, specs: Any, left: Any
+    ) -> tuple[Any, Any]:
         """Over all micro-batches of one stage.  The first fetches what all use, the last gives the gradients away."""
         pick = lambda index: (jax.tree.map(lambda leaf: leaf[index], rows), keys[index])  # noqa: E731
         count = len(keys)
         if count == 1:
-            once = self._one_stage(specs, first=True, last=True).gradients(working, *pick(0), scale)
+            total = self._with_left(None, left)
+            once = self._one_stage(specs, first=True, last=True).gradients(working, *pick(0), scale, total)
             return once.gradients, once.sums
         start = self._one_stage(specs, first=True, last=False).gradients(working, *pick(0), scale)
         if self._fetches_once:
@@ -224,6 +312,7 @@ class Execution:
         if not self._gives_late:
             return total, sums
         at = self._after(total, count - 1)
+        total = self._with_left(total, left)
         own = self._one_stage(specs, first=False, last=True).gradients(working, *pick(at), scale, total)
         return own.gradients, jax.tree.map(jnp.add, sums, own.sums)
 
@@ -255,7 +344,7 @@ class Execution:
             fetches = layout.plan.zero == 3 or (first and self._fetches_once)
             gives = layout.plan.zero == 3 or (last and self._gives_late)
             loop = LayerLoop(
-                stream=streaming(self.parts[degree], layout.sample_chunks[blocks.start]),
+                stream=streaming(self.parts[degree], layout.sample_chunks[blocks.start], in_turn=self.overlap),
                 first=blocks.start,
                 count=len(blocks),
                 unroll=self.unroll,
@@ -290,9 +379,15 @@ class Execution:
             own = storage.scattered(whole(gradient, total), specs)
             return storage.summed(own, specs) if self.layout.plan.zero == 0 else own
 
+        def exchanged(gradient: Any, pair: Any) -> Any:
+            so_far, left = pair
+            return exchanged_tree(given(gradient, so_far), left, self._roads(specs, degree), self._how)
+
         if self.layout.plan.zero == 3:
             return scattered
-        return given if last and self._gives_late else whole
+        if not (last and self._gives_late):
+            return whole
+        return exchanged if self._compresses else given
 
     def _pipeline(self, specs: Any) -> Pipeline:
         plan = self.layout.plan
@@ -301,7 +396,7 @@ class Execution:
         first, count = self.layout.chunks
         return Pipeline(
             parts=_reading_slot(self.parts[degree]) if self.tied is False else self.parts[degree],
-            stream=streaming(self.parts[degree], self.layout.sample_chunks[0]),
+            stream=streaming(self.parts[degree], self.layout.sample_chunks[0], in_turn=self.overlap),
             timetable=timetable(plan.schedule, len(plan.stages), plan.chunks, plan.micro_batches),
             first=first,
             count=count,
@@ -315,6 +410,14 @@ class Execution:
 
 def _same(params: Any) -> Any:
     return params
+
+
+def _some(tree: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: tree[name] for name in names}
+
+
+def _some_left(left: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {kind: _some(tree, names) for kind, tree in left.items()}
 
 
 def _completed(gradients: Any, params: Any) -> Any:

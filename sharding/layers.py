@@ -23,7 +23,9 @@ Fetch = Callable[[Any], Any]
 """Parameters of one layer as they are stored -> as the layer uses them."""
 
 Finish = Callable[[Any, Any], Any]
-"""(gradient of one layer as it is computed, what earlier micro-batches added up to or None) -> as it is stored."""
+"""(gradient of one layer as it is computed, what earlier micro-batches added up to or None) -> as it is stored.
+
+Where sums are compressed both hold what is left for later steps, too: pairs of gradient and that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +170,9 @@ class LayerLoop:
 
 
 def _alike(one: Any, other: Any) -> bool:
+    leaves, others = jax.tree.leaves(one), jax.tree.leaves(other)
     same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)  # noqa: E731
-    return all(map(same, jax.tree.leaves(one), jax.tree.leaves(other)))
+    return len(leaves) == len(others) and all(map(same, leaves, others))
 
 
 def _row(stacked: Any, at: int | jax.Array) -> Any:

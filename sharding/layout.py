@@ -112,27 +112,36 @@ class Layout:
 
         def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
             name = path_name(path)
-            if not leaf.shape:
-                return PartitionSpec()
-            degree = self._degree(name)
-            axes = self.grid.axes(degree)
-            blocks, piped = "blocks/" in name, self.stages > 1
-            return parameter_spec(
-                name,
-                leaf.shape,
-                axes,
-                stacked=blocks or piped,
-                pipe=piped,
-                over_data=self.grid.size(axes.data) if self.plan.zero else 1,
-            )
+            return self._spec(name, leaf.shape, self.data_ranks(name) if self.plan.zero else 1)
 
         return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def rank_specs(self, tree: Any) -> Any:
+        """Partitions of what every data rank has for itself, whole: leaves [data ranks, *stored shape]."""
+
+        def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+            name = path_name(path)
+            return PartitionSpec(self.grid.axes(self.degree(name)).data, *self._spec(name, leaf.shape[1:], 1))
+
+        return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def data_ranks(self, path: str) -> int:
+        """Over how many ranks the gradient of a stored leaf is summed."""
+        return self.grid.size(self.grid.axes(self.degree(path)).data)
+
+    def _spec(self, path: str, shape: tuple[int, ...], over_data: int) -> PartitionSpec:
+        if not shape:
+            return PartitionSpec()
+        axes, piped = self.grid.axes(self.degree(path)), self.stages > 1
+        stacked = "blocks/" in path or piped
+        return parameter_spec(path, shape, axes, stacked=stacked, pipe=piped, over_data=over_data)
 
     def shardings(self, tree: Any) -> Any:
         """`specs` on the mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.grid.mesh, spec), self.specs(tree))
 
-    def _degree(self, path: str) -> int:
+    def degree(self, path: str) -> int:
+        """The tensor degree of a stored leaf."""
         if "blocks/" not in path:
             return self.degrees[0] if "embedding/" in path else self.degrees[-1]
         if self.stacked_whole:
@@ -144,8 +153,10 @@ class Layout:
 
     def model_shardings(self, tree: Any) -> Any:
         """Where leaves of the model's tree lie on their way from or to a checkpoint: in shares, whatever the plan."""
-        if self.same:
-            return self.shardings(tree)
+        return self.shardings(tree) if self.same else self.model_shares(tree)
+
+    def model_shares(self, tree: Any) -> Any:
+        """Every leaf of the model's tree cut over all devices, as far as its dims allow."""
         axes = self.grid.axes(self.grid.degrees[0])
 
         def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:

@@ -15,19 +15,23 @@ Recompute = Callable[[BlockFunction], BlockFunction]
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """A layer in two, so that the next one can begin before its last sum over the tensor axis has arrived.
+    """A layer, cut before each of its two sums over the tensor axis: other work can begin before they have arrived.
 
-    begin: (parameters of one layer, x, (keys [b], layer)) -> begun, a NamedTuple whose field x is the residual
-      stream, to which the sum is added.
-    finish: (begun, (keys [b], layer)) -> x.
+    What the first two leave is a NamedTuple whose field `part` is to be summed and added to its field `x`, the residual
+    stream; the next one begins with that.  at: (keys [b], layer).  ticket: of `order`, or None.
+
+    first: (parameters of one layer, x, at, ticket) -> parted.
+    second: (parameters of one layer, parted, at, ticket) -> parted.
+    finish: (parted, at) -> x.
     """
 
-    begin: Callable[[Any, jax.Array, tuple[jax.Array, Any]], Any]
+    first: Callable[[Any, jax.Array, tuple[jax.Array, Any], jax.Array | None], Any]
+    second: Callable[[Any, Any, tuple[jax.Array, Any], jax.Array | None], Any]
     finish: Callable[[Any, tuple[jax.Array, Any]], jax.Array]
 
     def block(self, params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> jax.Array:
         """The whole layer."""
-        return self.finish(self.begin(params, x, at), at)
+        return self.finish(self.second(params, self.first(params, x, at, None), at, None), at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,7 @@ class Parts:
     computed together.  Parameters are the model's tree: `blocks` stacked by layer, the rest ends.
 
     entry: (ends, rows, keys [b]) -> x; rows: a tree of [b, ...].
-    block: one layer.  halves: the same in two, where it has sums over the tensor axis.
+    block: one layer.  halves: the same, cut before its sums over the tensor axis.
     exit: (ends, x, rows, keys) -> sums over the rows: a tree of scalars whose attribute `loss` is minimised.
     entry_reads, exit_reads: paths of the ends that the two functions read.
     """

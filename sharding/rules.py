@@ -29,6 +29,9 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 IN_FLOAT32 = re.compile(r"norm/\w+$|head/bias$")
 """Parameters that models use in float32; all others they cast to the compute dtype."""
 
+MATRICES = re.compile(r"(^|/)(kernel|tokens|positions|types)$")
+"""Matrices and tables; the others are biases and scales of norms, a thousandth of the numbers."""
+
 
 def path_name(path: tuple[Any, ...]) -> str:
     """`blocks/mlp/up/kernel` for a key path of `jax.tree_util`."""

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jhpt.sharding.rules import IN_FLOAT32, path_name
+from jhpt.sharding.gradients import Road
+from jhpt.sharding.rules import IN_FLOAT32, MATRICES, path_name
 
 SMALL = 1 << 19
 """Bytes up to which tensors are summed together with others.  At 100 GB/s half a MiB travels for about as long as a
@@ -25,12 +26,14 @@ class Storage:
 
     partial: the tensor axes where each rank sees only its rows of a sequence, so that gradients of parameters which are
     not on these axes are parts, too.
+    apart: gradients of matrices are left to `gradients`, which sums them over the data axes in few bits.
     """
 
     data: tuple[str, ...]
     ranks: int
     dtype: Any
     partial: tuple[str, ...] = ()
+    apart: bool = False
 
     def gathered(self, params: Any, specs: Any) -> Any:
         """Every share made whole, in the compute dtype; what models use in float32 stays so.
@@ -51,13 +54,13 @@ class Storage:
         What is used in float32 is small and never held in shares (`rules.parameter_spec`).
         """
 
-        def scatter(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        def scatter(path: tuple[Any, ...], leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
             dim = self._shared_dim(spec)
-            if dim is None:
+            if dim is None or self._apart(path):
                 return leaf
             return jax.lax.psum_scatter(leaf.astype(self.dtype), self.data, scatter_dimension=dim, tiled=True)
 
-        return jax.tree.map(scatter, gradients, specs)
+        return jax.tree_util.tree_map_with_path(scatter, gradients, specs)
 
     def summed(self, gradients: Any, specs: Any) -> Any:
         """What is not scattered: its sum over the ranks.  All in float32, as they are stored.
@@ -68,7 +71,8 @@ class Storage:
         done = [leaf for _, leaf in leaves]
         together: dict[tuple[Any, ...], list[int]] = {}
         for index, ((path, leaf), spec) in enumerate(zip(leaves, _partitions(specs), strict=True)):
-            axes = self.data if self.ranks > 1 and self._shared_dim(spec) is None else ()
+            here = self.ranks > 1 and self._shared_dim(spec) is None and not self._apart(path)
+            axes = self.data if here else ()
             axes += self.partial if not _on(spec, self.partial) else ()
             if axes:
                 wire = jnp.dtype(leaf.dtype if IN_FLOAT32.search(path_name(path)) else self.dtype)
@@ -79,6 +83,13 @@ class Storage:
             for index, leaf in zip(indices, sums, strict=True):
                 done[index] = leaf
         return jax.tree.unflatten(tree, [leaf.astype(jnp.float32) for leaf in done])
+
+    def road(self, spec: PartitionSpec) -> Road:
+        """How the gradient of a leaf of this partition is summed in few bits."""
+        return Road(self.data, self.ranks, self._shared_dim(spec))
+
+    def _apart(self, path: tuple[Any, ...]) -> bool:
+        return self.apart and MATRICES.search(path_name(path)) is not None
 
     def _shared_dim(self, spec: PartitionSpec) -> int | None:
         return next((dim for dim, axes in enumerate(spec) if set(names_of(axes)) & set(self.data)), None)

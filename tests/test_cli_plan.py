@@ -11,6 +11,7 @@ import pytest
 import jhpt
 from jhpt import cli
 from jhpt.core.catalogue import find_cluster
+from jhpt.core.config import Compression
 from jhpt.core.folders import cache_folder
 from jhpt.core.load import load_config
 from jhpt.core.networks import TABLES
@@ -49,6 +50,25 @@ def test_json_is_all_there_is_on_stdout_and_holds_the_plan(tmp_path, capsys):
     assert error == ""
     (tmp_path / "copy.json").write_text(json.dumps(json.loads(out)["plan"]))
     assert jhpt.Plan.load(tmp_path / "copy.json") == jhpt.Plan.load("plan.json")
+
+
+@pytest.mark.parametrize("words", ["--parallel.compression auto", "--parallel.compression.auto true"])
+def test_compression_is_the_planners_where_it_is_told(words, capsys):
+    """Two devices that have to share a model, on a link of 1 MB/s."""
+    cluster = find_cluster("a100x2x1")
+    node = cluster.nodes[0]
+    slow = {"inside": node.inside.model_copy(update={"bandwidth": 1e6, "measured": None})}
+    cluster.model_copy(update={"nodes": (node.model_copy(update=slow),)}).save("slow.json")
+    asked = "gpt-tiny --cluster slow.json --batch 1 --schedule 1f1b --microbatches 1 --json"
+    assert plan(f"{asked} {words}") == 0
+    chosen = json.loads(capsys.readouterr().out)["plan"]
+    assert plan(f"{asked} --parallel.compression off") == 0
+    plain = json.loads(capsys.readouterr().out)["plan"]
+    assert jhpt.Plan.model_validate(plain).compression == Compression()
+    assert chosen["seconds"] <= plain["seconds"]
+    assert plan(f"{asked} --parallel.compression.bits 4") == 0
+    given = jhpt.Plan.model_validate(json.loads(capsys.readouterr().out)["plan"])
+    assert given.compression == (Compression(bits=4) if given.degrees[-1] > 1 else Compression())
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -1,9 +1,13 @@
-"""What compressed sums over the tensor axis send: rows, bits and bytes.  `sharding.compressed` sends them."""
+"""What compressed sums send: rows, bits, blocks and bytes.
+
+Over the tensor axis `sharding.compressed` sends them, over the data axes, of gradients, `sharding.gradients`.
+"""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
-from jhpt.core.config import Compression
+from jhpt.core.config import Compression, GradientCompression
 
 Bits = Literal[4, 8]
 """Of a code."""
@@ -27,6 +31,11 @@ def wire_bits(how: Compression) -> tuple[WireBits, Bits | None]:
 def tokens_of(how: Compression, length: int) -> int:
     """How many of so many tokens are important: at least one."""
     return max(1, math.ceil(how.tokens * length - 1e-9))
+
+
+def by_attention(how: Compression, causal: bool) -> bool:
+    """Whether tokens are chosen by the attention they receive, which ranks have to add up; else by their own rows."""
+    return how.tokens < 1 and (how.importance == "attention" or (how.importance == "auto" and not causal))
 
 
 def gathers(ranks: int, how: Compression) -> bool:
@@ -67,3 +76,63 @@ def wire_bytes(ranks: int, how: Compression, batch: int, length: int, columns: i
     if gathers(ranks, how):
         return (ranks - 1) * sum(rows * row_bytes(columns, bits) for rows, bits in kinds)
     return 2 * (ranks - 1) * sum(-(-rows // ranks) * row_bytes(columns, bits) for rows, bits in kinds)
+
+
+# Gradients, over the data axes.
+
+COLUMNS = 1024
+"""Numbers of a gradient that are a row of codes."""
+
+SPARSE_BYTES = 4
+"""Of an entry that top-k sends: a bfloat16 and its position in the block, in 16 bits."""
+
+
+def buckets(sizes: Sequence[int], capacity: int) -> list[range]:
+    """Neighbours that travel together: whole gradients, joined until they are `capacity` numbers or more.
+
+    Every gradient is in exactly one bucket, in the given order.
+    """
+    found, start, numbers = [], 0, 0
+    for at, size in enumerate(sizes):
+        numbers += size
+        if numbers >= capacity or at == len(sizes) - 1:
+            found.append(range(start, at + 1))
+            start, numbers = at + 1, 0
+    return found
+
+
+def sent_of_block(how: GradientCompression) -> int:
+    """How many entries of a block top-k sends: at least one."""
+    return max(1, math.ceil(how.share * how.block - 1e-9))
+
+
+def gathers_gradients(ranks: int, how: GradientCompression) -> bool:
+    """Whether every rank gets what all send and adds it up itself: top-k, and codes where t beta < 32."""
+    return how.kind == "topk" or ranks * how.bits < 32
+
+
+def share_of_bucket(numbers: int, parts: int, how: GradientCompression) -> int:
+    """Numbers in one of so many equal parts of a bucket: whole rows of codes, or whole blocks."""
+    unit = COLUMNS if how.kind == "quantize" else how.block
+    return -(-numbers // (parts * unit)) * unit
+
+
+def gradient_bytes(ranks: int, how: GradientCompression, numbers: int, *, shares: bool = False) -> int:
+    """Bytes that a rank sends, and receives, for the sum over the ranks of a bucket of so many numbers.
+
+    For n numbers, ranges and what fills up rows and blocks besides:
+
+        quantize    2 (t-1)/t n bits / 8, or (t-1) n bits / 8 where codes are gathered (`gathers_gradients`)
+        topk        (t-1) n share 4
+
+    and with ZeRO, where a rank needs only its share of the sum, (t-1)/t of n bits / 8 or of n share 4.
+
+    Args:
+      shares: with ZeRO.
+    """
+    gathered = gathers_gradients(ranks, how) and not shares
+    part = share_of_bucket(numbers, 1 if gathered else ranks, how)
+    if how.kind == "topk":
+        return (ranks - 1) * part // how.block * sent_of_block(how) * SPARSE_BYTES
+    once = (ranks - 1) * part // COLUMNS * row_bytes(COLUMNS, how.bits)
+    return once if gathered or shares else 2 * once

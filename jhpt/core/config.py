@@ -182,6 +182,11 @@ class Compression(Section):
     steps: Literal["auto", 1, 2] = Field(
         "auto", description="of a sum: 1 rounds once, 2 move 2 / tensor of its bytes; auto: 1 where that beats 16 bits"
     )
+    importance: Literal["auto", "attention", "own"] = Field(
+        "auto",
+        description="of a token: the attention it receives, which in a causal model looks ahead, or the size of its "
+        "own row, chosen as tokens come; auto: own in a causal model, else attention",
+    )
     forward: bool = Field(True, description="compress activations")
     backward: bool = Field(True, description="compress errors")
 
@@ -205,10 +210,56 @@ class CompressionConfig(Compression):
         return Compression(**named)
 
 
+GRADIENT_SETTINGS: dict[str, tuple[str, ...]] = {
+    "off": (),
+    "quantize": ("bits", "bucket"),
+    "topk": ("share", "block", "momentum", "bucket"),
+}
+"""What each kind of gradient compression reads."""
+
+
+class GradientCompression(Section):
+    """How gradients of matrices and tables are summed over the data axes; what is not sent now is sent later."""
+
+    kind: Literal["off", "quantize", "topk"] = Field(
+        "off", description="quantize: all in few bits; topk: the largest of every block"
+    )
+    bits: Literal[4, 8] = Field(8, description="quantize: of a number")
+    share: Annotated[float, Field(gt=0, le=1)] = Field(0.01, description="topk: of a block's numbers, sent in a step")
+    block: Annotated[int, Field(ge=1, le=1 << 16, strict=True)] = Field(
+        1024, description="topk: neighbours of which the largest are sent"
+    )
+    momentum: Fraction = Field(0.0, description="topk: accumulated before selection instead of after; 0: none")
+    bucket: Count = Field(
+        1 << 22,
+        description="numbers that travel together, at least: their bytes should take the link ten times as long as a "
+        "collective takes to begin",
+    )
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is compressed."""
+        return self.kind != "off"
+
+    @model_validator(mode="after")
+    def _settings_are_read(self) -> "GradientCompression":
+        for name, info in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name != "kind" and name not in GRADIENT_SETTINGS[self.kind] and value != info.default:
+                readers = [kind for kind, settings in GRADIENT_SETTINGS.items() if name in settings]
+                raise ValueError(
+                    f"parallel.gradient_compression.{name}={value} is not read with kind={self.kind}; leave it out, or "
+                    f"set parallel.gradient_compression.kind to {one_of(readers)}"
+                )
+        return self
+
+
 class ParallelConfig(Section):
     """How devices share the work: `auto`, or by hand `pipe x data x tensor` devices, stages of equally many blocks."""
 
-    auto: bool = Field(False, description="let the planner decide; what else stands in this section is left aside")
+    auto: bool = Field(
+        False, description="let the planner decide; what else stands in this section is left aside but compression"
+    )
     cluster: str | None = Field(
         None, description="auto: the cluster this is, by name or file; null: this machine as `jhpt profile` measures it"
     )
@@ -231,6 +282,9 @@ class ParallelConfig(Section):
     compression: CompressionConfig = Field(
         CompressionConfig(), description="or a word: off, or auto, short for {auto: true}"
     )
+    gradient_compression: GradientCompression = Field(
+        GradientCompression(), description="or one of the words off, quantize and topk, short for {kind: ...}"
+    )
 
     @field_validator("compression", mode="before")
     @classmethod
@@ -238,6 +292,21 @@ class ParallelConfig(Section):
         # YAML 1.1 reads off as false.
         words: dict[str | bool, Any] = {"auto": {"auto": True}, "off": {}, False: {}}
         return words.get(compression, compression) if isinstance(compression, str | bool) else compression
+
+    @field_validator("gradient_compression", mode="before")
+    @classmethod
+    def _kind_in_one_word(cls, given: Any) -> Any:
+        """YAML reads a bare `off` as false."""
+        return {"kind": "off" if given is False else given} if isinstance(given, (str, bool)) else given
+
+    @model_validator(mode="after")
+    def _gradients_are_summed_whole(self) -> "ParallelConfig":
+        if self.gradient_compression.on and self.zero == 3 and not self.auto:
+            raise ValueError(
+                "parallel.gradient_compression sums a gradient once a step, and parallel.zero=3 in every micro-batch, "
+                "layer by layer; use parallel.zero=1 or leave out parallel.gradient_compression"
+            )
+        return self
 
     @model_validator(mode="after")
     def _compression_needs_whole_sequences(self) -> "ParallelConfig":

@@ -11,7 +11,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jhpt.core.cluster import parse, read_tree, write_json
-from jhpt.core.config import Compression, Config, Count, NonNegative, Section, divisors, one_of
+from jhpt.core.config import (
+    Compression,
+    Config,
+    Count,
+    GradientCompression,
+    NonNegative,
+    Section,
+    divisors,
+    one_of,
+)
 from jhpt.core.errors import InputError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
@@ -75,6 +84,7 @@ class Plan(Section):
     sequence: bool = Field(False, description="cut activations between tensor-parallel products along the sequence")
     recompute: bool = Field(False, description="keep only the input of every layer, compute the rest again")
     compression: Compression = Compression()
+    gradient_compression: GradientCompression = GradientCompression()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     origin: Origin | None = Field(None, description="how a run came to it; null: no run has taken it yet")
     seconds: NonNegative | None = Field(None, description="predicted time of a step")
@@ -153,6 +163,11 @@ def check_program(plan: Plan) -> None:
         )
     if plan.compression.on and plan.sequence:
         raise InputError("compression sums whole sequences; take sequence out of the plan, or compression")
+    if plan.gradient_compression.on and plan.zero == 3:
+        raise InputError(
+            "gradient_compression sums a gradient once a step, and zero=3 in every micro-batch, layer by layer; "
+            "use zero=1, or take gradient_compression out of the plan"
+        )
     if len(sizes) > 1 and len(degrees) > 1:
         raise InputError(
             f"a pipeline of space=spmd needs one tensor degree, found {degrees}; use one, or price them with "
@@ -285,6 +300,7 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
         zero=parallel.zero,
         recompute=parallel.recompute,
         compression=parallel.compression.how,
+        gradient_compression=parallel.gradient_compression,
         sequence=parallel.sequence,
         origin="hand",
         stages=_even_stages(

@@ -93,6 +93,7 @@ class ModelProfile(Section):
     device: str = Field(description="the device the seconds hold for")
     source: str = Field(description="measured (how, when) or analytic (from what)")
     sample: str = Field("one sample", description="what one sample is, e.g. a sequence of 1024 tokens")
+    causal: bool = Field(False, description="tokens see those before them only")
     dtype: str = "bfloat16"
     bytes_per_weight: Positive = Field(2.0, description="of a gradient and of a gathered weight on the wire")
     state_bytes: Positive = Field(

@@ -10,6 +10,8 @@ time them on, so autotuning is off.
 import importlib.util
 import os
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,7 +23,6 @@ from jhpt.core.errors import InputError, NotHere
 from jhpt.measure.device import DeviceInfo
 from jhpt.measure.quiet import quiet
 from jhpt.measure.targets import chip_of, target_config
-from jhpt.sharding.options import compiler_options
 
 COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_autotune_level": "0"}
 """For `compile(compiler_options=...)`."""
@@ -74,15 +75,15 @@ def compile_only_info(cluster: Cluster) -> DeviceInfo:
     )
 
 
-def compiled_for(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program for devices that are not there.
+def compiled_for(lowered: jax.stages.Lowered, options: Mapping[str, Any] = MappingProxyType({})) -> jax.stages.Compiled:
+    """Compiles a program for devices that are not there; options: the compiler's, beside `COMPILER_OPTIONS`.
 
     Raises:
       NotHere: the compiler lacks a library.
     """
     try:
         with quiet():
-            return lowered.compile(compiler_options=COMPILER_OPTIONS | compiler_options("gpu"))
+            return lowered.compile(compiler_options=COMPILER_OPTIONS | dict(options))
     except RuntimeError as error:
         if (library := missing_library(str(error))) is None:
             raise

@@ -68,8 +68,8 @@ class NormParameters(nn.Module):
         }
 
 
-class BERTBlock(nn.Module):
-    """One layer up to its last sum: x = norm(x + attention(x)); mlp(x)."""
+class Attention(nn.Module):
+    """x, and attention(x) in parts; and the norm of their sum."""
 
     config: BERTConfig
     dtype: Any
@@ -77,15 +77,24 @@ class BERTBlock(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: jax.Array, keys: jax.Array | None, lengths: jax.Array | None) -> Parted:
-        config = self.config
+    def __call__(self, x: jax.Array, lengths: jax.Array | None, ticket: jax.Array | None) -> Parted:
         x = checkpoint_name(x, "residual_in")
-        half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
-        part, bias, tokens = half(x, None, lengths)
-        x = collected(Parted(x, part, tokens, bias), config.dropout, keys, 0, self.hooks, "projection_out")
-        x = norm("layernorm", config.norm_eps, self.dtype, "attention_norm")(x)
-        part, bias = MLPHalf(config, self.dtype, self.hooks, name="mlp")(x, tokens)
-        return Parted(x, part, tokens, bias, NormParameters(config.d_model, name="mlp_norm")())
+        half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, name="attention")
+        part, bias, tokens = half(x, x, None, lengths, ticket)
+        return Parted(x, part, tokens, bias, NormParameters(self.config.d_model, name="attention_norm")())
+
+
+class FeedForward(nn.Module):
+    """x, and mlp(x) in parts; and the norm of their sum."""
+
+    config: BERTConfig
+    dtype: Any
+    hooks: Hooks
+
+    @nn.compact
+    def __call__(self, x: jax.Array, tokens: jax.Array | None, ticket: jax.Array | None) -> Parted:
+        part, bias = MLPHalf(self.config, self.dtype, self.hooks, name="mlp")(x, tokens, ticket)
+        return Parted(x, part, tokens, bias, NormParameters(self.config.d_model, name="mlp_norm")())
 
 
 class MaskedLMHead(nn.Module):
@@ -119,8 +128,12 @@ class BERT:
         return BERTEmbedding(self.config, self.dtype, self.hooks)
 
     @property
-    def _block(self) -> BERTBlock:
-        return BERTBlock(self.config, self.dtype, self.hooks, self.implementation)
+    def _attention(self) -> Attention:
+        return Attention(self.config, self.dtype, self.hooks, self.implementation)
+
+    @property
+    def _feed_forward(self) -> FeedForward:
+        return FeedForward(self.config, self.dtype, self.hooks)
 
     @property
     def _head(self) -> MaskedLMHead:
@@ -136,9 +149,14 @@ class BERT:
         tokens = jnp.zeros((1, 1), jnp.int32)
         embedding = self._embedding.init(keys[0], tokens, None)["params"]
         x = jnp.zeros((1, 1, self.config.d_model), self.dtype)
+
+        def block(key: jax.Array) -> Any:
+            attention = self._attention.init(key, x, None, None)["params"]
+            return attention | self._feed_forward.init(key, x, None, None)["params"]
+
         return {
             "embedding": embedding,
-            "blocks": init_layers(self._block, keys[1], self.config.num_layers, x, None, None),
+            "blocks": init_layers(block, keys[1], self.config.num_layers),
             "head": self._head.init(keys[2], x, embedding["tokens"])["params"],
             "pooler": self._pooler.init(keys[3], x)["params"],
         }
@@ -155,18 +173,29 @@ class BERT:
         self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None, lengths: jax.Array | None = None
     ) -> jax.Array:
         """One layer: x[B, S, D] -> x[B, S, D]; positions at or beyond `lengths[B]` are not attended to."""
-        return self.finish(self.begin(layer_params, x, keys, lengths), keys)
+        return self.finish(self.feed(layer_params, self.attend(layer_params, x, lengths=lengths), keys), keys)
 
-    def begin(
-        self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None, lengths: jax.Array | None = None
+    # A layer, cut before each of its sums over the shards; keys and tickets as in `block` and `hooks.wait`.
+
+    def attend(
+        self, layer_params: Any, x: jax.Array, ticket: jax.Array | None = None, lengths: jax.Array | None = None
     ) -> Parted:
-        """One layer up to its last sum."""
-        return apply(self._block, layer_params, x, keys, lengths)
+        """Up to the first sum."""
+        return apply(self._attention, layer_params, x, lengths, ticket)
+
+    def feed(
+        self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ticket: jax.Array | None = None
+    ) -> Parted:
+        """From there up to the second."""
+        x = collected(parted, self.config.dropout, keys, 0, self.hooks, "projection_out")
+        return apply(self._feed_forward, layer_params, self._normed(x, parted), parted.tokens, ticket)
 
     def finish(self, parted: Parted, keys: jax.Array | None = None) -> jax.Array:
-        """The rest of the layer."""
-        x = collected(parted, self.config.dropout, keys, 1, self.hooks, "mlp_out")
-        return apply(norm("layernorm", self.config.norm_eps, self.dtype, "mlp_norm"), parted.norm, x)
+        """The rest."""
+        return self._normed(collected(parted, self.config.dropout, keys, 1, self.hooks, "mlp_out"), parted)
+
+    def _normed(self, x: jax.Array, parted: Parted) -> jax.Array:
+        return apply(norm("layernorm", self.config.norm_eps, self.dtype, "norm"), parted.norm, x)
 
     def encode(
         self,

@@ -53,8 +53,8 @@ class GPTEmbedding(nn.Module):
         return x
 
 
-class GPTBlock(nn.Module):
-    """One layer up to its last sum: x += attention(norm(x)); mlp(norm(x))."""
+class Attention(nn.Module):
+    """x, and attention(norm(x)) in parts."""
 
     config: GPTConfig
     dtype: Any
@@ -62,15 +62,25 @@ class GPTBlock(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: jax.Array, keys: jax.Array | None, rotation: Rotation | None) -> Parted:
-        config = self.config
+    def __call__(self, x: jax.Array, rotation: Rotation | None, ticket: jax.Array | None) -> Parted:
         x = checkpoint_name(x, "residual_in")
-        half = AttentionHalf(config, self.dtype, self.hooks, self.implementation, name="attention")
-        h = norm(config.norm, config.norm_eps, self.dtype, "attention_norm")(x)
-        part, bias, tokens = half(h, rotation, None)
-        x = collected(Parted(x, part, tokens, bias), config.dropout, keys, 0, self.hooks, "projection_out")
-        h = norm(config.norm, config.norm_eps, self.dtype, "mlp_norm")(x)
-        part, bias = MLPHalf(config, self.dtype, self.hooks, name="mlp")(h, tokens)
+        h = norm(self.config.norm, self.config.norm_eps, self.dtype, "attention_norm")(x)
+        half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, name="attention")
+        part, bias, tokens = half(h, x, rotation, None, ticket)
+        return Parted(x, part, tokens, bias)
+
+
+class FeedForward(nn.Module):
+    """x, and mlp(norm(x)) in parts."""
+
+    config: GPTConfig
+    dtype: Any
+    hooks: Hooks
+
+    @nn.compact
+    def __call__(self, x: jax.Array, tokens: jax.Array | None, ticket: jax.Array | None) -> Parted:
+        h = norm(self.config.norm, self.config.norm_eps, self.dtype, "mlp_norm")(x)
+        part, bias = MLPHalf(self.config, self.dtype, self.hooks, name="mlp")(h, tokens, ticket)
         return Parted(x, part, tokens, bias)
 
 
@@ -105,8 +115,12 @@ class GPT:
         return GPTEmbedding(self.config, self.dtype, self.hooks)
 
     @property
-    def _block(self) -> GPTBlock:
-        return GPTBlock(self.config, self.dtype, self.hooks, self.implementation)
+    def _attention(self) -> Attention:
+        return Attention(self.config, self.dtype, self.hooks, self.implementation)
+
+    @property
+    def _feed_forward(self) -> FeedForward:
+        return FeedForward(self.config, self.dtype, self.hooks)
 
     @property
     def _head(self) -> GPTHead:
@@ -126,7 +140,12 @@ class GPT:
         tokens = jnp.zeros((1, 1), jnp.int32)
         embedding = self._embedding.init(keys[0], tokens)["params"]
         x = jnp.zeros((1, 1, self.config.d_model), self.dtype)
-        blocks = init_layers(self._block, keys[1], self.config.num_layers, x, None, self._rotation(1))
+
+        def block(key: jax.Array) -> Any:
+            attention = self._attention.init(key, x, self._rotation(1), None)["params"]
+            return attention | self._feed_forward.init(key, x, None, None)["params"]
+
+        blocks = init_layers(block, keys[1], self.config.num_layers)
         head = self._head.init(keys[2], x, self._table({"embedding": embedding}))["params"]
         return {"embedding": embedding, "blocks": blocks, "head": head}
 
@@ -136,14 +155,23 @@ class GPT:
 
     def block(self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """One layer: x[B, S, D] -> x[B, S, D]."""
-        return self.finish(self.begin(layer_params, x, keys), keys)
+        return self.finish(self.feed(layer_params, self.attend(layer_params, x), keys), keys)
 
-    def begin(self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None) -> Parted:
-        """One layer up to its last sum."""
-        return apply(self._block, layer_params, x, keys, self._rotation(x.shape[1] * self.hooks.rows))
+    # A layer, cut before each of its sums over the shards; keys and tickets as in `block` and `hooks.wait`.
+
+    def attend(self, layer_params: Any, x: jax.Array, ticket: jax.Array | None = None) -> Parted:
+        """Up to the first sum."""
+        return apply(self._attention, layer_params, x, self._rotation(x.shape[1] * self.hooks.rows), ticket)
+
+    def feed(
+        self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ticket: jax.Array | None = None
+    ) -> Parted:
+        """From there up to the second."""
+        x = collected(parted, self.config.dropout, keys, 0, self.hooks, "projection_out")
+        return apply(self._feed_forward, layer_params, x, parted.tokens, ticket)
 
     def finish(self, parted: Parted, keys: jax.Array | None = None) -> jax.Array:
-        """The rest of the layer."""
+        """The rest."""
         return collected(parted, self.config.dropout, keys, 1, self.hooks, "mlp_out")
 
     def logits(self, params: Any, x: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ def enter_at_once(x: jax.Array) -> tuple[jax.Array, Settle]:
     return x, same
 
 
-def all_alike(q: jax.Array, k: jax.Array, lengths: jax.Array | None) -> None:
+def all_alike(q: jax.Array, k: jax.Array, lengths: jax.Array | None, residual: jax.Array) -> None:
     """No token matters more than others."""
 
 
@@ -42,11 +42,12 @@ class Hooks:
       `collect` leaves a shard's piece.
     own_rows: what the whole sequence has [B, S, ...] -> this shard's piece of it.
     rank: () -> the number of this one.
-    important: (q[B, S, heads, E], k, lengths) of this shard's heads -> tokens, the positions [B, k] that matter most to
-      all shards; None: sums need not know.
+    important: (q[B, S, heads, E], k, lengths) of this shard's heads and the residual stream [B, S, D] that they come
+      from -> tokens, the positions [B, k] that matter most to all shards; None: sums need not know.
     enter: (x, whole, tokens or nothing) -> x, before it meets matrices of which each shard has some columns.
     enter_before: x -> (x, settle) where tokens are chosen from what follows; settle: (y, tokens) -> y, of any y that
       depends on x.
+    wait: (x, ticket or None) -> x, once what gave the ticket is there.
     collect: (part, tokens or nothing) -> the sum of all shards' parts [..., D] of a product.
     join: what every shard has of the last dimension -> the whole.
     total: sum over the shards.
@@ -57,9 +58,10 @@ class Hooks:
     rows: int = 1
     own_rows: Callable[[jax.Array], jax.Array] = whole
     rank: Callable[[], jax.Array | int] = only_shard
-    important: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array | None] = all_alike
+    important: Callable[[jax.Array, jax.Array, jax.Array | None, jax.Array], jax.Array | None] = all_alike
     enter: Callable[..., jax.Array] = same
     enter_before: Callable[[jax.Array], tuple[jax.Array, Settle]] = enter_at_once
+    wait: Callable[[jax.Array, jax.Array | None], jax.Array] = same
     collect: Callable[..., jax.Array] = same
     join: Callable[[jax.Array], jax.Array] = whole
     total: Callable[[jax.Array], jax.Array] = whole

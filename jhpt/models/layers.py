@@ -53,7 +53,7 @@ class Linear(nn.Module):
 
 
 class Parted(NamedTuple):
-    """A shard's part of a product whose sum over the shards is to come, and what follows that.
+    """Half a layer, up to a shard's part of a product: the sum over the shards is to come, and what follows that.
 
     x: the residual stream, to which the sum is added.  part: [B, S, D].  tokens: that matter.  bias, norm: parameters.
     """
@@ -93,7 +93,8 @@ class AttentionHalf(nn.Module):
     """Multi-head attention on an already normalised input; qkv is one matrix [D, K, G + 2, E], grouped by key head,
     so that a tensor axis over K keeps every query beside its key and value.
 
-    Returns (part of the result, its bias, the tokens that matter: `hooks.important`).
+    residual: the rows of the residual stream that x was made of.  ticket: to wait for (`hooks.wait`).
+    Returns (part of the result, its bias, tokens that matter: `hooks.important`).
     """
 
     config: ModelConfig
@@ -103,7 +104,12 @@ class AttentionHalf(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, rotation: Rotation | None, lengths: jax.Array | None
+        self,
+        x: jax.Array,
+        residual: jax.Array,
+        rotation: Rotation | None,
+        lengths: jax.Array | None,
+        ticket: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         config = self.config
         is_gpt = isinstance(config, GPTConfig)
@@ -112,12 +118,13 @@ class AttentionHalf(nn.Module):
         bias = config.bias if isinstance(config, GPTConfig) else True
 
         x, settle = self.hooks.enter_before(x)
+        x = self.hooks.wait(x, ticket)
         qkv = checkpoint_name(Linear((kv_heads, group + 2, width), self.dtype, bias, name="qkv")(x), "qkv")
         q = qkv[..., :group, :].reshape(*x.shape[:2], heads, width)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        tokens = self.hooks.important(q, k, lengths)
+        tokens = self.hooks.important(q, k, lengths, residual)
         tokens = tokens if tokens is None else checkpoint_name(tokens, CHOICE)
         mixed = attention(q, k, v, causal=is_gpt, lengths=lengths, implementation=self.implementation)
         mixed = checkpoint_name(mixed.reshape(*x.shape[:2], heads * width), "attention_out")
@@ -128,7 +135,7 @@ class AttentionHalf(nn.Module):
 class MLPHalf(nn.Module):
     """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) with gate and up in one matrix [D, 2, F].
 
-    tokens: that matter.  Returns (part of the result, its bias).
+    tokens: that matter.  ticket: to wait for.  Returns (part of the result, its bias).
     """
 
     config: ModelConfig
@@ -136,14 +143,16 @@ class MLPHalf(nn.Module):
     hooks: Hooks
 
     @nn.compact
-    def __call__(self, x: jax.Array, tokens: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(
+        self, x: jax.Array, tokens: jax.Array | None, ticket: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         config = self.config
         gpt = config if isinstance(config, GPTConfig) else None
         bias = gpt.bias if gpt else True
         gated = gpt is not None and gpt.activation == "swiglu"
 
         features = ((2,) if gated else ()) + (config.ffn_width // self.hooks.shards,)
-        x = self.hooks.enter(x, tokens)
+        x = self.hooks.wait(self.hooks.enter(x, tokens), ticket)
         hidden = checkpoint_name(Linear(features, self.dtype, bias, name="up")(x), "mlp_hidden")
         if gated:
             active = nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
@@ -195,9 +204,9 @@ def apply(module: nn.Module, params: Any, *inputs: Any) -> Any:
     return module.apply({"params": params}, *inputs)
 
 
-def init_layers(block: nn.Module, key: jax.Array, num_layers: int, *example: Any) -> Any:
+def init_layers(init: Callable[[jax.Array], Any], key: jax.Array, num_layers: int) -> Any:
     """Parameters of `num_layers` independent layers, stacked `[L, ...]`."""
-    return jax.vmap(lambda k: block.init(k, *example)["params"])(jax.random.split(key, num_layers))
+    return jax.vmap(init)(jax.random.split(key, num_layers))
 
 
 BlockFunction = Callable[[Any, jax.Array, jax.Array | None], jax.Array]

@@ -101,6 +101,7 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
         device=device.name,
         source=f"analytic: roofline of {device.name}, {dtype}",
         sample=f"a sequence of {shape.tokens} tokens",
+        causal=isinstance(model, GPTConfig),
         dtype=dtype,
         bytes_per_weight=shape.element,
         state_bytes=STATE_BYTES["adam"],

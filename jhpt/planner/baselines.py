@@ -6,9 +6,10 @@
     1f1b, equal layers      the same stages with 1f1b
     best 3-D grid           every stages x data x tensor grid with equal layers and 1f1b: the best picked by hand
 
-Equal layers: stages differ by one layer at most, longer ones first.  Each baseline is given its best number of
-micro-batches, ZeRO level and recomputation, its devices from the first one of the cluster, and is priced by `estimate`
-as every other plan.  All lie in the decision set of their space, so its plan that is proven optimal is never slower.
+Equal layers: stages differ by one layer at most, longer ones first.  Samples are not cut, and sums are compressed only
+where nothing else is asked for.  Each baseline is given its best number of micro-batches, ZeRO level and recomputation,
+its devices from the first one of the cluster, and is priced by `estimate` as every other plan.  All lie in the decision
+set of their space, or would with their samples cut and be no slower: its plan that is proven optimal is never slower.
 """
 
 import itertools
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jhpt.core.config import divisors
+from jhpt.core.config import Compression, divisors
 from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
@@ -93,6 +94,7 @@ class _Grid:
     micro_batches: int
     zero: Zero
     recompute: bool
+    compression: Compression | None
 
     @property
     def devices(self) -> int:
@@ -105,7 +107,8 @@ def _grids(asked: Request, schedule: Schedule, shapes: Callable[[int], Iterable[
         for stages, data, tensor in shapes(asked.batch // m):
             levels = asked.zero if data > 1 else asked.zero[:1]  # a single replica has nothing to share
             for zero, recompute in itertools.product(levels, asked.recompute):
-                yield _Grid(stages, data, tensor, schedule, asked.batch, m, zero, recompute)
+                how = asked.compression[0] if tensor > 1 else None
+                yield _Grid(stages, data, tensor, schedule, asked.batch, m, zero, recompute, how)
 
 
 def _best(name: str, grids: Iterable[_Grid], table: "_Table") -> Baseline:
@@ -205,6 +208,7 @@ class _Table:
             schedule=grid.schedule,
             zero=grid.zero,
             recompute=grid.recompute,
+            compression=grid.compression or Compression(),
             stages=stages,
         )
 
@@ -217,7 +221,8 @@ class _Table:
         return list(starts[:period])
 
     def _treatment(self, grid: _Grid) -> Treatment:
-        return treated(self.space, grid.stages, grid.batch, grid.micro_batches, grid.zero, grid.recompute)
+        decided = grid.batch, grid.micro_batches, grid.zero, grid.recompute
+        return treated(self.space, grid.stages, *decided, compression=grid.compression)
 
     def _at(self, offset: int, grid: _Grid) -> _Sums:
         kind = self.model.places.offset_class(offset)

@@ -7,9 +7,10 @@ For the sum of N numbers of w bytes over t ranks, n of which travel, as S bytes 
     kernels, two steps  quantize n w + S; sum S + 4 n / t; quantize again 4 n / t + S / t; dequantize S + N w
     kernels, gathered   quantize n w + S; sum t S + N w
 
-Kernels move their bytes at the memory's bandwidth, each tensor once: they compute little.  Where tokens are chosen,
-every rank multiplies its queries and keys twice more in the forward pass, for the softmax's denominators and for what
-each token receives, and the ranks sum 4 bytes a token.  That is work: beside what it runs is not counted on.
+Kernels move their bytes at the memory's bandwidth, each tensor once: they compute little.  Where tokens are chosen by
+attention (`core.compression.by_attention`), every rank multiplies its queries and keys twice more in the forward pass,
+for the softmax's denominators and for what each token receives, and the ranks sum 4 bytes a token.  That is work: what
+could run beside it is not counted on.
 
 Left out: how long it takes to order the scores.
 """
@@ -76,10 +77,8 @@ def kernel_seconds(ranks: int, how: Compression, stream: Stream, samples: int, d
     return moved / device.memory_bandwidth
 
 
-def choice_seconds(group: Group, how: Compression, stream: Stream, samples: int, device: Device, dtype: str) -> float:
-    """Seconds of a forward pass in which ranks find, and agree on, the important tokens of a block."""
-    if how.tokens == 1:
-        return 0.0
+def choice_seconds(group: Group, stream: Stream, samples: int, device: Device, dtype: str) -> float:
+    """Seconds of a forward pass in which ranks agree on the tokens of a block that receive most attention."""
     scores = all_reduce(group, float(SCORE_BYTES * samples * stream.tokens))
     products = 2 * 2.0 * samples * stream.tokens**2 * stream.width / group.size
     read = 2 * 2.0 * samples * stream.tokens * stream.width * stream.element / group.size

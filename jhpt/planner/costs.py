@@ -4,8 +4,7 @@ For a stage of k = d t devices, a layer at tensor degree t and a micro-batch of 
 
     object           moment                         seconds
     compute          per micro-batch                profiled at ceil(b / d) samples and degree t
-    tensor           per micro-batch, exposed       all_reduce of its activations (forward) and errors (backward) over t;
-                                                    compressed, or beside work, where these are (below)
+    tensor           per micro-batch, exposed       all_reduce of its activations (forward) and errors (backward) over t
     resharding       per micro-batch, exposed       all_gather of the activation where neighbouring degrees differ
     ZeRO-3           per micro-batch, prefetched    all_gather of weights in both passes, reduce_scatter of gradients:
                                                     a layer takes max(its work, its traffic)
@@ -14,10 +13,11 @@ For a stage of k = d t devices, a layer at tensor degree t and a micro-batch of 
     ZeRO-1           once, in the first forward     all_gather of weights: what a layer's forward pass does not hide
     update           once, at the end               optimizer over its share of the state
 
-With the samples in several chunks a layer takes the period of `overlap`, and the layer that begins a run its filling;
-of that, what exceeds the plain work is tensor seconds.  Gradients of weights are not counted on to hide anything: other
-chunks already do.  Compressed sums cost what the head of `compression` says.  In one SPMD program both concern the
-layers between the ends only.  Left out: that several gathers and sums share a link, and the memory of a chunk's sum.
+Tensor seconds may be fewer.  With the samples in several chunks a layer takes the period of `overlap`, and the layer
+that begins a run its filling; of that, what exceeds the plain work is tensor seconds.  Gradients of weights are not
+counted on to hide anything: other chunks already do.  Compressed sums cost what the head of `compression` says.  In one
+SPMD program both concern the layers between the ends only.  Left out: that several gathers and sums share a link, and
+the memory of a chunk's sum.
 
 Where a cluster does not overlap communication with computation, all of it is exposed: a ZeRO-3 layer takes its work
 plus its traffic, ZeRO-1 all of its traffic, and gradients are summed when the last backward is over.  What is exposed
@@ -47,6 +47,7 @@ from typing import Literal
 import numpy as np
 
 from jhpt.core.cluster import Cluster
+from jhpt.core.compression import by_attention
 from jhpt.core.config import Compression
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
@@ -57,9 +58,11 @@ from jhpt.planner.program import Held, Slot, held, in_pipeline, with_ends
 from jhpt.planner.schedule import Array
 from jhpt.planner.tables import LayerCosts, Treatment, picked
 
-FORWARD, BACKWARD = 0, 1
-
 Direction = Literal[0, 1]
+
+FORWARD: Literal[0] = 0
+BACKWARD: Literal[1] = 1
+DIRECTIONS: tuple[Direction, ...] = (FORWARD, BACKWARD)
 
 
 class CostModel:
@@ -120,15 +123,13 @@ class CostModel:
 
         Infinite where a layer does not allow the degree.
         """
+        if treatment.sample_chunks == (1,):
+            return self.table(place, tensor, treatment)
         key = (place, tensor, treatment)
         if key not in self._costs:
             chosen = self.sample_chunks(place.devices, tensor, treatment)
-            tables = {c: self.table(place, tensor, replace(treatment, sample_chunks=(c,))) for c in set(chosen)}
-            if set(chosen) == {1}:
-                self._costs[key] = tables[1]
-            else:
-                ends = {0: tables[chosen[0]]}
-                self._costs[key] = picked(tables | ends, (0, *chosen[1:-1], 0))
+            tables = {c: self.table(place, tensor, replace(treatment, sample_chunks=(c,))) for c in {1, *chosen}}
+            self._costs[key] = tables[1] if set(chosen) == {1} else picked(tables, (1, *chosen[1:-1], 1))
         return self._costs[key]
 
     def table(self, place: Place, tensor: int, treatment: Treatment) -> LayerCosts:
@@ -144,8 +145,9 @@ class CostModel:
     def sample_chunks(self, devices: int, tensor: int, treatment: Treatment) -> tuple[int, ...]:
         """Into how many chunks every layer cuts its samples, on so many devices: `overlap.partition`.
 
-        A pipeline has one number.  None makes a layer by itself slower than one chunk does, in either direction; so
-        plans with these chunks are never slower than without.
+        A pipeline has one number.  None makes a layer by itself slower than one chunk does, in either direction.  So
+        plans with these chunks are never slower than without; with ZeRO-1 by one filling at most, for weights are not
+        counted on to be gathered beside it.
         """
         local = -(-treatment.micro_batch * tensor // devices)
         candidates = tuple(c for c in treatment.sample_chunks if c <= local)
@@ -170,7 +172,7 @@ class CostModel:
                 [
                     [
                         self._exposed(place, tensor, replace(treatment, sample_chunks=(c,)), local, direction)
-                        for direction in (FORWARD, BACKWARD)
+                        for direction in DIRECTIONS
                     ]
                     for c in candidates
                 ]
@@ -181,7 +183,7 @@ class CostModel:
         slower = (exposed + fillings > exposed[:, :1] * (1 + 1e-12)).any(axis=(0, 2))
         periods = exposed.sum(axis=(0, 2)) + (exposed[:, :, FORWARD].sum(axis=0) if treatment.recompute else 0.0)
         periods = np.where(slower, np.inf, periods)[:, blocks].T
-        first, last = (fillings[:, :, direction].sum(axis=0)[:, blocks].T for direction in (FORWARD, BACKWARD))
+        first, last = (fillings[:, :, direction].sum(axis=0)[:, blocks].T for direction in DIRECTIONS)
         if treatment.program == "piped":
             totals = periods.sum(axis=0) + first[0] + last[-1]
             return (candidates[int(totals.argmin())],) * self.num_layers
@@ -228,8 +230,9 @@ class CostModel:
             backward, backward_tensor = backward + forward, backward_tensor + forward_tensor
         if zero == 3 and self.cluster.overlap:
             beside, after = (scattered, scattered) if piped else (2 * scattered, nothing)
-            forward = np.maximum(forward, scattered - forward_tensor)
-            backward = np.maximum(backward, beside - backward_tensor) + after
+            forward, forward_filling = _beside(forward, forward_filling, scattered - forward_tensor)
+            backward, backward_filling = _beside(backward, backward_filling, beside - backward_tensor)
+            backward = backward + after
         elif zero == 3:
             forward, backward = forward + scattered, backward + 2 * scattered
         own_bytes = self._held(treatment, zero, data)
@@ -307,10 +310,11 @@ class CostModel:
         self, place: Place, tensor: int, treatment: Treatment, local: int, direction: Direction
     ) -> tuple[Array, Array]:
         """[kinds] seconds of a pass beyond its plain work, and those of a run's first layer beside."""
-        operation = self._operation(place, tensor, treatment, direction)
-        plain = self.compute_seconds(local, tensor)[direction] * place.slowdown
-        nothing = np.zeros_like(plain)
         chunks = min(treatment.sample_chunks[0], local) if tensor > 1 else 1
+        operation, nothing = self._operation(place, tensor, treatment, direction), np.zeros(len(self.kinds))
+        if chunks == 1 and treatment.compression is None:
+            return operation.travel(local), nothing
+        plain = self.compute_seconds(local, tensor)[direction] * place.slowdown
         if chunks == 1:
             return operation.travel(local) + (operation.work(local) - plain), nothing
         if self.cluster.overlap:
@@ -357,7 +361,7 @@ class CostModel:
             stream = self.stream
             forward, backward = (
                 np.array([sum_seconds(group, how, stream, samples, size / stream.bytes) for size in sizes])
-                for sizes in map(self._sum_bytes, (FORWARD, BACKWARD))
+                for sizes in map(self._sum_bytes, DIRECTIONS)
             )
             self._compressed[key] = forward, backward
         return self._compressed[key]
@@ -369,10 +373,11 @@ class CostModel:
             assert self.stream is not None, "checked"
             device = self.cluster.nodes[0].device
             one = kernel_seconds(group.size, how, self.stream, samples, device)
-            chosen = choice_seconds(group, how, self.stream, samples, device, self.profile.dtype)
+            looks = by_attention(how, self.profile.causal)
+            chosen = choice_seconds(group, self.stream, samples, device, self.profile.dtype) if looks else 0.0
             forward, backward = (
                 np.array([size / self.stream.bytes * one * on for size in self._sum_bytes(direction)])
-                for direction, on in ((FORWARD, how.forward), (BACKWARD, how.backward))
+                for direction, on in zip(DIRECTIONS, (how.forward, how.backward), strict=True)
             )
             self._coding[key] = np.where(forward + backward > 0, forward + chosen, forward), backward
         return self._coding[key]
@@ -435,3 +440,9 @@ class CostModel:
         (first, devices, data), (to, others, their_data) = sender, receiver
         local = max(-(-batch // data), -(-batch // their_data))
         return hop_seconds(self.places.hop(first, devices, to, others), self.boundary[layer] * local / cut)
+
+
+def _beside(work: Array, first: Array, gathered: Array) -> tuple[Array, Array]:
+    """Work and filling, beside which weights are gathered."""
+    whole = np.maximum(work, gathered)
+    return whole, np.maximum(work + first, gathered) - whole

@@ -102,12 +102,11 @@ def chunk_costs(chunk: Chunk, place: Place, treatment: Treatment, model: CostMod
     """Selects every layer's entry from the table of its degree and its chunks of samples.  The ends have one."""
     last = model.num_layers - 1
     keys = [
-        (tensor, 0 if layer in (0, last) else cut)
+        (tensor, 1 if layer in (0, last) else cut)
         for layer, tensor, cut in zip(range(chunk.first, chunk.stop), chunk.tensor, chunk.sample_chunks, strict=True)
     ]
     tables = {
-        (tensor, cut): model.table(place, tensor, replace(treatment, sample_chunks=(cut or 1,)))
-        for tensor, cut in set(keys)
+        (tensor, cut): model.table(place, tensor, replace(treatment, sample_chunks=(cut,))) for tensor, cut in set(keys)
     }
     reshard = sum(
         model.reshard_seconds(place, layer, before, after, treatment.micro_batch)

@@ -10,23 +10,29 @@ Runners-up.  The answer's alternatives are the best plans of other shapes, as fa
 all fit; shapes whose bound was too high are not among them.  `changed` adds plans of the
 winner's own shape with one decision changed; of those some are faster and do not fit, which says why the planner had to
 decide as it did.
+
+Tensor communication is what sums cost: what nothing hides of them, and what chunks and codes cost on top.  `savings`
+says what chunks of samples and compression spare a step, or why they were left out.
 """
 
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from jhpt.core.axes import TENSOR
+from jhpt.core.config import Compression
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Plan, Stage
+from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.baselines import Baseline
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price, slot_of, stage_layers
+from jhpt.planner.request import COMPRESSIONS
 from jhpt.planner.simulation import Timeline, simulate
 from jhpt.planner.solve import Answer
 from jhpt.planner.tables import Treatment, treatment_of
+from jhpt.planner.traffic import traffic
 
 FORMAT = 1
 """Of the JSON; raised when a key changes its meaning."""
@@ -41,10 +47,8 @@ ALTERNATIVES = 5
 NAMES = 4
 """Most names in the text of a run of layers; of more, the first and the last."""
 
-_TOKENS = re.compile(r"a sequence of (\d+) tokens")
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerRun:
     """Neighbouring layers `[first, stop)` of one chunk at one degree."""
 
@@ -54,6 +58,7 @@ class LayerRun:
     names: tuple[str, ...]
     data: int
     tensor: int
+    sample_chunks: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,22 @@ class Rival:
         return ": ".join(filter(None, (percent(self.ratio), "; ".join(parts))))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What a way to spare tensor communication is worth.
+
+    seconds: of a step that it saves; negative: that it would cost.  sent, plain: bytes that a device sends over the
+    tensor axis in a step, with it and without.
+    """
+
+    name: str
+    taken: bool
+    seconds: float
+    sent: float
+    plain: float
+    why: str
+
+
 def layer_runs(stage: Stage, profile: ModelProfile) -> tuple[LayerRun, ...]:
     """The layers of a stage, chunk by chunk, equal treatment joined."""
     runs = []
@@ -93,7 +114,7 @@ def layer_runs(stage: Stage, profile: ModelProfile) -> tuple[LayerRun, ...]:
             stop = first + run.layers
             names = compressed(profile.layers[first:stop])
             data = stage.devices // run.tensor
-            runs.append(LayerRun(chunk=number, first=first, stop=stop, names=names, data=data, tensor=run.tensor))
+            runs.append(LayerRun(number, first, stop, names, data, run.tensor, run.sample_chunks))
             first = stop
     return tuple(runs)
 
@@ -150,8 +171,20 @@ def shape_text(plan: Plan) -> str:
         schedule if several else "",
         f"ZeRO-{plan.zero}" if plan.zero else "",
         "recomputation" if plan.recompute else "",
+        f"{'/'.join(map(str, plan.sample_chunks))} sample chunks" if plan.sample_chunks != (1,) else "",
+        compression_text(plan.compression),
     ]
     return ", ".join(filter(None, parts))
+
+
+def compression_text(how: Compression) -> str:
+    """`sums in 8 bits`, `sums of 30 % of the tokens in 8 bits, of the others in 4`; nothing where it is off."""
+    if not how.on:
+        return ""
+    if how.tokens == 1:
+        return f"sums in {how.bits} bits"
+    others = f"of the others in {how.rest_bits}" if how.rest_bits else "of no others"
+    return f"sums of {100 * how.tokens:.0f} % of the tokens in {how.bits} bits, {others}"
 
 
 def verdict(answer: Answer) -> str:
@@ -165,14 +198,8 @@ def verdict(answer: Answer) -> str:
 def throughput(answer: Answer) -> tuple[float, str]:
     """(samples or tokens per second, which of them)."""
     samples = answer.plan.batch / answer.estimate.seconds
-    tokens = sample_tokens(answer.model.profile)
+    tokens = answer.model.profile.sample_tokens
     return (samples * tokens, "tokens/s") if tokens else (samples, "samples/s")
-
-
-def sample_tokens(profile: ModelProfile) -> int | None:
-    """Tokens in a sample, where a sample is a sequence of a known length."""
-    match = _TOKENS.fullmatch(profile.sample)
-    return int(match[1]) if match else None
 
 
 def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel) -> dict[str, float]:
@@ -222,6 +249,69 @@ def rival(name: str, plan: Plan, answer: Answer) -> Rival:
     )
 
 
+def savings(answer: Answer) -> tuple[Saving, ...]:
+    """What chunks of samples and compression spare, where any layer between the ends has sums over tensor ranks."""
+    plan, last = answer.plan, answer.model.num_layers - 1
+    degrees = (pair for stage in plan.stages for chunk in stage.chunks for pair in enumerate(chunk.tensor, chunk.first))
+    if plan.space == "general" or not any(0 < layer < last and tensor > 1 for layer, tensor in degrees):
+        return ()
+    return (_chunks_saving(answer), *([_compression_saving(answer)] if answer.model.stream else []))
+
+
+def _chunks_saving(answer: Answer) -> Saving:
+    plan, taken = answer.plan, answer.plan.sample_chunks != (1,)
+    other = _cut(plan, 1 if taken else 2)
+    seconds = price(other, answer.model).seconds - answer.estimate.seconds
+    samples = max(plan.batch // plan.micro_batches * t // stage.devices for stage in plan.stages for t in plan.degrees)
+    if taken:
+        why = f"hide {duration(seconds)} of a step's sums behind other chunks"
+    elif not answer.model.cluster.overlap:
+        why = "none: communication does not run beside computation here"
+    elif samples == 1:
+        why = "none: a device has one sample of a micro-batch"
+    else:
+        why = f"none: 2 would make the step {duration(seconds)} longer"
+    saved = seconds if taken else -seconds
+    sent, plain = (_tensor_bytes(one, answer) for one in ((plan, other) if taken else (other, plan)))
+    return Saving(name="sample chunks", taken=taken, seconds=saved, sent=sent, plain=plain, why=why)
+
+
+def _compression_saving(answer: Answer) -> Saving:
+    plan, taken = answer.plan, answer.plan.compression.on
+    other = plan.model_copy(update={"compression": Compression() if taken else COMPRESSIONS[0]})
+    difference = price(other, answer.model).seconds - answer.estimate.seconds
+    seconds = difference if taken else -difference
+    sent, plain = (_tensor_bytes(one, answer) for one in ((plan, other) if taken else (other, plan)))
+    wire = f"{gib(sent)} instead of {gib(plain)} over the tensor axis"
+    off = f"off: in {COMPRESSIONS[0].bits} bits a device would send {wire}"
+    if taken:
+        why = f"{compression_text(plan.compression)}: a device sends {wire}, a step takes {duration(seconds)} less"
+    elif seconds > 0:
+        choose = "parallel.compression=auto lets the planner choose"
+        why = f"{off}, and a step take {duration(seconds)} less; {choose}"
+    else:
+        why = f"{off}, but a step take {duration(-seconds)} more"
+    return Saving(name="compression", taken=taken, seconds=seconds, sent=sent, plain=plain, why=why)
+
+
+def _cut(plan: Plan, chunks: int) -> Plan:
+    """The plan with so many chunks of samples everywhere."""
+
+    def cut(chunk: Chunk) -> Chunk:
+        return chunk.model_copy(update={"runs": runs_of(chunk.tensor, (chunks,) * len(chunk.tensor))})
+
+    stages = tuple(
+        stage.model_copy(update={"chunks": tuple(cut(chunk) for chunk in stage.chunks)}) for stage in plan.stages
+    )
+    return plan.model_copy(update={"stages": stages})
+
+
+def _tensor_bytes(plan: Plan, answer: Answer) -> float:
+    """What a device of the stage that sends most sends over the tensor axis."""
+    stages = traffic(plan, answer.model.profile, overlap=answer.model.cluster.overlap)
+    return max(sum(sent.bytes for (_, axis), sent in stage.items() if axis.startswith(TENSOR)) for stage in stages)
+
+
 def alternatives(answer: Answer, count: int = ALTERNATIVES) -> tuple[Rival, ...]:
     """The fastest plans of other shapes."""
     return tuple(rival(shape_text(plan), plan, answer) for plan in answer.alternatives[:count])
@@ -247,6 +337,11 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         if zero != plan.zero and replicated:
             yield (f"ZeRO-{zero}" if zero else "no ZeRO"), {"zero": zero}
     yield ("no recomputation" if plan.recompute else "recomputation"), {"recompute": not plan.recompute}
+    if plan.degrees[-1] > 1 and plan.space == "spmd":
+        if plan.sample_chunks != (1,):
+            yield "samples in one piece", {"stages": _cut(plan, 1).stages}
+        if plan.compression.on:
+            yield "no compression", {"compression": Compression()}
     for count in (plan.micro_batches // 2, plan.micro_batches * 2):
         if count and plan.batch % count == 0:
             yield f"{count} micro-batch{'es' if count > 1 else ''}", {"micro_batches": count}
@@ -262,7 +357,7 @@ def timeline(answer: Answer) -> Timeline:
 def to_json(answer: Answer, baselines: Sequence[Baseline] = ()) -> dict[str, Any]:
     """Everything that is known about an answer: bytes, seconds, JSON types only."""
     plan, model, estimate = answer.plan, answer.model, answer.estimate
-    profile, tokens = model.profile, sample_tokens(model.profile)
+    profile, tokens = model.profile, model.profile.sample_tokens
     samples = plan.batch / estimate.seconds
     return {
         "format": FORMAT,
@@ -287,6 +382,7 @@ def to_json(answer: Answer, baselines: Sequence[Baseline] = ()) -> dict[str, Any
             "working": plan.devices,
             "idle": list(idle_devices(plan, model.cluster.num_devices)),
         },
+        "savings": [asdict(each) for each in savings(answer)],
         "stages": [_stage_json(answer, position) for position in range(len(plan.stages))],
         "baselines": [_baseline_json(baseline, answer) for baseline in baselines],
         "changes": [_rival_json(each) for each in changed(answer)],
@@ -308,6 +404,7 @@ def _stage_json(answer: Answer, position: int) -> dict[str, Any]:
                 "names": list(run.names),
                 "data": run.data,
                 "tensor": run.tensor,
+                "sample_chunks": run.sample_chunks,
             }
             for run in runs
         ],

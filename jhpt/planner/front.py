@@ -20,7 +20,7 @@ from jhpt.core.roofline import ELEMENT_BYTES
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.importers import read_profile
 from jhpt.planner.local import local_cluster, local_profile
-from jhpt.planner.request import Request, request
+from jhpt.planner.request import SAMPLE_CHUNKS, Request, compressions, request
 from jhpt.planner.solve import Answer, Space, solve
 
 EXAMPLES = ("h100x8x8", "a100x8x4", "v100x4x4-10gbe")
@@ -60,7 +60,8 @@ def plan(
     """The fastest plan for one training step.
 
     Args:
-      config: as for `jhpt.train`, or the name of a classic network (vgg16, resnet50, gnmt).
+      config: as for `jhpt.train`, or the name of a classic network (vgg16, resnet50, gnmt).  Of its section `parallel`
+        only `compression` counts: as it says, or with `auto` as the planner chooses.
       cluster: a name such as h100x8x8, a file, or a `Cluster`; None: this machine, as `jhpt profile` measured it.
       profile: the layers' costs, or a file of them; None: measured by `jhpt profile` where the cluster is this machine,
         else from the datasheet of the cluster's devices.
@@ -113,9 +114,15 @@ def prepare(
         raise InputError(f"{network} is a fixed table of layers and takes no settings; leave out {one_of(overrides)}")
     machine = resolve_cluster(cluster)
     memory = parse_bytes(budget) if budget is not None else None
-    asked = request(_batch(batch, named, network), micro_batches)
+    costs = resolve_profile(profile, named, network, machine, measured=cluster is None)
+    asked = request(
+        _batch(batch, named, network),
+        micro_batches,
+        sample_chunks=SAMPLE_CHUNKS if costs.sample_tokens else (1,),
+        compression=compressions(named.parallel.compression) if named else (None,),
+    )
     return Task(
-        profile=resolve_profile(profile, named, network, machine, measured=cluster is None),
+        profile=costs,
         cluster=capped(machine, memory) if memory is not None else machine,
         asked=replace(asked, schedules=(schedule,)) if schedule else asked,
         space=space,

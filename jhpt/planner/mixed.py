@@ -93,7 +93,7 @@ def options(question: Question, model: CostModel, cap: int, limit: float = np.in
         grown: dict[int, Array] = {}
         came: dict[int, npt.NDArray[np.int64]] = {}
         for t in (t for t in degrees if model.allowed(layer, t)):
-            labels, origin = _extended(fronts, layer, t, costs[t], question, model)
+            labels, origin = _extended(fronts, layer, t, costs, question, model)
             keep = np.flatnonzero(rest.allows(labels, layer, limit))
             labels, origin = labels[keep], origin[keep]
             keep = _undominated(rest.criteria(labels))
@@ -156,9 +156,10 @@ class _Rest:
 
 
 def _extended(
-    fronts: dict[int, Array], layer: int, t: int, costs: LayerCosts, question: Question, model: CostModel
+    fronts: dict[int, Array], layer: int, t: int, tables: dict[int, LayerCosts], question: Question, model: CostModel
 ) -> tuple[Array, npt.NDArray[np.int64]]:
     """Labels with `layer` at degree t put before them; origin: (degree, index) of the label each came from."""
+    costs = tables[t]
     if layer == question.stop - 1:
         start, origin = np.zeros((1, 8)), np.array([[0, 0]])
         start[:, LEAVING] = t if question.stop < model.num_layers else 0
@@ -170,6 +171,9 @@ def _extended(
             moved = labels.copy()
             reshard = model.reshard_seconds(question.place, layer, t, after, question.treatment.micro_batch) / 2
             moved[:, [FORWARD, BACKWARD]] += reshard
+            if after != t:  # the chunks of neither layer go on in the other
+                moved[:, FORWARD] += tables[after].forward_filling[layer + 1]
+                moved[:, [BACKWARD, ERRORS]] += costs.backward_filling[layer]
             parts.append(moved)
             origins.append(np.stack([np.full(len(labels), after), np.arange(len(labels))], axis=1))
         start, origin = np.concatenate(parts), np.concatenate(origins)

@@ -14,8 +14,8 @@ Operations that are alike follow each other every
 
     T(c) = max(sum of f(n_q) + g(n_q),  sum of a(n_q),  f(n_0) + a(n_0))
 
-seconds, n_0 the largest, and the first of them takes `filling` seconds more.  More chunks hide more, until work in small pieces and the
-latencies of many sums cost more than what is hidden.
+seconds, n_0 the largest, and the first of them takes `filling` seconds more.  More chunks hide more, until work in
+small pieces and the latencies of many sums cost more than what is hidden.
 
 `partition` finds the numbers of chunks of a row of layers in O(L |C|^2).  Its cost is additive: a run of layers cut
 alike takes the sum of their T, and once the filling of its first layer forward and of its last layer backward, as if it

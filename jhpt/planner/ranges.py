@@ -34,6 +34,7 @@ def ranges(costs: LayerCosts, slot: Slot, model: CostModel, local: float) -> Ran
       local: samples of a micro-batch on one device, for the transfer buffers.
     """
     errors = costs.backward + costs.backward_tensor
+    first, last = costs.forward_filling[:, None], costs.backward_filling[None, :]
     update, state = sums(costs.update) + slot.seconds(used=False), sums(costs.state) + slot.state
     used = slot.seconds(used=True) - slot.seconds(used=False)
     update[0, :] += used
@@ -45,9 +46,9 @@ def ranges(costs: LayerCosts, slot: Slot, model: CostModel, local: float) -> Ran
     come = np.concatenate([[0.0], model.boundary[:-1]])
     leave = np.concatenate([model.boundary[:-1], [0.0]])
     return Ranges(
-        forward=sums(costs.forward + costs.forward_tensor),
-        backward=sums(errors),
-        sync=_sync(errors, costs.gradients),
+        forward=sums(costs.forward + costs.forward_tensor) + first,
+        backward=sums(errors) + last,
+        sync=_sync(errors, costs.gradients) + last,
         update=update,
         state=state,
         activations=sums(costs.activations) + slot.output,

@@ -17,6 +17,7 @@ from jhpt.planner.explain import (
     names_text,
     percent,
     rival,
+    savings,
     shape_text,
     spans,
     spans_text,
@@ -58,7 +59,7 @@ def print_answer(console: Console, answer: Answer, baselines: Sequence[Baseline]
 
 
 def summary(answer: Answer) -> list[str]:
-    """The plan in four lines."""
+    """The plan in four lines, and what is done about tensor communication where there is any."""
     plan, profile, cluster = answer.plan, answer.model.profile, answer.model.cluster
     rate, unit = throughput(answer)
     count = f"{plan.batch} sample{'s' if plan.batch > 1 else ''}"
@@ -68,6 +69,7 @@ def summary(answer: Answer) -> list[str]:
         f"{profile.name} on {cluster.name}: {count} a step, each {profile.sample}; {profile.source}",
         f"plan: {shape_text(plan)}",
         f"step: {duration(answer.estimate.seconds)}, {rate:,.0f} {unit}; {verdict(answer)}{bound}",
+        *(f"{saving.name}: {saving.why}" for saving in savings(answer)),
         f"devices: {plan.devices} of {cluster.num_devices} work"
         + (f"; idle: {spans_text(spans(idle))}" if idle else ""),
     ]

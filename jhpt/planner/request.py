@@ -5,11 +5,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from jhpt.core.config import divisors, one_of
+from jhpt.core.config import Compression, CompressionConfig, divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, Schedule, Zero
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price
+
+SAMPLE_CHUNKS = (1, 2, 4)
+"""What the planner chooses from where a model is trained."""
+
+COMPRESSIONS = (Compression(bits=8), Compression(tokens=0.3, bits=8, rest_bits=4, steps=2))
+"""What `parallel.compression: auto` chooses from: settings that train as well as none does (docs/compression.md)."""
 
 TOLERANCE = 1e-12
 """Relative; two plans closer than this count as equally fast."""
@@ -25,6 +31,10 @@ class Request:
     zero: tuple[Zero, ...] = (0, 1, 3)
     recompute: tuple[bool, ...] = (False, True)
     max_stages: int = 1 << 30
+    sample_chunks: tuple[int, ...] = (1,)
+    """Into how many chunks layers may cut their samples."""
+    compression: tuple[Compression | None, ...] = (None,)
+    """How sums over the tensor axis may travel; None: as they are."""
 
 
 def request(batch: int, micro_batches: int | Iterable[int] | None = None, **options: Any) -> Request:
@@ -86,8 +96,15 @@ class Incumbent:
         self.unvisited = min(self.unvisited, bound)
 
 
+def compressions(config: CompressionConfig) -> tuple[Compression | None, ...]:
+    """What the section `parallel.compression` leaves to choose from."""
+    if config.auto:
+        return (None, *COMPRESSIONS)
+    return (config.how if config.on else None,)
+
+
 def shape_of(plan: Plan) -> tuple[object, ...]:
-    """What tells alternatives apart: plans of one shape differ in cuts and micro-batches only."""
+    """What tells alternatives apart: plans of one shape differ in cuts, micro-batches and chunks of samples only."""
     degrees = {run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs}
     devices = tuple(sorted(stage.devices for stage in plan.stages))
-    return len(plan.stages), plan.chunks, devices, tuple(sorted(degrees)), plan.schedule
+    return len(plan.stages), plan.chunks, devices, tuple(sorted(degrees)), plan.schedule, plan.compression.on

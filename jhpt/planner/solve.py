@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from jhpt.core.cluster import Cluster
+from jhpt.core.config import Compression
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, Schedule, Zero
 from jhpt.core.profile import ModelProfile
@@ -43,13 +44,17 @@ def plan(
     schedules: tuple[Schedule, ...] | None = None,
     zero: tuple[Zero, ...] = (0, 1, 3),
     recompute: tuple[bool, ...] = (False, True),
+    sample_chunks: tuple[int, ...] = (1,),
+    compression: tuple[Compression | None, ...] = (None,),
 ) -> Plan:
     """The fastest plan of `space` for a step of `batch` samples.
 
     Raises:
       InputError: nothing fits, with the numbers and the nearest change that would; or the request is impossible.
     """
-    asked = request(batch, microbatches, zero=zero, recompute=recompute)
+    asked = request(
+        batch, microbatches, zero=zero, recompute=recompute, sample_chunks=sample_chunks, compression=compression
+    )
     if schedules is not None:
         asked = replace(asked, schedules=schedules)
     return solve(profile, cluster, asked, space).plan
@@ -63,6 +68,8 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
             f"{cluster.name} has nodes of different kinds, which one SPMD program cannot use evenly; "
             "plan it with --space general, or give a cluster of one kind"
         )
+    if space == "general" or model.stream is None:
+        asked = _uncompressed(asked, f"space={space}" if space == "general" else f"a sample that is {profile.sample}")
     if space == "general" and not pipelines(asked):
         raise InputError("space=general has no interleaved schedule; use 1f1b or gpipe, or space=spmd")
     best = search(asked, model, space)
@@ -72,8 +79,19 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
     found = best.plan.model_copy(update={"device": device, "seconds": best.seconds, "lower_bound": best.lower_bound})
     others = sorted((seconds, index) for index, (seconds, _) in enumerate(best.shapes.values()))
     priced = [p.model_copy(update={"seconds": s}) for s, p in best.shapes.values()]
-    alternatives = tuple(priced[index] for _, index in others if priced[index].stages != found.stages)
+    alternatives = tuple(priced[index] for _, index in others if _differs(priced[index], found))
     return Answer(plan=found, estimate=price(found, model), alternatives=alternatives, model=model)
+
+
+def _uncompressed(asked: Request, of: str) -> Request:
+    """Without what compression the request leaves to choose; InputError where it leaves no choice."""
+    if None not in asked.compression:
+        raise InputError(f"there is no compression of {of}: it is of tokens, by one program; parallel.compression=off")
+    return replace(asked, compression=(None,))
+
+
+def _differs(one: Plan, other: Plan) -> bool:
+    return (one.stages, one.compression) != (other.stages, other.compression)
 
 
 def search(asked: Request, model: CostModel, space: Space) -> Incumbent:

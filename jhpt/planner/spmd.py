@@ -12,6 +12,10 @@ Decision set of space="spmd":
                     the balanced ones (`balanced`)
     ZeRO            0, 1 or 3 where d > 1
     recompute       off or on
+    compression     one of those asked for, where a tensor degree is above 1
+
+Looked up, not decided: every layer cuts its samples into as many chunks as are best for it in a row of all layers at
+its degree, and all layers of a pipeline into as many as are best for them together (`costs.sample_chunks`).
 
 What layers cost is in the head of `program`.  gpipe is faster than 1f1b on the same stages only where a late stage has
 gradients to reduce that outlast the pipeline's drain (tested), and it never needs less memory.
@@ -30,7 +34,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero, runs_of
+from jhpt.core.config import Compression
+from jhpt.core.plan import Chunk, Plan, Schedule, Stage, Zero, runs_of
 from jhpt.planner.bound import (
     StageTerms,
     after,
@@ -73,6 +78,9 @@ class Grid:
     schedule: Schedule
     chunks: int = 1
     space: Space = "spmd"
+    compression: Compression | None = None
+    sample_chunks: tuple[int, ...] = (1,)
+    """To choose from."""
 
     @property
     def per_stage(self) -> int:
@@ -86,7 +94,16 @@ class Grid:
 
     def treatment(self, batch: int) -> Treatment:
         """What all layers share."""
-        return treated(self.space, self.stages, batch, self.micro_batches, self.zero, self.recompute)
+        return treated(
+            self.space,
+            self.stages,
+            batch,
+            self.micro_batches,
+            self.zero,
+            self.recompute,
+            compression=self.compression,
+            sample_chunks=self.sample_chunks,
+        )
 
 
 def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space: Space = "spmd") -> None:
@@ -95,6 +112,8 @@ def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space:
     Args:
       space: "general": of the same plans, run by programs of the stages' own.
     """
+    if space == "general":
+        request = replace(request, sample_chunks=(1,), compression=(None,))
     grids = sorted(_bounded_grids(request, model, space), key=lambda pair: pair[0])
     for bound, grid in grids:
         if bound >= incumbent.cutoff:
@@ -125,9 +144,12 @@ def _bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator
                 for zero, recompute in itertools.product(request.zero, request.recompute):
                     if zero and data == 1 and 0 in request.zero:
                         continue
-                    grid = Grid(1, data, tensor, m, zero, recompute, "1f1b", space=space)
-                    yield from _single(grid, request, model)
-                    yield from _pipelines(replace(grid, stages=2), request, model)
+                    # A single rank sums nothing.
+                    for how in request.compression if tensor > 1 else (None,):
+                        cuts = request.sample_chunks if tensor > 1 else (1,)
+                        grid = Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, how, cuts)
+                        yield from _single(grid, request, model)
+                        yield from _pipelines(replace(grid, stages=2), request, model)
 
 
 @dataclass(frozen=True)
@@ -191,15 +213,17 @@ def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple
         for name, v, bound in found:
             kept = in_flight(name, s, 0, v, m) * (work.activations / v + s * slots[0].output)
             if work.state + s * slots[0].state + kept <= s * memory:
-                shape = s, grid.data, grid.tensor
-                yield max(bound, mean), Grid(*shape, m, grid.zero, grid.recompute, name, v, grid.space)
+                shape = s, grid.data, grid.tensor, m, grid.zero, grid.recompute
+                yield max(bound, mean), Grid(*shape, name, v, grid.space, grid.compression, grid.sample_chunks)
 
 
 def _plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> Plan:
     """`cuts`: the first layer of every chunk after the first, in order."""
     edges = (0, *cuts, model.num_layers)
+    degrees = (grid.tensor,) * model.num_layers
+    samples = model.sample_chunks(grid.per_stage, grid.tensor, grid.treatment(request.batch))
     chunks = [
-        Chunk(first=first, runs=(Run(layers=stop - first, tensor=grid.tensor),))
+        Chunk(first=first, runs=runs_of(degrees[first:stop], samples[first:stop]))
         for first, stop in itertools.pairwise(edges)
     ]
     stages = tuple(
@@ -215,6 +239,7 @@ def _plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel)
         schedule=grid.schedule,
         zero=grid.zero,
         recompute=grid.recompute,
+        compression=grid.compression or Compression(),
         stages=stages,
     )
 
@@ -260,8 +285,10 @@ def _mixed_stages(request: Request, model: CostModel, space: Space, limit: float
         for m in request.micro_batches:
             even = [t for t in divisors if request.batch // m % (devices // t) == 0]
             sets = [chain for chain in (chains(even) if space == "spmd" else [tuple(even)]) if len(chain) > 1]
-            for degrees, zero, recompute in itertools.product(sets, request.zero, request.recompute):
-                treatment = treated(space, 1, request.batch, m, zero, recompute)
+            decided = itertools.product(sets, request.zero, request.recompute, request.compression)
+            for degrees, zero, recompute, how in decided:
+                cuts = request.sample_chunks
+                treatment = treated(space, 1, request.batch, m, zero, recompute, compression=how, sample_chunks=cuts)
                 place = model.places.at(0, devices)
                 question = Question(place, treatment, 0, model.num_layers, 1, m, degrees, piped=False)
                 for asked in _of_one_table(question, model, limit):
@@ -299,8 +326,13 @@ def _try_mixed(
     for option in found:
         seconds = m * (option.forward + option.backward) - option.backward + option.sync + option.update
         if seconds < incumbent.cutoff:
-            chunk = Chunk(first=0, runs=runs_of(list(option.degrees)))
-            grid = Grid(1, 1, devices, m, treatment.zero, treatment.recompute, "1f1b", space=space)
+            cut = {t: model.sample_chunks(devices, t, treatment) for t in set(option.degrees)}
+            samples = [cut[t][layer] for layer, t in enumerate(option.degrees)]
+            if len(samples) > 2:  # the ends are not cut, whatever is written there
+                samples[0], samples[-1] = samples[1], samples[-2]
+            chunk = Chunk(first=0, runs=runs_of(option.degrees, samples))
+            how = treatment.compression if max(option.degrees) > 1 else None
+            grid = Grid(1, 1, devices, m, treatment.zero, treatment.recompute, "1f1b", 1, space, how)
             plan = _plan(grid, (), request, model)
             incumbent.offer(
                 plan.model_copy(update={"stages": (Stage(device=0, devices=devices, chunks=(chunk,)),)}), model

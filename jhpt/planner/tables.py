@@ -1,9 +1,9 @@
 """Costs of a model's layers as arrays, and what the layers of a plan share."""
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from jhpt.core.plan import Plan, Zero
 from jhpt.planner.schedule import Array
 
 Space = Literal["spmd", "general"]
+
+K = TypeVar("K")
 
 Program = Literal["own", "single", "piped"]
 """What runs the layers: a program of each stage's own, or one SPMD program, of one stage or of several."""
@@ -122,19 +124,20 @@ class LayerCosts:
         return self.weights + self.optimizer
 
 
-def picked(tables: Mapping[Hashable, LayerCosts], keys: Sequence[Hashable], first: int = 0) -> LayerCosts:
-    """A row of layers from `first` on, each from the table of its key; where keys differ, and at both ends, with fillings.
+def picked(tables: Mapping[K, LayerCosts], keys: Sequence[K], first: int = 0) -> LayerCosts:
+    """A row of layers from `first` on, each from the table of its key.
 
-    What is filled there is tensor seconds, and not filled once more by whoever begins a row there.
+    Where keys differ, and at both ends of the row, fillings become tensor seconds, and are none for who begins there.
     """
     layers = {key: np.array([at for at, own in enumerate(keys) if own == key]) for key in dict.fromkeys(keys)}
-    values = {field.name: np.zeros(len(keys)) for field in fields(LayerCosts)}
-    for name, row in values.items():
+    values: dict[str, Array] = {}
+    for field in fields(LayerCosts):
+        row = values[field.name] = np.empty(len(keys))
         for key, at in layers.items():
-            row[at] = getattr(tables[key], name)[first + at]
+            row[at] = getattr(tables[key], field.name)[first + at]
     begins = np.array([True, *(one != other for one, other in itertools.pairwise(keys))])
     ends = np.append(begins[1:], True)
     for direction, filled in (("forward", begins), ("backward", ends)):
-        values[f"{direction}_tensor"] += np.where(filled, values[f"{direction}_filling"], 0.0)
+        values[f"{direction}_tensor"][filled] += values[f"{direction}_filling"][filled]
         values[f"{direction}_filling"][filled] = 0.0
     return LayerCosts(**values)

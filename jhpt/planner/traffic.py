@@ -18,6 +18,12 @@ With sequence parallelism each sum of a block is a reduce-scatter and an all-gat
 all-gathers fetch the products' inputs again for the backward pass; the ends gather r once each; r / t goes on to the
 next stage.
 
+With compression the sums of a block, in the directions it has, are an all-to-all and an all-gather of codes, or an
+all-gather alone (`core.compression`); where tokens are chosen, scores of 4 bytes a token are summed as often as the
+attention half runs forward.  With samples in several chunks every chunk is a sum of its own.  The last one's last sum
+is put off into the next block, so that the first block of a run has one too many, of nothing, and recomputation does it
+once more.
+
 Where communication overlaps computation, loops fetch `prefetch` layers ahead and give gradients away one layer late,
 and the surplus travels: a run of neighbouring blocks of one degree gathers `prefetch` blocks more (forward and backward
 pass together) and sums one more.  A chunk of a pipeline has room for as many blocks as the longest one: all of the room
@@ -33,9 +39,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jhpt.core.axes import DATA, PIPE, TENSOR
+from jhpt.core.compression import by_attention, gathers
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan
-from jhpt.core.profile import ModelProfile
+from jhpt.core.profile import LayerKind, ModelProfile
+from jhpt.planner.compression import SCORE_BYTES, Stream, sent_bytes, stream_of
+from jhpt.planner.overlap import chunk_sizes
 
 FLOAT32 = 4
 """Bytes in which gradients are stored."""
@@ -92,8 +101,10 @@ class _Step:
         """All of a stage."""
         for chunk in self.plan.stages[position].chunks:
             layers = range(chunk.first, chunk.stop)
-            for layer, t in zip(layers, chunk.tensor, strict=True):
-                yield from self._activations(layer, t)
+            run = (0, 0)
+            for layer, t, cut in zip(layers, chunk.tensor, chunk.sample_chunks, strict=True):
+                yield from self._activations(layer, t, cut, begins=run != (t, cut))
+                run = (t, cut) if self._is_block(layer) else (0, 0)
                 if self.stages == 1 and not self._is_block(layer):
                     yield from self._gathered(self._own_bytes(layer, t), t, 1 if self.plan.zero else 0)
                     yield from self._summed(self._own_bytes(layer, t), t, 1)
@@ -145,14 +156,17 @@ class _Step:
 
     # What travels.
 
-    def _activations(self, layer: int, t: int) -> Iterator[One]:
-        """Sums over the tensor axis."""
+    def _activations(self, layer: int, t: int, cut: int, *, begins: bool) -> Iterator[One]:
+        """Sums over the tensor axis, of `cut` chunks."""
         if t == 1:
             return
         kind, axis = self.profile.kinds[self.profile.layers[layer]], self._tensor_axis(t)
         forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
         # Of a forward pass that is done again, the MLP's sum is not needed: it is the layer's result.
         again = 0.5 * forward if self._is_block(layer) and self.plan.recompute else 0.0
+        if self._is_block(layer) and (self.plan.compression.on or (cut > 1 and not self.plan.sequence)):
+            yield from self._chunked(kind, t, cut, begins)
+            return
         if self.plan.sequence and self._is_block(layer):
             yield ("reduce-scatter", axis), self._ring(t, forward + backward + again)
             yield ("all-gather", axis), self._ring(t, forward + backward + forward)
@@ -160,6 +174,41 @@ class _Step:
         yield ("all-reduce", axis), self._ring(t, forward + backward + again, 2)
         if self.plan.sequence:
             yield ("all-gather", axis), self._ring(t, self.residual)
+
+    def _chunked(self, kind: LayerKind, t: int, cut: int, begins: bool) -> Iterator[One]:
+        """Of a block, chunk by chunk.  begins: whether it is the first of its run."""
+        how, again = self.plan.compression, self.plan.recompute
+        samples = chunk_sizes(-(-self.plan.batch * t // (self.plan.micro_batches * self.devices)), cut)
+        forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
+        yield from self._sums(1.5 * forward if again else forward, t, samples, how.on and how.forward)
+        if len(samples) > 1:
+            yield from self._sums(self.residual * (begins + again), t, samples[-1:], how.on and how.forward)
+        yield from self._sums(backward, t, samples, how.on and how.backward)
+        if how.on and by_attention(how, self.profile.causal):
+            times = self.plan.micro_batches * (2 if again else 1)
+            scores = SCORE_BYTES * self._stream.tokens * sum(samples)
+            yield ("all-reduce", self._tensor_axis(t)), Sent(times * len(samples), 2 * (t - 1) / t * times * scores)
+
+    def _sums(self, size: float, t: int, samples: tuple[int, ...], compressed: bool) -> Iterator[One]:
+        """Over t ranks, of `size` bytes per sample in all, of so many samples at a time, in every micro-batch."""
+        sums, axis, how = self.plan.micro_batches * size / self.residual, self._tensor_axis(t), self.plan.compression
+        count = sums * len(samples)
+        if not compressed:
+            yield ("all-reduce", axis), Sent(count, 2 * (t - 1) / t * sums * self.residual * sum(samples))
+            return
+        sent = sums * sum(sent_bytes(t, how, self._stream, n) for n in samples)
+        if gathers(t, how):
+            yield ("all-gather", axis), Sent(count, sent)
+            return
+        yield ("all-to-all", axis), Sent(count, sent / 2)
+        yield ("all-gather", axis), Sent(count, sent / 2)
+
+    @property
+    def _stream(self) -> Stream:
+        """Of tokens, that compression speaks of."""
+        if (stream := stream_of(self.profile)) is None:
+            raise InputError(f"compression is of sequences of tokens, and a sample is {self.profile.sample}")
+        return stream
 
     def _ring(self, t: int, size: float, rounds: int = 1) -> Sent:
         """Collectives over t ranks of `size` bytes per sample in all, in every micro-batch."""

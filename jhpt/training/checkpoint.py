@@ -6,11 +6,12 @@ it: configuration, content key of the tokens, versions.  Keys and the data posit
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
@@ -69,18 +70,29 @@ class Checkpoints:
         """Copies the state to the host and writes it in the background; a step that is already saved is left alone."""
         if step == self.latest:
             return
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(_as_dict(state)), record=ocp.args.JsonSave(_as_dict(record))
-        )
-        self._manager.save(step, args=items)
+        parts = {"state": _without_feedback(state), **(state.feedback or {})}
+        items = {name: ocp.args.StandardSave(part) for name, part in parts.items()}
+        self._manager.save(step, args=ocp.args.Composite(**items, record=ocp.args.JsonSave(_as_dict(record))))
 
     def record(self, step: int) -> Record:
         """The record of a checkpoint."""
         return Record(**self._read(step, "record", ocp.args.JsonRestore()))
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state at `step`, laid out as the shapes and shardings of `like` say."""
-        return TrainState(**self._read(step, "state", ocp.args.StandardRestore(_as_dict(like))))
+        """The state at `step`, laid out as the shapes and shardings of `like` say.
+
+        Feedback comes with as many ranks as it was saved with; what of it was not saved is left out.
+        """
+        state = TrainState(**self._read(step, "state", ocp.args.StandardRestore(_without_feedback(like))))
+        if like.feedback is None:
+            return state
+        places = {name: self._manager.directory / str(step) / name for name in like.feedback}
+        found = {
+            name: self._read(step, name, ocp.args.StandardRestore(_with_ranks_of(place, like.feedback[name])))
+            for name, place in places.items()
+            if place.exists()
+        }
+        return replace(state, feedback=found)
 
     def _read(self, step: int, item: str, how: Any) -> dict[str, Any]:
         try:
@@ -103,6 +115,21 @@ class Checkpoints:
 
 def _as_dict(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _with_ranks_of(place: Any, like: Any) -> Any:
+    """`like` with as many ranks, the first dim, as what is saved in `place`."""
+    there = ocp.StandardCheckpointHandler().metadata(place).tree
+    return jax.tree.map(
+        lambda own, saved: jax.ShapeDtypeStruct((saved.shape[0], *own.shape[1:]), own.dtype, sharding=own.sharding),
+        like,
+        there,
+    )
+
+
+def _without_feedback(state: TrainState) -> dict[str, Any]:
+    """Feedback has items of its own: a checkpoint without it is one as from a run without compression."""
+    return {name: part for name, part in _as_dict(state).items() if name != "feedback"}
 
 
 def check_resumable(saved: Record, now: Record, place: str) -> None:

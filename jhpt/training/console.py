@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from jhpt.core.config import GradientCompression
 from jhpt.core.plan import Plan
 from jhpt.core.shapes import parameter_count
 from jhpt.training.metrics import MetricsWriter
@@ -66,8 +67,16 @@ def plan_text(plan: Plan) -> str:
         f"zero {plan.zero}",
         f"{plan.micro_batches} micro-batches",
         "recompute" if plan.recompute else "",
+        gradients_text(plan.gradient_compression),
     ]
     return ", ".join(filter(None, parts))
+
+
+def gradients_text(how: GradientCompression) -> str:
+    """`"gradients top 0.01"`; empty: they are summed as they are."""
+    if how.kind == "topk":
+        return f"gradients top {how.share:.3g}" + (f" with momentum {how.momentum:g}" if how.momentum else "")
+    return f"gradients in {how.bits} bits" if how.on else ""
 
 
 def plan_change(before: Plan, now: Plan) -> str:
@@ -75,7 +84,9 @@ def plan_change(before: Plan, now: Plan) -> str:
     first, second = plan_text(before), plan_text(now)
     if first == second:
         return f"note: the plan has changed, in which layers are where and how they are treated: {second}"
-    return f"note: the plan has changed: {second}; before {first}"
+    drops = before.gradient_compression.on and not now.gradient_compression.on
+    lost = "; what compressed sums of gradients had left for later is dropped" if drops else ""
+    return f"note: the plan has changed: {second}; before {first}{lost}"
 
 
 def _devices_text(setup: Setup) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import tokens_of
+from jhpt.core.compression import by_attention, tokens_of
 from jhpt.core.config import Compression, DataConfig
 from jhpt.kernels.attention_importance import attention_importance
 from jhpt.kernels.implementation import Implementation
@@ -26,7 +26,8 @@ from jhpt.models.gpt import GPT
 from jhpt.models.hooks import Hooks, Settle, same
 from jhpt.models.layers import Parted, fold, layer_keys
 from jhpt.models.vocabulary import token_nll
-from jhpt.sharding import tensor
+from jhpt.sharding import order, tensor
+from jhpt.sharding.choice import causal_choice
 from jhpt.sharding.compressed import Wire, settle
 from jhpt.sharding.parts import Halves, Parts
 from jhpt.training.data.tokenizer import Tokenizer
@@ -58,6 +59,7 @@ def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
     total = partial(tensor.sum_parts, axes)
     return Hooks(
         shards=shards,
+        wait=order.wait,
         rank=lambda: jax.lax.axis_index(axes),
         enter=lambda x, tokens=None: tensor.enter(axes, x),
         enter_before=lambda x: (tensor.enter(axes, x), same),
@@ -90,7 +92,7 @@ def compressed_hooks(
     causal: bool,
     implementation: Implementation = "reference",
 ) -> Hooks:
-    """The same for blocks whose sums are compressed; tokens matter by the attention they receive."""
+    """The same for blocks whose sums are compressed; `important_tokens` says which tokens matter."""
     if shards == 1:
         return Hooks()
     wire = Wire(axes=axes, ranks=shards, how=how, implementation=implementation)
@@ -103,16 +105,39 @@ def compressed_hooks(
     if how.tokens == 1:
         return hooks
 
-    def important(q: jax.Array, k: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        own = attention_importance(q, k, causal=causal, lengths=lengths, implementation=implementation)
-        scores = jax.lax.psum(own, axes)  # ranks own different heads, and have to agree
-        return token_topk(scores, tokens_of(how, q.shape[1]), implementation=implementation)
-
     def enter_before(x: jax.Array) -> tuple[jax.Array, Settle]:
         x, ticket = wire.enter_before(x, tokens_of(how, x.shape[1]))
         return x, lambda y, tokens: settle(y, ticket, tokens)
 
-    return replace(hooks, important=important, enter_before=enter_before)
+    return replace(
+        hooks, important=partial(important_tokens, axes, how, causal, implementation), enter_before=enter_before
+    )
+
+
+def important_tokens(
+    axes: tuple[str, ...],
+    how: Compression,
+    causal: bool,
+    implementation: Implementation,
+    q: jax.Array,
+    k: jax.Array,
+    lengths: jax.Array | None,
+    residual: jax.Array,
+) -> jax.Array:
+    """Positions [B, k], ascending and the same on all ranks: see `Hooks.important`.
+
+        own         the largest |residual row|, as the tokens come (`sharding.choice`)
+        attention   the largest sums over heads and queries of the attention they receive
+
+    The first knows no later token, and all ranks have it already; attention in a causal model looks ahead.
+    """
+    count = tokens_of(how, q.shape[1])
+    if not by_attention(how, causal):
+        size = jnp.sum(jnp.square(jax.lax.stop_gradient(residual).astype(jnp.float32)), 2)
+        return causal_choice(size, count)
+    own = attention_importance(q, k, causal=causal, lengths=lengths, implementation=implementation)
+    scores = jax.lax.psum(own, axes)  # ranks own different heads, and have to agree
+    return token_topk(scores, count, implementation=implementation)
 
 
 def with_cut_sequence(ends: Parts, blocks: Parts, axes: tuple[str, ...]) -> Parts:
@@ -133,16 +158,18 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     def noise(keys: jax.Array) -> jax.Array | None:
         return fold(keys, DROPOUT) if dropout else None
 
-    def begin(params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> Parted:
-        keys, layer = at
-        return model.begin(params, x, layer_keys(noise(keys), layer))
+    def own(at: tuple[jax.Array, Any]) -> jax.Array | None:
+        return layer_keys(noise(at[0]), at[1])
 
     def finish(parted: Parted, at: tuple[jax.Array, Any]) -> jax.Array:
-        keys, layer = at
         tokens = None if parted.tokens is None else parted.tokens.astype(jnp.int32)
-        return model.finish(parted._replace(tokens=tokens), layer_keys(noise(keys), layer))
+        return model.finish(parted._replace(tokens=tokens), own(at))
 
-    halves = Halves(begin=begin, finish=finish)
+    halves = Halves(
+        first=lambda params, x, at, ticket: model.attend(params, x, ticket),
+        second=lambda params, parted, at, ticket: model.feed(params, parted, own(at), ticket),
+        finish=finish,
+    )
 
     def whole(entry: Any, exit_: Any, reads: tuple[str, ...]) -> Parts:
         return Parts(

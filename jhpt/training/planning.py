@@ -22,7 +22,7 @@ from jhpt.core.plan import Plan, check_plan, plan_by_hand
 from jhpt.measure.device import device_info
 from jhpt.measure.network import spanning
 from jhpt.planner.choice import plan_to_run
-from jhpt.planner.request import request
+from jhpt.planner.request import SAMPLE_CHUNKS, compressions, request
 from jhpt.planner.solve import solve
 from jhpt.sharding.mesh import check_runnable
 from jhpt.training.processes import is_main, text_from_main, together
@@ -181,7 +181,11 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
     with together():
         profile = cached_profile(config, grid)[0]
         if is_main():
-            asked = request(config.data.batch_size)
+            asked = request(
+                config.data.batch_size,
+                sample_chunks=SAMPLE_CHUNKS,
+                compression=compressions(config.parallel.compression),
+            )
             answer = solve(profile, _with_kind(cluster), asked, "spmd")
             everyone = jax.device_count() if jax.process_count() > 1 else None
             text = plan_to_run(answer, asked, everyone).model_dump_json()

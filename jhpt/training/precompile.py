@@ -7,6 +7,7 @@ from jhpt.core.plan import Plan
 from jhpt.measure.compiled import Reading, read_compiled
 from jhpt.measure.deviceless import compile_only_devices, compile_only_info, compiled_for
 from jhpt.measure.modelled import Clock
+from jhpt.sharding.options import compiler_options
 from jhpt.training.planning import check_fits_model
 from jhpt.training.programs import train_program
 from jhpt.training.setup import design_step, fitting_tokenizer
@@ -28,4 +29,5 @@ def compiled_step(config: Config, plan: Plan, cluster: Cluster) -> Reading:
     devices = compile_only_devices(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, compile_only_info(cluster))
     sizes = {str(name): int(size) for name, size in design.layout.grid.mesh.shape.items()}
-    return read_compiled(compiled_for(train_program(design)), sizes, Clock(cluster))
+    compiled = compiled_for(train_program(design), compiler_options("gpu", plan))
+    return read_compiled(compiled, sizes, Clock(cluster))

@@ -1,8 +1,8 @@
 """The compiled programs of a run: initialise, train one step, evaluate one batch."""
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from jhpt.core.config import Config, GPTConfig
 from jhpt.core.errors import InputError
+from jhpt.sharding import feedback
 from jhpt.sharding.options import compiler_options
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.optimizer import learning_rate
@@ -53,24 +54,26 @@ def compile_programs(setup: Setup) -> Programs:
     """
     state = abstract_state(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    options = compiler_options(setup.device.platform)
+    options = compiler_options(setup.device.platform, setup.plan)
     compiled = train_program(setup).compile(compiler_options=options)
     memory = _memory(compiled)
     _check_memory(setup, "a step", memory)
-    evaluate, conversions = evaluate_program(setup), _conversions(setup, state)
-    if setup.device.memory is not None:
-        evaluate = evaluate.lower(*_evaluated(setup, state)).compile(compiler_options=options)
-        _check_memory(setup, "evaluating", _memory(evaluate) | {"state": memory.get("state", 0)})
-        if not setup.layout.same:
-            conversions["saved"] = conversions["saved"].lower(state).compile(compiler_options=options)
-            _check_memory(setup, "saving a checkpoint", _memory(conversions["saved"]))
+
+    def fitting(program: Any, what: str, arguments: tuple[Any, ...], besides: dict[str, int] | None = None) -> Any:
+        if setup.device.memory is None:
+            return program
+        compiled = program.lower(*arguments).compile(compiler_options=options)
+        _check_memory(setup, what, _memory(compiled) | (besides or {}))
+        return compiled
+
+    resident = {"state": memory.get("state", 0)}
     return Programs(
         state=state,
         init=jax.jit(partial(fresh_state, setup), out_shardings=shardings),
         train_step=compiled,
-        evaluate=evaluate,
+        evaluate=fitting(evaluate_program(setup), "evaluating", _evaluated(setup, state), resident),
         memory=memory,
-        **conversions,
+        **_conversions(setup, state, lambda program, part: fitting(program, "saving a checkpoint", (part,))),
     )
 
 
@@ -95,44 +98,83 @@ def train_program(design: Design) -> jax.stages.Lowered:
     config, layout = design.config, design.layout
     state = abstract_state(design)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    execution = design.training
+    gradients = execution.gradients if state.feedback is None else execution.compressed_gradients
     step = make_train_step(
-        lambda params, windows, key: design.training.gradients(params, Rows(windows), key),
+        lambda params, windows, *rest: gradients(params, Rows(windows), *rest),
         design.optimizer,
         partial(learning_rate, config.optimizer, config.train.steps),
         seed=config.seed,
         clip_norm=config.optimizer.clip_norm,
         max_bad_steps=config.train.max_bad_steps,
-        norm=design.training.norm,
+        norm=execution.norm,
     )
     windows = jax.ShapeDtypeStruct((config.data.batch_size, window_length(config)), jnp.int32, sharding=layout.batch)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
     return jitted.lower(state, windows)
 
 
-def _conversions(setup: Setup, state: TrainState) -> dict[str, Any]:
-    """`saved`, `loaded`, `checkpoint` and `parameters` of `Programs`."""
-    if setup.layout.same:
+def _conversions(setup: Setup, state: TrainState, fitting: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """`saved`, `loaded`, `checkpoint` and `parameters` of `Programs`.  fitting: (program, its argument) -> the program,
+    where there is memory for it."""
+    layout, core = setup.layout, replace(state, feedback=None)
+    left = None if state.feedback is None else _feedback_conversions(setup, state, fitting)
+    if layout.same:
         same = lambda tree: tree  # noqa: E731
-        return {"saved": same, "loaded": same, "checkpoint": state, "parameters": same}
-    model_tree = partial(setup.layout.model_tree, tied=setup.training.tied)
-    unstack = partial(_converted, model_tree)
-    stack = partial(_converted, setup.layout.stored)
-    shapes = jax.eval_shape(unstack, state)
-    there = setup.layout.model_shardings(shapes)
-    here = jax.tree.map(lambda leaf: leaf.sharding, state)
-    load = jax.jit(stack, out_shardings=here, donate_argnums=0)
+        there, parts = core, {"saved": same, "loaded": same, "parameters": same}
+    else:
+        model_tree = partial(layout.model_tree, tied=setup.training.tied)
+        unstack, stack = partial(_converted, model_tree), partial(_converted, layout.stored)
+        shapes = jax.eval_shape(unstack, core)
+        places = layout.model_shardings(shapes)
+        here = jax.tree.map(lambda leaf: leaf.sharding, core)
+        there = _abstract(shapes, places)
+        parts = {
+            "saved": fitting(jax.jit(unstack, out_shardings=places), core),
+            "loaded": _quietly(jax.jit(stack, out_shardings=here, donate_argnums=0)),
+            "parameters": jax.jit(model_tree, out_shardings=places.params),
+        }
+    if left is None:
+        return parts | {"checkpoint": there}
 
+    def with_feedback(convert: Callable[[TrainState], TrainState], rest: Callable[[Any], Any]) -> Any:
+        return lambda state: replace(convert(replace(state, feedback=None)), feedback=rest(state.feedback))
+
+    return parts | {
+        "saved": with_feedback(parts["saved"], left["saved"]),
+        "loaded": with_feedback(parts["loaded"], left["loaded"]),
+        "checkpoint": replace(there, feedback=left["checkpoint"]),
+    }
+
+
+def _quietly(load: Callable[[TrainState], TrainState]) -> Callable[[TrainState], TrainState]:
     def loaded(state: TrainState) -> TrainState:
         with warnings.catch_warnings():  # padded rows need room of their own; the rest should not be held twice
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             return load(state)
 
-    return {
-        "saved": jax.jit(unstack, out_shardings=there),
-        "loaded": loaded,
-        "checkpoint": _abstract(shapes, there),
-        "parameters": jax.jit(model_tree, out_shardings=there.params),
-    }
+    return loaded
+
+
+def _feedback_conversions(setup: Setup, state: TrainState, fitting: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """The same for the feedback of a state, whose checkpoint may have any number of ranks, or lack a part of it."""
+    layout = setup.layout
+    save = partial(feedback.saved, layout, tied=setup.training.tied)
+    shapes = jax.eval_shape(save, state.feedback)
+    there = feedback.saved_shardings(layout, shapes)
+    here = feedback.shardings(layout, state.feedback)
+    load = jax.jit(partial(feedback.loaded, layout), out_shardings=here)
+
+    def loaded(found: Mapping[str, Any]) -> Any:
+        return load({name: found.get(name) or _zeros(shapes[name], there[name]) for name in shapes})
+
+    saved = fitting(jax.jit(save, out_shardings=there), state.feedback)
+    return {"saved": saved, "loaded": loaded, "checkpoint": _abstract(shapes, there)}
+
+
+def _zeros(shapes: Any, shardings: Any) -> Any:
+    make = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)  # noqa: E731
+    return jax.jit(make, out_shardings=shardings)()
 
 
 def _converted(convert: Callable[[Any], Any], state: TrainState) -> TrainState:
@@ -143,14 +185,16 @@ def _converted(convert: Callable[[Any], Any], state: TrainState) -> TrainState:
 
 def fresh_state(design: Design) -> TrainState:
     """The state before the first step, as the plan stores it."""
-    params = design.model.init(stream_key(design.config.seed, Stream.INIT))
-    return init_state(design.layout.stored(params), design.optimizer)
+    params = design.layout.stored(design.model.init(stream_key(design.config.seed, Stream.INIT)))
+    return init_state(params, design.optimizer, feedback.fresh(design.layout, params, design.plan.gradient_compression))
 
 
 def abstract_state(design: Design) -> TrainState:
     """Shapes, dtypes and shardings of the training state, without allocating it."""
     shapes = jax.eval_shape(partial(fresh_state, design))
-    shardings = design.layout.shardings(shapes)
+    shardings = design.layout.shardings(replace(shapes, feedback=None))
+    if shapes.feedback is not None:
+        shardings = replace(shardings, feedback=feedback.shardings(design.layout, shapes.feedback))
     return _abstract(shapes, shardings)
 
 

@@ -24,6 +24,7 @@ from jhpt.models.layers import CHOICE, NAMED_TENSORS
 from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_grid
+from jhpt.sharding.order import TICKET
 from jhpt.sharding.parts import BlockFunction, Parts
 from jhpt.sharding.remat import everything, keep_nothing, save_named
 from jhpt.training.data.cache import TokenCache, token_cache
@@ -148,7 +149,9 @@ def execution(
     grid = layout.grid
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
-    recompute = keep_nothing if layout.plan.recompute else layer_policy((*NAMED_TENSORS, CHOICE), stacked=stacked)
+    recompute = (
+        keep_nothing if layout.plan.recompute else layer_policy((*NAMED_TENSORS, CHOICE, TICKET), stacked=stacked)
+    )
 
     def parts_at(degree: int) -> Parts:
         axes = grid.axes(degree).tensor

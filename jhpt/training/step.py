@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from jhpt.training.keys import Stream, stream_key
-from jhpt.training.parts import Sums
 
 
 @jax.tree_util.register_dataclass
@@ -19,6 +18,7 @@ class TrainState:
 
     step: updates attempted so far.  skipped: those left out because something was not finite.  bad_steps: how many of
     them were the last ones, in a row.  All int32.
+    feedback: what compressed sums of gradients keep for later steps (`sharding.feedback`); None: nothing is compressed.
     """
 
     step: jax.Array
@@ -26,6 +26,7 @@ class TrainState:
     bad_steps: jax.Array
     params: Any
     optimizer: Any
+    feedback: Any = None
 
 
 class StepMetrics(NamedTuple):
@@ -38,16 +39,18 @@ class StepMetrics(NamedTuple):
     bad_steps: jax.Array
 
 
-Gradients = Callable[[Any, jax.Array, jax.Array], tuple[Any, Sums]]
-"""(params, windows [B, *], key of the step) -> (gradient of the mean loss over predicted tokens, sums)."""
+Gradients = Callable[..., Any]
+"""(params, windows [B, *], key of the step) -> (gradient of the mean loss over predicted tokens, sums); where the state
+has feedback (params, windows, key, feedback) -> (gradient, sums, feedback)."""
 
 TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(params: Any, optimizer: optax.GradientTransformation, feedback: Any = None) -> TrainState:
     """The state before the first step."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(step=zero, skipped=zero, bad_steps=zero, params=params, optimizer=optimizer.init(params))
+    moments = optimizer.init(params)
+    return TrainState(step=zero, skipped=zero, bad_steps=zero, params=params, optimizer=moments, feedback=feedback)
 
 
 def make_train_step(
@@ -60,7 +63,7 @@ def make_train_step(
     max_bad_steps: int,
     norm: Callable[[Any], jax.Array] = optax.tree.norm,
 ) -> TrainStep:
-    """The step.  A loss or gradient that is not finite leaves parameters and optimizer state as they were.
+    """The step.  A loss or gradient that is not finite leaves parameters, optimizer state and feedback as they were.
 
     Args:
       learning_rate: step -> learning rate.
@@ -72,7 +75,10 @@ def make_train_step(
 
     def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, StepMetrics]:
         key = stream_key(seed, Stream.STEP, state.step)
-        grads, sums = gradients(state.params, windows, key)
+        if state.feedback is None:
+            (grads, sums), feedback = gradients(state.params, windows, key), None
+        else:
+            grads, sums, feedback = gradients(state.params, windows, key, state.feedback)
         size = norm(grads)
         good = jnp.isfinite(sums.loss) & jnp.isfinite(size) & (state.bad_steps < max_bad_steps)
         if clip_norm is not None:
@@ -93,6 +99,7 @@ def make_train_step(
             bad_steps=bad_steps,
             params=keep_if_bad(params, state.params),
             optimizer=keep_if_bad(moments, state.optimizer),
+            feedback=keep_if_bad(feedback, state.feedback),
         )
         return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps)
 

@@ -89,21 +89,20 @@ def test_bytes_of_a_step():
     assert step_bytes(TASK, 4, BY_NAME[SHORT]) == 4 * TASK.layers * 1.5 * numbers * 2
     assert step_bytes(TASK, 4, BY_NAME[OVERLAP]) == step_bytes(TASK, 4, BY_NAME[SHORT])
     mixed = step_bytes(TASK, 4, BY_NAME[MIXED])
-    scores = TASK.layers * 1.5 * 4 * TASK.batch * TASK.length
-    assert mixed == scores + 4 * TASK.layers * sum_bytes(TASK, 4, BY_NAME[MIXED].how, TASK.batch)
+    assert mixed == 4 * TASK.layers * sum_bytes(TASK, 4, BY_NAME[MIXED].how, TASK.batch)
 
 
 def test_predictions_are_two_streams():
     """In line everything adds up; of two lanes the longer stream stays, and a chunk that is beside nothing."""
-    work, seconds = {"forward": 2.0, "both": 6.0}, {"sum": 1.0}
+    work, seconds = {"forward": 2.0, "both": 6.0}, {"seconds": 1.0, "busy": 0.0}
     layers = TASK.layers
     assert predicted(TASK, BY_NAME[SHORT], work, seconds) == pytest.approx(layers * (6 + 4))
     beside = predicted(TASK, BY_NAME[OVERLAP], work, seconds)  # of a lane
-    assert beside == pytest.approx(2 * layers * 6 + 2)  # work, and the last sum forward and backward
-    slow = predicted(TASK, BY_NAME[OVERLAP], work, {"sum": 10.0})
-    assert slow == pytest.approx(2 * layers * 4 * 10 + 1 + 2)  # sums, and the first half block forward and backward
-    agreed = predicted(TASK, BY_NAME[MIXED], work, {"sum": 1.0, "scores": 0.5})
-    assert agreed == pytest.approx(layers * (6 + 4 + 0.5))
+    assert beside == pytest.approx(LANES * layers * 6 + 2)  # work, and the last sum forward and backward
+    slow = predicted(TASK, BY_NAME[OVERLAP], work, {"seconds": 10.0, "busy": 0.0})
+    assert slow == pytest.approx(LANES * layers * 4 * 10 + 1 + 2)  # sums, and the first half block each way
+    busy = predicted(TASK, BY_NAME[OVERLAP], work, {"seconds": 1.0, "busy": 0.05})
+    assert busy == pytest.approx(LANES * layers * (6 + 4 * 0.05 / TASK.cpu) + 2)
 
 
 def hosts_here():
@@ -155,9 +154,7 @@ def test_a_lane_alone_computes_a_layer_of_its_share():
 @pytest.mark.parametrize("name", (FLOAT32, SHORT, ALL))
 def test_travelling_is_the_bytes_of_a_sum(name):
     """The sums that are timed alone move what the formula says, four times in a row."""
-    parts = travel(TASK, 4, BY_NAME[name], one_lane())
-    assert set(parts) == ({"sum", "scores"} if name == ALL else {"sum"})
-    lowered, arguments = parts["sum"]
+    lowered, arguments = travel(TASK, 4, BY_NAME[name], one_lane())
     (given,) = arguments()
     result = lowered().compile()(given)
     assert result.shape == given.shape

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from jhpt.core.config import (
     VOCAB_MULTIPLE,
     BERTConfig,
+    Compression,
     Config,
     DataConfig,
     GPTConfig,
@@ -18,6 +19,8 @@ from jhpt.core.config import (
     divisors,
     one_of,
 )
+from jhpt.core.errors import InputError
+from jhpt.core.plan import plan_by_hand
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -201,3 +204,23 @@ def test_common_divisors_are_those_and_no_others(sizes):
 @pytest.mark.parametrize(("choices", "text"), [([1], "1"), ([1, 2], "1 or 2"), ([1, 2, 4], "1, 2 or 4")])
 def test_choices_read_as_a_sentence(choices, text):
     assert one_of(choices) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "auto", "how"),
+    [
+        ("off", False, Compression()),
+        (False, False, Compression()),  # as YAML reads off
+        ("auto", True, Compression()),
+        ({"auto": True, "bits": 8}, True, Compression()),
+        ({"bits": 8, "tokens": 0.5}, False, Compression(bits=8, tokens=0.5)),
+    ],
+)
+def test_compression_is_a_word_or_a_section(given, auto, how):
+    found = ParallelConfig.model_validate({"compression": given}).compression
+    assert (found.auto, found.how) == (auto, how)
+
+
+def test_what_is_left_to_the_planner_is_not_laid_out_by_hand():
+    with pytest.raises(InputError, match="=auto leaves compression to the planner"):
+        plan_by_hand(Config(parallel=ParallelConfig.model_validate({"compression": "auto"})), 1)

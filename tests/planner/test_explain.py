@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from jhpt.core.catalogue import find_cluster
+from jhpt.core.config import Compression
 from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, Stage
 from jhpt.planner.analytic import analytic_profile
@@ -18,6 +19,7 @@ from jhpt.planner.explain import (
     alternatives,
     changed,
     compressed,
+    compression_text,
     duration,
     idle_devices,
     layer_runs,
@@ -25,6 +27,7 @@ from jhpt.planner.explain import (
     names_text,
     percent,
     rival,
+    savings,
     spans,
     spans_text,
     stage_causes,
@@ -211,3 +214,71 @@ def test_json_is_complete_and_plain():
         for each in tree[key]:
             assert each["plan"] is None or Plan.model_validate(each["plan"])
             assert each["why"]
+
+
+EIGHT_BITS = Compression(bits=8)
+
+
+def cut(plan: Plan, chunks: int, **changes) -> Plan:
+    """The plan with so many chunks of samples."""
+
+    def of(chunk: Chunk) -> Chunk:
+        runs = tuple(run.model_copy(update={"sample_chunks": chunks}) for run in chunk.runs)
+        return chunk.model_copy(update={"runs": runs})
+
+    stages = tuple(one.model_copy(update={"chunks": tuple(of(chunk) for chunk in one.chunks)}) for one in plan.stages)
+    return plan.model_copy(update={"stages": stages} | changes)
+
+
+WIDE = plan_of(stage(0, 8, (0, [(34, 8)])), batch=8, micro_batches=1)
+
+
+@pytest.mark.parametrize("bandwidth", [1.0, 0.01])
+def test_what_chunks_and_compression_save(bandwidth):
+    """Seconds of the step without them, and bytes: of 8 bits and a range for 128 a little more than half."""
+    model = model_of("gpt-6.7b", "h100x8x1")
+    node = model.cluster.nodes[0]
+    inside = node.inside.model_copy(update={"bandwidth": node.inside.bandwidth * bandwidth})
+    model = CostModel(
+        model.profile, model.cluster.model_copy(update={"nodes": (node.model_copy(update={"inside": inside}),)})
+    )
+    seconds = {
+        (chunks, how.on): price(cut(WIDE, chunks, compression=how), model).seconds
+        for chunks in (1, 2)
+        for how in (Compression(), EIGHT_BITS)
+    }
+    for (chunks, on), own in seconds.items():
+        answer = answer_of(cut(WIDE, chunks, compression=EIGHT_BITS if on else Compression()), model=model)
+        pieces, bits = savings(answer)
+        assert (pieces.taken, bits.taken) == (chunks > 1, on)
+        assert pieces.seconds == pytest.approx(seconds[1, on] - seconds[2, on])
+        assert bits.seconds == pytest.approx(seconds[chunks, False] - seconds[chunks, True])
+        assert 0.5 < bits.sent / bits.plain < 0.55
+        assert pieces.sent >= pieces.plain
+        text = "\n".join(summary(answer))
+        assert ("2 sample chunks" in text, "sums in 8 bits" in text) == (chunks > 1, on)
+        assert duration(abs(bits.seconds)) in bits.why and bits.why in text and pieces.why in text
+        assert ("compression=auto" in bits.why) == (not on and seconds[chunks, True] < own)
+        names = [each.name for each in changed(answer)]
+        assert ("samples in one piece" in names, "no compression" in names) == (chunks > 1, on)
+        tree = to_json(answer)
+        assert [each["seconds"] for each in tree["savings"]] == [pieces.seconds, bits.seconds]
+        assert [run["sample_chunks"] for run in tree["stages"][0]["layers"]] == [chunks]
+
+
+def test_why_samples_are_in_one_piece():
+    model = model_of("gpt-6.7b", "h100x8x1", overlap=False)
+    assert "does not run beside computation" in savings(answer_of(WIDE, model=model))[0].why
+    one = WIDE.model_copy(update={"micro_batches": 8})
+    assert "has one sample" in savings(answer_of(one, model=model_of("gpt-6.7b", "h100x8x1")))[0].why
+    assert (
+        savings(answer_of(INTERLEAVED)) == savings(answer_of(plan_of(stage(0, 2, (0, [(1, 2), (4, 1), (1, 2)]))))) == ()
+    )
+
+
+def test_compression_in_words():
+    assert compression_text(Compression()) == ""
+    assert compression_text(Compression(bits=4)) == "sums in 4 bits"
+    some = Compression(bits=8, tokens=0.3)
+    assert compression_text(some) == "sums of 30 % of the tokens in 8 bits, of the others in 4"
+    assert compression_text(some.model_copy(update={"rest_bits": 0})).endswith("in 8 bits, of no others")

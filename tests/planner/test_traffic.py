@@ -2,6 +2,8 @@
 
 import pytest
 
+from jhpt.core.compression import wire_bytes
+from jhpt.core.config import Compression
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Run, Stage
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
@@ -256,3 +258,72 @@ def test_pipelines_with_zero_3_gather_as_many_blocks_as_the_longest_chunk_has_in
             assert stage["all-gather", "data"].bytes == pytest.approx(1 / 2 * 2 * (count * BLOCK + EMBEDDING + HEAD))
             scattered = 1 / 2 * 2 * (2 * blocks * BLOCK + EMBEDDING + HEAD)
             assert stage["reduce-scatter", "data"].bytes == pytest.approx(scattered)
+
+
+WORDS = ModelProfile.model_validate(
+    PROFILE.model_dump() | {"sample": "a sequence of 5 tokens", "bytes_per_weight": 2.0, "state_bytes": 16.0}
+)
+"""A residual stream of 5 tokens x 5 numbers x 2 bytes."""
+
+
+def compressed(devices, degree, how, samples=1, **options):
+    made = plan((devices, [(0, [degree] * 6)]), **options)
+    runs = (Run(layers=6, tensor=degree, sample_chunks=samples),)
+    stage = made.stages[0].model_copy(update={"chunks": (Chunk(first=0, runs=runs),)})
+    return traffic(made.model_copy(update={"stages": (stage,), "compression": how}), WORDS, overlap=False)[0]
+
+
+PLAIN = 2 * 3 / 4 * 400
+"""Bytes of a plain sum of a micro-batch over 4 ranks."""
+
+
+def test_compressed_sums_travel_in_two_steps():
+    """4 blocks, 2 + 2 sums, 2 micro-batches of 8 samples; the ends' two sums of each are as they were."""
+    how = Compression(bits=8, steps=2)
+    one = wire_bytes(4, how, 8, 5, 5)
+    assert compressed(4, 4, how) == sent(
+        all_to_all__tensor=(32, 32 * one / 2), all_gather__tensor=(32, 32 * one / 2), all_reduce__tensor=(4, 4 * PLAIN)
+    )
+
+
+def test_codes_are_gathered():
+    how = Compression(bits=8, steps=1)
+    assert compressed(4, 4, how)["all-gather", "tensor"] == Sent(32, pytest.approx(32 * wire_bytes(4, how, 8, 5, 5)))
+
+
+def test_scores_are_summed_once_a_block_and_again_where_it_is_recomputed():
+    """8 samples x 5 tokens x 4 bytes; forward sums alone are compressed, and with recomputation half of them again."""
+    how, score = Compression(bits=8, tokens=0.4, rest_bits=0, backward=False, steps=2), 2 * 3 / 4 * 8 * 5 * 4
+    one = wire_bytes(4, how, 8, 5, 5)
+    assert compressed(4, 4, how) == sent(
+        all_to_all__tensor=(16, 16 * one / 2),
+        all_gather__tensor=(16, 16 * one / 2),
+        all_reduce__tensor=(4 + 16 + 8, (4 + 16) * PLAIN + 8 * score),
+    )
+    again = compressed(4, 4, how, recompute=True)
+    assert again["all-gather", "tensor"].bytes == pytest.approx(24 * one / 2)
+    assert again["all-reduce", "tensor"].bytes == pytest.approx((4 + 16) * PLAIN + 16 * score)
+
+
+def test_every_chunk_sums_and_the_first_block_of_a_run_once_more():
+    """8 samples as 3, 3, 2: the last chunk has a quarter of them.  Recomputation sums it again in every block."""
+    plain, once = compressed(4, 4, Compression()), 2 * PLAIN / 4
+    found = compressed(4, 4, Compression(), samples=3)
+    assert found["all-reduce", "tensor"] == Sent(
+        4 + 3 * 32 + 2, pytest.approx(plain["all-reduce", "tensor"].bytes + once)
+    )
+    plain = compressed(4, 4, Compression(), recompute=True)["all-reduce", "tensor"].bytes
+    found = compressed(4, 4, Compression(), samples=3, recompute=True)["all-reduce", "tensor"].bytes
+    assert found == pytest.approx(plain + once + 4 * once)
+
+
+def test_chunks_of_compressed_sums_fill_up_shares_of_their_own():
+    how = Compression(bits=8, steps=2)
+    sums = 32 * sum(wire_bytes(4, how, n, 5, 5) for n in (3, 3, 2)) + 2 * wire_bytes(4, how, 2, 5, 5)
+    assert compressed(4, 4, how, samples=3)["all-to-all", "tensor"].bytes == pytest.approx(sums / 2)
+
+
+def test_what_is_no_sequence_cannot_be_compressed():
+    made = plan((4, [(0, [4] * 6)])).model_copy(update={"compression": Compression(bits=8)})
+    with pytest.raises(InputError, match="sequences of tokens"):
+        traffic(made, PROFILE)

@@ -17,23 +17,24 @@ from jhpt.training.setup import execution
 
 
 def piped(
-    layers: Sequence[int], stages: int, *, data: int = 1, tensor: int = 1, batch: int = 32, micro_batches=1, **settings
+    layers: Sequence[int], stages: int, *, data=1, tensor=1, sample_chunks=1, batch=32, micro_batches=1, **settings
 ) -> Plan:
     """So many stages of data x tensor devices.  layers: of every chunk, in the order of the model."""
     edges, devices = [0, *itertools.accumulate(layers)], data * tensor
 
     def stage(number: int) -> Stage:
         parts = range(number, len(layers), stages)
-        chunks = (Chunk(first=edges[part], runs=(Run(layers=layers[part], tensor=tensor),)) for part in parts)
+        alike = {"tensor": tensor, "sample_chunks": sample_chunks}
+        chunks = (Chunk(first=edges[part], runs=(Run(layers=layers[part], **alike),)) for part in parts)
         return Stage(device=number * devices, devices=devices, chunks=tuple(chunks))
 
     settings |= {"batch": batch, "micro_batches": micro_batches}
     return Plan(model="any", cluster="any", stages=tuple(map(stage, range(stages))), **settings)
 
 
-def mixed(degrees: Sequence[int], devices: int = 8, *, batch: int = 32, micro_batches: int = 1, **settings) -> Plan:
-    """One stage.  degrees: of every layer, the two ends included."""
-    stage = Stage(device=0, devices=devices, chunks=(Chunk(first=0, runs=runs_of(list(degrees))),))
+def mixed(degrees: Sequence[int], devices=8, *, sample_chunks=None, batch=32, micro_batches=1, **settings) -> Plan:
+    """One stage.  degrees, sample_chunks: of every layer, the two ends included."""
+    stage = Stage(device=0, devices=devices, chunks=(Chunk(first=0, runs=runs_of(degrees, sample_chunks)),))
     settings |= {"batch": batch, "micro_batches": micro_batches}
     return Plan(model="any", cluster="any", stages=(stage,), **settings)
 

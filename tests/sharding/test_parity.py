@@ -159,6 +159,7 @@ REST = {
     "kept": ("all", "all, loop", "input", "input, loop"),
     "ahead": (0, 1, 2),  # layers whose communication is begun before
     "sequence": (False, True),
+    "chunks": (1, 2, 3),  # of samples
 }
 BLOCKS = {
     1: {"even": 3},
@@ -173,22 +174,22 @@ def chunks_of(stages, schedule):
     return stages * (2 if schedule == "interleaved" else 1)
 
 
-def fits(stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape):
+def fits(stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape):
     """Eight devices; one stage has no schedule; a sequence is cut over tensor ranks."""
     if (stages == 1 and schedule != "1f1b") or (sequence and tensor == 1):
         return False
     return stages * data * tensor <= 8 and shape in BLOCKS[chunks_of(stages, schedule)]
 
 
-def how(kept, ahead, sequence):
+def how(kept, ahead, sequence, chunks):
     """(layers that are unrolled at most, settings of the plan, changes of the execution)"""
-    plan = {"recompute": "input" in kept, "prefetch": ahead, "sequence": sequence}
+    plan = {"recompute": "input" in kept, "prefetch": ahead, "sequence": sequence, "sample_chunks": chunks}
     return NONE if "loop" in kept else ALL, plan, {"overlap": ahead > 0}
 
 
-def check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape):
+def check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape):
     blocks = BLOCKS[chunks_of(stages, schedule)][shape]
-    unrolled, settings, changes = how(kept, ahead, sequence)
+    unrolled, settings, changes = how(kept, ahead, sequence, chunks)
     settings |= {"schedule": schedule, "zero": zero, "micro_batches": pieces * stages, "batch": BATCH}
     layers = spread(blocks, chunks_of(stages, schedule), shape)
     plan = piped(layers, stages, data=data, tensor=tensor, **settings)
@@ -211,17 +212,17 @@ NAMES = (*CORE, *REST, "shape")
 
 @pytest.mark.parametrize(NAMES, pairwise(*CORE.values(), *REST.values(), SHAPES, where=fits))
 def test_gradients_are_those_of_the_definition(
-    setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape
+    setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape
 ):
-    check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape)
+    check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(NAMES, every_case())
 def test_gradients_are_those_of_the_definition_everywhere(
-    setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape
+    setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape
 ):
-    check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, shape)
+    check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -231,12 +232,12 @@ def test_one_device_computes_the_definition(setup_of, name):
 
 # What a GPU runs where one stage is enough: a loop whose communication runs beside other layers.
 
-OVERLAPPED = {"zero": (0, 1, 3), "micro_batches": (1, 4), "ahead": (1, 2)}
+OVERLAPPED = {"zero": (0, 1, 3), "micro_batches": (1, 4), "ahead": (1, 2), "chunks": (1, 3)}
 
 
-def check_overlapped(setup_of, name, zero, micro_batches, ahead):
-    plan = piped([5], 1, data=4, tensor=2, batch=BATCH, micro_batches=micro_batches, zero=zero, prefetch=ahead)
-    check_gradients(setup_of, name, 3, NONE, plan, overlap=True)
+def check_overlapped(setup_of, name, zero, micro_batches, ahead, chunks):
+    settings = {"micro_batches": micro_batches, "zero": zero, "prefetch": ahead, "sample_chunks": chunks}
+    check_gradients(setup_of, name, 3, NONE, piped([5], 1, data=4, tensor=2, batch=BATCH, **settings), overlap=True)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +249,26 @@ def test_gradients_of_overlapped_loops(setup_of, name, case):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", *OVERLAPPED), list(itertools.product(MODELS, *OVERLAPPED.values())))
-def test_gradients_of_overlapped_loops_everywhere(setup_of, name, zero, micro_batches, ahead):
-    check_overlapped(setup_of, name, zero, micro_batches, ahead)
+def test_gradients_of_overlapped_loops_everywhere(setup_of, name, zero, micro_batches, ahead, chunks):
+    check_overlapped(setup_of, name, zero, micro_batches, ahead, chunks)
+
+
+# Samples in chunks.
+
+
+@pytest.mark.parametrize(("name", "stages", "chunks"), [("gpt-tied", 1, 3), ("bert", 2, 2)])
+def test_chunks_compute_what_the_whole_does(setup_of, name, stages, chunks):
+    """To 1e-6 of the largest entry, whether the chunks are even or not and take turns or not."""
+    layers = {1: [5], 2: [3, 2]}[stages]
+    plans = {
+        n: piped(layers, stages, tensor=4, batch=BATCH, micro_batches=stages, sample_chunks=n) for n in (1, chunks)
+    }
+    expected, expected_loss, _ = gradients(laid_out(setup_of(name, 3, NONE), plans[1]))
+    found, loss, _ = gradients(laid_out(setup_of(name, 3, NONE), plans[chunks], overlap=stages == 1))
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    largest = max(np.abs(leaf).max() for leaf in expected.values())
+    for path, leaf in expected.items():
+        assert np.abs(found[path] - leaf).max() <= 1e-6 * largest, path
 
 
 # Plans of one stage whose layers differ.
@@ -265,29 +284,29 @@ DEGREES = {
 
 MIXED_CORE = {"micro_batches": (1, 4), "zero": (0, 1, 3)}
 MIXED_NAMES = ("layers", *MIXED_CORE, *REST)
-FEW = {"kept": ("all", "input, loop"), "ahead": (0, 1), "sequence": (False, True)}
+FEW = {"kept": ("all", "input, loop"), "ahead": (0, 1), "sequence": (False, True), "chunks": (None, (1, 2, 2, 3, 1))}
 MIXED = [
     (layers, *rest)
     for layers, rest in zip(itertools.cycle(DEGREES), pairwise(*MIXED_CORE.values(), *FEW.values()), strict=False)
 ]
 
 
-def check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence):
+def check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence, chunks):
     name, degrees = DEGREES[layers]
-    unrolled, settings, changes = how(kept, ahead, sequence)
+    unrolled, settings, changes = how(kept, ahead, sequence, chunks)
     plan = mixed(degrees, batch=BATCH, micro_batches=micro_batches, zero=zero, **settings)
     check_gradients(setup_of, name, len(degrees) - 2, unrolled, plan, **changes)
 
 
 @pytest.mark.parametrize(MIXED_NAMES, MIXED)
-def test_degrees_may_differ_from_layer_to_layer(setup_of, layers, micro_batches, zero, kept, ahead, sequence):
-    check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence)
+def test_degrees_may_differ_from_layer_to_layer(setup_of, layers, micro_batches, zero, kept, ahead, sequence, chunks):
+    check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence, chunks)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(MIXED_NAMES, list(itertools.product(DEGREES, *MIXED_CORE.values(), *FEW.values())))
-def test_degrees_may_differ_everywhere(setup_of, layers, micro_batches, zero, kept, ahead, sequence):
-    check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence)
+def test_degrees_may_differ_everywhere(setup_of, layers, micro_batches, zero, kept, ahead, sequence, chunks):
+    check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence, chunks)
 
 
 def test_a_single_stage_of_chunks_is_no_plan(setup_of):
@@ -311,8 +330,8 @@ EVALUATED = {
     "one device": piped([5], 1),
     "data x tensor, ZeRO-1, micro-batches": piped([5], 1, data=4, tensor=2, zero=1, micro_batches=4),
     "ZeRO-3, cut sequence": piped([5], 1, data=2, tensor=4, zero=3, sequence=True),
-    "several degrees": mixed((4, 1, 2, 2, 4), zero=3, micro_batches=4),
-    "gpipe, uneven": piped([3, 2], 2, data=2, tensor=2, micro_batches=4, schedule="gpipe", zero=1),
+    "several degrees, chunks": mixed((4, 1, 2, 2, 4), zero=3, micro_batches=4, sample_chunks=(1, 1, 2, 3, 1)),
+    "gpipe, uneven": piped([3, 2], 2, data=2, tensor=2, micro_batches=4, schedule="gpipe", zero=1, sample_chunks=3),
     "1f1b, bare ends": piped([1, 1, 2, 1], 4, data=2, micro_batches=8, zero=3),
     "interleaved": piped([1, 1, 1, 2], 2, data=2, tensor=2, micro_batches=4, schedule="interleaved"),
 }

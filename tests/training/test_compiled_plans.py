@@ -101,6 +101,20 @@ def test_communication_of_data_ranks_is_hidden(zero, nodes):
     assert both.reading.memory.temporaries <= planned["weights and gradients"] + planned["activations"] + 3 * layer
 
 
+@pytest.mark.parametrize(
+    ("nodes", "batch", "parallel"),
+    [
+        (1, 8, {"tensor": 8, "micro_batches": 1}),
+        (2, 32, {"tensor": 8, "pipe": 2, "micro_batches": 8}),
+        (1, 8, {"data": 2, "tensor": 4, "zero": 1, "micro_batches": 1}),
+    ],
+)
+def test_sums_of_chunks_are_hidden(nodes, batch, parallel):
+    """At least 0.8 of their modelled seconds, forward and backward."""
+    both = compared("gpt-6.7b", find_cluster(f"h100x8x{nodes}"), batch, **parallel, sample_chunks=2)
+    assert both.reading.hidden_shares()["tensor"] >= 0.8
+
+
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages():
     """Of two sequences each: 0.30.  Of one, weights and gradients are a larger part of both, and it is 0.36."""
     parallel = {"data": 2, "pipe": 4, "micro_batches": 32}

@@ -1,19 +1,29 @@
 """Training with compressed tensor-parallel sums: near the uncompressed, the same recomputed and in pipelines."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jhpt.bench.convergence.leak import leak
+from jhpt.core.compression import gathers, tokens_of
 from jhpt.core.config import Compression
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import plan_by_hand
-from tests.sharding.plans import laid_out, mixed, piped
+from jhpt.kernels.attention_importance import attention_importance
+from jhpt.kernels.token_topk import token_topk
+from jhpt.sharding.choice import causal_choice
+from jhpt.training.parts import compressed_hooks
+from tests.sharding.plans import laid_out, mixed, piped, random_params, stored
+from tests.sharding.test_compressed import on_ranks
 from tests.sharding.test_parity import BATCH, NONE, definition, gradients, setup_of
 
 __all__ = ["setup_of"]
 
 SOME = Compression(bits=8, tokens=0.4, rest_bits=4)
 ALL = Compression(bits=8)
+DROPS = Compression(bits=8, tokens=0.4, rest_bits=0)
 
 PLANS = {
     "tensor 4": piped([5], 1, tensor=4, batch=BATCH, micro_batches=2),
@@ -89,3 +99,43 @@ def test_by_hand(tiny):
 def test_refusals(tiny, overrides, words):
     with pytest.raises(InputError, match=words):
         tiny(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rest_bits"),
+    [(4, 0), (4, 4), (8, 4)],  # the last in two steps
+)
+def test_a_causal_choice_knows_no_later_token(setup_of, ranks, rest_bits):
+    """Logits stay what they are, bit for bit, when only later tokens change; by attention received they do not."""
+    plan = piped([5], 1, tensor=ranks, batch=BATCH)
+    how = Compression(bits=8, tokens=0.5, rest_bits=rest_bits)
+    assert gathers(ranks, how) == (ranks == 4)
+    setup = setup_of("gpt-tied", 3, NONE)
+    moved = {}
+    for importance in ("own", "attention"):
+        changes = {"compression": how.model_copy(update={"importance": importance})}
+        other = laid_out(setup, plan.model_copy(update=changes))
+        moved[importance] = leak(other, stored(other, random_params(setup)))
+    assert moved["own"]["logits"] == 0 < moved["attention"]["logits"]
+    assert moved["own"]["spread"] > 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_all_ranks_choose_by_the_rule(causal):
+    """By attention, summed over all heads, or by the residual row; `auto` looks ahead only where nothing is ahead."""
+    ranks, keys = 2, jax.random.split(jax.random.key(0), 3)
+    q, k = (jax.random.normal(key, (ranks, 2, 24, 3, 8)) for key in keys[:2])
+    residual = jax.random.normal(keys[2], (2, 24, 16))
+
+    def chosen(importance):
+        how = DROPS.model_copy(update={"importance": importance})
+        hooks = compressed_hooks(("t",), ranks, how, causal=causal)
+        return np.asarray(on_ranks(ranks, lambda q, k: hooks.important(q, k, None, residual), q, k))
+
+    own, attention, auto = (chosen(importance) for importance in ("own", "attention", "auto"))
+    count = tokens_of(DROPS, 24)
+    heads = jnp.concatenate([*q], 2), jnp.concatenate([*k], 2)
+    received = attention_importance(*heads, causal=causal, implementation="reference")
+    assert np.array_equal(own, [causal_choice(jnp.sum(residual**2, 2), count)] * ranks)
+    assert np.array_equal(attention, [token_topk(received, count, implementation="reference")] * ranks)
+    assert np.array_equal(auto, own if causal else attention) and not np.array_equal(own, attention)

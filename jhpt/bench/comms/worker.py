@@ -121,11 +121,7 @@ def run(task: Task) -> list[dict[str, Any]]:
     hosts.free()
     calls = lane_calls(hosts, blocks, lanes)
     hosts.say("steps compiled")
-    sums: Programs = {}
-    for variant in VARIANTS:
-        parts = travel(task, hosts.count, variant, lanes[0])
-        sums |= {f"{travel_key(variant)}|{name}": part for name, part in parts.items()}
-    messages = ready(hosts, sums, lanes[0])
+    messages = ready(hosts, {travel_key(one): travel(task, hosts.count, one, lanes[0]) for one in VARIANTS}, lanes[0])
     hosts.say("sums compiled")
     work = measured_work(hosts, blocks)
     hosts.say("work timed")
@@ -148,16 +144,12 @@ def run(task: Task) -> list[dict[str, Any]]:
     hosts.say("bytes counted")
     for rate in task.rates:
         hosts.limit(rate)
-        alone = steady(in_turn(hosts, messages, task.parts_rounds))
-        busy = processor_seconds(hosts, messages)
-        travelled: dict[str, dict[str, float]] = {}
-        for name, seconds in alone.items():
-            key, _, part = name.partition("|")
-            travelled.setdefault(key, {}).update({part: seconds / REPEATS, f"{part} busy": busy[name] / REPEATS})
+        alone, busy = steady(in_turn(hosts, messages, task.parts_rounds)), processor_seconds(hosts, messages)
+        sums = {key: {"seconds": alone[key] / REPEATS, "busy": busy[key] / REPEATS} for key in messages}
         hosts.say(f"sums alone at {rate / 1e6:.0f} Mbit/s")
-        rows += [{"row": "travel", "bits_per_s": rate, "what": key, **parts} for key, parts in travelled.items()]
+        rows += [{"row": "travel", "bits_per_s": rate, "what": key, **parts} for key, parts in sums.items()]
         samples = in_turn(hosts, steps, task.rounds)
-        rows += [_step_row(task, variant, rate, samples, work, travelled) for variant in VARIANTS]
+        rows += [_step_row(task, variant, rate, samples, work, sums) for variant in VARIANTS]
         hosts.say(f"steps at {rate / 1e6:.0f} Mbit/s")
     hosts.wait()
     return rows
@@ -169,7 +161,7 @@ def _step_row(
     rate: float,
     samples: dict[str, list[float]],
     work: Work,
-    travelled: dict[str, dict[str, float]],
+    sums: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
     key = travel_key(variant)
     return {
@@ -178,7 +170,7 @@ def _step_row(
         "variant": variant.name,
         "lanes": variant.lanes,
         "compression": variant.how.model_dump(mode="json") if variant.how else None,
-        "predicted_s": predicted(task, variant, work[key], travelled[key]),
+        "predicted_s": predicted(task, variant, work[key], sums[key]),
         "samples_s": samples[variant.name],
     }
 

@@ -1,0 +1,1 @@
+"""`jhpt bench convergence`: what compression costs in loss."""
