@@ -1,6 +1,6 @@
 """What a step is predicted to take, from parts measured on the hosts themselves and not from steps.
 
-    work     a layer of a lane's samples, forward and backward, on all hosts at once with nothing sent, rounding to
+    work     a layer of a lane's samples, forward and backward, while all hosts compute and nothing is sent, rounding to
              codes and decoding included
     travel   what one sum sends, of a lane's samples, on links of the rate with nothing else to do
 

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 from jhpt.bench.comms.costs import relative
@@ -104,7 +105,7 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     if not table:
         return found
     for name, variant in (("all_vs_serial_max", ALL), ("overlap_vs_serial_max", OVERLAP)):
-        best = max(table, key=lambda entry, variant=variant: entry.ratio(variant))
+        best = max(table, key=methodcaller("ratio", variant))
         found[name] = Claim(value=best.ratio(variant), unit=UNIT, setup=f"{best}, {LANES} lanes, {place}")
     for entry in table:
         if entry.rate == COMPRESSION_RATE:

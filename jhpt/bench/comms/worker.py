@@ -1,6 +1,6 @@
 """What every emulated host runs: `python -m jhpt.bench.comms.worker RANK HOSTS COORDINATOR TASK`.
 
-    work     a layer of each variant without communication, timed with the quota on
+    work     a layer of each variant without communication, timed with the quota on, every host a share of them
     bytes    sent by a step of each variant, counted at the interface
     travel   sums alone, at every rate
     steps    of all variants, in turn, at every rate
@@ -66,19 +66,16 @@ def together(calls: Sequence[Call], apart: float, pool: ThreadPoolExecutor) -> C
 
 
 def measured_work(hosts: Hosts[Task], blocks: Blocks) -> Work:
-    """Seconds of a layer by what is computed; every host times all of them, all hosts at once."""
-    calls: dict[str, Call] = {}
-    for variant in VARIANTS:
-        key = travel_key(variant)
-        if f"{key}|both" not in calls:
-            calls |= {f"{key}|{which}": call for which, call in blocks.work(variant).items()}
+    """Seconds of a layer by what is computed.  Every host times a share, so that all are busy at the same time."""
+    kinds = {travel_key(variant): variant for variant in VARIANTS}
+    own = list(kinds)[hosts.rank :: hosts.count]
+    calls = {f"{key}|{which}": call for key in own for which, call in blocks.work(kinds[key]).items()}
     hosts.limit(None)
-    mine = typical_seconds(calls, hosts.task.parts_rounds)
-    everyone = hosts.everyone(mine)
     found: Work = {}
-    for name in mine:
-        key, _, which = name.partition("|")
-        found.setdefault(key, {})[which] = max(one[name] for one in everyone)
+    for one in hosts.everyone(typical_seconds(calls, hosts.task.parts_rounds) if calls else {}):
+        for name, seconds in one.items():
+            key, _, which = name.partition("|")
+            found.setdefault(key, {})[which] = seconds
     return found
 
 
