@@ -9,8 +9,9 @@ For the sum of N numbers of w bytes over t ranks, n of which travel, as S bytes 
 
 Kernels move their bytes at the memory's bandwidth, each tensor once: they compute little.  Where tokens are chosen by
 attention (`core.compression.by_attention`), every rank multiplies its queries and keys twice more in the forward pass,
-for the softmax's denominators and for what each token receives, and the ranks sum 4 bytes a token.  That is work: what
-could run beside it is not counted on.
+for the denominators of the softmax and for what each token receives, and the ranks sum 4 bytes a token.  By their own
+norm, every rank reads the stream once, and nothing is sent.  All this is work: what could run beside it is not counted
+on.
 
 Left out: how long it takes to order the scores.
 """
@@ -18,7 +19,7 @@ Left out: how long it takes to order the scores.
 from dataclasses import dataclass
 
 from jhpt.core.cluster import Device
-from jhpt.core.compression import gathers, tokens_of, wire_bytes
+from jhpt.core.compression import by_attention, gathers, tokens_of, wire_bytes
 from jhpt.core.config import Compression
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, all_to_all
@@ -77,10 +78,17 @@ def kernel_seconds(ranks: int, how: Compression, stream: Stream, samples: int, d
     return moved / device.memory_bandwidth
 
 
-def choice_seconds(group: Group, stream: Stream, samples: int, device: Device, dtype: str) -> float:
-    """Seconds of a forward pass in which ranks agree on the tokens of a block that receive most attention."""
+def choice_seconds(
+    group: Group, how: Compression, causal: bool, stream: Stream, samples: int, device: Device, dtype: str
+) -> float:
+    """Seconds of a forward pass in which ranks find, and agree on, the important tokens of a block."""
+    if how.tokens == 1:
+        return 0.0
+    numbers = samples * stream.tokens * stream.width
+    if not by_attention(how, causal):
+        return numbers * stream.element / device.memory_bandwidth
     scores = all_reduce(group, float(SCORE_BYTES * samples * stream.tokens))
-    products = 2 * 2.0 * samples * stream.tokens**2 * stream.width / group.size
-    read = 2 * 2.0 * samples * stream.tokens * stream.width * stream.element / group.size
+    products = 2 * 2.0 * numbers * stream.tokens / group.size
+    read = 2 * 2.0 * numbers * stream.element / group.size
     kind = dtype if dtype in device.peak_flops else next(iter(device.peak_flops))
     return scores + device.seconds(products, read, kind)

@@ -47,7 +47,6 @@ from typing import Literal
 import numpy as np
 
 from jhpt.core.cluster import Cluster
-from jhpt.core.compression import by_attention
 from jhpt.core.config import Compression
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
@@ -373,8 +372,8 @@ class CostModel:
             assert self.stream is not None, "checked"
             device = self.cluster.nodes[0].device
             one = kernel_seconds(group.size, how, self.stream, samples, device)
-            looks = by_attention(how, self.profile.causal)
-            chosen = choice_seconds(group, self.stream, samples, device, self.profile.dtype) if looks else 0.0
+            profile = self.profile
+            chosen = choice_seconds(group, how, profile.causal, self.stream, samples, device, profile.dtype)
             forward, backward = (
                 np.array([size / self.stream.bytes * one * on for size in self._sum_bytes(direction)])
                 for direction, on in zip(DIRECTIONS, (how.forward, how.backward), strict=True)

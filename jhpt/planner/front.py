@@ -119,7 +119,7 @@ def prepare(
         _batch(batch, named, network),
         micro_batches,
         sample_chunks=SAMPLE_CHUNKS if costs.sample_tokens else (1,),
-        compression=compressions(named.parallel.compression) if named else (None,),
+        compression=compressions(named) if named else (None,),
     )
     return Task(
         profile=costs,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from jhpt.core.config import Compression, CompressionConfig, divisors, one_of
+from jhpt.core.config import Compression, Config, divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, Schedule, Zero
 from jhpt.planner.costs import CostModel
@@ -96,11 +96,17 @@ class Incumbent:
         self.unvisited = min(self.unvisited, bound)
 
 
-def compressions(config: CompressionConfig) -> tuple[Compression | None, ...]:
-    """What the section `parallel.compression` leaves to choose from."""
-    if config.auto:
-        return (None, *COMPRESSIONS)
-    return (config.how if config.on else None,)
+def compressions(config: Config) -> tuple[Compression | None, ...]:
+    """What the section `parallel.compression` leaves to choose from, the rule for tokens written out."""
+    section, rule = config.parallel.compression, "own" if config.model.family == "gpt" else "attention"
+
+    def ruled(how: Compression) -> Compression:
+        ruling = how.tokens < 1 and how.importance == "auto"
+        return how.model_copy(update={"importance": rule}) if ruling else how
+
+    if section.auto:
+        return (None, *map(ruled, COMPRESSIONS))
+    return (ruled(section.how) if section.on else None,)
 
 
 def shape_of(plan: Plan) -> tuple[object, ...]:

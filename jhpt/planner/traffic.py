@@ -19,10 +19,10 @@ all-gathers fetch the products' inputs again for the backward pass; the ends gat
 next stage.
 
 With compression the sums of a block, in the directions it has, are an all-to-all and an all-gather of codes, or an
-all-gather alone (`core.compression`); where tokens are chosen, scores of 4 bytes a token are summed as often as the
-attention half runs forward.  With samples in several chunks every chunk is a sum of its own.  The last one's last sum
-is put off into the next block, so that the first block of a run has one too many, of nothing, and recomputation does it
-once more.
+all-gather alone (`core.compression`); where tokens are chosen by attention, scores of 4 bytes a token are summed as
+often as the attention half runs forward.  With samples in several chunks every chunk is a sum of its own.  The last
+one's last sum is put off into the next block, so that the first block of a run has one too many, of nothing, and
+recomputation does it once more.
 
 Where communication overlaps computation, loops fetch `prefetch` layers ahead and give gradients away one layer late,
 and the surplus travels: a run of neighbouring blocks of one degree gathers `prefetch` blocks more (forward and backward

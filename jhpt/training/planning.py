@@ -184,7 +184,7 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
             asked = request(
                 config.data.batch_size,
                 sample_chunks=SAMPLE_CHUNKS,
-                compression=compressions(config.parallel.compression),
+                compression=compressions(config),
             )
             answer = solve(profile, _with_kind(cluster), asked, "spmd")
             everyone = jax.device_count() if jax.process_count() > 1 else None

@@ -270,12 +270,15 @@ def test_compression_is_off_unless_asked_for():
         for word in ("off", "auto")
     }
     assert plans["off"].asked.compression == (None,)
-    assert plans["auto"].asked.compression == (None, *COMPRESSIONS)
+    own = COMPRESSIONS[1].model_copy(update={"importance": "own"})
+    assert plans["auto"].asked.compression == (None, COMPRESSIONS[0], own)
     given = prepare("gpt2-1.5b", cluster=slow, overrides=base | {"parallel.compression.bits": 4})
     assert given.asked.compression == (Compression(bits=4),)
     assert given.asked.sample_chunks == SAMPLE_CHUNKS
     assert prepare("vgg16", cluster=slow, batch=64).asked.sample_chunks == (1,)
-    assert compressions(load_config("gpt-tiny").parallel.compression) == (None,)
+    assert compressions(load_config("gpt-tiny")) == (None,)
+    bert = compressions(load_config("bert-tiny", {"parallel.compression": {"bits": 8, "tokens": 0.5}}))
+    assert bert == (Compression(bits=8, tokens=0.5, importance="attention"),)
 
 
 @pytest.mark.parametrize("bandwidth", [1e9, 1e10, 1e11])

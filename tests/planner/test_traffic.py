@@ -293,7 +293,9 @@ def test_codes_are_gathered():
 
 def test_scores_are_summed_once_a_block_and_again_where_it_is_recomputed():
     """8 samples x 5 tokens x 4 bytes; forward sums alone are compressed, and with recomputation half of them again."""
-    how, score = Compression(bits=8, tokens=0.4, rest_bits=0, backward=False, steps=2), 2 * 3 / 4 * 8 * 5 * 4
+    some = {"bits": 8, "tokens": 0.4, "rest_bits": 0, "backward": False, "steps": 2}
+    how, score = Compression(**some, importance="attention"), 2 * 3 / 4 * 8 * 5 * 4
+    assert compressed(4, 4, Compression(**some, importance="own"))["all-reduce", "tensor"].count == 4 + 16
     one = wire_bytes(4, how, 8, 5, 5)
     assert compressed(4, 4, how) == sent(
         all_to_all__tensor=(16, 16 * one / 2),

@@ -10,13 +10,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jhpt.sharding.chunks import Chunked, Whole
 from jhpt.sharding.layers import LayerLoop
+from jhpt.sharding.order import TICKET, wait
 from jhpt.sharding.parts import Halves
 from jhpt.sharding.remat import everything, keep_nothing, save_named
 from tests.covers import pairwise
 
 ROWS, LENGTH, WIDTH = 5, 3, 4
 COUNT, FIRST = 3, 2
-WRAPPED = {"everything": everything, "named": save_named(("inside",)), "input": keep_nothing}
+WRAPPED = {"everything": everything, "named": save_named(("inside", TICKET)), "input": keep_nothing}
 WAYS = {
     "unrolled": dict(unroll=True),
     "unrolled, kept": dict(unroll=True, keep=True),
@@ -29,36 +30,40 @@ WAYS = {
 }
 
 
-class Begun(NamedTuple):
-    """What is left to do of a layer, whole numbers among it."""
+class Parted(NamedTuple):
+    """What is left to do of half a layer, whole numbers among it."""
 
     x: jax.Array
-    inside: jax.Array
+    part: jax.Array
     bias: jax.Array
     shift: jax.Array
 
 
-def begin(params, x, at):
-    """The product alone."""
-    return Begun(x, checkpoint_name(x @ params["w"], "inside"), params["b"], jnp.argmax(x, -1, keepdims=True))
+def first(params, x, at, ticket):
+    """A product alone."""
+    part = checkpoint_name(wait(x, ticket) @ params["w"], "inside")
+    return Parted(x, part, params["b"], jnp.argmax(x, -1, keepdims=True))
 
 
-def finish(begun, at):
+def finish(parted, at):
     """x + dropout(tanh(x w + b)) / (1 + the position of the largest x), with a mask for every row and layer."""
     keys, layer = at
-    inside = jnp.tanh(begun.inside + jnp.broadcast_to(begun.bias, begun.inside.shape)) / (1.0 + begun.shift)
+    inside = jnp.tanh(parted.part + jnp.broadcast_to(parted.bias, parted.part.shape)) / (1.0 + parted.shift)
     kept = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, layer), 0.7, inside.shape[1:]))(keys)
-    return begun.x + jnp.where(kept, inside, 0.0)
+    return parted.x + jnp.where(kept, inside, 0.0)
 
 
-def block(params, x, at):
-    """A layer."""
-    return finish(begin(params, x, at), at)
-
+HALVES = Halves(
+    first=first,
+    second=lambda params, parted, at, ticket: first(params, finish(parted, at), at, ticket),
+    finish=finish,
+)
+block = HALVES.block
 
 STREAMS = {
     "whole": Whole(block),
-    **{f"{n} chunks": Chunked(halves=Halves(begin=begin, finish=finish), chunks=n) for n in (1, 2, 3, 9)},
+    **{f"{n} chunks": Chunked(halves=HALVES, chunks=n) for n in (1, 2, 9)},
+    "3 in turn": Chunked(halves=HALVES, chunks=3, in_turn=True),
 }
 
 
