@@ -36,7 +36,7 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
   jhpt profile [CONFIG|PRESET] [--out FILE] [--cluster-out FILE] [--section.key value ...]
                         measure a model's layers and this machine, for jhpt plan
   jhpt bench NAME [--quick] [--json FILE]
-                        measure; NAME: train, planner, predict or hybrid
+                        measure; NAME: train, planner, predict, hybrid or comms
   jhpt doctor           what this machine can do
   jhpt COMMAND --help   all options of a command
 
@@ -243,7 +243,7 @@ def doctor_command(arguments: list[str]) -> int:
     return 0
 
 
-Benchmark = Literal["train", "planner", "predict", "hybrid", "kernels", "convergence"]
+Benchmark = Literal["train", "planner", "predict", "hybrid", "comms", "kernels", "convergence"]
 
 
 def bench_command(arguments: list[str]) -> int:
@@ -276,6 +276,10 @@ def bench_command(arguments: list[str]) -> int:
             from jhpt.bench.hybrid.run import run as run_hybrid
 
             return run_hybrid(quick=quick, json_path=json)
+        if name == "comms":
+            from jhpt.bench.comms.run import run as run_comms
+
+            return run_comms(quick=quick, json_path=json)
         if out is not None and name != "convergence":
             raise InputError(f"--out is where bench convergence keeps its cells; leave it out of bench {name}")
         if name == "convergence":

@@ -20,14 +20,15 @@ Rounding passes gradients on unchanged.  Both directions send the rows of one to
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import WireBits, gathers, row_bytes, wire_bits
+from jhpt.core.compression import WireBits, codes_in_row, gathers, row_bytes, wire_bits
 from jhpt.core.config import Compression
 from jhpt.kernels.implementation import Implementation
-from jhpt.sharding.codes import decoded_sum, encoded
+from jhpt.sharding.codes import pieces, sum_of_pieces
 
 
 @dataclass(frozen=True)
@@ -104,21 +105,25 @@ class Wire:
         """Rank r sums the r-th share of every group's rows."""
         columns, shares = x.shape[1], [-(-group.count // self.ranks) for group in groups]
         sent = [
-            self._packed(_filled(x, group, share * self.ranks), group.bits).reshape(self.ranks, -1)
+            piece.reshape(self.ranks, -1)
             for group, share in zip(groups, shares, strict=True)
+            for piece in self._packed(*_filled(x, group, share * self.ranks), group.bits)
         ]
         received = self._dealt(_joined(sent, 1))
         own = self._sums(received, groups, shares, columns)
-        again = [self._packed((sums, None), group.bits).ravel() for sums, group in zip(own, groups, strict=True)]
-        everyone = self._collected(_joined(again, 0))
-        whole = []
-        for part, group, share in zip(self._split(everyone, groups, shares, columns), groups, shares, strict=True):
-            each = part.reshape(1, self.ranks * share, -1)
-            whole.append(self._added(each, group.bits, columns)[: group.count])
-        return whole
+        again = [
+            piece.ravel()
+            for sums, group in zip(own, groups, strict=True)
+            for piece in self._packed(sums, None, group.bits)
+        ]
+        everyone = self._split(self._collected(_joined(again, 0)), groups, shares, columns)
+        return [
+            self._added([_flat_rows(piece) for piece in parts], group.bits, columns)[: group.count]
+            for parts, group in zip(everyone, groups, strict=True)
+        ]
 
     def _gathered_sums(self, x: jax.Array, groups: Sequence[Rows]) -> list[jax.Array]:
-        sent = [self._packed((x, group.numbers), group.bits).ravel() for group in groups]
+        sent = [piece.ravel() for group in groups for piece in self._packed(x, group.numbers, group.bits)]
         everyone = self._collected(_joined(sent, 0))
         return self._sums(everyone, groups, [group.count for group in groups], x.shape[1])
 
@@ -135,32 +140,47 @@ class Wire:
     def _sums(self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int) -> list[jax.Array]:
         """Sums over the first dimension of payloads [t, words] of so many rows of every group."""
         parts = self._split(payload, groups, counts, columns)
-        return [self._added(part, group.bits, columns) for part, group in zip(parts, groups, strict=True)]
+        return [self._added(found, group.bits, columns) for found, group in zip(parts, groups, strict=True)]
 
     def _split(
         self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int
-    ) -> list[jax.Array]:
-        """[t, words] -> [t, rows, words of a row] of every group."""
-        widths = [row_bytes(columns, group.bits) // self.word.itemsize for group in groups]
-        ends = [sum(c * w for c, w in zip(counts[:n], widths[:n], strict=True)) for n in range(1, len(groups))]
-        parts = jnp.split(payload, ends, 1)
-        return [part.reshape(len(payload), count, -1) for part, count in zip(parts, counts, strict=True)]
+    ) -> list[list[jax.Array]]:
+        """[t, words] -> the pieces [t, rows, words of a row] of every group."""
+        sizes = [
+            (number, count, words)
+            for number, (group, count) in enumerate(zip(groups, counts, strict=True))
+            for words in self._words(columns, group.bits)
+        ]
+        ends = list(accumulate(count * words for _, count, words in sizes))
+        found: list[list[jax.Array]] = [[] for _ in groups]
+        for part, (number, count, words) in zip(jnp.split(payload, ends[:-1], 1), sizes, strict=True):
+            found[number].append(part.reshape(len(payload), count, words))
+        return found
 
-    def _packed(self, chosen: tuple[jax.Array, jax.Array | None], bits: WireBits) -> jax.Array:
-        """Rows of x[R, D], all or those of some numbers, on the wire: [n, words of a row], codes before ranges."""
-        x, numbers = chosen
+    def _words(self, columns: int, bits: WireBits) -> tuple[int, ...]:
+        """Of a row in each of its pieces: its codes and its ranges, or its bfloat16."""
+        whole = row_bytes(columns, bits) // self.word.itemsize
+        if bits == 16:
+            return (whole,)
+        codes = codes_in_row(columns, bits) * bits // 8
+        return codes, whole - codes
+
+    def _packed(self, x: jax.Array, numbers: jax.Array | None, bits: WireBits) -> list[jax.Array]:
+        """Rows of x[R, D], all or those of some numbers, on the wire: pieces [n, words of a row]."""
         if bits == 16:
             short = (x if numbers is None else x[numbers]).astype(jnp.bfloat16)
-            return jax.lax.bitcast_convert_type(short, self.word).reshape(len(short), -1)
-        return encoded(x, bits, self.implementation, numbers)
+            return [jax.lax.bitcast_convert_type(short, self.word).reshape(len(short), -1)]
+        return list(pieces(x, bits, self.implementation, numbers))
 
-    def _added(self, payload: jax.Array, bits: WireBits, columns: int) -> jax.Array:
-        """[t, n, words of a row] -> the sum over t, float32 [n, D]."""
+    def _added(self, found: Sequence[jax.Array], bits: WireBits, columns: int) -> jax.Array:
+        """Pieces [t, n, words of a row] -> the sum over t, float32 [n, D]."""
         if bits == 16:
-            words = payload.reshape(*payload.shape[:2], columns, -1) if payload.dtype == jnp.uint8 else payload
+            (words,) = found
+            words = words.reshape(*words.shape[:2], columns, -1) if words.dtype == jnp.uint8 else words
             each = jax.lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
             return reduce(jnp.add, each)
-        return decoded_sum(payload, columns, bits, self.implementation)
+        codes, ranges = found
+        return sum_of_pieces(codes, ranges, columns, bits, self.implementation)
 
 
 def _filled(x: jax.Array, group: Rows, count: int) -> tuple[jax.Array, jax.Array | None]:
@@ -171,8 +191,15 @@ def _filled(x: jax.Array, group: Rows, count: int) -> tuple[jax.Array, jax.Array
 
 
 def _opaque(payload: jax.Array) -> jax.Array:
-    """The same, about which a compiler knows nothing: what comes from the network is not known before."""
-    return jax.lax.optimization_barrier(payload)
+    """payload[t, words], its rows in this order or backwards, which a compiler cannot know: as with what comes from a
+    network it has to compute all of it before, and what depends on it after."""
+    odd = payload[0, 0] % 2 == 1
+    return jax.lax.cond(odd, lambda rows: rows[::-1], lambda rows: rows, payload)
+
+
+def _flat_rows(piece: jax.Array) -> jax.Array:
+    """[t, n, words] of t ranks that summed n rows each -> [1, t n, words]."""
+    return piece.reshape(1, -1, piece.shape[2])
 
 
 def _joined(parts: Sequence[jax.Array], dim: int) -> jax.Array:

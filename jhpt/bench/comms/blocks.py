@@ -1,9 +1,10 @@
 """GPT blocks, cut over the hosts by tensor parallelism: their value and gradients, with one lane or several.
 
-XLA's CPU backend runs the collectives of a program in line, so within one device nothing overlaps.  A host has several
-virtual devices, lanes, with a chunk of the samples each: the mesh is `lane x tensor`, and lane q's tensor group is device q
-of every host.  While one lane waits for the network another computes, under the quota of the same host.  Serial variants
-run on device 0 of every host, with all samples.
+XLA's CPU backend runs the collectives of a program in line, so on one device nothing overlaps.  A host has several
+virtual devices, lanes, and each works on a chunk of the samples: lane q's tensor group is device q of every host.
+While one lane waits for the network another computes, under the quota of the same host.  A lane starts when the one
+before it has computed its first half block, as chunks on one device do: lanes that start together would compute and
+then wait together.  From there on nothing holds them in step.  Serial variants run on device 0, with all samples.
 
 Gradients of weights are left apart by lane: adding them up stays inside a host.
 """
@@ -29,9 +30,6 @@ from jhpt.models.layers import INIT_STD
 from jhpt.sharding.mesh import Axes
 from jhpt.sharding.rules import parameter_spec, path_name
 from jhpt.training.parts import compressed_hooks, tensor_hooks
-
-LANE = "lane"
-"""Mesh axis of a host's lanes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,39 +79,36 @@ class Blocks:
         """Of a lane's input."""
         return self.task.batch // lanes, self.task.length, self.task.width
 
-    def mesh(self, devices: Sequence[jax.Device], lanes: int) -> Mesh:
-        """`lane x tensor`."""
-        return Mesh(lanes_of(devices, self.hosts)[:lanes], (LANE, TENSOR), axis_types=(AxisType.Auto,) * 2)
-
-    def step(self, variant: Variant, mesh: Mesh) -> tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]:
-        """(the program of loss and gradients, its arguments)."""
+    def step(self, variant: Variant, lane: Mesh) -> tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]:
+        """(the program of a lane's loss and gradients, its arguments)."""
         run = self.layers(self.hooks(variant, (TENSOR,)), self.task.layers)
 
         def local(params: Any, x: jax.Array, error: jax.Array) -> Any:
-            value, gradients = jax.value_and_grad(lambda *at: jnp.vdot(run(*at), error), (0, 1))(params, x)
-            return jax.tree.map(lambda leaf: leaf[None], (value, gradients[0])), gradients[1]
+            return jax.value_and_grad(lambda *at: jnp.vdot(run(*at), error), (0, 1))(params, x)
 
-        shapes = self.shapes(self.task.layers)
-        specs, rows = _specs(shapes, self.hosts), PartitionSpec(LANE)
-        apart = jax.tree.map(lambda spec: PartitionSpec(LANE, *spec), specs, is_leaf=_is_spec)
+        shapes, x = self.shapes(self.task.layers), jax.ShapeDtypeStruct(self.x_shape(variant.lanes), jnp.float32)
+        specs, whole = _specs(shapes, self.hosts), PartitionSpec()
         program = jax.jit(
             jax.shard_map(
-                local, mesh=mesh, in_specs=(specs, rows, rows), out_specs=((rows, apart), rows), check_vma=False
+                local,
+                mesh=lane,
+                in_specs=(specs, whole, whole),
+                out_specs=(whole, (specs, whole)),
+                check_vma=False,
             )
         )
-        x = jax.ShapeDtypeStruct((self.task.batch, self.task.length, self.task.width), jnp.float32)
-
-        def arguments() -> Any:
-            params = jax.tree.map(lambda leaf, spec: _placed(leaf, mesh, spec), shapes, specs)
-            return params, *(_placed(x, mesh, rows, seed) for seed in (1, 2))
 
         def lowered() -> jax.stages.Lowered:
             given = jax.tree.map(
-                lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+                lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(lane, spec)),
                 (shapes, x, x),
-                (specs, rows, rows),
+                (specs, whole, whole),
             )
             return program.lower(*given)
+
+        def arguments() -> Any:
+            params = jax.tree.map(lambda leaf, spec: _placed(leaf, lane, spec), shapes, specs)
+            return params, *(_placed(x, lane, whole, seed) for seed in (1, 2))
 
         return lowered, arguments
 
@@ -132,10 +127,10 @@ class Blocks:
         return {"forward": lambda: forward_program(params, x), "both": lambda: both_program(params, x, error)}
 
 
-def lanes_of(devices: Sequence[jax.Device], hosts: int) -> np.ndarray:
-    """Devices [lane, host]."""
+def meshes(devices: Sequence[jax.Device], hosts: int) -> list[Mesh]:
+    """One for every lane: the tensor axis over that device of every host."""
     by_host = [[device for device in devices if device.process_index == host] for host in range(hosts)]
-    return np.array(by_host).T
+    return [Mesh(np.array(lane), (TENSOR,), axis_types=(AxisType.Auto,)) for lane in zip(*by_host, strict=True)]
 
 
 def _specs(shapes: Any, hosts: int) -> Any:
@@ -146,18 +141,13 @@ def _specs(shapes: Any, hosts: int) -> Any:
     )
 
 
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, PartitionSpec)
-
-
 def _numbers(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, mesh: Mesh, spec: PartitionSpec, seed: int = 0) -> jax.Array:
     """Random numbers, small in weights (no seed), and ones in vectors; every host keeps its own part of them."""
-    whole = (
-        np.ones(leaf.shape, np.float32) if len(leaf.shape) == 1 else _numbers(leaf.shape, np.random.default_rng(seed))
-    )
-    whole = whole if seed or whole.ndim == 1 else INIT_STD * whole
+    vector = len(leaf.shape) == 1
+    whole = np.ones(leaf.shape, np.float32) if vector else _numbers(leaf.shape, np.random.default_rng(seed))
+    whole = whole if seed or vector else INIT_STD * whole
     return jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), lambda at: whole[at])

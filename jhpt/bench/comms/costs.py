@@ -1,11 +1,13 @@
 """What a step is predicted to take, from parts measured on the hosts themselves and not from steps.
 
-    work     a layer of a lane's samples, forward and backward, on all hosts at once with nothing sent: rounding to codes
-             and decoding included
+    work     a layer of a lane's samples, forward and backward, while all hosts compute and nothing is sent, rounding to
+             codes and decoding included
     travel   what one sum sends, of a lane's samples, on links of the rate with nothing else to do
 
 A variant's step is `jhpt.planner.overlap.layers_seconds` of these: work and sums in line for one lane, two streams for
-several.  A lane waits for its own sum with all that follows, gradients of weights too (behind=0).
+several.  A lane waits for its own sum with all that follows, gradients of weights too (behind=0).  Sending keeps a
+host's processor busy, too (`busy`, counted while sums travel alone): beside work that is more work.  Which tokens are
+important all ranks see by themselves: choosing sends nothing (`Compression.importance`, own in a causal model).
 """
 
 import math
@@ -26,9 +28,6 @@ from jhpt.planner.overlap import layers_seconds
 REPEATS = 4
 """Sums in a program that times them, one after the other."""
 
-SCORE_BYTES = 4
-"""Of a token's importance, a float32."""
-
 
 def sum_bytes(task: Task, hosts: int, how: Any, batch: int) -> float:
     """Bytes that a rank sends for one sum of so many samples."""
@@ -37,17 +36,9 @@ def sum_bytes(task: Task, hosts: int, how: Any, batch: int) -> float:
     return wire_bytes(hosts, how, batch, task.length, task.width)
 
 
-def score_bytes(task: Task, hosts: int, how: Any, batch: int) -> float:
-    """Bytes that a rank sends so that all agree on the important tokens of a layer."""
-    chooses = how is not None and how.tokens < 1
-    return 2 * (hosts - 1) / hosts * SCORE_BYTES * batch * task.length if chooses else 0.0
-
-
 def step_bytes(task: Task, hosts: int, variant: Variant) -> float:
-    """Bytes that a host sends in a step: four sums a layer, and scores once."""
-    batch = task.batch // variant.lanes
-    layer = 4 * sum_bytes(task, hosts, variant.how, batch) + score_bytes(task, hosts, variant.how, batch)
-    return variant.lanes * task.layers * layer
+    """Bytes that a host sends in a step: four sums a layer."""
+    return variant.lanes * task.layers * 4 * sum_bytes(task, hosts, variant.how, task.batch // variant.lanes)
 
 
 def travel_key(variant: Variant) -> str:
@@ -55,16 +46,9 @@ def travel_key(variant: Variant) -> str:
     return f"{variant.sums} / {variant.lanes}"
 
 
-def travel(task: Task, hosts: int, variant: Variant, mesh: Mesh) -> dict[str, tuple[Any, Any]]:
-    """Programs of `REPEATS` sums of a lane's samples, and of as many agreements on tokens, with their arguments."""
-    batch = task.batch // variant.lanes
-    found = {"sum": _sums(task, hosts, variant.how, batch, mesh)}
-    if score_bytes(task, hosts, variant.how, batch):
-        found["scores"] = _chained(lambda x: jax.lax.psum(x, TENSOR), (batch * task.length,), jnp.float32, mesh)
-    return found
-
-
-def _sums(task: Task, hosts: int, how: Any, batch: int, mesh: Mesh) -> tuple[Any, Any]:
+def travel(task: Task, hosts: int, variant: Variant, mesh: Mesh) -> tuple[Any, Any]:
+    """The program of `REPEATS` sums of a lane's samples, and its arguments."""
+    how, batch = variant.how, task.batch // variant.lanes
     if how is None:
         return _chained(lambda x: jax.lax.psum(x, TENSOR), (batch * task.length * task.width,), jnp.float32, mesh)
     assert not gathers(hosts, how), "every variant takes two steps"
@@ -90,25 +74,24 @@ def _chained(once: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dty
     whole, place = (count * shape[0], *shape[1:]), NamedSharding(mesh, spec)
     given = jax.ShapeDtypeStruct(whole, dtype, sharding=place)
     own = np.zeros(shape, dtype)
-    return (lambda: program.lower(given)), (lambda: jax.make_array_from_callback(whole, place, lambda _: own))
+    return (lambda: program.lower(given)), (lambda: (jax.make_array_from_callback(whole, place, lambda _: own),))
 
 
-def predicted(task: Task, variant: Variant, work: dict[str, float], seconds: dict[str, float]) -> float:
+def predicted(task: Task, variant: Variant, work: dict[str, float], sum_: dict[str, float]) -> float:
     """Seconds of a step.
 
     Args:
-      work: of a lane's layer, forward and both.  seconds: of one sum and, where tokens are chosen, of scores, which are
-        agreed on once, forward.
+      work: seconds of a lane's layer, forward and both.  sum_: of one sum, in all and while the processor is busy.
     """
-    one, scores = seconds["sum"], seconds.get("scores", 0.0)
+    beside = variant.lanes > 1
+    busy = 2 * sum_["busy"] / task.cpu if beside else 0.0
     return layers_seconds(
         layers=task.layers,
-        forward=work["forward"],
-        backward=work["both"] - work["forward"],
-        travel=one + scores / 2,
-        travel_back=one,
+        forward=work["forward"] + busy,
+        backward=work["both"] - work["forward"] + busy,
+        travel=sum_["seconds"],
         chunks=variant.lanes,
-        overlap=variant.lanes > 1,
+        overlap=beside,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jhpt.core.config import Compression
 
-LANES = 2
+LANES = 4
 """Chunks of a host's samples, each on a virtual device of its own."""
 
 TOKENS = 0.3
@@ -44,8 +44,8 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(name=MIXED, how=Compression(bits=8, tokens=TOKENS, rest_bits=4, steps=2)),
     Variant(name=ALL, how=Compression(bits=8, tokens=TOKENS, rest_bits=4, steps=2), lanes=LANES),
 )
-"""In the order of the table.  Where it is left to itself, a sum of four ranks in 5.2 bits is gathered, which rounds once
-and moves twice the bytes of two steps (`core.compression.gathers`): here all take two."""
+"""In the order of the table.  Where it is left to itself, a sum of four ranks in 5.2 bits is gathered, which rounds
+once and moves twice the bytes of two steps (`core.compression.gathers`): here all take two."""
 
 
 @dataclass(frozen=True, kw_only=True)
