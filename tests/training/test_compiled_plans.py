@@ -115,6 +115,35 @@ def test_sums_of_chunks_are_hidden(nodes, batch, parallel):
     assert both.reading.hidden_shares()["tensor"] >= 0.8
 
 
+EIGHT_BITS = {"bits": 8}
+SOME_TOKENS = {"bits": 8, "tokens": 0.3, "steps": 2}
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tensor": 8, "compression": EIGHT_BITS},
+        {"tensor": 8, "sample_chunks": 2, "compression": SOME_TOKENS},
+        {"tensor": 4, "pipe": 2, "micro_batches": 4, "sample_chunks": 2, "compression": EIGHT_BITS},
+        {"tensor": 4, "data": 2, "recompute": True, "compression": SOME_TOKENS | {"rest_bits": 0, "backward": False}},
+    ],
+    ids=("8 bits", "tokens, chunks", "pipeline, chunks", "dropped, recomputed, forward alone"),
+)
+def test_compressed_sums_send_what_the_formula_says(parallel):
+    """Bytes over the tensor axis, of every kind of collective: within 1 %."""
+    small = {"model.num_layers": 10, "model.num_heads": 16, "model.d_model": 1024, "data.batch_size": 16}
+    config = load_config("gpt2-1.5b", small | {f"parallel.{key}": value for key, value in parallel.items()})
+    cluster = find_cluster("h100x8x1")
+    profile, plan = analytic_profile(config, cluster.nodes[0].device), plan_by_hand(config, 8)
+    both = compare(compiled_step(config, plan, cluster), plan, evaluate(plan, profile, cluster), profile)
+    for stage in range(len(both.predicted)):
+        ways = [row for row in both.ways(stage) if row[0].axis == "tensor"]
+        total = sum(planned.bytes for *_, planned in ways)
+        assert {"all-to-all", "all-gather"} <= {way.kind for way, *_ in ways}
+        for way, compiled, planned in ways:
+            assert abs(compiled.bytes - planned.bytes) <= 0.01 * total, way
+
+
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages():
     """Of two sequences each: 0.30.  Of one, weights and gradients are a larger part of both, and it is 0.36."""
     parallel = {"data": 2, "pipe": 4, "micro_batches": 32}
