@@ -1,0 +1,24 @@
+"""How many collectives may be on their way at once."""
+
+from jhpt.sharding.options import COLLECTIVES_AT_ONCE, compiler_options
+from tests.sharding.plans import mixed, piped
+
+SEVERAL = {"xla_gpu_experimental_parallel_collective_overlap_limit": COLLECTIVES_AT_ONCE}
+
+
+def test_sums_of_chunks_take_turns_where_nothing_else_travels():
+    assert compiler_options("gpu", piped([5], 1, tensor=4, sample_chunks=2)) == {}
+    assert compiler_options("cuda", piped([3, 2], 2, tensor=4, sample_chunks=2)) == {}
+
+
+def test_otherwise_several_travel_at_once():
+    for plan in (
+        piped([5], 1, tensor=4),
+        piped([5], 1, data=2, tensor=4, sample_chunks=2),
+        mixed((4, 8, 8, 4, 4), sample_chunks=(1, 2, 2, 1, 1)),
+    ):
+        assert compiler_options("gpu", plan) == SEVERAL
+
+
+def test_a_cpu_is_told_nothing():
+    assert compiler_options("cpu", piped([5], 1, data=8)) == {}
