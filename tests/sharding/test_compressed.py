@@ -14,6 +14,7 @@ from jhpt.core.config import Compression
 from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.sharding.compressed import Wire, others, settle, travelled
+from tests.sharding.equations import every_equation
 
 BATCH, LENGTH, WIDTH = 3, 10, 200
 
@@ -171,22 +172,12 @@ def test_bytes_are_those_of_the_formula(ranks, how):
     )
     traced = jax.make_jaxpr(run)(parts_of(ranks))
     found = 0.0
-    for equation in _all(traced.jaxpr):
+    for equation in every_equation(traced.jaxpr):
         size = equation.outvars[0].aval.size * equation.outvars[0].aval.dtype.itemsize if equation.outvars else 0
         if equation.primitive.name in ("all_to_all", "all_gather"):
             found += size * (ranks - 1) / ranks
         assert equation.primitive.name not in ("psum", "psum2", "psum_invariant", "reduce_scatter")
     assert found == wire_bytes(ranks, how, BATCH, LENGTH, WIDTH)
-
-
-def _all(jaxpr):
-    """Every equation, those of inner programs included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _all(inner)
 
 
 def test_others_are_the_rest():

@@ -27,6 +27,7 @@ from jhpt.models.mlp import MLP
 from jhpt.models.vgg import VGG
 from jhpt.sharding.gradients import Part, Road, backward_order, exchanged
 from jhpt.sharding.rules import MATRICES, path_name
+from tests.sharding.equations import every_equation
 
 SHAPES = [(8, 40), (24, 8, 16), (64, 130)]
 """Of one bucket.  Eight divides the dims of `DIMS`."""
@@ -210,7 +211,7 @@ def test_bytes_are_those_of_the_formula(name, ranks, shares):
     how, gradients = HOW[name].model_copy(update={"bucket": 3000}), gradients_of(ranks)
     traced = jax.make_jaxpr(step(how, ranks, shares))(gradients, *nothing(how, gradients))
     found = 0.0
-    for equation in _all(traced.jaxpr):
+    for equation in every_equation(traced.jaxpr):
         assert equation.primitive.name not in ("psum", "psum2", "psum_invariant", "reduce_scatter", "ppermute")
         if equation.primitive.name in ("all_to_all", "all_gather"):
             found += equation.outvars[0].aval.size * equation.outvars[0].aval.dtype.itemsize * (ranks - 1) / ranks
@@ -218,16 +219,6 @@ def test_bytes_are_those_of_the_formula(name, ranks, shares):
     together = [sum(sizes[at] for at in bucket) for bucket in buckets(sizes, 3000)]
     assert len(together) == 2
     assert found == sum(gradient_bytes(ranks, how, numbers, shares=shares) for numbers in together)
-
-
-def _all(jaxpr):
-    """Every equation, those of inner programs included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _all(inner)
 
 
 def test_bytes_worked_out_by_hand():
