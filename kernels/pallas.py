@@ -71,18 +71,6 @@ def by_warpgroup(vector: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def pairs_per_warp() -> Any:
-    """Blocks [4 n, 32 m, 2]: as `row_per_warp`, the two halves of a pair in one thread."""
-    tiling = plgpu.Tiling(((WARPS, LANES, 2),))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-
-
-def pairs_per_warpgroup() -> Any:
-    """Blocks [n, 128 m, 2]: as `row_per_warpgroup`, the two halves of a pair in one thread."""
-    tiling = plgpu.Tiling(((1, WARPS * LANES, 2), (LANES, 2)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
-
-
 def over(row: jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:
     """One number for every row, [R] -> [R, ...]; or one for all."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(row, shape, tuple(range(row.ndim))), layout)

@@ -13,7 +13,8 @@ of which a share P lies in the centre,
 
 (PWLQ, Fang et al., ECCV 2020, arXiv 2002.00104, eq. 5, where both segments have the same number of codes; dividing the
 codes freely takes a fifth off the error of a Gaussian).  The one code that symmetry leaves over, -2^(b-1), stands for
-what is not finite: it decodes to NaN, so bad numbers stay visible.
+what is not finite and decodes to NaN.  The range of such a group is infinite, so that all of it does: bad numbers stay
+visible.
 """
 
 from collections.abc import Sequence
@@ -52,8 +53,8 @@ fitted."""
 class Quantized(NamedTuple):
     """Numbers [..., R, N] on the wire.
 
-    codes: uint8 [..., R, W], W = bits / 8 of N rounded up to whole groups; at 4 bits the codes of columns 2 i and
-      2 i + 1 are the low and the high half of byte i.
+    codes: uint8 [..., R, W], W = bits / 8 of N rounded up to whole groups.  At 4 bits byte i of a group of M numbers,
+      by tensor of a row, holds the codes i and i + M / 2 in its low and its high half: neighbours stay neighbours.
     ranges: bfloat16 [..., R, groups in a row], [..., R, 1] by row, [..., 1, 1] by tensor; rounded up, so that nothing
       is cut off.
     """

@@ -39,8 +39,15 @@ def causal_choice(scores: jax.Array, k: int, window: int = WINDOW) -> jax.Array:
     count = jnp.cumsum(windows, 2).reshape(len(scores), -1)[:, :length]
     taken = jnp.maximum(jnp.minimum(count, quota), quota - after[None])
     before = jnp.pad(taken, ((0, 0), (1, 0)))[:, :-1] * (np.arange(length) % window > 0)[None]
-    positions = jnp.where(taken > before, jnp.arange(length, dtype=jnp.int32)[None], length)
-    return jnp.sort(positions, 1)[:, :k]
+    return positions_where(taken > before, k)
+
+
+def positions_where(holds: jax.Array, count: int) -> jax.Array:
+    """Where holds[B, S], which it does `count` times in every row, ascending: int32 [B, count]."""
+    rows, length = jnp.arange(len(holds))[:, None], holds.shape[1]
+    place = jnp.where(holds, jnp.cumsum(holds, 1, jnp.int32) - 1, count)  # count: outside, and dropped
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), holds.shape)
+    return jnp.zeros((len(holds), count), jnp.int32).at[rows, place].set(positions, mode="drop")
 
 
 def stands_out(scores: jax.Array, k: int, window: int) -> jax.Array:

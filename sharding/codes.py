@@ -1,30 +1,72 @@
-"""Rows of numbers as bytes on the wire and back: codes of segmented quantization, before the ranges of their blocks."""
+"""Rows of numbers as bytes on the wire and back: codes of segmented quantization, then the ranges of their blocks.
+
+What ranks send each other are pieces [t, n, words of a row], one after the other in lines of `core.compression.LINE`
+bytes: [t, lines, words of a line].  As one long row instead XLA's CPU backend computes them five times as slowly: it
+vectorizes the rows of what it writes, if they are rows of what it reads.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import RANGE_BYTES, Bits, codes_in_row
+from jhpt.core.compression import BLOCK, LINE, RANGE_BYTES, Bits, codes_in_row
 from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.kernels.segments import Quantized
 
 
-def encoded(x: jax.Array, bits: Bits, implementation: Implementation, numbers: jax.Array | None = None) -> jax.Array:
-    """Rows of x[R, D], all or those of these numbers, int32 [n]: uint8 [n, bytes of a row]."""
-    return jnp.concatenate(pieces(x, bits, implementation, numbers), 1)
+def encoded(x: jax.Array, bits: Bits, implementation: Implementation) -> jax.Array:
+    """x[t, n, D] -> uint8 [t, lines, words]."""
+    parts = pieces(x.reshape(-1, x.shape[2]), bits, implementation)
+    return joined([part.reshape(*x.shape[:2], -1) for part in parts])
 
 
-def decoded_sum(payload: jax.Array, columns: int, bits: Bits, implementation: Implementation) -> jax.Array:
-    """uint8 [t, n, bytes of a row] -> the sum over t, float32 [n, columns]."""
-    codes, ranges = jnp.split(payload, [codes_in_row(columns, bits) * bits // 8], 2)
+def decoded_sum(payload: jax.Array, rows: int, columns: int, bits: Bits, implementation: Implementation) -> jax.Array:
+    """Lines of so many rows -> the sum over t, float32 [rows, columns]."""
+    codes, ranges = split(payload, [(rows, words) for words in row_words(columns, bits)])
     return sum_of_pieces(codes, ranges, columns, bits, implementation)
+
+
+def row_words(columns: int, bits: Bits) -> tuple[int, int]:
+    """Bytes of a row's codes, and of its ranges."""
+    codes = codes_in_row(columns, bits)
+    return codes * bits // 8, codes // BLOCK * RANGE_BYTES
+
+
+def joined(parts: Sequence[jax.Array]) -> jax.Array:
+    """Pieces [t, n, words of a row] -> [t, lines, words of a line]; zeros fill up each piece's last line.
+
+    A single piece is as it is."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate([_in_lines(part) for part in parts], 1)
+
+
+def split(payload: jax.Array, shapes: Sequence[tuple[int, int]]) -> list[jax.Array]:
+    """`joined` backwards.  shapes: of every piece, rows and words of a row."""
+    if len(shapes) == 1:
+        return [payload]
+    words = payload.shape[2]
+    ends = list(accumulate(-(-rows * own // words) for rows, own in shapes))
+    return [
+        part.reshape(len(payload), -1)[:, : rows * own].reshape(len(payload), rows, own)
+        for part, (rows, own) in zip(jnp.split(payload, ends[:-1], 1), shapes, strict=True)
+    ]
+
+
+def _in_lines(part: jax.Array) -> jax.Array:
+    words = LINE // part.dtype.itemsize
+    if part.shape[2] % words:
+        part = part.reshape(len(part), 1, -1)
+        part = jnp.pad(part, ((0, 0), (0, 0), (0, -part.shape[2] % words)))
+    return part.reshape(len(part), -1, words)
 
 
 def pieces(
     x: jax.Array, bits: Bits, implementation: Implementation, numbers: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The same in two pieces, codes and ranges: uint8 [n, bytes of a row's codes], [n, bytes of its ranges]."""
+    """Rows of x[R, D], all or those of these numbers, int32 [n]: codes and ranges, uint8 [n, bytes of a row's]."""
     quantized = segment_quantize(x, bits=bits, rows=numbers, implementation=implementation)
     ranges = jax.lax.bitcast_convert_type(quantized.ranges, jnp.uint8)
     return quantized.codes, ranges.reshape(len(ranges), -1)

@@ -203,25 +203,25 @@ class _Shape:
 def _quantized(wanted: jax.Array, road: Road, how: GradientCompression) -> tuple[jax.Array, jax.Array]:
     """(sum over the ranks of wanted[parts, numbers], or with ZeRO of this rank's part; residual [parts, numbers])."""
     parts = len(wanted)
-    payload = encoded(wanted.reshape(-1, COLUMNS), how.bits, REFERENCE)
-    residual = wanted - _decoded(payload, how).reshape(wanted.shape)
-    payload = payload.reshape(parts, -1, payload.shape[1])
+    rows = wanted.reshape(parts, -1, COLUMNS)
+    payload = encoded(rows, how.bits, REFERENCE)
+    residual = wanted - jnp.stack([_decoded(one, rows.shape[1], how) for one in payload]).reshape(wanted.shape)
     if parts == 1:
         everyone = jax.lax.all_gather(payload[0], road.axes)
-        return decoded_sum(everyone, COLUMNS, how.bits, REFERENCE), residual
+        return decoded_sum(everyone, rows.shape[1], COLUMNS, how.bits, REFERENCE), residual
     received = jax.lax.all_to_all(payload, road.axes, 0, 0, tiled=True)
-    own = decoded_sum(received, COLUMNS, how.bits, REFERENCE)
+    own = decoded_sum(received, rows.shape[1], COLUMNS, how.bits, REFERENCE)
     if road.dim is not None:
         return own, residual
-    again = encoded(own, how.bits, REFERENCE)
-    missed = own - _decoded(again, how)
+    again = encoded(own[None], how.bits, REFERENCE)[0]
+    missed = own - _decoded(again, len(own), how)
     residual = residual.at[jax.lax.axis_index(road.axes)].add(missed.ravel())
-    everyone = jax.lax.all_gather(again, road.axes, tiled=True)
-    return _decoded(everyone, how), residual
+    everyone = jax.lax.all_gather(again, road.axes)
+    return jnp.concatenate([_decoded(one, len(own), how) for one in everyone]), residual
 
 
-def _decoded(payload: jax.Array, how: GradientCompression) -> jax.Array:
-    return decoded_sum(payload[None], COLUMNS, how.bits, REFERENCE)
+def _decoded(lines: jax.Array, rows: int, how: GradientCompression) -> jax.Array:
+    return decoded_sum(lines[None], rows, COLUMNS, how.bits, REFERENCE)
 
 
 def _sparse(

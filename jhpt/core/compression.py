@@ -23,6 +23,10 @@ RANGE_BYTES = 2
 """Of a bfloat16."""
 
 
+LINE = 64
+"""Bytes of a line, in which payloads are laid: the codes of a block in 4 bits, so that none is torn."""
+
+
 def wire_bits(how: Compression) -> tuple[WireBits, Bits | None]:
     """Of an important token's numbers, and of any other's; None: they do not travel."""
     return how.bits, how.rest_bits or None
@@ -55,27 +59,42 @@ def codes_in_row(columns: int, bits: Bits, group: int | str = BLOCK) -> int:
     return -(-columns // unit) * unit
 
 
-def row_bytes(columns: int, bits: WireBits) -> int:
-    """What a row of so many numbers takes on the wire: codes, and a range for every block; or 16 bits each."""
+def payload_bytes(kinds: Sequence[tuple[int, WireBits]], columns: int) -> int:
+    """What rows of so many numbers take on the wire: codes and a range for every block, or 16 bits each.
+
+    What is more than one piece lies in whole lines.
+
+    Args:
+      kinds: how many rows, and the bits of their numbers.
+    """
+    pieces = [size for rows, bits in kinds for size in _pieces(rows, columns, bits)]
+    return pieces[0] if len(pieces) == 1 else sum(map(_whole_lines, pieces))
+
+
+def _pieces(rows: int, columns: int, bits: WireBits) -> list[int]:
     if bits == 16:
-        return 2 * columns
-    codes = codes_in_row(columns, bits)
-    return codes * bits // 8 + codes // BLOCK * RANGE_BYTES
+        return [2 * rows * columns]
+    codes = rows * codes_in_row(columns, bits)
+    return [codes * bits // 8, codes // BLOCK * RANGE_BYTES]
+
+
+def _whole_lines(size: int) -> int:
+    return -(-size // LINE) * LINE
 
 
 def wire_bytes(ranks: int, how: Compression, batch: int, length: int, columns: int) -> int:
     """Bytes that a rank sends, and receives, for one sum of [batch, length, columns].
 
-    For n numbers at beta bits (t-1) n beta / 8 where codes are gathered, 2 (t-1)/t n beta / 8 in two steps, ranges and
-    the rows that fill up a rank's share besides.
+    For n numbers at beta bits (t-1) n beta / 8 where codes are gathered, 2 (t-1)/t n beta / 8 in two steps; besides
+    ranges, rows that fill up a rank's share, and what fills up lines.
     """
     count, (bits, rest_bits) = tokens_of(how, length), wire_bits(how)
     kinds: list[tuple[int, WireBits]] = [(batch * count, bits)]
     if count < length and rest_bits:
         kinds.append((batch * (length - count), rest_bits))
     if gathers(ranks, how):
-        return (ranks - 1) * sum(rows * row_bytes(columns, bits) for rows, bits in kinds)
-    return 2 * (ranks - 1) * sum(-(-rows // ranks) * row_bytes(columns, bits) for rows, bits in kinds)
+        return (ranks - 1) * payload_bytes(kinds, columns)
+    return 2 * (ranks - 1) * payload_bytes([(-(-rows // ranks), bits) for rows, bits in kinds], columns)
 
 
 # Gradients, over the data axes.
@@ -120,7 +139,7 @@ def share_of_bucket(numbers: int, parts: int, how: GradientCompression) -> int:
 def gradient_bytes(ranks: int, how: GradientCompression, numbers: int, *, shares: bool = False) -> int:
     """Bytes that a rank sends, and receives, for the sum over the ranks of a bucket of so many numbers.
 
-    For n numbers, ranges and what fills up rows and blocks besides:
+    For n numbers, ranges and what fills up rows, blocks and lines besides:
 
         quantize    2 (t-1)/t n bits / 8, or (t-1) n bits / 8 where codes are gathered (`gathers_gradients`)
         topk        (t-1) n share 4
@@ -134,5 +153,5 @@ def gradient_bytes(ranks: int, how: GradientCompression, numbers: int, *, shares
     part = share_of_bucket(numbers, 1 if gathered else ranks, how)
     if how.kind == "topk":
         return (ranks - 1) * part // how.block * sent_of_block(how) * SPARSE_BYTES
-    once = (ranks - 1) * part // COLUMNS * row_bytes(COLUMNS, how.bits)
+    once = (ranks - 1) * payload_bytes([(part // COLUMNS, how.bits)], COLUMNS)
     return once if gathered or shares else 2 * once

@@ -18,20 +18,17 @@ def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: Grou
 def decode(payload: Quantized, columns: int, bits: Bits, group: Group, knee: Knee) -> jax.Array:
     """The numbers [R, columns] of one payload."""
     centre, inner, outer = decoding(bits, knee)
-    codes = unpacked(payload.codes, bits).astype(jnp.float32)
+    rows, width = payload.codes.shape
+    own = group * bits // 8 if isinstance(group, int) else max(width, 1)  # bytes of a group
+    codes = unpacked(payload.codes.reshape(rows, -(-width // own), own), bits).astype(jnp.float32)
     size = jnp.abs(codes)
     share = cut(jnp.where(size <= knee.codes, size * inner, centre + (size - knee.codes) * outer))
     share = jnp.where(size > most(bits), jnp.nan, jnp.sign(codes) * share)
-    ranges = payload.ranges.astype(jnp.float32)
-    if isinstance(group, int):
-        ranges = jnp.repeat(ranges, group, -1)
-    return (share * ranges)[:, :columns]
+    return (share * payload.ranges.astype(jnp.float32)[..., None]).reshape(rows, width * 8 // bits)[:, :columns]
 
 
 def unpacked(codes: jax.Array, bits: Bits) -> jax.Array:
-    """Bytes -> signed codes, int8."""
+    """Bytes of groups [..., M bits / 8] -> signed codes [..., M], int8."""
     if bits == 8:
         return codes.astype(jnp.int8)
-    both = jnp.repeat(codes, 2, -1)
-    low = jax.lax.broadcasted_iota(jnp.int32, both.shape, both.ndim - 1) % 2 == 0
-    return jnp.where(low, both << 4, both).astype(jnp.int8) >> 4
+    return jnp.concatenate([codes << 4, codes], -1).astype(jnp.int8) >> 4

@@ -4,44 +4,68 @@ import jax
 import jax.numpy as jnp
 
 from jhpt.core.compression import Bits, codes_in_row
-from jhpt.kernels.segments import Group, Knee, Quantized, grouped, most
+from jhpt.kernels.segments import Group, Knee, Quantized, most
+
+SHIFT = 1.5 * 2**23
+"""Added to a float32 it leaves integers of up to 22 bits in the low bits of the word."""
 
 
 def quantize(
     x: jax.Array, *, bits: Bits, group: Group, knee: Knee, rows: jax.Array | None, seed: jax.Array | None
 ) -> Quantized:
     """See `segment_quantize`."""
-    x = x if rows is None else x[rows]
-    wide, padding = grouped(x, group)
-    finite = jnp.isfinite(wide)
-    ranges = rounded_up(jnp.max(jnp.where(finite, jnp.abs(wide), 0), -1, keepdims=True, initial=0))
-    noise = None if seed is None else uniform(seed, x.shape[0], codes_in_row(x.shape[1], bits, group))
-    if noise is not None:
-        noise = noise[:, : x.shape[1]].reshape(wide.shape) if group in ("row", "tensor") else noise.reshape(wide.shape)
-    codes = jnp.where(finite, encode(wide, ranges.astype(jnp.float32), bits, knee, noise), -most(bits) - 1)
-    columns = x.shape[1] + padding
-    codes = codes.astype(jnp.int8).reshape(x.shape[0], columns)
-    codes = jnp.pad(codes, ((0, 0), (0, codes_in_row(x.shape[1], bits, group) - columns)))
-    return Quantized(packed(codes, bits), ranges[..., 0])
+    if rows is not None and group == "tensor":
+        x, rows = x[rows], None
+    width = codes_in_row(x.shape[1], bits, group)
+    members = group if isinstance(group, int) else max(width, 1)
+    x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, width - x.shape[1])))
+    ranges = rounded_up(largest(x.ravel() if group == "tensor" else x.reshape(len(x) * width // members, members)))
+    ranges = ranges.reshape((1, 1) if group == "tensor" else (len(x), width // members))
+    if rows is not None:
+        x, ranges = x[rows], ranges[rows]
+    noise = None if seed is None else uniform(seed, len(x), width).reshape(-1, members)
+    codes = encode(x.reshape(-1, members), ranges.reshape(-1, 1).astype(jnp.float32), bits, knee, noise)
+    return Quantized(packed(codes.astype(jnp.int8), bits).reshape(len(x), width * bits // 8), ranges)
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """The largest magnitude along the last dimension; infinite where a number is NaN.
+
+    Reductions of x itself, and not one of |x|: XLA's CPU backend would compute x a second time for that.  Its maxima
+    may lose a NaN, and what came before it; a sum does not.
+    """
+    size = jnp.maximum(jnp.max(x, -1, initial=0), -jnp.min(x, -1, initial=0))
+    return jnp.where(jnp.isnan(jnp.sum(x, -1)), jnp.inf, size)
 
 
 def encode(x: jax.Array, ranges: jax.Array, bits: Bits, knee: Knee, noise: jax.Array | None) -> jax.Array:
-    """Signed codes as float32.
+    """Signed codes, int32; -N - 1 for what is not finite.
 
     The two segments are rounded apart: no product meets a sum before it is rounded, so whether a compiler fuses them
-    cannot change a code.
+    cannot change a code.  Selections stand where minima would mind NaN, and `integer` where a conversion would mind
+    what int8 does not hold: together they take XLA's CPU backend twice as long.
     """
     top = most(bits)
     tiny = jnp.finfo(jnp.float32).tiny  # what is smaller may count as zero on some devices, and has no reciprocal
-    share = jnp.abs(x) * jnp.where(ranges >= tiny, 1 / jnp.maximum(ranges, tiny), 0)
-    inner = jnp.minimum(share, knee.centre) * (knee.codes / knee.centre)
-    outer = (jnp.maximum(share, knee.centre) - knee.centre) * ((top - knee.codes) / (1 - knee.centre))
+    size = jnp.abs(x)
+    share = size * jnp.where(ranges >= tiny, 1 / jnp.maximum(ranges, tiny), 0)
+    inner = jnp.where(share < knee.centre, share, knee.centre) * (knee.codes / knee.centre)
+    outer = (jnp.where(share > knee.centre, share, knee.centre) - knee.centre) * (
+        (top - knee.codes) / (1 - knee.centre)
+    )
     if noise is None:
         code = jnp.round(inner) + jnp.round(outer)
     else:  # the bounds hold anyhow: they stand between product and sum
         inner, outer = jnp.minimum(inner, knee.codes), jnp.minimum(outer, top - knee.codes)
         code = jnp.where(share >= knee.centre, knee.codes + whole(outer + noise), whole(inner + noise))
-    return jnp.sign(x) * jnp.minimum(code, top)
+    number = integer(jnp.where(code < top, code, top))
+    return jnp.where(size < jnp.inf, jnp.where(x < 0, -number, number), -top - 1)
+
+
+def integer(x: jax.Array) -> jax.Array:
+    """int32 of float32 integers of up to 22 bits."""
+    word = jax.lax.bitcast_convert_type(x + jnp.float32(SHIFT), jnp.int32)
+    return word - jnp.int32(0x4B400000)  # SHIFT's own word
 
 
 def whole(x: jax.Array) -> jax.Array:
@@ -50,14 +74,11 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def packed(codes: jax.Array, bits: Bits) -> jax.Array:
-    """int8 codes [..., W] -> bytes [..., W bits / 8].
-
-    Two codes are a word, whose low byte is the first: strided slices take XLA's CPU backend three times as long.
-    """
+    """int8 codes of groups [..., M] -> bytes [..., M bits / 8]."""
     if bits == 8:
         return codes.astype(jnp.uint8)
-    word = jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint16)
-    return ((word & 0xF) | ((word >> 4) & 0xF0)).astype(jnp.uint8)
+    low, high = jnp.split(codes, 2, -1)
+    return ((low & 0xF) | (high << 4)).astype(jnp.uint8)
 
 
 def rounded_up(x: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from jhpt.core.compression import (
+    BLOCK,
     COLUMNS,
     buckets,
     gathers_gradients,
@@ -199,10 +200,12 @@ def test_alone_everything_arrives(name):
 
 @pytest.mark.parametrize(("name", "shares"), [(name, shares) for name in HOW for shares in (False, True)])
 def test_not_a_number_is_seen_by_all(name, shares):
+    """With all that shares its range, where it has one."""
     how, gradients = HOW[name], gradients_of(4)
     gradients[1][2, 3, 7, 5] = np.nan
     sums, *_ = step(how, 4, shares)(gradients, *nothing(how, gradients))
-    assert [np.argwhere(np.isnan(total)).tolist() for total in whole(sums, shares)] == [[], [[3, 7, 5]], []]
+    found = [np.isnan(total) for total in whole(sums, shares)]
+    assert found[1][3, 7, 5] and sum(each.sum() for each in found) <= (BLOCK if how.kind == "quantize" else 1)
 
 
 @pytest.mark.parametrize(("name", "ranks", "shares"), [*WAYS, ("8 bits", 8, False), ("top 5 %", 8, True)])
