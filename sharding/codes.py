@@ -18,18 +18,6 @@ from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.kernels.segments import Quantized
 
 
-def encoded(x: jax.Array, bits: Bits, implementation: Implementation) -> jax.Array:
-    """x[t, n, D] -> uint8 [t, lines, words]."""
-    parts = pieces(x.reshape(-1, x.shape[2]), bits, implementation)
-    return joined([part.reshape(*x.shape[:2], -1) for part in parts])
-
-
-def decoded_sum(payload: jax.Array, rows: int, columns: int, bits: Bits, implementation: Implementation) -> jax.Array:
-    """Lines of so many rows -> the sum over t, float32 [rows, columns]."""
-    codes, ranges = split(payload, [(rows, words) for words in row_words(columns, bits)])
-    return sum_of_pieces(codes, ranges, columns, bits, implementation)
-
-
 def row_words(columns: int, bits: Bits) -> tuple[int, int]:
     """Bytes of a row's codes, and of its ranges."""
     codes = codes_in_row(columns, bits)
@@ -61,6 +49,11 @@ def _in_lines(part: jax.Array) -> jax.Array:
         part = part.reshape(len(part), 1, -1)
         part = jnp.pad(part, ((0, 0), (0, 0), (0, -part.shape[2] % words)))
     return part.reshape(len(part), -1, words)
+
+
+def in_a_row(piece: jax.Array) -> jax.Array:
+    """[t, n, words] of t ranks that have n rows each -> [1, t n, words]."""
+    return piece.reshape(1, -1, piece.shape[2])
 
 
 def pieces(

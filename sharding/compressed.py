@@ -28,7 +28,7 @@ from jhpt.core.compression import WireBits, gathers, wire_bits
 from jhpt.core.config import Compression
 from jhpt.kernels.implementation import Implementation
 from jhpt.sharding.choice import positions_where
-from jhpt.sharding.codes import joined, pieces, row_words, split, sum_of_pieces
+from jhpt.sharding.codes import in_a_row, joined, pieces, row_words, split, sum_of_pieces
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Wire:
         ]
         everyone = self._split(self._collected(joined(again)[0]), groups, shares, columns)
         return [
-            self._added([_flat_rows(piece) for piece in parts], group.bits, columns)[: group.count]
+            self._added([in_a_row(piece) for piece in parts], group.bits, columns)[: group.count]
             for parts, group in zip(everyone, groups, strict=True)
         ]
 
@@ -199,11 +199,6 @@ def _opaque(payload: jax.Array) -> jax.Array:
     network it has to compute all of it before, and what depends on it after."""
     odd = payload[0, 0, 0] % 2 == 1
     return jax.lax.cond(odd, lambda rows: rows[::-1], lambda rows: rows, payload)
-
-
-def _flat_rows(piece: jax.Array) -> jax.Array:
-    """[t, n, words] of t ranks that summed n rows each -> [1, t n, words]."""
-    return piece.reshape(1, -1, piece.shape[2])
 
 
 def others(tokens: jax.Array, length: int) -> jax.Array:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jhpt.core.axes import PIPE
 from jhpt.core.config import GradientCompression
+from jhpt.kernels.implementation import Implementation
 from jhpt.sharding.accumulate import OneStage, Run
 from jhpt.sharding.chunks import streaming
 from jhpt.sharding.gradients import Road, exchanged_tree
@@ -35,7 +36,9 @@ class Execution:
 
     parts: the model at every tensor degree in use.  dtype: what it computes in.  tied: whether the head reads the
     embedding's table; None: there is no table.  unroll: blocks in the program instead of in a loop.  overlap:
-    communicate layer by layer, beside the computation of others, instead of before and after all of it.
+    communicate layer by layer, beside the computation of others, instead of before and after all of it.  kernels: those
+    of compressed gradients.
+    kernels: of compressed gradients.
     """
 
     layout: Layout
@@ -45,6 +48,7 @@ class Execution:
     unroll: bool
     overlap: bool = False
     recompute: Recompute = everything
+    kernels: Implementation = "reference"
 
     def gradients(self, params: Any, rows: Any, key: jax.Array) -> tuple[Any, Any]:
         """Gradient of the mean loss over all predicted tokens, stored like `params`, and the sums.
@@ -228,7 +232,7 @@ class Execution:
 
     def _exchange(self, gradients: Any, left: Any, specs: Any) -> tuple[Any, Any]:
         """`exchanged_tree` of some of the model's tree."""
-        return exchanged_tree(gradients, left, self._roads(_some(specs, tuple(gradients))), self._how)
+        return exchanged_tree(gradients, left, self._roads(_some(specs, tuple(gradients))), self._how, self.kernels)
 
     def _roads(self, specs: Any, degree: int | None = None) -> dict[str, Road]:
         """By path; degree: None: as the path says."""
@@ -381,7 +385,7 @@ class Execution:
 
         def exchanged(gradient: Any, pair: Any) -> Any:
             so_far, left = pair
-            return exchanged_tree(given(gradient, so_far), left, self._roads(specs, degree), self._how)
+            return exchanged_tree(given(gradient, so_far), left, self._roads(specs, degree), self._how, self.kernels)
 
         if self.layout.plan.zero == 3:
             return scattered

@@ -37,10 +37,8 @@ from jhpt.core.compression import COLUMNS, buckets, gathers_gradients, sent_of_b
 from jhpt.core.config import GradientCompression
 from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.topk_sparsify import topk_sparsify
-from jhpt.sharding.codes import decoded_sum, encoded
+from jhpt.sharding.codes import in_a_row, joined, pieces, row_words, split, sum_of_pieces
 from jhpt.sharding.rules import path_name
-
-REFERENCE: Implementation = "reference"
 
 
 class Road(NamedTuple):
@@ -86,7 +84,11 @@ def backward_order(rows: Mapping[str, int | None]) -> list[tuple[str, int | None
 
 
 def exchanged_tree(
-    gradients: Any, left: Mapping[str, Any], roads: Mapping[str, Road], how: GradientCompression
+    gradients: Any,
+    left: Mapping[str, Any],
+    roads: Mapping[str, Road],
+    how: GradientCompression,
+    kernels: Implementation = "reference",
 ) -> tuple[Any, dict[str, Any]]:
     """Gradients, of which those that have a residual are summed, and what is left; on a rank, inside `shard_map`.
 
@@ -94,6 +96,7 @@ def exchanged_tree(
       gradients: leaves under `blocks` are stacked by layer, others are not.
       left: `residual` and, with momentum, `momentum`: trees like the gradients, None where these are not compressed.
       roads: by path; of one layer where leaves are stacked.
+      kernels: which program rounds, sums and selects.
     """
     leaves = {"gradient": _by_path(gradients)} | {name: _by_path(tree) for name, tree in left.items()}
     rows = {path: len(leaf) if "blocks/" in path else None for path, leaf in leaves["residual"].items()}
@@ -102,7 +105,7 @@ def exchanged_tree(
     def part(path: str, row: int | None) -> Part:
         return Part(**{name: of[path] if row is None else of[path][row] for name, of in leaves.items()})
 
-    done = exchanged([part(*at) for at in order], [roads[path] for path, _ in order], how)
+    done = exchanged([part(*at) for at in order], [roads[path] for path, _ in order], how, kernels)
     by_place = dict(zip(order, done, strict=True))
 
     def replaced(tree: Any, name: str) -> Any:
@@ -120,29 +123,34 @@ def exchanged_tree(
     return replaced(gradients, "gradient"), {name: replaced(tree, name) for name, tree in left.items()}
 
 
-def exchanged(parts: Sequence[Part], roads: Sequence[Road], how: GradientCompression) -> list[Part]:
+def exchanged(
+    parts: Sequence[Part], roads: Sequence[Road], how: GradientCompression, kernels: Implementation = "reference"
+) -> list[Part]:
     """The sums over the ranks, bucket by bucket in the given order, and what is left."""
     done: list[Part] = []
     for _, alike in itertools.groupby(zip(parts, roads, strict=True), lambda one: (one[1].axes, one[1].dim is None)):
         own = list(alike)
         for bucket in buckets([part.gradient.size for part, _ in own], how.bucket):
-            done += _bucket([own[at] for at in bucket], own[0][1], how)
+            done += _bucket([own[at] for at in bucket], own[0][1], how, kernels)
     return done
 
 
-def _bucket(parts: Sequence[tuple[Part, Road]], road: Road, how: GradientCompression) -> list[Part]:
+def _bucket(
+    parts: Sequence[tuple[Part, Road]], road: Road, how: GradientCompression, kernels: Implementation
+) -> list[Part]:
     if road.ranks == 1:  # everything arrives
         return [_arrived(part) for part, _ in parts]
     shape = _Shape([part.gradient.shape for part, _ in parts], [own.dim for _, own in parts], road.ranks, how)
     gradient = shape.laid([part.gradient.astype(jnp.float32) for part, _ in parts])
     residual = shape.laid([part.residual for part, _ in parts])
     if how.kind == "quantize":
-        total, residual = _quantized(gradient + residual, road, how)
+        total, residual = _quantized(gradient + residual, road, how, kernels)
         momentum = None
     else:
         old = [part.momentum for part, _ in parts if part.momentum is not None]
         velocity = how.momentum * shape.laid(old) + gradient if old else None
-        total, residual, momentum = _sparse(gradient if velocity is None else velocity, residual, road, how, velocity)
+        own = gradient if velocity is None else velocity
+        total, residual, momentum = _sparse(own, residual, road, how, velocity, kernels)
     momenta = [None] * len(parts) if momentum is None else shape.taken(momentum)
     return list(map(Part, shape.sums(total), shape.taken(residual), momenta))
 
@@ -200,36 +208,42 @@ class _Shape:
         return jnp.split(rows[..., : ends[-1]], ends[:-1], -1)
 
 
-def _quantized(wanted: jax.Array, road: Road, how: GradientCompression) -> tuple[jax.Array, jax.Array]:
+def _quantized(
+    wanted: jax.Array, road: Road, how: GradientCompression, kernels: Implementation
+) -> tuple[jax.Array, jax.Array]:
     """(sum over the ranks of wanted[parts, numbers], or with ZeRO of this rank's part; residual [parts, numbers])."""
-    parts = len(wanted)
-    rows = wanted.reshape(parts, -1, COLUMNS)
-    payload = encoded(rows, how.bits, REFERENCE)
-    residual = wanted - jnp.stack([_decoded(one, rows.shape[1], how) for one in payload]).reshape(wanted.shape)
+    parts, rows = len(wanted), wanted.shape[1] // COLUMNS
+    shapes = [(rows, words) for words in row_words(COLUMNS, how.bits)]
+
+    def decoded(found: Sequence[jax.Array]) -> jax.Array:
+        codes, ranges = found
+        return sum_of_pieces(codes, ranges, COLUMNS, how.bits, kernels)
+
+    sent = pieces(wanted.reshape(-1, COLUMNS), how.bits, kernels)
+    residual = wanted - decoded([piece[None] for piece in sent]).reshape(wanted.shape)
+    payload = joined([piece.reshape(parts, rows, -1) for piece in sent])
     if parts == 1:
-        everyone = jax.lax.all_gather(payload[0], road.axes)
-        return decoded_sum(everyone, rows.shape[1], COLUMNS, how.bits, REFERENCE), residual
-    received = jax.lax.all_to_all(payload, road.axes, 0, 0, tiled=True)
-    own = decoded_sum(received, rows.shape[1], COLUMNS, how.bits, REFERENCE)
+        return decoded(split(jax.lax.all_gather(payload[0], road.axes), shapes)), residual
+    own = decoded(split(jax.lax.all_to_all(payload, road.axes, 0, 0, tiled=True), shapes))
     if road.dim is not None:
         return own, residual
-    again = encoded(own[None], how.bits, REFERENCE)[0]
-    missed = own - _decoded(again, len(own), how)
-    residual = residual.at[jax.lax.axis_index(road.axes)].add(missed.ravel())
-    everyone = jax.lax.all_gather(again, road.axes)
-    return jnp.concatenate([_decoded(one, len(own), how) for one in everyone]), residual
-
-
-def _decoded(lines: jax.Array, rows: int, how: GradientCompression) -> jax.Array:
-    return decoded_sum(lines[None], rows, COLUMNS, how.bits, REFERENCE)
+    again = [piece[None] for piece in pieces(own, how.bits, kernels)]
+    residual = residual.at[jax.lax.axis_index(road.axes)].add((own - decoded(again)).ravel())
+    everyone = split(jax.lax.all_gather(joined(again)[0], road.axes), shapes)
+    return decoded([in_a_row(piece) for piece in everyone]), residual
 
 
 def _sparse(
-    gradient: jax.Array, residual: jax.Array, road: Road, how: GradientCompression, velocity: jax.Array | None
+    gradient: jax.Array,
+    residual: jax.Array,
+    road: Road,
+    how: GradientCompression,
+    velocity: jax.Array | None,
+    kernels: Implementation,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """(the sum as in `_quantized`, residual, velocity without what was sent)."""
     parts, keep = len(gradient), sent_of_block(how)
-    sent = topk_sparsify(gradient.ravel(), residual.ravel(), keep=keep, block=how.block, implementation=REFERENCE)
+    sent = topk_sparsify(gradient.ravel(), residual.ravel(), keep=keep, block=how.block, implementation=kernels)
     left = sent.residual.reshape(residual.shape)
     if velocity is not None:
         blocks = velocity.reshape(-1, how.block)

@@ -30,7 +30,8 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
     config, cache = setup.config, setup.cache
     model, count = config.model, parameter_count(config.model)
     table = Table(title=f"jhpt · {config.name}", show_header=False, title_justify="left")
-    compresses = setup.plan.compression.on and max(setup.plan.degrees) > 1
+    plan = setup.plan
+    compresses = (plan.compression.on and max(plan.degrees) > 1) or plan.gradient_compression.on
     kernels = {"kernels": f"{setup.kernels.implementation} ({setup.kernels.reason})"} if compresses else {}
     rows = {
         "model": f"{model.family}, {model.num_layers} layers, width {model.d_model}, {model.num_heads} heads, "

@@ -145,7 +145,7 @@ def execution(
     train: bool,
     kernels: Implementation = "reference",
 ) -> Execution:
-    """The configured model, laid out and ready to be traced.  kernels: those of compressed sums."""
+    """The configured model, laid out and ready to be traced.  kernels: those of compressed sums and gradients."""
     grid = layout.grid
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
@@ -178,6 +178,7 @@ def execution(
         unroll=unrolled(config, on_gpu=_on_gpu(layout)),
         overlap=_on_gpu(layout),
         recompute=recompute if train else everything,
+        kernels=kernels,
     )
 
 

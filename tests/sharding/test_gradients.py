@@ -65,13 +65,13 @@ def on_ranks(ranks, run, *arguments):
     return jax.shard_map(own, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)(*arguments)
 
 
-def step(how, ranks, shares):
+def step(how, ranks, shares, kernels="reference"):
     """(gradients, residuals, momenta) of all ranks -> the same, sums in the place of gradients."""
     roads = [Road(("d",), ranks, dim if shares else None) for dim in DIMS]
 
     def run(gradients, residuals, momenta):
         parts = list(map(Part, gradients, residuals, momenta or [None] * len(gradients)))
-        done = exchanged(parts, roads, how)
+        done = exchanged(parts, roads, how, kernels)
         return [p.gradient for p in done], [p.residual for p in done], [p.momentum for p in done] if momenta else None
 
     return jax.jit(partial(on_ranks, ranks, run))
@@ -272,3 +272,11 @@ def test_matrices_and_tables_are_what_has_more_than_one_dim(name):
     assert any(dims == 1 for _, dims in paths)
     for path, dims in paths:
         assert bool(MATRICES.search(path)) == (dims > 1 and not path.endswith("bias")), path
+
+
+@pytest.mark.parametrize(("name", "count"), [("8 bits", 5), ("top 5 %", 1)])
+def test_kernels_of_a_gpu_lower_inside_an_exchange(name, count):
+    """Quantized, decoded for the residual, added, quantized and decoded again, and decoded in the end; or selected."""
+    gradients = gradients_of(4)
+    traced = step(HOW[name], 4, False, "mosaic").trace(gradients, *nothing(HOW[name], gradients))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= count
