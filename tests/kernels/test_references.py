@@ -1,5 +1,7 @@
 """The references are what their docstrings say, against definitions in NumPy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from jhpt.kernels.topk_sparsify import topk_sparsify
 from jhpt.kernels.topk_sparsify.reference import spread
 
 REFERENCE = {"implementation": "reference"}
+sparsified = jax.jit(partial(topk_sparsify, **REFERENCE), static_argnames=("keep", "block"))
 
 
 # Tokens.
@@ -111,7 +114,7 @@ def test_what_is_not_sent_is_kept(size, block, keep, dtype, seed):
     of_gradient, of_residual = jax.random.split(jax.random.key(seed))
     gradient = jax.random.normal(of_gradient, (size,)).astype(dtype)
     residual = jax.random.normal(of_residual, (size,))
-    sent = topk_sparsify(gradient, residual, keep=keep, block=block, **REFERENCE)
+    sent = sparsified(gradient, residual, keep=keep, block=block)
     whole = np.zeros(-(-size // block) * block, np.float32)
     whole[:size] = np.asarray(gradient, np.float32) + np.asarray(residual)
     blocks = whole.reshape(-1, block)
@@ -128,14 +131,14 @@ def test_what_is_left_over_is_sent_in_the_end():
     gradient = jax.random.normal(jax.random.key(0), (512,))
     residual, arrived = jnp.zeros(512), np.zeros(512)
     for step in range(400):
-        sent = topk_sparsify(gradient if step == 0 else jnp.zeros(512), residual, keep=4, block=128, **REFERENCE)
+        sent = sparsified(gradient if step == 0 else jnp.zeros(512), residual, keep=4, block=128)
         residual = sent.residual
         arrived += np.asarray(spread(sent.values, sent.positions, 128)).ravel()
     assert np.allclose(arrived, gradient, atol=1e-4)
 
 
 def test_not_a_number_is_sent_first():
-    sent = topk_sparsify(jnp.ones(128).at[77].set(jnp.nan), jnp.zeros(128), keep=1, block=128, **REFERENCE)
+    sent = sparsified(jnp.ones(128).at[77].set(jnp.nan), jnp.zeros(128), keep=1, block=128)
     assert sent.positions[0, 0] == 77 and jnp.isnan(sent.values[0, 0])
 
 
