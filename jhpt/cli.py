@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -17,7 +18,7 @@ import tyro
 import yaml
 from pydantic import BaseModel
 
-from jhpt.core.config import GRADIENT_SETTINGS, Config
+from jhpt.core.config import GRADIENT_SETTINGS, Config, one_of
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import dotted, load_config, run_config
 from jhpt.core.plan import Schedule
@@ -26,6 +27,14 @@ from jhpt.core.presets import DEFAULT, PRESETS
 if TYPE_CHECKING:
     from jhpt.measure.comparison import Comparison
     from jhpt.planner.solve import Answer
+
+Benchmark = Literal["train", "planner", "predict", "hybrid", "comms", "kernels", "convergence"]
+
+MODULES = {
+    name: f"jhpt.bench.{name}" + (".run" if name in ("hybrid", "comms", "convergence") else "")
+    for name in get_args(Benchmark)
+}
+"""Of the benchmarks, imported when asked for: some need what not every machine has."""
 
 USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
 
@@ -36,7 +45,7 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
   jhpt profile [CONFIG|PRESET] [--out FILE] [--cluster-out FILE] [--section.key value ...]
                         measure a model's layers and this machine, for jhpt plan
   jhpt bench NAME [--quick] [--json FILE]
-                        measure; NAME: train, planner, predict, hybrid or comms
+                        measure; NAME: {one_of(MODULES)}
   jhpt doctor           what this machine can do
   jhpt COMMAND --help   all options of a command
 
@@ -243,9 +252,6 @@ def doctor_command(arguments: list[str]) -> int:
     return 0
 
 
-Benchmark = Literal["train", "planner", "predict", "hybrid", "comms", "kernels", "convergence"]
-
-
 def bench_command(arguments: list[str]) -> int:
     """`jhpt bench`."""
 
@@ -264,35 +270,10 @@ def bench_command(arguments: list[str]) -> int:
             json: file for the samples and claims.
             out: convergence: folder of finished cells, which are not run again; none: runs/convergence.
         """
-        if name == "planner":
-            from jhpt.bench.planner import run as run_planner
-
-            return run_planner(quick=quick, json_path=json)
-        if name == "predict":
-            from jhpt.bench.predict import run as run_predict
-
-            return run_predict(quick=quick, json_path=json)
-        if name == "hybrid":
-            from jhpt.bench.hybrid.run import run as run_hybrid
-
-            return run_hybrid(quick=quick, json_path=json)
-        if name == "comms":
-            from jhpt.bench.comms.run import run as run_comms
-
-            return run_comms(quick=quick, json_path=json)
         if out is not None and name != "convergence":
             raise InputError(f"--out is where bench convergence keeps its cells; leave it out of bench {name}")
-        if name == "convergence":
-            from jhpt.bench.convergence.run import run as run_convergence
-
-            return run_convergence(quick=quick, json_path=json, folder=out)
-        if name == "kernels":
-            from jhpt.bench.kernels import run as run_kernels
-
-            return run_kernels(quick=quick, json_path=json)
-        from jhpt.bench.train import run
-
-        return run(quick=quick, json_path=json)
+        folder = {"folder": out} if name == "convergence" else {}
+        return import_module(MODULES[name]).run(quick=quick, json_path=json, **folder)
 
     return tyro.cli(bench, prog="jhpt bench", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
 
