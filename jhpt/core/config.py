@@ -254,11 +254,17 @@ class GradientCompression(Section):
         return self
 
 
+PLAIN_GRADIENTS = GradientCompression()
+"""Summed as they are."""
+
+
 class ParallelConfig(Section):
     """How devices share the work: `auto`, or by hand `pipe x data x tensor` devices, stages of equally many blocks."""
 
     auto: bool = Field(
-        False, description="let the planner decide; what else stands in this section is left aside but compression"
+        False,
+        description="let the planner decide; what else stands in this section is left aside, but for compression and "
+        "gradient_compression",
     )
     cluster: str | None = Field(
         None, description="auto: the cluster this is, by name or file; null: this machine as `jhpt profile` measures it"

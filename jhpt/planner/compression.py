@@ -1,4 +1,5 @@
-"""Seconds of compressed sums over the tensor axis (`jhpt.sharding.compressed`): on the wire and in kernels.
+"""Seconds of compressed sums, on the wire and in kernels: over the tensor axis (`jhpt.sharding.compressed`), and of
+gradients over the data axes (`jhpt.sharding.gradients`).
 
 For the sum of N numbers of w bytes over t ranks, n of which travel, as S bytes of codes and ranges:
 
@@ -13,14 +14,21 @@ for the denominators of the softmax and for what each token receives, and the ra
 norm, every rank reads the stream once, and nothing is sent.  All this is work: what could run beside it is not counted
 on.
 
-Left out: how long it takes to order the scores.
+Gradients of N numbers, of which a rank sends S bytes of codes or of positions and values:
+
+    wire, quantized     as above; with ZeRO the all_to_all alone
+    wire, top-k         all_gather of t S; with ZeRO all_to_all of S
+    kernels, quantized  24 N + 4 S: gradient, residual and their sum, written and read, codes there and back
+    kernels, top-k      16 N + 2 t S
+
+Left out: how long it takes to order the scores, and that gradients travel in buckets of several layers.
 """
 
 from dataclasses import dataclass
 
 from jhpt.core.cluster import Device
-from jhpt.core.compression import by_attention, gathers, tokens_of, wire_bytes
-from jhpt.core.config import Compression
+from jhpt.core.compression import by_attention, gathers, gathers_gradients, gradient_bytes, tokens_of, wire_bytes
+from jhpt.core.config import Compression, GradientCompression
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, all_to_all
 
@@ -92,3 +100,30 @@ def choice_seconds(
     read = 2 * 2.0 * numbers * stream.element / group.size
     kind = dtype if dtype in device.peak_flops else next(iter(device.peak_flops))
     return scores + device.seconds(products, read, kind)
+
+
+def gradient_seconds(
+    group: Group, how: GradientCompression, numbers: float, device: Device, *, shares: bool = False
+) -> float:
+    """Seconds in which a gradient of so many numbers is summed over the data ranks.
+
+    Args:
+      shares: with ZeRO every rank keeps its share of the sum.
+    """
+    ranks, count = group.size, round(numbers)
+    if ranks == 1 or not count:
+        return 0.0
+    whole = gradient_bytes(ranks, how, count, shares=shares) * ranks / (ranks - 1)
+    if shares:
+        wire, sent = all_to_all(group, whole), whole
+    elif gathers_gradients(ranks, how):
+        wire, sent = all_gather(group, whole), whole / ranks
+    else:
+        wire, sent = all_to_all(group, whole / 2) + all_gather(group, whole / 2), whole / 2
+    moved = 24 * count + 4 * sent if how.kind == "quantize" else 16 * count + 2 * ranks * sent
+    return wire + moved / device.memory_bandwidth
+
+
+def residual_bytes(how: GradientCompression) -> int:
+    """Of a parameter, that a rank keeps for later steps: float32, twice with momentum; 0: nothing is compressed."""
+    return how.on * (8 if how.momentum else 4)

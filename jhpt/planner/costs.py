@@ -19,6 +19,9 @@ counted on to hide anything: other chunks already do.  Compressed sums cost what
 SPMD program both concern the layers between the ends only.  Left out: that several gathers and sums share a link, and
 the memory of a chunk's sum.
 
+Compressed gradients (`compression.gradient_seconds`) take the place of all_reduce and reduce_scatter; what every rank
+keeps of them counts with the optimizer.  There is no ZeRO-3 with them.
+
 Where a cluster does not overlap communication with computation, all of it is exposed: a ZeRO-3 layer takes its work
 plus its traffic, ZeRO-1 all of its traffic, and gradients are summed when the last backward is over.  What is exposed
 once a step is counted with the update.
@@ -47,10 +50,17 @@ from typing import Literal
 import numpy as np
 
 from jhpt.core.cluster import Cluster
-from jhpt.core.config import Compression
+from jhpt.core.config import PLAIN_GRADIENTS, Compression, GradientCompression
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
-from jhpt.planner.compression import choice_seconds, kernel_seconds, stream_of, sum_seconds
+from jhpt.planner.compression import (
+    choice_seconds,
+    gradient_seconds,
+    kernel_seconds,
+    residual_bytes,
+    stream_of,
+    sum_seconds,
+)
 from jhpt.planner.overlap import Operation, chunk_sizes, filling, partition, period
 from jhpt.planner.placement import Place, Places, hop_seconds
 from jhpt.planner.program import Held, Slot, held, in_pipeline, with_ends
@@ -67,8 +77,13 @@ DIRECTIONS: tuple[Direction, ...] = (FORWARD, BACKWARD)
 class CostModel:
     """Costs of a model on a cluster; everything is computed once per distinct place."""
 
-    def __init__(self, profile: ModelProfile, cluster: Cluster) -> None:
-        self.profile, self.cluster = profile, cluster
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        gradient_compression: GradientCompression = PLAIN_GRADIENTS,
+    ) -> None:
+        self.profile, self.cluster, self.gradient_compression = profile, cluster, gradient_compression
         self.places = Places(cluster, profile.dtype)
         names = list(profile.kinds)
         self.kinds: list[LayerKind] = [profile.kinds[name] for name in names]
@@ -92,7 +107,8 @@ class CostModel:
         self._tensor_cache: dict[tuple[Group, int], tuple[Array, Array]] = {}
         self._compressed: dict[tuple[Group, int, Compression], tuple[Array, Array]] = {}
         self._coding: dict[tuple[Group, int, Compression], tuple[Array, Array]] = {}
-        self._parameter_cache: dict[tuple[Group, int], tuple[Array, Array, Array, Array]] = {}
+        self._weight_cache: dict[tuple[Group, int], Array] = {}
+        self._gradient_cache: dict[tuple[Group, int, bool], tuple[Array, Array]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -217,7 +233,7 @@ class CostModel:
         forward, backward = forward * place.slowdown, backward * place.slowdown
         forward_tensor, forward_filling = self._exposed(place, tensor, treatment, local, FORWARD)
         backward_tensor, backward_filling = self._exposed(place, tensor, treatment, local, BACKWARD)
-        summed, scattered, tied_summed, tied_scattered = self._parameter_seconds(place, tensor)
+        scattered = self._weight_seconds(place, tensor)
         own, tied = self._parameters / tensor, self._tied / tensor
         cut = tensor if treatment.sequence else 1
         activations = (self._divided / tensor + self._replicated / cut) * local
@@ -236,8 +252,9 @@ class CostModel:
             forward, backward = forward + scattered, backward + 2 * scattered
         own_bytes = self._held(treatment, zero, data)
         hop = self._pair_seconds(place, tied * wire)
-        reduced = {0: tied_summed, 1: tied_scattered, 3: nothing}[zero]
-        gradients = {0: summed, 1: scattered, 3: nothing}[zero]
+        gradients, reduced = (
+            (nothing, nothing) if zero == 3 else self._gradient_seconds(place, tensor, shares=zero == 1)
+        )
         in_line = nothing if self.cluster.overlap and not piped else gradients
         return {
             "forward": np.where(self._divisible(tensor), forward, np.inf),
@@ -274,8 +291,7 @@ class CostModel:
         shared = self._tied[last] / tensor
         own = max(self._parameters[first] / tensor, self._parameters[last] / tensor + shared)
         wire, group = self.profile.bytes_per_weight, place.data_group(tensor)
-        scattered = reduce_scatter(group, own * wire)
-        gathered = scattered if zero else 0.0
+        gathered = all_gather(group, own * wire) if zero else 0.0
         own_bytes = self._held(treatment, zero, data)
         cut = tensor if treatment.sequence else 1
         return Slot(
@@ -283,7 +299,7 @@ class CostModel:
             optimizer=own * own_bytes.optimizer,
             update=own * self._update_seconds(zero, data, place) + gathered,
             gathered=gathered,
-            reduced=scattered if zero else all_reduce(group, own * wire),
+            reduced=self._summed_seconds(group, own, shares=zero > 0),
             exchanged=self._pair_seconds(place, np.array([shared * wire]))[0] if shared else 0.0,
             output=-(-treatment.micro_batch // data) * float(self.boundary[:-1].max()) / cut,
         )
@@ -291,7 +307,8 @@ class CostModel:
     def _held(self, treatment: Treatment, zero: int, data: int) -> Held:
         """Bytes of a parameter."""
         wire, state = self.profile.bytes_per_weight, self.profile.state_bytes
-        return held(treatment, zero, data, wire, state, overlap=self.cluster.overlap)
+        own = held(treatment, zero, data, wire, state, overlap=self.cluster.overlap)
+        return replace(own, optimizer=own.optimizer + residual_bytes(self.gradient_compression))
 
     def _update_seconds(self, zero: int, data: int, place: Place) -> float:
         """The optimizer, per parameter of which a device updates its share."""
@@ -390,19 +407,33 @@ class CostModel:
             )
         return self._tensor_cache[key]
 
-    def _parameter_seconds(self, place: Place, tensor: int) -> tuple[Array, Array, Array, Array]:
-        """all_reduce and reduce_scatter over the data group, of own and of tied parameters."""
+    def _weight_seconds(self, place: Place, tensor: int) -> Array:
+        """[kinds] to gather parameters over the data group, or to scatter sums of as many numbers as they are."""
         group = place.data_group(tensor)
         key = (group, tensor)
-        if key not in self._parameter_cache:
-            own, tied = (x / tensor * self.profile.bytes_per_weight for x in (self._parameters, self._tied))
-            self._parameter_cache[key] = (
-                np.array([all_reduce(group, size) for size in own]),
-                np.array([reduce_scatter(group, size) for size in own]),
-                np.array([all_reduce(group, size) for size in tied]),
-                np.array([reduce_scatter(group, size) for size in tied]),
+        if key not in self._weight_cache:
+            sizes = self._parameters / tensor * self.profile.bytes_per_weight
+            self._weight_cache[key] = np.array([reduce_scatter(group, size) for size in sizes])
+        return self._weight_cache[key]
+
+    def _gradient_seconds(self, place: Place, tensor: int, *, shares: bool) -> tuple[Array, Array]:
+        """[kinds] to sum gradients over the data group: of a layer's own parameters, and of tied ones."""
+        group = place.data_group(tensor)
+        key = (group, tensor, shares)
+        if key not in self._gradient_cache:
+            own, tied = (
+                np.array([self._summed_seconds(group, numbers / tensor, shares=shares) for numbers in each])
+                for each in (self._parameters, self._tied)
             )
-        return self._parameter_cache[key]
+            self._gradient_cache[key] = own, tied
+        return self._gradient_cache[key]
+
+    def _summed_seconds(self, group: Group, numbers: float, *, shares: bool) -> float:
+        """To sum a gradient of so many numbers.  shares: every rank keeps its share."""
+        if self.gradient_compression.on:
+            device = self.cluster.nodes[0].device
+            return gradient_seconds(group, self.gradient_compression, numbers, device, shares=shares)
+        return (reduce_scatter if shares else all_reduce)(group, numbers * self.profile.bytes_per_weight)
 
     def _divisible(self, tensor: int) -> Array:
         return self._tops % tensor == 0

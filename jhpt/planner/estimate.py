@@ -78,7 +78,7 @@ def evaluate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Estimate:
     Raises:
       InputError: the plan is not one for this model and cluster, or cannot run in its space.
     """
-    return price(plan, CostModel(profile, cluster))
+    return price(plan, CostModel(profile, cluster, plan.gradient_compression))
 
 
 def price(plan: Plan, model: CostModel) -> Estimate:

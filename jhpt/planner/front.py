@@ -61,7 +61,7 @@ def plan(
 
     Args:
       config: as for `jhpt.train`, or the name of a classic network (vgg16, resnet50, gnmt).  Of its section `parallel`
-        only `compression` counts: as it says, or with `auto` as the planner chooses.
+        only `compression` counts, as it says, or with `auto` as the planner chooses, and `gradient_compression`.
       cluster: a name such as h100x8x8, a file, or a `Cluster`; None: this machine, as `jhpt profile` measured it.
       profile: the layers' costs, or a file of them; None: measured by `jhpt profile` where the cluster is this machine,
         else from the datasheet of the cluster's devices.
@@ -120,6 +120,7 @@ def prepare(
         micro_batches,
         sample_chunks=SAMPLE_CHUNKS if costs.sample_tokens else (1,),
         compression=compressions(named) if named else (None,),
+        **({"gradient_compression": named.parallel.gradient_compression} if named else {}),
     )
     return Task(
         profile=costs,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from jhpt.core.config import Compression, Config, divisors, one_of
+from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompression, divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, Schedule, Zero
 from jhpt.planner.costs import CostModel
@@ -35,6 +35,8 @@ class Request:
     """Into how many chunks layers may cut their samples."""
     compression: tuple[Compression | None, ...] = (None,)
     """How sums over the tensor axis may travel; None: as they are."""
+    gradient_compression: GradientCompression = PLAIN_GRADIENTS
+    """How gradients do: given, not chosen."""
 
 
 def request(batch: int, micro_batches: int | Iterable[int] | None = None, **options: Any) -> Request:
@@ -53,6 +55,10 @@ def request(batch: int, micro_batches: int | Iterable[int] | None = None, **opti
         given = options.get(name, choices)
         if not given or any(choice not in choices for choice in given):
             raise InputError(f"{name}={given}: choose at least one of {', '.join(map(str, choices))}")
+    if options.get("gradient_compression", PLAIN_GRADIENTS).on:
+        options["zero"] = tuple(level for level in options.get("zero", (0, 1, 3)) if level < 3)
+        if not options["zero"]:
+            raise InputError("gradient_compression sums gradients once a step, zero=3 in every micro-batch; use zero=1")
     if not counts:
         raise InputError("micro_batches is empty; give a number that divides the batch, or leave it out")
     for count in counts:

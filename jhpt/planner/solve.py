@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from jhpt.core.cluster import Cluster
-from jhpt.core.config import Compression
+from jhpt.core.config import PLAIN_GRADIENTS, Compression, GradientCompression
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, Schedule, Zero
 from jhpt.core.profile import ModelProfile
@@ -46,6 +46,7 @@ def plan(
     recompute: tuple[bool, ...] = (False, True),
     sample_chunks: tuple[int, ...] = (1,),
     compression: tuple[Compression | None, ...] = (None,),
+    gradient_compression: GradientCompression = PLAIN_GRADIENTS,
 ) -> Plan:
     """The fastest plan of `space` for a step of `batch` samples.
 
@@ -53,7 +54,13 @@ def plan(
       InputError: nothing fits, with the numbers and the nearest change that would; or the request is impossible.
     """
     asked = request(
-        batch, microbatches, zero=zero, recompute=recompute, sample_chunks=sample_chunks, compression=compression
+        batch,
+        microbatches,
+        zero=zero,
+        recompute=recompute,
+        sample_chunks=sample_chunks,
+        compression=compression,
+        gradient_compression=gradient_compression,
     )
     if schedules is not None:
         asked = replace(asked, schedules=schedules)
@@ -62,7 +69,9 @@ def plan(
 
 def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space = "spmd") -> Answer:
     """`plan` with everything that the explanation needs."""
-    model = CostModel(profile, cluster)
+    model = CostModel(profile, cluster, asked.gradient_compression)
+    if asked.gradient_compression.on and space == "general":
+        raise InputError("gradients are compressed by one program; use space=spmd, or gradient_compression=off")
     if space == "spmd" and cluster.mixed:
         raise InputError(
             f"{cluster.name} has nodes of different kinds, which one SPMD program cannot use evenly; "
@@ -76,9 +85,12 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
     if best.plan is None:
         raise InputError(refusal(asked, model, space))
     device = None if cluster.mixed else cluster.nodes[0].device.name
-    found = best.plan.model_copy(update={"device": device, "seconds": best.seconds, "lower_bound": best.lower_bound})
+    gradients = {"gradient_compression": asked.gradient_compression}
+    found = best.plan.model_copy(
+        update={"device": device, "seconds": best.seconds, "lower_bound": best.lower_bound, **gradients}
+    )
     others = sorted((seconds, index) for index, (seconds, _) in enumerate(best.shapes.values()))
-    priced = [p.model_copy(update={"seconds": s}) for s, p in best.shapes.values()]
+    priced = [p.model_copy(update={"seconds": s, **gradients}) for s, p in best.shapes.values()]
     alternatives = tuple(priced[index] for _, index in others if _differs(priced[index], found))
     return Answer(plan=found, estimate=price(found, model), alternatives=alternatives, model=model)
 
@@ -181,7 +193,7 @@ def _fits(asked: Request, model: CostModel, space: Space, *, memory: float = 1.0
             )
         }
     )
-    costs, found = CostModel(model.profile, grown), Incumbent()
+    costs, found = CostModel(model.profile, grown, model.gradient_compression), Incumbent()
     if space == "spmd":
         search_spmd(asked, costs, found)
     else:

@@ -29,6 +29,8 @@ and the surplus travels: a run of neighbouring blocks of one degree gathers `pre
 pass together) and sums one more.  A chunk of a pipeline has room for as many blocks as the longest one: all of the room
 travels with ZeRO-0 and ZeRO-1, and with ZeRO-3 where it is fetched ahead every pass gathers all of it and the surplus.
 
+Compressed gradients are an all-to-all and an all-gather of codes, or one of both (`core.compression.gradient_bytes`).
+
 With several stages the ends have a slot on every stage: all of them gather it, the first and the last sum it, whole.
 Left out, below 1 % of the bytes: norms and biases travel as all-reduce whatever the ZeRO level, norms in float32; the
 three numbers per token of a divided vocabulary's softmax; sums of the loss and of the gradient's norm; token ids.
@@ -39,7 +41,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jhpt.core.axes import DATA, PIPE, TENSOR
-from jhpt.core.compression import by_attention, gathers
+from jhpt.core.compression import by_attention, gathers, gathers_gradients, gradient_bytes
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan
 from jhpt.core.profile import LayerKind, ModelProfile
@@ -233,9 +235,25 @@ class _Step:
             yield ("all-gather", self._data_axis(t)), Sent(times, (ranks - 1) / ranks * times * size)
 
     def _summed(self, size: float, t: int, times: float) -> Iterator[One]:
-        ranks = self.devices // t
+        ranks, how = self.devices // t, self.plan.gradient_compression
+        if how.on and ranks > 1:
+            yield from self._compressed(size, t, times)
+            return
         kind, rounds = ("reduce-scatter", 1) if self.plan.zero else ("all-reduce", 2)
         yield (kind, self._data_axis(t)), Sent(times, rounds * (ranks - 1) / ranks * times * size)
+
+    def _compressed(self, size: float, t: int, times: float) -> Iterator[One]:
+        """Gradients of parameters of so many bytes in the compute dtype."""
+        ranks, axis, how = self.devices // t, self._data_axis(t), self.plan.gradient_compression
+        shares = self.plan.zero > 0
+        sent = times * gradient_bytes(ranks, how, round(size / self.profile.bytes_per_weight), shares=shares)
+        if shares:
+            yield ("all-to-all", axis), Sent(times, sent)
+        elif gathers_gradients(ranks, how):
+            yield ("all-gather", axis), Sent(times, sent)
+        else:
+            yield ("all-to-all", axis), Sent(times, sent / 2)
+            yield ("all-gather", axis), Sent(times, sent / 2)
 
     def _blocks(self, chunk: Chunk) -> Iterator[One]:
         """Parameters of a chunk's blocks and their gradients, run by run."""

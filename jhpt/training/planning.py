@@ -185,6 +185,7 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
                 config.data.batch_size,
                 sample_chunks=SAMPLE_CHUNKS,
                 compression=compressions(config),
+                gradient_compression=config.parallel.gradient_compression,
             )
             answer = solve(profile, _with_kind(cluster), asked, "spmd")
             everyone = jax.device_count() if jax.process_count() > 1 else None
