@@ -1,7 +1,6 @@
 """What `jhpt bench comms` makes of its samples, its variants and predictions, and one small run on emulated hosts."""
 
 import statistics
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -14,6 +13,7 @@ from jhpt.bench.comms.blocks import Blocks, meshes
 from jhpt.bench.comms.costs import predicted, step_bytes, sum_bytes, travel, travel_key
 from jhpt.bench.comms.task import ALL, BASELINE, FLOAT32, LANES, MIXED, OVERLAP, SHORT, VARIANTS, Task
 from jhpt.bench.comms.worker import together
+from jhpt.bench.emulated.launch import rows_of
 from jhpt.bench.netlab import Lab, why_not
 
 TASK = Task(
@@ -178,10 +178,9 @@ def test_says_why_it_cannot_run(monkeypatch, capsys):
 
 
 SMALL = """
-import sys
 from jhpt.bench.comms import task, worker
 worker.VARIANTS = tuple(one for one in task.VARIANTS if one.name in (task.SHORT, task.ALL))
-worker.leave(worker.main, sys.argv[1:])
+worker.take_part(worker.Task, worker.run)
 """
 
 
@@ -192,20 +191,7 @@ def test_small_run_on_four_hosts(tmp_path):
         lab.quota(1.0)
         changes = {"tag": lab.tag, "cpu": 0.25, "folder": str(tmp_path), "layers": 1}
         task = Task(**(vars(TASK) | changes))
-        lab.run(
-            lambda rank, hosts, coordinator: [
-                sys.executable,
-                "-c",
-                SMALL,
-                str(rank),
-                str(hosts),
-                coordinator,
-                task.text(),
-            ],
-            timeout_s=240,
-            env=comms.ENVIRONMENT,
-        )
-    rows = task.result()
+        rows = rows_of(lab, task, ["-c", SMALL], devices=LANES, limit_s=240)
     (entry,) = comms.entries(rows)
     assert list(entry.samples) == [SHORT, ALL]
     assert all(len(samples) == 2 and min(samples) > 0 for samples in entry.samples.values())

@@ -17,20 +17,17 @@ XLA's CPU backend widens bfloat16 in collectives, so payloads of 16 bits travel 
 
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
 from jhpt.bench.comms.costs import relative
 from jhpt.bench.comms.task import ALL, BASELINE, LANES, MIXED, OVERLAP, VARIANTS, Task
-from jhpt.bench.hybrid.task import COMPILING
-from jhpt.bench.netlab import HostError, Lab, LabError, why_not
+from jhpt.bench.emulated.launch import CPU, HOSTS, PLACE, launch
+from jhpt.bench.netlab import HostError, LabError, why_not
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
-
-HOSTS, CPU = 4, 0.5
-"""Hosts, and the cores of each."""
 
 RATES = (200e6, 500e6, 1000e6)
 """Bits per second."""
@@ -38,20 +35,13 @@ RATES = (200e6, 500e6, 1000e6)
 COMPRESSION_RATE = 500e6
 """At which compression alone is claimed."""
 
-SHAPE = {"layers": 2, "width": 128, "heads": 4, "length": 64, "batch": 256}
+SHAPE: dict[str, Any] = {"layers": 2, "width": 128, "heads": 4, "length": 64, "batch": 256}
 """Of the blocks: a head a host.  Two million numbers a sum: beside that, the 10 ms of a quota's period are little."""
 
 QUICK_SHAPE = SHAPE | {"layers": 1, "batch": 64}
 
 LIMIT_S = 900.0
 """Seconds for a launch."""
-
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": str(LANES),
-    # One thread computes in every lane: see jhpt.bench.hybrid.run.
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-}
 
 UNIT = f"time of {BASELINE} / the variant"
 
@@ -101,22 +91,21 @@ def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
 def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     """What the rows say."""
     found, table = dict[str, Claim](), entries(rows)
-    place = f"{HOSTS} emulated hosts of {CPU:g} cores"
     if not table:
         return found
     for name, variant in (("all_vs_serial_max", ALL), ("overlap_vs_serial_max", OVERLAP)):
         best = max(table, key=methodcaller("ratio", variant))
-        found[name] = Claim(value=best.ratio(variant), unit=UNIT, setup=f"{best}, {LANES} lanes, {place}")
+        found[name] = Claim(value=best.ratio(variant), unit=UNIT, setup=f"{best}, {LANES} lanes, {PLACE}")
     for entry in table:
         if entry.rate == COMPRESSION_RATE:
             found["compression_vs_serial_500mbit"] = Claim(
-                value=entry.ratio(MIXED), unit=UNIT, setup=f"{MIXED}, {entry}, {place}"
+                value=entry.ratio(MIXED), unit=UNIT, setup=f"{MIXED}, {entry}, {PLACE}"
             )
     errors = [abs(entry.error(name)) for entry in table for name in entry.samples]
     found["prediction_error_median"] = Claim(
         value=statistics.median(errors),
         unit="|predicted - measured| / measured",
-        setup=f"{len(errors)} steps, {place}",
+        setup=f"{len(errors)} steps, {PLACE}",
     )
     counted = [row for row in rows if row["row"] == "bytes"]
     if counted:
@@ -148,37 +137,19 @@ def print_entries(table: Sequence[Entry], counted: Mapping[str, Mapping[str, Any
                     f"{entry.ratio(name):.2f}",
                 )
             )
-    print_table(f"bench comms: {HOSTS} emulated hosts of {CPU:g} cores, ms of a step", columns, lines, words=2)
+    print_table(f"bench comms: {PLACE}, ms of a step", columns, lines, words=2)
 
 
-def launch(*, quick: bool, rates: Sequence[float]) -> list[dict[str, Any]]:
-    """Rows of one launch of all hosts."""
-    # What begins with the tag is removed with the lab, also when this process is killed.
-    with Lab(hosts=HOSTS, cpu=CPU) as lab, tempfile.TemporaryDirectory(prefix=f"{lab.tag}-") as folder:
-        lab.quota(COMPILING)
-        task = Task(
-            tag=lab.tag,
-            cpu=CPU,
-            folder=folder,
-            rates=tuple(rates),
-            rounds=2 if quick else 5,
-            parts_rounds=2 if quick else 3,
-            **(QUICK_SHAPE if quick else SHAPE),
-        )
-        lab.run(
-            lambda rank, hosts, coordinator: [
-                sys.executable,
-                "-m",
-                "jhpt.bench.comms.worker",
-                str(rank),
-                str(hosts),
-                coordinator,
-                task.text(),
-            ],
-            timeout_s=LIMIT_S,
-            env=ENVIRONMENT,
-        )
-        return task.result()
+def measure(*, quick: bool, rates: Sequence[float]) -> list[dict[str, Any]]:
+    """Rows of the launch."""
+    task = partial(
+        Task,
+        rates=tuple(rates),
+        rounds=2 if quick else 5,
+        parts_rounds=2 if quick else 3,
+        **(QUICK_SHAPE if quick else SHAPE),
+    )
+    return launch("jhpt.bench.comms.worker", task, devices=LANES, limit_s=LIMIT_S)
 
 
 def run(*, quick: bool, json_path: str | None) -> int:
@@ -191,7 +162,7 @@ def run(*, quick: bool, json_path: str | None) -> int:
     rates = RATES[1:2] if quick else RATES
     rows, failure = list[dict[str, Any]](), None
     try:
-        rows = launch(quick=quick, rates=rates)
+        rows = measure(quick=quick, rates=rates)
     except (HostError, LabError, OSError) as error:
         failure = f"{error}"
         print(f"jhpt bench comms: {error}", file=sys.stderr)

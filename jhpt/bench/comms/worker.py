@@ -1,14 +1,13 @@
-"""What every emulated host runs: `python -m jhpt.bench.comms.worker RANK HOSTS COORDINATOR TASK`.
+"""What every emulated host runs (`jhpt.bench.emulated.worker`):
 
     work     a layer of each variant without communication, timed with the quota on, every host a share of them
     bytes    sent by a step of each variant, counted at the interface
     travel   sums alone, at every rate
     steps    of all variants, in turn, at every rate
 
-All programs are compiled first, with quotas lifted.  Host 0 leaves the rows in the task's folder.
+All programs are compiled first, with quotas lifted.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +20,11 @@ from jax.sharding import Mesh
 from jhpt.bench.comms.blocks import Blocks, meshes
 from jhpt.bench.comms.costs import REPEATS, predicted, sent_bytes, step_bytes, travel, travel_key
 from jhpt.bench.comms.task import VARIANTS, Task, Variant
-from jhpt.bench.hybrid.hosts import Hosts
-from jhpt.bench.hybrid.steps import Call, in_turn
-from jhpt.bench.hybrid.worker import leave
+from jhpt.bench.emulated.hosts import Hosts
+from jhpt.bench.emulated.turns import Call, in_turn
+from jhpt.bench.emulated.worker import take_part
 from jhpt.measure.layers import typical_seconds
 from jhpt.measure.timer import steady
-from jhpt.training.runtime import keep_heap
 
 Programs = dict[str, tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]]
 """How to lower, how to make arguments."""
@@ -110,9 +108,9 @@ def processor_seconds(hosts: Hosts[Task], calls: dict[str, Call]) -> dict[str, f
     return {name: sum(one[name] for one in everyone) / len(everyone) for name in mine}
 
 
-def run(task: Task) -> list[dict[str, Any]]:
+def run(hosts: Hosts[Task]) -> list[dict[str, Any]]:
     """All rows of a task."""
-    hosts = Hosts(task)
+    task = hosts.task
     blocks = Blocks(task=task, hosts=hosts.count)
     lanes = meshes(jax.devices(), hosts.count)
     hosts.free()
@@ -148,7 +146,6 @@ def run(task: Task) -> list[dict[str, Any]]:
         samples = in_turn(hosts, steps, task.rounds)
         rows += [_step_row(task, variant, rate, samples, work, sums) for variant in VARIANTS]
         hosts.say(f"steps at {rate / 1e6:.0f} Mbit/s")
-    hosts.wait()
     return rows
 
 
@@ -172,18 +169,5 @@ def _step_row(
     }
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Joins the other hosts, measures with them, and leaves the rows."""
-    rank, count, coordinator, task = arguments
-    keep_heap()
-    jax.config.update("jax_enable_compilation_cache", False)  # see jhpt.bench.hybrid.worker
-    jax.distributed.initialize(coordinator, int(count), int(rank))
-    asked = Task.parse(task)
-    rows = run(asked)
-    if rank == "0":
-        asked.leave(rows)
-    jax.distributed.shutdown()
-
-
 if __name__ == "__main__":
-    leave(main, sys.argv[1:])
+    take_part(Task, run)
