@@ -47,19 +47,29 @@ once and moves twice the bytes of two steps (`core.compression.gathers`): here a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(Launch):
-    """One launch.
+class Shape:
+    """GPT blocks and what they are given.  batch: samples.  length: tokens of each."""
 
-    rates: bits per second.
-    layers, width, heads, length, batch: of the blocks.
-    rounds: samples of a step.  parts_rounds: of what predictions are made of.
-    """
-
-    rates: tuple[float, ...]
     layers: int
     width: int
     heads: int
     length: int
     batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Launch):
+    """One launch.
+
+    rates: bits per second.
+    blocks: of tensor parallelism.  gradients: of data parallelism, with the batch of a host.
+    exchanges: names of the ways to sum gradients (`jhpt.bench.comms.gradients`).
+    rounds: samples of a step.  parts_rounds: of what predictions are made of.
+    """
+
+    rates: tuple[float, ...]
+    blocks: Shape
+    gradients: Shape
+    exchanges: tuple[str, ...]
     rounds: int
     parts_rounds: int
