@@ -1,5 +1,6 @@
 """What both tables are measured with: calls compiled for all hosts, seconds of work, bytes and seconds of processor."""
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,15 +30,20 @@ def ready(hosts: Hosts[Task], programs: Programs, mesh: Mesh, call: Callable[...
 
 def work_seconds(hosts: Hosts[Task], calls: Mapping[str, Callable[[], Mapping[str, Call]]]) -> Seconds:
     """Typical seconds of calls that need no other host, with the quota on.  Every host makes and times a share of them,
-    so that all are busy at the same time."""
-    own = list(calls)[hosts.rank :: hosts.count]
-    mine = {f"{key}|{which}": call for key in own for which, call in calls[key]().items()}
+    so that all are busy at the same time; where there are fewer than hosts, some are timed by several."""
+    keys = list(calls)
+    own = keys[hosts.rank :: hosts.count] or [keys[hosts.rank % len(keys)]]
+    mine = {key: calls[key]() for key in own}
     hosts.limit(None)
+    named = {f"{key}|{which}": call for key, each in mine.items() for which, call in each.items()}
+    samples: dict[str, list[float]] = {}
+    for one in hosts.everyone(typical_seconds(named, hosts.task.parts_rounds)):
+        for name, value in one.items():
+            samples.setdefault(name, []).append(value)
     found: Seconds = {}
-    for one in hosts.everyone(typical_seconds(mine, hosts.task.parts_rounds) if mine else {}):
-        for name, seconds in one.items():
-            key, _, which = name.partition("|")
-            found.setdefault(key, {})[which] = seconds
+    for name, values in samples.items():
+        key, _, which = name.partition("|")
+        found.setdefault(key, {})[which] = statistics.mean(values)
     return found
 
 
