@@ -1,7 +1,7 @@
 """GPT blocks whose hosts work on samples of their own: the value, the gradients, and their sums over the hosts.
 
-Only gradients of matrices are computed and summed; those of biases and norms are a thousandth of the numbers and travel
-as they are, whatever happens to the others.  A host's device 0 takes part.  Ways to sum:
+Only gradients of matrices are computed and summed; those of biases and norms, a thousandth of the numbers, which travel
+as they are whatever happens to the others, are left out.  A host's device 0 takes part.  Ways to sum:
 
     float32              XLA's all-reduce of all gradients as one array
     16 bits              the baseline: bfloat16 in two steps, `jhpt.sharding.compressed.Wire`, rows of `COLUMNS` numbers
