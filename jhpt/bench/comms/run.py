@@ -44,10 +44,11 @@ SHAPE = Shape(layers=2, width=128, heads=4, length=64, batch=256)
 """Of tensor-parallel blocks: a head a host.  Two million numbers a sum: beside that, the 10 ms of a quota's period are
 little."""
 
-GRADIENTS_SHAPE = Shape(layers=2, width=384, heads=4, length=64, batch=8)
+GRADIENTS_SHAPE = Shape(layers=2, width=384, heads=4, length=64, batch=6)
 """Of data-parallel blocks, with the batch of a host: n = 3.5 million numbers in matrices, one bucket.  At 500 Mbit/s
-the 3 n bytes of 16 bits take n x 0.07 us, for Gloo fills 70 % of the wire; 512 tokens are 6 x 512 n FLOP, of which half
-a core does some 40 G a second (measured, matrices of this width): n x 0.08 us, about as long."""
+the 3 n bytes of 16 bits take n x 0.07 us, for Gloo fills 70 % of the wire; 384 tokens are 6 x 384 n FLOP, of which half
+a core does 30 to 40 G a second (one core of a busy machine, this very step: 60 to 85 G): n x 0.06 to 0.08 us, about as
+long."""
 
 QUICK_SHAPE, QUICK_GRADIENTS = replace(SHAPE, layers=1, batch=64), replace(GRADIENTS_SHAPE, layers=1, width=256)
 """`--quick` also leaves out all rates but one, most rounds, and all ways to sum gradients but `QUICK`."""
