@@ -1,31 +1,34 @@
 """What `jhpt bench comms` makes of its samples, its variants and predictions, and one small run on emulated hosts."""
 
 import statistics
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jhpt.bench.comms import gradients, tables
 from jhpt.bench.comms import run as comms
 from jhpt.bench.comms.blocks import Blocks, meshes
-from jhpt.bench.comms.costs import predicted, step_bytes, sum_bytes, travel, travel_key
-from jhpt.bench.comms.task import ALL, BASELINE, FLOAT32, LANES, MIXED, OVERLAP, SHORT, VARIANTS, Task
+from jhpt.bench.comms.costs import REPEATS, predicted, step_bytes, sum_bytes, travel, travel_key
+from jhpt.bench.comms.task import ALL, BASELINE, FLOAT32, LANES, MIXED, OVERLAP, SHORT, VARIANTS, Shape, Task
 from jhpt.bench.comms.worker import together
+from jhpt.bench.emulated.launch import rows_of
 from jhpt.bench.netlab import Lab, why_not
+from jhpt.models.hooks import Hooks
+from jhpt.sharding.rules import MATRICES, path_name
 
+SHAPE = Shape(layers=2, width=128, heads=4, length=8, batch=4)
 TASK = Task(
     tag="jhpt-lab-1-1-0",
     cpu=0.5,
     folder="/tmp",
     rates=(1e9,),
-    layers=2,
-    width=128,
-    heads=4,
-    length=8,
-    batch=4,
+    blocks=SHAPE,
+    gradients=replace(SHAPE, layers=1, batch=1),
+    exchanges=gradients.QUICK,
     rounds=2,
     parts_rounds=1,
 )
@@ -49,6 +52,18 @@ ROWS = [
 ]
 
 
+GRADIENT_ROWS = [
+    {**step_row(rate, name, samples, predicted_s), "row": "gradient step"}
+    for rate, name, samples, predicted_s in (
+        (5e8, gradients.FLOAT32, [0.5, 0.5, 0.5], 0.5),
+        (5e8, gradients.BASELINE, [0.9, 1.8, 0.99], 0.99),
+        (5e8, gradients.BYTES, [0.6, 1.2, 0.66], 0.99),
+        (1e9, gradients.BASELINE, [0.6, 0.6, 0.6], 0.6),
+        (1e9, gradients.BYTES, [0.5, 0.5, 0.5], 0.5),
+    )
+] + [{"row": "gradient bytes", "variant": gradients.BYTES, "counted": 1.03e6, "formula": 1e6}]
+
+
 def test_claims_are_medians_of_ratios_round_by_round():
     claims = comms.claims(ROWS)
     assert claims["all_vs_serial_max"].value == pytest.approx(2.5)  # although the second round was slow
@@ -59,6 +74,20 @@ def test_claims_are_medians_of_ratios_round_by_round():
     assert claims["wire_bytes_error_max"].value == pytest.approx(0.02)
 
 
+def test_claims_of_gradients():
+    """Float32, which compresses nothing, is no variant to win with; errors count with those of tensor parallelism."""
+    claims = comms.claims(GRADIENT_ROWS)
+    assert set(claims) == {"gradients_vs_16bit_max", "prediction_error_median", "wire_bytes_error_max"}
+    assert claims["gradients_vs_16bit_max"].value == pytest.approx(1.5)
+    assert claims["gradients_vs_16bit_max"].setup.startswith(f"{gradients.BYTES}, 500 Mbit/s")
+    both = comms.claims(ROWS + GRADIENT_ROWS)
+    errors = [0, 0, 0, 0.1, 0, 0, 0.2] + [0, 0, 0.5, 0, 0]
+    assert both["prediction_error_median"].value == pytest.approx(statistics.median(errors))
+    assert both["prediction_error_median"].setup.startswith(f"{len(errors)} steps")
+    assert both["wire_bytes_error_max"].value == pytest.approx(0.03)
+    assert both["all_vs_serial_max"] == comms.claims(ROWS)["all_vs_serial_max"]
+
+
 def test_claims_that_were_not_measured_are_absent():
     assert comms.claims([]) == {}
     slow = comms.claims([row for row in ROWS if row.get("bits_per_s") == 2e8])
@@ -66,9 +95,12 @@ def test_claims_that_were_not_measured_are_absent():
 
 
 def test_table_is_printed(capsys):
-    comms.print_entries(comms.entries(ROWS), {ROWS[-1]["variant"]: ROWS[-1]})
+    tables.print_entries(ROWS)
     printed = capsys.readouterr().out
     assert "+10 %" in printed and "0.98" in printed and BASELINE in printed
+    tables.print_entries(ROWS + GRADIENT_ROWS, tables.GRADIENTS)
+    printed = capsys.readouterr().out
+    assert "+50 %" in printed and "1.03" in printed and BASELINE not in printed and gradients.BASELINE in printed
 
 
 def test_a_task_is_its_text():
@@ -84,18 +116,18 @@ def test_variants_differ_in_what_they_are_named_for():
 
 def test_bytes_of_a_step():
     """n numbers, t = 4: 2 (t-1)/t n beta / 8 for each of four sums a layer, whatever the lanes."""
-    numbers = TASK.batch * TASK.length * TASK.width
-    assert step_bytes(TASK, 4, BY_NAME[FLOAT32]) == 4 * TASK.layers * 1.5 * numbers * 4
-    assert step_bytes(TASK, 4, BY_NAME[SHORT]) == 4 * TASK.layers * 1.5 * numbers * 2
-    assert step_bytes(TASK, 4, BY_NAME[OVERLAP]) == step_bytes(TASK, 4, BY_NAME[SHORT])
-    mixed = step_bytes(TASK, 4, BY_NAME[MIXED])
-    assert mixed == 4 * TASK.layers * sum_bytes(TASK, 4, BY_NAME[MIXED].how, TASK.batch)
+    numbers = SHAPE.batch * SHAPE.length * SHAPE.width
+    assert step_bytes(SHAPE, 4, BY_NAME[FLOAT32]) == 4 * SHAPE.layers * 1.5 * numbers * 4
+    assert step_bytes(SHAPE, 4, BY_NAME[SHORT]) == 4 * SHAPE.layers * 1.5 * numbers * 2
+    assert step_bytes(SHAPE, 4, BY_NAME[OVERLAP]) == step_bytes(SHAPE, 4, BY_NAME[SHORT])
+    mixed = step_bytes(SHAPE, 4, BY_NAME[MIXED])
+    assert mixed == 4 * SHAPE.layers * sum_bytes(SHAPE, 4, BY_NAME[MIXED].how, SHAPE.batch)
 
 
 def test_predictions_are_two_streams():
     """In line everything adds up; of two lanes the longer stream stays, and a chunk that is beside nothing."""
     work, seconds = {"forward": 2.0, "both": 6.0}, {"seconds": 1.0, "busy": 0.0}
-    layers = TASK.layers
+    layers = SHAPE.layers
     assert predicted(TASK, BY_NAME[SHORT], work, seconds) == pytest.approx(layers * (6 + 4))
     beside = predicted(TASK, BY_NAME[OVERLAP], work, seconds)  # of a lane
     assert beside == pytest.approx(LANES * layers * 6 + 2)  # work, and the last sum forward and backward
@@ -122,13 +154,13 @@ def test_lanes_take_a_device_of_every_host():
 @pytest.mark.parametrize("name", (FLOAT32, SHORT, MIXED))
 def test_a_step_is_the_blocks_gradient(name):
     """Against the same blocks on one device."""
-    blocks = Blocks(task=TASK, hosts=4)
+    blocks = Blocks(shape=SHAPE, hosts=4)
     lowered, arguments = blocks.step(BY_NAME[name], one_lane())
     given = arguments()
     value, (gradients, at_x) = lowered().compile()(*given)
     params, x, error = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), given)
-    whole = Blocks(task=TASK, hosts=1)
-    run = whole.layers(whole.hooks(BY_NAME[FLOAT32], ()), TASK.layers)
+    whole = Blocks(shape=SHAPE, hosts=1)
+    run = whole.layers(whole.hooks(BY_NAME[FLOAT32], ()), SHAPE.layers)
     expected, (expected_gradients, expected_x) = jax.value_and_grad(lambda *at: jnp.vdot(run(*at), error), (0, 1))(
         params, x
     )
@@ -143,9 +175,9 @@ def test_a_step_is_the_blocks_gradient(name):
 
 
 def test_a_lane_alone_computes_a_layer_of_its_share():
-    calls = Blocks(task=TASK, hosts=4).work(BY_NAME[ALL])
+    calls = Blocks(shape=SHAPE, hosts=4).work(BY_NAME[ALL])
     y = calls["forward"]()
-    assert y.shape == (TASK.batch // LANES, TASK.length, TASK.width)
+    assert y.shape == (SHAPE.batch // LANES, SHAPE.length, SHAPE.width)
     again, (gradients, error) = calls["both"]()
     assert np.array_equal(y, again) and error.shape == y.shape
     assert gradients[0]["attention"]["qkv"]["kernel"].shape == (128, 1, 3, 32)  # a head of four
@@ -154,13 +186,90 @@ def test_a_lane_alone_computes_a_layer_of_its_share():
 @pytest.mark.parametrize("name", (FLOAT32, SHORT, ALL))
 def test_travelling_is_the_bytes_of_a_sum(name):
     """The sums that are timed alone move what the formula says, four times in a row."""
-    lowered, arguments = travel(TASK, 4, BY_NAME[name], one_lane())
+    lowered, arguments = travel(SHAPE, 4, BY_NAME[name], one_lane())
     (given,) = arguments()
     result = lowered().compile()(given)
     assert result.shape == given.shape
     words = given.nbytes // 4  # of a rank
-    batch = TASK.batch // BY_NAME[name].lanes
-    assert 2 * 3 * words // 4 == sum_bytes(TASK, 4, BY_NAME[name].how, batch)
+    batch = SHAPE.batch // BY_NAME[name].lanes
+    assert 2 * 3 * words // 4 == sum_bytes(SHAPE, 4, BY_NAME[name].how, batch)
+
+
+DATA_PARALLEL = gradients.DataParallel(shape=replace(SHAPE, layers=1, batch=1), hosts=4)
+EXCHANGES = {one.name: one for one in gradients.EXCHANGES}
+CLOSE = {
+    gradients.FLOAT32: 1e-6,
+    gradients.SHORT: 2**-8,
+    gradients.BYTES: 0.02,
+    "quantize, 4 bits": 0.2,
+    "top-k": 0.8,
+}
+"""Norms of errors, of a matrix, relative to its sum's: one rounding to the 8 bits of bfloat16 is 2^-9 at most, and
+there are two; of codes and of what top-k leaves for later, bounds that a wrong sum would not meet."""
+
+
+def test_bytes_of_gradients():
+    """n = 12 width^2 numbers in the matrices of a layer, t = 4, and two bytes of a range for every 128 codes."""
+    n = 12 * 128**2
+    assert sum(DATA_PARALLEL.sizes) == n
+    expected = {
+        gradients.FLOAT32: 1.5 * n * 4,
+        gradients.SHORT: 1.5 * n * 2,
+        gradients.BYTES: 1.5 * n * (1 + 2 / 128),
+        "quantize, 4 bits": 3 * n * (1 / 2 + 2 / 128),  # gathered: 4 x 4 bits < 32
+        "top-k": 3 * n // 1024 * 103 * 4,  # a tenth of a block, rounded up
+    }
+    assert {name: DATA_PARALLEL.sent(one) for name, one in EXCHANGES.items()} == expected
+
+
+@pytest.fixture(scope="module")
+def plain_sums():
+    """Gradients of the matrices from all samples, on one device."""
+    _, arguments = DATA_PARALLEL.step(EXCHANGES[gradients.FLOAT32], one_data_lane())
+    _, params, x, error = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), arguments())
+    run = DATA_PARALLEL.blocks.layers(Hooks(), 1)
+    found = jax.grad(lambda params: jnp.vdot(run(params, x), error))(params)
+    named = jax.tree_util.tree_leaves_with_path(found)
+    return [np.asarray(leaf) for path, leaf in named if MATRICES.search(path_name(path))]
+
+
+def one_data_lane():
+    return gradients.data_mesh(jax.devices()[:4])
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_sums_are_those_of_all_samples(name, plain_sums):
+    """Within what a way to sum rounds; and what is kept is exactly what is missing."""
+    lowered, arguments = DATA_PARALLEL.step(EXCHANGES[name], one_data_lane())
+    program, (kept, *given) = lowered().compile(), arguments()
+    left, (value, sums) = program(kept, *given)
+    assert value.shape == (4,) and len(left) == len(kept)
+    for found, want in zip(sums, plain_sums, strict=True):
+        assert np.linalg.norm(np.asarray(found) - want) <= CLOSE[name] * np.linalg.norm(want)
+    assert bool(left) == (name not in (gradients.FLOAT32, gradients.SHORT))
+    for found, own, want in zip(sums, left, plain_sums, strict=bool(left)):
+        missing = np.asarray(own).reshape(4, *want.shape).sum(0)
+        assert np.allclose(np.asarray(found) + missing, want, atol=1e-5 * np.abs(want).max())
+
+
+def test_steps_go_on_with_what_was_kept():
+    steps = gradients.going_on(lambda kept, given: (kept + given, kept), 1, 2)
+    assert [steps() for _ in range(3)] == [(3, 1), (5, 3), (7, 5)]
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_travelling_is_the_bytes_of_an_exchange(name):
+    lowered, arguments = DATA_PARALLEL.travel(EXCHANGES[name], one_data_lane())
+    (given,) = arguments()
+    assert lowered().compile()(given).shape == given.shape
+    piece = given.nbytes // 16  # of a rank's four
+    gathered = name in ("quantize, 4 bits", "top-k")
+    assert (3 if gathered else 2 * 3) * piece == DATA_PARALLEL.sent(EXCHANGES[name])
+
+
+def test_gradients_are_predicted_in_line():
+    """On one host four devices take 4 s beside the collectives of 4 s / REPEATS."""
+    assert DATA_PARALLEL.predicted({"step": 4.0 + 4.0 / REPEATS, "travel": 4.0}, 0.5) == pytest.approx(1.5)
 
 
 def test_lanes_run_one_after_the_other():
@@ -178,10 +287,9 @@ def test_says_why_it_cannot_run(monkeypatch, capsys):
 
 
 SMALL = """
-import sys
 from jhpt.bench.comms import task, worker
 worker.VARIANTS = tuple(one for one in task.VARIANTS if one.name in (task.SHORT, task.ALL))
-worker.leave(worker.main, sys.argv[1:])
+worker.take_part(worker.Task, worker.run)
 """
 
 
@@ -190,24 +298,13 @@ def test_small_run_on_four_hosts(tmp_path):
         pytest.skip(reason)
     with Lab(hosts=4, cpu=0.25) as lab:
         lab.quota(1.0)
-        changes = {"tag": lab.tag, "cpu": 0.25, "folder": str(tmp_path), "layers": 1}
-        task = Task(**(vars(TASK) | changes))
-        lab.run(
-            lambda rank, hosts, coordinator: [
-                sys.executable,
-                "-c",
-                SMALL,
-                str(rank),
-                str(hosts),
-                coordinator,
-                task.text(),
-            ],
-            timeout_s=240,
-            env=comms.ENVIRONMENT,
-        )
-    rows = task.result()
-    (entry,) = comms.entries(rows)
-    assert list(entry.samples) == [SHORT, ALL]
-    assert all(len(samples) == 2 and min(samples) > 0 for samples in entry.samples.values())
-    assert {row["row"] for row in rows} == {"work", "bytes", "travel", "step"}
-    assert all(row["counted"] >= row["formula"] for row in rows if row["row"] == "bytes")
+        changes = {"tag": lab.tag, "cpu": 0.25, "folder": str(tmp_path), "blocks": replace(SHAPE, layers=1)}
+        task = replace(TASK, **changes)
+        rows = rows_of(lab, task, ["-c", SMALL], devices=LANES, limit_s=240)
+    for table, names in ((tables.TENSOR, [SHORT, ALL]), (tables.GRADIENTS, list(gradients.QUICK))):
+        (entry,) = tables.entries(rows, table)
+        assert list(entry.samples) == names
+        assert all(len(samples) == 2 and min(samples) > 0 for samples in entry.samples.values())
+        assert all(row["counted"] >= row["formula"] for row in tables.counts(rows, table))
+    kinds = {"work", "bytes", "travel", "step"}
+    assert {row["row"] for row in rows} == kinds | {f"gradient {kind}" for kind in kinds}

@@ -1,12 +1,12 @@
 """What `jhpt bench hybrid` makes of its samples, its models, and one small run on emulated hosts."""
 
 import statistics
-import sys
 
 import jax
 import numpy as np
 import pytest
 
+from jhpt.bench.emulated.launch import rows_of
 from jhpt.bench.hybrid import run as hybrid
 from jhpt.bench.hybrid.bubble import BLOCKS, plan_of, subject_of
 from jhpt.bench.hybrid.costs import asked_of, batches, cluster_of, planned
@@ -215,13 +215,12 @@ def test_says_why_it_cannot_run(monkeypatch, capsys):
 
 
 SMALL = """
-import sys
 from dataclasses import replace
 from jhpt.bench.hybrid import models, worker
 from jhpt.models.mlp import MLP
 network = MLP(inputs=8, width=16, hidden=32, num_blocks=2, classes=8)
 models.SUBJECTS["mlp"] = lambda: models.ClassSubject(name="mlp", batch=16, network=network)
-worker.leave(worker.main, sys.argv[1:])
+worker.take_part(worker.Task, worker.run)
 """
 
 
@@ -241,20 +240,7 @@ def test_small_run_on_two_hosts(tmp_path):
             link_rounds=1,
             bubble=False,
         )
-        lab.run(
-            lambda rank, hosts, coordinator: [
-                sys.executable,
-                "-c",
-                SMALL,
-                str(rank),
-                str(hosts),
-                coordinator,
-                task.text(),
-            ],
-            timeout_s=240,
-            env=hybrid.ENVIRONMENT,
-        )
-    rows = task.result()
+        rows = rows_of(lab, task, ["-c", SMALL], devices=1, limit_s=240)
     (entry,) = hybrid.entries(rows)
     assert list(entry.samples) == ["data parallel", "data parallel again", "gpipe", "plan"]
     assert all(len(samples) == 2 and min(samples) > 0 for samples in entry.samples.values())

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jhpt.bench.comms.task import Task, Variant
+from jhpt.bench.comms.task import Shape, Variant
 from jhpt.core.axes import TENSOR
 from jhpt.core.config import ModelConfig
 from jhpt.core.load import load_config
@@ -34,24 +34,24 @@ from jhpt.training.parts import compressed_hooks, tensor_hooks
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """The blocks of a task over so many hosts."""
+    """Blocks of a shape over so many hosts."""
 
-    task: Task
+    shape: Shape
     hosts: int
 
     @cached_property
     def config(self) -> ModelConfig:
         """Of the model they belong to."""
-        task = self.task
-        shape = {
+        shape = self.shape
+        model = {
             "family": "gpt",
-            "d_model": task.width,
-            "num_heads": task.heads,
-            "num_layers": task.layers,
-            "max_length": task.length,
+            "d_model": shape.width,
+            "num_heads": shape.heads,
+            "num_layers": shape.layers,
+            "max_length": shape.length,
             "dropout": 0.0,
         }
-        return load_config({"name": "comms", "model": shape, "data": {"sequence_length": task.length}}).model
+        return load_config({"name": "comms", "model": model, "data": {"sequence_length": shape.length}}).model
 
     def hooks(self, variant: Variant, axes: tuple[str, ...]) -> Hooks:
         """One rank's view; no axes: a rank alone, which computes what it would and sends nothing."""
@@ -77,16 +77,16 @@ class Blocks:
 
     def x_shape(self, lanes: int) -> tuple[int, int, int]:
         """Of a lane's input."""
-        return self.task.batch // lanes, self.task.length, self.task.width
+        return self.shape.batch // lanes, self.shape.length, self.shape.width
 
     def step(self, variant: Variant, lane: Mesh) -> tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]:
         """(the program of a lane's loss and gradients, its arguments)."""
-        run = self.layers(self.hooks(variant, (TENSOR,)), self.task.layers)
+        run = self.layers(self.hooks(variant, (TENSOR,)), self.shape.layers)
 
         def local(params: Any, x: jax.Array, error: jax.Array) -> Any:
             return jax.value_and_grad(lambda *at: jnp.vdot(run(*at), error), (0, 1))(params, x)
 
-        shapes, x = self.shapes(self.task.layers), jax.ShapeDtypeStruct(self.x_shape(variant.lanes), jnp.float32)
+        shapes, x = self.shapes(self.shape.layers), jax.ShapeDtypeStruct(self.x_shape(variant.lanes), jnp.float32)
         specs, whole = _specs(shapes, self.hosts), PartitionSpec()
         program = jax.jit(
             jax.shard_map(
@@ -107,8 +107,8 @@ class Blocks:
             return program.lower(*given)
 
         def arguments() -> Any:
-            params = jax.tree.map(lambda leaf, spec: _placed(leaf, lane, spec), shapes, specs)
-            return params, *(_placed(x, lane, whole, seed) for seed in (1, 2))
+            params = jax.tree.map(lambda leaf, spec: placed(leaf, lane, spec), shapes, specs)
+            return params, *(placed(x, lane, whole, seed) for seed in (1, 2))
 
         return lowered, arguments
 
@@ -145,7 +145,7 @@ def _numbers(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
-def _placed(leaf: jax.ShapeDtypeStruct, mesh: Mesh, spec: PartitionSpec, seed: int = 0) -> jax.Array:
+def placed(leaf: jax.ShapeDtypeStruct, mesh: Mesh, spec: PartitionSpec, seed: int = 0) -> jax.Array:
     """Random numbers, small in weights (no seed), and ones in vectors; every host keeps its own part of them."""
     vector = len(leaf.shape) == 1
     whole = np.ones(leaf.shape, np.float32) if vector else _numbers(leaf.shape, np.random.default_rng(seed))

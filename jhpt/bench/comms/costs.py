@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jhpt.bench.comms.task import Task, Variant
-from jhpt.core.axes import TENSOR
+from jhpt.bench.comms.task import Shape, Task, Variant
 from jhpt.core.compression import gathers, wire_bytes
 from jhpt.planner.overlap import layers_seconds
 
@@ -29,16 +28,16 @@ REPEATS = 4
 """Sums in a program that times them, one after the other."""
 
 
-def sum_bytes(task: Task, hosts: int, how: Any, batch: int) -> float:
+def sum_bytes(shape: Shape, hosts: int, how: Any, batch: int) -> float:
     """Bytes that a rank sends for one sum of so many samples."""
     if how is None:
-        return 2 * (hosts - 1) / hosts * 4 * batch * task.length * task.width
-    return wire_bytes(hosts, how, batch, task.length, task.width)
+        return 2 * (hosts - 1) / hosts * 4 * batch * shape.length * shape.width
+    return wire_bytes(hosts, how, batch, shape.length, shape.width)
 
 
-def step_bytes(task: Task, hosts: int, variant: Variant) -> float:
+def step_bytes(shape: Shape, hosts: int, variant: Variant) -> float:
     """Bytes that a host sends in a step: four sums a layer."""
-    return variant.lanes * task.layers * 4 * sum_bytes(task, hosts, variant.how, task.batch // variant.lanes)
+    return variant.lanes * shape.layers * 4 * sum_bytes(shape, hosts, variant.how, shape.batch // variant.lanes)
 
 
 def travel_key(variant: Variant) -> str:
@@ -46,18 +45,36 @@ def travel_key(variant: Variant) -> str:
     return f"{variant.sums} / {variant.lanes}"
 
 
-def travel(task: Task, hosts: int, variant: Variant, mesh: Mesh) -> tuple[Any, Any]:
+def travel(shape: Shape, hosts: int, variant: Variant, mesh: Mesh) -> tuple[Any, Any]:
     """The program of `REPEATS` sums of a lane's samples, and its arguments."""
-    how, batch = variant.how, task.batch // variant.lanes
+    how, batch = variant.how, shape.batch // variant.lanes
     if how is None:
-        return _chained(lambda x: jax.lax.psum(x, TENSOR), (batch * task.length * task.width,), jnp.float32, mesh)
+        return bare_sum(batch * shape.length * shape.width, mesh)
     assert not gathers(hosts, how), "every variant takes two steps"
-    words = int(sum_bytes(task, hosts, how, batch)) // (2 * (hosts - 1)) // 2
+    return two_steps(sum_bytes(shape, hosts, how, batch), mesh)
 
-    def two_steps(x: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(jax.lax.all_to_all(x, TENSOR, 0, 0, tiled=True)[0], TENSOR)
 
-    return _chained(two_steps, (hosts, words), jnp.uint16, mesh)
+def bare_sum(numbers: int, mesh: Mesh) -> tuple[Any, Any]:
+    """XLA's all-reduce of so many numbers, `REPEATS` times: a program and its arguments."""
+    (axis,) = mesh.axis_names
+    return _chained(lambda x: jax.lax.psum(x, axis), (numbers,), jnp.float32, mesh)
+
+
+def two_steps(sent: float, mesh: Mesh) -> tuple[Any, Any]:
+    """All_to_all and all_gather in which a rank sends so many bytes, `REPEATS` times."""
+    (axis,) = mesh.axis_names
+
+    def once(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(jax.lax.all_to_all(x, axis, 0, 0, tiled=True)[0], axis)
+
+    return _chained(once, (mesh.size, int(sent) // (2 * (mesh.size - 1)) // 2), jnp.uint16, mesh)
+
+
+def gathering(sent: float, mesh: Mesh) -> tuple[Any, Any]:
+    """All_gather in which a rank sends so many bytes, `REPEATS` times."""
+    (axis,) = mesh.axis_names
+    words = int(sent) // (mesh.size - 1) // 2
+    return _chained(lambda x: jax.lax.all_gather(x[0], axis), (mesh.size, words), jnp.uint16, mesh)
 
 
 def _chained(once: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> tuple[Any, Any]:
@@ -68,10 +85,9 @@ def _chained(once: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dty
             x = once(x)
         return x
 
-    spec = PartitionSpec(TENSOR)
+    spec = PartitionSpec(mesh.axis_names)
     program = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    count = mesh.shape[TENSOR]
-    whole, place = (count * shape[0], *shape[1:]), NamedSharding(mesh, spec)
+    whole, place = (mesh.size * shape[0], *shape[1:]), NamedSharding(mesh, spec)
     given = jax.ShapeDtypeStruct(whole, dtype, sharding=place)
     own = np.zeros(shape, dtype)
     return (lambda: program.lower(given)), (lambda: (jax.make_array_from_callback(whole, place, lambda _: own),))
@@ -86,7 +102,7 @@ def predicted(task: Task, variant: Variant, work: dict[str, float], sum_: dict[s
     beside = variant.lanes > 1
     busy = 2 * sum_["busy"] / task.cpu if beside else 0.0
     return layers_seconds(
-        layers=task.layers,
+        layers=task.blocks.layers,
         forward=work["forward"] + busy,
         backward=work["both"] - work["forward"] + busy,
         travel=sum_["seconds"],

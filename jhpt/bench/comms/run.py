@@ -1,8 +1,8 @@
-"""The benchmark: launches the hosts, prints the table and the claims.
+"""The benchmark: launches the hosts, prints the tables and the claims.
 
-Real processes of JAX with Gloo, one for each host of `jhpt.bench.netlab`, half a core each, tensor parallelism over all
-four, at several link speeds.  A step is the value and the gradients of GPT blocks, in float32; there is no optimizer.
-Variants (`jhpt.bench.comms.task`), in turn in one launch:
+Real processes of JAX with Gloo, one for each host of `jhpt.bench.netlab`, half a core each, at several link speeds.  A
+step is the value and the gradients of GPT blocks, in float32; there is no optimizer.  Tensor parallelism over all four,
+in variants (`jhpt.bench.comms.task`), in turn in one launch:
 
     serial, float32          XLA's all-reduce, computation and sums in line
     serial, 16 bits          the baseline: all_to_all of bfloat16, sum in float32, rounded, all_gather
@@ -12,25 +12,27 @@ Variants (`jhpt.bench.comms.task`), in turn in one launch:
     tokens + quantization    8 bits for the important tokens, 4 for the others
     all                      the same on several lanes
 
+and, in the same launch, data parallelism over all four, whose gradients are summed in the ways of
+`jhpt.bench.comms.gradients`, in turn.
+
 XLA's CPU backend widens bfloat16 in collectives, so payloads of 16 bits travel as integers.
 """
 
 import statistics
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
 from jhpt.bench.comms.costs import relative
-from jhpt.bench.comms.task import ALL, BASELINE, LANES, MIXED, OVERLAP, VARIANTS, Task
-from jhpt.bench.hybrid.task import COMPILING
-from jhpt.bench.netlab import HostError, Lab, LabError, why_not
-from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
-
-HOSTS, CPU = 4, 0.5
-"""Hosts, and the cores of each."""
+from jhpt.bench.comms.gradients import BASELINE, EXCHANGES, FLOAT32, QUICK
+from jhpt.bench.comms.tables import GRADIENTS, TABLES, TENSOR, counts, entries, print_entries
+from jhpt.bench.comms.task import ALL, LANES, MIXED, OVERLAP, VARIANTS, Shape, Task
+from jhpt.bench.emulated.launch import CPU, HOSTS, PLACE, launch
+from jhpt.bench.netlab import HostError, LabError, why_not
+from jhpt.bench.results import Claim, check_writable, print_claims, write_json
 
 RATES = (200e6, 500e6, 1000e6)
 """Bits per second."""
@@ -38,87 +40,50 @@ RATES = (200e6, 500e6, 1000e6)
 COMPRESSION_RATE = 500e6
 """At which compression alone is claimed."""
 
-SHAPE = {"layers": 2, "width": 128, "heads": 4, "length": 64, "batch": 256}
-"""Of the blocks: a head a host.  Two million numbers a sum: beside that, the 10 ms of a quota's period are little."""
+SHAPE = Shape(layers=2, width=128, heads=4, length=64, batch=256)
+"""Of tensor-parallel blocks: a head a host.  Two million numbers a sum: beside that, the 10 ms of a quota's period are
+little."""
 
-QUICK_SHAPE = SHAPE | {"layers": 1, "batch": 64}
+GRADIENTS_SHAPE = Shape(layers=2, width=384, heads=4, length=64, batch=6)
+"""Of data-parallel blocks, with the batch of a host: n = 3.5 million numbers in matrices, one bucket.  At 500 Mbit/s
+the 3 n bytes of 16 bits take n x 0.07 us, for Gloo fills 70 % of the wire; 384 tokens are 6 x 384 n FLOP, of which half
+a core does 30 to 40 G a second (one core of a busy machine, this very step: 60 to 85 G): n x 0.06 to 0.08 us, about as
+long."""
+
+QUICK_SHAPE, QUICK_GRADIENTS = replace(SHAPE, layers=1, batch=64), replace(GRADIENTS_SHAPE, layers=1, width=256)
+"""`--quick` also leaves out all rates but one, most rounds, and all ways to sum gradients but `QUICK`."""
 
 LIMIT_S = 900.0
 """Seconds for a launch."""
 
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": str(LANES),
-    # One thread computes in every lane: see jhpt.bench.hybrid.run.
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-}
-
-UNIT = f"time of {BASELINE} / the variant"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """All variants at one rate: seconds of their steps and predicted ones.  Ratios are medians of the ratios round by
-    round, so that what slows the machine down cancels."""
-
-    rate: float
-    samples: Mapping[str, Sequence[float]]
-    predicted: Mapping[str, float]
-
-    def __str__(self) -> str:
-        return f"{self.rate / 1e6:.0f} Mbit/s"
-
-    def ratio(self, name: str) -> float:
-        """Time of the baseline / of a variant."""
-        pairs = zip(self.samples[BASELINE], self.samples[name], strict=True)
-        return statistics.median(a / b for a, b in pairs)
-
-    def median(self, name: str) -> float:
-        """Typical seconds."""
-        return statistics.median(self.samples[name])
-
-    def error(self, name: str) -> float:
-        """(predicted - measured) / measured."""
-        return self.predicted[name] / self.median(name) - 1
-
-
-def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
-    """The entries of the table, from rows of steps."""
-    found: dict[float, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row["row"] == "step":
-            found.setdefault(row["bits_per_s"], []).append(row)
-    return [
-        Entry(
-            rate=rate,
-            samples={row["variant"]: row["samples_s"] for row in own},
-            predicted={row["variant"]: row["predicted_s"] for row in own},
-        )
-        for rate, own in found.items()
-    ]
-
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     """What the rows say."""
-    found, table = dict[str, Claim](), entries(rows)
-    place = f"{HOSTS} emulated hosts of {CPU:g} cores"
-    if not table:
-        return found
+    found, tensor, gradients = dict[str, Claim](), entries(rows, TENSOR), entries(rows, GRADIENTS)
     for name, variant in (("all_vs_serial_max", ALL), ("overlap_vs_serial_max", OVERLAP)):
-        best = max(table, key=methodcaller("ratio", variant))
-        found[name] = Claim(value=best.ratio(variant), unit=UNIT, setup=f"{best}, {LANES} lanes, {place}")
-    for entry in table:
+        if tensor:
+            best = max(tensor, key=methodcaller("ratio", variant))
+            setup = f"{best}, {LANES} lanes, {PLACE}"
+            found[name] = Claim(value=best.ratio(variant), unit=TENSOR.unit, setup=setup)
+    for entry in tensor:
         if entry.rate == COMPRESSION_RATE:
             found["compression_vs_serial_500mbit"] = Claim(
-                value=entry.ratio(MIXED), unit=UNIT, setup=f"{MIXED}, {entry}, {place}"
+                value=entry.ratio(MIXED), unit=TENSOR.unit, setup=f"{MIXED}, {entry}, {PLACE}"
             )
-    errors = [abs(entry.error(name)) for entry in table for name in entry.samples]
-    found["prediction_error_median"] = Claim(
-        value=statistics.median(errors),
-        unit="|predicted - measured| / measured",
-        setup=f"{len(errors)} steps, {place}",
-    )
-    counted = [row for row in rows if row["row"] == "bytes"]
+    compressed = [(entry, name) for entry in gradients for name in entry.samples if name not in (BASELINE, FLOAT32)]
+    if compressed:
+        best, name = max(compressed, key=lambda one: one[0].ratio(one[1]))
+        found["gradients_vs_16bit_max"] = Claim(
+            value=best.ratio(name), unit=GRADIENTS.unit, setup=f"{name}, {best}, {PLACE}"
+        )
+    errors = [abs(entry.error(name)) for entry in (*tensor, *gradients) for name in entry.samples]
+    if errors:
+        found["prediction_error_median"] = Claim(
+            value=statistics.median(errors),
+            unit="|predicted - measured| / measured",
+            setup=f"{len(errors)} steps, {PLACE}",
+        )
+    counted = [row for table in TABLES for row in counts(rows, table)]
     if counted:
         worst = max(counted, key=lambda row: relative(row["counted"], row["formula"]))
         found["wire_bytes_error_max"] = Claim(
@@ -129,56 +94,18 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     return found
 
 
-def print_entries(table: Sequence[Entry], counted: Mapping[str, Mapping[str, Any]]) -> None:
-    """A line for every variant."""
-    columns = ("Mbit/s", "variant", "MB sent", "ms", "quartiles", "predicted", "error", f"{BASELINE} / it")
-    lines = []
-    for entry in table:
-        for name, samples in entry.samples.items():
-            low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-            lines.append(
-                (
-                    f"{entry.rate / 1e6:.0f}",
-                    name,
-                    f"{counted[name]['counted'] / 1e6:.2f}" if name in counted else "",
-                    f"{entry.median(name) * 1e3:.0f}",
-                    f"{low * 1e3:.0f} - {high * 1e3:.0f}",
-                    f"{entry.predicted[name] * 1e3:.0f}",
-                    f"{100 * entry.error(name):+.0f} %",
-                    f"{entry.ratio(name):.2f}",
-                )
-            )
-    print_table(f"bench comms: {HOSTS} emulated hosts of {CPU:g} cores, ms of a step", columns, lines, words=2)
-
-
-def launch(*, quick: bool, rates: Sequence[float]) -> list[dict[str, Any]]:
-    """Rows of one launch of all hosts."""
-    # What begins with the tag is removed with the lab, also when this process is killed.
-    with Lab(hosts=HOSTS, cpu=CPU) as lab, tempfile.TemporaryDirectory(prefix=f"{lab.tag}-") as folder:
-        lab.quota(COMPILING)
-        task = Task(
-            tag=lab.tag,
-            cpu=CPU,
-            folder=folder,
-            rates=tuple(rates),
-            rounds=2 if quick else 5,
-            parts_rounds=2 if quick else 3,
-            **(QUICK_SHAPE if quick else SHAPE),
-        )
-        lab.run(
-            lambda rank, hosts, coordinator: [
-                sys.executable,
-                "-m",
-                "jhpt.bench.comms.worker",
-                str(rank),
-                str(hosts),
-                coordinator,
-                task.text(),
-            ],
-            timeout_s=LIMIT_S,
-            env=ENVIRONMENT,
-        )
-        return task.result()
+def measure(*, quick: bool, rates: Sequence[float]) -> list[dict[str, Any]]:
+    """Rows of the launch."""
+    task = partial(
+        Task,
+        rates=tuple(rates),
+        rounds=2 if quick else 5,
+        parts_rounds=2 if quick else 3,
+        blocks=QUICK_SHAPE if quick else SHAPE,
+        gradients=QUICK_GRADIENTS if quick else GRADIENTS_SHAPE,
+        exchanges=QUICK if quick else tuple(one.name for one in EXCHANGES),
+    )
+    return launch("jhpt.bench.comms.worker", task, devices=LANES, limit_s=LIMIT_S)
 
 
 def run(*, quick: bool, json_path: str | None) -> int:
@@ -191,11 +118,12 @@ def run(*, quick: bool, json_path: str | None) -> int:
     rates = RATES[1:2] if quick else RATES
     rows, failure = list[dict[str, Any]](), None
     try:
-        rows = launch(quick=quick, rates=rates)
+        rows = measure(quick=quick, rates=rates)
     except (HostError, LabError, OSError) as error:
         failure = f"{error}"
         print(f"jhpt bench comms: {error}", file=sys.stderr)
-    print_entries(entries(rows), {row["variant"]: row for row in rows if row["row"] == "bytes"})
+    for table in TABLES:
+        print_entries(rows, table)
     found = claims(rows)
     print_claims(found)
     if json_path:
@@ -205,8 +133,10 @@ def run(*, quick: bool, json_path: str | None) -> int:
             "cpu": CPU,
             "bits_per_s": list(rates),
             "lanes": LANES,
-            "blocks": QUICK_SHAPE if quick else SHAPE,
+            "blocks": asdict(QUICK_SHAPE if quick else SHAPE),
             "variants": [one.name for one in VARIANTS],
+            "gradient_blocks": asdict(QUICK_GRADIENTS if quick else GRADIENTS_SHAPE),
+            "gradient_variants": [one.name for one in EXCHANGES if not quick or one.name in QUICK],
             "failure": failure,
         }
         write_json(json_path, "comms", settings, rows, found, device=False)

@@ -1,10 +1,8 @@
-"""What the hosts are asked to measure, as text on their command line, and where they leave what they found."""
+"""What the hosts are asked to measure, and the ways to sum."""
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
+from jhpt.bench.emulated.task import Launch
 from jhpt.core.config import Compression
 
 LANES = 4
@@ -49,40 +47,29 @@ once and moves twice the bytes of two steps (`core.compression.gathers`): here a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """One launch.
+class Shape:
+    """GPT blocks and what they are given.  batch: samples.  length: tokens of each."""
 
-    tag, cpu: of the lab.  folder: for files that all hosts see.  rates: bits per second.
-    layers, width, heads, length, batch: of the blocks.
-    rounds: samples of a step.  parts_rounds: of what predictions are made of.
-    """
-
-    tag: str
-    cpu: float
-    folder: str
-    rates: tuple[float, ...]
     layers: int
     width: int
     heads: int
     length: int
     batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Launch):
+    """One launch.
+
+    rates: bits per second.
+    blocks: of tensor parallelism.  gradients: of data parallelism, with the batch of a host.
+    exchanges: names of the ways to sum gradients (`jhpt.bench.comms.gradients`).
+    rounds: samples of a step.  parts_rounds: of what predictions are made of.
+    """
+
+    rates: tuple[float, ...]
+    blocks: Shape
+    gradients: Shape
+    exchanges: tuple[str, ...]
     rounds: int
     parts_rounds: int
-
-    def text(self) -> str:
-        """JSON."""
-        return json.dumps(asdict(self))
-
-    def leave(self, rows: list[dict[str, Any]]) -> None:
-        """Writes what was found."""
-        Path(self.folder, "rows.json").write_text(json.dumps(rows))
-
-    def result(self) -> list[dict[str, Any]]:
-        """What `leave` wrote."""
-        return json.loads(Path(self.folder, "rows.json").read_text())
-
-    @staticmethod
-    def parse(text: str) -> "Task":
-        """`text` backwards."""
-        given = json.loads(text)
-        return Task(**{**given, "rates": tuple(given["rates"])})

@@ -1,16 +1,16 @@
-"""What every emulated host runs: `python -m jhpt.bench.comms.worker RANK HOSTS COORDINATOR TASK`.
+"""What every emulated host runs (`jhpt.bench.emulated.worker`), for tensor parallelism and then for gradients:
 
-    work     a layer of each variant without communication, timed with the quota on, every host a share of them
+    work     timed on one host with the quota on, every host a share: of tensor parallelism a layer of each variant
+             without communication, of gradients the whole step over devices of its own, and what its collectives take
     bytes    sent by a step of each variant, counted at the interface
     travel   sums alone, at every rate
     steps    of all variants, in turn, at every rate
 
-All programs are compiled first, with quotas lifted.  Host 0 leaves the rows in the task's folder.
+All programs are compiled first, with quotas lifted.
 """
 
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -19,26 +19,14 @@ import jax
 from jax.sharding import Mesh
 
 from jhpt.bench.comms.blocks import Blocks, meshes
-from jhpt.bench.comms.costs import REPEATS, predicted, sent_bytes, step_bytes, travel, travel_key
+from jhpt.bench.comms.costs import REPEATS, predicted, step_bytes, travel, travel_key
+from jhpt.bench.comms.gradients import EXCHANGES, DataParallel, Exchange, data_mesh, going_on
+from jhpt.bench.comms.measured import Seconds, counted_bytes, processor_seconds, ready, work_seconds
 from jhpt.bench.comms.task import VARIANTS, Task, Variant
-from jhpt.bench.hybrid.hosts import Hosts
-from jhpt.bench.hybrid.steps import Call, in_turn
-from jhpt.bench.hybrid.worker import leave
-from jhpt.measure.layers import typical_seconds
+from jhpt.bench.emulated.hosts import Hosts
+from jhpt.bench.emulated.turns import Call, in_turn
+from jhpt.bench.emulated.worker import take_part
 from jhpt.measure.timer import steady
-from jhpt.training.runtime import keep_heap
-
-Programs = dict[str, tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]]
-"""How to lower, how to make arguments."""
-
-Work = dict[str, dict[str, float]]
-"""Seconds, forward and both, by what is computed."""
-
-
-def ready(hosts: Hosts[Task], programs: Programs, lane: Mesh) -> dict[str, Call]:
-    """Calls, compiled for the devices of this lane."""
-    compiled = hosts.compiled({name: lower for name, (lower, _) in programs.items()}, list(lane.devices.flat))
-    return {name: partial(compiled[name], *make()) for name, (_, make) in programs.items()}
 
 
 def lane_calls(hosts: Hosts[Task], blocks: Blocks, lanes: Sequence[Mesh]) -> dict[str, list[Call]]:
@@ -65,62 +53,17 @@ def together(calls: Sequence[Call], apart: float, pool: ThreadPoolExecutor) -> C
     return run if len(calls) > 1 else calls[0]
 
 
-def measured_work(hosts: Hosts[Task], blocks: Blocks) -> Work:
-    """Seconds of a layer by what is computed.  Every host times a share, so that all are busy at the same time."""
-    kinds = {travel_key(variant): variant for variant in VARIANTS}
-    own = list(kinds)[hosts.rank :: hosts.count]
-    calls = {f"{key}|{which}": call for key in own for which, call in blocks.work(kinds[key]).items()}
-    hosts.limit(None)
-    found: Work = {}
-    for one in hosts.everyone(typical_seconds(calls, hosts.task.parts_rounds) if calls else {}):
-        for name, seconds in one.items():
-            key, _, which = name.partition("|")
-            found.setdefault(key, {})[which] = seconds
-    return found
-
-
-def counted_bytes(hosts: Hosts[Task], steps: dict[str, Call]) -> dict[str, float]:
-    """Bytes that a host sends in each step, on average over the hosts; waiting itself sends some, which are counted
-    apart."""
-
-    def sent(call: Call) -> int:
-        hosts.wait()
-        before = sent_bytes()
-        jax.block_until_ready(call())
-        hosts.wait()
-        return sent_bytes() - before
-
-    nothing = min(sent(lambda: ()) for _ in range(3))
-    mine = {name: sent(call) - nothing for name, call in steps.items()}
-    everyone = hosts.everyone(mine)
-    return {name: sum(one[name] for one in everyone) / len(everyone) for name in mine}
-
-
-def processor_seconds(hosts: Hosts[Task], calls: dict[str, Call]) -> dict[str, float]:
-    """Seconds of processor that each call takes on a host, on average over the hosts."""
-
-    def spent(call: Call) -> float:
-        hosts.wait()
-        before = time.process_time()
-        jax.block_until_ready(call())
-        return time.process_time() - before
-
-    mine = {name: min(spent(call) for _ in range(3)) for name, call in calls.items()}
-    everyone = hosts.everyone(mine)
-    return {name: sum(one[name] for one in everyone) / len(everyone) for name in mine}
-
-
-def run(task: Task) -> list[dict[str, Any]]:
-    """All rows of a task."""
-    hosts = Hosts(task)
-    blocks = Blocks(task=task, hosts=hosts.count)
-    lanes = meshes(jax.devices(), hosts.count)
+def tensor_rows(hosts: Hosts[Task], lanes: Sequence[Mesh]) -> list[dict[str, Any]]:
+    """Rows of every variant of tensor parallelism."""
+    task, shape = hosts.task, hosts.task.blocks
+    blocks = Blocks(shape=shape, hosts=hosts.count)
     hosts.free()
     calls = lane_calls(hosts, blocks, lanes)
     hosts.say("steps compiled")
-    messages = ready(hosts, {travel_key(one): travel(task, hosts.count, one, lanes[0]) for one in VARIANTS}, lanes[0])
+    messages = ready(hosts, {travel_key(one): travel(shape, hosts.count, one, lanes[0]) for one in VARIANTS}, lanes[0])
     hosts.say("sums compiled")
-    work = measured_work(hosts, blocks)
+    kinds = {travel_key(variant): variant for variant in VARIANTS}
+    work = work_seconds(hosts, {key: partial(blocks.work, variant) for key, variant in kinds.items()})
     hosts.say("work timed")
     pool = ThreadPoolExecutor(len(lanes))
     steps = {one.name: together(calls[one.name], work[travel_key(one)]["forward"] / 2, pool) for one in VARIANTS}
@@ -134,7 +77,7 @@ def run(task: Task) -> list[dict[str, Any]]:
             "row": "bytes",
             "variant": variant.name,
             "counted": found[variant.name],
-            "formula": step_bytes(task, hosts.count, variant),
+            "formula": step_bytes(shape, hosts.count, variant),
         }
         for variant in VARIANTS
     ]
@@ -148,7 +91,6 @@ def run(task: Task) -> list[dict[str, Any]]:
         samples = in_turn(hosts, steps, task.rounds)
         rows += [_step_row(task, variant, rate, samples, work, sums) for variant in VARIANTS]
         hosts.say(f"steps at {rate / 1e6:.0f} Mbit/s")
-    hosts.wait()
     return rows
 
 
@@ -157,7 +99,7 @@ def _step_row(
     variant: Variant,
     rate: float,
     samples: dict[str, list[float]],
-    work: Work,
+    work: Seconds,
     sums: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
     key = travel_key(variant)
@@ -172,18 +114,60 @@ def _step_row(
     }
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Joins the other hosts, measures with them, and leaves the rows."""
-    rank, count, coordinator, task = arguments
-    keep_heap()
-    jax.config.update("jax_enable_compilation_cache", False)  # see jhpt.bench.hybrid.worker
-    jax.distributed.initialize(coordinator, int(count), int(rank))
-    asked = Task.parse(task)
-    rows = run(asked)
-    if rank == "0":
-        asked.leave(rows)
-    jax.distributed.shutdown()
+def gradient_rows(hosts: Hosts[Task], devices: Sequence[jax.Device]) -> list[dict[str, Any]]:
+    """Rows of every exchange of the task, over these devices, one of each host."""
+    task, mesh = hosts.task, data_mesh(devices)
+    chosen = {one.name: one for one in EXCHANGES if one.name in task.exchanges}
+    model = DataParallel(shape=task.gradients, hosts=hosts.count)
+    hosts.free()
+    steps = ready(hosts, {name: model.step(one, mesh) for name, one in chosen.items()}, mesh, going_on)
+    messages = ready(hosts, {name: model.travel(one, mesh) for name, one in chosen.items()}, mesh)
+    hosts.say("steps of gradients compiled")
+    inside = data_mesh(jax.local_devices()[: hosts.count])
+    work = work_seconds(hosts, {name: partial(_inside, model, one, inside) for name, one in chosen.items()})
+    rows: list[dict[str, Any]] = [{"row": "gradient work", "what": name, **seconds} for name, seconds in work.items()]
+    for call in steps.values():
+        jax.block_until_ready(call())
+    found = counted_bytes(hosts, steps)
+    rows += [
+        {"row": "gradient bytes", "variant": name, "counted": found[name], "formula": model.sent(one)}
+        for name, one in chosen.items()
+    ]
+    hosts.say("bytes of gradients counted")
+    for rate in task.rates:
+        hosts.limit(rate)
+        alone = {name: s / REPEATS for name, s in steady(in_turn(hosts, messages, task.parts_rounds)).items()}
+        samples = in_turn(hosts, steps, task.rounds)
+        rows += [
+            {"row": "gradient travel", "bits_per_s": rate, "what": name, "seconds": seconds}
+            for name, seconds in alone.items()
+        ]
+        rows += [
+            {
+                "row": "gradient step",
+                "bits_per_s": rate,
+                "variant": name,
+                "compression": one.how.model_dump(mode="json") if one.how else None,
+                "predicted_s": model.predicted(work[name], alone[name]),
+                "samples_s": samples[name],
+            }
+            for name, one in chosen.items()
+        ]
+        hosts.say(f"gradients at {rate / 1e6:.0f} Mbit/s")
+    return rows
+
+
+def _inside(model: DataParallel, exchange: Exchange, mesh: Mesh) -> dict[str, Call]:
+    """A step, and its collectives alone, over the devices of one host."""
+    (step, given), (bare, sent) = model.step(exchange, mesh), model.travel(exchange, mesh)
+    return {"step": going_on(step().compile(), *given()), "travel": partial(bare().compile(), *sent())}
+
+
+def run(hosts: Hosts[Task]) -> list[dict[str, Any]]:
+    """All rows of a task."""
+    lanes = meshes(jax.devices(), hosts.count)
+    return tensor_rows(hosts, lanes) + gradient_rows(hosts, list(lanes[0].devices.flat))
 
 
 if __name__ == "__main__":
-    leave(main, sys.argv[1:])
+    take_part(Task, run)

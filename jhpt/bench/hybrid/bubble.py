@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 
-from jhpt.bench.hybrid.hosts import Hosts
+from jhpt.bench.emulated.hosts import Hosts
+from jhpt.bench.emulated.turns import Call, in_turn
 from jhpt.bench.hybrid.models import ClassSubject, Subject
-from jhpt.bench.hybrid.steps import Call, in_turn, ready, traced
+from jhpt.bench.hybrid.steps import ready, traced
 from jhpt.bench.hybrid.task import CHUNKS, Task
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.models.mlp import MLP

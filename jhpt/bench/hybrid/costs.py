@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jhpt.bench.hybrid.hosts import Hosts
+from jhpt.bench.emulated.hosts import Hosts
 from jhpt.bench.hybrid.models import Subject
 from jhpt.bench.hybrid.steps import train_step
 from jhpt.bench.hybrid.task import Task, run_key

@@ -16,31 +16,22 @@ is slower than its all-reduce.  XLA's CPU backend runs communication in line, an
 import itertools
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from jhpt.bench.hybrid.task import CHUNKS, COMPILING, MODELS, Task, run_key
-from jhpt.bench.netlab import HostError, Lab, LabError, why_not
+from jhpt.bench.emulated.launch import CPU, HOSTS, PLACE, launch
+from jhpt.bench.hybrid.task import CHUNKS, MODELS, Task, run_key
+from jhpt.bench.netlab import HostError, LabError, why_not
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
 from jhpt.core.plan import Plan
-
-HOSTS, CPU = 4, 0.5
-"""Hosts, and the cores of each."""
 
 RATES = (100e6, 500e6, 2000e6)
 """Bits per second."""
 
 LIMIT_S = 600.0
 """Seconds for one launch; it takes a third of that on two idle cores."""
-
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": "1",
-    # One thread computes: with two, a host would use up its quota in half the time and then stand still for longer.
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-}
 
 UNIT = "time of the competitor / the plan"
 
@@ -113,22 +104,21 @@ def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
 def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     """What the rows say."""
     found, table = dict[str, Claim](), entries(rows)
-    place = f"{HOSTS} emulated hosts of {CPU:g} cores"
     for name, other in (("vs_data_parallel_max", "data parallel"), ("vs_gpipe_max", "gpipe")):
         having = [entry for entry in table if other in entry.samples]
         if having:
             best = max(having, key=lambda entry: entry.ratio(other, "plan"))
-            found[name] = Claim(value=best.ratio(other, "plan"), unit=UNIT, setup=f"{best}, {place}")
+            found[name] = Claim(value=best.ratio(other, "plan"), unit=UNIT, setup=f"{best}, {PLACE}")
     if table:
         worst = max(table, key=lambda entry: entry.ratio("plan", entry.baseline))
         found["worst_vs_best_baseline"] = Claim(
             value=worst.ratio("plan", worst.baseline),
             unit=f"time of the plan / {worst.baseline}",
-            setup=f"{worst}, the worst of {len(table)}, {place}",
+            setup=f"{worst}, the worst of {len(table)}, {PLACE}",
         )
         widest = max(table, key=lambda entry: entry.spread)
         found["spread_max"] = Claim(
-            value=widest.spread, unit="relative, one competitor against itself", setup=f"{widest}, {place}"
+            value=widest.spread, unit="relative, one competitor against itself", setup=f"{widest}, {PLACE}"
         )
     for name, competitors in (("", (*BASELINES, "plan")), ("_baselines", BASELINES), ("_plan", ("plan",))):
         errors = [abs(entry.error(one)) for entry in table for one in competitors if one in entry.samples]
@@ -136,7 +126,7 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
             found[f"prediction_error{name}_median"] = Claim(
                 value=statistics.median(errors),
                 unit="|predicted - measured| / measured",
-                setup=f"{len(errors)} steps, {place}",
+                setup=f"{len(errors)} steps, {PLACE}",
             )
     return found | bubble_claims(rows)
 
@@ -147,7 +137,7 @@ def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
     if not own:
         return {}
     stages, pieces = own["1f1b"]["stages"], own["1f1b"]["micro_batches"]
-    setup = f"{stages} stages, {pieces} micro-batches, links without a limit, {HOSTS} emulated hosts of {CPU:g} cores"
+    setup = f"{stages} stages, {pieces} micro-batches, links without a limit, {PLACE}"
     idle = {
         name: statistics.median(
             1 - work / step for work, step in zip(own["alone"]["samples_s"], own[name]["samples_s"], strict=True)
@@ -181,7 +171,7 @@ def print_entries(table: Sequence[Entry]) -> None:
                     f"{entry.ratio(name, 'plan'):.2f}",
                 )
             )
-    print_table(f"bench hybrid: {HOSTS} emulated hosts of {CPU:g} cores, ms of a step", columns, lines, words=4)
+    print_table(f"bench hybrid: {PLACE}, ms of a step", columns, lines, words=4)
 
 
 def in_words(plan: Plan) -> str:
@@ -198,36 +188,18 @@ def in_words(plan: Plan) -> str:
     return f"{kind} x{plan.micro_batches}: {' | '.join(words(stage) for stage in plan.stages)}"
 
 
-def launch(models: Sequence[str], *, bubble: bool, rates: Sequence[float], quick: bool) -> list[dict[str, Any]]:
-    """Rows of one launch of all hosts."""
-    # What begins with the tag is removed with the lab, also when this process is killed.
-    with Lab(hosts=HOSTS, cpu=CPU) as lab, tempfile.TemporaryDirectory(prefix=f"{lab.tag}-") as folder:
-        lab.quota(COMPILING)
-        task = Task(
-            tag=lab.tag,
-            cpu=CPU,
-            folder=folder,
-            models=tuple(models),
-            rates=tuple(rates),
-            rounds=4 if quick else 12,
-            layer_rounds=3 if quick else 7,
-            link_rounds=3 if quick else 5,
-            bubble=bubble,
-        )
-        lab.run(
-            lambda rank, hosts, coordinator: [
-                sys.executable,
-                "-m",
-                "jhpt.bench.hybrid.worker",
-                str(rank),
-                str(hosts),
-                coordinator,
-                task.text(),
-            ],
-            timeout_s=LIMIT_S,
-            env=ENVIRONMENT,
-        )
-        return task.result()
+def measure(models: Sequence[str], *, bubble: bool, rates: Sequence[float], quick: bool) -> list[dict[str, Any]]:
+    """Rows of one launch."""
+    task = partial(
+        Task,
+        models=tuple(models),
+        rates=tuple(rates),
+        rounds=4 if quick else 12,
+        layer_rounds=3 if quick else 7,
+        link_rounds=3 if quick else 5,
+        bubble=bubble,
+    )
+    return launch("jhpt.bench.hybrid.worker", task, limit_s=LIMIT_S)
 
 
 def run(*, quick: bool, json_path: str | None) -> int:
@@ -246,7 +218,7 @@ def run(*, quick: bool, json_path: str | None) -> int:
     for models, bubble in launches:
         print(f"measuring {', '.join([*models, *(['the bubble'] if bubble else [])])}", file=sys.stderr)
         try:
-            rows += launch(models, bubble=bubble, rates=rates, quick=quick)
+            rows += measure(models, bubble=bubble, rates=rates, quick=quick)
         except (HostError, LabError, OSError) as error:
             failure = f"{error}"
             print(f"jhpt bench hybrid: {error}", file=sys.stderr)

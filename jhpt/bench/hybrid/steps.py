@@ -1,6 +1,5 @@
-"""Whole steps of plans: compiled once, timed in turn."""
+"""Whole steps of plans, compiled once."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,15 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jhpt.bench.hybrid.hosts import Hosts
+from jhpt.bench.emulated.hosts import Hosts
+from jhpt.bench.emulated.turns import Call
 from jhpt.bench.hybrid.models import Subject
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan import Plan
 from jhpt.sharding.mesh import make_grid
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.step import init_state, make_train_step
-
-Call = Callable[[], Any]
 
 
 def train_step(gradients: Callable[..., Any], norm: Callable[[Any], jax.Array] | None) -> Callable[..., Any]:
@@ -106,19 +104,3 @@ def _running(program: Any, state: Any, rows: Any, gives: bool) -> Call:
         return metrics
 
     return run
-
-
-def in_turn(hosts: Hosts[Any], steps: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step, until the last host has done it.  All begin together; every other round is backwards."""
-    names, samples = list(steps), {name: list[float]() for name in steps}
-    for name in names:
-        hosts.say(f"first step of {name}")
-        jax.block_until_ready(steps[name]())
-    for index in range(rounds):
-        for name in names if index % 2 == 0 else reversed(names):
-            hosts.wait()
-            start = time.perf_counter()
-            jax.block_until_ready(steps[name]())
-            samples[name].append(time.perf_counter() - start)
-    everyone = hosts.everyone(samples)
-    return {name: [max(times) for times in zip(*(one[name] for one in everyone), strict=True)] for name in names}

@@ -1,4 +1,4 @@
-"""What every emulated host runs: `python -m jhpt.bench.hybrid.worker RANK HOSTS COORDINATOR TASK`.
+"""What every emulated host runs (`jhpt.bench.emulated.worker`).
 
 For each model, all hosts together:
 
@@ -7,25 +7,20 @@ For each model, all hosts together:
     plans      made of both
     steps      of all plans, compiled once, run in turn at every rate
 
-While programs are compiled, quotas are lifted.  Host 0 leaves the rows in the task's folder.
+While programs are compiled, quotas are lifted.
 """
 
-import os
-import sys
-import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-import jax
-
+from jhpt.bench.emulated.hosts import Hosts
+from jhpt.bench.emulated.turns import in_turn
+from jhpt.bench.emulated.worker import take_part
 from jhpt.bench.hybrid.bubble import run_bubble
 from jhpt.bench.hybrid.costs import Variant, measured_links, measured_profile, planned
-from jhpt.bench.hybrid.hosts import Hosts
 from jhpt.bench.hybrid.models import SUBJECTS, Subject
-from jhpt.bench.hybrid.steps import in_turn, ready, traced
+from jhpt.bench.hybrid.steps import ready, traced
 from jhpt.bench.hybrid.task import Task
 from jhpt.core.cluster import Link
-from jhpt.training.runtime import keep_heap
 
 
 def run_model(hosts: Hosts[Task], subject: Subject, links: dict[float, Link]) -> list[dict[str, Any]]:
@@ -55,46 +50,16 @@ def run_model(hosts: Hosts[Task], subject: Subject, links: dict[float, Link]) ->
     return [*rows, {"row": "update", "model": subject.name, "seconds": profile.update_seconds * profile.parameters}]
 
 
-def run(task: Task) -> list[dict[str, Any]]:
+def run(hosts: Hosts[Task]) -> list[dict[str, Any]]:
     """All rows of a task."""
-    hosts = Hosts(task)
-    rows = run_bubble(hosts) if task.bubble else []
-    links = measured_links(hosts) if task.models else {}
+    rows = run_bubble(hosts) if hosts.task.bubble else []
+    links = measured_links(hosts) if hosts.task.models else {}
     for rate, link in links.items():
         rows.append({"row": "link", "bits_per_s": rate, **link.model_dump(mode="json", exclude_none=True)})
-    for name in task.models:
+    for name in hosts.task.models:
         rows += run_model(hosts, SUBJECTS[name](), links)
-    hosts.wait()
     return rows
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Joins the other hosts, measures with them, and prints the rows."""
-    rank, count, coordinator, task = arguments
-    keep_heap()
-    # A program that comes out of the cache cannot be written for the other hosts: it would lack functions.
-    jax.config.update("jax_enable_compilation_cache", False)
-    jax.distributed.initialize(coordinator, int(count), int(rank))
-    asked = Task.parse(task)
-    rows = run(asked)
-    if rank == "0":
-        asked.leave(rows)
-    jax.distributed.shutdown()  # together: a host that finds host 0 gone would end with an error
-
-
-def leave(run: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> NoReturn:
-    """Ends the process with what `run` does: one of jax.distributed that raises would wait for the others."""
-    status = 1
-    try:
-        run(arguments)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
 if __name__ == "__main__":
-    leave(main, sys.argv[1:])
+    take_part(Task, run)

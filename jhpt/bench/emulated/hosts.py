@@ -7,28 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils, serialize_executable
 
-from jhpt.bench.hybrid.task import COMPILING
+from jhpt.bench.emulated.launch import COMPILING
+from jhpt.bench.emulated.task import Launch
 from jhpt.bench.netlab import Lab
-
-
-class Launch(Protocol):
-    """What every benchmark tells its hosts.  tag, cpu: of the lab.  folder: for files that all hosts see."""
-
-    @property
-    def tag(self) -> str: ...
-
-    @property
-    def cpu(self) -> float: ...
-
-    @property
-    def folder(self) -> str: ...
-
 
 AnyTask = TypeVar("AnyTask", bound=Launch)
 

@@ -1,0 +1,78 @@
+"""What both tables are measured with: calls compiled for all hosts, seconds of work, bytes and seconds of processor."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jhpt.bench.comms.costs import sent_bytes
+from jhpt.bench.comms.task import Task
+from jhpt.bench.emulated.hosts import Hosts
+from jhpt.bench.emulated.turns import Call
+from jhpt.measure.layers import typical_seconds
+
+Programs = dict[str, tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]]
+"""How to lower, how to make arguments."""
+
+Seconds = dict[str, dict[str, float]]
+"""By what is computed and by which call of it."""
+
+
+def ready(hosts: Hosts[Task], programs: Programs, mesh: Mesh, call: Callable[..., Call] = partial) -> dict[str, Call]:
+    """Calls, compiled for the devices of this mesh.  call: makes one of a program and its arguments."""
+    compiled = hosts.compiled({name: lower for name, (lower, _) in programs.items()}, list(mesh.devices.flat))
+    return {name: call(compiled[name], *make()) for name, (_, make) in programs.items()}
+
+
+def work_seconds(hosts: Hosts[Task], calls: Mapping[str, Callable[[], Mapping[str, Call]]]) -> Seconds:
+    """Typical seconds of calls that need no other host, with the quota on.  Every host makes and times a share of them,
+    so that all are busy at the same time; where there are fewer than hosts, some are timed by several."""
+    keys = list(calls)
+    own = keys[hosts.rank :: hosts.count] or [keys[hosts.rank % len(keys)]]
+    mine = {key: calls[key]() for key in own}
+    hosts.limit(None)
+    named = {f"{key}|{which}": call for key, each in mine.items() for which, call in each.items()}
+    samples: dict[str, list[float]] = {}
+    for one in hosts.everyone(typical_seconds(named, hosts.task.parts_rounds)):
+        for name, value in one.items():
+            samples.setdefault(name, []).append(value)
+    found: Seconds = {}
+    for name, values in samples.items():
+        key, _, which = name.partition("|")
+        found.setdefault(key, {})[which] = statistics.mean(values)
+    return found
+
+
+def counted_bytes(hosts: Hosts[Task], steps: dict[str, Call]) -> dict[str, float]:
+    """Bytes that a host sends in each step, on average over the hosts; waiting itself sends some, which are counted
+    apart."""
+
+    def sent(call: Call) -> int:
+        hosts.wait()
+        before = sent_bytes()
+        jax.block_until_ready(call())
+        hosts.wait()
+        return sent_bytes() - before
+
+    nothing = min(sent(lambda: ()) for _ in range(3))
+    mine = {name: sent(call) - nothing for name, call in steps.items()}
+    everyone = hosts.everyone(mine)
+    return {name: sum(one[name] for one in everyone) / len(everyone) for name in mine}
+
+
+def processor_seconds(hosts: Hosts[Task], calls: dict[str, Call]) -> dict[str, float]:
+    """Seconds of processor that each call takes on a host, on average over the hosts."""
+
+    def spent(call: Call) -> float:
+        hosts.wait()
+        before = time.process_time()
+        jax.block_until_ready(call())
+        return time.process_time() - before
+
+    mine = {name: min(spent(call) for _ in range(3)) for name, call in calls.items()}
+    everyone = hosts.everyone(mine)
+    return {name: sum(one[name] for one in everyone) / len(everyone) for name in mine}
