@@ -28,6 +28,7 @@ TASK = Task(
     rates=(1e9,),
     blocks=SHAPE,
     gradients=replace(SHAPE, layers=1, batch=1),
+    variants=(SHORT, ALL),
     exchanges=gradients.QUICK,
     rounds=2,
     parts_rounds=1,
@@ -286,13 +287,6 @@ def test_says_why_it_cannot_run(monkeypatch, capsys):
     assert "emulated hosts need root" in capsys.readouterr().err
 
 
-SMALL = """
-from jhpt.bench.comms import task, worker
-worker.VARIANTS = tuple(one for one in task.VARIANTS if one.name in (task.SHORT, task.ALL))
-worker.take_part(worker.Task, worker.run)
-"""
-
-
 def test_small_run_on_four_hosts(tmp_path):
     if reason := why_not():
         pytest.skip(reason)
@@ -300,7 +294,7 @@ def test_small_run_on_four_hosts(tmp_path):
         lab.quota(1.0)
         changes = {"tag": lab.tag, "cpu": 0.25, "folder": str(tmp_path), "blocks": replace(SHAPE, layers=1)}
         task = replace(TASK, **changes)
-        rows = rows_of(lab, task, ["-c", SMALL], devices=LANES, limit_s=240)
+        rows = rows_of(lab, task, ["-m", "jhpt.bench.comms.worker"], devices=LANES, limit_s=240)
     for table, names in ((tables.TENSOR, [SHORT, ALL]), (tables.GRADIENTS, list(gradients.QUICK))):
         (entry,) = tables.entries(rows, table)
         assert list(entry.samples) == names

@@ -26,10 +26,11 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
+from jhpt.bench.comms import gradients, task
 from jhpt.bench.comms.costs import relative
-from jhpt.bench.comms.gradients import BASELINE, EXCHANGES, FLOAT32, QUICK
+from jhpt.bench.comms.gradients import BASELINE, EXCHANGES, FLOAT32, Exchange
 from jhpt.bench.comms.tables import GRADIENTS, TABLES, TENSOR, counts, entries, print_entries
-from jhpt.bench.comms.task import ALL, LANES, MIXED, OVERLAP, VARIANTS, Shape, Task
+from jhpt.bench.comms.task import ALL, LANES, MIXED, OVERLAP, VARIANTS, Shape, Task, Variant
 from jhpt.bench.emulated.launch import CPU, HOSTS, PLACE, launch
 from jhpt.bench.netlab import HostError, LabError, why_not
 from jhpt.bench.results import Claim, check_writable, print_claims, write_json
@@ -51,7 +52,7 @@ a core does 30 to 40 G a second (one core of a busy machine, this very step: 60 
 long."""
 
 QUICK_SHAPE, QUICK_GRADIENTS = replace(SHAPE, layers=1, batch=64), replace(GRADIENTS_SHAPE, layers=1, width=256)
-"""`--quick` also leaves out all rates but one, most rounds, and all ways to sum gradients but `QUICK`."""
+"""`--quick` also leaves out all rates but one, most rounds, and all ways to sum but those of the claims."""
 
 LIMIT_S = 900.0
 """Seconds for a launch."""
@@ -94,18 +95,23 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     return found
 
 
+def _names(known: Sequence[Variant] | Sequence[Exchange], few: tuple[str, ...], *, quick: bool) -> tuple[str, ...]:
+    return few if quick else tuple(one.name for one in known)
+
+
 def measure(*, quick: bool, rates: Sequence[float]) -> list[dict[str, Any]]:
     """Rows of the launch."""
-    task = partial(
+    asked = partial(
         Task,
         rates=tuple(rates),
         rounds=2 if quick else 5,
         parts_rounds=2 if quick else 3,
         blocks=QUICK_SHAPE if quick else SHAPE,
         gradients=QUICK_GRADIENTS if quick else GRADIENTS_SHAPE,
-        exchanges=QUICK if quick else tuple(one.name for one in EXCHANGES),
+        variants=_names(VARIANTS, task.QUICK, quick=quick),
+        exchanges=_names(EXCHANGES, gradients.QUICK, quick=quick),
     )
-    return launch("jhpt.bench.comms.worker", task, devices=LANES, limit_s=LIMIT_S)
+    return launch("jhpt.bench.comms.worker", asked, devices=LANES, limit_s=LIMIT_S)
 
 
 def run(*, quick: bool, json_path: str | None) -> int:
@@ -134,9 +140,9 @@ def run(*, quick: bool, json_path: str | None) -> int:
             "bits_per_s": list(rates),
             "lanes": LANES,
             "blocks": asdict(QUICK_SHAPE if quick else SHAPE),
-            "variants": [one.name for one in VARIANTS],
+            "variants": _names(VARIANTS, task.QUICK, quick=quick),
             "gradient_blocks": asdict(QUICK_GRADIENTS if quick else GRADIENTS_SHAPE),
-            "gradient_variants": [one.name for one in EXCHANGES if not quick or one.name in QUICK],
+            "gradient_variants": _names(EXCHANGES, gradients.QUICK, quick=quick),
             "failure": failure,
         }
         write_json(json_path, "comms", settings, rows, found, device=False)

@@ -45,6 +45,9 @@ VARIANTS: tuple[Variant, ...] = (
 """In the order of the table.  Where it is left to itself, a sum of four ranks in 5.2 bits is gathered, which rounds
 once and moves twice the bytes of two steps (`core.compression.gathers`): here all take two."""
 
+QUICK = (SHORT, OVERLAP, MIXED, ALL)
+"""Names of those that `--quick` takes: what claims are made of."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -63,13 +66,20 @@ class Task(Launch):
 
     rates: bits per second.
     blocks: of tensor parallelism.  gradients: of data parallelism, with the batch of a host.
-    exchanges: names of the ways to sum gradients (`jhpt.bench.comms.gradients`).
+    variants, exchanges: names of the ways to sum over the tensor axis, and to sum gradients
+      (`jhpt.bench.comms.gradients`).
     rounds: samples of a step.  parts_rounds: of what predictions are made of.
     """
 
     rates: tuple[float, ...]
     blocks: Shape
     gradients: Shape
+    variants: tuple[str, ...]
     exchanges: tuple[str, ...]
     rounds: int
     parts_rounds: int
+
+    @property
+    def ways(self) -> tuple[Variant, ...]:
+        """To sum over the tensor axis."""
+        return tuple(one for one in VARIANTS if one.name in self.variants)

@@ -22,7 +22,7 @@ from jhpt.bench.comms.blocks import Blocks, meshes
 from jhpt.bench.comms.costs import REPEATS, predicted, step_bytes, travel, travel_key
 from jhpt.bench.comms.gradients import EXCHANGES, DataParallel, Exchange, data_mesh, going_on
 from jhpt.bench.comms.measured import Seconds, counted_bytes, processor_seconds, ready, work_seconds
-from jhpt.bench.comms.task import VARIANTS, Task, Variant
+from jhpt.bench.comms.task import Task, Variant
 from jhpt.bench.emulated.hosts import Hosts
 from jhpt.bench.emulated.turns import Call, in_turn
 from jhpt.bench.emulated.worker import take_part
@@ -31,9 +31,10 @@ from jhpt.measure.timer import steady
 
 def lane_calls(hosts: Hosts[Task], blocks: Blocks, lanes: Sequence[Mesh]) -> dict[str, list[Call]]:
     """The step of every variant, a call for each of its lanes."""
-    found: dict[str, list[Call]] = {variant.name: [] for variant in VARIANTS}
+    ways = hosts.task.ways
+    found: dict[str, list[Call]] = {variant.name: [] for variant in ways}
     for index, lane in enumerate(lanes):
-        own = {one.name: blocks.step(one, lane) for one in VARIANTS if index < one.lanes}
+        own = {one.name: blocks.step(one, lane) for one in ways if index < one.lanes}
         for name, call in ready(hosts, own, lane).items():
             found[name].append(call)
     return found
@@ -55,18 +56,18 @@ def together(calls: Sequence[Call], apart: float, pool: ThreadPoolExecutor) -> C
 
 def tensor_rows(hosts: Hosts[Task], lanes: Sequence[Mesh]) -> list[dict[str, Any]]:
     """Rows of every variant of tensor parallelism."""
-    task, shape = hosts.task, hosts.task.blocks
+    task, shape, ways = hosts.task, hosts.task.blocks, hosts.task.ways
     blocks = Blocks(shape=shape, hosts=hosts.count)
     hosts.free()
     calls = lane_calls(hosts, blocks, lanes)
     hosts.say("steps compiled")
-    messages = ready(hosts, {travel_key(one): travel(shape, hosts.count, one, lanes[0]) for one in VARIANTS}, lanes[0])
+    messages = ready(hosts, {travel_key(one): travel(shape, hosts.count, one, lanes[0]) for one in ways}, lanes[0])
     hosts.say("sums compiled")
-    kinds = {travel_key(variant): variant for variant in VARIANTS}
+    kinds = {travel_key(variant): variant for variant in ways}
     work = work_seconds(hosts, {key: partial(blocks.work, variant) for key, variant in kinds.items()})
     hosts.say("work timed")
     pool = ThreadPoolExecutor(len(lanes))
-    steps = {one.name: together(calls[one.name], work[travel_key(one)]["forward"] / 2, pool) for one in VARIANTS}
+    steps = {one.name: together(calls[one.name], work[travel_key(one)]["forward"] / 2, pool) for one in ways}
     hosts.limit(None)
     for call in steps.values():
         jax.block_until_ready(call())
@@ -79,7 +80,7 @@ def tensor_rows(hosts: Hosts[Task], lanes: Sequence[Mesh]) -> list[dict[str, Any
             "counted": found[variant.name],
             "formula": step_bytes(shape, hosts.count, variant),
         }
-        for variant in VARIANTS
+        for variant in ways
     ]
     hosts.say("bytes counted")
     for rate in task.rates:
@@ -89,7 +90,7 @@ def tensor_rows(hosts: Hosts[Task], lanes: Sequence[Mesh]) -> list[dict[str, Any
         hosts.say(f"sums alone at {rate / 1e6:.0f} Mbit/s")
         rows += [{"row": "travel", "bits_per_s": rate, "what": key, **parts} for key, parts in sums.items()]
         samples = in_turn(hosts, steps, task.rounds)
-        rows += [_step_row(task, variant, rate, samples, work, sums) for variant in VARIANTS]
+        rows += [_step_row(task, variant, rate, samples, work, sums) for variant in ways]
         hosts.say(f"steps at {rate / 1e6:.0f} Mbit/s")
     return rows
 
