@@ -225,7 +225,7 @@ class GradientCompression(Section):
         "off", description="quantize: all in few bits; topk: the largest of every block"
     )
     bits: Literal[4, 8] = Field(8, description="quantize: of a number")
-    share: Annotated[float, Field(gt=0, le=1)] = Field(0.01, description="topk: of a block's numbers, sent in a step")
+    share: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="topk: of a block's numbers, sent in a step")
     block: Annotated[int, Field(ge=1, le=1 << 16, strict=True)] = Field(
         1024, description="topk: neighbours of which the largest are sent"
     )

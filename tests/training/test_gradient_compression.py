@@ -263,7 +263,7 @@ def test_one_word_or_all(tmp_path):
     ("settings", "words"),
     [
         ({"gradient_compression": "topkk"}, "'off', 'quantize' or 'topk'"),
-        ({"gradient_compression.share": 0.1}, "set parallel.gradient_compression.kind to topk"),
+        ({"gradient_compression.share": 0.2}, "set parallel.gradient_compression.kind to topk"),
         ({"gradient_compression": {"kind": "topk", "bits": 4}}, "kind to quantize"),
         ({"gradient_compression": {"kind": "quantize", "momentum": 0.9}}, "kind to topk"),
         ({"gradient_compression": {"kind": "quantize", "bits": 2}}, "4 or 8"),

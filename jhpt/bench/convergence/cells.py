@@ -14,8 +14,10 @@ TENSOR, DATA = 4, 4
 HEADLINE = Compression(tokens=0.3, bits=8, rest_bits=4, steps=2)
 """What `jhpt bench comms` is fastest with: two steps round twice."""
 
-GRADIENTS = ("quantize", "topk")
-"""Kinds of compressed gradients."""
+GRADIENTS = "parallel.gradient_compression"
+
+SHARES = (0.1, 0.01)
+"""Of gradients, that top-k sends."""
 
 SEEDS = (0, 1, 2)
 STEPS = 400
@@ -91,10 +93,15 @@ def cells(*, quick: bool) -> list[Cell]:
     for preset in PRESETS:
         found += [cell("plain", preset, seed, {}) for seed in seeds]
         found += [compressed("headline", preset, seed, HEADLINE) for seed in seeds]
+    found += [cell("gradients", "gpt-tiny", seed, {"parallel.data": DATA, GRADIENTS: "quantize"}) for seed in seeds]
     found += [
-        cell("gradients", "gpt-tiny", seed, {"parallel.data": DATA, "parallel.gradient_compression": kind})
-        for seed in seeds
-        for kind in GRADIENTS
+        cell(
+            "gradients",
+            "gpt-tiny",
+            0,
+            {"parallel.data": DATA, f"{GRADIENTS}.kind": "topk", f"{GRADIENTS}.share": share},
+        )
+        for share in (SHARES[:1] if quick else SHARES)
     ]
     if not quick:
         found += [compressed("table", "gpt-tiny", 0, how) for how in table()]
@@ -121,10 +128,16 @@ def kind_of(cell: Cell) -> str:
     changes = cell.changes
     if cell.plain:
         return "nothing"
-    if "parallel.gradient_compression" in changes:
-        return f"gradients: {changes['parallel.gradient_compression']}"
+    if GRADIENTS in changes:
+        return "gradients: 8 bits"
+    if f"{GRADIENTS}.share" in changes:
+        return f"gradients: the largest {changes[f'{GRADIENTS}.share']:.0%}"
     given = {name.removeprefix(COMPRESSION): value for name, value in changes.items() if name.startswith(COMPRESSION)}
-    how = Compression(**given)
+    return in_words(Compression(**given))
+
+
+def in_words(how: Compression) -> str:
+    """`"30% of tokens at 8 bits, the rest at 4"`."""
     rest = f", the rest at {how.rest_bits}" if how.rest_bits else ", the rest dropped"
     by = "" if how.importance == "auto" else f", by {how.importance}"
     once = ", in one step" if how.steps == 1 else ""
