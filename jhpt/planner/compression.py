@@ -19,7 +19,7 @@ Gradients of N numbers, of which a rank sends S bytes of codes or of positions a
     wire, quantized     as above; with ZeRO the all_to_all alone
     wire, top-k         all_gather of t S; with ZeRO all_to_all of S
     kernels, quantized  24 N + 4 S: gradient, residual and their sum, written and read, codes there and back
-    kernels, top-k      16 N + 2 t S
+    kernels, top-k      16 N + 2 t S; with ZeRO 16 N + 2 S: what a rank receives, written and read
 
 Left out: how long it takes to order the scores, and that gradients travel in buckets of several layers.
 """
@@ -120,7 +120,7 @@ def gradient_seconds(
         wire, sent = all_gather(group, whole), whole / ranks
     else:
         wire, sent = all_to_all(group, whole / 2) + all_gather(group, whole / 2), whole / 2
-    moved = 24 * count + 4 * sent if how.kind == "quantize" else 16 * count + 2 * ranks * sent
+    moved = 24 * count + 4 * sent if how.kind == "quantize" else 16 * count + 2 * whole
     return wire + moved / device.memory_bandwidth
 
 

@@ -245,20 +245,23 @@ def test_without_tensor_ranks_chunks_change_nothing():
 
 
 def test_compressed_sums_by_hand():
-    """Two ranks of one link, 1 sample of 4 x 128 numbers of 2 bytes: 4 rows of 128 + 2 bytes, once to the other."""
+    """Two ranks of one link, 1 sample of 4 x 128 numbers of 2 bytes.
+
+    Two rows are 256 bytes of codes and a line of 64 with their ranges, four are 512 and a line.
+    """
     model = gpt()
     group = model.places.at(0, 8).tensor_group(2)
     link, stream = group.inside, replace(stream_of(model.profile), tokens=4, width=128)
     steps = Compression(bits=8, steps=2)
-    half = 2 * 130 / link.rate(260) + link.latency
+    half = 320 / link.rate(320) + link.latency
     assert sum_seconds(group, steps, stream, 1, 1) == pytest.approx(2 * half)
-    assert all_to_all(group, 520.0) == pytest.approx(half) == all_gather(group, 520.0)
+    assert all_to_all(group, 640.0) == pytest.approx(half) == all_gather(group, 640.0)
     once = Compression(bits=8, steps=1)
-    assert sum_seconds(group, once, stream, 1, 3) == pytest.approx(3 * 520 / link.rate(3 * 520) + link.latency)
+    assert sum_seconds(group, once, stream, 1, 3) == pytest.approx(3 * 576 / link.rate(3 * 576) + link.latency)
     device = model.cluster.nodes[0].device
-    moved = 1024 + 520 + (520 + 4 * 256) + (4 * 256 + 260) + (520 + 1024)
+    moved = 1024 + 640 + (640 + 4 * 256) + (4 * 256 + 320) + (640 + 1024)
     assert kernel_seconds(2, steps, stream, 1, device) == pytest.approx(moved / device.memory_bandwidth)
-    moved = 1024 + 520 + (2 * 520 + 1024)
+    moved = 1024 + 576 + (2 * 576 + 1024)
     assert kernel_seconds(2, once, stream, 1, device) == pytest.approx(moved / device.memory_bandwidth)
 
 
