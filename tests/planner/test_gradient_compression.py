@@ -68,10 +68,8 @@ def test_seconds_are_those_of_bytes_and_kernels(how, shares):
     device = SLOW.nodes[0].device
     sent = gradient_bytes(32, how, numbers, shares=shares)
     codes = sent * 32 / 31
-    if how.kind == "quantize":
-        moved = 24 * numbers + 4 * (codes if shares else codes / 2)
-    else:
-        moved = 16 * numbers + 2 * codes  # what is received is written and read
+    once = codes if shares else codes / 2
+    moved = {"quantize": 24 * numbers + 4 * once, "topk": 16 * numbers + 2 * codes}[how.kind]
     by_hand = sent / LINK.bandwidth + moved / device.memory_bandwidth
     assert gradient_seconds(group, how, numbers, device, shares=shares) == pytest.approx(by_hand, rel=1e-3)
     assert gradient_seconds(replace(group, size=1), how, numbers, device) == 0
