@@ -1,0 +1,1 @@
+"""What lives on the host, and when it is fetched."""

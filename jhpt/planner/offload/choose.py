@@ -1,0 +1,139 @@
+"""Which buckets live on the host, so that a step fits the device and is as short as may be.
+
+Greedy, then repair.  Everything is
+resident at first.  While a step needs more than the device has, one bucket moves one home on (resident, optimizer,
+both): the one that frees the most bytes per second that it costs; of those that cost nothing, the one that frees most.
+Moving on never makes an operation need more (`stream.held`), so this ends with a step that fits, or with everything on
+the host, which then is the proof that nothing fits the device.
+
+Repair: while that brings the step nearer to both budgets, or makes one that fits shorter, one bucket moves, or one
+moves back and another on.  It also starts from the greedy choice by bytes on the host instead of seconds, for hosts
+that are small, and from everything on the host.  Each distance of fetches from none to `most_ahead` has a search of
+its own.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jhpt.core.cluster import Link
+from jhpt.planner.offload.stream import Array, Bucket, Home, Homes, Streamed, stream
+
+MOST_AHEAD = 3
+"""Operations before its own in which a fetch may begin, at most."""
+
+TOLERANCE = 1e-9
+"""Relative; what is less is rounding."""
+
+Steps = Callable[[Homes], Streamed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Bytes."""
+
+    device: float
+    host: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A step that fits.  peak: bytes on the device at most; host: bytes there."""
+
+    homes: tuple[Home, ...]
+    ahead: int
+    seconds: float
+    peak: float
+    host: float
+
+
+def choose(buckets: Sequence[Bucket], link: Link, budget: Budget, most_ahead: int = MOST_AHEAD) -> Chosen | None:
+    """The shortest step found; None: none fits."""
+    found = [one for ahead in range(most_ahead + 1) if (one := _at(buckets, link, budget, ahead))]
+    return min(found, key=lambda one: (one.seconds, one.peak)) if found else None
+
+
+def _at(buckets: Sequence[Bucket], link: Link, budget: Budget, ahead: int) -> Chosen | None:
+    def steps(homes: Homes) -> Streamed:
+        return stream(buckets, link, homes, ahead)
+
+    starts = [_moved_on(steps, len(buckets), budget, cost) for cost in (_seconds, _host)] + [_moved_all(len(buckets))]
+    found = [_repaired(steps, budget, homes) for homes in starts]
+    own = [(one, steps(one)) for one in found]
+    fitting = [(one, step) for one, step in own if _over(step, budget)[0] == 0]
+    if not fitting:
+        return None
+    homes, step = min(fitting, key=lambda pair: (pair[1].seconds[0], pair[1].peak[0]))
+    return Chosen(
+        homes=tuple(Home(home) for home in homes.tolist()),
+        ahead=ahead,
+        seconds=float(step.seconds[0]),
+        peak=float(step.peak[0]),
+        host=float(step.host[0]),
+    )
+
+
+def _seconds(steps: Streamed) -> Array:
+    return steps.seconds
+
+
+def _host(steps: Streamed) -> Array:
+    return steps.host
+
+
+def _over(steps: Streamed, budget: Budget) -> Array:
+    """Bytes beyond either budget."""
+    return np.maximum(steps.peak - budget.device, 0.0) + np.maximum(steps.host - budget.host, 0.0)
+
+
+def _moved_all(count: int) -> Homes:
+    return np.full(count, Home.BOTH, np.int64)
+
+
+def _moved_on(steps: Steps, count: int, budget: Budget, cost: Callable[[Streamed], Array]) -> Homes:
+    """Greedy, from everything resident: homes with which the step fits the device, or everything on the host."""
+    homes = np.zeros(count, np.int64)
+    now = steps(homes)
+    while now.peak[0] > budget.device and (homes < Home.BOTH).any():
+        moves = np.array(list(_moves(homes, on=range(count))))
+        then = steps(moves)
+        more, need = cost(then) - cost(now), np.maximum(then.peak, budget.device)
+        freed = now.peak[0] - need
+        free = more <= TOLERANCE * cost(now)
+        rate = np.where(free, np.inf, freed / np.where(free, 1.0, more))
+        homes = moves[np.lexsort((then.host, freed, rate))[-1]]
+        now = steps(homes)
+    return homes
+
+
+def _repaired(steps: Steps, budget: Budget, homes: Homes) -> Homes:
+    """While it brings the step nearer to fitting, or makes it shorter: one moves, or one moves back and another on."""
+    now = steps(homes)
+    over, seconds = float(_over(now, budget)[0]), float(now.seconds[0])
+    while True:
+        every = range(len(homes))
+        moves = np.array([*_moves(homes, on=every, back=every), *_swaps(homes)])
+        then = steps(moves)
+        excess = _over(then, budget)
+        best = int(np.lexsort((then.peak, then.seconds, excess))[0])
+        if not (excess[best], then.seconds[best]) < (over, seconds * (1 - TOLERANCE)):
+            return homes
+        homes, over, seconds = moves[best], float(excess[best]), float(then.seconds[best])
+
+
+def _moves(homes: Homes, *, on: Iterable[int] = (), back: Iterable[int] = ()) -> Iterable[Homes]:
+    """Homes in which one bucket has moved one on, or back."""
+    for step, which in ((1, on), (-1, back)):
+        for at in which:
+            if Home.RESIDENT <= homes[at] + step <= Home.BOTH:
+                moved = homes.copy()
+                moved[at] += step
+                yield moved
+
+
+def _swaps(homes: Homes) -> Iterable[Homes]:
+    """Homes in which one has moved back, and another on."""
+    for moved in _moves(homes, back=range(len(homes))):
+        (at,) = np.flatnonzero(moved != homes)
+        yield from _moves(moved, on=(other for other in range(len(homes)) if other != at))
