@@ -30,6 +30,7 @@ TASK = Task(
     gradients=replace(SHAPE, layers=1, batch=1),
     variants=(SHORT, ALL),
     exchanges=gradients.QUICK,
+    lanes=LANES,
     rounds=2,
     parts_rounds=1,
 )

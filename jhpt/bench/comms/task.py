@@ -1,6 +1,6 @@
 """What the hosts are asked to measure, and the ways to sum."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jhpt.bench.emulated.task import Launch
 from jhpt.core.config import Compression
@@ -68,6 +68,7 @@ class Task(Launch):
     blocks: of tensor parallelism.  gradients: of data parallelism, with the batch of a host.
     variants, exchanges: names of the ways to sum over the tensor axis, and to sum gradients
       (`jhpt.bench.comms.gradients`).
+    lanes: most of a variant.
     rounds: samples of a step.  parts_rounds: of what predictions are made of.
     """
 
@@ -76,10 +77,12 @@ class Task(Launch):
     gradients: Shape
     variants: tuple[str, ...]
     exchanges: tuple[str, ...]
+    lanes: int
     rounds: int
     parts_rounds: int
 
     @property
     def ways(self) -> tuple[Variant, ...]:
         """To sum over the tensor axis."""
-        return tuple(one for one in VARIANTS if one.name in self.variants)
+        chosen = (one for one in VARIANTS if one.name in self.variants)
+        return tuple(replace(one, lanes=min(one.lanes, self.lanes)) for one in chosen)
