@@ -11,17 +11,11 @@ from itertools import accumulate
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import BLOCK, LINE, RANGE_BYTES, Bits, codes_in_row
+from jhpt.core.compression import LINE, RANGE_BYTES, Bits
 from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.kernels.segments import Quantized
-
-
-def row_words(columns: int, bits: Bits) -> tuple[int, int]:
-    """Bytes of a row's codes, and of its ranges."""
-    codes = codes_in_row(columns, bits)
-    return codes * bits // 8, codes // BLOCK * RANGE_BYTES
 
 
 def joined(parts: Sequence[jax.Array]) -> jax.Array:

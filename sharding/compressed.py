@@ -24,11 +24,11 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import WireBits, gathers, wire_bits
+from jhpt.core.compression import WireBits, gathers, row_words, wire_bits
 from jhpt.core.config import Compression
 from jhpt.kernels.implementation import Implementation
 from jhpt.sharding.choice import positions_where
-from jhpt.sharding.codes import in_a_row, joined, pieces, row_words, split, sum_of_pieces
+from jhpt.sharding.codes import in_a_row, joined, pieces, split, sum_of_pieces
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Wire:
         if tokens is None:
             return [Rows(batch * length, None, bits)]
         found = [Rows(tokens.size, _flat(tokens, length), bits)]
-        if rest_bits:
+        if rest_bits and tokens.shape[1] < length:
             rest = others(tokens, length)
             found.append(Rows(rest.size, _flat(rest, length), rest_bits))
         return found

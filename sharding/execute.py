@@ -38,7 +38,6 @@ class Execution:
     embedding's table; None: there is no table.  unroll: blocks in the program instead of in a loop.  overlap:
     communicate layer by layer, beside the computation of others, instead of before and after all of it.  kernels: those
     of compressed gradients.
-    kernels: of compressed gradients.
     """
 
     layout: Layout

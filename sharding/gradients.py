@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import COLUMNS, buckets, gathers_gradients, sent_of_block, share_of_bucket
+from jhpt.core.compression import COLUMNS, buckets, gathers_gradients, row_words, sent_of_block, share_of_bucket
 from jhpt.core.config import GradientCompression
 from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.topk_sparsify import topk_sparsify
-from jhpt.sharding.codes import in_a_row, joined, pieces, row_words, split, sum_of_pieces
+from jhpt.sharding.codes import in_a_row, joined, pieces, split, sum_of_pieces
 from jhpt.sharding.rules import path_name
 
 

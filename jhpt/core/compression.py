@@ -74,8 +74,13 @@ def payload_bytes(kinds: Sequence[tuple[int, WireBits]], columns: int) -> int:
 def _pieces(rows: int, columns: int, bits: WireBits) -> list[int]:
     if bits == 16:
         return [2 * rows * columns]
-    codes = rows * codes_in_row(columns, bits)
-    return [codes * bits // 8, codes // BLOCK * RANGE_BYTES]
+    return [rows * words for words in row_words(columns, bits)]
+
+
+def row_words(columns: int, bits: Bits) -> tuple[int, int]:
+    """Bytes of a row's codes, and of its ranges."""
+    codes = codes_in_row(columns, bits)
+    return codes * bits // 8, codes // BLOCK * RANGE_BYTES
 
 
 def _whole_lines(size: int) -> int:

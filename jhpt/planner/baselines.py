@@ -209,6 +209,7 @@ class _Table:
             zero=grid.zero,
             recompute=grid.recompute,
             compression=grid.compression or Compression(),
+            gradient_compression=self.model.gradient_compression,
             stages=stages,
         )
 

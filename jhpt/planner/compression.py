@@ -14,14 +14,21 @@ for the denominators of the softmax and for what each token receives, and the ra
 norm, every rank reads the stream once, and nothing is sent.  All this is work: what could run beside it is not counted
 on.
 
-Gradients of N numbers, of which a rank sends S bytes of codes or of positions and values:
+Gradients of N numbers, float32, which a rank packs into S bytes of codes or of positions and values:
 
     wire, quantized     as above; with ZeRO the all_to_all alone
     wire, top-k         all_gather of t S; with ZeRO all_to_all of S
-    kernels, quantized  24 N + 4 S: gradient, residual and their sum, written and read, codes there and back
-    kernels, top-k      16 N + 2 t S; with ZeRO 16 N + 2 S: what a rank receives, written and read
+    kernels, quantized  32 N + 2 S: gradient and residual added (12 N), quantized (4 N + S), decoded (S + 4 N) and
+                        taken away (12 N)
+        two steps       4 N + 2 S + 28 N / t besides: codes received are added up, the sum is quantized, decoded and
+                        its error added to the residual, and what comes back is decoded
+        gathered        4 N + t S: codes received are added up
+        with ZeRO       4 N / t + S
+    kernels, top-k      12 N + S, with momentum 12 N more; what is received, t S or with ZeRO S, is written and read,
+                        and the sum, 4 N or with ZeRO 4 N / t, written
 
-Left out: how long it takes to order the scores, and that gradients travel in buckets of several layers.
+Kernels of gradients are work as well: they run beside nothing.  Left out: how long it takes to order the scores, and
+that gradients travel in buckets of several layers.
 """
 
 from dataclasses import dataclass
@@ -102,10 +109,8 @@ def choice_seconds(
     return scores + device.seconds(products, read, kind)
 
 
-def gradient_seconds(
-    group: Group, how: GradientCompression, numbers: float, device: Device, *, shares: bool = False
-) -> float:
-    """Seconds in which a gradient of so many numbers is summed over the data ranks.
+def gradient_seconds(group: Group, how: GradientCompression, numbers: float, *, shares: bool = False) -> float:
+    """Seconds on the wire in which a gradient of so many numbers is summed over the data ranks.
 
     Args:
       shares: with ZeRO every rank keeps its share of the sum.
@@ -115,13 +120,30 @@ def gradient_seconds(
         return 0.0
     whole = gradient_bytes(ranks, how, count, shares=shares) * ranks / (ranks - 1)
     if shares:
-        wire, sent = all_to_all(group, whole), whole
+        return all_to_all(group, whole)
+    if gathers_gradients(ranks, how):
+        return all_gather(group, whole)
+    return all_to_all(group, whole / 2) + all_gather(group, whole / 2)
+
+
+def gradient_kernel_seconds(
+    ranks: int, how: GradientCompression, numbers: float, device: Device, *, shares: bool = False
+) -> float:
+    """Seconds in which that gradient is packed and added up."""
+    count = round(numbers)
+    if ranks == 1 or not count:
+        return 0.0
+    whole = gradient_bytes(ranks, how, count, shares=shares) * ranks / (ranks - 1)
+    if how.kind == "topk":
+        packed = whole if shares else whole / ranks
+        moved = (24 if how.momentum else 12) * count + packed + 2 * whole + 4 * count / (ranks if shares else 1)
+    elif shares:
+        moved = 32 * count + 3 * whole + 4 * count / ranks
     elif gathers_gradients(ranks, how):
-        wire, sent = all_gather(group, whole), whole / ranks
+        moved = 36 * count + 2 * whole / ranks + whole
     else:
-        wire, sent = all_to_all(group, whole / 2) + all_gather(group, whole / 2), whole / 2
-    moved = 24 * count + 4 * sent if how.kind == "quantize" else 16 * count + 2 * whole
-    return wire + moved / device.memory_bandwidth
+        moved = 36 * count + 4 * whole / 2 + 28 * count / ranks
+    return moved / device.memory_bandwidth
 
 
 def residual_bytes(how: GradientCompression) -> int:

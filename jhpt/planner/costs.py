@@ -19,8 +19,8 @@ counted on to hide anything: other chunks already do.  Compressed sums cost what
 SPMD program both concern the layers between the ends only.  Left out: that several gathers and sums share a link, and
 the memory of a chunk's sum.
 
-Compressed gradients (`compression.gradient_seconds`) take the place of all_reduce and reduce_scatter; what every rank
-keeps of them counts with the optimizer.  There is no ZeRO-3 with them.
+Compressed gradients (`compression.gradient_seconds`) take the place of all_reduce and reduce_scatter; their kernels
+count with the update, as does with the optimizer what every rank keeps of them.  There is no ZeRO-3 with them.
 
 Where a cluster does not overlap communication with computation, all of it is exposed: a ZeRO-3 layer takes its work
 plus its traffic, ZeRO-1 all of its traffic, and gradients are summed when the last backward is over.  What is exposed
@@ -55,6 +55,7 @@ from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
 from jhpt.planner.compression import (
     choice_seconds,
+    gradient_kernel_seconds,
     gradient_seconds,
     kernel_seconds,
     residual_bytes,
@@ -256,13 +257,15 @@ class CostModel:
             (nothing, nothing) if zero == 3 else self._gradient_seconds(place, tensor, shares=zero == 1)
         )
         in_line = nothing if self.cluster.overlap and not piped else gradients
+        coding = nothing if zero == 3 else self._gradient_kernel_seconds(place, tensor, own, shares=zero == 1)
+        tied_coding = nothing if zero == 3 else self._gradient_kernel_seconds(place, tensor, tied, shares=zero == 1)
         return {
             "forward": np.where(self._divisible(tensor), forward, np.inf),
             "backward": backward,
             "forward_tensor": forward_tensor,
             "backward_tensor": backward_tensor,
             "gradients": gradients - in_line,
-            "update": own * self._update_seconds(zero, data, place) + gathered + in_line,
+            "update": own * self._update_seconds(zero, data, place) + gathered + in_line + coding,
             "in_line": in_line,
             "gathered": gathered,
             "weights": own * own_bytes.weights,
@@ -271,7 +274,7 @@ class CostModel:
             "working": (activations if treatment.recompute else nothing) + own * own_bytes.working,
             "forward_filling": forward_filling,
             "backward_filling": backward_filling,
-            "tied": np.where(tied > 0, hop + reduced, 0.0),
+            "tied": np.where(tied > 0, hop + reduced + tied_coding, 0.0),
             "tied_bytes": tied * (own_bytes.weights + own_bytes.optimizer),
         }
 
@@ -299,7 +302,8 @@ class CostModel:
             optimizer=own * own_bytes.optimizer,
             update=own * self._update_seconds(zero, data, place) + gathered,
             gathered=gathered,
-            reduced=self._summed_seconds(group, own, shares=zero > 0),
+            reduced=self._summed_seconds(group, own, shares=zero > 0)
+            + float(self._gradient_kernel_seconds(place, tensor, np.array([own]), shares=zero > 0)[0]),
             exchanged=self._pair_seconds(place, np.array([shared * wire]))[0] if shared else 0.0,
             output=-(-treatment.micro_batch // data) * float(self.boundary[:-1].max()) / cut,
         )
@@ -431,9 +435,15 @@ class CostModel:
     def _summed_seconds(self, group: Group, numbers: float, *, shares: bool) -> float:
         """To sum a gradient of so many numbers.  shares: every rank keeps its share."""
         if self.gradient_compression.on:
-            device = self.cluster.nodes[0].device
-            return gradient_seconds(group, self.gradient_compression, numbers, device, shares=shares)
+            return gradient_seconds(group, self.gradient_compression, numbers, shares=shares)
         return (reduce_scatter if shares else all_reduce)(group, numbers * self.profile.bytes_per_weight)
+
+    def _gradient_kernel_seconds(self, place: Place, tensor: int, sizes: Array, *, shares: bool) -> Array:
+        """To compress gradients of so many numbers each, and to add up what comes; zeros: they are not compressed."""
+        how, device, ranks = self.gradient_compression, self.cluster.nodes[0].device, place.devices // tensor
+        if not how.on:
+            return np.zeros_like(sizes)
+        return np.array([gradient_kernel_seconds(ranks, how, size, device, shares=shares) for size in sizes.tolist()])
 
     def _divisible(self, tensor: int) -> Array:
         return self._tops % tensor == 0

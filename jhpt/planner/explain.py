@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jhpt.core.axes import TENSOR
-from jhpt.core.config import Compression
+from jhpt.core.config import PLAIN_GRADIENTS, Compression, GradientCompression
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.core.profile import ModelProfile
@@ -173,6 +173,7 @@ def shape_text(plan: Plan) -> str:
         "recomputation" if plan.recompute else "",
         f"{'/'.join(map(str, plan.sample_chunks))} sample chunks" if plan.sample_chunks != (1,) else "",
         compression_text(plan.compression),
+        gradients_text(plan.gradient_compression),
     ]
     return ", ".join(filter(None, parts))
 
@@ -185,6 +186,13 @@ def compression_text(how: Compression) -> str:
         return f"sums in {how.bits} bits"
     others = f"of the others in {how.rest_bits}" if how.rest_bits else "of no others"
     return f"sums of {100 * how.tokens:.0f} % of the tokens in {how.bits} bits, {others}"
+
+
+def gradients_text(how: GradientCompression) -> str:
+    """`gradients in 8 bits`, `gradients top 0.1`; empty: they are summed as they are."""
+    if how.kind == "topk":
+        return f"gradients top {how.share:.3g}" + (f" with momentum {how.momentum:g}" if how.momentum else "")
+    return f"gradients in {how.bits} bits" if how.on else ""
 
 
 def verdict(answer: Answer) -> str:
@@ -237,8 +245,11 @@ def mean_causes(plan: Plan, estimate: Estimate, model: CostModel) -> dict[str, f
 
 def rival(name: str, plan: Plan, answer: Answer) -> Rival:
     """`plan` against the winner."""
-    model, estimate = answer.model, price(plan, answer.model)
-    own, winner = mean_causes(plan, estimate, model), mean_causes(answer.plan, answer.estimate, model)
+    model = answer.model
+    if plan.gradient_compression != model.gradient_compression:
+        model = CostModel(model.profile, model.cluster, plan.gradient_compression)
+    estimate = price(plan, model)
+    own, winner = mean_causes(plan, estimate, model), mean_causes(answer.plan, answer.estimate, answer.model)
     return Rival(
         name=name,
         plan=plan,
@@ -342,6 +353,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "samples in one piece", {"stages": _cut(plan, 1).stages}
         if plan.compression.on:
             yield "no compression", {"compression": Compression()}
+    if plan.gradient_compression.on and replicated:
+        yield "gradients as they are", {"gradient_compression": PLAIN_GRADIENTS}
     for count in (plan.micro_batches // 2, plan.micro_batches * 2):
         if count and plan.batch % count == 0:
             yield f"{count} micro-batch{'es' if count > 1 else ''}", {"micro_batches": count}

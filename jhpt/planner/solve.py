@@ -71,7 +71,9 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
     """`plan` with everything that the explanation needs."""
     model = CostModel(profile, cluster, asked.gradient_compression)
     if asked.gradient_compression.on and space == "general":
-        raise InputError("gradients are compressed by one program; use space=spmd, or gradient_compression=off")
+        raise InputError(
+            "space=general has no program that compresses gradients; set parallel.gradient_compression=off"
+        )
     if space == "spmd" and cluster.mixed:
         raise InputError(
             f"{cluster.name} has nodes of different kinds, which one SPMD program cannot use evenly; "

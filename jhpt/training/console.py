@@ -10,9 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from jhpt.core.config import GradientCompression
 from jhpt.core.plan import Plan
 from jhpt.core.shapes import parameter_count
+from jhpt.planner.explain import gradients_text
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main
 from jhpt.training.programs import Programs
@@ -71,13 +71,6 @@ def plan_text(plan: Plan) -> str:
         gradients_text(plan.gradient_compression),
     ]
     return ", ".join(filter(None, parts))
-
-
-def gradients_text(how: GradientCompression) -> str:
-    """`"gradients top 0.01"`; empty: they are summed as they are."""
-    if how.kind == "topk":
-        return f"gradients top {how.share:.3g}" + (f" with momentum {how.momentum:g}" if how.momentum else "")
-    return f"gradients in {how.bits} bits" if how.on else ""
 
 
 def plan_change(before: Plan, now: Plan) -> str:

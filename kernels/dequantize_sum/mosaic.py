@@ -13,7 +13,8 @@ from jhpt.kernels.pallas import LANES, PARAMS, WARPS, in_blocks, load, over, row
 from jhpt.kernels.segments import Group, Knee, Quantized, cut, decoding, most
 
 BLOCK = 2048
-"""Sums that a warpgroup holds at a time: 16 in a thread, which leaves room for the codes that are on their way."""
+"""Sums that a warpgroup holds at a time, if it does not have to hold more groups: 16 in a thread (32 at most), which
+leaves room for the codes that are on their way."""
 VECTOR = 4
 """Sums of a thread side by side: 16 bytes, the widest access."""
 TOGETHER = 8
@@ -21,6 +22,7 @@ TOGETHER = 8
 PIECE = 128
 """Bytes at a time of groups of more than `WHOLE`."""
 WHOLE = 1024
+"""Members of the largest group that is decoded in one piece."""
 
 
 class Scale(NamedTuple):
@@ -40,8 +42,8 @@ def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: Grou
     if not count * rows * in_row:
         return jnp.zeros((rows, columns), jnp.float32)
     own = members // parts  # bytes of a group
-    pieces = -(-own // PIECE) if own > WHOLE else 1
-    piece = PIECE if own > WHOLE else -(-own // (LANES * VECTOR)) * LANES * VECTOR
+    pieces = -(-own // PIECE) if members > WHOLE else 1
+    piece = PIECE if members > WHOLE else -(-own // (LANES * VECTOR)) * LANES * VECTOR
     lanes = LANES
     if pieces == 1 and own < LANES * VECTOR:
         lanes = 1 << (-(-own // VECTOR) - 1).bit_length()

@@ -24,6 +24,7 @@ TESTED: tuple[Spec, ...] = (
     Spec(4, 3, 384, 8, 128),
     Spec(2, 5, 200, 8, 128),
     Spec(3, 6, 512, 8, "row"),
+    Spec(2, 3, 2048, 8, "row"),
     Spec(2, 2, 130, 8, "tensor"),
 )
 TESTED += tuple(spec._replace(bits=4) for spec in TESTED)

@@ -28,7 +28,7 @@ def segment_quantize(
         that the mean is right.  Draws depend on the seed and on the position in the result.
 
     Returns:
-      Codes [R or K, W] and ranges.  A group with a number that is not finite decodes to NaN.
+      Codes [R or K, W] and ranges.  A group with a number that is not finite, or beyond 2^126, decodes to NaN.
 
     Raises:
       ValueError: a group by tensor without a knee, odd sizes that no byte holds.

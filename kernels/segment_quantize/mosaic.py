@@ -130,9 +130,10 @@ def _body(
 
 
 def _largest(x: jax.Array) -> jax.Array:
-    """The largest magnitude of every row; infinite where a number is NaN, which a maximum might lose."""
+    """The largest magnitude of every row; infinite where a number is beyond `LARGEST` or NaN, which a maximum might
+    lose."""
     size = jnp.abs(x)
-    return jnp.max(jnp.where(size < jnp.inf, size, jnp.inf), -1)
+    return jnp.max(jnp.where(size <= reference.LARGEST, size, jnp.inf), -1)
 
 
 def _offsets(shape: tuple[int, ...], pitch: int, layout: Any) -> jax.Array:

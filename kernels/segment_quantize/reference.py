@@ -9,6 +9,9 @@ from jhpt.kernels.segments import Group, Knee, Quantized, most
 SHIFT = 1.5 * 2**23
 """Added to a float32 it leaves integers of up to 22 bits in the low bits of the word."""
 
+LARGEST = 2.0**126
+"""The reciprocal of what is larger counts as zero on some devices."""
+
 
 def quantize(
     x: jax.Array, *, bits: Bits, group: Group, knee: Knee, rows: jax.Array | None, seed: jax.Array | None
@@ -17,7 +20,7 @@ def quantize(
     if rows is not None and group == "tensor":
         x, rows = x[rows], None
     width = codes_in_row(x.shape[1], bits, group)
-    members = group if isinstance(group, int) else max(width, 1)
+    members = group if isinstance(group, int) else max(width, 8 // bits)
     x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, width - x.shape[1])))
     ranges = rounded_up(largest(x.ravel() if group == "tensor" else x.reshape(len(x) * width // members, members)))
     ranges = ranges.reshape((1, 1) if group == "tensor" else (len(x), width // members))
@@ -29,13 +32,13 @@ def quantize(
 
 
 def largest(x: jax.Array) -> jax.Array:
-    """The largest magnitude along the last dimension; infinite where a number is NaN.
+    """The largest magnitude along the last dimension; infinite where a number is NaN or beyond `LARGEST`.
 
     Reductions of x itself, and not one of |x|: XLA's CPU backend would compute x a second time for that.  Its maxima
     may lose a NaN, and what came before it; a sum does not.
     """
     size = jnp.maximum(jnp.max(x, -1, initial=0), -jnp.min(x, -1, initial=0))
-    return jnp.where(jnp.isnan(jnp.sum(x, -1)), jnp.inf, size)
+    return jnp.where(jnp.isnan(jnp.sum(x, -1)) | (size > LARGEST), jnp.inf, size)
 
 
 def encode(x: jax.Array, ranges: jax.Array, bits: Bits, knee: Knee, noise: jax.Array | None) -> jax.Array:

@@ -1,6 +1,7 @@
 """What `jhpt bench comms` makes of its samples, its variants and predictions, and one small run on emulated hosts."""
 
 import statistics
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -166,13 +167,13 @@ def test_a_step_is_the_blocks_gradient(name):
     expected, (expected_gradients, expected_x) = jax.value_and_grad(lambda *at: jnp.vdot(run(*at), error), (0, 1))(
         params, x
     )
-    close = {FLOAT32: 1e-5, SHORT: 0.02, MIXED: 0.3}[name]
+    close = {FLOAT32: 1e-5, SHORT: 2**-8, MIXED: 0.2}[name]
     pairs = [
         (at_x, expected_x),
         *zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True),
     ]
-    norm = max(np.linalg.norm(np.asarray(want)) for _, want in pairs)
-    assert all(np.linalg.norm(np.asarray(found) - np.asarray(want)) <= close * norm for found, want in pairs)
+    for found, want in pairs:
+        assert np.linalg.norm(np.asarray(found) - np.asarray(want)) <= close * np.linalg.norm(np.asarray(want))
     assert float(value) == pytest.approx(float(expected), abs=close * float(jnp.linalg.norm(error)))
 
 
@@ -275,11 +276,13 @@ def test_gradients_are_predicted_in_line():
 
 
 def test_lanes_run_one_after_the_other():
-    order = []
-    calls = [lambda index=index: order.append(index) for index in range(3)]
+    """However slow the machine is, none starts before its time."""
+    began = [0.0] * 3
+    calls = [lambda index=index: began.__setitem__(index, time.perf_counter()) for index in range(3)]
     with ThreadPoolExecutor(3) as pool:
+        start = time.perf_counter()
         together(calls, 0.05, pool)()
-    assert sorted(order) == [0, 1, 2]
+    assert all(at - start >= 0.05 * index for index, at in enumerate(began)) and min(began) > start
 
 
 def test_says_why_it_cannot_run(monkeypatch, capsys):

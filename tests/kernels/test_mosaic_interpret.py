@@ -54,7 +54,7 @@ seeds = st.integers(0, 1000).map(jax.random.key)
 def spoiled(x, key):
     """With numbers that are not finite, and some of the same magnitude."""
     which = jax.random.randint(key, x.shape, 0, 24)
-    for index, value in enumerate((jnp.nan, jnp.inf, -jnp.inf, 1.0, -1.0, 0.0, -0.0, 1e-40)):
+    for index, value in enumerate((jnp.nan, jnp.inf, -jnp.inf, 1.0, -1.0, 0.0, -0.0, 1e-40, 1e38)):
         x = jnp.where(which == index, jnp.asarray(value, x.dtype), x)
     return x
 

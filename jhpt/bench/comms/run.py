@@ -63,7 +63,7 @@ LIMIT_S = 900.0
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     """What the rows say."""
-    found, tensor, gradients = dict[str, Claim](), entries(rows, TENSOR), entries(rows, GRADIENTS)
+    found, tensor, exchanged = dict[str, Claim](), entries(rows, TENSOR), entries(rows, GRADIENTS)
     lanes = max((row.get("lanes", 1) for row in rows), default=1)
     for name, variant in (("all_vs_serial_max", ALL), ("overlap_vs_serial_max", OVERLAP)):
         if tensor:
@@ -75,13 +75,13 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
             found["compression_vs_serial_500mbit"] = Claim(
                 value=entry.ratio(MIXED), unit=TENSOR.unit, setup=f"{MIXED}, {entry}, {PLACE}"
             )
-    compressed = [(entry, name) for entry in gradients for name in entry.samples if name not in (BASELINE, FLOAT32)]
+    compressed = [(entry, name) for entry in exchanged for name in entry.samples if name not in (BASELINE, FLOAT32)]
     if compressed:
         best, name = max(compressed, key=lambda one: one[0].ratio(one[1]))
         found["gradients_vs_16bit_max"] = Claim(
             value=best.ratio(name), unit=GRADIENTS.unit, setup=f"{name}, {best}, {PLACE}"
         )
-    errors = [abs(entry.error(name)) for entry in (*tensor, *gradients) for name in entry.samples]
+    errors = [abs(entry.error(name)) for entry in (*tensor, *exchanged) for name in entry.samples]
     if errors:
         found["prediction_error_median"] = Claim(
             value=statistics.median(errors),
@@ -116,7 +116,7 @@ def measure(*, quick: bool, rates: Sequence[float]) -> list[dict[str, Any]]:
         exchanges=_names(EXCHANGES, gradients.QUICK, quick=quick),
         lanes=QUICK_LANES if quick else LANES,
     )
-    return launch("jhpt.bench.comms.worker", asked, devices=LANES, limit_s=LIMIT_S)
+    return launch("jhpt.bench.comms.worker", asked, devices=max(LANES, HOSTS), limit_s=LIMIT_S)
 
 
 def run(*, quick: bool, json_path: str | None) -> int:
