@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import NamedSharding
 
 from jhpt.core.catalogue import peak_bf16_flops
 from jhpt.core.cluster import Cluster
@@ -23,6 +24,25 @@ from jhpt.core.errors import InputError, NotHere
 from jhpt.measure.device import DeviceInfo
 from jhpt.measure.quiet import quiet
 from jhpt.measure.targets import chip_of, target_config
+
+PINNED_HOST = "pinned_host"
+
+
+class OnHost(NamedSharding):
+    """A sharding in pinned memory of the hosts.  Devices that are not there list no kinds of memory, and a plain
+    sharding on them would forget it."""
+
+    @property
+    def memory_kind(self) -> str:
+        """Always the same."""
+        return PINNED_HOST
+
+
+def shape_on_host(shape: tuple[int, ...], dtype: Any, sharding: OnHost) -> jax.ShapeDtypeStruct:
+    """An argument there, to lower a function with whose `in_shardings` say the same: its type knows where it lies."""
+    abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=PINNED_HOST)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=abstract)
+
 
 COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_autotune_level": "0"}
 """For `compile(compiler_options=...)`."""

@@ -184,6 +184,13 @@ def test_nothing_is_left_of_a_lab_that_could_not_be_made(monkeypatch):
     assert traces(lab.tag) == []
 
 
+HEEDING = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+"""
+"""What nohup, and a shell's background jobs, have their children ignore."""
+
 BENCHMARK = """
 from jhpt.bench.netlab import Lab
 with Lab(hosts=2, bits_per_s=1e8, cpu=0.25) as lab:
@@ -204,7 +211,9 @@ with Lab(hosts=2, bits_per_s=1e8, cpu=0.25) as lab:
 def test_nothing_is_left_of_a_run_that_was_ended(blow, status, tmp_path):
     """What can be caught is cleaned up after at once, by itself; what a killed run leaves, by the next lab."""
     began = tmp_path / "began"
-    process = subprocess.Popen(python(BENCHMARK), env=os.environ | {"BEGAN": str(began)}, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        python(HEEDING + BENCHMARK), env=os.environ | {"BEGAN": str(began)}, stderr=subprocess.DEVNULL
+    )
     tag = f"jhpt-lab-{process.pid}-{started(process.pid)}-0"
     try:
         wait_for(began, process)

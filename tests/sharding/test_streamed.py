@@ -1,0 +1,127 @@
+"""Layers that come from the host and go there are the layers of a plain loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jhpt.sharding.buckets import bucket_of
+from jhpt.sharding.chunks import Whole
+from jhpt.sharding.layers import LayerLoop
+from jhpt.sharding.remat import everything, keep_nothing
+from jhpt.sharding.streamed import GRADIENT, WEIGHTS, StreamedLoop, over_layers
+from tests.sharding.test_layers import COUNT, FIRST, block, inputs, stack
+
+AHEAD = (0, 1, 2, COUNT + 1)
+
+
+def on_host(tree):
+    """Leaves in pinned memory."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    return jax.device_put(tree, NamedSharding(mesh, P(), memory_kind="pinned_host"))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_rows_come_and_go_in_order(ahead, reverse, late):
+    """What is read is what lay there before the pass; what is written lies there after it, and nowhere else."""
+    a, b, c = (np.random.default_rng(seed).normal(size=(COUNT, 4)).astype(np.float32) for seed in range(3))
+
+    def body(layer, rows, carry):
+        total = carry * 2 + rows["a"].sum() + layer
+        return total, {"b": rows["a"] * total, "a": rows["a"] + 1}
+
+    def run(hosted):
+        return over_layers(hosted, ("a",), ("a", "b"), body, jnp.float32(1), reverse=reverse, ahead=ahead, late=late)
+
+    found, hosted = jax.jit(run, donate_argnums=0)(on_host({"a": a, "b": b, "c": c}))
+    assert {leaf.sharding.memory_kind for leaf in hosted.values()} == {"pinned_host"}
+    total, written = np.float32(1), np.zeros_like(b)
+    for layer in range(COUNT)[:: -1 if reverse else 1]:
+        total = total * 2 + a[layer].sum() + layer
+        written[layer] = a[layer] * total
+    assert np.allclose(found, total, rtol=1e-6)
+    assert np.array_equal(hosted["a"], a + 1) and np.allclose(hosted["b"], written, rtol=1e-5)
+    assert np.array_equal(hosted["c"], c)
+
+
+def streamed_loop(ahead, wrap):
+    params = stack()
+    bucket = bucket_of(jax.tree.map(lambda leaf: leaf[0], params), lambda path: path == "w")
+    rows = jnp.stack([bucket.packed(jax.tree.map(lambda leaf, at=at: leaf[at], params)) for at in range(COUNT)])
+    return StreamedLoop(function=wrap(block), bucket=bucket, first=FIRST, ahead=ahead), rows
+
+
+@pytest.mark.parametrize("wrap", [everything, keep_nothing])
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_a_pass_is_that_of_a_plain_loop(ahead, wrap):
+    params, (x, keys, error) = stack(), inputs()
+    plain = LayerLoop(
+        stream=Whole(wrap(block)),
+        first=FIRST,
+        count=COUNT,
+        unroll=False,
+        fetch=lambda params: params,
+        finish=lambda gradient, total: gradient,
+    )
+
+    def expected(params, x, keys, error):
+        y, passed = plain.forward(params, x, keys)
+        return y, *plain.backward(params, passed, error)
+
+    loop, rows = streamed_loop(ahead, wrap)
+
+    def found(hosted, x, keys, error):
+        y, passed, hosted = loop.forward(hosted, x, keys)
+        down, squares, hosted = loop.backward(hosted, passed, error)
+        return y, down, squares, hosted
+
+    y, gradients, down = jax.jit(expected)(params, x, keys, error)
+    hosted = on_host({WEIGHTS: rows, GRADIENT: jnp.full_like(rows, jnp.nan)})
+    own_y, own_down, squares, hosted = jax.jit(found, donate_argnums=0)(hosted, x, keys, error)
+    assert np.allclose(own_y, y, rtol=1e-6) and np.allclose(own_down, down, rtol=1e-5, atol=1e-6)
+    assert np.array_equal(hosted[WEIGHTS], rows)
+    size = sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(gradients))
+    assert float(squares) == pytest.approx(size, rel=1e-5)
+    for at in range(COUNT):
+        own = loop.bucket.unpacked(jnp.asarray(np.asarray(hosted[GRADIENT][at])))
+        for name, leaf in own.items():
+            assert np.abs(leaf - gradients[name][at]).max() <= 1e-6 * np.abs(gradients[name]).max()
+
+
+def test_an_update_before_the_forward_pass_is_used_and_kept():
+    """The step that the last gradient asks for, applied to a layer when it is fetched."""
+    x, keys, _ = inputs()
+    loop, rows = streamed_loop(1, everything)
+    gradient = jax.random.normal(jax.random.key(7), rows.shape)
+
+    def update(rows):
+        return {**rows, WEIGHTS: rows[WEIGHTS] - 0.1 * rows[GRADIENT]}
+
+    def run(hosted, x, keys):
+        y, _, hosted = loop.forward(hosted, x, keys, update, (WEIGHTS, GRADIENT), (WEIGHTS,))
+        return y, hosted
+
+    def plain(hosted, x, keys):
+        return loop.forward(hosted, x, keys)[0]
+
+    y, hosted = jax.jit(run)(on_host({WEIGHTS: rows, GRADIENT: gradient}), x, keys)
+    assert np.allclose(hosted[WEIGHTS], rows - 0.1 * gradient, rtol=1e-6)
+    assert np.allclose(jax.jit(plain)(hosted, x, keys), y, rtol=1e-6)
+
+
+def test_what_is_resident_and_what_is_streamed_give_the_same_bits():
+    """The same pass over rows on the device."""
+    x, keys, error = inputs()
+    loop, rows = streamed_loop(1, everything)
+
+    def run(hosted, x, keys, error):
+        y, passed, hosted = loop.forward(hosted, x, keys)
+        return y, *loop.backward(hosted, passed, error)
+
+    hosted = {WEIGHTS: rows, GRADIENT: jnp.zeros_like(rows)}
+    one, other = (jax.tree.leaves(jax.jit(run)(each, x, keys, error)) for each in (on_host(hosted), hosted))
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
