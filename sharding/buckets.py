@@ -59,12 +59,13 @@ class Bucket:
         return jnp.arange(self.size) < self.decayed
 
 
-def bucket_of(layer: Any, decays: Callable[[str], bool] = lambda path: False) -> Bucket:
+def bucket_of(layer: Any, decays: Callable[[str], bool] = lambda path: False, parts: int = 1) -> Bucket:
     """The bucket of a layer of these shapes.
 
     Args:
       layer: a tree of arrays or shapes, all of one dtype.
       decays: whether weight decay acts on the leaf of this path.
+      parts: equal shares into which it can be cut, each of a multiple of `ALIGN` numbers.
 
     Raises:
       ValueError: leaves of several dtypes, which one array cannot hold.
@@ -80,5 +81,6 @@ def bucket_of(layer: Any, decays: Callable[[str], bool] = lambda path: False) ->
         offsets[at] = end
         end += -(-math.prod(leaf.shape) // ALIGN) * ALIGN
         decayed = end if decays(path) else decayed
+    end = -(-end // (ALIGN * parts)) * ALIGN * parts
     shapes = tuple(tuple(leaf.shape) for _, leaf in named)
     return Bucket(jax.tree.structure(layer), shapes, tuple(offsets), end, decayed)

@@ -69,16 +69,16 @@ class Execution:
 
         def run(params: Any, rows: Any, key: jax.Array, feedback: Any) -> tuple[Any, Any, Any]:
             scale = 1.0 / pieces  # keeps sums near 1, whatever the compute dtype
-            rows, keys = self._micro_batches(rows, key)
+            rows, keys = self.micro_batches(rows, key)
             working = self._working(params, specs)
             left = jax.tree.map(lambda leaf: leaf[0], feedback)
             if self.layout.stages == 1:
                 gradients, sums = self._accumulated(working, rows, keys, scale, specs, left)
             else:
                 gradients, sums = self._pipeline(specs).gradients(working, rows, keys, scale)
-            sums = self._summed(sums)
+            sums = self.summed_over_ranks(sums)
             gradients, left = self._without_left(gradients, left)
-            gradients = self._stored(_completed(gradients, working), specs)
+            gradients = self._stored(completed(gradients, working), specs)
             if self._compresses:
                 gradients, left = self._exchanged(gradients, left, specs)
             gradients = jax.tree.map(lambda g: g / (scale * sums.tokens), gradients)
@@ -92,13 +92,13 @@ class Execution:
         specs = self.layout.specs(params)
 
         def run(params: Any, rows: Any, key: jax.Array) -> Any:
-            rows, keys = self._micro_batches(rows, key)
+            rows, keys = self.micro_batches(rows, key)
             working = self._working(params, specs)
             if self.layout.stages > 1:
-                return self._summed(self._pipeline(specs).sums(working, rows, keys))
+                return self.summed_over_ranks(self._pipeline(specs).sums(working, rows, keys))
             stage = self._one_stage(specs, first=self._fetches_once, last=False)
             each = jax.lax.map(lambda piece: stage.sums(working, *piece), (rows, keys))
-            return self._summed(jax.tree.map(lambda leaf: leaf.sum(0), each))
+            return self.summed_over_ranks(jax.tree.map(lambda leaf: leaf.sum(0), each))
 
         return self._mapped(run, specs, rows, PartitionSpec())(params, rows, key)
 
@@ -133,7 +133,7 @@ class Execution:
 
     # What a step does with parameters, rows and gradients around the passes.
 
-    def _micro_batches(self, rows: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+    def micro_batches(self, rows: Any, key: jax.Array) -> tuple[Any, jax.Array]:
         """This device's rows and their keys, [M, b, ...]."""
         grid = self.layout.grid
         axes = grid.axes(grid.degrees[0]).data
@@ -148,10 +148,10 @@ class Execution:
         ends, own = self._ends(params), self._end_specs(specs)
         working: dict[str, Any] = {}
         for name in ends:
-            working |= self._storage(self._end_degree(name)).gathered({name: ends[name]}, {name: own[name]})
+            working |= self.storage(self._end_degree(name)).gathered({name: ends[name]}, {name: own[name]})
         blocks, own = self._runs(params["blocks"]), self._runs(specs["blocks"])
         if self.layout.plan.zero < 3 and not self._fetches_once:
-            blocks = {name: self._storage(t).gathered(blocks[name], own[name]) for name, t, _ in self.layout.runs}
+            blocks = {name: self.storage(t).gathered(blocks[name], own[name]) for name, t, _ in self.layout.runs}
         return {**working, "blocks": blocks}
 
     def _stored(self, gradients: Any, specs: Any) -> Any:
@@ -168,7 +168,7 @@ class Execution:
 
         blocks, own = {}, self._runs(specs["blocks"])
         for name, degree, _ in self.layout.runs:
-            storage, part = self._storage(degree, blocks=True), gradients["blocks"][name]
+            storage, part = self.storage(degree, blocks=True), gradients["blocks"][name]
             if self.layout.plan.zero < 3 and not self._gives_late:
                 part = storage.scattered(part, own[name])
             blocks[name] = part if self._gives_late and self.layout.plan.zero == 0 else storage.summed(part, own[name])
@@ -237,13 +237,13 @@ class Execution:
         """By path; degree: None: as the path says."""
         leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         named = [(path_name(path), spec) for path, spec in leaves]
-        return {name: self._storage(degree or self.layout.degree(name)).road(spec) for name, spec in named}
+        return {name: self.storage(degree or self.layout.degree(name)).road(spec) for name, spec in named}
 
     def _stored_ends(self, gradients: Any, specs: Any) -> Any:
         def reduced(gradients: Any) -> Any:
             done: dict[str, Any] = {}
             for name, part in gradients.items():
-                storage, own = self._storage(self._end_degree(name)), {name: specs[name]}
+                storage, own = self.storage(self._end_degree(name)), {name: specs[name]}
                 done |= storage.summed(storage.scattered({name: part}, own), own)
             return done
 
@@ -274,12 +274,14 @@ class Execution:
         ends = {name: part for name, part in specs.items() if name != "blocks"}
         return one_layer(ends) if self.layout.stages > 1 else ends
 
-    def _summed(self, sums: Any) -> Any:
+    def summed_over_ranks(self, sums: Any) -> Any:
+        """A tree of scalars, over all data ranks and stages."""
         axes = self.layout.grid.axes(self.layout.degrees[-1]).data
         leaves, tree = jax.tree.flatten(sums)
         return jax.tree.unflatten(tree, summed_together(leaves, axes if self.layout.stages == 1 else (PIPE, *axes)))
 
-    def _storage(self, degree: int, blocks: bool = False) -> Storage:
+    def storage(self, degree: int, blocks: bool = False) -> Storage:
+        """How parameters of this degree are held between uses."""
         axes = self.layout.grid.axes(degree)
         cut = axes.tensor if blocks and self.layout.plan.sequence and degree > 1 else ()
         return Storage(axes.data, self.layout.grid.size(axes.data), self.dtype, cut, self._compresses)
@@ -342,7 +344,7 @@ class Execution:
         layout = self.layout
         runs = []
         for name, degree, blocks in layout.runs:
-            own, storage = one_layer(self._runs(specs["blocks"])[name]), self._storage(degree)
+            own, storage = one_layer(self._runs(specs["blocks"])[name]), self.storage(degree)
             shared = storage.ranks > 1
             fetches = layout.plan.zero == 3 or (first and self._fetches_once)
             gives = layout.plan.zero == 3 or (last and self._gives_late)
@@ -370,7 +372,7 @@ class Execution:
 
     def _finish(self, degree: int, specs: Any, *, last: bool) -> Finish:
         """What becomes of a layer's gradient in the backward pass; `_stored` does the rest."""
-        storage = self._storage(degree, blocks=True)
+        storage = self.storage(degree, blocks=True)
 
         def whole(gradient: Any, total: Any) -> Any:
             return gradient if total is None else jax.tree.map(jnp.add, total, gradient)
@@ -395,7 +397,7 @@ class Execution:
     def _pipeline(self, specs: Any) -> Pipeline:
         plan = self.layout.plan
         degree, own = self.layout.degrees[0], one_layer(specs["blocks"])
-        storage = self._storage(degree)
+        storage = self.storage(degree)
         first, count = self.layout.chunks
         return Pipeline(
             parts=_reading_slot(self.parts[degree]) if self.tied is False else self.parts[degree],
@@ -423,13 +425,13 @@ def _some_left(left: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any
     return {kind: _some(tree, names) for kind, tree in left.items()}
 
 
-def _completed(gradients: Any, params: Any) -> Any:
+def completed(gradients: Any, params: Any) -> Any:
     """Zeros for parameters that the loss does not depend on."""
     if not isinstance(params, Mapping):
         return gradients
     nothing = lambda part: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), part)  # noqa: E731
     return {
-        name: _completed(gradients[name], part) if name in gradients else nothing(part) for name, part in params.items()
+        name: completed(gradients[name], part) if name in gradients else nothing(part) for name, part in params.items()
     }
 
 
