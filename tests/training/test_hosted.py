@@ -73,9 +73,10 @@ def gradient_of(training, rows):
     return on_host(training.blocks.blocks(jnp.asarray(np.asarray(rows[GRADIENT]))))
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("preset", MODELS)
+@pytest.mark.parametrize(
+    ("preset", "ranks", "clip_norm"),
+    [("gpt-tiny", 1, 0.5), ("gpt-tiny", 4, None), ("bert-tiny", 1, None), ("bert-tiny", 4, 0.5)],
+)
 def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm):
     """Over five of them: losses to 1e-6, norms to 1e-5, parameters to 0.05 of the learning rate a step."""
     setup, plain, state, training = made(preset, ranks, clip_norm=clip_norm)
@@ -96,8 +97,7 @@ def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm):
         assert np.allclose(by_path(again.optimizer[0].mu)[path], leaf, atol=1e-5 * max(1e-3, np.abs(leaf).max())), path
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("preset", MODELS)
+@pytest.mark.parametrize(("preset", "ranks"), [("gpt-tiny", 4), ("bert-tiny", 1)])
 def test_gradients_are_those_of_a_plain_run(made, preset, ranks):
     """To 1e-6 of the largest entry."""
     setup, _, state, training = made(preset, ranks)
