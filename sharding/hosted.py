@@ -24,7 +24,7 @@ from jhpt.core.errors import InputError
 from jhpt.sharding.buckets import Bucket, bucket_of
 from jhpt.sharding.execute import Execution, completed
 from jhpt.sharding.parts import added, picked
-from jhpt.sharding.streamed import Hosted, Rows, StreamedLoop, over_layers
+from jhpt.sharding.streamed import DEVICE, RESIDENT, Hosted, Rows, StreamedLoop, apart, joined, over_layers
 
 Update = Callable[[Rows, Any], Rows]
 """(rows of a block, what is to be done) -> rows, after the step that their gradient asks for."""
@@ -34,17 +34,19 @@ Update = Callable[[Rows, Any], Rows]
 class HostedBlocks:
     """A plan's step over blocks on the host.
 
-    layer: shapes of one block's parameters.  decays: whether weight decay acts on the leaf of this path.  ahead: blocks
-    that are fetched before their turn.
+    layer: shapes of one block's parameters.  decays: whether weight decay acts on the leaf of this path.  ahead: groups
+    of blocks that are fetched before their turn.  resident: after each streamed block so many stay on the device.
 
     Raises:
-      InputError: a plan with pipeline stages, tensor ranks, micro-batches, ZeRO-3, or compressed gradients.
+      InputError: a plan with pipeline stages, tensor ranks, micro-batches, ZeRO-3, or compressed gradients; groups that
+        do not divide the blocks.
     """
 
     execution: Execution
     layer: Any
     decays: Callable[[str], bool]
     ahead: int = 1
+    resident: int = 0
 
     def __post_init__(self) -> None:
         """Only what is built can run."""
@@ -59,6 +61,11 @@ class HostedBlocks:
         }
         if found := [name for name, there in refused.items() if there]:
             raise InputError(f"blocks cannot live on the host under {' and '.join(found)}; leave that out of the plan")
+        if layout.num_layers % self.group:
+            raise InputError(
+                f"{layout.num_layers} blocks do not fall into groups of one that is streamed and {self.resident} that "
+                f"stay; choose a divisor of {layout.num_layers}, less one"
+            )
 
     @cached_property
     def bucket(self) -> Bucket:
@@ -76,21 +83,32 @@ class HostedBlocks:
         return self.execution.layout.grid.axes(1).data
 
     @property
-    def sharding(self) -> NamedSharding:
-        """Of rows [L, N]: a share on the host of every data rank."""
-        return NamedSharding(self.execution.layout.grid.mesh, self._spec, memory_kind="pinned_host")
+    def group(self) -> int:
+        """Blocks of a group."""
+        return 1 + self.resident
+
+    def sharding(self, name: str) -> NamedSharding:
+        """Of rows by name: a share for every data rank, on its host or, of resident blocks, on the device."""
+        kind = "device" if name.startswith(RESIDENT) else "pinned_host"
+        return NamedSharding(self.execution.layout.grid.mesh, self._spec, memory_kind=kind)
 
     @property
     def _spec(self) -> PartitionSpec:
         return PartitionSpec(None, self.axes)
 
-    def rows(self, blocks: Any) -> jax.Array:
-        """Stacked leaves [L, ...] -> rows [L, N]."""
-        return jax.vmap(self.bucket.packed)(blocks)
+    def rows(self, name: str, blocks: Any) -> Hosted:
+        """Stacked leaves [L, ...] -> rows of this name: of streamed blocks, and of those that stay."""
+        rows = jax.vmap(self.bucket.packed)(blocks)
+        groups = rows.reshape(-1, self.group, self.bucket.size)
+        stay = {RESIDENT + name: groups[:, 1:].reshape(-1, self.bucket.size)} if self.resident else {}
+        return {name: groups[:, 0], **stay}
 
-    def blocks(self, rows: jax.Array) -> Any:
+    def blocks(self, name: str, rows: Hosted) -> Any:
         """`rows` backwards."""
-        return jax.vmap(self.bucket.unpacked)(rows)
+        groups = jax.device_put(rows[name], DEVICE)[:, None]
+        if self.resident:
+            groups = jnp.concatenate([groups, rows[RESIDENT + name].reshape(-1, self.resident, self.bucket.size)], 1)
+        return jax.vmap(self.bucket.unpacked)(groups.reshape(-1, self.bucket.size))
 
     def gradients(
         self,
@@ -159,12 +177,14 @@ class HostedBlocks:
         """Every block updated as `pending` says, without computing anything."""
 
         def run(hosted: Hosted, pending: Any) -> Hosted:
-            names = tuple(hosted)
-
             def body(_: jax.Array, rows: Rows, carry: None) -> tuple[None, Rows]:
                 return carry, {**rows, **update(rows, pending)}
 
-            return over_layers(hosted, names, names, body, None, ahead=self.ahead)[1]
+            def updated(hosted: Hosted) -> Hosted:
+                return over_layers(hosted, tuple(hosted), tuple(hosted), body, None, ahead=self.ahead)[1]
+
+            streamed, stay = apart(hosted)
+            return joined(updated(streamed), updated(stay) if stay else {})
 
         rows = {name: self._spec for name in hosted}
         mesh = self.execution.layout.grid.mesh

@@ -15,6 +15,9 @@ The host's arrays are carried through the loop and changed in place.  XLA only d
 comes before the writing; what is written therefore waits for what is fetched of the same array.  Without that it copies
 the whole array, twice an iteration (seen in programs for an H100, jax 0.10.2).  Where a pass reads and writes the same
 rows, fetch and write so take turns.
+
+Layers may stay on the device: after each one that is streamed come k that are resident, so that its copies have the
+computation of k + 1 layers to run beside.  An iteration is then such a group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +40,9 @@ Hosted = dict[str, jax.Array]
 
 WEIGHTS, GRADIENT = "weights", "gradient"
 """Names that a step knows; an optimizer adds those of its state."""
+
+RESIDENT = "resident "
+"""Before the name of what resident layers have, [groups k, N] on the device."""
 
 
 def over_layers(
@@ -97,8 +103,8 @@ def over_layers(
         # Before the first there is nothing to write: what its row holds, or anything where nobody reads it before the
         # second iteration has written it.
         first = fetched(there, 0)
-        row = lambda name: jnp.zeros(there[name].shape[1:], there[name].dtype)  # noqa: E731
-        before = {name: first[name] if name in reads else row(name) for name in writes}
+        nothing = lambda name: jnp.zeros(there[name].shape[1:], there[name].dtype)  # noqa: E731
+        before = {name: first[name] if name in reads else nothing(name) for name in writes}
     carry, _, done, there = jax.lax.fori_loop(0, count, iteration, (carry, ready, before, there))
     return carry, written(there, count - 1, done) if late else there
 
@@ -142,36 +148,72 @@ class StreamedLoop:
         Args:
           update: what becomes of a layer's rows before it is computed, such as the step that the last gradient asks
             for; what it gives is used, and those of `writes` are written back.
+          reads, writes: names; of resident layers as well.
         """
-        count = len(hosted[WEIGHTS])
+        streamed, stay = apart(hosted)
+        groups, size = len(streamed[WEIGHTS]), group_size(hosted)
         split = self._split(hosted, x, keys)
 
-        def body(at: jax.Array, rows: Rows, carry: tuple[Any, Any]) -> tuple[tuple[Any, Any], Rows]:
-            x, stacked = carry
+        def one(layer: jax.Array, rows: Rows, x: Any, stacked: Any) -> tuple[Any, Any, Rows]:
             rows = update(rows) if update else rows
-            x, kept = split.forward(self._params(rows[WEIGHTS]), x, (keys, self.first + at))
-            return (x, jax.tree.map(lambda all_, one: all_.at[at].set(one), stacked, kept)), rows
+            x, kept = split.forward(self._params(rows[WEIGHTS]), x, (keys, self.first + layer))
+            return x, jax.tree.map(lambda all_, own: all_.at[layer].set(own), stacked, kept), rows
 
-        room = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), split.shapes)
-        (x, kept), hosted = over_layers(hosted, reads, writes, body, (x, room), ahead=self.ahead)
-        return x, Streamed(split=split, keys=keys, kept=kept), hosted
+        def body(at: jax.Array, rows: Rows, carry: tuple[Any, Any, Hosted]) -> tuple[tuple[Any, Any, Hosted], Rows]:
+            x, stacked, stay = carry
+            x, stacked, done = one(at * size, rows, x, stacked)
+
+            def resident(place: jax.Array, carry: tuple[Any, Any, Hosted]) -> tuple[Any, Any, Hosted]:
+                x, stacked, stay = carry
+                index = at * (size - 1) + place
+                own = {name: stay[name][index] for name in reads}
+                x, stacked, own = one(at * size + place + 1, own, x, stacked)
+                return x, stacked, stay | {name: stay[name].at[index].set(own[name]) for name in writes}
+
+            carry = x, stacked, stay
+            carry = jax.lax.fori_loop(0, size - 1, resident, carry) if size > 1 else carry
+            return carry, {name: done[name] for name in writes}
+
+        room = jax.tree.map(lambda leaf: jnp.zeros((groups * size, *leaf.shape), leaf.dtype), split.shapes)
+        (x, kept, stay), streamed = over_layers(streamed, reads, writes, body, (x, room, stay), ahead=self.ahead)
+        return x, Streamed(split=split, keys=keys, kept=kept), joined(streamed, stay)
 
     def backward(self, hosted: Hosted, passed: Streamed, error: Any) -> tuple[Any, jax.Array, Hosted]:
         """(error of the first layer's input, sum of the gradients' squares, what is on the host with the gradients)."""
+        streamed, stay = apart(hosted)
+        size = group_size(hosted)
 
-        def body(at: jax.Array, rows: Rows, carry: tuple[Any, jax.Array]) -> tuple[tuple[Any, jax.Array], Rows]:
-            error, squares = carry
-            kept = jax.tree.map(lambda leaf: leaf[at], passed.kept)
-            params = self._params(rows[WEIGHTS])
-            gradient, error = passed.split.backward(params, (passed.keys, self.first + at), kept, error)
+        def one(layer: jax.Array, row: jax.Array, error: Any) -> tuple[Any, jax.Array, jax.Array]:
+            kept = jax.tree.map(lambda leaf: leaf[layer], passed.kept)
+            inputs = self._params(row), (passed.keys, self.first + layer)
+            gradient, error = passed.split.backward(*inputs, kept, error)
             own = self.given(self.bucket.packed(gradient))
-            return (error, squares + jnp.sum(jnp.square(own.astype(jnp.float32)))), {GRADIENT: own}
+            return error, jnp.sum(jnp.square(own.astype(jnp.float32))), own
 
-        start = error, jnp.float32(0)
-        (error, squares), hosted = over_layers(
-            hosted, (WEIGHTS,), (GRADIENT,), body, start, reverse=True, ahead=self.ahead, late=True
+        def body(at: jax.Array, rows: Rows, carry: tuple[Any, jax.Array, Hosted]) -> tuple[Any, Rows]:
+
+            def resident(back: jax.Array, carry: tuple[Any, jax.Array, Hosted]) -> tuple[Any, jax.Array, Hosted]:
+                error, squares, stay = carry
+                place = size - 2 - back
+                index = at * (size - 1) + place
+                error, square, own = one(at * size + place + 1, stay[WEIGHTS][index], error)
+                return error, squares + square, stay | {GRADIENT: stay[GRADIENT].at[index].set(own)}
+
+            error, squares, stay = jax.lax.fori_loop(0, size - 1, resident, carry) if size > 1 else carry
+            error, square, own = one(at * size, rows[WEIGHTS], error)
+            return (error, squares + square, stay), {GRADIENT: own}
+
+        (error, squares, stay), streamed = over_layers(
+            streamed,
+            (WEIGHTS,),
+            (GRADIENT,),
+            body,
+            (error, jnp.float32(0), stay),
+            reverse=True,
+            ahead=self.ahead,
+            late=True,
         )
-        return error, squares, hosted
+        return error, squares, joined(streamed, stay)
 
     def _params(self, row: jax.Array) -> Any:
         return self.bucket.unpacked(self.used(row))
@@ -179,3 +221,20 @@ class StreamedLoop:
     def _split(self, hosted: Hosted, x: Any, keys: jax.Array) -> SplitLayer:
         row = jax.ShapeDtypeStruct(hosted[WEIGHTS].shape[1:], hosted[WEIGHTS].dtype)
         return split_layer(self.function, jax.eval_shape(self._params, row), x, (keys, jnp.int32(0)))
+
+
+def apart(hosted: Mapping[str, jax.Array]) -> tuple[Hosted, Hosted]:
+    """(what is streamed, what is resident), each by its plain names."""
+    stay = {name.removeprefix(RESIDENT): rows for name, rows in hosted.items() if name.startswith(RESIDENT)}
+    return {name: rows for name, rows in hosted.items() if not name.startswith(RESIDENT)}, stay
+
+
+def joined(streamed: Mapping[str, jax.Array], stay: Mapping[str, jax.Array]) -> Hosted:
+    """`apart` backwards."""
+    return {**streamed, **{RESIDENT + name: rows for name, rows in stay.items()}}
+
+
+def group_size(hosted: Mapping[str, jax.Array]) -> int:
+    """Layers of a group: one that is streamed, and those that stay."""
+    stay = hosted.get(RESIDENT + WEIGHTS)
+    return 1 if stay is None else 1 + len(stay) // len(hosted[WEIGHTS])

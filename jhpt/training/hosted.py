@@ -4,6 +4,7 @@ The state between two steps holds the last gradient beside the parameters it bel
 it asks for, and is what a run with everything on the devices holds at the same time.  A checkpoint is that.
 """
 
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -126,33 +127,36 @@ class HostedTraining:
     def hosted(self, state: TrainState) -> HostedState:
         """Of a run with everything on the devices; rows where they are computed: `place` them on the host."""
         adam, decayed = state.optimizer
-        rows = {
-            WEIGHTS: self.blocks.rows(state.params["blocks"]),
-            MEAN: self.blocks.rows(adam.mu["blocks"]),
-            SQUARES: self.blocks.rows(adam.nu["blocks"]),
+        trees = {
+            WEIGHTS: state.params,
+            MEAN: adam.mu,
+            SQUARES: adam.nu,
+            GRADIENT: jax.tree.map(jnp.zeros_like, adam.mu),
         }
+        rows = [self.blocks.rows(name, tree["blocks"]) for name, tree in trees.items()]
         own = adam._replace(mu=without_blocks(adam.mu), nu=without_blocks(adam.nu))
         none = Pending(shrink=jnp.float32(1), rate=jnp.float32(0), good=jnp.bool_(False), updates=adam.count)
         return HostedState(
             step=state.step,
             skipped=state.skipped,
             bad_steps=state.bad_steps,
-            rows={**rows, GRADIENT: jnp.zeros_like(rows[WEIGHTS])},
+            rows=dict(ChainMap(*rows)),
             ends=without_blocks(state.params),
             optimizer=(own, decayed),
             pending=none,
         )
 
     def placed(self, state: HostedState) -> HostedState:
-        """The state with its rows on the host and the rest on every device."""
+        """The state with rows of streamed blocks on the host, those of resident ones and the rest on the devices."""
         everywhere = self.blocks.execution.layout.replicated
         rest = {name: jax.device_put(part, everywhere) for name, part in vars(state).items() if name != "rows"}
-        return HostedState(**rest, rows=jax.device_put(state.rows, self.blocks.sharding))
+        rows = {name: jax.device_put(leaf, self.blocks.sharding(name)) for name, leaf in state.rows.items()}
+        return HostedState(**rest, rows=rows)
 
     def train_state(self, state: HostedState) -> TrainState:
         """`hosted` backwards; of a flushed state."""
         adam, decayed = state.optimizer
-        blocks = {name: self.blocks.blocks(state.rows[name]) for name in KEPT}
+        blocks = {name: self.blocks.blocks(name, state.rows) for name in KEPT}
         mu, nu = ({**own, "blocks": blocks[name]} for own, name in ((adam.mu, MEAN), (adam.nu, SQUARES)))
         return TrainState(
             step=state.step,

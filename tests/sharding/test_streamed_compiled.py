@@ -14,7 +14,7 @@ from jhpt.core.catalogue import find_cluster
 from jhpt.measure.deviceless import OnHost, compile_only_devices, compiled_for, shape_on_host
 from jhpt.sharding.buckets import bucket_of
 from jhpt.sharding.remat import keep_nothing
-from jhpt.sharding.streamed import GRADIENT, WEIGHTS, StreamedLoop
+from jhpt.sharding.streamed import GRADIENT, RESIDENT, WEIGHTS, StreamedLoop
 
 pytestmark = pytest.mark.deviceless
 
@@ -39,8 +39,8 @@ def update(rows):
 
 
 @cache
-def program(layers, ranks, ahead):
-    """A step of so many layers, shared over so many devices as by ZeRO."""
+def program(layers, ranks, ahead, resident):
+    """A step of so many layers, shared over so many devices as by ZeRO; after each streamed one so many stay."""
     devices = np.array(compile_only_devices(find_cluster("h100x8x1"))[:ranks])
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
     loop = StreamedLoop(
@@ -53,25 +53,29 @@ def program(layers, ranks, ahead):
     )
 
     def step(hosted, x):
-        names = WEIGHTS, MOMENTUM, GRADIENT
         y, passed, hosted = loop.forward(hosted, x, jnp.zeros(2), update, names, names[:2])
         _, squares, hosted = loop.backward(hosted, passed, y)
         return hosted, squares[None]
 
-    spec = P(None, "data")
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(spec, P("data")), out_specs=(spec, P("data")), check_vma=False)
+    names, spec = (WEIGHTS, MOMENTUM, GRADIENT), P(None, "data")
+    stay = tuple(RESIDENT + name for name in names) if resident else ()
+    specs = dict.fromkeys((*names, *stay), spec)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P("data")), check_vma=False)
     there, here = OnHost(mesh, spec), NamedSharding(mesh, P("data"))
     plain = NamedSharding(mesh, spec)
-    row = shape_on_host((layers, loop.bucket.size), jnp.float32, there)
-    jitted = jax.jit(mapped, in_shardings=(there, here), out_shardings=(plain, here), donate_argnums=0)
+    groups = layers // (1 + resident)
+    rows = dict.fromkeys(names, shape_on_host((groups, loop.bucket.size), jnp.float32, there))
+    rows |= dict.fromkeys(stay, jax.ShapeDtypeStruct((layers - groups, loop.bucket.size), jnp.float32))
+    places = dict.fromkeys(names, there) | dict.fromkeys(stay, plain)
+    jitted = jax.jit(mapped, in_shardings=(places, here), out_shardings=(plain, here), donate_argnums=0)
     x = jax.ShapeDtypeStruct((ROWS * ranks, WIDTH), jnp.bfloat16)
-    return compiled_for(jitted.lower({name: row for name in (WEIGHTS, MOMENTUM, GRADIENT)}, x))
+    return compiled_for(jitted.lower(rows, x))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_the_host_holds_every_row_once(ranks, ahead):
-    memory = program(8, ranks, ahead).memory_analysis()
+    memory = program(8, ranks, ahead, 0).memory_analysis()
     rows = 3 * 8 * 4 * 2 * WIDTH * HIDDEN // ranks
     assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == rows
     assert memory.host_temp_size_in_bytes == 0
@@ -80,7 +84,7 @@ def test_the_host_holds_every_row_once(ranks, ahead):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_device_holds_as_much_for_any_number_of_layers(ranks):
     """But for what layers keep: their input."""
-    few, many = (program(layers, ranks, 1).memory_analysis().temp_size_in_bytes for layers in (8, 24))
+    few, many = (program(layers, ranks, 1, 0).memory_analysis().temp_size_in_bytes for layers in (8, 24))
     assert many - few == 16 * ROWS * WIDTH * 2
     rows, gathered = 4 * 2 * WIDTH * HIDDEN // ranks, 4 * 2 * WIDTH * HIDDEN
     assert few - 8 * ROWS * WIDTH * 2 < 10 * rows + 4 * gathered + 6 * ROWS * HIDDEN * 2
@@ -100,9 +104,21 @@ def beside(loop, copy):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_copies_run_beside_products(ranks):
     """Forward, where an update reads and writes the same rows, writes; backward both ways."""
-    text = program(8, ranks, 1).as_text()
+    text = program(8, ranks, 1, 0).as_text()
     loops = [part for part in re.split(r"\n(?=%|ENTRY)", text) if "dynamic-slice-start" in part and "gemm" in part]
     forward, backward = sorted(loops, key=lambda loop: loop.count("gemm"))
     assert beside(forward, "dynamic-update-slice")
     assert beside(backward, "dynamic-slice") and beside(backward, "dynamic-update-slice")
     assert not any(re.search(r"S\(5\)} copy\(", loop) for loop in loops), "the host's arrays are changed in place"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_stays_is_updated_in_place(ranks):
+    """Two of three layers: their rows are there once, beside what streaming needs and weights that are gathered."""
+    streamed, mixed = (program(24, ranks, 1, resident).memory_analysis() for resident in (0, 2))
+    rows = 3 * 4 * 2 * WIDTH * HIDDEN // ranks
+    assert mixed.host_argument_size_in_bytes == mixed.host_alias_size_in_bytes == 8 * rows
+    assert mixed.host_temp_size_in_bytes == 0
+    assert mixed.argument_size_in_bytes - streamed.argument_size_in_bytes == 16 * rows
+    gathered = 4 * 2 * WIDTH * HIDDEN * (ranks > 1)
+    assert mixed.temp_size_in_bytes <= streamed.temp_size_in_bytes + 2 * rows + 2 * gathered
