@@ -103,9 +103,15 @@ def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, resident
     assert len(kinds) == len((*KEPT, GRADIENT)) * (2 if resident else 1)
     again = flushed(training)(hosted)
     assert int(again.step) == STEPS and int(again.optimizer[0].count) == int(state.optimizer[0].count)
-    within = 0.05 * setup.config.optimizer.learning_rate * STEPS
+    most = setup.config.optimizer.learning_rate * STEPS
+    params, sizes = by_path(again.params), {path: np.sqrt(nu) for path, nu in by_path(state.optimizer[0].nu).items()}
+    largest = max(size.max() for size in sizes.values())
     for path, leaf in by_path(state.params).items():
-        assert np.abs(by_path(again.params)[path] - leaf).max() <= within, path
+        # Biases of keys have no gradient but rounding, which Adam divides by its own size.
+        noise = sizes[path] < 1e-7 * largest
+        assert np.where(noise, 0, np.abs(params[path] - leaf)).max() <= 0.05 * most, path
+        assert np.abs(params[path] - leaf).max() <= 2 * most, path
+        assert not noise.any() or path.endswith("qkv/bias") or "blocks/" not in path, path
     for path, leaf in by_path(state.optimizer[0].mu).items():
         assert np.allclose(by_path(again.optimizer[0].mu)[path], leaf, atol=1e-5 * max(1e-3, np.abs(leaf).max())), path
 
