@@ -18,7 +18,7 @@ from jhpt.sharding.hosted import HostedBlocks, without_blocks
 from jhpt.sharding.streamed import GRADIENT, WEIGHTS, Hosted, Rows
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.step import StepMetrics, TrainState
+from jhpt.training.step import StepMetrics, TrainState, new_if
 
 MEAN, SQUARES = "mean", "squares"
 """Adam's two moments."""
@@ -75,7 +75,7 @@ class HostedTraining:
         direction, after = adam.update(gradient, before)
         direction = direction + self.config.weight_decay * jnp.where(self._decays(gradient), rows[WEIGHTS], 0.0)
         new = {WEIGHTS: rows[WEIGHTS] - pending.rate * direction, MEAN: after.mu, SQUARES: after.nu}
-        return {name: jnp.where(pending.good, new[name], rows[name]) for name in KEPT}
+        return new_if(pending.good, new, {name: rows[name] for name in KEPT})
 
     def _decays(self, share: jax.Array) -> jax.Array:
         """Which numbers of a rank's share, or of the whole row, decay."""
@@ -102,17 +102,14 @@ class HostedTraining:
         directions, moments = make_optimizer(self.config).update(clipped, state.optimizer, state.ends)
         ends = jax.tree.map(lambda p, d: p - rate * d, state.ends, directions)
 
-        def keep_if_bad(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
-
         bad_steps = jnp.where(good, 0, state.bad_steps + 1)
         state = HostedState(
             step=state.step + 1,
             skipped=state.skipped + jnp.where(good, 0, 1),
             bad_steps=bad_steps,
             rows=rows,
-            ends=keep_if_bad(ends, state.ends),
-            optimizer=keep_if_bad(moments, state.optimizer),
+            ends=new_if(good, ends, state.ends),
+            optimizer=new_if(good, moments, state.optimizer),
             pending=Pending(shrink=shrink, rate=rate, good=good, updates=updates),
         )
         return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps)

@@ -89,18 +89,20 @@ def make_train_step(
         directions, moments = optimizer.update(grads, state.optimizer, state.params)
         params = jax.tree.map(lambda p, d: p - rate * d, state.params, directions)
 
-        def keep_if_bad(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
-
         bad_steps = jnp.where(good, 0, state.bad_steps + 1)
         state = TrainState(
             step=state.step + 1,
             skipped=state.skipped + jnp.where(good, 0, 1),
             bad_steps=bad_steps,
-            params=keep_if_bad(params, state.params),
-            optimizer=keep_if_bad(moments, state.optimizer),
-            feedback=keep_if_bad(feedback, state.feedback),
+            params=new_if(good, params, state.params),
+            optimizer=new_if(good, moments, state.optimizer),
+            feedback=new_if(good, feedback, state.feedback),
         )
         return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps)
 
     return train_step
+
+
+def new_if(good: jax.Array, new: Any, old: Any) -> Any:
+    """The new tree where a step is taken, the old one where it is skipped."""
+    return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
