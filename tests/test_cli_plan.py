@@ -10,13 +10,13 @@ import pytest
 
 import jhpt
 from jhpt import cli
+from jhpt.core.amounts import parse_bytes
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.config import Compression
 from jhpt.core.folders import cache_folder
 from jhpt.core.load import load_config
 from jhpt.core.networks import TABLES
 from jhpt.planner.analytic import analytic_profile
-from jhpt.planner.front import parse_bytes
 from tests.test_cli import status_of, tree
 
 SMALL = "gpt-tiny --cluster a100x2x1 --batch 4"
@@ -200,7 +200,7 @@ def test_amounts_of_memory(text, size):
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1.2.3", "1e999", "nan", "5 apples"])
 def test_no_amounts_of_memory(text):
-    with pytest.raises(jhpt.InputError, match="24GiB"):
+    with pytest.raises(ValueError, match="24GiB"):
         parse_bytes(text)
 
 

@@ -1,19 +1,23 @@
 """What a user can choose: frozen, closed, validated before any device is touched.
 
-A `Config` has one section per concern (`model`, `data`, `optimizer`, `train`, `parallel`, `evaluation`, `checkpoint`,
-`log`).  Impossible combinations are refused here, so later code never checks them again.  `jhpt.core.load` reads
-files, presets and overrides into a `Config`.
+A `Config` has one section per concern (`model`, `data`, `optimizer`, `train`, `parallel`, `memory`, `evaluation`,
+`checkpoint`, `log`).  Impossible combinations are refused here, so later code never checks them again.
+`jhpt.core.load` reads files, presets and overrides into a `Config`.
 """
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from jhpt.core.amounts import parse_bytes
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Bytes = Annotated[float, BeforeValidator(parse_bytes)]
+"""A number, or text such as 24GiB."""
 
 VOCAB_MULTIPLE = 128
 """Embedding tables are padded to this multiple, so that a tensor axis divides them and GPU tiles are full."""
@@ -281,7 +285,6 @@ class ParallelConfig(Section):
     micro_batches: Count = Field(1, description="pieces a step's batch is cut into")
     schedule: Literal["gpipe", "1f1b"] = Field("1f1b", description="order of forward and backward passes in a pipeline")
     chunks: Count = Field(1, description="chunks of blocks per stage; more than one: interleaved 1f1b")
-    recompute: bool = Field(False, description="keep only the input of every block, compute the rest again")
     sample_chunks: Count = Field(
         1, description="parts of a device's samples: the tensor-parallel sums of one travel while another is computed"
     )
@@ -336,6 +339,29 @@ class ParallelConfig(Section):
         return self
 
 
+class MemoryConfig(Section):
+    """What may be used, and what is done where a step needs more; `auto` does nothing as long as it fits."""
+
+    budget_bytes: Literal["auto"] | Bytes = Field(
+        "auto", description="of each device, such as 24GiB; auto: all it has, and on CPU no limit"
+    )
+    host_budget_bytes: Literal["auto"] | Bytes = Field(
+        "auto", description="of each host, for what lives there instead of on devices; auto: nine tenths of what it has"
+    )
+    offload: Literal["auto", "off", "parameters", "optimizer", "both"] = Field(
+        "auto", description="what of the blocks lives on the host: weights, the optimizer's state, or both"
+    )
+    recompute: Literal["auto", "none", "full"] = Field(
+        "auto", description="full: keep only the input of every block, compute the rest again; none: keep what is dear"
+    )
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, offload: Any) -> Any:
+        """YAML reads a bare `off` as false."""
+        return "off" if offload is False else offload
+
+
 class EvaluationConfig(Section):
     """Held-out loss, and the sample at the end."""
 
@@ -384,6 +410,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = Field(ParallelConfig(), description="or the word auto, short for {auto: true}")
+    memory: MemoryConfig = Field(MemoryConfig(), description="or the word auto, short for all of it")
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -392,6 +419,11 @@ class Config(Section):
     @classmethod
     def _auto_in_one_word(cls, parallel: Any) -> Any:
         return {"auto": True} if parallel == "auto" else parallel
+
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _memory_in_one_word(cls, memory: Any) -> Any:
+        return {} if memory == "auto" else memory
 
     @model_validator(mode="after")
     def _sequence_fits_model(self) -> "Config":

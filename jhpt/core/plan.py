@@ -16,6 +16,7 @@ from jhpt.core.config import (
     Config,
     Count,
     GradientCompression,
+    MemoryConfig,
     NonNegative,
     Section,
     divisors,
@@ -69,6 +70,16 @@ class Stage(Section):
     chunks: Annotated[tuple[Chunk, ...], Field(min_length=1)]
 
 
+class Offload(Section):
+    """What of the blocks lives on the host, between its turns on the device."""
+
+    what: Literal["parameters", "optimizer", "both"] = Field(
+        "both", description="weights and gradients, the optimizer's state, or all of it"
+    )
+    resident: Whole = Field(0, description="after each block that comes and goes, so many stay on the device")
+    ahead: Whole = Field(1, description="how many groups of blocks ahead of their use they are fetched")
+
+
 class Plan(Section):
     """A complete decision.  `stages` are in pipeline order, on ascending devices; devices left over stay idle."""
 
@@ -83,6 +94,7 @@ class Plan(Section):
     prefetch: Whole = Field(1, description="ZeRO: how many layers ahead of their use weights are gathered")
     sequence: bool = Field(False, description="cut activations between tensor-parallel products along the sequence")
     recompute: bool = Field(False, description="keep only the input of every layer, compute the rest again")
+    offload: Offload | None = Field(None, description="null: everything lives on the devices")
     compression: Compression = Compression()
     gradient_compression: GradientCompression = GradientCompression()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
@@ -136,9 +148,9 @@ def check_plan(plan: Plan, num_layers: int) -> None:
     _check_devices(plan)
     if plan.space == "spmd":
         check_program(plan)
-    elif plan.compression.on or plan.sample_chunks != (1,):
+    elif plan.compression.on or plan.sample_chunks != (1,) or plan.offload is not None:
         raise InputError(
-            f"sample chunks and compression are what one program does, and space={plan.space} has many; "
+            f"sample chunks, compression and offload are what one program does, and space={plan.space} has many; "
             "leave them out, or take space=spmd"
         )
 
@@ -168,6 +180,8 @@ def check_program(plan: Plan) -> None:
             "gradient_compression sums a gradient once a step, and zero=3 in every micro-batch, layer by layer; "
             "use zero=1, or take gradient_compression out of the plan"
         )
+    if plan.offload is not None:
+        _check_offload(plan, plan.offload)
     if len(sizes) > 1 and len(degrees) > 1:
         raise InputError(
             f"a pipeline of space=spmd needs one tensor degree, found {degrees}; use one, or price them with "
@@ -187,6 +201,26 @@ def check_program(plan: Plan) -> None:
                 f"layer {layer}: a micro-batch of {micro_batch} is not divisible by data={data}; change the batch, "
                 "micro_batches or the tensor degree"
             )
+
+
+def _check_offload(plan: Plan, offload: Offload) -> None:
+    unable = {
+        "pipeline stages": len(plan.stages) > 1,
+        "tensor parallelism": plan.degrees != (1,),
+        "zero=3": plan.zero == 3,
+        "sequence": plan.sequence,
+        "compressed gradients": plan.gradient_compression.on,
+    }
+    if found := [name for name, there in unable.items() if there]:
+        raise InputError(
+            f"blocks cannot live on the host under {' and '.join(found)}; leave that out, or memory.offload=off"
+        )
+    blocks, group = plan.stages[0].chunks[0].stop - 2, 1 + offload.resident
+    if blocks < 1 or blocks % group:
+        raise InputError(
+            f"{blocks} blocks do not fall into groups of one that comes and goes and {offload.resident} that stay; "
+            f"use resident={one_of(size - 1 for size in divisors(max(blocks, 1)))}"
+        )
 
 
 def _check_numbers(plan: Plan, num_layers: int) -> None:
@@ -298,7 +332,8 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
         micro_batches=pieces,
         schedule="interleaved" if parallel.chunks > 1 else parallel.schedule,
         zero=parallel.zero,
-        recompute=parallel.recompute,
+        recompute=config.memory.recompute == "full",
+        offload=_offload_by_hand(config.memory),
         compression=parallel.compression.how,
         gradient_compression=parallel.gradient_compression,
         sequence=parallel.sequence,
@@ -307,6 +342,11 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
             config.model.num_layers, pipe, parallel.chunks, data * tensor, tensor, parallel.sample_chunks
         ),
     )
+
+
+def _offload_by_hand(memory: MemoryConfig) -> Offload | None:
+    """What the section `memory` says; of `auto`, nothing."""
+    return Offload(what=memory.offload) if memory.offload not in ("auto", "off") else None
 
 
 def _even_stages(

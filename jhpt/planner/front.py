@@ -1,12 +1,12 @@
 """From what a user names (a preset, a cluster, a batch) to what the planner is asked: `jhpt.plan` and `jhpt plan`."""
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from jhpt.core.amounts import parse_bytes
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Cluster, Device
 from jhpt.core.config import Config, one_of
@@ -24,11 +24,6 @@ from jhpt.planner.request import SAMPLE_CHUNKS, Request, compressions, request
 from jhpt.planner.solve import Answer, Space, solve
 
 EXAMPLES = ("h100x8x8", "a100x8x4", "v100x4x4-10gbe")
-
-UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}
-UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
-
-_SIZE = re.compile(r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +64,7 @@ def plan(
       micro_batches: into how many pieces the batch is cut; None: the planner decides.
       space: "spmd", what one program can run, or "general", stages of any size.
       schedule: None: the planner decides.
-      budget: bytes a device may use, or text such as 24GiB; None: all of its memory.
+      budget: bytes a device may use, or text such as 24GiB; None: memory.budget_bytes.
       overrides: settings by dotted name, `{"data.sequence_length": 4096}`.
 
     Raises:
@@ -113,7 +108,7 @@ def prepare(
     if network and overrides:
         raise InputError(f"{network} is a fixed table of layers and takes no settings; leave out {one_of(overrides)}")
     machine = resolve_cluster(cluster)
-    memory = parse_bytes(budget) if budget is not None else None
+    memory = _budget(budget, named)
     costs = resolve_profile(profile, named, network, machine, measured=cluster is None)
     asked = request(
         _batch(batch, named, network),
@@ -204,6 +199,17 @@ def _batch(batch: int | None, config: Config | None, network: str | None) -> int
     return config.data.batch_size
 
 
+def _budget(budget: float | str | None, config: Config | None) -> float | None:
+    """Bytes of a device that may be used, as said here or in the configuration; None: all."""
+    if budget is None:
+        own = config.memory.budget_bytes if config else "auto"
+        return None if own == "auto" else own
+    try:
+        return parse_bytes(budget)
+    except ValueError as error:
+        raise InputError(f"budget={error}") from None
+
+
 def capped(cluster: Cluster, memory: float) -> Cluster:
     """The cluster, of whose devices only so many bytes may be used."""
     nodes = tuple(
@@ -211,16 +217,3 @@ def capped(cluster: Cluster, memory: float) -> Cluster:
         for node in cluster.nodes
     )
     return cluster.model_copy(update={"nodes": nodes})
-
-
-def parse_bytes(text: float | str) -> float:
-    """Bytes of `24GiB`, `80GB` or `16e9`; InputError for anything else and for nothing at all."""
-    match = _SIZE.fullmatch(str(text))
-    unit = {name.lower(): size for name, size in UNITS.items()}.get(match[2].lower()) if match else None
-    try:
-        size = float(match[1]) * unit if match and unit else 0.0
-    except ValueError:  # 1.2.3
-        size = 0.0
-    if not 0 < size < float("inf"):
-        raise InputError(f"budget={text!r} is no amount of memory; write it as 24GiB, 80GB or 16e9")
-    return size

@@ -37,7 +37,7 @@ def one_h100():
 @cache
 def memory(preset, layers):
     """(configuration, what the compiler says of the step's memory)."""
-    options = {"data.batch_size": BATCH, "parallel.recompute": True, "parallel.micro_batches": 1, "parallel.zero": 0}
+    options = {"data.batch_size": BATCH, "memory.recompute": "full", "parallel.micro_batches": 1, "parallel.zero": 0}
     config, cluster = load_config(preset, options | {"model.num_layers": layers}), one_h100()
     plan = plan_by_hand(config, 1)
     design = design_step(

@@ -1,0 +1,21 @@
+"""Amounts of memory as people write them."""
+
+import re
+
+UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}
+UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+
+_SIZE = re.compile(r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: float | str) -> float:
+    """Bytes of `24GiB`, `80GB` or `16e9`; ValueError for anything else and for nothing at all."""
+    match = _SIZE.fullmatch(str(text))
+    unit = {name.lower(): size for name, size in UNITS.items()}.get(match[2].lower()) if match else None
+    try:
+        size = float(match[1]) * unit if match and unit else 0.0
+    except ValueError:  # 1.2.3
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise ValueError(f"{text!r} is no amount of memory; write it as 24GiB, 80GB or 16e9")
+    return size
