@@ -7,6 +7,7 @@ Dropout acts on the embedding and on both half blocks, not on attention probabil
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -26,7 +27,6 @@ from jhpt.models.layers import (
     apply,
     collected,
     dropout,
-    init_layers,
     norm,
     scan_layers,
 )
@@ -145,21 +145,28 @@ class BERT:
 
     def init(self, key: jax.Array) -> Any:
         """Fresh float32 parameters."""
-        keys = jax.random.split(key, 4)
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        embedding = self._embedding.init(keys[0], tokens, None)["params"]
-        x = jnp.zeros((1, 1, self.config.d_model), self.dtype)
+        blocks = jax.vmap(partial(self.init_block, key))(jnp.arange(self.config.num_layers))
+        return {**self.init_ends(key), "blocks": blocks}
 
-        def block(key: jax.Array) -> Any:
-            attention = self._attention.init(key, x, None, None)["params"]
-            return attention | self._feed_forward.init(key, x, None, None)["params"]
-
+    def init_ends(self, key: jax.Array) -> Any:
+        """Those of embedding, head and pooler."""
+        first, _, last, pooler = jax.random.split(key, 4)
+        embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32), None)["params"]
         return {
             "embedding": embedding,
-            "blocks": init_layers(block, keys[1], self.config.num_layers),
-            "head": self._head.init(keys[2], x, embedding["tokens"])["params"],
-            "pooler": self._pooler.init(keys[3], x)["params"],
+            "head": self._head.init(last, self._one_token, embedding["tokens"])["params"],
+            "pooler": self._pooler.init(pooler, self._one_token)["params"],
         }
+
+    def init_block(self, key: jax.Array, layer: Any) -> Any:
+        """Those of one block."""
+        own = jax.random.split(jax.random.split(key, 4)[1], self.config.num_layers)[layer]
+        attention = self._attention.init(own, self._one_token, None, None)["params"]
+        return attention | self._feed_forward.init(own, self._one_token, None, None)["params"]
+
+    @property
+    def _one_token(self) -> jax.Array:
+        return jnp.zeros((1, 1, self.config.d_model), self.dtype)
 
     def embed(
         self, params: Any, tokens: jax.Array, types: jax.Array | None = None, keys: jax.Array | None = None

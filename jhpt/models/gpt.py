@@ -6,6 +6,7 @@ GPT-2 (Radford et al. 2019) and Llama (Touvron et al. 2023, arXiv 2302.13971) ar
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -25,7 +26,6 @@ from jhpt.models.layers import (
     apply,
     collected,
     dropout,
-    init_layers,
     norm,
     rotation_table,
     scan_layers,
@@ -136,18 +136,25 @@ class GPT:
 
     def init(self, key: jax.Array) -> Any:
         """Fresh float32 parameters."""
-        keys = jax.random.split(key, 3)
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        embedding = self._embedding.init(keys[0], tokens)["params"]
-        x = jnp.zeros((1, 1, self.config.d_model), self.dtype)
+        blocks = jax.vmap(partial(self.init_block, key))(jnp.arange(self.config.num_layers))
+        return {**self.init_ends(key), "blocks": blocks}
 
-        def block(key: jax.Array) -> Any:
-            attention = self._attention.init(key, x, self._rotation(1), None)["params"]
-            return attention | self._feed_forward.init(key, x, None, None)["params"]
+    def init_ends(self, key: jax.Array) -> Any:
+        """Those of embedding and head."""
+        first, _, last = jax.random.split(key, 3)
+        embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32))["params"]
+        head = self._head.init(last, self._one_token, self._table({"embedding": embedding}))["params"]
+        return {"embedding": embedding, "head": head}
 
-        blocks = init_layers(block, keys[1], self.config.num_layers)
-        head = self._head.init(keys[2], x, self._table({"embedding": embedding}))["params"]
-        return {"embedding": embedding, "blocks": blocks, "head": head}
+    def init_block(self, key: jax.Array, layer: Any) -> Any:
+        """Those of one block."""
+        own = jax.random.split(jax.random.split(key, 3)[1], self.config.num_layers)[layer]
+        attention = self._attention.init(own, self._one_token, self._rotation(1), None)["params"]
+        return attention | self._feed_forward.init(own, self._one_token, None, None)["params"]
+
+    @property
+    def _one_token(self) -> jax.Array:
+        return jnp.zeros((1, 1, self.config.d_model), self.dtype)
 
     def embed(self, params: Any, tokens: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """tokens[B, S] -> x[B, S, D]."""

@@ -204,11 +204,6 @@ def apply(module: nn.Module, params: Any, *inputs: Any) -> Any:
     return module.apply({"params": params}, *inputs)
 
 
-def init_layers(init: Callable[[jax.Array], Any], key: jax.Array, num_layers: int) -> Any:
-    """Parameters of `num_layers` independent layers, stacked `[L, ...]`."""
-    return jax.vmap(init)(jax.random.split(key, num_layers))
-
-
 BlockFunction = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
 """(parameters of one layer, x[B, S, D], dropout keys [B] or None) -> x[B, S, D]."""
 
