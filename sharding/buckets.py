@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jhpt.sharding.rules import path_name
 
@@ -52,6 +53,21 @@ class Bucket:
             for shape, offset in zip(self.shapes, self.offsets, strict=True)
         ]
         return jax.tree.unflatten(self.tree, leaves)
+
+    def stacked(self, layers: Any) -> np.ndarray:
+        """`packed` of many layers in the host's memory: leaves [L, ...] -> [L, size]."""
+        leaves = [np.asarray(leaf) for leaf in self.tree.flatten_up_to(layers)]
+        rows = np.zeros((len(leaves[0]), self.size), leaves[0].dtype)
+        for leaf, offset, shape in zip(leaves, self.offsets, self.shapes, strict=True):
+            rows[:, offset : offset + math.prod(shape)] = leaf.reshape(len(leaf), -1)
+        return rows
+
+    def views(self, row: np.ndarray) -> list[np.ndarray]:
+        """The leaves of a row in the host's memory, in the tree's order."""
+        return [
+            row[offset : offset + math.prod(shape)].reshape(shape)
+            for shape, offset in zip(self.shapes, self.offsets, strict=True)
+        ]
 
     @property
     def decays(self) -> jax.Array:

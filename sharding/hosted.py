@@ -7,24 +7,39 @@ The step that a gradient asks for can only be taken once all gradients are known
 gradient that is not finite must leave everything as it was.  So it is taken when a block is fetched the next time, in
 the next forward pass: exact, and without another pass over the parameters.
 
+Micro-batches go through a block one after the other before the next block comes (`streamed`): what is copied in a step
+does not depend on how many they are.
+
 Every data rank holds its share of each row, gathers a block's when it is used and keeps its share of the gradient's
 sum, as ZeRO does.  The two ends stay on the devices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jhpt.core.errors import InputError
+from jhpt.core.plan import Offload
 from jhpt.sharding.buckets import Bucket, bucket_of
 from jhpt.sharding.execute import Execution, completed
 from jhpt.sharding.parts import added, picked
-from jhpt.sharding.streamed import DEVICE, RESIDENT, Hosted, Rows, StreamedLoop, apart, joined, over_layers
+from jhpt.sharding.streamed import (
+    DEVICE,
+    GRADIENT,
+    RESIDENT,
+    WEIGHTS,
+    Hosted,
+    Rows,
+    StreamedLoop,
+    apart,
+    joined,
+    over_layers,
+)
 
 Update = Callable[[Rows, Any], Rows]
 """(rows of a block, what is to be done) -> rows, after the step that their gradient asks for."""
@@ -32,40 +47,27 @@ Update = Callable[[Rows, Any], Rows]
 
 @dataclass(frozen=True, kw_only=True)
 class HostedBlocks:
-    """A plan's step over blocks on the host.
+    """The step of a plan with `offload` over its blocks.
 
-    layer: shapes of one block's parameters.  decays: whether weight decay acts on the leaf of this path.  ahead: groups
-    of blocks that are fetched before their turn.  resident: after each streamed block so many stay on the device.
-
-    Raises:
-      InputError: a plan with pipeline stages, tensor ranks, micro-batches, ZeRO-3, or compressed gradients; groups that
-        do not divide the blocks.
+    execution: the model, training or evaluating.  layer: shapes of one block's parameters.  decays: whether weight
+    decay acts on the leaf of this path.
     """
 
     execution: Execution
     layer: Any
     decays: Callable[[str], bool]
-    ahead: int = 1
-    resident: int = 0
 
-    def __post_init__(self) -> None:
-        """Only what is built can run."""
-        layout = self.execution.layout
-        plan = layout.plan
-        refused = {
-            "pipeline stages": layout.stages > 1,
-            "tensor parallelism": plan.degrees != (1,),
-            "several micro-batches": plan.micro_batches > 1,
-            "zero=3": plan.zero == 3,
-            "compressed gradients": plan.gradient_compression.on,
-        }
-        if found := [name for name, there in refused.items() if there]:
-            raise InputError(f"blocks cannot live on the host under {' and '.join(found)}; leave that out of the plan")
-        if layout.num_layers % self.group:
-            raise InputError(
-                f"{layout.num_layers} blocks do not fall into groups of one that is streamed and {self.resident} that "
-                f"stay; choose a divisor of {layout.num_layers}, less one"
-            )
+    @property
+    def offload(self) -> Offload:
+        """What lives on the host."""
+        offload = self.execution.layout.plan.offload
+        assert offload is not None
+        return offload
+
+    @property
+    def count(self) -> int:
+        """Blocks."""
+        return self.execution.layout.num_layers
 
     @cached_property
     def bucket(self) -> Bucket:
@@ -84,31 +86,73 @@ class HostedBlocks:
 
     @property
     def group(self) -> int:
-        """Blocks of a group."""
-        return 1 + self.resident
+        """Blocks of a group: one that comes and goes, and those that stay."""
+        return 1 + self.offload.resident
+
+    def on_host(self, name: str) -> bool:
+        """Whether rows of this name live there."""
+        parameters = name in (WEIGHTS, GRADIENT)
+        return not name.startswith(RESIDENT) and self.offload.what in (
+            "both",
+            "parameters" if parameters else "optimizer",
+        )
 
     def sharding(self, name: str) -> NamedSharding:
-        """Of rows by name: a share for every data rank, on its host or, of resident blocks, on the device."""
-        kind = "device" if name.startswith(RESIDENT) else "pinned_host"
-        return NamedSharding(self.execution.layout.grid.mesh, self._spec, memory_kind=kind)
+        """Of rows by name: a share for every data rank, on its host or on the device."""
+        kind = "pinned_host" if self.on_host(name) else "device"
+        return NamedSharding(self.execution.layout.grid.mesh, self.spec, memory_kind=kind)
 
     @property
-    def _spec(self) -> PartitionSpec:
+    def spec(self) -> PartitionSpec:
+        """Of rows."""
         return PartitionSpec(None, self.axes)
 
-    def rows(self, name: str, blocks: Any) -> Hosted:
-        """Stacked leaves [L, ...] -> rows of this name: of streamed blocks, and of those that stay."""
-        rows = jax.vmap(self.bucket.packed)(blocks)
-        groups = rows.reshape(-1, self.group, self.bucket.size)
-        stay = {RESIDENT + name: groups[:, 1:].reshape(-1, self.bucket.size)} if self.resident else {}
-        return {name: groups[:, 0], **stay}
+    def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Of the rows of these names, of blocks that come and go and of those that stay."""
+        groups, size = self.count // self.group, self.bucket.size
+        stay = {RESIDENT + name: (self.count - groups, size) for name in names} if self.offload.resident else {}
+        return {name: (groups, size) for name in names} | stay
 
-    def blocks(self, name: str, rows: Hosted) -> Any:
-        """`rows` backwards."""
-        groups = jax.device_put(rows[name], DEVICE)[:, None]
-        if self.resident:
-            groups = jnp.concatenate([groups, rows[RESIDENT + name].reshape(-1, self.resident, self.bucket.size)], 1)
-        return jax.vmap(self.bucket.unpacked)(groups.reshape(-1, self.bucket.size))
+    def place(self, block: int) -> tuple[str, int]:
+        """(what stands before the names of a block's rows, their index)."""
+        group, at = divmod(block, self.group)
+        return ("", group) if at == 0 else (RESIDENT, group * self.offload.resident + at - 1)
+
+    def empty(self, names: Sequence[str]) -> Hosted:
+        """Zeros, in their places."""
+
+        def zeros(name: str, shape: tuple[int, int]) -> jax.Array:
+            make = lambda index: np.zeros(_extent(index, shape), np.float32)  # noqa: E731
+            return jax.make_array_from_callback(shape, self.sharding(name), make)
+
+        return {name: zeros(name, shape) for name, shape in self.shapes(names).items()}
+
+    def rows(self, name: str, blocks: Any) -> Hosted:
+        """Leaves [L, ...] in the host's memory -> rows of this name, in their places."""
+        whole = self.bucket.stacked(blocks)
+        groups = whole.reshape(-1, self.group, self.bucket.size)
+        pieces = {name: groups[:, 0]}
+        if self.offload.resident:
+            pieces[RESIDENT + name] = groups[:, 1:].reshape(-1, self.bucket.size)
+        return {
+            own: jax.make_array_from_callback(piece.shape, self.sharding(own), piece.__getitem__)
+            for own, piece in pieces.items()
+        }
+
+    def row(self, name: str, rows: Hosted, block: int) -> np.ndarray:
+        """A block's row of this name, whole, in the host's memory: through the devices, a call of all processes."""
+        prefix, index = self.place(block)
+        return np.asarray(_fetched(rows[prefix + name], index, self.execution.layout.replicated))
+
+    def initial(self, hosted: Hosted, init: Callable[[jax.Array], Any]) -> Hosted:
+        """With the weights that `init` gives, layer -> parameters; block by block, on the devices."""
+
+        def run(hosted: Hosted) -> Hosted:
+            return self._loop.filled(hosted, lambda layer: self._own(self.bucket.packed(init(layer))))
+
+        rows = {name: self.spec for name in hosted}
+        filled: Hosted = self._mapped(run, (rows,), rows)(hosted)
+        return filled
 
     def gradients(
         self,
@@ -137,41 +181,63 @@ class HostedBlocks:
         def run(hosted: Hosted, ends: Any, batch: Any, key: jax.Array, pending: Any) -> Any:
             parts, storage = self.execution.parts[1], self.execution.storage(1)
             batch, keys = self.execution.micro_batches(batch, key)
-            batch, keys = jax.tree.map(lambda leaf: leaf[0], batch), keys[0]
             whole = jax.tree.map(lambda _: PartitionSpec(), ends)
             used = storage.gathered(ends, whole)
 
-            x, pull_entry = jax.vjp(lambda ends: parts.entry(ends, batch, keys), picked(used, parts.entry_reads))
+            x = self._entered(used, batch, keys)
             loop = self._loop
             own = lambda rows: update(rows, pending)  # noqa: E731
             x, passed, hosted = loop.forward(hosted, x, keys, own, reads, writes)
 
-            def loss(ends: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-                sums = parts.exit(ends, x, batch, keys)
-                return sums.loss / pieces, sums
+            def left(piece: Any) -> tuple[Any, Any]:
+                x, batch, keys = piece
 
-            _, pull_exit, sums = jax.vjp(loss, picked(used, parts.exit_reads), x, has_aux=True)
-            gradient, error = pull_exit(jnp.float32(1))
-            sums = self.execution.summed_over_ranks(sums)
+                def loss(ends: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+                    sums = parts.exit(ends, x, batch, keys)
+                    return sums.loss / pieces, sums
+
+                _, pull, sums = jax.vjp(loss, picked(used, parts.exit_reads), x, has_aux=True)
+                gradient, error = pull(jnp.float32(1))
+                return gradient, (error, sums)
+
+            gradient, (error, sums) = _added_up(left, (x, batch, keys))
+            sums = self.execution.summed_over_ranks(jax.tree.map(lambda leaf: leaf.sum(0), sums))
             unit = pieces / sums.tokens
             loop = replace(loop, given=lambda gradient: self._share(gradient) * unit)
             error, squares, hosted = loop.backward(hosted, passed, error)
-            (entry,) = pull_entry(error)
-            gradient = completed(added(gradient, entry), ends)
+
+            def entered(piece: Any) -> tuple[Any, None]:
+                error, batch, keys = piece
+                _, pull = jax.vjp(lambda ends: parts.entry(ends, batch, keys), picked(used, parts.entry_reads))
+                return pull(error)[0], None
+
+            gradient = completed(added(gradient, _added_up(entered, (error, batch, keys))[0]), ends)
             gradient = storage.summed(storage.scattered(gradient, whole), whole)
             gradient = jax.tree.map(lambda leaf: leaf * unit, gradient)
             return hosted, gradient, sums, jax.lax.psum(squares, self.axes)
 
-        rows = {name: self._spec for name in hosted}
+        rows = {name: self.spec for name in hosted}
         everywhere = PartitionSpec()
-        mapped = jax.shard_map(
-            run,
-            mesh=self.execution.layout.grid.mesh,
-            in_specs=(rows, everywhere, self.execution.layout.batch.spec, everywhere, everywhere),
-            out_specs=(rows, everywhere, everywhere, everywhere),
-            check_vma=False,
-        )
-        return mapped(hosted, ends, batch, key, pending)
+        return self._mapped(
+            run, (rows, everywhere, self._batch, everywhere, everywhere), (rows, everywhere, everywhere, everywhere)
+        )(hosted, ends, batch, key, pending)
+
+    def sums(self, hosted: Hosted, ends: Any, batch: Any, key: jax.Array) -> Any:
+        """The sums alone, forward only, of blocks for which no step is left to take."""
+
+        def run(hosted: Hosted, ends: Any, batch: Any, key: jax.Array) -> Any:
+            batch, keys = self.execution.micro_batches(batch, key)
+            used = self.execution.storage(1).gathered(ends, jax.tree.map(lambda _: PartitionSpec(), ends))
+            x = self._loop.through(hosted, self._entered(used, batch, keys), keys)
+            each = jax.lax.map(lambda piece: self.execution.parts[1].exit(used, *piece), (x, batch, keys))
+            return self.execution.summed_over_ranks(jax.tree.map(lambda leaf: leaf.sum(0), each))
+
+        rows, everywhere = {name: self.spec for name in hosted}, PartitionSpec()
+        return self._mapped(run, (rows, everywhere, self._batch, everywhere), everywhere)(hosted, ends, batch, key)
+
+    def _entered(self, ends: Any, batch: Any, keys: jax.Array) -> Any:
+        """x of all micro-batches before the first block."""
+        return jax.lax.map(lambda piece: self.execution.parts[1].entry(ends, *piece), (batch, keys))
 
     def over_rows(self, update: Update, hosted: Hosted, pending: Any) -> Hosted:
         """Every block updated as `pending` says, without computing anything."""
@@ -181,15 +247,22 @@ class HostedBlocks:
                 return carry, {**rows, **update(rows, pending)}
 
             def updated(hosted: Hosted) -> Hosted:
-                return over_layers(hosted, tuple(hosted), tuple(hosted), body, None, ahead=self.ahead)[1]
+                return over_layers(hosted, tuple(hosted), tuple(hosted), body, None, ahead=self.offload.ahead)[1]
 
             streamed, stay = apart(hosted)
             return joined(updated(streamed), updated(stay) if stay else {})
 
-        rows = {name: self._spec for name in hosted}
+        rows = {name: self.spec for name in hosted}
+        updated: Hosted = self._mapped(run, (rows, PartitionSpec()), rows)(hosted, pending)
+        return updated
+
+    def _mapped(self, run: Any, inputs: Any, outputs: Any) -> Any:
         mesh = self.execution.layout.grid.mesh
-        mapped = jax.shard_map(run, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False)
-        return mapped(hosted, pending)
+        return jax.shard_map(run, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+    @property
+    def _batch(self) -> PartitionSpec:
+        return self.execution.layout.batch.spec
 
     @property
     def _loop(self) -> StreamedLoop:
@@ -197,16 +270,56 @@ class HostedBlocks:
             function=self.execution.recompute(self.execution.parts[1].block),
             bucket=self.bucket,
             first=0,
-            ahead=self.ahead,
+            ahead=self.offload.ahead,
             used=self._whole,
+            cast=self._cast,
             given=self._share,
         )
 
     def _whole(self, row: jax.Array) -> jax.Array:
         return jax.lax.all_gather(row, self.axes, tiled=True) if self.ranks > 1 else row
 
+    def _own(self, row: jax.Array) -> jax.Array:
+        """This rank's share of a row."""
+        size = self.bucket.size // self.ranks
+        return jax.lax.dynamic_slice_in_dim(row, jax.lax.axis_index(self.axes) * size, size)
+
+    def _cast(self, params: Any) -> Any:
+        """As models use them, once for all micro-batches."""
+        return self.execution.storage(1).gathered(params, jax.tree.map(lambda _: PartitionSpec(), params))
+
     def _share(self, gradient: jax.Array) -> jax.Array:
         return jax.lax.psum_scatter(gradient, self.axes, tiled=True) if self.ranks > 1 else gradient
+
+
+@partial(jax.jit, static_argnums=2)
+def _fetched(rows: jax.Array, index: Any, place: NamedSharding) -> jax.Array:
+    row = jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False)
+    return jax.lax.with_sharding_constraint(jax.device_put(row, DEVICE), place)
+
+
+def _extent(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(len(range(size)[part]) for part, size in zip(index, shape, strict=True))
+
+
+def _added_up(gradients: Callable[[Any], tuple[Any, Any]], pieces: Any) -> tuple[Any, Any]:
+    """(sum of the gradients of all micro-batches, what they come with, stacked).
+
+    Args:
+      gradients: micro-batch -> (gradient, more).  pieces: [M, ...].
+    """
+    first = jax.tree.map(lambda leaf: leaf[0], pieces)
+    if len(jax.tree.leaves(pieces)[0]) == 1:
+        gradient, more = gradients(first)
+        return gradient, jax.tree.map(lambda leaf: leaf[None], more)
+
+    def add(total: Any, piece: Any) -> tuple[Any, Any]:
+        gradient, rest = gradients(piece)
+        return jax.tree.map(lambda one, own: one + own.astype(jnp.float32), total, gradient), rest
+
+    shapes, _ = jax.eval_shape(gradients, first)
+    total, rest = jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes), pieces)
+    return total, rest
 
 
 def without_blocks(tree: Mapping[str, Any]) -> dict[str, Any]:

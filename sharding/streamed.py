@@ -38,6 +38,12 @@ Rows = dict[str, jax.Array]
 Hosted = dict[str, jax.Array]
 """[L, ...] by name, on the host; what lies on the device is read and written there."""
 
+Index = Any
+"""Of a leaf's first dims: an int, a traced one, or a tuple of these."""
+
+Layer = Callable[[jax.Array, Rows, Any], tuple[Any, Rows]]
+"""(layer, its rows, carry) -> (carry, what is written)."""
+
 WEIGHTS, GRADIENT = "weights", "gradient"
 """Names that a step knows; an optimizer adds those of its state."""
 
@@ -49,7 +55,7 @@ def over_layers(
     hosted: Mapping[str, jax.Array],
     reads: Sequence[str],
     writes: Sequence[str],
-    body: Callable[[jax.Array, Rows, Any], tuple[Any, Rows]],
+    body: Layer,
     carry: Any,
     *,
     reverse: bool = False,
@@ -60,7 +66,7 @@ def over_layers(
 
     Args:
       reads, writes: names of what every iteration is given, and gives.
-      body: (layer, its rows, carry) -> (carry, what is written, `writes` in all).
+      body: what is written is `writes` in all.
       ahead: iterations between a fetch and its use; 0: an iteration fetches what it uses itself.
       late: an iteration writes what the one before has computed.
 
@@ -111,7 +117,7 @@ def over_layers(
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """What a forward pass leaves for the backward pass: kept of every layer, stacked."""
+    """What a forward pass leaves for the backward pass: kept of every layer and micro-batch, stacked [L, M, ...]."""
 
     split: SplitLayer
     keys: jax.Array
@@ -122,9 +128,12 @@ class Streamed:
 class StreamedLoop:
     """Layers `[first, first + L)` of one kind, one bucket each.
 
+    x is [M, ...]: all micro-batches of a step go through a layer, one after the other, before the next one's turn.  So
+    a layer comes and goes once in a pass, however many they are.
+
     function: a layer, (parameters, x, (keys, layer)) -> x.  used: a bucket as it comes from the host, [N] -> as
-    `bucket` unpacks it; with ZeRO it gathers the shares.  given: the gradient of that, packed, -> as it is kept; sums
-    over ranks.
+    `bucket` unpacks it; with ZeRO it gathers the shares.  cast: unpacked parameters -> as the function reads them.
+    given: the gradient of a bucket, float32 -> as it is kept; sums over ranks.
     """
 
     function: Callable[[Any, Any, Any], Any]
@@ -132,6 +141,7 @@ class StreamedLoop:
     first: int
     ahead: int = 1
     used: Callable[[jax.Array], jax.Array] = lambda row: row
+    cast: Callable[[Any], Any] = lambda params: params
     given: Callable[[jax.Array], jax.Array] = lambda gradient: gradient
 
     def forward(
@@ -146,81 +156,120 @@ class StreamedLoop:
         """(x after the last layer, what `backward` needs, what is on the host).
 
         Args:
+          keys: [M, ...].
           update: what becomes of a layer's rows before it is computed, such as the step that the last gradient asks
             for; what it gives is used, and those of `writes` are written back.
           reads, writes: names; of resident layers as well.
         """
-        streamed, stay = apart(hosted)
-        groups, size = len(streamed[WEIGHTS]), group_size(hosted)
         split = self._split(hosted, x, keys)
+        count = len(hosted[WEIGHTS]) * group_size(hosted), len(keys)
+        room = jax.tree.map(lambda leaf: jnp.zeros((*count, *leaf.shape), leaf.dtype), split.shapes)
 
-        def one(layer: jax.Array, rows: Rows, x: Any, stacked: Any) -> tuple[Any, Any, Rows]:
+        def one(layer: jax.Array, rows: Rows, carry: tuple[Any, Any]) -> tuple[Any, Rows]:
             rows = update(rows) if update else rows
-            x, kept = split.forward(self._params(rows[WEIGHTS]), x, (keys, self.first + layer))
-            return x, jax.tree.map(lambda all_, own: all_.at[layer].set(own), stacked, kept), rows
+            params = self._params(rows[WEIGHTS])
 
-        def body(at: jax.Array, rows: Rows, carry: tuple[Any, Any, Hosted]) -> tuple[tuple[Any, Any, Hosted], Rows]:
-            x, stacked, stay = carry
-            x, stacked, done = one(at * size, rows, x, stacked)
+            def piece(at: Index, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                x, stacked = carry
+                y, kept = split.forward(params, _at(x, at), (keys[at], self.first + layer))
+                return _put(x, at, y), _put(stacked, (layer, at), kept)
 
-            def resident(place: jax.Array, carry: tuple[Any, Any, Hosted]) -> tuple[Any, Any, Hosted]:
-                x, stacked, stay = carry
-                index = at * (size - 1) + place
-                own = {name: stay[name][index] for name in reads}
-                x, stacked, own = one(at * size + place + 1, own, x, stacked)
-                return x, stacked, stay | {name: stay[name].at[index].set(own[name]) for name in writes}
+            return _each(len(keys), piece, carry), {name: rows[name] for name in writes}
 
-            carry = x, stacked, stay
-            carry = jax.lax.fori_loop(0, size - 1, resident, carry) if size > 1 else carry
-            return carry, {name: done[name] for name in writes}
+        (x, kept), hosted = self._pass(hosted, one, (x, room), reads, writes)
+        return x, Streamed(split=split, keys=keys, kept=kept), hosted
 
-        room = jax.tree.map(lambda leaf: jnp.zeros((groups * size, *leaf.shape), leaf.dtype), split.shapes)
-        (x, kept, stay), streamed = over_layers(streamed, reads, writes, body, (x, room, stay), ahead=self.ahead)
-        return x, Streamed(split=split, keys=keys, kept=kept), joined(streamed, stay)
+    def through(self, hosted: Hosted, x: Any, keys: jax.Array) -> Any:
+        """x after the last layer, and nothing else."""
+
+        def one(layer: jax.Array, rows: Rows, x: Any) -> tuple[Any, Rows]:
+            params = self._params(rows[WEIGHTS])
+
+            def piece(at: Index, x: Any) -> Any:
+                return _put(x, at, self.function(params, _at(x, at), (keys[at], self.first + layer)))
+
+            return _each(len(keys), piece, x), {}
+
+        return self._pass(hosted, one, x, (WEIGHTS,), ())[0]
 
     def backward(self, hosted: Hosted, passed: Streamed, error: Any) -> tuple[Any, jax.Array, Hosted]:
         """(error of the first layer's input, sum of the gradients' squares, what is on the host with the gradients)."""
+        split, keys = passed.split, passed.keys
+
+        def one(layer: jax.Array, rows: Rows, carry: tuple[Any, jax.Array]) -> tuple[Any, Rows]:
+            error, squares = carry
+            params = self._params(rows[WEIGHTS])
+
+            def piece(at: Index, carry: tuple[Any, jax.Array | None]) -> tuple[Any, jax.Array]:
+                error, total = carry
+                inputs = params, (keys[at], self.first + layer)
+                gradient, down = split.backward(*inputs, _at(passed.kept, (layer, at)), _at(error, at))
+                own = self.bucket.packed(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient))
+                return _put(error, at, down), own if total is None else total + own
+
+            nothing = None if len(keys) == 1 else jnp.zeros(self.bucket.size, jnp.float32)
+            error, total = _each(len(keys), piece, (error, nothing))
+            own = self.given(total)
+            return (error, squares + jnp.sum(jnp.square(own))), {GRADIENT: own}
+
+        carry = error, jnp.float32(0)
+        (error, squares), hosted = self._pass(hosted, one, carry, (WEIGHTS,), (GRADIENT,), reverse=True)
+        return error, squares, hosted
+
+    def filled(self, hosted: Hosted, row: Callable[[jax.Array], jax.Array]) -> Hosted:
+        """What is on the host with these weights, layer -> [N], in the place of its own."""
+        return self._pass(hosted, lambda layer, _, carry: (carry, {WEIGHTS: row(layer)}), None, (), (WEIGHTS,))[1]
+
+    def _pass(
+        self, hosted: Hosted, one: Layer, carry: Any, reads: Sequence[str], writes: Sequence[str], reverse: bool = False
+    ) -> tuple[Any, Hosted]:
+        """(carry, what is on the host) after every layer has had its turn.  Backwards, what is written comes last."""
         streamed, stay = apart(hosted)
-        size = group_size(hosted)
+        others = group_size(hosted) - 1
 
-        def one(layer: jax.Array, row: jax.Array, error: Any) -> tuple[Any, jax.Array, jax.Array]:
-            kept = jax.tree.map(lambda leaf: leaf[layer], passed.kept)
-            inputs = self._params(row), (passed.keys, self.first + layer)
-            gradient, error = passed.split.backward(*inputs, kept, error)
-            own = self.given(self.bucket.packed(gradient))
-            return error, jnp.sum(jnp.square(own.astype(jnp.float32))), own
+        def body(at: jax.Array, rows: Rows, state: tuple[Any, Hosted]) -> tuple[tuple[Any, Hosted], Rows]:
+            first = at * (others + 1)
 
-        def body(at: jax.Array, rows: Rows, carry: tuple[Any, jax.Array, Hosted]) -> tuple[Any, Rows]:
+            def resident(place: jax.Array, state: tuple[Any, Hosted]) -> tuple[Any, Hosted]:
+                place = others - 1 - place if reverse else place
+                carry, stay = state
+                index = at * others + place
+                carry, own = one(first + 1 + place, {name: stay[name][index] for name in reads}, carry)
+                return carry, stay | {name: stay[name].at[index].set(own[name]) for name in writes}
 
-            def resident(back: jax.Array, carry: tuple[Any, jax.Array, Hosted]) -> tuple[Any, jax.Array, Hosted]:
-                error, squares, stay = carry
-                place = size - 2 - back
-                index = at * (size - 1) + place
-                error, square, own = one(at * size + place + 1, stay[WEIGHTS][index], error)
-                return error, squares + square, stay | {GRADIENT: stay[GRADIENT].at[index].set(own)}
+            def others_too(state: tuple[Any, Hosted]) -> tuple[Any, Hosted]:
+                return jax.lax.fori_loop(0, others, resident, state) if others else state
 
-            error, squares, stay = jax.lax.fori_loop(0, size - 1, resident, carry) if size > 1 else carry
-            error, square, own = one(at * size, rows[WEIGHTS], error)
-            return (error, squares + square, stay), {GRADIENT: own}
+            carry, stay = others_too(state) if reverse else state
+            carry, done = one(first, rows, carry)
+            state = (carry, stay) if reverse else others_too((carry, stay))
+            return state, done
 
-        (error, squares, stay), streamed = over_layers(
-            streamed,
-            (WEIGHTS,),
-            (GRADIENT,),
-            body,
-            (error, jnp.float32(0), stay),
-            reverse=True,
-            ahead=self.ahead,
-            late=True,
+        (carry, stay), streamed = over_layers(
+            streamed, reads, writes, body, (carry, stay), reverse=reverse, ahead=self.ahead, late=reverse
         )
-        return error, squares, joined(streamed, stay)
+        return carry, joined(streamed, stay)
 
     def _params(self, row: jax.Array) -> Any:
-        return self.bucket.unpacked(self.used(row))
+        return self.cast(self.bucket.unpacked(self.used(row)))
 
     def _split(self, hosted: Hosted, x: Any, keys: jax.Array) -> SplitLayer:
         row = jax.ShapeDtypeStruct(hosted[WEIGHTS].shape[1:], hosted[WEIGHTS].dtype)
-        return split_layer(self.function, jax.eval_shape(self._params, row), x, (keys, jnp.int32(0)))
+        first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (x, keys))
+        return split_layer(self.function, jax.eval_shape(self._params, row), first[0], (first[1], jnp.int32(0)))
+
+
+def _each(count: int, piece: Callable[[Index, Any], Any], carry: Any) -> Any:
+    """A loop over micro-batches, where there are several."""
+    return piece(0, carry) if count == 1 else jax.lax.fori_loop(0, count, piece, carry)
+
+
+def _at(tree: Any, index: Index) -> Any:
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def _put(tree: Any, index: Index, own: Any) -> Any:
+    return jax.tree.map(lambda leaf, new: leaf.at[index].set(new), tree, own)
 
 
 def apart(hosted: Mapping[str, jax.Array]) -> tuple[Hosted, Hosted]:

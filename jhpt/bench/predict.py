@@ -15,9 +15,10 @@ from jhpt.core.load import load_config
 from jhpt.measure.profile import Samples, predict_step
 from jhpt.measure.timer import steady
 from jhpt.training.data.batches import shuffled, training_batches
+from jhpt.training.fitting import global_batch
 from jhpt.training.loop import training_flops_per_token
 from jhpt.training.profiling import Grid, assemble, measure_layers
-from jhpt.training.programs import compile_programs, global_batch
+from jhpt.training.programs import compile_programs
 from jhpt.training.runtime import configure_runtime
 from jhpt.training.setup import Setup, prepare
 

@@ -38,6 +38,20 @@ class OnHost(NamedSharding):
         return PINNED_HOST
 
 
+def host_sharding(sharding: NamedSharding) -> NamedSharding:
+    """One in pinned memory as it is asked for: itself, or for devices that are not there one that does not forget."""
+    wanted = sharding.memory_kind == PINNED_HOST
+    device = sharding.mesh.devices.flat[0]
+    return OnHost(sharding.mesh, sharding.spec) if wanted and not _lists_memory(device) else sharding
+
+
+def _lists_memory(device: jax.Device) -> bool:
+    try:
+        return any(memory.kind == PINNED_HOST for memory in device.addressable_memories())
+    except Exception:
+        return False
+
+
 def shape_on_host(shape: tuple[int, ...], dtype: Any, sharding: OnHost) -> jax.ShapeDtypeStruct:
     """An argument there, to lower a function with whose `in_shardings` say the same: its type knows where it lies."""
     abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=PINNED_HOST)

@@ -7,17 +7,20 @@ it: configuration, content key of the tokens, versions.  Keys and the data posit
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jhpt.core.config import CheckpointConfig, Config, OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.load import dotted
+from jhpt.training.layered import Layered, by_layer
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.step import TrainState
 
@@ -71,8 +74,12 @@ class Checkpoints:
         if step == self.latest:
             return
         parts = {"state": _without_feedback(state), **(state.feedback or {})}
-        items = {name: ocp.args.StandardSave(part) for name, part in parts.items()}
+        lazily = any(isinstance(leaf, Layered) for leaf in jax.tree.leaves(state))
+        how = partial(ocp.args.PyTreeSave, save_args=jax.tree.map(by_layer, parts["state"])) if lazily else None
+        items = {name: (how or ocp.args.StandardSave)(part) for name, part in parts.items()}
         self._manager.save(step, args=ocp.args.Composite(**items, record=ocp.args.JsonSave(_as_dict(record))))
+        if lazily:  # what is read while it is written must not change meanwhile
+            self._manager.wait_until_finished()
 
     def record(self, step: int) -> Record:
         """The record of a checkpoint."""
@@ -94,6 +101,13 @@ class Checkpoints:
         }
         return replace(state, feedback=found)
 
+    def part(self, step: int, like: TrainState) -> TrainState:
+        """Of the state at `step` the leaves of `like`, a tree of shapes: with a sharding laid out so, without one numpy
+        arrays; those that are `...` are left out."""
+        restore = jax.tree.map(_restored_as, _without_feedback(like))
+        how = ocp.args.PyTreeRestore(item=_without_feedback(like), restore_args=restore)
+        return TrainState(**self._read(step, "state", how))
+
     def _read(self, step: int, item: str, how: Any) -> dict[str, Any]:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
@@ -111,6 +125,12 @@ class Checkpoints:
         """Waits until everything is written."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _restored_as(leaf: Any) -> ocp.RestoreArgs:
+    if leaf is ... or leaf.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

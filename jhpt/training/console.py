@@ -10,12 +10,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from jhpt.core.plan import Plan
+from jhpt.core.plan import Offload, Plan
 from jhpt.core.shapes import parameter_count
 from jhpt.planner.explain import gradients_text
+from jhpt.training.fitting import Programs
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main
-from jhpt.training.programs import Programs
 from jhpt.training.setup import Setup
 
 
@@ -39,7 +39,9 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
         "parameters": f"{count.total:,}" + (f" (+ {count.padding:,} padding rows)" if count.padding else ""),
         "plan": plan_text(setup.plan),
         "devices": _devices_text(setup),
-        "memory": " + ".join(f"{name} {bytes_text(size)}" for name, size in programs.memory.items()) + " per device",
+        "memory": " + ".join(f"{name} {bytes_text(size)}" for name, size in programs.memory.items())
+        + " per device"
+        + (f", {bytes_text(programs.host)} of blocks on this host" if programs.host else ""),
         "data": f"{cache.train.size:,} training and {cache.validation.size:,} held-out tokens "
         f"of {config.data.path}, tokenizer {config.data.tokenizer}",
         "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens",
@@ -68,9 +70,19 @@ def plan_text(plan: Plan) -> str:
         f"zero {plan.zero}",
         f"{plan.micro_batches} micro-batches",
         "recompute" if plan.recompute else "",
+        offload_text(plan.offload),
         gradients_text(plan.gradient_compression),
     ]
     return ", ".join(filter(None, parts))
+
+
+def offload_text(offload: Offload | None) -> str:
+    """`"optimizer state of 1 in 3 blocks on the host"`; nothing where all is on the devices."""
+    if offload is None:
+        return ""
+    what = {"parameters": "weights of ", "optimizer": "optimizer state of ", "both": ""}[offload.what]
+    which = f"1 in {offload.resident + 1} blocks" if offload.resident else "all blocks"
+    return f"{what}{which} on the host"
 
 
 def plan_change(before: Plan, now: Plan) -> str:

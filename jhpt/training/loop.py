@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -20,12 +20,12 @@ from jhpt.measure.device import memory_in_use
 from jhpt.models.gpt import GPT
 from jhpt.training.console import Display, step_line
 from jhpt.training.data.batches import evaluation_batches, shuffled, training_batches
+from jhpt.training.fitting import Programs, global_batch
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.masking import predictions
 from jhpt.training.metrics import MetricsWriter
-from jhpt.training.programs import Programs, global_batch
 from jhpt.training.setup import Setup
-from jhpt.training.step import StepMetrics, TrainState
+from jhpt.training.step import StepMetrics
 
 
 class TrainingDiverged(RuntimeError):
@@ -78,13 +78,13 @@ class Clock:
 def fit(
     setup: Setup,
     programs: Programs,
-    state: TrainState,
+    state: Any,
     *,
-    save: Callable[[int, TrainState], None],
+    save: Callable[[int, Any], None],
     writer: MetricsWriter | None,
     display: Display,
     evaluate_first: bool = False,
-) -> tuple[TrainState, Progress]:
+) -> tuple[Any, Progress]:
     """Trains from `state` to the last step of the configuration, or until SIGINT or SIGTERM.
 
     Metrics of a step are read after the next one is under way, so that the device never waits for the host.
@@ -105,7 +105,7 @@ def fit(
     rest = _Rest(setup, programs, save, report)
 
     with _Interruption() as interruption:
-        rest.take(first, state, {"evaluation"} if evaluate_first else set())
+        state = rest.take(first, state, {"evaluation"} if evaluate_first else set())
         for step in range(first + 1, last + 1):
             with clock.waiting():
                 windows = global_batch(setup, next(batches))
@@ -115,7 +115,7 @@ def fit(
             due = _due(config, step, final=step == last, stop=stop)
             if due:
                 report.pending = (step, metrics)
-            rest.take(step, state, due)
+            state = rest.take(step, state, due)
             if stop:
                 display.say(f"stopped by a signal at step {step}")
                 progress.interrupted = step < last
@@ -150,19 +150,21 @@ class _Rest:
 
     setup: Setup
     programs: Programs
-    save: Callable[[int, TrainState], None]
+    save: Callable[[int, Any], None]
     report: "_Reporter"
 
-    def take(self, step: int, state: TrainState, due: Set[Follows]) -> None:
-        """What is due, off the clock."""
+    def take(self, step: int, state: Any, due: Set[Follows]) -> Any:
+        """What is due, off the clock; the state to go on with."""
         if not due & {"checkpoint", "evaluation"}:
-            return
+            return state
         self.report.flush()
         with self.report.clock.paused():
+            state = self.programs.settled(state)
             if "checkpoint" in due:
                 self.save(step, state)
             if "evaluation" in due and self.setup.validation_windows is not None:
                 self.report.validation(step, evaluate(self.setup, self.programs, state))
+        return state
 
 
 def _batches(setup: Setup, first: int) -> Iterator[np.ndarray]:
@@ -171,7 +173,7 @@ def _batches(setup: Setup, first: int) -> Iterator[np.ndarray]:
     return training_batches(shuffled(setup.train_windows, seed), size, setup.layout.own_rows(size), first)
 
 
-def evaluate(setup: Setup, programs: Programs, state: TrainState) -> float:
+def evaluate(setup: Setup, programs: Programs, state: Any) -> float:
     """Mean negative log likelihood in nats per predicted token over the held-out batches."""
     config, total, tokens = setup.config, 0.0, 0.0
     own = setup.layout.own_rows(config.data.batch_size)

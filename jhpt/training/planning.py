@@ -1,10 +1,11 @@
 """Which plan a run executes: one it is given, its own from before, one made for the devices at hand, or by hand.
 
 --plan FILE        that plan
-otherwise          the run's own plan.json, where it was given or planned and the section `parallel` is as it was; else
+otherwise          the run's own plan.json, where it was given or planned and the sections `parallel` and `memory` are
+                   as they were; else
 parallel: auto     the planner's, for this machine as measured (`jhpt profile`; kept from run to run) or for
                    `parallel.cluster`
-by hand            what the section `parallel` says
+by hand            what the sections `parallel` and `memory` say
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import jax
 
 from jhpt.core.catalogue import find_cluster, known_to_differ
 from jhpt.core.cluster import Cluster
-from jhpt.core.config import Config, GPTConfig, ParallelConfig, one_of
+from jhpt.core.config import Config, GPTConfig, MemoryConfig, ParallelConfig, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Plan, check_plan, plan_by_hand
@@ -38,23 +39,26 @@ class Past:
     run_dir: Path
     plan: Plan | None = None
     parallel: ParallelConfig | None = None
+    memory: MemoryConfig | None = None
 
 
 def read_past(run_dir: Path, say: Callable[[str], None]) -> Past:
     """What was executed in `run_dir` so far; `say` hears of a plan that cannot be read."""
-    plan, parallel = "", ""
+    plan, parallel, memory = "", "", ""
     with together():
         if is_main() and (run_dir / PLAN_FILE).is_file():
             try:
                 plan = Plan.load(run_dir / PLAN_FILE).model_dump_json()
-                parallel = load_config(run_dir / CONFIG_FILE).parallel.model_dump_json()
+                config = load_config(run_dir / CONFIG_FILE)
+                parallel, memory = config.parallel.model_dump_json(), config.memory.model_dump_json()
             except InputError as error:
                 say(f"note: {str(error).replace(chr(10), ' ')}; what it says is left aside")
-    plan, parallel = text_from_main(plan), text_from_main(parallel)
+    plan, parallel, memory = map(text_from_main, (plan, parallel, memory))
     return Past(
         run_dir=run_dir,
         plan=Plan.model_validate_json(plan) if plan else None,
         parallel=ParallelConfig.model_validate_json(parallel) if parallel else None,
+        memory=MemoryConfig.model_validate_json(memory) if memory else None,
     )
 
 
@@ -75,9 +79,13 @@ def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[s
 
 
 def _own_plan(config: Config, past: Past, say: Callable[[str], None]) -> Plan | None:
-    """The run's plan, where that is not what the section `parallel` says now."""
+    """The run's plan, where that is not what the sections `parallel` and `memory` say now."""
     own, file = past.plan, past.run_dir / PLAN_FILE
-    if own is None or own.origin not in ("given", "auto") or past.parallel != config.parallel:
+    if (
+        own is None
+        or own.origin not in ("given", "auto")
+        or (past.parallel, past.memory) != (config.parallel, config.memory)
+    ):
         return None
     found = text_from_main("\n".join(differences(own, config))).splitlines()
     if found and own.origin == "given":

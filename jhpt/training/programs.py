@@ -2,46 +2,22 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jhpt.core.config import Config, GPTConfig
-from jhpt.core.errors import InputError
 from jhpt.sharding import feedback
 from jhpt.sharding.options import compiler_options
+from jhpt.training.fitting import Programs, check_memory, evaluated, fitting, memory_of, windows_shape
+from jhpt.training.hosted_programs import hosted_programs, hosted_step
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.optimizer import learning_rate
-from jhpt.training.parts import Rows, Sums
+from jhpt.training.parts import Rows
 from jhpt.training.setup import Design, Setup
-from jhpt.training.step import TrainState, TrainStep, init_state, make_train_step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Programs:
-    """Compiled functions and the layout of their state.
-
-    state: shapes and shardings of the training state.
-    train_step: (state, windows [B, W]) -> (state, metrics); the state is donated.
-    evaluate: (params, windows, row weights [B], key) -> Sums.
-    memory: bytes per device of the training step by cause, as the compiler plans them.
-    saved, loaded: the state as a checkpoint holds it, whose parameters are the model's own tree, and back.
-    checkpoint: shapes and shardings of that.  parameters: the state's parameters alone as the model's own tree.
-    """
-
-    state: TrainState
-    init: Callable[[], TrainState]
-    train_step: TrainStep
-    evaluate: Callable[..., Sums]
-    memory: dict[str, int]
-    saved: Callable[[TrainState], TrainState]
-    loaded: Callable[[TrainState], TrainState]
-    checkpoint: TrainState
-    parameters: Callable[[Any], Any]
+from jhpt.training.step import TrainState, init_state, make_train_step
 
 
 def compile_programs(setup: Setup) -> Programs:
@@ -52,28 +28,24 @@ def compile_programs(setup: Setup) -> Programs:
     Raises:
       InputError: the compiler says that one of them needs more memory than there is.
     """
+    return hosted_programs(setup) if setup.plan.offload else _device_programs(setup)
+
+
+def _device_programs(setup: Setup) -> Programs:
+    """Of a plan with everything on the devices."""
     state = abstract_state(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    options = compiler_options(setup.device.platform, setup.plan)
-    compiled = train_program(setup).compile(compiler_options=options)
-    memory = _memory(compiled)
-    _check_memory(setup, "a step", memory)
-
-    def fitting(program: Any, what: str, arguments: tuple[Any, ...], besides: dict[str, int] | None = None) -> Any:
-        if setup.device.memory is None:
-            return program
-        compiled = program.lower(*arguments).compile(compiler_options=options)
-        _check_memory(setup, what, _memory(compiled) | (besides or {}))
-        return compiled
-
-    resident = {"state": memory.get("state", 0)}
+    compiled = _device_step(setup).compile(compiler_options=compiler_options(setup.device.platform, setup.plan))
+    memory = memory_of(compiled)
+    check_memory(setup, "a step", memory)
+    there = memory.get("state", 0)
     return Programs(
-        state=state,
         init=jax.jit(partial(fresh_state, setup), out_shardings=shardings),
         train_step=compiled,
-        evaluate=fitting(evaluate_program(setup), "evaluating", _evaluated(setup, state), resident),
+        evaluate=fitting(setup, evaluate_program(setup), "evaluating", evaluated(setup, state.params), there),
         memory=memory,
-        **_conversions(setup, state, lambda program, part: fitting(program, "saving a checkpoint", (part,))),
+        settled=lambda state: state,
+        **_conversions(setup, state, lambda program, part: fitting(setup, program, "saving a checkpoint", (part,))),
     )
 
 
@@ -85,16 +57,12 @@ def evaluate_program(setup: Setup) -> Any:
     )
 
 
-def _evaluated(setup: Setup, state: TrainState) -> tuple[Any, ...]:
-    """Shapes of what `evaluate` takes."""
-    rows, batch = setup.config.data.batch_size, setup.layout.batch
-    windows = jax.ShapeDtypeStruct((rows, window_length(setup.config)), jnp.int32, sharding=batch)
-    weights = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=batch)
-    return state.params, windows, weights, jax.eval_shape(lambda: stream_key(0, Stream.EVALUATION))
-
-
 def train_program(design: Design) -> jax.stages.Lowered:
     """The training step `(state, windows [B, W]) -> (state, metrics)`, whose state is donated; to be compiled."""
+    return hosted_step(design) if design.plan.offload else _device_step(design)
+
+
+def _device_step(design: Design) -> jax.stages.Lowered:
     config, layout = design.config, design.layout
     state = abstract_state(design)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -109,14 +77,13 @@ def train_program(design: Design) -> jax.stages.Lowered:
         max_bad_steps=config.train.max_bad_steps,
         norm=execution.norm,
     )
-    windows = jax.ShapeDtypeStruct((config.data.batch_size, window_length(config)), jnp.int32, sharding=layout.batch)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
-    return jitted.lower(state, windows)
+    return jitted.lower(state, windows_shape(config, layout.batch))
 
 
 def _conversions(setup: Setup, state: TrainState, fitting: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """`saved`, `loaded`, `checkpoint` and `parameters` of `Programs`.  fitting: (program, its argument) -> the program,
-    where there is memory for it."""
+    """`saved`, `restored` and `parameters` of `Programs`.  fitting: (program, its argument) -> the program, where there
+    is memory for it."""
     layout, core = setup.layout, replace(state, feedback=None)
     left = None if state.feedback is None else _feedback_conversions(setup, state, fitting)
     if layout.same:
@@ -134,16 +101,17 @@ def _conversions(setup: Setup, state: TrainState, fitting: Callable[[Any, Any], 
             "loaded": _quietly(jax.jit(stack, out_shardings=here, donate_argnums=0)),
             "parameters": jax.jit(model_tree, out_shardings=places.params),
         }
+    load = parts.pop("loaded")
     if left is None:
-        return parts | {"checkpoint": there}
+        return parts | {"restored": lambda checkpoints, step: load(checkpoints.restore(step, there))}
 
     def with_feedback(convert: Callable[[TrainState], TrainState], rest: Callable[[Any], Any]) -> Any:
         return lambda state: replace(convert(replace(state, feedback=None)), feedback=rest(state.feedback))
 
+    there, load = replace(there, feedback=left["checkpoint"]), with_feedback(load, left["loaded"])
     return parts | {
         "saved": with_feedback(parts["saved"], left["saved"]),
-        "loaded": with_feedback(parts["loaded"], left["loaded"]),
-        "checkpoint": replace(there, feedback=left["checkpoint"]),
+        "restored": lambda checkpoints, step: load(checkpoints.restore(step, there)),
     }
 
 
@@ -202,43 +170,3 @@ def _abstract(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
-
-
-def window_length(config: Config) -> int:
-    """Tokens in one row of a batch: a causal model reads one more than it has inputs."""
-    return config.data.sequence_length + isinstance(config.model, GPTConfig)
-
-
-def global_batch(setup: Setup, rows: np.ndarray) -> jax.Array:
-    """The rows of this process as its part of the global batch."""
-    shape = (setup.config.data.batch_size, *rows.shape[1:])
-    return jax.make_array_from_process_local_data(setup.layout.batch, rows, shape)
-
-
-def _memory(compiled: Any) -> dict[str, int]:
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        return {}
-    made = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return {"state": analysis.argument_size_in_bytes, "temporary": analysis.temp_size_in_bytes + made}
-
-
-LESS_MEMORY = {
-    "hand": "raise parallel.micro_batches, parallel.zero or parallel.tensor, or lower data.batch_size",
-    "auto": "lower data.batch_size, or lay it out by hand: parallel.auto=false and more of parallel.micro_batches, "
-    "parallel.zero or parallel.tensor",
-    "given": "give a plan with more micro_batches, zero or tensor, such as `jhpt plan --budget` makes, or one for a "
-    "smaller batch",
-}
-"""What to do about a step that is too large, by where its plan came from."""
-
-
-def _check_memory(setup: Setup, what: str, memory: dict[str, int]) -> None:
-    """Refuses what the compiler says cannot fit, before the device runs out of memory in the middle of it."""
-    limit, need = setup.device.memory, sum(memory.values())
-    if limit is not None and need > limit:
-        causes = " + ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in memory.items())
-        raise InputError(
-            f"{what} needs {causes} on each device, which has {limit / 2**30:.1f} GiB; "
-            + LESS_MEMORY[setup.plan.origin or "given"]
-        )

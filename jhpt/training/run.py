@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,17 @@ from jhpt.core.plan import Plan
 from jhpt.models.gpt import GPT
 from jhpt.training.checkpoint import PLACES, Checkpoints, Record, make_record
 from jhpt.training.console import Display, plan_change, start_table
+from jhpt.training.fitting import Programs
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.loop import Progress, evaluation_due, fit, utilisation
 from jhpt.training.metrics import metrics_writer, read_metrics
 from jhpt.training.planning import choose_plan, read_past, same_work
 from jhpt.training.processes import Processes, check_agreed, from_main, join, same_everywhere, together
-from jhpt.training.programs import Programs, compile_programs
+from jhpt.training.programs import compile_programs
 from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config, write_plan
-from jhpt.training.runtime import accelerator_present, configure_runtime
+from jhpt.training.runtime import accelerator_present, allow_pinned_memory, configure_runtime
 from jhpt.training.sampling import sample
 from jhpt.training.setup import Setup, prepare
-from jhpt.training.step import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,7 @@ def train(
     join(processes or Processes())
     with together():
         config = load_config(run_config(source, out), overrides)
+        allow_pinned_memory(config.memory)
         given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
     check_agreed(_told(config, given))
     run_dir = Path(out) if out is not None else new_run_dir(config)
@@ -187,7 +188,7 @@ def _executed(run: _Run, display: Display) -> RunResult:
                 display=display,
                 evaluate_first=_unevaluated(run),
             )
-        text = None if progress.interrupted else _sample(setup, programs, state)
+        text = None if progress.interrupted else _sample(setup, programs, state, display.say)
         result = _result(setup, state, progress, run.directory, text)
         for line in closing_lines(result, config):
             display.say(line)
@@ -200,14 +201,17 @@ def _unevaluated(run: _Run) -> bool:
     return bool(from_main(int(due and run.step not in _history(run.directory)[1])))
 
 
-def _restored(run_dir: Path, step: int, programs: Programs) -> TrainState:
+def _restored(run_dir: Path, step: int, programs: Programs) -> Any:
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
-        return programs.loaded(checkpoints.restore(step, programs.checkpoint))
+        return programs.restored(checkpoints, step)
 
 
-def _sample(setup: Setup, programs: Programs, state: TrainState) -> str | None:
+def _sample(setup: Setup, programs: Programs, state: Any, say: Callable[[str], None]) -> str | None:
     evaluation, model = setup.config.evaluation, setup.model
     if not evaluation.sample_tokens or not isinstance(model, GPT):
+        return None
+    if programs.parameters is None:
+        say("no sample: the parameters do not fit a device")
         return None
     prompt = setup.tokenizer.encode(evaluation.prompt)
     if not len(prompt):
@@ -217,7 +221,7 @@ def _sample(setup: Setup, programs: Programs, state: TrainState) -> str | None:
     return setup.tokenizer.decode(tokens.tolist())
 
 
-def _result(setup: Setup, state: TrainState, progress: Progress, run_dir: Path, text: str | None) -> RunResult:
+def _result(setup: Setup, state: Any, progress: Progress, run_dir: Path, text: str | None) -> RunResult:
     rate = progress.tokens_per_s
     losses, validation = _history(run_dir)
     tokens = setup.config.data.batch_size * setup.config.data.sequence_length

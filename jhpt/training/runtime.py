@@ -7,11 +7,15 @@ from pathlib import Path
 
 import jax
 
+from jhpt.core.config import MemoryConfig
 from jhpt.core.folders import cache_folder
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt(3)."""
 
+
+HOST_SHARE = 0.9
+"""Of a host's memory: what blocks may take where nobody says; the rest is for data, checkpoints and the system."""
 
 GPU_MEMORY_SHARE = "0.92"
 """Of a GPU's memory, taken at the start; jax's own default of 0.75 leaves 35 GB of an H200 unused."""
@@ -25,6 +29,19 @@ def configure_runtime() -> None:
     else:
         keep_heap()
     keep_compiled_programs()
+
+
+def allow_pinned_memory(memory: MemoryConfig) -> None:
+    """Lets the CUDA client pin as much host memory as blocks may take; its own limit is 64 GB.  Before it starts."""
+    if accelerator_present() and memory.offload != "off":
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(int(host_budget(memory) / 1e9) + 1))
+
+
+def host_budget(memory: MemoryConfig) -> float:
+    """Bytes that blocks may take of this host."""
+    if memory.host_budget_bytes != "auto":
+        return memory.host_budget_bytes
+    return HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def accelerator_present() -> bool:

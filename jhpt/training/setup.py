@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jhpt.core.config import BERTConfig, Config, GPTConfig
+from jhpt.core.config import BERTConfig, Config, GPTConfig, MemoryConfig
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, plan_by_hand
 from jhpt.kernels.implementation import Implementation, KernelChoice, choose_kernels
@@ -80,11 +80,18 @@ def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None]
     # Data comes last: reading a large text for the first time takes long, and a refusal should not.
     tokenizer = fitting_tokenizer(config)
     plan = plan or plan_by_hand(config, jax.device_count())
-    design = design_step(config, plan, tokenizer, jax.devices(), device_info())
+    design = design_step(config, plan, tokenizer, jax.devices(), budgeted(device_info(), config.memory))
     cache = token_cache(config.data, tokenizer, say)
     train_windows = _windows(config, tokenizer, cache.train, "training")
     validation_windows = _windows(config, tokenizer, cache.validation, "validation") if cache.validation.size else None
     return Setup(**vars(design), cache=cache, train_windows=train_windows, validation_windows=validation_windows)
+
+
+def budgeted(device: DeviceInfo, memory: MemoryConfig) -> DeviceInfo:
+    """The device, of whose memory only as much may be used as the section `memory` says."""
+    if memory.budget_bytes == "auto":
+        return device
+    return replace(device, memory=int(min(memory.budget_bytes, device.memory or memory.budget_bytes)))
 
 
 def check_data(config: Config) -> None:

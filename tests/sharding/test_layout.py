@@ -11,7 +11,8 @@ from jhpt.core.plan import Chunk, Plan, Run, Stage
 from jhpt.sharding.layout import TABLE, Layout
 from jhpt.sharding.mesh import Axes, make_grid
 from jhpt.sharding.rules import parameter_spec, path_name
-from jhpt.training.programs import abstract_state, compile_programs, global_batch
+from jhpt.training.fitting import global_batch
+from jhpt.training.programs import abstract_state, compile_programs
 from jhpt.training.setup import prepare
 from tests.sharding.plans import batch, by_path, laid_out, mixed, on_host, piped, random_params, spread, stored
 

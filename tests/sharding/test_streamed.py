@@ -55,9 +55,20 @@ def streamed_loop(ahead, wrap):
     return StreamedLoop(function=wrap(block), bucket=bucket, first=FIRST, ahead=ahead), rows
 
 
+def cut(tree, pieces):
+    """Rows as so many micro-batches."""
+    return jax.tree.map(lambda leaf: leaf.reshape(pieces, -1, *leaf.shape[1:]), tree)
+
+
+def whole(tree):
+    """`cut` backwards."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
+
+
 @pytest.mark.parametrize("wrap", [everything, keep_nothing])
-@pytest.mark.parametrize("ahead", AHEAD)
-def test_a_pass_is_that_of_a_plain_loop(ahead, wrap):
+@pytest.mark.parametrize(("ahead", "pieces"), [(0, 1), (1, 5), (2, 1), (COUNT + 1, 5)])
+def test_a_pass_is_that_of_a_plain_loop(ahead, pieces, wrap):
+    """In micro-batches of any number."""
     params, (x, keys, error) = stack(), inputs()
     plain = LayerLoop(
         stream=Whole(wrap(block)),
@@ -75,14 +86,16 @@ def test_a_pass_is_that_of_a_plain_loop(ahead, wrap):
     loop, rows = streamed_loop(ahead, wrap)
 
     def found(hosted, x, keys, error):
-        y, passed, hosted = loop.forward(hosted, x, keys)
-        down, squares, hosted = loop.backward(hosted, passed, error)
-        return y, down, squares, hosted
+        y, passed, hosted = loop.forward(hosted, cut(x, pieces), cut(keys, pieces))
+        down, squares, hosted = loop.backward(hosted, passed, cut(error, pieces))
+        through = loop.through(hosted, cut(x, pieces), cut(keys, pieces))
+        return whole(y), whole(down), squares, hosted, whole(through)
 
     y, gradients, down = jax.jit(expected)(params, x, keys, error)
     hosted = on_host({WEIGHTS: rows, GRADIENT: jnp.full_like(rows, jnp.nan)})
-    own_y, own_down, squares, hosted = jax.jit(found, donate_argnums=0)(hosted, x, keys, error)
-    assert np.allclose(own_y, y, rtol=1e-6) and np.allclose(own_down, down, rtol=1e-5, atol=1e-6)
+    own_y, own_down, squares, hosted, through = jax.jit(found, donate_argnums=0)(hosted, x, keys, error)
+    assert np.allclose(through, y, rtol=1e-6, atol=1e-6) and np.allclose(own_y, y, rtol=1e-6, atol=1e-6)
+    assert np.allclose(own_down, down, rtol=1e-5, atol=1e-6)
     assert np.array_equal(hosted[WEIGHTS], rows)
     size = sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(gradients))
     assert float(squares) == pytest.approx(size, rel=1e-5)
@@ -102,11 +115,11 @@ def test_an_update_before_the_forward_pass_is_used_and_kept():
         return {**rows, WEIGHTS: rows[WEIGHTS] - 0.1 * rows[GRADIENT]}
 
     def run(hosted, x, keys):
-        y, _, hosted = loop.forward(hosted, x, keys, update, (WEIGHTS, GRADIENT), (WEIGHTS,))
+        y, _, hosted = loop.forward(hosted, x[None], keys[None], update, (WEIGHTS, GRADIENT), (WEIGHTS,))
         return y, hosted
 
     def plain(hosted, x, keys):
-        return loop.forward(hosted, x, keys)[0]
+        return loop.forward(hosted, x[None], keys[None])[0]
 
     y, hosted = jax.jit(run)(on_host({WEIGHTS: rows, GRADIENT: gradient}), x, keys)
     assert np.allclose(hosted[WEIGHTS], rows - 0.1 * gradient, rtol=1e-6)
@@ -119,8 +132,8 @@ def test_what_is_resident_and_what_is_streamed_give_the_same_bits():
     loop, rows = streamed_loop(1, everything)
 
     def run(hosted, x, keys, error):
-        y, passed, hosted = loop.forward(hosted, x, keys)
-        return y, *loop.backward(hosted, passed, error)
+        y, passed, hosted = loop.forward(hosted, x[None], keys[None])
+        return y, *loop.backward(hosted, passed, error[None])
 
     hosted = {WEIGHTS: rows, GRADIENT: jnp.zeros_like(rows)}
     one, other = (jax.tree.leaves(jax.jit(run)(each, x, keys, error)) for each in (on_host(hosted), hosted))

@@ -53,7 +53,7 @@ def program(layers, ranks, ahead, resident):
     )
 
     def step(hosted, x):
-        y, passed, hosted = loop.forward(hosted, x, jnp.zeros(2), update, names, names[:2])
+        y, passed, hosted = loop.forward(hosted, x[None], jnp.zeros((1, 2)), update, names, names[:2])
         _, squares, hosted = loop.backward(hosted, passed, y)
         return hosted, squares[None]
 

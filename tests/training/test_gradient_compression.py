@@ -17,9 +17,10 @@ from jhpt.core.plan import plan_by_hand
 from jhpt.sharding import feedback
 from jhpt.sharding.rules import MATRICES
 from jhpt.training.checkpoint import Checkpoints, make_record
+from jhpt.training.fitting import global_batch
 from jhpt.training.loop import _batches
 from jhpt.training.parts import Rows
-from jhpt.training.programs import compile_programs, global_batch
+from jhpt.training.programs import compile_programs
 from jhpt.training.setup import prepare
 from tests.conftest import tiny_overrides
 from tests.sharding.plans import batch, by_path, laid_out, mixed, on_host, piped, random_params, stored
@@ -210,7 +211,7 @@ def test_on_other_ranks_the_sum_of_what_is_left_stays(tmp_path, corpus):
         setup = prepare(config)
         programs = compile_programs(setup)
         with Checkpoints(tmp_path / str(place), CheckpointConfig()) as checkpoints:
-            state = programs.loaded(checkpoints.restore(2, programs.checkpoint))
+            state = programs.restored(checkpoints, 2)
     programs.train_step(state, global_batch(setup, next(_batches(setup, 2))))
 
 

@@ -1,19 +1,23 @@
 """Training with blocks on the host is training: the same gradients, norms, losses and parameters, step after step."""
 
-from dataclasses import replace
+import shutil
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+import jhpt
 from jhpt.core.errors import InputError
-from jhpt.sharding.hosted import HostedBlocks
-from jhpt.sharding.streamed import GRADIENT, RESIDENT
-from jhpt.training.hosted import KEPT, HostedTraining
+from jhpt.core.plan import Offload, check_plan
+from jhpt.sharding.streamed import GRADIENT, RESIDENT, WEIGHTS
+from jhpt.training.hosted import KEPT, MEAN, NAMES, SQUARES
+from jhpt.training.hosted_programs import hosted_training
 from jhpt.training.keys import Stream, stream_key
-from jhpt.training.optimizer import DECAYED, learning_rate
+from jhpt.training.layered import Layered
+from jhpt.training.optimizer import learning_rate
 from jhpt.training.parts import Rows
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
@@ -27,32 +31,28 @@ MODELS = {"gpt-tiny": {"model.dropout": 0.1}, "bert-tiny": {}}
 def made(tiny):
     """(setup, plain step, plain state, hosted training) of a model on so many data ranks."""
 
-    def make(preset, ranks, ahead=1, clip_norm=1.0, resident=0, **settings):
-        overrides = MODELS[preset] | {"model.num_layers": BLOCKS, "train.steps": STEPS} | settings
-        plan = piped([BLOCKS + 2], 1, data=ranks, batch=BATCH)
-        setup = laid_out(prepare(tiny(preset, **overrides)), plan)
-        config = setup.config
-        rules = {"seed": config.seed, "clip_norm": clip_norm, "max_bad_steps": config.train.max_bad_steps}
-        rate = partial(learning_rate, config.optimizer, STEPS)
-        execution = setup.training
+    def make(preset, ranks, clip_norm=1.0, micro_batches=1, **offload):
+        overrides = MODELS[preset] | {
+            "model.num_layers": BLOCKS,
+            "train.steps": STEPS,
+            "optimizer.clip_norm": clip_norm,
+        }
+        plan = piped([BLOCKS + 2], 1, data=ranks, batch=BATCH, micro_batches=micro_batches)
+        prepared = prepare(tiny(preset, **overrides))
+        setup = laid_out(prepared, plan)
+        config, execution = setup.config, setup.training
         plain = make_train_step(
             lambda params, windows, key: execution.gradients(params, Rows(windows), key),
             setup.optimizer,
-            rate,
+            partial(learning_rate, config.optimizer, STEPS),
             norm=execution.norm,
-            **rules,
+            seed=config.seed,
+            clip_norm=clip_norm,
+            max_bad_steps=config.train.max_bad_steps,
         )
         params = jax.tree.map(jnp.asarray, random_params(setup))
-        layer = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], params["blocks"]))
-        blocks = HostedBlocks(
-            execution=execution,
-            layer=layer,
-            decays=lambda path: path.split("/")[-1] in DECAYED,
-            ahead=ahead,
-            resident=resident,
-        )
-        training = HostedTraining(blocks=blocks, config=config.optimizer, learning_rate=rate, **rules)
-        return setup, jax.jit(plain), init_state(params, setup.optimizer), training
+        hosted = laid_out(prepared, plan.model_copy(update={"offload": Offload(**offload)}))
+        return setup, jax.jit(plain), init_state(params, setup.optimizer), hosted_training(hosted)
 
     return make
 
@@ -69,28 +69,50 @@ def hosted_step(training):
 
 
 def start(training, state):
-    """Its rows on the host."""
-    return training.placed(jax.jit(training.hosted)(state))
+    """Its rows on the host, as if it were loaded."""
+    there, place = on_host(state), training.blocks.execution.layout.replicated
+
+    def read(like):
+        def leaf(wanted, own):
+            return ... if wanted is ... else own if wanted.sharding is None else jax.device_put(own, place)
+
+        return jax.tree.map(leaf, like, there)
+
+    ends = {name: part for name, part in state.params.items() if name != "blocks"}
+    return training.loaded(read, jax.eval_shape(lambda: ends))
 
 
 def flushed(training):
-    """To the state of any run."""
-    flush, convert = jax.jit(training.flushed), jax.jit(training.train_state)
-    return lambda state: convert(flush(state))
+    """To the state of any run, as if it were saved."""
+    flush = jax.jit(training.flushed)
+
+    def whole(leaf):
+        return np.stack([leaf.layer(at) for at in range(BLOCKS)]) if isinstance(leaf, Layered) else leaf
+
+    return lambda state: jax.tree.map(whole, training.saved(flush(state)))
 
 
 def tree_of(training, name, rows):
     """Rows of this name as a tree of stacked leaves."""
-    return on_host(training.blocks.blocks(name, jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), rows)))
+    bucket = training.blocks.bucket
+    leaves = zip(*(bucket.views(training.blocks.row(name, rows, at)) for at in range(BLOCKS)), strict=True)
+    return jax.tree.unflatten(bucket.tree, [np.stack(own) for own in leaves])
 
 
 @pytest.mark.parametrize(
-    ("preset", "ranks", "clip_norm", "resident"),
-    [("gpt-tiny", 1, 0.5, 0), ("gpt-tiny", 4, None, 1), ("bert-tiny", 1, None, 3), ("bert-tiny", 4, 0.5, 0)],
+    ("preset", "ranks", "clip_norm", "micro_batches", "resident", "what"),
+    [
+        ("gpt-tiny", 1, 0.5, 4, 0, "both"),
+        ("gpt-tiny", 4, None, 2, 1, "optimizer"),
+        ("bert-tiny", 1, None, 1, 3, "parameters"),
+        ("bert-tiny", 4, 0.5, 1, 0, "both"),
+    ],
 )
-def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, resident):
+def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, micro_batches, resident, what):
     """Over five of them: losses to 1e-6, norms to 1e-5, parameters to 0.05 of the learning rate a step."""
-    setup, plain, state, training = made(preset, ranks, clip_norm=clip_norm, resident=resident)
+    setup, plain, state, training = made(
+        preset, ranks, clip_norm=clip_norm, micro_batches=micro_batches, resident=resident, what=what
+    )
     hosted, step = start(training, state), hosted_step(training)
     for windows in windows_of(setup):
         state, expected = plain(state, windows)
@@ -99,8 +121,9 @@ def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, resident
         assert float(found.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
         assert float(found.learning_rate) == float(expected.learning_rate)
     kinds = {name: leaf.sharding.memory_kind for name, leaf in hosted.rows.items()}
-    assert all((kind == "pinned_host") != name.startswith(RESIDENT) for name, kind in kinds.items())
-    assert len(kinds) == len((*KEPT, GRADIENT)) * (2 if resident else 1)
+    moved = {"both": set(NAMES), "optimizer": {MEAN, SQUARES}, "parameters": {WEIGHTS, GRADIENT}}[what]
+    assert {name for name, kind in kinds.items() if kind == "pinned_host"} == moved
+    assert set(kinds) == {*NAMES, *(RESIDENT + name for name in NAMES if resident)}
     again = flushed(training)(hosted)
     assert int(again.step) == STEPS and int(again.optimizer[0].count) == int(state.optimizer[0].count)
     most = setup.config.optimizer.learning_rate * STEPS
@@ -137,7 +160,7 @@ def test_how_far_ahead_blocks_are_fetched_changes_no_bit(made):
         hosted, step = start(training, state), hosted_step(training)
         for windows in windows_of(setup)[:3]:
             hosted, metrics = step(hosted, windows)
-        rows = [tree_of(training, name, hosted.rows) for name in (*KEPT, GRADIENT)]
+        rows = [tree_of(training, name, hosted.rows) for name in NAMES]
         runs.append(on_host((rows, hosted.ends, hosted.optimizer, metrics)))
     for other in runs[1:]:
         assert jax.tree.all(jax.tree.map(np.array_equal, other, runs[0]))
@@ -174,18 +197,57 @@ def test_a_bad_step_leaves_everything_as_it_was(made):
     assert set(KEPT) < set(bad.rows)
 
 
-def test_what_is_not_built_is_refused(made):
-    setup, _, _, training = made("gpt-tiny", 4)
+def test_what_is_not_built_is_refused():
     plans = {
         "pipeline stages": piped([3, 3], 2, batch=BATCH),
         "tensor parallelism": piped([6], 1, tensor=2, batch=BATCH),
-        "several micro-batches": piped([6], 1, data=2, batch=BATCH, micro_batches=2),
         "zero=3": piped([6], 1, data=2, batch=BATCH, zero=3),
+        r"use resident=0, 1 or 3": piped([6], 1, batch=BATCH),
     }
-    with pytest.raises(InputError, match="a divisor of 4"):
-        replace(training.blocks, resident=2)
     for name, plan in plans.items():
+        offload = Offload(resident=2 if "resident" in name else 0)
         with pytest.raises(InputError, match=name):
-            HostedBlocks(
-                execution=laid_out(setup, plan).training, layer=training.blocks.layer, decays=lambda path: False
-            )
+            check_plan(plan.model_copy(update={"offload": offload}), 6)
+
+
+QUICK = {"evaluation.every": 2, "evaluation.batches": 1, "checkpoint.every": 2, "checkpoint.keep": 9, "log.every": 1}
+
+
+def test_runs_go_on_wherever_blocks_live(tiny, tmp_path):
+    """Saved with blocks on the host, loaded without, and the other way round: as if nothing had changed."""
+    options = QUICK | {"model.num_layers": BLOCKS, "parallel.data": 2, "train.steps": 6}
+
+    def run(name, steps, offload):
+        # The schedule spans all steps, so a run is stopped by taking away what it saved last.
+        result = jhpt.train(tiny(**options, **{"memory.offload": offload}), out=tmp_path / name)
+        for step in range(steps + 1, 7):
+            shutil.rmtree(tmp_path / name / "checkpoints" / str(step), ignore_errors=True)
+        return result
+
+    whole = run("whole", 6, "off")
+    for steps, offload in ((2, "off"), (4, "both"), (6, "off")):
+        result = run("moved", steps, offload)
+    assert result.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert result.validation_losses == pytest.approx(whole.validation_losses, rel=1e-6)
+
+
+def test_a_run_with_blocks_on_the_host_goes_on_bit_for_bit(tiny, tmp_path):
+    """Killed after its fourth step, and one that was not: the same bits in the last checkpoint."""
+    options = QUICK | {"model.num_layers": BLOCKS, "train.steps": 6, "memory.offload": "both", "parallel.data": 2}
+    states = []
+    for name, killed in (("whole", False), ("killed", True)):
+        jhpt.train(tiny(**options), out=tmp_path / name)
+        if killed:
+            shutil.rmtree(tmp_path / name / "checkpoints" / "6")
+            jhpt.train(tiny(**options), out=tmp_path / name)
+        manager = ocp.CheckpointManager((tmp_path / name / "checkpoints").absolute())
+        states.append(manager.restore(6, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"])
+        manager.close()
+    assert jax.tree.all(jax.tree.map(np.array_equal, *states))
+
+
+def test_a_host_without_room_is_refused(tiny, tmp_path):
+    config = tiny(**{"memory.offload": "both", "memory.host_budget_bytes": "1MiB"})
+    with pytest.raises(InputError, match=r"on each host, which has 0.0 GiB"):
+        jhpt.train(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -3,26 +3,18 @@
 GPT-1.5B at three depths and GPT-6.7B; five seconds each.
 """
 
-from functools import cache, partial
+from functools import cache
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.load import load_config
 from jhpt.core.plan import plan_by_hand
 from jhpt.core.shapes import parameter_count
-from jhpt.measure.deviceless import OnHost, compile_only_devices, compile_only_info, compiled_for, shape_on_host
-from jhpt.sharding.hosted import HostedBlocks
+from jhpt.measure.deviceless import compile_only_devices, compile_only_info, compiled_for
 from jhpt.sharding.options import compiler_options
-from jhpt.training.hosted import HostedState, HostedTraining
-from jhpt.training.optimizer import DECAYED, learning_rate
-from jhpt.training.parts import Rows
-from jhpt.training.programs import window_length
+from jhpt.training.programs import train_program
 from jhpt.training.setup import design_step, fitting_tokenizer
-from jhpt.training.step import init_state
 
 pytestmark = pytest.mark.deviceless
 
@@ -37,41 +29,14 @@ def one_h100():
 @cache
 def memory(preset, layers):
     """(configuration, what the compiler says of the step's memory)."""
-    options = {"data.batch_size": BATCH, "memory.recompute": "full", "parallel.micro_batches": 1, "parallel.zero": 0}
+    options = {"data.batch_size": BATCH, "memory.recompute": "full", "memory.offload": "both"}
+    options |= {"parallel.micro_batches": 1, "parallel.zero": 0}
     config, cluster = load_config(preset, options | {"model.num_layers": layers}), one_h100()
     plan = plan_by_hand(config, 1)
     design = design_step(
         config, plan, fitting_tokenizer(config), compile_only_devices(cluster), compile_only_info(cluster)
     )
-    shapes = jax.eval_shape(design.model.init, jax.random.key(0))
-    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes["blocks"])
-    blocks = HostedBlocks(execution=design.training, layer=layer, decays=lambda path: path.split("/")[-1] in DECAYED)
-    training = HostedTraining(
-        blocks=blocks,
-        config=config.optimizer,
-        learning_rate=partial(learning_rate, config.optimizer, config.train.steps),
-        seed=0,
-        clip_norm=1.0,
-        max_bad_steps=3,
-    )
-    state = jax.eval_shape(lambda params: training.hosted(init_state(params, design.optimizer)), shapes)
-    mesh, here, spec = design.layout.grid.mesh, design.layout.replicated, PartitionSpec(None, blocks.axes)
-    host = OnHost(mesh, spec)
-
-    def placed(rows):
-        rest = {name: jax.tree.map(lambda _: here, part) for name, part in vars(state).items()}
-        return HostedState(**rest | {"rows": dict.fromkeys(state.rows, rows)})
-
-    rows = {name: shape_on_host(leaf.shape, leaf.dtype, host) for name, leaf in state.rows.items()}
-    windows = jax.ShapeDtypeStruct((BATCH, window_length(config)), jnp.int32, sharding=design.layout.batch)
-    jitted = jax.jit(
-        lambda state, windows: training.step(state, Rows(windows)),
-        in_shardings=(placed(host), design.layout.batch),
-        out_shardings=(placed(NamedSharding(mesh, spec)), here),
-        donate_argnums=0,
-    )
-    lowered = jitted.lower(HostedState(**vars(state) | {"rows": rows}), windows)
-    return config, compiled_for(lowered, compiler_options("gpu", plan)).memory_analysis()
+    return config, compiled_for(train_program(design), compiler_options("gpu", plan)).memory_analysis()
 
 
 def test_the_host_holds_four_numbers_of_a_parameter_once():

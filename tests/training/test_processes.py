@@ -53,12 +53,13 @@ def wait_for(condition, workers) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2)])
-def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor):
+@pytest.mark.parametrize(("data", "tensor", "offload"), [(2, 1, "off"), (1, 2, "off"), (2, 1, "both")])
+def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor, offload):
+    """Also with blocks on the hosts of both; what they save goes on in one process with everything on the device."""
     settings = tiny_overrides(corpus) | {"train.steps": 6, "evaluation.every": 3}
     settings |= {"parallel.data": data, "parallel.tensor": tensor, "evaluation.sample_tokens": 4}
     one = jhpt.train("gpt-tiny", out=tmp_path / "one", overrides=settings)
-    for worker in start_two(tmp_path, settings):
+    for worker in start_two(tmp_path, settings | {"memory.offload": offload}):
         _, error = worker.communicate(timeout=300)
         assert worker.returncode == 0, error
     records = read_metrics(tmp_path / "two")
@@ -66,6 +67,10 @@ def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor
         found = {record["step"]: record[name] for record in records if name in record}
         assert found == pytest.approx(expected, rel=1e-5)
         assert len(found) == (6 if name == "loss" else 2)
+    if offload != "off":
+        more = {"parallel.data": 1, "train.steps": 8}
+        runs = [jhpt.train(out=tmp_path / name, overrides={**more, "memory.offload": "off"}) for name in ("two", "one")]
+        assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-5) and runs[0].step == 8
 
 
 @pytest.mark.parametrize("told", [(signal.SIGTERM, None), (signal.SIGINT, signal.SIGINT)], ids=["sigterm", "ctrl-c"])

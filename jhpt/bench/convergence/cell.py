@@ -55,6 +55,7 @@ def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     found["own"] = evaluate(setup, programs, state) if setup.plan.compression.on else found["validation"]
     if looks_at_leaks(setup):
         found["leaks"] = {kind: leak(other, state.params) for kind, other in by_rule(setup).items()}
+    assert programs.parameters is not None
     return found | {"seconds": time.perf_counter() - start}, flat(programs.parameters(state.params))
 
 

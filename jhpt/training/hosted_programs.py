@@ -1,0 +1,136 @@
+"""The programs of a run whose blocks live on the host, wholly or in part."""
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from jhpt.core.errors import InputError
+from jhpt.measure.deviceless import OnHost, host_sharding, shape_on_host
+from jhpt.sharding.execute import Execution
+from jhpt.sharding.hosted import HostedBlocks
+from jhpt.sharding.options import compiler_options
+from jhpt.training.checkpoint import Checkpoints
+from jhpt.training.fitting import Programs, check_memory, evaluated, fitting, memory_of, windows_shape
+from jhpt.training.hosted import NAMES, HostedState, HostedTraining
+from jhpt.training.optimizer import DECAYED, learning_rate
+from jhpt.training.parts import Rows
+from jhpt.training.runtime import host_budget
+from jhpt.training.setup import Design, Setup
+
+
+def hosted_training(design: Design, execution: Execution | None = None) -> HostedTraining:
+    """The plan's step; execution: None: that of training."""
+    config, model = design.config, design.model
+    layer = jax.eval_shape(partial(model.init_block, jax.random.key(0)), 0)
+    blocks = HostedBlocks(
+        execution=execution or design.training,
+        layer=layer,
+        decays=lambda path: path.split("/")[-1] in DECAYED,
+    )
+    return HostedTraining(
+        blocks=blocks,
+        config=config.optimizer,
+        learning_rate=partial(learning_rate, config.optimizer, config.train.steps),
+        seed=config.seed,
+        max_bad_steps=config.train.max_bad_steps,
+    )
+
+
+def hosted_programs(setup: Setup) -> Programs:
+    """As `programs.compile_programs`.
+
+    Raises:
+      InputError: devices or hosts have less memory than is needed.
+    """
+    training, state = hosted_training(setup), abstract_state(setup)
+    check_host(setup, training.blocks)
+    compiled = hosted_step(setup).compile(compiler_options=compiler_options(setup.device.platform, setup.plan))
+    memory = memory_of(compiled)
+    check_memory(setup, "a step", memory)
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    ends = jax.eval_shape(setup.model.init_ends, jax.random.key(0))
+    flush = jax.jit(training.flushed, donate_argnums=0, out_shardings=places)
+    sums = hosted_training(setup, setup.evaluation).blocks.sums
+    evaluate = jax.jit(
+        lambda params, windows, weights, key: sums(params[0], params[1], Rows(windows, weights), key),
+        out_shardings=setup.layout.replicated,
+    )
+    there = memory.get("state", 0)
+
+    def settled(state: HostedState) -> HostedState:
+        return flush(state) if bool(state.pending.good) else state
+
+    def restored(checkpoints: Checkpoints, step: int) -> HostedState:
+        return training.loaded(partial(checkpoints.part, step), ends)
+
+    return Programs(
+        init=partial(training.fresh, setup.model),
+        train_step=compiled,
+        evaluate=fitting(setup, evaluate, "evaluating", evaluated(setup, state.params), there),
+        memory=memory,
+        settled=settled,
+        saved=training.saved,
+        restored=restored,
+        host=host_bytes(training.blocks),
+        parameters=training.parameters if _room_for_all(setup, training) else None,
+    )
+
+
+def hosted_step(design: Design) -> jax.stages.Lowered:
+    """As `programs.train_program`; also for devices that are not there."""
+    training, state, batch = hosted_training(design), abstract_state(design), design.layout.batch
+    inputs = jax.tree.map(lambda leaf: leaf.sharding, state)
+    there = HostedState(**vars(inputs) | {"rows": {name: host_sharding(place) for name, place in inputs.rows.items()}})
+    rows = {
+        name: shape_on_host(leaf.shape, leaf.dtype, place) if isinstance(place := there.rows[name], OnHost) else leaf
+        for name, leaf in state.rows.items()
+    }
+    jitted = jax.jit(
+        lambda state, windows: training.step(state, Rows(windows)),
+        in_shardings=(there, batch),
+        out_shardings=(inputs, design.layout.replicated),
+        donate_argnums=0,
+    )
+    return jitted.lower(HostedState(**vars(state) | {"rows": rows}), windows_shape(design.config, batch))
+
+
+def abstract_state(design: Design) -> HostedState:
+    """Shapes, dtypes and shardings of the state."""
+    training, everywhere = hosted_training(design), design.layout.replicated
+    shapes = training.shapes(jax.eval_shape(design.model.init_ends, jax.random.key(0)))
+
+    def laid(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    rest = jax.tree.map(lambda leaf: laid(leaf, everywhere), shapes)
+    rows = {name: laid(leaf, training.blocks.sharding(name)) for name, leaf in shapes.rows.items()}
+    return HostedState(**vars(rest) | {"rows": rows})
+
+
+def check_host(setup: Setup, blocks: HostedBlocks) -> None:
+    """Refuses what this host has no memory for.
+
+    Raises:
+      InputError: with both numbers and what to do.
+    """
+    need, room = host_bytes(blocks), host_budget(setup.config.memory)
+    if need > room:
+        raise InputError(
+            f"blocks need {need / 2**30:.1f} GiB on each host, which has {room / 2**30:.1f} GiB for them "
+            f"(memory.host_budget_bytes); let more of them stay on the devices, set memory.offload=optimizer, use more "
+            "hosts, or take a smaller model"
+        )
+
+
+def host_bytes(blocks: HostedBlocks) -> int:
+    """Bytes of rows that live on this process's host."""
+    from_here = len(blocks.execution.layout.grid.mesh.local_devices) / blocks.execution.layout.grid.mesh.size
+    total = sum(4 * rows * size for name, (rows, size) in blocks.shapes(NAMES).items() if blocks.on_host(name))
+    return int(total * from_here)
+
+
+def _room_for_all(setup: Setup, training: HostedTraining) -> bool:
+    """Whether a device could hold all parameters, as a sample needs them."""
+    blocks = training.blocks
+    return setup.device.memory is None or 8 * blocks.count * blocks.bucket.size < setup.device.memory
