@@ -38,11 +38,9 @@ class OnHost(NamedSharding):
         return PINNED_HOST
 
 
-def host_sharding(sharding: NamedSharding) -> NamedSharding:
-    """One in pinned memory as it is asked for: itself, or for devices that are not there one that does not forget."""
-    wanted = sharding.memory_kind == PINNED_HOST
-    device = sharding.mesh.devices.flat[0]
-    return OnHost(sharding.mesh, sharding.spec) if wanted and not _lists_memory(device) else sharding
+def on_host(sharding: NamedSharding) -> NamedSharding:
+    """One that was made in pinned memory: itself, or for devices that are not there one that has not forgotten it."""
+    return sharding if _lists_memory(sharding.mesh.devices.flat[0]) else OnHost(sharding.mesh, sharding.spec)
 
 
 def _lists_memory(device: jax.Device) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jhpt.core.errors import InputError
-from jhpt.measure.deviceless import OnHost, host_sharding, shape_on_host
+from jhpt.measure.deviceless import OnHost, on_host, shape_on_host
 from jhpt.sharding.execute import Execution
 from jhpt.sharding.hosted import HostedBlocks
 from jhpt.sharding.options import compiler_options
@@ -81,9 +81,10 @@ def hosted_step(design: Design) -> jax.stages.Lowered:
     """As `programs.train_program`; also for devices that are not there."""
     training, state, batch = hosted_training(design), abstract_state(design), design.layout.batch
     inputs = jax.tree.map(lambda leaf: leaf.sharding, state)
-    there = HostedState(**vars(inputs) | {"rows": {name: host_sharding(place) for name, place in inputs.rows.items()}})
+    places = {name: on_host(place) if training.blocks.on_host(name) else place for name, place in inputs.rows.items()}
+    there = HostedState(**vars(inputs) | {"rows": places})
     rows = {
-        name: shape_on_host(leaf.shape, leaf.dtype, place) if isinstance(place := there.rows[name], OnHost) else leaf
+        name: shape_on_host(leaf.shape, leaf.dtype, place) if isinstance(place := places[name], OnHost) else leaf
         for name, leaf in state.rows.items()
     }
     jitted = jax.jit(
