@@ -241,5 +241,10 @@ def _joined(rows: Hosted, ends: TrainState) -> HostedState:
 
 
 def _nothing(updates: jax.Array) -> Pending:
-    """No step to take, after so many."""
-    return Pending(shrink=jnp.float32(1), rate=jnp.float32(0), good=jnp.bool_(False), updates=jnp.copy(updates))
+    """No step to take, after so many; laid out as their number is."""
+    return Pending(
+        shrink=jnp.ones_like(updates, jnp.float32),
+        rate=jnp.zeros_like(updates, jnp.float32),
+        good=jnp.zeros_like(updates, jnp.bool_),
+        updates=jnp.copy(updates),
+    )

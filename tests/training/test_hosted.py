@@ -52,7 +52,9 @@ def made(tiny):
         )
         params = jax.tree.map(jnp.asarray, random_params(setup))
         hosted = laid_out(prepared, plan.model_copy(update={"offload": Offload(**offload)}))
-        return setup, jax.jit(plain), init_state(params, setup.optimizer), hosted_training(hosted)
+        state = init_state(params, setup.optimizer)
+        state = jax.device_put(state, setup.layout.shardings(state))
+        return setup, jax.jit(plain), state, hosted_training(hosted)
 
     return make
 
