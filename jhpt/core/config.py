@@ -19,6 +19,9 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Bytes = Annotated[float, BeforeValidator(parse_bytes)]
 """A number, or text such as 24GiB."""
 
+WeightStorage = Literal["float32", "bfloat16", "bfloat16_kahan", "bfloat16_stochastic"]
+"""How parameters are kept between steps."""
+
 VOCAB_MULTIPLE = 128
 """Embedding tables are padded to this multiple, so that a tensor axis divides them and GPU tiles are full."""
 
@@ -42,11 +45,23 @@ class TransformerConfig(Section):
     max_length: Count = Field(128, description="longest sequence the model accepts")
     dropout: Fraction = Field(0.0, description="dropout after embedding, attention and MLP")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="compute dtype; auto: bfloat16 on GPU, float32 on CPU; parameters stay float32"
+        "auto",
+        description="compute dtype; auto: bfloat16 on GPU, float32 on CPU (parameters: optimizer.weights)",
     )
     attention: Literal["auto", "cudnn", "xla"] = Field(
         "auto", description="attention kernel; auto: cuDNN flash attention where it applies, else XLA"
     )
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _eight_bits_do_not_compute(cls, dtype: Any) -> Any:
+        if isinstance(dtype, str) and dtype.startswith(("float8", "fp8")):
+            raise ValueError(
+                f"model.dtype={dtype} is not there: products in 8 bits need a scale for every operand, kept from step "
+                "to step, and a GPU of compute capability 8.9 or more; use model.dtype=bfloat16, and where memory is "
+                "short optimizer.weights=bfloat16_kahan and optimizer.moments=int8"
+            )
+        return dtype
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "TransformerConfig":
@@ -163,7 +178,20 @@ class OptimizerConfig(Section):
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
     weight_decay: NonNegative = Field(0.1, description="decoupled decay of matrices and tables (not norms, biases)")
     clip_norm: Positive | None = Field(1.0, description="largest global gradient norm; null: no clipping")
+    weights: WeightStorage = Field(
+        "float32",
+        description="how parameters are kept; bfloat16_kahan: with what rounding took away, in bfloat16 too; "
+        "bfloat16_stochastic: rounded at random; bfloat16: rounded to nearest, which stalls",
+    )
+    moments: Literal["float32", "int8"] = Field(
+        "float32", description="how Adam's moments of matrices and tables are kept; int8: in codes with a scale a block"
+    )
     z_loss: NonNegative = Field(0.0, description="weight of log(Z)^2, which keeps logits from drifting")
+
+    @property
+    def in_few_bits(self) -> bool:
+        """Whether parameters or moments are kept in less than float32."""
+        return self.weights != "float32" or self.moments != "float32"
 
 
 class TrainConfig(Section):
@@ -448,6 +476,16 @@ class Config(Section):
             raise ValueError(
                 f"model.vocab_size, padded to {self.model.padded_vocab}, is not divisible by parallel.tensor={tensor}; "
                 f"use {one_of(d for d in common_divisors(sizes.values()) if self.model.padded_vocab % d == 0)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _host_keeps_float32(self) -> "Config":
+        if self.memory.offload in ("parameters", "optimizer", "both") and self.optimizer.in_few_bits:
+            raise ValueError(
+                f"memory.offload={self.memory.offload} keeps blocks in float32, not with optimizer.weights="
+                f"{self.optimizer.weights} and optimizer.moments={self.optimizer.moments}; use float32 for both, or "
+                "memory.offload=off"
             )
         return self
 

@@ -149,7 +149,7 @@ def _with_ranks_of(place: Any, like: Any) -> Any:
 
 def _without_feedback(state: TrainState) -> dict[str, Any]:
     """Feedback has items of its own: a checkpoint without it is one as from a run without compression."""
-    return {name: part for name, part in _as_dict(state).items() if name != "feedback"}
+    return {name: part for name, part in _as_dict(state).items() if name != "feedback" and part is not None}
 
 
 def check_resumable(saved: Record, now: Record, place: str) -> None:

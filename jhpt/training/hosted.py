@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from jhpt.core.config import OptimizerConfig
+from jhpt.core.errors import InputError
 from jhpt.models.build import Model
 from jhpt.sharding.hosted import HostedBlocks, without_blocks
 from jhpt.sharding.streamed import GRADIENT, RESIDENT, WEIGHTS, Hosted, Rows
@@ -75,6 +76,14 @@ class HostedTraining:
     learning_rate: Callable[[jax.Array], jax.Array]
     seed: int
     max_bad_steps: int
+
+    def __post_init__(self) -> None:
+        """Rows on the host are float32, and so are their moments."""
+        if self.config.in_few_bits:
+            raise InputError(
+                f"blocks on the host are kept in float32, not with optimizer.weights={self.config.weights} and "
+                f"optimizer.moments={self.config.moments}; use float32 for both, or memory.offload=off"
+            )
 
     def updated(self, rows: Rows, pending: Pending) -> Rows:
         """A block's rows, or a share of them, after the step that their gradient asks for: AdamW of optax, number by

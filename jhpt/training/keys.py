@@ -12,6 +12,7 @@ class Stream(enum.IntEnum):
     STEP = 1
     EVALUATION = 2
     SAMPLE = 3
+    ROUNDING = 4
 
 
 def stream_key(seed: int, stream: Stream, number: int | jax.Array = 0) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jhpt.core.config import OptimizerConfig
+from jhpt.training.moments import coded_moments
 
 DECAYED = {"kernel", "tokens", "positions", "types"}
 """Names of matrices and tables; biases and norm scales do not decay."""
@@ -44,7 +45,8 @@ def decay_mask(params: Any) -> Any:
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Clipped gradients -> descent directions; the step multiplies them by minus the learning rate."""
+    adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     return optax.chain(
-        optax.scale_by_adam(config.b1, config.b2, config.eps),
+        coded_moments(adam) if config.moments == "int8" else adam,
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
     )

@@ -76,6 +76,7 @@ def _device_step(design: Design) -> jax.stages.Lowered:
         clip_norm=config.optimizer.clip_norm,
         max_bad_steps=config.train.max_bad_steps,
         norm=execution.norm,
+        weights=design.weights,
     )
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
     return jitted.lower(state, windows_shape(config, layout.batch))
@@ -154,7 +155,8 @@ def _converted(convert: Callable[[Any], Any], state: TrainState) -> TrainState:
 def fresh_state(design: Design) -> TrainState:
     """The state before the first step, as the plan stores it."""
     params = design.layout.stored(design.model.init(stream_key(design.config.seed, Stream.INIT)))
-    return init_state(params, design.optimizer, feedback.fresh(design.layout, params, design.plan.gradient_compression))
+    left = feedback.fresh(design.layout, params, design.plan.gradient_compression)
+    return init_state(params, design.optimizer, left, design.weights)
 
 
 def abstract_state(design: Design) -> TrainState:

@@ -31,8 +31,10 @@ from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.corpus import find_files
 from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
 from jhpt.training.data.windows import Windows, causal_windows, check_masked, masked_windows
+from jhpt.training.moments import check_blocks
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.parts import compressed_hooks, make_parts, sequence_hooks, tensor_hooks, with_cut_sequence
+from jhpt.training.weights import Weights, no_keys, rounding_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class Design:
     training: Execution
     evaluation: Execution
     optimizer: optax.GradientTransformation
+    weights: Weights
 
     @property
     def plan(self) -> Plan:
@@ -121,13 +124,16 @@ def design_step(
     """The configured model laid out by the plan on these devices, which need not be attached to any machine.
 
     Raises:
-      InputError: plan, device count, sequence length or attention kernel do not fit the configuration.
+      InputError: plan, device count, sequence length, attention kernel or coded moments do not fit the configuration.
     """
     dtype = compute_dtype(config, device)
     layout = Layout(plan=plan, grid=make_grid(plan, devices), num_layers=config.model.num_layers)
     attention = choose_attention(config.model, device.platform, dtype, device.capability)
     kernels = choose_kernels(device.platform, device.capability)
     model = build(config.model, dtype=dtype, implementation=attention.implementation)
+    if config.optimizer.moments == "int8":
+        shapes = jax.eval_shape(lambda: layout.stored(model.init(jax.random.key(0))))
+        check_blocks(shapes, layout)
     run = partial(execution, config, model, layout, tokenizer, kernels=kernels.implementation)
     return Design(
         config=config,
@@ -140,7 +146,16 @@ def design_step(
         training=run(train=True),
         evaluation=run(train=False),
         optimizer=make_optimizer(config.optimizer),
+        weights=design_weights(config, model, layout),
     )
+
+
+def design_weights(config: Config, model: Model, layout: Layout) -> Weights:
+    """How the configured model's parameters are kept, and what their roundings draw."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    draws = config.optimizer.weights == "bfloat16_stochastic"
+    keys = rounding_keys(shapes, layout.stored) if draws else no_keys
+    return Weights(storage=config.optimizer.weights, keys=keys)
 
 
 def execution(

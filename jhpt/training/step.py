@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jhpt.training.keys import Stream, stream_key
+from jhpt.training.weights import Weights, widened
 
 
 @jax.tree_util.register_dataclass
@@ -18,6 +19,7 @@ class TrainState:
 
     step: updates attempted so far.  skipped: those left out because something was not finite.  bad_steps: how many of
     them were the last ones, in a row.  All int32.
+    remainder: what rounding took from parameters that are kept in few bits (`training.weights`); None: nothing is kept.
     feedback: what compressed sums of gradients keep for later steps (`sharding.feedback`); None: nothing is compressed.
     """
 
@@ -26,6 +28,7 @@ class TrainState:
     bad_steps: jax.Array
     params: Any
     optimizer: Any
+    remainder: Any = None
     feedback: Any = None
 
 
@@ -46,11 +49,24 @@ has feedback (params, windows, key, feedback) -> (gradient, sums, feedback)."""
 TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, feedback: Any = None) -> TrainState:
-    """The state before the first step."""
+FLOAT32 = Weights()
+"""Parameters that are kept as they are computed."""
+
+
+def init_state(
+    params: Any, optimizer: optax.GradientTransformation, feedback: Any = None, weights: Weights = FLOAT32
+) -> TrainState:
+    """The state before the first step.  params: in float32; the state has them as `weights` keeps them."""
     zero = jnp.zeros((), jnp.int32)
-    moments = optimizer.init(params)
-    return TrainState(step=zero, skipped=zero, bad_steps=zero, params=params, optimizer=moments, feedback=feedback)
+    return TrainState(
+        step=zero,
+        skipped=zero,
+        bad_steps=zero,
+        params=weights.stored(params),
+        optimizer=optimizer.init(params),
+        remainder=weights.remainder(params),
+        feedback=feedback,
+    )
 
 
 def make_train_step(
@@ -62,8 +78,11 @@ def make_train_step(
     clip_norm: float | None,
     max_bad_steps: int,
     norm: Callable[[Any], jax.Array] = optax.tree.norm,
+    weights: Weights = FLOAT32,
 ) -> TrainStep:
     """The step.  A loss or gradient that is not finite leaves parameters, optimizer state and feedback as they were.
+
+    However parameters are kept, the optimizer sees them in float32.
 
     Args:
       learning_rate: step -> learning rate.
@@ -71,6 +90,7 @@ def make_train_step(
       max_bad_steps: after this many skipped steps in a row the state stays frozen, whatever follows: the host, which
         looks only now and then, cannot miss it.
       norm: global norm of gradients as they are stored.
+      weights: how parameters are kept.
     """
 
     def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, StepMetrics]:
@@ -86,8 +106,10 @@ def make_train_step(
             grads = jax.tree.map(lambda g: g * shrink, grads)
 
         rate = learning_rate(state.step)
-        directions, moments = optimizer.update(grads, state.optimizer, state.params)
-        params = jax.tree.map(lambda p, d: p - rate * d, state.params, directions)
+        directions, moments = optimizer.update(grads, state.optimizer, widened(state.params))
+        lower = jax.tree.map(lambda d: rate * d, directions)
+        rounding = stream_key(seed, Stream.ROUNDING, state.step)
+        params, remainder = weights.lowered(state.params, lower, state.remainder, rounding)
 
         bad_steps = jnp.where(good, 0, state.bad_steps + 1)
         state = TrainState(
@@ -96,6 +118,7 @@ def make_train_step(
             bad_steps=bad_steps,
             params=new_if(good, params, state.params),
             optimizer=new_if(good, moments, state.optimizer),
+            remainder=new_if(good, remainder, state.remainder),
             feedback=new_if(good, feedback, state.feedback),
         )
         return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps)

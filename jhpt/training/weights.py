@@ -1,0 +1,135 @@
+"""How parameters are stored between steps, and how a step moves them.
+
+A bfloat16 has 8 significant bits: a change of less than 1/512 of a parameter is rounded away, and most changes are
+smaller.  With w a parameter as it is stored, u the change that the optimizer asks for, everything in float32 and
+`round` what makes a number storable,
+
+    bfloat16              w' = round(w + u), to nearest: training stalls as soon as changes are small
+    bfloat16_kahan        w' = round(w + u + c),  c' = round((u + c) - (w' - w))
+                          c, the remainder, is what rounding has taken away so far; it is a bfloat16, too
+    bfloat16_stochastic   w' = w + u rounded up or down, with probabilities that make its mean w + u
+
+Kahan's sum (1965, Communications of the ACM 8(1): 40) with a remainder in 8 bits: a step loses at most 2^-17 of the
+parameter, so that n steps end within n 2^-17 max|w| of the exact sum.  Stochastic rounding keeps no state; its
+variance adds up to at most n 2^-16 max|w|^2, a standard deviation of 2^-8 max|w| sqrt(n).  (Both for training with
+pure bfloat16: Zamirai et al. 2020, arXiv 2010.06192.)
+
+Parameters that models use in float32, a thousandth of all, stay float32 (`sharding.rules.IN_FLOAT32`).
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jhpt.core.config import WeightStorage
+from jhpt.sharding.rules import IN_FLOAT32, path_name
+
+Keys = Callable[[jax.Array], Any]
+"""Key of a step -> a tree like the stored parameters: data of a leaf's key, or of one for each of its rows."""
+
+
+def widened(tree: Any) -> Any:
+    """The same numbers in float32: what gradients, moments and decay are computed from."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def no_keys(key: jax.Array) -> Any:
+    """Of weights that draw nothing."""
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """storage: as in the table above; float32 is exact to rounding.  keys: of stochastic rounding (`rounding_keys`)."""
+
+    storage: WeightStorage = "float32"
+    keys: Keys = no_keys
+
+    def stored(self, params: Any) -> Any:
+        """Float32 parameters as they are kept, rounded to nearest."""
+        if self.storage == "float32":
+            return params
+
+        def narrowed(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            return leaf if IN_FLOAT32.search(path_name(path)) else leaf.astype(jnp.bfloat16)
+
+        return jax.tree_util.tree_map_with_path(narrowed, params)
+
+    def remainder(self, params: Any) -> Any:
+        """The remainder before the first step, zeros like the parameters; None where none is kept."""
+        if self.storage != "bfloat16_kahan":
+            return None
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.bfloat16), params)
+
+    def lowered(self, params: Any, by: Any, remainder: Any, key: jax.Array) -> tuple[Any, Any]:
+        """(parameters - by, the remainder that this leaves).
+
+        Args:
+          params, remainder: as they are stored.  by: like them, in float32.  key: of this step.
+        """
+        if self.storage == "bfloat16_kahan":
+            pairs = jax.tree.map(kahan, params, by, remainder)
+            return jax.tree.transpose(jax.tree.structure(params), None, pairs)
+        if self.storage == "bfloat16_stochastic":
+            return jax.tree.map(_drawn, params, by, self.keys(key)), None
+        return jax.tree.map(lambda p, u: (p.astype(jnp.float32) - u).astype(p.dtype), params, by), None
+
+
+def kahan(stored: jax.Array, by: jax.Array, remainder: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(stored - by, what is left): any shape; `stored` keeps its dtype.
+
+    Rounding is an operation of its own: XLA may leave out a conversion to bfloat16 and back, and with it the remainder.
+    """
+    kind, before = jnp.finfo(stored.dtype), stored.astype(jnp.float32)
+    change = remainder.astype(jnp.float32) - by
+    after = jax.lax.reduce_precision(before + change, kind.nexp, kind.nmant)
+    return after.astype(stored.dtype), (change - (after - before)).astype(remainder.dtype)
+
+
+def stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Float32 [...] -> bfloat16, up with probability (x - below) / (above - below), else down.
+
+    A random 16-bit number is added to the 16 bits that are cut off.  What is representable stays, and so does what is
+    not finite; above the largest bfloat16 is infinity.
+    """
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    kept = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
+    drawn = jax.lax.bitcast_convert_type(kept, jnp.float32)
+    return jnp.where(jnp.isfinite(x), drawn, x).astype(jnp.bfloat16)
+
+
+def _drawn(stored: jax.Array, by: jax.Array, key: jax.Array) -> jax.Array:
+    exact = stored.astype(jnp.float32) - by
+    if stored.dtype == jnp.float32:
+        return exact
+    keys = jax.random.wrap_key_data(key)
+    return jax.vmap(stochastic)(exact, keys) if keys.ndim else stochastic(exact, keys)
+
+
+def rounding_keys(params: Any, stored: Callable[[Any], Any]) -> Keys:
+    """A key for every parameter, by its name, and for every block of a stack, laid out like the parameters.
+
+    What a number draws depends on the step's key, its parameter, its block and its place in it: on nothing that a plan
+    decides.  A tied table that lies on two stages of a pipeline draws the same on both.
+
+    Args:
+      params: shapes of the model's own tree.  stored: that tree -> as the plan stores it.
+    """
+
+    def keys(key: jax.Array) -> Any:
+        def own(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+            name = path_name(path)
+            one = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            if not name.startswith("blocks/"):
+                return jax.random.key_data(one)
+            return jax.vmap(lambda block: jax.random.key_data(jax.random.fold_in(one, block)))(
+                jnp.arange(leaf.shape[0])
+            )
+
+        return stored(jax.tree_util.tree_map_with_path(own, params))
+
+    return keys
