@@ -159,6 +159,8 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
       InputError: lists every difference with both values.
     """
     before, after = dotted(saved.config), dotted(now.config)
+    defaults = dotted({"optimizer": OptimizerConfig().model_dump(mode="json")})
+    before = defaults | before  # what is new since the run was saved: as it was
     before["compute dtype"], after["compute dtype"] = saved.dtype, now.dtype
     names = [name for name in {**before, **after} if name.startswith(BOUND) and name not in FREE]
     changed = [

@@ -3,14 +3,15 @@
     first moment    m ~ scale sign(c) (c / 127)^2,   c int8 in [-127, 127]
     second moment   sqrt(v) ~ scale (c / 255)^2,     c uint8
 
-where the scale, a float32, is the largest |m| or sqrt(v) of the block, which is met exactly.  Squares put more codes
-near zero, where most numbers lie, as the dynamic map of Dettmers et al. (2021, arXiv 2110.02861) does; v is coded by
-its root, which is what Adam divides by.  With L = 127 or 255 and x = m or sqrt(v), to rounding,
+where the scale, a float32, is the largest |m| or sqrt(v) of the block.  Squares put more codes near zero, where most
+numbers lie, as the dynamic map of Dettmers et al. (2021, arXiv 2110.02861) does; v is coded by its root, which is what
+Adam divides by.  With L = 127 or 255 and x = m or sqrt(v), to rounding,
 
     |decoded - x| <= sqrt(|x| scale) / L + scale / (4 L^2)
 
-which is at most 0.79 % of the block's scale for m, 0.4 % for sqrt(v).  Scales below 1.2e-38 count as zero.  A v > 0
-never gets code 0, lest an update be divided by nothing: what lies below scale / (4 L^2) is decoded as scale / L^2.
+which is at most 0.79 % of the block's scale for m, 0.4 % for sqrt(v).  Scales reach to 8.5e37; below 1.2e-38 they count
+as zero.  A v > 0 never gets code 0, lest an update be divided by nothing: what lies below scale / (4 L^2) is decoded as
+scale / L^2.
 
 Codes have the parameter's shape, scales too but for the last dim, which counts blocks: partitions by path and shape
 apply to both.  A block is the largest divisor of the last dim up to `BLOCK`, whatever the plan, so a checkpoint

@@ -13,7 +13,7 @@ from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_grid
 from jhpt.sharding.rules import path_name
 from jhpt.training.data.batches import shuffled
-from jhpt.training.setup import execution
+from jhpt.training.setup import design_weights, execution
 
 
 def piped(
@@ -59,7 +59,11 @@ def laid_out(setup, plan: Plan, **changes):
         execution(setup.config, setup.model, layout, setup.tokenizer, train=train) for train in (True, False)
     )
     return replace(
-        setup, layout=layout, training=replace(training, **changes), evaluation=replace(evaluation, **changes)
+        setup,
+        layout=layout,
+        training=replace(training, **changes),
+        evaluation=replace(evaluation, **changes),
+        weights=design_weights(setup.config, setup.model, layout),
     )
 
 
