@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from jhpt.measure.comparison import Comparison
     from jhpt.planner.solve import Answer
 
-Benchmark = Literal["train", "planner", "predict", "hybrid", "comms", "kernels", "convergence"]
+Benchmark = Literal["train", "planner", "predict", "hybrid", "comms", "kernels", "convergence", "precision"]
 
 MODULES = {
     name: f"jhpt.bench.{name}" + (".run" if name in ("hybrid", "comms", "convergence") else "")
     for name in get_args(Benchmark)
-}
+} | {"precision": "jhpt.bench.convergence.precision"}
 """Of the benchmarks, imported when asked for: some need what not every machine has."""
 
 USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
@@ -268,11 +268,12 @@ def bench_command(arguments: list[str]) -> int:
             name: which benchmark.
             quick: fewer trials, the same keys; ends within a minute.
             json: file for the samples and claims.
-            out: convergence: folder of finished cells, which are not run again; none: runs/convergence.
+            out: convergence, precision: folder of finished cells, which are not run again; none: runs/NAME.
         """
-        if out is not None and name != "convergence":
+        of_cells = name in ("convergence", "precision")
+        if out is not None and not of_cells:
             raise InputError(f"--out is where bench convergence keeps its cells; leave it out of bench {name}")
-        folder = {"folder": out} if name == "convergence" else {}
+        folder = {"folder": out} if of_cells else {}
         return import_module(MODULES[name]).run(quick=quick, json_path=json, **folder)
 
     return tyro.cli(bench, prog="jhpt bench", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))

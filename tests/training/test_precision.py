@@ -31,13 +31,13 @@ from jhpt.training.moments import (
     encode_square,
 )
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.parts import Sums
+from jhpt.training.parts import Rows, Sums
 from jhpt.training.programs import _conversions, abstract_state, fresh_state
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
-from jhpt.training.weights import Weights, kahan, stochastic
+from jhpt.training.weights import Weights, kahan, stochastic, widened
 from tests.conftest import tiny_overrides
-from tests.sharding.plans import by_path, laid_out, mixed, on_host, piped
+from tests.sharding.plans import batch, by_path, laid_out, mixed, on_host, piped, random_params, stored
 
 FEW = "bfloat16", "bfloat16_kahan", "bfloat16_stochastic"
 
@@ -320,6 +320,19 @@ def test_a_step_is_that_of_one_device(tiny, plan, mode):
     assert jax.tree.map(lambda leaf: leaf.sharding, again) == jax.tree.map(lambda leaf: leaf.sharding, here)
     saved_again = on_host(conversions["saved"](again))
     assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), saved_again, found))
+
+
+@pytest.mark.parametrize("plan", ["data 2 x tensor 2, ZeRO-3", "pipeline, ZeRO-1"])
+def test_gradients_are_float32_and_those_of_the_widened_parameters(tiny, plan):
+    """That parameters are kept in bfloat16 is no matter of what is computed: to 1e-6 of the largest."""
+    setup = laid_out(prepare(tiny(**{"parallel.data": 1})), PLANS[plan])
+    params = stored(setup, Weights(storage="bfloat16").stored(jax.tree.map(jnp.asarray, random_params(setup))))
+    rows = Rows(jax.device_put(batch(setup, 16), setup.layout.batch))
+    run = jax.jit(lambda params: setup.training.gradients(params, rows, jax.random.key(7))[0])
+    found, expected = on_host(run(params)), on_host(run(widened(params)))
+    assert set(by_type(found).values()) == {"float32"} and max(map(np.max, jax.tree.leaves(found))) > 0
+    for path, leaf in by_path(expected).items():
+        assert np.abs(by_path(found)[path] - leaf).max() <= 1e-6 * np.abs(leaf).max(), path
 
 
 def test_a_tied_table_draws_the_same_on_both_stages(tiny):

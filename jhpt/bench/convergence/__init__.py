@@ -1,1 +1,1 @@
-"""`jhpt bench convergence`: what compression costs in loss."""
+"""`jhpt bench convergence`: what compression costs in loss; `jhpt bench precision`: what state in few bits does."""

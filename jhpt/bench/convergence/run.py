@@ -41,21 +41,26 @@ def run(*, quick: bool, json_path: str | None, folder: str | None) -> int:
     """Runs what is missing, prints the table and the claims; returns the exit status."""
     if json_path:
         check_writable(json_path)
-    place = Path(folder or FOLDER)
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {place} cannot be used: {error.strerror}; give a folder that can be written") from None
+    place = opened(folder or FOLDER)
     wanted = cells(quick=quick)
     complete(wanted, place, sorted(os.sched_getaffinity(0)), QUICK_FLAGS if quick else FLAGS)
     report(wanted, place, {"quick": quick}, json_path)
     return 0
 
 
+def opened(folder: str) -> Path:
+    """The folder of finished cells, made if it is not there."""
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {place} cannot be used: {error.strerror}; give a folder that can be written") from None
+    return place
+
+
 def report(wanted: Sequence[Cell], folder: Path, settings: Mapping[str, Any], json_path: str | None) -> None:
     """Tables, claims, pictures and a file of the cells that are there."""
-    there = {cell: file_of(cell, folder) for cell in wanted}
-    found = {cell: json.loads(file.read_text()) for cell, file in there.items() if file.is_file()}
+    found = finished(wanted, folder)
     print_table("bench convergence", COLUMNS, lines(found), words=2)
     print_table("what earlier positions know of later tokens", LEAK_COLUMNS, leak_lines(found), words=2)
     claims = claims_of(found)
@@ -64,6 +69,12 @@ def report(wanted: Sequence[Cell], folder: Path, settings: Mapping[str, Any], js
         (folder / name).write_text(text, encoding="utf-8")
     if json_path:
         write_json(json_path, "convergence", settings, list(found.values()), claims, device=False)
+
+
+def finished(wanted: Sequence[Cell], folder: Path) -> dict[Cell, Any]:
+    """What those of these cells have found that are there."""
+    there = {cell: file_of(cell, folder) for cell in wanted}
+    return {cell: json.loads(file.read_text()) for cell, file in there.items() if file.is_file()}
 
 
 def file_of(cell: Cell, folder: Path) -> Path:
