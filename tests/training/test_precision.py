@@ -122,8 +122,26 @@ def test_stochastic_rounding_leaves_what_is_representable():
 def test_what_models_use_in_float32_stays_so(tiny):
     for storage in FEW:
         setup = prepare(tiny(**{"optimizer.weights": storage, "parallel.data": 1}))
-        for path, leaf in by_type(jax.eval_shape(partial(fresh_state, setup)).params).items():
+        state = jax.eval_shape(partial(fresh_state, setup))
+        assert set(by_type(state.optimizer).values()) == {"float32", "int32"}
+        for path, leaf in by_type(state.params).items():
             assert leaf == ("float32" if IN_FLOAT32.search(path) else "bfloat16"), path
+
+
+def test_the_optimizer_sees_parameters_in_float32():
+    """Decay alone: a fifth of a parameter goes, of which bfloat16 would round 2^-9 away and the remainder 2^-17."""
+    config, keep = OptimizerConfig(weights="bfloat16_kahan", weight_decay=0.7), Weights(storage="bfloat16_kahan")
+    params = {"kernel": jax.random.normal(jax.random.key(0), (8, 64)).astype(jnp.bfloat16).astype(jnp.float32)}
+
+    def nothing(params, windows, key):
+        return jax.tree.map(jnp.zeros_like, widened(params)), Sums(*(jnp.float32(1),) * 3)
+
+    rules = {"seed": 0, "clip_norm": None, "max_bad_steps": 1, "weights": keep}
+    step = jax.jit(make_train_step(nothing, make_optimizer(config), lambda step: jnp.float32(0.3), **rules))
+    state, _ = step(init_state(params, make_optimizer(config), weights=keep), jnp.zeros((1, 1), jnp.int32))
+    found = by_path(state.params)["kernel"] + by_path(state.remainder)["kernel"]
+    start = by_path(params)["kernel"]
+    assert np.all(np.abs(found - start * (1 - 0.3 * 0.7)) <= 2.0**-17 * np.abs(start))
 
 
 def by_type(tree):
