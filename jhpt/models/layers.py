@@ -1,7 +1,7 @@
 """The layers that GPT and BERT share, as Flax modules used through pure `init` and `apply`.
 
 Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, G = H / K, E head width, F MLP width.
-Weights are float32 and cast to `dtype` where they are used.  Tensors that recomputation chooses among carry names
+Weights, of any dtype, are cast to `dtype` where they are used.  Tensors that recomputation chooses among carry names
 (`jax.ad_checkpoint.checkpoint_name`), listed in `NAMED_TENSORS`.
 """
 

@@ -82,7 +82,8 @@ class Weights:
 def kahan(stored: jax.Array, by: jax.Array, remainder: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(stored - by, what is left): any shape; `stored` keeps its dtype.
 
-    Rounding is an operation of its own: XLA may leave out a conversion to bfloat16 and back, and with it the remainder.
+    Rounding is an operation of its own: for GPUs, XLA leaves out a conversion to bfloat16 and back, and with it the
+    remainder.
     """
     kind, before = jnp.finfo(stored.dtype), stored.astype(jnp.float32)
     change = remainder.astype(jnp.float32) - by
