@@ -1,6 +1,7 @@
 """State in few bits: the rules of rounding, the codes of moments, and that no plan, skip or resumption changes what
 they make of a step."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -40,6 +41,7 @@ from tests.conftest import tiny_overrides
 from tests.sharding.plans import batch, by_path, laid_out, mixed, on_host, piped, random_params, stored
 
 FEW = "bfloat16", "bfloat16_kahan", "bfloat16_stochastic"
+FEWEST = {"optimizer.weights": "bfloat16_stochastic", "optimizer.moments": "int8"}
 
 
 # Rounding.
@@ -275,11 +277,10 @@ CASES = [("data 4, ZeRO-1", mode) for mode in MODES]
 CASES += [(plan, mode) for plan in list(PLANS)[1:] for mode in ("kahan, codes", "stochastic, codes")]
 
 
-def taken(setup, steps=3):
-    """(programs' conversions, the state after so many steps) with gradients that are a function of each parameter
-    alone, so that no sum over devices is rounded differently."""
-    shapes = abstract_state(setup)
-    places = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+def update(setup):
+    """A step, to be compiled, whose gradients are a function of each parameter alone, so that no sum over devices is
+    rounded differently."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setup))
 
     def gradients(params, windows, key):
         found = jax.tree.map(lambda p: jnp.sin(37 * p.astype(jnp.float32)), params)
@@ -292,9 +293,16 @@ def taken(setup, steps=3):
         seed=3,
         clip_norm=None,
         max_bad_steps=1,
+        norm=lambda gradients: jnp.float32(1),
         weights=setup.weights,
     )
-    run = jax.jit(step, out_shardings=(places, None))
+    return jax.jit(step, out_shardings=(places, None))
+
+
+def taken(setup, steps=3):
+    """(programs' conversions, the state after so many steps)."""
+    shapes, run = abstract_state(setup), update(setup)
+    places = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     state = jax.jit(partial(fresh_state, setup), out_shardings=places)()
     for _ in range(steps):
         state, metrics = run(state, jnp.zeros((1, 1), jnp.int32))
@@ -338,6 +346,17 @@ def test_a_step_is_that_of_one_device(tiny, plan, mode):
     assert jax.tree.map(lambda leaf: leaf.sharding, again) == jax.tree.map(lambda leaf: leaf.sharding, here)
     saved_again = on_host(conversions["saved"](again))
     assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), saved_again, found))
+
+
+COLLECTIVES = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_update_moves_nothing_between_devices(tiny, plan):
+    """Codes, scales, remainders and draws are made where they are used."""
+    setup = laid_out(prepare(tiny(**FEWEST, **{"parallel.data": 1})), PLANS[plan])
+    text = update(setup).lower(abstract_state(setup), jnp.zeros((1, 1), jnp.int32)).compile().as_text()
+    assert COLLECTIVES.findall(text) == []
 
 
 @pytest.mark.parametrize("plan", ["data 2 x tensor 2, ZeRO-3", "pipeline, ZeRO-1"])
