@@ -34,7 +34,7 @@ from jhpt.training.data.windows import Windows, causal_windows, check_masked, ma
 from jhpt.training.moments import check_blocks
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.parts import compressed_hooks, make_parts, sequence_hooks, tensor_hooks, with_cut_sequence
-from jhpt.training.weights import Weights, no_keys, rounding_keys
+from jhpt.training.weights import Weights, rounding_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +152,11 @@ def design_step(
 
 def design_weights(config: Config, model: Model, layout: Layout) -> Weights:
     """How the configured model's parameters are kept, and what their roundings draw."""
+    storage = config.optimizer.weights
+    if storage != "bfloat16_stochastic":
+        return Weights(storage=storage)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    draws = config.optimizer.weights == "bfloat16_stochastic"
-    keys = rounding_keys(shapes, layout.stored) if draws else no_keys
-    return Weights(storage=config.optimizer.weights, keys=keys)
+    return Weights(storage=storage, keys=rounding_keys(shapes, layout.stored))
 
 
 def execution(
