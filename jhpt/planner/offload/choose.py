@@ -6,10 +6,11 @@ both): the one that frees the most bytes per second that it costs; of those that
 Moving on never makes an operation need more (`stream.held`), so this ends with a step that fits, or with everything on
 the host, which then is the proof that nothing fits the device.
 
-Repair: while that brings the step nearer to both budgets, or makes one that fits shorter, one bucket moves, or one
-moves back and another on.  It also starts from the greedy choice by bytes on the host instead of seconds, for hosts
-that are small, and from everything on the host.  Each distance of fetches from none to `most_ahead` has a search of
-its own.
+Repair: while that brings the step nearer to both budgets, or makes one that fits shorter, one bucket moves to another
+home, or two do.  It also starts from the greedy choice by bytes on the host instead of seconds, for hosts
+that are small, and from everything on the host.
+
+Parameters alone are no home here: of as many bytes the optimizer's state moves fewer in a step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,9 +20,6 @@ import numpy as np
 
 from jhpt.core.cluster import Link
 from jhpt.planner.offload.stream import Array, Bucket, Home, Homes, Streamed, stream
-
-MOST_AHEAD = 3
-"""Operations before its own in which a fetch may begin, at most."""
 
 TOLERANCE = 1e-9
 """Relative; what is less is rounding."""
@@ -42,21 +40,16 @@ class Chosen:
     """A step that fits.  peak: bytes on the device at most; host: bytes there."""
 
     homes: tuple[Home, ...]
-    ahead: int
     seconds: float
     peak: float
     host: float
 
 
-def choose(buckets: Sequence[Bucket], link: Link, budget: Budget, most_ahead: int = MOST_AHEAD) -> Chosen | None:
+def choose(buckets: Sequence[Bucket], link: Link, budget: Budget) -> Chosen | None:
     """The shortest step found; None: none fits."""
-    found = [one for ahead in range(most_ahead + 1) if (one := _at(buckets, link, budget, ahead))]
-    return min(found, key=lambda one: (one.seconds, one.peak)) if found else None
 
-
-def _at(buckets: Sequence[Bucket], link: Link, budget: Budget, ahead: int) -> Chosen | None:
     def steps(homes: Homes) -> Streamed:
-        return stream(buckets, link, homes, ahead)
+        return stream(buckets, link, homes)
 
     starts = [_moved_on(steps, len(buckets), budget, cost) for cost in (_seconds, _host)] + [_moved_all(len(buckets))]
     found = [_repaired(steps, budget, homes) for homes in starts]
@@ -67,7 +60,6 @@ def _at(buckets: Sequence[Bucket], link: Link, budget: Budget, ahead: int) -> Ch
     homes, step = min(fitting, key=lambda pair: (pair[1].seconds[0], pair[1].peak[0]))
     return Chosen(
         homes=tuple(Home(home) for home in homes.tolist()),
-        ahead=ahead,
         seconds=float(step.seconds[0]),
         peak=float(step.peak[0]),
         host=float(step.host[0]),
@@ -96,7 +88,7 @@ def _moved_on(steps: Steps, count: int, budget: Budget, cost: Callable[[Streamed
     homes = np.zeros(count, np.int64)
     now = steps(homes)
     while now.peak[0] > budget.device and (homes < Home.BOTH).any():
-        moves = np.array(list(_moves(homes, on=range(count))))
+        moves = np.array(list(_moves_on(homes)))
         then = steps(moves)
         more, need = cost(then) - cost(now), np.maximum(then.peak, budget.device)
         freed = now.peak[0] - need
@@ -108,12 +100,11 @@ def _moved_on(steps: Steps, count: int, budget: Budget, cost: Callable[[Streamed
 
 
 def _repaired(steps: Steps, budget: Budget, homes: Homes) -> Homes:
-    """While it brings the step nearer to fitting, or makes it shorter: one moves, or one moves back and another on."""
+    """While it brings the step nearer to fitting, or makes it shorter: one moves, or two do."""
     now = steps(homes)
     over, seconds = float(_over(now, budget)[0]), float(now.seconds[0])
     while True:
-        every = range(len(homes))
-        moves = np.array([*_moves(homes, on=every, back=every), *_swaps(homes)])
+        moves = np.array([*_changes(homes), *_pairs(homes)])
         then = steps(moves)
         excess = _over(then, budget)
         best = int(np.lexsort((then.peak, then.seconds, excess))[0])
@@ -122,18 +113,26 @@ def _repaired(steps: Steps, budget: Budget, homes: Homes) -> Homes:
         homes, over, seconds = moves[best], float(excess[best]), float(then.seconds[best])
 
 
-def _moves(homes: Homes, *, on: Iterable[int] = (), back: Iterable[int] = ()) -> Iterable[Homes]:
-    """Homes in which one bucket has moved one on, or back."""
-    for step, which in ((1, on), (-1, back)):
-        for at in which:
-            if Home.RESIDENT <= homes[at] + step <= Home.BOTH:
-                moved = homes.copy()
-                moved[at] += step
-                yield moved
+def _moves_on(homes: Homes) -> Iterable[Homes]:
+    """Homes in which one bucket has moved one on."""
+    for at in np.flatnonzero(homes < Home.BOTH):
+        yield _with(homes, at, homes[at] + 1)
 
 
-def _swaps(homes: Homes) -> Iterable[Homes]:
-    """Homes in which one has moved back, and another on."""
-    for moved in _moves(homes, back=range(len(homes))):
+def _changes(homes: Homes, first: int = 0) -> Iterable[Homes]:
+    """Homes in which one bucket, from the first on, has moved."""
+    for at in range(first, len(homes)):
+        yield from (_with(homes, at, home) for home in range(Home.BOTH + 1) if home != homes[at])
+
+
+def _pairs(homes: Homes) -> Iterable[Homes]:
+    """Homes in which two have."""
+    for moved in _changes(homes):
         (at,) = np.flatnonzero(moved != homes)
-        yield from _moves(moved, on=(other for other in range(len(homes)) if other != at))
+        yield from _changes(moved, at + 1)
+
+
+def _with(homes: Homes, at: int, home: int) -> Homes:
+    moved = homes.copy()
+    moved[at] = home
+    return moved

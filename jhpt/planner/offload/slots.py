@@ -1,8 +1,8 @@
-"""Memory that is allocated once: which slot a fetched bucket takes, so that as few as possible are needed.
+"""Memory that is allocated once: which slot a row on its way takes, so that as few as possible are needed.
 
-A bucket is on the device from the operation in which its fetch begins to that in which its write ends: an interval.
-Intervals that overlap need different slots; taken by their beginning, each the lowest slot that is free, they need
-exactly as many as overlap at a time, and no colouring of an interval graph needs fewer.
+A row is on the device from the operation in which its fetch begins, or which computes it, to that in which its write
+ends: an interval.  Intervals that overlap need different slots; taken by their beginning, each the lowest slot that is
+free, they need exactly as many as overlap at a time, and no colouring of an interval graph needs fewer.
 """
 
 import heapq
@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jhpt.planner.offload.stream import Home, stays
+from jhpt.planner.offload.stream import AGAIN, Home
 
-Part = Literal["weights", "state"]
+Part = Literal["rows", "weights", "gradient"]
+"""All that a forward pass fetches; of the backward pass the weights, and the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Residency:
-    """A part of a layer's bucket is on the device during the operations first ... last."""
+    """A part of what a layer has on the host is on the device during the operations first ... last."""
 
     layer: int
     part: Part
@@ -25,24 +26,24 @@ class Residency:
     last: int
 
 
-def residencies(homes: Sequence[Home], ahead: int) -> tuple[Residency, ...]:
-    """Of what is streamed, in the order in which it comes; see `stream` for when that is."""
-    layers = len(homes)
-    remain, found = stays(layers, ahead), list[Residency]()
+def residencies(homes: Sequence[Home]) -> tuple[Residency, ...]:
+    """Of what comes and goes, in the order in which it comes; see `stream` for when that is."""
+    last, found = 2 * len(homes) - 1, list[Residency]()
 
-    def add(layer: int, part: Part, first: int, last: int) -> None:
-        last = min(last, 2 * layers - 1)
-        found.append(Residency(layer=layer, part=part, first=max(first, 0), last=last))
+    def add(layer: int, part: Part, first: int, stop: int) -> None:
+        if first < stop:
+            found.append(Residency(layer=layer, part=part, first=first, last=stop - 1))
 
-    for layer, home in enumerate(homes):
-        back = 2 * layers - 1 - layer
-        if home == Home.BOTH and remain[layer]:
-            add(layer, "weights", layer - ahead, back + 1)
-        elif home == Home.BOTH:
-            add(layer, "weights", layer - ahead, layer)
-            add(layer, "weights", back - ahead, back + 1)
-        if home != Home.RESIDENT:
-            add(layer, "state", back - ahead, back + 1)
+    forward = [layer for layer, home in enumerate(homes) if home != Home.RESIDENT]
+    for before, layer, behind in zip([0, *forward], forward, [*forward[1:], len(homes)], strict=False):
+        add(layer, "rows", before, behind)
+    # Backwards a group ends with the operation of its first layer, the operations count from the last one on.
+    backward = [last - layer for layer in reversed(range(len(homes))) if AGAIN[homes[layer], 0]]
+    starts = [len(homes), len(homes), *(operation + 1 for operation in backward)]
+    ends = [*(operation + 1 for operation in backward), last + 1]
+    for at, operation in enumerate(backward):
+        add(last - operation, "weights", starts[at], ends[at])
+        add(last - operation, "gradient", starts[at + 1], ends[at + 1])
     return tuple(sorted(found, key=lambda one: (one.first, one.last, one.layer, one.part)))
 
 

@@ -1,26 +1,31 @@
-"""A step that streams what its layers need from the host: how long it takes, and what the device holds meanwhile.
+"""A step whose layers come from the host, as `jhpt.sharding.streamed` runs it: how long it takes, what the device holds.
 
-A layer's weights and optimizer state are a bucket.  A step is 2 L operations: forward of the layers 1 ... L, backward
-of L ... 1, of which each also updates its layer.  A bucket is
+A layer's rows are a bucket: weights, a gradient as large as they are, and the optimizer's state.  It is
 
     resident     on the device for good
-    optimizer    its state on the host: fetched for the backward operation, written back after it
-    both         all of it on the host: weights are fetched for both operations, state for the second, and all is
-                 written back
+    optimizer    its state on the host
+    both         all of it on the host
+    parameters   weights and gradient on the host
 
-Weights that would be fetched again before the forward operation has let go of them stay until the backward one.
+and a step makes two passes over the layers:
 
-Copies have a stream for either direction, beside that of the computation.  On each of the three one thing follows the
-other, in the order of the operations; with c, f and w the ends of operation o, of its fetch and of its write,
+    forward      fetches what is on the host of a layer, takes the step that its gradient asks for, writes back what has
+                 changed, computes
+    backward     fetches weights, computes, writes the gradient
 
-    fetch     starts at  max(f(o - 1), c(o - 1 - ahead))
-    compute   starts at  max(c(o - 1), f(o), w(o - 2))
-    write     starts at  max(w(o - 1), c(o))
+A layer that is fetched and those that stay behind it are a group; those that stay before all others are one too.  A pass
+goes from group to group, and no copy outlasts the group in which it began.  With C, F and W the seconds in which group g
+is computed, fetched and written, a group of a pass takes
 
-and the step ends with the last of them.  So a fetch has room from the beginning of operation o - ahead on, and a write
-until the end of operation o + 1: what the device holds is known from the order alone, whatever the seconds are.
+    forward      F(g + 1) + max(C(g), W(g))
+    backward     max(C(g), F(g - 1), W(g + 1))
 
-Without the bound on writes, w(o - 2), a slow link would fill the device with what waits to be written.
+The forward pass reads and writes the same rows, and in programs for an H100 (jax 0.10.2) its products wait for the next
+group's rows.  First of all F of the group that begins a pass; last of all W of the one that ends the backward pass, beside
+the layers that stay before all others.  `jhpt.planner.offload.hosted` prices plans with this; the runtime's groups are
+equal, here they need not be.
+
+Left out: what copies take of the memory's bandwidth, and the last fetch of a pass, which nobody needs.
 """
 
 from collections.abc import Sequence
@@ -43,13 +48,26 @@ class Home(IntEnum):
     RESIDENT = 0
     OPTIMIZER = 1
     BOTH = 2
+    PARAMETERS = 3
+
+
+# Of weights and of state, by home.
+ON_HOST = np.array([(0, 0), (0, 1), (2, 1), (2, 0)], float)
+"""Also what a forward pass fetches."""
+
+CHANGED = np.array([(0, 0), (0, 1), (1, 1), (1, 0)], float)
+"""What it writes."""
+
+AGAIN = np.array([(0, 0), (0, 0), (1, 0), (1, 0)], float)
+"""What a backward pass fetches, and as many bytes of gradient that it writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """A layer.  Seconds of its operations, without copies; bytes.
 
-    kept: of what the forward operation leaves for the backward one.  working: of what an operation needs beside.
+    weights: also of a gradient.  kept: of what the forward operation leaves for the backward one.  working: of what an
+    operation needs beside.
     """
 
     forward: float
@@ -69,42 +87,24 @@ class Streamed:
     host: Array
 
 
-def stream(buckets: Sequence[Bucket], link: Link, homes: Any, ahead: int) -> Streamed:
+def stream(buckets: Sequence[Bucket], link: Link, homes: Any) -> Streamed:
     """Many steps of the same buckets at a time.
 
     Args:
       link: between host and device, either direction.
       homes: [C, L], or [L] of one.
-      ahead: how many operations before its own a fetch may begin.
     """
     homes = np.atleast_2d(np.asarray(homes, np.int64))
-    each = np.repeat(np.array(list(Home))[:, None], len(buckets), 1)
-    fetches, writes = (_chosen(copy_seconds(link, size), homes) for size in copies(buckets, each, ahead))
-    seconds = np.array([bucket.forward for bucket in buckets] + [bucket.backward for bucket in reversed(buckets)])
     return Streamed(
-        seconds=_ends(seconds, fetches, writes, ahead),
-        peak=held(buckets, homes, ahead).max(1, initial=0.0),
-        host=_host_bytes(buckets, homes),
+        seconds=forward_seconds(buckets, link, homes) + backward_seconds(buckets, link, homes),
+        peak=held(buckets, homes).max(1, initial=0.0),
+        host=bytes_of(buckets, homes, ON_HOST).sum(1),
     )
 
 
-def copies(buckets: Sequence[Bucket], homes: Homes, ahead: int) -> tuple[Array, Array]:
-    """Bytes that every operation has fetched and has written, [C, 2 L]."""
-    weights, state = _sizes(buckets)
-    moves, streams = (homes == Home.BOTH) * weights, (homes != Home.RESIDENT) * state
-    again = np.where(stays(len(buckets), ahead), 0.0, moves)
-    fetched = np.concatenate([moves, (again + streams)[:, ::-1]], 1)
-    return fetched, np.concatenate([np.zeros_like(moves), (moves + streams)[:, ::-1]], 1)
-
-
-def _chosen(by_home: Array, homes: Homes) -> Array:
-    """[3, 2 L] of every home -> [C, 2 L] of these: what an operation copies depends on its own layer only."""
-    return by_home[np.concatenate([homes, homes[:, ::-1]], 1), np.arange(by_home.shape[1])]
-
-
-def stays(layers: int, ahead: int) -> NDArray[np.bool_]:
-    """Whether the fetch of a layer's weights for its backward operation could begin before its forward one is over."""
-    return 2 * (layers - np.arange(layers)) - 1 <= ahead
+def bytes_of(buckets: Sequence[Bucket], homes: Homes, parts: Array) -> Array:
+    """[C, L] of these parts of every layer's weights and state, by home."""
+    return parts[homes, 0] * [bucket.weights for bucket in buckets] + parts[homes, 1] * [b.state for b in buckets]
 
 
 def copy_seconds(link: Link, size: Array) -> Array:
@@ -113,17 +113,45 @@ def copy_seconds(link: Link, size: Array) -> Array:
     return np.where(size > 0, link.latency + size / rates(size), 0.0)
 
 
-def held(buckets: Sequence[Bucket], homes: Homes, ahead: int) -> Array:
-    """Bytes on the device during every operation, [C, 2 L]."""
-    fetched, written = copies(buckets, homes, ahead)
-    count = fetched.shape[1]
-    total = np.repeat(_resident_bytes(buckets, homes)[:, None], count, 1) + activations(buckets)
-    for operation in range(count):
-        total[:, max(operation - ahead, 0) : operation + 1] += fetched[:, operation, None]
-        total[:, operation + 1 : operation + 2] += written[:, operation, None]
-    for layer in np.flatnonzero(stays(len(buckets), ahead)):
-        total[:, layer + 1 : count - layer] += fetched[:, layer, None]
-    return total
+def forward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Array:
+    """[C]: every fetch, and of every group the longer of computation and write."""
+    fetched, written = _copies(buckets, link, homes, ON_HOST), _copies(buckets, link, homes, CHANGED)
+    total, computed, writing = fetched.sum(1), np.zeros(len(homes)), np.zeros(len(homes))
+    for layer, bucket in enumerate(buckets):
+        begins = homes[:, layer] != Home.RESIDENT
+        total += np.where(begins, np.maximum(computed, writing), 0.0)
+        computed = np.where(begins, 0.0, computed) + bucket.forward
+        writing = np.where(begins, written[:, layer], writing)
+    return total + np.maximum(computed, writing)
+
+
+def backward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Array:
+    """[C]: every group beside the fetch of the next one and the write of the one before."""
+    copies = _copies(buckets, link, homes, AGAIN)
+    # Of the layers since the last group that is complete; of that one, of what is written beside it and afterwards.
+    total, computed, complete, beside, afterwards = (np.zeros(len(homes)) for _ in range(5))
+    for layer in reversed(range(len(buckets))):
+        ends, copy = AGAIN[homes[:, layer], 0] > 0, copies[:, layer]
+        total += np.where(ends, np.maximum(np.maximum(complete, beside), copy), 0.0)
+        computed = computed + buckets[layer].backward
+        complete, computed = np.where(ends, computed, complete), np.where(ends, 0.0, computed)
+        beside, afterwards = np.where(ends, afterwards, beside), np.where(ends, copy, afterwards)
+    return total + np.maximum(complete, beside) + np.maximum(computed, afterwards)
+
+
+def held(buckets: Sequence[Bucket], homes: Homes) -> Array:
+    """Bytes on the device during every operation, [C, 2 L]: forward of the layers 1 ... L, backward of L ... 1.
+
+    A group holds its rows and those that are fetched for the next one, and backward its gradient and the one before
+    on its way; what is written goes from where it has come to.
+    """
+    rows, again = bytes_of(buckets, homes, ON_HOST), bytes_of(buckets, homes, AGAIN)
+    stays = sum(2 * bucket.weights + bucket.state for bucket in buckets) - rows.sum(1)
+    _, own, following = _around(rows)
+    forward = own + following
+    preceding, own, following = _around(again)
+    backward = preceding + 2 * own + following
+    return stays[:, None] + activations(buckets) + np.concatenate([forward, backward[:, ::-1]], 1)
 
 
 def activations(buckets: Sequence[Bucket]) -> Array:
@@ -133,30 +161,22 @@ def activations(buckets: Sequence[Bucket]) -> Array:
     return np.concatenate([so_far + working, (so_far + working)[::-1]])
 
 
-def _sizes(buckets: Sequence[Bucket]) -> tuple[Array, Array]:
-    return np.array([bucket.weights for bucket in buckets]), np.array([bucket.state for bucket in buckets])
+def _around(sizes: Array) -> tuple[Array, Array, Array]:
+    """[C, L] of what comes and goes -> (of the group before, of a layer's own, of the group behind), each [C, L]."""
+    before, own, behind = (np.zeros_like(sizes) for _ in range(3))
+    last, now, coming = (np.zeros(len(sizes)) for _ in range(3))
+    for layer in range(sizes.shape[1]):
+        begins = sizes[:, layer] > 0
+        last, now = np.where(begins, now, last), np.where(begins, sizes[:, layer], now)
+        before[:, layer], own[:, layer] = last, now
+    for layer in reversed(range(sizes.shape[1])):
+        behind[:, layer] = coming
+        coming = np.where(sizes[:, layer] > 0, sizes[:, layer], coming)
+    return before, own, behind
 
 
-def _resident_bytes(buckets: Sequence[Bucket], homes: Homes) -> Array:
-    weights, state = _sizes(buckets)
-    return (homes != Home.BOTH) @ weights + (homes == Home.RESIDENT) @ state
-
-
-def _host_bytes(buckets: Sequence[Bucket], homes: Homes) -> Array:
-    return sum(bucket.weights + bucket.state for bucket in buckets) - _resident_bytes(buckets, homes)
-
-
-def _ends(seconds: Array, fetch: Array, write: Array, ahead: int) -> Array:
-    """When steps end, [C]; seconds: [2 L] of the operations, fetch and write: [C, 2 L] of their copies."""
-    candidates, count = fetch.shape
-    computed, written = np.zeros((candidates, count + 2)), np.zeros((candidates, count + 2))  # two nothings before
-    fetched = np.zeros(candidates)
-    for at in range(count):
-        issued = computed[:, max(at + 1 - ahead, 0)]
-        fetched = np.where(fetch[:, at] > 0, np.maximum(fetched, issued) + fetch[:, at], fetched)
-        ready = np.where(fetch[:, at] > 0, fetched, 0.0)
-        start = np.maximum(np.maximum(computed[:, at + 1], ready), written[:, at])
-        computed[:, at + 2] = start + seconds[at]
-        own = np.maximum(written[:, at + 1], computed[:, at + 2]) + write[:, at]
-        written[:, at + 2] = np.where(write[:, at] > 0, own, written[:, at + 1])
-    return np.maximum(computed[:, -1], written[:, -1])
+def _copies(buckets: Sequence[Bucket], link: Link, homes: Homes, parts: Array) -> Array:
+    """[C, L] seconds to copy these parts of every layer."""
+    each = np.repeat(np.array(list(Home))[:, None], len(buckets), 1)
+    by_home = copy_seconds(link, bytes_of(buckets, each, parts))
+    return by_home[homes, np.arange(len(buckets))]

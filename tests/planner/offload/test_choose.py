@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jhpt.planner.offload.choose import MOST_AHEAD, Budget, choose
+from jhpt.planner.offload.choose import Budget, choose
 from jhpt.planner.offload.stream import Home, stream
 from tests.planner.offload.instances import drawn
 
@@ -13,20 +13,17 @@ from tests.planner.offload.instances import drawn
 def best(buckets, link, budget):
     """The shortest step of all that fit, in seconds; None: none does."""
     homes = np.array(list(itertools.product(range(3), repeat=len(buckets))))
-    found = []
-    for ahead in range(MOST_AHEAD + 1):
-        steps = stream(buckets, link, homes, ahead)
-        found += steps.seconds[(steps.peak <= budget.device) & (steps.host <= budget.host)].tolist()
-    return min(found, default=None)
+    steps = stream(buckets, link, homes)
+    return min(steps.seconds[(steps.peak <= budget.device) & (steps.host <= budget.host)].tolist(), default=None)
 
 
 def instance(seed):
     """Budgets between what all on the host needs and what nothing does, now and then too small; every other host is."""
     buckets, link = drawn(seed, 8)
     rng = np.random.default_rng(seed + 5000)
-    ends = [stream(buckets, link, [home] * len(buckets), 0).peak[0] for home in (Home.BOTH, Home.RESIDENT)]
+    ends = [stream(buckets, link, [home] * len(buckets)).peak[0] for home in (Home.BOTH, Home.RESIDENT)]
     device = ends[0] + rng.uniform(-0.1, 1.0) * (ends[1] - ends[0])
-    everything = sum(bucket.weights + bucket.state for bucket in buckets)
+    everything = sum(2 * bucket.weights + bucket.state for bucket in buckets)
     host = everything if seed % 2 else float(rng.uniform(0.2, 1.0)) * everything
     return buckets, link, Budget(device=float(device), host=host)
 
@@ -40,7 +37,7 @@ def test_greedy_and_repair_are_near_the_best():
         assert (found is None) == (expected is None)
         if found is not None:
             assert found.peak <= budget.device and found.host <= budget.host
-            own = stream(buckets, link, list(found.homes), found.ahead)
+            own = stream(buckets, link, list(found.homes))
             assert (own.seconds[0], own.peak[0], own.host[0]) == (found.seconds, found.peak, found.host)
             ratios.append(found.seconds / expected)
     assert len(ratios) >= 200

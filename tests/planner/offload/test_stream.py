@@ -9,99 +9,118 @@ from jhpt.core.cluster import Link
 from jhpt.planner.offload.stream import Bucket, Home, stream
 from tests.planner.offload.instances import drawn
 
+ROWS = {Home.RESIDENT: [], Home.OPTIMIZER: ["state"], Home.BOTH: ["weights", "weights", "state"]}
+ROWS[Home.PARAMETERS] = ["weights", "weights"]
+CHANGED = {Home.RESIDENT: [], Home.OPTIMIZER: ["state"], Home.BOTH: ["weights", "state"], Home.PARAMETERS: ["weights"]}
+AGAIN = {home: ["weights"] if home in (Home.BOTH, Home.PARAMETERS) else [] for home in Home}
 
-def played(buckets, link, homes, ahead):
-    """(seconds, peak): three workers, each with a queue; an item begins when its worker is free and its conditions are
-    over.  Bytes are counted when an item begins and ends."""
-    layers = [(at, "forward") for at in range(len(buckets))] + [
-        (at, "backward") for at in reversed(range(len(buckets)))
-    ]
-    queues = {"fetch": [], "compute": [], "write": []}
-    needs = {}
 
-    def queue(worker, operation, seconds, conditions):
-        queues[worker].append((operation, seconds))
-        needs[worker, operation] = conditions
+def cut(layers, comes):
+    """A pass's layers in order -> its groups: of layers that stay before all others, then of each that comes."""
+    groups = [[]]
+    for layer in layers:
+        if comes(layer):
+            groups.append([])
+        groups[-1].append(layer)
+    return groups
 
-    def copying(size):
-        return link.latency + size / link.rate(size)
 
-    spans = []  # first and last operation, bytes
-    for operation, (at, way) in enumerate(layers):
-        bucket, home = buckets[at], homes[at]
-        weights = bucket.weights if home == Home.BOTH else 0.0
-        first = at - ahead if way == "backward" and operation - ahead <= at else None  # it has never left
-        state = bucket.state if home != Home.RESIDENT and way == "backward" else 0.0
-        size, back = (0.0 if first is not None else weights) + state, weights + state
-        conditions = [("compute", operation - 1), ("write", operation - 2)]
-        if way == "backward" and back:
-            spans.append((operation + 1, operation + 1, back))
-            if first is not None:
-                spans.append((at + 1, operation, weights))
-        if size:
-            spans.append((operation - ahead, operation, size))
-            queue("fetch", operation, copying(size), [("compute", operation - 1 - ahead)])
-            conditions.append(("fetch", operation))
-        queue("compute", operation, bucket.forward if way == "forward" else bucket.backward, conditions)
-        if back and way == "backward":
-            queue("write", operation, copying(back), [("compute", operation)])
-    ended, free = {}, dict.fromkeys(queues, 0.0)
-    known = {(worker, operation) for worker, items in queues.items() for operation, _ in items}
-    while any(queues.values()):
-        for worker, items in queues.items():
-            if not items:
-                continue
-            operation, seconds = items[0]
-            waits = [one for one in needs[worker, operation] if one in known]
-            if all(one in ended for one in waits):
-                free[worker] = max([free[worker], *(ended[one] for one in waits)]) + seconds
-                ended[worker, operation] = free[worker]
-                items.pop(0)
-    resident = sum(
-        (bucket.weights if home != Home.BOTH else 0) + (bucket.state if home == Home.RESIDENT else 0)
-        for bucket, home in zip(buckets, homes, strict=True)
-    )
+def play(tasks):
+    """name -> when it ends; tasks: name -> (seconds, what has to end before)."""
+    ended = {}
+    while len(ended) < len(tasks):
+        for name, (seconds, needs) in tasks.items():
+            if name not in ended and all(need in ended for need in needs):
+                ended[name] = max((ended[need] for need in needs), default=0.0) + seconds
+    return ended
+
+
+def played(buckets, link, homes):
+    """(seconds, peak)."""
+
+    def size(layer, parts):
+        return sum(getattr(buckets[layer], part) for part in parts[homes[layer]])
+
+    def copying(moved):
+        return link.latency + moved / link.rate(moved) if moved else 0.0
+
+    tasks, spans, groups_of = {"start": (0.0, [])}, [], []
+    # Forward: group 0 is of those that stay, and may be empty.
+    groups = cut(range(len(buckets)), lambda layer: homes[layer] != Home.RESIDENT)
+    heads = [None, *(group[0] for group in groups[1:]), None]
+    barrier = ["start"]
+    for at, group in enumerate(groups):
+        own, coming = heads[at], heads[at + 1]
+        fetch, compute, write = (("forward", what, at) for what in ("fetch", "compute", "write"))
+        tasks[fetch] = (copying(size(coming, ROWS)) if coming is not None else 0.0, barrier)
+        tasks[compute] = (sum(buckets[layer].forward for layer in group), [fetch])
+        tasks[write] = (copying(size(own, CHANGED)) if own is not None else 0.0, [fetch])
+        barrier = [fetch, compute, write]
+        if own is not None:
+            spans.append((at - 1, at, size(own, ROWS)))
+        groups_of += [at] * len(group)
+    # Backward: a group ends with the layer that comes and goes; the last one is of those that stay before all others.
+    first = len(groups)
+    groups = [group[::-1] for group in cut(range(len(buckets)), lambda layer: AGAIN[homes[layer]])][::-1]
+    heads = [*(group[-1] for group in groups[:-1]), None]
+    if heads[0] is not None:
+        tasks["fill"] = (copying(size(heads[0], AGAIN)), barrier)
+        barrier = ["fill"]
+    for at, group in enumerate(groups):
+        before, coming = heads[at - 1] if at else None, heads[at + 1] if at + 1 < len(heads) else None
+        fetch, compute, write = (("backward", what, at) for what in ("fetch", "compute", "write"))
+        tasks[fetch] = (copying(size(coming, AGAIN)) if coming is not None else 0.0, barrier)
+        tasks[compute] = (sum(buckets[layer].backward for layer in group), barrier)
+        tasks[write] = (copying(size(before, AGAIN)) if before is not None else 0.0, barrier)
+        barrier = [fetch, compute, write]
+        if heads[at] is not None:
+            spans.append((first + max(at - 1, 0), first + at, size(heads[at], AGAIN)))  # weights
+            spans.append((first + at, first + at + 1, size(heads[at], AGAIN)))  # gradient
+        groups_of += [first + at] * len(group)
+    resident = sum(2 * bucket.weights + bucket.state for bucket in buckets)
+    resident -= sum(size(layer, ROWS) for layer in range(len(buckets)))
     peak = 0.0
-    for now, (at, _) in enumerate(layers):
-        total = resident + sum(bucket.kept for bucket in buckets[: at + 1]) + buckets[at].working
-        total += sum(size for first, last, size in spans if first <= now <= last)
-        peak = max(peak, total)
-    return max(ended.values()), peak
+    order = [*range(len(buckets)), *reversed(range(len(buckets)))]
+    for layer, group in zip(order, groups_of, strict=True):
+        total = resident + sum(bucket.kept for bucket in buckets[: layer + 1]) + buckets[layer].working
+        peak = max(peak, total + sum(moved for begin, end, moved in spans if begin <= group <= end))
+    return max(play(tasks).values()), peak
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_steps_are_those_of_events(seed):
     buckets, link = drawn(seed, 6)
-    rng = np.random.default_rng(seed + 1000)
-    homes = rng.integers(0, 3, (5, len(buckets)))
-    for ahead in range(4):
-        found = stream(buckets, link, homes, ahead)
-        for index, own in enumerate(homes):
-            seconds, peak = played(buckets, link, own, ahead)
-            assert found.seconds[index] == pytest.approx(seconds)
-            assert found.peak[index] == pytest.approx(peak)
+    homes = np.random.default_rng(seed + 1000).integers(0, 4, (20, len(buckets)))
+    found = stream(buckets, link, homes)
+    for index, own in enumerate(homes):
+        seconds, peak = played(buckets, link, own)
+        assert found.seconds[index] == pytest.approx(seconds)
+        assert found.peak[index] == pytest.approx(peak)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_moving_on_never_needs_more(seed):
     buckets, link = drawn(seed, 4)
-    for ahead, homes in itertools.product((0, 1, 3), itertools.product(range(3), repeat=len(buckets))):
-        now = stream(buckets, link, homes, ahead)
+    for homes in itertools.product(range(3), repeat=len(buckets)):
+        now = stream(buckets, link, homes)
         for at, home in enumerate(homes):
             if home < Home.BOTH:
-                on = stream(buckets, link, [*homes[:at], home + 1, *homes[at + 1 :]], ahead)
+                on = stream(buckets, link, [*homes[:at], home + 1, *homes[at + 1 :]])
                 assert on.peak[0] <= now.peak[0] + 1e-9 and on.host[0] > now.host[0]
 
 
 def test_by_hand():
-    """Two layers of 4 bytes and as much state on a link of 1 byte a second, one operation ahead."""
+    """Two layers of 4 bytes, as much gradient and state, on a link of 1 byte a second."""
     layer = Bucket(forward=3.0, backward=6.0, weights=4.0, state=4.0)
     link = Link(bandwidth=1.0, latency=0.0)
-    everything = stream([layer, layer], link, [Home.BOTH, Home.BOTH], 1)
-    # The second layer's weights stay: fetches 0-4, 4-8, 8-12, 12-20; forward 4-7, 8-11; backward 12-18, 20-26; writes
-    # 18-26, 26-34.
-    assert everything.seconds[0] == 34 and everything.host[0] == 16
-    # During the last operation: 8 of its own, 8 that are written.
-    assert everything.peak[0] == 16
-    resident = stream([layer, layer], link, [Home.RESIDENT, Home.RESIDENT], 1)
-    assert resident.seconds[0] == 18 and resident.peak[0] == 16 and resident.host[0] == 0
+    everything = stream([layer, layer], link, [Home.BOTH, Home.BOTH])
+    # Forward: fetch 12, fetch 12 before the first layer's max(3, 8), then the second one's max(3, 8).  Backward: fetch
+    # 4, the second layer's max(6, 4), the first one's beside the write of its gradient max(6, 4), a last write of 4.
+    assert everything.seconds[0] == 24 + 16 + 4 + 6 + 6 + 4 and everything.host[0] == 24
+    # Forward both layers' rows: 24.  Backward 8 of weights, 8 of gradients.
+    assert everything.peak[0] == 24
+    mixed = stream([layer, layer], link, [Home.OPTIMIZER, Home.RESIDENT])
+    # Fetch 4, then both layers beside the write of 4.
+    assert mixed.seconds[0] == 4 + 6 + 12 and mixed.host[0] == 4 and mixed.peak[0] == 24
+    resident = stream([layer, layer], link, [Home.RESIDENT, Home.RESIDENT])
+    assert resident.seconds[0] == 18 and resident.peak[0] == 24 and resident.host[0] == 0
