@@ -27,6 +27,7 @@ from jhpt.core.errors import InputError
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Zero = Literal[0, 1, 3]
 Origin = Literal["hand", "auto", "given"]
+What = Literal["parameters", "optimizer", "both"]
 Whole = Annotated[int, Field(ge=0)]
 
 
@@ -73,9 +74,7 @@ class Stage(Section):
 class Offload(Section):
     """What of the blocks lives on the host, between its turns on the device."""
 
-    what: Literal["parameters", "optimizer", "both"] = Field(
-        "both", description="weights and gradients, the optimizer's state, or all of it"
-    )
+    what: What = Field("both", description="weights and gradients, the optimizer's state, or all of it")
     resident: Whole = Field(0, description="after each block that comes and goes, so many stay on the device")
     ahead: Whole = Field(1, description="how many groups of blocks ahead of their use they are fetched")
 

@@ -27,9 +27,9 @@ def plan_to_run(answer: Answer, asked: Request, devices: int | None = None) -> P
 
 
 def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
-    """Of plans within `margin` of the fastest: exact sums before compressed ones, one stage before several, then the
-    fewest kinds of parallelism, tensor degrees, chunks, no recomputation, least ZeRO, the smallest degree, gpipe; of
-    equally plain ones the fastest.
+    """Of plans within `margin` of the fastest: all on the devices before some on the host, exact sums before compressed
+    ones, one stage before several, then the fewest kinds of parallelism, tensor degrees, chunks, no recomputation,
+    least ZeRO, the smallest degree, gpipe; of equally plain ones the fastest.
 
     GPipe before 1F1B, where it fits: the two are predicted to take the same time, and 1F1B, whose stages wait for each
     other in both directions all along, took 4 % longer (mlp at 100 Mbit/s on emulated hosts: 744 against 716 ms).
@@ -41,7 +41,8 @@ def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
         late = len(plan.stages) > 1 and plan.schedule != "gpipe"
         piped, tensor = len(plan.stages) > 1, plan.degrees[-1]
         kinds = piped + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
-        order = plan.compression.on, piped, kinds, len(plan.degrees), plan.chunks, plan.recompute, plan.zero, tensor
+        exact = plan.offload is not None, plan.compression.on
+        order = *exact, piped, kinds, len(plan.degrees), plan.chunks, plan.recompute, plan.zero, tensor
         return *order, late, _seconds(plan)
 
     return min((plan for plan in candidates if _seconds(plan) <= limit), key=plainness)

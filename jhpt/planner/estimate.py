@@ -6,11 +6,13 @@ layer, buffers of the transfers between stages.
 
 A plan of space="spmd" is one program: its layers cost what `program` makes of them, in a pipeline every stage has a
 `Slot` for the ends of the model and as large a ring of activations as the first one.  Stages of their own (`general`)
-run, and allocate, what they need.  So the same stages may cost more or less in the other space.  Left out: the
+run, and allocate, what they need.  So the same stages may cost more or less in the other space.  Plans with blocks on
+the host cost what `offload.hosted` and `offload.memory` say.  Left out: the
 compiler's temporaries inside a layer and fragmentation.
 """
 
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +23,8 @@ from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Stage, check_plan
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.costs import CostModel
+from jhpt.planner.offload.hosted import hosted_step
+from jhpt.planner.offload.memory import device_bytes, host_bytes
 from jhpt.planner.placement import Place
 from jhpt.planner.program import Slot
 from jhpt.planner.schedule import Array, in_flight, step_seconds
@@ -45,17 +49,30 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class StageEstimate:
-    """One stage: seconds by cause over a whole step, bytes by cause on each of its devices."""
+    """One stage: seconds by cause over a whole step, bytes by cause on each of its devices, and on the fullest of its
+    hosts of what lives there instead."""
 
     seconds: dict[str, float]
     bytes: dict[str, float]
     capacity: float
     in_flight: int
+    host_bytes: dict[str, float] = field(default_factory=dict)
+    host_capacity: float = math.inf
 
     @property
     def total_bytes(self) -> float:
         """All causes."""
         return sum(self.bytes.values())
+
+    @property
+    def total_host_bytes(self) -> float:
+        """All causes."""
+        return sum(self.host_bytes.values())
+
+    @property
+    def missing(self) -> float:
+        """Bytes that a device lacks, or where that has enough, its host; at most 0 where all fits."""
+        return max(self.total_bytes - self.capacity, self.total_host_bytes - self.host_capacity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +85,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits its devices."""
-        return all(stage.total_bytes <= stage.capacity for stage in self.stages)
+        """Whether every stage fits its devices and hosts."""
+        return all(stage.missing <= 0 for stage in self.stages)
 
 
 def evaluate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Estimate:
@@ -84,10 +101,30 @@ def evaluate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Estimate:
 def price(plan: Plan, model: CostModel) -> Estimate:
     """`evaluate` with a cost model that is kept between plans."""
     check(plan, model)
+    if plan.offload is not None:
+        return _hosted(plan, model)
     times = stage_times(plan, model)
     seconds = times.step_seconds(plan, model.cluster.overlap)
     stages = tuple(_stage_estimate(plan, position, model, times, seconds) for position in range(len(plan.stages)))
     return Estimate(seconds=seconds, stages=stages, times=times)
+
+
+def _hosted(plan: Plan, model: CostModel) -> Estimate:
+    """Of a plan whose blocks live on the host."""
+    step, stage = hosted_step(plan, model), plan.stages[0]
+    forward, backward = (np.array([[step.entry[way] + step.passes[way] + step.exit[way]]]) for way in (0, 1))
+    # All micro-batches go through a block before the next one's turn: for a schedule they are one.
+    update = np.array([step.finish])
+    times = StageTimes(forward=forward, backward=backward, cut=np.zeros(0), sync=backward[:, 0], update=update)
+    estimate = StageEstimate(
+        seconds=dict(step.causes),
+        bytes=device_bytes(plan, model),
+        capacity=model.places.at(stage.device, stage.devices).memory,
+        in_flight=plan.micro_batches,
+        host_bytes=host_bytes(plan, model),
+        host_capacity=min(node.host_memory for node in model.cluster.nodes),
+    )
+    return Estimate(seconds=step.seconds, stages=(estimate,), times=times)
 
 
 @dataclass(frozen=True)

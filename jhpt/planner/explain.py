@@ -18,16 +18,17 @@ says what chunks of samples and compression spare a step, or why they were left 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from jhpt.core.axes import TENSOR
 from jhpt.core.config import PLAIN_GRADIENTS, Compression, GradientCompression
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Chunk, Plan, Stage, runs_of
+from jhpt.core.plan import Chunk, Plan, Stage, What, runs_of
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.baselines import Baseline
 from jhpt.planner.costs import CostModel
-from jhpt.planner.estimate import Estimate, price, slot_of, stage_layers
+from jhpt.planner.estimate import Estimate, StageEstimate, price, slot_of, stage_layers
+from jhpt.planner.offload.hosted import hosted_step, offloads
 from jhpt.planner.request import COMPRESSIONS
 from jhpt.planner.simulation import Timeline, simulate
 from jhpt.planner.solve import Answer
@@ -171,6 +172,7 @@ def shape_text(plan: Plan) -> str:
         schedule if several else "",
         f"ZeRO-{plan.zero}" if plan.zero else "",
         "recomputation" if plan.recompute else "",
+        offload_text(plan),
         f"{'/'.join(map(str, plan.sample_chunks))} sample chunks" if plan.sample_chunks != (1,) else "",
         compression_text(plan.compression),
         gradients_text(plan.gradient_compression),
@@ -186,6 +188,47 @@ def compression_text(how: Compression) -> str:
         return f"sums in {how.bits} bits"
     others = f"of the others in {how.rest_bits}" if how.rest_bits else "of no others"
     return f"sums of {100 * how.tokens:.0f} % of the tokens in {how.bits} bits, {others}"
+
+
+OFFLOADED = {"parameters": "weights and gradients", "optimizer": "optimizer state", "both": "all state"}
+"""Of blocks, by what lives on the host."""
+
+
+def offload_text(plan: Plan) -> str:
+    """`all state of every block on the host`, `optimizer state of 1 block in 4 on the host`; empty without offload."""
+    if plan.offload is None:
+        return ""
+    size = 1 + plan.offload.resident
+    return f"{OFFLOADED[plan.offload.what]} of {f'1 block in {size}' if size > 1 else 'every block'} on the host"
+
+
+def streamed_layers(plan: Plan) -> tuple[int, ...]:
+    """The layers that come from the host."""
+    if plan.offload is None:
+        return ()
+    return tuple(range(1, plan.stages[0].chunks[0].stop - 1, 1 + plan.offload.resident))
+
+
+def offload_lines(answer: Answer) -> tuple[str, ...]:
+    """Which blocks live where, and why."""
+    plan, offload = answer.plan, answer.plan.offload
+    if offload is None:
+        return ()
+    stage, step = answer.estimate.stages[0], hosted_step(plan, answer.model)
+    layers, every, profile = streamed_layers(plan), 1 + offload.resident, answer.model.profile
+    which = spans_text([(layers[0], layers[-1])])
+    if every > 1 and len(layers) > 1:
+        which = f"{layers[0]}, {layers[1]}" + (f" ... {layers[-1]}" if len(layers) > 2 else "")
+    stay = "the blocks between and both ends" if every > 1 else "both ends"
+    room = f"{gib(stage.total_host_bytes)} of {gib(stage.host_capacity)} on each host"
+    forward, backward = map(duration, step.passes)
+    return (
+        f"on the host: {OFFLOADED[offload.what]} of layers {which}, {room}; on the devices: {stay}",
+        f"why: weights, gradients and optimizer of all layers take {gib(profile.parameters * profile.state_bytes)}, "
+        f"a device has {gib(stage.capacity)}",
+        f"copies: forward pass {forward}, backward pass {backward}, of which {duration(stage.seconds['copies'])} wait "
+        "for copies",
+    )
 
 
 def gradients_text(how: GradientCompression) -> str:
@@ -213,6 +256,8 @@ def throughput(answer: Answer) -> tuple[float, str]:
 def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel) -> dict[str, float]:
     """Seconds of one stage by cause; they sum to the step."""
     seconds, treatment = dict(estimate.stages[position].seconds), treatment_of(plan)
+    if plan.offload is not None:
+        return seconds
     unsharded = plan.micro_batches * _passes(plan, position, replace(treatment, zero=0), model)
     bare = plan.micro_batches * _passes(plan, position, replace(treatment, zero=0, recompute=False), model)
     once = _gathered(plan, position, model)
@@ -255,8 +300,8 @@ def rival(name: str, plan: Plan, answer: Answer) -> Rival:
         plan=plan,
         seconds=estimate.seconds,
         ratio=estimate.seconds / answer.estimate.seconds,
-        missing=max(stage.total_bytes - stage.capacity for stage in estimate.stages),
-        causes={cause: seconds - winner[cause] for cause, seconds in own.items()},
+        missing=max(stage.missing for stage in estimate.stages),
+        causes={cause: own.get(cause, 0.0) - winner.get(cause, 0.0) for cause in {**own, **winner}},
     )
 
 
@@ -344,10 +389,15 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     replicated = any(
         stage.devices > run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs
     )
-    for zero in (0, 1, 3):
+    for zero in (0, 1, 3) if plan.offload is None else ():
         if zero != plan.zero and replicated:
             yield (f"ZeRO-{zero}" if zero else "no ZeRO"), {"zero": zero}
     yield ("no recomputation" if plan.recompute else "recomputation"), {"recompute": not plan.recompute}
+    if plan.offload is not None:
+        yield "everything on the devices", {"offload": None}
+        for offload in offloads(plan.stages[0].chunks[0].stop - 2, get_args(What)):
+            if (offload.what == plan.offload.what) != (offload.resident == plan.offload.resident):
+                yield offload_text(plan.model_copy(update={"offload": offload})), {"offload": offload}
     if plan.degrees[-1] > 1 and plan.space == "spmd":
         if plan.sample_chunks != (1,):
             yield "samples in one piece", {"stages": _cut(plan, 1).stages}
@@ -426,6 +476,17 @@ def _stage_json(answer: Answer, position: int) -> dict[str, Any]:
         "total_bytes": estimate.total_bytes,
         "capacity": estimate.capacity,
         "in_flight": estimate.in_flight,
+        **({"on_host": _host_json(answer, estimate)} if answer.plan.offload else {}),
+    }
+
+
+def _host_json(answer: Answer, estimate: StageEstimate) -> dict[str, Any]:
+    return {
+        "layers": list(streamed_layers(answer.plan)),
+        "bytes": dict(estimate.host_bytes),
+        "total_bytes": estimate.total_host_bytes,
+        "capacity": estimate.host_capacity,
+        "why": list(offload_lines(answer)),
     }
 
 

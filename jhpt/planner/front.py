@@ -1,5 +1,6 @@
 """From what a user names (a preset, a cluster, a batch) to what the planner is asked: `jhpt.plan` and `jhpt plan`."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from typing import Any, get_args
 
 from jhpt.core.amounts import parse_bytes
 from jhpt.core.catalogue import find_cluster
-from jhpt.core.cluster import Cluster, Device
+from jhpt.core.cluster import Cluster, Device, Node
 from jhpt.core.config import Config, one_of
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import Source, load_config
@@ -20,8 +21,11 @@ from jhpt.core.roofline import ELEMENT_BYTES
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.importers import read_profile
 from jhpt.planner.local import local_cluster, local_profile
-from jhpt.planner.request import SAMPLE_CHUNKS, Request, compressions, request
+from jhpt.planner.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, request
 from jhpt.planner.solve import Answer, Space, solve
+
+HOST_SHARE = 0.9
+"""Of a host's memory, what blocks may take where nobody says; the rest is for data, checkpoints and the system."""
 
 EXAMPLES = ("h100x8x8", "a100x8x4", "v100x4x4-10gbe")
 
@@ -116,10 +120,11 @@ def prepare(
         sample_chunks=SAMPLE_CHUNKS if costs.sample_tokens else (1,),
         compression=compressions(named) if named else (None,),
         **({"gradient_compression": named.parallel.gradient_compression} if named else {}),
+        **({"offload": offload_kinds(named.memory)} if named and space == "spmd" else {}),
     )
     return Task(
         profile=costs,
-        cluster=capped(machine, memory) if memory is not None else machine,
+        cluster=capped(machine, memory, _host_budget(named)),
         asked=replace(asked, schedules=(schedule,)) if schedule else asked,
         space=space,
     )
@@ -210,10 +215,17 @@ def _budget(budget: float | str | None, config: Config | None) -> float | None:
         raise InputError(f"budget={error}") from None
 
 
-def capped(cluster: Cluster, memory: float) -> Cluster:
-    """The cluster, of whose devices only so many bytes may be used."""
-    nodes = tuple(
-        node.model_copy(update={"device": node.device.model_copy(update={"memory": min(memory, node.device.memory)})})
-        for node in cluster.nodes
-    )
-    return cluster.model_copy(update={"nodes": nodes})
+def _host_budget(config: Config | None) -> float | None:
+    """Bytes of a host that blocks may take; None: `HOST_SHARE` of all."""
+    own = config.memory.host_budget_bytes if config else "auto"
+    return None if own == "auto" else own
+
+
+def capped(cluster: Cluster, memory: float | None, host: float | None = None) -> Cluster:
+    """The cluster, of whose devices and hosts only so many bytes may be used; None: all, of hosts `HOST_SHARE`."""
+
+    def less(node: Node) -> Node:
+        device = node.device.model_copy(update={"memory": min(memory or math.inf, node.device.memory)})
+        return node.model_copy(update={"device": device, "host_memory": host or HOST_SHARE * node.host_memory})
+
+    return cluster.model_copy(update={"nodes": tuple(map(less, cluster.nodes))})

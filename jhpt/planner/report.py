@@ -15,6 +15,7 @@ from jhpt.planner.explain import (
     idle_devices,
     layer_runs,
     names_text,
+    offload_lines,
     percent,
     rival,
     savings,
@@ -53,6 +54,8 @@ def print_answer(console: Console, answer: Answer, baselines: Sequence[Baseline]
         console.print(line, markup=False)
     console.print(seconds_table(answer))
     console.print(memory_table(answer))
+    if answer.plan.offload:
+        console.print(host_table(answer))
     console.print(rivals_table(answer, baselines))
     if text := _timeline(answer, min(console.width, WIDEST_TIMELINE)):
         console.print("\n" + text, markup=False, soft_wrap=True)
@@ -70,6 +73,7 @@ def summary(answer: Answer) -> list[str]:
         f"plan: {shape_text(plan)}",
         f"step: {duration(answer.estimate.seconds)}, {rate:,.0f} {unit}; {verdict(answer)}{bound}",
         *(f"{saving.name}: {saving.why}" for saving in savings(answer)),
+        *offload_lines(answer),
         f"devices: {plan.devices} of {cluster.num_devices} work"
         + (f"; idle: {spans_text(spans(idle))}" if idle else ""),
     ]
@@ -103,6 +107,16 @@ def memory_table(answer: Answer) -> Table:
         sums = [f"{size / 2**30:,.2f}" for size in (stage.total_bytes, stage.capacity)]
         share = f"{100 * stage.total_bytes / stage.capacity:.0f} %"
         table.add_row(str(position), *figures, str(stage.in_flight), *sums, share)
+    return table
+
+
+def host_table(answer: Answer) -> Table:
+    """What lies on every host."""
+    (stage,) = answer.estimate.stages
+    table = _table(*stage.host_bytes, "total", "capacity", "full", title="GiB on a host", numbers=0)
+    sizes = [*stage.host_bytes.values(), stage.total_host_bytes, stage.host_capacity]
+    share = f"{100 * stage.total_host_bytes / stage.host_capacity:.0f} %"
+    table.add_row(*(f"{size / 2**30:,.2f}" for size in sizes), share)
     return table
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompression, divisors, one_of
+from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompression, MemoryConfig, divisors, one_of
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Plan, Schedule, Zero
+from jhpt.core.plan import Plan, Schedule, What, Zero
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price
 
@@ -37,6 +37,8 @@ class Request:
     """How sums over the tensor axis may travel; None: as they are."""
     gradient_compression: GradientCompression = PLAIN_GRADIENTS
     """How gradients do: given, not chosen."""
+    offload: tuple[What | None, ...] = (None,)
+    """What of the blocks may live on the host; None: nothing."""
 
 
 def request(batch: int, micro_batches: int | Iterable[int] | None = None, **options: Any) -> Request:
@@ -115,8 +117,27 @@ def compressions(config: Config) -> tuple[Compression | None, ...]:
     return (ruled(section.how) if section.on else None,)
 
 
+def offload_kinds(memory: MemoryConfig) -> tuple[What | None, ...]:
+    """What the section `memory` leaves to choose from."""
+    if memory.offload == "off":
+        return (None,)
+    return (None, *get_args(What)) if memory.offload == "auto" else (memory.offload,)
+
+
 def shape_of(plan: Plan) -> tuple[object, ...]:
     """What tells alternatives apart: plans of one shape differ in cuts, micro-batches and chunks of samples only."""
     degrees = {run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs}
     devices = tuple(sorted(stage.devices for stage in plan.stages))
-    return len(plan.stages), plan.chunks, devices, tuple(sorted(degrees)), plan.schedule, plan.compression.on
+    return (
+        len(plan.stages),
+        plan.chunks,
+        devices,
+        tuple(sorted(degrees)),
+        plan.schedule,
+        plan.compression.on,
+        _what(plan),
+    )
+
+
+def _what(plan: Plan) -> What | None:
+    return plan.offload.what if plan.offload else None

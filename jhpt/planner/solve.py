@@ -12,6 +12,7 @@ from jhpt.core.profile import ModelProfile
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price
 from jhpt.planner.general import pipelines, search_general
+from jhpt.planner.offload.search import nearest_hosted, search_hosted
 from jhpt.planner.request import Incumbent, Request, request
 from jhpt.planner.spmd import search_spmd
 from jhpt.planner.tables import Space
@@ -83,7 +84,9 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
         asked = _uncompressed(asked, f"space={space}" if space == "general" else f"a sample that is {profile.sample}")
     if space == "general" and not pipelines(asked):
         raise InputError("space=general has no interleaved schedule; use 1f1b or gpipe, or space=spmd")
-    best = search(asked, model, space)
+    best = search(asked, model, space) if None in asked.offload else Incumbent()
+    if space == "spmd":
+        search_hosted(asked, model, best)
     if best.plan is None:
         raise InputError(refusal(asked, model, space))
     device = None if cluster.mixed else cluster.nodes[0].device.name
@@ -105,7 +108,7 @@ def _uncompressed(asked: Request, of: str) -> Request:
 
 
 def _differs(one: Plan, other: Plan) -> bool:
-    return (one.stages, one.compression) != (other.stages, other.compression)
+    return (one.stages, one.compression, one.offload) != (other.stages, other.compression, other.offload)
 
 
 def search(asked: Request, model: CostModel, space: Space) -> Incumbent:
@@ -140,7 +143,8 @@ def refusal(asked: Request, model: CostModel, space: Space) -> str:
         f"{profile.name} with batch {asked.batch} fits no plan on {cluster.name}: {cluster.num_devices} devices of "
         f"{have / 2**30:.1f} GiB; weights, gradients and optimizer of {profile.parameters / 1e9:.2f} G "
         f"parameters alone take {profile.parameters * profile.state_bytes / 2**30:.1f} GiB",
-        *_nearest(asked, model, space),
+        *(_nearest(asked, model, space) if None in asked.offload else []),
+        *(nearest_hosted(asked, model) if space == "spmd" else []),
     ]
     return "\n".join(lines)
 

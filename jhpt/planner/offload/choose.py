@@ -115,7 +115,7 @@ def _repaired(steps: Steps, budget: Budget, homes: Homes) -> Homes:
 
 def _moves_on(homes: Homes) -> Iterable[Homes]:
     """Homes in which one bucket has moved one on."""
-    for at in np.flatnonzero(homes < Home.BOTH):
+    for at in np.flatnonzero(homes < Home.BOTH).tolist():
         yield _with(homes, at, homes[at] + 1)
 
 
@@ -128,7 +128,7 @@ def _changes(homes: Homes, first: int = 0) -> Iterable[Homes]:
 def _pairs(homes: Homes) -> Iterable[Homes]:
     """Homes in which two have."""
     for moved in _changes(homes):
-        (at,) = np.flatnonzero(moved != homes)
+        (at,) = np.flatnonzero(moved != homes).tolist()
         yield from _changes(moved, at + 1)
 
 

@@ -1,21 +1,174 @@
-"""Bytes of a step whose blocks live on the host: on the device, by cause, and on the host.
+"""Bytes of a step whose blocks live on the host: on a device by cause, and on a host by cause.
 
-R is what one float32 number for each parameter of a block takes, a data rank's share of it R / d.  Blocks hold a row of R
-each of weights, gradient and every moment; which of them come from the host says `HOMES`.  What XLA makes of the step was
-read off programs compiled for an H100 (jax 0.10.2): whatever lives throughout, and the largest of three moments.
+A row has a float32 number for each parameter of a block, or a data rank's share of them; a block has one of weights,
+one of its gradient and the optimizer's state.  What XLA makes of the step was read off programs compiled for an H100
+(jax 0.10.2): what is there throughout, and the largest of three moments.
 
-    throughout  12 bytes a parameter of the ends, weights and moments; rows that stay; what blocks keep for the backward
-                pass, of all the batch; the table in the compute dtype; inputs of a pass
-    forward     f rows that come and as many of the block at work, or, beside its working set, f and the 3 that its
-                update makes; with resident blocks the 3 of their update as well, before those of the streamed one have
-                gone
-    head        logits in float32 and their gradient in the compute dtype, and the first row of weights on its way
-    backward    rows of weights at work and on their way, of the gradient and of the one before; the working set, and
-                the logits' gradient, for the table's gradient is computed last
+    throughout    12 bytes a parameter of the ends; rows that stay; what blocks keep, of the whole batch; the table in
+                  the compute dtype; what goes into a pass and comes out of it, of the whole batch
+    forward       8 rows, at work and on their way, or 7 beside the working set; 9 beside it where blocks stay, for one
+                  of them takes its step before what the streamed one has written is gone
+    head          a micro-batch's logits in float32 and their gradient; a first row of weights
+    backward      a row of weights on its way; the working set, or the gradient of a block, as it is computed and as one
+                  row, and the row before it; the logits' gradient, for the table's own is computed last
 
-Several data ranks gather a whole row of weights for use, and make a whole row of a gradient before it is summed.
+What lives where changes what stays, not the rows at work: those on the device are read and written as the others are.
+Several data ranks gather a row of weights for use.  Several micro-batches use one copy of the weights in the compute
+dtype and add up gradients in float32, of the block and of the ends; where blocks stay, which makes a loop in a loop,
+there is a row more of these in the forward pass, and another where not all of a block's rows come and go.
 
-The working set is in terms of what a block keeps without recomputation, A: what XLA's schedule keeps beside
-each other was counted in those programs (`FORWARD_WORK`, `BACKWARD_WORK`); that is the one part that is fitted.
-Left out: fragmentation, at most 4 % of the programs that the tests compile.
+The working set is in terms of what a block keeps without recomputation.  `FORWARD_WORK` and `BACKWARD_WORK` are counted
+in those programs and are all that is fitted.  Left out: fragmentation.
 """
+
+from dataclasses import dataclass
+
+from jhpt.core.plan import Offload, Plan
+from jhpt.planner.costs import CostModel
+from jhpt.planner.program import FLOAT32
+
+FORWARD_WORK = 0.8
+"""Of what a block keeps: its hidden layer, and five tensors as wide as the residual stream."""
+
+BACKWARD_WORK = {True: 2.2, False: 2.7}
+"""Causal or not: the tensors of a block with their gradients; beside them dropout, and what an exact GELU leaves."""
+
+WIDEST = 1 / 3
+"""Of a block's parameters, in its largest matrix, that of the MLP: 4 D^2 of 12."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes on a device.
+
+    row: a number in float32 for each of a block's parameters, this rank's share; whole: all of them.  moments: of the
+    optimizer's state of a block, this rank's share.  stream: the residual stream of the whole batch.  kept: by a block,
+    of the whole batch.  work: by a block without recomputation, of a micro-batch.  logits: of a micro-batch, float32.
+    ends: parameters.  entry: what the embedding keeps.  element: of a number of the compute dtype.
+    """
+
+    row: float
+    whole: float
+    moments: float
+    stream: float
+    kept: float
+    work: float
+    logits: float
+    ends: float
+    table: float
+    entry: float
+    element: float
+    blocks: int
+    ranks: int
+    micro_batches: int
+    causal: bool
+
+
+def sizes_of(plan: Plan, model: CostModel) -> Sizes:
+    """Of a plan with one stage and no tensor parallelism."""
+    profile, ranks = model.profile, plan.stages[0].devices
+    first, block, last = (model.kinds[model.index[at]] for at in (0, 1, -1))
+    whole, micro = -(-plan.batch // ranks), -(-plan.batch // plan.micro_batches // ranks)
+    work = block.activation_bytes + block.replicated_bytes
+    return Sizes(
+        row=FLOAT32 * block.parameters / ranks,
+        whole=FLOAT32 * block.parameters,
+        moments=moment_bytes(model) * block.parameters / ranks,
+        stream=whole * first.boundary_bytes,
+        kept=whole * (first.boundary_bytes if plan.recompute else work),
+        work=micro * work,
+        logits=micro * last.activation_bytes,
+        ends=float(first.parameters + last.parameters),
+        table=profile.bytes_per_weight * max(first.parameters, last.parameters),
+        entry=micro * first.replicated_bytes,
+        element=profile.bytes_per_weight,
+        blocks=model.num_layers - 2,
+        ranks=ranks,
+        micro_batches=plan.micro_batches,
+        causal=profile.causal,
+    )
+
+
+def moment_bytes(model: CostModel) -> float:
+    """Of the optimizer's state, per parameter: what the profile counts beside weight, gradient and a float32 weight."""
+    wire = model.profile.bytes_per_weight
+    return model.profile.state_bytes - 2 * wire - (FLOAT32 if wire < FLOAT32 else 0.0)
+
+
+def host_bytes(plan: Plan, model: CostModel) -> dict[str, float]:
+    """On the host of the stage's fullest node, by cause."""
+    sizes, offload = sizes_of(plan, model), _offload(plan)
+    stage = plan.stages[0]
+    here = max(model.places.at(stage.device, stage.devices).crossing)
+    parameters, optimizer = _on_host(offload, sizes)
+    return {"weights and gradients": here * parameters, "optimizer": here * optimizer}
+
+
+def device_bytes(plan: Plan, model: CostModel) -> dict[str, float]:
+    """On a device by cause, when it holds most."""
+    sizes, offload = sizes_of(plan, model), _offload(plan)
+    stays = sizes.blocks * (2 * sizes.row + sizes.moments) - sum(_on_host(offload, sizes))
+    throughout = {
+        "embedding and head": (FLOAT32 + moment_bytes(model)) * sizes.ends,
+        "resident rows": stays,
+        "activations": sizes.blocks * sizes.kept + 2 * sizes.stream + sizes.entry,
+        "tables": sizes.table,
+    }
+    moments = [_forward(sizes, offload), _head(sizes), _backward(sizes)]
+    most = max(moments, key=lambda causes: sum(causes.values()))
+    return throughout | dict.fromkeys([cause for causes in moments for cause in causes], 0.0) | most
+
+
+def _forward(sizes: Sizes, offload: Offload) -> dict[str, float]:
+    work = FORWARD_WORK * sizes.work + _copy(sizes) + _gathered(sizes)
+    if offload.resident and offload.ahead == 1:
+        several = sizes.micro_batches > 1
+        return {"rows at work": (9 + several + (several and offload.what != "both")) * sizes.row, "working set": work}
+    # One group ahead, what the step makes has room where its group's rows were, and the working set where the next ones
+    # will be; else it has not.
+    ahead = offload.ahead == 1
+    rows = 7 * sizes.row if ahead else (4 * (offload.ahead + 1) + 3) * sizes.row
+    return {"rows at work": rows, "working set": max(work, sizes.row) if ahead else work}
+
+
+def _head(sizes: Sizes) -> dict[str, float]:
+    logits = sizes.logits * (1 + sizes.element / FLOAT32)
+    return {"rows at work": sizes.row, "logits": logits, "gradients of the ends": 2 * _summed_ends(sizes)}
+
+
+def _backward(sizes: Sizes) -> dict[str, float]:
+    several, copy = sizes.micro_batches > 1, sizes.whole * sizes.element / FLOAT32
+    work = BACKWARD_WORK[sizes.causal] * sizes.work + _gathered(sizes)
+    packed = sizes.whole + copy + sizes.row
+    return {
+        "rows at work": sizes.row,
+        "working set": max(work, packed) + (copy + sizes.whole if several else 0.0),
+        "logits": 0.0 if several else sizes.logits * sizes.element / FLOAT32,
+        "gradients of the ends": _summed_ends(sizes),
+    }
+
+
+def _gathered(sizes: Sizes) -> float:
+    """A whole row of weights; several micro-batches need no more than the copy made of it."""
+    return sizes.whole if sizes.ranks > 1 and sizes.micro_batches == 1 else 0.0
+
+
+def _copy(sizes: Sizes) -> float:
+    """Weights in the compute dtype: of a matrix where it is used, or of a block for all micro-batches."""
+    return sizes.whole * sizes.element / FLOAT32 * (1.0 if sizes.micro_batches > 1 else WIDEST)
+
+
+def _summed_ends(sizes: Sizes) -> float:
+    return FLOAT32 * sizes.ends if sizes.micro_batches > 1 else 0.0
+
+
+def _on_host(offload: Offload, sizes: Sizes) -> tuple[float, float]:
+    """(weights and gradients, optimizer's state) of a rank that are on the host."""
+    streamed = sizes.blocks // (1 + offload.resident)
+    parameters, optimizer = offload.what in ("parameters", "both"), offload.what in ("optimizer", "both")
+    return streamed * 2 * sizes.row * parameters, streamed * sizes.moments * optimizer
+
+
+def _offload(plan: Plan) -> Offload:
+    assert plan.offload is not None, "asked for"
+    return plan.offload

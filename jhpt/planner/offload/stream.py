@@ -1,4 +1,4 @@
-"""A step whose layers come from the host, as `jhpt.sharding.streamed` runs it: how long it takes, what the device holds.
+"""A step whose layers come from the host, as `jhpt.sharding.streamed` runs it: its seconds, and what the device holds.
 
 A layer's rows are a bucket: weights, a gradient as large as they are, and the optimizer's state.  It is
 
@@ -13,17 +13,17 @@ and a step makes two passes over the layers:
                  changed, computes
     backward     fetches weights, computes, writes the gradient
 
-A layer that is fetched and those that stay behind it are a group; those that stay before all others are one too.  A pass
-goes from group to group, and no copy outlasts the group in which it began.  With C, F and W the seconds in which group g
-is computed, fetched and written, a group of a pass takes
+A layer that is fetched and those that stay behind it are a group; those that stay before all others are one too.  A
+pass goes from group to group, and no copy outlasts the group in which it began.  With C, F and W the seconds in which
+group g is computed, fetched and written, a group of a pass takes
 
     forward      F(g + 1) + max(C(g), W(g))
     backward     max(C(g), F(g - 1), W(g + 1))
 
 The forward pass reads and writes the same rows, and in programs for an H100 (jax 0.10.2) its products wait for the next
-group's rows.  First of all F of the group that begins a pass; last of all W of the one that ends the backward pass, beside
-the layers that stay before all others.  `jhpt.planner.offload.hosted` prices plans with this; the runtime's groups are
-equal, here they need not be.
+group's rows.  First of all F of the group that begins a pass; last of all W of the one that ends the backward pass,
+beside the layers that stay before all others.  `hosted` prices plans with this; the runtime's groups are equal, here
+they need not be.
 
 Left out: what copies take of the memory's bandwidth, and the last fetch of a pass, which nobody needs.
 """
@@ -137,6 +137,15 @@ def backward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Arr
         complete, computed = np.where(ends, computed, complete), np.where(ends, 0.0, computed)
         beside, afterwards = np.where(ends, afterwards, beside), np.where(ends, copy, afterwards)
     return total + np.maximum(complete, beside) + np.maximum(computed, afterwards)
+
+
+def periodic(block: Bucket, link: Link, home: Home, groups: int, size: int) -> tuple[float, float]:
+    """(forward, backward) seconds over equal groups of one block with this home and size - 1 resident ones."""
+    moved = (parts[home] @ (block.weights, block.state) for parts in (ON_HOST, CHANGED, AGAIN))
+    fetched, written, again = (float(copy_seconds(link, np.asarray(each))) for each in moved)
+    forward, backward = size * block.forward, size * block.backward
+    last = max(backward, again) if groups > 1 else backward
+    return groups * (fetched + max(forward, written)), 2 * again + (groups - 1) * max(backward, again) + last
 
 
 def held(buckets: Sequence[Bucket], homes: Homes) -> Array:

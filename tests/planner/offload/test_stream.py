@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jhpt.core.cluster import Link
-from jhpt.planner.offload.stream import Bucket, Home, stream
+from jhpt.planner.offload.stream import Bucket, Home, periodic, stream
 from tests.planner.offload.instances import drawn
 
 ROWS = {Home.RESIDENT: [], Home.OPTIMIZER: ["state"], Home.BOTH: ["weights", "weights", "state"]}
@@ -124,3 +124,13 @@ def test_by_hand():
     assert mixed.seconds[0] == 4 + 6 + 12 and mixed.host[0] == 4 and mixed.peak[0] == 24
     resident = stream([layer, layer], link, [Home.RESIDENT, Home.RESIDENT])
     assert resident.seconds[0] == 18 and resident.peak[0] == 24 and resident.host[0] == 0
+
+
+@pytest.mark.parametrize("home", [Home.OPTIMIZER, Home.BOTH, Home.PARAMETERS])
+def test_equal_groups_are_steps_too(home):
+    for seed in range(20):
+        (bucket, *_), link = drawn(seed, 3)
+        for groups, size in itertools.product((1, 2, 5), (1, 3)):
+            homes = ([home] + [Home.RESIDENT] * (size - 1)) * groups
+            expected = stream([bucket] * len(homes), link, homes).seconds[0]
+            assert sum(periodic(bucket, link, home, groups, size)) == pytest.approx(expected)

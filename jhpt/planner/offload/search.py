@@ -1,0 +1,91 @@
+"""The fastest plan whose blocks live on the host.
+
+There are few: one stage without tensor parallelism, and of these every combination of
+
+    devices, those that share the batch evenly      kind of rows on the host, and how many blocks stay behind each
+    micro-batches                                   recomputation
+
+is priced.  So what is found is the fastest there is.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jhpt.core.config import divisors
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Chunk, Plan, Stage, runs_of
+from jhpt.planner.costs import CostModel
+from jhpt.planner.estimate import price
+from jhpt.planner.offload.hosted import check_blocks, offloads
+from jhpt.planner.request import Incumbent, Request
+
+
+def search_hosted(asked: Request, model: CostModel, best: Incumbent) -> None:
+    """Offers all of them to `best`."""
+    for plan in hosted_plans(asked, model):
+        best.offer(plan, model)
+
+
+def hosted_plans(asked: Request, model: CostModel) -> Iterator[Plan]:
+    """All plans that the request leaves open; none where blocks cannot live on the host."""
+    kinds = tuple(kind for kind in asked.offload if kind is not None)
+    zero = [level for level in asked.zero if level < 3]
+    plain = None in asked.compression and not asked.gradient_compression.on
+    if not kinds or not zero or not plain or model.cluster.mixed or not _has_blocks(model):
+        return
+    counts, layers = asked.micro_batches, model.num_layers
+    choices = itertools.product(
+        divisors(model.cluster.num_devices), counts, asked.recompute, offloads(layers - 2, kinds)
+    )
+    for devices, count, recompute, offload in choices:
+        if asked.batch // count % devices:
+            continue
+        yield Plan(
+            model=model.profile.name,
+            cluster=model.cluster.name,
+            batch=asked.batch,
+            micro_batches=count,
+            schedule="gpipe",
+            zero=zero[0],
+            recompute=recompute,
+            offload=offload,
+            stages=(Stage(device=0, devices=devices, chunks=(Chunk(first=0, runs=runs_of((1,) * layers)),)),),
+        )
+
+
+def nearest_hosted(asked: Request, model: CostModel) -> list[str]:
+    """What would have to be larger for any of them to fit; empty: there are none."""
+    priced = [price(plan, model).stages[0] for plan in hosted_plans(asked, model)]
+    if not priced:
+        return []
+    device, host = priced[0].capacity, priced[0].host_capacity
+    lines = [f"nor with blocks on the host: devices have {_gib(device)}, each host {_gib(host)} for them"]
+    if fitting := [one.total_bytes for one in priced if one.total_host_bytes <= host]:
+        lines.append(f"with blocks on the host it would fit with {_gib(min(fitting))} per device")
+    if fitting := [one.total_host_bytes for one in priced if one.total_bytes <= device]:
+        lines.append(f"with blocks on the host it would fit with {_gib(min(fitting))} for them on each host")
+    if batch := _largest_batch(asked, model):
+        lines.append(f"with blocks on the host a batch of {batch} would fit")
+    return lines
+
+
+def _largest_batch(asked: Request, model: CostModel) -> int | None:
+    """That divides the batch, with any number of micro-batches."""
+    for batch in reversed(divisors(asked.batch)[:-1]):
+        smaller = replace(asked, batch=batch, micro_batches=tuple(divisors(batch)))
+        if any(price(plan, model).fits for plan in hosted_plans(smaller, model)):
+            return batch
+    return None
+
+
+def _has_blocks(model: CostModel) -> bool:
+    try:
+        check_blocks(model)
+    except InputError:
+        return False
+    return True
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
