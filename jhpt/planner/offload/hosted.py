@@ -16,7 +16,6 @@ Left out: that hosts' memory is shared by their devices' links, and a first fetc
 
 from dataclasses import dataclass
 
-from jhpt.core.config import one_of
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Offload, Plan
 from jhpt.planner.collectives import all_gather, all_reduce, reduce_scatter
@@ -110,7 +109,7 @@ def check_blocks(model: CostModel) -> None:
     if len(between) != 1:
         raise InputError(
             f"layers live on the host where all between the ends are alike; {model.profile.name} has "
-            f"{one_of(between) if between else 'none'}; leave out offload"
+            f"{' and '.join(between) or 'none'}; leave out offload"
         )
 
 

@@ -1,0 +1,76 @@
+"""The largest model that fits a machine, with blocks on the host and without.
+
+Of the widths of Brown et al. 2020 (arXiv 2005.14165, table 2.1) each is made as deep as the planner finds a plan for;
+the most parameters count.  Without blocks on the host a parameter takes 18 bytes of a device (float32 weight and moments,
+gradient, the weight in 16 bits), with them 16 of the host.
+"""
+
+from dataclasses import dataclass
+
+from jhpt.core.cluster import Cluster
+from jhpt.core.config import Config
+from jhpt.core.load import load_config
+from jhpt.core.plan import Plan, What
+from jhpt.core.shapes import parameter_count
+from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.costs import CostModel
+from jhpt.planner.estimate import Estimate, price
+from jhpt.planner.offload.search import search_hosted
+from jhpt.planner.request import Incumbent, request
+from jhpt.planner.solve import search
+
+WIDTHS = {1536: 16, 2048: 16, 2560: 32, 4096: 32, 5120: 40}
+"""Heads by width."""
+
+DEEPEST = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """A model, a plan that trains it, and what that costs."""
+
+    config: Config
+    plan: Plan
+    estimate: Estimate
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return parameter_count(self.config.model).total
+
+
+def largest_trainable(
+    cluster: Cluster, offload: tuple[What | None, ...], batch: int = 8, tokens: int = 1024
+) -> Largest | None:
+    """The GPT with most parameters for which there is a plan; None: there is none even with one block.
+
+    Args:
+      cluster: its memory is what may be used.
+      offload: what may live on the host; (None,): nothing.
+      batch: samples of so many tokens in a step.
+    """
+    found = [one for width in WIDTHS if (one := _deepest(width, cluster, offload, batch, tokens))]
+    return max(found, key=lambda one: one.parameters, default=None)
+
+
+def _deepest(width: int, cluster: Cluster, offload: tuple[What | None, ...], batch: int, tokens: int) -> Largest | None:
+    """Bisected: a deeper model needs more."""
+
+    def tried(layers: int) -> Largest | None:
+        shape = {"model.num_layers": layers, "model.d_model": width, "model.num_heads": WIDTHS[width]}
+        data = {"data.sequence_length": tokens, "model.max_length": tokens, "data.batch_size": batch}
+        config = load_config("gpt2-1.5b", shape | data)
+        model = CostModel(analytic_profile(config, cluster.nodes[0].device), cluster)
+        asked = request(batch, offload=offload, zero=(0,))
+        found = search(asked, model, "spmd") if None in offload else Incumbent()
+        search_hosted(asked, model, found)
+        return Largest(config=config, plan=found.plan, estimate=price(found.plan, model)) if found.plan else None
+
+    best, low, high = tried(1), 1, DEEPEST
+    while best and high - low > 1:
+        middle = (low + high) // 2
+        if one := tried(middle):
+            best, low = one, middle
+        else:
+            high = middle
+    return best

@@ -1,0 +1,169 @@
+"""Seconds of a step with blocks on the host, reckoned by hand."""
+
+import pytest
+
+from jhpt.core.cluster import Cluster, Device, Link, Node
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Chunk, Offload, Plan, Stage, runs_of
+from jhpt.core.profile import LayerKind, ModelProfile, Timing
+from jhpt.planner.estimate import evaluate
+from jhpt.planner.explain import offload_lines, shape_text, streamed_layers
+from jhpt.planner.offload.hosted import offloads
+from jhpt.planner.request import request
+from jhpt.planner.solve import solve
+
+
+def kind(forward, backward, parameters):
+    """Seconds of a sample; two take twice as long."""
+    timing = Timing(batches=(1.0, 2.0), forward=(forward, 2 * forward), backward=(backward, 2 * backward))
+    return LayerKind(parameters=parameters, boundary_bytes=1.0, activation_bytes=2.0, timings=(timing,))
+
+
+def toy(blocks=4, ends=0):
+    """Blocks of 10 parameters, 1 s forward and 2 s backward; an update takes 10 ms a parameter."""
+    kinds = {"first": kind(0, 0, ends), "block": kind(1, 2, 10), "last": kind(0, 0, 0)}
+    layers = ("first", *["block"] * blocks, "last")
+    return ModelProfile(name="toy", device="toy", source="by hand", kinds=kinds, layers=layers, update_seconds=0.01)
+
+
+def machine(devices=1, memory=1e9, host=1e9):
+    """40 bytes a second to and from the host."""
+    device = Device(name="toy", peak_flops={"bfloat16": 1.0}, memory=memory, memory_bandwidth=1.0)
+    inside, link = Link(bandwidth=20.0, latency=0.0), Link(bandwidth=40.0, latency=0.0)
+    node = Node(device=device, devices=devices, inside=inside, host=link, host_memory=host)
+    return Cluster(name="toy", nodes=(node,), network=inside)
+
+
+def hosted(blocks=4, devices=1, batch=1, micro_batches=1, recompute=False, **offload):
+    stage = Stage(device=0, devices=devices, chunks=(Chunk(first=0, runs=runs_of((1,) * (blocks + 2))),))
+    return Plan(
+        model="toy",
+        cluster="toy",
+        batch=batch,
+        micro_batches=micro_batches,
+        recompute=recompute,
+        offload=Offload(**offload),
+        stages=(stage,),
+    )
+
+
+# A row is 40 bytes, a second: all of a block comes in 4 s, without the gradient it goes in 3 s.
+
+
+def test_everything_on_the_host():
+    estimate = evaluate(hosted(), toy(), machine())
+    # Forward: four times 4 s, then max(1 + 0.1, 3).  Backward: weights 1 s, four times 2 s beside copies, a last write.
+    assert estimate.seconds == pytest.approx(4 * (4 + 3) + 1 + 4 * 2 + 1)
+    (stage,) = estimate.stages
+    causes = {"compute": 12.0, "recomputation": 0.0, "weights gathered": 0.0, "gradients exposed": 0.0, "update": 0.4}
+    assert stage.seconds == pytest.approx(causes | {"copies": 38 - 12.4})
+    assert stage.host_bytes == {"weights and gradients": 4 * 80.0, "optimizer": 4 * 80.0}
+
+
+@pytest.mark.parametrize(
+    "what, fetched, written, again", [("optimizer", 2, 2, 0), ("parameters", 2, 1, 1), ("both", 4, 3, 1)]
+)
+def test_groups(what, fetched, written, again):
+    """Two groups of two blocks: the copies of one beside the computation of both."""
+    estimate = evaluate(hosted(what=what, resident=1), toy(), machine())
+    forward = 2 * (fetched + max(2 * 1.1, written))
+    assert estimate.seconds == pytest.approx(forward + again + 2 * max(4, again) + again)
+    assert estimate.stages[0].total_host_bytes == 2 * 40 * fetched
+
+
+def test_a_block_is_copied_once_however_many_micro_batches():
+    estimate = evaluate(hosted(batch=2, micro_batches=2), toy(), machine())
+    assert estimate.seconds == pytest.approx(4 * (4 + 3) + 1 + 4 * 4 + 1)
+
+
+def test_recomputation_goes_through_every_block_again():
+    estimate = evaluate(hosted(recompute=True), toy(), machine())
+    assert estimate.seconds == pytest.approx(4 * (4 + 3) + 1 + 4 * 3 + 1)
+    assert estimate.stages[0].seconds["recomputation"] == 4
+
+
+def test_data_ranks_copy_their_share():
+    """Two devices: half of every row each; gathering 40 bytes takes (1 / 2) 40 / 20 = 1 s, as does summing them."""
+    estimate = evaluate(hosted(devices=2, batch=2), toy(), machine(devices=2))
+    forward, backward = 4 * (2 + max(1 + 0.05 + 1, 1.5)), 0.5 + 4 * (1 + 2 + 1) + 0.5
+    assert estimate.seconds == pytest.approx(forward + backward)
+    (stage,) = estimate.stages
+    assert stage.seconds["weights gathered"] == 8 and stage.seconds["gradients exposed"] == 4
+    assert stage.total_host_bytes == 4 * 160  # of both, on one host
+
+
+def test_layers_that_differ_cannot_live_there():
+    profile = toy().model_copy(update={"layers": ("first", "block", "first", "last")})
+    with pytest.raises(InputError, match="toy has block and first"):
+        evaluate(hosted(blocks=2), profile, machine())
+
+
+def fastest(profile, cluster, asked):
+    """Of all plans written down: (seconds, offload, micro-batches, recomputation)."""
+    found = []
+    for offload in offloads(profile.num_layers - 2, ("parameters", "optimizer", "both")):
+        for count in asked.micro_batches:
+            for recompute in (False, True):
+                plan = hosted(profile.num_layers - 2, 1, asked.batch, count, recompute, **offload.model_dump())
+                estimate = evaluate(plan, profile, cluster)
+                if estimate.fits:
+                    found.append(estimate.seconds)
+    return min(found, default=None)
+
+
+KINDS = (None, "parameters", "optimizer", "both")
+
+
+@pytest.mark.parametrize("memory", [300, 500, 700, 900, 1100])
+@pytest.mark.parametrize("host", [150, 350, 1000])
+def test_the_fastest_that_fits_is_found(memory, host):
+    profile, cluster = toy(blocks=6), machine(memory=memory, host=host)
+    asked = request(4, offload=KINDS[1:])
+    expected = fastest(profile, cluster, asked)
+    if expected is None:
+        with pytest.raises(InputError, match="fits no plan"):
+            solve(profile, cluster, asked)
+        return
+    answer = solve(profile, cluster, asked)
+    assert answer.estimate.seconds == pytest.approx(expected) and answer.estimate.fits
+    assert answer.gap == pytest.approx(0) and answer.plan.offload is not None
+
+
+def test_what_fits_stays_on_the_devices():
+    plain = solve(toy(), machine(), request(4))
+    assert solve(toy(), machine(), request(4, offload=KINDS)).plan == plain.plan
+    assert plain.plan.offload is None
+
+
+def test_offload_off_forbids():
+    with pytest.raises(InputError) as caught:
+        solve(toy(blocks=12), machine(memory=1000), request(4))
+    assert "on the host" not in str(caught.value)
+    answer = solve(toy(blocks=12), machine(memory=1000), request(4, offload=KINDS))
+    assert answer.plan.offload is not None
+
+
+def test_refusals_name_what_is_missing():
+    profile = toy(blocks=12)
+    least = solve(profile, machine(memory=1000), request(4, offload=("both",))).estimate.stages[0]
+    with pytest.raises(InputError, match=r"blocks on the host it would fit with .* for them on each host"):
+        solve(profile, machine(memory=1000, host=least.total_host_bytes / 13), request(4, offload=("both",)))
+    with pytest.raises(InputError, match=r"with blocks on the host it would fit with .* per device"):
+        solve(profile, machine(memory=300), request(4, offload=("both",)))
+
+
+def test_a_smaller_batch_is_named():
+    profile = toy(blocks=12)
+    need = evaluate(hosted(12, 1, 4, 4, True), profile, machine()).stages[0].total_bytes
+    with pytest.raises(InputError, match="with blocks on the host a batch of 2 would fit"):
+        solve(profile, machine(memory=need - 1), request(4, offload=("both",)))
+
+
+def test_said_in_words():
+    answer = solve(toy(blocks=6), machine(memory=700), request(4, offload=KINDS))
+    offload = answer.plan.offload
+    assert streamed_layers(answer.plan) == tuple(range(1, 7, 1 + offload.resident))
+    where, why, copies = offload_lines(answer)
+    assert "on the host: " in where and "a device has 0.000668 MiB" in why and "wait for copies" in copies
+    text = shape_text(answer.plan)
+    assert ("of every block on the host" in text) == (offload.resident == 0)

@@ -1,0 +1,36 @@
+"""How much larger a model a device trains with blocks on the host."""
+
+import pytest
+
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.shapes import parameter_count
+from jhpt.planner.front import capped
+from jhpt.planner.offload.largest import largest_trainable
+
+DEVICE, HOST = 24 * 2**30, 110 * 2**30
+
+
+@pytest.fixture(scope="module")
+def found():
+    """(without, with) blocks on the host of one H100 of which 24 GiB may be used."""
+    cluster = capped(find_cluster("h100x1x1"), DEVICE, HOST)
+    return largest_trainable(cluster, (None,)), largest_trainable(cluster, ("both",))
+
+
+def test_five_times_the_parameters(found):
+    """8 sequences of 1,024 tokens: 7.50 instead of 1.39 billion."""
+    without, hosted = found
+    assert hosted.parameters / without.parameters >= 4.9
+    assert hosted.parameters == pytest.approx(7.50e9, rel=1e-3) and without.parameters == pytest.approx(
+        1.39e9, rel=1e-3
+    )
+
+
+def test_both_are_as_large_as_memory_is(found):
+    """One more block would not fit: the device without, the host with blocks there."""
+    without, hosted = found
+    (own,), (stage,) = without.estimate.stages, hosted.estimate.stages
+    assert without.estimate.fits and hosted.estimate.fits
+    assert own.total_bytes + 18 * parameter_count(without.config.model).per_layer > DEVICE
+    assert stage.total_host_bytes + 16 * parameter_count(hosted.config.model).per_layer > HOST
+    assert stage.total_bytes < 0.65 * DEVICE
