@@ -1,8 +1,8 @@
 """The largest model that fits a machine, with blocks on the host and without.
 
 Of the widths of Brown et al. 2020 (arXiv 2005.14165, table 2.1) each is made as deep as the planner finds a plan for;
-the most parameters count.  Without blocks on the host a parameter takes 18 bytes of a device (float32 weight and moments,
-gradient, the weight in 16 bits), with them 16 of the host.
+the most parameters count.  Without blocks on the host a parameter takes 18 bytes of a device (float32 weight and
+moments, gradient, the weight in 16 bits), with them 16 of the host.
 """
 
 from dataclasses import dataclass
