@@ -29,6 +29,7 @@ from jhpt.planner.baselines import Baseline
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, StageEstimate, price, slot_of, stage_layers
 from jhpt.planner.offload.hosted import hosted_step, offloads
+from jhpt.planner.offload.played import hosted_timeline
 from jhpt.planner.request import COMPRESSIONS
 from jhpt.planner.simulation import Timeline, simulate
 from jhpt.planner.solve import Answer
@@ -413,6 +414,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 def timeline(answer: Answer) -> Timeline:
     """The step, played; device n of the timeline is every device of stage n."""
     plan, times = answer.plan, answer.estimate.times
+    if plan.offload is not None:
+        return hosted_timeline(plan, hosted_step(plan, answer.model))
     arrays = times.forward, times.backward, times.cut, times.sync, times.update
     return simulate(plan.schedule, plan.micro_batches, *arrays, overlap=answer.model.cluster.overlap)
 

@@ -32,7 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.plan import Schedule
 
-Stream = Literal["compute", "forward link", "backward link", "gradients", "update"]
+Stream = Literal["compute", "forward link", "backward link", "gradients", "update", "fetch", "write"]
 Kind = Literal["forward", "backward", "gradients", "update"]
 Floats = NDArray[np.float64]
 
@@ -43,6 +43,7 @@ class Span:
 
     A transfer belongs to the device that sends, and has the kind, micro-batch and chunk of the operation whose result
     it carries.  Gradients, update, and exchanges in which there is nothing to send, have neither micro-batch nor chunk.
+    Nor has what goes on where blocks live on the host, whose copies are fetches and writes; it has a name instead.
     """
 
     device: int
@@ -50,6 +51,7 @@ class Span:
     kind: Kind
     micro_batch: int | None = None
     chunk: int | None = None
+    name: str = ""
     start: float
     end: float
 
@@ -60,9 +62,9 @@ class Span:
 
     @property
     def label(self) -> str:
-        """`F3`, `B3`; `F3.1` in chunk 1; the kind where there is no micro-batch."""
+        """`F3`, `B3`; `F3.1` in chunk 1; the name or the kind where there is no micro-batch."""
         if self.micro_batch is None:
-            return self.kind
+            return self.name or self.kind
         return f"{self.kind[0].upper()}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
 

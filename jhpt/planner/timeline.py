@@ -29,6 +29,8 @@ COLOURS = {
     "backward link": "#5c5c5c",
     "gradients": "#cc79a7",
     "update": "#009e73",
+    "fetch": "#56b4e9",
+    "write": "#d55e00",
 }
 LEFT, RIGHT, TOP = 90, 30, 84  # pixels: device names, margin, title and legend
 LANE = 8  # pixels of a link or the gradients; compute has three times that
@@ -69,8 +71,9 @@ def text_timeline(timeline: Timeline, width: int = 100) -> str:
 
 def svg_timeline(timeline: Timeline, title: str) -> str:
     """A page of its own: for every device a lane of compute and update and, where there are any, thin lanes of what it
-    sends forward, what it sends backward, and the reduction of gradients.  Later chunks are lighter.  Pointing at a bar
-    tells what it is.  Beyond `MAX_BARS` bars the middle of the step is left out.
+    sends forward, what it sends backward, the reduction of gradients, and what comes from the host and goes there.
+    Later chunks are lighter.  Pointing at a bar tells what it is.  Beyond `MAX_BARS` bars the middle of the step is
+    left out.
     """
     bars = [span for span in timeline.spans if span.end > span.start]
     lanes = _lanes(bars)
@@ -205,7 +208,7 @@ def _lanes(bars: list[Span]) -> dict[str, tuple[int, int]]:
     offset = 3 * LANE
     lanes = {"compute": (0, offset)}
     streams = {span.stream for span in bars}
-    for stream in ("forward link", "backward link", "gradients"):
+    for stream in ("forward link", "backward link", "gradients", "fetch", "write"):
         if stream in streams:
             lanes[stream] = (offset, LANE)
             offset += LANE
@@ -234,6 +237,7 @@ def _svg_bar(span: Span, piece: _Piece, y: int, height: int, chunks: int) -> Ite
 
 def _svg_legend(timeline: Timeline, bars: list[Span]) -> Iterator[str]:
     names = {"forward link": "activations sent", "backward link": "errors sent", "gradients": "gradients reduced"}
+    names |= {"fetch": "from the host", "write": "to the host"}
     used = {span.stream for span in bars} | {"forward", "backward"}
     x = LEFT
     for key, colour in COLOURS.items():

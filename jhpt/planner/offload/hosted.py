@@ -21,7 +21,7 @@ from jhpt.core.plan import Offload, Plan
 from jhpt.planner.collectives import all_gather, all_reduce, reduce_scatter
 from jhpt.planner.costs import CostModel
 from jhpt.planner.offload.memory import moment_bytes
-from jhpt.planner.offload.stream import Bucket, Home, periodic
+from jhpt.planner.offload.stream import Bucket, Home, group_copies, periodic
 from jhpt.planner.program import FLOAT32
 
 HOMES = {"parameters": Home.PARAMETERS, "optimizer": Home.OPTIMIZER, "both": Home.BOTH}
@@ -31,6 +31,7 @@ HOMES = {"parameters": Home.PARAMETERS, "optimizer": Home.OPTIMIZER, "both": Hom
 class HostedStep:
     """Seconds of a step on a device.
 
+    copies: of a group, fetched and written in the forward pass, fetched in the backward one, as long as it is written.
     block: a block, all micro-batches.  home: of a group's first block, the other size - 1 stay.  passes: forward and
     backward, over all groups.  entry, exit: forward and backward, all micro-batches.  finish: sums of the ends'
     gradients, and their update.  causes: they sum to `seconds`.
@@ -40,6 +41,7 @@ class HostedStep:
     home: Home
     groups: int
     size: int
+    copies: tuple[float, float, float]
     passes: tuple[float, float]
     entry: tuple[float, float]
     exit: tuple[float, float]
@@ -80,7 +82,8 @@ def hosted_step(plan: Plan, model: CostModel) -> HostedStep:
         state=numbers * moment_bytes(model) / ranks,
     )
     home, groups = HOMES[plan.offload.what], blocks // size
-    passes = periodic(bucket, model.cluster.nodes[0].host, home, groups, size)
+    copies = group_copies(bucket, model.cluster.nodes[0].host, home)
+    passes = periodic(bucket, copies, groups, size)
     ends = model.kinds[first].parameters + model.kinds[last].parameters
     summed = all_reduce(group, ends * profile.bytes_per_weight)
     return HostedStep(
@@ -88,6 +91,7 @@ def hosted_step(plan: Plan, model: CostModel) -> HostedStep:
         home=home,
         groups=groups,
         size=size,
+        copies=copies,
         passes=passes,
         entry=entry,
         exit=exit_,

@@ -139,10 +139,17 @@ def backward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Arr
     return total + np.maximum(complete, beside) + np.maximum(computed, afterwards)
 
 
-def periodic(block: Bucket, link: Link, home: Home, groups: int, size: int) -> tuple[float, float]:
-    """(forward, backward) seconds over equal groups of one block with this home and size - 1 resident ones."""
+def group_copies(block: Bucket, link: Link, home: Home) -> tuple[float, float, float]:
+    """Seconds of a layer with this home: fetched and written in a forward pass; fetched in a backward one, as long as
+    its gradient is written there."""
     moved = (parts[home] @ (block.weights, block.state) for parts in (ON_HOST, CHANGED, AGAIN))
     fetched, written, again = (float(copy_seconds(link, np.asarray(each))) for each in moved)
+    return fetched, written, again
+
+
+def periodic(block: Bucket, copies: tuple[float, float, float], groups: int, size: int) -> tuple[float, float]:
+    """(forward, backward) seconds over equal groups, of one block with these copies and size - 1 resident ones."""
+    fetched, written, again = copies
     forward, backward = size * block.forward, size * block.backward
     last = max(backward, again) if groups > 1 else backward
     return groups * (fetched + max(forward, written)), 2 * again + (groups - 1) * max(backward, again) + last

@@ -1,16 +1,21 @@
 """Seconds of a step with blocks on the host, reckoned by hand."""
 
+import itertools
+
 import pytest
 
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Offload, Plan, Stage, runs_of
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
+from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate
 from jhpt.planner.explain import offload_lines, shape_text, streamed_layers
-from jhpt.planner.offload.hosted import offloads
+from jhpt.planner.offload.hosted import hosted_step, offloads
+from jhpt.planner.offload.played import hosted_timeline
 from jhpt.planner.request import request
 from jhpt.planner.solve import solve
+from jhpt.planner.timeline import svg_timeline
 
 
 def kind(forward, backward, parameters):
@@ -167,3 +172,21 @@ def test_said_in_words():
     assert "on the host: " in where and "a device has 0.000668 MiB" in why and "wait for copies" in copies
     text = shape_text(answer.plan)
     assert ("of every block on the host" in text) == (offload.resident == 0)
+
+
+@pytest.mark.parametrize("offload", offloads(6, KINDS[1:]), ids=lambda one: f"{one.what}-{one.resident}")
+def test_the_picture_is_the_step(offload):
+    """As long as the price; a stream does one thing at a time, and no copy outlasts the group in which it began."""
+    plan = hosted(6, batch=2, recompute=True, **offload.model_dump())
+    step = hosted_step(plan, CostModel(toy(6, ends=3), machine()))
+    found = hosted_timeline(plan, step)
+    assert found.seconds == pytest.approx(evaluate(plan, toy(6, ends=3), machine()).seconds)
+    streams = {stream: [one for one in found.spans if one.stream == stream] for stream in ("compute", "fetch", "write")}
+    for spans in streams.values():
+        assert all(one.end <= other.start + 1e-9 for one, other in itertools.pairwise(spans))
+    moved = [sum(one.seconds for one in streams[stream]) for stream in ("fetch", "write")]
+    fetched, written, again = step.copies
+    assert moved == pytest.approx([step.groups * (fetched + again), step.groups * (written + again)])
+    svg = svg_timeline(found, "toy")
+    assert "from the host" in svg and "fetch of block 1," in svg
+    assert ("blocks 1-" in svg) == (offload.resident > 0)

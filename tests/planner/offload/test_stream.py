@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jhpt.core.cluster import Link
-from jhpt.planner.offload.stream import Bucket, Home, periodic, stream
+from jhpt.planner.offload.stream import Bucket, Home, group_copies, periodic, stream
 from tests.planner.offload.instances import drawn
 
 ROWS = {Home.RESIDENT: [], Home.OPTIMIZER: ["state"], Home.BOTH: ["weights", "weights", "state"]}
@@ -133,4 +133,4 @@ def test_equal_groups_are_steps_too(home):
         for groups, size in itertools.product((1, 2, 5), (1, 3)):
             homes = ([home] + [Home.RESIDENT] * (size - 1)) * groups
             expected = stream([bucket] * len(homes), link, homes).seconds[0]
-            assert sum(periodic(bucket, link, home, groups, size)) == pytest.approx(expected)
+            assert sum(periodic(bucket, group_copies(bucket, link, home), groups, size)) == pytest.approx(expected)
