@@ -9,7 +9,8 @@ however many they are.  Of a block, on one of d data ranks with M micro-batches:
     backward    all_gather of its weights; M backward passes, with recomputation M forward ones before; reduce_scatter
 
 Collectives are in line with the products.  Gradients of the ends are summed when all is computed.  ZeRO-1 changes
-nothing: rows are shared out anyway, and the ends are whole on every rank.
+nothing: rows are shared out anyway, and the ends are whole on every rank.  Where a cluster overlaps nothing copies are
+in line too.
 
 Left out: that hosts' memory is shared by their devices' links, and a first fetch that runs beside the embedding.
 """
@@ -21,7 +22,7 @@ from jhpt.core.plan import Offload, Plan
 from jhpt.planner.collectives import all_gather, all_reduce, reduce_scatter
 from jhpt.planner.costs import CostModel
 from jhpt.planner.offload.memory import moment_bytes
-from jhpt.planner.offload.stream import Bucket, Home, group_copies, periodic
+from jhpt.planner.offload.stream import Bucket, Home, group_copies, in_line, periodic
 from jhpt.planner.program import FLOAT32
 
 HOMES = {"parameters": Home.PARAMETERS, "optimizer": Home.OPTIMIZER, "both": Home.BOTH}
@@ -83,7 +84,7 @@ def hosted_step(plan: Plan, model: CostModel) -> HostedStep:
     )
     home, groups = HOMES[plan.offload.what], blocks // size
     copies = group_copies(bucket, model.cluster.nodes[0].host, home)
-    passes = periodic(bucket, copies, groups, size)
+    passes = periodic(bucket, copies, groups, size) if model.cluster.overlap else in_line(bucket, copies, groups, size)
     ends = model.kinds[first].parameters + model.kinds[last].parameters
     summed = all_reduce(group, ends * profile.bytes_per_weight)
     return HostedStep(

@@ -5,16 +5,17 @@ There are few: one stage without tensor parallelism, and of these every combinat
     devices, those that share the batch evenly      kind of rows on the host, and how many blocks stay behind each
     micro-batches                                   recomputation
 
-is priced.  So what is found is the fastest there is.
+is priced, but for what computation alone rules out.  So what is found is the fastest there is.
 """
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from jhpt.core.config import divisors
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Chunk, Plan, Stage, runs_of
+from jhpt.core.plan import Chunk, Plan, Stage, Zero, runs_of
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
 from jhpt.planner.offload.hosted import check_blocks, offloads
@@ -22,36 +23,63 @@ from jhpt.planner.request import Incumbent, Request
 
 
 def search_hosted(asked: Request, model: CostModel, best: Incumbent) -> None:
-    """Offers all of them to `best`."""
-    for plan in hosted_plans(asked, model):
-        best.offer(plan, model)
+    """Offers them to `best`, but for those whose computation alone takes longer than what is there."""
+    for shape in _shapes(asked, model):
+        bound = _least_seconds(shape, asked, model)
+        if bound >= best.cutoff:
+            best.leave(bound)
+            continue
+        for plan in _plans(shape, asked, model):
+            best.offer(plan, model)
 
 
 def hosted_plans(asked: Request, model: CostModel) -> Iterator[Plan]:
     """All plans that the request leaves open; none where blocks cannot live on the host."""
-    kinds = tuple(kind for kind in asked.offload if kind is not None)
-    zero = [level for level in asked.zero if level < 3]
+    return (plan for shape in _shapes(asked, model) for plan in _plans(shape, asked, model))
+
+
+class _Shape(NamedTuple):
+    devices: int
+    micro_batches: int
+    recompute: bool
+
+
+def _shapes(asked: Request, model: CostModel) -> Iterator[_Shape]:
     plain = None in asked.compression and not asked.gradient_compression.on
-    if not kinds or not zero or not plain or model.cluster.mixed or not _has_blocks(model):
+    if set(asked.offload) == {None} or not _levels(asked) or not plain or model.cluster.mixed or not _has_blocks(model):
         return
-    counts, layers = asked.micro_batches, model.num_layers
-    choices = itertools.product(
-        divisors(model.cluster.num_devices), counts, asked.recompute, offloads(layers - 2, kinds)
-    )
-    for devices, count, recompute, offload in choices:
-        if asked.batch // count % devices:
-            continue
+    for choice in itertools.product(divisors(model.cluster.num_devices), asked.micro_batches, asked.recompute):
+        shape = _Shape(*choice)
+        if asked.batch // shape.micro_batches % shape.devices == 0:
+            yield shape
+
+
+def _plans(shape: _Shape, asked: Request, model: CostModel) -> Iterator[Plan]:
+    layers = model.num_layers
+    chunk = Chunk(first=0, runs=runs_of((1,) * layers))
+    for offload in offloads(layers - 2, tuple(kind for kind in asked.offload if kind is not None)):
         yield Plan(
             model=model.profile.name,
             cluster=model.cluster.name,
             batch=asked.batch,
-            micro_batches=count,
+            micro_batches=shape.micro_batches,
             schedule="gpipe",
-            zero=zero[0],
-            recompute=recompute,
+            zero=_levels(asked)[0],
+            recompute=shape.recompute,
             offload=offload,
-            stages=(Stage(device=0, devices=devices, chunks=(Chunk(first=0, runs=runs_of((1,) * layers)),)),),
+            stages=(Stage(device=0, devices=shape.devices, chunks=(chunk,)),),
         )
+
+
+def _levels(asked: Request) -> list[Zero]:
+    return [level for level in asked.zero if level < 3]
+
+
+def _least_seconds(shape: _Shape, asked: Request, model: CostModel) -> float:
+    """Computation alone."""
+    forward, backward = model.compute_seconds(asked.batch // shape.micro_batches // shape.devices, 1)
+    again = forward[model.index[1:-1]].sum() if shape.recompute else 0.0
+    return shape.micro_batches * float((forward + backward)[model.index].sum() + again)
 
 
 def nearest_hosted(asked: Request, model: CostModel) -> list[str]:

@@ -155,6 +155,12 @@ def periodic(block: Bucket, copies: tuple[float, float, float], groups: int, siz
     return groups * (fetched + max(forward, written)), 2 * again + (groups - 1) * max(backward, again) + last
 
 
+def in_line(block: Bucket, copies: tuple[float, float, float], groups: int, size: int) -> tuple[float, float]:
+    """`periodic` where nothing runs beside anything else."""
+    fetched, written, again = copies
+    return groups * (fetched + size * block.forward + written), groups * (size * block.backward + 2 * again)
+
+
 def held(buckets: Sequence[Bucket], homes: Homes) -> Array:
     """Bytes on the device during every operation, [C, 2 L]: forward of the layers 1 ... L, backward of L ... 1.
 

@@ -1,8 +1,10 @@
 """Seconds of a step with blocks on the host, reckoned by hand."""
 
+import io
 import itertools
 
 import pytest
+from rich.console import Console
 
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.errors import InputError
@@ -11,8 +13,10 @@ from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate
 from jhpt.planner.explain import offload_lines, shape_text, streamed_layers
+from jhpt.planner.front import prepare
 from jhpt.planner.offload.hosted import hosted_step, offloads
 from jhpt.planner.offload.played import hosted_timeline
+from jhpt.planner.report import print_answer
 from jhpt.planner.request import request
 from jhpt.planner.solve import solve
 from jhpt.planner.timeline import svg_timeline
@@ -95,6 +99,11 @@ def test_data_ranks_copy_their_share():
     (stage,) = estimate.stages
     assert stage.seconds["weights gathered"] == 8 and stage.seconds["gradients exposed"] == 4
     assert stage.total_host_bytes == 4 * 160  # of both, on one host
+
+
+def test_without_overlap_copies_are_in_line():
+    estimate = evaluate(hosted(), toy(), machine().model_copy(update={"overlap": False}))
+    assert estimate.seconds == pytest.approx(4 * (4 + 1.1 + 3) + 4 * (1 + 2 + 1))
 
 
 def test_layers_that_differ_cannot_live_there():
@@ -190,3 +199,30 @@ def test_the_picture_is_the_step(offload):
     svg = svg_timeline(found, "toy")
     assert "from the host" in svg and "fetch of block 1," in svg
     assert ("blocks 1-" in svg) == (offload.resident > 0)
+
+
+def test_a_model_larger_than_the_device_has_a_plan():
+    """`jhpt plan gpt-6.7b --cluster h100x1x1 --budget 24GiB --batch 16`: 107 GB of state."""
+    answer = prepare("gpt-6.7b", cluster="h100x1x1", budget="24GiB", batch=16).solve()
+    (stage,) = answer.estimate.stages
+    assert answer.plan.offload == Offload() and answer.plan.recompute
+    assert 0.5 * 24 * 2**30 < stage.total_bytes < 24 * 2**30
+    assert stage.total_host_bytes == pytest.approx(16 * 32 * 201379840, rel=1e-4)
+    console = Console(width=150, file=io.StringIO())
+    print_answer(console, answer)
+    printed = console.file.getvalue()
+    assert "all state of layers 1-32, 96.0 GiB of 209.5 GiB on each host" in printed and "GiB on a host" in printed
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"memory.offload": "off"}, "it would fit with"),
+        ({"memory.host_budget_bytes": "64GiB"}, "it would fit with 96.0 GiB for them on each host"),
+        ({"data.batch_size": 64}, "with blocks on the host a batch of 16 would fit"),
+    ],
+)
+def test_what_the_configuration_rules_out_is_refused(settings, said):
+    settings = {"data.batch_size": 16} | settings
+    with pytest.raises(InputError, match=said):
+        prepare("gpt-6.7b", cluster="h100x1x1", budget="24GiB", overrides=settings).solve()
