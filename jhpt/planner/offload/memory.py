@@ -8,7 +8,7 @@ one of its gradient and the optimizer's state.  What XLA makes of the step was r
                   the compute dtype; what goes into a pass and comes out of it, of the whole batch
     forward       8 rows, at work and on their way, or 7 beside the working set; 9 beside it where blocks stay, for one
                   of them takes its step before what the streamed one has written is gone
-    head          a micro-batch's logits in float32 and their gradient; a first row of weights
+    head          a micro-batch's logits in float32, their gradient, and what led to them; a first row of weights
     backward      a row of weights on its way; the working set, or the gradient of a block, as it is computed and as one
                   row, and the row before it; the logits' gradient, for the table's own is computed last
 
@@ -44,7 +44,7 @@ class Sizes:
     row: a number in float32 for each of a block's parameters, this rank's share; whole: all of them.  moments: of the
     optimizer's state of a block, this rank's share.  stream: the residual stream of the whole batch.  kept: by a block,
     of the whole batch.  work: by a block without recomputation, of a micro-batch.  logits: of a micro-batch, float32.
-    ends: parameters.  entry: what the embedding keeps.  element: of a number of the compute dtype.
+    ends: parameters.  entry, exit: what the ends keep, of a micro-batch.  element: of a number of the compute dtype.
     """
 
     row: float
@@ -57,6 +57,7 @@ class Sizes:
     ends: float
     table: float
     entry: float
+    exit: float
     element: float
     blocks: int
     ranks: int
@@ -81,6 +82,7 @@ def sizes_of(plan: Plan, model: CostModel) -> Sizes:
         ends=float(first.parameters + last.parameters),
         table=profile.bytes_per_weight * max(first.parameters, last.parameters),
         entry=micro * first.replicated_bytes,
+        exit=micro * last.replicated_bytes,
         element=profile.bytes_per_weight,
         blocks=model.num_layers - 2,
         ranks=ranks,
@@ -132,7 +134,7 @@ def _forward(sizes: Sizes, offload: Offload) -> dict[str, float]:
 
 
 def _head(sizes: Sizes) -> dict[str, float]:
-    logits = sizes.logits * (1 + sizes.element / FLOAT32)
+    logits = sizes.logits * (1 + sizes.element / FLOAT32) + sizes.exit
     return {"rows at work": sizes.row, "logits": logits, "gradients of the ends": 2 * _summed_ends(sizes)}
 
 
