@@ -18,7 +18,7 @@ MARGIN = 0.05
 
 def plan_to_run(answer: Answer, asked: Request, devices: int | None = None) -> Plan:
     """The plainest of the plans that were found and the baselines.  devices: all that have to take part, if they do."""
-    found = [one.plan for one in baselines(asked, answer.model) if one.plan is not None]
+    found = [one.plan for one in baselines(asked, answer.model) if one.plan is not None and None in asked.offload]
     priced = [plan.model_copy(update={"seconds": price(plan, answer.model).seconds}) for plan in found]
     plans = [answer.plan, *answer.alternatives, *priced]
     whole = [plan for plan in plans if devices is None or plan.devices == devices]

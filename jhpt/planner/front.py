@@ -215,6 +215,11 @@ def _budget(budget: float | str | None, config: Config | None) -> float | None:
         raise InputError(f"budget={error}") from None
 
 
+def budgeted(cluster: Cluster, config: Config) -> Cluster:
+    """The cluster, of which only what the section `memory` says may be used."""
+    return capped(cluster, _budget(None, config), _host_budget(config))
+
+
 def _host_budget(config: Config | None) -> float | None:
     """Bytes of a host that blocks may take; None: `HOST_SHARE` of all."""
     own = config.memory.host_budget_bytes if config else "auto"

@@ -23,7 +23,8 @@ from jhpt.core.plan import Plan, check_plan, plan_by_hand
 from jhpt.measure.device import device_info
 from jhpt.measure.network import spanning
 from jhpt.planner.choice import plan_to_run
-from jhpt.planner.request import SAMPLE_CHUNKS, compressions, request
+from jhpt.planner.front import budgeted
+from jhpt.planner.request import SAMPLE_CHUNKS, compressions, offload_kinds, request
 from jhpt.planner.solve import solve
 from jhpt.sharding.mesh import check_runnable
 from jhpt.training.processes import is_main, text_from_main, together
@@ -194,8 +195,9 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
                 sample_chunks=SAMPLE_CHUNKS,
                 compression=compressions(config),
                 gradient_compression=config.parallel.gradient_compression,
+                offload=offload_kinds(config.memory),
             )
-            answer = solve(profile, _with_kind(cluster), asked, "spmd")
+            answer = solve(profile, budgeted(_with_kind(cluster), config), asked, "spmd")
             everyone = jax.device_count() if jax.process_count() > 1 else None
             text = plan_to_run(answer, asked, everyone).model_dump_json()
     return Plan.model_validate_json(text_from_main(text)).model_copy(update={"origin": "auto"})

@@ -327,3 +327,11 @@ def test_the_sample_needs_the_parameters_alone(tiny, tmp_path, monkeypatch):
     assert len(converted) == len(saved) == 1
     alone = jhpt.train(tiny(**QUICK, **{"evaluation.sample_tokens": 4, "parallel.data": 1}), out=tmp_path / "alone")
     assert result.sample == alone.sample is not None
+
+
+def test_auto_plans_with_blocks_on_the_host(tiny, tmp_path, measured):
+    """Where the configuration says that they live there."""
+    config, out = tiny(**QUICK, parallel="auto", **{"memory.offload": "both"}), tmp_path / "run"
+    jhpt.train(config, out=out)
+    plan = Plan.load(out / "plan.json")
+    assert plan.origin == "auto" and plan.offload is not None and plan.offload.what == "both"
