@@ -20,6 +20,9 @@ from jhpt.core.errors import InputError
 SectionT = TypeVar("SectionT", bound=Section)
 Samples = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
+HOST_SHARE = 0.9
+"""Of a host's memory, what blocks may take where nobody says; the rest is for data, checkpoints and the system."""
+
 
 class Curve(Section):
     """A measured function of size: `values[i]` at `sizes[i]`, linear in log(size) between, constant outside."""

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from jhpt.core.amounts import parse_bytes
 from jhpt.core.catalogue import find_cluster
-from jhpt.core.cluster import Cluster, Device, Node
+from jhpt.core.cluster import HOST_SHARE, Cluster, Device, Node
 from jhpt.core.config import Config, one_of
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import Source, load_config
@@ -23,9 +23,6 @@ from jhpt.planner.importers import read_profile
 from jhpt.planner.local import local_cluster, local_profile
 from jhpt.planner.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, request
 from jhpt.planner.solve import Answer, Space, solve
-
-HOST_SHARE = 0.9
-"""Of a host's memory, what blocks may take where nobody says; the rest is for data, checkpoints and the system."""
 
 EXAMPLES = ("h100x8x8", "a100x8x4", "v100x4x4-10gbe")
 

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import jax
 
+from jhpt.core.cluster import HOST_SHARE
 from jhpt.core.config import MemoryConfig
 from jhpt.core.folders import cache_folder
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt(3)."""
 
-
-HOST_SHARE = 0.9
-"""Of a host's memory: what blocks may take where nobody says; the rest is for data, checkpoints and the system."""
 
 GPU_MEMORY_SHARE = "0.92"
 """Of a GPU's memory, taken at the start; jax's own default of 0.75 leaves 35 GB of an H200 unused."""
