@@ -29,6 +29,9 @@ and the surplus travels: a run of neighbouring blocks of one degree gathers `pre
 pass together) and sums one more.  A chunk of a pipeline has room for as many blocks as the longest one: all of the room
 travels with ZeRO-0 and ZeRO-1, and with ZeRO-3 where it is fetched ahead every pass gathers all of it and the surplus.
 
+A block that lives on the host, or beside such, is gathered in float32 in both passes, and its gradient scattered so:
+once a step, however many micro-batches there are.
+
 Compressed gradients are an all-to-all and an all-gather of codes, or one of both (`core.compression.gradient_bytes`).
 
 With several stages the ends have a slot on every stage: all of them gather it, the first and the last sum it, whole.
@@ -257,6 +260,9 @@ class _Step:
 
     def _blocks(self, chunk: Chunk) -> Iterator[One]:
         """Parameters of a chunk's blocks and their gradients, run by run."""
+        if self.plan.offload is not None:
+            yield from self._hosted()
+            return
         layers = [(layer, t) for layer, t in enumerate(chunk.tensor, chunk.first) if self._is_block(layer)]
         many, late = self.plan.micro_batches, 1 if self.overlap else 0
         for t, run in itertools.groupby(layers, key=lambda one: one[1]):
@@ -272,6 +278,12 @@ class _Step:
             yield from self._summed(size, t, sums)
         if not layers and self.stages > 1 and (self.plan.zero < 3 or self._ahead):
             yield from self._padding(chunk.tensor[0])
+
+    def _hosted(self) -> Iterator[One]:
+        """Blocks whose rows are shared out over the ranks."""
+        size, ranks = self._own_bytes(1, 1) / self.profile.bytes_per_weight * FLOAT32, self.devices
+        yield from self._gathered(size, 1, 2 * self._depth)
+        yield ("reduce-scatter", self._data_axis(1)), Sent(self._depth, (ranks - 1) / ranks * self._depth * size)
 
     def _padding(self, t: int) -> Iterator[One]:
         """Of a chunk without blocks: it has room for as many as the longest, which travels all the same."""

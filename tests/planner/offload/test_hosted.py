@@ -6,10 +6,13 @@ import itertools
 import pytest
 from rich.console import Console
 
+from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Chunk, Offload, Plan, Stage, runs_of
+from jhpt.core.load import load_config
+from jhpt.core.plan import Chunk, Offload, Plan, Stage, plan_by_hand, runs_of
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
+from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate
 from jhpt.planner.explain import offload_lines, shape_text, streamed_layers
@@ -20,6 +23,7 @@ from jhpt.planner.report import print_answer
 from jhpt.planner.request import request
 from jhpt.planner.solve import solve
 from jhpt.planner.timeline import svg_timeline
+from jhpt.planner.traffic import traffic
 
 
 def kind(forward, backward, parameters):
@@ -226,3 +230,14 @@ def test_what_the_configuration_rules_out_is_refused(settings, said):
     settings = {"data.batch_size": 16} | settings
     with pytest.raises(InputError, match=said):
         prepare("gpt-6.7b", cluster="h100x1x1", budget="24GiB", overrides=settings).solve()
+
+
+def test_blocks_are_gathered_twice_and_scattered_once():
+    """gpt2-1.5b on four ranks: what the step compiled for as many H100 sends, 8853.6 and 4426.8 MB (jax 0.10.2)."""
+    cluster = find_cluster("h100x4x1")
+    config = load_config("gpt2-1.5b", {"data.batch_size": 16, "memory.offload": "both", "parallel.micro_batches": 2})
+    plan, profile = plan_by_hand(config, 4), analytic_profile(config, cluster.nodes[0].device)
+    (sent,) = traffic(plan, profile)
+    assert sent["all-gather", "data"].count == 96 and sent["reduce-scatter", "data"].count == 48
+    assert sent["all-gather", "data"].bytes == pytest.approx(8853.6e6, rel=1e-3)
+    assert sent["reduce-scatter", "data"].bytes == pytest.approx(4426.8e6, rel=1e-3)
