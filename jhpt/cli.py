@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from jhpt.measure.comparison import Comparison
     from jhpt.planner.solve import Answer
 
-Benchmark = Literal["train", "planner", "predict", "hybrid", "comms", "kernels", "convergence", "precision"]
+Benchmark = Literal["train", "planner", "predict", "hybrid", "comms", "kernels", "convergence", "precision", "memory"]
 
 MODULES = {
-    name: f"jhpt.bench.{name}" + (".run" if name in ("hybrid", "comms", "convergence") else "")
+    name: f"jhpt.bench.{name}" + (".run" if name in ("hybrid", "comms", "convergence", "memory") else "")
     for name in get_args(Benchmark)
 } | {"precision": "jhpt.bench.convergence.precision"}
 """Of the benchmarks, imported when asked for: some need what not every machine has."""

@@ -1,31 +1,11 @@
 """The greedy choice with repair against the best of all."""
 
-import itertools
-
 import numpy as np
 import pytest
 
+from jhpt.bench.memory.instances import best, instance
 from jhpt.planner.offload.choose import Budget, choose
 from jhpt.planner.offload.stream import Home, stream
-from tests.planner.offload.instances import drawn
-
-
-def best(buckets, link, budget):
-    """The shortest step of all that fit, in seconds; None: none does."""
-    homes = np.array(list(itertools.product(range(3), repeat=len(buckets))))
-    steps = stream(buckets, link, homes)
-    return min(steps.seconds[(steps.peak <= budget.device) & (steps.host <= budget.host)].tolist(), default=None)
-
-
-def instance(seed):
-    """Budgets between what all on the host needs and what nothing does, now and then too small; every other host is."""
-    buckets, link = drawn(seed, 8)
-    rng = np.random.default_rng(seed + 5000)
-    ends = [stream(buckets, link, [home] * len(buckets)).peak[0] for home in (Home.BOTH, Home.RESIDENT)]
-    device = ends[0] + rng.uniform(-0.1, 1.0) * (ends[1] - ends[0])
-    everything = sum(2 * bucket.weights + bucket.state for bucket in buckets)
-    host = everything if seed % 2 else float(rng.uniform(0.2, 1.0)) * everything
-    return buckets, link, Budget(device=float(device), host=host)
 
 
 def test_greedy_and_repair_are_near_the_best():

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from jhpt.bench.memory.instances import drawn
 from jhpt.planner.offload.slots import residencies, slots
 from jhpt.planner.offload.stream import ON_HOST, Home, bytes_of, held
-from tests.planner.offload.instances import drawn
 
 
 def test_as_many_slots_as_overlap():

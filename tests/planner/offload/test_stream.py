@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from jhpt.bench.memory.instances import drawn
 from jhpt.core.cluster import Link
 from jhpt.planner.offload.stream import Bucket, Home, group_copies, periodic, stream
-from tests.planner.offload.instances import drawn
 
 ROWS = {Home.RESIDENT: [], Home.OPTIMIZER: ["state"], Home.BOTH: ["weights", "weights", "state"]}
 ROWS[Home.PARAMETERS] = ["weights", "weights"]

@@ -1,0 +1,54 @@
+"""Steps of a plan in a process of its own, whose share of the device's memory its environment says.
+
+    python -m jhpt.bench.memory.cell SPEC FILE
+
+SPEC is JSON: preset, overrides, plan, steps.  Writes seconds of every step and the bytes in use at most after each.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jhpt.core.load import load_config
+from jhpt.core.plan import Plan
+from jhpt.training.data.batches import shuffled, training_batches
+from jhpt.training.fitting import global_batch
+from jhpt.training.programs import compile_programs
+from jhpt.training.runtime import allow_pinned_memory, configure_runtime
+from jhpt.training.setup import prepare
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    """What the process writes."""
+    config, plan = load_config(spec["preset"], spec["overrides"]), Plan.model_validate(spec["plan"])
+    allow_pinned_memory(config.memory)
+    setup = prepare(config, plan)
+    programs = compile_programs(setup)
+    size = config.data.batch_size
+    batches = training_batches(shuffled(setup.train_windows, config.seed), size, setup.layout.own_rows(size), 0)
+    state, seconds, peaks = programs.init(), list[float](), list[int]()
+    for _ in range(spec["steps"]):
+        windows = jax.block_until_ready(global_batch(setup, next(batches)))
+        start = time.perf_counter()
+        state, metrics = programs.train_step(state, windows)
+        loss = float(np.asarray(metrics.loss))
+        seconds.append(time.perf_counter() - start)
+        peaks.append((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))
+    return {"seconds": seconds, "peaks": peaks, "loss": loss, "memory": programs.memory, "host": programs.host}
+
+
+def main(arguments: list[str]) -> int:
+    """The process."""
+    spec, out = arguments
+    configure_runtime()
+    Path(out).write_text(json.dumps(run(json.loads(spec))) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

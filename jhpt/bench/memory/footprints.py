@@ -1,0 +1,120 @@
+"""Bytes of planned steps, as predicted and as the compiler of an H100 that is not here counts them."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.config import Config
+from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
+from jhpt.core.plan import Plan
+from jhpt.core.shapes import parameter_count
+from jhpt.measure.deviceless import compile_only_devices, compile_only_info, compiled_for
+from jhpt.planner.estimate import Estimate
+from jhpt.planner.front import prepare
+from jhpt.sharding.options import compiler_options
+from jhpt.training.programs import train_program
+from jhpt.training.setup import design_step, fitting_tokenizer
+
+CLUSTER = "h100x1x1"
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert-large": ("bert-large", {}),
+    "gpt2-1.5b": ("gpt2-1.5b", {}),
+    "bert-4b": ("bert-large", {"model.num_layers": 50, "model.d_model": 2560, "model.num_heads": 32}),
+    "gpt-6.7b": ("gpt-6.7b", {}),
+    "gpt-13b": ("gpt-13b", {}),
+}
+"""Preset and what differs from it."""
+
+BUDGETS = (16 << 30, 24 << 30, 40 << 30, 80 << 30)
+"""Bytes of the device."""
+
+BATCHES = (8, 4, 2, 1)
+"""The largest for which there is a plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Of a plan: bytes on the device and on its host.  plan: None: there is none for any batch."""
+
+    model: str
+    parameters: int
+    budget: int
+    batch: int
+    plan: dict[str, Any] | None
+    predicted: dict[str, float]
+    device: float
+    predicted_host: float
+    host: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative."""
+        return abs(sum(self.predicted.values()) / self.device - 1)
+
+
+def footprints(models: tuple[str, ...], budgets: tuple[int, ...]) -> Iterator[Footprint]:
+    """Of every model in every budget.
+
+    Raises:
+      NotHere: what compiling needs is not installed.
+    """
+    for name in models:
+        for budget in budgets:
+            yield _footprint(name, budget)
+
+
+def _footprint(name: str, budget: int) -> Footprint:
+    preset, changes = MODELS[name]
+    for batch in BATCHES:
+        config = load_config(preset, changes | {"data.batch_size": batch})
+        try:
+            answer = prepare(config, cluster=CLUSTER, budget=budget).solve()
+        except InputError:
+            continue
+        return _compiled(name, budget, config, answer.plan, answer.estimate)
+    nothing: dict[str, float] = {}
+    count = parameter_count(load_config(preset, changes).model).total
+    return Footprint(
+        model=name,
+        parameters=count,
+        budget=budget,
+        batch=0,
+        plan=None,
+        predicted=nothing,
+        device=0.0,
+        predicted_host=0.0,
+        host=0.0,
+    )
+
+
+def _compiled(name: str, budget: int, config: Config, plan: Plan, estimate: Estimate) -> Footprint:
+    device, host = compiled_bytes(config, plan)
+    (stage,) = estimate.stages
+    return Footprint(
+        model=name,
+        parameters=parameter_count(config.model).total,
+        budget=budget,
+        batch=plan.batch,
+        plan=plan.model_dump(mode="json", exclude_defaults=True),
+        predicted=dict(stage.bytes),
+        device=device,
+        predicted_host=stage.total_host_bytes,
+        host=host,
+    )
+
+
+def compiled_bytes(config: Config, plan: Plan) -> tuple[float, float]:
+    """Of the training step, (arguments and temporaries on the device, arguments on the host)."""
+    cluster = find_cluster(CLUSTER)
+    devices, info = compile_only_devices(cluster), compile_only_info(cluster)
+    design = design_step(config, plan, fitting_tokenizer(config), devices, info)
+    found: Any = compiled_for(train_program(design), compiler_options("gpu", plan)).memory_analysis()
+    return float(found.argument_size_in_bytes + found.temp_size_in_bytes), float(found.host_argument_size_in_bytes)
+
+
+def as_row(found: Footprint) -> dict[str, Any]:
+    """For a results file."""
+    return {"kind": "bytes", **asdict(found)}

@@ -1,0 +1,104 @@
+"""On a GPU: steps of the planned step in a budget, in turn with what people do without a planner.
+
+    planned       the plan for the budget
+    synchronous   everything on the host, nothing fetched ahead, in the most micro-batches that are fastest
+    optimizer     the optimizer's state on the host as a whole
+    resident      everything on the device, where that fits
+
+Every one runs in processes of its own, which may use no more of the device than the budget.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jhpt.core.config import divisors
+from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
+from jhpt.core.plan import Offload, Plan
+from jhpt.planner.estimate import price
+from jhpt.planner.front import Task, prepare
+
+SETUPS = (("gpt2-1.5b", 8, 16 << 30), ("gpt2-1.5b", 16, 24 << 30), ("gpt-6.7b", 16, 24 << 30))
+"""Preset, batch, budget."""
+
+STEPS, WARM = 12, 2
+"""Of a process, and how many of them are not counted."""
+
+TIMEOUT = 900.0
+"""Seconds of a process: one that hangs must not hold the device."""
+
+
+def competitors(task: Task) -> dict[str, Plan]:
+    """Plans by name; what fits nowhere is left out."""
+    answer = task.solve()
+    found = {"planned": answer.plan}
+    for name, kinds in {"synchronous": ("both",), "optimizer": ("optimizer",), "resident": (None,)}.items():
+        try:
+            plan = replace(task, asked=replace(task.asked, offload=kinds)).solve().plan
+        except InputError:
+            continue
+        found[name] = plan
+    if "synchronous" in found:
+        found["synchronous"] = _synchronous(found["synchronous"], answer.model)
+    if "optimizer" in found:
+        found["optimizer"] = found["optimizer"].model_copy(update={"offload": Offload(what="optimizer")})
+    return found
+
+
+def _synchronous(plan: Plan, model: Any) -> Plan:
+    """Nothing ahead, nothing resident: of all micro-batches that fit those that are predicted to be fastest."""
+    bare = plan.model_copy(update={"offload": Offload(ahead=0)})
+    plans = [bare.model_copy(update={"micro_batches": count}) for count in divisors(plan.batch)]
+    fitting = [own for own in plans if price(own, model).fits] or [bare]
+    return min(fitting, key=lambda own: price(own, model).seconds)
+
+
+def measured(memory: float, rounds: int, setups: tuple[tuple[str, int, int], ...] = SETUPS) -> Iterator[dict[str, Any]]:
+    """A row for every set-up and competitor; memory: of the device, bytes."""
+    for preset, batch, budget in setups:
+        task = prepare(preset, cluster="h100x1x1", budget=budget, batch=batch)
+        plans = competitors(task)
+        rows = {
+            name: {
+                "kind": "steps",
+                "setup": f"{preset}, batch {batch}, {budget / 2**30:.0f} GiB",
+                "competitor": name,
+                "plan": plan.model_dump(mode="json", exclude_defaults=True),
+                "predicted_s": plan.seconds,
+                "tokens": batch * load_config(preset).data.sequence_length,
+                "samples_s": [],
+                "peaks": [],
+            }
+            for name, plan in plans.items()
+        }
+        for _ in range(rounds):
+            for name, plan in plans.items():
+                found = in_process(preset, {"data.batch_size": batch}, plan, STEPS, budget / memory)
+                rows[name]["samples_s"] += found.get("seconds", [])[WARM:]
+                rows[name]["peaks"] += found.get("peaks", [])
+                rows[name]["failed"] = found.get("failed")
+        yield from rows.values()
+
+
+def in_process(preset: str, overrides: dict[str, Any], plan: Plan, steps: int, share: float | None) -> dict[str, Any]:
+    """What `cell` found, or why it failed.  share: of the device's memory that the process may take."""
+    spec = {"preset": preset, "overrides": overrides, "plan": plan.model_dump(mode="json"), "steps": steps}
+    limit = {"XLA_CLIENT_MEM_FRACTION": f"{share:.4f}"} if share else {}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "cell.json"
+        command = [sys.executable, "-m", "jhpt.bench.memory.cell", json.dumps(spec), str(out)]
+        try:
+            done = subprocess.run(command, env=os.environ | limit, capture_output=True, text=True, timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"took longer than {TIMEOUT:.0f} s"}
+        if done.returncode:
+            return {"failed": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "ended early"}
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
