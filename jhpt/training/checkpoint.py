@@ -7,7 +7,6 @@ it: configuration, content key of the tokens, versions.  Keys and the data posit
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import orbax.checkpoint as ocp
 from jhpt.core.config import CheckpointConfig, Config, OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.load import dotted
-from jhpt.training.layered import Layered, by_layer
+from jhpt.training.layered import Layered, by_layer, item_handlers
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.step import TrainState
 
@@ -62,7 +61,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,  # of a process that was killed while it saved
         )
         self._folder = folder
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, handler_registry=item_handlers())
 
     @property
     def latest(self) -> int | None:
@@ -73,12 +72,11 @@ class Checkpoints:
         """Copies the state to the host and writes it in the background; a step that is already saved is left alone."""
         if step == self.latest:
             return
-        parts = {"state": _without_feedback(state), **(state.feedback or {})}
-        lazily = any(isinstance(leaf, Layered) for leaf in jax.tree.leaves(state))
-        how = partial(ocp.args.PyTreeSave, save_args=jax.tree.map(by_layer, parts["state"])) if lazily else None
-        items = {name: (how or ocp.args.StandardSave)(part) for name, part in parts.items()}
+        items = {name: ocp.args.StandardSave(part) for name, part in (state.feedback or {}).items()}
+        own = _without_feedback(state)
+        items["state"] = ocp.args.PyTreeSave(own, save_args=jax.tree.map(by_layer, own))
         self._manager.save(step, args=ocp.args.Composite(**items, record=ocp.args.JsonSave(_as_dict(record))))
-        if lazily:  # what is read while it is written must not change meanwhile
+        if any(isinstance(leaf, Layered) for leaf in jax.tree.leaves(own)):  # what is being written must not change
             self._manager.wait_until_finished()
 
     def record(self, step: int) -> Record:
@@ -90,7 +88,7 @@ class Checkpoints:
 
         Feedback comes with as many ranks as it was saved with; what of it was not saved is left out.
         """
-        state = TrainState(**self._read(step, "state", ocp.args.StandardRestore(_without_feedback(like))))
+        state = self.part(step, like)
         if like.feedback is None:
             return state
         places = {name: self._manager.directory / str(step) / name for name in like.feedback}

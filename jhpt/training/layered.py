@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
@@ -76,4 +77,21 @@ class LayeredHandler(ocp.type_handlers.NumpyHandler):
         await asyncio.gather(*whole)
 
 
-ocp.type_handlers.register_type_handler(Layered, LayeredHandler(), override=True)
+def item_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
+    """Of what a checkpoint consists of: trees whose leaves are arrays, numpy arrays or `Layered`, and JSON."""
+    leaves = ocp.type_handlers
+    known = leaves.create_type_handler_registry(
+        (Layered, LayeredHandler()), (jax.Array, leaves.ArrayHandler()), (np.ndarray, leaves.NumpyHandler())
+    )
+    tree, text = ocp.PyTreeCheckpointHandler(type_handler_registry=known), ocp.JsonCheckpointHandler()
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for how, handler in (
+        (ocp.args.PyTreeSave, tree),
+        (ocp.args.PyTreeRestore, tree),
+        (ocp.args.StandardSave, ocp.StandardCheckpointHandler()),
+        (ocp.args.StandardRestore, ocp.StandardCheckpointHandler()),
+        (ocp.args.JsonSave, text),
+        (ocp.args.JsonRestore, text),
+    ):
+        registry.add(None, how, handler)
+    return registry

@@ -21,7 +21,7 @@ from typing import Any
 from jhpt.core.config import divisors
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Offload, Plan
+from jhpt.core.plan import Offload, Plan, What
 from jhpt.planner.estimate import price
 from jhpt.planner.front import Task, prepare
 
@@ -39,9 +39,10 @@ def competitors(task: Task) -> dict[str, Plan]:
     """Plans by name; what fits nowhere is left out."""
     answer = task.solve()
     found = {"planned": answer.plan}
-    for name, kinds in {"synchronous": ("both",), "optimizer": ("optimizer",), "resident": (None,)}.items():
+    others: dict[str, What | None] = {"synchronous": "both", "optimizer": "optimizer", "resident": None}
+    for name, kind in others.items():
         try:
-            plan = replace(task, asked=replace(task.asked, offload=kinds)).solve().plan
+            plan = replace(task, asked=replace(task.asked, offload=(kind,))).solve().plan
         except InputError:
             continue
         found[name] = plan
@@ -65,7 +66,7 @@ def measured(memory: float, rounds: int, setups: tuple[tuple[str, int, int], ...
     for preset, batch, budget in setups:
         task = prepare(preset, cluster="h100x1x1", budget=budget, batch=batch)
         plans = competitors(task)
-        rows = {
+        rows: dict[str, dict[str, Any]] = {
             name: {
                 "kind": "steps",
                 "setup": f"{preset}, batch {batch}, {budget / 2**30:.0f} GiB",
