@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jhpt.sharding import stacks
 from jhpt.sharding.chunks import Chunked, Whole
 from jhpt.sharding.parts import Recompute
 from jhpt.sharding.remat import everything
@@ -96,7 +97,7 @@ class LayerLoop:
             x, ready, stacked = carry
             own, ready = self._next(params, at, ready, at + self.ahead)
             x, kept = split.forward(own, x, (keys, self.first + at))
-            return x, ready, _put(stacked, at, (kept, own if self.keep else None))
+            return x, ready, stacks.put(stacked, (at,), (kept, own if self.keep else None))
 
         start = tuple(self._fetched(params, self._turned(at)) for at in range(self.ahead))
         own = jax.eval_shape(self._fetched, params, 0) if self.keep else None
@@ -120,20 +121,20 @@ class LayerLoop:
 
         def put(done: Any, at: int | jax.Array, gradient: Any) -> Any:
             so_far = _row(done if added else total, at)
-            return _put(done, at, self.finish(gradient, so_far))
+            return stacks.put(done, (at,), self.finish(gradient, so_far))
 
         def step(back: jax.Array, carry: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
             error, ready, pending, done = carry
             at = self.count - 1 - back
             own, ready = self._next(params, at, ready, at - self.ahead)
-            gradient, error = split.backward(own, (keys, self.first + at), _row(passed.kept, at), error)
+            gradient, error = split.backward(own, (keys, self.first + at), stacks.taken(passed.kept, (at,)), error)
             if not self.late:
                 return error, ready, None, put(done, at, gradient)
             # There is no layer behind the last one, whose gradient is what is dropped.
             behind = jnp.minimum(at + 1, self.count - 1)
             left = self.finish(pending, _row(done if added else total, behind))
             left = jax.tree.map(lambda new, old: jnp.where(back > 0, new, old), left, _row(done, behind))
-            return error, ready, gradient, _put(done, behind, left)
+            return error, ready, gradient, stacks.put(done, (behind,), left)
 
         done = total if added else self._room(finished, error)
         start = error, passed.ready if self.ahead else (), one if self.late else None, done
@@ -165,8 +166,7 @@ class LayerLoop:
         They are filled with a value of x, so that there is no room before there is x: of zeros the compiler would have
         one stack for all micro-batches, keep it all along, and copy it.
         """
-        value = jax.tree.leaves(x)[0].ravel()[0]
-        return jax.tree.map(lambda leaf: jnp.full((self.count, *leaf.shape), value.astype(leaf.dtype)), one)
+        return stacks.room(one, (self.count,), jax.tree.leaves(x)[0].ravel()[0])
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -177,11 +177,6 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _row(stacked: Any, at: int | jax.Array) -> Any:
     return jax.tree.map(lambda leaf: leaf[at], stacked)
-
-
-def _put(stacked: Any, at: int | jax.Array, one: Any) -> Any:
-    update = jax.lax.dynamic_update_index_in_dim
-    return jax.tree.map(lambda all_, row: update(all_, row.astype(all_.dtype), at, 0), stacked, one)
 
 
 def _stacked(rows: list[Any]) -> Any:

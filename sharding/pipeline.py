@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhpt.core.axes import PIPE
+from jhpt.sharding import stacks
 from jhpt.sharding.chunks import Chunked, Whole
 from jhpt.sharding.layers import Fetch
 from jhpt.sharding.parts import Parts, Recompute, picked
@@ -166,8 +167,8 @@ class _Device:
         return Carry(
             arrived=zeros,
             leaving=zeros,
-            ring=tuple(jnp.zeros((slots, depth, *kept.shape), kept.dtype) for kept in self.split.shapes),
-            closing=tuple(jnp.zeros((slots, *kept.shape), kept.dtype) for kept in self.close.shapes),
+            ring=stacks.room(self.split.shapes, (slots, depth), jnp.zeros(())),
+            closing=stacks.room(self.close.shapes, (slots,), jnp.zeros(())),
             outputs=jnp.zeros((slots, *self.shape.shape), self.shape.dtype),
             blocks=gradients.pop("blocks")["0"],
             ends=gradients,
@@ -182,12 +183,11 @@ class _Device:
 
         def block(at: jax.Array, own: Any, x: Any, ring: Kept) -> tuple[Any, Kept]:
             y, kept = self.split.forward(own, x, (keys, self._layer(chunk, at)))
-            ring = tuple(all_.at[slot, at].set(one) for all_, one in zip(ring, kept, strict=True))
-            return y, ring
+            return y, stacks.put(ring, (slot, at), kept)
 
         stream, ring = self._blocks(chunk, block, (self._opened(x, keys), carry.ring))
         x, kept = self.close.forward((), stream, self._end(keys, chunk))
-        closing = tuple(all_.at[slot].set(one) for all_, one in zip(carry.closing, kept, strict=True))
+        closing = stacks.put(carry.closing, (slot,), kept)
         return carry._replace(arrived=x, ring=ring, closing=closing, outputs=carry.outputs.at[slot].set(x))
 
     def backward(self, carry: Carry, entry: jax.Array, error: jax.Array) -> Carry:
@@ -204,12 +204,12 @@ class _Device:
 
         def block(at: jax.Array, own: Any, error: Any, blocks: Any) -> tuple[Any, Any]:
             row = chunk * self.pipeline.depth + at
-            kept = tuple(ring[slot, at] for ring in carry.ring)
+            kept = stacks.taken(carry.ring, (slot, at))
             gradient, error = self.split.backward(own, (keys, self._layer(chunk, at)), kept, error)
             own = self.pipeline.finish(gradient)
             return error, jax.tree.map(lambda total, one: total.at[row].add(one), blocks, own)
 
-        kept = tuple(all_[slot] for all_ in carry.closing)
+        kept = stacks.taken(carry.closing, (slot,))
         _, opened = self.close.backward((), self._end(keys, chunk), kept, error)
         opened, blocks = self._blocks(chunk, block, (opened, carry.blocks), reverse=True)
         error = self.stream.opening_error(opened)

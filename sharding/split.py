@@ -27,8 +27,8 @@ class SplitLayer:
 
     function: LayerFunction
     sources: tuple[tuple[str, int], ...]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    """Of what is kept."""
+    shapes: tuple[Any, ...]
+    """Of what is kept: types of arrays, which say where these lie."""
     closure: Any
     """Tree of the closure."""
     x: Any
@@ -82,7 +82,7 @@ def split_layer(function: LayerFunction, params: Any, x: Any, keys: Any) -> Spli
         else:
             if var not in slots:
                 slots[var] = len(slots)
-                shapes.append(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
+                shapes.append(var.aval)
             sources.append(("kept", slots[var]))
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
     return SplitLayer(function, tuple(sources), tuple(shapes), jax.tree.structure(shape), like)

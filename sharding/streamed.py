@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jhpt.sharding import stacks
 from jhpt.sharding.buckets import Bucket
 from jhpt.sharding.split import SplitLayer, split_layer
 
@@ -163,7 +164,7 @@ class StreamedLoop:
         """
         split = self._split(hosted, x, keys)
         count = len(hosted[WEIGHTS]) * group_size(hosted), len(keys)
-        room = jax.tree.map(lambda leaf: jnp.zeros((*count, *leaf.shape), leaf.dtype), split.shapes)
+        room = stacks.room(split.shapes, count, jnp.zeros(()))
 
         def one(layer: jax.Array, rows: Rows, carry: tuple[Any, Any]) -> tuple[Any, Rows]:
             rows = update(rows) if update else rows
@@ -172,7 +173,7 @@ class StreamedLoop:
             def piece(at: Index, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 x, stacked = carry
                 y, kept = split.forward(params, _at(x, at), (keys[at], self.first + layer))
-                return _put(x, at, y), _put(stacked, (layer, at), kept)
+                return _put(x, at, y), stacks.put(stacked, (layer, at), kept)
 
             return _each(len(keys), piece, carry), {name: rows[name] for name in writes}
 
@@ -203,7 +204,7 @@ class StreamedLoop:
             def piece(at: Index, carry: tuple[Any, jax.Array | None]) -> tuple[Any, jax.Array]:
                 error, total = carry
                 inputs = params, (keys[at], self.first + layer)
-                gradient, down = split.backward(*inputs, _at(passed.kept, (layer, at)), _at(error, at))
+                gradient, down = split.backward(*inputs, stacks.taken(passed.kept, (layer, at)), _at(error, at))
                 own = self.bucket.packed(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient))
                 return _put(error, at, down), own if total is None else total + own
 

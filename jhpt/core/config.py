@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from jhpt.core.amounts import parse_bytes
+from jhpt.core.errors import did_you_mean
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -24,6 +25,9 @@ WeightStorage = Literal["float32", "bfloat16", "bfloat16_kahan", "bfloat16_stoch
 
 VOCAB_MULTIPLE = 128
 """Embedding tables are padded to this multiple, so that a tensor axis divides them and GPU tiles are full."""
+
+NAMED_TENSORS = ("residual_in", "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
+"""Names inside a block, in the order in which forward produces them."""
 
 
 class Section(BaseModel):
@@ -379,9 +383,26 @@ class MemoryConfig(Section):
     offload: Literal["auto", "off", "parameters", "optimizer", "both"] = Field(
         "auto", description="what of the blocks lives on the host: weights, the optimizer's state, or both"
     )
-    recompute: Literal["auto", "none", "full"] = Field(
-        "auto", description="full: keep only the input of every block, compute the rest again; none: keep what is dear"
+    recompute: Literal["auto", "none", "full"] | tuple[str, ...] = Field(
+        "auto",
+        description="full: keep only the input of every block, compute the rest again; none: keep what is dear; or the "
+        f"names of what is kept beside the input, of {', '.join(NAMED_TENSORS[1:])}",
     )
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _names_with_commas(cls, recompute: Any) -> Any:
+        """On a command line names are one word."""
+        if not isinstance(recompute, str) or recompute in ("auto", "none", "full"):
+            return recompute
+        return tuple(name.strip() for name in recompute.split(","))
+
+    @field_validator("recompute")
+    @classmethod
+    def _names_are_known(cls, recompute: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not isinstance(recompute, str):
+            check_names(recompute, "memory.recompute", also=("auto", "none", "full"))
+        return recompute
 
     @field_validator("offload", mode="before")
     @classmethod
@@ -519,6 +540,16 @@ def common_divisors(sizes: Iterable[int]) -> list[int]:
     """The numbers that divide every one of `sizes`, ascending."""
     sizes = list(sizes)
     return [d for d in divisors(min(sizes)) if all(size % d == 0 for size in sizes)]
+
+
+def check_names(names: Iterable[str], where: str, also: Iterable[str] = ()) -> None:
+    """ValueError where a block has no tensor of such a name.  also: words that may stand there alone."""
+    for name in names:
+        if name not in NAMED_TENSORS:
+            raise ValueError(
+                f"{where}: a block has no tensor {name!r}{did_you_mean(name, [*NAMED_TENSORS, *also])}; "
+                f"it has {', '.join(NAMED_TENSORS)}"
+            )
 
 
 def one_of(choices: Iterable[object]) -> str:

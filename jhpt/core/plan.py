@@ -6,7 +6,7 @@ What is a plan at all, whatever the model and the devices are, `check_plan` says
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -19,6 +19,7 @@ from jhpt.core.config import (
     MemoryConfig,
     NonNegative,
     Section,
+    check_names,
     divisors,
     one_of,
 )
@@ -79,6 +80,21 @@ class Offload(Section):
     ahead: Whole = Field(1, description="how many groups of blocks ahead of their use they are fetched")
 
 
+class Kept(Section):
+    """Named tensors of a block that are there for its backward pass; the others it computes again.
+
+    The input of a block (`residual_in`) is always there, on the device unless `host` names it.
+    """
+
+    device: tuple[str, ...] = Field((), description="where they were computed")
+    host: tuple[str, ...] = Field((), description="in its pinned memory, from one pass to the other")
+
+    def text(self) -> str:
+        """`qkv and mlp_hidden, on the host residual_in`."""
+        parts = [" and ".join(self.device), f"on the host {' and '.join(self.host)}" if self.host else ""]
+        return ", ".join(filter(None, parts)) or "nothing"
+
+
 class Plan(Section):
     """A complete decision.  `stages` are in pipeline order, on ascending devices; devices left over stay idle."""
 
@@ -93,6 +109,7 @@ class Plan(Section):
     prefetch: Whole = Field(1, description="ZeRO: how many layers ahead of their use weights are gathered")
     sequence: bool = Field(False, description="cut activations between tensor-parallel products along the sequence")
     recompute: bool = Field(False, description="keep only the input of every layer, compute the rest again")
+    kept: Kept | None = Field(None, description="with recompute: what of a block is kept beside that")
     offload: Offload | None = Field(None, description="null: everything lives on the devices")
     compression: Compression = Compression()
     gradient_compression: GradientCompression = GradientCompression()
@@ -145,12 +162,14 @@ def check_plan(plan: Plan, num_layers: int) -> None:
     _check_numbers(plan, num_layers)
     _check_chunks(plan, num_layers)
     _check_devices(plan)
+    if plan.kept is not None:
+        _check_kept(plan, plan.kept)
     if plan.space == "spmd":
         check_program(plan)
-    elif plan.compression.on or plan.sample_chunks != (1,) or plan.offload is not None:
+    elif plan.compression.on or plan.sample_chunks != (1,) or plan.offload is not None or plan.kept is not None:
         raise InputError(
-            f"sample chunks, compression and offload are what one program does, and space={plan.space} has many; "
-            "leave them out, or take space=spmd"
+            f"sample chunks, compression, offload and names of what is kept are what one program does, and "
+            f"space={plan.space} has many; leave them out, or take space=spmd"
         )
 
 
@@ -220,6 +239,18 @@ def _check_offload(plan: Plan, offload: Offload) -> None:
             f"{blocks} blocks do not fall into groups of one that comes and goes and {offload.resident} that stay; "
             f"use resident={one_of(size - 1 for size in divisors(max(blocks, 1)))}"
         )
+
+
+def _check_kept(plan: Plan, kept: Kept) -> None:
+    if not plan.recompute:
+        raise InputError("kept says what recomputation leaves out, and recompute is false; set it, or leave kept out")
+    names = [*kept.device, *kept.host]
+    try:
+        check_names(names, "kept")
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"kept names {' and '.join(twice)} twice; a tensor is on the device or on the host")
 
 
 def _check_numbers(plan: Plan, num_layers: int) -> None:
@@ -331,7 +362,7 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
         micro_batches=pieces,
         schedule="interleaved" if parallel.chunks > 1 else parallel.schedule,
         zero=parallel.zero,
-        recompute=config.memory.recompute == "full",
+        **recomputed(config.memory),
         offload=_offload_by_hand(config.memory),
         compression=parallel.compression.how,
         gradient_compression=parallel.gradient_compression,
@@ -341,6 +372,12 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
             config.model.num_layers, pipe, parallel.chunks, data * tensor, tensor, parallel.sample_chunks
         ),
     )
+
+
+def recomputed(memory: MemoryConfig) -> dict[str, Any]:
+    """What the section `memory` says of recomputation, as a plan says it; of `auto`, nothing is computed again."""
+    how = memory.recompute
+    return {"recompute": how not in ("auto", "none"), "kept": None if isinstance(how, str) else Kept(device=how)}
 
 
 def _offload_by_hand(memory: MemoryConfig) -> Offload | None:

@@ -2,7 +2,7 @@
 
 Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, G = H / K, E head width, F MLP width.
 Weights, of any dtype, are cast to `dtype` where they are used.  Tensors that recomputation chooses among carry names
-(`jax.ad_checkpoint.checkpoint_name`), listed in `NAMED_TENSORS`.
+(`jax.ad_checkpoint.checkpoint_name`), listed in `jhpt.core.config.NAMED_TENSORS`.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,6 @@ from jhpt.core.config import GPTConfig, ModelConfig
 from jhpt.models.attention import Implementation, attention
 from jhpt.models.hooks import Hooks
 from jhpt.models.repeated import plus
-
-NAMED_TENSORS = ("residual_in", "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
-"""Names inside a block, in the order in which forward produces them."""
 
 CHOICE = "important_tokens"
 """Name of the tokens that matter: a few bytes, and they cost communication to find again."""

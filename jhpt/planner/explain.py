@@ -172,7 +172,7 @@ def shape_text(plan: Plan) -> str:
         f"{count} micro-batch{'es' if count > 1 else ''}",
         schedule if several else "",
         f"ZeRO-{plan.zero}" if plan.zero else "",
-        "recomputation" if plan.recompute else "",
+        ("recomputation" + (f" but for {plan.kept.text()}" if plan.kept else "")) if plan.recompute else "",
         offload_text(plan),
         f"{'/'.join(map(str, plan.sample_chunks))} sample chunks" if plan.sample_chunks != (1,) else "",
         compression_text(plan.compression),
@@ -393,7 +393,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     for zero in (0, 1, 3) if plan.offload is None else ():
         if zero != plan.zero and replicated:
             yield (f"ZeRO-{zero}" if zero else "no ZeRO"), {"zero": zero}
-    yield ("no recomputation" if plan.recompute else "recomputation"), {"recompute": not plan.recompute}
+    yield ("no recomputation" if plan.recompute else "recomputation"), {"recompute": not plan.recompute, "kept": None}
+    if plan.kept is not None:
+        yield "recomputation of everything", {"kept": None}
     if plan.offload is not None:
         yield "everything on the devices", {"offload": None}
         for offload in offloads(plan.stages[0].chunks[0].stop - 2, get_args(What)):

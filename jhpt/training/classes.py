@@ -12,7 +12,6 @@ from jhpt.models.vocabulary import token_nll
 from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.parts import Parts
-from jhpt.sharding.remat import keep_nothing
 from jhpt.training.parts import Sums, tensor_hooks
 from jhpt.training.setup import MOST_UNROLLED_LAYERS, layer_policy
 
@@ -47,7 +46,8 @@ def class_execution(network: Network, layout: Layout) -> Execution:
     """The network, laid out and ready to be traced.  Only blocks that are alike can be a pipeline's."""
     assert not layout.plan.sequence, "no sequence to cut"
     grid, plan = layout.grid, layout.plan
-    policy = keep_nothing if plan.recompute else layer_policy(NAMED_TENSORS, stacked=layout.stages > 1)
+    assert plan.kept is None, "names are of a transformer's blocks"
+    policy = layer_policy(plan, stacked=layout.stages > 1, names=NAMED_TENSORS)
 
     def parts_at(degree: int) -> Parts:
         axes = grid.axes(degree).tensor

@@ -69,7 +69,7 @@ def plan_text(plan: Plan) -> str:
         "sequence" if plan.sequence else "",
         f"zero {plan.zero}",
         f"{plan.micro_batches} micro-batches",
-        "recompute" if plan.recompute else "",
+        recompute_text(plan),
         offload_text(plan.offload),
         gradients_text(plan.gradient_compression),
     ]
@@ -83,6 +83,13 @@ def offload_text(offload: Offload | None) -> str:
     what = {"parameters": "weights of ", "optimizer": "optimizer state of ", "both": ""}[offload.what]
     which = f"1 in {offload.resident + 1} blocks" if offload.resident else "all blocks"
     return f"{what}{which} on the host"
+
+
+def recompute_text(plan: Plan) -> str:
+    """`recompute`, or `recompute but for qkv`; nothing where all is kept."""
+    if plan.kept is None:
+        return "recompute" if plan.recompute else ""
+    return f"recompute but for {plan.kept.text()}"
 
 
 def plan_change(before: Plan, now: Plan) -> str:

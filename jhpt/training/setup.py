@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jhpt.core.config import BERTConfig, Config, GPTConfig, MemoryConfig
+from jhpt.core.config import NAMED_TENSORS, BERTConfig, Config, GPTConfig, MemoryConfig
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, plan_by_hand
 from jhpt.kernels.implementation import Implementation, KernelChoice, choose_kernels
@@ -20,12 +20,12 @@ from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
 from jhpt.models.build import Model, build
 from jhpt.models.hooks import Hooks
-from jhpt.models.layers import CHOICE, NAMED_TENSORS
+from jhpt.models.layers import CHOICE
 from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_grid
 from jhpt.sharding.order import TICKET
-from jhpt.sharding.parts import BlockFunction, Parts
+from jhpt.sharding.parts import Parts, Recompute
 from jhpt.sharding.remat import everything, keep_nothing, save_named
 from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.corpus import find_files
@@ -172,9 +172,7 @@ def execution(
     grid = layout.grid
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
-    recompute = (
-        keep_nothing if layout.plan.recompute else layer_policy((*NAMED_TENSORS, CHOICE, TICKET), stacked=stacked)
-    )
+    recompute = layer_policy(layout.plan, stacked=stacked, flash=model.implementation == "cudnn")
 
     def parts_at(degree: int) -> Parts:
         axes = grid.axes(degree).tensor
@@ -242,11 +240,19 @@ def unrolled(config: Config, *, on_gpu: bool) -> bool:
     return not on_gpu and config.model.num_layers <= MOST_UNROLLED_LAYERS
 
 
-def layer_policy(names: Sequence[str], *, stacked: bool) -> Callable[[BlockFunction], BlockFunction]:
-    """What a block's backward pass finds saved: everything, but where it is `stacked`, layer by layer in a loop or
-    micro-batch by micro-batch in a pipeline, the tensors of these names.  What lies in a stack travels through memory
-    on its way in and out: four times as much, if it is everything."""
-    return save_named(names) if stacked else (lambda block: block)
+def layer_policy(plan: Plan, *, stacked: bool, flash: bool = False, names: Sequence[str] = NAMED_TENSORS) -> Recompute:
+    """What a block's backward pass finds saved, by the plan.
+
+    Without recomputation that is everything, but where it is `stacked`, layer by layer in a loop or micro-batch by
+    micro-batch in a pipeline, the tensors of all `names`: what lies in a stack travels through memory on its way in and
+    out, four times as much, if it is everything.  flash: attention is cuDNN's.
+    """
+    few = CHOICE, TICKET
+    if not plan.recompute:
+        return save_named((*names, *few), flash=flash) if stacked else everything
+    if plan.kept is None:
+        return keep_nothing
+    return save_named((*plan.kept.device, *few), plan.kept.host, flash=flash, loop=stacked)
 
 
 def _windows(config: Config, tokenizer: Tokenizer, tokens: np.ndarray, name: str) -> Windows:

@@ -4,7 +4,7 @@ import pytest
 
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Plan, check_plan, plan_by_hand
+from jhpt.core.plan import Kept, Plan, check_plan, plan_by_hand
 
 
 def by_hand(devices=8, blocks=8, **parallel):
@@ -113,3 +113,47 @@ def test_what_is_no_plan_is_refused(parallel, change, words):
     check_plan(plan, 6)
     with pytest.raises(InputError, match=words):
         check_plan(changed(plan, change), 6)
+
+
+@pytest.mark.parametrize(
+    ("how", "recompute", "kept"),
+    [
+        ("auto", False, None),
+        ("none", False, None),
+        ("full", True, None),
+        ("qkv", True, Kept(device=("qkv",))),
+        ("qkv, mlp_hidden", True, Kept(device=("qkv", "mlp_hidden"))),
+        (["attention_out"], True, Kept(device=("attention_out",))),
+    ],
+)
+def test_recomputation_by_hand(tmp_path, how, recompute, kept):
+    config = load_config("gpt-tiny", {"memory.recompute": how})
+    plan = plan_by_hand(config, 8)
+    assert (plan.recompute, plan.kept) == (recompute, kept)
+    check_plan(plan, config.model.num_layers + 2)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert load_config(config.model_dump(mode="json")) == config
+
+
+def test_names_of_no_tensor_are_refused():
+    with pytest.raises(
+        InputError, match=r"memory\.recompute: a block has no tensor 'mlp_hiden'; did you mean mlp_hidden"
+    ):
+        load_config("gpt-tiny", {"memory.recompute": "qkv,mlp_hiden"})
+    with pytest.raises(InputError, match="no tensor 'ful'; did you mean full"):
+        load_config("gpt-tiny", {"memory.recompute": "ful"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kept": Kept(device=("qkv",))}, "recompute is false; set it"),
+        ({"recompute": True, "kept": Kept(host=("logits",))}, "no tensor 'logits'; it has residual_in, qkv"),
+        ({"recompute": True, "kept": Kept(device=("qkv",), host=("qkv",))}, "kept names qkv twice"),
+        ({"recompute": True, "kept": Kept(), "space": "general"}, "space=general has many"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(changes, words):
+    with pytest.raises(InputError, match=words):
+        check_plan(by_hand().model_copy(update=changes), 10)

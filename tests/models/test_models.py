@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jhpt.core.config import BERTConfig, GPTConfig
+from jhpt.core.config import NAMED_TENSORS, BERTConfig, GPTConfig
 from jhpt.core.load import load_config
 from jhpt.core.presets import PRESETS
 from jhpt.core.shapes import flops_per_token, parameter_count
 from jhpt.models.build import build
 from jhpt.models.hooks import Hooks
-from jhpt.models.layers import NAMED_TENSORS, dropout, layer_keys
+from jhpt.models.layers import dropout, layer_keys
 from tests.models import naive
 
 pytestmark = pytest.mark.usefixtures("strict")

@@ -7,12 +7,11 @@ import pytest
 
 from jhpt.core.catalogue import device_named
 from jhpt.core.cluster import Device
-from jhpt.core.config import BERTConfig
+from jhpt.core.config import NAMED_TENSORS, BERTConfig
 from jhpt.core.load import load_config
 from jhpt.core.presets import PRESETS
 from jhpt.core.profile import load_profile
 from jhpt.core.shapes import flops_per_token, parameter_count
-from jhpt.models.layers import NAMED_TENSORS
 from jhpt.planner.analytic import analytic_profile
 from jhpt.training.masking import predictions
 

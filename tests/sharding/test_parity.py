@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jhpt.core.config import NAMED_TENSORS
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Chunk, Plan, Run, Stage
+from jhpt.core.plan import Chunk, Kept, Plan, Run, Stage
 from jhpt.models.layers import fold
 from jhpt.training import setup as training_setup
 from jhpt.training.masking import mask_tokens
@@ -251,6 +252,45 @@ def test_gradients_of_overlapped_loops(setup_of, name, case):
 @pytest.mark.parametrize(("name", *OVERLAPPED), list(itertools.product(MODELS, *OVERLAPPED.values())))
 def test_gradients_of_overlapped_loops_everywhere(setup_of, name, zero, micro_batches, ahead, chunks):
     check_overlapped(setup_of, name, zero, micro_batches, ahead, chunks)
+
+
+# What of a block is kept, where: by name.
+
+KEPT = {
+    "one stage, unrolled": ("bert", Kept(device=("qkv", "mlp_out"), host=("mlp_hidden",)), ALL, ([5], 1), {}),
+    "one stage, in a loop": ("gpt-untied", Kept(host=NAMED_TENSORS), NONE, ([5], 1), {"zero": 1, "data": 2}),
+    "given late": (
+        "gpt-tied",
+        Kept(device=("projection_out",), host=("residual_in", "qkv")),
+        NONE,
+        ([5], 1),
+        {"data": 4},
+    ),
+    "micro-batches": ("bert", Kept(host=("residual_in", "attention_out")), NONE, ([5], 1), {"micro_batches": 4}),
+    "tensor, chunks": ("gpt-tied", Kept(host=NAMED_TENSORS[:4]), NONE, ([5], 1), {"tensor": 2, "sample_chunks": 3}),
+    "cut sequence": ("bert", Kept(host=("residual_in", "mlp_hidden")), NONE, ([5], 1), {"tensor": 2, "sequence": True}),
+    "pipeline": (
+        "gpt-tied",
+        Kept(device=("qkv",), host=("residual_in", "mlp_hidden")),
+        NONE,
+        ([3, 2], 2),
+        {"micro_batches": 4},
+    ),
+    "interleaved": (
+        "bert",
+        Kept(host=NAMED_TENSORS),
+        NONE,
+        ([2, 1, 1, 2], 2),
+        {"schedule": "interleaved", "micro_batches": 4, "tensor": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_gradients_with_names_of_what_is_kept(setup_of, case):
+    name, kept, unrolled, (layers, stages), settings = KEPT[case]
+    plan = piped(layers, stages, batch=BATCH, recompute=True, kept=kept, **settings)
+    check_gradients(setup_of, name, sum(layers) - 2, unrolled, plan, overlap=stages == 1)
 
 
 # Samples in chunks.

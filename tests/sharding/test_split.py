@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jhpt.core.config import BERTConfig, DataConfig, GPTConfig
+from jhpt.core.config import NAMED_TENSORS, BERTConfig, DataConfig, GPTConfig
 from jhpt.models.build import build
-from jhpt.models.layers import NAMED_TENSORS
 from jhpt.sharding.remat import keep_nothing, save_named
 from jhpt.sharding.split import split_layer
 from jhpt.training.data.tokenizer import ByteTokenizer

@@ -1,0 +1,58 @@
+"""What layers keep, in stacks with a row for each: on the device, or on the host where a layer has put it there.
+
+A stack on the host begins as one of the host's numbers, broadcast: XLA takes host memory for that, and none of the
+device's.  Of a stack that is filled on the device and moved it also keeps the first one, whole.  Rows are put by
+dynamic_update_slice, which XLA turns into a copy that runs beside computation; a scatter would be the host's work.
+(Seen in programs for an H100, jax 0.10.2.)
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+
+Index = int | jax.Array
+
+
+def room(shapes: Any, leading: tuple[int, ...], value: jax.Array) -> Any:
+    """Stacks [*leading, ...] of such rows, each where its rows lie, filled with a value: to be written before read."""
+
+    def one(shape: Any) -> jax.Array:
+        whole, filling = (*leading, *shape.shape), value.astype(shape.dtype)
+        if _space(shape) == HOST:
+            return jax.lax.broadcast(jax.device_put(filling, HOST), whole)
+        return jnp.full(whole, filling)
+
+    return jax.tree.map(one, shapes)
+
+
+def put(stacked: Any, at: tuple[Index, ...], rows: Any) -> Any:
+    """The stacks with rows at [*at], which lie where the stacks do."""
+
+    def one(stack: jax.Array, row: jax.Array) -> jax.Array:
+        rest = stack.ndim - len(at)
+        update = jax.lax.expand_dims(row.astype(stack.dtype), range(len(at)))
+        return jax.lax.dynamic_update_slice(stack, update, _start(at, rest))
+
+    return jax.tree.map(one, stacked, rows)
+
+
+def taken(stacked: Any, at: tuple[Index, ...]) -> Any:
+    """The rows at [*at], where they lie."""
+
+    def one(stack: jax.Array) -> jax.Array:
+        rest = stack.shape[len(at) :]
+        row = jax.lax.dynamic_slice(stack, _start(at, len(rest)), (*(1 for _ in at), *rest))
+        return jax.lax.reshape(row, rest)
+
+    return jax.tree.map(one, stacked)
+
+
+def _start(at: tuple[Index, ...], rest: int) -> tuple[jax.Array, ...]:
+    return tuple(jnp.asarray(index, jnp.int32) for index in (*at, *(0 for _ in range(rest))))
+
+
+def _space(shape: Any) -> Any:
+    return getattr(shape, "memory_space", DEVICE)
