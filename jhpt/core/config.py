@@ -29,6 +29,9 @@ VOCAB_MULTIPLE = 128
 NAMED_TENSORS = ("residual_in", "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
 """Names inside a block, in the order in which forward produces them."""
 
+BLOCK_INPUT = NAMED_TENSORS[0]
+"""From which a block's backward pass can compute all the others."""
+
 
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error."""

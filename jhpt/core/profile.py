@@ -54,6 +54,9 @@ class NamedTensor(Section):
     bytes: NonNegative = Field(description="per sample, on one device without tensor parallelism")
     flops: NonNegative = Field(0.0, description="per sample, to compute it again from its inputs")
     sharded: bool = Field(True, description="whether the tensor axis divides it")
+    inputs: tuple[str, ...] = Field((), description="the named tensors that it is computed from")
+    read: bool = Field(True, description="whether the backward pass reads it, or what is made of it without a name")
+    summed: bool = Field(False, description="whether it is a sum over the tensor axis, or made of one")
 
 
 class LayerKind(Section):
@@ -77,6 +80,15 @@ class LayerKind(Section):
         degrees = [timing.tensor for timing in self.timings]
         if degrees != sorted(set(degrees)) or degrees[0] != 1:
             raise ValueError(f"timings need ascending tensor degrees from 1, found {degrees}")
+        return self
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "LayerKind":
+        seen = set[str]()
+        for tensor in self.tensors:
+            if tensor.name in seen or not seen.issuperset(tensor.inputs):
+                raise ValueError(f"tensor {tensor.name} must have a name of its own and inputs from {sorted(seen)}")
+            seen.add(tensor.name)
         return self
 
     def seconds(self, batch: float, tensor: int) -> tuple[float, float]:

@@ -9,8 +9,8 @@ Layers: embedding, L blocks, head.  Times are those of the roofline (`jhpt.core.
 
 with b samples of s tokens, tensor degree t, key/value width kv, MLP width f and g = 2 for swiglu, else 1.  The division
 over the tensor axis is Megatron's (Shoeybi et al. 2019, arXiv 1909.08053, section 3), that of `jhpt.sharding.rules`.
-What is kept for the backward pass are the named tensors of a block (`NAMED_TENSORS`), as the runtime keeps them: norms,
-activations and attention scores are computed again.
+What is kept for the backward pass are the named tensors of a block (`NAMED_TENSORS`) that it reads, as the runtime
+keeps them: norms, activations and attention scores are computed again.
 
 Left out: dropout, masks, softmax statistics of flash attention (0.2 % of what is kept) and the cast of float32 weights
 to the compute dtype, for the profile counts a 16-bit copy of the weights among the state.
@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 
 from jhpt.core.cluster import Device
-from jhpt.core.config import BERTConfig, Config, GPTConfig, ModelConfig, divisors
+from jhpt.core.config import NAMED_TENSORS, BERTConfig, Config, GPTConfig, ModelConfig, divisors
 from jhpt.core.profile import LayerKind, ModelProfile, NamedTensor
 from jhpt.core.roofline import (
     ELEMENT_BYTES,
@@ -35,6 +35,7 @@ from jhpt.core.roofline import (
     transposed,
 )
 from jhpt.core.shapes import ParameterCount, parameter_count
+from jhpt.planner.recompute.names import size_of
 
 MAX_DEGREE = 64
 """Largest tensor degree with timings of its own; beyond, `LayerKind.seconds` divides them."""
@@ -51,7 +52,8 @@ LOGIT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes that costs depend on.  gates: input matrices of the MLP; predicted: positions that the head sees."""
+    """The sizes that costs depend on.  gates: input matrices of the MLP; predicted: positions that the head sees;
+    post_norm: whether a norm follows the sums of the residual stream."""
 
     tokens: int
     width: int
@@ -64,6 +66,7 @@ class Shape:
     predicted: int
     causal: bool
     rotary: bool
+    post_norm: bool
     flash: bool
     element: int
 
@@ -133,6 +136,7 @@ def shape_of(config: Config, device: Device, dtype: str) -> Shape:
         predicted=predicted,
         causal=gpt is not None,
         rotary=gpt is not None and gpt.positions == "rotary",
+        post_norm=gpt is None,
         flash=_flash(model, device, dtype),
         element=ELEMENT_BYTES[dtype],
     )
@@ -189,11 +193,12 @@ def _block(shape: Shape, parameters: int, max_tensor: int, device: Device, dtype
         return block_work(shape, batch, tensor)
 
     tensors = named_tensors(shape)
+    kept = size_of(tensors, NAMED_TENSORS)
     return LayerKind(
         parameters=parameters,
         boundary_bytes=shape.residual,
-        activation_bytes=sum(tensor.bytes for tensor in tensors if tensor.sharded),
-        replicated_bytes=sum(tensor.bytes for tensor in tensors if not tensor.sharded),
+        activation_bytes=kept.divided,
+        replicated_bytes=kept.whole,
         tensor_forward_bytes=2.0 * shape.residual,
         tensor_backward_bytes=2.0 * shape.residual,
         max_tensor=max_tensor,
@@ -249,21 +254,31 @@ def _attention(shape: Shape, batch: int, tensor: int) -> tuple[tuple[Operation, 
 
 
 def named_tensors(shape: Shape) -> tuple[NamedTensor, ...]:
-    """What the backward pass of a block keeps, per sample, and the FLOP that make each again."""
+    """What the backward pass of a block may keep, per sample, and the FLOP that make each again.
+
+    It reads all but the last one, which only enters a residual sum unless a norm follows.
+    """
     tokens, width, element = shape.tokens, shape.width, shape.element
 
-    def product(name: str, columns: int, depth: int, sharded: bool) -> NamedTensor:
-        flops = 2.0 * tokens * columns * depth
-        return NamedTensor(name=name, bytes=float(tokens * columns * element), flops=flops, sharded=sharded)
+    def product(name: str, columns: int, depth: int, inputs: tuple[str, ...], *, summed: bool = False) -> NamedTensor:
+        return NamedTensor(
+            name=name,
+            bytes=float(tokens * columns * element),
+            flops=2.0 * tokens * columns * depth,
+            sharded=not summed,
+            inputs=inputs,
+            read=name != "mlp_out" or shape.post_norm,
+            summed=summed,
+        )
 
     attention = 4.0 * shape.heads * tokens * shape.keys * shape.head_width
     return (
         NamedTensor(name="residual_in", bytes=float(shape.residual), sharded=False),
-        product("qkv", width + 2 * shape.kv_width, width, True),
-        NamedTensor(name="attention_out", bytes=float(shape.residual), flops=attention),
-        product("projection_out", width, width, False),
-        product("mlp_hidden", shape.gates * shape.ffn, width, True),
-        product("mlp_out", width, shape.ffn, False),
+        product("qkv", width + 2 * shape.kv_width, width, ("residual_in",)),
+        NamedTensor(name="attention_out", bytes=float(shape.residual), flops=attention, inputs=("qkv",)),
+        product("projection_out", width, width, ("attention_out",), summed=True),
+        product("mlp_hidden", shape.gates * shape.ffn, width, ("residual_in", "projection_out")),
+        product("mlp_out", width, shape.ffn, ("mlp_hidden",), summed=True),
     )
 
 

@@ -208,6 +208,7 @@ class _Table:
             schedule=grid.schedule,
             zero=grid.zero,
             recompute=grid.recompute,
+            kept=self.model.kept if grid.recompute else None,
             compression=grid.compression or Compression(),
             gradient_compression=self.model.gradient_compression,
             stages=stages,

@@ -26,8 +26,10 @@ Where a cluster does not overlap communication with computation, all of it is ex
 plus its traffic, ZeRO-1 all of its traffic, and gradients are summed when the last backward is over.  What is exposed
 once a step is counted with the update.
 
-With recomputation the backward pass repeats the forward pass and its tensor communication (x 1.5 in all) and a layer
-keeps only its input.  Left out: that communication slows the computation beside it.
+With recomputation a layer keeps only its input, and what `Kept` names; the backward pass repeats the forward pass and
+its tensor communication, as far as it reads the result (`recompute.names`; all, of layers without named tensors).  What
+is kept on the host is copied there beside the forward pass and back beside the backward pass; what takes longer than
+that is added to them.  Left out: that communication slows the computation beside it.
 
 With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) what lies between products is cut
 over the tensor ranks: of replicated activations, of a layer's input and of what goes to the next stage a device has
@@ -50,7 +52,8 @@ from typing import Literal
 import numpy as np
 
 from jhpt.core.cluster import Cluster
-from jhpt.core.config import PLAIN_GRADIENTS, Compression, GradientCompression
+from jhpt.core.config import BLOCK_INPUT, PLAIN_GRADIENTS, Compression, GradientCompression
+from jhpt.core.plan import Kept
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
 from jhpt.planner.compression import (
@@ -65,6 +68,7 @@ from jhpt.planner.compression import (
 from jhpt.planner.overlap import Operation, chunk_sizes, filling, partition, period
 from jhpt.planner.placement import Place, Places, hop_seconds
 from jhpt.planner.program import Held, Slot, held, in_pipeline, with_ends
+from jhpt.planner.recompute.names import NOTHING, repeated, size_of
 from jhpt.planner.schedule import Array
 from jhpt.planner.tables import LayerCosts, Treatment, picked
 
@@ -83,8 +87,10 @@ class CostModel:
         profile: ModelProfile,
         cluster: Cluster,
         gradient_compression: GradientCompression = PLAIN_GRADIENTS,
+        kept: Kept | None = None,
     ) -> None:
         self.profile, self.cluster, self.gradient_compression = profile, cluster, gradient_compression
+        self.kept = kept  # where a treatment recomputes and names nothing
         self.places = Places(cluster, profile.dtype)
         names = list(profile.kinds)
         self.kinds: list[LayerKind] = [profile.kinds[name] for name in names]
@@ -218,8 +224,8 @@ class CostModel:
         if key not in self._layers:
             arrays = {name: values[self.index] for name, values in self.kind_costs(place, tensor, treatment).items()}
             if treatment.recompute:  # a layer keeps its input, which is the boundary of the layer before it
-                whole = -(-treatment.micro_batch * tensor // place.devices) * self.inputs
-                arrays["activations"] = whole / (tensor if treatment.sequence else 1)
+                local, cut = -(-treatment.micro_batch * tensor // place.devices), tensor if treatment.sequence else 1
+                arrays["activations"] = self._kept(treatment.kept or self.kept or NOTHING, tensor, cut, local)
             self._layers[key] = LayerCosts(**arrays)
         return self._layers[key]
 
@@ -243,7 +249,13 @@ class CostModel:
         if self.cluster.overlap and not piped:
             gathered = np.maximum(0.0, gathered - forward - forward_tensor)
         if treatment.recompute:
-            backward, backward_tensor = backward + forward, backward_tensor + forward_tensor
+            kept, plain = treatment.kept or self.kept or NOTHING, backward
+            again, sums = self.repeated(kept)
+            backward, backward_tensor = backward + again * forward, backward_tensor + sums * forward_tensor
+            if kept.host:
+                copied = self._sizes(kept.host, tensor, cut) * local / self.cluster.nodes[0].host.bandwidth
+                forward = forward + np.maximum(0.0, copied - forward)
+                backward = backward + np.maximum(0.0, copied - plain)
         if zero == 3 and self.cluster.overlap:
             beside, after = (scattered, scattered) if piped else (2 * scattered, nothing)
             forward, forward_filling = _beside(forward, forward_filling, scattered - forward_tensor)
@@ -277,6 +289,21 @@ class CostModel:
             "tied": np.where(tied > 0, hop + reduced + tied_coding, 0.0),
             "tied_bytes": tied * (own_bytes.weights + own_bytes.optimizer),
         }
+
+    def _kept(self, kept: Kept, tensor: int, cut: int, local: int) -> Array:
+        """[layers] bytes on a device of what is named, and of inputs that are not on the host."""
+        named = self._sizes([name for name in kept.device if name != BLOCK_INPUT], tensor, cut)[self.index]
+        away = np.array([BLOCK_INPUT in kept.host and bool(kind.tensors) for kind in self.kinds])[self.index]
+        return local * (named + np.where(away, 0.0, self.inputs / cut))
+
+    def _sizes(self, names: Iterable[str], tensor: int, cut: int) -> Array:
+        """[kinds] bytes of a sample's tensors of these names on a device."""
+        return np.array([size_of(kind.tensors, names).on(tensor, cut) for kind in self.kinds])
+
+    def repeated(self, kept: Kept) -> tuple[Array, Array]:
+        """[kinds] shares of computation and sums of the forward pass that the backward pass repeats."""
+        found = [repeated(kind.tensors, kept) for kind in self.kinds]
+        return np.array([one.seconds for one in found]), np.array([one.sums for one in found])
 
     def slot(self, place: Place, tensor: int, treatment: Treatment) -> Slot:
         """What a stage has for the ends of the model; nothing where these are layers like others."""

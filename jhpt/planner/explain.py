@@ -260,7 +260,7 @@ def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel
     if plan.offload is not None:
         return seconds
     unsharded = plan.micro_batches * _passes(plan, position, replace(treatment, zero=0), model)
-    bare = plan.micro_batches * _passes(plan, position, replace(treatment, zero=0, recompute=False), model)
+    bare = plan.micro_batches * _passes(plan, position, replace(treatment, zero=0, recompute=False, kept=None), model)
     once = _gathered(plan, position, model)
     seconds["update"] -= once
     gathered = seconds["compute"] - unsharded + once

@@ -21,7 +21,7 @@ from jhpt.core.roofline import ELEMENT_BYTES
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.importers import read_profile
 from jhpt.planner.local import local_cluster, local_profile
-from jhpt.planner.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, request
+from jhpt.planner.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, recomputations, request
 from jhpt.planner.solve import Answer, Space, solve
 
 EXAMPLES = ("h100x8x8", "a100x8x4", "v100x4x4-10gbe")
@@ -57,7 +57,8 @@ def plan(
 
     Args:
       config: as for `jhpt.train`, or the name of a classic network (vgg16, resnet50, gnmt).  Of its section `parallel`
-        only `compression` counts, as it says, or with `auto` as the planner chooses, and `gradient_compression`.
+        only `compression` counts, as it says, or with `auto` as the planner chooses, and `gradient_compression`; of
+        `memory`, how much there is and what is recomputed.
       cluster: a name such as h100x8x8, a file, or a `Cluster`; None: this machine, as `jhpt profile` measured it.
       profile: the layers' costs, or a file of them; None: measured by `jhpt profile` where the cluster is this machine,
         else from the datasheet of the cluster's devices.
@@ -116,7 +117,7 @@ def prepare(
         micro_batches,
         sample_chunks=SAMPLE_CHUNKS if costs.sample_tokens else (1,),
         compression=compressions(named) if named else (None,),
-        **({"gradient_compression": named.parallel.gradient_compression} if named else {}),
+        **({"gradient_compression": named.parallel.gradient_compression, **recomputations(named)} if named else {}),
         **({"offload": offload_kinds(named.memory)} if named and space == "spmd" else {}),
     )
     return Task(

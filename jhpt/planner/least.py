@@ -16,6 +16,7 @@ import numpy as np
 from jhpt.planner.chains import Index, Spans, shortest, spans
 from jhpt.planner.costs import CostModel
 from jhpt.planner.placement import Place
+from jhpt.planner.recompute.names import NOTHING
 from jhpt.planner.schedule import Array
 from jhpt.planner.tables import Treatment
 
@@ -145,11 +146,12 @@ class Minima:
     def device_seconds(self, treatment: Treatment) -> Array:
         """[N] least k x seconds of computing a layer's micro-batch on any number k of devices."""
         model, least = self.model, np.full(len(self.model.kinds), np.inf)
+        again = model.repeated(NOTHING)[0] if treatment.recompute else np.zeros(len(model.kinds))
         fastest = min(model.places.slow)
         for devices in range(1, model.cluster.num_devices + 1):
             for t in model.degrees(devices):
                 forward, backward = model.compute_seconds(-(-treatment.micro_batch * t // devices), t)
-                busy = fastest * devices * (forward * (2 if treatment.recompute else 1) + backward)
+                busy = fastest * devices * (forward * (1 + again) + backward)
                 least = np.minimum(least, busy)
         return least[model.index]
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompression, MemoryConfig, divisors, one_of
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Plan, Schedule, What, Zero
+from jhpt.core.plan import Kept, Plan, Schedule, What, Zero, recomputed
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price
 
@@ -39,6 +39,8 @@ class Request:
     """How gradients do: given, not chosen."""
     offload: tuple[What | None, ...] = (None,)
     """What of the blocks may live on the host; None: nothing."""
+    kept: Kept | None = None
+    """What plans that recompute keep; None: nothing, or where plans may do either, what is best."""
 
 
 def request(batch: int, micro_batches: int | Iterable[int] | None = None, **options: Any) -> Request:
@@ -122,6 +124,14 @@ def offload_kinds(memory: MemoryConfig) -> tuple[What | None, ...]:
     if memory.offload == "off":
         return (None,)
     return (None, *get_args(What)) if memory.offload == "auto" else (memory.offload,)
+
+
+def recomputations(config: Config) -> dict[str, Any]:
+    """What the section `memory` says of recomputation, as a request does."""
+    if config.memory.recompute == "auto":
+        return {}
+    how = recomputed(config.memory)
+    return {"recompute": (how["recompute"],), "kept": how["kept"]}
 
 
 def shape_of(plan: Plan) -> tuple[object, ...]:

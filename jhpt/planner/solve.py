@@ -13,6 +13,7 @@ from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price
 from jhpt.planner.general import pipelines, search_general
 from jhpt.planner.offload.search import nearest_hosted, search_hosted
+from jhpt.planner.recompute.plans import improve
 from jhpt.planner.request import Incumbent, Request, request
 from jhpt.planner.spmd import search_spmd
 from jhpt.planner.tables import Space
@@ -70,11 +71,13 @@ def plan(
 
 def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space = "spmd") -> Answer:
     """`plan` with everything that the explanation needs."""
-    model = CostModel(profile, cluster, asked.gradient_compression)
+    model = CostModel(profile, cluster, asked.gradient_compression, asked.kept)
     if asked.gradient_compression.on and space == "general":
         raise InputError(
             "space=general has no program that compresses gradients; set parallel.gradient_compression=off"
         )
+    if asked.kept is not None and space == "general":
+        raise InputError("space=general has no program that keeps tensors by name; set memory.recompute=auto")
     if space == "spmd" and cluster.mixed:
         raise InputError(
             f"{cluster.name} has nodes of different kinds, which one SPMD program cannot use evenly; "
@@ -85,6 +88,8 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
     if space == "general" and not pipelines(asked):
         raise InputError("space=general has no interleaved schedule; use 1f1b or gpipe, or space=spmd")
     best = search(asked, model, space) if None in asked.offload else Incumbent()
+    if best.plan is not None and space == "spmd":
+        improve(asked, model, best)
     if space == "spmd":
         search_hosted(asked, model, best)
     if best.plan is None:
@@ -199,7 +204,7 @@ def _fits(asked: Request, model: CostModel, space: Space, *, memory: float = 1.0
             )
         }
     )
-    costs, found = CostModel(model.profile, grown, model.gradient_compression), Incumbent()
+    costs, found = CostModel(model.profile, grown, model.gradient_compression, model.kept), Incumbent()
     if space == "spmd":
         search_spmd(asked, costs, found)
     else:

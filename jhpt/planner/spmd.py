@@ -239,6 +239,7 @@ def _plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel)
         schedule=grid.schedule,
         zero=grid.zero,
         recompute=grid.recompute,
+        kept=model.kept if grid.recompute else None,
         compression=grid.compression or Compression(),
         stages=stages,
     )

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from jhpt.core.config import Compression
-from jhpt.core.plan import Plan, Zero
+from jhpt.core.plan import Kept, Plan, Zero
 from jhpt.planner.schedule import Array
 
 Space = Literal["spmd", "general"]
@@ -43,6 +43,8 @@ class Treatment:
     """Of the sums over the tensor axis; None: off."""
     sample_chunks: tuple[int, ...] = (1,)
     """Numbers of chunks that a device's samples may be cut into, of which every layer has what is best."""
+    kept: Kept | None = None
+    """With recomputation, beside the input; None: nothing."""
 
     @property
     def of_ends(self) -> "Treatment":
@@ -51,6 +53,7 @@ class Treatment:
             self,
             zero=1 if self.zero else 0,
             recompute=False,
+            kept=None,
             late=False,
             sequence=False,
             compression=None,
@@ -88,7 +91,8 @@ def treatment_of(plan: Plan) -> Treatment:
     """What all layers of the plan share; chunks of samples they do not (`estimate.chunk_costs`)."""
     stages, count = len(plan.stages), plan.micro_batches
     how = plan.compression if plan.compression.on else None
-    return treated(plan.space, stages, plan.batch, count, plan.zero, plan.recompute, plan.sequence, how)
+    treatment = treated(plan.space, stages, plan.batch, count, plan.zero, plan.recompute, plan.sequence, how)
+    return replace(treatment, kept=plan.kept)
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,13 @@ from dataclasses import dataclass
 
 from jhpt.core.axes import DATA, PIPE, TENSOR
 from jhpt.core.compression import by_attention, gathers, gathers_gradients, gradient_bytes
+from jhpt.core.config import NAMED_TENSORS
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.compression import SCORE_BYTES, Stream, sent_bytes, stream_of
 from jhpt.planner.overlap import chunk_sizes
+from jhpt.planner.recompute.names import NOTHING, repeated
 
 FLOAT32 = 4
 """Bytes in which gradients are stored."""
@@ -167,8 +169,7 @@ class _Step:
             return
         kind, axis = self.profile.kinds[self.profile.layers[layer]], self._tensor_axis(t)
         forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
-        # Of a forward pass that is done again, the MLP's sum is not needed: it is the layer's result.
-        again = 0.5 * forward if self._is_block(layer) and self.plan.recompute else 0.0
+        again = self._again(kind) * forward if self._is_block(layer) else 0.0
         if self._is_block(layer) and (self.plan.compression.on or (cut > 1 and not self.plan.sequence)):
             yield from self._chunked(kind, t, cut, begins)
             return
@@ -180,17 +181,24 @@ class _Step:
         if self.plan.sequence:
             yield ("all-gather", axis), self._ring(t, self.residual)
 
+    def _again(self, kind: LayerKind) -> float:
+        """Share of a block's sums that its backward pass repeats.  Where nothing else is known, not the MLP's."""
+        if not self.plan.recompute:
+            return 0.0
+        return repeated(kind.tensors, self.plan.kept or NOTHING).sums if kind.tensors else 0.5
+
     def _chunked(self, kind: LayerKind, t: int, cut: int, begins: bool) -> Iterator[One]:
         """Of a block, chunk by chunk.  begins: whether it is the first of its run."""
-        how, again = self.plan.compression, self.plan.recompute
+        how, kept, again = self.plan.compression, self.plan.kept, self.plan.recompute
+        last = again and not (kept and NAMED_TENSORS[-1] in (*kept.device, *kept.host))
         samples = chunk_sizes(-(-self.plan.batch * t // (self.plan.micro_batches * self.devices)), cut)
         forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
-        yield from self._sums(1.5 * forward if again else forward, t, samples, how.on and how.forward)
+        yield from self._sums((1 + self._again(kind)) * forward, t, samples, how.on and how.forward)
         if len(samples) > 1:
-            yield from self._sums(self.residual * (begins + again), t, samples[-1:], how.on and how.forward)
+            yield from self._sums(self.residual * (begins + last), t, samples[-1:], how.on and how.forward)
         yield from self._sums(backward, t, samples, how.on and how.backward)
         if how.on and by_attention(how, self.profile.causal):
-            times = self.plan.micro_batches * (2 if again else 1)
+            times = self.plan.micro_batches * (2 if again and kept is None else 1)
             scores = SCORE_BYTES * self._stream.tokens * sum(samples)
             yield ("all-reduce", self._tensor_axis(t)), Sent(times * len(samples), 2 * (t - 1) / t * times * scores)
 

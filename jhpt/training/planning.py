@@ -24,7 +24,7 @@ from jhpt.measure.device import device_info
 from jhpt.measure.network import spanning
 from jhpt.planner.choice import plan_to_run
 from jhpt.planner.front import budgeted
-from jhpt.planner.request import SAMPLE_CHUNKS, compressions, offload_kinds, request
+from jhpt.planner.request import SAMPLE_CHUNKS, compressions, offload_kinds, recomputations, request
 from jhpt.planner.solve import solve
 from jhpt.sharding.mesh import check_runnable
 from jhpt.training.processes import is_main, text_from_main, together
@@ -196,6 +196,7 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
                 compression=compressions(config),
                 gradient_compression=config.parallel.gradient_compression,
                 offload=offload_kinds(config.memory),
+                **recomputations(config),
             )
             answer = solve(profile, budgeted(_with_kind(cluster), config), asked, "spmd")
             everyone = jax.device_count() if jax.process_count() > 1 else None
