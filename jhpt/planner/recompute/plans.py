@@ -29,6 +29,9 @@ from jhpt.planner.tables import treatment_of
 SHAPES = 8
 """Of plans, the fastest ones, to choose names for."""
 
+ROUNDING = 1e-6
+"""By how much, relative, the integer programme may exceed a budget."""
+
 
 def improve(asked: Request, model: CostModel, best: Incumbent) -> None:
     """Offers plans that keep some names where the request leaves recomputation open, and lowers the bound to theirs."""
@@ -124,8 +127,7 @@ def _named(plan: Plan, room: _Room, kind: LayerKind, model: CostModel, *, host: 
         rate = model.cluster.nodes[0].host.bandwidth
         away = sum(sizes[name] for name in start.host) / rate
         copies = Copies(rate=rate, forward=forward - away, backward=backward - away)
-    # A thousandth for what is rounded, such as samples that the replicas do not share evenly.
-    choice = choose(graph(kind.tensors, seconds, sizes), 0.999 * room.left, copies)
+    choice = choose(graph(kind.tensors, seconds, sizes), room.left * (1 - ROUNDING), copies)
     kept = _kept(choice, kind, start)
     read = {tensor.name for tensor in kind.tensors if tensor.read and tensor.name != BLOCK_INPUT}
     if not kept.host and read.issubset(kept.device):
