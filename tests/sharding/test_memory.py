@@ -2,6 +2,8 @@
 
 import pytest
 
+from jhpt.core.plan import Kept
+from jhpt.planner.schedule import in_flight
 from jhpt.training.programs import train_program
 from jhpt.training.setup import prepare
 from tests.sharding.plans import laid_out, piped, spread
@@ -34,3 +36,13 @@ def test_1f1b_holds_as_many_micro_batches_as_there_are_stages(temporary):
 
 def test_recomputation_holds_inputs_alone(temporary):
     assert temporary("gpipe", recompute=True) <= 0.35 * temporary("gpipe")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_names_hold_what_they_say(temporary, schedule):
+    """Of every block and micro-batch in flight their bytes more than the input alone: within 10 %."""
+    recomputed, kept = ({"recompute": True, "kept": names} for names in (None, Kept(device=("qkv", "mlp_hidden"))))
+    slots = in_flight(schedule, STAGES, 0, 1, MICRO_BATCHES)
+    stream = ROWS * WIDE["data.sequence_length"] * WIDE["model.d_model"] * 4
+    expected = slots * 8 // STAGES * (3 + 4) * stream
+    assert temporary(schedule, **kept) - temporary(schedule, **recomputed) == pytest.approx(expected, rel=0.1)
