@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jhpt.sharding.buckets import bucket_of
 from jhpt.sharding.chunks import Whole
 from jhpt.sharding.layers import LayerLoop
-from jhpt.sharding.remat import everything, keep_nothing
+from jhpt.sharding.remat import everything, keep_nothing, save_named
 from jhpt.sharding.streamed import GRADIENT, WEIGHTS, StreamedLoop, over_layers
 from tests.sharding.test_layers import COUNT, FIRST, block, inputs, stack
 
@@ -65,7 +65,9 @@ def whole(tree):
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
 
 
-@pytest.mark.parametrize("wrap", [everything, keep_nothing])
+@pytest.mark.parametrize(
+    "wrap", [everything, keep_nothing, save_named((), ("inside",))], ids=("everything", "input", "on the host")
+)
 @pytest.mark.parametrize(("ahead", "pieces"), [(0, 1), (1, 5), (2, 1), (COUNT + 1, 5)])
 def test_a_pass_is_that_of_a_plain_loop(ahead, pieces, wrap):
     """In micro-batches of any number."""
