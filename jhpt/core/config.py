@@ -375,7 +375,10 @@ class ParallelConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What may be used, and what is done where a step needs more; `auto` does nothing as long as it fits."""
+    """What may be used, and what is done where a step needs more.
+
+    `auto` is the planner's choice: where `parallel` is laid out by hand, nothing.
+    """
 
     budget_bytes: Literal["auto"] | Bytes = Field(
         "auto", description="of each device, such as 24GiB; auto: all it has, and on CPU no limit"

@@ -76,7 +76,8 @@ def memory_of(compiled: Any) -> dict[str, int]:
 
 
 LESS_MEMORY = {
-    "hand": "raise parallel.micro_batches, parallel.zero or parallel.tensor, or lower data.batch_size",
+    "hand": "raise parallel.micro_batches, parallel.zero or parallel.tensor, or lower data.batch_size; or set "
+    "memory.recompute=full, memory.offload=both, or parallel=auto",
     "auto": "lower data.batch_size, or lay it out by hand: parallel.auto=false and more of parallel.micro_batches, "
     "parallel.zero or parallel.tensor",
     "given": "give a plan with more micro_batches, zero or tensor, such as `jhpt plan --budget` makes, or one for a "
