@@ -25,7 +25,7 @@ from jhpt.planner.request import SAMPLE_CHUNKS, Request, compressions, offload_k
 from jhpt.planner.solve import Answer, Space, solve
 
 RESERVE = 0.03
-"""Of a budget, left free: predicted bytes err by up to 2.3 % (`jhpt bench memory`), and a budget is not to be exceeded."""
+"""Of a budget, left free: predicted bytes err by up to 2.3 % (`jhpt bench memory`), and a budget is a limit."""
 
 EXAMPLES = ("h100x8x8", "a100x8x4", "v100x4x4-10gbe")
 

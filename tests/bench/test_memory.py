@@ -1,0 +1,51 @@
+"""`jhpt bench memory`: its competitors, and a step in a process of its own."""
+
+from dataclasses import replace
+
+import pytest
+
+from jhpt.bench.memory.footprints import Footprint
+from jhpt.bench.memory.steps import competitors, in_process
+from jhpt.core.plan import Offload, plan_by_hand
+from jhpt.planner.front import prepare
+from tests.conftest import tiny_overrides
+
+
+def test_competitors_are_what_people_do():
+    """Everything on the host and nothing ahead; the optimizer alone; on 16 GiB nobody keeps 1.5 billion parameters."""
+    plans = competitors(prepare("gpt2-1.5b", cluster="h100x1x1", budget="24GiB", batch=8))
+    assert plans["synchronous"].offload == Offload(ahead=0)
+    assert plans["optimizer"].offload == Offload(what="optimizer")
+    assert "resident" not in plans
+    others = [plan.seconds for name, plan in plans.items() if name != "planned"]
+    assert all(plans["planned"].seconds <= seconds for seconds in others if seconds)
+
+
+@pytest.mark.parametrize("what", ["both"])
+def test_a_step_in_a_process_of_its_own(tiny, corpus, what):
+    overrides = tiny_overrides(corpus) | {"memory.offload": what, "parallel.data": 1}
+    found = in_process("gpt-tiny", overrides, plan_by_hand(tiny(**overrides), 1), steps=3, share=None)
+    assert "failed" not in found, found
+    assert len(found["seconds"]) == len(found["peaks"]) == 3 and found["host"] > 0
+
+
+def test_why_a_process_failed(tiny, corpus):
+    overrides = tiny_overrides(corpus) | {"parallel.data": 1}
+    plan = plan_by_hand(tiny(**overrides), 1)
+    found = in_process("gpt-tiny", overrides | {"data.path": "/nowhere"}, plan, steps=1, share=None)
+    assert "/nowhere" in found["failed"]
+
+
+def test_errors_are_relative():
+    own = Footprint(
+        model="any",
+        parameters=1,
+        budget=10,
+        batch=1,
+        plan={},
+        predicted={"a": 5.0, "b": 6.0},
+        device=10.0,
+        predicted_host=0.0,
+        host=0.0,
+    )
+    assert own.error == pytest.approx(0.1) and replace(own, predicted={"a": 9.0}).error == pytest.approx(0.1)
