@@ -130,6 +130,15 @@ def chip_by_driver(device_kind: str) -> Chip | None:
     return Chip(**values | {"capability": tuple(values["capability"])})
 
 
+def kind_by_driver(device_kind: str) -> str | None:
+    """The kind of a device, such as `h100`, by the driver's name for it; None where it is not known."""
+    for driver in _data()["drivers"]:
+        if re.search(driver["pattern"], device_kind):
+            kind: str | None = driver.get("kind")
+            return kind
+    return next((kind for kind in kinds() if _kind(kind)["name"][0] == device_kind), None)
+
+
 def kinds_with_chips() -> tuple[str, ...]:
     """Names of the devices whose chips are known."""
     return tuple(kind for kind in kinds() if "chip" in _kind(kind))

@@ -377,7 +377,8 @@ class ParallelConfig(Section):
 class MemoryConfig(Section):
     """What may be used, and what is done where a step needs more.
 
-    `auto` is the planner's choice: where `parallel` is laid out by hand, nothing.
+    `auto` is the planner's choice: where `parallel` is laid out by hand and a step fits, or the device is not known,
+    nothing.
     """
 
     budget_bytes: Literal["auto"] | Bytes = Field(

@@ -225,7 +225,6 @@ def _check_offload(plan: Plan, offload: Offload) -> None:
     unable = {
         "pipeline stages": len(plan.stages) > 1,
         "tensor parallelism": plan.degrees != (1,),
-        "zero=3": plan.zero == 3,
         "sequence": plan.sequence,
         "compressed gradients": plan.gradient_compression.on,
     }

@@ -5,7 +5,8 @@ otherwise          the run's own plan.json, where it was given or planned and th
                    as they were; else
 parallel: auto     the planner's, for this machine as measured (`jhpt profile`; kept from run to run) or for
                    `parallel.cluster`
-by hand            what the sections `parallel` and `memory` say
+by hand            what the sections `parallel` and `memory` say; where that does not fit a known device, with what
+                   `memory` leaves open decided
 """
 
 from collections.abc import Callable
@@ -14,22 +15,27 @@ from pathlib import Path
 
 import jax
 
-from jhpt.core.catalogue import find_cluster, known_to_differ
+from jhpt.core.catalogue import cluster_named, find_cluster, kind_by_driver, known_to_differ
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import Config, GPTConfig, MemoryConfig, ParallelConfig, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Plan, check_plan, plan_by_hand
-from jhpt.measure.device import device_info
+from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.network import spanning
+from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.choice import plan_to_run
-from jhpt.planner.front import budgeted
+from jhpt.planner.costs import CostModel
+from jhpt.planner.explain import shape_text
+from jhpt.planner.fitted import fitted
+from jhpt.planner.front import budgeted, capped, dtype_of
 from jhpt.planner.request import SAMPLE_CHUNKS, compressions, offload_kinds, recomputations, request
 from jhpt.planner.solve import solve
 from jhpt.sharding.mesh import check_runnable
 from jhpt.training.processes import is_main, text_from_main, together
 from jhpt.training.profiling import cached_cluster, cached_profile, planning_grid
 from jhpt.training.run_dir import CONFIG_FILE, PLAN_FILE
+from jhpt.training.setup import budgeted as budgeted_device
 from jhpt.training.setup import check_data
 
 
@@ -76,7 +82,23 @@ def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[s
         return given.model_copy(update={"origin": "given"})
     if (own := _own_plan(config, past, say)) is not None:
         return own
-    return _planned(config, say) if config.parallel.auto else plan_by_hand(config, jax.device_count())
+    if config.parallel.auto:
+        return _planned(config, say)
+    return within_memory(plan_by_hand(config, jax.device_count()), config, device_info(), say)
+
+
+def within_memory(plan: Plan, config: Config, device: DeviceInfo, say: Callable[[str], None]) -> Plan:
+    """A plan by hand; where the device is known, and too small for it, with what `memory` leaves open decided."""
+    kind, limit = kind_by_driver(device.kind), budgeted_device(device, config.memory).memory
+    if kind is None or limit is None or "auto" not in (config.memory.offload, config.memory.recompute):
+        return plan
+    hosts = jax.process_count()
+    cluster = budgeted(cluster_named(f"{kind}x{-(-plan.devices // hosts)}x{hosts}"), config)
+    profile = analytic_profile(config, cluster.nodes[0].device, dtype_of(config.model.dtype, cluster.nodes[0].device))
+    found = fitted(plan, CostModel(profile, capped(cluster, limit), plan.gradient_compression), config.memory)
+    if found is not plan:
+        say(f"memory: auto: a step needs more than {limit / 2**30:.1f} GiB, so it is {shape_text(found)}")
+    return found
 
 
 def _own_plan(config: Config, past: Past, say: Callable[[str], None]) -> Plan | None:

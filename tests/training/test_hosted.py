@@ -203,7 +203,6 @@ def test_what_is_not_built_is_refused():
     plans = {
         "pipeline stages": piped([3, 3], 2, batch=BATCH),
         "tensor parallelism": piped([6], 1, tensor=2, batch=BATCH),
-        "zero=3": piped([6], 1, data=2, batch=BATCH, zero=3),
         r"use resident=0, 1 or 3": piped([6], 1, batch=BATCH),
     }
     for name, plan in plans.items():

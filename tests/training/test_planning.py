@@ -12,8 +12,9 @@ import pytest
 import jhpt
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, plan_by_hand
-from jhpt.measure.device import device_info
+from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.request import request
 from jhpt.planner.solve import solve
@@ -335,3 +336,17 @@ def test_auto_plans_with_blocks_on_the_host(tiny, tmp_path, measured):
     jhpt.train(config, out=out)
     plan = Plan.load(out / "plan.json")
     assert plan.origin == "auto" and plan.offload is not None and plan.offload.what == "both"
+
+
+def test_a_plan_by_hand_that_does_not_fit_is_made_to(tiny):
+    """On a device that the catalogue knows; on others, and where the section memory decides, it stays."""
+    config = load_config("gpt-6.7b", {"data.batch_size": 8})
+    plan, said = plan_by_hand(config, 1), list[str]()
+    info = DeviceInfo(
+        kind="NVIDIA H100 80GB HBM3", platform="gpu", memory=70 << 30, peak_bf16_flops=None, capability=9.0
+    )
+    found = planning.within_memory(plan, config, info, said.append)
+    assert found.offload is not None and found.stages == plan.stages and "70.0 GiB" in said[0]
+    assert planning.within_memory(plan, config, replace(info, kind="abacus"), said.append) is plan
+    decided = load_config(config, {"memory.offload": "off", "memory.recompute": "none"})
+    assert planning.within_memory(plan, decided, info, said.append) is plan and len(said) == 1

@@ -1,0 +1,40 @@
+"""A plan by hand that does not fit, with as much computed again and on the host as makes it fit.
+
+What `parallel` says stays; of what `memory` leaves open (`auto`) the fastest that fits is taken.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import get_args
+
+from jhpt.core.config import MemoryConfig
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Plan, What
+from jhpt.planner.costs import CostModel
+from jhpt.planner.estimate import Estimate, price
+from jhpt.planner.offload.hosted import offloads
+
+
+def fitted(plan: Plan, model: CostModel, memory: MemoryConfig) -> Plan:
+    """The plan itself where it fits, or where nothing does."""
+    if price(plan, model).fits:
+        return plan
+    priced = [(estimate.seconds, own) for own in _open(plan, memory) if (estimate := _priced(own, model))]
+    return min(priced, key=lambda pair: pair[0])[1] if priced else plan
+
+
+def _open(plan: Plan, memory: MemoryConfig) -> Iterator[Plan]:
+    recompute = (False, True) if memory.recompute == "auto" else (plan.recompute,)
+    blocks = plan.stages[-1].chunks[-1].stop - 2
+    hosts = [plan.offload, *(offloads(blocks, get_args(What)) if memory.offload == "auto" else [])]
+    for again, offload in itertools.product(recompute, hosts):
+        yield plan.model_copy(update={"recompute": again, "offload": offload})
+
+
+def _priced(plan: Plan, model: CostModel) -> Estimate | None:
+    """None: it does not fit, or cannot be run."""
+    try:
+        estimate = price(plan, model)
+    except InputError:
+        return None
+    return estimate if estimate.fits else None

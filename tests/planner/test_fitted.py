@@ -1,0 +1,60 @@
+"""A plan by hand in a budget: what parallel says stays, what memory leaves open is chosen."""
+
+import itertools
+
+import pytest
+
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.load import load_config
+from jhpt.core.plan import Offload, plan_by_hand
+from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.costs import CostModel
+from jhpt.planner.estimate import price
+from jhpt.planner.fitted import fitted
+from jhpt.planner.front import capped
+
+GIB = 1 << 30
+
+
+def asked(preset, budget, devices=1, **settings):
+    """(plan by hand, cost model, section memory) on so many H100."""
+    config = load_config(preset, {"data.batch_size": 8} | settings)
+    cluster = capped(find_cluster(f"h100x{devices}x1"), budget)
+    model = CostModel(analytic_profile(config, cluster.nodes[0].device), cluster)
+    return plan_by_hand(config, devices), model, config.memory
+
+
+def test_what_fits_stays_as_it_is():
+    plan, model, memory = asked("gpt2-124m", 60 * GIB)
+    assert fitted(plan, model, memory) is plan
+
+
+@pytest.mark.parametrize(("preset", "budget"), [("gpt2-1.5b", 30 * GIB), ("gpt-6.7b", 24 * GIB)])
+def test_the_fastest_that_fits(preset, budget):
+    """Of all that is left open, by trying all."""
+    plan, model, memory = asked(preset, budget)
+    found = fitted(plan, model, memory)
+    assert price(found, model).fits and not price(plan, model).fits
+    sizes = [size for size in range(1, 49) if (len(model.profile.layers) - 2) % size == 0]
+    hosts = [None, *(Offload(what=w, resident=s - 1) for w in ("parameters", "optimizer", "both") for s in sizes)]
+    every = (
+        price(plan.model_copy(update={"recompute": again, "offload": offload}), model)
+        for again, offload in itertools.product((False, True), hosts)
+    )
+    assert price(found, model).seconds == min(own.seconds for own in every if own.fits)
+    assert (found.stages, found.micro_batches, found.zero) == (plan.stages, plan.micro_batches, plan.zero)
+
+
+def test_what_is_said_is_done():
+    plan, model, memory = asked("gpt-6.7b", 24 * GIB, **{"memory.offload": "off"})
+    assert fitted(plan, model, memory) is plan, "nothing fits then, and the compiler says so"
+    plan, model, memory = asked("gpt-6.7b", 24 * GIB, **{"memory.recompute": "none"})
+    assert not fitted(plan, model, memory).recompute
+    plan, model, memory = asked("gpt-6.7b", 24 * GIB, **{"memory.offload": "both"})
+    assert fitted(plan, model, memory).offload == Offload()
+
+
+def test_pipelines_can_only_compute_again():
+    plan, model, memory = asked("gpt2-1.5b", 16 * GIB, 2, **{"parallel.pipe": 2, "parallel.micro_batches": 2})
+    found = fitted(plan, model, memory)
+    assert found.offload is None and found.recompute
