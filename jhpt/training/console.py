@@ -10,9 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from jhpt.core.plan import Offload, Plan
+from jhpt.core.plan import Plan
 from jhpt.core.shapes import parameter_count
-from jhpt.planner.explain import gradients_text
+from jhpt.planner.explain import gradients_text, offload_text
 from jhpt.training.fitting import Programs
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main
@@ -70,19 +70,10 @@ def plan_text(plan: Plan) -> str:
         f"zero {plan.zero}",
         f"{plan.micro_batches} micro-batches",
         recompute_text(plan),
-        offload_text(plan.offload),
+        offload_text(plan),
         gradients_text(plan.gradient_compression),
     ]
     return ", ".join(filter(None, parts))
-
-
-def offload_text(offload: Offload | None) -> str:
-    """`"optimizer state of 1 in 3 blocks on the host"`; nothing where all is on the devices."""
-    if offload is None:
-        return ""
-    what = {"parameters": "weights of ", "optimizer": "optimizer state of ", "both": ""}[offload.what]
-    which = f"1 in {offload.resident + 1} blocks" if offload.resident else "all blocks"
-    return f"{what}{which} on the host"
 
 
 def recompute_text(plan: Plan) -> str:
