@@ -54,12 +54,16 @@ class Bucket:
         ]
         return jax.tree.unflatten(self.tree, leaves)
 
-    def stacked(self, layers: Any) -> np.ndarray:
-        """`packed` of many layers in the host's memory: leaves [L, ...] -> [L, size]."""
-        leaves = [np.asarray(leaf) for leaf in self.tree.flatten_up_to(layers)]
-        rows = np.zeros((len(leaves[0]), self.size), leaves[0].dtype)
+    def stacked(self, layers: Any, columns: slice) -> np.ndarray:
+        """These numbers of `packed` of many layers, in the host's memory: leaves [*L, ...] -> [*L, columns]."""
+        leaves, (start, stop, _) = self.tree.flatten_up_to(layers), columns.indices(self.size)
+        leading = leaves[0].shape[: leaves[0].ndim - len(self.shapes[0])]
+        rows = np.zeros((*leading, stop - start), leaves[0].dtype)
         for leaf, offset, shape in zip(leaves, self.offsets, self.shapes, strict=True):
-            rows[:, offset : offset + math.prod(shape)] = leaf.reshape(len(leaf), -1)
+            first, last = max(offset, start), min(offset + math.prod(shape), stop)
+            if first < last:
+                own = leaf.reshape(*leading, -1)[..., first - offset : last - offset]
+                rows[..., first - start : last - start] = own
         return rows
 
     def views(self, row: np.ndarray) -> list[np.ndarray]:

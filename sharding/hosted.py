@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jhpt.core.plan import Offload
 from jhpt.sharding.buckets import Bucket, bucket_of
@@ -128,16 +128,20 @@ class HostedBlocks:
         return {name: zeros(name, shape) for name, shape in self.shapes(names).items()}
 
     def rows(self, name: str, blocks: Any) -> Hosted:
-        """Leaves [L, ...] in the host's memory -> rows of this name, in their places."""
-        whole = self.bucket.stacked(blocks)
-        groups = whole.reshape(-1, self.group, self.bucket.size)
-        pieces = {name: groups[:, 0]}
-        if self.offload.resident:
-            pieces[RESIDENT + name] = groups[:, 1:].reshape(-1, self.bucket.size)
-        return {
-            own: jax.make_array_from_callback(piece.shape, self.sharding(own), piece.__getitem__)
-            for own, piece in pieces.items()
-        }
+        """Leaves [L, ...] in the host's memory -> rows of this name, in their places, a rank's share after another."""
+        groups = jax.tree.map(lambda leaf: leaf.reshape(-1, self.group, *leaf.shape[1:]), blocks)
+
+        def placed(name: str, shape: tuple[int, int]) -> jax.Array:
+            members = slice(1, None) if name.startswith(RESIDENT) else slice(1)
+            own, place = jax.tree.map(lambda leaf: leaf[:, members], groups), self.sharding(name)
+            shares = []
+            for device, index in place.addressable_devices_indices_map(shape).items():
+                assert index is not None, "of a local device"
+                share = self.bucket.stacked(own, index[1]).reshape(shape[0], -1)
+                shares.append(jax.device_put(share, SingleDeviceSharding(device, memory_kind=place.memory_kind)))
+            return jax.make_array_from_single_device_arrays(shape, place, shares)
+
+        return {own: placed(own, shape) for own, shape in self.shapes([name]).items()}
 
     def row(self, name: str, rows: Hosted, block: int) -> np.ndarray:
         """A block's row of this name, whole, in the host's memory: through the devices, a call of all processes."""

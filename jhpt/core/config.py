@@ -476,6 +476,18 @@ class Config(Section):
     def _auto_in_one_word(cls, parallel: Any) -> Any:
         return {"auto": True} if parallel == "auto" else parallel
 
+    @model_validator(mode="before")
+    @classmethod
+    def _recomputation_has_moved(cls, given: Any) -> Any:
+        """Runs of earlier versions have it in the section `parallel`."""
+        parallel = given.get("parallel") if isinstance(given, dict) else None
+        if not isinstance(parallel, dict) or not isinstance(before := parallel.get("recompute"), bool):
+            return given
+        rest = {name: value for name, value in parallel.items() if name != "recompute"}
+        memory = given.get("memory") or {}
+        moved = {"recompute": "full"} | memory if before and isinstance(memory, dict) else memory
+        return {**given, "parallel": rest, "memory": moved}
+
     @field_validator("memory", mode="before")
     @classmethod
     def _memory_in_one_word(cls, memory: Any) -> Any:

@@ -233,6 +233,8 @@ def _check_offload(plan: Plan, offload: Offload) -> None:
             f"blocks cannot live on the host under {' and '.join(found)}; leave that out, or memory.offload=off"
         )
     blocks, group = plan.stages[0].chunks[0].stop - 2, 1 + offload.resident
+    if offload.ahead > max(blocks // group, 1):
+        raise InputError(f"offload.ahead={offload.ahead} is further than there are groups of blocks; use 1 as a rule")
     if blocks < 1 or blocks % group:
         raise InputError(
             f"{blocks} blocks do not fall into groups of one that comes and goes and {offload.resident} that stay; "

@@ -1,32 +1,34 @@
 """A plan by hand that does not fit, with as much computed again and on the host as makes it fit.
 
-What `parallel` says stays; of what `memory` leaves open (`auto`) the fastest that fits is taken.
+What `parallel` says stays; of what `memory` leaves open (`auto`) the fastest that fits is taken: with blocks recomputed
+wholly or not at all, for names are chosen where all of a plan is.
 """
 
 import itertools
 from collections.abc import Iterator
-from typing import get_args
 
-from jhpt.core.config import MemoryConfig
+from jhpt.core.config import Config
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Plan, What
+from jhpt.core.plan import Plan
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price
 from jhpt.planner.offload.hosted import offloads
+from jhpt.planner.request import offload_kinds
 
 
-def fitted(plan: Plan, model: CostModel, memory: MemoryConfig) -> Plan:
+def fitted(plan: Plan, model: CostModel, config: Config) -> Plan:
     """The plan itself where it fits, or where nothing does."""
     if price(plan, model).fits:
         return plan
-    priced = [(estimate.seconds, own) for own in _open(plan, memory) if (estimate := _priced(own, model))]
+    priced = [(estimate.seconds, own) for own in _open(plan, config) if (estimate := _priced(own, model))]
     return min(priced, key=lambda pair: pair[0])[1] if priced else plan
 
 
-def _open(plan: Plan, memory: MemoryConfig) -> Iterator[Plan]:
-    recompute = (False, True) if memory.recompute == "auto" else (plan.recompute,)
-    blocks = plan.stages[-1].chunks[-1].stop - 2
-    hosts = [plan.offload, *(offloads(blocks, get_args(What)) if memory.offload == "auto" else [])]
+def _open(plan: Plan, config: Config) -> Iterator[Plan]:
+    recompute = (False, True) if config.memory.recompute == "auto" else (plan.recompute,)
+    blocks, kinds = plan.stages[-1].chunks[-1].stop - 2, offload_kinds(config)
+    more = offloads(blocks, tuple(kind for kind in kinds if kind)) if config.memory.offload == "auto" else []
+    hosts = [plan.offload, *more]
     for again, offload in itertools.product(recompute, hosts):
         yield plan.model_copy(update={"recompute": again, "offload": offload})
 

@@ -25,7 +25,7 @@ from jhpt.planner.request import SAMPLE_CHUNKS, Request, compressions, offload_k
 from jhpt.planner.solve import Answer, Space, solve
 
 RESERVE = 0.03
-"""Of a budget, left free: predicted bytes err by up to 2.3 % (`jhpt bench memory`), and a budget is a limit."""
+"""Of a budget, left free: predictions fall short by up to 2.3 % (`jhpt bench memory`), and a budget is a limit."""
 
 EXAMPLES = ("h100x8x8", "a100x8x4", "v100x4x4-10gbe")
 
@@ -61,7 +61,7 @@ def plan(
     Args:
       config: as for `jhpt.train`, or the name of a classic network (vgg16, resnet50, gnmt).  Of its section `parallel`
         only `compression` counts, as it says, or with `auto` as the planner chooses, and `gradient_compression`; of
-        `memory`, how much there is and what is recomputed.
+        `memory`, how much there is, what is recomputed and what may live on the host.
       cluster: a name such as h100x8x8, a file, or a `Cluster`; None: this machine, as `jhpt profile` measured it.
       profile: the layers' costs, or a file of them; None: measured by `jhpt profile` where the cluster is this machine,
         else from the datasheet of the cluster's devices.
@@ -121,7 +121,7 @@ def prepare(
         sample_chunks=SAMPLE_CHUNKS if costs.sample_tokens else (1,),
         compression=compressions(named) if named else (None,),
         **({"gradient_compression": named.parallel.gradient_compression, **recomputations(named)} if named else {}),
-        **({"offload": offload_kinds(named.memory)} if named and space == "spmd" else {}),
+        **({"offload": offload_kinds(named)} if named and space == "spmd" else {}),
     )
     return Task(
         profile=costs,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompression, MemoryConfig, divisors, one_of
+from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompression, divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Kept, Plan, Schedule, What, Zero, recomputed
 from jhpt.planner.costs import CostModel
@@ -119,11 +119,12 @@ def compressions(config: Config) -> tuple[Compression | None, ...]:
     return (ruled(section.how) if section.on else None,)
 
 
-def offload_kinds(memory: MemoryConfig) -> tuple[What | None, ...]:
-    """What the section `memory` leaves to choose from."""
-    if memory.offload == "off":
+def offload_kinds(config: Config) -> tuple[What | None, ...]:
+    """What the section `memory` leaves to choose from; state in few bits does not live on the host."""
+    how = config.memory.offload
+    if how == "off" or config.optimizer.in_few_bits:
         return (None,)
-    return (None, *get_args(What)) if memory.offload == "auto" else (memory.offload,)
+    return (None, *get_args(What)) if how == "auto" else (how,)
 
 
 def recomputations(config: Config) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jhpt.core.profile import ModelProfile
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price
 from jhpt.planner.general import pipelines, search_general
-from jhpt.planner.offload.search import nearest_hosted, search_hosted
+from jhpt.planner.offload.search import check_hosted, nearest_hosted, search_hosted
 from jhpt.planner.recompute.plans import improve
 from jhpt.planner.request import Incumbent, Request, request
 from jhpt.planner.spmd import search_spmd
@@ -91,6 +91,8 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
     if best.plan is not None and space == "spmd":
         improve(asked, model, best)
     if space == "spmd":
+        if None not in asked.offload:
+            check_hosted(asked, model)
         search_hosted(asked, model, best)
     if best.plan is None:
         raise InputError(refusal(asked, model, space))

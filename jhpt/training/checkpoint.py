@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from jhpt.core.config import CheckpointConfig, Config, OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.load import dotted
-from jhpt.training.layered import Layered, by_layer, item_handlers
+from jhpt.training.layered import Layered, LayeredHandler, by_layer, item_handlers
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.step import TrainState
 
@@ -61,7 +61,9 @@ class Checkpoints:
             cleanup_tmp_directories=True,  # of a process that was killed while it saved
         )
         self._folder = folder
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, handler_registry=item_handlers())
+        self._layers = LayeredHandler()
+        handlers = item_handlers(self._layers)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, handler_registry=handlers)
 
     @property
     def latest(self) -> int | None:
@@ -75,7 +77,11 @@ class Checkpoints:
         items = {name: ocp.args.StandardSave(part) for name, part in (state.feedback or {}).items()}
         own = _without_feedback(state)
         items["state"] = ocp.args.PyTreeSave(own, save_args=jax.tree.map(by_layer, own))
-        self._manager.save(step, args=ocp.args.Composite(**items, record=ocp.args.JsonSave(_as_dict(record))))
+        self._layers.begin.clear()
+        try:
+            self._manager.save(step, args=ocp.args.Composite(**items, record=ocp.args.JsonSave(_as_dict(record))))
+        finally:
+            self._layers.begin.set()
         if any(isinstance(leaf, Layered) for leaf in jax.tree.leaves(own)):  # what is being written must not change
             self._manager.wait_until_finished()
 

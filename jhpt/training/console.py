@@ -41,7 +41,7 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
         "devices": _devices_text(setup),
         "memory": " + ".join(f"{name} {bytes_text(size)}" for name, size in programs.memory.items())
         + " per device"
-        + (f", {bytes_text(programs.host)} of blocks on this host" if programs.host else ""),
+        + (f", {bytes_text(programs.host)} of blocks on the host" if programs.host else ""),
         "data": f"{cache.train.size:,} training and {cache.validation.size:,} held-out tokens "
         f"of {config.data.path}, tokenizer {config.data.tokenizer}",
         "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens",

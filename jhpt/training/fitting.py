@@ -25,7 +25,8 @@ class Programs:
     init: the state before the first step.
     train_step: (state, windows [B, W]) -> (state, metrics); the state is donated.
     evaluate: (params, windows, row weights [B], key) -> Sums.
-    memory: bytes per device of the training step by cause, as the compiler plans them.  host: of blocks, on this host.
+    memory: bytes per device of the training step by cause, as the compiler plans them.
+    host: bytes of blocks that this process has on its host.
     settled: the state with no step left to take, as it is evaluated and saved.
     saved: that as a checkpoint holds it, whose parameters are the model's own tree.  restored: back from one, by step.
     parameters: a state's `params` as the model's own tree; None: the devices have no room for all of them.
@@ -77,7 +78,7 @@ def memory_of(compiled: Any) -> dict[str, int]:
 
 LESS_MEMORY = {
     "hand": "raise parallel.micro_batches, parallel.zero or parallel.tensor, or lower data.batch_size; or set "
-    "memory.recompute=full, memory.offload=both, or parallel=auto",
+    "memory.recompute=full, memory.offload=both (which takes neither tensor nor pipe), or parallel=auto",
     "auto": "lower data.batch_size, or lay it out by hand: parallel.auto=false and more of parallel.micro_batches, "
     "parallel.zero or parallel.tensor",
     "given": "give a plan with more micro_batches, zero or tensor, such as `jhpt plan --budget` makes, or one for a "

@@ -196,6 +196,7 @@ class HostedTraining:
             found = only(name)
             trees = {WEIGHTS: found.params, MEAN: found.optimizer[0].mu, SQUARES: found.optimizer[0].nu}
             rows |= self.blocks.rows(name, trees[name]["blocks"])
+            del found, trees
         return _joined(rows, replace(state, params=without_blocks(state.params), optimizer=(own, decayed)))
 
     def parameters(self, params: tuple[Hosted, Any]) -> Any:

@@ -15,6 +15,7 @@ from jhpt.training.fitting import Programs, check_memory, evaluated, fitting, me
 from jhpt.training.hosted import NAMES, HostedState, HostedTraining
 from jhpt.training.optimizer import DECAYED, learning_rate
 from jhpt.training.parts import Rows
+from jhpt.training.processes import processes_here
 from jhpt.training.runtime import host_budget
 from jhpt.training.setup import Design, Setup
 
@@ -51,6 +52,7 @@ def hosted_programs(setup: Setup) -> Programs:
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     ends = jax.eval_shape(setup.model.init_ends, jax.random.key(0))
     flush = jax.jit(training.flushed, donate_argnums=0, out_shardings=places)
+    flush = fitting(setup, flush, "saving a checkpoint", (state,))
     sums = hosted_training(setup, setup.evaluation).blocks.sums
     evaluate = jax.jit(
         lambda params, windows, weights, key: sums(params[0], params[1], Rows(windows, weights), key),
@@ -73,7 +75,7 @@ def hosted_programs(setup: Setup) -> Programs:
         saved=training.saved,
         restored=restored,
         host=host_bytes(training.blocks),
-        parameters=training.parameters if _room_for_all(setup, training) else None,
+        parameters=training.parameters if _room_for_all(setup, training.blocks, there) else None,
     )
 
 
@@ -115,7 +117,8 @@ def check_host(setup: Setup, blocks: HostedBlocks) -> None:
     Raises:
       InputError: with both numbers and what to do.
     """
-    need, room = host_bytes(blocks), host_budget(setup.config.memory)
+    here = processes_here()
+    need, room = here * host_bytes(blocks), host_budget(setup.config.memory)
     if need > room:
         raise InputError(
             f"blocks need {need / 2**30:.1f} GiB on each host, which has {room / 2**30:.1f} GiB for them "
@@ -125,13 +128,12 @@ def check_host(setup: Setup, blocks: HostedBlocks) -> None:
 
 
 def host_bytes(blocks: HostedBlocks) -> int:
-    """Bytes of rows that live on this process's host."""
+    """Bytes of rows that this process has on its host."""
     from_here = len(blocks.execution.layout.grid.mesh.local_devices) / blocks.execution.layout.grid.mesh.size
     total = sum(4 * rows * size for name, (rows, size) in blocks.shapes(NAMES).items() if blocks.on_host(name))
     return int(total * from_here)
 
 
-def _room_for_all(setup: Setup, training: HostedTraining) -> bool:
-    """Whether a device could hold all parameters, as a sample needs them."""
-    blocks = training.blocks
-    return setup.device.memory is None or 8 * blocks.count * blocks.bucket.size < setup.device.memory
+def _room_for_all(setup: Setup, blocks: HostedBlocks, there: int) -> bool:
+    """Whether a device can hold all parameters and as much again, as a sample needs, beside the state."""
+    return setup.device.memory is None or there + 8 * blocks.count * blocks.bucket.size < setup.device.memory

@@ -7,6 +7,7 @@ one layer after the other while it writes: the same layer of all leaves before t
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,11 +49,17 @@ def by_layer(leaf: Any) -> ocp.SaveArgs:
 
 
 class LayeredHandler(ocp.type_handlers.NumpyHandler):
-    """Writes them as numpy arrays are written; they are read as any other."""
+    """Writes them as numpy arrays are written; they are read as any other.
+
+    Orbax writes in a thread of its own, and to read a layer may take all processes (a gather).  Nothing else may
+    communicate meanwhile, or processes would do so in different orders: layers are read once `begin` is set, which says
+    that the thread which saves only waits.
+    """
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
         self._files: dict[int, Any] = {}
+        self.begin = threading.Event()
 
     async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
         """Opens the leaf's file; only on the process that writes."""
@@ -65,6 +72,8 @@ class LayeredHandler(ocp.type_handlers.NumpyHandler):
         await super()._background_serialize(values, infos, args)
         files = [self._files.pop(id(value), None) for value in values]
         gathered = [np.empty(value.shape, value.dtype) if value.layer_bytes < SMALL else None for value in values]
+        await asyncio.to_thread(self.begin.wait)
+        failure: Exception | None = None
         for layer in range(max(value.shape[0] for value in values)):
             pieces, writing = [value.layer(layer) for value in values], []
             for file, small, piece in zip(files, gathered, pieces, strict=True):
@@ -72,16 +81,21 @@ class LayeredHandler(ocp.type_handlers.NumpyHandler):
                     small[layer] = piece
                 elif file is not None:
                     writing.append(file[layer].write(piece))
-            await asyncio.gather(*writing)
+            try:
+                await asyncio.gather(*writing)
+            except Exception as error:  # the other processes go on reading layers, so this one has to
+                failure, files = error, [None] * len(files)
+        if failure:
+            raise failure
         whole = [file.write(small) for file, small in zip(files, gathered, strict=True) if file and small is not None]
         await asyncio.gather(*whole)
 
 
-def item_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
+def item_handlers(layers: LayeredHandler) -> ocp.handlers.CheckpointHandlerRegistry:
     """Of what a checkpoint consists of: trees whose leaves are arrays, numpy arrays or `Layered`, and JSON."""
     leaves = ocp.type_handlers
     known = leaves.create_type_handler_registry(
-        (Layered, LayeredHandler()), (jax.Array, leaves.ArrayHandler()), (np.ndarray, leaves.NumpyHandler())
+        (Layered, layers), (jax.Array, leaves.ArrayHandler()), (np.ndarray, leaves.NumpyHandler())
     )
     tree, text = ocp.PyTreeCheckpointHandler(type_handler_registry=known), ocp.JsonCheckpointHandler()
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()

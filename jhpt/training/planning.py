@@ -35,6 +35,7 @@ from jhpt.sharding.mesh import check_runnable
 from jhpt.training.processes import is_main, text_from_main, together
 from jhpt.training.profiling import cached_cluster, cached_profile, planning_grid
 from jhpt.training.run_dir import CONFIG_FILE, PLAN_FILE
+from jhpt.training.runtime import host_budget
 from jhpt.training.setup import budgeted as budgeted_device
 from jhpt.training.setup import check_data
 
@@ -88,17 +89,31 @@ def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[s
 
 
 def within_memory(plan: Plan, config: Config, device: DeviceInfo, say: Callable[[str], None]) -> Plan:
-    """A plan by hand; where the device is known, and too small for it, with what `memory` leaves open decided."""
+    """A plan by hand; where the device is known, and too small for it, with what `memory` leaves open decided.
+
+    State in few bits is left as it is: the planner counts float32.
+    """
     kind, limit = kind_by_driver(device.kind), budgeted_device(device, config.memory).memory
-    if kind is None or limit is None or "auto" not in (config.memory.offload, config.memory.recompute):
+    is_open = "auto" in (config.memory.offload, config.memory.recompute) and not config.optimizer.in_few_bits
+    if kind is None or limit is None or not is_open:
         return plan
-    hosts = jax.process_count()
-    cluster = budgeted(cluster_named(f"{kind}x{-(-plan.devices // hosts)}x{hosts}"), config)
-    profile = analytic_profile(config, cluster.nodes[0].device, dtype_of(config.model.dtype, cluster.nodes[0].device))
-    found = fitted(plan, CostModel(profile, capped(cluster, limit), plan.gradient_compression), config.memory)
-    if found is not plan:
-        say(f"memory: auto: a step needs more than {limit / 2**30:.1f} GiB, so it is {shape_text(found)}")
+    found = Plan.model_validate_json(text_from_main(_fitted(plan, config, kind, limit).model_dump_json()))
+    if same_work(found, plan):
+        return plan
+    say(f"memory: auto: a step needs more than {limit / 2**30:.1f} GiB, so it is {shape_text(found)}")
     return found
+
+
+def _fitted(plan: Plan, config: Config, kind: str, limit: float) -> Plan:
+    hosts = jax.process_count()
+    try:
+        named = cluster_named(f"{kind}x{-(-plan.devices // hosts)}x{hosts}")
+        cluster = capped(named, limit, host_budget(config.memory))
+        device = cluster.nodes[0].device
+        profile = analytic_profile(config, device, dtype_of(config.model.dtype, device))
+        return fitted(plan, CostModel(profile, cluster, plan.gradient_compression), config)
+    except InputError:  # nothing that the planner knows; the compiler will say whether it fits
+        return plan
 
 
 def _own_plan(config: Config, past: Past, say: Callable[[str], None]) -> Plan | None:
@@ -115,7 +130,7 @@ def _own_plan(config: Config, past: Past, say: Callable[[str], None]) -> Plan | 
         raise _refusal(
             f"{file}, the plan that this run was given, does not fit any more",
             found,
-            "give another one with --plan, or change the section parallel and it is laid out by that",
+            "give another one with --plan, or change the section parallel or memory and it is laid out by those",
         )
     if found:
         say(f"{file} is for something else, so a new plan is made: {'; '.join(found)}")
@@ -217,7 +232,7 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
                 sample_chunks=SAMPLE_CHUNKS,
                 compression=compressions(config),
                 gradient_compression=config.parallel.gradient_compression,
-                offload=offload_kinds(config.memory),
+                offload=offload_kinds(config),
                 **recomputations(config),
             )
             answer = solve(profile, budgeted(_with_kind(cluster), config), asked, "spmd")

@@ -224,3 +224,12 @@ def test_compression_is_a_word_or_a_section(given, auto, how):
 def test_what_is_left_to_the_planner_is_not_laid_out_by_hand():
     with pytest.raises(InputError, match="=auto leaves compression to the planner"):
         plan_by_hand(Config(parallel=ParallelConfig.model_validate({"compression": "auto"})), 1)
+
+
+@pytest.mark.parametrize(("before", "now"), [(True, "full"), (False, "auto")])
+def test_configurations_of_before_say_recomputation_elsewhere(before, now):
+    """Runs whose config.yaml has it in the section `parallel` go on."""
+    config = Config.model_validate({"parallel": {"recompute": before, "zero": 1}})
+    assert (config.memory.recompute, config.parallel.zero) == (now, 1)
+    with pytest.raises(ValueError, match="recompute"):
+        Config.model_validate({"parallel": {"recompute": "yes"}})

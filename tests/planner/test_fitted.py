@@ -6,34 +6,34 @@ import pytest
 
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.load import load_config
-from jhpt.core.plan import Offload, plan_by_hand
+from jhpt.core.plan import Kept, Offload, plan_by_hand
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
 from jhpt.planner.fitted import fitted
-from jhpt.planner.front import capped
+from jhpt.planner.front import capped, prepare
 
 GIB = 1 << 30
 
 
 def asked(preset, budget, devices=1, **settings):
-    """(plan by hand, cost model, section memory) on so many H100."""
+    """(plan by hand, cost model, configuration) on so many H100."""
     config = load_config(preset, {"data.batch_size": 8} | settings)
     cluster = capped(find_cluster(f"h100x{devices}x1"), budget)
     model = CostModel(analytic_profile(config, cluster.nodes[0].device), cluster)
-    return plan_by_hand(config, devices), model, config.memory
+    return plan_by_hand(config, devices), model, config
 
 
 def test_what_fits_stays_as_it_is():
-    plan, model, memory = asked("gpt2-124m", 60 * GIB)
-    assert fitted(plan, model, memory) is plan
+    plan, model, config = asked("gpt2-124m", 60 * GIB)
+    assert fitted(plan, model, config) is plan
 
 
 @pytest.mark.parametrize(("preset", "budget"), [("gpt2-1.5b", 30 * GIB), ("gpt-6.7b", 24 * GIB)])
 def test_the_fastest_that_fits(preset, budget):
     """Of all that is left open, by trying all."""
-    plan, model, memory = asked(preset, budget)
-    found = fitted(plan, model, memory)
+    plan, model, config = asked(preset, budget)
+    found = fitted(plan, model, config)
     assert price(found, model).fits and not price(plan, model).fits
     sizes = [size for size in range(1, 49) if (len(model.profile.layers) - 2) % size == 0]
     hosts = [None, *(Offload(what=w, resident=s - 1) for w in ("parameters", "optimizer", "both") for s in sizes)]
@@ -46,15 +46,36 @@ def test_the_fastest_that_fits(preset, budget):
 
 
 def test_what_is_said_is_done():
-    plan, model, memory = asked("gpt-6.7b", 24 * GIB, **{"memory.offload": "off"})
-    assert fitted(plan, model, memory) is plan, "nothing fits then, and the compiler says so"
-    plan, model, memory = asked("gpt-6.7b", 24 * GIB, **{"memory.recompute": "none"})
-    assert not fitted(plan, model, memory).recompute
-    plan, model, memory = asked("gpt-6.7b", 24 * GIB, **{"memory.offload": "both"})
-    assert fitted(plan, model, memory).offload == Offload()
+    plan, model, config = asked("gpt-6.7b", 24 * GIB, **{"memory.offload": "off"})
+    assert fitted(plan, model, config) is plan, "nothing fits then, and the compiler says so"
+    plan, model, config = asked("gpt-6.7b", 24 * GIB, **{"memory.recompute": "none"})
+    assert not fitted(plan, model, config).recompute
+    plan, model, config = asked("gpt-6.7b", 24 * GIB, **{"memory.offload": "both"})
+    assert fitted(plan, model, config).offload == Offload()
 
 
 def test_pipelines_can_only_compute_again():
-    plan, model, memory = asked("gpt2-1.5b", 16 * GIB, 2, **{"parallel.pipe": 2, "parallel.micro_batches": 2})
-    found = fitted(plan, model, memory)
+    plan, model, config = asked("gpt2-1.5b", 16 * GIB, 2, **{"parallel.pipe": 2, "parallel.micro_batches": 2})
+    found = fitted(plan, model, config)
     assert found.offload is None and found.recompute
+
+
+def test_state_in_few_bits_stays_on_the_device():
+    few = {"optimizer.weights": "bfloat16_stochastic", "optimizer.moments": "int8"}
+    plan, model, config = asked("gpt-6.7b", 40 * GIB, **few)
+    assert fitted(plan, model, config).offload is None
+    answer = prepare("gpt2-1.5b", cluster="h100x1x1", batch=8, overrides=few).solve()
+    assert answer.plan.offload is None
+
+
+def test_names_that_are_kept_are_priced():
+    """With blocks on the host as without: what is kept takes room, and is not computed again."""
+    plan, model, _ = asked("gpt2-1.5b", 80 * GIB)
+    hosted = plan.model_copy(update={"offload": Offload(), "recompute": True})
+    named = hosted.model_copy(update={"kept": Kept(device=("qkv", "mlp_hidden"))})
+    bare, own = price(hosted, model), price(named, model)
+    block = model.profile.kinds["block"]
+    kept = sum(tensor.bytes for tensor in block.tensors if tensor.name in ("qkv", "mlp_hidden"))
+    more = own.stages[0].bytes["activations"] - bare.stages[0].bytes["activations"]
+    assert more == pytest.approx(48 * 8 * kept)
+    assert own.stages[0].seconds["recomputation"] < bare.stages[0].seconds["recomputation"]

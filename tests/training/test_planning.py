@@ -340,7 +340,7 @@ def test_auto_plans_with_blocks_on_the_host(tiny, tmp_path, measured):
 
 def test_a_plan_by_hand_that_does_not_fit_is_made_to(tiny):
     """On a device that the catalogue knows; on others, and where the section memory decides, it stays."""
-    config = load_config("gpt-6.7b", {"data.batch_size": 8})
+    config = load_config("gpt-6.7b", {"data.batch_size": 8, "memory.host_budget_bytes": "200GiB"})
     plan, said = plan_by_hand(config, 1), list[str]()
     info = DeviceInfo(
         kind="NVIDIA H100 80GB HBM3", platform="gpu", memory=70 << 30, peak_bf16_flops=None, capability=9.0
@@ -348,5 +348,13 @@ def test_a_plan_by_hand_that_does_not_fit_is_made_to(tiny):
     found = planning.within_memory(plan, config, info, said.append)
     assert found.offload is not None and found.stages == plan.stages and "70.0 GiB" in said[0]
     assert planning.within_memory(plan, config, replace(info, kind="abacus"), said.append) is plan
-    decided = load_config(config, {"memory.offload": "off", "memory.recompute": "none"})
-    assert planning.within_memory(plan, decided, info, said.append) is plan and len(said) == 1
+    for settings in (
+        {"memory.offload": "off", "memory.recompute": "none"},
+        {"optimizer.weights": "bfloat16_stochastic", "optimizer.moments": "int8"},
+    ):
+        assert planning.within_memory(plan, load_config(config, settings), info, said.append) is plan
+    many = plan_by_hand(load_config(config, {"data.batch_size": 32, "parallel.data": 16}), 16)
+    assert planning.within_memory(many, config, info, said.append) is many, "more than a node of the catalogue has"
+    assert len(said) == 1
+    small = load_config(config, {"memory.host_budget_bytes": "20GiB"})
+    assert planning.within_memory(plan, small, info, said.append) is plan, "no room on the host"

@@ -68,6 +68,10 @@ def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor
         assert found == pytest.approx(expected, rel=1e-5)
         assert len(found) == (6 if name == "loss" else 2)
     if offload != "off":
+        jhpt.train(out=tmp_path / "one", overrides={"train.steps": 7})
+        for worker in start_two(tmp_path, settings | {"memory.offload": offload, "train.steps": 7}):
+            _, error = worker.communicate(timeout=300)
+            assert worker.returncode == 0, error
         more = {"parallel.data": 1, "train.steps": 8}
         runs = [jhpt.train(out=tmp_path / name, overrides={**more, "memory.offload": "off"}) for name in ("two", "one")]
         assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-5) and runs[0].step == 8

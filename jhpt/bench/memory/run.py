@@ -14,12 +14,11 @@ import numpy as np
 
 from jhpt.bench.memory.footprints import BUDGETS, MODELS, Footprint, as_row, footprints
 from jhpt.bench.memory.instances import best, instance
-from jhpt.bench.memory.steps import measured
+from jhpt.bench.memory.steps import device_memory, measured
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.errors import NotHere
 from jhpt.core.plan import What
-from jhpt.measure.device import device_info
 from jhpt.planner.front import capped
 from jhpt.planner.offload.choose import choose
 from jhpt.planner.offload.largest import largest_trainable
@@ -42,9 +41,8 @@ def run(*, quick: bool, json_path: str | None) -> int:
         rows, claims = rows + more[0], claims | more[1]
     except NotHere as error:
         print(f"bytes: not compiled: {error}", file=sys.stderr)
-    info = device_info()
-    if info.is_gpu and info.memory:
-        more = _steps(info.memory, rounds=1 if quick else 3)
+    if memory := device_memory():
+        more = _steps(memory, rounds=1 if quick else 3)
         rows, claims = rows + more[0], claims | more[1]
     else:
         print("steps: not measured: no NVIDIA GPU is here")

@@ -50,7 +50,18 @@ def competitors(task: Task) -> dict[str, Plan]:
         found["synchronous"] = _synchronous(found["synchronous"], answer.model)
     if "optimizer" in found:
         found["optimizer"] = found["optimizer"].model_copy(update={"offload": Offload(what="optimizer")})
-    return found
+    return {
+        name: plan.model_copy(update={"seconds": price(plan, answer.model).seconds}) for name, plan in found.items()
+    }
+
+
+def device_memory() -> float | None:
+    """All bytes of an NVIDIA GPU, asked for in a process of its own: this one would keep what it takes; None: none."""
+    ask = "import jax; d = jax.local_devices()[0]; print(d.platform, (d.memory_stats() or {}).get('bytes_limit', 0))"
+    half = os.environ | {"XLA_CLIENT_MEM_FRACTION": "0.5"}
+    done = subprocess.run([sys.executable, "-c", ask], env=half, capture_output=True, text=True, timeout=TIMEOUT)
+    words = done.stdout.split()[-2:]
+    return 2 * float(words[1]) if done.returncode == 0 and words[0] in ("gpu", "cuda") else None
 
 
 def _synchronous(plan: Plan, model: Any) -> Plan:

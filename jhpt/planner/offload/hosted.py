@@ -24,6 +24,7 @@ from jhpt.planner.costs import CostModel
 from jhpt.planner.offload.memory import moment_bytes
 from jhpt.planner.offload.stream import Bucket, Home, group_copies, in_line, periodic
 from jhpt.planner.program import FLOAT32
+from jhpt.planner.recompute.names import NOTHING
 
 HOMES = {"parameters": Home.PARAMETERS, "optimizer": Home.OPTIMIZER, "both": Home.BOTH}
 
@@ -72,7 +73,7 @@ def hosted_step(plan: Plan, model: CostModel) -> HostedStep:
         (count * place.slowdown * forward[at], count * place.slowdown * backward[at]) for at in (first, block, last)
     ]
     entry, work, exit_ = ((float(one), float(other)) for one, other in works)
-    again = work[0] if plan.recompute else 0.0
+    again = work[0] * float(model.repeated(plan.kept or NOTHING)[0][block]) if plan.recompute else 0.0
     numbers, rate = model.kinds[block].parameters, profile.update_seconds * place.slowdown
     gathered, scattered = all_gather(group, numbers * FLOAT32), reduce_scatter(group, numbers * FLOAT32)
     update = numbers * rate / ranks
@@ -84,7 +85,8 @@ def hosted_step(plan: Plan, model: CostModel) -> HostedStep:
     )
     home, groups = HOMES[plan.offload.what], blocks // size
     copies = group_copies(bucket, model.cluster.nodes[0].host, home)
-    passes = periodic(bucket, copies, groups, size) if model.cluster.overlap else in_line(bucket, copies, groups, size)
+    beside = model.cluster.overlap and plan.offload.ahead > 0
+    passes = periodic(bucket, copies, groups, size) if beside else in_line(bucket, copies, groups, size)
     ends = model.kinds[first].parameters + model.kinds[last].parameters
     summed = all_reduce(group, ends * profile.bytes_per_weight)
     return HostedStep(

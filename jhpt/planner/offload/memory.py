@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from jhpt.core.plan import Offload, Plan
 from jhpt.planner.costs import CostModel
 from jhpt.planner.program import FLOAT32
+from jhpt.planner.recompute.names import size_of
 
 FORWARD_WORK = 0.8
 """Of what a block keeps: its hidden layer, and five tensors as wide as the residual stream."""
@@ -71,12 +72,13 @@ def sizes_of(plan: Plan, model: CostModel) -> Sizes:
     first, block, last = (model.kinds[model.index[at]] for at in (0, 1, -1))
     whole, micro = -(-plan.batch // ranks), -(-plan.batch // plan.micro_batches // ranks)
     work = block.activation_bytes + block.replicated_bytes
+    named = size_of(block.tensors, plan.kept.device if plan.kept else ()).on(1, 1)
     return Sizes(
         row=FLOAT32 * block.parameters / ranks,
         whole=FLOAT32 * block.parameters,
         moments=moment_bytes(model) * block.parameters / ranks,
         stream=whole * first.boundary_bytes,
-        kept=whole * (first.boundary_bytes if plan.recompute else work),
+        kept=whole * (first.boundary_bytes + named if plan.recompute else work),
         work=micro * work,
         logits=micro * last.activation_bytes,
         ends=float(first.parameters + last.parameters),

@@ -33,6 +33,24 @@ def search_hosted(asked: Request, model: CostModel, best: Incumbent) -> None:
             best.offer(plan, model)
 
 
+def check_hosted(asked: Request, model: CostModel) -> None:
+    """Refuses what no plan with blocks on the host does.
+
+    Raises:
+      InputError: compressed sums or gradients, devices of several kinds, or layers that differ.
+    """
+    if None not in asked.compression or asked.gradient_compression.on:
+        raise InputError(
+            "memory.offload puts blocks on the host, where neither sums nor gradients are compressed; set "
+            "parallel.compression=off and parallel.gradient_compression=off, or memory.offload=off"
+        )
+    if model.cluster.mixed:
+        raise InputError(
+            f"{model.cluster.name} has nodes of several kinds; blocks live on hosts of one; leave out offload"
+        )
+    check_blocks(model)
+
+
 def hosted_plans(asked: Request, model: CostModel) -> Iterator[Plan]:
     """All plans that the request leaves open; none where blocks cannot live on the host."""
     return (plan for shape in _shapes(asked, model) for plan in _plans(shape, asked, model))
@@ -66,6 +84,7 @@ def _plans(shape: _Shape, asked: Request, model: CostModel) -> Iterator[Plan]:
             schedule="gpipe",
             zero=_levels(asked)[0],
             recompute=shape.recompute,
+            kept=asked.kept if shape.recompute else None,
             offload=offload,
             stages=(Stage(device=0, devices=shape.devices, chunks=(chunk,)),),
         )
