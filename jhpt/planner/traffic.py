@@ -84,6 +84,8 @@ def traffic(plan: Plan, profile: ModelProfile, *, overlap: bool = True) -> tuple
     """
     if plan.space != "spmd":
         raise InputError(f"a plan of the space {plan.space} is not run by one program; plan with space=spmd")
+    if plan.offload is not None:
+        plan = plan.model_copy(update={"zero": 0})  # blocks are shared out anyway, and the ends are whole on every rank
     step = _Step(plan, profile, overlap)
     return tuple(_added(step.stage(position)) for position in range(len(plan.stages)))
 
