@@ -64,9 +64,10 @@ BY_HAND = {
 
 
 def by_hand(name: str, **shape):
-    """(configuration, plan) of the section `parallel`."""
-    parallel = {f"parallel.{key}": value for key, value in BY_HAND[name].items()}
-    config = load_config("gpt-tiny", SHAPE | parallel | shape)
+    """(configuration, plan) of the section `parallel`, and of `memory.recompute`."""
+    settings = {f"parallel.{key}": value for key, value in BY_HAND[name].items() if key != "recompute"}
+    settings |= {"memory.recompute": "full"} if "recompute" in BY_HAND[name] else {}
+    config = load_config("gpt-tiny", SHAPE | settings | shape)
     return config, plan_by_hand(config, 8)
 
 
