@@ -9,6 +9,7 @@ from jhpt.training.setup import prepare
 from tests.sharding.plans import laid_out, piped, spread
 
 STAGES, MICRO_BATCHES, ROWS = 4, 32, 2
+NAMES = ("qkv", "mlp_hidden")
 WIDE = {"model.d_model": 128, "model.d_ff": 512, "model.max_length": 128, "data.sequence_length": 128}
 
 
@@ -40,9 +41,13 @@ def test_recomputation_holds_inputs_alone(temporary):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_names_hold_what_they_say(temporary, schedule):
-    """Of every block and micro-batch in flight their bytes more than the input alone: within 10 %."""
-    recomputed, kept = ({"recompute": True, "kept": names} for names in (None, Kept(device=("qkv", "mlp_hidden"))))
+    """Of every block and micro-batch in flight their bytes more than others: within 10 %.
+
+    Not more than the input alone: how well buffers are used again there differs between compilers (jax 0.12 needs 5 MB
+    less than 0.10), while programs that keep something are alike.
+    """
+    fewer, more = ({"recompute": True, "kept": Kept(device=names)} for names in (("attention_out",), NAMES))
     slots = in_flight(schedule, STAGES, 0, 1, MICRO_BATCHES)
     stream = ROWS * WIDE["data.sequence_length"] * WIDE["model.d_model"] * 4
-    expected = slots * 8 // STAGES * (3 + 4) * stream
-    assert temporary(schedule, **kept) - temporary(schedule, **recomputed) == pytest.approx(expected, rel=0.1)
+    expected = slots * 8 // STAGES * (3 + 4 - 1) * stream
+    assert temporary(schedule, **more) - temporary(schedule, **fewer) == pytest.approx(expected, rel=0.1)
