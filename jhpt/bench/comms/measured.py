@@ -47,9 +47,9 @@ def work_seconds(hosts: Hosts[Task], calls: Mapping[str, Callable[[], Mapping[st
     return found
 
 
-def counted_bytes(hosts: Hosts[Task], steps: dict[str, Call]) -> dict[str, float]:
-    """Bytes that a host sends in each step, on average over the hosts; waiting itself sends some, which are counted
-    apart."""
+def counted_bytes(hosts: Hosts[Task], steps: dict[str, Call]) -> tuple[dict[str, float], float]:
+    """Bytes that a host sends in each step, on average over the hosts, and those of waiting for each other, which are
+    taken off: on a busy machine waiting may take fewer or more of them than it did alone."""
 
     def sent(call: Call) -> int:
         hosts.wait()
@@ -58,10 +58,9 @@ def counted_bytes(hosts: Hosts[Task], steps: dict[str, Call]) -> dict[str, float
         hosts.wait()
         return sent_bytes() - before
 
-    nothing = min(sent(lambda: ()) for _ in range(3))
-    mine = {name: sent(call) - nothing for name, call in steps.items()}
-    everyone = hosts.everyone(mine)
-    return {name: sum(one[name] for one in everyone) / len(everyone) for name in mine}
+    waiting = statistics.mean(hosts.everyone(min(sent(lambda: ()) for _ in range(3))))
+    everyone = hosts.everyone({name: sent(call) for name, call in steps.items()})
+    return {name: statistics.mean(one[name] for one in everyone) - waiting for name in steps}, waiting
 
 
 def processor_seconds(hosts: Hosts[Task], calls: dict[str, Call]) -> dict[str, float]:

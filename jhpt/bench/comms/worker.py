@@ -71,13 +71,14 @@ def tensor_rows(hosts: Hosts[Task], lanes: Sequence[Mesh]) -> list[dict[str, Any
     hosts.limit(None)
     for call in steps.values():
         jax.block_until_ready(call())
-    found = counted_bytes(hosts, steps)
+    found, waiting = counted_bytes(hosts, steps)
     rows: list[dict[str, Any]] = [{"row": "work", "what": key, **seconds} for key, seconds in work.items()]
     rows += [
         {
             "row": "bytes",
             "variant": variant.name,
             "counted": found[variant.name],
+            "waiting": waiting,
             "formula": step_bytes(shape, hosts.count, variant),
         }
         for variant in ways
@@ -129,9 +130,15 @@ def gradient_rows(hosts: Hosts[Task], devices: Sequence[jax.Device]) -> list[dic
     rows: list[dict[str, Any]] = [{"row": "gradient work", "what": name, **seconds} for name, seconds in work.items()]
     for call in steps.values():
         jax.block_until_ready(call())
-    found = counted_bytes(hosts, steps)
+    found, waiting = counted_bytes(hosts, steps)
     rows += [
-        {"row": "gradient bytes", "variant": name, "counted": found[name], "formula": model.sent(one)}
+        {
+            "row": "gradient bytes",
+            "variant": name,
+            "counted": found[name],
+            "waiting": waiting,
+            "formula": model.sent(one),
+        }
         for name, one in chosen.items()
     ]
     hosts.say("bytes of gradients counted")
