@@ -105,21 +105,44 @@ class Execution:
     def norm(self, gradients: Any) -> jax.Array:
         """Global norm; what a shared table has on the last stage is a copy and does not count."""
         mesh, specs = self.layout.grid.mesh, self.layout.specs(gradients)
-        copied = "/".join(TABLE) if self.layout.stages > 1 and self.tied else None
-
-        def square(path: tuple[Any, ...], leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-            cut = {name for names in spec for name in names_of(names)}
-            holders = math.prod(size for name, size in mesh.shape.items() if name not in cut)
-            own = jnp.sum(jnp.square(leaf)) / holders
-            if path_name(path) == copied:
-                own = jnp.where(jax.lax.axis_index(PIPE) == self.layout.stages - 1, 0.0, own)
-            return own
 
         def run(gradients: Any) -> jax.Array:
-            own = sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(square, gradients, specs)))
-            return jnp.sqrt(jax.lax.psum(own, mesh.axis_names))
+            squares = jax.tree_util.tree_map_with_path(self._squares, gradients, specs)
+            return jnp.sqrt(jax.lax.psum(sum(jax.tree.leaves(squares)), mesh.axis_names))
 
         return jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)(gradients)
+
+    def norms_by_layer(self, gradients: Any) -> Any:
+        """A tree like the gradients', with the norm of all of a block, [L], or of all that is in none, ()."""
+        mesh, specs = self.layout.grid.mesh, self.layout.specs(gradients)
+        stacks = self.layout.stacks(gradients)
+        rows = PartitionSpec(PIPE) if self.layout.stages > 1 else PartitionSpec()
+        over = tuple(name for name in mesh.axis_names if name != PIPE)
+
+        def run(gradients: Any) -> dict[str, jax.Array]:
+            squares = jax.tree_util.tree_map_with_path(partial(self._squares, by_layer=True), gradients, specs)
+            named = list(zip(jax.tree.leaves(stacks), jax.tree.leaves(squares), strict=True))
+            total = {stack: sum(own for name, own in named if name == stack) for stack, _ in named}
+            return {
+                stack: jnp.sqrt(jax.lax.psum(own, over if stack else mesh.axis_names)) for stack, own in total.items()
+            }
+
+        out = {stack: rows if stack else PartitionSpec() for stack in set(jax.tree.leaves(stacks))}
+        norms = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)(gradients)
+        return jax.tree.map(lambda stack: norms[stack], stacks)
+
+    def _squares(
+        self, path: tuple[Any, ...], leaf: jax.Array, spec: PartitionSpec, by_layer: bool = False
+    ) -> jax.Array:
+        """Sum of the squares of a leaf, or of each block's part of it; what several devices hold counts in parts."""
+        name, mesh = path_name(path), self.layout.grid.mesh
+        cut = {name for names in spec for name in names_of(names)}
+        holders = math.prod(size for name, size in mesh.shape.items() if name not in cut)
+        rest = tuple(range(1, leaf.ndim)) if by_layer and "blocks/" in name else None
+        own = jnp.sum(jnp.square(leaf), rest) / holders
+        if name == "/".join(TABLE) and self.layout.stages > 1 and self.tied:
+            own = jnp.where(jax.lax.axis_index(PIPE) == self.layout.stages - 1, 0.0, own)
+        return own
 
     def _mapped(self, run: Any, specs: Any, rows: Any, out: Any, *more: Any) -> Any:
         row_specs = jax.tree.map(lambda _: self.layout.batch.spec, rows)

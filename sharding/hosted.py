@@ -1,11 +1,10 @@
 """A step whose blocks live on the host: each is there as one row of numbers, and comes to the device when its turn has.
 
-    forward    fetch a block, take the step that its last gradient asks for, write it back, compute it
-    backward   fetch it again, compute its gradient, sum it over the data ranks, write that to the host
+    forward    fetch a block, let it arrive, compute it
+    backward   fetch it again, compute its gradient, sum it over the data ranks, let it leave
 
-The step that a gradient asks for can only be taken once all gradients are known, for clipping needs their norm and a
-gradient that is not finite must leave everything as it was.  So it is taken when a block is fetched the next time, in
-the next forward pass: exact, and without another pass over the parameters.
+What a block does when it arrives and when it leaves, and what is fetched and written for that, are its `Turns`: of an
+optimizer's step, one of the two (`training.block_steps`).
 
 Micro-batches go through a block one after the other before the next block comes (`streamed`): what is copied in a step
 does not depend on how many they are.
@@ -41,8 +40,30 @@ from jhpt.sharding.streamed import (
     over_layers,
 )
 
-Update = Callable[[Rows, Any], Rows]
-"""(rows of a block, what is to be done) -> rows, after the step that their gradient asks for."""
+Update = Callable[[Any, Rows], Rows]
+"""(what is to be done, rows of a block) -> rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """What happens to a block's rows in the two passes of a step.
+
+    arrive: before its forward pass; None: nothing.  It is given rows of `arrive_reads`, weights among them, and those
+    of `arrive_writes` are written.
+    first: (sums of the whole batch, what is to be done) -> what the last block is told.
+    leave: (what is to be done, rows, gradient, what it is told) -> (what it tells the block before it, rows), once the
+    gradient is there.  It is given the weights and `leave_reads`; `leave_writes` are written.
+    last: what the first block tells -> the same on every rank.
+    """
+
+    arrive: Update | None
+    arrive_reads: tuple[str, ...]
+    arrive_writes: tuple[str, ...]
+    first: Callable[[Any, Any], Any]
+    leave: Callable[[Any, Rows, jax.Array, Any], tuple[Any, Rows]]
+    leave_reads: tuple[str, ...] = ()
+    leave_writes: tuple[str, ...]
+    last: Callable[[Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,21 +185,19 @@ class HostedBlocks:
         ends: Any,
         batch: Any,
         key: jax.Array,
-        update: Update,
+        turns: Turns,
         pending: Any,
-        reads: Sequence[str],
-        writes: Sequence[str],
-    ) -> tuple[Hosted, Any, Any, jax.Array]:
-        """Updates the blocks as `pending` says, then computes the gradient of the mean loss over predicted tokens.
+    ) -> tuple[Hosted, Any, Any, Any]:
+        """The gradient of the mean loss over predicted tokens, and what the blocks make of theirs.
 
         Args:
-          hosted: rows by name; those of the gradient are what the step before has left.
+          hosted: rows by name.
           ends: parameters of the two ends, whole on every device.
           batch: a tree of global [B, ...].  Row r draws from `fold_in(key, r)`.
-          reads, writes: names of the rows that the update needs, and changes.
+          turns: of the blocks; pending: what they are to do.
 
         Returns:
-          (rows, gradient of the ends, sums, sum of the squares of all blocks' gradients).
+          (rows, gradient of the ends, sums, what the blocks told).
         """
         pieces = max(leaf.size for leaf in jax.tree.leaves(batch))
 
@@ -190,8 +209,8 @@ class HostedBlocks:
 
             x = self._entered(used, batch, keys)
             loop = self._loop
-            own = lambda rows: update(rows, pending)  # noqa: E731
-            x, passed, hosted = loop.forward(hosted, x, keys, own, reads, writes)
+            arrive = None if turns.arrive is None else partial(turns.arrive, pending)
+            x, passed, hosted = loop.forward(hosted, x, keys, arrive, turns.arrive_reads, turns.arrive_writes)
 
             def left(piece: Any) -> tuple[Any, Any]:
                 x, batch, keys = piece
@@ -208,7 +227,11 @@ class HostedBlocks:
             sums = self.execution.summed_over_ranks(jax.tree.map(lambda leaf: leaf.sum(0), sums))
             unit = pieces / sums.tokens
             loop = replace(loop, given=lambda gradient: self._share(gradient) * unit)
-            error, squares, hosted = loop.backward(hosted, passed, error)
+            leave = partial(turns.leave, pending)
+            told = turns.first(sums, pending)
+            error, told, hosted = loop.backward(
+                hosted, passed, error, leave, told, turns.leave_reads, turns.leave_writes
+            )
 
             def entered(piece: Any) -> tuple[Any, None]:
                 error, batch, keys = piece
@@ -218,7 +241,7 @@ class HostedBlocks:
             gradient = completed(added(gradient, _added_up(entered, (error, batch, keys))[0]), ends)
             gradient = storage.summed(storage.scattered(gradient, whole), whole)
             gradient = jax.tree.map(lambda leaf: leaf * unit, gradient)
-            return hosted, gradient, sums, jax.lax.psum(squares, self.axes)
+            return hosted, gradient, sums, turns.last(told)
 
         rows = {name: self.spec for name in hosted}
         everywhere = PartitionSpec()
@@ -248,7 +271,7 @@ class HostedBlocks:
 
         def run(hosted: Hosted, pending: Any) -> Hosted:
             def body(_: jax.Array, rows: Rows, carry: None) -> tuple[None, Rows]:
-                return carry, {**rows, **update(rows, pending)}
+                return carry, {**rows, **update(pending, rows)}
 
             def updated(hosted: Hosted) -> Hosted:
                 return over_layers(hosted, tuple(hosted), tuple(hosted), body, None, ahead=self.offload.ahead)[1]
@@ -279,6 +302,10 @@ class HostedBlocks:
             cast=self._cast,
             given=self._share,
         )
+
+    def summed(self, value: jax.Array) -> jax.Array:
+        """Over the data ranks; inside a step."""
+        return jax.lax.psum(value, self.axes)
 
     def _whole(self, row: jax.Array) -> jax.Array:
         return jax.lax.all_gather(row, self.axes, tiled=True) if self.ranks > 1 else row

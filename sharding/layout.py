@@ -140,6 +140,16 @@ class Layout:
         """`specs` on the mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.grid.mesh, spec), self.specs(tree))
 
+    def stacks(self, tree: Any) -> Any:
+        """Of every stored leaf the name of the stack of blocks that it is in; empty: none."""
+
+        def stack(path: tuple[Any, ...], _: Any) -> str:
+            before, found, name = path_name(path).partition("blocks/")
+            run = "" if self.stacked_whole else name.split("/")[0]
+            return before + found + run if found else ""
+
+        return jax.tree_util.tree_map_with_path(stack, tree)
+
     def degree(self, path: str) -> int:
         """The tensor degree of a stored leaf."""
         if "blocks/" not in path:

@@ -45,6 +45,9 @@ Index = Any
 Layer = Callable[[jax.Array, Rows, Any], tuple[Any, Rows]]
 """(layer, its rows, carry) -> (carry, what is written)."""
 
+Leave = Callable[[Rows, jax.Array, Any], tuple[Any, Rows]]
+"""(a layer's rows, its gradient as it is kept, what the layer before told) -> (what it tells, what is written)."""
+
 WEIGHTS, GRADIENT = "weights", "gradient"
 """Names that a step knows; an optimizer adds those of its state."""
 
@@ -62,6 +65,7 @@ def over_layers(
     reverse: bool = False,
     ahead: int = 1,
     late: bool = False,
+    soon: Sequence[str] = (),
 ) -> tuple[Any, Hosted]:
     """One pass.
 
@@ -70,6 +74,7 @@ def over_layers(
       body: what is written is `writes` in all.
       ahead: iterations between a fetch and its use; 0: an iteration fetches what it uses itself.
       late: an iteration writes what the one before has computed.
+      soon: names of what an iteration fetches itself whatever `ahead` says, and is given too: what it needs last.
 
     Returns:
       (carry, what is on the host).
@@ -80,8 +85,8 @@ def over_layers(
         at = jnp.clip(jnp.asarray(step, jnp.int32), 0, count - 1)
         return count - 1 - at if reverse else at
 
-    def fetched(hosted: Hosted, step: int | jax.Array) -> Rows:
-        rows = {name: jax.lax.dynamic_index_in_dim(hosted[name], layer(step), 0, keepdims=False) for name in reads}
+    def fetched(hosted: Hosted, step: int | jax.Array, names: Sequence[str] = reads) -> Rows:
+        rows = {name: jax.lax.dynamic_index_in_dim(hosted[name], layer(step), 0, keepdims=False) for name in names}
         return {name: jax.device_put(row, DEVICE) for name, row in rows.items()}
 
     def written(hosted: Hosted, step: int | jax.Array, rows: Rows) -> Hosted:
@@ -93,10 +98,14 @@ def over_layers(
 
     def iteration(step: jax.Array, state: tuple[Any, tuple[Rows, ...], Rows, Hosted]) -> Any:
         carry, ready, before, there = state
-        fresh = fetched(there, step + ahead)
+        fresh, own = fetched(there, step + ahead), fetched(there, step, soon)
+        before = dict(before)
+        for name in soon:
+            if name in before:
+                before[name], own[name] = jax.lax.optimization_barrier((before[name], own[name]))
         ready = (*ready, fresh)
-        carry, now = body(layer(step), ready[0], carry)
-        done = dict(before if late else now)
+        carry, now = body(layer(step), ready[0] | own, carry)
+        done = before if late else dict(now)
         for name in writes:
             if name in fresh:
                 done[name], fresh[name] = jax.lax.optimization_barrier((done[name], fresh[name]))
@@ -109,9 +118,9 @@ def over_layers(
     if late:
         # Before the first there is nothing to write: what its row holds, or anything where nobody reads it before the
         # second iteration has written it.
-        first = fetched(there, 0)
+        first = fetched(there, 0, [name for name in writes if name in (*reads, *soon)])
         nothing = lambda name: jnp.zeros(there[name].shape[1:], there[name].dtype)  # noqa: E731
-        before = {name: first[name] if name in reads else nothing(name) for name in writes}
+        before = {name: first[name] if name in first else nothing(name) for name in writes}
     carry, _, done, there = jax.lax.fori_loop(0, count, iteration, (carry, ready, before, there))
     return carry, written(there, count - 1, done) if late else there
 
@@ -150,7 +159,7 @@ class StreamedLoop:
         hosted: Hosted,
         x: Any,
         keys: jax.Array,
-        update: Callable[[Rows], Rows] | None = None,
+        arrive: Callable[[Rows], Rows] | None = None,
         reads: Sequence[str] = (WEIGHTS,),
         writes: Sequence[str] = (),
     ) -> tuple[Any, Streamed, Hosted]:
@@ -158,7 +167,7 @@ class StreamedLoop:
 
         Args:
           keys: [M, ...].
-          update: what becomes of a layer's rows before it is computed, such as the step that the last gradient asks
+          arrive: what becomes of a layer's rows before it is computed, such as the step that the last gradient asks
             for; what it gives is used, and those of `writes` are written back.
           reads, writes: names; of resident layers as well.
         """
@@ -167,7 +176,7 @@ class StreamedLoop:
         room = stacks.room(split.shapes, count, jnp.zeros(()))
 
         def one(layer: jax.Array, rows: Rows, carry: tuple[Any, Any]) -> tuple[Any, Rows]:
-            rows = update(rows) if update else rows
+            rows = arrive(rows) if arrive else rows
             params = self._params(rows[WEIGHTS])
 
             def piece(at: Index, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -193,12 +202,27 @@ class StreamedLoop:
 
         return self._pass(hosted, one, x, (WEIGHTS,), ())[0]
 
-    def backward(self, hosted: Hosted, passed: Streamed, error: Any) -> tuple[Any, jax.Array, Hosted]:
-        """(error of the first layer's input, sum of the gradients' squares, what is on the host with the gradients)."""
+    def backward(
+        self,
+        hosted: Hosted,
+        passed: Streamed,
+        error: Any,
+        leave: Leave,
+        told: Any,
+        reads: Sequence[str] = (),
+        writes: Sequence[str] = (GRADIENT,),
+    ) -> tuple[Any, Any, Hosted]:
+        """(error of the first layer's input, what the last layer told, what is on the host).
+
+        Args:
+          leave: what becomes of a layer's rows once its gradient is there; those of `writes` are written back.
+          told: to the first layer that leaves.
+          reads, writes: names, beside the weights; of resident layers as well.
+        """
         split, keys = passed.split, passed.keys
 
-        def one(layer: jax.Array, rows: Rows, carry: tuple[Any, jax.Array]) -> tuple[Any, Rows]:
-            error, squares = carry
+        def one(layer: jax.Array, rows: Rows, carry: tuple[Any, Any]) -> tuple[Any, Rows]:
+            error, told = carry
             params = self._params(rows[WEIGHTS])
 
             def piece(at: Index, carry: tuple[Any, jax.Array | None]) -> tuple[Any, jax.Array]:
@@ -210,19 +234,25 @@ class StreamedLoop:
 
             nothing = None if len(keys) == 1 else jnp.zeros(self.bucket.size, jnp.float32)
             error, total = _each(len(keys), piece, (error, nothing))
-            own = self.given(total)
-            return (error, squares + jnp.sum(jnp.square(own))), {GRADIENT: own}
+            told, done = leave(rows, self.given(total), told)
+            return (error, told), done
 
-        carry = error, jnp.float32(0)
-        (error, squares), hosted = self._pass(hosted, one, carry, (WEIGHTS,), (GRADIENT,), reverse=True)
-        return error, squares, hosted
+        (error, told), hosted = self._pass(hosted, one, (error, told), (WEIGHTS,), writes, reverse=True, soon=reads)
+        return error, told, hosted
 
     def filled(self, hosted: Hosted, row: Callable[[jax.Array], jax.Array]) -> Hosted:
         """What is on the host with these weights, layer -> [N], in the place of its own."""
         return self._pass(hosted, lambda layer, _, carry: (carry, {WEIGHTS: row(layer)}), None, (), (WEIGHTS,))[1]
 
     def _pass(
-        self, hosted: Hosted, one: Layer, carry: Any, reads: Sequence[str], writes: Sequence[str], reverse: bool = False
+        self,
+        hosted: Hosted,
+        one: Layer,
+        carry: Any,
+        reads: Sequence[str],
+        writes: Sequence[str],
+        reverse: bool = False,
+        soon: Sequence[str] = (),
     ) -> tuple[Any, Hosted]:
         """(carry, what is on the host) after every layer has had its turn.  Backwards, what is written comes last."""
         streamed, stay = apart(hosted)
@@ -235,7 +265,7 @@ class StreamedLoop:
                 place = others - 1 - place if reverse else place
                 carry, stay = state
                 index = at * others + place
-                carry, own = one(first + 1 + place, {name: stay[name][index] for name in reads}, carry)
+                carry, own = one(first + 1 + place, {name: stay[name][index] for name in (*reads, *soon)}, carry)
                 return carry, stay | {name: stay[name].at[index].set(own[name]) for name in writes}
 
             def others_too(state: tuple[Any, Hosted]) -> tuple[Any, Hosted]:
@@ -247,7 +277,7 @@ class StreamedLoop:
             return state, done
 
         (carry, stay), streamed = over_layers(
-            streamed, reads, writes, body, (carry, stay), reverse=reverse, ahead=self.ahead, late=reverse
+            streamed, reads, writes, body, (carry, stay), reverse=reverse, ahead=self.ahead, late=reverse, soon=soon
         )
         return carry, joined(streamed, stay)
 

@@ -184,7 +184,12 @@ class OptimizerConfig(Section):
     b2: Fraction = Field(0.95, description="decay of the second moment")
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
     weight_decay: NonNegative = Field(0.1, description="decoupled decay of matrices and tables (not norms, biases)")
-    clip_norm: Positive | None = Field(1.0, description="largest global gradient norm; null: no clipping")
+    clip_norm: Positive | None = Field(1.0, description="largest gradient norm; null: no clipping")
+    clip: Literal["global", "previous", "layer"] = Field(
+        "global",
+        description="which norm: of all gradients; of those of the step before; or of each layer, with its part of "
+        "clip_norm. The last two let blocks on the host take their steps at once, with a quarter less there",
+    )
     weights: WeightStorage = Field(
         "float32",
         description="how parameters are kept; bfloat16_kahan: with what rounding took away, in bfloat16 too; "
@@ -199,6 +204,11 @@ class OptimizerConfig(Section):
     def in_few_bits(self) -> bool:
         """Whether parameters or moments are kept in less than float32."""
         return self.weights != "float32" or self.moments != "float32"
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a layer's step needs no gradient but its own."""
+        return self.clip_norm is None or self.clip != "global"
 
 
 class TrainConfig(Section):

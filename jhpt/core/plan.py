@@ -78,6 +78,9 @@ class Offload(Section):
     what: What = Field("both", description="weights and gradients, the optimizer's state, or all of it")
     resident: Whole = Field(0, description="after each block that comes and goes, so many stay on the device")
     ahead: Whole = Field(1, description="how many groups of blocks ahead of their use they are fetched")
+    at_once: bool = Field(
+        False, description="blocks take their steps in the backward pass, not when they are fetched the next time"
+    )
 
 
 class Kept(Section):
@@ -364,7 +367,7 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
         schedule="interleaved" if parallel.chunks > 1 else parallel.schedule,
         zero=parallel.zero,
         **recomputed(config.memory),
-        offload=_offload_by_hand(config.memory),
+        offload=_offload_by_hand(config),
         compression=parallel.compression.how,
         gradient_compression=parallel.gradient_compression,
         sequence=parallel.sequence,
@@ -381,9 +384,10 @@ def recomputed(memory: MemoryConfig) -> dict[str, Any]:
     return {"recompute": how not in ("auto", "none"), "kept": None if isinstance(how, str) else Kept(device=how)}
 
 
-def _offload_by_hand(memory: MemoryConfig) -> Offload | None:
+def _offload_by_hand(config: Config) -> Offload | None:
     """What the section `memory` says; of `auto`, nothing."""
-    return Offload(what=memory.offload) if memory.offload not in ("auto", "off") else None
+    what = config.memory.offload
+    return None if what in ("auto", "off") else Offload(what=what, at_once=config.optimizer.at_once)
 
 
 def _even_stages(

@@ -1,7 +1,8 @@
 """Training with blocks on the host: the state, its step, and the way from and to that of any other run.
 
-The state between two steps holds the last gradient beside the parameters it belongs to; `flushed` takes the step that
-it asks for, and is what a run with everything on the devices holds at the same time.  A checkpoint is that.
+Where steps are deferred the state between two of them holds the last gradient beside the parameters it belongs to;
+`flushed` takes the step that it asks for, and is what a run with everything on the devices holds at the same time.  A
+checkpoint is that.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,39 +20,19 @@ from jhpt.core.errors import InputError
 from jhpt.models.build import Model
 from jhpt.sharding.hosted import HostedBlocks, without_blocks
 from jhpt.sharding.streamed import GRADIENT, RESIDENT, WEIGHTS, Hosted, Rows
+from jhpt.training.block_steps import KEPT, MEAN, SQUARES, Pending, Stepped, at_once, deferred, stepped
+from jhpt.training.clipping import Clipping, clipping
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.layered import Layered
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.step import StepMetrics, TrainState, init_state, new_if
 
-MEAN, SQUARES = "mean", "squares"
-"""Adam's two moments."""
-
-KEPT = (WEIGHTS, MEAN, SQUARES)
-"""What a checkpoint holds of a block."""
-
-NAMES = (*KEPT, GRADIENT)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Pending:
-    """The step that the gradient on the host asks for.
-
-    shrink: by which it is clipped.  rate: the learning rate.  good: whether it is taken at all.  updates: how many were
-    taken before.
-    """
-
-    shrink: jax.Array
-    rate: jax.Array
-    good: jax.Array
-    updates: jax.Array
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class HostedState:
-    """As `TrainState`.  rows: of the blocks, on the host.  ends, optimizer: of the two ends, after the last step."""
+    """As `TrainState`.  rows: of the blocks, on the host.  ends, optimizer: of the two ends, after the last step.
+    pending: the step that gradients on the host ask for; None: blocks step at once, and no gradients are there."""
 
     step: jax.Array
     skipped: jax.Array
@@ -59,7 +40,8 @@ class HostedState:
     rows: Hosted
     ends: Any
     optimizer: Any
-    pending: Pending
+    norm: Any = None
+    pending: Pending | None = None
 
     @property
     def params(self) -> tuple[Hosted, Any]:
@@ -78,23 +60,33 @@ class HostedTraining:
     max_bad_steps: int
 
     def __post_init__(self) -> None:
-        """Rows on the host are float32, and so are their moments."""
+        """Rows on the host are float32, and so are their moments; a step that needs all gradients waits for them."""
         if self.config.in_few_bits:
             raise InputError(
                 f"blocks on the host are kept in float32, not with optimizer.weights={self.config.weights} and "
                 f"optimizer.moments={self.config.moments}; use float32 for both, or memory.offload=off"
             )
 
-    def updated(self, rows: Rows, pending: Pending) -> Rows:
-        """A block's rows, or a share of them, after the step that their gradient asks for: AdamW of optax, number by
-        number."""
-        gradient = rows[GRADIENT] * pending.shrink
-        before = optax.ScaleByAdamState(count=pending.updates, mu=rows[MEAN], nu=rows[SQUARES])
-        adam = optax.scale_by_adam(self.config.b1, self.config.b2, self.config.eps)
-        direction, after = adam.update(gradient, before)
-        direction = direction + self.config.weight_decay * jnp.where(self._decays(gradient), rows[WEIGHTS], 0.0)
-        new = {WEIGHTS: rows[WEIGHTS] - pending.rate * direction, MEAN: after.mu, SQUARES: after.nu}
-        return new_if(pending.good, new, {name: rows[name] for name in KEPT})
+        clips = self.config.clip_norm is not None
+        if clips and self.at_once != (self.config.clip != "global"):
+            raise InputError(
+                f"the plan has offload.at_once={str(self.at_once).lower()}, which is not how optimizer.clip="
+                f"{self.config.clip} takes a step; plan again with this configuration, or change offload.at_once"
+            )
+
+    @property
+    def at_once(self) -> bool:
+        """Whether blocks take their steps in the backward pass."""
+        return self.blocks.offload.at_once
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the rows that live between two steps."""
+        return KEPT if self.at_once else (*KEPT, GRADIENT)
+
+    @property
+    def _stepped(self) -> Stepped:
+        return stepped(self.config, self._decays)
 
     def _decays(self, share: jax.Array) -> jax.Array:
         """Which numbers of a rank's share, or of the whole row, decay."""
@@ -104,56 +96,73 @@ class HostedTraining:
         start = jax.lax.axis_index(self.blocks.axes) * share.shape[-1]
         return start + jnp.arange(share.shape[-1]) < bucket.decayed
 
+    @property
+    def _clip(self) -> Clipping:
+        """Of the two ends' gradients, which are one group."""
+        return replace(clipping(self.config, self.blocks.execution), norm=optax.tree.norm, by_group=_one_group)
+
     def step(self, state: HostedState, windows: Any) -> tuple[HostedState, StepMetrics]:
-        """One step.  A loss or gradient that is not finite leaves everything as it was, as there."""
-        key = stream_key(self.seed, Stream.STEP, state.step)
-        rows, grads, sums, squares = self.blocks.gradients(
-            state.rows, state.ends, windows, key, self.updated, state.pending, NAMES, KEPT
-        )
-        updates = state.pending.updates + state.pending.good
+        """One step.  A loss that is not finite leaves everything as it was, and so does a gradient, but for blocks that
+        step at once."""
+        key, clip, rate = stream_key(self.seed, Stream.STEP, state.step), self._clip, self.learning_rate(state.step)
+        going_on, ends = state.bad_steps < self.max_bad_steps, state.ends
+        if state.pending is None:
+            taken = state.optimizer[0].count
+            shrink = jnp.float32(1) if state.norm is None else clip.shrink(state.norm)
+            due = Pending(shrink=shrink, rate=rate, good=going_on, updates=taken)
+            turns = at_once(self._stepped, self.blocks.summed, clip)
+        else:
+            due, taken = state.pending, state.pending.updates + state.pending.good
+            turns = deferred(self._stepped, self.blocks.summed)
+        rows, grads, sums, told = self.blocks.gradients(state.rows, ends, windows, key, turns, due)
+        squares, finite = told if state.pending is None else (told, True)
         size = jnp.sqrt(squares + jnp.square(optax.tree.norm(grads)))
-        good = jnp.isfinite(sums.loss) & jnp.isfinite(size) & (state.bad_steps < self.max_bad_steps)
-        shrink = jnp.float32(1)
-        if self.config.clip_norm is not None:
-            shrink = self.config.clip_norm / jnp.maximum(size, self.config.clip_norm)
-        rate = self.learning_rate(state.step)
-        clipped = jax.tree.map(lambda leaf: leaf * shrink, grads)
-        directions, moments = make_optimizer(self.config).update(clipped, state.optimizer, state.ends)
-        ends = jax.tree.map(lambda p, d: p - rate * d, state.ends, directions)
+        good = jnp.isfinite(sums.loss) & jnp.isfinite(size) & going_on & finite
+        clipped = clip.clipped(grads, size, state.norm)
+        directions, moments = make_optimizer(self.config).update(clipped, state.optimizer, ends)
+        lowered = jax.tree.map(lambda p, d: p - rate * d, ends, directions)
 
         bad_steps = jnp.where(good, 0, state.bad_steps + 1)
+        left = None if self.at_once else Pending(shrink=clip.shrink(size), rate=rate, good=good, updates=taken)
         state = HostedState(
             step=state.step + 1,
             skipped=state.skipped + jnp.where(good, 0, 1),
             bad_steps=bad_steps,
             rows=rows,
-            ends=new_if(good, ends, state.ends),
+            ends=new_if(good, lowered, ends),
             optimizer=new_if(good, moments, state.optimizer),
-            pending=Pending(shrink=shrink, rate=rate, good=good, updates=updates),
+            norm=clip.after(state.norm, size, good),
+            pending=left,
         )
         return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps)
 
     def flushed(self, state: HostedState) -> HostedState:
         """The state with no step left to take."""
-        rows = self.blocks.over_rows(self.updated, state.rows, state.pending)
+        if state.pending is None:
+            return state
+        rows = self.blocks.over_rows(self._arrived, state.rows, state.pending)
         return replace(state, rows=rows, pending=_nothing(state.pending.updates + state.pending.good))
+
+    def _arrived(self, pending: Pending, rows: Rows) -> Rows:
+        return self._stepped(pending, rows, rows[GRADIENT])
 
     # From and to the state of a run with everything on the devices, which is what a checkpoint holds.
 
     def shapes(self, ends: Any) -> HostedState:
         """Shapes of the state; ends: theirs."""
-        rows = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self.blocks.shapes(NAMES).items()}
-        return jax.eval_shape(lambda rows, ends: _joined(rows, init_state(ends, self._of_ends)), rows, ends)
+        shapes = self.blocks.shapes(self.names)
+        rows = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        return jax.eval_shape(lambda rows, ends: self._joined(rows, self._initial(ends)), rows, ends)
 
     def fresh(self, model: Model) -> HostedState:
         """The state before the first step; nothing is ever whole on a device."""
         key, place = stream_key(self.seed, Stream.INIT), self.blocks.execution.layout.replicated
-        rows, names = self.blocks.empty(NAMES), self.blocks.shapes([WEIGHTS])
+        rows, names = self.blocks.empty(self.names), self.blocks.shapes([WEIGHTS])
         there = {name: self.blocks.sharding(name) for name in names}
         fill = partial(self.blocks.initial, init=partial(model.init_block, key))
         weights = jax.jit(fill, donate_argnums=0, out_shardings=there)({name: rows.pop(name) for name in names})
-        ends = jax.jit(lambda: init_state(model.init_ends(key), self._of_ends), out_shardings=place)()
-        return _joined(rows | weights, ends)
+        ends = jax.jit(lambda: self._initial(model.init_ends(key)), out_shardings=place)()
+        return self._joined(rows | weights, ends)
 
     def saved(self, state: HostedState) -> TrainState:
         """Of a flushed state, as a checkpoint holds it: leaves of blocks are read from rows when they are written."""
@@ -166,6 +175,7 @@ class HostedTraining:
             bad_steps=state.bad_steps,
             params={**state.ends, "blocks": blocks[WEIGHTS]},
             optimizer=(adam._replace(mu=mu, nu=nu), decayed),
+            norm=state.norm,
         )
 
     def loaded(self, read: Callable[[TrainState], TrainState], ends: Any) -> HostedState:
@@ -178,7 +188,7 @@ class HostedTraining:
         """
         place, count = self.blocks.execution.layout.replicated, self.blocks.count
         stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), self.blocks.layer)
-        like = jax.eval_shape(lambda params: init_state(params, self._of_ends), {**ends, "blocks": stacked})
+        like = jax.eval_shape(self._initial, {**ends, "blocks": stacked})
 
         def only(wanted: str | None) -> TrainState:
             sharding = place if wanted is None else None
@@ -189,7 +199,7 @@ class HostedTraining:
 
             return read(jax.tree_util.tree_map_with_path(leaf, like))
 
-        state, rows = only(None), self.blocks.empty([GRADIENT])
+        state, rows = only(None), self.blocks.empty([name for name in self.names if name not in KEPT])
         adam, decayed = state.optimizer
         own = adam._replace(mu=without_blocks(adam.mu), nu=without_blocks(adam.nu))
         for name in KEPT:
@@ -197,7 +207,7 @@ class HostedTraining:
             trees = {WEIGHTS: found.params, MEAN: found.optimizer[0].mu, SQUARES: found.optimizer[0].nu}
             rows |= self.blocks.rows(name, trees[name]["blocks"])
             del found, trees
-        return _joined(rows, replace(state, params=without_blocks(state.params), optimizer=(own, decayed)))
+        return self._joined(rows, replace(state, params=without_blocks(state.params), optimizer=(own, decayed)))
 
     def parameters(self, params: tuple[Hosted, Any]) -> Any:
         """The model's own tree, on the devices; of a state's `params`."""
@@ -207,9 +217,21 @@ class HostedTraining:
         leaves = [jnp.asarray(np.stack(own)) for own in zip(*whole, strict=True)]
         return {**ends, "blocks": jax.tree.unflatten(bucket.tree, leaves)}
 
-    @property
-    def _of_ends(self) -> optax.GradientTransformation:
-        return make_optimizer(self.config)
+    def _initial(self, params: Any) -> TrainState:
+        return init_state(params, make_optimizer(self.config), clip=self._clip)
+
+    def _joined(self, rows: Hosted, ends: TrainState) -> HostedState:
+        """Rows of the blocks, and the state of the ends."""
+        return HostedState(
+            step=ends.step,
+            skipped=ends.skipped,
+            bad_steps=ends.bad_steps,
+            rows=rows,
+            ends=ends.params,
+            optimizer=ends.optimizer,
+            norm=ends.norm,
+            pending=None if self.at_once else _nothing(ends.optimizer[0].count),
+        )
 
     def _layered(self, rows: Hosted) -> Mapping[str, Any]:
         """By name, the blocks' tree with leaves [L, ...] that are read layer by layer."""
@@ -237,17 +259,10 @@ def _name_of(path: tuple[Any, ...]) -> str | None:
     return WEIGHTS if text.startswith(".params") else MEAN if ".mu[" in text else SQUARES
 
 
-def _joined(rows: Hosted, ends: TrainState) -> HostedState:
-    """Rows of the blocks, and the state of the ends."""
-    return HostedState(
-        step=ends.step,
-        skipped=ends.skipped,
-        bad_steps=ends.bad_steps,
-        rows=rows,
-        ends=ends.params,
-        optimizer=ends.optimizer,
-        pending=_nothing(ends.optimizer[0].count),
-    )
+def _one_group(tree: Any) -> Any:
+    """A tree like this one, of its norm."""
+    norm = optax.tree.norm(tree)
+    return jax.tree.map(lambda _: norm, tree)
 
 
 def _nothing(updates: jax.Array) -> Pending:

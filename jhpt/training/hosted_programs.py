@@ -12,7 +12,7 @@ from jhpt.sharding.hosted import HostedBlocks
 from jhpt.sharding.options import compiler_options
 from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.fitting import Programs, check_memory, evaluated, fitting, memory_of, windows_shape
-from jhpt.training.hosted import NAMES, HostedState, HostedTraining
+from jhpt.training.hosted import HostedState, HostedTraining
 from jhpt.training.optimizer import DECAYED, learning_rate
 from jhpt.training.parts import Rows
 from jhpt.training.processes import processes_here
@@ -45,7 +45,7 @@ def hosted_programs(setup: Setup) -> Programs:
       InputError: devices or hosts have less memory than is needed.
     """
     training, state = hosted_training(setup), abstract_state(setup)
-    check_host(setup, training.blocks)
+    check_host(setup, training)
     compiled = hosted_step(setup).compile(compiler_options=compiler_options(setup.device.platform, setup.plan))
     memory = memory_of(compiled)
     check_memory(setup, "a step", memory)
@@ -61,7 +61,7 @@ def hosted_programs(setup: Setup) -> Programs:
     there = memory.get("state", 0)
 
     def settled(state: HostedState) -> HostedState:
-        return flush(state) if bool(state.pending.good) else state
+        return flush(state) if state.pending is not None and bool(state.pending.good) else state
 
     def restored(checkpoints: Checkpoints, step: int) -> HostedState:
         return training.loaded(partial(checkpoints.part, step), ends)
@@ -74,7 +74,7 @@ def hosted_programs(setup: Setup) -> Programs:
         settled=settled,
         saved=training.saved,
         restored=restored,
-        host=host_bytes(training.blocks),
+        host=host_bytes(training),
         parameters=training.parameters if _room_for_all(setup, training.blocks, there) else None,
     )
 
@@ -111,14 +111,14 @@ def abstract_state(design: Design) -> HostedState:
     return HostedState(**vars(rest) | {"rows": rows})
 
 
-def check_host(setup: Setup, blocks: HostedBlocks) -> None:
+def check_host(setup: Setup, training: HostedTraining) -> None:
     """Refuses what this host has no memory for.
 
     Raises:
       InputError: with both numbers and what to do.
     """
     here = processes_here()
-    need, room = here * host_bytes(blocks), host_budget(setup.config.memory)
+    need, room = here * host_bytes(training), host_budget(setup.config.memory)
     if need > room:
         raise InputError(
             f"blocks need {need / 2**30:.1f} GiB on each host, which has {room / 2**30:.1f} GiB for them "
@@ -127,10 +127,11 @@ def check_host(setup: Setup, blocks: HostedBlocks) -> None:
         )
 
 
-def host_bytes(blocks: HostedBlocks) -> int:
+def host_bytes(training: HostedTraining) -> int:
     """Bytes of rows that this process has on its host."""
+    blocks, names = training.blocks, training.names
     from_here = len(blocks.execution.layout.grid.mesh.local_devices) / blocks.execution.layout.grid.mesh.size
-    total = sum(4 * rows * size for name, (rows, size) in blocks.shapes(NAMES).items() if blocks.on_host(name))
+    total = sum(4 * rows * size for name, (rows, size) in blocks.shapes(names).items() if blocks.on_host(name))
     return int(total * from_here)
 
 

@@ -37,6 +37,7 @@ from jhpt.planner.analytic import analytic_profile
 from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_grid
+from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.windows import check_masked
 from jhpt.training.optimizer import learning_rate, make_optimizer
@@ -207,8 +208,8 @@ class _Builder:
             self.optimizer,
             rate,
             seed=config.seed,
-            clip_norm=config.optimizer.clip_norm,
             max_bad_steps=config.train.max_bad_steps,
+            clip=Clipping(limit=config.optimizer.clip_norm),
         )
 
 

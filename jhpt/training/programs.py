@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jhpt.sharding import feedback
 from jhpt.sharding.options import compiler_options
+from jhpt.training.clipping import clipping
 from jhpt.training.fitting import Programs, check_memory, evaluated, fitting, memory_of, windows_shape
 from jhpt.training.hosted_programs import hosted_programs, hosted_step
 from jhpt.training.keys import Stream, stream_key
@@ -73,9 +74,8 @@ def _device_step(design: Design) -> jax.stages.Lowered:
         design.optimizer,
         partial(learning_rate, config.optimizer, config.train.steps),
         seed=config.seed,
-        clip_norm=config.optimizer.clip_norm,
         max_bad_steps=config.train.max_bad_steps,
-        norm=execution.norm,
+        clip=clipping(config.optimizer, execution),
         weights=design.weights,
     )
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
@@ -156,7 +156,9 @@ def fresh_state(design: Design) -> TrainState:
     """The state before the first step, as the plan stores it."""
     params = design.layout.stored(design.model.init(stream_key(design.config.seed, Stream.INIT)))
     left = feedback.fresh(design.layout, params, design.plan.gradient_compression)
-    return init_state(params, design.optimizer, left, design.weights)
+    return init_state(
+        params, design.optimizer, left, design.weights, clipping(design.config.optimizer, design.training)
+    )
 
 
 def abstract_state(design: Design) -> TrainState:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jhpt.training.clipping import Clipping
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.weights import Weights, widened
 
@@ -20,6 +21,7 @@ class TrainState:
     step: updates attempted so far.  skipped: those left out because something was not finite.  bad_steps: how many of
     them were the last ones, in a row.  All int32.
     remainder: what rounding took from parameters that are kept in few bits (`training.weights`); None: nothing is kept.
+    norm: of the last gradient that a step was taken with (`training.clipping`); None: nobody asks for it.
     feedback: what compressed sums of gradients keep for later steps (`sharding.feedback`); None: nothing is compressed.
     """
 
@@ -29,6 +31,7 @@ class TrainState:
     params: Any
     optimizer: Any
     remainder: Any = None
+    norm: Any = None
     feedback: Any = None
 
 
@@ -52,9 +55,16 @@ TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
 FLOAT32 = Weights()
 """Parameters that are kept as they are computed."""
 
+UNCLIPPED = Clipping()
+"""Gradients that are taken as they are."""
+
 
 def init_state(
-    params: Any, optimizer: optax.GradientTransformation, feedback: Any = None, weights: Weights = FLOAT32
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    feedback: Any = None,
+    weights: Weights = FLOAT32,
+    clip: Clipping = UNCLIPPED,
 ) -> TrainState:
     """The state before the first step.  params: in float32; the state has them as `weights` keeps them."""
     zero = jnp.zeros((), jnp.int32)
@@ -65,6 +75,7 @@ def init_state(
         params=weights.stored(params),
         optimizer=optimizer.init(params),
         remainder=weights.remainder(params),
+        norm=clip.first,
         feedback=feedback,
     )
 
@@ -75,9 +86,8 @@ def make_train_step(
     learning_rate: Callable[[jax.Array], jax.Array],
     *,
     seed: int,
-    clip_norm: float | None,
     max_bad_steps: int,
-    norm: Callable[[Any], jax.Array] = optax.tree.norm,
+    clip: Clipping = UNCLIPPED,
     weights: Weights = FLOAT32,
 ) -> TrainStep:
     """The step.  A loss or gradient that is not finite leaves parameters, optimizer state and feedback as they were.
@@ -86,10 +96,9 @@ def make_train_step(
 
     Args:
       learning_rate: step -> learning rate.
-      clip_norm: gradients of a larger global norm are scaled down to it.
       max_bad_steps: after this many skipped steps in a row the state stays frozen, whatever follows: the host, which
         looks only now and then, cannot miss it.
-      norm: global norm of gradients as they are stored.
+      clip: the norm of gradients as they are stored, and how they are scaled down by it.
       weights: how parameters are kept.
     """
 
@@ -99,11 +108,9 @@ def make_train_step(
             (grads, sums), feedback = gradients(state.params, windows, key), None
         else:
             grads, sums, feedback = gradients(state.params, windows, key, state.feedback)
-        size = norm(grads)
+        size = clip.norm(grads)
         good = jnp.isfinite(sums.loss) & jnp.isfinite(size) & (state.bad_steps < max_bad_steps)
-        if clip_norm is not None:
-            shrink = clip_norm / jnp.maximum(size, clip_norm)
-            grads = jax.tree.map(lambda g: g * shrink, grads)
+        grads = clip.clipped(grads, size, state.norm)
 
         rate = learning_rate(state.step)
         directions, moments = optimizer.update(grads, state.optimizer, widened(state.params))
@@ -119,6 +126,7 @@ def make_train_step(
             params=new_if(good, params, state.params),
             optimizer=new_if(good, moments, state.optimizer),
             remainder=new_if(good, remainder, state.remainder),
+            norm=clip.after(state.norm, size, good),
             feedback=new_if(good, feedback, state.feedback),
         )
         return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps)

@@ -1,6 +1,7 @@
 """Training with blocks on the host is training: the same gradients, norms, losses and parameters, step after step."""
 
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,7 +14,8 @@ import jhpt
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Offload, check_plan
 from jhpt.sharding.streamed import GRADIENT, RESIDENT, WEIGHTS
-from jhpt.training.hosted import KEPT, MEAN, NAMES, SQUARES
+from jhpt.training.block_steps import KEPT, MEAN, SQUARES, at_once
+from jhpt.training.clipping import clipping
 from jhpt.training.hosted_programs import hosted_training
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.layered import Layered
@@ -31,11 +33,12 @@ MODELS = {"gpt-tiny": {"model.dropout": 0.1}, "bert-tiny": {}}
 def made(tiny):
     """(setup, plain step, plain state, hosted training) of a model on so many data ranks."""
 
-    def make(preset, ranks, clip_norm=1.0, micro_batches=1, **offload):
+    def make(preset, ranks, clip_norm=1.0, clip="global", micro_batches=1, **offload):
         overrides = MODELS[preset] | {
             "model.num_layers": BLOCKS,
             "train.steps": STEPS,
             "optimizer.clip_norm": clip_norm,
+            "optimizer.clip": clip,
         }
         plan = piped([BLOCKS + 2], 1, data=ranks, batch=BATCH, micro_batches=micro_batches)
         prepared = prepare(tiny(preset, **overrides))
@@ -45,14 +48,14 @@ def made(tiny):
             lambda params, windows, key: execution.gradients(params, Rows(windows), key),
             setup.optimizer,
             partial(learning_rate, config.optimizer, STEPS),
-            norm=execution.norm,
             seed=config.seed,
-            clip_norm=clip_norm,
             max_bad_steps=config.train.max_bad_steps,
+            clip=clipping(config.optimizer, execution),
         )
         params = jax.tree.map(jnp.asarray, random_params(setup))
-        hosted = laid_out(prepared, plan.model_copy(update={"offload": Offload(**offload)}))
-        state = init_state(params, setup.optimizer)
+        own = Offload(at_once=config.optimizer.at_once, **offload)
+        hosted = laid_out(prepared, plan.model_copy(update={"offload": own}))
+        state = init_state(params, setup.optimizer, clip=clipping(config.optimizer, execution))
         state = jax.device_put(state, setup.layout.shardings(state))
         return setup, jax.jit(plain), state, hosted_training(hosted)
 
@@ -102,18 +105,22 @@ def tree_of(training, name, rows):
 
 
 @pytest.mark.parametrize(
-    ("preset", "ranks", "clip_norm", "micro_batches", "resident", "what"),
+    ("preset", "ranks", "clip_norm", "clip", "micro_batches", "resident", "what"),
     [
-        ("gpt-tiny", 1, 0.5, 4, 0, "both"),
-        ("gpt-tiny", 4, None, 2, 1, "optimizer"),
-        ("bert-tiny", 1, None, 1, 3, "parameters"),
-        ("bert-tiny", 4, 0.5, 1, 0, "both"),
+        ("gpt-tiny", 1, 0.5, "global", 4, 0, "both"),
+        ("gpt-tiny", 4, None, "global", 2, 1, "optimizer"),
+        ("gpt-tiny", 1, 0.5, "layer", 2, 1, "both"),
+        ("gpt-tiny", 4, 0.5, "previous", 1, 0, "both"),
+        ("bert-tiny", 1, None, "global", 1, 3, "parameters"),
+        ("bert-tiny", 4, 0.5, "global", 1, 0, "both"),
+        ("bert-tiny", 1, 0.5, "previous", 2, 1, "parameters"),
+        ("bert-tiny", 4, 0.5, "layer", 1, 3, "optimizer"),
     ],
 )
-def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, micro_batches, resident, what):
+def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, micro_batches, resident, what):
     """Over five of them: losses to 1e-6, norms to 1e-5, parameters to 0.05 of the learning rate a step."""
     setup, plain, state, training = made(
-        preset, ranks, clip_norm=clip_norm, micro_batches=micro_batches, resident=resident, what=what
+        preset, ranks, clip_norm=clip_norm, clip=clip, micro_batches=micro_batches, resident=resident, what=what
     )
     hosted, step = start(training, state), hosted_step(training)
     for windows in windows_of(setup):
@@ -123,9 +130,10 @@ def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, micro_ba
         assert float(found.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
         assert float(found.learning_rate) == float(expected.learning_rate)
     kinds = {name: leaf.sharding.memory_kind for name, leaf in hosted.rows.items()}
-    moved = {"both": set(NAMES), "optimizer": {MEAN, SQUARES}, "parameters": {WEIGHTS, GRADIENT}}[what]
+    names = {*KEPT} if clip != "global" or clip_norm is None else {*KEPT, GRADIENT}
+    moved = {"both": names, "optimizer": {MEAN, SQUARES}, "parameters": {WEIGHTS, GRADIENT} & names}[what]
     assert {name for name, kind in kinds.items() if kind == "pinned_host"} == moved
-    assert set(kinds) == {*NAMES, *(RESIDENT + name for name in NAMES if resident)}
+    assert set(kinds) == {*names, *(RESIDENT + name for name in names if resident)}
     again = flushed(training)(hosted)
     assert int(again.step) == STEPS and int(again.optimizer[0].count) == int(state.optimizer[0].count)
     most = setup.config.optimizer.learning_rate * STEPS
@@ -155,22 +163,24 @@ def test_gradients_are_those_of_a_plain_run(made, preset, ranks):
         assert np.abs(found[path] - leaf).max() <= 1e-6 * largest, path
 
 
-def test_how_far_ahead_blocks_are_fetched_changes_no_bit(made):
+@pytest.mark.parametrize("clip", ["global", "previous"])
+def test_how_far_ahead_blocks_are_fetched_changes_no_bit(made, clip):
     runs = []
     for ahead in (0, 1, 2):
-        setup, _, state, training = made("gpt-tiny", 4, ahead=ahead)
+        setup, _, state, training = made("gpt-tiny", 4, ahead=ahead, clip=clip)
         hosted, step = start(training, state), hosted_step(training)
         for windows in windows_of(setup)[:3]:
             hosted, metrics = step(hosted, windows)
-        rows = [tree_of(training, name, hosted.rows) for name in NAMES]
+        rows = [tree_of(training, name, hosted.rows) for name in training.names]
         runs.append(on_host((rows, hosted.ends, hosted.optimizer, metrics)))
     for other in runs[1:]:
         assert jax.tree.all(jax.tree.map(np.array_equal, other, runs[0]))
 
 
-def test_a_flushed_run_goes_on_bit_for_bit(made):
+@pytest.mark.parametrize("clip", ["global", "previous"])
+def test_a_flushed_run_goes_on_bit_for_bit(made, clip):
     """As one saved and loaded does: flushed, turned into the state of any run and back."""
-    setup, _, state, training = made("gpt-tiny", 4)
+    setup, _, state, training = made("gpt-tiny", 4, clip_norm=0.5, clip=clip)
     step, windows = hosted_step(training), windows_of(setup)
     hosted, other = start(training, state), start(training, state)
     saved = flushed(training)
@@ -182,8 +192,9 @@ def test_a_flushed_run_goes_on_bit_for_bit(made):
     assert jax.tree.all(jax.tree.map(np.array_equal, on_host(saved(hosted)), on_host(saved(other))))
 
 
-def test_a_bad_step_leaves_everything_as_it_was(made):
-    setup, _, state, training = made("gpt-tiny", 4)
+@pytest.mark.parametrize("clip", ["global", "previous", "layer"])
+def test_a_bad_step_leaves_everything_as_it_was(made, clip):
+    setup, _, state, training = made("gpt-tiny", 4, clip=clip)
     step, windows = hosted_step(training), windows_of(setup)
     hosted, _ = step(start(training, state), windows[0])
     saved = flushed(training)
@@ -196,7 +207,44 @@ def test_a_bad_step_leaves_everything_as_it_was(made):
     assert jax.tree.all(jax.tree.map(np.array_equal, after.params["blocks"], before.params["blocks"]))
     assert jax.tree.all(jax.tree.map(np.array_equal, after.optimizer[0].mu["blocks"], before.optimizer[0].mu["blocks"]))
     assert int(after.optimizer[0].count) == int(before.optimizer[0].count) == 1
-    assert set(KEPT) < set(bad.rows)
+    if clip == "previous":
+        assert float(after.norm) == float(before.norm) > 0
+
+
+@pytest.mark.parametrize("clip", ["previous", "layer"])
+def test_blocks_step_at_once_down_to_the_first_gradient_that_is_not_finite(made, monkeypatch, clip):
+    """With a finite loss: blocks behind it have stepped, it and those before it have not; the step is a bad one."""
+    broken = 1
+
+    def poisoned(*args):
+        turns = at_once(*args)
+
+        def leave(pending, rows, gradient, told):
+            told, left = told
+            told, rows = turns.leave(pending, rows, gradient * jnp.where(left == broken, jnp.nan, 1.0), told)
+            return (told, left - 1), rows
+
+        first = lambda sums, pending: (turns.first(sums, pending), jnp.int32(BLOCKS - 1))  # noqa: E731
+        return replace(turns, first=first, leave=leave, last=lambda told: turns.last(told[0]))
+
+    monkeypatch.setattr("jhpt.training.hosted.at_once", poisoned)
+    setup, _, state, training = made("gpt-tiny", 4, clip=clip)
+    saved = flushed(training)
+    before = on_host(saved(start(training, state)))
+    hosted, metrics = hosted_step(training)(start(training, state), windows_of(setup)[0])
+    after = on_host(saved(hosted))
+    assert int(metrics.skipped) == int(metrics.bad_steps) == 1 and np.isfinite(float(metrics.loss))
+    for path, leaf in by_path(after.params["blocks"]).items():
+        same = leaf == by_path(before.params["blocks"])[path]
+        assert same[: broken + 1].all(), path
+        assert not same[broken + 1 :].all(), path
+    assert jax.tree.all(jax.tree.map(np.array_equal, after.params["embedding"], before.params["embedding"]))
+
+
+def test_a_plan_whose_steps_are_not_those_of_the_configuration_is_refused(made):
+    *_, training = made("gpt-tiny", 1)
+    with pytest.raises(InputError, match=r"offload.at_once=false.* optimizer.clip=layer"):
+        replace(training, config=training.config.model_copy(update={"clip": "layer"}))
 
 
 def test_what_is_not_built_is_refused():

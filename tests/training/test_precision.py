@@ -20,6 +20,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.sharding.rules import IN_FLOAT32, MATRICES
 from jhpt.training.checkpoint import check_resumable, make_record
+from jhpt.training.clipping import Clipping
 from jhpt.training.hosted import HostedTraining
 from jhpt.training.moments import (
     LEAST,
@@ -139,7 +140,7 @@ def test_the_optimizer_sees_parameters_in_float32():
     def nothing(params, windows, key):
         return jax.tree.map(jnp.zeros_like, widened(params)), Sums(*(jnp.float32(1),) * 3)
 
-    rules = {"seed": 0, "clip_norm": None, "max_bad_steps": 1, "weights": keep}
+    rules = {"seed": 0, "max_bad_steps": 1, "weights": keep}
     step = jax.jit(make_train_step(nothing, make_optimizer(config), lambda step: jnp.float32(0.3), **rules))
     state, _ = step(init_state(params, make_optimizer(config), weights=keep), jnp.zeros((1, 1), jnp.int32))
     found = by_path(state.params)["kernel"] + by_path(state.remainder)["kernel"]
@@ -293,7 +294,6 @@ def update(setup):
         setup.optimizer,
         lambda step: jnp.float32(1e-3),
         seed=3,
-        clip_norm=None,
         max_bad_steps=1,
         norm=lambda gradients: jnp.float32(1),
         weights=setup.weights,
@@ -418,7 +418,7 @@ def test_a_step_that_is_not_finite_leaves_every_bit(weights):
         bad = jnp.where(windows[0, 0] == 1, jnp.nan, 1.0)
         return {"kernel": params["kernel"].astype(jnp.float32) * bad}, Sums(*(jnp.float32(1),) * 3)
 
-    rules = {"seed": 0, "clip_norm": 1.0, "max_bad_steps": 3, "weights": keep}
+    rules = {"seed": 0, "clip": Clipping(limit=1.0), "max_bad_steps": 3, "weights": keep}
     step = jax.jit(make_train_step(gradients, make_optimizer(config), lambda step: jnp.float32(0.01), **rules))
     params = {"kernel": jax.random.normal(jax.random.key(0), (4, 64))}
     state, _ = step(init_state(params, make_optimizer(config), weights=keep), jnp.zeros((1, 1), jnp.int32))

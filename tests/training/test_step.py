@@ -11,6 +11,7 @@ from jhpt.core.load import load_config
 from jhpt.models.build import build
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding.parts import Parts
+from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import ByteTokenizer
 from jhpt.training.optimizer import decay_mask, learning_rate, make_optimizer
 from jhpt.training.parts import Rows, Sums, make_parts
@@ -115,9 +116,8 @@ def toy_step(max_bad_steps=3, clip_norm=1.0, norm=optax.tree.norm, **settings):
         optimizer,
         lambda step: learning_rate(config, 100, step),
         seed=0,
-        clip_norm=clip_norm,
         max_bad_steps=max_bad_steps,
-        norm=norm,
+        clip=Clipping(limit=clip_norm, norm=norm),
     )
     return jax.jit(step), state
 
@@ -191,8 +191,8 @@ def test_eight_sequences_can_be_learnt_by_heart(tiny, preset):
         setup.optimizer,
         lambda step: learning_rate(config.optimizer, 400, step),
         seed=0,
-        clip_norm=config.optimizer.clip_norm,
         max_bad_steps=1,
+        clip=Clipping(limit=config.optimizer.clip_norm),
     )
     rows = jax.random.randint(jax.random.key(3), (8, 33 if preset == "gpt-tiny" else 32), 0, 200)
     state = init_state(setup.model.init(jax.random.key(0)), setup.optimizer)

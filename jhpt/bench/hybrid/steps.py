@@ -13,21 +13,21 @@ from jhpt.bench.hybrid.models import Subject
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan import Plan
 from jhpt.sharding.mesh import make_grid
+from jhpt.training.clipping import Clipping
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.step import init_state, make_train_step
 
 
 def train_step(gradients: Callable[..., Any], norm: Callable[[Any], jax.Array] | None) -> Callable[..., Any]:
     """The step of `jhpt train`."""
-    options: dict[str, Any] = {} if norm is None else {"norm": norm}
+    clip = Clipping(limit=1.0) if norm is None else Clipping(limit=1.0, norm=norm)
     return make_train_step(
         gradients,
         make_optimizer(OptimizerConfig()),
         lambda step: jnp.float32(1e-3),
         seed=0,
-        clip_norm=1.0,
         max_bad_steps=10,
-        **options,
+        clip=clip,
     )
 
 

@@ -1,0 +1,112 @@
+"""When a block that lives on the host takes its step.
+
+    deferred    the backward pass leaves the gradient on the host, and the step is taken when the block is fetched the
+                next time, in the next forward pass: every gradient is known by then, so that clipping by the norm of
+                all of them is exact, and a gradient that is not finite leaves everything as it was
+    at once     the backward pass fetches a block's state with its weights and writes both, stepped: no gradient ever
+                lives on the host (12 bytes a parameter instead of 16), and the forward pass fetches weights alone.  The
+                loss is known before the first step is taken, a gradient is not: from the first block on whose gradient
+                is not finite none takes a step, and those behind it, which have, do not go back
+
+What a block reads and writes in either pass is its `Turns`; the step itself is AdamW of optax, number by number.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jhpt.core.config import OptimizerConfig
+from jhpt.sharding.hosted import Turns
+from jhpt.sharding.streamed import GRADIENT, WEIGHTS, Rows
+from jhpt.training.clipping import Clipping
+from jhpt.training.step import new_if
+
+MEAN, SQUARES = "mean", "squares"
+"""Adam's two moments."""
+
+KEPT = (WEIGHTS, MEAN, SQUARES)
+"""What a checkpoint holds of a block."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A step of all blocks.
+
+    shrink: by which gradients are clipped.  rate: the learning rate.  good: whether it is taken at all.  updates: how
+    many were taken before.
+    """
+
+    shrink: jax.Array
+    rate: jax.Array
+    good: jax.Array
+    updates: jax.Array
+
+
+Stepped = Callable[[Pending, Rows, jax.Array], Rows]
+"""(step, rows of `KEPT`, gradient) -> rows after it."""
+
+
+def stepped(config: OptimizerConfig, decays: Callable[[jax.Array], jax.Array]) -> Stepped:
+    """AdamW.  decays: a row, or a share of it -> which of its numbers decay."""
+    adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
+
+    def step(pending: Pending, rows: Rows, gradient: jax.Array) -> Rows:
+        gradient = gradient * pending.shrink
+        before = optax.ScaleByAdamState(count=pending.updates, mu=rows[MEAN], nu=rows[SQUARES])
+        direction, after = adam.update(gradient, before)
+        direction = direction + config.weight_decay * jnp.where(decays(gradient), rows[WEIGHTS], 0.0)
+        new = {WEIGHTS: rows[WEIGHTS] - pending.rate * direction, MEAN: after.mu, SQUARES: after.nu}
+        return new_if(pending.good, new, {name: rows[name] for name in KEPT})
+
+    return step
+
+
+def deferred(step: Stepped, summed: Callable[[jax.Array], jax.Array]) -> Turns:
+    """The step is given to the forward pass; what the backward pass is told and tells is the sum of squares so far.
+
+    summed: over the data ranks.
+    """
+
+    def leave(_: Any, __: Rows, gradient: jax.Array, squares: jax.Array) -> tuple[jax.Array, Rows]:
+        return squares + jnp.sum(jnp.square(gradient)), {GRADIENT: gradient}
+
+    return Turns(
+        arrive=lambda pending, rows: step(pending, rows, rows[GRADIENT]),
+        arrive_reads=(*KEPT, GRADIENT),
+        arrive_writes=KEPT,
+        first=lambda _, __: jnp.float32(0),
+        leave=leave,
+        leave_writes=(GRADIENT,),
+        last=summed,
+    )
+
+
+def at_once(step: Stepped, summed: Callable[[jax.Array], jax.Array], clip: Clipping) -> Turns:
+    """The step is given to the backward pass, which is told and tells (sum of squares, whether all were finite)."""
+
+    def first(sums: Any, pending: Pending) -> tuple[jax.Array, jax.Array]:
+        return jnp.float32(0), pending.good & jnp.isfinite(sums.loss)
+
+    def leave(pending: Pending, rows: Rows, gradient: jax.Array, told: Any) -> tuple[Any, Rows]:
+        squares, good = told
+        own = summed(jnp.sum(jnp.square(gradient)))
+        good = good & jnp.isfinite(own)
+        shrink = clip.shrink(jnp.sqrt(own)) if clip.kind == "layer" else pending.shrink
+        pending = Pending(shrink=shrink, rate=pending.rate, good=good, updates=pending.updates)
+        return (squares + own, good), step(pending, rows, gradient)
+
+    return Turns(
+        arrive=None,
+        arrive_reads=(WEIGHTS,),
+        arrive_writes=(),
+        first=first,
+        leave=leave,
+        leave_reads=(MEAN, SQUARES),
+        leave_writes=KEPT,
+        last=lambda told: told,
+    )
