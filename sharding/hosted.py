@@ -33,6 +33,7 @@ from jhpt.sharding.streamed import (
     RESIDENT,
     WEIGHTS,
     Hosted,
+    Layer,
     Rows,
     StreamedLoop,
     apart,
@@ -270,11 +271,13 @@ class HostedBlocks:
         """Every block updated as `pending` says, without computing anything."""
 
         def run(hosted: Hosted, pending: Any) -> Hosted:
-            def body(_: jax.Array, rows: Rows, carry: None) -> tuple[None, Rows]:
-                return carry, {**rows, **update(pending, rows)}
+            one = Layer(
+                first=lambda _, rows, carry: (carry, None, {**rows, **update(pending, rows)}),
+                second=lambda _, __, carry, ___: (carry, {}),
+            )
 
             def updated(hosted: Hosted) -> Hosted:
-                return over_layers(hosted, tuple(hosted), tuple(hosted), body, None, ahead=self.offload.ahead)[1]
+                return over_layers(hosted, tuple(hosted), tuple(hosted), one, None, ahead=self.offload.ahead)[1]
 
             streamed, stay = apart(hosted)
             return joined(updated(streamed), updated(stay) if stay else {})

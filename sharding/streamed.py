@@ -3,18 +3,19 @@
 An array on the host is [L, N], a row for every layer.  One pass over the layers, forward or backward, is one loop; its
 iteration for layer l
 
-    fetches     the rows of the layer `ahead` iterations later
-    computes    layer l, on rows that an earlier iteration has fetched
     writes      what it computes first, such as an optimizer's update; or, where that comes last, as gradients do, what
                 the iteration before has computed (`late`)
+    fetches     the rows of the layer `ahead` iterations later
+    computes    layer l, on rows that an earlier iteration has fetched
 
 So a compiler that copies asynchronously (XLA on GPUs) runs copies in both directions beside the computation.  The
 device holds the rows of `ahead + 1` layers and those on their way back, however many layers there are.
 
-The host's arrays are carried through the loop and changed in place.  XLA only does so if every reading of an array
-comes before the writing; what is written therefore waits for what is fetched of the same array.  Without that it copies
-the whole array, twice an iteration (seen in programs for an H100, jax 0.10.2).  Where a pass reads and writes the same
-rows, fetch and write so take turns.
+The host's arrays are carried through the loop and changed in place.  XLA only does so if nothing reads an array as it
+was before a write; so what is fetched is of the array as it has just been written, and a row is first written and then
+another fetched: writes run beside the first half of a layer's computation, fetches beside the second.  XLA finds that
+out where it sees the operations of a layer.  Where they are in loops of their own, of micro-batches or of other layers,
+it is told what the halves are (`Layer`).
 
 Layers may stay on the device: after each one that is streamed come k that are resident, so that its copies have the
 computation of k + 1 layers to run beside.  An iteration is then such a group.
@@ -22,6 +23,7 @@ computation of k + 1 layers to run beside.  An iteration is then such a group.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,8 +44,26 @@ Hosted = dict[str, jax.Array]
 Index = Any
 """Of a leaf's first dims: an int, a traced one, or a tuple of these."""
 
-Layer = Callable[[jax.Array, Rows, Any], tuple[Any, Rows]]
-"""(layer, its rows, carry) -> (carry, what is written)."""
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer's computation, in two halves.
+
+    first: (layer, its rows, carry) -> (carry, what the second half needs, what is written at once).
+    second: (layer, what it needs, carry, rows of `soon`) -> (carry, what the next iteration writes).
+    apart: whether what is fetched is to wait for the first; if not, it may do nothing.
+    """
+
+    first: Callable[[jax.Array, Rows, Any], tuple[Any, Any, Rows]]
+    second: Callable[[jax.Array, Any, Any, Rows], tuple[Any, Rows]]
+    apart: bool = False
+
+    def whole(self, layer: jax.Array, rows: Rows, carry: Any, soon: Rows) -> tuple[Any, Rows]:
+        """(carry, all that is written), one half after the other."""
+        carry, between, done = self.first(layer, rows, carry)
+        carry, late = self.second(layer, between, carry, soon)
+        return carry, done | late
+
 
 Leave = Callable[[Rows, jax.Array, Any], tuple[Any, Rows]]
 """(a layer's rows, its gradient as it is kept, what the layer before told) -> (what it tells, what is written)."""
@@ -59,7 +79,7 @@ def over_layers(
     hosted: Mapping[str, jax.Array],
     reads: Sequence[str],
     writes: Sequence[str],
-    body: Layer,
+    own: Layer,
     carry: Any,
     *,
     reverse: bool = False,
@@ -71,10 +91,10 @@ def over_layers(
 
     Args:
       reads, writes: names of what every iteration is given, and gives.
-      body: what is written is `writes` in all.
+      own: what an iteration computes.
       ahead: iterations between a fetch and its use; 0: an iteration fetches what it uses itself.
-      late: an iteration writes what the one before has computed.
-      soon: names of what an iteration fetches itself whatever `ahead` says, and is given too: what it needs last.
+      late: an iteration writes what the second half of the one before has computed, else what its own first has.
+      soon: names of what an iteration fetches itself whatever `ahead` says, and is given for its second half.
 
     Returns:
       (carry, what is on the host).
@@ -96,21 +116,24 @@ def over_layers(
 
         return {**hosted, **{name: put(name) for name in writes}}
 
+    changed = [name for name in writes if name in (*reads, *soon)]
+
     def iteration(step: jax.Array, state: tuple[Any, tuple[Rows, ...], Rows, Hosted]) -> Any:
         carry, ready, before, there = state
-        fresh, own = fetched(there, step + ahead), fetched(there, step, soon)
-        before = dict(before)
-        for name in soon:
-            if name in before:
-                before[name], own[name] = jax.lax.optimization_barrier((before[name], own[name]))
-        ready = (*ready, fresh)
-        carry, now = body(layer(step), ready[0] | own, carry)
-        done = before if late else dict(now)
-        for name in writes:
-            if name in fresh:
-                done[name], fresh[name] = jax.lax.optimization_barrier((done[name], fresh[name]))
-        there = written(there, step - 1 if late else step, done)
-        return carry, ready[1:], {name: now[name] for name in writes} if late else {}, there
+        if late:
+            there = written(there, step - 1, before)
+        if ahead == 0:
+            ready = (fetched(there, step),)
+        carry, between, done = own.first(layer(step), ready[0], carry)
+        if not late:
+            there = written(there, step, done)
+        if own.apart and changed:
+            held, carry = jax.lax.optimization_barrier(({name: there[name] for name in changed}, carry))
+            there = there | held
+        if ahead:
+            ready = (*ready, fetched(there, step + ahead))
+        carry, now = own.second(layer(step), between, carry, fetched(there, step, soon))
+        return carry, ready[1:], now, there
 
     there = dict(hosted)
     ready = tuple(fetched(there, step) for step in range(ahead))
@@ -175,31 +198,38 @@ class StreamedLoop:
         count = len(hosted[WEIGHTS]) * group_size(hosted), len(keys)
         room = stacks.room(split.shapes, count, jnp.zeros(()))
 
-        def one(layer: jax.Array, rows: Rows, carry: tuple[Any, Any]) -> tuple[Any, Rows]:
+        def first(layer: jax.Array, rows: Rows, carry: tuple[Any, Any]) -> tuple[Any, Any, Rows]:
             rows = arrive(rows) if arrive else rows
             params = self._params(rows[WEIGHTS])
+            return some(layer, params, carry, halves[0]), params, {name: rows[name] for name in writes}
 
+        def second(layer: jax.Array, params: Any, carry: tuple[Any, Any], _: Rows) -> tuple[Any, Rows]:
+            return some(layer, params, carry, halves[1]), {}
+
+        def some(layer: jax.Array, params: Any, carry: tuple[Any, Any], pieces: range) -> tuple[Any, Any]:
             def piece(at: Index, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 x, stacked = carry
                 y, kept = split.forward(params, _at(x, at), (keys[at], self.first + layer))
                 return _put(x, at, y), stacks.put(stacked, (layer, at), kept)
 
-            return _each(len(keys), piece, carry), {name: rows[name] for name in writes}
+            return _each(pieces, piece, carry)
 
+        one, halves = Layer(first=first, second=second, apart=len(keys) > 1), _halves(len(keys))
         (x, kept), hosted = self._pass(hosted, one, (x, room), reads, writes)
         return x, Streamed(split=split, keys=keys, kept=kept), hosted
 
     def through(self, hosted: Hosted, x: Any, keys: jax.Array) -> Any:
         """x after the last layer, and nothing else."""
 
-        def one(layer: jax.Array, rows: Rows, x: Any) -> tuple[Any, Rows]:
+        def first(layer: jax.Array, rows: Rows, x: Any) -> tuple[Any, Any, Rows]:
             params = self._params(rows[WEIGHTS])
 
             def piece(at: Index, x: Any) -> Any:
                 return _put(x, at, self.function(params, _at(x, at), (keys[at], self.first + layer)))
 
-            return _each(len(keys), piece, x), {}
+            return _each(range(len(keys)), piece, x), None, {}
 
+        one = Layer(first=first, second=lambda _, __, x, ___: (x, {}))
         return self._pass(hosted, one, x, (WEIGHTS,), ())[0]
 
     def backward(
@@ -221,10 +251,21 @@ class StreamedLoop:
         """
         split, keys = passed.split, passed.keys
 
-        def one(layer: jax.Array, rows: Rows, carry: tuple[Any, Any]) -> tuple[Any, Rows]:
+        def first(layer: jax.Array, rows: Rows, carry: tuple[Any, Any]) -> tuple[Any, Any, Rows]:
             error, told = carry
-            params = self._params(rows[WEIGHTS])
+            params, nothing = self._params(rows[WEIGHTS]), jnp.zeros(self.bucket.size, jnp.float32)
+            error, total = some(layer, params, (error, None if len(keys) == 1 else nothing), halves[0])
+            return (error, total, told), (rows, params), {}
 
+        def second(
+            layer: jax.Array, between: tuple[Rows, Any], carry: tuple[Any, Any, Any], soon: Rows
+        ) -> tuple[Any, Rows]:
+            (rows, params), (error, total, told) = between, carry
+            error, total = some(layer, params, (error, total), halves[1])
+            told, done = leave(rows | soon, self.given(total), told)
+            return (error, told), done
+
+        def some(layer: jax.Array, params: Any, carry: tuple[Any, Any], pieces: range) -> tuple[Any, Any]:
             def piece(at: Index, carry: tuple[Any, jax.Array | None]) -> tuple[Any, jax.Array]:
                 error, total = carry
                 inputs = params, (keys[at], self.first + layer)
@@ -232,17 +273,19 @@ class StreamedLoop:
                 own = self.bucket.packed(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient))
                 return _put(error, at, down), own if total is None else total + own
 
-            nothing = None if len(keys) == 1 else jnp.zeros(self.bucket.size, jnp.float32)
-            error, total = _each(len(keys), piece, (error, nothing))
-            told, done = leave(rows, self.given(total), told)
-            return (error, told), done
+            return _each(pieces, piece, carry)
 
+        one, halves = Layer(first=first, second=second, apart=len(keys) > 1), _halves(len(keys))
         (error, told), hosted = self._pass(hosted, one, (error, told), (WEIGHTS,), writes, reverse=True, soon=reads)
         return error, told, hosted
 
     def filled(self, hosted: Hosted, row: Callable[[jax.Array], jax.Array]) -> Hosted:
         """What is on the host with these weights, layer -> [N], in the place of its own."""
-        return self._pass(hosted, lambda layer, _, carry: (carry, {WEIGHTS: row(layer)}), None, (), (WEIGHTS,))[1]
+        one = Layer(
+            first=lambda layer, _, carry: (carry, None, {WEIGHTS: row(layer)}),
+            second=lambda _, __, carry, ___: (carry, {}),
+        )
+        return self._pass(hosted, one, None, (), (WEIGHTS,))[1]
 
     def _pass(
         self,
@@ -257,28 +300,34 @@ class StreamedLoop:
         """(carry, what is on the host) after every layer has had its turn.  Backwards, what is written comes last."""
         streamed, stay = apart(hosted)
         others = group_size(hosted) - 1
+        over = partial(over_layers, streamed, reads, writes, reverse=reverse, ahead=self.ahead, late=reverse, soon=soon)
+        if not others:
+            return over(one, carry)
 
-        def body(at: jax.Array, rows: Rows, state: tuple[Any, Hosted]) -> tuple[tuple[Any, Hosted], Rows]:
-            first = at * (others + 1)
+        def comes(at: jax.Array, rows: Rows, state: tuple[Any, Hosted], soon: Rows) -> tuple[Any, Rows]:
+            carry, done = one.whole(at * (others + 1), rows, state[0], soon)
+            return (carry, state[1]), done
 
+        def stays(at: jax.Array, state: tuple[Any, Hosted]) -> tuple[Any, Hosted]:
             def resident(place: jax.Array, state: tuple[Any, Hosted]) -> tuple[Any, Hosted]:
                 place = others - 1 - place if reverse else place
                 carry, stay = state
                 index = at * others + place
-                carry, own = one(first + 1 + place, {name: stay[name][index] for name in (*reads, *soon)}, carry)
-                return carry, stay | {name: stay[name].at[index].set(own[name]) for name in writes}
+                rows, needed = ({name: stay[name][index] for name in names} for names in (reads, soon))
+                carry, done = one.whole(at * (others + 1) + 1 + place, rows, carry, needed)
+                return carry, stay | {name: stay[name].at[index].set(done[name]) for name in writes}
 
-            def others_too(state: tuple[Any, Hosted]) -> tuple[Any, Hosted]:
-                return jax.lax.fori_loop(0, others, resident, state) if others else state
+            return jax.lax.fori_loop(0, others, resident, state)
 
-            carry, stay = others_too(state) if reverse else state
-            carry, done = one(first, rows, carry)
-            state = (carry, stay) if reverse else others_too((carry, stay))
-            return state, done
+        def forward(at: jax.Array, rows: Rows, state: tuple[Any, Hosted]) -> tuple[Any, None, Rows]:
+            state, done = comes(at, rows, state, {})
+            return state, None, done
 
-        (carry, stay), streamed = over_layers(
-            streamed, reads, writes, body, (carry, stay), reverse=reverse, ahead=self.ahead, late=reverse, soon=soon
-        )
+        if reverse:
+            group = Layer(first=lambda at, rows, state: (stays(at, state), rows, {}), second=comes, apart=True)
+        else:
+            group = Layer(first=forward, second=lambda at, _, state, __: (stays(at, state), {}), apart=True)
+        (carry, stay), streamed = over(group, (carry, stay))
         return carry, joined(streamed, stay)
 
     def _params(self, row: jax.Array) -> Any:
@@ -290,9 +339,16 @@ class StreamedLoop:
         return split_layer(self.function, jax.eval_shape(self._params, row), first[0], (first[1], jnp.int32(0)))
 
 
-def _each(count: int, piece: Callable[[Index, Any], Any], carry: Any) -> Any:
+def _halves(count: int) -> tuple[range, range]:
+    """Of so many micro-batches; one is in the second."""
+    return range(count // 2), range(count // 2, count)
+
+
+def _each(pieces: range, piece: Callable[[Index, Any], Any], carry: Any) -> Any:
     """A loop over micro-batches, where there are several."""
-    return piece(0, carry) if count == 1 else jax.lax.fori_loop(0, count, piece, carry)
+    if len(pieces) < 2:
+        return piece(pieces.start, carry) if pieces else carry
+    return jax.lax.fori_loop(pieces.start, pieces.stop, piece, carry)
 
 
 def _at(tree: Any, index: Index) -> Any:

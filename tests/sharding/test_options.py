@@ -1,6 +1,7 @@
 """How many collectives may be on their way at once."""
 
-from jhpt.sharding.options import COLLECTIVES_AT_ONCE, compiler_options
+from jhpt.core.plan import Offload
+from jhpt.sharding.options import COLLECTIVES_AT_ONCE, COPIES_AT_ONCE, compiler_options
 from tests.sharding.plans import mixed, piped
 
 SEVERAL = {"xla_gpu_experimental_parallel_collective_overlap_limit": COLLECTIVES_AT_ONCE}
@@ -18,6 +19,12 @@ def test_otherwise_several_travel_at_once():
         mixed((4, 8, 8, 4, 4), sample_chunks=(1, 2, 2, 1, 1)),
     ):
         assert compiler_options("gpu", plan) == SEVERAL
+
+
+def test_rows_of_blocks_come_and_go_at_once():
+    plan = piped([6], 1, data=2).model_copy(update={"offload": Offload()})
+    copies = {"xla_gpu_experimental_parallel_async_compute_limit": COPIES_AT_ONCE}
+    assert compiler_options("gpu", plan) == SEVERAL | copies
 
 
 def test_a_cpu_is_told_nothing():

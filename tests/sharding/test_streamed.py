@@ -11,7 +11,7 @@ from jhpt.sharding.buckets import bucket_of
 from jhpt.sharding.chunks import Whole
 from jhpt.sharding.layers import LayerLoop
 from jhpt.sharding.remat import everything, keep_nothing, save_named
-from jhpt.sharding.streamed import GRADIENT, WEIGHTS, StreamedLoop, over_layers
+from jhpt.sharding.streamed import GRADIENT, RESIDENT, WEIGHTS, Layer, StreamedLoop, over_layers
 from tests.sharding.test_layers import COUNT, FIRST, block, inputs, stack
 
 AHEAD = (0, 1, 2, COUNT + 1)
@@ -23,19 +23,40 @@ def on_host(tree):
     return jax.device_put(tree, NamedSharding(mesh, P(), memory_kind="pinned_host"))
 
 
+def left(_, gradient, squares):
+    """A layer's gradient goes to the host; the sum of all squares."""
+    return squares + jnp.sum(jnp.square(gradient)), {GRADIENT: gradient}
+
+
+ZERO = jnp.float32(0)
+
+
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("ahead", AHEAD)
-def test_rows_come_and_go_in_order(ahead, reverse, late):
+def test_rows_come_and_go_in_order(ahead, reverse, late, apart):
     """What is read is what lay there before the pass; what is written lies there after it, and nowhere else."""
     a, b, c = (np.random.default_rng(seed).normal(size=(COUNT, 4)).astype(np.float32) for seed in range(3))
 
-    def body(layer, rows, carry):
+    def computed(layer, rows, carry):
         total = carry * 2 + rows["a"].sum() + layer
         return total, {"b": rows["a"] * total, "a": rows["a"] + 1}
 
+    def first(layer, rows, carry):
+        if late:
+            return carry, rows, {}
+        total, done = computed(layer, rows, carry)
+        return total, None, done
+
+    def second(layer, rows, carry, soon):
+        assert not soon
+        return computed(layer, rows, carry) if late else (carry, {})
+
+    own = Layer(first=first, second=second, apart=apart)
+
     def run(hosted):
-        return over_layers(hosted, ("a",), ("a", "b"), body, jnp.float32(1), reverse=reverse, ahead=ahead, late=late)
+        return over_layers(hosted, ("a",), ("a", "b"), own, jnp.float32(1), reverse=reverse, ahead=ahead, late=late)
 
     found, hosted = jax.jit(run, donate_argnums=0)(on_host({"a": a, "b": b, "c": c}))
     assert {leaf.sharding.memory_kind for leaf in hosted.values()} == {"pinned_host"}
@@ -89,7 +110,7 @@ def test_a_pass_is_that_of_a_plain_loop(ahead, pieces, wrap):
 
     def found(hosted, x, keys, error):
         y, passed, hosted = loop.forward(hosted, cut(x, pieces), cut(keys, pieces))
-        down, squares, hosted = loop.backward(hosted, passed, cut(error, pieces))
+        down, squares, hosted = loop.backward(hosted, passed, cut(error, pieces), left, ZERO)
         through = loop.through(hosted, cut(x, pieces), cut(keys, pieces))
         return whole(y), whole(down), squares, hosted, whole(through)
 
@@ -135,8 +156,67 @@ def test_what_is_resident_and_what_is_streamed_give_the_same_bits():
 
     def run(hosted, x, keys, error):
         y, passed, hosted = loop.forward(hosted, x[None], keys[None])
-        return y, *loop.backward(hosted, passed, error[None])
+        return y, *loop.backward(hosted, passed, error[None], left, ZERO)
 
     hosted = {WEIGHTS: rows, GRADIENT: jnp.zeros_like(rows)}
     one, other = (jax.tree.leaves(jax.jit(run)(each, x, keys, error)) for each in (on_host(hosted), hosted))
     assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_what_is_needed_last_comes_as_it_lay_there(ahead, late):
+    """Rows that an iteration fetches for its second half, and changes."""
+    a, m = (np.random.default_rng(seed).normal(size=(COUNT, 4)).astype(np.float32) for seed in range(2))
+
+    def second(layer, rows, carry, soon):
+        done = {"m": soon["m"] * 2 + rows["a"]} if late else {}
+        return carry + soon["m"].sum(), done
+
+    own = Layer(
+        first=lambda layer, rows, carry: (carry, rows, {} if late else {"m": rows["a"]}), second=second, apart=True
+    )
+
+    def run(hosted):
+        return over_layers(
+            hosted, ("a",), ("m",), own, jnp.float32(0), reverse=True, ahead=ahead, late=late, soon=("m",)
+        )
+
+    found, hosted = jax.jit(run, donate_argnums=0)(on_host({"a": a, "m": m}))
+    assert np.array_equal(hosted["m"], m * 2 + a if late else a) and np.array_equal(hosted["a"], a)
+    assert np.allclose(found, (m if late else a).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize(("resident", "pieces"), [(0, 1), (0, 5), (2, 1), (2, 5)])
+def test_a_layer_that_leaves_changed_is_one_that_is_changed_afterwards(ahead, resident, pieces):
+    """The step is taken in the backward pass, with rows that come for it; whatever stays on the device."""
+    x, keys, error = inputs()
+    loop, rows = streamed_loop(ahead, keep_nothing)
+    momentum = jax.random.normal(jax.random.key(9), rows.shape)
+
+    def leave(own, gradient, told):
+        momentum = 0.9 * own["momentum"] + gradient
+        return told + 1, {WEIGHTS: own[WEIGHTS] - 0.1 * momentum, "momentum": momentum}
+
+    def plain(hosted, x, keys, error):
+        _, passed, hosted = loop.forward(hosted, x[None], keys[None])
+        return loop.backward(hosted, passed, error[None], left, ZERO)[2][GRADIENT]
+
+    def run(hosted, x, keys, error):
+        _, passed, hosted = loop.forward(hosted, cut(x, pieces), cut(keys, pieces))
+        names = ("momentum",), (WEIGHTS, "momentum")
+        _, told, hosted = loop.backward(hosted, passed, cut(error, pieces), leave, jnp.int32(0), *names)
+        return told, hosted
+
+    gradient = jax.jit(plain)(on_host({WEIGHTS: rows, GRADIENT: rows}), x, keys, error)
+    expected = 0.9 * momentum + np.asarray(gradient)
+    stays = np.arange(COUNT) % (1 + resident) > 0
+    hosted = {WEIGHTS: rows[~stays], "momentum": momentum[~stays]}
+    there = {RESIDENT + WEIGHTS: rows[stays], RESIDENT + "momentum": momentum[stays]} if resident else {}
+    told, found = jax.jit(run, donate_argnums=0)(on_host(hosted) | there, x, keys, error)
+    assert int(told) == COUNT
+    for prefix, which in (("", ~stays), (RESIDENT, stays)) if resident else (("", ~stays),):
+        for name, whole in (("momentum", expected), (WEIGHTS, rows - 0.1 * expected)):
+            own = np.asarray(found[prefix + name])
+            assert np.abs(own - whole[which]).max() <= 2e-6 * np.abs(whole).max(), prefix + name
