@@ -398,7 +398,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "recomputation of everything", {"kept": None}
     if plan.offload is not None:
         yield "everything on the devices", {"offload": None}
-        for offload in offloads(plan.stages[0].chunks[0].stop - 2, get_args(What)):
+        for offload in offloads(plan.stages[0].chunks[0].stop - 2, get_args(What), plan.offload.at_once):
             if (offload.what == plan.offload.what) != (offload.resident == plan.offload.resident):
                 yield offload_text(plan.model_copy(update={"offload": offload})), {"offload": offload}
     if plan.degrees[-1] > 1 and plan.space == "spmd":

@@ -27,7 +27,11 @@ def fitted(plan: Plan, model: CostModel, config: Config) -> Plan:
 def _open(plan: Plan, config: Config) -> Iterator[Plan]:
     recompute = (False, True) if config.memory.recompute == "auto" else (plan.recompute,)
     blocks, kinds = plan.stages[-1].chunks[-1].stop - 2, offload_kinds(config)
-    more = offloads(blocks, tuple(kind for kind in kinds if kind)) if config.memory.offload == "auto" else []
+    more = (
+        offloads(blocks, tuple(kind for kind in kinds if kind), config.optimizer.at_once)
+        if config.memory.offload == "auto"
+        else []
+    )
     hosts = [plan.offload, *more]
     for again, offload in itertools.product(recompute, hosts):
         yield plan.model_copy(update={"recompute": again, "offload": offload})

@@ -121,7 +121,7 @@ def prepare(
         sample_chunks=SAMPLE_CHUNKS if costs.sample_tokens else (1,),
         compression=compressions(named) if named else (None,),
         **({"gradient_compression": named.parallel.gradient_compression, **recomputations(named)} if named else {}),
-        **({"offload": offload_kinds(named)} if named and space == "spmd" else {}),
+        **({"offload": offload_kinds(named), "at_once": named.optimizer.at_once} if named and space == "spmd" else {}),
     )
     return Task(
         profile=costs,

@@ -39,6 +39,8 @@ class Request:
     """How gradients do: given, not chosen."""
     offload: tuple[What | None, ...] = (None,)
     """What of the blocks may live on the host; None: nothing."""
+    at_once: bool = False
+    """Whether blocks there take their steps in the backward pass: how gradients are clipped says so."""
     kept: Kept | None = None
     """What plans that recompute keep; None: nothing, or where plans may do either, what is best."""
 

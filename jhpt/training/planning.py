@@ -233,6 +233,7 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
                 compression=compressions(config),
                 gradient_compression=config.parallel.gradient_compression,
                 offload=offload_kinds(config),
+                at_once=config.optimizer.at_once,
                 **recomputations(config),
             )
             answer = solve(profile, budgeted(_with_kind(cluster), config), asked, "spmd")

@@ -8,7 +8,8 @@ the host, which then is the proof that nothing fits the device.
 
 Repair: while that brings the step nearer to both budgets, or makes one that fits shorter, one bucket moves to another
 home, or two do.  It also starts from the greedy choice by bytes on the host instead of seconds, for hosts
-that are small, and from everything on the host.
+that are small, from everything on the host, and from the best in which every n-th bucket has moved: what hides a copy
+are the buckets that stay between two that come, which one move at a time does not find.
 
 Parameters alone are no home here: of as many bytes the optimizer's state moves fewer in a step.
 """
@@ -23,6 +24,9 @@ from jhpt.planner.offload.stream import Array, Bucket, Home, Homes, Streamed, st
 
 TOLERANCE = 1e-9
 """Relative; what is less is rounding."""
+
+MOVED = (Home.OPTIMIZER, Home.BOTH)
+"""Where a bucket may live that does not stay."""
 
 Steps = Callable[[Homes], Streamed]
 
@@ -51,7 +55,8 @@ def choose(buckets: Sequence[Bucket], link: Link, budget: Budget) -> Chosen | No
     def steps(homes: Homes) -> Streamed:
         return stream(buckets, link, homes)
 
-    starts = [_moved_on(steps, len(buckets), budget, cost) for cost in (_seconds, _host)] + [_moved_all(len(buckets))]
+    greedy = [_moved_on(steps, len(buckets), budget, cost) for cost in (_seconds, _host)]
+    starts = [*greedy, *_regular(steps, len(buckets), budget)]
     found = [_repaired(steps, budget, homes) for homes in starts]
     own = [(one, steps(one)) for one in found]
     fitting = [(one, step) for one, step in own if _over(step, budget)[0] == 0]
@@ -79,8 +84,15 @@ def _over(steps: Streamed, budget: Budget) -> Array:
     return np.maximum(steps.peak - budget.device, 0.0) + np.maximum(steps.host - budget.host, 0.0)
 
 
-def _moved_all(count: int) -> Homes:
-    return np.full(count, Home.BOTH, np.int64)
+def _regular(steps: Steps, count: int, budget: Budget) -> list[Homes]:
+    """Everything on the host, and of the homes in which every n-th bucket has moved those that come nearest."""
+    every = np.array([_every(count, size, home) for size in range(1, count + 1) for home in MOVED])
+    then = steps(every)
+    return [np.full(count, Home.BOTH, np.int64), every[np.lexsort((then.seconds, _over(then, budget)))[0]]]
+
+
+def _every(count: int, size: int, home: int) -> Homes:
+    return np.where(np.arange(count) % size == 0, home, Home.RESIDENT)
 
 
 def _moved_on(steps: Steps, count: int, budget: Budget, cost: Callable[[Streamed], Array]) -> Homes:

@@ -6,7 +6,8 @@ pass over the groups, the head, a backward pass, the embedding's, and the update
 however many they are.  Of a block, on one of d data ranks with M micro-batches:
 
     forward     the optimizer's step on its share; all_gather of its weights in float32; M forward passes
-    backward    all_gather of its weights; M backward passes, with recomputation M forward ones before; reduce_scatter
+    backward    all_gather of its weights; M backward passes, with recomputation M forward ones before; reduce_scatter;
+                the optimizer's step here, where blocks take it at once
 
 Collectives are in line with the products.  Gradients of the ends are summed when all is computed.  ZeRO-1 changes
 nothing: rows are shared out anyway, and the ends are whole on every rank.  Where a cluster overlaps nothing copies are
@@ -22,7 +23,7 @@ from jhpt.core.plan import Offload, Plan
 from jhpt.planner.collectives import all_gather, all_reduce, reduce_scatter
 from jhpt.planner.costs import CostModel
 from jhpt.planner.offload.memory import moment_bytes
-from jhpt.planner.offload.stream import Bucket, Home, group_copies, in_line, periodic
+from jhpt.planner.offload.stream import Bucket, Copies, Home, group_copies, in_line, periodic
 from jhpt.planner.program import FLOAT32
 from jhpt.planner.recompute.names import NOTHING
 
@@ -33,7 +34,7 @@ HOMES = {"parameters": Home.PARAMETERS, "optimizer": Home.OPTIMIZER, "both": Hom
 class HostedStep:
     """Seconds of a step on a device.
 
-    copies: of a group, fetched and written in the forward pass, fetched in the backward one, as long as it is written.
+    copies: of a group.
     block: a block, all micro-batches.  home: of a group's first block, the other size - 1 stay.  passes: forward and
     backward, over all groups.  entry, exit: forward and backward, all micro-batches.  finish: sums of the ends'
     gradients, and their update.  causes: they sum to `seconds`.
@@ -43,7 +44,8 @@ class HostedStep:
     home: Home
     groups: int
     size: int
-    copies: tuple[float, float, float]
+    copies: Copies
+    at_once: bool
     passes: tuple[float, float]
     entry: tuple[float, float]
     exit: tuple[float, float]
@@ -76,17 +78,17 @@ def hosted_step(plan: Plan, model: CostModel) -> HostedStep:
     again = work[0] * float(model.repeated(plan.kept or NOTHING)[0][block]) if plan.recompute else 0.0
     numbers, rate = model.kinds[block].parameters, profile.update_seconds * place.slowdown
     gathered, scattered = all_gather(group, numbers * FLOAT32), reduce_scatter(group, numbers * FLOAT32)
-    update = numbers * rate / ranks
+    update, at_once = numbers * rate / ranks, plan.offload.at_once
     bucket = Bucket(
-        forward=update + gathered + work[0],
-        backward=gathered + again + work[1] + scattered,
+        forward=gathered + work[0] + (0.0 if at_once else update),
+        backward=gathered + again + work[1] + scattered + (update if at_once else 0.0),
         weights=numbers * FLOAT32 / ranks,
         state=numbers * moment_bytes(model) / ranks,
     )
     home, groups = HOMES[plan.offload.what], blocks // size
-    copies = group_copies(bucket, model.cluster.nodes[0].host, home)
+    copies = group_copies(bucket, model.cluster.nodes[0].host, home, at_once)
     beside = model.cluster.overlap and plan.offload.ahead > 0
-    passes = periodic(bucket, copies, groups, size) if beside else in_line(bucket, copies, groups, size)
+    passes = periodic(bucket, copies, groups, size, at_once) if beside else in_line(bucket, copies, groups, size)
     ends = model.kinds[first].parameters + model.kinds[last].parameters
     summed = all_reduce(group, ends * profile.bytes_per_weight)
     return HostedStep(
@@ -95,6 +97,7 @@ def hosted_step(plan: Plan, model: CostModel) -> HostedStep:
         groups=groups,
         size=size,
         copies=copies,
+        at_once=at_once,
         passes=passes,
         entry=entry,
         exit=exit_,
@@ -120,8 +123,7 @@ def check_blocks(model: CostModel) -> None:
         )
 
 
-def offloads(blocks: int, kinds: tuple[str, ...]) -> list[Offload]:
+def offloads(blocks: int, kinds: tuple[str, ...], at_once: bool = False) -> list[Offload]:
     """All there are of these kinds: of each group of a size that divides the blocks, all but one stay."""
-    return [
-        Offload(what=what, resident=size - 1) for what in kinds for size in range(1, blocks + 1) if blocks % size == 0
-    ]
+    sizes = [size for size in range(1, blocks + 1) if blocks % size == 0]
+    return [Offload(what=what, resident=size - 1, at_once=at_once) for what in kinds for size in sizes]

@@ -7,26 +7,32 @@ from jhpt.planner.simulation import Kind, Span, Stream, Timeline
 
 def hosted_timeline(plan: Plan, step: HostedStep) -> Timeline:
     """The step that `hosted` prices; the data ranks do the same at the same time, so one is shown."""
-    played = _Played()
-    fetched, written, again = step.copies
-    groups = [_blocks(at * step.size + 1, step.size) for at in range(step.groups)]
-    heads = [f"block {at * step.size + 1}" for at in range(step.groups)]
-    ends = [*heads[1:], None]
-    forward, backward = (step.size * seconds for seconds in (step.block.forward, step.block.backward))
+    played, copies, size = _Played(), step.copies, step.size
+    groups = [at * size + 1 for at in range(step.groups)]
+    heads = [f"block {first}" for first in groups]
 
     played.together(compute=("embedding", step.entry[0], "forward"))
-    played.together(fetch=(heads[0], fetched))
-    for blocks, head, coming in zip(groups, heads, ends, strict=True):
-        played.together(fetch=(coming, fetched))
-        played.together(compute=(blocks, forward, "forward"), write=(head, written))
+    played.together(fetch=(heads[0], copies.forward_in))
+    for first, head, coming in zip(groups, heads, [*heads[1:], None], strict=True):
+        (one, seconds), (others, longer) = _cut(first, size, step.block.forward)
+        played.together(compute=(one, seconds, "forward"), write=(head, copies.forward_out))
+        played.together(compute=(others, longer, "forward"), fetch=(coming, copies.forward_in))
     played.together(compute=("head", step.exit[0], "forward"))
     played.together(compute=("head", step.exit[1], "backward"))
-    played.together(fetch=(heads[-1], again))
+    played.together(fetch=(heads[-1], copies.first))
     before = None
-    for blocks, head, coming in zip(reversed(groups), reversed(heads), [*heads[-2::-1], None], strict=True):
-        played.together(compute=(blocks, backward, "backward"), fetch=(coming, again), write=(before, again))
+    for first, head, coming in zip(reversed(groups), reversed(heads), [*heads[-2::-1], None], strict=True):
+        write = (before, copies.backward_out)
+        if step.at_once:
+            (one, seconds), (others, longer) = _cut(first, size, step.block.backward)
+            came = f"the state of {head}" + (f", weights of {coming}" if coming else "")
+            played.together(compute=(others, longer, "backward"), write=write)
+            played.together(compute=(one, seconds, "backward"), fetch=(came, copies.backward_in))
+        else:
+            blocks, seconds = _blocks(first, size), size * step.block.backward
+            played.together(compute=(blocks, seconds, "backward"), fetch=(coming, copies.backward_in), write=write)
         before = head
-    played.together(write=(before, again))
+    played.together(write=(before, copies.backward_out))
     played.together(compute=("embedding", step.entry[1], "backward"))
     played.together(update=("ends", step.finish))
     spans = sorted(played.spans, key=lambda span: span.start)
@@ -72,6 +78,13 @@ class _Played:
         end = self.now + seconds
         self.spans.append(Span(device=0, stream=stream, kind=kind, name=name, start=self.now, end=end))
         return end
+
+
+def _cut(first: int, size: int, seconds: float) -> tuple[tuple[str, float], tuple[str, float]]:
+    """(the block that comes, those that stay behind it), by name and seconds; a half of it each, where none do."""
+    if size == 1:
+        return (f"block {first}", seconds / 2), (f"block {first}", seconds / 2)
+    return (f"block {first}", seconds), (_blocks(first + 1, size - 1), (size - 1) * seconds)
 
 
 def _blocks(first: int, count: int) -> str:

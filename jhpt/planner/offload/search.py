@@ -75,7 +75,7 @@ def _shapes(asked: Request, model: CostModel) -> Iterator[_Shape]:
 def _plans(shape: _Shape, asked: Request, model: CostModel) -> Iterator[Plan]:
     layers = model.num_layers
     chunk = Chunk(first=0, runs=runs_of((1,) * layers))
-    for offload in offloads(layers - 2, tuple(kind for kind in asked.offload if kind is not None)):
+    for offload in offloads(layers - 2, tuple(kind for kind in asked.offload if kind is not None), asked.at_once):
         yield Plan(
             model=model.profile.name,
             cluster=model.cluster.name,

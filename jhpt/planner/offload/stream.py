@@ -13,17 +13,26 @@ and a step makes two passes over the layers:
                  changed, computes
     backward     fetches weights, computes, writes the gradient
 
+or, where a layer takes its step at once,
+
+    forward      fetches weights, computes
+    backward     fetches what is on the host of a layer, computes, takes the step, writes back what has changed
+
+and no gradient lives anywhere.
+
 A layer that is fetched and those that stay behind it are a group; those that stay before all others are one too.  A
-pass goes from group to group, and no copy outlasts the group in which it began.  With C, F and W the seconds in which
-group g is computed, fetched and written, a group of a pass takes
+pass goes from group to group, and no copy outlasts the group in which it began.  Where a pass reads and writes the same
+rows, it writes beside the first half of a group's computation and fetches beside the second: A(g) is the layer that has
+come, and B(g) those that stay; where none do, both are half of the layer.  In a backward pass those that stay come
+first.  With F and W the seconds in which a group is fetched and written, a group of a pass takes
 
-    forward      F(g + 1) + max(C(g), W(g))
-    backward     max(C(g), F(g - 1), W(g + 1))
+    forward             max(A(g), W(g)) + max(B(g), F(g + 1))
+    backward            max(A(g) + B(g), F(g - 1), W(g + 1))
+    backward, at once   max(B(g), W(g + 1)) + max(A(g), F)        F: weights of g - 1, and state of g
 
-The forward pass reads and writes the same rows, and in programs for an H100 (jax 0.10.2) its products wait for the next
-group's rows.  First of all F of the group that begins a pass; last of all W of the one that ends the backward pass,
-beside the layers that stay before all others.  `hosted` prices plans with this; the runtime's groups are equal, here
-they need not be.
+as programs for an H100 are scheduled (jax 0.10.2).  First of all F of the group that begins a pass, beside the layers
+that stay before all others; last of all W of the one that ends the backward pass.  `hosted` prices plans with this; the
+runtime's groups are equal, here they need not be.
 
 Left out: what copies take of the memory's bandwidth, and the last fetch of a pass, which nobody needs.
 """
@@ -31,7 +40,7 @@ Left out: what copies take of the memory's bandwidth, and the last fetch of a pa
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,15 +123,22 @@ def copy_seconds(link: Link, size: Array) -> Array:
 
 
 def forward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Array:
-    """[C]: every fetch, and of every group the longer of computation and write."""
+    """[C]: of every group its write beside the layer that has come, the next fetch beside those that stay."""
     fetched, written = _copies(buckets, link, homes, ON_HOST), _copies(buckets, link, homes, CHANGED)
-    total, computed, writing = fetched.sum(1), np.zeros(len(homes)), np.zeros(len(homes))
+    total, came, stay, writing = (np.zeros(len(homes)) for _ in range(4))
     for layer, bucket in enumerate(buckets):
         begins = homes[:, layer] != Home.RESIDENT
-        total += np.where(begins, np.maximum(computed, writing), 0.0)
-        computed = np.where(begins, 0.0, computed) + bucket.forward
+        total += np.where(begins, _halves(came, stay, writing, fetched[:, layer]), 0.0)
+        came, stay = np.where(begins, bucket.forward, came), np.where(begins, 0.0, stay + bucket.forward)
         writing = np.where(begins, written[:, layer], writing)
-    return total + np.maximum(computed, writing)
+    return total + _halves(came, stay, writing, 0.0)
+
+
+def _halves(early: Any, late: Any, first: Any, second: Any) -> Any:
+    """Two copies beside two computations; where one of these is nothing, the other is cut in half."""
+    whole = early + late
+    half = np.where((early == 0) | (late == 0), whole / 2, early)
+    return np.maximum(half, first) + np.maximum(whole - half, second)
 
 
 def backward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Array:
@@ -139,26 +155,48 @@ def backward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Arr
     return total + np.maximum(complete, beside) + np.maximum(computed, afterwards)
 
 
-def group_copies(block: Bucket, link: Link, home: Home) -> tuple[float, float, float]:
-    """Seconds of a layer with this home: fetched and written in a forward pass; fetched in a backward one, as long as
-    its gradient is written there."""
-    moved = (parts[home] @ (block.weights, block.state) for parts in (ON_HOST, CHANGED, AGAIN))
-    fetched, written, again = (float(copy_seconds(link, np.asarray(each))) for each in moved)
-    return fetched, written, again
+class Copies(NamedTuple):
+    """Seconds of a layer's copies in either pass.  first: of the first fetch of the backward pass."""
+
+    forward_in: float
+    forward_out: float
+    backward_in: float
+    backward_out: float
+    first: float
 
 
-def periodic(block: Bucket, copies: tuple[float, float, float], groups: int, size: int) -> tuple[float, float]:
+def group_copies(block: Bucket, link: Link, home: Home, at_once: bool = False) -> Copies:
+    """Of a layer with this home."""
+
+    def seconds(parts: Array) -> float:
+        return float(copy_seconds(link, parts[home] @ np.array((block.weights, block.state))))
+
+    weights, changed = seconds(AGAIN), seconds(CHANGED)
+    if at_once:
+        return Copies(weights, 0.0, changed, changed, weights)
+    return Copies(seconds(ON_HOST), changed, weights, weights, weights)
+
+
+def periodic(block: Bucket, copies: Copies, groups: int, size: int, at_once: bool = False) -> tuple[float, float]:
     """(forward, backward) seconds over equal groups, of one block with these copies and size - 1 resident ones."""
-    fetched, written, again = copies
-    forward, backward = size * block.forward, size * block.backward
+    others, came = size - 1, copies.forward_in
+
+    def forward_of(coming: float) -> float:
+        return float(_halves(block.forward, others * block.forward, copies.forward_out, coming))
+
+    forward = came + (groups - 1) * forward_of(came) + forward_of(0.0)
+    if at_once:
+        own = float(_halves(others * block.backward, block.backward, copies.backward_out, copies.backward_in))
+        return forward, copies.first + groups * own + copies.backward_out
+    backward, again = size * block.backward, copies.backward_in
     last = max(backward, again) if groups > 1 else backward
-    return groups * (fetched + max(forward, written)), 2 * again + (groups - 1) * max(backward, again) + last
+    return forward, 2 * again + (groups - 1) * max(backward, again) + last
 
 
-def in_line(block: Bucket, copies: tuple[float, float, float], groups: int, size: int) -> tuple[float, float]:
+def in_line(block: Bucket, copies: Copies, groups: int, size: int) -> tuple[float, float]:
     """`periodic` where nothing runs beside anything else."""
-    fetched, written, again = copies
-    return groups * (fetched + size * block.forward + written), groups * (size * block.backward + 2 * again)
+    forward = copies.forward_in + size * block.forward + copies.forward_out
+    return groups * forward, groups * (copies.backward_in + size * block.backward + copies.backward_out)
 
 
 def held(buckets: Sequence[Bucket], homes: Homes) -> Array:

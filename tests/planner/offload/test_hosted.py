@@ -65,11 +65,12 @@ def hosted(blocks=4, devices=1, batch=1, micro_batches=1, recompute=False, **off
 
 def test_everything_on_the_host():
     estimate = evaluate(hosted(), toy(), machine())
-    # Forward: four times 4 s, then max(1 + 0.1, 3).  Backward: weights 1 s, four times 2 s beside copies, a last write.
-    assert estimate.seconds == pytest.approx(4 * (4 + 3) + 1 + 4 * 2 + 1)
+    # Forward: 4 s, then of each block half of 1 + 0.1 s beside 3 s of writing, half beside 4 s for the next one.
+    # Backward: weights 1 s, four times 2 s beside copies, a last write.
+    assert estimate.seconds == pytest.approx(4 + 3 * (3 + 4) + 3 + 0.55 + 1 + 4 * 2 + 1)
     (stage,) = estimate.stages
     causes = {"compute": 12.0, "recomputation": 0.0, "weights gathered": 0.0, "gradients exposed": 0.0, "update": 0.4}
-    assert stage.seconds == pytest.approx(causes | {"copies": 38 - 12.4})
+    assert stage.seconds == pytest.approx(causes | {"copies": 38.55 - 12.4})
     assert stage.host_bytes == {"weights and gradients": 4 * 80.0, "optimizer": 4 * 80.0}
 
 
@@ -79,26 +80,36 @@ def test_everything_on_the_host():
 def test_groups(what, fetched, written, again):
     """Two groups of two blocks: the copies of one beside the computation of both."""
     estimate = evaluate(hosted(what=what, resident=1), toy(), machine())
-    forward = 2 * (fetched + max(2 * 1.1, written))
+    forward = fetched + max(1.1, written) + max(1.1, fetched) + max(1.1, written) + 1.1
     assert estimate.seconds == pytest.approx(forward + again + 2 * max(4, again) + again)
     assert estimate.stages[0].total_host_bytes == 2 * 40 * fetched
 
 
 def test_a_block_is_copied_once_however_many_micro_batches():
     estimate = evaluate(hosted(batch=2, micro_batches=2), toy(), machine())
-    assert estimate.seconds == pytest.approx(4 * (4 + 3) + 1 + 4 * 4 + 1)
+    assert estimate.seconds == pytest.approx(4 + 3 * (3 + 4) + 3 + 1.05 + 1 + 4 * 4 + 1)
+
+
+def test_at_once_no_gradient_is_there():
+    estimate = evaluate(hosted(at_once=True), toy(), machine())
+    # Forward: weights 1 s, beside half of the block before.  Backward: weights 1 s, then of each block half of 2.1 s
+    # beside 3 s of writing, half beside 3 s of fetching; a last write.
+    assert estimate.seconds == pytest.approx(1 + 3 * (0.5 + 1) + 1 + 1 + 4 * (3 + 3) + 3)
+    assert estimate.stages[0].host_bytes == {"weights": 4 * 40.0, "optimizer": 4 * 80.0}
+    assert estimate.stages[0].seconds["update"] == pytest.approx(0.4)
 
 
 def test_recomputation_goes_through_every_block_again():
     estimate = evaluate(hosted(recompute=True), toy(), machine())
-    assert estimate.seconds == pytest.approx(4 * (4 + 3) + 1 + 4 * 3 + 1)
+    assert estimate.seconds == pytest.approx(4 + 3 * (3 + 4) + 3 + 0.55 + 1 + 4 * 3 + 1)
     assert estimate.stages[0].seconds["recomputation"] == 4
 
 
 def test_data_ranks_copy_their_share():
     """Two devices: half of every row each; gathering 40 bytes takes (1 / 2) 40 / 20 = 1 s, as does summing them."""
     estimate = evaluate(hosted(devices=2, batch=2), toy(), machine(devices=2))
-    forward, backward = 4 * (2 + max(1 + 0.05 + 1, 1.5)), 0.5 + 4 * (1 + 2 + 1) + 0.5
+    forward = 2 + 3 * (1.5 + 2) + 1.5 + (1 + 0.05 + 1) / 2
+    backward = 0.5 + 4 * (1 + 2 + 1) + 0.5
     assert estimate.seconds == pytest.approx(forward + backward)
     (stage,) = estimate.stages
     assert stage.seconds["weights gathered"] == 8 and stage.seconds["gradients exposed"] == 4
@@ -188,9 +199,10 @@ def test_said_in_words():
 
 
 @pytest.mark.parametrize("offload", offloads(6, KINDS[1:]), ids=lambda one: f"{one.what}-{one.resident}")
-def test_the_picture_is_the_step(offload):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_picture_is_the_step(offload, at_once):
     """As long as the price; a stream does one thing at a time, and no copy outlasts the group in which it began."""
-    plan = hosted(6, batch=2, recompute=True, **offload.model_dump())
+    plan = hosted(6, batch=2, recompute=True, **(offload.model_dump() | {"at_once": at_once}))
     step = hosted_step(plan, CostModel(toy(6, ends=3), machine()))
     found = hosted_timeline(plan, step)
     assert found.seconds == pytest.approx(evaluate(plan, toy(6, ends=3), machine()).seconds)
@@ -198,10 +210,11 @@ def test_the_picture_is_the_step(offload):
     for spans in streams.values():
         assert all(one.end <= other.start + 1e-9 for one, other in itertools.pairwise(spans))
     moved = [sum(one.seconds for one in streams[stream]) for stream in ("fetch", "write")]
-    fetched, written, again = step.copies
-    assert moved == pytest.approx([step.groups * (fetched + again), step.groups * (written + again)])
+    copies, groups = step.copies, step.groups
+    coming = groups * (copies.forward_in + copies.backward_in) + (copies.first if at_once else 0.0)
+    assert moved == pytest.approx([coming, groups * (copies.forward_out + copies.backward_out)])
     svg = svg_timeline(found, "toy")
-    assert "from the host" in svg and "fetch of block 1," in svg
+    assert "from the host" in svg and ("fetch of the state of block 1," if at_once else "fetch of block 1,") in svg
     assert ("blocks 1-" in svg) == (offload.resident > 0)
 
 

@@ -51,11 +51,15 @@ def played(buckets, link, homes):
     barrier = ["start"]
     for at, group in enumerate(groups):
         own, coming = heads[at], heads[at + 1]
-        fetch, compute, write = (("forward", what, at) for what in ("fetch", "compute", "write"))
-        tasks[fetch] = (copying(size(coming, ROWS)) if coming is not None else 0.0, barrier)
-        tasks[compute] = (sum(buckets[layer].forward for layer in group), [fetch])
-        tasks[write] = (copying(size(own, CHANGED)) if own is not None else 0.0, [fetch])
-        barrier = [fetch, compute, write]
+        fetch, first, second, write = (("forward", what, at) for what in ("fetch", "first", "second", "write"))
+        early = buckets[own].forward if own is not None else 0.0
+        late = sum(buckets[layer].forward for layer in group) - early
+        if not early or len(group) == 1:
+            early, late = (early + late) / 2, (early + late) / 2
+        tasks[write] = (copying(size(own, CHANGED)) if own is not None else 0.0, barrier)
+        tasks[first], tasks[second] = (early, barrier), (late, [write, first])
+        tasks[fetch] = (copying(size(coming, ROWS)) if coming is not None else 0.0, [write, first])
+        barrier = [fetch, second]
         if own is not None:
             spans.append((at - 1, at, size(own, ROWS)))
         groups_of += [at] * len(group)
@@ -114,16 +118,32 @@ def test_by_hand():
     layer = Bucket(forward=3.0, backward=6.0, weights=4.0, state=4.0)
     link = Link(bandwidth=1.0, latency=0.0)
     everything = stream([layer, layer], link, [Home.BOTH, Home.BOTH])
-    # Forward: fetch 12, fetch 12 before the first layer's max(3, 8), then the second one's max(3, 8).  Backward: fetch
-    # 4, the second layer's max(6, 4), the first one's beside the write of its gradient max(6, 4), a last write of 4.
-    assert everything.seconds[0] == 24 + 16 + 4 + 6 + 6 + 4 and everything.host[0] == 24
+    # Forward: fetch 12, then beside half of the first layer a write of 8, beside the other half a fetch of 12; of the
+    # second one the write.  Backward: fetch 4, the second layer's max(6, 4), the first one's beside the write of its
+    # gradient max(6, 4), a last write of 4.
+    assert everything.seconds[0] == 12 + 8 + 12 + 8 + 1.5 + 4 + 6 + 6 + 4 and everything.host[0] == 24
     # Forward both layers' rows: 24.  Backward 8 of weights, 8 of gradients.
     assert everything.peak[0] == 24
     mixed = stream([layer, layer], link, [Home.OPTIMIZER, Home.RESIDENT])
-    # Fetch 4, then both layers beside the write of 4.
-    assert mixed.seconds[0] == 4 + 6 + 12 and mixed.host[0] == 4 and mixed.peak[0] == 24
+    # Fetch 4, then the first layer beside the write of 4, and the second.
+    assert mixed.seconds[0] == 4 + 4 + 3 + 12 and mixed.host[0] == 4 and mixed.peak[0] == 24
     resident = stream([layer, layer], link, [Home.RESIDENT, Home.RESIDENT])
     assert resident.seconds[0] == 18 and resident.peak[0] == 24 and resident.host[0] == 0
+
+
+def test_at_once_by_hand():
+    """The same two layers, whose steps are taken in the backward pass."""
+    layer, link = Bucket(forward=3.0, backward=6.0, weights=4.0, state=4.0), Link(bandwidth=1.0, latency=0.0)
+    copies = group_copies(layer, link, Home.BOTH, at_once=True)
+    forward, backward = periodic(layer, copies, 2, 1, at_once=True)
+    # Fetch 4; half of the first layer, the other half beside a fetch of 4, the second layer.
+    assert forward == 4 + 1.5 + 4 + 3
+    # Fetch 4; of each layer half beside a write of 8, half beside what is fetched, 8; a last write.
+    assert backward == 4 + 2 * (8 + 8) + 8
+    # One layer that comes and one that stays: writes beside the one that stays, fetches beside the other.
+    assert periodic(layer, copies, 1, 2, at_once=True) == (4 + 3 + 3, 4 + max(6, 8) + max(6, 8) + 8)
+    optimizer = group_copies(layer, link, Home.OPTIMIZER, at_once=True)
+    assert periodic(layer, optimizer, 2, 1, at_once=True) == (6, 2 * (4 + 4) + 4)
 
 
 @pytest.mark.parametrize("home", [Home.OPTIMIZER, Home.BOTH, Home.PARAMETERS])
