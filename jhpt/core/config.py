@@ -55,6 +55,11 @@ class TransformerConfig(Section):
         "auto",
         description="compute dtype; auto: bfloat16 on GPU, float32 on CPU (parameters: optimizer.weights)",
     )
+    matmul_dtype: Literal["same", "float8"] = Field(
+        "same",
+        description="operands of the matrix products of blocks; same: model.dtype; float8: with a scale each, on GPUs "
+        "of compute capability 8.9 or more",
+    )
     attention: Literal["auto", "cudnn", "xla"] = Field(
         "auto", description="attention kernel; auto: cuDNN flash attention where it applies, else XLA"
     )
@@ -64,9 +69,9 @@ class TransformerConfig(Section):
     def _eight_bits_do_not_compute(cls, dtype: Any) -> Any:
         if isinstance(dtype, str) and dtype.startswith(("float8", "fp8")):
             raise ValueError(
-                f"model.dtype={dtype} is not there: products in 8 bits need a scale for every operand, kept from step "
-                "to step, and a GPU of compute capability 8.9 or more; use model.dtype=bfloat16, and where memory is "
-                "short optimizer.weights=bfloat16_kahan and optimizer.moments=int8"
+                f"model.dtype={dtype} is not there: only products of large matrices work in 8 bits; use "
+                "model.matmul_dtype=float8 with model.dtype=bfloat16, and where memory is short "
+                "optimizer.weights=bfloat16_kahan and optimizer.moments=int8"
             )
         return dtype
 

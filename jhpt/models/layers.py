@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jhpt.core.config import GPTConfig, ModelConfig
 from jhpt.models.attention import Implementation, attention
 from jhpt.models.hooks import Hooks
+from jhpt.models.products import PRODUCTS, Product, plain_product
 from jhpt.models.repeated import plus
 
 CHOICE = "important_tokens"
@@ -41,11 +42,12 @@ class Linear(nn.Module):
     features: tuple[int, ...]
     dtype: Any
     bias: bool = True
+    product: Product = plain_product
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", nn.initializers.normal(INIT_STD), (x.shape[-1], *self.features))
-        y = jnp.tensordot(x, kernel.astype(self.dtype), axes=1)
+        y = self.product(x, kernel.astype(self.dtype))
         return plus(y, self.param("bias", nn.initializers.zeros, self.features).astype(self.dtype)) if self.bias else y
 
 
@@ -76,11 +78,12 @@ class PartedLinear(nn.Module):
     dtype: Any
     bias: bool
     std: float
+    product: Product
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         kernel = self.param("kernel", nn.initializers.normal(self.std), (x.shape[-1], self.features))
-        part = jnp.einsum("...f,fd->...d", x, kernel.astype(self.dtype))
+        part = self.product(x, kernel.astype(self.dtype))
         if not self.bias:
             return part, None
         return part, self.param("bias", nn.initializers.zeros, (self.features,)).astype(self.dtype)
@@ -113,10 +116,11 @@ class AttentionHalf(nn.Module):
         heads, kv_heads = config.num_heads // self.hooks.shards, config.kv_heads // self.hooks.shards
         group, width = heads // kv_heads, config.head_dim
         bias = config.bias if isinstance(config, GPTConfig) else True
+        product = PRODUCTS[config.matmul_dtype]
 
         x, settle = self.hooks.enter_before(x)
         x = self.hooks.wait(x, ticket)
-        qkv = checkpoint_name(Linear((kv_heads, group + 2, width), self.dtype, bias, name="qkv")(x), "qkv")
+        qkv = checkpoint_name(Linear((kv_heads, group + 2, width), self.dtype, bias, product, name="qkv")(x), "qkv")
         q = qkv[..., :group, :].reshape(*x.shape[:2], heads, width)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if rotation is not None:
@@ -125,7 +129,7 @@ class AttentionHalf(nn.Module):
         tokens = tokens if tokens is None else checkpoint_name(tokens, CHOICE)
         mixed = attention(q, k, v, causal=is_gpt, lengths=lengths, implementation=self.implementation)
         mixed = checkpoint_name(mixed.reshape(*x.shape[:2], heads * width), "attention_out")
-        last = PartedLinear(config.d_model, self.dtype, bias, residual_std(config), name="projection")
+        last = PartedLinear(config.d_model, self.dtype, bias, residual_std(config), product, name="projection")
         return *last(settle(mixed, tokens)), tokens
 
 
@@ -146,17 +150,18 @@ class MLPHalf(nn.Module):
         config = self.config
         gpt = config if isinstance(config, GPTConfig) else None
         bias = gpt.bias if gpt else True
+        product = PRODUCTS[config.matmul_dtype]
         gated = gpt is not None and gpt.activation == "swiglu"
 
         features = ((2,) if gated else ()) + (config.ffn_width // self.hooks.shards,)
         x = self.hooks.wait(self.hooks.enter(x, tokens), ticket)
-        hidden = checkpoint_name(Linear(features, self.dtype, bias, name="up")(x), "mlp_hidden")
+        hidden = checkpoint_name(Linear(features, self.dtype, bias, product, name="up")(x), "mlp_hidden")
         if gated:
             active = nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
         else:
             # GPT-2 uses the tanh form, BERT the exact one.
             active = nn.gelu(hidden, approximate=gpt is not None)
-        return PartedLinear(config.d_model, self.dtype, bias, residual_std(config), name="down")(active)
+        return PartedLinear(config.d_model, self.dtype, bias, residual_std(config), product, name="down")(active)
 
 
 def residual_std(config: ModelConfig) -> float:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jhpt.models.attention import attention
+from jhpt.models.products import ERRORS, OPERANDS, product_in_8_bits
+from tests.models.test_products import float64, rounded
 
 pytestmark = pytest.mark.gpu
 
@@ -40,3 +42,26 @@ def test_cudnn_attention_is_the_float32_one(name):
     )
     for a, b in zip(fast, exact, strict=True):
         assert np.abs(np.asarray(a, np.float32) - b).max() <= 2**-5 * np.abs(b).max()
+
+
+def test_products_in_8_bits_are_of_rounded_operands():
+    """In bfloat16, and with sums as short as tensor cores keep them: 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2)."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (4, 128, 512), (512, 2, 256), (4, 128, 2, 256)
+    x, kernel, error = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
+
+    def both(x, kernel, error):
+        y, backward = jax.vjp(product_in_8_bits, x, kernel)
+        return y, *backward(error)
+
+    found = jax.jit(both)(x, kernel, error)
+    assert all(np.isnan(one).all() for one in jax.jit(both)(x.at[0, 0, 0].set(jnp.inf), kernel, error)[::2])
+    kinds = (x, OPERANDS), (kernel, OPERANDS), (error, ERRORS)
+    x, kernel, error = (rounded(float64(a), kind) for a, kind in kinds)
+    expected = (
+        np.einsum("bsd,dhe->bshe", x, kernel),
+        np.einsum("bshe,dhe->bsd", error, kernel),
+        np.einsum("bsd,bshe->dhe", x, error),
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert np.linalg.norm(float64(one) - other) <= 2.0**-8 * np.linalg.norm(other)
