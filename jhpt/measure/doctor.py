@@ -12,6 +12,7 @@ from jhpt.core.config import GPTConfig
 from jhpt.core.load import load_config
 from jhpt.measure.device import device_info
 from jhpt.models.attention import choose_attention
+from jhpt.models.products import obstacle_to_8_bits
 
 PACKAGES = ("jhpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -23,6 +24,7 @@ def diagnose() -> str:
     assert isinstance(gpu, GPTConfig)
     dtype = jnp.dtype("bfloat16" if info.is_gpu else "float32")
     attention = choose_attention(gpu, info.platform, dtype, info.capability)
+    obstacle = obstacle_to_8_bits(info.platform, info.capability)
     lines = [
         f"  python       {sys.version.split()[0]}",
         *(f"  {name:<12} {_version(name)}" for name in PACKAGES),
@@ -30,6 +32,7 @@ def diagnose() -> str:
         f"  cpu cores    {os.cpu_count()}",
         f"  compute      {dtype.name} by default",
         f"  attention    {attention.implementation}: {attention.reason}",
+        f"  float8       {f'no: {obstacle}' if obstacle else 'products of blocks, with model.matmul_dtype=float8'}",
         *_limits(info.is_gpu),
     ]
     return "\n".join(lines)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jhpt.core.config import CheckpointConfig, Config, OptimizerConfig
+from jhpt.core.config import CheckpointConfig, Config, GPTConfig, OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.load import dotted
 from jhpt.training.layered import Layered, LayeredHandler, by_layer, item_handlers
@@ -163,7 +163,8 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
       InputError: lists every difference with both values.
     """
     before, after = dotted(saved.config), dotted(now.config)
-    defaults = dotted({"optimizer": OptimizerConfig().model_dump(mode="json")})
+    model = GPTConfig().model_dump(mode="json", include={"matmul_dtype"})
+    defaults = dotted({"optimizer": OptimizerConfig().model_dump(mode="json"), "model": model})
     before = defaults | before  # what is new since the run was saved: as it was
     before["compute dtype"], after["compute dtype"] = saved.dtype, now.dtype
     names = [name for name in {**before, **after} if name.startswith(BOUND) and name not in FREE]

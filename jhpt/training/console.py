@@ -35,7 +35,7 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
     kernels = {"kernels": f"{setup.kernels.implementation} ({setup.kernels.reason})"} if compresses else {}
     rows = {
         "model": f"{model.family}, {model.num_layers} layers, width {model.d_model}, {model.num_heads} heads, "
-        f"{setup.model.dtype.name} compute",
+        f"{setup.model.dtype.name} compute" + (", products in 8 bits" if model.matmul_dtype == "float8" else ""),
         "parameters": f"{count.total:,}" + (f" (+ {count.padding:,} padding rows)" if count.padding else ""),
         "plan": plan_text(setup.plan),
         "devices": _devices_text(setup),

@@ -33,6 +33,7 @@ from jhpt.measure.profile import Call, LayerSeconds, Shallow, depths, layer_seco
 from jhpt.measure.rank import rank_share, tensor_degrees
 from jhpt.models.attention import choose_attention
 from jhpt.models.build import Model, build
+from jhpt.models.products import check_products
 from jhpt.planner.analytic import analytic_profile
 from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
@@ -148,6 +149,7 @@ class _Builder:
 
     def __init__(self, config: Config) -> None:
         self.config, self.device = config, device_info()
+        check_products(config.model, self.device.platform, self.device.capability)
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         if isinstance(config.model, BERTConfig):
             check_masked(self.tokenizer, config.data.sequence_length)

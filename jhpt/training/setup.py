@@ -21,6 +21,7 @@ from jhpt.models.attention import AttentionChoice, choose_attention
 from jhpt.models.build import Model, build
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import CHOICE
+from jhpt.models.products import check_products
 from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_grid
@@ -124,8 +125,9 @@ def design_step(
     """The configured model laid out by the plan on these devices, which need not be attached to any machine.
 
     Raises:
-      InputError: plan, device count, sequence length, attention kernel or coded moments do not fit the configuration.
+      InputError: plan, device, sequence length, attention kernel or coded moments do not fit the configuration.
     """
+    check_products(config.model, device.platform, device.capability)
     dtype = compute_dtype(config, device)
     layout = Layout(plan=plan, grid=make_grid(plan, devices), num_layers=config.model.num_layers)
     attention = choose_attention(config.model, device.platform, dtype, device.capability)

@@ -35,6 +35,7 @@ from jhpt.training.moments import (
 )
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.parts import Rows, Sums
+from jhpt.training.profiling import measure_profile
 from jhpt.training.programs import _conversions, abstract_state, fresh_state
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
@@ -471,6 +472,12 @@ def test_a_run_from_before_these_settings_goes_on():
     optimizer = {name: value for name, value in now.config["optimizer"].items() if name not in ("weights", "moments")}
     before = replace(now, config={**now.config, "optimizer": optimizer})
     check_resumable(before, now, "here")
+    before = replace(now, config={**now.config, "model": {**now.config["model"], "matmul_dtype": "float8"}})
+    with pytest.raises(InputError, match="matmul_dtype: the run has 'float8', now 'same'"):
+        check_resumable(before, now, "here")
+    model = {name: value for name, value in now.config["model"].items() if name != "matmul_dtype"}
+    before = replace(now, config={**now.config, "model": model})
+    check_resumable(before, now, "here")
     other = make_record(Config(optimizer=OptimizerConfig(moments="int8")), "key", "float32")
     with pytest.raises(InputError, match="moments: the run has 'float32', now 'int8'"):
         check_resumable(before, other, "here")
@@ -480,11 +487,18 @@ def test_a_run_from_before_these_settings_goes_on():
 
 
 @pytest.mark.parametrize("dtype", ["float8", "float8_e4m3fn", "fp8"])
-def test_products_in_eight_bits_are_refused_with_a_reason(dtype):
-    with pytest.raises(ValidationError, match=r"compute capability 8.9 or more; use model.dtype=bfloat16"):
+def test_eight_bits_do_not_compute_all_of_a_model(dtype):
+    with pytest.raises(ValidationError, match=r"use model.matmul_dtype=float8 with model.dtype=bfloat16"):
         GPTConfig(dtype=dtype)
     with pytest.raises(InputError, match=f"model.dtype={dtype} is not there"):
         load_config("gpt-tiny", {"model.dtype": dtype})
+
+
+def test_products_in_eight_bits_need_a_device_that_has_them(tiny):
+    config = tiny(**{"model.matmul_dtype": "float8"})
+    for refusing in (prepare, measure_profile):
+        with pytest.raises(InputError, match=r"the device is a cpu; use model.matmul_dtype=same"):
+            refusing(config)
 
 
 @pytest.mark.parametrize("few", [{"weights": "bfloat16_kahan"}, {"moments": "int8"}])

@@ -1,0 +1,71 @@
+"""What a GPU's compiler makes of products in 8 bits: whole steps, for H100 that are not here."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
+from jhpt.core.plan import plan_by_hand
+from jhpt.measure.deviceless import compile_only_devices, compile_only_info, compiled_for
+from jhpt.sharding.options import compiler_options
+from jhpt.training.programs import train_program
+from jhpt.training.setup import design_step, fitting_tokenizer
+
+pytestmark = pytest.mark.deviceless
+
+SMALL = {
+    "model.num_layers": 2,
+    "model.max_length": 256,
+    "data.sequence_length": 256,
+    "data.batch_size": 8,
+    "parallel.micro_batches": 1,
+}
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+"""Where there is a GPU the compiler times both; without one it takes Triton's kernels unless told not to."""
+
+CASES = {
+    "gpt": ("gpt2-124m", 1, {}),
+    "gated": ("llama-8b", 1, {"model.d_model": 512, "model.num_heads": 4, "model.num_kv_heads": 2}),
+    "bert": ("bert-base", 1, {}),
+    "sequence": ("gpt2-124m", 2, {"parallel.tensor": 2, "parallel.sequence": True}),
+    "hosted": ("gpt2-124m", 1, {"memory.offload": "both", "memory.recompute": "full"}),
+}
+
+
+def design(cluster, preset, devices, changes):
+    found = find_cluster(cluster)
+    found = found.model_copy(update={"nodes": (found.nodes[0].model_copy(update={"devices": devices}),)})
+    config = load_config(preset, SMALL | {"model.matmul_dtype": "float8"} | changes)
+    where = compile_only_devices(found), compile_only_info(found)
+    return design_step(config, plan_by_hand(config, devices), fitting_tokenizer(config), *where)
+
+
+def products(designed, **options):
+    """How many there are in the step, by operands' types or library call."""
+    text = compiled_for(train_program(designed), compiler_options("gpu", designed.plan) | options).as_text()
+    types = dict(re.findall(r"%([\w.-]+) = (\w+)\[", text))
+    inside = (" x ".join(types[name] for name in dot) for dot in re.findall(r" dot\(%([\w.-]+), %([\w.-]+)\)", text))
+    return Counter(inside) + Counter(re.findall(r'custom_call_target="(__cublas[^"]*)"', text))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_and_gradients_of_blocks_are_in_8_bits(name):
+    """In the loop over blocks; what is computed again for a backward pass comes on top."""
+    found = products(design("h100x8x1", *CASES[name]))
+    assert found["f8e4m3fn x f8e4m3fn"] == (7 if name == "hosted" else 4)
+    assert found["f8e5m2 x f8e4m3fn"] == found["f8e4m3fn x f8e5m2"] == 4
+    assert set(found) == {"f8e4m3fn x f8e4m3fn", "f8e5m2 x f8e4m3fn", "f8e4m3fn x f8e5m2", "bf16 x bf16"}
+
+
+@pytest.mark.parametrize("name", ["gpt", "sequence"])
+def test_the_library_takes_them_with_their_scales(name):
+    found = products(design("h100x8x1", *CASES[name]), **CUBLAS)
+    assert found == {"__cublas$lt$matmul$f8": 12, "__cublas$lt$matmul": 3}
+
+
+def test_an_a100_is_refused():
+    with pytest.raises(InputError, match=r"compute capability 8.0 is below 8.9"):
+        design("a100x8x1", *CASES["gpt"])
