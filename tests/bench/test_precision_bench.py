@@ -1,13 +1,16 @@
 """What `jhpt bench precision` runs, and what it makes of what it found."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from jhpt.bench.convergence import precision
-from jhpt.bench.convergence.cell import run
+from jhpt.bench.convergence.cell import prepared, run
 from jhpt.bench.convergence.run import file_of
+from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
+from jhpt.training.setup import prepare
 
 
 def invented(kind, loss):
@@ -15,20 +18,20 @@ def invented(kind, loss):
     return {"settings": cell.settings, "validation": loss, "own": loss, "training": {"10": 3.0}}
 
 
-def test_cells_differ_in_what_is_kept_alone():
+def test_cells_differ_in_what_is_in_few_bits_alone():
     configs = {
         kind: load_config(cell.preset, {"seed": cell.seed, **cell.changes})
         for kind, cell in precision.cells(quick=False).items()
     }
-    kept = {kind: (config.optimizer.weights, config.optimizer.moments) for kind, config in configs.items()}
-    assert len(set(kept.values())) == len(kept) == 6 and kept["float32"] == ("float32", "float32")
-    same = {"weights": "float32", "moments": "float32"}
-    alike = [
-        config.model_copy(update={"optimizer": config.optimizer.model_copy(update=same)}) for config in configs.values()
-    ]
-    assert all(config == configs["float32"] for config in alike)
+    few = {
+        kind: (config.optimizer.weights, config.optimizer.moments, config.model.matmul_dtype)
+        for kind, config in configs.items()
+    }
+    assert len(set(few.values())) == len(few) == 7 and few["float32"] == ("float32", "float32", "same")
+    same = {"optimizer.weights": "float32", "optimizer.moments": "float32", "model.matmul_dtype": "same"}
+    assert all(load_config(config, same) == configs["float32"] for config in configs.values())
     assert configs["float32"].train.steps == 2000
-    assert len({cell.name for cell in precision.cells(quick=False).values()}) == 6
+    assert len({cell.name for cell in precision.cells(quick=False).values()}) == 7
 
 
 def test_losses_stand_against_float32():
@@ -62,3 +65,14 @@ def test_a_cell_runs(corpus):
     changes = {**cell.changes, "train.steps": 2, **corpus}
     found, params = run(type(cell)(group=cell.group, preset=cell.preset, seed=cell.seed, changes=changes))
     assert 3 < found["validation"] < 7 and params["embedding/tokens"].dtype.name == "bfloat16"
+
+
+def test_products_in_8_bits_are_computed_where_they_are_refused_as_a_setting(corpus):
+    cell = precision.cells(quick=True)["float8 products"]
+    cell = replace(cell, changes={**cell.changes, "train.steps": 2, **corpus})
+    config = load_config(cell.preset, cell.changes)
+    with pytest.raises(InputError, match="the device is a cpu"):
+        prepare(config)
+    setup = prepared(config)
+    assert setup.config == config and setup.model.config == config.model and setup.training.dtype == "float32"
+    assert 3 < run(cell)[0]["validation"] < 7

@@ -21,19 +21,23 @@ import numpy as np
 from jhpt.bench.convergence.cells import COMPRESSION, HEADLINE, Cell
 from jhpt.bench.convergence.leak import leak
 from jhpt.bench.results import machine, versions
+from jhpt.core.config import Config
 from jhpt.core.load import load_config
+from jhpt.models.build import build
 from jhpt.training.console import Display
 from jhpt.training.loop import evaluate, fit
 from jhpt.training.programs import compile_programs, evaluate_program
 from jhpt.training.runtime import configure_runtime
-from jhpt.training.setup import Setup, prepare
+from jhpt.training.setup import Setup, execution, prepare
+
+MATMULS = "model.matmul_dtype"
 
 
 def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """What the cell finds, and its final parameters, the model's own tree, by path."""
     start = time.perf_counter()
     config = load_config(cell.preset, {"seed": cell.seed, **cell.changes})
-    setup = prepare(config)
+    setup = prepared(config)
     programs = compile_programs(setup)
     unseen = replace(setup, validation_windows=None)  # no evaluation on the way
     display = Display(config.train.steps, quiet=True)
@@ -50,13 +54,24 @@ def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         "training": {str(step): loss for step, loss in progress.losses.items()},
         "skipped": int(state.skipped),
     }
-    plain = prepare(load_config(config, {f"{COMPRESSION}bits": 16, f"{COMPRESSION}tokens": 1.0}))
+    plain = prepared(load_config(config, {f"{COMPRESSION}bits": 16, f"{COMPRESSION}tokens": 1.0}))
     found["validation"] = evaluate(plain, replace(programs, evaluate=evaluate_program(plain)), state)
     found["own"] = evaluate(setup, programs, state) if setup.plan.compression.on else found["validation"]
     if looks_at_leaks(setup):
         found["leaks"] = {kind: leak(other, state.params) for kind, other in by_rule(setup).items()}
     assert programs.parameters is not None
     return found | {"seconds": time.perf_counter() - start}, flat(programs.parameters(state.params))
+
+
+def prepared(config: Config) -> Setup:
+    """The setup of a run; products in 8 bits, which a CPU is refused, are computed there by conversion."""
+    setup = prepare(load_config(config, {MATMULS: "same"}))
+    model = build(config.model, dtype=setup.model.dtype, implementation=setup.model.implementation)
+    training, evaluation = (
+        execution(config, model, setup.layout, setup.tokenizer, train=train, kernels=setup.kernels.implementation)
+        for train in (True, False)
+    )
+    return replace(setup, config=config, model=model, training=training, evaluation=evaluation)
 
 
 def looks_at_leaks(setup: Setup) -> bool:

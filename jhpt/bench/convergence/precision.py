@@ -1,8 +1,9 @@
-"""`jhpt bench precision`: what training state in few bits costs in loss.
+"""`jhpt bench precision`: what training state and matrix products in few bits cost in loss.
 
-One run for every way to keep parameters and moments (`training.weights`, `training.moments`), on one device, from the
-same initial parameters, on the same batches.  Computation is the device's: float32 on CPU, whatever parameters are kept
-in.  Batches of `BATCH` sequences instead of the preset's 32, for a run that ends within minutes on one core.
+One run for every way to keep parameters and moments (`training.weights`, `training.moments`), and one with products in
+8 bits (`models.products`), on one device, from the same initial parameters, on the same batches.  Computation is the
+device's: float32 on CPU, whatever parameters are kept in.  Batches of `BATCH` sequences instead of the preset's 32, for
+a run that ends within minutes on one core.
 """
 
 import os
@@ -27,13 +28,14 @@ KINDS: dict[str, dict[str, str]] = {
     "int8 moments": {"optimizer.moments": "int8"},
     "bfloat16_stochastic": {"optimizer.weights": "bfloat16_stochastic"},
     "bfloat16_kahan, int8 moments": {"optimizer.weights": "bfloat16_kahan", "optimizer.moments": "int8"},
+    "float8 products": {"model.matmul_dtype": "float8"},
 }
-"""What is kept in few bits -> changes of the preset."""
+"""What is in few bits -> changes of the preset."""
 
 Found = Mapping[str, Any]
 """What a cell's file says."""
 
-COLUMNS = ("kept", "validation loss", "against float32")
+COLUMNS = ("in few bits", "validation loss", "against float32")
 
 
 def cells(*, quick: bool) -> dict[str, Cell]:
@@ -63,7 +65,7 @@ def claims_of(found: Mapping[str, Found]) -> dict[str, Claim]:
     return {
         f"{kind.replace(', ', '_').replace(' ', '_')}_loss_gap": Claim(
             value=gap(found, kind),
-            unit="validation loss / that with parameters and moments in float32 - 1",
+            unit="validation loss / that with everything in float32 - 1",
             setup=f"{PRESET}, {kind}, {max(steps)} steps, 1 seed",
         )
         for kind in found
