@@ -4,7 +4,7 @@
 
 M is the largest finite number of the 8 bits: 448 of e4m3, in which activations and kernels are, and 57344 of e5m2 for
 errors, with a digit less and a wider exponent (Micikevicius et al. 2022, arXiv 2209.05433, table 1 and section 3).  A
-step makes three products of it, all in 8 bits with float32 sums:
+step makes three products of it, all in 8 bits; sums are float32, forward as far as tensor cores keep them:
 
     y = x w    e4m3, e4m3          dx = dy w^T    e5m2, e4m3          dw = x^T dy    e4m3, e5m2
 
@@ -48,7 +48,7 @@ def scaled(x: jax.Array, dtype: Any) -> Scaled:
     _, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
     scale = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, SMALLEST_EXPONENT))
     numbers = (x.astype(jnp.float32) / scale).astype(dtype)
-    # Conversions on GPUs saturate: without this a number that is not finite would become one that is.
+    # Conversions on GPUs may saturate: without this a number that is not finite would become one that is.
     return Scaled(numbers, jnp.where(jnp.isfinite(largest), scale, jnp.nan))
 
 
