@@ -23,6 +23,9 @@ Bytes = Annotated[float, BeforeValidator(parse_bytes)]
 WeightStorage = Literal["float32", "bfloat16", "bfloat16_kahan", "bfloat16_stochastic"]
 """How parameters are kept between steps."""
 
+MomentStorage = Literal["float32", "int8"]
+"""How Adam's moments are."""
+
 VOCAB_MULTIPLE = 128
 """Embedding tables are padded to this multiple, so that a tensor axis divides them and GPU tiles are full."""
 
@@ -200,7 +203,7 @@ class OptimizerConfig(Section):
         description="how parameters are kept; bfloat16_kahan: with what rounding took away, in bfloat16 too; "
         "bfloat16_stochastic: rounded at random; bfloat16: rounded to nearest, which stalls",
     )
-    moments: Literal["float32", "int8"] = Field(
+    moments: MomentStorage = Field(
         "float32", description="how Adam's moments of matrices and tables are kept; int8: in codes with a scale a block"
     )
     z_loss: NonNegative = Field(0.0, description="weight of log(Z)^2, which keeps logits from drifting")

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from jhpt.core.cluster import parse, read_tree, write_json
 from jhpt.core.config import Count, NonNegative, Positive, Section
+from jhpt.core.state import FLOAT32, State
 
 Whole = Annotated[int, Field(ge=0)]
 
@@ -109,8 +110,10 @@ class ModelProfile(Section):
     dtype: str = "bfloat16"
     bytes_per_weight: Positive = Field(2.0, description="of a gradient and of a gathered weight on the wire")
     state_bytes: Positive = Field(
-        16.0, description="per parameter: weight and gradient (2 + 2 bytes), fp32 master, two moments (12)"
+        16.0,
+        description="per parameter: weight and gradient (2 + 2 bytes), and what is kept (12) where that is another",
     )
+    state: State = Field(State(), description="how weights and moments are kept from step to step")
     update_seconds: NonNegative = Field(0.0, description="optimizer, per parameter on one device")
     kinds: dict[str, LayerKind]
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -127,6 +130,13 @@ class ModelProfile(Section):
                 f"2 x bytes_per_weight={self.bytes_per_weight}"
             )
         return self
+
+    @property
+    def used_as_kept(self) -> bool:
+        """Whether weights are kept in the dtype that models compute in, so that there is no copy of them."""
+        if self.state.weights == "float32":
+            return self.bytes_per_weight == FLOAT32
+        return self.dtype == "bfloat16"
 
     @property
     def num_layers(self) -> int:

@@ -79,6 +79,32 @@ def _block_parameters(model: ModelConfig, norm: int, bias: bool) -> int:
     return attention + mlp + 2 * norm
 
 
+def matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """(numbers, numbers in a row) of all matrices and tables in memory, those of all blocks together; a row is the last
+    dim, as the models lay them out."""
+    d, width, layers = model.d_model, model.ffn_width, model.num_layers
+    table = model.padded_vocab * d
+    qkv, up = d * (d + 2 * model.kv_heads * model.head_dim), d * _gates(model) * width
+    blocks = ((layers * qkv, model.head_dim), (layers * d * d, d), (layers * up, width), (layers * width * d, d))
+    match model:
+        case GPTConfig():
+            positions = model.max_length * d if model.positions == "learned" else 0
+            ends = [(table + positions + (0 if model.tied else table), d)]
+        case BERTConfig():
+            ends = [(table + (model.max_length + model.type_vocab_size) * d, d), (2 * d * d, d)]
+    return (*ends, *blocks)
+
+
+def in_float32(model: ModelConfig) -> int:
+    """Parameters that models use in float32, whatever they compute in: norms, and the bias of BERT's head."""
+    d, layers = model.d_model, model.num_layers
+    match model:
+        case GPTConfig():
+            return (2 * layers + 1) * (d if model.norm == "rmsnorm" else 2 * d)
+        case BERTConfig():
+            return (2 * layers + 2) * 2 * d + model.padded_vocab
+
+
 def _gates(model: ModelConfig) -> int:
     """Input matrices of the MLP: two for swiglu."""
     return 2 if isinstance(model, GPTConfig) and model.activation == "swiglu" else 1

@@ -24,8 +24,6 @@ from jhpt.core.config import NAMED_TENSORS, BERTConfig, Config, GPTConfig, Model
 from jhpt.core.profile import LayerKind, ModelProfile, NamedTensor
 from jhpt.core.roofline import (
     ELEMENT_BYTES,
-    STATE_BYTES,
-    UPDATE_BYTES,
     Operation,
     Work,
     check_dtype,
@@ -35,6 +33,7 @@ from jhpt.core.roofline import (
     transposed,
 )
 from jhpt.core.shapes import ParameterCount, parameter_count
+from jhpt.core.state import State, most_cuts, state_of
 from jhpt.planner.recompute.names import size_of
 
 MAX_DEGREE = 64
@@ -95,11 +94,12 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
     count = parameter_count(model)
     table = model.padded_vocab * model.d_model
     tied = table if isinstance(model, BERTConfig) or model.tied else 0
-    max_tensor = math.gcd(model.num_heads, model.kv_heads, model.ffn_width, model.padded_vocab)
+    state = state_of(model, config.optimizer)
+    # A tensor axis cuts the MLP's rows, and between blocks of codes.
+    cuts = most_cuts(model.ffn_width) if state.moments == "int8" else model.ffn_width
+    max_tensor = math.gcd(model.num_heads, model.kv_heads, cuts, model.padded_vocab)
     own = _parameters(model, count)
-    # The norm of the gradient takes one more reading of it.
-    clip = shape.element if config.optimizer.clip_norm is not None else 0
-    return ModelProfile(
+    profile = ModelProfile(
         name=config.name,
         device=device.name,
         source=f"analytic: roofline of {device.name}, {dtype}",
@@ -107,8 +107,7 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
         causal=isinstance(model, GPTConfig),
         dtype=dtype,
         bytes_per_weight=shape.element,
-        state_bytes=STATE_BYTES["adam"],
-        update_seconds=(UPDATE_BYTES["adam"] + clip) / device.memory_bandwidth,
+        state=state,
         kinds={
             "embedding": _embedding(model, shape, own["embedding"], max_tensor, device, dtype),
             "block": _block(shape, own["block"], max_tensor, device, dtype),
@@ -116,6 +115,21 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
         },
         layers=("embedding", *("block",) * model.num_layers, "head"),
     )
+    # The norm of the gradient takes one more reading of it.
+    clip = shape.element if config.optimizer.clip_norm is not None else 0
+    copy = 0 if profile.used_as_kept else shape.element
+    return profile.model_copy(
+        update={
+            "state_bytes": shape.element + copy + state.bytes,
+            "update_seconds": (update_bytes(state, shape.element, copy) + clip) / device.memory_bandwidth,
+        }
+    )
+
+
+def update_bytes(state: State, element: int, copy: int) -> float:
+    """Traffic of an update per parameter: reads the gradient, reads and writes what is kept, writes a weight to compute
+    with where that is not it.  That moments are decoded and coded on the way is left out."""
+    return element + copy + 2 * state.bytes
 
 
 def shape_of(config: Config, device: Device, dtype: str) -> Shape:

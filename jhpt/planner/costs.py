@@ -338,7 +338,8 @@ class CostModel:
     def _held(self, treatment: Treatment, zero: int, data: int) -> Held:
         """Bytes of a parameter."""
         wire, state = self.profile.bytes_per_weight, self.profile.state_bytes
-        own = held(treatment, zero, data, wire, state, overlap=self.cluster.overlap)
+        as_kept, overlap = self.profile.used_as_kept, self.cluster.overlap
+        own = held(treatment, zero, data, wire, state, as_kept=as_kept, overlap=overlap)
         return replace(own, optimizer=own.optimizer + residual_bytes(self.gradient_compression))
 
     def _update_seconds(self, zero: int, data: int, place: Place) -> float:

@@ -2,7 +2,7 @@
 
 A plan becomes five arrays (`StageTimes`), and the longest path through the micro-batch loop is its step time.  Memory
 of a device: state (weights, gradients, optimizer), activations of all micro-batches in flight, the working set of one
-layer, buffers of the transfers between stages.
+layer, buffers of the transfers between stages; where moments are coded, what an update decodes beyond these.
 
 A plan of space="spmd" is one program: its layers cost what `program` makes of them, in a pipeline every stage has a
 `Slot` for the ends of the model and as large a ring of activations as the first one.  Stages of their own (`general`)
@@ -261,13 +261,17 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     degree = stage.chunks[0].tensor[0]
     local = -(-treatment.micro_batch // (stage.devices // degree)) / (degree if plan.sequence else 1)
     tied, slot = _tied(stage, place, treatment, model)[1], slot_of(plan, position, model)
+    kept = sum(part.optimizer.sum() for part in parts) + slot.optimizer + tied
     byte = {
         "weights and gradients": sum(part.weights.sum() for part in parts) + slot.weights,
-        "optimizer": sum(part.optimizer.sum() for part in parts) + slot.optimizer + tied,
+        **kept_bytes(kept, model),
         "activations": ring * (max(part.activations.sum() for part in parts) + slot.output),
         "working set": max(part.working.max() for part in parts),
         "transfers": max(buffer_bytes(model, c.first, c.stop, local) for c in stage.chunks) if many else 0.0,
     }
+    if model.profile.state.decoded_bytes:
+        over = byte["activations"] + byte["working set"] + _used_bytes(kept, plan.zero, stage.devices // degree, model)
+        byte["update"] = max(0.0, kept * model.profile.state.decoded_bytes / model.profile.state.bytes - over)
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
     tensor = sum((part.forward_tensor + part.backward_tensor).sum() for part in parts)
     reshard = sum(c.reshard for c in costs)
@@ -290,6 +294,21 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
         capacity=place.memory,
         in_flight=ring,
     )
+
+
+def kept_bytes(size: float, model: CostModel) -> dict[str, float]:
+    """What is kept from step to step, by cause; in one where it is float32 or there is feedback of gradients in it."""
+    state = model.profile.state
+    if not state.in_few_bits or model.gradient_compression.on:
+        return {"optimizer": size}
+    return {cause: size * own / state.bytes for cause, own in state.causes.items()}
+
+
+def _used_bytes(kept: float, zero: int, data: int, model: CostModel) -> float:
+    """Copies to compute with, which are gone when an update decodes moments; kept: from step to step."""
+    copied = zero == 1 or (zero == 0 and not model.profile.used_as_kept)
+    shares = data if zero == 1 else 1
+    return copied * shares * kept / model.profile.state.bytes * model.profile.bytes_per_weight
 
 
 def check(plan: Plan, model: CostModel) -> None:

@@ -25,6 +25,7 @@ from jhpt.core.config import PLAIN_GRADIENTS, Compression, GradientCompression
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Stage, What, runs_of
 from jhpt.core.profile import ModelProfile
+from jhpt.core.state import State
 from jhpt.planner.baselines import Baseline
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, StageEstimate, price, slot_of, stage_layers
@@ -232,6 +233,14 @@ def offload_lines(answer: Answer) -> tuple[str, ...]:
     )
 
 
+def state_lines(profile: ModelProfile) -> tuple[str, ...]:
+    """What is kept of a parameter from step to step, where that is not float32."""
+    if not profile.state.in_few_bits:
+        return ()
+    total, parts = profile.state.bytes, (f"{cause} {size:.2f}" for cause, size in profile.state.causes.items())
+    return (f"state: {total:.2f} bytes of a parameter instead of {State().bytes:.0f}: {', '.join(parts)}",)
+
+
 def gradients_text(how: GradientCompression) -> str:
     """`gradients in 8 bits`, `gradients top 0.1`; empty: they are summed as they are."""
     if how.kind == "topk":
@@ -436,6 +445,7 @@ def to_json(answer: Answer, baselines: Sequence[Baseline] = ()) -> dict[str, Any
             "sample": profile.sample,
             "dtype": profile.dtype,
             "profile": {"source": profile.source, "device": profile.device},
+            **({"state": profile.state.model_dump(mode="json")} if profile.state.in_few_bits else {}),
         },
         "cluster": model.cluster.model_dump(mode="json", exclude_none=True),
         "plan": plan.model_dump(mode="json", exclude_none=True),

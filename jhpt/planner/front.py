@@ -181,12 +181,25 @@ def resolve_profile(
                 f"the profile {given.name} has {given.num_layers} layers, {config.name} has "
                 f"{config.model.num_layers + 2} with embedding and head; leave out the configuration and give --batch"
             )
+        if config is not None:
+            _check_state(given, config)
         return given
     if network is not None:
         return network_profile(network, device, dtype_of("auto", device))
     assert config is not None
     known = local_profile(config, device.name) if measured else None
     return known or analytic_profile(config, device, dtype_of(config.model.dtype, device))
+
+
+def _check_state(profile: ModelProfile, config: Config) -> None:
+    """Refuses a profile whose parameters or moments are kept otherwise than the configuration says."""
+    state, optimizer = profile.state, config.optimizer
+    if (state.weights, state.moments) != (optimizer.weights, optimizer.moments):
+        raise InputError(
+            f"the profile {profile.name} keeps weights in {state.weights} and moments in {state.moments}, "
+            f"{config.name} in {optimizer.weights} and {optimizer.moments}; set optimizer.weights={state.weights} and "
+            f"optimizer.moments={state.moments}, or make a profile with those of {config.name}"
+        )
 
 
 def dtype_of(wanted: str, device: Device) -> str:

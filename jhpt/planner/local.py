@@ -41,12 +41,12 @@ def local_profile(config: Config, device: str) -> ModelProfile | None:
 
 
 def is_of(profile: ModelProfile, config: Config) -> bool:
-    """Whether the profile's layers are those of the configured model."""
+    """Whether the profile's layers and state are those of the configured model."""
     if config.model.dtype not in ("auto", profile.dtype):
         return False
     nominal = Device(name=profile.device, peak_flops={profile.dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
     own = analytic_profile(config, nominal, profile.dtype)
-    return own.layers == profile.layers and _untimed(own) == _untimed(profile)
+    return (own.layers, own.state) == (profile.layers, profile.state) and _untimed(own) == _untimed(profile)
 
 
 def _untimed(profile: ModelProfile) -> dict[str, LayerKind]:

@@ -6,11 +6,12 @@ The first and the last layer, the ends, lie outside the loop over layers:
     - under ZeRO-3 they are held as under ZeRO-1: gathered once a step, whole while it lasts, their gradients scattered
       once.
 
-Bytes of a parameter on one of d data ranks, w of them in the compute dtype:
+Bytes of a parameter on one of d data ranks, w of them in the compute dtype; o of weight, what its rounding left, and
+moments, as they are kept (`core.state`):
 
     ZeRO                        0                   1                               3
-    state of the optimizer      o                   o / d                           o / d       with its float32 weight
-    weight to compute with      w, in float32 none  w                               none        (working set)
+    state of the optimizer      o                   o / d                           o / d
+    weight to compute with      w, kept so: none    w                               none        (working set)
     gradient in float32         4                   4 / d, where it is given away layer by layer
                                                     4, with several micro-batches   4 / d
                                                     w, else
@@ -40,7 +41,7 @@ from jhpt.planner.tables import LayerCosts, Treatment
 ENDS = [0, -1]
 
 FLOAT32 = 4.0
-"""Bytes in which weights are stored and gradients summed up."""
+"""Bytes in which gradients are summed up, and weights stored where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,21 @@ class Held:
     working: float
 
 
-def held(treatment: Treatment, zero: int, data: int, wire: float, state: float, *, overlap: bool) -> Held:
-    """By the head of this file; state: of weight, gradient and optimizer as a program of its stage's own holds them."""
+def held(
+    treatment: Treatment, zero: int, data: int, wire: float, state: float, *, as_kept: bool, overlap: bool
+) -> Held:
+    """By the head of this file.
+
+    Args:
+      state: of weight, gradient and optimizer as a program of its stage's own holds them.
+      as_kept: weights are used in the dtype that they are kept in.
+    """
     optimizer = state - 2 * wire
     if treatment.program == "own":
         weights = 2 * wire / (data if zero == 3 else 1)
         return Held(weights, optimizer / (data if zero else 1), 2 * wire if zero == 3 else 0.0)
-    stored = optimizer + (wire if wire == FLOAT32 else 0.0)
-    used = {0: 0.0 if wire == FLOAT32 else wire, 1: wire, 3: 0.0}[zero]
+    stored = optimizer + (wire if as_kept else 0.0)
+    used = {0: 0.0 if as_kept else wire, 1: wire, 3: 0.0}[zero]
     late = treatment.late and overlap and data > 1
     if zero == 1:
         gradient = FLOAT32 if treatment.several else FLOAT32 / data if late else wire

@@ -23,6 +23,7 @@ from jhpt.planner.explain import (
     spans,
     spans_text,
     stage_causes,
+    state_lines,
     throughput,
     timeline,
     verdict,
@@ -62,7 +63,7 @@ def print_answer(console: Console, answer: Answer, baselines: Sequence[Baseline]
 
 
 def summary(answer: Answer) -> list[str]:
-    """The plan in four lines, and what is done about tensor communication where there is any."""
+    """The plan in four lines, and what is done about tensor communication and state where there is anything."""
     plan, profile, cluster = answer.plan, answer.model.profile, answer.model.cluster
     rate, unit = throughput(answer)
     count = f"{plan.batch} sample{'s' if plan.batch > 1 else ''}"
@@ -73,6 +74,7 @@ def summary(answer: Answer) -> list[str]:
         f"plan: {shape_text(plan)}",
         f"step: {duration(answer.estimate.seconds)}, {rate:,.0f} {unit}; {verdict(answer)}{bound}",
         *(f"{saving.name}: {saving.why}" for saving in savings(answer)),
+        *state_lines(profile),
         *offload_lines(answer),
         f"devices: {plan.devices} of {cluster.num_devices} work"
         + (f"; idle: {spans_text(spans(idle))}" if idle else ""),

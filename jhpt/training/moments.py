@@ -14,9 +14,9 @@ as zero.  A v > 0 never gets code 0, lest an update be divided by nothing: what 
 scale / L^2.
 
 Codes have the parameter's shape, scales too but for the last dim, which counts blocks: partitions by path and shape
-apply to both.  A block is the largest divisor of the last dim up to `BLOCK`, whatever the plan, so a checkpoint
+apply to both.  A block is the largest divisor of the last dim up to 64, whatever the plan, so a checkpoint
 restores under any.  Matrices and tables alone are coded; biases and scales of norms, a thousandth of all numbers, keep
-float32 moments, and so do matrices whose last dim has no divisor from `LEAST` to `BLOCK`.
+float32 moments, and so do matrices whose last dim has no divisor that is a block's (`core.state`).
 """
 
 import math
@@ -31,16 +31,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jhpt.core.errors import InputError
+from jhpt.core.state import block_size
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.rules import MATRICES, path_name
 from jhpt.sharding.storage import names_of
-
-BLOCK = 64
-"""Numbers that share a scale, at most: scales cost 1/16 byte a number.  Dettmers et al. have 2048; here the last dim of
-a matrix should hold several blocks, for a tensor axis cuts between them."""
-
-LEAST = 8
-"""With fewer numbers in a block, scales would cost more than half of what codes do."""
 
 SIGNED, UNSIGNED = 127, 255
 """The largest codes, L."""
@@ -60,9 +54,7 @@ class Coded:
 
 def block_of(path: str, shape: tuple[int, ...]) -> int | None:
     """Numbers in a block of this parameter; None: its moments stay float32."""
-    if not MATRICES.search(path) or not shape:
-        return None
-    return next((n for n in range(min(BLOCK, shape[-1]), LEAST - 1, -1) if shape[-1] % n == 0), None)
+    return block_size(shape[-1]) if MATRICES.search(path) and shape else None
 
 
 def encode(x: jax.Array, block: int, levels: int) -> tuple[jax.Array, jax.Array]:

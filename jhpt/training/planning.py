@@ -89,12 +89,9 @@ def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[s
 
 
 def within_memory(plan: Plan, config: Config, device: DeviceInfo, say: Callable[[str], None]) -> Plan:
-    """A plan by hand; where the device is known, and too small for it, with what `memory` leaves open decided.
-
-    State in few bits is left as it is: the planner counts float32.
-    """
+    """A plan by hand; where the device is known, and too small for it, with what `memory` leaves open decided."""
     kind, limit = kind_by_driver(device.kind), budgeted_device(device, config.memory).memory
-    is_open = "auto" in (config.memory.offload, config.memory.recompute) and not config.optimizer.in_few_bits
+    is_open = "auto" in (config.memory.offload, config.memory.recompute)
     if kind is None or limit is None or not is_open:
         return plan
     found = Plan.model_validate_json(text_from_main(_fitted(plan, config, kind, limit).model_dump_json()))

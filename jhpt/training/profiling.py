@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jhpt.core.cluster import Cluster, Device, load_cluster
-from jhpt.core.config import BERTConfig, Config, GPTConfig, ParallelConfig
+from jhpt.core.config import BERTConfig, Config, GPTConfig, OptimizerConfig, ParallelConfig
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
 from jhpt.core.plan import plan_by_hand
@@ -44,8 +44,9 @@ from jhpt.training.data.windows import check_masked
 from jhpt.training.optimizer import learning_rate, make_optimizer
 from jhpt.training.parts import Rows, Sums
 from jhpt.training.runtime import configure_runtime
-from jhpt.training.setup import compute_dtype, execution
+from jhpt.training.setup import compute_dtype, execution, kept_weights
 from jhpt.training.step import Gradients, TrainState, TrainStep, init_state, make_train_step
+from jhpt.training.weights import Weights
 
 FORMAT = 2
 """Raised when the same model and machine would be measured otherwise."""
@@ -162,7 +163,8 @@ class _Builder:
         if tensor != self.tensor:
             self.tensor, self.running = tensor, {}
         if depth not in self.running:
-            self.running[depth] = _Running(self._model(depth, tensor), self.optimizer)
+            model = self._model(depth, tensor)
+            self.running[depth] = _Running(model, self.optimizer, kept_weights(self.config.optimizer.weights, model))
         return self._shallow(self.running[depth], batch)
 
     def _model(self, depth: int, tensor: int) -> Model:
@@ -186,13 +188,13 @@ class _Builder:
         ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length), np.int32)
         windows, key = jnp.asarray(ids), jax.random.key(0)
 
-        train = self._step(lambda params, windows, key: program.gradients(params, Rows(windows), key))
+        train = self._step(lambda params, windows, key: program.gradients(params, Rows(windows), key), running.weights)
         step = jax.jit(train, donate_argnums=0).lower(running.state, windows).compile()
         if not _fits(step, self.device):
             return None
         forward = jax.jit(lambda params, windows: program.sums(params, Rows(windows), key))
         embedding, embedding_both = _embedding_programs(model, windows[:, : config.data.sequence_length])
-        update = jax.jit(self._step(_given_gradients), donate_argnums=0)
+        update = jax.jit(self._step(_given_gradients, running.weights), donate_argnums=0)
         return Shallow(
             parameters=running.parameters,
             forward=lambda: forward(running.state.params, windows),
@@ -202,7 +204,7 @@ class _Builder:
             update=lambda: running.step(update, running.gradients),
         )
 
-    def _step(self, gradients: Gradients) -> TrainStep:
+    def _step(self, gradients: Gradients, weights: Weights) -> TrainStep:
         config = self.config
         rate = partial(learning_rate, config.optimizer, config.train.steps)
         return make_train_step(
@@ -212,15 +214,17 @@ class _Builder:
             seed=config.seed,
             max_bad_steps=config.train.max_bad_steps,
             clip=Clipping(limit=config.optimizer.clip_norm),
+            weights=weights,
         )
 
 
 class _Running:
     """A model in training: every step is given the state and replaces it."""
 
-    def __init__(self, model: Model, optimizer: optax.GradientTransformation) -> None:
-        self.model = model
-        self.state: TrainState = jax.jit(lambda key: init_state(model.init(key), optimizer))(jax.random.key(0))
+    def __init__(self, model: Model, optimizer: optax.GradientTransformation, weights: Weights) -> None:
+        self.model, self.weights = model, weights
+        fresh = jax.jit(lambda key: init_state(model.init(key), optimizer, weights=weights))
+        self.state: TrainState = fresh(jax.random.key(0))
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
         self._gradients: jax.Array | None = None
 
@@ -274,7 +278,7 @@ def cached_profile(config: Config, grid: Grid, again: bool = False) -> tuple[Mod
         "model": config.model.model_dump(mode="json"),
         "sequence_length": config.data.sequence_length,
         "mask_fraction": config.data.mask_fraction,
-        "optimizer": [config.optimizer.clip_norm is None, bool(config.optimizer.z_loss)],
+        "optimizer": [config.optimizer.clip_norm is None, bool(config.optimizer.z_loss), *_few_bits(config.optimizer)],
         "dtype": compute_dtype(config, device).name,
         "grid": [grid.batches, grid.tensors, grid.rounds],
     }
@@ -284,6 +288,10 @@ def cached_profile(config: Config, grid: Grid, again: bool = False) -> tuple[Mod
     profile = assemble(config, grid, measure_layers(config, grid))
     _store(profile, path)
     return profile, path, False
+
+
+def _few_bits(optimizer: OptimizerConfig) -> list[str]:
+    return [optimizer.weights, optimizer.moments] if optimizer.in_few_bits else []
 
 
 def cached_cluster(rounds: int, again: bool = False) -> tuple[Cluster, Path, bool]:

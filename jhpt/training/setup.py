@@ -6,13 +6,14 @@ Nothing is written here except token caches, so a configuration that cannot work
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jhpt.core.config import NAMED_TENSORS, BERTConfig, Config, GPTConfig, MemoryConfig
+from jhpt.core.config import NAMED_TENSORS, BERTConfig, Config, GPTConfig, MemoryConfig, WeightStorage
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, plan_by_hand
 from jhpt.kernels.implementation import Implementation, KernelChoice, choose_kernels
@@ -148,17 +149,16 @@ def design_step(
         training=run(train=True),
         evaluation=run(train=False),
         optimizer=make_optimizer(config.optimizer),
-        weights=design_weights(config, model, layout),
+        weights=kept_weights(config.optimizer.weights, model, layout.stored),
     )
 
 
-def design_weights(config: Config, model: Model, layout: Layout) -> Weights:
-    """How the configured model's parameters are kept, and what their roundings draw."""
-    storage = config.optimizer.weights
+def kept_weights(storage: WeightStorage, model: Model, stored: Callable[[Any], Any] = lambda tree: tree) -> Weights:
+    """How a model's parameters are kept, and what their roundings draw.  stored: the model's own tree -> laid out."""
     if storage != "bfloat16_stochastic":
         return Weights(storage=storage)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    return Weights(storage=storage, keys=rounding_keys(shapes, layout.stored))
+    return Weights(storage=storage, keys=rounding_keys(shapes, stored))
 
 
 def execution(

@@ -13,7 +13,7 @@ from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_grid
 from jhpt.sharding.rules import path_name
 from jhpt.training.data.batches import shuffled
-from jhpt.training.setup import design_weights, execution
+from jhpt.training.setup import execution, kept_weights
 
 
 def piped(
@@ -63,7 +63,7 @@ def laid_out(setup, plan: Plan, **changes):
         layout=layout,
         training=replace(training, **changes),
         evaluation=replace(evaluation, **changes),
-        weights=design_weights(setup.config, setup.model, layout),
+        weights=kept_weights(setup.config.optimizer.weights, setup.model, layout.stored),
     )
 
 

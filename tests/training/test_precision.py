@@ -18,12 +18,12 @@ import jhpt
 from jhpt.core.config import Config, GPTConfig, MemoryConfig, OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
+from jhpt.core.state import LEAST
 from jhpt.sharding.rules import IN_FLOAT32, MATRICES
 from jhpt.training.checkpoint import check_resumable, make_record
 from jhpt.training.clipping import Clipping
 from jhpt.training.hosted import HostedTraining
 from jhpt.training.moments import (
-    LEAST,
     SIGNED,
     UNSIGNED,
     block_of,

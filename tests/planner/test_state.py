@@ -1,0 +1,64 @@
+"""Plans of state in few bits: what they say of it, and the profiles that they take."""
+
+import pytest
+
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
+from jhpt.core.profile import load_profile
+from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.explain import to_json
+from jhpt.planner.front import prepare
+from jhpt.planner.local import is_of
+from jhpt.planner.report import make_console, memory_table, summary
+
+FEW = {"optimizer.weights": "bfloat16_kahan", "optimizer.moments": "int8"}
+
+
+def test_bytes_are_named_by_what_they_are():
+    plain, few = (prepare("gpt2-124m", cluster="h100x8x1", overrides=how).solve() for how in ({}, FEW))
+    ours = {"weights in bfloat16", "remainders", "moments in int8"}
+    for answer, causes in ((plain, {"optimizer"}), (few, ours)):
+        (stage,) = answer.estimate.stages
+        assert causes == set(stage.bytes) - {
+            "weights and gradients",
+            "activations",
+            "working set",
+            "transfers",
+            "update",
+        }
+        columns = {column.header for column in memory_table(answer).columns}
+        assert causes <= columns
+        assert not stage.bytes.get("update"), "activations are more than what an update decodes"
+        console = make_console()
+        with console.capture():
+            console.print(memory_table(answer))
+    assert few.estimate.stages[0].total_bytes < plain.estimate.stages[0].total_bytes
+    assert any(line.startswith("state: 6.1") for line in summary(few))
+    assert not any(line.startswith("state") for line in summary(plain))
+    assert to_json(few)["model"]["state"]["moments"] == "int8" and "state" not in to_json(plain)["model"]
+
+
+def test_it_decides_what_fits():
+    """GPT of 6.7 B on one H100 with nothing on its host: 80 GB do not hold 18 bytes of each parameter, but 8."""
+    few = FEW | {"optimizer.weights": "bfloat16_stochastic"}
+    forbidden = {"data.batch_size": 2, "memory.offload": "off"}
+    with pytest.raises(InputError, match="fits no plan"):
+        prepare("gpt-6.7b", cluster="h100x1x1", overrides=forbidden).solve()
+    answer = prepare("gpt-6.7b", cluster="h100x1x1", overrides=forbidden | few).solve()
+    assert answer.estimate.fits and answer.plan.offload is None
+
+
+def test_a_profile_is_of_its_state(tmp_path):
+    device = find_cluster("h100x8x1").nodes[0].device
+    plain, few = (load_config("gpt2-124m", how) for how in ({}, FEW))
+    files = tmp_path / "plain.json", tmp_path / "few.json"
+    for config, file in zip((plain, few), files, strict=True):
+        analytic_profile(config, device).save(file)
+    assert load_profile(files[1]).state == analytic_profile(few, device).state
+    assert [is_of(load_profile(file), few) for file in files] == [False, True]
+    with pytest.raises(InputError, match=r"optimizer\.weights=float32 and optimizer\.moments=float32"):
+        prepare(few, cluster="h100x8x1", profile=files[0])
+    assert (
+        prepare(few, cluster="h100x8x1", profile=files[1]).solve().plan == prepare(few, cluster="h100x8x1").solve().plan
+    )
