@@ -41,7 +41,8 @@ def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
         late = len(plan.stages) > 1 and plan.schedule != "gpipe"
         piped, tensor = len(plan.stages) > 1, plan.degrees[-1]
         kinds = piped + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
-        exact = plan.offload is not None, plan.compression.on
+        on_host = plan.offload is not None or (plan.kept is not None and bool(plan.kept.host))
+        exact = on_host, plan.compression.on
         order = *exact, piped, kinds, len(plan.degrees), plan.chunks, plan.recompute, plan.zero, tensor
         return *order, late, _seconds(plan)
 

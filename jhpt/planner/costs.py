@@ -28,8 +28,9 @@ once a step is counted with the update.
 
 With recomputation a layer keeps only its input, and what `Kept` names; the backward pass repeats the forward pass and
 its tensor communication, as far as it reads the result (`recompute.names`; all, of layers without named tensors).  What
-is kept on the host is copied there beside the forward pass and back beside the backward pass; what takes longer than
-that is added to them.  Left out: that communication slows the computation beside it.
+is kept on the host is copied there beside the forward pass and back beside the backward pass, each tensor for itself;
+what takes longer than that, and where nothing overlaps all of it, is added to them.  Left out: that communication slows
+the computation beside it.
 
 With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) what lies between products is cut
 over the tensor ranks: of replicated activations, of a layer's input and of what goes to the next stage a device has
@@ -65,6 +66,7 @@ from jhpt.planner.compression import (
     stream_of,
     sum_seconds,
 )
+from jhpt.planner.offload.stream import copy_seconds
 from jhpt.planner.overlap import Operation, chunk_sizes, filling, partition, period
 from jhpt.planner.placement import Place, Places, hop_seconds
 from jhpt.planner.program import Held, Slot, held, in_pipeline, with_ends
@@ -253,9 +255,9 @@ class CostModel:
             again, sums = self.repeated(kept)
             backward, backward_tensor = backward + again * forward, backward_tensor + sums * forward_tensor
             if kept.host:
-                copied = self._sizes(kept.host, tensor, cut) * local / self.cluster.nodes[0].host.bandwidth
-                forward = forward + np.maximum(0.0, copied - forward)
-                backward = backward + np.maximum(0.0, copied - plain)
+                copied = self.copy_seconds(kept.host, tensor, cut, local)
+                forward = forward + (np.maximum(0.0, copied - forward) if self.cluster.overlap else copied)
+                backward = backward + (np.maximum(0.0, copied - plain) if self.cluster.overlap else copied)
         if zero == 3 and self.cluster.overlap:
             beside, after = (scattered, scattered) if piped else (2 * scattered, nothing)
             forward, forward_filling = _beside(forward, forward_filling, scattered - forward_tensor)
@@ -299,6 +301,14 @@ class CostModel:
     def _sizes(self, names: Iterable[str], tensor: int, cut: int) -> Array:
         """[kinds] bytes of a sample's tensors of these names on a device."""
         return np.array([size_of(kind.tensors, names).on(tensor, cut) for kind in self.kinds])
+
+    def copy_seconds(self, names: Iterable[str], tensor: int, cut: int, local: int) -> Array:
+        """[kinds] to move tensors of these names, each for itself, to the host or back."""
+        link = self.cluster.nodes[0].host
+        return sum(
+            (copy_seconds(link, self._sizes([name], tensor, cut) * local) for name in names),
+            start=np.zeros(len(self.kinds)),
+        )
 
     def repeated(self, kept: Kept) -> tuple[Array, Array]:
         """[kinds] shares of computation and sums of the forward pass that the backward pass repeats."""

@@ -14,6 +14,7 @@ compiler's temporaries inside a layer and fragmentation.
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from jhpt.planner.offload.hosted import hosted_step
 from jhpt.planner.offload.memory import device_bytes, host_bytes
 from jhpt.planner.placement import Place
 from jhpt.planner.program import Slot
+from jhpt.planner.recompute.host import fullest_host, waiting, waiting_bytes
 from jhpt.planner.schedule import Array, in_flight, step_seconds
 from jhpt.planner.tables import LayerCosts, Treatment, picked, treatment_of
 
@@ -293,7 +295,21 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
         bytes={cause: float(value) for cause, value in byte.items()},
         capacity=place.memory,
         in_flight=ring,
+        **_activations_on_host(plan, position, model),
     )
+
+
+def _activations_on_host(plan: Plan, position: int, model: CostModel) -> dict[str, Any]:
+    """Of the fullest host of the stage, what all stages keep there; nothing where they keep nothing."""
+    kept = waiting(plan)
+    if not kept.host:
+        return {}
+    stage, each = plan.stages[position], model.places.per_node
+    first, stop = stage.device // each * each, -(-(stage.device + stage.devices) // each) * each
+    return {
+        "host_bytes": {"activations": fullest_host(waiting_bytes(plan, model.profile, kept)[first:stop], each)},
+        "host_capacity": min(node.host_memory for node in model.cluster.nodes),
+    }
 
 
 def kept_bytes(size: float, model: CostModel) -> dict[str, float]:

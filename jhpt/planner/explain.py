@@ -3,8 +3,8 @@
 Seconds.  What a device of a stage does and how long it waits add up to the step.  A plan as a whole is described by the
 mean over its working devices, so the differences between two plans' causes add up to the difference of their steps;
 uneven stages and the pipeline's ramps both show as waiting.  Compute and update are split further than in `estimate`:
-the forward pass done again is recomputation; what no work hides of ZeRO-3's traffic, and of the weights that are
-gathered once a step, is weights gathered.
+the forward pass done again is recomputation; what no work hides of activations on their way to the host and back is
+copies, and of ZeRO-3's traffic, and of the weights that are gathered once a step, is weights gathered.
 
 Runners-up.  The answer's alternatives are the best plans of other shapes, as far as the search had to price them, and
 all fit; shapes whose bound was too high are not among them.  `changed` adds plans of the
@@ -23,7 +23,7 @@ from typing import Any, get_args
 from jhpt.core.axes import TENSOR
 from jhpt.core.config import PLAIN_GRADIENTS, Compression, GradientCompression
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Chunk, Plan, Stage, What, runs_of
+from jhpt.core.plan import Chunk, Kept, Plan, Stage, What, runs_of
 from jhpt.core.profile import ModelProfile
 from jhpt.core.state import State
 from jhpt.planner.baselines import Baseline
@@ -31,6 +31,7 @@ from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, StageEstimate, price, slot_of, stage_layers
 from jhpt.planner.offload.hosted import hosted_step, offloads
 from jhpt.planner.offload.played import hosted_timeline
+from jhpt.planner.recompute.host import waiting
 from jhpt.planner.request import COMPRESSIONS
 from jhpt.planner.simulation import Timeline, simulate
 from jhpt.planner.solve import Answer
@@ -233,6 +234,20 @@ def offload_lines(answer: Answer) -> tuple[str, ...]:
     )
 
 
+def kept_lines(answer: Answer) -> tuple[str, ...]:
+    """What blocks keep on the host, and why."""
+    plan, kept = answer.plan, waiting(answer.plan)
+    if not kept.host or plan.offload is not None:
+        return ()
+    stage = max(answer.estimate.stages, key=lambda stage: stage.total_host_bytes)
+    means = mean_causes(plan, answer.estimate, answer.model)
+    room = f"{gib(stage.total_host_bytes)} of {gib(stage.host_capacity)} on each host"
+    return (
+        f"on the host: {' and '.join(kept.host)} of every block, {room}; {duration(means['copies'])} of a step wait "
+        f"for copies, {duration(means['recomputation'])} compute again",
+    )
+
+
 def state_lines(profile: ModelProfile) -> tuple[str, ...]:
     """What is kept of a parameter from step to step, where that is not float32."""
     if not profile.state.in_few_bits:
@@ -273,7 +288,9 @@ def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel
     once = _gathered(plan, position, model)
     seconds["update"] -= once
     gathered = seconds["compute"] - unsharded + once
-    split = {"compute": bare, "recomputation": unsharded - bare, "weights gathered": gathered}
+    copies = _copied(plan, position, model)
+    split = {"compute": bare, "recomputation": unsharded - bare - copies, "weights gathered": gathered}
+    split |= {"copies": copies} if waiting(plan).host else {}
     return split | {cause: value for cause, value in seconds.items() if cause != "compute"}
 
 
@@ -281,6 +298,16 @@ def _passes(plan: Plan, position: int, treatment: Treatment, model: CostModel) -
     """Seconds of a micro-batch in both passes, without tensor communication."""
     parts = stage_layers(plan, position, treatment, model)
     return sum(float((part.forward + part.backward).sum()) for part in parts)
+
+
+def _copied(plan: Plan, position: int, model: CostModel) -> float:
+    """Seconds that wait for what blocks keep on the host: beyond those of a plan that keeps it on the devices."""
+    kept = waiting(plan)
+    if not kept.host:
+        return 0.0
+    treatment = replace(treatment_of(plan), zero=0)
+    there = replace(treatment, kept=Kept(device=(*kept.device, *kept.host)))
+    return plan.micro_batches * (_passes(plan, position, treatment, model) - _passes(plan, position, there, model))
 
 
 def _gathered(plan: Plan, position: int, model: CostModel) -> float:
@@ -491,7 +518,7 @@ def _stage_json(answer: Answer, position: int) -> dict[str, Any]:
         "total_bytes": estimate.total_bytes,
         "capacity": estimate.capacity,
         "in_flight": estimate.in_flight,
-        **({"on_host": _host_json(answer, estimate)} if answer.plan.offload else {}),
+        **({"on_host": _host_json(answer, estimate)} if estimate.host_bytes else {}),
     }
 
 
@@ -501,7 +528,7 @@ def _host_json(answer: Answer, estimate: StageEstimate) -> dict[str, Any]:
         "bytes": dict(estimate.host_bytes),
         "total_bytes": estimate.total_host_bytes,
         "capacity": estimate.host_capacity,
-        "why": list(offload_lines(answer)),
+        "why": [*offload_lines(answer), *kept_lines(answer)],
     }
 
 

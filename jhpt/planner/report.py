@@ -13,6 +13,7 @@ from jhpt.planner.explain import (
     devices_text,
     duration,
     idle_devices,
+    kept_lines,
     layer_runs,
     names_text,
     offload_lines,
@@ -55,7 +56,7 @@ def print_answer(console: Console, answer: Answer, baselines: Sequence[Baseline]
         console.print(line, markup=False)
     console.print(seconds_table(answer))
     console.print(memory_table(answer))
-    if answer.plan.offload:
+    if any(stage.host_bytes for stage in answer.estimate.stages):
         console.print(host_table(answer))
     console.print(rivals_table(answer, baselines))
     if text := _timeline(answer, min(console.width, WIDEST_TIMELINE)):
@@ -76,6 +77,7 @@ def summary(answer: Answer) -> list[str]:
         *(f"{saving.name}: {saving.why}" for saving in savings(answer)),
         *state_lines(profile),
         *offload_lines(answer),
+        *kept_lines(answer),
         f"devices: {plan.devices} of {cluster.num_devices} work"
         + (f"; idle: {spans_text(spans(idle))}" if idle else ""),
     ]
@@ -113,8 +115,8 @@ def memory_table(answer: Answer) -> Table:
 
 
 def host_table(answer: Answer) -> Table:
-    """What lies on every host."""
-    (stage,) = answer.estimate.stages
+    """What lies on the fullest host."""
+    stage = max(answer.estimate.stages, key=lambda stage: stage.total_host_bytes)
     table = _table(*stage.host_bytes, "total", "capacity", "full", title="GiB on a host", numbers=0)
     sizes = [*stage.host_bytes.values(), stage.total_host_bytes, stage.host_capacity]
     share = f"{100 * stage.total_host_bytes / stage.host_capacity:.0f} %"

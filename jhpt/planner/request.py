@@ -43,6 +43,8 @@ class Request:
     """Whether blocks there take their steps in the backward pass: how gradients are clipped says so."""
     kept: Kept | None = None
     """What plans that recompute keep; None: nothing, or where plans may do either, what is best."""
+    host: bool = False
+    """Whether blocks' inputs, and what is kept beside them, may wait on the host."""
 
 
 def request(batch: int, micro_batches: int | Iterable[int] | None = None, **options: Any) -> Request:
@@ -130,11 +132,16 @@ def offload_kinds(config: Config) -> tuple[What | None, ...]:
 
 
 def recomputations(config: Config) -> dict[str, Any]:
-    """What the section `memory` says of recomputation, as a request does."""
+    """What the section `memory` says of recomputation, as a request does.
+
+    What blocks keep may wait on the host where the section says how much of that there is, and what is kept is open or
+    named.
+    """
+    room = {"host": True} if config.memory.host_budget_bytes != "auto" else {}
     if config.memory.recompute == "auto":
-        return {}
+        return room
     how = recomputed(config.memory)
-    return {"recompute": (how["recompute"],), "kept": how["kept"]}
+    return {"recompute": (how["recompute"],), "kept": how["kept"], **(room if how["kept"] else {})}
 
 
 def shape_of(plan: Plan) -> tuple[object, ...]:

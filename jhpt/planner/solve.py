@@ -88,7 +88,7 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
     if space == "general" and not pipelines(asked):
         raise InputError("space=general has no interleaved schedule; use 1f1b or gpipe, or space=spmd")
     best = search(asked, model, space) if None in asked.offload else Incumbent()
-    if best.plan is not None and space == "spmd":
+    if space == "spmd" and (best.plan is not None or asked.host) and None in asked.offload:
         improve(asked, model, best)
     if space == "spmd":
         if None not in asked.offload:

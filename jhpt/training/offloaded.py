@@ -2,9 +2,19 @@
 
 from collections.abc import Callable
 
+import jax
+
+from jhpt.core.cluster import Device
+from jhpt.core.config import Config
+from jhpt.core.errors import InputError
 from jhpt.core.plan import Kept, Plan
+from jhpt.measure.device import device_info
 from jhpt.measure.offload import offload_is_right
-from jhpt.training.processes import same_everywhere
+from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.recompute.host import fullest_host, waiting, waiting_bytes
+from jhpt.training.processes import processes_here, same_everywhere, together
+from jhpt.training.runtime import host_budget
+from jhpt.training.setup import compute_dtype
 
 
 def with_tried_offload(plan: Plan, say: Callable[[str], None], right: Callable[[], bool] = offload_is_right) -> Plan:
@@ -23,3 +33,29 @@ def with_tried_offload(plan: Plan, say: Callable[[str], None], right: Callable[[
         "not go to the host but is computed again, which takes longer; another version of jax may do better"
     )
     return plan.model_copy(update={"kept": Kept(device=plan.kept.device)})
+
+
+def check_host_room(plan: Plan, config: Config) -> None:
+    """Refuses a plan whose activations need more of a host than there is for them.  All processes must call.
+
+    Raises:
+      InputError: with both numbers and what to do.
+    """
+    kept = waiting(plan)
+    if not kept.host or plan.offload is not None:
+        return
+    dtype = compute_dtype(config, device_info()).name
+    nominal = Device(name=device_info().kind, peak_flops={dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
+    by_device = waiting_bytes(plan, analytic_profile(config, nominal, dtype), kept)
+    need, room = fullest_host(by_device, jax.local_device_count() * processes_here()), host_budget(config.memory)
+    with together():
+        _refuse(kept, need, room)
+
+
+def _refuse(kept: Kept, need: float, room: float) -> None:
+    if need > room:
+        raise InputError(
+            f"{' and '.join(kept.host)} of all blocks need {need / 2**30:.3g} GiB on each host, which has "
+            f"{room / 2**30:.3g} GiB for them (memory.host_budget_bytes); give a plan that keeps fewer names there or "
+            "has more micro_batches, such as `jhpt plan` makes with this host budget, or use more hosts"
+        )

@@ -21,7 +21,7 @@ from jhpt.training.fitting import Programs
 from jhpt.training.keys import Stream, stream_key
 from jhpt.training.loop import Progress, evaluation_due, fit, utilisation
 from jhpt.training.metrics import metrics_writer, read_metrics
-from jhpt.training.offloaded import with_tried_offload
+from jhpt.training.offloaded import check_host_room, with_tried_offload
 from jhpt.training.planning import choose_plan, read_past, same_work
 from jhpt.training.processes import Processes, check_agreed, from_main, join, same_everywhere, together
 from jhpt.training.programs import compile_programs
@@ -153,6 +153,7 @@ class _Run:
 def _resolved(config: Config, given: Plan | None, run_dir: Path, display: Display) -> _Run:
     past = read_past(run_dir, display.say)
     plan = with_tried_offload(choose_plan(config, given, past, display.say), display.say)
+    check_host_room(plan, config)
     with together():
         setup = prepare(config, plan, say=display.say)
     if not same_everywhere(setup.cache.key):

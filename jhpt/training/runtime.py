@@ -30,13 +30,14 @@ def configure_runtime() -> None:
 
 
 def allow_pinned_memory(memory: MemoryConfig) -> None:
-    """Lets the CUDA client pin as much host memory as blocks may take; its own limit is 64 GB.  Before it starts."""
-    if accelerator_present() and memory.offload != "off":
+    """Lets the CUDA client pin as much host memory as blocks, or what they keep, may take; its own limit is 64 GB.
+    Before it starts."""
+    if accelerator_present() and (memory.offload != "off" or memory.host_budget_bytes != "auto"):
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(int(host_budget(memory) / 1e9) + 1))
 
 
 def host_budget(memory: MemoryConfig) -> float:
-    """Bytes that blocks may take of this host."""
+    """Bytes that blocks, or what they keep, may take of this host."""
     if memory.host_budget_bytes != "auto":
         return memory.host_budget_bytes
     return HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

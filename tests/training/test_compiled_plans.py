@@ -16,6 +16,7 @@ from jhpt.measure.comparison import compare
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate
+from jhpt.planner.recompute.host import waiting_bytes
 from jhpt.planner.recompute.names import repeated
 from jhpt.planner.recompute.plans import with_names
 from jhpt.planner.request import request
@@ -213,3 +214,38 @@ def test_what_is_chosen_takes_what_is_predicted(name):
         again = sum(stage.flops for stage in found.stages) - flops[1]
         share = repeated(tensors, plan.kept).seconds / whole
         assert again == pytest.approx(share * (flops[0] - flops[1]), rel=0.02)
+
+
+AWAY = {
+    "one device": ("gpt2-1.5b", 24, 1, {"data.batch_size": 8, "parallel.data": 1}),
+    "ZeRO-3": ("gpt2-1.5b", 24, 4, {"data.batch_size": 16, "parallel.zero": 3}),
+    "pipeline": ("gpt2-1.5b", 16, 4, {"data.batch_size": 32, "parallel.pipe": 4, "parallel.micro_batches": 16}),
+}
+
+
+@pytest.mark.parametrize("name", AWAY)
+def test_what_is_chosen_for_the_host_is_there(name):
+    """In a tenth of the memory between keeping nothing and everything, and in less than keeping nothing takes: the
+    device within 15 %, the host within 5 %."""
+    preset, layers, devices, changes = AWAY[name]
+    config = load_config(preset, changes | {"model.num_layers": layers})
+    cluster = sized(devices, 80e9)
+    profile = analytic_profile(config, cluster.nodes[0].device)
+    bare = plan_by_hand(config, devices).model_copy(update={"recompute": True})
+
+    def planned(plan):
+        return max(stage.total_bytes for stage in evaluate(plan, profile, cluster).stages)
+
+    least, most = (planned(bare.model_copy(update={"kept": kept})) for kept in (Kept(), Kept(device=NAMED_TENSORS[1:])))
+    nothing = planned(bare.model_copy(update={"kept": Kept(host=NAMED_TENSORS[:1])}))
+    for memory in (least + 0.1 * (most - least), least - 0.5 * (least - nothing)):
+        plan = with_names(bare, CostModel(profile, sized(devices, memory)), host=True)
+        assert plan is not None and plan.kept is not None and plan.kept.host
+        found = compiled_step(config, plan, cluster)
+        assert planned(plan) == pytest.approx(found.memory.device, rel=0.15)
+        stages = evaluate(plan, profile, cluster).stages
+        # The program is one, and its stacks are as long on every stage.
+        fullest = devices * max(waiting_bytes(plan, profile, plan.kept))
+        assert found.memory.host * devices == pytest.approx(fullest, rel=0.05)
+        assert max(stage.total_host_bytes for stage in stages) <= fullest
+        print(name, plan.kept, planned(plan), found.memory.device, found.memory.host * devices, fullest)

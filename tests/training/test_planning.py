@@ -16,6 +16,7 @@ from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, plan_by_hand
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.estimate import evaluate as evaluate_plan
 from jhpt.planner.request import request
 from jhpt.planner.solve import solve
 from jhpt.training import fitting, planning, programs, run
@@ -358,3 +359,26 @@ def test_a_plan_by_hand_that_does_not_fit_is_made_to(tiny):
     assert shorter == plan.model_copy(update={"recompute": True}), "state in few bits fits where float32 does not"
     small = load_config(config, {"memory.host_budget_bytes": "20GiB"})
     assert planning.within_memory(plan, small, info, said.append) is plan, "no room on the host"
+
+
+def test_auto_lets_activations_wait_on_the_host(tiny, tmp_path, measured, monkeypatch):
+    """On a device with less memory than any plan takes that does not: a run by it learns what others do."""
+    changes = {"model.num_layers": 4, "data.batch_size": 4}
+    config = tiny(**QUICK, **changes, parallel="auto", **{"memory.host_budget_bytes": "1GiB", "memory.offload": "off"})
+    profile = analytic_profile(config, here().nodes[0].device, "float32")
+    bare = piped([6], 1, batch=4, micro_batches=4, recompute=True)
+    inputs = 4 * profile.kinds["embedding"].boundary_bytes
+    memory = evaluate_plan(bare, profile, here(1)).stages[0].total_bytes - inputs / 2
+    device = here(1).nodes[0].device.model_copy(update={"memory": memory})
+    small = here(1).model_copy(update={"nodes": (here(1).nodes[0].model_copy(update={"device": device}),)})
+    monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (small, None, False))
+    result = jhpt.train(config, out=tmp_path / "run")
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.origin == "auto" and plan.kept is not None and "residual_in" in plan.kept.host
+    alone = jhpt.train(tiny(**QUICK, **changes, **{"parallel.data": 1}), out=tmp_path / "alone")
+    assert result.losses == pytest.approx(alone.losses, rel=1e-4)
+    with pytest.raises(InputError, match="fits no plan"):
+        jhpt.train(load_config(config, {"memory.host_budget_bytes": "auto"}), out=tmp_path / "none")
+    with pytest.raises(InputError, match=r"residual_in.*need .* GiB on each host.*host_budget_bytes"):
+        jhpt.train(load_config(config, {"memory.host_budget_bytes": "1KiB"}), out=tmp_path / "less", plan=plan)
+    assert not (tmp_path / "less").exists() and not (tmp_path / "none").exists()

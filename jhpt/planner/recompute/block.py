@@ -8,9 +8,11 @@ saved s, offloaded o and recomputed r, all 0 or 1:
     where       s + o + r >= 1                   of every tensor that the backward pass reads
                 s_i + o_i + r_i >= r_j           of every input i of a tensor j that is computed again
                 s + o <= 1,  s = o = 0           the second of tensors without a name, which no policy can keep
-                sum b s <= budget
+                sum b s <= budget,  sum b o <= budget of the host
                 e_f >= sum b o / rate - window_f, e_f >= 0       copies that the forward pass does not hide
                 e_b >= sum b o / rate - window_b, e_b >= 0       and the backward pass
+
+where a tensor may say how long its copy takes, instead of b / rate.
 
 Of several such choices the one with the fewest bytes counts.  Branches of the graph are nothing special here: a chain
 would allow a dynamic programme (Chen et al. 2016), a block is none.
@@ -51,16 +53,25 @@ class Tensor:
     seconds: float
     inputs: tuple[int, ...] = ()
     read: bool = True
+    travel: float | None = None
+    """Seconds of a copy to the host, or back; None: by the rate of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
     """To the host and back.  rate: bytes/s in either direction; forward, backward: seconds of computation beside which
-    a block's copies run."""
+    a block's copies run; budget: bytes on the host; sparing: of equally fast choices that with fewest bytes there
+    counts, and then that with fewest on the device."""
 
     rate: float
     forward: float
     backward: float
+    budget: float = np.inf
+    sparing: bool = False
+
+    def seconds(self, tensor: Tensor) -> float:
+        """Of one copy."""
+        return tensor.bytes / self.rate if tensor.travel is None else tensor.travel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +86,7 @@ class Choice:
 
 
 def choose(tensors: Sequence[Tensor], budget: float, copies: Copies | None = None) -> Choice:
-    """The choice of least seconds, and then of fewest bytes.
+    """The choice of least seconds, and then of fewest bytes on the device, or first on the host (`Copies.sparing`).
 
     Args:
       budget: bytes that the block may keep on the device.
@@ -91,7 +102,7 @@ def choose(tensors: Sequence[Tensor], budget: float, copies: Copies | None = Non
     programme = _Programme(tensors, budget, copies)
     fastest = programme.least(programme.seconds)
     allowed = float(programme.seconds @ fastest) * (1 + TOLERANCE) + TOLERANCE * programme.shortest
-    return programme.choice(programme.least(programme.bytes, at_most=allowed))
+    return programme.choice(programme.least(programme.room, at_most=allowed))
 
 
 def front(tensors: Sequence[Tensor], copies: Copies | None = None) -> Iterator[Choice]:
@@ -112,6 +123,10 @@ class _Programme:
         sizes, costs = (np.array([getattr(tensor, name) for tensor in tensors]) for name in ("bytes", "seconds"))
         self.seconds = np.concatenate([np.zeros(2 * count), costs, [1.0, 1.0]])
         self.bytes = np.concatenate([sizes, np.zeros(2 * count + 2)])
+        self.hosted = np.concatenate([np.zeros(count), sizes, np.zeros(count + 2)])
+        self.room = self.bytes
+        if copies and copies.sparing:
+            self.room = self.bytes + self.hosted * (1 + sizes.sum() / (np.min(sizes[sizes > 0], initial=np.inf)))
         self.shortest = float(np.min(costs[costs > 0], initial=np.inf)) if np.any(costs > 0) else 1.0
         named = np.array([tensor.name is not None for tensor in tensors], float)
         hosted = named if copies else np.zeros(count)
@@ -119,7 +134,10 @@ class _Programme:
         self.integrality = np.concatenate([np.ones(3 * count), [0, 0]])
         self.constraints = [*self._kept_or_computed(), self._once(), self._within(sizes, budget)]
         if copies:
-            self.constraints += self._exposed(sizes, copies)
+            self.constraints += self._exposed(copies)
+        if copies and np.isfinite(copies.budget):
+            unit = self._unit(sizes)
+            self.constraints.append(LinearConstraint(self.hosted[None] / unit, ub=copies.budget / unit))
 
     def least(self, objective: NDArray[np.float64], at_most: float | None = None) -> NDArray[np.float64]:
         """The point of least objective.  at_most: seconds."""
@@ -182,11 +200,11 @@ class _Programme:
         unit = self._unit(sizes)
         return LinearConstraint(self.bytes[None] / unit, ub=budget / unit)
 
-    def _exposed(self, sizes: NDArray[np.float64], copies: Copies) -> list[LinearConstraint]:
-        count, found = len(sizes), []
+    def _exposed(self, copies: Copies) -> list[LinearConstraint]:
+        count, found = len(self.tensors), []
         for exposed, window in ((-2, copies.forward), (-1, copies.backward)):
             row = np.zeros(3 * count + 2)
-            row[count : 2 * count], row[exposed] = sizes / copies.rate, -1
+            row[count : 2 * count], row[exposed] = [copies.seconds(tensor) for tensor in self.tensors], -1
             unit = self._unit(row[:-2])
             found.append(LinearConstraint(row[None] / unit, ub=window / unit))
         return found
@@ -202,7 +220,8 @@ def seconds_of(tensors: Sequence[Tensor], fates: Sequence[Fate], copies: Copies 
             for source in tensors[at].inputs:
                 needed[source] = True
     if copies:
-        travel = _bytes_of(tensors, fates, Fate.OFFLOADED) / copies.rate
+        away = (tensor for tensor, own in zip(tensors, fates, strict=True) if own == Fate.OFFLOADED)
+        travel = sum(map(copies.seconds, away))
         total += max(travel - copies.forward, 0.0) + max(travel - copies.backward, 0.0)
     return total
 

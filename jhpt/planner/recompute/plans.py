@@ -6,21 +6,29 @@ flight.  The stage that has least room decides, by the integer programme of `blo
 
 Which plans are worth it is asked of the search itself: of a model whose tensors are computed again in no time, its
 plans are as fast as if they kept everything and as small as if they kept nothing.  So no choice of names is faster than
-the fastest of them, and the best of every shape are those to choose names for.  (Where a block's input goes to the
-host, which only `with_names` does, a plan may be smaller.)
+the fastest of them, and the best of every shape are those to choose names for.
+
+Where tensors may wait on the host (`Request.host`) so may blocks' inputs: the model whose plans are asked for has them
+there, too, behind a link that takes no time, on hosts that hold anything.  Names that are given are kept in any case,
+and what is chosen is where.  The programme then has the input and given names among its tensors, as what cannot be
+computed again.  Of choices that are equally fast it takes the one with the fewest bytes on the host.
 """
 
 import itertools
-from collections.abc import Iterator
+import math
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from jhpt.core.cluster import Cluster, Link
 from jhpt.core.config import BLOCK_INPUT
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Kept, Plan
-from jhpt.core.profile import LayerKind, ModelProfile
+from jhpt.core.profile import LayerKind, ModelProfile, NamedTensor
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import StageEstimate, price, stage_layers
-from jhpt.planner.recompute.block import Choice, Copies, Fate, choose
+from jhpt.planner.recompute.block import Choice, Copies, Fate, Tensor, choose
+from jhpt.planner.recompute.host import fullest_host, waiting_bytes
 from jhpt.planner.recompute.names import flops_shares, graph, sum_shares
 from jhpt.planner.request import Incumbent, Request
 from jhpt.planner.spmd import search_spmd
@@ -32,19 +40,40 @@ SHAPES = 8
 ROUNDING = 1e-6
 """By how much, relative, the integer programme may exceed a budget."""
 
+SAME = 1e-9
+"""Relative; of two plans that take as long the one without the host is better."""
+
 
 def improve(asked: Request, model: CostModel, best: Incumbent) -> None:
-    """Offers plans that keep some names where the request leaves recomputation open, and lowers the bound to theirs."""
-    if len(asked.recompute) < 2 or not any(kind.tensors for kind in model.kinds):
+    """Offers plans that keep some names, where the request leaves that open or lets names wait on the host, and lowers
+    the bound to theirs."""
+    named = asked.host and asked.kept is not None
+    if (len(asked.recompute) < 2 and not named) or not any(kind.tensors for kind in model.kinds):
         return
-    free = CostModel(freely_recomputed(model.profile), model.cluster, model.gradient_compression)
-    relaxed = Incumbent()
+    names = asked.kept.device if named and asked.kept else None
+    free, relaxed = _relaxed(asked, model, names), Incumbent()
     search_spmd(replace(asked, recompute=(True,)), free, relaxed)
     best.leave(relaxed.lower_bound)
     for plan in _candidates(asked, free, relaxed, best):
-        named = with_names(plan, model)
-        if named is not None:
-            best.offer(named, model)
+        found = with_names(plan, model, host=asked.host, names=names)
+        if found is not None:
+            best.offer(found, model)
+
+
+def _relaxed(asked: Request, model: CostModel, names: tuple[str, ...] | None) -> CostModel:
+    """A model none of whose plans that recompute is slower or larger than what names make of it."""
+    profile = freely_recomputed(model.profile) if names is None else model.profile
+    if not asked.host:
+        return CostModel(profile, model.cluster, model.gradient_compression)
+    away = Kept(host=(BLOCK_INPUT, *(names or ())))
+    return CostModel(profile, free_hosts(model.cluster), model.gradient_compression, away)
+
+
+def free_hosts(cluster: Cluster) -> Cluster:
+    """The cluster, with hosts that hold anything, at once."""
+    link = Link(bandwidth=sys.float_info.max, latency=0.0)
+    nodes = tuple(node.model_copy(update={"host": link, "host_memory": math.inf}) for node in cluster.nodes)
+    return cluster.model_copy(update={"nodes": nodes})
 
 
 def _candidates(asked: Request, free: CostModel, relaxed: Incumbent, best: Incumbent) -> Iterator[Plan]:
@@ -70,21 +99,105 @@ def freely_recomputed(profile: ModelProfile) -> ModelProfile:
     return profile.model_copy(update={"kinds": {name: free(kind) for name, kind in profile.kinds.items()}})
 
 
-def with_names(plan: Plan, model: CostModel, *, host: bool = False) -> Plan | None:
+def with_names(
+    plan: Plan, model: CostModel, *, host: bool = False, names: tuple[str, ...] | None = None
+) -> Plan | None:
     """The plan, recomputing what is best; None: it does not fit even if it keeps nothing.
 
     Args:
-      host: whether tensors may wait on the host; the blocks' inputs do where nothing else fits.
+      host: whether tensors, blocks' inputs among them, may wait on the host.
+      names: with host: what is kept beside the input; None: what is best.
     """
-    kind = model.kinds[model.index[len(model.index) // 2]]
-    for start in (Kept(), Kept(host=(BLOCK_INPUT,))) if host else (Kept(),):
-        started = plan.model_copy(update={"recompute": True, "kept": start, "seconds": None, "lower_bound": None})
-        estimate = price(started, model)
-        if estimate.fits:
-            rooms = [_room(started, at, own, model) for at, own in enumerate(estimate.stages)]
-            room = min(rooms, key=lambda room: room.left / (room.divided or 1.0))
-            return _named(started, room, kind, model, host=host)
-    return None
+    found = [] if names is not None else [_on_device(plan, model)]
+    if host:
+        found.append(_anywhere(plan, model, names))
+    plans = [one for one in found if one is not None]
+    if len(plans) < 2:
+        return plans[0] if plans else None
+    return min(plans, key=lambda one: _rank(one, model))
+
+
+def _rank(plan: Plan, model: CostModel) -> tuple[bool, float]:
+    estimate = price(plan, model)
+    return not estimate.fits, estimate.seconds * (1 - SAME * (plan.kept is None or not plan.kept.host))
+
+
+def _on_device(plan: Plan, model: CostModel) -> Plan | None:
+    """With what is kept on the devices."""
+    if (found := _started(plan, Kept(), model)) is None:
+        return None
+    started, room = found
+    kind = _block(model)
+    forward, sums, _ = _passes(started, room, model)
+    choice = choose(graph(kind.tensors, _seconds(kind, forward, sums), room.sizes(kind)), room.left * (1 - ROUNDING))
+    device, _ = _names(choice, [tensor for tensor in kind.tensors if tensor.name != BLOCK_INPUT])
+    return _keeping(started, Kept(device=device), kind)
+
+
+def _anywhere(plan: Plan, model: CostModel, names: tuple[str, ...] | None) -> Plan | None:
+    """With what is kept, of given names or of all, where it is best; None: there is no room for these and the input."""
+    if (found := _started(plan, Kept(host=(BLOCK_INPUT,)), model)) is None:
+        return None
+    (started, room), kind = found, _block(model)
+    forward, sums, backward = _passes(started, room, model)
+    seconds, sizes = _seconds(kind, forward, sums), room.sizes(kind)
+    travel = {tensor.name: room.copies(tensor.name, model, plan.sequence) for tensor in kind.tensors}
+    needed = {BLOCK_INPUT, *(names or ())}
+    # More than anything costs that does not compute these again.
+    dear = 2 * (sum(seconds.values()) + 2 * sum(travel.values())) or 1.0
+    inner = [
+        replace(tensor, name=None) if names is not None and tensor.name not in needed else tensor
+        for tensor in graph(kind.tensors, {n: dear if n in needed else s for n, s in seconds.items()}, sizes)
+    ]
+    whole = Tensor(name=BLOCK_INPUT, bytes=sizes[BLOCK_INPUT], seconds=dear)
+    tensors = [replace(tensor, travel=travel.get(tensor.name or "")) for tensor in (*inner, whole)]
+    beside = model.cluster.overlap
+    copies = Copies(
+        rate=model.cluster.nodes[0].host.bandwidth,
+        forward=forward * beside,
+        backward=backward * beside,
+        budget=_host_room(started, sizes, model) * (1 - ROUNDING),
+        sparing=True,
+    )
+    choice = choose(tensors, room.left * (1 - ROUNDING), copies)
+    if choice.seconds >= dear:
+        return None
+    own = [tensor for tensor in kind.tensors if tensor.name != BLOCK_INPUT]
+    device, host = _names(choice, [*own, kind.tensors[0]])
+    if names is not None:  # also those that nothing reads, which are nowhere
+        device = tuple(name for name in names if name not in host)
+        return started.model_copy(update={"kept": Kept(device=device, host=host)})
+    return _keeping(started, Kept(device=tuple(n for n in device if n != BLOCK_INPUT), host=host), kind)
+
+
+def _host_room(plan: Plan, sizes: dict[str, float], model: CostModel) -> float:
+    """Bytes of tensors as large as these that the fullest host has room for."""
+    most = 0.0
+    for name, size in sizes.items():
+        by_device = waiting_bytes(plan, model.profile, Kept(host=(name,)))
+        most = max(most, fullest_host(by_device, model.places.per_node) / (size or 1.0))
+    capacity = min(node.host_memory for node in model.cluster.nodes)
+    return capacity / most if most else math.inf
+
+
+def _started(plan: Plan, kept: Kept, model: CostModel) -> "tuple[Plan, _Room] | None":
+    """The plan that keeps nothing more, and the stage that has least room then; None: the devices have none."""
+    started = plan.model_copy(update={"recompute": True, "kept": kept, "seconds": None, "lower_bound": None})
+    estimate = price(started, model)
+    if any(stage.total_bytes > stage.capacity for stage in estimate.stages):
+        return None
+    rooms = [_room(started, at, own, model) for at, own in enumerate(estimate.stages)]
+    return started, min(rooms, key=lambda room: room.left / (room.divided or 1.0))
+
+
+def _block(model: CostModel) -> LayerKind:
+    return model.kinds[model.index[len(model.index) // 2]]
+
+
+def _seconds(kind: LayerKind, forward: float, sums: float) -> dict[str, float]:
+    """To compute every tensor again."""
+    shares, summed = flops_shares(kind.tensors), sum_shares(kind.tensors)
+    return {name: shares[name] * forward + summed[name] * sums for name in shares}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +205,7 @@ class _Room:
     """What a stage has for the names of one micro-batch in the blocks of its fullest chunk.
 
     left: bytes.  divided, whole: samples whose tensors take that, of tensors that the tensor axis divides or not.
+    blocks: (tensor degree, samples) of each.
     """
 
     stage: int
@@ -99,6 +213,19 @@ class _Room:
     left: float
     divided: float
     whole: float
+    blocks: tuple[tuple[int, int], ...]
+
+    def sizes(self, kind: LayerKind) -> dict[str, float]:
+        """Bytes of every tensor in all blocks."""
+        return {tensor.name: tensor.bytes * (self.divided if tensor.sharded else self.whole) for tensor in kind.tensors}
+
+    def copies(self, name: str, model: CostModel, sequence: bool) -> float:
+        """Seconds to move a tensor of all blocks to the host or back."""
+        middle = model.index[len(model.index) // 2]
+        return sum(
+            float(model.copy_seconds([name], tensor, tensor if sequence else 1, local)[middle])
+            for tensor, local in self.blocks
+        )
 
 
 def _room(plan: Plan, position: int, estimate: StageEstimate, model: CostModel) -> _Room:
@@ -111,24 +238,13 @@ def _room(plan: Plan, position: int, estimate: StageEstimate, model: CostModel) 
         divided = sum(count / tensor for count, tensor in zip(local, degrees, strict=True))
         left = (estimate.capacity - estimate.total_bytes) / estimate.in_flight
         whole = divided if plan.sequence else float(sum(local))
-        rooms.append(_Room(stage=position, chunk=number, left=left, divided=divided, whole=whole))
+        blocks = tuple(zip(degrees, local, strict=True))
+        rooms.append(_Room(stage=position, chunk=number, left=left, divided=divided, whole=whole, blocks=blocks))
     return max(rooms, key=lambda room: room.divided)
 
 
-def _named(plan: Plan, room: _Room, kind: LayerKind, model: CostModel, *, host: bool) -> Plan:
-    """The plan with the best names that the room has space for."""
-    start = plan.kept or Kept()
-    forward, sums, backward = _passes(plan, room, model)
-    shares, summed = flops_shares(kind.tensors), sum_shares(kind.tensors)
-    seconds = {name: shares[name] * forward + summed[name] * sums for name in shares}
-    sizes = {tensor.name: tensor.bytes * (room.divided if tensor.sharded else room.whole) for tensor in kind.tensors}
-    copies = None
-    if host:
-        rate = model.cluster.nodes[0].host.bandwidth
-        away = sum(sizes[name] for name in start.host) / rate
-        copies = Copies(rate=rate, forward=forward - away, backward=backward - away)
-    choice = choose(graph(kind.tensors, seconds, sizes), room.left * (1 - ROUNDING), copies)
-    kept = _kept(choice, kind, start)
+def _keeping(plan: Plan, kept: Kept, kind: LayerKind) -> Plan:
+    """The plan that keeps these; without recomputation where that is everything, on the devices."""
     read = {tensor.name for tensor in kind.tensors if tensor.read and tensor.name != BLOCK_INPUT}
     if not kept.host and read.issubset(kept.device):
         return plan.model_copy(update={"recompute": False, "kept": None})
@@ -147,11 +263,11 @@ def _passes(plan: Plan, room: _Room, model: CostModel) -> tuple[float, float, fl
     return forward, sums, backward
 
 
-def _kept(choice: Choice, kind: LayerKind, start: Kept) -> Kept:
-    inner = [tensor for tensor in kind.tensors if tensor.name != BLOCK_INPUT]
-    fates = list(zip(inner, choice.fates, strict=True))
+def _names(choice: Choice, tensors: Sequence[NamedTensor]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of what is read: on the device, on the host."""
+    fates = list(zip(tensors, choice.fates, strict=True))
     device, host = (
         tuple(tensor.name for tensor, own in fates if own == fate and tensor.read)
         for fate in (Fate.SAVED, Fate.OFFLOADED)
     )
-    return Kept(device=device, host=(*start.host, *host))
+    return device, host
