@@ -403,7 +403,9 @@ class MemoryConfig(Section):
         "auto", description="of each device, such as 24GiB; auto: all it has, and on CPU no limit"
     )
     host_budget_bytes: Literal["auto"] | Bytes = Field(
-        "auto", description="of each host, for what lives there instead of on devices; auto: nine tenths of what it has"
+        "auto",
+        description="of each host, for what lives there instead of on devices; where it is given, what blocks keep may "
+        "wait there, too; auto: nine tenths of what it has",
     )
     offload: Literal["auto", "off", "parameters", "optimizer", "both"] = Field(
         "auto", description="what of the blocks lives on the host: weights, the optimizer's state, or both"

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from jhpt.core.axes import TENSOR
-from jhpt.core.config import PLAIN_GRADIENTS, Compression, GradientCompression
+from jhpt.core.config import BLOCK_INPUT, PLAIN_GRADIENTS, Compression, GradientCompression
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Kept, Plan, Stage, What, runs_of
 from jhpt.core.profile import ModelProfile
@@ -432,6 +432,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     yield ("no recomputation" if plan.recompute else "recomputation"), {"recompute": not plan.recompute, "kept": None}
     if plan.kept is not None:
         yield "recomputation of everything", {"kept": None}
+    if (away := waiting(plan)).host and plan.offload is None:
+        named = tuple(name for name in (*away.device, *away.host) if name != BLOCK_INPUT)
+        yield "nothing on the host", {"kept": Kept(device=named)}
     if plan.offload is not None:
         yield "everything on the devices", {"offload": None}
         for offload in offloads(plan.stages[0].chunks[0].stop - 2, get_args(What), plan.offload.at_once):

@@ -136,9 +136,10 @@ def _on_device(plan: Plan, model: CostModel) -> Plan | None:
 
 def _anywhere(plan: Plan, model: CostModel, names: tuple[str, ...] | None) -> Plan | None:
     """With what is kept, of given names or of all, where it is best; None: there is no room for these and the input."""
-    if (found := _started(plan, Kept(host=(BLOCK_INPUT,)), model)) is None:
+    kind, found = _block(model), _started(plan, Kept(host=(BLOCK_INPUT,)), model)
+    if found is None or not kind.tensors:
         return None
-    (started, room), kind = found, _block(model)
+    started, room = found
     forward, sums, backward = _passes(started, room, model)
     seconds, sizes = _seconds(kind, forward, sums), room.sizes(kind)
     travel = {tensor.name: room.copies(tensor.name, model, plan.sequence) for tensor in kind.tensors}
@@ -149,8 +150,8 @@ def _anywhere(plan: Plan, model: CostModel, names: tuple[str, ...] | None) -> Pl
         replace(tensor, name=None) if names is not None and tensor.name not in needed else tensor
         for tensor in graph(kind.tensors, {n: dear if n in needed else s for n, s in seconds.items()}, sizes)
     ]
-    whole = Tensor(name=BLOCK_INPUT, bytes=sizes[BLOCK_INPUT], seconds=dear)
-    tensors = [replace(tensor, travel=travel.get(tensor.name or "")) for tensor in (*inner, whole)]
+    entry = [Tensor(name=BLOCK_INPUT, bytes=sizes[BLOCK_INPUT], seconds=dear)]
+    tensors = [replace(tensor, travel=travel.get(tensor.name or "")) for tensor in inner + entry]
     beside = model.cluster.overlap
     copies = Copies(
         rate=model.cluster.nodes[0].host.bandwidth,
@@ -162,8 +163,7 @@ def _anywhere(plan: Plan, model: CostModel, names: tuple[str, ...] | None) -> Pl
     choice = choose(tensors, room.left * (1 - ROUNDING), copies)
     if choice.seconds >= dear:
         return None
-    own = [tensor for tensor in kind.tensors if tensor.name != BLOCK_INPUT]
-    device, host = _names(choice, [*own, kind.tensors[0]])
+    device, host = _names(choice, sorted(kind.tensors, key=lambda tensor: tensor.name == BLOCK_INPUT))
     if names is not None:  # also those that nothing reads, which are nowhere
         device = tuple(name for name in names if name not in host)
         return started.model_copy(update={"kept": Kept(device=device, host=host)})

@@ -12,7 +12,7 @@ from jhpt.core.plan import Kept
 from jhpt.planner.choice import plainest
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate, price
-from jhpt.planner.explain import stage_causes, to_json
+from jhpt.planner.explain import changed, stage_causes, to_json
 from jhpt.planner.front import prepare
 from jhpt.planner.recompute.host import fullest_host
 from jhpt.planner.recompute.names import NOTHING
@@ -155,6 +155,8 @@ def test_the_planner_puts_on_the_host_what_beats_computing_again():
     assert to_json(answer)["stages"][0]["on_host"]["bytes"] == stage.host_bytes
     with make_console().capture():
         make_console().print(host_table(answer))
+    (there,) = [each for each in changed(answer) if each.name == "nothing on the host"]
+    assert there.missing > 0 and there.ratio <= 1
     causes = stage_causes(answer.plan, 0, answer.estimate, answer.model)
     assert sum(causes.values()) == pytest.approx(answer.plan.seconds) and causes["copies"] >= 0
 
