@@ -209,8 +209,10 @@ def test_the_cache_is_found_again_and_by_what_decides(tiny, tmp_path, counted):
     assert cached_profile(tiny(**{"train.steps": 3, "optimizer.learning_rate": 1.0}), grid) == (profile, path, True)
     assert len(counted) == 1
     others = [tiny(**{"model.d_ff": 64}), tiny(**{"data.sequence_length": 16}), tiny(**{"model.dtype": "bfloat16"})]
+    others.append(tiny(**{"optimizer.moments": "int8"}))
     files = {path, *(cached_profile(other, grid)[1] for other in others)}
-    assert len(files) == len(counted) == 4
+    assert len(files) == len(counted) == 5
+    assert cached_profile(others[-1], grid)[0].state.moments == "int8"
     again, same_path, known = cached_profile(tiny(), grid, again=True)
     assert same_path == path and not known and again != profile
 

@@ -120,7 +120,7 @@ class _Programme:
 
     def __init__(self, tensors: Sequence[Tensor], budget: float, copies: Copies | None) -> None:
         self.tensors, self.copies, count = tensors, copies, len(tensors)
-        sizes, costs = (np.array([getattr(tensor, name) for tensor in tensors]) for name in ("bytes", "seconds"))
+        sizes, costs = (np.array([getattr(one, name) for one in tensors], float) for name in ("bytes", "seconds"))
         self.seconds = np.concatenate([np.zeros(2 * count), costs, [1.0, 1.0]])
         self.bytes = np.concatenate([sizes, np.zeros(2 * count + 2)])
         self.hosted = np.concatenate([np.zeros(count), sizes, np.zeros(count + 2)])

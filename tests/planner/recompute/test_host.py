@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jhpt.core.config import BLOCK_INPUT
@@ -14,12 +16,14 @@ from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate, price
 from jhpt.planner.explain import changed, stage_causes, to_json
 from jhpt.planner.front import prepare
+from jhpt.planner.recompute.block import Copies, Fate, choose, seconds_of
 from jhpt.planner.recompute.host import fullest_host
 from jhpt.planner.recompute.names import NOTHING
 from jhpt.planner.recompute.plans import with_names
 from jhpt.planner.report import host_table, make_console, summary
 from jhpt.planner.request import recomputations, request
 from jhpt.planner.solve import solve
+from tests.planner.recompute.test_block import drawn
 from tests.planner.recompute.test_plans import BLOCKS, PLANS, cluster_of, keeping, one_device, profile_of, with_link
 from tests.sharding.plans import piped
 
@@ -121,6 +125,27 @@ def test_names_that_are_given_are_kept_where_that_is_best(share):
     assert price(found, model).fits
     assert price(found, model).seconds == pytest.approx(min(one.seconds for one in priced), rel=1e-6)
     assert bool(found.kept.host) == (share < 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_small_host_is_used_sparingly(seed):
+    """Copies of their own length, few bytes there: fewest seconds, then fewest bytes there, then on the device."""
+    rng = np.random.default_rng(seed)
+    tensors, budget, _ = drawn(2 * seed)
+    tensors = [replace(tensor, travel=float(rng.integers(0, 4))) for tensor in tensors]
+    room = int(rng.integers(0, 12))
+    copies = Copies(rate=1.0, forward=float(rng.integers(0, 4)), backward=1.0, budget=room, sparing=True)
+
+    def figures(fates):
+        away, here = (
+            sum(t.bytes for t, fate in zip(tensors, fates, strict=True) if fate == own)
+            for own in (Fate.OFFLOADED, Fate.SAVED)
+        )
+        return round(seconds_of(tensors, fates, copies), 6), away, here
+
+    fates = itertools.product(*(tuple(Fate) if tensor.name else (Fate.RECOMPUTED,) for tensor in tensors))
+    found = [one for one in map(figures, fates) if one[1] <= room and one[2] <= budget]
+    assert figures(choose(tensors, budget, copies).fates) == min(found)
 
 
 LONG = 8192
