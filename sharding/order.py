@@ -10,6 +10,8 @@ compiler does not know.  Adding it changes nothing and goes into whatever writes
 gone before the compiler puts things in order.)
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -27,6 +29,11 @@ def give(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def wait(x: jax.Array, ticket: jax.Array | None) -> jax.Array:
     """x, once what gave the ticket is there; at once without one."""
     return x if ticket is None else _wait(x, ticket)
+
+
+def after(x: jax.Array, done: Any) -> jax.Array:
+    """x, once every array of a tree is computed; not to be differentiated."""
+    return jax.tree.reduce(lambda x, leaf: x + _zero(leaf).astype(x.dtype), done, x)
 
 
 def _zero(x: jax.Array) -> jax.Array:

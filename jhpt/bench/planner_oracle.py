@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from jhpt.core.plan import Chunk, Plan, Schedule, Stage, Zero, runs_of
 from jhpt.planner.collectives import all_gather, all_reduce, reduce_scatter
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
+from jhpt.planner.program import work_bytes
 from jhpt.planner.request import Request
 from jhpt.planner.schedule import in_flight, step_seconds
 from jhpt.planner.solve import Space
@@ -269,7 +270,7 @@ def _single_layer(
 ) -> _Layer:
     """In the one program of one stage; late: parameters travel before and after the passes, not beside them."""
     place, kind, data = model.places.at(device, devices), model.kinds[model.index[layer]], devices // t
-    late = late or not model.cluster.overlap
+    piped, late = late, late or not model.cluster.overlap
     end = layer in (0, model.num_layers - 1)
     zero = 0 if data == 1 else 1 if end and treatment.zero else treatment.zero
     plain = _own_layer(model, device, devices, t, Treatment(treatment.micro_batch, 0, False), layer)
@@ -278,9 +279,12 @@ def _single_layer(
     forward, backward, kept, working = plain.forward, plain.backward, plain.kept, 0.0
     gradients = {0: all_reduce(group, size), 1: scatter, 3: 0.0}[zero]
     gathered = {0: 0.0, 1: gather if late else max(0.0, gather - forward), 3: 0.0}[zero]
+    local = -(-treatment.micro_batch // data)
     if treatment.recompute and not end:
         backward, working = backward + forward, kept
-        kept = float(model.boundary[layer - 1]) * -(-treatment.micro_batch // data)
+        kept = float(model.boundary[layer - 1]) * local
+    if kind.tensors:
+        working = local * work_bytes(kind, t, 1, causal=model.profile.causal)
     # Its gradient, and that of the layer before on its way to the other ranks; ZeRO-3: its weights, and the next ones.
     given = not end and not late and data > 1
     working += size + (size if given else 0) + (2 * size if zero == 3 else 0)
@@ -292,7 +296,14 @@ def _single_layer(
         else:
             forward, backward = max(forward, gather), max(backward, gather + scatter)
     once = _updated(model, kind.parameters / t, zero, data, place.slowdown) + gathered
-    state = _stored(model, kind.parameters / t, zero, data, several=treatment.several, given=given)
+    state = kind.parameters / t * _stored(model, treatment, data, given=given, slot=piped, end=end and not piped)
+    if layer == model.num_layers - 1:
+        # Beside what it keeps its gradient, in the compute dtype; with one stage, before all other gradients come.
+        at_work = kept + local * kind.activation_bytes / t * model.profile.bytes_per_weight / 4
+        working = max(
+            working, at_work - (0.0 if piped else _coming(model, treatment, t, data, given=data > 1 and not late))
+        )
+        kept = kept if piped else 0.0
     if late:
         return _Layer(forward, backward, 0.0, once + gradients, state, kept, working)
     return _Layer(forward, backward, gradients, once, state, kept, working)
@@ -305,7 +316,7 @@ def _piped_layer(model: CostModel, device: int, devices: int, t: int, treatment:
         return row
     if layer:
         row = row._replace(forward=0.0, backward=row.forward + row.backward)
-    return row._replace(once=0.0, state=0.0, kept=0.0, working=row.kept)
+    return row._replace(once=0.0, state=0.0, kept=0.0, working=row.working if layer else row.kept)
 
 
 class _Ends(NamedTuple):
@@ -328,7 +339,8 @@ def _ends(model: CostModel, device: int, devices: int, t: int, treatment: Treatm
     return _Ends(
         once=_updated(model, parameters, zero, data, place.slowdown) + (all_gather(group, size) if zero else 0.0),
         used=(reduce_scatter(group, size) if zero else all_reduce(group, size)) + float(plain.tied[-1]),
-        state=_stored(model, parameters, zero, data, several=treatment.several, given=False),
+        state=parameters
+        * _stored(model, replace(treatment, zero=min(treatment.zero, 1)), data, given=False, slot=True),
         kept=-(-treatment.micro_batch // data) * max(map(float, model.boundary[:-1])),
     )
 
@@ -337,22 +349,40 @@ def _updated(model: CostModel, parameters: float, zero: int, data: int, slowdown
     return parameters / (data if zero else 1) * model.profile.update_seconds * slowdown
 
 
-def _stored(model: CostModel, parameters: float, zero: int, data: int, *, several: bool, given: bool) -> float:
-    """Bytes of weights, gradients and the optimizer's state in one SPMD program, which stores all in float32.
+def _stored(model: CostModel, how: Treatment, data: int, *, given: bool, slot: bool, end: bool = False) -> float:
+    """Bytes of a parameter's weight, gradient and optimizer's state in one SPMD program, which stores them in float32.
 
-    several: micro-batches, whose gradients are added up in float32.  given: gradients go to their rank layer by layer.
+    given: gradients go to their rank layer by layer.  slot: in a pipeline.  end: first or last layer of one stage.
     """
     width = model.profile.bytes_per_weight
-    whole, share = 0.0, model.profile.state_bytes - 2 * width
-    if width == 4:
-        share += 4  # the weight itself
-    if zero == 1 or (zero == 0 and width != 4):
-        whole += width
-    if zero == 1 and (several or not given):
-        whole += 4 if several else width
-    else:
-        share += 4
-    return parameters * (whole + share / (data if zero else 1))
+    zero = 0 if data == 1 else min(how.zero, 1) if end else how.zero
+    share = model.profile.state_bytes - 2 * width + (4 if width == 4 else 0)
+    used = width if zero == 1 or (zero == 0 and width != 4) else 0.0
+    return used + share / (data if zero else 1) + _gradient(model, how, data, given=given, slot=slot, end=end)
+
+
+def _gradient(model: CostModel, how: Treatment, data: int, *, given: bool, slot: bool, end: bool) -> float:
+    """Of several micro-batches added up in float32, of one as it was computed, but without ZeRO."""
+    width = model.profile.bytes_per_weight
+    if end:
+        return 4 + 2 * width if how.several else width
+    if how.zero == 0 or data == 1:
+        return 4.0
+    if how.zero == 3:
+        return (4 if how.several or slot else width) / data
+    return (4 if how.several else 0.0 if given else width) + (width / data if given else 0.0)
+
+
+def _coming(model: CostModel, how: Treatment, t: int, data: int, *, given: bool) -> float:
+    """Bytes of gradients that are not there while the last layer runs: of one micro-batch all; of two, what widening
+    the first one's takes and one of the ends more; of more what the ends' rows are added to."""
+    width, ends, found = model.profile.bytes_per_weight, (0, model.num_layers - 1), 0.0
+    for layer, index in enumerate(model.index):
+        one = _gradient(model, how, data, given=given, slot=False, end=layer in ends)
+        widened = (4 - width) / (data if how.zero == 3 else 1) if how.pair else 0.0
+        of_several = width * (2 if how.pair else 1) if layer in ends else widened
+        found += model.kinds[index].parameters / t * (of_several if how.several else one)
+    return found
 
 
 # What they cost.
@@ -383,7 +413,7 @@ class _Pricer:
         """Seconds of drafts that differ in their stages only; inf where one does not fit."""
         draft = group[0]
         m, s, v = draft.micro_batches, len(draft.stages), len(draft.stages[0][2])
-        treatment = Treatment(self.asked.batch // m, draft.zero, draft.recompute, several=m > 1)
+        treatment = Treatment(self.asked.batch // m, draft.zero, draft.recompute, several=m > 1, pair=m == 2 and s == 1)
         numbers: dict[StageDraft, int] = {}
         index = np.array([[numbers.setdefault(stage, len(numbers)) for stage in d.stages] for d in group])
         sums = [self._sum(stage, treatment, s) for stage in numbers]

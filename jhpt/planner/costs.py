@@ -69,7 +69,7 @@ from jhpt.planner.compression import (
 from jhpt.planner.offload.stream import copy_seconds
 from jhpt.planner.overlap import Operation, chunk_sizes, filling, partition, period
 from jhpt.planner.placement import Place, Places, hop_seconds
-from jhpt.planner.program import Held, Slot, held, in_pipeline, with_ends
+from jhpt.planner.program import ENDS, FLOAT32, Held, Slot, held, in_one_stage, in_pipeline, with_ends, work_bytes
 from jhpt.planner.recompute.names import NOTHING, repeated, size_of
 from jhpt.planner.schedule import Array
 from jhpt.planner.tables import LayerCosts, Treatment, picked
@@ -163,8 +163,23 @@ class CostModel:
             costs = self._by_layer(place, tensor, treatment)
             if treatment.program != "own":
                 costs = with_ends(costs, self._by_layer(place, tensor, treatment.of_ends))
-            self._tables[key] = in_pipeline(costs) if treatment.program == "piped" else costs
+                costs = self._in_one_program(costs, place, tensor, treatment)
+            self._tables[key] = costs
         return self._tables[key]
+
+    def _in_one_program(self, costs: LayerCosts, place: Place, tensor: int, treatment: Treatment) -> LayerCosts:
+        """Layers of a stage, of which the ends are as `with_ends` has them."""
+        data, wire = place.devices // tensor, self.profile.bytes_per_weight
+        kind, local = self.kinds[self.index[-1]], -(-treatment.micro_batch // data)
+        # Its gradient begins the backward pass, in the compute dtype.
+        logits = local * kind.activation_bytes / tensor
+        last = logits * (1 + wire / FLOAT32) + local * kind.replicated_bytes
+        if treatment.program == "piped":
+            return in_pipeline(costs, last)
+        own = self._parameters[self.index] / tensor
+        inner, ends = (self._held(how, data).coming for how in (treatment, treatment.of_ends))
+        coming = inner * own[1:-1].sum() + ends * own[ENDS].sum()
+        return in_one_stage(costs, last, float(coming))
 
     def sample_chunks(self, devices: int, tensor: int, treatment: Treatment) -> tuple[int, ...]:
         """Into how many chunks every layer cuts its samples, on so many devices: `overlap.partition`.
@@ -179,7 +194,7 @@ class CostModel:
             return (1,) * self.num_layers
         if len(candidates) == 1 or not self.cluster.overlap:
             return (candidates[0] if candidates else 1,) * self.num_layers
-        key = (devices, tensor, replace(treatment, zero=0, several=False, late=False))
+        key = (devices, tensor, replace(treatment, zero=0, several=False, pair=False, late=False))
         if key not in self._chunks:
             self._chunks[key] = self._best_chunks(devices, tensor, treatment, candidates)
         return self._chunks[key]
@@ -265,7 +280,7 @@ class CostModel:
             backward = backward + after
         elif zero == 3:
             forward, backward = forward + scattered, backward + 2 * scattered
-        own_bytes = self._held(treatment, zero, data)
+        own_bytes = self._held(treatment, data)
         hop = self._pair_seconds(place, tied * wire)
         gradients, reduced = (
             (nothing, nothing) if zero == 3 else self._gradient_seconds(place, tensor, shares=zero == 1)
@@ -285,7 +300,7 @@ class CostModel:
             "weights": own * own_bytes.weights,
             "optimizer": own * own_bytes.optimizer,
             "activations": activations,
-            "working": (activations if treatment.recompute else nothing) + own * own_bytes.working,
+            "working": self._work(treatment, tensor, cut, local) + own * own_bytes.working,
             "forward_filling": forward_filling,
             "backward_filling": backward_filling,
             "tied": np.where(tied > 0, hop + reduced + tied_coding, 0.0),
@@ -297,6 +312,18 @@ class CostModel:
         named = self._sizes([name for name in kept.device if name != BLOCK_INPUT], tensor, cut)[self.index]
         away = np.array([BLOCK_INPUT in kept.host and bool(kind.tensors) for kind in self.kinds])[self.index]
         return local * (named + np.where(away, 0.0, self.inputs / cut))
+
+    def _work(self, treatment: Treatment, tensor: int, cut: int, local: int) -> Array:
+        """[kinds] bytes of tensors in a layer's backward pass; of layers without named ones what is computed again."""
+        causal, one_program = self.profile.causal, treatment.program != "own"
+        again = (self._divided / tensor + self._replicated / cut) * treatment.recompute
+        named = np.array(
+            [
+                work_bytes(kind, tensor, cut, causal=causal) if one_program and kind.tensors else own
+                for kind, own in zip(self.kinds, again, strict=True)
+            ]
+        )
+        return local * named
 
     def _sizes(self, names: Iterable[str], tensor: int, cut: int) -> Array:
         """[kinds] bytes of a sample's tensors of these names on a device."""
@@ -332,7 +359,7 @@ class CostModel:
         own = max(self._parameters[first] / tensor, self._parameters[last] / tensor + shared)
         wire, group = self.profile.bytes_per_weight, place.data_group(tensor)
         gathered = all_gather(group, own * wire) if zero else 0.0
-        own_bytes = self._held(treatment, zero, data)
+        own_bytes = self._held(treatment, data)
         cut = tensor if treatment.sequence else 1
         return Slot(
             weights=own * own_bytes.weights,
@@ -345,11 +372,11 @@ class CostModel:
             output=-(-treatment.micro_batch // data) * float(self.boundary[:-1].max()) / cut,
         )
 
-    def _held(self, treatment: Treatment, zero: int, data: int) -> Held:
+    def _held(self, treatment: Treatment, data: int) -> Held:
         """Bytes of a parameter."""
         wire, state = self.profile.bytes_per_weight, self.profile.state_bytes
         as_kept, overlap = self.profile.used_as_kept, self.cluster.overlap
-        own = held(treatment, zero, data, wire, state, as_kept=as_kept, overlap=overlap)
+        own = held(treatment, data, wire, state, as_kept=as_kept, overlap=overlap)
         return replace(own, optimizer=own.optimizer + residual_bytes(self.gradient_compression))
 
     def _update_seconds(self, zero: int, data: int, place: Place) -> float:

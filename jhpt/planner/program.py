@@ -12,12 +12,18 @@ moments, as they are kept (`core.state`):
     ZeRO                        0                   1                               3
     state of the optimizer      o                   o / d                           o / d
     weight to compute with      w, kept so: none    w                               none        (working set)
-    gradient in float32         4                   4 / d, where it is given away layer by layer
-                                                    4, with several micro-batches   4 / d
-                                                    w, else
+    gradient                    4                   4, and w / d where it is given away late    4 / d
+    of one micro-batch          4                   w / d, where it is given away late, else w  w / d
+    of an end                   4 + 2 w, of one micro-batch w, in a pipeline 4
 
-A layer at work has, beside what it keeps, its weights and those fetched ahead (ZeRO-3), its gradient, and the gradient
-of the layer before where that is given away late.
+With several micro-batches the ends have, beside what is added up, a gradient of this one and the zeros that rows of the
+first layer's are added to.  With one stage and one micro-batch no gradient is there before the backward pass: while the
+last layer is at work, which begins it, there is room for that much else (`in_one_stage`); of two micro-batches the
+first one's is widened only then.  Over one data rank all levels count as none: ZeRO-3 then takes up to 4 bytes less.
+
+A layer at work has, beside what it keeps, its weights as they are read, those fetched ahead and as they came (ZeRO-3),
+the gradient of the layer before where that is given away late, and the tensors of `work_bytes`.  The last layer has,
+beside what it keeps, its gradient in the compute dtype.
 
 With several stages, moreover,
 
@@ -35,6 +41,8 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from jhpt.core.profile import LayerKind
+from jhpt.planner.recompute.names import size_of
 from jhpt.planner.schedule import Array
 from jhpt.planner.tables import LayerCosts, Treatment
 
@@ -43,38 +51,54 @@ ENDS = [0, -1]
 FLOAT32 = 4.0
 """Bytes in which gradients are summed up, and weights stored where nothing else is said."""
 
+WORK = {True: (2, 3), False: (3, 4)}
+"""Causal or not: tensors like the hidden layer, and like the residual stream, beside the named ones where a block's
+backward pass holds most.  Counted in programs for an H100: GPT-6.7B, tensor 1 and 4, gpt2-1.5b, and bert-large, whose
+exact GELU leaves its derivative, and dropout masks (jax 0.10.2)."""
+
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a parameter on a device: weight and gradient, optimizer state, and of the layer at work, beside them."""
+    """Bytes of a parameter on a device: weight and gradient, optimizer state, and of the layer at work, beside them.
+
+    coming: part of the first, what is not there while the last layer is at work."""
 
     weights: float
     optimizer: float
     working: float
+    coming: float = 0.0
 
 
-def held(
-    treatment: Treatment, zero: int, data: int, wire: float, state: float, *, as_kept: bool, overlap: bool
-) -> Held:
+def held(treatment: Treatment, data: int, wire: float, state: float, *, as_kept: bool, overlap: bool) -> Held:
     """By the head of this file.
 
     Args:
       state: of weight, gradient and optimizer as a program of its stage's own holds them.
       as_kept: weights are used in the dtype that they are kept in.
     """
-    optimizer = state - 2 * wire
+    treatment = treatment if data > 1 else replace(treatment, zero=0)
+    zero, optimizer = treatment.zero, state - 2 * wire
     if treatment.program == "own":
         weights = 2 * wire / (data if zero == 3 else 1)
         return Held(weights, optimizer / (data if zero else 1), 2 * wire if zero == 3 else 0.0)
     stored = optimizer + (wire if as_kept else 0.0)
     used = {0: 0.0 if as_kept else wire, 1: wire, 3: 0.0}[zero]
     late = treatment.late and overlap and data > 1
-    if zero == 1:
-        gradient = FLOAT32 if treatment.several else FLOAT32 / data if late else wire
-    else:
-        gradient = FLOAT32 / (data if zero else 1)
+    gradient = _gradient(treatment, data, wire, late=late)
     working = (2 * wire if zero == 3 else 0.0) + wire + (wire if late else 0.0)
-    return Held(used + gradient, stored / (data if zero else 1), working)
+    coming = _coming(treatment, gradient, wire, data) if treatment.program == "single" else 0.0
+    return Held(used + gradient, stored / (data if zero else 1), working, coming)
+
+
+def _gradient(treatment: Treatment, data: int, wire: float, *, late: bool) -> float:
+    zero, several = treatment.zero, treatment.several
+    if treatment.program == "single" and treatment.end:
+        return FLOAT32 + 2 * wire if several else wire
+    if zero == 3:
+        return (FLOAT32 if several or treatment.program == "piped" else wire) / data
+    if zero == 1 and not several:
+        return wire / data if late else wire
+    return FLOAT32 + (wire / data if zero == 1 and late else 0.0)
 
 
 @dataclass(frozen=True)
@@ -114,9 +138,45 @@ def with_ends(inner: LayerCosts, ends: LayerCosts) -> LayerCosts:
     return LayerCosts(**{field.name: joined(field.name) for field in fields(LayerCosts)})
 
 
-def in_pipeline(costs: LayerCosts) -> LayerCosts:
-    """Several stages: the last layer in the backward pass, and nothing that is the slot's."""
+def _coming(treatment: Treatment, gradient: float, wire: float, data: int) -> float:
+    """Of the gradient, with one stage: what is not there while the last layer is at work."""
+    if not treatment.several:
+        return gradient
+    if treatment.end:
+        return 2 * wire if treatment.pair else wire
+    return (FLOAT32 - wire) / (data if treatment.zero == 3 else 1) if treatment.pair else 0.0
+
+
+def work_bytes(kind: LayerKind, tensor: int, cut: int, *, causal: bool) -> float:
+    """Of a sample, in the backward pass of a layer with named tensors, whatever it keeps: all of them, read or computed
+    again; what the activation makes of the hidden layer, and its gradient; norms, errors and sums (`WORK`)."""
+    # With a cut sequence a product's input and the error of its result are gathered.
+    gathered = 2 * max(own.bytes for own in kind.tensors if not own.sharded) if cut > 1 else 0.0
+    named = size_of(kind.tensors, [tensor.name for tensor in kind.tensors]).on(tensor, cut)
+    hidden = max(own.bytes for own in kind.tensors if own.sharded) / tensor
+    stream = max(own.bytes for own in kind.tensors if not own.sharded) / cut
+    more, streams = WORK[causal]
+    return named + more * hidden + streams * stream + gathered
+
+
+def in_one_stage(costs: LayerCosts, last: float, coming: float) -> LayerCosts:
+    """One stage: what the last layer keeps lives for one pass, beside all that other layers keep, and before gradients.
+
+    Args:
+      last: bytes of that layer at work.
+      coming: bytes of gradients that are not there yet.
+    """
+    working = costs.working.copy()
+    working[-1] = max(working[-1], last - coming)
+    return replace(costs, activations=_without(costs.activations, [-1]), working=working)
+
+
+def in_pipeline(costs: LayerCosts, last: float) -> LayerCosts:
+    """Several stages: the last layer in the backward pass, and nothing that is the slot's.  last: bytes of that layer
+    at work."""
     once = ("update", "in_line", "gathered", "weights", "optimizer")
+    working = _without(costs.working, ENDS) + _only(costs.activations, ENDS)
+    working[-1] = last
     return replace(
         costs,
         forward=_without(costs.forward, [-1]),
@@ -124,7 +184,7 @@ def in_pipeline(costs: LayerCosts) -> LayerCosts:
         forward_tensor=_without(costs.forward_tensor, [-1]),
         backward_tensor=costs.backward_tensor + _only(costs.forward_tensor, [-1]),
         activations=_without(costs.activations, ENDS),
-        working=_without(costs.working, ENDS) + _only(costs.activations, ENDS),
+        working=working,
         tied=_without(costs.tied, [-1]),
         tied_bytes=_without(costs.tied_bytes, [-1]),
         **{name: _without(getattr(costs, name), ENDS) for name in once},

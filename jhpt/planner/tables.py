@@ -36,6 +36,8 @@ class Treatment:
     program: Program = "own"
     several: bool = False
     """Micro-batches in a step."""
+    pair: bool = False
+    """Of one stage: just two of them."""
     late: bool = False
     """Gradients are summed over the data ranks layer by layer, beside the last backward pass."""
     sequence: bool = False
@@ -45,6 +47,8 @@ class Treatment:
     """Numbers of chunks that a device's samples may be cut into, of which every layer has what is best."""
     kept: Kept | None = None
     """With recomputation, beside the input; None: nothing."""
+    end: bool = False
+    """Of the first and the last layer, where one program treats them apart."""
 
     @property
     def of_ends(self) -> "Treatment":
@@ -58,6 +62,7 @@ class Treatment:
             sequence=False,
             compression=None,
             sample_chunks=(1,),
+            end=True,
         )
 
 
@@ -80,6 +85,7 @@ def treated(
         recompute,
         program,
         several=program != "own" and micro_batches > 1,
+        pair=program == "single" and micro_batches == 2,
         late=program == "single",
         sequence=sequence,
         compression=compression,
