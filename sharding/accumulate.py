@@ -91,8 +91,9 @@ class OneStage:
         x = self._handed(x, degree, self.exit_degree)
         _, pull_exit, sums = jax.vjp(loss, picked(params, self._last.exit_reads), x, has_aux=True)
         ends, error = pull_exit(jnp.float32(1))
-        # Else the compiler computes the table's gradient when it is needed, at the very end, and keeps the logits' until
-        # then: gpt2-1.5b with two micro-batches of 8 held 0.8 GB more (compiled for an H100).
+        # Else the compiler computes the table's gradient when it is needed, at the very end, and keeps the logits'
+        # until then: 0.8 GB of gpt2-1.5b with two micro-batches of 8, 4.8 instead of 5.4 GB of temporary memory
+        # (compiled for an H100).
         error = after(error, ends)
 
         blocks: dict[str, Any] = {}

@@ -4,7 +4,7 @@ import pytest
 
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.shapes import parameter_count
-from jhpt.planner.front import capped
+from jhpt.planner.front import RESERVE, capped
 from jhpt.planner.offload.largest import largest_trainable
 
 DEVICE, HOST = 24 * 2**30, 110 * 2**30
@@ -18,12 +18,11 @@ def found():
 
 
 def test_five_times_the_parameters(found):
-    """8 sequences of 1,024 tokens: 7.50 instead of 1.39 billion."""
+    """8 sequences of 1,024 tokens: 7.50 instead of 1.35 billion."""
     without, hosted = found
     assert hosted.parameters / without.parameters >= 4.9
-    assert hosted.parameters == pytest.approx(7.50e9, rel=1e-3) and without.parameters == pytest.approx(
-        1.39e9, rel=1e-3
-    )
+    assert hosted.parameters == pytest.approx(7.50e9, rel=1e-3)
+    assert without.parameters == pytest.approx(1.354e9, rel=1e-3)
 
 
 def test_both_are_as_large_as_memory_is(found):
@@ -31,6 +30,6 @@ def test_both_are_as_large_as_memory_is(found):
     without, hosted = found
     (own,), (stage,) = without.estimate.stages, hosted.estimate.stages
     assert without.estimate.fits and hosted.estimate.fits
-    assert own.total_bytes + 18 * parameter_count(without.config.model).per_layer > DEVICE
+    assert own.total_bytes + 18 * parameter_count(without.config.model).per_layer > (1 - RESERVE) * DEVICE
     assert stage.total_host_bytes + 16 * parameter_count(hosted.config.model).per_layer > HOST
     assert stage.total_bytes < 0.65 * DEVICE
