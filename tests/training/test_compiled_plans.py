@@ -261,7 +261,7 @@ def temporaries(plan, profile, cluster):
     return fullest.total_bytes - fullest.bytes["optimizer"]
 
 
-NOTHING, EVERYTHING, INPUT_ON_HOST = Kept(), None, Kept(host=NAMED_TENSORS[:1])
+NOTHING, EVERYTHING = Kept(), None
 """Beside the input; with None nothing is recomputed."""
 
 SOME = Kept(device=("qkv", "projection_out"))
@@ -270,7 +270,7 @@ TEMPORARIES = {
     "ZeRO-0": ("gpt-6.7b", 8, 8, 32, {"data": 8, "zero": 0}, (NOTHING,)),
     "ZeRO-1": ("gpt-6.7b", 8, 8, 32, {"data": 8, "zero": 1}, (NOTHING, EVERYTHING)),
     "ZeRO-1, 4 micro-batches": ("gpt-6.7b", 8, 8, 128, {"data": 8, "zero": 1, "micro_batches": 4}, (NOTHING,)),
-    "ZeRO-3": ("gpt-6.7b", 16, 8, 32, {"data": 8, "zero": 3}, (NOTHING, SOME, EVERYTHING, INPUT_ON_HOST)),
+    "ZeRO-3": ("gpt-6.7b", 16, 8, 32, {"data": 8, "zero": 3}, (NOTHING, SOME, EVERYTHING)),
     "ZeRO-3, 2 micro-batches": ("gpt-6.7b", 16, 8, 64, {"data": 8, "zero": 3, "micro_batches": 2}, (NOTHING,)),
     "2 micro-batches": ("gpt2-1.5b", 12, 1, 16, {"micro_batches": 2}, (NOTHING,)),
     "4 micro-batches": ("gpt2-1.5b", 12, 1, 32, {"micro_batches": 4}, (NOTHING,)),
