@@ -144,7 +144,9 @@ def over_layers(
         first = fetched(there, 0, [name for name in writes if name in (*reads, *soon)])
         nothing = lambda name: jnp.zeros(there[name].shape[1:], there[name].dtype)  # noqa: E731
         before = {name: first[name] if name in first else nothing(name) for name in writes}
-    carry, _, done, there = jax.lax.fori_loop(0, count, iteration, (carry, ready, before, there))
+    # A loop that XLA knows to have one iteration is none: its layer would be compiled, and rounded, unlike the others.
+    stop = count if count > 1 else jax.lax.optimization_barrier(jnp.int32(count))
+    carry, _, done, there = jax.lax.fori_loop(0, stop, iteration, (carry, ready, before, there))
     return carry, written(there, count - 1, done) if late else there
 
 

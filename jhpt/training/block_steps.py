@@ -52,18 +52,32 @@ Stepped = Callable[[Pending, Rows, jax.Array], Rows]
 
 
 def stepped(config: OptimizerConfig, decays: Callable[[jax.Array], jax.Array]) -> Stepped:
-    """AdamW.  decays: a row, or a share of it -> which of its numbers decay."""
+    """AdamW.  decays: a row, or a share of it -> which of its numbers decay.
+
+    Moments are those of optax, which divides them by 1 - b^t; this multiplies them by the inverse.  XLA makes the one
+    of the other in some loops and not in others, and a block's last bits would depend on whether it stays there.
+    """
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
 
     def step(pending: Pending, rows: Rows, gradient: jax.Array) -> Rows:
         gradient = gradient * pending.shrink
         before = optax.ScaleByAdamState(count=pending.updates, mu=rows[MEAN], nu=rows[SQUARES])
-        direction, after = adam.update(gradient, before)
+        _, after = adam.update(gradient, before)
+        direction = (
+            after.mu
+            * unbias(config.b1, after.count)
+            / (jnp.sqrt(after.nu * unbias(config.b2, after.count)) + config.eps)
+        )
         direction = direction + config.weight_decay * jnp.where(decays(gradient), rows[WEIGHTS], 0.0)
         new = {WEIGHTS: rows[WEIGHTS] - pending.rate * direction, MEAN: after.mu, SQUARES: after.nu}
         return new_if(pending.good, new, {name: rows[name] for name in KEPT})
 
     return step
+
+
+def unbias(decay: float, count: jax.Array) -> jax.Array:
+    """1 / (1 - decay^count), by which a moment is multiplied after so many steps."""
+    return jax.lax.optimization_barrier(1 / (1 - decay ** count.astype(jnp.float32)))
 
 
 def deferred(step: Stepped, summed: Callable[[jax.Array], jax.Array]) -> Turns:

@@ -300,3 +300,22 @@ def test_a_host_without_room_is_refused(tiny, tmp_path):
     with pytest.raises(InputError, match=r"on each host, which has 0.0 GiB"):
         jhpt.train(config, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("preset", "clip"),
+    [("gpt-tiny", "global"), ("gpt-tiny", "previous"), ("gpt-tiny", "layer"), ("bert-tiny", "global")],
+)
+def test_what_stays_on_the_devices_changes_no_bit(made, preset, clip):
+    """After three steps, with nothing resident, every second block, or three of four."""
+    runs = []
+    for resident in (0, 1, 3):
+        setup, _, state, training = made(preset, 2, clip_norm=0.5, clip=clip, resident=resident)
+        hosted, step = start(training, state), hosted_step(training)
+        for windows in windows_of(setup)[:3]:
+            hosted, metrics = step(hosted, windows)
+        rows = [tree_of(training, name, hosted.rows) for name in training.names]
+        runs.append(on_host((rows, hosted.ends, hosted.optimizer, metrics)))
+    for other in runs[1:]:
+        different = [path for path, leaf in by_path(other).items() if not np.array_equal(leaf, by_path(runs[0])[path])]
+        assert not different
