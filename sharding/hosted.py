@@ -225,6 +225,8 @@ class HostedBlocks:
                 return gradient, (error, sums)
 
             gradient, (error, sums) = _added_up(left, (x, batch, keys))
+            # The gradient of the table first, for it reads that of the logits, which blocks need not wait beside.
+            gradient, error = jax.lax.optimization_barrier((gradient, error))
             sums = self.execution.summed_over_ranks(jax.tree.map(lambda leaf: leaf.sum(0), sums))
             unit = pieces / sums.tokens
             loop = replace(loop, given=lambda gradient: self._share(gradient) * unit)

@@ -1,24 +1,26 @@
 """Bytes of a step whose blocks live on the host: on a device by cause, and on a host by cause.
 
 A row has a float32 number for each parameter of a block, or a data rank's share of them; a block has one of weights,
-one of its gradient and the optimizer's state.  What XLA makes of the step was read off programs compiled for an H100
-(jax 0.10.2): what is there throughout, and the largest of three moments.
+the optimizer's state, and one of its gradient unless it steps at once.  What XLA makes of the step was read off
+programs compiled for an H100 (jax 0.10.2): what is there throughout, and the largest of three moments.
 
     throughout    12 bytes a parameter of the ends; rows that stay; what blocks keep, of the whole batch; the table in
                   the compute dtype; what goes into a pass and comes out of it, of the whole batch
-    forward       8 rows, at work and on their way, or 7 beside the working set; 9 beside it where blocks stay, for one
-                  of them takes its step before what the streamed one has written is gone
-    head          a micro-batch's logits in float32, their gradient, and what led to them; a first row of weights
+    forward       7 rows, at work and on their way, or 6.4 beside the working set; where blocks stay 7 beside it, for
+                  one of them takes its step before what the streamed one has written is gone; at once 5
+    head          a micro-batch's logits in float32, their gradient, and what led to them; a first row of weights, and
+                  where blocks step at once of their moments
     backward      a row of weights on its way; the working set, or the gradient of a block, as it is computed and as one
-                  row, and the row before it; the logits' gradient, for the table's own is computed last
+                  row, and the row before it.  At once 6.5 rows, for those of the block before leave and the moments
+                  come; a single rank's gradient is used as it is computed
 
 What lives where changes what stays, not the rows at work: those on the device are read and written as the others are.
 Several data ranks gather a row of weights for use.  Several micro-batches use one copy of the weights in the compute
 dtype and add up gradients in float32, of the block and of the ends; where blocks stay, which makes a loop in a loop,
-there is a row more of these in the forward pass, and another where not all of a block's rows come and go.
+there is a row more in the forward pass if not all of a block's rows come and go.
 
-The working set is in terms of what a block keeps without recomputation.  `FORWARD_WORK` and `BACKWARD_WORK` are counted
-in those programs and are all that is fitted.  Left out: fragmentation.
+The working set is in terms of what a block keeps without recomputation.  `FORWARD_WORK`, `BACKWARD_WORK` and the
+numbers of rows are counted in those programs.  Left out: fragmentation.
 """
 
 from dataclasses import dataclass
@@ -105,49 +107,54 @@ def host_bytes(plan: Plan, model: CostModel) -> dict[str, float]:
     stage = plan.stages[0]
     here = max(model.places.at(stage.device, stage.devices).crossing)
     parameters, optimizer = _on_host(offload, sizes)
-    return {"weights and gradients": here * parameters, "optimizer": here * optimizer}
+    return {
+        ("weights" if offload.at_once else "weights and gradients"): here * parameters,
+        "optimizer": here * optimizer,
+    }
 
 
 def device_bytes(plan: Plan, model: CostModel) -> dict[str, float]:
     """On a device by cause, when it holds most."""
     sizes, offload = sizes_of(plan, model), _offload(plan)
-    stays = sizes.blocks * (2 * sizes.row + sizes.moments) - sum(_on_host(offload, sizes))
+    stays = sizes.blocks * (_parameters(offload, sizes) + sizes.moments) - sum(_on_host(offload, sizes))
     throughout = {
         "embedding and head": (FLOAT32 + moment_bytes(model)) * sizes.ends,
         "resident rows": stays,
         "activations": sizes.blocks * sizes.kept + 2 * sizes.stream + sizes.entry,
         "tables": sizes.table,
     }
-    moments = [_forward(sizes, offload), _head(sizes), _backward(sizes)]
+    moments = [_forward(sizes, offload), _head(sizes, offload), _backward(sizes, offload)]
     most = max(moments, key=lambda causes: sum(causes.values()))
     return throughout | dict.fromkeys([cause for causes in moments for cause in causes], 0.0) | most
 
 
 def _forward(sizes: Sizes, offload: Offload) -> dict[str, float]:
     work = FORWARD_WORK * sizes.work + _copy(sizes) + _gathered(sizes)
-    if offload.resident and offload.ahead == 1:
+    if offload.at_once:
+        return {"rows at work": 5 * sizes.row, "working set": work}
+    if offload.resident:
         several = sizes.micro_batches > 1
-        return {"rows at work": (9 + several + (several and offload.what != "both")) * sizes.row, "working set": work}
-    # One group ahead, what the step makes has room where its group's rows were, and the working set where the next ones
-    # will be; else it has not.
-    ahead = offload.ahead == 1
-    rows = 7 * sizes.row if ahead else (4 * (offload.ahead + 1) + 3) * sizes.row
-    return {"rows at work": rows, "working set": max(work, sizes.row) if ahead else work}
+        return {"rows at work": (7 + (several and offload.what != "both")) * sizes.row, "working set": work}
+    rows = 6.4 if sizes.ranks == 1 else 4.0
+    return {"rows at work": rows * sizes.row, "working set": max(work, (7 - rows) * sizes.row)}
 
 
-def _head(sizes: Sizes) -> dict[str, float]:
+def _head(sizes: Sizes, offload: Offload) -> dict[str, float]:
     logits = sizes.logits * (1 + sizes.element / FLOAT32) + sizes.exit
-    return {"rows at work": sizes.row, "logits": logits, "gradients of the ends": 2 * _summed_ends(sizes)}
+    rows = 3 if offload.at_once else 1
+    return {"rows at work": rows * sizes.row, "logits": logits, "gradients of the ends": 2 * _summed_ends(sizes)}
 
 
-def _backward(sizes: Sizes) -> dict[str, float]:
+def _backward(sizes: Sizes, offload: Offload) -> dict[str, float]:
     several, copy = sizes.micro_batches > 1, sizes.whole * sizes.element / FLOAT32
     work = BACKWARD_WORK[sizes.causal] * sizes.work + _gathered(sizes)
     packed = sizes.whole + copy + sizes.row
+    # A gradient that is used at once, by one rank, is never packed.
+    used = offload.at_once and not several and sizes.ranks == 1
+    rows = {"both": 6.5, "optimizer": 6.5, "parameters": 4.5}[offload.what] if offload.at_once else 1.0
     return {
-        "rows at work": sizes.row,
-        "working set": max(work, packed) + (copy + sizes.whole if several else 0.0),
-        "logits": 0.0 if several else sizes.logits * sizes.element / FLOAT32,
+        "rows at work": rows * sizes.row,
+        "working set": max(work, sizes.row if used else packed) + (copy + sizes.whole if several else 0.0),
         "gradients of the ends": _summed_ends(sizes),
     }
 
@@ -167,10 +174,15 @@ def _summed_ends(sizes: Sizes) -> float:
 
 
 def _on_host(offload: Offload, sizes: Sizes) -> tuple[float, float]:
-    """(weights and gradients, optimizer's state) of a rank that are on the host."""
+    """(weights with what waits, optimizer's state) of a rank that are on the host."""
     streamed = sizes.blocks // (1 + offload.resident)
     parameters, optimizer = offload.what in ("parameters", "both"), offload.what in ("optimizer", "both")
-    return streamed * 2 * sizes.row * parameters, streamed * sizes.moments * optimizer
+    return streamed * _parameters(offload, sizes) * parameters, streamed * sizes.moments * optimizer
+
+
+def _parameters(offload: Offload, sizes: Sizes) -> float:
+    """Weights of a block, and its gradient where that waits for the next step."""
+    return sizes.row * (1 if offload.at_once else 2)
 
 
 def _offload(plan: Plan) -> Offload:
