@@ -230,6 +230,7 @@ def _check_offload(plan: Plan, offload: Offload) -> None:
         "tensor parallelism": plan.degrees != (1,),
         "sequence": plan.sequence,
         "compressed gradients": plan.gradient_compression.on,
+        "tensors kept on the host": plan.kept is not None and bool(plan.kept.host),
     }
     if found := [name for name, there in unable.items() if there]:
         raise InputError(

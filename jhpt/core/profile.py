@@ -6,7 +6,7 @@ Layers that are equal share one `LayerKind`; a `ModelProfile` is the row of kind
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -108,6 +108,7 @@ class ModelProfile(Section):
     sample: str = Field("one sample", description="what one sample is, e.g. a sequence of 1024 tokens")
     causal: bool = Field(False, description="tokens see those before them only")
     dtype: str = "bfloat16"
+    products: Literal["same", "float8"] = Field("same", description="what matrices of blocks are multiplied in")
     bytes_per_weight: Positive = Field(2.0, description="of a gradient and of a gathered weight on the wire")
     state_bytes: Positive = Field(
         16.0,

@@ -106,6 +106,7 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
         sample=f"a sequence of {shape.tokens} tokens",
         causal=isinstance(model, GPTConfig),
         dtype=dtype,
+        products=model.matmul_dtype,
         bytes_per_weight=shape.element,
         state=state,
         kinds={

@@ -192,7 +192,12 @@ def resolve_profile(
 
 
 def _check_state(profile: ModelProfile, config: Config) -> None:
-    """Refuses a profile whose parameters or moments are kept otherwise than the configuration says."""
+    """Refuses a profile whose state is kept, or whose products are made, otherwise than the configuration says."""
+    if profile.products != config.model.matmul_dtype:
+        raise InputError(
+            f"the profile {profile.name} is of model.matmul_dtype={profile.products}, {config.name} has "
+            f"{config.model.matmul_dtype}; set that, or make a profile with the one of {config.name}"
+        )
     state, optimizer = profile.state, config.optimizer
     if (state.weights, state.moments) != (optimizer.weights, optimizer.moments):
         raise InputError(

@@ -46,7 +46,8 @@ def is_of(profile: ModelProfile, config: Config) -> bool:
         return False
     nominal = Device(name=profile.device, peak_flops={profile.dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
     own = analytic_profile(config, nominal, profile.dtype)
-    return (own.layers, own.state) == (profile.layers, profile.state) and _untimed(own) == _untimed(profile)
+    alike = ("layers", "state", "products")
+    return all(getattr(own, name) == getattr(profile, name) for name in alike) and _untimed(own) == _untimed(profile)
 
 
 def _untimed(profile: ModelProfile) -> dict[str, LayerKind]:

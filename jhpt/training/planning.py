@@ -178,6 +178,12 @@ def model_differences(plan: Plan, config: Config) -> list[str]:
         check_runnable(plan)
     except InputError as error:
         found.append(str(error))
+    optimizer = config.optimizer
+    if plan.offload and optimizer.clip_norm is not None and plan.offload.at_once != optimizer.at_once:
+        found.append(
+            f"the plan has offload.at_once={str(plan.offload.at_once).lower()}, which is not how "
+            f"optimizer.clip={optimizer.clip} takes a step"
+        )
     sizes = {
         "heads": model.num_heads,
         "key/value heads": model.kv_heads,

@@ -32,7 +32,7 @@ def configure_runtime() -> None:
 def allow_pinned_memory(memory: MemoryConfig) -> None:
     """Lets the CUDA client pin as much host memory as blocks, or what they keep, may take; its own limit is 64 GB.
     Before it starts."""
-    if accelerator_present() and (memory.offload != "off" or memory.host_budget_bytes != "auto"):
+    if accelerator_present():
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(int(host_budget(memory) / 1e9) + 1))
 
 

@@ -1,7 +1,9 @@
 """How many collectives may be on their way at once."""
 
-from jhpt.core.plan import Offload
-from jhpt.sharding.options import COLLECTIVES_AT_ONCE, COPIES_AT_ONCE, compiler_options
+import pytest
+
+from jhpt.core.plan import Kept, Offload
+from jhpt.sharding.options import COLLECTIVES_AT_ONCE, ROWS_AT_ONCE, TENSORS_AT_ONCE, compiler_options
 from tests.sharding.plans import mixed, piped
 
 SEVERAL = {"xla_gpu_experimental_parallel_collective_overlap_limit": COLLECTIVES_AT_ONCE}
@@ -21,10 +23,14 @@ def test_otherwise_several_travel_at_once():
         assert compiler_options("gpu", plan) == SEVERAL
 
 
-def test_rows_of_blocks_come_and_go_at_once():
-    plan = piped([6], 1, data=2).model_copy(update={"offload": Offload()})
-    copies = {"xla_gpu_experimental_parallel_async_compute_limit": COPIES_AT_ONCE}
-    assert compiler_options("gpu", plan) == SEVERAL | copies
+@pytest.mark.parametrize(
+    ("what", "copies"),
+    [({"offload": Offload()}, ROWS_AT_ONCE), ({"recompute": True, "kept": Kept(host=("qkv",))}, TENSORS_AT_ONCE)],
+)
+def test_what_waits_on_the_host_comes_and_goes_at_once(what, copies):
+    plan = piped([6], 1, data=2).model_copy(update=what)
+    several = {"xla_gpu_experimental_parallel_async_compute_limit": copies}
+    assert compiler_options("gpu", plan) == SEVERAL | several
 
 
 def test_a_cpu_is_told_nothing():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jhpt.core.catalogue import find_cluster
 from jhpt.measure.deviceless import OnHost, compile_only_devices, compiled_for, shape_on_host
 from jhpt.sharding.buckets import bucket_of
-from jhpt.sharding.options import COPIES_AT_ONCE
+from jhpt.sharding.options import ROWS_AT_ONCE
 from jhpt.sharding.remat import keep_nothing
 from jhpt.sharding.streamed import GRADIENT, RESIDENT, WEIGHTS, StreamedLoop
 
@@ -75,7 +75,7 @@ def program(layers, ranks, ahead, resident):
     places = dict.fromkeys(names, there) | dict.fromkeys(stay, plain)
     jitted = jax.jit(mapped, in_shardings=(places, here), out_shardings=(plain, here), donate_argnums=0)
     x = jax.ShapeDtypeStruct((ROWS * ranks, WIDTH), jnp.bfloat16)
-    options = {"xla_gpu_experimental_parallel_async_compute_limit": COPIES_AT_ONCE}
+    options = {"xla_gpu_experimental_parallel_async_compute_limit": ROWS_AT_ONCE}
     return compiled_for(jitted.lower(rows, x), options)
 
 

@@ -17,7 +17,8 @@ programs compiled for an H100 (jax 0.10.2): what is there throughout, and the la
 What lives where changes what stays, not the rows at work: those on the device are read and written as the others are.
 Several data ranks gather a row of weights for use.  Several micro-batches use one copy of the weights in the compute
 dtype and add up gradients in float32, of the block and of the ends; where blocks stay, which makes a loop in a loop,
-there is a row more in the forward pass if not all of a block's rows come and go.
+there is a row more in the forward pass if not all of a block's rows come and go.  What is fetched further ahead than
+one group is there in addition.
 
 The working set is in terms of what a block keeps without recomputation.  `FORWARD_WORK`, `BACKWARD_WORK` and the
 numbers of rows are counted in those programs.  Left out: fragmentation.
@@ -130,13 +131,15 @@ def device_bytes(plan: Plan, model: CostModel) -> dict[str, float]:
 
 def _forward(sizes: Sizes, offload: Offload) -> dict[str, float]:
     work = FORWARD_WORK * sizes.work + _copy(sizes) + _gathered(sizes)
+    further = max(offload.ahead - 1, 0) * sizes.row
     if offload.at_once:
-        return {"rows at work": 5 * sizes.row, "working set": work}
+        return {"rows at work": 5 * sizes.row + further, "working set": work}
     if offload.resident:
         several = sizes.micro_batches > 1
-        return {"rows at work": (7 + (several and offload.what != "both")) * sizes.row, "working set": work}
+        own = 7 + (several and offload.what != "both")
+        return {"rows at work": own * sizes.row + 4 * further, "working set": work}
     rows = 6.4 if sizes.ranks == 1 else 4.0
-    return {"rows at work": rows * sizes.row, "working set": max(work, (7 - rows) * sizes.row)}
+    return {"rows at work": rows * sizes.row + 4 * further, "working set": max(work, (7 - rows) * sizes.row)}
 
 
 def _head(sizes: Sizes, offload: Offload) -> dict[str, float]:
@@ -153,7 +156,7 @@ def _backward(sizes: Sizes, offload: Offload) -> dict[str, float]:
     used = offload.at_once and not several and sizes.ranks == 1
     rows = {"both": 6.5, "optimizer": 6.5, "parameters": 4.5}[offload.what] if offload.at_once else 1.0
     return {
-        "rows at work": rows * sizes.row,
+        "rows at work": rows * sizes.row + max(offload.ahead - 1, 0) * sizes.row,
         "working set": max(work, sizes.row if used else packed) + (copy + sizes.whole if several else 0.0),
         "gradients of the ends": _summed_ends(sizes),
     }

@@ -20,7 +20,7 @@ def hosted_timeline(plan: Plan, step: HostedStep) -> Timeline:
     played.together(compute=("head", step.exit[0], "forward"))
     played.together(compute=("head", step.exit[1], "backward"))
     played.together(fetch=(heads[-1], copies.first))
-    before = None
+    before = f"{heads[-1]}, as it was" if step.at_once else None
     for first, head, coming in zip(reversed(groups), reversed(heads), [*heads[-2::-1], None], strict=True):
         write = (before, copies.backward_out)
         if step.at_once:

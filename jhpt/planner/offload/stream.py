@@ -30,9 +30,10 @@ first.  With F and W the seconds in which a group is fetched and written, a grou
     backward            max(A(g) + B(g), F(g - 1), W(g + 1))
     backward, at once   max(B(g), W(g + 1)) + max(A(g), F)        F: weights of g - 1, and state of g
 
-as programs for an H100 are scheduled (jax 0.10.2).  First of all F of the group that begins a pass, beside the layers
-that stay before all others; last of all W of the one that ends the backward pass.  `hosted` prices plans with this; the
-runtime's groups are equal, here they need not be.
+as programs for an H100 are scheduled (jax 0.10.2).  Behind the group that begins a backward pass there is none; at once
+it writes its own rows as they came.  First of all F of the group that begins a pass, beside the layers that stay before
+all others; last of all W of the one that ends the backward pass.  `hosted` prices plans with this; the runtime's groups
+are equal, here they need not be.
 
 Left out: what copies take of the memory's bandwidth, and the last fetch of a pass, which nobody needs.
 """

@@ -200,9 +200,10 @@ def test_said_in_words():
 
 @pytest.mark.parametrize("offload", offloads(6, KINDS[1:]), ids=lambda one: f"{one.what}-{one.resident}")
 @pytest.mark.parametrize("at_once", [False, True])
-def test_the_picture_is_the_step(offload, at_once):
+@pytest.mark.parametrize(("batch", "recompute"), [(1, False), (2, True)])
+def test_the_picture_is_the_step(offload, at_once, batch, recompute):
     """As long as the price; a stream does one thing at a time, and no copy outlasts the group in which it began."""
-    plan = hosted(6, batch=2, recompute=True, **(offload.model_dump() | {"at_once": at_once}))
+    plan = hosted(6, batch=batch, recompute=recompute, **(offload.model_dump() | {"at_once": at_once}))
     step = hosted_step(plan, CostModel(toy(6, ends=3), machine()))
     found = hosted_timeline(plan, step)
     assert found.seconds == pytest.approx(evaluate(plan, toy(6, ends=3), machine()).seconds)
@@ -212,7 +213,8 @@ def test_the_picture_is_the_step(offload, at_once):
     moved = [sum(one.seconds for one in streams[stream]) for stream in ("fetch", "write")]
     copies, groups = step.copies, step.groups
     coming = groups * (copies.forward_in + copies.backward_in) + (copies.first if at_once else 0.0)
-    assert moved == pytest.approx([coming, groups * (copies.forward_out + copies.backward_out)])
+    going = groups * (copies.forward_out + copies.backward_out) + (copies.backward_out if at_once else 0.0)
+    assert moved == pytest.approx([coming, going])
     svg = svg_timeline(found, "toy")
     assert "from the host" in svg and ("fetch of the state of block 1," if at_once else "fetch of block 1,") in svg
     assert (("blocks 2-" if at_once else "blocks 1-") in svg) == (offload.resident > at_once)
