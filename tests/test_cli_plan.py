@@ -150,7 +150,7 @@ BAD = {
     "nothing fits": (
         "gpt-6.7b --cluster v100x1x1 --batch 1",
         "fits no plan on v100x1x1",
-        "28.3 GiB",
+        "27.4 GiB",
         "it would fit with",
         "such devices",
     ),

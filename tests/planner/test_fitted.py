@@ -55,7 +55,7 @@ def test_what_is_said_is_done():
 
 
 def test_pipelines_can_only_compute_again():
-    plan, model, config = asked("gpt2-1.5b", 16 * GIB, 2, **{"parallel.pipe": 2, "parallel.micro_batches": 2})
+    plan, model, config = asked("gpt2-1.5b", 16.5 * GIB, 2, **{"parallel.pipe": 2, "parallel.micro_batches": 2})
     found = fitted(plan, model, config)
     assert found.offload is None and found.recompute
 

@@ -17,6 +17,7 @@ from jhpt.core.plan import Chunk, Plan, Run, plan_by_hand
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.estimate import evaluate as evaluate_plan
+from jhpt.planner.front import RESERVE
 from jhpt.planner.request import request
 from jhpt.planner.solve import solve
 from jhpt.training import fitting, planning, programs, run
@@ -369,7 +370,7 @@ def test_auto_lets_activations_wait_on_the_host(tiny, tmp_path, measured, monkey
     bare = piped([6], 1, batch=4, micro_batches=4, recompute=True)
     inputs = 4 * profile.kinds["embedding"].boundary_bytes
     memory = evaluate_plan(bare, profile, here(1)).stages[0].total_bytes - inputs / 2
-    device = here(1).nodes[0].device.model_copy(update={"memory": memory})
+    device = here(1).nodes[0].device.model_copy(update={"memory": memory / (1 - RESERVE)})
     small = here(1).model_copy(update={"nodes": (here(1).nodes[0].model_copy(update={"device": device}),)})
     monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (small, None, False))
     result = jhpt.train(config, out=tmp_path / "run")

@@ -15,7 +15,6 @@ from jhpt.core.shapes import parameter_count
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price
-from jhpt.planner.front import RESERVE, capped
 from jhpt.planner.offload.search import search_hosted
 from jhpt.planner.request import Incumbent, request
 from jhpt.planner.solve import search
@@ -46,7 +45,7 @@ def largest_trainable(
     """The GPT with most parameters for which there is a plan; None: there is none even with one block.
 
     Args:
-      cluster: its memory is what may be used; as of any budget, a little stays free (`front.RESERVE`).
+      cluster: its memory is what may be used, as `front.capped` says.
       offload: what may live on the host; (None,): nothing.
       batch: samples of so many tokens in a step.
     """
@@ -61,9 +60,7 @@ def _deepest(width: int, cluster: Cluster, offload: tuple[What | None, ...], bat
         shape = {"model.num_layers": layers, "model.d_model": width, "model.num_heads": WIDTHS[width]}
         data = {"data.sequence_length": tokens, "model.max_length": tokens, "data.batch_size": batch}
         config = load_config("gpt2-1.5b", shape | data)
-        node = cluster.nodes[0]
-        usable = capped(cluster, (1 - RESERVE) * node.device.memory, node.host_memory)
-        model = CostModel(analytic_profile(config, usable.nodes[0].device), usable)
+        model = CostModel(analytic_profile(config, cluster.nodes[0].device), cluster)
         asked = request(batch, offload=offload, zero=(0,))
         found = search(asked, model, "spmd") if None in offload else Incumbent()
         search_hosted(asked, model, found)
