@@ -18,6 +18,7 @@ import jhpt
 from jhpt.core.config import Config, GPTConfig, MemoryConfig, OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
+from jhpt.core.plan import Offload
 from jhpt.core.state import LEAST
 from jhpt.sharding.rules import IN_FLOAT32, MATRICES
 from jhpt.training.checkpoint import check_resumable, make_record
@@ -296,7 +297,7 @@ def update(setup):
         lambda step: jnp.float32(1e-3),
         seed=3,
         max_bad_steps=1,
-        norm=lambda gradients: jnp.float32(1),
+        clip=Clipping(norm=lambda gradients: jnp.float32(1)),
         weights=setup.weights,
     )
     return jax.jit(step, out_shardings=(places, None))
@@ -510,9 +511,10 @@ def test_the_host_keeps_float32(few):
             Config(optimizer=optimizer, memory=MemoryConfig(offload=offload))
     Config(optimizer=optimizer, memory=MemoryConfig(offload="off"))
     rules = {"learning_rate": lambda step: step, "seed": 0, "max_bad_steps": 1}
-    HostedTraining(blocks=None, config=OptimizerConfig(), **rules)
+    blocks = SimpleNamespace(offload=Offload())
+    HostedTraining(blocks=blocks, config=OptimizerConfig(), **rules)
     with pytest.raises(InputError, match="use float32 for both"):
-        HostedTraining(blocks=None, config=optimizer, **rules)
+        HostedTraining(blocks=blocks, config=optimizer, **rules)
 
 
 def test_a_plan_that_cuts_through_blocks_is_refused(tiny):
