@@ -10,6 +10,7 @@ time them on, so autotuning is off.
 import importlib.util
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -110,11 +111,15 @@ def compile_only_info(cluster: Cluster) -> DeviceInfo:
 def compiled_for(lowered: jax.stages.Lowered, options: Mapping[str, Any] = MappingProxyType({})) -> jax.stages.Compiled:
     """Compiles a program for devices that are not there; options: the compiler's, beside `COMPILER_OPTIONS`.
 
+    One that was compiled for them before is in the cache of programs and cannot be loaded from there, for they cannot
+    hold it; jax warns and compiles it again.
+
     Raises:
       NotHere: the compiler lacks a library.
     """
     try:
-        with quiet():
+        with quiet(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
             return lowered.compile(compiler_options=COMPILER_OPTIONS | dict(options))
     except RuntimeError as error:
         if (library := missing_library(str(error))) is None:

@@ -11,7 +11,6 @@ from jhpt.core.catalogue import find_cluster
 from jhpt.core.config import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.plan import Kept, plan_by_hand
-from jhpt.core.shapes import parameter_count
 from jhpt.measure.comparison import compare
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.costs import CostModel
@@ -93,17 +92,17 @@ def test_plans_by_hand_hold(name):
 @pytest.mark.parametrize("nodes", [1, 8])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_communication_of_data_ranks_is_hidden(zero, nodes):
-    """At least 0.8 of its modelled seconds.  Beside weights and gradients as the level has them a step holds the
-    activations and at most three layers.  Without ZeRO no H100 has room for 6.7B: it is compiled for 200 GB."""
+    """At least 0.8 of its modelled seconds.  Beside its state a step holds what is predicted, within 5 %: weights and
+    gradients as the level has them, activations, and little more.  Without ZeRO no H100 has room for 6.7B: it is
+    compiled for 200 GB."""
     cluster = find_cluster(f"h100x8x{nodes}")
     if zero == 0:
         larger = {"device": cluster.nodes[0].device.model_copy(update={"memory": 2e11})}
         cluster = cluster.model_copy(update={"nodes": tuple(node.model_copy(update=larger) for node in cluster.nodes)})
     both = compared("gpt-6.7b", cluster, 4 * cluster.num_devices, data=cluster.num_devices, zero=zero, micro_batches=1)
     assert both.reading.hidden_shares()["data"] >= 0.8
-    planned = both.fullest.bytes
-    layer = 2 * parameter_count(load_config("gpt-6.7b").model).per_layer
-    assert both.reading.memory.temporaries <= planned["weights and gradients"] + planned["activations"] + 3 * layer
+    planned = both.fullest.total_bytes - both.fullest.bytes["optimizer"]
+    assert both.reading.memory.temporaries == pytest.approx(planned, rel=0.05)
 
 
 @pytest.mark.parametrize(

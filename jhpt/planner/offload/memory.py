@@ -8,8 +8,8 @@ programs compiled for an H100 (jax 0.10.2): what is there throughout, and the la
                   the compute dtype; what goes into a pass and comes out of it, of the whole batch
     forward       7 rows, at work and on their way, or 6.4 beside the working set; where blocks stay 7 beside it, for
                   one of them takes its step before what the streamed one has written is gone; at once 5
-    head          a micro-batch's logits in float32, their gradient, and what led to them; a first row of weights, and
-                  where blocks step at once of their moments
+    head          a micro-batch's logits in float32, their gradient, and what led to them; of weights that come for the
+                  first block half a row, for they come late where logits are many; where blocks step at once 3 rows
     backward      a row of weights on its way; the working set, or the gradient of a block, as it is computed and as one
                   row, and the row before it.  At once 6.5 rows, for those of the block before leave and the moments
                   come; a single rank's gradient is used as it is computed
@@ -144,7 +144,7 @@ def _forward(sizes: Sizes, offload: Offload) -> dict[str, float]:
 
 def _head(sizes: Sizes, offload: Offload) -> dict[str, float]:
     logits = sizes.logits * (1 + sizes.element / FLOAT32) + sizes.exit
-    rows = 3 if offload.at_once else 1
+    rows = 3 if offload.at_once else 0.5
     return {"rows at work": rows * sizes.row, "logits": logits, "gradients of the ends": 2 * _summed_ends(sizes)}
 
 
