@@ -67,8 +67,7 @@ class HostedTraining:
                 f"optimizer.moments={self.config.moments}; use float32 for both, or memory.offload=off"
             )
 
-        clips = self.config.clip_norm is not None
-        if clips and self.at_once != (self.config.clip != "global"):
+        if self.config.clip_norm is not None and self.at_once != self.config.at_once:
             raise InputError(
                 f"the plan has offload.at_once={str(self.at_once).lower()}, which is not how optimizer.clip="
                 f"{self.config.clip} takes a step; plan again with this configuration, or change offload.at_once"

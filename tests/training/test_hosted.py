@@ -122,7 +122,7 @@ def tree_of(training, name, rows):
     ],
 )
 def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, micro_batches, resident, what):
-    """Over five of them: losses to 1e-6, norms to 1e-5, parameters to 0.05 of the learning rate a step."""
+    """Over five of them: losses and norms to 1e-6, parameters to 0.05 of the learning rate a step."""
     setup, plain, state, training = made(
         preset, ranks, clip_norm=clip_norm, clip=clip, micro_batches=micro_batches, resident=resident, what=what
     )
@@ -131,7 +131,7 @@ def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, mi
         state, expected = plain(state, windows)
         hosted, found = step(hosted, windows)
         assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-6)
-        assert float(found.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
+        assert float(found.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-6)
         assert float(found.learning_rate) == float(expected.learning_rate)
     kinds = {name: leaf.sharding.memory_kind for name, leaf in hosted.rows.items()}
     names = {*KEPT} if clip != "global" or clip_norm is None else {*KEPT, GRADIENT}
