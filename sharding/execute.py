@@ -329,14 +329,18 @@ class Execution:
             working = {**working, "blocks": start.fetched}
         middle = self._one_stage(specs, first=False, last=False)
 
-        def more(carry: tuple[Any, Any], at: jax.Array) -> tuple[tuple[Any, Any], None]:
+        def more(carry: tuple[Any, Any], at: int | jax.Array) -> tuple[tuple[Any, Any], None]:
             total, sums = carry
             own = middle.gradients(working, *pick(self._after(total, at)), scale, total)
             return (own.gradients, jax.tree.map(jnp.add, sums, own.sums)), None
 
-        total = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), start.gradients)
-        stop = count - 1 if self._gives_late else count
-        total, sums = jax.lax.scan(more, (total, start.sums), jnp.arange(1, stop))[0]
+        total, sums = start.gradients, start.sums
+        if count == 2 and not self._gives_late:
+            return more((total, sums), 1)[0]
+        if count > 2:
+            total = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), total)
+            stop = count - 1 if self._gives_late else count
+            total, sums = jax.lax.scan(more, (total, sums), jnp.arange(1, stop))[0]
         if not self._gives_late:
             return total, sums
         at = self._after(total, count - 1)

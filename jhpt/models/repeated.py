@@ -28,7 +28,9 @@ def _looked_up_backward(saved: tuple[jax.Array, jax.Array], gradient: jax.Array)
         sums = jnp.zeros((rows, width), jnp.float32).at[ids].add(own.astype(jnp.float32))
         return jax.lax.dynamic_update_slice_in_dim(total, sums.astype(table.dtype), piece * width, 1)
 
-    return jax.lax.fori_loop(0, pieces, add, jnp.zeros(table.shape, table.dtype)), None
+    # All of it is written over.  Zeros the compiler would lay out at once, beside the logits.
+    room = jnp.full(table.shape, gradient.ravel()[0].astype(table.dtype))
+    return jax.lax.fori_loop(0, pieces, add, room), None
 
 
 looked_up.defvjp(lambda table, ids: (table[ids], (table, ids)), _looked_up_backward)

@@ -19,7 +19,11 @@ moments, as they are kept (`core.state`):
 With several micro-batches the ends have, beside what is added up, a gradient of this one and the zeros that rows of the
 first layer's are added to.  With one stage and one micro-batch no gradient is there before the backward pass: while the
 last layer is at work, which begins it, there is room for that much else (`in_one_stage`); of two micro-batches the
-first one's is widened only then.  Over one data rank all levels count as none: ZeRO-3 then takes up to 4 bytes less.
+first one's is widened only then.
+
+Over one data rank ZeRO-1 is as none.  ZeRO-3 shares nothing out, either, but reads every layer's weights as they are
+kept and rounds them where they are used: there is no copy of all of them, and of one micro-batch gradients stay as
+they are.
 
 A layer at work has, beside what it keeps, its weights as they are read, those fetched ahead and as they came (ZeRO-3),
 the gradient of the layer before where that is given away late, and the tensors of `work_bytes`.  The last layer has,
@@ -76,7 +80,8 @@ def held(treatment: Treatment, data: int, wire: float, state: float, *, as_kept:
       state: of weight, gradient and optimizer as a program of its stage's own holds them.
       as_kept: weights are used in the dtype that they are kept in.
     """
-    treatment = treatment if data > 1 else replace(treatment, zero=0)
+    if data == 1 and (treatment.program == "own" or treatment.zero == 1):
+        treatment = replace(treatment, zero=0)
     zero, optimizer = treatment.zero, state - 2 * wire
     if treatment.program == "own":
         weights = 2 * wire / (data if zero == 3 else 1)
@@ -85,7 +90,9 @@ def held(treatment: Treatment, data: int, wire: float, state: float, *, as_kept:
     used = {0: 0.0 if as_kept else wire, 1: wire, 3: 0.0}[zero]
     late = treatment.late and overlap and data > 1
     gradient = _gradient(treatment, data, wire, late=late)
-    working = (2 * wire if zero == 3 else 0.0) + wire + (wire if late else 0.0)
+    # What is read goes as its gradient comes: of both together there is half as much again as of one.
+    read = (1.5 if data > 1 else 0.5) * wire if zero == 3 else 0.0
+    working = read + wire + (wire if late else 0.0)
     coming = _coming(treatment, gradient, wire, data) if treatment.program == "single" else 0.0
     return Held(used + gradient, stored / (data if zero else 1), working, coming)
 
@@ -150,13 +157,13 @@ def _coming(treatment: Treatment, gradient: float, wire: float, data: int) -> fl
 def work_bytes(kind: LayerKind, tensor: int, cut: int, *, causal: bool) -> float:
     """Of a sample, in the backward pass of a layer with named tensors, whatever it keeps: all of them, read or computed
     again; what the activation makes of the hidden layer, and its gradient; norms, errors and sums (`WORK`)."""
-    # With a cut sequence a product's input and the error of its result are gathered.
-    gathered = 2 * max(own.bytes for own in kind.tensors if not own.sharded) if cut > 1 else 0.0
+    # What is on its way and what came; of a cut sequence a product's input and the error of its result, gathered.
+    summed = 2 * max(own.bytes for own in kind.tensors if not own.sharded) if tensor > 1 else 0.0
     named = size_of(kind.tensors, [tensor.name for tensor in kind.tensors]).on(tensor, cut)
     hidden = max(own.bytes for own in kind.tensors if own.sharded) / tensor
     stream = max(own.bytes for own in kind.tensors if not own.sharded) / cut
     more, streams = WORK[causal]
-    return named + more * hidden + streams * stream + gathered
+    return named + more * hidden + streams * stream + summed
 
 
 def in_one_stage(costs: LayerCosts, last: float, coming: float) -> LayerCosts:

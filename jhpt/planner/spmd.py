@@ -142,7 +142,7 @@ def _bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator
         for tensor in model.common_degrees(available):
             for data in (d for d in range(1, min(b, available // tensor) + 1) if b % d == 0):
                 for zero, recompute in itertools.product(request.zero, request.recompute):
-                    if zero and data == 1 and 0 in request.zero:
+                    if zero == 1 and data == 1 and 0 in request.zero:
                         continue
                     # A single rank sums nothing.
                     for how in request.compression if tensor > 1 else (None,):

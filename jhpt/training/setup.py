@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jhpt.core.config import NAMED_TENSORS, BERTConfig, Config, GPTConfig, MemoryConfig, WeightStorage
+from jhpt.core.config import BLOCK_INPUT, NAMED_TENSORS, BERTConfig, Config, GPTConfig, MemoryConfig, WeightStorage
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Plan, plan_by_hand
+from jhpt.core.plan import Kept, Plan, plan_by_hand
 from jhpt.kernels.implementation import Implementation, KernelChoice, choose_kernels
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
@@ -248,13 +248,19 @@ def layer_policy(plan: Plan, *, stacked: bool, flash: bool = False, names: Seque
     Without recomputation that is everything, but where it is `stacked`, layer by layer in a loop or micro-batch by
     micro-batch in a pipeline, the tensors of all `names`: what lies in a stack travels through memory on its way in and
     out, four times as much, if it is everything.  flash: attention is cuDNN's.
+
+    The input of a block whose samples are cut into chunks comes in parts (`sharding.chunks`), half as much again with
+    two chunks: their sum is kept.
     """
-    few = CHOICE, TICKET
+    few: tuple[str, ...] = CHOICE, TICKET
     if not plan.recompute:
         return save_named((*names, *few), flash=flash) if stacked else everything
-    if plan.kept is None:
+    kept = plan.kept or Kept()
+    if plan.sample_chunks != (1,) and BLOCK_INPUT not in kept.host:
+        few = BLOCK_INPUT, *few
+    elif plan.kept is None:
         return keep_nothing
-    return save_named((*plan.kept.device, *few), plan.kept.host, flash=flash, loop=stacked)
+    return save_named((*kept.device, *few), kept.host, flash=flash, loop=stacked)
 
 
 def _windows(config: Config, tokenizer: Tokenizer, tokens: np.ndarray, name: str) -> Windows:

@@ -263,17 +263,22 @@ def temporaries(plan, profile, cluster):
 NOTHING, EVERYTHING = Kept(), None
 """Beside the input; with None nothing is recomputed."""
 
-SOME = Kept(device=("qkv", "projection_out"))
+SOME, AWAY_ALONE = Kept(device=("qkv", "projection_out")), Kept(host=("residual_in",))
 
 TEMPORARIES = {
     "ZeRO-0": ("gpt-6.7b", 8, 8, 32, {"data": 8, "zero": 0}, (NOTHING,)),
     "ZeRO-1": ("gpt-6.7b", 8, 8, 32, {"data": 8, "zero": 1}, (NOTHING, EVERYTHING)),
     "ZeRO-1, 4 micro-batches": ("gpt-6.7b", 8, 8, 128, {"data": 8, "zero": 1, "micro_batches": 4}, (NOTHING,)),
-    "ZeRO-3": ("gpt-6.7b", 16, 8, 32, {"data": 8, "zero": 3}, (NOTHING, SOME, EVERYTHING)),
+    "ZeRO-3": ("gpt-6.7b", 16, 8, 32, {"data": 8, "zero": 3}, (NOTHING, SOME, AWAY_ALONE, EVERYTHING)),
     "ZeRO-3, 2 micro-batches": ("gpt-6.7b", 16, 8, 64, {"data": 8, "zero": 3, "micro_batches": 2}, (NOTHING,)),
+    "ZeRO-3, little of it": ("gpt2-1.5b", 24, 4, 16, {"data": 4, "zero": 3}, (NOTHING,)),
+    "ZeRO-3 over one rank": ("gpt2-1.5b", 12, 1, 8, {"zero": 3}, (NOTHING, EVERYTHING)),
+    "2 small micro-batches": ("gpt2-1.5b", 12, 1, 8, {"micro_batches": 2}, (NOTHING,)),
     "2 micro-batches": ("gpt2-1.5b", 12, 1, 16, {"micro_batches": 2}, (NOTHING,)),
     "4 micro-batches": ("gpt2-1.5b", 12, 1, 32, {"micro_batches": 4}, (NOTHING,)),
     "host and device": ("gpt-6.7b", 8, 1, 4, {"zero": 0}, (Kept(device=("attention_out",), host=("residual_in",)),)),
+    "tensor": ("gpt-6.7b", 8, 8, 32, {"tensor": 8, "zero": 3, "micro_batches": 4}, (NOTHING,)),
+    "tensor, 2 chunks": ("gpt-6.7b", 8, 8, 8, {"tensor": 8, "zero": 0, "sample_chunks": 2}, (NOTHING, EVERYTHING)),
     "tensor, cut sequence": ("gpt-6.7b", 8, 4, 8, {"tensor": 4, "zero": 0, "sequence": True}, (NOTHING,)),
     "BERT": ("bert-large", 24, 1, 64, {}, (NOTHING, Kept(device=("qkv", "mlp_out")))),
 }

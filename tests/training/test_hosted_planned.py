@@ -36,10 +36,14 @@ def test_the_plan_for_a_model_larger_than_the_device():
     assert host == pytest.approx(stage.total_host_bytes, rel=1e-3)
 
 
-@pytest.mark.parametrize("kinds", [(None,), ("both",)], ids=["without", "with"])
-def test_the_largest_models(kinds):
-    """As large as said, within 5 %: 1.35 and 7.50 billion parameters on 24 and 110 GiB."""
-    largest = largest_trainable(capped(find_cluster("h100x1x1"), DEVICE, HOST), kinds)
+@pytest.mark.parametrize(
+    ("kinds", "how"),
+    [((None,), {}), ((None,), {"zero": 3}), (("both",), {}), (("both",), {"at_once": True})],
+    ids=["without", "without, rounded where used", "with", "with, at once"],
+)
+def test_the_largest_models(kinds, how):
+    """As large as said, within 5 %: billions of parameters on 24 and 110 GiB."""
+    largest = largest_trainable(capped(find_cluster("h100x1x1"), DEVICE, HOST), kinds, **how)
     device, host = compiled(largest.config, largest.plan)
     (stage,) = largest.estimate.stages
     assert device == pytest.approx(stage.total_bytes, rel=0.05)

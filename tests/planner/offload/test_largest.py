@@ -17,6 +17,17 @@ def found():
     return largest_trainable(cluster, (None,)), largest_trainable(cluster, ("both",))
 
 
+def test_the_leaner_of_both():
+    """14 bytes a parameter of the device, 12 of the host."""
+    cluster = capped(find_cluster("h100x1x1"), DEVICE, HOST)
+    without, hosted = largest_trainable(cluster, (None,), zero=3), largest_trainable(cluster, ("both",), at_once=True)
+    assert without.plan.zero == 3 and hosted.plan.offload.at_once
+    assert hosted.parameters / without.parameters >= 4.9
+    (own,), (stage,) = without.estimate.stages, hosted.estimate.stages
+    assert own.total_bytes + 14 * parameter_count(without.config.model).per_layer > (1 - RESERVE) * DEVICE
+    assert stage.total_host_bytes + 12 * parameter_count(hosted.config.model).per_layer > HOST
+
+
 def test_five_times_the_parameters(found):
     """8 sequences of 1,024 tokens: 7.50 instead of 1.35 billion."""
     without, hosted = found

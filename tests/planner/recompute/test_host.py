@@ -155,7 +155,7 @@ def long_task(memory, how="auto", **changes):
     """One sequence of 8,192 tokens on a device of so many bytes, everything there but what blocks keep."""
     profile = profile_of(length=LONG)
     config = load_config("gpt-6.7b", {"memory.recompute": how, "memory.host_budget_bytes": "200GB"} | changes)
-    return profile, one_device(memory), request(1, **recomputations(config))
+    return profile, one_device(memory), request(1, zero=(0,), **recomputations(config))
 
 
 def test_the_planner_puts_on_the_host_what_beats_computing_again():
@@ -165,7 +165,7 @@ def test_the_planner_puts_on_the_host_what_beats_computing_again():
     needed = evaluate(bare, profile, one_device(1e12)).stages[0].total_bytes
     cluster = hosts_of(one_device(needed + 1), 200e9)
     answer = solve(profile, cluster, asked)
-    without = solve(profile, cluster, request(1))
+    without = solve(profile, cluster, request(1, zero=(0,)))
     assert answer.plan.kept is not None and answer.plan.kept.host and without.plan.kept is None
     assert answer.plan.seconds < without.plan.seconds and answer.plan.lower_bound <= answer.plan.seconds
     every = [keeping(bare, kept, answer.model) for kept in every_kept(profile)]
@@ -194,7 +194,7 @@ def test_plans_fit_that_did_not():
     cluster = hosts_of(one_device(needed - 1e6), 200e9)
     answer = solve(profile, cluster, asked)
     assert answer.plan.kept is not None and BLOCK_INPUT in answer.plan.kept.host and answer.estimate.fits
-    for refused in ((cluster, request(1)), (hosts_of(cluster, 1e6), asked)):
+    for refused in ((cluster, request(1, zero=(0,))), (hosts_of(cluster, 1e6), asked)):
         with pytest.raises(InputError, match="fits no plan"):
             solve(profile, *refused)
 
