@@ -272,7 +272,7 @@ def _single_layer(
     place, kind, data = model.places.at(device, devices), model.kinds[model.index[layer]], devices // t
     piped, late = late, late or not model.cluster.overlap
     end = layer in (0, model.num_layers - 1)
-    zero = 0 if data == 1 else 1 if end and treatment.zero else treatment.zero
+    zero = min(treatment.zero, 1) if end else treatment.zero
     plain = _own_layer(model, device, devices, t, Treatment(treatment.micro_batch, 0, False), layer)
     size, group = kind.parameters / t * model.profile.bytes_per_weight, place.data_group(t)
     gather, scatter = all_gather(group, size), reduce_scatter(group, size)
@@ -285,10 +285,17 @@ def _single_layer(
         kept = float(model.boundary[layer - 1]) * local
     if kind.tensors:
         working = local * work_bytes(kind, t, 1, causal=model.profile.causal)
-    # Its gradient, and that of the layer before on its way to the other ranks; ZeRO-3: its weights, and the next ones.
+    # Its gradient, and that of the layer before on its way to the other ranks; ZeRO-3: its weights as they are read, of
+    # which half are gone when that comes, and where they come from others the next ones.
     given = not end and not late and data > 1
-    working += size + (size if given else 0) + (2 * size if zero == 3 else 0)
+    working += size + (size if given else 0)
     if zero == 3:
+        working += size / 2 + (size if data > 1 else 0)
+    if zero == 3 and data == 1:
+        # Nothing comes from others, but nobody rounded the weights before.
+        rounded = 0.0 if model.profile.used_as_kept else _rounded(model, kind.parameters / t, place.slowdown)
+        forward, backward = forward + rounded, backward + rounded
+    elif zero == 3:
         if not model.cluster.overlap:
             forward, backward = forward + gather, backward + gather + scatter
         elif late:
@@ -300,10 +307,11 @@ def _single_layer(
     if layer == model.num_layers - 1:
         # Beside what it keeps its gradient, in the compute dtype; with one stage, before all other gradients come.
         at_work = kept + local * kind.activation_bytes / t * model.profile.bytes_per_weight / 4
-        working = max(
-            working, at_work - (0.0 if piped else _coming(model, treatment, t, data, given=data > 1 and not late))
-        )
-        kept = kept if piped else 0.0
+        if piped:  # its gradient is the slot's
+            working = at_work
+        else:
+            coming = _coming(model, treatment, t, data, given=data > 1 and not late)
+            working, kept = max(working, at_work - coming), 0.0
     if late:
         return _Layer(forward, backward, 0.0, once + gradients, state, kept, working)
     return _Layer(forward, backward, gradients, once, state, kept, working)
@@ -349,39 +357,58 @@ def _updated(model: CostModel, parameters: float, zero: int, data: int, slowdown
     return parameters / (data if zero else 1) * model.profile.update_seconds * slowdown
 
 
+def _rounded(model: CostModel, parameters: float, slowdown: float) -> float:
+    """Seconds to read weights in float32 and to write them in the compute dtype."""
+    bandwidth = model.cluster.nodes[0].device.memory_bandwidth
+    return parameters * (4 + model.profile.bytes_per_weight) / bandwidth * slowdown
+
+
 def _stored(model: CostModel, how: Treatment, data: int, *, given: bool, slot: bool, end: bool = False) -> float:
     """Bytes of a parameter's weight, gradient and optimizer's state in one SPMD program, which stores them in float32.
 
     given: gradients go to their rank layer by layer.  slot: in a pipeline.  end: first or last layer of one stage.
     """
     width = model.profile.bytes_per_weight
-    zero = 0 if data == 1 else min(how.zero, 1) if end else how.zero
+    zero = min(how.zero, 1) if end else how.zero
     share = model.profile.state_bytes - 2 * width + (4 if width == 4 else 0)
-    used = width if zero == 1 or (zero == 0 and width != 4) else 0.0
+    # Of one and of two micro-batches that of the ends is gone by the time all other gradients are there.
+    gone = end and (how.pair or not how.several)
+    used = 0.0 if gone else _copied(model, zero, data)
     return used + share / (data if zero else 1) + _gradient(model, how, data, given=given, slot=slot, end=end)
 
 
+def _copied(model: CostModel, zero: int, data: int) -> float:
+    """Bytes of a weight to compute with: over one rank ZeRO-1 is as none, ZeRO-3 has it of no layer but one at work."""
+    width = model.profile.bytes_per_weight
+    return width if zero < 3 and (width != 4 or (zero == 1 and data > 1)) else 0.0
+
+
 def _gradient(model: CostModel, how: Treatment, data: int, *, given: bool, slot: bool, end: bool) -> float:
-    """Of several micro-batches added up in float32, of one as it was computed, but without ZeRO."""
+    """Of several micro-batches added up in float32, of one as it was computed, but in float32 too without ZeRO, as
+    ZeRO-1 over one rank is; ZeRO-3 over one rank is not."""
     width = model.profile.bytes_per_weight
     if end:
-        return 4 + 2 * width if how.several else width
-    if how.zero == 0 or data == 1:
-        return 4.0
+        return 4 + width if how.several else width
     if how.zero == 3:
         return (4 if how.several or slot else width) / data
+    if how.zero == 0 or data == 1:
+        return 4.0
     return (4 if how.several else 0.0 if given else width) + (width / data if given else 0.0)
 
 
 def _coming(model: CostModel, how: Treatment, t: int, data: int, *, given: bool) -> float:
-    """Bytes of gradients that are not there while the last layer runs: of one micro-batch all; of two, what widening
-    the first one's takes and one of the ends more; of more what the ends' rows are added to."""
+    """Bytes that are not there while the last layer runs: of one micro-batch gradients, of two what widening the first
+    one's takes.  Of an end this micro-batch's gradient; in its place there is the copy that is gone later."""
     width, ends, found = model.profile.bytes_per_weight, (0, model.num_layers - 1), 0.0
+    few = how.pair or not how.several
     for layer, index in enumerate(model.index):
-        one = _gradient(model, how, data, given=given, slot=False, end=layer in ends)
-        widened = (4 - width) / (data if how.zero == 3 else 1) if how.pair else 0.0
-        of_several = width * (2 if how.pair else 1) if layer in ends else widened
-        found += model.kinds[index].parameters / t * (of_several if how.several else one)
+        if layer in ends:
+            one = width - (_copied(model, min(how.zero, 1), data) if few else 0.0)
+        elif how.several:
+            one = (4 - width) / (data if how.zero == 3 else 1) if how.pair else 0.0
+        else:
+            one = _gradient(model, how, data, given=given, slot=False, end=False)
+        found += model.kinds[index].parameters / t * one
     return found
 
 
@@ -491,7 +518,11 @@ class _Pricer:
             return 0.0, 0.0
         t = degree[tied if tied in degree else 0]
         costs = self.model.layer_costs(self.model.places.at(device, devices), t, treatment)
-        return float(costs.tied[tied]), float(costs.tied_bytes[tied]) if tied in degree else 0.0
+        copy = float(costs.tied_bytes[tied])
+        if self.space == "spmd":
+            parameters = self.model.kinds[self.model.index[tied]].tied_parameters / t
+            copy = parameters * _stored(self.model, treatment, devices // t, given=False, slot=True)
+        return float(costs.tied[tied]), copy if tied in degree else 0.0
 
     def _row_cuts(self, stages: tuple[StageDraft, ...], treatment: Treatment) -> list[float]:
         """Seconds of the transfers between virtual stages, in order."""

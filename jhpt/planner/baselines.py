@@ -47,7 +47,8 @@ def baselines(asked: Request, model: CostModel, space: Space | None = None) -> t
     Args:
       space: in which they are priced; None: "spmd", but on a mixed cluster "general".
     """
-    table = _Table(model, space or ("spmd" if model.places.uniform else "general"))
+    space = space or ("spmd" if model.places.uniform else "general")
+    table = _Table(model, space)
     kinds: tuple[tuple[str, Schedule, Callable[[int], Iterable[Shape]]], ...] = (
         ("data parallel", "1f1b", lambda b: [(1, _data(b, model.cluster.num_devices), 1)]),
         ("tensor parallel", "1f1b", lambda b: _tensor_shapes(model)),
@@ -55,7 +56,11 @@ def baselines(asked: Request, model: CostModel, space: Space | None = None) -> t
         ("1f1b, equal layers", "1f1b", lambda b: _pipe_shapes(asked, model, b)),
         ("best 3-D grid", "1f1b", lambda b: _grid_shapes(asked, model, b)),
     )
-    return tuple(_best(name, _grids(asked, schedule, shapes), table) for name, schedule, shapes in kinds)
+
+    def levels(data: int) -> tuple[Zero, ...]:
+        return model.levels(asked.zero, data, space)
+
+    return tuple(_best(name, _grids(asked, schedule, shapes, levels), table) for name, schedule, shapes in kinds)
 
 
 def _data(micro_batch: int, devices: int) -> int:
@@ -102,11 +107,15 @@ class _Grid:
         return self.data * self.tensor
 
 
-def _grids(asked: Request, schedule: Schedule, shapes: Callable[[int], Iterable[Shape]]) -> Iterator[_Grid]:
+def _grids(
+    asked: Request,
+    schedule: Schedule,
+    shapes: Callable[[int], Iterable[Shape]],
+    levels: Callable[[int], tuple[Zero, ...]],
+) -> Iterator[_Grid]:
     for m in asked.micro_batches:
         for stages, data, tensor in shapes(asked.batch // m):
-            levels = asked.zero if data > 1 else asked.zero[:1]  # a single replica has nothing to share
-            for zero, recompute in itertools.product(levels, asked.recompute):
+            for zero, recompute in itertools.product(levels(data), asked.recompute):
                 how = asked.compression[0] if tensor > 1 else None
                 yield _Grid(stages, data, tensor, schedule, asked.batch, m, zero, recompute, how)
 

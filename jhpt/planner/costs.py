@@ -22,8 +22,8 @@ the memory of a chunk's sum.
 Compressed gradients (`compression.gradient_seconds`) take the place of all_reduce and reduce_scatter; their kernels
 count with the update, as does with the optimizer what every rank keeps of them.  There is no ZeRO-3 with them.
 
-ZeRO-3 over one data rank has no traffic; both passes round weights that are kept in float32 (`ROUNDING`), which other
-levels do once a step.
+ZeRO-3 over one data rank has no traffic, but both passes round weights that are kept in float32: memory's time for four
+bytes that are read and those that are written, where other levels do it once a step, with the update.
 
 Where a cluster does not overlap communication with computation, all of it is exposed: a ZeRO-3 layer takes its work
 plus its traffic, ZeRO-1 all of its traffic, and gradients are summed when the last backward is over.  What is exposed
@@ -57,7 +57,7 @@ import numpy as np
 
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import BLOCK_INPUT, PLAIN_GRADIENTS, Compression, GradientCompression
-from jhpt.core.plan import Kept
+from jhpt.core.plan import Kept, Zero
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
 from jhpt.planner.compression import (
@@ -72,19 +72,16 @@ from jhpt.planner.compression import (
 from jhpt.planner.offload.stream import copy_seconds
 from jhpt.planner.overlap import Operation, chunk_sizes, filling, partition, period
 from jhpt.planner.placement import Place, Places, hop_seconds
-from jhpt.planner.program import ENDS, FLOAT32, Held, Slot, held, in_one_stage, in_pipeline, with_ends, work_bytes
+from jhpt.planner.program import FLOAT32, Held, Slot, held, in_one_stage, in_pipeline, with_ends, work_bytes
 from jhpt.planner.recompute.names import NOTHING, repeated, size_of
 from jhpt.planner.schedule import Array
-from jhpt.planner.tables import LayerCosts, Treatment, picked
+from jhpt.planner.tables import LayerCosts, Space, Treatment, picked
 
 Direction = Literal[0, 1]
 
 FORWARD: Literal[0] = 0
 BACKWARD: Literal[1] = 1
 DIRECTIONS: tuple[Direction, ...] = (FORWARD, BACKWARD)
-
-ROUNDING = 6 / 28
-"""Of an update's seconds, to round weights: 4 bytes read and 2 written, where an update reads 16 and writes 12."""
 
 
 class CostModel:
@@ -139,6 +136,17 @@ class CostModel:
         common = math.gcd(*(kind.max_tensor for kind in self.kinds))
         return [t for t in range(1, min(common, devices) + 1) if common % t == 0]
 
+    def levels(self, asked: tuple[Zero, ...], data: int, space: Space) -> tuple[Zero, ...]:
+        """Of these levels of ZeRO those that differ over so many data ranks.
+
+        One has nothing to share out: ZeRO-1 is none, and ZeRO-3 too but where one program rounds weights (`program`).
+        """
+        if data > 1:
+            return asked
+        rounds = space == "spmd" and self.profile.bytes_per_weight < FLOAT32
+        none = [level for level in asked if level < 3 or not rounds][:1]
+        return (*none, *(level for level in asked if level == 3 and rounds))
+
     def degrees(self, devices: int) -> list[int]:
         """Tensor degrees that some layer allows and that divide `devices`."""
         top = max(kind.max_tensor for kind in self.kinds)
@@ -184,7 +192,7 @@ class CostModel:
             return in_pipeline(costs, last)
         own = self._parameters[self.index] / tensor
         inner, ends = (self._held(how, data).coming for how in (treatment, treatment.of_ends))
-        coming = inner * own[1:-1].sum() + ends * own[ENDS].sum()
+        coming = inner * own[1:-1].sum() + ends * own[list({0, len(own) - 1})].sum()
         return in_one_stage(costs, last, float(coming))
 
     def sample_chunks(self, devices: int, tensor: int, treatment: Treatment) -> tuple[int, ...]:
@@ -248,7 +256,8 @@ class CostModel:
             arrays = {name: values[self.index] for name, values in self.kind_costs(place, tensor, treatment).items()}
             if treatment.recompute:  # a layer keeps its input, which is the boundary of the layer before it
                 local, cut = -(-treatment.micro_batch * tensor // place.devices), tensor if treatment.sequence else 1
-                arrays["activations"] = self._kept(treatment.kept or self.kept or NOTHING, tensor, cut, local)
+                kept, chunks = treatment.kept or self.kept or NOTHING, min(treatment.sample_chunks[0], local)
+                arrays["activations"] = self._kept(kept, tensor, cut, local, chunks if tensor > 1 else 1)
             self._layers[key] = LayerCosts(**arrays)
         return self._layers[key]
 
@@ -287,7 +296,8 @@ class CostModel:
         elif zero == 3:
             forward, backward = forward + scattered, backward + 2 * scattered
         if treatment.zero == 3 and data == 1 and treatment.program != "own" and not self.profile.used_as_kept:
-            rounding = own * ROUNDING * self.profile.update_seconds * place.slowdown
+            moved = own * (FLOAT32 + wire)
+            rounding = moved / self.cluster.nodes[0].device.memory_bandwidth * place.slowdown
             forward, backward = forward + rounding, backward + rounding
         own_bytes = self._held(treatment, data)
         hop = self._pair_seconds(place, tied * wire)
@@ -316,11 +326,15 @@ class CostModel:
             "tied_bytes": tied * (own_bytes.weights + own_bytes.optimizer),
         }
 
-    def _kept(self, kept: Kept, tensor: int, cut: int, local: int) -> Array:
-        """[layers] bytes on a device of what is named, and of inputs that are not on the host."""
+    def _kept(self, kept: Kept, tensor: int, cut: int, local: int, chunks: int) -> Array:
+        """[layers] bytes on a device of what is named, and of inputs that are not on the host.
+
+        Where a norm follows the sums (BERT) the input of the last of several chunks is there in two parts.
+        """
         named = self._sizes([name for name in kept.device if name != BLOCK_INPUT], tensor, cut)[self.index]
         away = np.array([BLOCK_INPUT in kept.host and bool(kind.tensors) for kind in self.kinds])[self.index]
-        return local * (named + np.where(away, 0.0, self.inputs / cut))
+        parts = 1.0 if chunks == 1 or self.profile.causal else 1.0 + 1.0 / chunks
+        return local * (named + np.where(away, 0.0, parts * self.inputs / cut))
 
     def _work(self, treatment: Treatment, tensor: int, cut: int, local: int) -> Array:
         """[kinds] bytes of tensors in a layer's backward pass; of layers without named ones what is computed again."""

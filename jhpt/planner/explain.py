@@ -283,8 +283,10 @@ def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel
     seconds, treatment = dict(estimate.stages[position].seconds), treatment_of(plan)
     if plan.offload is not None:
         return seconds
-    unsharded = plan.micro_batches * _passes(plan, position, replace(treatment, zero=0), model)
-    bare = plan.micro_batches * _passes(plan, position, replace(treatment, zero=0, recompute=False, kept=None), model)
+    # Over one rank nothing is gathered; what rounding takes is computation.
+    alone = treatment if _replicas(plan) == 1 else replace(treatment, zero=0)
+    unsharded = plan.micro_batches * _passes(plan, position, alone, model)
+    bare = plan.micro_batches * _passes(plan, position, replace(alone, recompute=False, kept=None), model)
     once = _gathered(plan, position, model)
     seconds["update"] -= once
     gathered = seconds["compute"] - unsharded + once
@@ -292,6 +294,11 @@ def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel
     split = {"compute": bare, "recomputation": unsharded - bare - copies, "weights gathered": gathered}
     split |= {"copies": copies} if waiting(plan).host else {}
     return split | {cause: value for cause, value in seconds.items() if cause != "compute"}
+
+
+def _replicas(plan: Plan) -> int:
+    """Data ranks of the layers that have most."""
+    return max(stage.devices // run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs)
 
 
 def _passes(plan: Plan, position: int, treatment: Treatment, model: CostModel) -> float:
@@ -413,7 +420,7 @@ def alternatives(answer: Answer, count: int = ALTERNATIVES) -> tuple[Rival, ...]
 def changed(answer: Answer) -> tuple[Rival, ...]:
     """The winner with one decision changed, wherever that makes a plan."""
     rivals = []
-    for name, update in _changes(answer.plan):
+    for name, update in _changes(answer.plan, answer.model):
         plan = answer.plan.model_copy(update=update | {"seconds": None, "lower_bound": None})
         try:
             rivals.append(rival(name, plan, answer))
@@ -422,12 +429,9 @@ def changed(answer: Answer) -> tuple[Rival, ...]:
     return tuple(rivals)
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    replicated = any(
-        stage.devices > run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs
-    )
-    for zero in (0, 1, 3) if plan.offload is None else ():
-        if zero != plan.zero and replicated:
+def _changes(plan: Plan, model: CostModel) -> Iterator[tuple[str, dict[str, Any]]]:
+    for zero in model.levels((0, 1, 3), _replicas(plan), plan.space) if plan.offload is None else ():
+        if zero != plan.zero:
             yield (f"ZeRO-{zero}" if zero else "no ZeRO"), {"zero": zero}
     yield ("no recomputation" if plan.recompute else "recomputation"), {"recompute": not plan.recompute, "kept": None}
     if plan.kept is not None:
@@ -445,7 +449,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "samples in one piece", {"stages": _cut(plan, 1).stages}
         if plan.compression.on:
             yield "no compression", {"compression": Compression()}
-    if plan.gradient_compression.on and replicated:
+    if plan.gradient_compression.on and _replicas(plan) > 1:
         yield "gradients as they are", {"gradient_compression": PLAIN_GRADIENTS}
     for count in (plan.micro_batches // 2, plan.micro_batches * 2):
         if count and plan.batch % count == 0:

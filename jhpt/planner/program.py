@@ -14,12 +14,12 @@ moments, as they are kept (`core.state`):
     weight to compute with      w, kept so: none    w                               none        (working set)
     gradient                    4                   4, and w / d where it is given away late    4 / d
     of one micro-batch          4                   w / d, where it is given away late, else w  w / d
-    of an end                   4 + 2 w, of one micro-batch w, in a pipeline 4
+    of an end                   4 + w, of one micro-batch w, in a pipeline 4
 
-With several micro-batches the ends have, beside what is added up, a gradient of this one and the zeros that rows of the
-first layer's are added to.  With one stage and one micro-batch no gradient is there before the backward pass: while the
-last layer is at work, which begins it, there is room for that much else (`in_one_stage`); of two micro-batches the
-first one's is widened only then.
+With several micro-batches the ends have, beside what is added up, a gradient of this one.  Behind the last head the
+copy of their weights is gone: of one and of two micro-batches the other layers' backward passes find gradients alone.
+With one stage and one micro-batch no gradient is there before the backward pass: while the last layer is at work, which
+begins it, there is room for that much else (`in_one_stage`); of two micro-batches the first one's is widened only then.
 
 Over one data rank ZeRO-1 is as none.  ZeRO-3 shares nothing out, either, but reads every layer's weights as they are
 kept and rounds them where they are used: there is no copy of all of them, and of one micro-batch gradients stay as
@@ -90,6 +90,8 @@ def held(treatment: Treatment, data: int, wire: float, state: float, *, as_kept:
     used = {0: 0.0 if as_kept else wire, 1: wire, 3: 0.0}[zero]
     late = treatment.late and overlap and data > 1
     gradient = _gradient(treatment, data, wire, late=late)
+    if treatment.program == "single" and treatment.end and (treatment.pair or not treatment.several):
+        return Held(gradient, stored / (data if zero else 1), wire, wire - used)
     # What is read goes as its gradient comes: of both together there is half as much again as of one.
     read = (1.5 if data > 1 else 0.5) * wire if zero == 3 else 0.0
     working = read + wire + (wire if late else 0.0)
@@ -100,7 +102,7 @@ def held(treatment: Treatment, data: int, wire: float, state: float, *, as_kept:
 def _gradient(treatment: Treatment, data: int, wire: float, *, late: bool) -> float:
     zero, several = treatment.zero, treatment.several
     if treatment.program == "single" and treatment.end:
-        return FLOAT32 + 2 * wire if several else wire
+        return FLOAT32 + wire if several else wire
     if zero == 3:
         return (FLOAT32 if several or treatment.program == "piped" else wire) / data
     if zero == 1 and not several:
@@ -150,7 +152,7 @@ def _coming(treatment: Treatment, gradient: float, wire: float, data: int) -> fl
     if not treatment.several:
         return gradient
     if treatment.end:
-        return 2 * wire if treatment.pair else wire
+        return wire
     return (FLOAT32 - wire) / (data if treatment.zero == 3 else 1) if treatment.pair else 0.0
 
 

@@ -10,7 +10,7 @@ Decision set of space="spmd":
     cuts            any S contiguous non-empty ranges of layers
     schedule        1f1b, gpipe; interleaved with v in 2, 3, 4 chunks per device, M divisible by S, whose S v ranges are
                     the balanced ones (`balanced`)
-    ZeRO            0, 1 or 3 where d > 1
+    ZeRO            0, 1 or 3 where d > 1, else 0 or 3, which then has no copy of the weights to compute with
     recompute       off or on
     compression     one of those asked for, where a tensor degree is above 1
 
@@ -141,9 +141,8 @@ def _bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator
         b = request.batch // m
         for tensor in model.common_degrees(available):
             for data in (d for d in range(1, min(b, available // tensor) + 1) if b % d == 0):
-                for zero, recompute in itertools.product(request.zero, request.recompute):
-                    if zero == 1 and data == 1 and 0 in request.zero:
-                        continue
+                levels = model.levels(request.zero, data, space)
+                for zero, recompute in itertools.product(levels, request.recompute):
                     # A single rank sums nothing.
                     for how in request.compression if tensor > 1 else (None,):
                         cuts = request.sample_chunks if tensor > 1 else (1,)

@@ -174,7 +174,8 @@ def execution(
     grid = layout.grid
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
-    recompute = layer_policy(layout.plan, stacked=stacked, flash=model.implementation == "cudnn")
+    sums, flash = isinstance(config.model, GPTConfig), model.implementation == "cudnn"
+    recompute = layer_policy(layout.plan, stacked=stacked, flash=flash, sums=sums)
 
     def parts_at(degree: int) -> Parts:
         axes = grid.axes(degree).tensor
@@ -242,7 +243,9 @@ def unrolled(config: Config, *, on_gpu: bool) -> bool:
     return not on_gpu and config.model.num_layers <= MOST_UNROLLED_LAYERS
 
 
-def layer_policy(plan: Plan, *, stacked: bool, flash: bool = False, names: Sequence[str] = NAMED_TENSORS) -> Recompute:
+def layer_policy(
+    plan: Plan, *, stacked: bool, flash: bool = False, sums: bool = False, names: Sequence[str] = NAMED_TENSORS
+) -> Recompute:
     """What a block's backward pass finds saved, by the plan.
 
     Without recomputation that is everything, but where it is `stacked`, layer by layer in a loop or micro-batch by
@@ -250,13 +253,14 @@ def layer_policy(plan: Plan, *, stacked: bool, flash: bool = False, names: Seque
     out, four times as much, if it is everything.  flash: attention is cuDNN's.
 
     The input of a block whose samples are cut into chunks comes in parts (`sharding.chunks`), half as much again with
-    two chunks: their sum is kept.
+    two chunks.  sums: it is no more than their sum, which is kept instead; BERT's is the norm of it, whose derivative
+    takes the parts.
     """
     few: tuple[str, ...] = CHOICE, TICKET
     if not plan.recompute:
         return save_named((*names, *few), flash=flash) if stacked else everything
     kept = plan.kept or Kept()
-    if plan.sample_chunks != (1,) and BLOCK_INPUT not in kept.host:
+    if sums and plan.sample_chunks != (1,) and BLOCK_INPUT not in kept.host:
         few = BLOCK_INPUT, *few
     elif plan.kept is None:
         return keep_nothing

@@ -11,7 +11,11 @@ from jhpt.bench import planner
 from jhpt.bench.planner import Settings, SpeedCase
 from jhpt.bench.planner_instances import random_instance
 from jhpt.bench.planner_oracle import best, general_plans, optimum, plan_of, spmd_plans
+from jhpt.core.cluster import Cluster, Device, Link, Node
+from jhpt.core.profile import LayerKind, ModelProfile, Timing
+from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
+from jhpt.planner.request import request
 
 PLANS = {"spmd": spmd_plans, "general": general_plans}
 
@@ -74,22 +78,79 @@ def test_quick_claims_what_the_whole_claims():
     assert planner.QUICK.growth == Settings().growth
 
 
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(("space", "mixed"), [("spmd", False), ("general", False), ("general", True)])
-def test_oracle_prices_as_the_estimate_does(space, mixed, seed):
-    """The optimum over summed-up stages is that over whole plans, priced one by one."""
-    rng = np.random.default_rng(seed)
-    layers, devices = int(rng.integers(1, 6)), int(rng.integers(1, 6))
-    instance = random_instance(rng, space, layers=layers, devices=devices, plans=300, mixed=mixed)
-    found = optimum(instance.asked, instance.model, space)
-    seconds, plan, plans = best(PLANS[space](instance.asked, instance.model), instance.model)
-    assert found.plans == plans == instance.plans
+ALONE = (132, 175, 177, 182, 183, 206)
+"""Seeds of small problems that an oracle without ZeRO-3 over one data rank got wrong."""
+
+
+def check_oracle(asked, model, space):
+    """The optimum over summed-up stages is that over whole plans, priced one by one; the fastest plan, and how many."""
+    found = optimum(asked, model, space)
+    seconds, plan, plans = best(PLANS[space](asked, model), model)
+    assert found.plans == plans
     if plan is None:
         assert found.draft is None and found.seconds == math.inf
     else:
         assert found.seconds == pytest.approx(seconds, rel=1e-12)
-        own = price(plan_of(found.draft, instance.asked, instance.model, space), instance.model)
+        own = price(plan_of(found.draft, asked, model, space), model)
         assert own.fits and own.seconds == pytest.approx(seconds, rel=1e-12)
+    return plan, plans
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("space", "mixed"), [("spmd", False), ("general", False), ("general", True)])
+def test_oracle_prices_as_the_estimate_does(space, mixed, seed):
+    rng = np.random.default_rng(seed)
+    layers, devices = int(rng.integers(1, 6)), int(rng.integers(1, 6))
+    instance = random_instance(rng, space, layers=layers, devices=devices, plans=300, mixed=mixed)
+    assert check_oracle(instance.asked, instance.model, space)[1] == instance.plans
+
+
+@pytest.mark.parametrize("seed", ALONE)
+def test_oracle_prices_zero_3_over_one_data_rank(seed):
+    rng = np.random.default_rng(seed)
+    layers, devices = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+    instance = random_instance(rng, "spmd", layers=layers, devices=devices, plans=300)
+    check_oracle(instance.asked, instance.model, "spmd")
+
+
+def lone_device(memory):
+    """A row of uneven layers on one device; a layer's weights are rounded in a noticeable part of its seconds."""
+    kinds = {
+        f"layer{i}": LayerKind(
+            parameters=parameters,
+            boundary_bytes=2.0,
+            activation_bytes=4.0,
+            max_tensor=1,
+            timings=(Timing(batches=(1.0, 2.0), forward=(1.0, 1.5), backward=(2.0, 3.0)),),
+        )
+        for i, parameters in enumerate((6, 20, 30, 5))
+    }
+    profile = ModelProfile(name="toy", device="toy", source="given", kinds=kinds, layers=tuple(kinds))
+    link = Link(bandwidth=1.0, latency=0.0)
+    device = Device(name="toy", peak_flops={"bfloat16": 1.0}, memory=memory, memory_bandwidth=100.0)
+    node = Node(device=device, devices=1, inside=link, host=link, host_memory=1.0)
+    return CostModel(profile, Cluster(name="toy", nodes=(node,), network=link))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_oracle_prices_zero_3_on_one_device(micro_batches):
+    model = lone_device(1e6)
+    plain, alone = (
+        optimum(request(4, micro_batches, zero=(zero,), recompute=(False,)), model, "spmd") for zero in (0, 3)
+    )
+    # Two layers lie between the ends: of a parameter 4 bytes are read and 2 written, in both passes.
+    assert alone.seconds - plain.seconds == pytest.approx(micro_batches * 2 * (20 + 30) * 6 / 100)
+    # It is the only plan where the copies of all layers have no room.
+    least = {}
+    for zero in (0, 3):
+        asked = request(4, micro_batches, zero=(zero,), recompute=(False,))
+        plan, _ = check_oracle(asked, model, "spmd")
+        least[zero] = price(plan, model).stages[0].total_bytes
+    assert least[3] < least[0]
+    tight = lone_device((least[0] + least[3]) / 2)
+    plan, _ = check_oracle(request(4, micro_batches, recompute=(False,)), tight, "spmd")
+    assert plan.zero == 3
+    assert check_oracle(request(4, micro_batches, zero=(0, 1), recompute=(False,)), tight, "spmd")[0] is None
 
 
 def test_largest_problems_can_be_drawn():

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from jhpt.models.repeated import looked_up, plus
-from jhpt.sharding.rules import IN_FLOAT32, path_name
-from tests.sharding.plans import laid_out, mixed, piped
-from tests.sharding.test_parity import BATCH, NONE, definition, gradients, random_params, setup_of
+from jhpt.sharding.rules import IN_FLOAT32, MATRICES, path_name
+from jhpt.training import setup as training_setup
+from jhpt.training.parts import Rows
+from jhpt.training.setup import prepare
+from tests.sharding.plans import batch, by_path, laid_out, mixed, on_host, piped, random_params, stored
+from tests.sharding.test_parity import BATCH, NONE, definition, gradients, setup_of
 
 __all__ = ["setup_of"]
 
@@ -59,3 +62,70 @@ def test_what_models_use_in_float32_stays_so(setup_of):
     kept = {path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(working) if leaf.dtype == "float32"}
     assert {"head/bias", "head/norm/scale", "blocks/0/mlp_norm/scale"} <= kept
     assert all(IN_FLOAT32.search(name) for name in kept)
+
+
+# Two micro-batches: gradients of the first stay in bfloat16 for a while, their sum with the second's does not.
+
+ROWS = 2
+"""Of a micro-batch on one device."""
+ADDED = [(1, 0, False), (1, 0, True), (1, 1, False), (1, 1, True), (1, 3, False)]
+ADDED += [(2, 0, True), (2, 3, False), (2, 3, True)]
+"""(data, zero, overlap)"""
+
+_halves: dict = {}
+
+
+@pytest.fixture
+def untouched(tiny, monkeypatch):
+    """The setup of a tied GPT without dropout, its blocks in a loop."""
+    monkeypatch.setattr(training_setup, "MOST_UNROLLED_LAYERS", NONE)
+    return prepare(tiny(**{"model.dtype": "bfloat16", "model.dropout": 0.0}))
+
+
+def undivided(setup, windows, overlap=False, **plan):
+    """Gradients of the sum of the losses over these windows, whose mean's were found."""
+    setup = laid_out(setup, piped([4], 1, batch=len(windows), **plan), overlap=overlap)
+    # XLA may leave out that a product is rounded to bfloat16 where its next reader wants float32, and then does so in
+    # one program and not in the other.
+    run = jax.jit(setup.training.gradients, compiler_options={"xla_allow_excess_precision": False})
+    rows = Rows(jax.device_put(windows, setup.layout.batch))
+    found, sums = on_host(run(stored(setup, random_params(setup)), rows, jax.random.key(0)))
+    return {path: leaf * float(sums.tokens) for path, leaf in by_path(found).items()}
+
+
+def halves(setup, windows, data):
+    """The same of each micro-batch alone, which is the only one of its run."""
+    if data not in _halves:
+        of_rank = windows.reshape(data, 2, ROWS, -1)
+        each = [of_rank[:, part].reshape(data * ROWS, -1) for part in range(2)]
+        _halves[data] = [undivided(setup, own, data=data) for own in each]
+    return _halves[data]
+
+
+def rounded(x):
+    return np.asarray(x.astype(jnp.bfloat16), np.float64)
+
+
+@pytest.mark.parametrize(("data", "zero", "overlap"), ADDED)
+def test_gradients_of_two_micro_batches_add_up_in_float32(untouched, data, zero, overlap):
+    """To 1e-6 of the largest entry, and so that bfloat16 could not hold a quarter of the entries.
+
+    What the data ranks have yet to sum travels in bfloat16: that is the sum of both but for being rounded on the way.
+    """
+    windows = batch(untouched, data * 2 * ROWS)
+    first, second = halves(untouched, windows, data)
+    found = undivided(untouched, windows, data=data, zero=zero, overlap=overlap, micro_batches=2)
+    assert found.keys() == first.keys()
+    for path, leaf in found.items():
+        expected = first[path] + second[path]
+        error, largest = np.abs(leaf - expected).max(), np.abs(expected).max()
+        in_float32 = IN_FLOAT32.search(path) is not None
+        if data > 1 and not in_float32 and not (zero == 3 and path.startswith("blocks/") and MATRICES.search(path)):
+            assert error <= 2**-7 * largest, path
+            continue
+        assert error <= 1e-6 * largest, path
+        if not in_float32:
+            # In the units in which they are computed, or a power of two apart.
+            scaled = [each / windows.size for each in (leaf, first[path], second[path])]
+            off = [np.mean(np.abs(each - rounded(each)) > 1e-4 * np.abs(each)) for each in scaled]
+            assert off[0] >= 0.25 and off[1] == off[2] == 0, path

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 
 from jhpt.core.config import NAMED_TENSORS, BERTConfig, DataConfig, GPTConfig
+from jhpt.core.load import load_config
+from jhpt.core.plan import plan_by_hand
 from jhpt.models.build import build
+from jhpt.sharding.chunks import Chunked
 from jhpt.sharding.remat import keep_nothing, save_named
 from jhpt.sharding.split import split_layer
 from jhpt.training.data.tokenizer import ByteTokenizer
 from jhpt.training.parts import make_parts
+from jhpt.training.setup import layer_policy
 from tests.sharding.plans import compiled
 
 ROWS, LENGTH, WIDTH, HEADS, FFN = 2, 6, 24, 4, 40
@@ -87,6 +91,22 @@ def test_keep_nothing_keeps_the_input_only(name):
     assert shapes_of(split) == [x.shape]
     (kept,) = compiled(split.forward, params, x, keys)[1]
     np.testing.assert_array_equal(kept, x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_in_chunks_are_kept_once(name):
+    """Of GPT's blocks, where the last chunk's input is no more than the sum of its parts; of BERT's it is their norm,
+    for which both parts stay."""
+    config = load_config("gpt-tiny", {"parallel.tensor": 2, "parallel.sample_chunks": 2, "memory.recompute": "full"})
+    policy = layer_policy(plan_by_hand(config, 2), stacked=True, sums=name != "bert")
+    model = build(MODELS[name], dtype=jnp.float32)
+    halves = make_parts(model, DataConfig(), ByteTokenizer(), 0.0, train=True).halves
+    chunked, (x, at) = Chunked(halves=halves, chunks=2, in_turn=True), inputs()
+    params = layer_of(name)[1]
+    split = split_layer(policy(chunked.layer), params, chunked.opened(params, x, at), at)
+    of_samples = [own.shape for own in split.shapes if len(own.shape) == x.ndim]
+    assert of_samples == [(ROWS // 2, LENGTH, WIDTH)] * (3 if name == "bert" else 2)
+    assert all(len(own.shape) == 1 for own in split.shapes if own.shape not in of_samples)
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)

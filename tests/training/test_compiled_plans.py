@@ -179,8 +179,8 @@ def sized(devices, memory):
 @pytest.mark.parametrize("name", CHOSEN)
 def test_what_is_chosen_takes_what_is_predicted(name):
     """In three tenths and six tenths of the memory between keeping nothing and everything, and with inputs on the host:
-    temporaries within 10 %, of all and of the difference to keeping nothing; of all, too, with everything kept.  What
-    is computed again: products' FLOP within 2 %; nothing is computed again of what is kept."""
+    temporaries within 10 %, of all and of the difference to keeping nothing, where it is a third of that or more; of
+    all, too, with everything kept.  What is computed again: products' FLOP within 2 %; of what is kept nothing is."""
     preset, layers, devices, batch, parallel = CHOSEN[name]
     by_hand = {f"parallel.{key}": value for key, value in parallel.items()}
     config = load_config(preset, {"data.batch_size": batch, "model.num_layers": layers} | by_hand)
@@ -212,7 +212,8 @@ def test_what_is_chosen_takes_what_is_predicted(name):
         found = compiled_step(config, plan, cluster)
         assert temporaries(plan, profile, cluster) == pytest.approx(found.memory.temporaries, rel=0.1)
         more = found.memory.device - first.memory.device
-        assert more == pytest.approx(planned(plan) - least, rel=0.1)
+        if abs(more) >= first.memory.temporaries / 3:
+            assert more == pytest.approx(planned(plan) - least, rel=0.1)
         host = sum(one.bytes for one in tensors if one.name in plan.kept.host)
         assert (found.memory.host > 0) == (host > 0)
         again = sum(stage.flops for stage in found.stages) - flops[1]
@@ -271,6 +272,14 @@ TEMPORARIES = {
     "ZeRO-1, 4 micro-batches": ("gpt-6.7b", 8, 8, 128, {"data": 8, "zero": 1, "micro_batches": 4}, (NOTHING,)),
     "ZeRO-3": ("gpt-6.7b", 16, 8, 32, {"data": 8, "zero": 3}, (NOTHING, SOME, AWAY_ALONE, EVERYTHING)),
     "ZeRO-3, 2 micro-batches": ("gpt-6.7b", 16, 8, 64, {"data": 8, "zero": 3, "micro_batches": 2}, (NOTHING,)),
+    "ZeRO-3 pipeline": (
+        "gpt-6.7b",
+        16,
+        8,
+        32,
+        {"pipe": 2, "data": 4, "zero": 3, "micro_batches": 4},
+        (NOTHING,),
+    ),
     "ZeRO-3, little of it": ("gpt2-1.5b", 24, 4, 16, {"data": 4, "zero": 3}, (NOTHING,)),
     "ZeRO-3 over one rank": ("gpt2-1.5b", 12, 1, 8, {"zero": 3}, (NOTHING, EVERYTHING)),
     "2 small micro-batches": ("gpt2-1.5b", 12, 1, 8, {"micro_batches": 2}, (NOTHING,)),

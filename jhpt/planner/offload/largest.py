@@ -63,7 +63,7 @@ def largest_trainable(
     """
     settings: dict[str, Any] = {"data.sequence_length": tokens, "model.max_length": tokens, "data.batch_size": batch}
     settings |= {"optimizer.clip": "previous"} if at_once else {}
-    asked = request(batch, offload=offload, zero=(zero,), at_once=at_once)
+    asked = request(batch, offload=offload, zero=(zero if None in offload else 0,), at_once=at_once)
     found = [one for width in WIDTHS if (one := _deepest(width, cluster, asked, settings))]
     return max(found, key=lambda one: one.parameters, default=None)
 

@@ -170,6 +170,29 @@ def test_inputs_go_to_the_host_where_nothing_else_fits():
 LONG = 8192
 
 
+def test_one_rank_rounds_weights_where_it_has_no_room_for_a_copy():
+    """ZeRO-3 over one rank, with the best names: where nothing else fits, and where it is faster than the others."""
+    profile = profile_of(length=LONG)
+    bare = piped([BLOCKS + 2], 1, recompute=True, batch=1)
+    needed = evaluate(bare, profile, one_device(1e12)).stages[0].total_bytes
+    for memory, fits in ((needed - 1, False), (needed + 1, True)):
+        cluster = one_device(memory)
+        answer = solve(profile, cluster, request(1))
+        assert answer.plan.zero == 3 and answer.estimate.fits and answer.plan.lower_bound <= answer.plan.seconds
+        levels = [bare.model_copy(update={"zero": zero}) for zero in (0, 3)]
+        levels += [one.model_copy(update={"recompute": False}) for one in levels]
+        priced = [evaluate(one, profile, cluster) for one in levels]
+        priced += [keeping(one, kept, answer.model) for one in levels[:2] for kept in every_set(profile)]
+        assert answer.plan.seconds == pytest.approx(min(one.seconds for one in priced if one.fits), rel=1e-9)
+        without = request(1, zero=(0,))
+        if fits:
+            assert solve(profile, cluster, without).plan.seconds > answer.plan.seconds
+        else:
+            with pytest.raises(InputError, match="fits no plan"):
+                solve(profile, cluster, without)
+        assert "ZeRO-3" in shape_text(answer.plan)
+
+
 def test_the_fastest_plan_keeps_some():
     """Where all does not fit a device and nothing leaves room: faster than either, and the fastest of all sets."""
     profile = profile_of(length=LONG)
