@@ -122,7 +122,8 @@ def tree_of(training, name, rows):
     ],
 )
 def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, micro_batches, resident, what):
-    """Over five of them: losses and norms to 1e-6, parameters to 0.05 of the learning rate a step."""
+    """Over five of them: losses and norms to 1e-6, means of gradients to 1e-6 of the largest entry, parameters to 0.05 of
+    the learning rate a step."""
     setup, plain, state, training = made(
         preset, ranks, clip_norm=clip_norm, clip=clip, micro_batches=micro_batches, resident=resident, what=what
     )
@@ -149,22 +150,28 @@ def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, mi
         assert np.where(noise, 0, np.abs(params[path] - leaf)).max() <= 0.05 * most, path
         assert np.abs(params[path] - leaf).max() <= 2 * most, path
         assert not noise.any() or path.endswith("qkv/bias") or "blocks/" not in path, path
-    for path, leaf in by_path(state.optimizer[0].mu).items():
-        assert np.allclose(by_path(again.optimizer[0].mu)[path], leaf, atol=1e-5 * max(1e-3, np.abs(leaf).max())), path
+    means, ours = by_path(state.optimizer[0].mu), by_path(again.optimizer[0].mu)
+    largest = max(np.abs(leaf).max() for leaf in means.values())
+    for path, leaf in means.items():
+        assert np.abs(ours[path] - leaf).max() <= 1e-6 * largest, path
 
 
-@pytest.mark.parametrize(("preset", "ranks"), [("gpt-tiny", 4), ("bert-tiny", 1)])
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("preset", ["gpt-tiny", "bert-tiny"])
 def test_gradients_are_those_of_a_plain_run(made, preset, ranks):
-    """To 1e-6 of the largest entry."""
-    setup, _, state, training = made(preset, ranks)
-    windows = windows_of(setup)[0]
-    key = stream_key(setup.config.seed, Stream.STEP, jnp.int32(0))
-    expected = jax.jit(lambda params: setup.training.gradients(params, Rows(windows), key)[0])(state.params)
-    hosted, _ = hosted_step(training)(start(training, state), windows)
-    found = by_path(tree_of(training, GRADIENT, hosted.rows))
-    largest = max(np.abs(leaf).max() for leaf in by_path(expected).values())
-    for path, leaf in by_path(expected["blocks"]).items():
-        assert np.abs(found[path] - leaf).max() <= 1e-6 * largest, path
+    """In each of five steps: to 1e-6 of the largest entry."""
+    setup, plain, state, training = made(preset, ranks)
+    gradients = jax.jit(lambda params, windows, key: setup.training.gradients(params, Rows(windows), key)[0])
+    hosted, step = start(training, state), hosted_step(training)
+    for at, windows in enumerate(windows_of(setup)):
+        key = stream_key(setup.config.seed, Stream.STEP, jnp.int32(at))
+        expected = gradients(state.params, windows, key)
+        hosted, _ = step(hosted, windows)
+        found = by_path(tree_of(training, GRADIENT, hosted.rows))
+        largest = max(np.abs(leaf).max() for leaf in by_path(expected).values())
+        for path, leaf in by_path(expected["blocks"]).items():
+            assert np.abs(found[path] - leaf).max() <= 1e-6 * largest, (at, path)
+        state, _ = plain(state, windows)
 
 
 @pytest.mark.parametrize("clip", ["global", "previous"])
