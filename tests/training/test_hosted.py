@@ -122,7 +122,7 @@ def tree_of(training, name, rows):
     ],
 )
 def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, micro_batches, resident, what):
-    """Over five of them: losses and norms to 1e-6, means of gradients to 1e-6 of the largest entry, parameters to 0.05 of
+    """Over five of them: losses and norms to 1e-6, means of gradients to 1e-6 of the largest, parameters to 0.05 of
     the learning rate a step."""
     setup, plain, state, training = made(
         preset, ranks, clip_norm=clip_norm, clip=clip, micro_batches=micro_batches, resident=resident, what=what
