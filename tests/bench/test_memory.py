@@ -14,8 +14,8 @@ from tests.conftest import tiny_overrides
 
 
 def test_competitors_are_what_people_do():
-    """Everything on the host and nothing ahead; the optimizer alone; on 24 GiB nobody keeps 1.5 billion parameters."""
-    task = prepare("gpt2-1.5b", cluster="h100x1x1", budget="24GiB", batch=8)
+    """Everything on the host and nothing ahead; the optimizer alone; on 16 GiB nobody keeps 1.5 billion parameters."""
+    task = prepare("gpt2-1.5b", cluster="h100x1x1", budget="16GiB", batch=8)
     plans, model = competitors(task), CostModel(task.profile, task.cluster)
     assert plans["synchronous"].offload == Offload(ahead=0)
     assert plans["optimizer"].offload == Offload(what="optimizer")
