@@ -50,8 +50,8 @@ def test_numbers(space):
 
 @pytest.mark.parametrize("space", ["spmd", "general"])
 def test_memory_that_would_do(space):
-    # Both blocks on the one device; with recomputation one block's GiB beside them, within 1 %.  One program may keep 12
-    # bytes and a gradient of 2 for each parameter, and of one block its gradient and half of its weights, rounded.
+    # Both blocks on the one device; with recomputation one block's GiB beside them, within 1 %.  One program may keep
+    # 12 bytes and a gradient of 2 for each parameter, and of one block its gradient and half of its weights, rounded.
     given, needed = cluster(1, memory=10 * GIB), {"general": 32 + 1, "spmd": 24 + 4 + 1 + 2 + 1}[space]
     message = refusal(BIG, given, request(1), space)
     (enough,) = map(float, re.findall(r"it would fit with (\S+) GiB per device", message))
