@@ -358,9 +358,8 @@ def _updated(model: CostModel, parameters: float, zero: int, data: int, slowdown
 
 
 def _rounded(model: CostModel, parameters: float, slowdown: float) -> float:
-    """Seconds to read weights in float32 and to write them in the compute dtype."""
-    bandwidth = model.cluster.nodes[0].device.memory_bandwidth
-    return parameters * (4 + model.profile.bytes_per_weight) / bandwidth * slowdown
+    """Seconds to read weights of one of both widths and to write them in the other: 4 bytes and 2."""
+    return parameters * (4 + 2) / model.cluster.nodes[0].device.memory_bandwidth * slowdown
 
 
 def _stored(model: CostModel, how: Treatment, data: int, *, given: bool, slot: bool, end: bool = False) -> float:

@@ -137,6 +137,11 @@ class Plan(Section):
         return tuple(sorted({run.tensor for stage in self.stages for chunk in stage.chunks for run in chunk.runs}))
 
     @property
+    def replicas(self) -> int:
+        """Data ranks of the layers that have most."""
+        return max(stage.devices // run.tensor for stage in self.stages for chunk in stage.chunks for run in chunk.runs)
+
+    @property
     def sample_chunks(self) -> tuple[int, ...]:
         """The numbers of sample chunks in use, ascending."""
         return tuple(

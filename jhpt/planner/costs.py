@@ -22,8 +22,8 @@ the memory of a chunk's sum.
 Compressed gradients (`compression.gradient_seconds`) take the place of all_reduce and reduce_scatter; their kernels
 count with the update, as does with the optimizer what every rank keeps of them.  There is no ZeRO-3 with them.
 
-ZeRO-3 over one data rank has no traffic, but both passes round weights that are kept in float32: memory's time for four
-bytes that are read and those that are written, where other levels do it once a step, with the update.
+ZeRO-3 over one data rank has no traffic, but both passes turn weights into the dtype of computation: memory's time for
+the two bytes of one and the four of the other, where other levels do it once a step, with the update.
 
 Where a cluster does not overlap communication with computation, all of it is exposed: a ZeRO-3 layer takes its work
 plus its traffic, ZeRO-1 all of its traffic, and gradients are summed when the last backward is over.  What is exposed
@@ -82,6 +82,9 @@ Direction = Literal[0, 1]
 FORWARD: Literal[0] = 0
 BACKWARD: Literal[1] = 1
 DIRECTIONS: tuple[Direction, ...] = (FORWARD, BACKWARD)
+
+CAST = 6.0
+"""Bytes that are read and written to turn a weight from float32 into 16 bits, or the other way."""
 
 
 class CostModel:
@@ -143,7 +146,7 @@ class CostModel:
         """
         if data > 1:
             return asked
-        rounds = space == "spmd" and self.profile.bytes_per_weight < FLOAT32
+        rounds = space == "spmd" and (self.profile.bytes_per_weight < FLOAT32 or not self.profile.used_as_kept)
         none = [level for level in asked if level < 3 or not rounds][:1]
         return (*none, *(level for level in asked if level == 3 and rounds))
 
@@ -296,8 +299,7 @@ class CostModel:
         elif zero == 3:
             forward, backward = forward + scattered, backward + 2 * scattered
         if treatment.zero == 3 and data == 1 and treatment.program != "own" and not self.profile.used_as_kept:
-            moved = own * (FLOAT32 + wire)
-            rounding = moved / self.cluster.nodes[0].device.memory_bandwidth * place.slowdown
+            rounding = own * CAST / self.cluster.nodes[0].device.memory_bandwidth * place.slowdown
             forward, backward = forward + rounding, backward + rounding
         own_bytes = self._held(treatment, data)
         hop = self._pair_seconds(place, tied * wire)
@@ -327,14 +329,19 @@ class CostModel:
         }
 
     def _kept(self, kept: Kept, tensor: int, cut: int, local: int, chunks: int) -> Array:
-        """[layers] bytes on a device of what is named, and of inputs that are not on the host.
-
-        Where a norm follows the sums (BERT) the input of the last of several chunks is there in two parts.
-        """
+        """[layers] bytes on a device of what is named, and of inputs that are not on the host."""
         named = self._sizes([name for name in kept.device if name != BLOCK_INPUT], tensor, cut)[self.index]
         away = np.array([BLOCK_INPUT in kept.host and bool(kind.tensors) for kind in self.kinds])[self.index]
-        parts = 1.0 if chunks == 1 or self.profile.causal else 1.0 + 1.0 / chunks
-        return local * (named + np.where(away, 0.0, parts * self.inputs / cut))
+        here, there = self.input_shares(chunks)
+        return local * (named + np.where(away, there, here) * self.inputs / cut)
+
+    def input_shares(self, chunks: int) -> tuple[float, float]:
+        """Of a block's input: what is on the device where it is kept there, and where it is kept on the host.
+
+        Where a norm follows the sums (BERT) the derivative of the last of several chunks takes both parts of its input,
+        whatever becomes of their norm.
+        """
+        return (1.0, 0.0) if chunks == 1 or self.profile.causal else (1.0 + 1.0 / chunks, 2.0 / chunks)
 
     def _work(self, treatment: Treatment, tensor: int, cut: int, local: int) -> Array:
         """[kinds] bytes of tensors in a layer's backward pass; of layers without named ones what is computed again."""

@@ -272,7 +272,10 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
         "transfers": max(buffer_bytes(model, c.first, c.stop, local) for c in stage.chunks) if many else 0.0,
     }
     if model.profile.state.decoded_bytes:
-        over = byte["activations"] + byte["working set"] + _used_bytes(kept, plan.zero, stage.devices // degree, model)
+        alone = treatment.program == "single" and (treatment.pair or not treatment.several)
+        gone = sum(part.optimizer[end] for part in parts for end in (0, -1)) if alone else 0.0
+        copied = _used_bytes(kept - gone, plan.zero, stage.devices // degree, model)
+        over = byte["activations"] + byte["working set"] + copied
         byte["update"] = max(0.0, kept * model.profile.state.decoded_bytes / model.profile.state.bytes - over)
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
     tensor = sum((part.forward_tensor + part.backward_tensor).sum() for part in parts)
@@ -322,8 +325,8 @@ def kept_bytes(size: float, model: CostModel) -> dict[str, float]:
 
 def _used_bytes(kept: float, zero: int, data: int, model: CostModel) -> float:
     """Copies to compute with, which are gone when an update decodes moments; kept: from step to step."""
-    copied = zero == 1 or (zero == 0 and not model.profile.used_as_kept)
     shares = data if zero == 1 else 1
+    copied = shares > 1 or (zero < 3 and not model.profile.used_as_kept)
     return copied * shares * kept / model.profile.state.bytes * model.profile.bytes_per_weight
 
 

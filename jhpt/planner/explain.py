@@ -284,7 +284,7 @@ def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel
     if plan.offload is not None:
         return seconds
     # Over one rank nothing is gathered; what rounding takes is computation.
-    alone = treatment if _replicas(plan) == 1 else replace(treatment, zero=0)
+    alone = treatment if plan.replicas == 1 else replace(treatment, zero=0)
     unsharded = plan.micro_batches * _passes(plan, position, alone, model)
     bare = plan.micro_batches * _passes(plan, position, replace(alone, recompute=False, kept=None), model)
     once = _gathered(plan, position, model)
@@ -294,11 +294,6 @@ def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel
     split = {"compute": bare, "recomputation": unsharded - bare - copies, "weights gathered": gathered}
     split |= {"copies": copies} if waiting(plan).host else {}
     return split | {cause: value for cause, value in seconds.items() if cause != "compute"}
-
-
-def _replicas(plan: Plan) -> int:
-    """Data ranks of the layers that have most."""
-    return max(stage.devices // run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs)
 
 
 def _passes(plan: Plan, position: int, treatment: Treatment, model: CostModel) -> float:
@@ -430,7 +425,7 @@ def changed(answer: Answer) -> tuple[Rival, ...]:
 
 
 def _changes(plan: Plan, model: CostModel) -> Iterator[tuple[str, dict[str, Any]]]:
-    for zero in model.levels((0, 1, 3), _replicas(plan), plan.space) if plan.offload is None else ():
+    for zero in model.levels((0, 1, 3), plan.replicas, plan.space) if plan.offload is None else ():
         if zero != plan.zero:
             yield (f"ZeRO-{zero}" if zero else "no ZeRO"), {"zero": zero}
     yield ("no recomputation" if plan.recompute else "recomputation"), {"recompute": not plan.recompute, "kept": None}
@@ -449,7 +444,7 @@ def _changes(plan: Plan, model: CostModel) -> Iterator[tuple[str, dict[str, Any]
             yield "samples in one piece", {"stages": _cut(plan, 1).stages}
         if plan.compression.on:
             yield "no compression", {"compression": Compression()}
-    if plan.gradient_compression.on and _replicas(plan) > 1:
+    if plan.gradient_compression.on and plan.replicas > 1:
         yield "gradients as they are", {"gradient_compression": PLAIN_GRADIENTS}
     for count in (plan.micro_batches // 2, plan.micro_batches * 2):
         if count and plan.batch % count == 0:

@@ -65,7 +65,7 @@ exact GELU leaves its derivative, and dropout masks (jax 0.10.2)."""
 class Held:
     """Bytes of a parameter on a device: weight and gradient, optimizer state, and of the layer at work, beside them.
 
-    coming: part of the first, what is not there while the last layer is at work."""
+    coming: of the first, by how much less is there while the last layer is at work."""
 
     weights: float
     optimizer: float
@@ -173,7 +173,7 @@ def in_one_stage(costs: LayerCosts, last: float, coming: float) -> LayerCosts:
 
     Args:
       last: bytes of that layer at work.
-      coming: bytes of gradients that are not there yet.
+      coming: bytes of gradients that are not there yet, without copies of the ends' weights that still are.
     """
     working = costs.working.copy()
     working[-1] = max(working[-1], last - coming)

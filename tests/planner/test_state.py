@@ -11,6 +11,8 @@ from jhpt.planner.explain import to_json
 from jhpt.planner.front import prepare
 from jhpt.planner.local import is_of
 from jhpt.planner.report import make_console, memory_table, summary
+from jhpt.planner.request import request
+from jhpt.planner.solve import solve
 
 FEW = {"optimizer.weights": "bfloat16_kahan", "optimizer.moments": "int8"}
 
@@ -62,3 +64,21 @@ def test_a_profile_is_of_its_state(tmp_path):
     assert (
         prepare(few, cluster="h100x8x1", profile=files[1]).solve().plan == prepare(few, cluster="h100x8x1").solve().plan
     )
+
+
+def test_one_rank_without_a_copy_in_float32():
+    """Weights kept in 16 bits, computation in float32: ZeRO-3 over the one rank has no copy, and fits where others do
+    not."""
+    cluster = find_cluster("h100x1x1")
+    settings = {"model.num_layers": 8, "model.dtype": "float32", "optimizer.weights": "bfloat16_kahan"}
+    config = load_config("gpt-6.7b", settings | {"data.sequence_length": 1024, "data.batch_size": 4})
+    profile = analytic_profile(config, cluster.nodes[0].device, "float32")
+    memory = {}
+    for zero in (0, 3):
+        found = solve(profile, cluster, request(4, zero=(zero,), recompute=(True,)))
+        memory[zero] = found.estimate.stages[0].total_bytes
+    assert memory[3] < memory[0]
+    device = cluster.nodes[0].device.model_copy(update={"memory": (memory[0] + memory[3]) / 2})
+    node = cluster.nodes[0].model_copy(update={"device": device})
+    answer = solve(profile, cluster.model_copy(update={"nodes": (node,)}), request(4, recompute=(True,)))
+    assert answer.plan.zero == 3 and answer.estimate.fits

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jhpt.core.catalogue import find_cluster
 from jhpt.core.config import NAMED_TENSORS, BERTConfig, DataConfig, GPTConfig
 from jhpt.core.load import load_config
-from jhpt.core.plan import plan_by_hand
+from jhpt.core.plan import Kept, plan_by_hand
 from jhpt.models.build import build
+from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.costs import CostModel
 from jhpt.sharding.chunks import Chunked
 from jhpt.sharding.remat import keep_nothing, save_named
 from jhpt.sharding.split import split_layer
@@ -93,20 +96,28 @@ def test_keep_nothing_keeps_the_input_only(name):
     np.testing.assert_array_equal(kept, x)
 
 
+@pytest.mark.parametrize("host", [(), ("residual_in",)], ids=("device", "host"))
 @pytest.mark.parametrize("name", MODELS)
-def test_inputs_in_chunks_are_kept_once(name):
+def test_inputs_in_chunks_are_kept_once(name, host):
     """Of GPT's blocks, where the last chunk's input is no more than the sum of its parts; of BERT's it is their norm,
-    for which both parts stay."""
+    for which both parts stay on the device.  The planner counts on that."""
     config = load_config("gpt-tiny", {"parallel.tensor": 2, "parallel.sample_chunks": 2, "memory.recompute": "full"})
-    policy = layer_policy(plan_by_hand(config, 2), stacked=True, sums=name != "bert")
+    plan = plan_by_hand(config, 2).model_copy(update={"kept": Kept(host=host) if host else None})
+    policy = layer_policy(plan, stacked=True, sums=name != "bert")
     model = build(MODELS[name], dtype=jnp.float32)
     halves = make_parts(model, DataConfig(), ByteTokenizer(), 0.0, train=True).halves
     chunked, (x, at) = Chunked(halves=halves, chunks=2, in_turn=True), inputs()
     params = layer_of(name)[1]
     split = split_layer(policy(chunked.layer), params, chunked.opened(params, x, at), at)
-    of_samples = [own.shape for own in split.shapes if len(own.shape) == x.ndim]
-    assert of_samples == [(ROWS // 2, LENGTH, WIDTH)] * (3 if name == "bert" else 2)
-    assert all(len(own.shape) == 1 for own in split.shapes if own.shape not in of_samples)
+    of_samples = [own for own in split.shapes if len(own.shape) == x.ndim]
+    assert {own.shape for own in of_samples} == {(ROWS // 2, LENGTH, WIDTH)}
+    here = [own for own in of_samples if own.memory_space == jax.memory.Space.Device]
+    cluster = find_cluster("h100x1x1")
+    profile = analytic_profile(load_config("bert-tiny" if name == "bert" else "gpt-tiny"), cluster.nodes[0].device)
+    costs = CostModel(profile, cluster)
+    assert len(here) / 2 == costs.input_shares(2)[bool(host)]
+    assert len(of_samples) - len(here) == (2 if host else 0)
+    assert all(len(own.shape) == 1 for own in split.shapes if own not in of_samples)
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)

@@ -208,17 +208,19 @@ def test_what_is_chosen_takes_what_is_predicted(name):
     assert temporaries(keeping(device=NAMED_TENSORS), profile, cluster) == pytest.approx(
         everything.memory.temporaries, rel=0.1
     )
+    differs = []
     for plan in plans:
         found = compiled_step(config, plan, cluster)
         assert temporaries(plan, profile, cluster) == pytest.approx(found.memory.temporaries, rel=0.1)
         more = found.memory.device - first.memory.device
-        if abs(more) >= first.memory.temporaries / 3:
-            assert more == pytest.approx(planned(plan) - least, rel=0.1)
+        differs.append(abs(more) >= first.memory.temporaries / 3)
+        assert not differs[-1] or more == pytest.approx(planned(plan) - least, rel=0.1)
         host = sum(one.bytes for one in tensors if one.name in plan.kept.host)
         assert (found.memory.host > 0) == (host > 0)
         again = sum(stage.flops for stage in found.stages) - flops[1]
         share = repeated(tensors, plan.kept).seconds / whole
         assert again == pytest.approx(share * (flops[0] - flops[1]), rel=0.02)
+    assert any(differs)
 
 
 AWAY = {
@@ -272,6 +274,15 @@ TEMPORARIES = {
     "ZeRO-1, 4 micro-batches": ("gpt-6.7b", 8, 8, 128, {"data": 8, "zero": 1, "micro_batches": 4}, (NOTHING,)),
     "ZeRO-3": ("gpt-6.7b", 16, 8, 32, {"data": 8, "zero": 3}, (NOTHING, SOME, AWAY_ALONE, EVERYTHING)),
     "ZeRO-3, 2 micro-batches": ("gpt-6.7b", 16, 8, 64, {"data": 8, "zero": 3, "micro_batches": 2}, (NOTHING,)),
+    "ZeRO-3 over one rank, pipeline": (
+        "gpt2-1.5b",
+        16,
+        4,
+        32,
+        {"pipe": 4, "zero": 3, "micro_batches": 16},
+        (NOTHING,),
+    ),
+    "BERT, 2 chunks": ("bert-large", 24, 8, 64, {"tensor": 8, "sample_chunks": 2}, (NOTHING,)),
     "ZeRO-3 pipeline": (
         "gpt-6.7b",
         16,

@@ -140,3 +140,18 @@ def test_a_step_compiled_for_gpus_holds_what_is_planned(changes):
     kept = sum(both.fullest.bytes[cause] for cause in profile.state.causes)
     assert kept == pytest.approx(both.reading.memory.arguments, rel=0.1)
     assert both.memory_ratio == pytest.approx(1, abs=0.1)
+
+
+def test_an_update_has_all_that_it_decodes():
+    """Of large ends: gradients, what is kept, and two moments in float32; no copy to compute with, which is gone."""
+    device = find_cluster("h100x1x1").nodes[0].device
+    settings = {"model.num_layers": 4, "data.batch_size": 1, "data.sequence_length": 64, "optimizer.moments": "int8"}
+    config = load_config("llama-8b", settings | {"parallel.zero": 0, "parallel.micro_batches": 1})
+    profile = analytic_profile(config, device)
+    (stage,) = evaluate(plan_by_hand(config, 1), profile, find_cluster("h100x1x1")).stages
+    ends = sum(profile.kinds[profile.layers[at]].parameters for at in (0, -1))
+    state = profile.parameters * profile.state.bytes
+    gradients = 4 * (profile.parameters - ends) + 2 * ends
+    decoded = profile.parameters * profile.state.decoded_bytes
+    assert stage.bytes["update"] > 0
+    assert stage.total_bytes == pytest.approx(gradients + state + decoded)

@@ -79,7 +79,8 @@ def free_hosts(cluster: Cluster) -> Cluster:
 def _candidates(asked: Request, free: CostModel, relaxed: Incumbent, best: Incumbent) -> Iterator[Plan]:
     """Plans of the fastest shapes, cut into any number of micro-batches, that could be faster than the best so far."""
     fastest = sorted(relaxed.shapes.values(), key=lambda pair: pair[0])[:SHAPES]
-    for (_, plan), count, zero in itertools.product(fastest, asked.micro_batches, asked.zero):
+    shapes = ((plan, zero) for _, plan in fastest for zero in free.levels(asked.zero, plan.replicas, plan.space))
+    for (plan, zero), count in itertools.product(shapes, asked.micro_batches):
         varied = plan.model_copy(update={"micro_batches": count, "zero": zero})
         try:
             estimate = price(varied, free)
@@ -205,7 +206,7 @@ class _Room:
     """What a stage has for the names of one micro-batch in the blocks of its fullest chunk.
 
     left: bytes.  divided, whole: samples whose tensors take that, of tensors that the tensor axis divides or not.
-    blocks: (tensor degree, samples) of each.
+    entry: share of a block's input that leaves the device with it.  blocks: (tensor degree, samples) of each.
     """
 
     stage: int
@@ -213,11 +214,15 @@ class _Room:
     left: float
     divided: float
     whole: float
+    entry: float
     blocks: tuple[tuple[int, int], ...]
 
     def sizes(self, kind: LayerKind) -> dict[str, float]:
         """Bytes of every tensor in all blocks."""
-        return {tensor.name: tensor.bytes * (self.divided if tensor.sharded else self.whole) for tensor in kind.tensors}
+        sizes = {
+            tensor.name: tensor.bytes * (self.divided if tensor.sharded else self.whole) for tensor in kind.tensors
+        }
+        return sizes | ({BLOCK_INPUT: self.entry * sizes[BLOCK_INPUT]} if BLOCK_INPUT in sizes else {})
 
     def copies(self, name: str, model: CostModel, sequence: bool) -> float:
         """Seconds to move a tensor of all blocks to the host or back."""
@@ -239,7 +244,11 @@ def _room(plan: Plan, position: int, estimate: StageEstimate, model: CostModel) 
         left = (estimate.capacity - estimate.total_bytes) / estimate.in_flight
         whole = divided if plan.sequence else float(sum(local))
         blocks = tuple(zip(degrees, local, strict=True))
-        rooms.append(_Room(stage=position, chunk=number, left=left, divided=divided, whole=whole, blocks=blocks))
+        here, there = model.input_shares(
+            min(max(chunk.sample_chunks), *local, samples) if max(degrees, default=1) > 1 else 1
+        )
+        sizes = {"left": left, "divided": divided, "whole": whole, "entry": here - there}
+        rooms.append(_Room(stage=position, chunk=number, blocks=blocks, **sizes))
     return max(rooms, key=lambda room: room.divided)
 
 
