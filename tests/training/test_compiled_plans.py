@@ -164,7 +164,7 @@ def test_1f1b_holds_as_many_micro_batches_as_there_are_stages():
 CHOSEN = {
     "one device": ("gpt2-1.5b", 24, 1, 8, {}),
     "pipeline": ("gpt2-1.5b", 16, 4, 32, {"pipe": 4, "micro_batches": 16}),
-    "tensor": ("gpt-6.7b", 8, 4, 16, {"tensor": 4, "micro_batches": 2, "zero": 0}),
+    "tensor": ("gpt-6.7b", 8, 4, 32, {"tensor": 4, "micro_batches": 2, "zero": 0}),
 }
 
 
