@@ -10,7 +10,6 @@ alone, on an idle machine: neither programs beside each other nor directions in 
 """
 
 import itertools
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -23,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhpt.core.cluster import Cluster, Curve, Device, Link, Node
 from jhpt.core.errors import InputError
+from jhpt.core.host import host_memory
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.timer import interleaved, steady
 
@@ -53,17 +53,17 @@ def probe_cluster(rounds: int = 5) -> Cluster:
     info, devices = device_info(), jax.local_devices()
     peaks, efficiency = _products(info, rounds)
     bandwidth = _memory_bandwidth(info, rounds)
-    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = host_memory()
     device = Device(
         name=info.kind,
         peak_flops=peaks,
-        memory=info.memory or host_memory / len(devices),
+        memory=info.memory or there / len(devices),
         memory_bandwidth=bandwidth,
         efficiency=efficiency,
     )
     host = _host_copies(devices[0], rounds)
     inside = ring_link(devices, rounds) if len(devices) > 1 else Link(bandwidth=bandwidth, latency=0.0)
-    node = Node(device=device, devices=len(devices), inside=inside, host=host, host_memory=host_memory)
+    node = Node(device=device, devices=len(devices), inside=inside, host=host, host_memory=there)
     name = f"{platform.node() or 'local'}: {len(devices)} x {info.kind}"
     sources = _sources(info, len(devices), rounds)
     return Cluster(name=name, nodes=(node,), network=inside, overlap=info.is_gpu, sources=sources)
@@ -79,7 +79,7 @@ def _sources(info: DeviceInfo, count: int, rounds: int) -> dict[str, str]:
         "memory": "the device says" if info.memory else "the host's, shared equally among the devices",
         "memory_bandwidth": f"{when}: x + 1 on {STREAM_BYTES[info.is_gpu] >> 20} MiB",
         "host": f"{when}: copies of {SMALLEST >> 10} KiB to {SIZES[-1] >> 20} MiB to the device",
-        "host_memory": "the operating system says",
+        "host_memory": "the operating system says, and what a container may have of it",
         "inside": f"{when}: all-reduce over {count} devices, read as a ring" if count > 1 else alone,
         "network": "not measured, there is one node: as inside",
     }

@@ -10,6 +10,7 @@ import jax
 from jhpt.core.cluster import HOST_SHARE
 from jhpt.core.config import MemoryConfig
 from jhpt.core.folders import cache_folder
+from jhpt.core.host import host_memory
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt(3)."""
@@ -40,7 +41,7 @@ def host_budget(memory: MemoryConfig) -> float:
     """Bytes that blocks, or what they keep, may take of this host."""
     if memory.host_budget_bytes != "auto":
         return memory.host_budget_bytes
-    return HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return HOST_SHARE * host_memory()
 
 
 def accelerator_present() -> bool:
