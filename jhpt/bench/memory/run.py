@@ -18,6 +18,7 @@ from jhpt.bench.memory.steps import device_memory, measured
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.errors import NotHere
+from jhpt.core.plan import Kept
 from jhpt.planner.front import capped
 from jhpt.planner.offload.choose import choose
 from jhpt.planner.offload.largest import largest_trainable
@@ -155,12 +156,18 @@ def _byte_line(own: Footprint) -> tuple[str, ...]:
         str(own.plan["micro_batches"]),
         "nothing" if offload is None else offload.get("what", "both"),
         "all" if offload is None else str(offload.get("resident", 0)),
-        str(own.plan.get("recompute", False)),
+        _recomputed(own.plan),
         f"{sum(own.predicted.values()) / GIB:.2f}",
         f"{own.device / GIB:.2f}",
         f"{own.predicted_host / GIB:.1f}",
         f"{own.host / GIB:.1f}",
     )
+
+
+def _recomputed(plan: dict[str, Any]) -> str:
+    if not plan.get("recompute"):
+        return "nothing"
+    return f"all but {Kept.model_validate(plan['kept']).text()}" if plan.get("kept") else "all"
 
 
 def _steps(memory: float, rounds: int) -> Found:

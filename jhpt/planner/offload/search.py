@@ -5,20 +5,25 @@ There are few: one stage without tensor parallelism, and of these every combinat
     devices, those that share the batch evenly      kind of rows on the host, and how many blocks stay behind each
     micro-batches                                   recomputation
 
-is priced, but for what computation alone rules out.  So what is found is the fastest there is.
+is priced, but for what computation alone rules out, or copies beside blocks that compute nothing again.  Where it is
+open what a block keeps, a plan takes of the sets of names that none beats both in bytes and in what is computed again
+the first that fits: the fewer bytes, the longer the step.  So what is found is the fastest there is.
 """
 
+import bisect
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from jhpt.core.config import divisors
+from jhpt.core.config import BLOCK_INPUT, divisors
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Chunk, Plan, Stage, Zero, runs_of
+from jhpt.core.plan import Chunk, Kept, Plan, Stage, Zero, runs_of
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
-from jhpt.planner.offload.hosted import check_blocks, offloads
+from jhpt.planner.offload.hosted import check_blocks, hosted_step, offloads
+from jhpt.planner.recompute.names import repeated, size_of
 from jhpt.planner.request import Incumbent, Request
 
 
@@ -29,8 +34,12 @@ def search_hosted(asked: Request, model: CostModel, best: Incumbent) -> None:
         if bound >= best.cutoff:
             best.leave(bound)
             continue
+        names = _names(asked, model) if shape.recompute else []
         for plan in _plans(shape, asked, model):
-            best.offer(plan, model)
+            if names and (least := hosted_step(_keeping(plan, None), model).seconds) >= best.cutoff:
+                best.leave(least)
+                continue
+            best.offer(_least_repeated(plan, names, model), model)
 
 
 def check_hosted(asked: Request, model: CostModel) -> None:
@@ -90,14 +99,42 @@ def _plans(shape: _Shape, asked: Request, model: CostModel) -> Iterator[Plan]:
         )
 
 
+def _names(asked: Request, model: CostModel) -> list[Kept]:
+    """Sets of names that a block may keep, most bytes first; none where the request leaves nothing open."""
+    tensors = model.kinds[model.index[1]].tensors
+    names = [one.name for one in tensors if one.read and one.name != BLOCK_INPUT]
+    if len(asked.recompute) < 2 or asked.kept is not None:
+        return []
+    sets = [Kept(device=some) for size in range(len(names)) for some in itertools.combinations(names, size)]
+    costs = {kept: (repeated(tensors, kept).seconds, size_of(tensors, kept.device).on(1, 1)) for kept in sets}
+    best, least = list[Kept](), math.inf
+    for kept in sorted(sets, key=lambda kept: costs[kept]):
+        if costs[kept][1] < least:
+            best, least = [*best, kept], costs[kept][1]
+    return best
+
+
+def _least_repeated(plan: Plan, names: list[Kept], model: CostModel) -> Plan:
+    """The plan with the first of these sets that fits; itself where none does."""
+    first = bisect.bisect_left(names, True, key=lambda kept: price(_keeping(plan, kept), model).fits)
+    return _keeping(plan, names[first]) if first < len(names) else plan
+
+
+def _keeping(plan: Plan, kept: Kept | None) -> Plan:
+    """With these names; None: all."""
+    if kept is None:
+        return plan.model_copy(update={"recompute": False, "kept": None})
+    return plan.model_copy(update={"kept": kept if kept.device else None})
+
+
 def _levels(asked: Request) -> list[Zero]:
     return [level for level in asked.zero if level < 3]
 
 
 def _least_seconds(shape: _Shape, asked: Request, model: CostModel) -> float:
-    """Computation alone."""
+    """Computation alone, with nothing computed again where names may be kept."""
     forward, backward = model.compute_seconds(asked.batch // shape.micro_batches // shape.devices, 1)
-    again = forward[model.index[1:-1]].sum() if shape.recompute else 0.0
+    again = forward[model.index[1:-1]].sum() if shape.recompute and asked.recompute == (True,) else 0.0
     return shape.micro_batches * float((forward + backward)[model.index].sum() + again)
 
 
@@ -106,12 +143,13 @@ def nearest_hosted(asked: Request, model: CostModel) -> list[str]:
     priced = [price(plan, model).stages[0] for plan in hosted_plans(asked, model)]
     if not priced:
         return []
-    device, host = priced[0].capacity, priced[0].host_capacity
-    lines = [f"nor with blocks on the host: devices have {_gib(device)}, each host {_gib(host)} for them"]
+    device, host = model.cluster.nodes[0].device, priced[0].host_capacity
+    lines = [f"nor with blocks on the host: devices have {_gib(device.memory)}, each host {_gib(host)} for them"]
     if fitting := [one.total_bytes for one in priced if one.total_host_bytes <= host]:
-        lines.append(f"with blocks on the host it would fit with {_gib(min(fitting))} per device")
-    if fitting := [one.total_host_bytes for one in priced if one.total_bytes <= device]:
-        lines.append(f"with blocks on the host it would fit with {_gib(min(fitting))} for them on each host")
+        least = min(fitting) / (1 - device.reserve)
+        lines.append(f"with blocks on the host it would fit with {_enough(least)} per device")
+    if fitting := [one.total_host_bytes for one in priced if one.total_bytes <= device.usable]:
+        lines.append(f"with blocks on the host it would fit with {_enough(min(fitting))} for them on each host")
     if batch := _largest_batch(asked, model):
         lines.append(f"with blocks on the host a batch of {batch} would fit")
     return lines
@@ -136,3 +174,8 @@ def _has_blocks(model: CostModel) -> bool:
 
 def _gib(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
+
+
+def _enough(count: float) -> str:
+    """Rounded up, so that who takes it at its word has enough."""
+    return f"{math.ceil(count / 2**30 * 10) / 10:.1f} GiB"

@@ -10,11 +10,11 @@ from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Chunk, Offload, Plan, Stage, plan_by_hand, runs_of
+from jhpt.core.plan import Chunk, Kept, Offload, Plan, Stage, plan_by_hand, runs_of
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.costs import CostModel
-from jhpt.planner.estimate import evaluate
+from jhpt.planner.estimate import evaluate, price
 from jhpt.planner.explain import offload_lines, shape_text, streamed_layers
 from jhpt.planner.front import prepare
 from jhpt.planner.offload.hosted import hosted_step, offloads
@@ -158,6 +158,33 @@ def test_the_fastest_that_fits_is_found(memory, host):
     assert answer.gap == pytest.approx(0) and answer.plan.offload is not None
 
 
+@pytest.mark.parametrize("clip", ["global", "previous"])
+@pytest.mark.parametrize("budget", [12, 13, 15, 20])
+def test_what_blocks_keep_beside_is_the_best_that_fits(budget, clip):
+    """Of every set of names, number of micro-batches and of blocks that stay."""
+    settings = {"model.num_layers": 4, "data.batch_size": 8, "memory.offload": "both", "optimizer.clip": clip}
+    answer = prepare("gpt-6.7b", cluster="h100x1x1", budget=f"{budget}GiB", overrides=settings).solve()
+    names = [one.name for one in answer.model.profile.kinds["block"].tensors[1:] if one.read]
+    sets = [Kept(device=some) for size in range(len(names) + 1) for some in itertools.combinations(names, size)]
+    seconds = []
+    for kept, count, offload in itertools.product(sets, (1, 2, 4, 8), offloads(4, ("both",), clip == "previous")):
+        how = {"micro_batches": count, "offload": offload, "recompute": True, "kept": kept}
+        estimate = price(answer.plan.model_copy(update=how), answer.model)
+        seconds += [estimate.seconds] if estimate.fits else []
+    assert answer.estimate.seconds == pytest.approx(min(seconds)) and answer.gap == pytest.approx(0)
+
+
+def test_blocks_on_the_host_keep_some_names():
+    """4 % faster than computing everything again."""
+    plans = {
+        how: prepare("gpt-13b", cluster="h100x1x1", batch=8, overrides={"memory.recompute": how}).solve()
+        for how in ("auto", "full")
+    }
+    assert plans["auto"].plan.offload and plans["auto"].plan.kept.device == ("qkv", "projection_out", "mlp_hidden")
+    assert plans["full"].plan.kept is None
+    assert plans["auto"].estimate.seconds == pytest.approx(0.959 * plans["full"].estimate.seconds, rel=1e-3)
+
+
 def test_what_fits_stays_on_the_devices():
     plain = solve(toy(), machine(), request(4))
     assert solve(toy(), machine(), request(4, offload=KINDS)).plan == plain.plan
@@ -192,8 +219,10 @@ def test_said_in_words():
     answer = solve(toy(blocks=6), machine(memory=700), request(4, offload=KINDS))
     offload = answer.plan.offload
     assert streamed_layers(answer.plan) == tuple(range(1, 7, 1 + offload.resident))
-    where, why, copies = offload_lines(answer)
-    assert "on the host: " in where and "a device has 0.000668 MiB" in why and "wait for copies" in copies
+    where, why, passes = offload_lines(answer)
+    assert "on the host: " in where and "would hold 0.0011 MiB, of 0.000668 MiB" in why and "wait for copies" in passes
+    roomy = solve(toy(blocks=6), machine(memory=7000), request(4, offload=("both",)))
+    assert "memory.offload asks for it" in offload_lines(roomy)[1]
     text = shape_text(answer.plan)
     assert ("of every block on the host" in text) == (offload.resident == 0)
 
@@ -237,8 +266,10 @@ def test_a_model_larger_than_the_device_has_a_plan():
     "settings, said",
     [
         ({"memory.offload": "off"}, "it would fit with"),
-        ({"memory.host_budget_bytes": "64GiB"}, "it would fit with 96.0 GiB for them on each host"),
+        ({"memory.host_budget_bytes": "64GiB"}, "it would fit with 96.1 GiB for them on each host"),
         ({"data.batch_size": 64}, "with blocks on the host a batch of 16 would fit"),
+        ({"data.batch_size": 64}, "it would fit on 4 such devices, 1 to a node"),
+        ({"optimizer.moments": "int8", "optimizer.weights": "bfloat16_kahan"}, "only with state in float32"),
     ],
 )
 def test_what_the_configuration_rules_out_is_refused(settings, said):
