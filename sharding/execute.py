@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jhpt.core.axes import PIPE
 from jhpt.core.config import GradientCompression
+from jhpt.core.plan import Zero
 from jhpt.kernels.implementation import Implementation
 from jhpt.sharding.accumulate import OneStage, Run
 from jhpt.sharding.chunks import streaming
@@ -173,7 +174,7 @@ class Execution:
         for name in ends:
             working |= self.storage(self._end_degree(name)).gathered({name: ends[name]}, {name: own[name]})
         blocks, own = self._runs(params["blocks"]), self._runs(specs["blocks"])
-        if self.layout.plan.zero < 3 and not self._fetches_once:
+        if self._zero < 3 and not self._fetches_once:
             blocks = {name: self.storage(t).gathered(blocks[name], own[name]) for name, t, _ in self.layout.runs}
         return {**working, "blocks": blocks}
 
@@ -192,10 +193,16 @@ class Execution:
         blocks, own = {}, self._runs(specs["blocks"])
         for name, degree, _ in self.layout.runs:
             storage, part = self.storage(degree, blocks=True), gradients["blocks"][name]
-            if self.layout.plan.zero < 3 and not self._gives_late:
+            if self._zero < 3 and not self._gives_late:
                 part = storage.scattered(part, own[name])
-            blocks[name] = part if self._gives_late and self.layout.plan.zero == 0 else storage.summed(part, own[name])
+            blocks[name] = part if self._gives_late and self._zero == 0 else storage.summed(part, own[name])
         return {**stored, "blocks": self._joined(blocks)}
+
+    @property
+    def _zero(self) -> Zero:
+        """The plan's level; ZeRO-1 over one data rank shares nothing out, and is none."""
+        plan = self.layout.plan
+        return 0 if plan.zero == 1 and plan.replicas == 1 else plan.zero
 
     @property
     def _how(self) -> GradientCompression:
@@ -360,12 +367,12 @@ class Execution:
     @property
     def _fetches_once(self) -> bool:
         """Whether blocks are gathered by the first micro-batch, layer by layer, instead of all at the start."""
-        return self.overlap and self.layout.plan.zero == 1 and self.layout.stages == 1
+        return self.overlap and self._zero == 1 and self.layout.stages == 1
 
     @property
     def _gives_late(self) -> bool:
         """Whether gradients of blocks are summed layer by layer in the last backward pass, instead of all after it."""
-        return self.overlap and self.layout.plan.zero < 3 and self.layout.stages == 1
+        return self.overlap and self._zero < 3 and self.layout.stages == 1
 
     def _one_stage(self, specs: Any, *, first: bool, last: bool) -> OneStage:
         layout = self.layout
@@ -373,8 +380,8 @@ class Execution:
         for name, degree, blocks in layout.runs:
             own, storage = one_layer(self._runs(specs["blocks"])[name]), self.storage(degree)
             shared = storage.ranks > 1
-            fetches = layout.plan.zero == 3 or (first and self._fetches_once)
-            gives = layout.plan.zero == 3 or (last and self._gives_late)
+            fetches = self._zero == 3 or (first and self._fetches_once)
+            gives = self._zero == 3 or (last and self._gives_late)
             loop = LayerLoop(
                 stream=streaming(self.parts[degree], layout.sample_chunks[blocks.start], in_turn=self.overlap),
                 first=blocks.start,
@@ -409,13 +416,13 @@ class Execution:
 
         def given(gradient: Any, total: Any) -> Any:
             own = storage.scattered(whole(gradient, total), specs)
-            return storage.summed(own, specs) if self.layout.plan.zero == 0 else own
+            return storage.summed(own, specs) if self._zero == 0 else own
 
         def exchanged(gradient: Any, pair: Any) -> Any:
             so_far, left = pair
             return exchanged_tree(given(gradient, so_far), left, self._roads(specs, degree), self._how, self.kernels)
 
-        if self.layout.plan.zero == 3:
+        if self._zero == 3:
             return scattered
         if not (last and self._gives_late):
             return whole
@@ -433,9 +440,9 @@ class Execution:
             first=first,
             count=count,
             unroll=self.unroll,
-            fetch=partial(storage.gathered, specs=own) if plan.zero == 3 else _same,
-            finish=partial(storage.scattered, specs=own) if plan.zero == 3 else _same,
-            ahead=plan.prefetch if plan.zero == 3 and storage.ranks > 1 and self.overlap else 0,
+            fetch=partial(storage.gathered, specs=own) if self._zero == 3 else _same,
+            finish=partial(storage.scattered, specs=own) if self._zero == 3 else _same,
+            ahead=plan.prefetch if self._zero == 3 and storage.ranks > 1 and self.overlap else 0,
             recompute=self.recompute,
         )
 

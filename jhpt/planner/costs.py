@@ -23,7 +23,8 @@ Compressed gradients (`compression.gradient_seconds`) take the place of all_redu
 count with the update, as does with the optimizer what every rank keeps of them.  There is no ZeRO-3 with them.
 
 ZeRO-3 over one data rank has no traffic, but both passes turn weights into the dtype of computation: memory's time for
-the two bytes of one and the four of the other, where other levels do it once a step, with the update.
+the two bytes of one and the four of the other, where other levels do it once a step, with the update.  Left out: that
+the update then writes no copy.
 
 Where a cluster does not overlap communication with computation, all of it is exposed: a ZeRO-3 layer takes its work
 plus its traffic, ZeRO-1 all of its traffic, and gradients are summed when the last backward is over.  What is exposed
@@ -143,10 +144,12 @@ class CostModel:
         """Of these levels of ZeRO those that differ over so many data ranks.
 
         One has nothing to share out: ZeRO-1 is none, and ZeRO-3 too but where one program rounds weights (`program`).
+        With compressed gradients there is no ZeRO-3.
         """
         if data > 1:
             return asked
         rounds = space == "spmd" and (self.profile.bytes_per_weight < FLOAT32 or not self.profile.used_as_kept)
+        rounds = rounds and not self.gradient_compression.on
         none = [level for level in asked if level < 3 or not rounds][:1]
         return (*none, *(level for level in asked if level == 3 and rounds))
 
@@ -257,10 +260,14 @@ class CostModel:
         key = (place, tensor, treatment)
         if key not in self._layers:
             arrays = {name: values[self.index] for name, values in self.kind_costs(place, tensor, treatment).items()}
+            local, cut = -(-treatment.micro_batch * tensor // place.devices), tensor if treatment.sequence else 1
+            chunks = min(treatment.sample_chunks[0], local) if tensor > 1 else 1
             if treatment.recompute:  # a layer keeps its input, which is the boundary of the layer before it
-                local, cut = -(-treatment.micro_batch * tensor // place.devices), tensor if treatment.sequence else 1
-                kept, chunks = treatment.kept or self.kept or NOTHING, min(treatment.sample_chunks[0], local)
-                arrays["activations"] = self._kept(kept, tensor, cut, local, chunks if tensor > 1 else 1)
+                kept = treatment.kept or self.kept or NOTHING
+                arrays["activations"] = self._kept(kept, tensor, cut, local, chunks)
+            else:
+                twice = self.input_shares(chunks)[0] - 1
+                arrays["activations"] = arrays["activations"] + local * twice * self.inputs / cut
             self._layers[key] = LayerCosts(**arrays)
         return self._layers[key]
 

@@ -23,11 +23,12 @@ from jhpt.core.config import one_of
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Stage, check_plan
 from jhpt.core.profile import ModelProfile
+from jhpt.planner.compression import residual_bytes
 from jhpt.planner.costs import CostModel
 from jhpt.planner.offload.hosted import hosted_step
 from jhpt.planner.offload.memory import device_bytes, host_bytes
 from jhpt.planner.placement import Place
-from jhpt.planner.program import Slot
+from jhpt.planner.program import ENDS, Slot
 from jhpt.planner.recompute.host import fullest_host, waiting, waiting_bytes
 from jhpt.planner.schedule import Array, in_flight, step_seconds
 from jhpt.planner.tables import LayerCosts, Treatment, picked, treatment_of
@@ -272,11 +273,13 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
         "transfers": max(buffer_bytes(model, c.first, c.stop, local) for c in stage.chunks) if many else 0.0,
     }
     if model.profile.state.decoded_bytes:
-        alone = treatment.program == "single" and (treatment.pair or not treatment.several)
-        gone = sum(part.optimizer[end] for part in parts for end in (0, -1)) if alone else 0.0
-        copied = _used_bytes(kept - gone, plan.zero, stage.devices // degree, model)
+        data, state = stage.devices // degree, model.profile.state
+        share = state.bytes / (data if plan.zero else 1)
+        share /= share + residual_bytes(model.gradient_compression)  # of what is kept, without what compression left
+        gone = sum(part.optimizer[ENDS].sum() for part in parts) if treatment.bare_behind_head else 0.0
+        copied = _used_bytes(share * (kept - gone), plan.zero, data, model)
         over = byte["activations"] + byte["working set"] + copied
-        byte["update"] = max(0.0, kept * model.profile.state.decoded_bytes / model.profile.state.bytes - over)
+        byte["update"] = max(0.0, share * kept * state.decoded_bytes / state.bytes - over)
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
     tensor = sum((part.forward_tensor + part.backward_tensor).sum() for part in parts)
     reshard = sum(c.reshard for c in costs)

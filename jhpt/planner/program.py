@@ -90,7 +90,7 @@ def held(treatment: Treatment, data: int, wire: float, state: float, *, as_kept:
     used = {0: 0.0 if as_kept else wire, 1: wire, 3: 0.0}[zero]
     late = treatment.late and overlap and data > 1
     gradient = _gradient(treatment, data, wire, late=late)
-    if treatment.program == "single" and treatment.end and (treatment.pair or not treatment.several):
+    if treatment.end and treatment.bare_behind_head:
         return Held(gradient, stored / (data if zero else 1), wire, wire - used)
     # What is read goes as its gradient comes: of both together there is half as much again as of one.
     read = (1.5 if data > 1 else 0.5) * wire if zero == 3 else 0.0

@@ -51,6 +51,11 @@ class Treatment:
     """Of the first and the last layer, where one program treats them apart."""
 
     @property
+    def bare_behind_head(self) -> bool:
+        """Whether the copy of the ends' weights is gone behind the head: of one stage, with up to two micro-batches."""
+        return self.program == "single" and (self.pair or not self.several)
+
+    @property
     def of_ends(self) -> "Treatment":
         """How one SPMD program treats the first and the last layer."""
         return replace(

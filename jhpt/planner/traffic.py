@@ -21,8 +21,8 @@ next stage.
 With compression the sums of a block, in the directions it has, are an all-to-all and an all-gather of codes, or an
 all-gather alone (`core.compression`); where tokens are chosen by attention, scores of 4 bytes a token are summed as
 often as the attention half runs forward.  With samples in several chunks every chunk is a sum of its own.  The last
-one's last sum is put off into the next block, so that the first block of a run has one too many, of nothing, and
-recomputation does it once more.
+one's last sum is put off into the next block, so that the first block of a run has one too many, of nothing.  What
+becomes of it is kept with the block's input, and recomputation does not do it again.
 
 Where communication overlaps computation, loops fetch `prefetch` layers ahead and give gradients away one layer late,
 and the surplus travels: a run of neighbouring blocks of one degree gathers `prefetch` blocks more (forward and backward
@@ -45,7 +45,6 @@ from dataclasses import dataclass
 
 from jhpt.core.axes import DATA, PIPE, TENSOR
 from jhpt.core.compression import by_attention, gathers, gathers_gradients, gradient_bytes
-from jhpt.core.config import NAMED_TENSORS
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan
 from jhpt.core.profile import LayerKind, ModelProfile
@@ -191,16 +190,17 @@ class _Step:
 
     def _chunked(self, kind: LayerKind, t: int, cut: int, begins: bool) -> Iterator[One]:
         """Of a block, chunk by chunk.  begins: whether it is the first of its run."""
-        how, kept, again = self.plan.compression, self.plan.kept, self.plan.recompute
-        last = again and not (kept and NAMED_TENSORS[-1] in (*kept.device, *kept.host))
+        how = self.plan.compression
         samples = chunk_sizes(-(-self.plan.batch * t // (self.plan.micro_batches * self.devices)), cut)
         forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
         yield from self._sums((1 + self._again(kind)) * forward, t, samples, how.on and how.forward)
         if len(samples) > 1:
-            yield from self._sums(self.residual * (begins + last), t, samples[-1:], how.on and how.forward)
+            yield from self._sums(self.residual * begins, t, samples[-1:], how.on and how.forward)
         yield from self._sums(backward, t, samples, how.on and how.backward)
         if how.on and by_attention(how, self.profile.causal):
-            times = self.plan.micro_batches * (2 if again and kept is None else 1)
+            # The choice of tokens is kept with anything else that is, such as a chunked GPT's inputs (`layer_policy`).
+            kept = self.plan.kept is not None or (self.profile.causal and self.plan.sample_chunks != (1,))
+            times = self.plan.micro_batches * (2 if self.plan.recompute and not kept else 1)
             scores = SCORE_BYTES * self._stream.tokens * sum(samples)
             yield ("all-reduce", self._tensor_axis(t)), Sent(times * len(samples), 2 * (t - 1) / t * times * scores)
 

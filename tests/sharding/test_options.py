@@ -31,6 +31,8 @@ def test_what_waits_on_the_host_comes_and_goes_at_once(what, copies):
     plan = piped([6], 1, data=2).model_copy(update=what)
     several = {"xla_gpu_experimental_parallel_async_compute_limit": copies}
     assert compiler_options("gpu", plan) == SEVERAL | several
+    in_turn = piped([6], 1, tensor=4, sample_chunks=2).model_copy(update=what)
+    assert compiler_options("gpu", in_turn) == several
 
 
 def test_a_cpu_is_told_nothing():

@@ -45,7 +45,8 @@ class Tensor:
     """A value of a block's forward pass.
 
     bytes, seconds: its size; to compute it from its inputs.  inputs: positions of earlier tensors; the block's own
-    input, which is always kept, is none of them.  read: whether the backward pass reads it.
+    input, which is always kept, is none of them.  read: whether the backward pass reads it.  there: its size on the
+    host, where that is another.
     """
 
     name: str | None
@@ -55,6 +56,12 @@ class Tensor:
     read: bool = True
     travel: float | None = None
     """Seconds of a copy to the host, or back; None: by the rate of all."""
+    there: float | None = None
+
+    @property
+    def on_host(self) -> float:
+        """Bytes."""
+        return self.bytes if self.there is None else self.there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +78,7 @@ class Copies:
 
     def seconds(self, tensor: Tensor) -> float:
         """Of one copy."""
-        return tensor.bytes / self.rate if tensor.travel is None else tensor.travel
+        return tensor.on_host / self.rate if tensor.travel is None else tensor.travel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +127,15 @@ class _Programme:
 
     def __init__(self, tensors: Sequence[Tensor], budget: float, copies: Copies | None) -> None:
         self.tensors, self.copies, count = tensors, copies, len(tensors)
-        sizes, costs = (np.array([getattr(one, name) for one in tensors], float) for name in ("bytes", "seconds"))
+        sizes, there, costs = (
+            np.array([getattr(one, name) for one in tensors], float) for name in ("bytes", "on_host", "seconds")
+        )
         self.seconds = np.concatenate([np.zeros(2 * count), costs, [1.0, 1.0]])
         self.bytes = np.concatenate([sizes, np.zeros(2 * count + 2)])
-        self.hosted = np.concatenate([np.zeros(count), sizes, np.zeros(count + 2)])
+        self.hosted = np.concatenate([np.zeros(count), there, np.zeros(count + 2)])
         self.room = self.bytes
         if copies and copies.sparing:
-            self.room = self.bytes + self.hosted * (1 + sizes.sum() / (np.min(sizes[sizes > 0], initial=np.inf)))
+            self.room = self.bytes + self.hosted * (1 + sizes.sum() / (np.min(there[there > 0], initial=np.inf)))
         self.shortest = float(np.min(costs[costs > 0], initial=np.inf)) if np.any(costs > 0) else 1.0
         named = np.array([tensor.name is not None for tensor in tensors], float)
         hosted = named if copies else np.zeros(count)
@@ -136,7 +145,7 @@ class _Programme:
         if copies:
             self.constraints += self._exposed(copies)
         if copies and np.isfinite(copies.budget):
-            unit = self._unit(sizes)
+            unit = self._unit(there)
             self.constraints.append(LinearConstraint(self.hosted[None] / unit, ub=copies.budget / unit))
 
     def least(self, objective: NDArray[np.float64], at_most: float | None = None) -> NDArray[np.float64]:
@@ -165,8 +174,8 @@ class _Programme:
         return Choice(
             fates=fates,
             seconds=seconds_of(self.tensors, fates, self.copies),
-            bytes=_bytes_of(self.tensors, fates, Fate.SAVED),
-            host=_bytes_of(self.tensors, fates, Fate.OFFLOADED),
+            bytes=sum(one.bytes for one, fate in zip(self.tensors, fates, strict=True) if fate == Fate.SAVED),
+            host=sum(one.on_host for one, fate in zip(self.tensors, fates, strict=True) if fate == Fate.OFFLOADED),
         )
 
     def _unit(self, values: NDArray[np.float64]) -> float:
@@ -224,7 +233,3 @@ def seconds_of(tensors: Sequence[Tensor], fates: Sequence[Fate], copies: Copies 
         travel = sum(map(copies.seconds, away))
         total += max(travel - copies.forward, 0.0) + max(travel - copies.backward, 0.0)
     return total
-
-
-def _bytes_of(tensors: Sequence[Tensor], fates: Sequence[Fate], fate: Fate) -> float:
-    return sum(tensor.bytes for tensor, own in zip(tensors, fates, strict=True) if own == fate)

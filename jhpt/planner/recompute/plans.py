@@ -151,7 +151,8 @@ def _anywhere(plan: Plan, model: CostModel, names: tuple[str, ...] | None) -> Pl
         replace(tensor, name=None) if names is not None and tensor.name not in needed else tensor
         for tensor in graph(kind.tensors, {n: dear if n in needed else s for n, s in seconds.items()}, sizes)
     ]
-    entry = [Tensor(name=BLOCK_INPUT, bytes=sizes[BLOCK_INPUT], seconds=dear)]
+    whole = sizes[BLOCK_INPUT]
+    entry = [Tensor(name=BLOCK_INPUT, bytes=room.entry * whole, there=whole, seconds=dear)]
     tensors = [replace(tensor, travel=travel.get(tensor.name or "")) for tensor in inner + entry]
     beside = model.cluster.overlap
     copies = Copies(
@@ -219,10 +220,7 @@ class _Room:
 
     def sizes(self, kind: LayerKind) -> dict[str, float]:
         """Bytes of every tensor in all blocks."""
-        sizes = {
-            tensor.name: tensor.bytes * (self.divided if tensor.sharded else self.whole) for tensor in kind.tensors
-        }
-        return sizes | ({BLOCK_INPUT: self.entry * sizes[BLOCK_INPUT]} if BLOCK_INPUT in sizes else {})
+        return {tensor.name: tensor.bytes * (self.divided if tensor.sharded else self.whole) for tensor in kind.tensors}
 
     def copies(self, name: str, model: CostModel, sequence: bool) -> float:
         """Seconds to move a tensor of all blocks to the host or back."""
@@ -247,8 +245,17 @@ def _room(plan: Plan, position: int, estimate: StageEstimate, model: CostModel) 
         here, there = model.input_shares(
             min(max(chunk.sample_chunks), *local, samples) if max(degrees, default=1) > 1 else 1
         )
-        sizes = {"left": left, "divided": divided, "whole": whole, "entry": here - there}
-        rooms.append(_Room(stage=position, chunk=number, blocks=blocks, **sizes))
+        rooms.append(
+            _Room(
+                stage=position,
+                chunk=number,
+                left=left,
+                divided=divided,
+                whole=whole,
+                entry=here - there,
+                blocks=blocks,
+            )
+        )
     return max(rooms, key=lambda room: room.divided)
 
 

@@ -115,6 +115,7 @@ PLANS = {
     "one stage": (GPT, piped([BLOCKS + 2], 1, data=8, batch=16, micro_batches=1)),
     "tensor": (GPT, piped([BLOCKS + 2], 1, data=2, tensor=4, batch=16, micro_batches=2)),
     "cut sequence": (GPT, piped([BLOCKS + 2], 1, data=2, tensor=4, batch=16, micro_batches=2, sequence=True)),
+    "chunks": (BERT, piped([BLOCKS + 2], 1, data=2, tensor=4, batch=16, micro_batches=2, sample_chunks=2)),
     "mixed": (GPT, mixed([2, *[1] * 4, *[2] * 4, 2], 8, batch=16)),
     "1f1b": (GPT, piped([4, 3, 2, 1], 4, data=2, batch=32, micro_batches=8)),
     "gpipe": (BERT, piped([5, 5], 2, tensor=2, data=2, batch=32, micro_batches=4, schedule="gpipe")),
