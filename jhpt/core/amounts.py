@@ -5,11 +5,14 @@ import re
 UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 
+LEAST = 1024
+"""Bytes; who says less has left out the unit."""
+
 _SIZE = re.compile(r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: float | str) -> float:
-    """Bytes of `24GiB`, `80GB` or `16e9`; ValueError for anything else and for nothing at all."""
+    """Bytes of `24GiB`, `80GB` or `16e9`; ValueError for anything else, and for a number without its unit."""
     match = _SIZE.fullmatch(str(text))
     unit = {name.lower(): size for name, size in UNITS.items()}.get(match[2].lower()) if match else None
     try:
@@ -18,4 +21,6 @@ def parse_bytes(text: float | str) -> float:
         size = 0.0
     if not 0 < size < float("inf"):
         raise ValueError(f"{text!r} is no amount of memory; write it as 24GiB, 80GB or 16e9")
+    if size < LEAST:
+        raise ValueError(f"{text!r} is {size:g} bytes, in which nothing fits; write the unit, such as 24GiB or 80GB")
     return size

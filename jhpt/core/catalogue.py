@@ -34,6 +34,12 @@ Half octaves: straight lines between whole ones would make a product up to 6 % f
 FILES = (".json", ".yaml", ".yml")
 """A name with one of these endings is a file's."""
 
+FLOAT8_CAPABILITY = 8.9
+"""The least compute capability whose tensor cores multiply e4m3 and e5m2: Ada, Hopper and newer (PTX ISA, `mma`)."""
+
+OLDER = {"V100": 7.0}
+"""Compute capabilities of devices without a chip in the catalogue, by a part of their name."""
+
 _NAME = re.compile(r"(?P<kind>[a-z0-9]+?)x(?P<devices>[1-9]\d*)x(?P<nodes>[1-9]\d*)(-(?P<network>\w+))?")
 
 
@@ -128,6 +134,14 @@ def chip_by_driver(device_kind: str) -> Chip | None:
         return None
     values = {name: value for name, (value, _) in figures.items()}
     return Chip(**values | {"capability": tuple(values["capability"])})
+
+
+def capability_by_driver(device_kind: str) -> float | None:
+    """The compute capability of a device by the driver's name for it, or None where it is not known."""
+    chip = chip_by_driver(device_kind)
+    if chip is None:
+        return next((known for name, known in OLDER.items() if name in device_kind), None)
+    return chip.capability[0] + chip.capability[1] / 10
 
 
 def kind_by_driver(device_kind: str) -> str | None:

@@ -58,6 +58,12 @@ class Device(Section):
     efficiency: Curve | None = Field(
         None, description="share of the peak that a matrix multiplication of so many FLOP reaches; null: all of it"
     )
+    reserve: float = Field(0.0, ge=0, lt=1, description="share of the memory that plans leave free")
+
+    @property
+    def usable(self) -> float:
+        """Bytes that a plan may fill."""
+        return (1 - self.reserve) * self.memory
 
     def seconds(self, flops: float, moved: float, dtype: str) -> float:
         """Roofline of one operation: max(flops / (peak * efficiency(flops)), moved / memory_bandwidth)."""

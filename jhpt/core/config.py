@@ -333,7 +333,9 @@ class ParallelConfig(Section):
     )
     pipe: Count = Field(1, description="pipeline stages")
     zero: Literal[0, 1, 3] = Field(
-        0, description="shard over the data axis: 0 nothing, 1 optimizer state, 3 also parameters"
+        0,
+        description="shard over the data axis: 0 nothing, 1 optimizer state, 3 also parameters; over one rank 3 rounds "
+        "weights to the compute dtype where they are used, without a copy of all",
     )
     micro_batches: Count = Field(1, description="pieces a step's batch is cut into")
     schedule: Literal["gpipe", "1f1b"] = Field("1f1b", description="order of forward and backward passes in a pipeline")
@@ -400,7 +402,8 @@ class MemoryConfig(Section):
     """
 
     budget_bytes: Literal["auto"] | Bytes = Field(
-        "auto", description="of each device, such as 24GiB; auto: all it has, and on CPU no limit"
+        "auto",
+        description="of each device, such as 24GiB, of which plans leave 3 % free; auto: all it has, on CPU no limit",
     )
     host_budget_bytes: Literal["auto"] | Bytes = Field(
         "auto",
@@ -408,7 +411,9 @@ class MemoryConfig(Section):
         "wait there, too; auto: nine tenths of what it has",
     )
     offload: Literal["auto", "off", "parameters", "optimizer", "both"] = Field(
-        "auto", description="what of the blocks lives on the host: weights, the optimizer's state, or both"
+        "auto",
+        description="what of the blocks lives on the host: weights, the optimizer's state, or both; of as many blocks "
+        "as is fastest where the plan is the planner's, of all where `parallel` is laid out by hand",
     )
     recompute: Literal["auto", "none", "full"] | tuple[str, ...] = Field(
         "auto",
@@ -429,6 +434,10 @@ class MemoryConfig(Section):
     def _names_are_known(cls, recompute: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not isinstance(recompute, str):
             check_names(recompute, "memory.recompute", also=("auto", "none", "full"))
+            if BLOCK_INPUT in recompute:
+                raise ValueError(f"memory.recompute: {BLOCK_INPUT} is the input, which is always kept; leave it out")
+            if len(set(recompute)) < len(recompute):
+                raise ValueError("memory.recompute has a name twice; leave one out")
         return recompute
 
     @field_validator("offload", mode="before")
@@ -495,18 +504,6 @@ class Config(Section):
     @classmethod
     def _auto_in_one_word(cls, parallel: Any) -> Any:
         return {"auto": True} if parallel == "auto" else parallel
-
-    @model_validator(mode="before")
-    @classmethod
-    def _recomputation_has_moved(cls, given: Any) -> Any:
-        """Runs of earlier versions have it in the section `parallel`."""
-        parallel = given.get("parallel") if isinstance(given, dict) else None
-        if not isinstance(parallel, dict) or not isinstance(before := parallel.get("recompute"), bool):
-            return given
-        rest = {name: value for name, value in parallel.items() if name != "recompute"}
-        memory = given.get("memory") or {}
-        moved = {"recompute": "full"} | memory if before and isinstance(memory, dict) else memory
-        return {**given, "parallel": rest, "memory": moved}
 
     @field_validator("memory", mode="before")
     @classmethod
@@ -585,6 +582,8 @@ def check_names(names: Iterable[str], where: str, also: Iterable[str] = ()) -> N
     """ValueError where a block has no tensor of such a name.  also: words that may stand there alone."""
     for name in names:
         if name not in NAMED_TENSORS:
+            if name in also:
+                raise ValueError(f"{where}: {name!r} is no name beside others; leave out the others, or it")
             raise ValueError(
                 f"{where}: a block has no tensor {name!r}{did_you_mean(name, [*NAMED_TENSORS, *also])}; "
                 f"it has {', '.join(NAMED_TENSORS)}"

@@ -32,7 +32,7 @@ def load_config(source: Source = None, overrides: Mapping[str, Any] | None = Non
     changes: dict[str, Any] = {}
     for name, value in (overrides or {}).items():
         changes = _merge(changes, _nested(name, value))
-    return validate(_merge(_tree(source), changes))
+    return validate(_merge(_tree(source), _recomputation_moved(changes)))
 
 
 def run_config(source: Source, out: str | os.PathLike[str] | None) -> Config:
@@ -72,7 +72,7 @@ def _tree(source: Source) -> dict[str, Any]:
         case Config():
             return source.model_dump()
         case Mapping():
-            source = dict(source)
+            source = _recomputation_moved(dict(source))
             return _merge(preset(str(source.pop("preset", DEFAULT))), source)
         case _ if str(source) in PRESETS:
             return preset(str(source))
@@ -110,6 +110,16 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
     for key in reversed(name.split(".")):
         value = {key: value}
     return value
+
+
+def _recomputation_moved(given: dict[str, Any]) -> dict[str, Any]:
+    """The same, where configurations of earlier versions have it in the section `parallel`."""
+    parallel, memory = given.get("parallel"), given.get("memory") or {}
+    if not isinstance(parallel, dict) or not isinstance(before := parallel.get("recompute"), bool):
+        return given
+    rest = {name: value for name, value in parallel.items() if name != "recompute"}
+    moved = {"recompute": "full"} | memory if before and isinstance(memory, dict) else memory
+    return {**given, "parallel": rest, "memory": moved}
 
 
 def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jhpt.core.catalogue import FLOAT8_CAPABILITY
 from jhpt.core.config import ModelConfig
 from jhpt.core.errors import InputError
 
@@ -99,16 +100,12 @@ PRODUCTS: dict[str, Product] = {"same": plain_product, "float8": product_in_8_bi
 """By `model.matmul_dtype`."""
 
 
-LEAST_CAPABILITY = 8.9
-"""Of NVIDIA GPUs whose tensor cores multiply e4m3 and e5m2: Ada, Hopper and newer (PTX ISA, `mma`)."""
-
-
 def obstacle_to_8_bits(platform: str, capability: float | None) -> str | None:
     """Why a device does not multiply in 8 bits; None: it does."""
     if platform not in ("gpu", "cuda"):
         return f"the device is a {platform}"
-    if capability is None or capability < LEAST_CAPABILITY:
-        return f"compute capability {capability} is below {LEAST_CAPABILITY}"
+    if capability is None or capability < FLOAT8_CAPABILITY:
+        return f"compute capability {capability} is below {FLOAT8_CAPABILITY}"
     return None
 
 
@@ -117,6 +114,6 @@ def check_products(model: ModelConfig, platform: str, capability: float | None) 
     obstacle = obstacle_to_8_bits(platform, capability)
     if model.matmul_dtype == "float8" and obstacle is not None:
         raise InputError(
-            f"model.matmul_dtype=float8 needs an NVIDIA GPU of compute capability {LEAST_CAPABILITY} or more: "
+            f"model.matmul_dtype=float8 needs an NVIDIA GPU of compute capability {FLOAT8_CAPABILITY} or more: "
             f"{obstacle}; use model.matmul_dtype=same"
         )

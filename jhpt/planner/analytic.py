@@ -19,6 +19,7 @@ to the compute dtype, for the profile counts a 16-bit copy of the weights among 
 import math
 from dataclasses import dataclass
 
+from jhpt.core.catalogue import capability_by_driver
 from jhpt.core.cluster import Device
 from jhpt.core.config import NAMED_TENSORS, BERTConfig, Config, GPTConfig, ModelConfig, divisors
 from jhpt.core.profile import LayerKind, ModelProfile, NamedTensor
@@ -42,8 +43,11 @@ MAX_DEGREE = 64
 FLASH_HEAD = 128
 """Widest head, a multiple of 8, of cuDNN's flash attention (`jhpt.models.attention`)."""
 
-NO_FLASH = ("V100",)
-"""Devices, by a part of their name, below the compute capability 8.0 that cuDNN's flash attention needs."""
+FLASH_CAPABILITY = 8.0
+"""The least compute capability that cuDNN's flash attention needs."""
+
+EIGHT_BITS = {"float8": "; products in 8 bits count as that, and may take less"}
+"""Said of a profile by `model.matmul_dtype`: no rate of ours has been measured."""
 
 LOGIT_BYTES = 4
 """Logits are float32 (`jhpt.models.vocabulary`)."""
@@ -102,7 +106,7 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
     profile = ModelProfile(
         name=config.name,
         device=device.name,
-        source=f"analytic: roofline of {device.name}, {dtype}",
+        source=f"analytic: roofline of {device.name}, {dtype}" + EIGHT_BITS.get(config.model.matmul_dtype, ""),
         sample=f"a sequence of {shape.tokens} tokens",
         causal=isinstance(model, GPTConfig),
         dtype=dtype,
@@ -160,7 +164,8 @@ def shape_of(config: Config, device: Device, dtype: str) -> Shape:
 def _flash(model: ModelConfig, device: Device, dtype: str) -> bool:
     """Whether attention runs in cuDNN's flash kernel, by the rules of `jhpt.models.attention.choose_attention`."""
     fits = ELEMENT_BYTES[dtype] == 2 and model.head_dim % 8 == 0 and model.head_dim <= FLASH_HEAD
-    return model.attention != "xla" and fits and not any(name in device.name for name in NO_FLASH)
+    capability = capability_by_driver(device.name)
+    return model.attention != "xla" and fits and (capability is None or capability >= FLASH_CAPABILITY)
 
 
 def _parameters(model: ModelConfig, count: ParameterCount) -> dict[str, int]:

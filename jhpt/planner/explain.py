@@ -218,7 +218,7 @@ def offload_lines(answer: Answer) -> tuple[str, ...]:
     if offload is None:
         return ()
     stage, step = answer.estimate.stages[0], hosted_step(plan, answer.model)
-    layers, every, profile = streamed_layers(plan), 1 + offload.resident, answer.model.profile
+    layers, every = streamed_layers(plan), 1 + offload.resident
     which = spans_text([(layers[0], layers[-1])])
     if every > 1 and len(layers) > 1:
         which = f"{layers[0]}, {layers[1]}" + (f" ... {layers[-1]}" if len(layers) > 2 else "")
@@ -227,11 +227,17 @@ def offload_lines(answer: Answer) -> tuple[str, ...]:
     forward, backward = map(duration, step.passes)
     return (
         f"on the host: {OFFLOADED[offload.what]} of layers {which}, {room}; on the devices: {stay}",
-        f"why: weights, gradients and optimizer of all layers take {gib(profile.parameters * profile.state_bytes)}, "
-        f"a device has {gib(stage.capacity)}",
-        f"copies: forward pass {forward}, backward pass {backward}, of which {duration(stage.seconds['copies'])} wait "
-        "for copies",
+        f"why: {_why_on_host(answer)}",
+        f"passes: forward {forward}, backward {backward}, of which {duration(stage.seconds['copies'])} wait for copies",
     )
+
+
+def _why_on_host(answer: Answer) -> str:
+    plan = answer.plan.model_copy(update={"offload": None})
+    bare, device = price(plan, answer.model).stages[0], answer.model.cluster.nodes[0].device
+    if bare.total_bytes <= bare.capacity:
+        return "memory.offload asks for it, all would fit the devices"
+    return f"with all state on it a device would hold {gib(bare.total_bytes)}, of {gib(device.memory)}"
 
 
 def kept_lines(answer: Answer) -> tuple[str, ...]:
@@ -253,7 +259,8 @@ def state_lines(profile: ModelProfile) -> tuple[str, ...]:
     if not profile.state.in_few_bits:
         return ()
     total, parts = profile.state.bytes, (f"{cause} {size:.2f}" for cause, size in profile.state.causes.items())
-    return (f"state: {total:.2f} bytes of a parameter instead of {State().bytes:.0f}: {', '.join(parts)}",)
+    instead = "as many as" if total == State().bytes else f"instead of {State().bytes:.0f}"
+    return (f"state: {total:.2f} bytes of a parameter, {instead} in float32: {', '.join(parts)}",)
 
 
 def gradients_text(how: GradientCompression) -> str:
@@ -284,9 +291,9 @@ def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel
     if plan.offload is not None:
         return seconds
     # Over one rank nothing is gathered; what rounding takes is computation.
-    alone = treatment if plan.replicas == 1 else replace(treatment, zero=0)
-    unsharded = plan.micro_batches * _passes(plan, position, alone, model)
-    bare = plan.micro_batches * _passes(plan, position, replace(alone, recompute=False, kept=None), model)
+    ungathered = treatment if plan.replicas == 1 else replace(treatment, zero=0)
+    unsharded = plan.micro_batches * _passes(plan, position, ungathered, model)
+    bare = plan.micro_batches * _passes(plan, position, replace(ungathered, recompute=False, kept=None), model)
     once = _gathered(plan, position, model)
     seconds["update"] -= once
     gathered = seconds["compute"] - unsharded + once

@@ -1,7 +1,8 @@
 """A plan by hand that does not fit, with as much computed again and on the host as makes it fit.
 
-What `parallel` says stays; of what `memory` leaves open (`auto`) the fastest that fits is taken: with blocks recomputed
-wholly or not at all, for names are chosen where all of a plan is.
+What `parallel` says stays, but that over one data rank, which shares nothing out, weights may be rounded where they are
+used (ZeRO-3).  Of what `memory` leaves open (`auto`) the fastest that fits is taken: with blocks recomputed wholly or
+not at all, for names are chosen where all of a plan is.
 """
 
 import itertools
@@ -17,14 +18,15 @@ from jhpt.planner.request import offload_kinds
 
 
 def fitted(plan: Plan, model: CostModel, config: Config) -> Plan:
-    """The plan itself where it fits, or where nothing does."""
-    if price(plan, model).fits:
+    """The plan itself where it fits all of the memory, or where nothing fits; what takes its place leaves a reserve."""
+    reserve = model.cluster.nodes[0].device.reserve
+    if all((1 - reserve) * stage.total_bytes <= stage.capacity for stage in price(plan, model).stages):
         return plan
-    priced = [(estimate.seconds, own) for own in _open(plan, config) if (estimate := _priced(own, model))]
+    priced = [(estimate.seconds, own) for own in _open(plan, model, config) if (estimate := _priced(own, model))]
     return min(priced, key=lambda pair: pair[0])[1] if priced else plan
 
 
-def _open(plan: Plan, config: Config) -> Iterator[Plan]:
+def _open(plan: Plan, model: CostModel, config: Config) -> Iterator[Plan]:
     recompute = (False, True) if config.memory.recompute == "auto" else (plan.recompute,)
     blocks, kinds = plan.stages[-1].chunks[-1].stop - 2, offload_kinds(config)
     more = (
@@ -35,6 +37,9 @@ def _open(plan: Plan, config: Config) -> Iterator[Plan]:
     hosts = [plan.offload, *more]
     for again, offload in itertools.product(recompute, hosts):
         yield plan.model_copy(update={"recompute": again, "offload": offload})
+    if plan.replicas == 1 and plan.offload is None:
+        for again, zero in itertools.product(recompute, model.levels((3,), 1, plan.space)):
+            yield plan.model_copy(update={"recompute": again, "zero": zero})
 
 
 def _priced(plan: Plan, model: CostModel) -> Estimate | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jhpt.core.amounts import parse_bytes
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.catalogue import FLOAT8_CAPABILITY, capability_by_driver, find_cluster
 from jhpt.core.cluster import HOST_SHARE, Cluster, Device, Node
 from jhpt.core.config import Config, one_of
 from jhpt.core.errors import InputError, did_you_mean
@@ -115,6 +115,8 @@ def prepare(
     if network and overrides:
         raise InputError(f"{network} is a fixed table of layers and takes no settings; leave out {one_of(overrides)}")
     machine = resolve_cluster(cluster)
+    if named:
+        _check_for(named, machine, space)
     memory = _budget(budget, named)
     costs = resolve_profile(profile, named, network, machine, measured=cluster is None)
     asked = request(
@@ -131,6 +133,22 @@ def prepare(
         asked=replace(asked, schedules=(schedule,)) if schedule else asked,
         space=space,
     )
+
+
+def _check_for(config: Config, cluster: Cluster, space: Space) -> None:
+    """Refuses what no plan of the space does, or no such device."""
+    if space == "general" and config.memory.offload not in ("auto", "off"):
+        raise InputError(
+            f"space=general has no program with blocks on the host; memory.offload={config.memory.offload} needs "
+            "space=spmd"
+        )
+    for node in cluster.nodes:
+        capability = capability_by_driver(node.device.name)
+        if config.model.matmul_dtype == "float8" and capability is not None and capability < FLOAT8_CAPABILITY:
+            raise InputError(
+                f"model.matmul_dtype=float8 needs GPUs of compute capability {FLOAT8_CAPABILITY} or more, and "
+                f"{node.device.name} has {capability}; use model.matmul_dtype=same, or a cluster of newer ones"
+            )
 
 
 def network_of(config: Source) -> str | None:
@@ -248,12 +266,12 @@ def _host_budget(config: Config | None) -> float | None:
 
 
 def capped(cluster: Cluster, memory: float | None, host: float | None = None) -> Cluster:
-    """The cluster, of whose devices and hosts only so many bytes may be used, of devices less `RESERVE`; None: all, of
-    hosts `HOST_SHARE`."""
+    """The cluster, of whose devices and hosts only so many bytes may be used; None: all, of hosts `HOST_SHARE`.  Plans
+    leave `RESERVE` of a device's free."""
 
     def less(node: Node) -> Node:
-        usable = (1 - RESERVE) * min(memory or math.inf, node.device.memory)
-        device = node.device.model_copy(update={"memory": usable})
+        limit = min(memory or math.inf, node.device.memory)
+        device = node.device.model_copy(update={"memory": limit, "reserve": RESERVE})
         return node.model_copy(update={"device": device, "host_memory": host or HOST_SHARE * node.host_memory})
 
     return cluster.model_copy(update={"nodes": tuple(map(less, cluster.nodes))})

@@ -105,7 +105,7 @@ class Places:
         return Place(
             devices=devices,
             slowdown=max(self.slow[index] for index in touched),
-            memory=min(node.device.memory for node in kinds),
+            memory=min(node.device.usable for node in kinds),
             crossing=tuple(counts.values()),
             inside=min((node.inside for node in kinds), key=lambda link: link.bandwidth),
             network=self.cluster.network,

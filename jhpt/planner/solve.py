@@ -12,7 +12,7 @@ from jhpt.core.profile import ModelProfile
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price
 from jhpt.planner.general import pipelines, search_general
-from jhpt.planner.offload.search import check_hosted, nearest_hosted, search_hosted
+from jhpt.planner.offload.search import check_hosted, hosted_plans, nearest_hosted, search_hosted
 from jhpt.planner.recompute.plans import improve
 from jhpt.planner.request import Incumbent, Request, request
 from jhpt.planner.spmd import search_spmd
@@ -142,16 +142,25 @@ def _start_general(asked: Request, model: CostModel, best: Incumbent) -> None:
             best.offer(start.plan, model)
 
 
+FEW_BITS = (
+    "blocks may live on the host only with state in float32: optimizer.weights=float32, optimizer.moments=float32 and "
+    "memory.offload=auto may fit",
+)
+
+
 def refusal(asked: Request, model: CostModel, space: Space) -> str:
     """Why nothing fits, and the nearest change that would: more memory or more devices."""
     cluster, profile = model.cluster, model.profile
-    have = min(node.device.memory for node in cluster.nodes)
+    smallest = min((node.device for node in cluster.nodes), key=lambda device: device.usable)
+    free = f", of which plans leave {100 * smallest.reserve:.0f} % free" if smallest.reserve else ""
     lines = [
         f"{profile.name} with batch {asked.batch} fits no plan on {cluster.name}: {cluster.num_devices} devices of "
-        f"{have / 2**30:.1f} GiB; weights, gradients and optimizer of {profile.parameters / 1e9:.2f} G "
-        f"parameters alone take {profile.parameters * profile.state_bytes / 2**30:.1f} GiB",
+        f"{smallest.memory / 2**30:.1f} GiB{free}; weights, gradients and optimizer of "
+        f"{profile.parameters / 1e9:.2f} G parameters take {profile.parameters * profile.state_bytes / 2**30:.1f} GiB, "
+        f"{profile.state_bytes:.3g} bytes each",
         *(_nearest(asked, model, space) if None in asked.offload else []),
         *(nearest_hosted(asked, model) if space == "spmd" else []),
+        *(FEW_BITS if space == "spmd" and profile.state.in_few_bits else []),
     ]
     return "\n".join(lines)
 
@@ -163,8 +172,12 @@ def _nearest(asked: Request, model: CostModel, space: Space) -> list[str]:
         have = min(node.device.memory for node in model.cluster.nodes)
         changes.append(f"it would fit with {math.ceil(have * memory / 2**30 * 10) / 10:.1f} GiB per device")
     if nodes := _least_nodes(asked, model, space):
-        changes.append(f"it would fit on {model.cluster.num_devices * nodes} such devices")
+        changes.append(f"it would fit on {model.cluster.num_devices * nodes} such devices{_to_a_node(model.cluster)}")
     return changes or ["no amount of memory or devices would do: the batch or the model has to change"]
+
+
+def _to_a_node(cluster: Cluster) -> str:
+    return "" if cluster.mixed else f", {cluster.nodes[0].devices} to a node"
 
 
 def _least_nodes(asked: Request, model: CostModel, space: Space) -> int | None:
@@ -191,7 +204,7 @@ def _least(fits: Callable[[float], bool], low: float, high: float) -> float | No
 
 
 def _fits(asked: Request, model: CostModel, space: Space, *, memory: float = 1.0, nodes: int = 1) -> bool:
-    """Whether anything fits on devices of more memory, or on more nodes."""
+    """Whether anything fits on devices of more memory, or on more nodes, there with blocks on the hosts, too."""
     cluster = model.cluster
     grown = cluster.model_copy(
         update={
@@ -209,8 +222,9 @@ def _fits(asked: Request, model: CostModel, space: Space, *, memory: float = 1.0
     costs, found = CostModel(model.profile, grown, model.gradient_compression, model.kept), Incumbent()
     if space == "spmd":
         search_spmd(asked, costs, found)
-    else:
-        _start_general(asked, costs, found)
-        if found.plan is None:
-            search_general(asked, costs, found)
+        hosted = hosted_plans(asked, costs) if nodes > 1 else ()
+        return found.plan is not None or any(price(plan, costs).fits for plan in hosted)
+    _start_general(asked, costs, found)
+    if found.plan is None:
+        search_general(asked, costs, found)
     return found.plan is not None

@@ -53,8 +53,8 @@ SLACK = 1e-9
 
 
 def device_memory(model: CostModel) -> Array:
-    """[K] bytes of every device."""
-    return np.array([node.device.memory for node in model.places.nodes for _ in range(node.devices)])
+    """[K] bytes of every device that a plan may fill."""
+    return np.array([node.device.usable for node in model.places.nodes for _ in range(node.devices)])
 
 
 def needs(leasts: list[Least], spans: Spans, device_bytes: Array) -> Needs:

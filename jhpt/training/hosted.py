@@ -198,7 +198,7 @@ class HostedTraining:
 
             return read(jax.tree_util.tree_map_with_path(leaf, like))
 
-        state, rows = only(None), self.blocks.empty([name for name in self.names if name not in KEPT])
+        state, rows = only(None), dict[str, jax.Array]()
         adam, decayed = state.optimizer
         own = adam._replace(mu=without_blocks(adam.mu), nu=without_blocks(adam.nu))
         for name in KEPT:
@@ -206,6 +206,7 @@ class HostedTraining:
             trees = {WEIGHTS: found.params, MEAN: found.optimizer[0].mu, SQUARES: found.optimizer[0].nu}
             rows |= self.blocks.rows(name, trees[name]["blocks"])
             del found, trees
+        rows |= self.blocks.empty([name for name in self.names if name not in KEPT])  # when nothing is there twice
         return self._joined(rows, replace(state, params=without_blocks(state.params), optimizer=(own, decayed)))
 
     def parameters(self, params: tuple[Hosted, Any]) -> Any:

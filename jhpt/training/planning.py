@@ -17,10 +17,10 @@ import jax
 
 from jhpt.core.catalogue import cluster_named, find_cluster, kind_by_driver, known_to_differ
 from jhpt.core.cluster import Cluster
-from jhpt.core.config import Config, GPTConfig, MemoryConfig, ParallelConfig, one_of
+from jhpt.core.config import BLOCK_INPUT, Config, GPTConfig, MemoryConfig, ParallelConfig, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Plan, check_plan, plan_by_hand
+from jhpt.core.plan import Kept, Plan, check_plan, plan_by_hand
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.network import spanning
 from jhpt.planner.analytic import analytic_profile
@@ -80,6 +80,8 @@ def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[s
     if given is not None:
         with together():
             check_fits(given, config)
+        if unread := _unread(given, config):
+            say(f"note: the plan says what lives on the host and what is computed again; {one_of(unread)} is not read")
         return given.model_copy(update={"origin": "given"})
     if (own := _own_plan(config, past, say)) is not None:
         return own
@@ -135,6 +137,17 @@ def _own_plan(config: Config, past: Past, say: Callable[[str], None]) -> Plan | 
     if own.origin == "given":
         say(f"going on with the plan that this run was given, {file}")
     return own
+
+
+def _unread(plan: Plan, config: Config) -> list[str]:
+    """What the section `memory` says otherwise than a plan that takes its place."""
+    memory, kept = config.memory, plan.kept or Kept()
+    names = {name for name in (*kept.device, *kept.host) if name != BLOCK_INPUT}
+    offload = plan.offload.what if plan.offload else "off"
+    how = "none" if not plan.recompute else names or "full"
+    wanted = memory.recompute if isinstance(memory.recompute, str) else set(memory.recompute)
+    unread = [f"memory.offload={memory.offload}"] if memory.offload not in ("auto", offload) else []
+    return unread + ([f"memory.recompute={memory.recompute}"] if wanted not in ("auto", how) else [])
 
 
 def check_fits(plan: Plan, config: Config) -> None:

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -20,6 +21,7 @@ from jhpt.core.config import (
     one_of,
 )
 from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
 from jhpt.core.plan import plan_by_hand
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
@@ -227,9 +229,18 @@ def test_what_is_left_to_the_planner_is_not_laid_out_by_hand():
 
 
 @pytest.mark.parametrize(("before", "now"), [(True, "full"), (False, "auto")])
-def test_configurations_of_before_say_recomputation_elsewhere(before, now):
+def test_configurations_of_before_say_recomputation_elsewhere(tmp_path, before, now):
     """Runs whose config.yaml has it in the section `parallel` go on."""
-    config = Config.model_validate({"parallel": {"recompute": before, "zero": 1}})
-    assert (config.memory.recompute, config.parallel.zero) == (now, 1)
-    with pytest.raises(ValueError, match="recompute"):
-        Config.model_validate({"parallel": {"recompute": "yes"}})
+    tree = {"parallel": {"recompute": before, "zero": 1}}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    for config in (
+        load_config(tree),
+        load_config(file),
+        load_config(None, {"parallel.recompute": before, "parallel.zero": 1}),
+    ):
+        assert (config.memory.recompute, config.parallel.zero) == (now, 1)
+    named = load_config({**tree, "memory": {"recompute": ["qkv"]}})
+    assert named.memory.recompute == ("qkv",)
+    with pytest.raises(InputError, match="recompute"):
+        load_config({"parallel": {"recompute": "yes"}})

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from jhpt.core.catalogue import FLOAT8_CAPABILITY
 from jhpt.core.config import GPTConfig
 from jhpt.core.errors import InputError
 from jhpt.models.build import build
 from jhpt.models.products import (
     ERRORS,
-    LEAST_CAPABILITY,
     OPERANDS,
     check_products,
     obstacle_to_8_bits,
@@ -223,7 +223,7 @@ def test_only_devices_that_multiply_in_8_bits_do():
         with pytest.raises(InputError, match=f"{reason}; use model.matmul_dtype=same"):
             check_products(few, platform, capability)
         check_products(GPTConfig(), platform, capability)
-    for capability in (LEAST_CAPABILITY, 9.0, 12.0):
+    for capability in (FLOAT8_CAPABILITY, 9.0, 12.0):
         check_products(few, "gpu", capability)
 
 

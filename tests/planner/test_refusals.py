@@ -8,6 +8,7 @@ import pytest
 from jhpt.core.cluster import Cluster
 from jhpt.core.errors import InputError
 from jhpt.planner.costs import CostModel
+from jhpt.planner.front import prepare
 from jhpt.planner.request import Request, request
 from jhpt.planner.solve import plan, search, solve
 from tests.planner.instances import random_cluster, random_profile
@@ -44,7 +45,7 @@ def test_numbers(space):
     message = refusal(BIG, cluster(1, memory=10 * GIB), request(1), space)
     assert message.splitlines()[0] == (
         "toy with batch 1 fits no plan on toy: 1 devices of 10.0 GiB; weights, gradients and optimizer of 2.15 G "
-        "parameters alone take 32.0 GiB"
+        "parameters take 32.0 GiB, 16 bytes each"
     )
 
 
@@ -173,3 +174,30 @@ def test_request_defaults():
 def test_request_refuses_what_it_does_not_know(wrong):
     with pytest.raises(InputError):
         request(**({"batch": 4} | wrong))
+
+
+@pytest.mark.parametrize(
+    ("settings", "how", "said"),
+    [
+        ({"memory.offload": "both"}, {"space": "general"}, "space=general has no program with blocks on the host"),
+        ({"model.matmul_dtype": "float8"}, {"cluster": "a100x8x1"}, "NVIDIA A100.* has 8.0"),
+        ({"model.matmul_dtype": "float8"}, {"cluster": "v100x8x1"}, "V100.* has 7.0"),
+        ({}, {"budget": "24"}, "24 bytes, in which nothing fits; write the unit"),
+        ({"memory.budget_bytes": 24}, {}, "24 bytes, in which nothing fits; write the unit"),
+        ({"memory.recompute": "full,qkv"}, {}, "'full' is no name beside others"),
+        ({"memory.recompute": "qkv,qkv"}, {}, "has a name twice"),
+        ({"memory.recompute": "residual_in"}, {}, "which is always kept"),
+    ],
+)
+def test_settings_that_no_plan_follows(settings, how, said):
+    with pytest.raises(InputError, match=said):
+        prepare("gpt2-1.5b", **({"cluster": "h100x1x1"} | how), overrides=settings)
+
+
+def test_what_would_fit_fits():
+    """What a refusal names is enough, reserve and all."""
+    settings = {"memory.offload": "off", "memory.recompute": "full", "data.batch_size": 8}
+    with pytest.raises(InputError) as caught:
+        prepare("gpt2-1.5b", cluster="h100x1x1", budget="16GiB", overrides=settings).solve()
+    enough = re.search(r"it would fit with ([\d.]+ GiB) per device", str(caught.value))[1]
+    assert prepare("gpt2-1.5b", cluster="h100x1x1", budget=enough, overrides=settings).solve().estimate.fits

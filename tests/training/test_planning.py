@@ -23,7 +23,7 @@ from jhpt.planner.solve import solve
 from jhpt.training import fitting, planning, programs, run
 from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.loop import evaluate
-from jhpt.training.planning import differences
+from jhpt.training.planning import Past, choose_plan, differences
 from jhpt.training.setup import prepare
 from tests.sharding.plans import piped
 
@@ -75,6 +75,24 @@ def test_a_given_plan_is_executed_and_reported(tiny, tmp_path):
     assert "step time: predicted" in log and "predicted / measured" in log
     same = jhpt.train(tiny(**QUICK | {"train.steps": 4, "parallel.data": 1}), out=tmp_path / "alone")
     assert result.losses == pytest.approx(same.losses, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "unread"),
+    [
+        ({}, []),
+        ({"memory.offload": "both", "memory.recompute": "qkv"}, []),
+        ({"memory.offload": "off", "memory.recompute": "full"}, ["memory.offload=off", "memory.recompute=full"]),
+        ({"memory.offload": "optimizer", "memory.recompute": "qkv,mlp_out"}, ["memory.offload=optimizer", "mlp_out"]),
+    ],
+)
+def test_what_a_given_plan_does_not_follow_is_said(settings, unread, tmp_path):
+    """In one line; the plan is the more special."""
+    own = {"memory.offload": "both", "memory.recompute": "qkv", "data.batch_size": 8}
+    plan, said = plan_by_hand(load_config("gpt-tiny", own), 1), []
+    nothing = Past(run_dir=tmp_path, plan=None, parallel=None, memory=None)
+    choose_plan(load_config("gpt-tiny", {"data.batch_size": 8} | settings), plan, nothing, said.append)
+    assert len(said) == bool(unread) and all(one in said[0] for one in unread)
 
 
 def test_a_plan_for_something_else_is_refused_with_the_difference(tiny, tmp_path):
