@@ -434,6 +434,8 @@ class MemoryConfig(Section):
     def _names_are_known(cls, recompute: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not isinstance(recompute, str):
             check_names(recompute, "memory.recompute", also=("auto", "none", "full"))
+            if not recompute:
+                raise ValueError("memory.recompute names nothing; write full to keep only the input of every block")
             if BLOCK_INPUT in recompute:
                 raise ValueError(f"memory.recompute: {BLOCK_INPUT} is the input, which is always kept; leave it out")
             if len(set(recompute)) < len(recompute):

@@ -115,6 +115,7 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
 def _recomputation_moved(given: dict[str, Any]) -> dict[str, Any]:
     """The same, where configurations of earlier versions have it in the section `parallel`."""
     parallel, memory = given.get("parallel"), given.get("memory") or {}
+    memory = {} if memory == "auto" else memory
     if not isinstance(parallel, dict) or not isinstance(before := parallel.get("recompute"), bool):
         return given
     rest = {name: value for name, value in parallel.items() if name != "recompute"}

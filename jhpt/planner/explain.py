@@ -233,11 +233,13 @@ def offload_lines(answer: Answer) -> tuple[str, ...]:
 
 
 def _why_on_host(answer: Answer) -> str:
-    plan = answer.plan.model_copy(update={"offload": None})
-    bare, device = price(plan, answer.model).stages[0], answer.model.cluster.nodes[0].device
-    if bare.total_bytes <= bare.capacity:
+    plan, model = answer.plan.model_copy(update={"offload": None}), answer.model
+    levels = model.levels((0, 1, 3), plan.replicas, plan.space)
+    bare = [price(plan.model_copy(update={"zero": zero}), model).stages[0] for zero in levels]
+    least, usable = min(stage.total_bytes for stage in bare), bare[0].capacity
+    if least <= usable:
         return "memory.offload asks for it, all would fit the devices"
-    return f"with all state on it a device would hold {gib(bare.total_bytes)}, of {gib(device.memory)}"
+    return f"with all state on it a device would hold {gib(least)}, and {gib(usable)} may be filled"
 
 
 def kept_lines(answer: Answer) -> tuple[str, ...]:
@@ -371,6 +373,10 @@ def _chunks_saving(answer: Answer) -> Saving:
         why = "none: communication does not run beside computation here"
     elif samples == 1:
         why = "none: a device has one sample of a micro-batch"
+    elif not answer.model.profile.sample_tokens:
+        why = "none: only sequences of tokens are cut into chunks"
+    elif seconds <= 0:
+        why = "none: 2 would not fit"
     else:
         why = f"none: 2 would make the step {duration(seconds)} longer"
     saved = seconds if taken else -seconds

@@ -267,11 +267,12 @@ def _host_budget(config: Config | None) -> float | None:
 
 def capped(cluster: Cluster, memory: float | None, host: float | None = None) -> Cluster:
     """The cluster, of whose devices and hosts only so many bytes may be used; None: all, of hosts `HOST_SHARE`.  Plans
-    leave `RESERVE` of a device's free."""
+    leave `RESERVE` of a device's free, or more where the cluster says so."""
 
     def less(node: Node) -> Node:
         limit = min(memory or math.inf, node.device.memory)
-        device = node.device.model_copy(update={"memory": limit, "reserve": RESERVE})
+        reserve = max(RESERVE, node.device.reserve)
+        device = node.device.model_copy(update={"memory": limit, "reserve": reserve})
         return node.model_copy(update={"device": device, "host_memory": host or HOST_SHARE * node.host_memory})
 
     return cluster.model_copy(update={"nodes": tuple(map(less, cluster.nodes))})

@@ -240,6 +240,7 @@ def test_configurations_of_before_say_recomputation_elsewhere(tmp_path, before, 
         load_config(None, {"parallel.recompute": before, "parallel.zero": 1}),
     ):
         assert (config.memory.recompute, config.parallel.zero) == (now, 1)
+    assert load_config({**tree, "memory": "auto"}).memory.recompute == now
     named = load_config({**tree, "memory": {"recompute": ["qkv"]}})
     assert named.memory.recompute == ("qkv",)
     with pytest.raises(InputError, match="recompute"):

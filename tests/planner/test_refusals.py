@@ -185,6 +185,7 @@ def test_request_refuses_what_it_does_not_know(wrong):
         ({}, {"budget": "24"}, "24 bytes, in which nothing fits; write the unit"),
         ({"memory.budget_bytes": 24}, {}, "24 bytes, in which nothing fits; write the unit"),
         ({"memory.recompute": "full,qkv"}, {}, "'full' is no name beside others"),
+        ({"memory.recompute": []}, {}, "names nothing; write full"),
         ({"memory.recompute": "qkv,qkv"}, {}, "has a name twice"),
         ({"memory.recompute": "residual_in"}, {}, "which is always kept"),
     ],

@@ -23,7 +23,7 @@ from jhpt.core.plan import Chunk, Kept, Plan, Stage, Zero, runs_of
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
 from jhpt.planner.offload.hosted import check_blocks, hosted_step, offloads
-from jhpt.planner.recompute.names import repeated, size_of
+from jhpt.planner.recompute.names import NOTHING, repeated, size_of
 from jhpt.planner.request import Incumbent, Request
 
 
@@ -132,9 +132,11 @@ def _levels(asked: Request) -> list[Zero]:
 
 
 def _least_seconds(shape: _Shape, asked: Request, model: CostModel) -> float:
-    """Computation alone, with nothing computed again where names may be kept."""
+    """Computation alone; of what is computed again, what no choice of names spares."""
     forward, backward = model.compute_seconds(asked.batch // shape.micro_batches // shape.devices, 1)
-    again = forward[model.index[1:-1]].sum() if shape.recompute and asked.recompute == (True,) else 0.0
+    blocks, again = model.index[1:-1], 0.0
+    if shape.recompute and asked.recompute == (True,):
+        again = (forward * model.repeated(asked.kept or NOTHING)[0])[blocks].sum()
     return shape.micro_batches * float((forward + backward)[model.index].sum() + again)
 
 
