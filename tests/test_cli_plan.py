@@ -150,7 +150,7 @@ BAD = {
     "nothing fits": (
         "gpt-6.7b --cluster v100x1x1 --batch 1",
         "fits no plan on v100x1x1",
-        "27.4 GiB",
+        "1 devices of 28.3 GiB, of which plans leave 3 % free",
         "it would fit with",
         "such devices",
     ),
@@ -192,10 +192,16 @@ def test_what_cannot_work_is_refused(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("24GiB", 24 * 2**30), ("80GB", 80e9), ("16e9", 16e9), (" 1.5 mib", 1.5 * 2**20), (7, 7.0)]
+    ("text", "size"), [("24GiB", 24 * 2**30), ("80GB", 80e9), ("16e9", 16e9), (" 1.5 mib", 1.5 * 2**20), (7000, 7e3)]
 )
 def test_amounts_of_memory(text, size):
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", (24, "24", "80 B", "1023"))
+def test_amounts_without_their_unit(text):
+    with pytest.raises(ValueError, match="write the unit, such as 24GiB"):
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1.2.3", "1e999", "nan", "5 apples"])

@@ -2,10 +2,10 @@
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jhpt.core.cluster import Cluster, Curve, Link
 from jhpt.measure.probe import ring_link
+from jhpt.sharding.gather import gathered
 
 ROUNDS = 5
 """Samples of each size."""
@@ -30,8 +30,7 @@ def _of_main(link: Link) -> Link:
     """The main process's figures."""
     assert link.measured is not None
     figures = np.array([link.bandwidth, link.latency, *link.measured.sizes, *link.measured.values], np.float64)
-    # Bits, not floats: a broadcast would round them to 32.
-    bandwidth, latency, *curve = multihost_utils.broadcast_one_to_all(figures.view(np.uint32)).view(np.float64).tolist()
+    bandwidth, latency, *curve = gathered(figures)[0].tolist()
     half = len(curve) // 2
     return Link(
         bandwidth=bandwidth, latency=latency, measured=Curve(sizes=tuple(curve[:half]), values=tuple(curve[half:]))

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jhpt.core.errors import InputError
+from jhpt.sharding.gather import gathered
 
 BY_HAND = "start every process with --coordinator HOST:PORT --process-id I --num-processes N"
 
@@ -97,7 +97,7 @@ def together() -> Iterator[None]:
     except Exception as error:
         failure = error
     if jax.process_count() > 1:
-        failed = np.flatnonzero(multihost_utils.process_allgather(np.int32(failure is not None)))
+        failed = np.flatnonzero(gathered(np.bool_(failure is not None)))
         if failure is None and failed.size:
             raise InputError(f"process {failed[0]} could not go on; its own message says why")
     if failure is not None:
@@ -109,7 +109,7 @@ def same_everywhere(text: str) -> bool:
     if jax.process_count() == 1:
         return True
     code = np.frombuffer(text.encode()[:64].ljust(64), np.uint8)
-    return bool(np.all(multihost_utils.process_allgather(code) == code))
+    return bool(np.all(gathered(code) == code))
 
 
 def check_agreed(told: Mapping[str, Any]) -> None:
@@ -136,7 +136,7 @@ def check_agreed(told: Mapping[str, Any]) -> None:
 
 def from_main(number: int) -> int:
     """The number that the main process holds."""
-    return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return number if jax.process_count() == 1 else int(gathered(np.int64(number))[0])
 
 
 def text_from_main(text: str) -> str:
@@ -146,7 +146,7 @@ def text_from_main(text: str) -> str:
     code = np.frombuffer(text.encode(), np.uint8)
     length = from_main(len(code))
     own = code if is_main() else np.zeros(length, np.uint8)
-    return bytes(multihost_utils.broadcast_one_to_all(own).astype(np.uint8)).decode()
+    return bytes(gathered(own)[0]).decode()
 
 
 def processes_here() -> int:
@@ -154,4 +154,4 @@ def processes_here() -> int:
     if jax.process_count() == 1:
         return 1
     own = zlib.crc32(platform.node().encode())
-    return int(np.sum(multihost_utils.process_allgather(np.uint32(own)) == own))
+    return int(np.sum(gathered(np.uint32(own)) == own))

@@ -11,11 +11,12 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils, serialize_executable
+from jax.experimental import serialize_executable
 
 from jhpt.bench.emulated.launch import COMPILING
 from jhpt.bench.emulated.task import Launch
 from jhpt.bench.netlab import Lab
+from jhpt.sharding.gather import gathered
 
 AnyTask = TypeVar("AnyTask", bound=Launch)
 
@@ -30,7 +31,7 @@ class Hosts(Generic[AnyTask]):
 
     def wait(self) -> None:
         """Until all are here."""
-        multihost_utils.sync_global_devices("jhpt")
+        gathered(np.int32(self.rank))
 
     def free(self) -> None:
         """Lifts quotas and rates, to compile."""
@@ -50,10 +51,10 @@ class Hosts(Generic[AnyTask]):
     def everyone(self, mine: Any) -> list[Any]:
         """What every host has, by rank; as JSON can hold it."""
         text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
-        sizes = np.asarray(multihost_utils.process_allgather(np.array([len(text)], np.int32))).ravel()
+        sizes = gathered(np.int64(len(text)))
         padded = np.zeros(sizes.max(), np.uint8)
         padded[: len(text)] = text
-        rows = np.asarray(multihost_utils.process_allgather(padded))
+        rows = gathered(padded)
         return [json.loads(bytes(row[:size]).decode()) for row, size in zip(rows, sizes, strict=True)]
 
     def compiled(

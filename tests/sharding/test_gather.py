@@ -1,0 +1,67 @@
+"""What processes tell each other arrives bit for bit, between programs of all their devices."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jhpt.sharding.gather import gathered
+
+VALUES = [
+    np.float64(np.pi),
+    np.int64(2**53 + 1),
+    np.bool_(True),
+    np.arange(6, dtype=np.float32).reshape(2, 3)[:, ::2],
+    np.frombuffer(b"a text", np.uint8),
+]
+
+WORKER = """
+import os, sys
+rank, port = int(sys.argv[1]), sys.argv[2]
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jhpt.sharding.gather import gathered
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+mesh = jax.make_mesh((4,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
+shares = jax.make_array_from_callback((4, 384), NamedSharding(mesh, PartitionSpec("all")), lambda at: np.ones((1, 384)))
+total = jax.jit(lambda shares: shares.sum(0), out_shardings=NamedSharding(mesh, PartitionSpec()))
+for turn in range(100):
+    found = gathered(np.float64(rank + turn / 3))
+    assert found.tolist() == [turn / 3, 1 + turn / 3], found
+    assert np.all(np.asarray(total(shares).addressable_data(1)) == 4)
+assert gathered(np.array([[rank, 2**53 + rank]])).tolist() == [[[0, 2**53]], [[1, 2**53 + 1]]]
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{value.dtype}{list(value.shape)}")
+def test_one_process_tells_itself(value):
+    found = gathered(value)
+    assert (found.shape, found.dtype) == ((1, *value.shape), value.dtype)
+    assert np.array_equal(found[0], value)
+
+
+def test_two_processes_of_two_devices():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(rank), str(port)],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "JAX_NUM_CPU_DEVICES": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for worker in workers:
+        _, error = worker.communicate(timeout=200)
+        assert worker.returncode == 0, error
