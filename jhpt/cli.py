@@ -163,7 +163,7 @@ def train_command(arguments: list[str]) -> int:
 def plan_command(arguments: list[str]) -> int:
     """`jhpt plan`: the first argument, if it is no flag, names a preset, a YAML file or a network."""
     from jhpt.planner.baselines import baselines
-    from jhpt.planner.explain import timeline, to_json
+    from jhpt.planner.explain.answer import timeline, to_json
     from jhpt.planner.front import network_of, prepare
     from jhpt.planner.report import make_console, print_answer
     from jhpt.planner.timeline import svg_timeline

@@ -10,7 +10,6 @@ import pytest
 
 import jhpt
 from jhpt import cli
-from jhpt.core.amounts import parse_bytes
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.config import Compression
 from jhpt.core.folders import cache_folder
@@ -189,25 +188,6 @@ def test_what_cannot_work_is_refused(name, tmp_path, capsys):
         assert word in error, error
     assert (out, "Traceback" in error) == ("", False)
     assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("24GiB", 24 * 2**30), ("80GB", 80e9), ("16e9", 16e9), (" 1.5 mib", 1.5 * 2**20), (7000, 7e3)]
-)
-def test_amounts_of_memory(text, size):
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", (24, "24", "80 B", "1023"))
-def test_amounts_without_their_unit(text):
-    with pytest.raises(ValueError, match="write the unit, such as 24GiB"):
-        parse_bytes(text)
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.2.3", "1e999", "nan", "5 apples"])
-def test_no_amounts_of_memory(text):
-    with pytest.raises(ValueError, match="24GiB"):
-        parse_bytes(text)
 
 
 def test_planning_imports_no_jax(tmp_path):

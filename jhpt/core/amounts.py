@@ -1,5 +1,6 @@
-"""Amounts of memory as people write them."""
+"""Amounts of memory as people write and read them."""
 
+import math
 import re
 
 UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}
@@ -24,3 +25,15 @@ def parse_bytes(text: float | str) -> float:
     if size < LEAST:
         raise ValueError(f"{text!r} is {size:g} bytes, in which nothing fits; write the unit, such as 24GiB or 80GB")
     return size
+
+
+def gib(count: float) -> str:
+    """Bytes as `3.2 GiB`; less than a tenth of one in MiB."""
+    return f"{count / 2**30:.1f} GiB" if abs(count) >= 0.1 * 2**30 else f"{count / 2**20:.3g} MiB"
+
+
+def enough_gib(count: float) -> str:
+    """`gib`, rounded up: who takes it at its word has enough."""
+    if count >= 0.1 * 2**30:
+        return f"{math.ceil(10 * count / 2**30) / 10:.1f} GiB"
+    return f"{math.ceil(10 * count / 2**20) / 10:.1f} MiB"

@@ -58,7 +58,9 @@ class Device(Section):
     efficiency: Curve | None = Field(
         None, description="share of the peak that a matrix multiplication of so many FLOP reaches; null: all of it"
     )
-    reserve: float = Field(0.0, ge=0, lt=1, description="share of the memory that plans leave free; 3 % in any case")
+    reserve: float = Field(
+        0.0, ge=0, lt=1, description="share of the memory that plans leave free; `jhpt.plan` leaves 3 % at least"
+    )
 
     @property
     def usable(self) -> float:

@@ -5,7 +5,7 @@ A `Config` has one section per concern (`model`, `data`, `optimizer`, `train`, `
 `jhpt.core.load` reads files, presets and overrides into a `Config`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -427,17 +427,17 @@ class MemoryConfig(Section):
         """On a command line names are one word."""
         if not isinstance(recompute, str) or recompute in ("auto", "none", "full"):
             return recompute
-        return tuple(name.strip() for name in recompute.split(","))
+        return tuple(name.strip() for name in recompute.split(",") if name.strip())
 
     @field_validator("recompute")
     @classmethod
     def _names_are_known(cls, recompute: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not isinstance(recompute, str):
-            check_names(recompute, "memory.recompute", also=("auto", "none", "full"))
             if not recompute:
                 raise ValueError("memory.recompute names nothing; write full to keep only the input of every block")
             if BLOCK_INPUT in recompute:
                 raise ValueError(f"memory.recompute: {BLOCK_INPUT} is the input, which is always kept; leave it out")
+            check_names(recompute, "memory.recompute", NAMED_TENSORS[1:], also=("auto", "none", "full"))
             if len(set(recompute)) < len(recompute):
                 raise ValueError("memory.recompute has a name twice; leave one out")
         return recompute
@@ -580,15 +580,19 @@ def common_divisors(sizes: Iterable[int]) -> list[int]:
     return [d for d in divisors(min(sizes)) if all(size % d == 0 for size in sizes)]
 
 
-def check_names(names: Iterable[str], where: str, also: Iterable[str] = ()) -> None:
-    """ValueError where a block has no tensor of such a name.  also: words that may stand there alone."""
+def check_names(
+    names: Sequence[str], where: str, known: Sequence[str] = NAMED_TENSORS, also: Sequence[str] = ()
+) -> None:
+    """ValueError where a block has no tensor of such a name.  also: words that may stand there alone, in no list."""
     for name in names:
-        if name not in NAMED_TENSORS:
-            if name in also:
-                raise ValueError(f"{where}: {name!r} is no name beside others; leave out the others, or it")
+        if name in also and len(names) == 1:
+            raise ValueError(f"{where}: {name} is a word, not a list; write {name} without brackets")
+        if name in also:
+            raise ValueError(f"{where}: {name!r} is no name beside others; leave out the others, or it")
+        if name not in known:
             raise ValueError(
-                f"{where}: a block has no tensor {name!r}{did_you_mean(name, [*NAMED_TENSORS, *also])}; "
-                f"it has {', '.join(NAMED_TENSORS)}"
+                f"{where}: a block has no tensor {name!r}{did_you_mean(name, [*known, *also])}; "
+                f"it has {', '.join(known)}"
             )
 
 

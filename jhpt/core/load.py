@@ -32,7 +32,7 @@ def load_config(source: Source = None, overrides: Mapping[str, Any] | None = Non
     changes: dict[str, Any] = {}
     for name, value in (overrides or {}).items():
         changes = _merge(changes, _nested(name, value))
-    return validate(_merge(_tree(source), _recomputation_moved(changes)))
+    return validate(_merge(_tree(source), changes))
 
 
 def run_config(source: Source, out: str | os.PathLike[str] | None) -> Config:
@@ -114,8 +114,8 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
 
 def _recomputation_moved(given: dict[str, Any]) -> dict[str, Any]:
     """The same, where configurations of earlier versions have it in the section `parallel`."""
-    parallel, memory = given.get("parallel"), given.get("memory") or {}
-    memory = {} if memory == "auto" else memory
+    parallel, memory = given.get("parallel"), given.get("memory")
+    memory = {} if memory in (None, "auto") else memory
     if not isinstance(parallel, dict) or not isinstance(before := parallel.get("recompute"), bool):
         return given
     rest = {name: value for name, value in parallel.items() if name != "recompute"}

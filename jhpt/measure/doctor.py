@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 import jax.numpy as jnp
 
+from jhpt.core.amounts import gib
 from jhpt.core.cluster import HOST_SHARE
 from jhpt.core.config import GPTConfig
 from jhpt.core.host import host_memory
@@ -32,7 +33,7 @@ def diagnose() -> str:
         *(f"  {name:<12} {_version(name)}" for name in PACKAGES),
         f"  devices      {jax.device_count()} x {info.kind} ({info.platform})",
         f"  cpu cores    {os.cpu_count()}",
-        f"  host memory  {host_memory() / 2**30:.1f} GiB, of which blocks may take {100 * HOST_SHARE:.0f} %",
+        f"  host memory  {gib(host_memory())}, of which blocks may take {100 * HOST_SHARE:.0f} %",
         f"  compute      {dtype.name} by default",
         f"  attention    {attention.implementation}: {attention.reason}",
         f"  float8       {f'no: {obstacle}' if obstacle else 'products of blocks, with model.matmul_dtype=float8'}",

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jhpt.core.amounts import gib
 from jhpt.core.config import Compression, divisors
 from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero
 from jhpt.planner.costs import CostModel
@@ -142,7 +143,7 @@ def _best(name: str, grids: Iterable[_Grid], table: "_Table") -> Baseline:
                 seconds, best = estimate.seconds, plan.model_copy(update={"seconds": estimate.seconds})
         missing = min(missing, lacking)
     if best is None:
-        reason = f"does not fit: at least {missing / 2**30:.1f} GiB per device are missing"
+        reason = f"does not fit: at least {gib(missing)} per device are missing"
         return Baseline(name=name, plan=None, seconds=None, reason=reason)
     return Baseline(name=name, plan=best, seconds=seconds, reason="")
 

@@ -50,39 +50,27 @@ the head of `program`; its pipelines hide less of the parameters' traffic:
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
 from jhpt.core.cluster import Cluster
-from jhpt.core.config import BLOCK_INPUT, PLAIN_GRADIENTS, Compression, GradientCompression
+from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
 from jhpt.core.plan import Kept, Zero
 from jhpt.core.profile import LayerKind, ModelProfile
-from jhpt.planner.collectives import Group, all_gather, all_reduce, reduce_scatter
+from jhpt.planner.activations import Activations
+from jhpt.planner.collectives import all_gather
 from jhpt.planner.compression import (
-    choice_seconds,
-    gradient_kernel_seconds,
-    gradient_seconds,
-    kernel_seconds,
     residual_bytes,
-    stream_of,
-    sum_seconds,
 )
-from jhpt.planner.offload.stream import copy_seconds
-from jhpt.planner.overlap import Operation, chunk_sizes, filling, partition, period
+from jhpt.planner.gradients import GradientSums
+from jhpt.planner.overlap import partition
 from jhpt.planner.placement import Place, Places, hop_seconds
-from jhpt.planner.program import FLOAT32, Held, Slot, held, in_one_stage, in_pipeline, with_ends, work_bytes
-from jhpt.planner.recompute.names import NOTHING, repeated, size_of
+from jhpt.planner.program import FLOAT32, Held, Slot, held, in_one_stage, in_pipeline, with_ends
+from jhpt.planner.recompute.names import NOTHING
 from jhpt.planner.schedule import Array
+from jhpt.planner.sums import BACKWARD, DIRECTIONS, FORWARD, TensorSums
 from jhpt.planner.tables import LayerCosts, Space, Treatment, picked
-
-Direction = Literal[0, 1]
-
-FORWARD: Literal[0] = 0
-BACKWARD: Literal[1] = 1
-DIRECTIONS: tuple[Direction, ...] = (FORWARD, BACKWARD)
 
 CAST = 6.0
 """Bytes that are read and written to turn a weight from float32 into 16 bits, or the other way."""
@@ -108,23 +96,16 @@ class CostModel:
         ties = [layer for layer, kind in enumerate(self.index) if self.kinds[kind].tied_parameters]
         self.tied_layer: int | None = ties[0] if ties else None
         self.inputs = np.concatenate([[0.0], self.boundary[:-1]])
-        self._parameters = np.array([float(kind.parameters) for kind in self.kinds])
-        self._tied = np.array([float(kind.tied_parameters) for kind in self.kinds])
-        self._divided = np.array([kind.activation_bytes for kind in self.kinds])
-        self._replicated = np.array([kind.replicated_bytes for kind in self.kinds])
+        self.activations = Activations(self.kinds, self.index, self.inputs, profile.causal, cluster.nodes[0].host)
+        self.sums = TensorSums(profile, cluster, self.kinds, self.compute_seconds)
+        self.gradients = GradientSums(cluster, self.places, self.kinds, profile.bytes_per_weight, gradient_compression)
         self._tops = np.array([kind.max_tensor for kind in self.kinds])
-        self.stream = stream_of(profile)
         self._costs: dict[tuple[Place, int, Treatment], LayerCosts] = {}
         self._tables: dict[tuple[Place, int, Treatment], LayerCosts] = {}
         self._chunks: dict[tuple[int, int, Treatment], tuple[int, ...]] = {}
         self._layers: dict[tuple[Place, int, Treatment], LayerCosts] = {}
         self._slots: dict[tuple[Place, int, Treatment], Slot] = {}
         self._seconds: dict[tuple[float, int], tuple[Array, Array]] = {}
-        self._tensor_cache: dict[tuple[Group, int], tuple[Array, Array]] = {}
-        self._compressed: dict[tuple[Group, int, Compression], tuple[Array, Array]] = {}
-        self._coding: dict[tuple[Group, int, Compression], tuple[Array, Array]] = {}
-        self._weight_cache: dict[tuple[Group, int], Array] = {}
-        self._gradient_cache: dict[tuple[Group, int, bool], tuple[Array, Array]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -196,7 +177,7 @@ class CostModel:
         last = logits * (1 + wire / FLOAT32) + local * kind.replicated_bytes
         if treatment.program == "piped":
             return in_pipeline(costs, last)
-        own = self._parameters[self.index] / tensor
+        own = self.gradients.parameters[self.index] / tensor
         inner, ends = (self._held(how, data).coming for how in (treatment, treatment.of_ends))
         coming = inner * own[1:-1].sum() + ends * own[list({0, len(own) - 1})].sum()
         return in_one_stage(costs, last, float(coming))
@@ -230,7 +211,7 @@ class CostModel:
             [
                 [
                     [
-                        self._exposed(place, tensor, replace(treatment, sample_chunks=(c,)), local, direction)
+                        self.sums.exposed(place, tensor, replace(treatment, sample_chunks=(c,)), local, direction)
                         for direction in DIRECTIONS
                     ]
                     for c in candidates
@@ -264,10 +245,9 @@ class CostModel:
             chunks = min(treatment.sample_chunks[0], local) if tensor > 1 else 1
             if treatment.recompute:  # a layer keeps its input, which is the boundary of the layer before it
                 kept = treatment.kept or self.kept or NOTHING
-                arrays["activations"] = self._kept(kept, tensor, cut, local, chunks)
+                arrays["activations"] = self.activations.kept(kept, tensor, cut, local, chunks)
             else:
-                twice = self.input_shares(chunks)[0] - 1
-                arrays["activations"] = arrays["activations"] + local * twice * self.inputs / cut
+                arrays["activations"] = arrays["activations"] + self.activations.twice(cut, local, chunks)
             self._layers[key] = LayerCosts(**arrays)
         return self._layers[key]
 
@@ -280,22 +260,21 @@ class CostModel:
         piped = treatment.program == "piped"
         forward, backward = self.compute_seconds(local, tensor)
         forward, backward = forward * place.slowdown, backward * place.slowdown
-        forward_tensor, forward_filling = self._exposed(place, tensor, treatment, local, FORWARD)
-        backward_tensor, backward_filling = self._exposed(place, tensor, treatment, local, BACKWARD)
-        scattered = self._weight_seconds(place, tensor)
-        own, tied = self._parameters / tensor, self._tied / tensor
+        forward_tensor, forward_filling = self.sums.exposed(place, tensor, treatment, local, FORWARD)
+        backward_tensor, backward_filling = self.sums.exposed(place, tensor, treatment, local, BACKWARD)
+        scattered = self.gradients.gathered(place, tensor)
+        own, tied = self.gradients.parameters / tensor, self.gradients.tied / tensor
         cut = tensor if treatment.sequence else 1
-        activations = (self._divided / tensor + self._replicated / cut) * local
         nothing = np.zeros_like(own)
         gathered = scattered if zero == 1 else nothing  # all_gather costs what reduce_scatter does
         if self.cluster.overlap and not piped:
             gathered = np.maximum(0.0, gathered - forward - forward_tensor)
         if treatment.recompute:
             kept, plain = treatment.kept or self.kept or NOTHING, backward
-            again, sums = self.repeated(kept)
+            again, sums = self.activations.repeated(kept)
             backward, backward_tensor = backward + again * forward, backward_tensor + sums * forward_tensor
             if kept.host:
-                copied = self.copy_seconds(kept.host, tensor, cut, local)
+                copied = self.activations.copy_seconds(kept.host, tensor, cut, local)
                 forward = forward + (np.maximum(0.0, copied - forward) if self.cluster.overlap else copied)
                 backward = backward + (np.maximum(0.0, copied - plain) if self.cluster.overlap else copied)
         if zero == 3 and self.cluster.overlap:
@@ -308,14 +287,13 @@ class CostModel:
         if treatment.zero == 3 and data == 1 and treatment.program != "own" and not self.profile.used_as_kept:
             rounding = own * CAST / self.cluster.nodes[0].device.memory_bandwidth * place.slowdown
             forward, backward = forward + rounding, backward + rounding
-        own_bytes = self._held(treatment, data)
-        hop = self._pair_seconds(place, tied * wire)
-        gradients, reduced = (
-            (nothing, nothing) if zero == 3 else self._gradient_seconds(place, tensor, shares=zero == 1)
-        )
+        own_bytes, one_program = self._held(treatment, data), treatment.program != "own"
+        working = self.activations.working(tensor, cut, local, recompute=treatment.recompute, one_program=one_program)
+        hop = self.gradients.of_pairs(place, tied * wire)
+        gradients, reduced = (nothing, nothing) if zero == 3 else self.gradients.summed(place, tensor, shares=zero == 1)
         in_line = nothing if self.cluster.overlap and not piped else gradients
-        coding = nothing if zero == 3 else self._gradient_kernel_seconds(place, tensor, own, shares=zero == 1)
-        tied_coding = nothing if zero == 3 else self._gradient_kernel_seconds(place, tensor, tied, shares=zero == 1)
+        coding = nothing if zero == 3 else self.gradients.kernels(place, tensor, own, shares=zero == 1)
+        tied_coding = nothing if zero == 3 else self.gradients.kernels(place, tensor, tied, shares=zero == 1)
         return {
             "forward": np.where(self._divisible(tensor), forward, np.inf),
             "backward": backward,
@@ -327,57 +305,13 @@ class CostModel:
             "gathered": gathered,
             "weights": own * own_bytes.weights,
             "optimizer": own * own_bytes.optimizer,
-            "activations": activations,
-            "working": self._work(treatment, tensor, cut, local) + own * own_bytes.working,
+            "activations": self.activations.all(tensor, cut, local),
+            "working": working + own * own_bytes.working,
             "forward_filling": forward_filling,
             "backward_filling": backward_filling,
             "tied": np.where(tied > 0, hop + reduced + tied_coding, 0.0),
             "tied_bytes": tied * (own_bytes.weights + own_bytes.optimizer),
         }
-
-    def _kept(self, kept: Kept, tensor: int, cut: int, local: int, chunks: int) -> Array:
-        """[layers] bytes on a device of what is named, and of inputs that are not on the host."""
-        named = self._sizes([name for name in kept.device if name != BLOCK_INPUT], tensor, cut)[self.index]
-        away = np.array([BLOCK_INPUT in kept.host and bool(kind.tensors) for kind in self.kinds])[self.index]
-        here, there = self.input_shares(chunks)
-        return local * (named + np.where(away, there, here) * self.inputs / cut)
-
-    def input_shares(self, chunks: int) -> tuple[float, float]:
-        """Of a block's input: what is on the device where it is kept there, and where it is kept on the host.
-
-        Where a norm follows the sums (BERT) the derivative of the last of several chunks takes both parts of its input,
-        whatever becomes of their norm.
-        """
-        return (1.0, 0.0) if chunks == 1 or self.profile.causal else (1.0 + 1.0 / chunks, 2.0 / chunks)
-
-    def _work(self, treatment: Treatment, tensor: int, cut: int, local: int) -> Array:
-        """[kinds] bytes of tensors in a layer's backward pass; of layers without named ones what is computed again."""
-        causal, one_program = self.profile.causal, treatment.program != "own"
-        again = (self._divided / tensor + self._replicated / cut) * treatment.recompute
-        named = np.array(
-            [
-                work_bytes(kind, tensor, cut, causal=causal) if one_program and kind.tensors else own
-                for kind, own in zip(self.kinds, again, strict=True)
-            ]
-        )
-        return local * named
-
-    def _sizes(self, names: Iterable[str], tensor: int, cut: int) -> Array:
-        """[kinds] bytes of a sample's tensors of these names on a device."""
-        return np.array([size_of(kind.tensors, names).on(tensor, cut) for kind in self.kinds])
-
-    def copy_seconds(self, names: Iterable[str], tensor: int, cut: int, local: int) -> Array:
-        """[kinds] to move tensors of these names, each for itself, to the host or back."""
-        link = self.cluster.nodes[0].host
-        return sum(
-            (copy_seconds(link, self._sizes([name], tensor, cut) * local) for name in names),
-            start=np.zeros(len(self.kinds)),
-        )
-
-    def repeated(self, kept: Kept) -> tuple[Array, Array]:
-        """[kinds] shares of computation and sums of the forward pass that the backward pass repeats."""
-        found = [repeated(kind.tensors, kept) for kind in self.kinds]
-        return np.array([one.seconds for one in found]), np.array([one.sums for one in found])
 
     def slot(self, place: Place, tensor: int, treatment: Treatment) -> Slot:
         """What a stage has for the ends of the model; nothing where these are layers like others."""
@@ -392,8 +326,8 @@ class CostModel:
         data = place.devices // tensor
         zero = treatment.zero if data > 1 else 0
         first, last = self.index[[0, -1]]
-        shared = self._tied[last] / tensor
-        own = max(self._parameters[first] / tensor, self._parameters[last] / tensor + shared)
+        shared = self.gradients.tied[last] / tensor
+        own = max(self.gradients.parameters[first] / tensor, self.gradients.parameters[last] / tensor + shared)
         wire, group = self.profile.bytes_per_weight, place.data_group(tensor)
         gathered = all_gather(group, own * wire) if zero else 0.0
         own_bytes = self._held(treatment, data)
@@ -403,9 +337,9 @@ class CostModel:
             optimizer=own * own_bytes.optimizer,
             update=own * self._update_seconds(zero, data, place) + gathered,
             gathered=gathered,
-            reduced=self._summed_seconds(group, own, shares=zero > 0)
-            + float(self._gradient_kernel_seconds(place, tensor, np.array([own]), shares=zero > 0)[0]),
-            exchanged=self._pair_seconds(place, np.array([shared * wire]))[0] if shared else 0.0,
+            reduced=self.gradients.of(group, own, shares=zero > 0)
+            + float(self.gradients.kernels(place, tensor, np.array([own]), shares=zero > 0)[0]),
+            exchanged=self.gradients.of_pairs(place, np.array([shared * wire]))[0] if shared else 0.0,
             output=-(-treatment.micro_batch // data) * float(self.boundary[:-1].max()) / cut,
         )
 
@@ -428,133 +362,8 @@ class CostModel:
             self._seconds[key] = pairs[:, 0], pairs[:, 1]
         return self._seconds[key]
 
-    def _exposed(
-        self, place: Place, tensor: int, treatment: Treatment, local: int, direction: Direction
-    ) -> tuple[Array, Array]:
-        """[kinds] seconds of a pass beyond its plain work, and those of a run's first layer beside."""
-        chunks = min(treatment.sample_chunks[0], local) if tensor > 1 else 1
-        operation, nothing = self._operation(place, tensor, treatment, direction), np.zeros(len(self.kinds))
-        if chunks == 1 and treatment.compression is None:
-            return operation.travel(local), nothing
-        plain = self.compute_seconds(local, tensor)[direction] * place.slowdown
-        if chunks == 1:
-            return operation.travel(local) + (operation.work(local) - plain), nothing
-        if self.cluster.overlap:
-            seconds, first = period(operation, local, chunks), filling(operation, local, chunks)
-        else:
-            sizes = chunk_sizes(local, chunks)
-            seconds, first = sum(operation.work(n) + operation.travel(n) for n in sizes), nothing
-        # Of a layer's sums, all alike, one is filling.
-        return np.maximum(seconds, plain) - plain, first / self._sum_counts(direction)
-
-    def _operation(self, place: Place, tensor: int, treatment: Treatment, direction: Direction) -> Operation:
-        """[kinds] a pass of a layer by its samples on a device; its sums are one."""
-        group, how = place.tensor_group(tensor), treatment.compression if tensor > 1 else None
-        again = 1.5 if treatment.sequence and direction == BACKWARD else 1.0
-        on = how is not None and (how.forward, how.backward)[direction]
-
-        def work(samples: int) -> Array:
-            seconds = self.compute_seconds(samples, tensor)[direction]
-            if how is not None:
-                seconds = seconds + self._coding_seconds(group, samples, how)[direction]
-            return seconds * place.slowdown
-
-        def travel(samples: int) -> Array:
-            if on and how is not None:
-                return self._compressed_seconds(group, samples, how)[direction]
-            return self._tensor_seconds(group, samples)[direction] * again
-
-        return Operation(work=work, travel=travel)
-
-    def _sum_bytes(self, direction: Direction) -> Iterable[float]:
-        """Per sample, of every kind."""
-        return ((kind.tensor_forward_bytes, kind.tensor_backward_bytes)[direction] for kind in self.kinds)
-
-    def _sum_counts(self, direction: Direction) -> Array:
-        """How many sums a pass of every kind has, at least one: as many as its output fits into what is summed."""
-        sizes = zip(self._sum_bytes(direction), self.kinds, strict=True)
-        return np.array([max(1, round(size / (kind.boundary_bytes or size or 1.0))) for size, kind in sizes])
-
-    def _compressed_seconds(self, group: Group, samples: int, how: Compression) -> tuple[Array, Array]:
-        """[kinds] on the wire, forward and backward."""
-        key = (group, samples, how)
-        if key not in self._compressed:
-            assert self.stream is not None, "checked"
-            stream = self.stream
-            forward, backward = (
-                np.array([sum_seconds(group, how, stream, samples, size / stream.bytes) for size in sizes])
-                for sizes in map(self._sum_bytes, DIRECTIONS)
-            )
-            self._compressed[key] = forward, backward
-        return self._compressed[key]
-
-    def _coding_seconds(self, group: Group, samples: int, how: Compression) -> tuple[Array, Array]:
-        """[kinds] of kernels, and forward of choosing tokens."""
-        key = (group, samples, how)
-        if key not in self._coding:
-            assert self.stream is not None, "checked"
-            device = self.cluster.nodes[0].device
-            one = kernel_seconds(group.size, how, self.stream, samples, device)
-            profile = self.profile
-            chosen = choice_seconds(group, how, profile.causal, self.stream, samples, device, profile.dtype)
-            forward, backward = (
-                np.array([size / self.stream.bytes * one * on for size in self._sum_bytes(direction)])
-                for direction, on in zip(DIRECTIONS, (how.forward, how.backward), strict=True)
-            )
-            self._coding[key] = np.where(forward + backward > 0, forward + chosen, forward), backward
-        return self._coding[key]
-
-    def _tensor_seconds(self, group: Group, local: int) -> tuple[Array, Array]:
-        key = (group, local)
-        if key not in self._tensor_cache:
-            self._tensor_cache[key] = (
-                np.array([all_reduce(group, kind.tensor_forward_bytes * local) for kind in self.kinds]),
-                np.array([all_reduce(group, kind.tensor_backward_bytes * local) for kind in self.kinds]),
-            )
-        return self._tensor_cache[key]
-
-    def _weight_seconds(self, place: Place, tensor: int) -> Array:
-        """[kinds] to gather parameters over the data group, or to scatter sums of as many numbers as they are."""
-        group = place.data_group(tensor)
-        key = (group, tensor)
-        if key not in self._weight_cache:
-            sizes = self._parameters / tensor * self.profile.bytes_per_weight
-            self._weight_cache[key] = np.array([reduce_scatter(group, size) for size in sizes])
-        return self._weight_cache[key]
-
-    def _gradient_seconds(self, place: Place, tensor: int, *, shares: bool) -> tuple[Array, Array]:
-        """[kinds] to sum gradients over the data group: of a layer's own parameters, and of tied ones."""
-        group = place.data_group(tensor)
-        key = (group, tensor, shares)
-        if key not in self._gradient_cache:
-            own, tied = (
-                np.array([self._summed_seconds(group, numbers / tensor, shares=shares) for numbers in each])
-                for each in (self._parameters, self._tied)
-            )
-            self._gradient_cache[key] = own, tied
-        return self._gradient_cache[key]
-
-    def _summed_seconds(self, group: Group, numbers: float, *, shares: bool) -> float:
-        """To sum a gradient of so many numbers.  shares: every rank keeps its share."""
-        if self.gradient_compression.on:
-            return gradient_seconds(group, self.gradient_compression, numbers, shares=shares)
-        return (reduce_scatter if shares else all_reduce)(group, numbers * self.profile.bytes_per_weight)
-
-    def _gradient_kernel_seconds(self, place: Place, tensor: int, sizes: Array, *, shares: bool) -> Array:
-        """To compress gradients of so many numbers each, and to add up what comes; zeros: they are not compressed."""
-        how, device, ranks = self.gradient_compression, self.cluster.nodes[0].device, place.devices // tensor
-        if not how.on:
-            return np.zeros_like(sizes)
-        return np.array([gradient_kernel_seconds(ranks, how, size, device, shares=shares) for size in sizes.tolist()])
-
     def _divisible(self, tensor: int) -> Array:
         return self._tops % tensor == 0
-
-    def _pair_seconds(self, place: Place, sizes: Array) -> Array:
-        """[kinds] to sum tensors between the first and the last stage, all pairs of devices at once."""
-        link = place.network if len(self.places.nodes) > 1 else place.inside
-        senders = max(place.crossing) if len(self.places.nodes) > 1 else 1
-        return np.array([hop_seconds((link, senders), float(size)) + link.latency for size in sizes])
 
     def reshard_seconds(self, place: Place, layer: int, before: int, after: int, micro_batch: int) -> float:
         """Seconds to give `layer`'s output, at degree `before`, the sharding of degree `after`, forward plus backward.

@@ -355,7 +355,7 @@ def _check_degrees(chunk: Chunk, model: CostModel) -> None:
 
 
 def _check_spmd(plan: Plan, model: CostModel) -> None:
-    if plan.compression.on and plan.degrees[-1] > 1 and model.stream is None:
+    if plan.compression.on and plan.degrees[-1] > 1 and model.sums.stream is None:
         raise InputError(
             f"compression is of sequences of tokens, and a sample of {model.profile.name} is {model.profile.sample}; "
             "leave compression out"

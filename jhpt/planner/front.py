@@ -254,9 +254,9 @@ def _budget(budget: float | str | None, config: Config | None) -> float | None:
         raise InputError(f"budget={error}") from None
 
 
-def budgeted(cluster: Cluster, config: Config) -> Cluster:
-    """The cluster, of which only what the section `memory` says may be used."""
-    return capped(cluster, _budget(None, config), _host_budget(config))
+def budgeted(cluster: Cluster, config: Config, host: float) -> Cluster:
+    """The cluster, of whose devices only what the section `memory` says may be used.  host: bytes of each host."""
+    return capped(cluster, _budget(None, config), host)
 
 
 def _host_budget(config: Config | None) -> float | None:

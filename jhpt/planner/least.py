@@ -146,7 +146,7 @@ class Minima:
     def device_seconds(self, treatment: Treatment) -> Array:
         """[N] least k x seconds of computing a layer's micro-batch on any number k of devices."""
         model, least = self.model, np.full(len(self.model.kinds), np.inf)
-        again = model.repeated(NOTHING)[0] if treatment.recompute else np.zeros(len(model.kinds))
+        again = model.activations.repeated(NOTHING)[0] if treatment.recompute else np.zeros(len(model.kinds))
         fastest = min(model.places.slow)
         for devices in range(1, model.cluster.num_devices + 1):
             for t in model.degrees(devices):

@@ -7,28 +7,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from jhpt.planner.baselines import Baseline
-from jhpt.planner.explain import (
-    alternatives,
-    changed,
-    devices_text,
-    duration,
-    idle_devices,
-    kept_lines,
-    layer_runs,
-    names_text,
-    offload_lines,
-    percent,
-    rival,
-    savings,
-    shape_text,
-    spans,
-    spans_text,
-    stage_causes,
-    state_lines,
-    throughput,
-    timeline,
-    verdict,
-)
+from jhpt.planner.explain.answer import throughput, timeline, verdict
+from jhpt.planner.explain.causes import stage_causes
+from jhpt.planner.explain.layers import idle_devices, layer_runs
+from jhpt.planner.explain.memory import kept_lines, offload_lines, state_lines
+from jhpt.planner.explain.rivals import alternatives, changed, rival
+from jhpt.planner.explain.savings import savings
+from jhpt.planner.explain.words import devices_text, duration, names_text, percent, shape_text, spans, spans_text
 from jhpt.planner.solve import Answer
 from jhpt.planner.timeline import MIN_WIDTH, text_timeline
 

@@ -3,12 +3,15 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import get_args
 
+from jhpt.core.amounts import enough_gib, gib
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import PLAIN_GRADIENTS, Compression, GradientCompression
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Plan, Schedule, Zero
+from jhpt.core.plan import Plan, Schedule, What, Zero
 from jhpt.core.profile import ModelProfile
+from jhpt.core.state import FLOAT32, State
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import Estimate, price
 from jhpt.planner.general import pipelines, search_general
@@ -21,12 +24,16 @@ from jhpt.planner.tables import Space
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The fastest plan, its estimate, and the fastest of every other shape that was priced on the way."""
+    """The fastest plan, its estimate, and the fastest of every other shape that was priced on the way.
+
+    on_devices: seconds of the fastest plan without blocks on the host; infinite where none fits; None: not asked for.
+    """
 
     plan: Plan
     estimate: Estimate
     alternatives: tuple[Plan, ...]
     model: CostModel
+    on_devices: float | None = None
 
     @property
     def gap(self) -> float:
@@ -83,13 +90,14 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
             f"{cluster.name} has nodes of different kinds, which one SPMD program cannot use evenly; "
             "plan it with --space general, or give a cluster of one kind"
         )
-    if space == "general" or model.stream is None:
+    if space == "general" or model.sums.stream is None:
         asked = _uncompressed(asked, f"space={space}" if space == "general" else f"a sample that is {profile.sample}")
     if space == "general" and not pipelines(asked):
         raise InputError("space=general has no interleaved schedule; use 1f1b or gpipe, or space=spmd")
     best = search(asked, model, space) if None in asked.offload else Incumbent()
     if space == "spmd" and (best.plan is not None or asked.host) and None in asked.offload:
         improve(asked, model, best)
+    on_devices = best.seconds if None in asked.offload else None
     if space == "spmd":
         if None not in asked.offload:
             check_hosted(asked, model)
@@ -104,7 +112,9 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
     others = sorted((seconds, index) for index, (seconds, _) in enumerate(best.shapes.values()))
     priced = [p.model_copy(update={"seconds": s, **gradients}) for s, p in best.shapes.values()]
     alternatives = tuple(priced[index] for _, index in others if _differs(priced[index], found))
-    return Answer(plan=found, estimate=price(found, model), alternatives=alternatives, model=model)
+    return Answer(
+        plan=found, estimate=price(found, model), alternatives=alternatives, model=model, on_devices=on_devices
+    )
 
 
 def _uncompressed(asked: Request, of: str) -> Request:
@@ -142,35 +152,50 @@ def _start_general(asked: Request, model: CostModel, best: Incumbent) -> None:
             best.offer(start.plan, model)
 
 
-FEW_BITS = (
-    "blocks may live on the host only with state in float32: optimizer.weights=float32, optimizer.moments=float32 and "
-    "memory.offload=auto may fit",
-)
+MOST_MEMORY = 2.0**60
+"""Bytes of a device beyond which more is no advice."""
 
 
 def refusal(asked: Request, model: CostModel, space: Space) -> str:
     """Why nothing fits, and the nearest change that would: more memory or more devices."""
     cluster, profile = model.cluster, model.profile
+    kept = profile.state_bytes - profile.bytes_per_weight * (1 if profile.used_as_kept else 2)
     smallest = min((node.device for node in cluster.nodes), key=lambda device: device.usable)
     free = f", of which plans leave {100 * smallest.reserve:.0f} % free" if smallest.reserve else ""
     lines = [
         f"{profile.name} with batch {asked.batch} fits no plan on {cluster.name}: {cluster.num_devices} devices of "
-        f"{smallest.memory / 2**30:.1f} GiB{free}; weights, gradients and optimizer of "
-        f"{profile.parameters / 1e9:.2f} G parameters take {profile.parameters * profile.state_bytes / 2**30:.1f} GiB, "
-        f"{profile.state_bytes:.3g} bytes each",
+        f"{gib(smallest.memory)}{free}; weights and optimizer of {profile.parameters / 1e9:.2f} G parameters alone "
+        f"take {gib(profile.parameters * kept)}, {kept:.3g} bytes each",
         *(_nearest(asked, model, space) if None in asked.offload else []),
         *(nearest_hosted(asked, model) if space == "spmd" else []),
-        *(FEW_BITS if space == "spmd" and profile.state.in_few_bits else []),
+        *(_in_float32(asked, model) if space == "spmd" else []),
     ]
     return "\n".join(lines)
 
 
+def _in_float32(asked: Request, model: CostModel) -> list[str]:
+    """What may live on the host; what is kept in few bits may not."""
+    if not model.profile.state.in_few_bits:
+        return []
+    # Of the devices less is needed: blocks' state is not there.  What the host needs is that of float32.
+    wire = model.profile.bytes_per_weight
+    kept = State().bytes + wire * (1 if wire == FLOAT32 else 2)
+    plain = CostModel(model.profile.model_copy(update={"state": State(), "state_bytes": kept}), model.cluster)
+    open_to_all = replace(asked, offload=get_args(What))
+    if not any(price(plan, plain).fits for plan in hosted_plans(open_to_all, plain)):
+        return []
+    return [
+        "with blocks on the host it would fit, with state in float32 only: optimizer.weights=float32, "
+        "optimizer.moments=float32 and memory.offload=auto"
+    ]
+
+
 def _nearest(asked: Request, model: CostModel, space: Space) -> list[str]:
     changes = []
-    memory = _least(lambda factor: _fits(asked, model, space, memory=factor), 1.0, 4096.0)
+    have = min(node.device.memory for node in model.cluster.nodes)
+    memory = _least(lambda factor: _fits(asked, model, space, memory=factor), 1.0, MOST_MEMORY / have)
     if memory is not None:
-        have = min(node.device.memory for node in model.cluster.nodes)
-        changes.append(f"it would fit with {math.ceil(have * memory / 2**30 * 10) / 10:.1f} GiB per device")
+        changes.append(f"it would fit with {enough_gib(have * memory)} per device")
     if nodes := _least_nodes(asked, model, space):
         changes.append(f"it would fit on {model.cluster.num_devices * nodes} such devices{_to_a_node(model.cluster)}")
     return changes or ["no amount of memory or devices would do: the batch or the model has to change"]

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from jhpt.core.plan import Plan
 from jhpt.core.shapes import parameter_count
-from jhpt.planner.explain import gradients_text, offload_text
+from jhpt.planner.explain.words import gradients_text, offload_text
 from jhpt.training.fitting import Programs
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main

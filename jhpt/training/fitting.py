@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jhpt.core.amounts import gib
 from jhpt.core.config import Config, GPTConfig
 from jhpt.core.errors import InputError
 from jhpt.sharding.options import compiler_options
@@ -91,9 +92,9 @@ def check_memory(setup: Setup, what: str, memory: dict[str, int]) -> None:
     """Refuses what the compiler says cannot fit, before the device runs out of memory in the middle of it."""
     limit, need = setup.device.memory, sum(memory.values())
     if limit is not None and need > limit:
-        causes = " + ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in memory.items())
+        causes = " + ".join(f"{name} {gib(size)}" for name, size in memory.items())
         raise InputError(
-            f"{what} needs {causes} on each device, which has {limit / 2**30:.1f} GiB; "
+            f"{what} needs {causes} on each device, which has {gib(limit)}; "
             + LESS_MEMORY[setup.plan.origin or "given"]
         )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jhpt.core.amounts import gib
 from jhpt.core.errors import InputError
 from jhpt.measure.deviceless import OnHost, on_host, shape_on_host
 from jhpt.sharding.execute import Execution
@@ -121,7 +122,7 @@ def check_host(setup: Setup, training: HostedTraining) -> None:
     need, room = here * host_bytes(training), host_budget(setup.config.memory)
     if need > room:
         raise InputError(
-            f"blocks need {need / 2**30:.1f} GiB on each host, which has {room / 2**30:.1f} GiB for them "
+            f"blocks need {gib(need)} on each host, which has {gib(room)} for them "
             f"(memory.host_budget_bytes); let more of them stay on the devices, set memory.offload=optimizer, use more "
             "hosts, or take a smaller model"
         )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 
+from jhpt.core.amounts import gib
 from jhpt.core.cluster import Device
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
@@ -55,7 +56,7 @@ def check_host_room(plan: Plan, config: Config) -> None:
 def _refuse(kept: Kept, need: float, room: float) -> None:
     if need > room:
         raise InputError(
-            f"{' and '.join(kept.host)} of all blocks need {need / 2**30:.3g} GiB on each host, which has "
-            f"{room / 2**30:.3g} GiB for them (memory.host_budget_bytes); give a plan that keeps fewer names there or "
+            f"{' and '.join(kept.host)} of all blocks need {gib(need)} on each host, which has "
+            f"{gib(room)} for them (memory.host_budget_bytes); give a plan that keeps fewer names there or "
             "has more micro_batches, such as `jhpt plan` makes with this host budget, or use more hosts"
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 
+from jhpt.core.amounts import gib
 from jhpt.core.catalogue import cluster_named, find_cluster, kind_by_driver, known_to_differ
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import BLOCK_INPUT, Config, GPTConfig, MemoryConfig, ParallelConfig, one_of
@@ -26,7 +27,7 @@ from jhpt.measure.network import spanning
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.choice import plan_to_run
 from jhpt.planner.costs import CostModel
-from jhpt.planner.explain import shape_text
+from jhpt.planner.explain.words import shape_text
 from jhpt.planner.fitted import fitted
 from jhpt.planner.front import budgeted, capped, dtype_of
 from jhpt.planner.request import SAMPLE_CHUNKS, compressions, offload_kinds, recomputations, request
@@ -81,7 +82,7 @@ def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[s
         with together():
             check_fits(given, config)
         if unread := _unread(given, config):
-            say(f"note: the plan says what lives on the host and what is computed again; {one_of(unread)} is not read")
+            say(f"note: what lives on the host and what is computed again follows the plan, not {' and '.join(unread)}")
         return given.model_copy(update={"origin": "given"})
     if (own := _own_plan(config, past, say)) is not None:
         return own
@@ -99,7 +100,7 @@ def within_memory(plan: Plan, config: Config, device: DeviceInfo, say: Callable[
     found = Plan.model_validate_json(text_from_main(_fitted(plan, config, kind, limit).model_dump_json()))
     if same_work(found, plan):
         return plan
-    say(f"memory: auto: a step needs more than {limit / 2**30:.1f} GiB, so it is {shape_text(found)}")
+    say(f"memory: auto: a step needs more than {gib(limit)}, so it is {shape_text(found)}")
     return found
 
 
@@ -146,8 +147,9 @@ def _unread(plan: Plan, config: Config) -> list[str]:
     offload = plan.offload.what if plan.offload else "off"
     how = "none" if not plan.recompute else names or "full"
     wanted = memory.recompute if isinstance(memory.recompute, str) else set(memory.recompute)
+    recompute = memory.recompute if isinstance(memory.recompute, str) else ",".join(memory.recompute)
     unread = [f"memory.offload={memory.offload}"] if memory.offload not in ("auto", offload) else []
-    return unread + ([f"memory.recompute={memory.recompute}"] if wanted not in ("auto", how) else [])
+    return unread + ([f"memory.recompute={recompute}"] if wanted not in ("auto", how) else [])
 
 
 def check_fits(plan: Plan, config: Config) -> None:
@@ -252,7 +254,8 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
                 at_once=config.optimizer.at_once,
                 **recomputations(config),
             )
-            answer = solve(profile, budgeted(_with_kind(cluster), config), asked, "spmd")
+            room = budgeted(_with_kind(cluster), config, host_budget(config.memory))
+            answer = solve(profile, room, asked, "spmd")
             everyone = jax.device_count() if jax.process_count() > 1 else None
             text = plan_to_run(answer, asked, everyone).model_dump_json()
     return Plan.model_validate_json(text_from_main(text)).model_copy(update={"origin": "auto"})

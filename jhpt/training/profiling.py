@@ -21,6 +21,7 @@ import optax
 from rich.console import Console
 from rich.table import Table
 
+from jhpt.core.amounts import gib
 from jhpt.core.cluster import Cluster, Device, load_cluster
 from jhpt.core.config import BERTConfig, Config, GPTConfig, OptimizerConfig, ParallelConfig
 from jhpt.core.errors import InputError
@@ -371,7 +372,7 @@ def _cluster_table(cluster: Cluster) -> Table:
         f"peak_flops.{dtype}": f"{peak / 1e12:.3g} TFLOP/s" for dtype, peak in sorted(node.device.peak_flops.items())
     }
     rows |= {
-        "memory": f"{node.device.memory / 2**30:.1f} GiB",
+        "memory": gib(node.device.memory),
         "memory_bandwidth": f"{node.device.memory_bandwidth / 1e9:.3g} GB/s",
         "host": f"{node.host.bandwidth / 1e9:.3g} GB/s, {node.host.latency * 1e6:.3g} us",
         "inside": f"{node.inside.bandwidth / 1e9:.3g} GB/s, {node.inside.latency * 1e6:.3g} us",

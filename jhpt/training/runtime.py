@@ -38,9 +38,9 @@ def allow_pinned_memory(memory: MemoryConfig) -> None:
 
 
 def host_budget(memory: MemoryConfig) -> float:
-    """Bytes that blocks, or what they keep, may take of this host."""
+    """Bytes that blocks, or what they keep, may take of this host, never more than it has."""
     if memory.host_budget_bytes != "auto":
-        return memory.host_budget_bytes
+        return min(memory.host_budget_bytes, host_memory())
     return HOST_SHARE * host_memory()
 
 

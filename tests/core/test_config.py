@@ -237,7 +237,6 @@ def test_configurations_of_before_say_recomputation_elsewhere(tmp_path, before, 
     for config in (
         load_config(tree),
         load_config(file),
-        load_config(None, {"parallel.recompute": before, "parallel.zero": 1}),
     ):
         assert (config.memory.recompute, config.parallel.zero) == (now, 1)
     assert load_config({**tree, "memory": "auto"}).memory.recompute == now
@@ -245,3 +244,26 @@ def test_configurations_of_before_say_recomputation_elsewhere(tmp_path, before, 
     assert named.memory.recompute == ("qkv",)
     with pytest.raises(InputError, match="recompute"):
         load_config({"parallel": {"recompute": "yes"}})
+    with pytest.raises(InputError, match=r"parallel.recompute: unknown key; did you mean memory.recompute\?"):
+        load_config(tree, {"parallel.recompute": not before})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["full"], "full is a word, not a list; write full without brackets"),
+        (["qkv", "full"], "'full' is no name beside others"),
+        ("", "names nothing"),
+        (",", "names nothing"),
+        ("qvk", "no tensor 'qvk'; did you mean qkv?; it has qkv,"),
+        (["residual_in"], "residual_in is the input, which is always kept"),
+        ("qkv,qkv", "a name twice"),
+    ],
+)
+def test_what_names_no_tensors_of_a_block(given, said):
+    with pytest.raises(InputError, match=re.escape(said)):
+        load_config({"memory": {"recompute": given}})
+
+
+def test_names_with_commas():
+    assert load_config(None, {"memory.recompute": "qkv, mlp_out,"}).memory.recompute == ("qkv", "mlp_out")

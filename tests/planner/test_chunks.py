@@ -187,7 +187,7 @@ def test_blocks_take_what_the_two_streams_take(chunks):
     block = float((one.forward + one.forward_tensor + one.backward + one.backward_tensor)[1])
     played = 0.0
     for direction in (0, 1):
-        operation = model._operation(place, 8, treatment, direction)
+        operation = model.sums.operation(place, 8, treatment, direction)
         index = int(model.index[1])
         seconds = {n: (float(operation.work(n)[index]), float(operation.travel(n)[index])) for n in range(1, 9)}
         half = Operation(work=lambda n, s=seconds: s[n][0] / 2, travel=lambda n, s=seconds: s[n][1] / 2)

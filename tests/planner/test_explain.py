@@ -15,26 +15,12 @@ from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.baselines import baselines
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import price
-from jhpt.planner.explain import (
-    alternatives,
-    changed,
-    compressed,
-    compression_text,
-    duration,
-    idle_devices,
-    layer_runs,
-    mean_causes,
-    names_text,
-    percent,
-    rival,
-    savings,
-    spans,
-    spans_text,
-    stage_causes,
-    timeline,
-    to_json,
-    verdict,
-)
+from jhpt.planner.explain.answer import timeline, to_json, verdict
+from jhpt.planner.explain.causes import mean_causes, stage_causes
+from jhpt.planner.explain.layers import compressed, idle_devices, layer_runs
+from jhpt.planner.explain.rivals import alternatives, changed, rival
+from jhpt.planner.explain.savings import savings
+from jhpt.planner.explain.words import compression_text, duration, names_text, percent, spans, spans_text
 from jhpt.planner.report import print_answer, summary
 from jhpt.planner.request import request
 from jhpt.planner.solve import Answer

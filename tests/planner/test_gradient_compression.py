@@ -14,7 +14,8 @@ from jhpt.planner.collectives import all_reduce
 from jhpt.planner.compression import gradient_kernel_seconds, gradient_seconds, residual_bytes
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate
-from jhpt.planner.explain import changed, shape_text
+from jhpt.planner.explain.rivals import changed
+from jhpt.planner.explain.words import shape_text
 from jhpt.planner.front import prepare
 from jhpt.planner.request import request
 from jhpt.planner.solve import solve

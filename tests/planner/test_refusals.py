@@ -44,8 +44,8 @@ def with_devices(given: Cluster, devices: int) -> Cluster:
 def test_numbers(space):
     message = refusal(BIG, cluster(1, memory=10 * GIB), request(1), space)
     assert message.splitlines()[0] == (
-        "toy with batch 1 fits no plan on toy: 1 devices of 10.0 GiB; weights, gradients and optimizer of 2.15 G "
-        "parameters take 32.0 GiB, 16 bytes each"
+        "toy with batch 1 fits no plan on toy: 1 devices of 10.0 GiB; weights and optimizer of 2.15 G parameters alone "
+        "take 24.0 GiB, 12 bytes each"
     )
 
 
@@ -77,8 +77,10 @@ def test_no_number_of_devices_would_do():
     message = refusal(profile, cluster(1, memory=GIB), request(1, recompute=(False,)), "spmd")
     assert "such devices" not in message
     assert "it would fit with 150." in message
-    # 4096 times the memory is where the search for it ends.
-    profile = model(layer(activation_bytes=5000 * GIB))
+    # However little there is: a budget in MiB that was meant in GiB.
+    message = refusal(profile, cluster(1, memory=GIB / 1024), request(1, recompute=(False,)), "spmd")
+    assert "it would fit with 150." in message and "no amount of memory" not in message
+    profile = model(layer(activation_bytes=2.0**61))
     message = refusal(profile, cluster(1, memory=GIB), request(1, recompute=(False,)), "spmd")
     assert "no amount of memory or devices would do" in message
 

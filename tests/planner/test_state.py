@@ -7,7 +7,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.profile import load_profile
 from jhpt.planner.analytic import analytic_profile
-from jhpt.planner.explain import to_json
+from jhpt.planner.explain.answer import to_json
 from jhpt.planner.front import prepare
 from jhpt.planner.local import is_of
 from jhpt.planner.report import make_console, memory_table, summary

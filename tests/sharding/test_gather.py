@@ -1,4 +1,4 @@
-"""What processes tell each other arrives bit for bit, between programs of all their devices."""
+"""What processes tell each other arrives bit for bit, over one device of each."""
 
 import os
 import socket
@@ -25,8 +25,11 @@ rank, port = int(sys.argv[1]), sys.argv[2]
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jhpt.sharding import gather
 from jhpt.sharding.gather import gathered
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+told = set()
+asked, gather._to_all = gather._to_all, lambda everywhere: told.add(everywhere) or asked(everywhere)
 mesh = jax.make_mesh((4,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
 shares = jax.make_array_from_callback((4, 384), NamedSharding(mesh, PartitionSpec("all")), lambda at: np.ones((1, 384)))
 total = jax.jit(lambda shares: shares.sum(0), out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -34,6 +37,8 @@ for turn in range(100):
     found = gathered(np.float64(rank + turn / 3))
     assert found.tolist() == [turn / 3, 1 + turn / 3], found
     assert np.all(np.asarray(total(shares).addressable_data(1)) == 4)
+(sharding,) = told
+assert [device.process_index for device in sharding.mesh.devices.flat] == [0, 1], "one device of each process"
 assert gathered(np.array([[rank, 2**53 + rank]])).tolist() == [[[0, 2**53]], [[1, 2**53 + 1]]]
 sys.stdout.flush()
 os._exit(0)
@@ -62,6 +67,10 @@ def test_two_processes_of_two_devices():
         )
         for rank in range(2)
     ]
-    for worker in workers:
-        _, error = worker.communicate(timeout=200)
-        assert worker.returncode == 0, error
+    try:
+        for worker in workers:
+            _, error = worker.communicate(timeout=200)
+            assert worker.returncode == 0, error
+    finally:
+        for worker in workers:
+            worker.kill()

@@ -115,7 +115,7 @@ def test_inputs_in_chunks_are_kept_once(name, host):
     cluster = find_cluster("h100x1x1")
     profile = analytic_profile(load_config("bert-tiny" if name == "bert" else "gpt-tiny"), cluster.nodes[0].device)
     costs = CostModel(profile, cluster)
-    assert len(here) / 2 == costs.input_shares(2)[bool(host)]
+    assert len(here) / 2 == costs.activations.input_shares(2)[bool(host)]
     assert len(of_samples) - len(here) == (2 if host else 0)
     assert all(len(own.shape) == 1 for own in split.shapes if own not in of_samples)
 

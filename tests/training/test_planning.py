@@ -83,7 +83,10 @@ def test_a_given_plan_is_executed_and_reported(tiny, tmp_path):
         ({}, []),
         ({"memory.offload": "both", "memory.recompute": "qkv"}, []),
         ({"memory.offload": "off", "memory.recompute": "full"}, ["memory.offload=off", "memory.recompute=full"]),
-        ({"memory.offload": "optimizer", "memory.recompute": "qkv,mlp_out"}, ["memory.offload=optimizer", "mlp_out"]),
+        (
+            {"memory.offload": "optimizer", "memory.recompute": "qkv,mlp_out"},
+            ["memory.offload=optimizer and memory.recompute=qkv,mlp_out"],
+        ),
     ],
 )
 def test_what_a_given_plan_does_not_follow_is_said(settings, unread, tmp_path):
@@ -358,8 +361,9 @@ def test_auto_plans_with_blocks_on_the_host(tiny, tmp_path, measured):
     assert plan.origin == "auto" and plan.offload is not None and plan.offload.what == "both"
 
 
-def test_a_plan_by_hand_that_does_not_fit_is_made_to(tiny):
+def test_a_plan_by_hand_that_does_not_fit_is_made_to(monkeypatch):
     """On a device that the catalogue knows; on others, and where the section memory decides, it stays."""
+    monkeypatch.setattr("jhpt.training.runtime.host_memory", lambda: 200 << 30)
     config = load_config("gpt-6.7b", {"data.batch_size": 8, "memory.host_budget_bytes": "200GiB"})
     plan, said = plan_by_hand(config, 1), list[str]()
     info = DeviceInfo(
@@ -378,6 +382,8 @@ def test_a_plan_by_hand_that_does_not_fit_is_made_to(tiny):
     assert shorter == plan.model_copy(update={"recompute": True}), "state in few bits fits where float32 does not"
     small = load_config(config, {"memory.host_budget_bytes": "20GiB"})
     assert planning.within_memory(plan, small, info, said.append) is plan, "no room on the host"
+    monkeypatch.setattr("jhpt.training.runtime.host_memory", lambda: 20 << 30)
+    assert planning.within_memory(plan, config, info, said.append) is plan, "nor where the host has less than is said"
 
 
 def test_auto_lets_activations_wait_on_the_host(tiny, tmp_path, measured, monkeypatch):
@@ -398,6 +404,6 @@ def test_auto_lets_activations_wait_on_the_host(tiny, tmp_path, measured, monkey
     assert result.losses == pytest.approx(alone.losses, rel=1e-4)
     with pytest.raises(InputError, match="fits no plan"):
         jhpt.train(load_config(config, {"memory.host_budget_bytes": "auto"}), out=tmp_path / "none")
-    with pytest.raises(InputError, match=r"residual_in.*need .* GiB on each host.*host_budget_bytes"):
+    with pytest.raises(InputError, match=r"residual_in.*need .* MiB on each host.*host_budget_bytes"):
         jhpt.train(load_config(config, {"memory.host_budget_bytes": "1KiB"}), out=tmp_path / "less", plan=plan)
     assert not (tmp_path / "less").exists() and not (tmp_path / "none").exists()

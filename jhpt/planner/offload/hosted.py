@@ -75,7 +75,7 @@ def hosted_step(plan: Plan, model: CostModel) -> HostedStep:
         (count * place.slowdown * forward[at], count * place.slowdown * backward[at]) for at in (first, block, last)
     ]
     entry, work, exit_ = ((float(one), float(other)) for one, other in works)
-    again = work[0] * float(model.repeated(plan.kept or NOTHING)[0][block]) if plan.recompute else 0.0
+    again = work[0] * float(model.activations.repeated(plan.kept or NOTHING)[0][block]) if plan.recompute else 0.0
     numbers, rate = model.kinds[block].parameters, profile.update_seconds * place.slowdown
     gathered, scattered = all_gather(group, numbers * FLOAT32), reduce_scatter(group, numbers * FLOAT32)
     update, at_once = numbers * rate / ranks, plan.offload.at_once

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from jhpt.core.amounts import enough_gib, gib
 from jhpt.core.config import BLOCK_INPUT, divisors
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Kept, Plan, Stage, Zero, runs_of
@@ -136,7 +137,7 @@ def _least_seconds(shape: _Shape, asked: Request, model: CostModel) -> float:
     forward, backward = model.compute_seconds(asked.batch // shape.micro_batches // shape.devices, 1)
     blocks, again = model.index[1:-1], 0.0
     if shape.recompute and asked.recompute == (True,):
-        again = (forward * model.repeated(asked.kept or NOTHING)[0])[blocks].sum()
+        again = (forward * model.activations.repeated(asked.kept or NOTHING)[0])[blocks].sum()
     return shape.micro_batches * float((forward + backward)[model.index].sum() + again)
 
 
@@ -146,12 +147,12 @@ def nearest_hosted(asked: Request, model: CostModel) -> list[str]:
     if not priced:
         return []
     device, host = model.cluster.nodes[0].device, priced[0].host_capacity
-    lines = [f"nor with blocks on the host: devices have {_gib(device.memory)}, each host {_gib(host)} for them"]
+    lines = [f"nor with blocks on the host: devices have {gib(device.memory)}, each host {gib(host)} for them"]
     if fitting := [one.total_bytes for one in priced if one.total_host_bytes <= host]:
         least = min(fitting) / (1 - device.reserve)
-        lines.append(f"with blocks on the host it would fit with {_enough(least)} per device")
+        lines.append(f"with blocks on the host it would fit with {enough_gib(least)} per device")
     if fitting := [one.total_host_bytes for one in priced if one.total_bytes <= device.usable]:
-        lines.append(f"with blocks on the host it would fit with {_enough(min(fitting))} for them on each host")
+        lines.append(f"with blocks on the host it would fit with {enough_gib(min(fitting))} for them on each host")
     if batch := _largest_batch(asked, model):
         lines.append(f"with blocks on the host a batch of {batch} would fit")
     return lines
@@ -172,12 +173,3 @@ def _has_blocks(model: CostModel) -> bool:
     except InputError:
         return False
     return True
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB"
-
-
-def _enough(count: float) -> str:
-    """Rounded up, so that who takes it at its word has enough."""
-    return f"{math.ceil(count / 2**30 * 10) / 10:.1f} GiB"

@@ -226,7 +226,7 @@ class _Room:
         """Seconds to move a tensor of all blocks to the host or back."""
         middle = model.index[len(model.index) // 2]
         return sum(
-            float(model.copy_seconds([name], tensor, tensor if sequence else 1, local)[middle])
+            float(model.activations.copy_seconds([name], tensor, tensor if sequence else 1, local)[middle])
             for tensor, local in self.blocks
         )
 
@@ -242,7 +242,7 @@ def _room(plan: Plan, position: int, estimate: StageEstimate, model: CostModel) 
         left = (estimate.capacity - estimate.total_bytes) / estimate.in_flight
         whole = divided if plan.sequence else float(sum(local))
         blocks = tuple(zip(degrees, local, strict=True))
-        here, there = model.input_shares(
+        here, there = model.activations.input_shares(
             min(max(chunk.sample_chunks), *local, samples) if max(degrees, default=1) > 1 else 1
         )
         rooms.append(

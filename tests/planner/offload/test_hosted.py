@@ -2,6 +2,7 @@
 
 import io
 import itertools
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -15,7 +16,9 @@ from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate, price
-from jhpt.planner.explain import offload_lines, shape_text, streamed_layers
+from jhpt.planner.explain.layers import streamed_layers
+from jhpt.planner.explain.memory import offload_lines
+from jhpt.planner.explain.words import shape_text
 from jhpt.planner.front import prepare
 from jhpt.planner.offload.hosted import hosted_step, offloads
 from jhpt.planner.offload.played import hosted_timeline
@@ -239,11 +242,15 @@ def test_said_in_words():
     where, why, passes = offload_lines(answer)
     assert (
         "on the host: " in where
-        and "would hold 0.000883 MiB, and 0.000668 MiB may be filled" in why
+        and "nothing fits; this plan would fill 0.000883 MiB of each, where 0.000668 MiB may be filled" in why
         and "wait for copies" in passes
     )
     roomy = solve(toy(blocks=6), machine(memory=7000), request(4, offload=("both",)))
-    assert "memory.offload asks for it" in offload_lines(roomy)[1]
+    assert offload_lines(roomy)[1] == "why: memory.offload asks for it"
+    slow = replace(answer, on_devices=90.0)
+    assert offload_lines(slow)[1] == "why: with all state on the devices a step would take 90.000 s"
+    either = solve(toy(blocks=6), machine(memory=7000), request(4, offload=KINDS))
+    assert either.plan.offload is None and either.on_devices == either.estimate.seconds
     text = shape_text(answer.plan)
     assert ("of every block on the host" in text) == (offload.resident == 0)
 
@@ -290,13 +297,31 @@ def test_a_model_larger_than_the_device_has_a_plan():
         ({"memory.host_budget_bytes": "64GiB"}, "it would fit with 96.1 GiB for them on each host"),
         ({"data.batch_size": 64}, "with blocks on the host a batch of 16 would fit"),
         ({"data.batch_size": 64}, "it would fit on 4 such devices, 1 to a node"),
-        ({"optimizer.moments": "int8", "optimizer.weights": "bfloat16_kahan"}, "only with state in float32"),
+        (
+            {"optimizer.moments": "int8", "optimizer.weights": "bfloat16_kahan"},
+            "it would fit, with state in float32 only: optimizer.weights=float32",
+        ),
     ],
 )
 def test_what_the_configuration_rules_out_is_refused(settings, said):
     settings = {"data.batch_size": 16} | settings
     with pytest.raises(InputError, match=said):
         prepare("gpt-6.7b", cluster="h100x1x1", budget="24GiB", overrides=settings).solve()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"parallel.gradient_compression.kind": "quantize", "parallel.zero": 1},
+        {"memory.host_budget_bytes": "64GiB"},
+        {"data.batch_size": 64},
+    ],
+)
+def test_float32_is_no_remedy_where_it_would_not_fit_either(settings):
+    settings = {"data.batch_size": 16, "optimizer.moments": "int8"} | settings
+    with pytest.raises(InputError) as caught:
+        prepare("gpt-6.7b", cluster="h100x1x1", budget="24GiB", overrides=settings).solve()
+    assert "in float32" not in str(caught.value)
 
 
 def test_blocks_are_gathered_twice_and_scattered_once():

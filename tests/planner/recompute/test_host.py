@@ -14,7 +14,9 @@ from jhpt.core.plan import Kept
 from jhpt.planner.choice import plainest
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate, price
-from jhpt.planner.explain import changed, stage_causes, to_json
+from jhpt.planner.explain.answer import to_json
+from jhpt.planner.explain.causes import stage_causes
+from jhpt.planner.explain.rivals import changed
 from jhpt.planner.front import prepare
 from jhpt.planner.recompute.block import Copies, Fate, choose, seconds_of
 from jhpt.planner.recompute.host import fullest_host

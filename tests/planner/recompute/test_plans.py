@@ -13,7 +13,8 @@ from jhpt.core.profile import NamedTensor
 from jhpt.planner.analytic import analytic_profile
 from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate, price
-from jhpt.planner.explain import shape_text, stage_causes
+from jhpt.planner.explain.causes import stage_causes
+from jhpt.planner.explain.words import shape_text
 from jhpt.planner.front import prepare
 from jhpt.planner.recompute.names import NOTHING, repeated
 from jhpt.planner.recompute.plans import with_names

@@ -1,0 +1,72 @@
+"""What lives on the host and in few bits, and why."""
+
+import math
+
+from jhpt.core.amounts import gib
+from jhpt.core.profile import ModelProfile
+from jhpt.core.state import State
+from jhpt.planner.estimate import price
+from jhpt.planner.explain.causes import mean_causes
+from jhpt.planner.explain.layers import streamed_layers
+from jhpt.planner.explain.words import OFFLOADED, duration, spans_text
+from jhpt.planner.offload.hosted import hosted_step
+from jhpt.planner.recompute.host import waiting
+from jhpt.planner.solve import Answer
+
+
+def offload_lines(answer: Answer) -> tuple[str, ...]:
+    """Which blocks live where, and why."""
+    plan, offload = answer.plan, answer.plan.offload
+    if offload is None:
+        return ()
+    stage, step = answer.estimate.stages[0], hosted_step(plan, answer.model)
+    layers, every = streamed_layers(plan), 1 + offload.resident
+    which = spans_text([(layers[0], layers[-1])])
+    if every > 1 and len(layers) > 1:
+        which = f"{layers[0]}, {layers[1]}" + (f" ... {layers[-1]}" if len(layers) > 2 else "")
+    stay = "the blocks between and both ends" if every > 1 else "both ends"
+    room = f"{gib(stage.total_host_bytes)} of {gib(stage.host_capacity)} on each host"
+    forward, backward = map(duration, step.passes)
+    return (
+        f"on the host: {OFFLOADED[offload.what]} of layers {which}, {room}; on the devices: {stay}",
+        f"why: {_why_on_host(answer)}",
+        f"passes: forward {forward}, backward {backward}, of which {duration(stage.seconds['copies'])} wait for copies",
+    )
+
+
+def _why_on_host(answer: Answer) -> str:
+    if answer.on_devices is None:
+        return "memory.offload asks for it"
+    if answer.on_devices < math.inf:
+        return f"with all state on the devices a step would take {duration(answer.on_devices)}"
+    plan, model = answer.plan.model_copy(update={"offload": None, "kept": None}), answer.model
+    levels = model.levels((0, 1, 3), plan.replicas, plan.space)
+    bare = [price(plan.model_copy(update={"zero": zero}), model).stages[0] for zero in levels]
+    least, usable = min(stage.total_bytes for stage in bare), bare[0].capacity
+    return (
+        f"with all state on the devices nothing fits; this plan would fill {gib(least)} of each, where {gib(usable)} "
+        "may be filled"
+    )
+
+
+def kept_lines(answer: Answer) -> tuple[str, ...]:
+    """What blocks keep on the host, and why."""
+    plan, kept = answer.plan, waiting(answer.plan)
+    if not kept.host or plan.offload is not None:
+        return ()
+    stage = max(answer.estimate.stages, key=lambda stage: stage.total_host_bytes)
+    means = mean_causes(plan, answer.estimate, answer.model)
+    room = f"{gib(stage.total_host_bytes)} of {gib(stage.host_capacity)} on each host"
+    return (
+        f"on the host: {' and '.join(kept.host)} of every block, {room}; {duration(means['copies'])} of a step wait "
+        f"for copies, {duration(means['recomputation'])} compute again",
+    )
+
+
+def state_lines(profile: ModelProfile) -> tuple[str, ...]:
+    """What is kept of a parameter from step to step, where that is not float32."""
+    if not profile.state.in_few_bits:
+        return ()
+    total, parts = profile.state.bytes, (f"{cause} {size:.2f}" for cause, size in profile.state.causes.items())
+    instead = "as many as" if total == State().bytes else f"instead of {State().bytes:.0f}"
+    return (f"state: {total:.2f} bytes of a parameter, {instead} in float32: {', '.join(parts)}",)

@@ -1,0 +1,40 @@
+"""Amounts of memory, read and written."""
+
+import math
+
+import pytest
+
+from jhpt.core.amounts import enough_gib, gib, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * 2**30), ("80GB", 80e9), ("16e9", 16e9), (" 1.5 mib", 1.5 * 2**20), (7000, 7e3)]
+)
+def test_as_people_write_them(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", (24, "24", "80 B", "1023"))
+def test_without_their_unit(text):
+    with pytest.raises(ValueError, match="write the unit, such as 24GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.2.3", "1e999", "nan", "5 apples"])
+def test_what_is_none(text):
+    with pytest.raises(ValueError, match="24GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(("count", "text"), [(24 * 2**30, "24.0 GiB"), (1.06 * 2**30, "1.1 GiB"), (5e4, "0.0477 MiB")])
+def test_as_people_read_them(count, text):
+    assert gib(count) == text
+
+
+def test_enough_is_never_less():
+    """And no more than a tenth of its unit above."""
+    for power in range(10 * 16, 10 * 45):
+        count = 1.001 * 2 ** (power / 10)
+        unit = 2**20 if count < 0.1 * 2**30 else 2**30
+        found = parse_bytes(enough_gib(count))
+        assert count <= found <= math.ceil(count + 0.1 * unit)
