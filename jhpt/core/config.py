@@ -408,7 +408,7 @@ class MemoryConfig(Section):
     host_budget_bytes: Literal["auto"] | Bytes = Field(
         "auto",
         description="of each host, for what lives there instead of on devices; where it is given, what blocks keep may "
-        "wait there, too; auto: nine tenths of what it has",
+        "wait there, too; never more than it has; auto: nine tenths of that",
     )
     offload: Literal["auto", "off", "parameters", "optimizer", "both"] = Field(
         "auto",
@@ -424,10 +424,13 @@ class MemoryConfig(Section):
     @field_validator("recompute", mode="before")
     @classmethod
     def _names_with_commas(cls, recompute: Any) -> Any:
-        """On a command line names are one word."""
-        if not isinstance(recompute, str) or recompute in ("auto", "none", "full"):
+        """On a command line names are one word; yes and no are said of old."""
+        if isinstance(recompute, bool):
+            return "full" if recompute else "none"
+        if not isinstance(recompute, str):
             return recompute
-        return tuple(name.strip() for name in recompute.split(",") if name.strip())
+        names = tuple(name.strip() for name in recompute.split(",") if name.strip())
+        return names[0] if names in (("auto",), ("none",), ("full",)) else names
 
     @field_validator("recompute")
     @classmethod

@@ -273,6 +273,7 @@ def capped(cluster: Cluster, memory: float | None, host: float | None = None) ->
         limit = min(memory or math.inf, node.device.memory)
         reserve = max(RESERVE, node.device.reserve)
         device = node.device.model_copy(update={"memory": limit, "reserve": reserve})
-        return node.model_copy(update={"device": device, "host_memory": host or HOST_SHARE * node.host_memory})
+        room = min(host, node.host_memory) if host else HOST_SHARE * node.host_memory
+        return node.model_copy(update={"device": device, "host_memory": room})
 
     return cluster.model_copy(update={"nodes": tuple(map(less, cluster.nodes))})

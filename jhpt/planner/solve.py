@@ -159,7 +159,8 @@ MOST_MEMORY = 2.0**60
 def refusal(asked: Request, model: CostModel, space: Space) -> str:
     """Why nothing fits, and the nearest change that would: more memory or more devices."""
     cluster, profile = model.cluster, model.profile
-    kept = profile.state_bytes - profile.bytes_per_weight * (1 if profile.used_as_kept else 2)
+    wire = profile.bytes_per_weight
+    kept = max(profile.state_bytes - wire * (1 if profile.used_as_kept else 2), wire)
     smallest = min((node.device for node in cluster.nodes), key=lambda device: device.usable)
     free = f", of which plans leave {100 * smallest.reserve:.0f} % free" if smallest.reserve else ""
     lines = [

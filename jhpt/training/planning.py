@@ -33,7 +33,7 @@ from jhpt.planner.front import budgeted, capped, dtype_of
 from jhpt.planner.request import SAMPLE_CHUNKS, compressions, offload_kinds, recomputations, request
 from jhpt.planner.solve import solve
 from jhpt.sharding.mesh import check_runnable
-from jhpt.training.processes import is_main, text_from_main, together
+from jhpt.training.processes import is_main, processes_here, text_from_main, together
 from jhpt.training.profiling import cached_cluster, cached_profile, planning_grid
 from jhpt.training.run_dir import CONFIG_FILE, PLAN_FILE
 from jhpt.training.runtime import host_budget
@@ -97,18 +97,19 @@ def within_memory(plan: Plan, config: Config, device: DeviceInfo, say: Callable[
     is_open = "auto" in (config.memory.offload, config.memory.recompute)
     if kind is None or limit is None or not is_open:
         return plan
-    found = Plan.model_validate_json(text_from_main(_fitted(plan, config, kind, limit).model_dump_json()))
+    room = host_budget(config.memory) / processes_here()  # of what the planner takes for a host
+    found = Plan.model_validate_json(text_from_main(_fitted(plan, config, kind, limit, room).model_dump_json()))
     if same_work(found, plan):
         return plan
     say(f"memory: auto: a step needs more than {gib(limit)}, so it is {shape_text(found)}")
     return found
 
 
-def _fitted(plan: Plan, config: Config, kind: str, limit: float) -> Plan:
+def _fitted(plan: Plan, config: Config, kind: str, limit: float, room: float) -> Plan:
     hosts = jax.process_count()
     try:
         named = cluster_named(f"{kind}x{-(-plan.devices // hosts)}x{hosts}")
-        cluster = capped(named, limit, host_budget(config.memory))
+        cluster = capped(named, limit, room)
         device = cluster.nodes[0].device
         profile = analytic_profile(config, device, dtype_of(config.model.dtype, device))
         return fitted(plan, CostModel(profile, cluster, plan.gradient_compression), config)
@@ -241,7 +242,7 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
     else:
         cluster = named
     say(f"parallel: auto: measuring the layers of {config.name} (kept for the next time)")
-    text = ""
+    text, processes = "", processes_here()
     with together():
         profile = cached_profile(config, grid)[0]
         if is_main():
@@ -254,7 +255,7 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
                 at_once=config.optimizer.at_once,
                 **recomputations(config),
             )
-            room = budgeted(_with_kind(cluster), config, host_budget(config.memory))
+            room = budgeted(_with_kind(cluster), config, host_budget(config.memory) / processes)
             answer = solve(profile, room, asked, "spmd")
             everyone = jax.device_count() if jax.process_count() > 1 else None
             text = plan_to_run(answer, asked, everyone).model_dump_json()

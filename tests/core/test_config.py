@@ -267,3 +267,8 @@ def test_what_names_no_tensors_of_a_block(given, said):
 
 def test_names_with_commas():
     assert load_config(None, {"memory.recompute": "qkv, mlp_out,"}).memory.recompute == ("qkv", "mlp_out")
+
+
+@pytest.mark.parametrize(("given", "word"), [(True, "full"), (False, "none"), (" full ", "full"), ("auto,", "auto")])
+def test_words_of_recomputation(given, word):
+    assert load_config(None, {"memory.recompute": given}).memory.recompute == word

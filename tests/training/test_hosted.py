@@ -308,7 +308,7 @@ def test_a_run_with_blocks_on_the_host_goes_on_bit_for_bit(tiny, tmp_path):
 
 def test_a_host_without_room_is_refused(tiny, tmp_path):
     config = tiny(**{"memory.offload": "both", "memory.host_budget_bytes": "1MiB"})
-    with pytest.raises(InputError, match=r"on each host, which has 0.0 GiB"):
+    with pytest.raises(InputError, match=r"on each host, which has 1 MiB"):
         jhpt.train(config, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -39,13 +39,10 @@ def _why_on_host(answer: Answer) -> str:
         return "memory.offload asks for it"
     if answer.on_devices < math.inf:
         return f"with all state on the devices a step would take {duration(answer.on_devices)}"
-    plan, model = answer.plan.model_copy(update={"offload": None, "kept": None}), answer.model
-    levels = model.levels((0, 1, 3), plan.replicas, plan.space)
-    bare = [price(plan.model_copy(update={"zero": zero}), model).stages[0] for zero in levels]
-    least, usable = min(stage.total_bytes for stage in bare), bare[0].capacity
+    stage = price(answer.plan.model_copy(update={"offload": None}), answer.model).stages[0]
     return (
-        f"with all state on the devices nothing fits; this plan would fill {gib(least)} of each, where {gib(usable)} "
-        "may be filled"
+        f"with all state on the devices nothing fits; this plan would take {gib(stage.total_bytes)} of each, where "
+        f"{gib(stage.capacity)} may be filled"
     )
 
 

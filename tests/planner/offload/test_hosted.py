@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from jhpt.core.amounts import gib
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.errors import InputError
@@ -18,8 +19,9 @@ from jhpt.planner.costs import CostModel
 from jhpt.planner.estimate import evaluate, price
 from jhpt.planner.explain.layers import streamed_layers
 from jhpt.planner.explain.memory import offload_lines
+from jhpt.planner.explain.rivals import changed
 from jhpt.planner.explain.words import shape_text
-from jhpt.planner.front import prepare
+from jhpt.planner.front import capped, prepare
 from jhpt.planner.offload.hosted import hosted_step, offloads
 from jhpt.planner.offload.played import hosted_timeline
 from jhpt.planner.offload.search import hosted_plans
@@ -43,10 +45,10 @@ def toy(blocks=4, ends=0):
     return ModelProfile(name="toy", device="toy", source="by hand", kinds=kinds, layers=layers, update_seconds=0.01)
 
 
-def machine(devices=1, memory=1e9, host=1e9):
-    """40 bytes a second to and from the host."""
+def machine(devices=1, memory=1e9, host=1e9, speed=40.0):
+    """`speed` bytes a second to and from the host."""
     device = Device(name="toy", peak_flops={"bfloat16": 1.0}, memory=memory, memory_bandwidth=1.0)
-    inside, link = Link(bandwidth=20.0, latency=0.0), Link(bandwidth=40.0, latency=0.0)
+    inside, link = Link(bandwidth=20.0, latency=0.0), Link(bandwidth=speed, latency=0.0)
     node = Node(device=device, devices=devices, inside=inside, host=link, host_memory=host)
     return Cluster(name="toy", nodes=(node,), network=inside)
 
@@ -235,6 +237,11 @@ def test_a_smaller_batch_is_named():
         solve(profile, machine(memory=need - 1), request(4, offload=("both",)))
 
 
+@pytest.mark.parametrize(("host", "room"), [(None, 9e8), (5e8, 5e8), (1e12, 1e9)])
+def test_hosts_give_no_more_than_they_have(host, room):
+    assert capped(machine(host=1e9), None, host).nodes[0].host_memory == pytest.approx(room)
+
+
 def test_said_in_words():
     answer = solve(toy(blocks=6), machine(memory=700), request(4, offload=KINDS))
     offload = answer.plan.offload
@@ -242,15 +249,21 @@ def test_said_in_words():
     where, why, passes = offload_lines(answer)
     assert (
         "on the host: " in where
-        and "nothing fits; this plan would fill 0.000883 MiB of each, where 0.000668 MiB may be filled" in why
+        and "nothing fits; this plan would take 0.0011 MiB of each, where 0.000668 MiB may be filled" in why
         and "wait for copies" in passes
     )
     roomy = solve(toy(blocks=6), machine(memory=7000), request(4, offload=("both",)))
     assert offload_lines(roomy)[1] == "why: memory.offload asks for it"
-    slow = replace(answer, on_devices=90.0)
-    assert offload_lines(slow)[1] == "why: with all state on the devices a step would take 90.000 s"
+    everywhere = changed(answer)
+    (lacking,) = (rival.missing for rival in everywhere if rival.name == "everything on the devices")
+    needed = lacking + answer.estimate.stages[0].capacity
+    assert f"this plan would take {gib(needed)} of each" in why
     either = solve(toy(blocks=6), machine(memory=7000), request(4, offload=KINDS))
     assert either.plan.offload is None and either.on_devices == either.estimate.seconds
+    slow, given = request(1, offload=KINDS), machine(memory=1000, speed=400.0)
+    faster, without = solve(toy(blocks=6), given, slow), solve(toy(blocks=6), given, replace(slow, offload=(None,)))
+    assert faster.plan.offload is not None and faster.on_devices == without.estimate.seconds > faster.estimate.seconds
+    assert offload_lines(faster)[1] == "why: with all state on the devices a step would take 738.600 s"
     text = shape_text(answer.plan)
     assert ("of every block on the host" in text) == (offload.resident == 0)
 
