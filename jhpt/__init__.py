@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from jhpt.core.errors import InputError
     from jhpt.core.load import load_config
     from jhpt.core.plan import Plan
-    from jhpt.planner.front import plan
+    from jhpt.planner.api import plan
     from jhpt.training.run import RunResult, train
 
 __version__ = "0.1.0"
@@ -20,7 +20,7 @@ _HOME = {
     "InputError": "jhpt.core.errors",
     "load_config": "jhpt.core.load",
     "Plan": "jhpt.core.plan",
-    "plan": "jhpt.planner.front",
+    "plan": "jhpt.planner.api",
     "RunResult": "jhpt.training.run",
     "train": "jhpt.training.run",
 }

@@ -25,15 +25,15 @@ from jhpt.core.plan import Schedule
 from jhpt.core.presets import DEFAULT, PRESETS
 
 if TYPE_CHECKING:
-    from jhpt.measure.comparison import Comparison
-    from jhpt.planner.solve import Answer
+    from jhpt.compiled.comparison import Comparison
+    from jhpt.planner.search.solve import Answer
 
 Benchmark = Literal["train", "planner", "predict", "hybrid", "comms", "kernels", "convergence", "precision", "memory"]
 
 MODULES = {
     name: f"jhpt.bench.{name}" + (".run" if name in ("hybrid", "comms", "convergence", "memory") else "")
     for name in get_args(Benchmark)
-} | {"precision": "jhpt.bench.convergence.precision"}
+} | {"precision": "benchmarks.convergence.precision"}
 """Of the benchmarks, imported when asked for: some need what not every machine has."""
 
 USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
@@ -162,11 +162,11 @@ def train_command(arguments: list[str]) -> int:
 
 def plan_command(arguments: list[str]) -> int:
     """`jhpt plan`: the first argument, if it is no flag, names a preset, a YAML file or a network."""
-    from jhpt.planner.baselines import baselines
-    from jhpt.planner.explain.answer import timeline, to_json
-    from jhpt.planner.front import network_of, prepare
-    from jhpt.planner.report import make_console, print_answer
-    from jhpt.planner.timeline import svg_timeline
+    from jhpt.planner.api import network_of, prepare
+    from jhpt.planner.report.answer import timeline, to_json
+    from jhpt.planner.report.text import make_console, print_answer
+    from jhpt.planner.report.timeline import svg_timeline
+    from jhpt.planner.search.baselines import baselines
 
     source = _source(arguments)
     # A network and a profile alone have no settings.
@@ -219,10 +219,10 @@ def _check_compilable(source: str | None, config: Config | None, options: PlanOp
 
 def _compiled(config: Config, answer: "Answer") -> "Comparison":
     """The plan's real step, compiled for its cluster, beside the plan's estimate."""
-    from jhpt.measure.quiet import quiet
+    from jhpt.compiled.quiet import quiet
 
     with quiet():  # jax loads CUDA's libraries, where they are installed
-        from jhpt.measure.comparison import compare
+        from jhpt.compiled.comparison import compare
         from jhpt.training.precompile import compiled_step
 
     reading = compiled_step(config, answer.plan, answer.model.cluster)

@@ -23,8 +23,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jhpt.core.plan import Chunk, Plan, check_plan
-from jhpt.sharding.mesh import Grid
-from jhpt.sharding.rules import parameter_spec, path_name
+from jhpt.sharding.mesh import DeviceMesh
+from jhpt.sharding.partition import parameter_spec, path_name
 
 TABLE = ("embedding", "tokens")
 """Where the table of the vocabulary is; `head/tokens` where it is not shared."""
@@ -35,7 +35,7 @@ class Layout:
     """A plan on its mesh, for a model of `num_layers` blocks between two ends."""
 
     plan: Plan
-    grid: Grid
+    device_mesh: DeviceMesh
     num_layers: int
     alike: bool = True
     """Whether blocks can be stacked; if not, the model's own tree has a stack of one for each."""
@@ -47,17 +47,19 @@ class Layout:
     @property
     def replicated(self) -> NamedSharding:
         """One whole copy on every device."""
-        return NamedSharding(self.grid.mesh, PartitionSpec())
+        return NamedSharding(self.device_mesh.mesh, PartitionSpec())
 
     @property
     def batch(self) -> NamedSharding:
         """Rows over all data axes of the smallest degree; every stage has them."""
-        return NamedSharding(self.grid.mesh, PartitionSpec(self.grid.axes(self.grid.degrees[0]).data))
+        return NamedSharding(
+            self.device_mesh.mesh, PartitionSpec(self.device_mesh.axes(self.device_mesh.degrees[0]).data)
+        )
 
     @property
     def stages(self) -> int:
         """Pipeline stages."""
-        return self.grid.stages
+        return self.device_mesh.stages
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
@@ -77,8 +79,8 @@ class Layout:
     @cached_property
     def runs(self) -> tuple[tuple[str, int, range], ...]:
         """(name, degree, blocks) of neighbouring blocks that are treated alike."""
-        treated = list(zip(self.degrees[1:-1], self.sample_chunks, strict=True))
-        apart = [i for i in range(1, self.num_layers) if not self.alike or treated[i - 1] != treated[i]]
+        layer_strategy = list(zip(self.degrees[1:-1], self.sample_chunks, strict=True))
+        apart = [i for i in range(1, self.num_layers) if not self.alike or layer_strategy[i - 1] != layer_strategy[i]]
         edges = [0, *apart]
         stops = [*edges[1:], self.num_layers]
         return tuple(
@@ -121,24 +123,24 @@ class Layout:
 
         def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
             name = path_name(path)
-            return PartitionSpec(self.grid.axes(self.degree(name)).data, *self._spec(name, leaf.shape[1:], 1))
+            return PartitionSpec(self.device_mesh.axes(self.degree(name)).data, *self._spec(name, leaf.shape[1:], 1))
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
     def data_ranks(self, path: str) -> int:
         """Over how many ranks the gradient of a stored leaf is summed."""
-        return self.grid.size(self.grid.axes(self.degree(path)).data)
+        return self.device_mesh.size(self.device_mesh.axes(self.degree(path)).data)
 
     def _spec(self, path: str, shape: tuple[int, ...], over_data: int) -> PartitionSpec:
         if not shape:
             return PartitionSpec()
-        axes, piped = self.grid.axes(self.degree(path)), self.stages > 1
+        axes, piped = self.device_mesh.axes(self.degree(path)), self.stages > 1
         stacked = "blocks/" in path or piped
         return parameter_spec(path, shape, axes, stacked=stacked, pipe=piped, over_data=over_data)
 
     def shardings(self, tree: Any) -> Any:
         """`specs` on the mesh."""
-        return jax.tree.map(lambda spec: NamedSharding(self.grid.mesh, spec), self.specs(tree))
+        return jax.tree.map(lambda spec: NamedSharding(self.device_mesh.mesh, spec), self.specs(tree))
 
     def stacks(self, tree: Any) -> Any:
         """Of every stored leaf the name of the stack of blocks that it is in; empty: none."""
@@ -167,15 +169,15 @@ class Layout:
 
     def model_shares(self, tree: Any) -> Any:
         """Every leaf of the model's tree cut over all devices, as far as its dims allow."""
-        axes = self.grid.axes(self.grid.degrees[0])
+        axes = self.device_mesh.axes(self.device_mesh.degrees[0])
 
         def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
             name = path_name(path)
             blocks = "blocks/" in name
             pipe = self.stages > 1 and blocks and leaf.shape[0] % self.stages == 0
-            over_data = self.grid.size(axes.data)
+            over_data = self.device_mesh.size(axes.data)
             spec = parameter_spec(name, leaf.shape, axes, stacked=blocks, pipe=pipe, over_data=over_data)
-            return NamedSharding(self.grid.mesh, spec)
+            return NamedSharding(self.device_mesh.mesh, spec)
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
@@ -193,11 +195,11 @@ class Layout:
             return {**tree, "blocks": runs}
         first, count = self.chunks
         rows = first.size * int(count.max())
-        ends = {name: dict(part) for name, part in tree.items() if name != "blocks"}
-        table = ends["head"].pop(TABLE[1], tree[TABLE[0]].get(TABLE[1]))
+        embedding_and_head = {name: dict(part) for name, part in tree.items() if name != "blocks"}
+        table = embedding_and_head["head"].pop(TABLE[1], tree[TABLE[0]].get(TABLE[1]))
         stored = {
             name: jax.tree.map(lambda leaf, name=name: self._slots(leaf, 0 if name == TABLE[0] else -1), part)
-            for name, part in ends.items()
+            for name, part in embedding_and_head.items()
         }
         if table is not None:
             stored[TABLE[0]][TABLE[1]] = stored[TABLE[0]][TABLE[1]].at[-1].set(table)

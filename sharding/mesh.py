@@ -33,7 +33,7 @@ class Axes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class DeviceMesh:
     """A mesh `pipe x data x tensor...` and who uses which axis."""
 
     mesh: Mesh
@@ -60,7 +60,7 @@ class Grid:
         return math.prod(self.mesh.shape[name] for name in names)
 
 
-def make_grid(plan: Plan, devices: Sequence[jax.Device]) -> Grid:
+def make_device_mesh(plan: Plan, devices: Sequence[jax.Device]) -> DeviceMesh:
     """The mesh on which the plan runs; devices beyond it stay idle (in a single process only).
 
     Raises:
@@ -85,7 +85,7 @@ def make_grid(plan: Plan, devices: Sequence[jax.Device]) -> Grid:
     shape = (len(plan.stages), plan.stages[0].devices // degrees[-1], *reversed(sizes))
     names = (PIPE, DATA, *reversed(tensor.values()))
     mesh = Mesh(np.asarray(devices[:used]).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
-    return Grid(mesh=mesh, degrees=degrees)
+    return DeviceMesh(mesh=mesh, degrees=degrees)
 
 
 def check_runnable(plan: Plan) -> None:

@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhpt.core.axes import PIPE
+from jhpt.core.schedule import Phase, Timetable
 from jhpt.sharding import stacks
-from jhpt.sharding.chunks import Chunked, Whole
-from jhpt.sharding.layers import Fetch
-from jhpt.sharding.parts import Parts, Recompute, picked
-from jhpt.sharding.schedule import Phase, Timetable
-from jhpt.sharding.split import Kept, SplitLayer, split_layer
+from jhpt.sharding.layer_loop import Fetch
+from jhpt.sharding.layer_vjp import Saved, SplitLayer, split_layer
+from jhpt.sharding.model_parts import Parts, Recompute, picked
+from jhpt.sharding.sample_chunks import Chunked, Whole
 
 
 class Carry(NamedTuple):
@@ -41,11 +41,11 @@ class Carry(NamedTuple):
 
     arrived: jax.Array
     leaving: jax.Array
-    ring: Kept
-    closing: Kept
+    ring: Saved
+    closing: Saved
     outputs: jax.Array
     blocks: Any
-    ends: Any
+    embedding_and_head: Any
     sums: Any
 
 
@@ -95,7 +95,7 @@ class Pipeline:
         carry = device.start()
         for phase in self.timetable.phases():
             carry = self._phase(device, phase, carry)
-        return carry.ends | {"blocks": {"0": carry.blocks}}, carry.sums
+        return carry.embedding_and_head | {"blocks": {"0": carry.blocks}}, carry.sums
 
     def _phase(self, device: "_Device", phase: Phase, carry: Carry) -> Carry:
         def tick(carry: Carry, now: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
@@ -151,7 +151,7 @@ class _Device:
         self.pipeline, self.parts = pipeline, pipeline.parts
         self.params, self.rows, self.keys, self.scale = params, rows, keys, scale
         self.stage = jax.lax.axis_index(PIPE)
-        self.ends = {name: value for name, value in params.items() if name != "blocks"}
+        self.embedding_and_head = {name: value for name, value in params.items() if name != "blocks"}
         self.shape = jax.eval_shape(self.parts.entry, picked(params, self.parts.entry_reads), _at(rows, 0), keys[0])
         self.stream, self.one, at = pipeline.stream, pipeline.fetch(self._row(0)), (keys[0], jnp.int32(0))
         opened = jax.eval_shape(self.stream.opened, self.one, self.shape, at)
@@ -171,7 +171,7 @@ class _Device:
             closing=stacks.room(self.close.shapes, (slots,), jnp.zeros(())),
             outputs=jnp.zeros((slots, *self.shape.shape), self.shape.dtype),
             blocks=gradients.pop("blocks")["0"],
-            ends=gradients,
+            embedding_and_head=gradients,
             sums=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
         )
 
@@ -181,13 +181,13 @@ class _Device:
         keys = self.keys[micro_batch]
         x = self._entered(carry.arrived, micro_batch, chunk)
 
-        def block(at: jax.Array, own: Any, x: Any, ring: Kept) -> tuple[Any, Kept]:
-            y, kept = self.split.forward(own, x, (keys, self._layer(chunk, at)))
-            return y, stacks.put(ring, (slot, at), kept)
+        def block(at: jax.Array, own: Any, x: Any, ring: Saved) -> tuple[Any, Saved]:
+            y, saved = self.split.forward(own, x, (keys, self._layer(chunk, at)))
+            return y, stacks.put(ring, (slot, at), saved)
 
         stream, ring = self._blocks(chunk, block, (self._opened(x, keys), carry.ring))
-        x, kept = self.close.forward((), stream, self._end(keys, chunk))
-        closing = stacks.put(carry.closing, (slot,), kept)
+        x, saved = self.close.forward((), stream, self._end(keys, chunk))
+        closing = stacks.put(carry.closing, (slot,), saved)
         return carry._replace(arrived=x, ring=ring, closing=closing, outputs=carry.outputs.at[slot].set(x))
 
     def backward(self, carry: Carry, entry: jax.Array, error: jax.Array) -> Carry:
@@ -196,26 +196,30 @@ class _Device:
         keys = self.keys[micro_batch]
 
         def exit_(state: tuple[Any, Any, jax.Array]) -> tuple[Any, Any, jax.Array]:
-            ends, sums, _ = state
-            return self._exited(ends, sums, carry.outputs[slot], micro_batch)
+            embedding_and_head, sums, _ = state
+            return self._exited(embedding_and_head, sums, carry.outputs[slot], micro_batch)
 
         last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
-        ends, sums, error = _maybe(last, exit_, (carry.ends, carry.sums, error))
+        embedding_and_head, sums, error = _maybe(last, exit_, (carry.embedding_and_head, carry.sums, error))
 
         def block(at: jax.Array, own: Any, error: Any, blocks: Any) -> tuple[Any, Any]:
             row = chunk * self.pipeline.depth + at
-            kept = stacks.taken(carry.ring, (slot, at))
-            gradient, error = self.split.backward(own, (keys, self._layer(chunk, at)), kept, error)
+            saved = stacks.taken(carry.ring, (slot, at))
+            gradient, error = self.split.backward(own, (keys, self._layer(chunk, at)), saved, error)
             own = self.pipeline.finish(gradient)
             return error, jax.tree.map(lambda total, one: total.at[row].add(one), blocks, own)
 
-        kept = stacks.taken(carry.closing, (slot,))
-        _, opened = self.close.backward((), self._end(keys, chunk), kept, error)
+        saved = stacks.taken(carry.closing, (slot,))
+        _, opened = self.close.backward((), self._end(keys, chunk), saved, error)
         opened, blocks = self._blocks(chunk, block, (opened, carry.blocks), reverse=True)
         error = self.stream.opening_error(opened)
         first = (self.stage == 0) & (chunk == 0)
-        ends = _maybe(first, lambda ends: self._entry_gradient(ends, micro_batch, error), ends)
-        return carry._replace(leaving=error, blocks=blocks, ends=ends, sums=sums)
+        embedding_and_head = _maybe(
+            first,
+            lambda embedding_and_head: self._entry_gradient(embedding_and_head, micro_batch, error),
+            embedding_and_head,
+        )
+        return carry._replace(leaving=error, blocks=blocks, embedding_and_head=embedding_and_head, sums=sums)
 
     def evaluate(self, carry: tuple[jax.Array, Any], entry: jax.Array) -> tuple[jax.Array, Any]:
         """A forward pass that keeps nothing and ends in sums."""
@@ -231,17 +235,19 @@ class _Device:
         x = self.stream.closed(stream, self._end(keys, chunk))
 
         def exit_(sums: Any) -> Any:
-            own = self.parts.exit(self.ends, x, _at(self.rows, micro_batch), keys)
+            own = self.parts.exit(self.embedding_and_head, x, _at(self.rows, micro_batch), keys)
             return jax.tree.map(jnp.add, sums, own)
 
         last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
         return x, _maybe(last, exit_, sums)
 
     def _entered(self, arrived: jax.Array, micro_batch: jax.Array, chunk: jax.Array) -> jax.Array:
-        entry = lambda _: self.parts.entry(self.ends, _at(self.rows, micro_batch), self.keys[micro_batch])  # noqa: E731
+        entry = lambda _: self.parts.entry(self.embedding_and_head, _at(self.rows, micro_batch), self.keys[micro_batch])  # noqa: E731
         return _maybe((self.stage == 0) & (chunk == 0), entry, arrived)
 
-    def _exited(self, ends: Any, sums: Any, x: jax.Array, micro_batch: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def _exited(
+        self, embedding_and_head: Any, sums: Any, x: jax.Array, micro_batch: jax.Array
+    ) -> tuple[Any, Any, jax.Array]:
         """The ends' gradients and the sums with those of this micro-batch, and the gradient of x."""
         rows, keys = _at(self.rows, micro_batch), self.keys[micro_batch]
 
@@ -249,14 +255,17 @@ class _Device:
             own = self.parts.exit(read, x, rows, keys)
             return own.loss * self.scale, own
 
-        _, pull, own = jax.vjp(loss, picked(self.ends, self.parts.exit_reads), x, has_aux=True)
+        _, pull, own = jax.vjp(loss, picked(self.embedding_and_head, self.parts.exit_reads), x, has_aux=True)
         gradient, error = pull(jnp.float32(1))
-        return _accumulated(ends, gradient), jax.tree.map(jnp.add, sums, own), error
+        return _accumulated(embedding_and_head, gradient), jax.tree.map(jnp.add, sums, own), error
 
-    def _entry_gradient(self, ends: Any, micro_batch: jax.Array, error: jax.Array) -> Any:
+    def _entry_gradient(self, embedding_and_head: Any, micro_batch: jax.Array, error: jax.Array) -> Any:
         rows, keys = _at(self.rows, micro_batch), self.keys[micro_batch]
-        _, pull = jax.vjp(lambda ends: self.parts.entry(ends, rows, keys), picked(self.ends, self.parts.entry_reads))
-        return _accumulated(ends, pull(error)[0])
+        _, pull = jax.vjp(
+            lambda embedding_and_head: self.parts.entry(embedding_and_head, rows, keys),
+            picked(self.embedding_and_head, self.parts.entry_reads),
+        )
+        return _accumulated(embedding_and_head, pull(error)[0])
 
     def _blocks(self, chunk: jax.Array, block: Callable[..., Any], carry: Any, reverse: bool = False) -> Any:
         """Runs `block(at, parameters, *carry)` over the chunk's blocks; rows that it does not use are passed by."""

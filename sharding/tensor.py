@@ -16,19 +16,21 @@ import jax
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def enter(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+def copy_to_tensor_axis(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     """f: x itself."""
     return x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sum_parts(axes: tuple[str, ...], parts: jax.Array) -> jax.Array:
+def reduce_over_tensor_axis(axes: tuple[str, ...], parts: jax.Array) -> jax.Array:
     """g: the sum of the ranks' parts."""
     return jax.lax.psum(parts, axes)
 
 
-enter.defvjp(lambda axes, x: (x, None), lambda axes, _, gradient: (jax.lax.psum(gradient, axes),))
-sum_parts.defvjp(lambda axes, parts: (jax.lax.psum(parts, axes), None), lambda axes, _, gradient: (gradient,))
+copy_to_tensor_axis.defvjp(lambda axes, x: (x, None), lambda axes, _, gradient: (jax.lax.psum(gradient, axes),))
+reduce_over_tensor_axis.defvjp(
+    lambda axes, parts: (jax.lax.psum(parts, axes), None), lambda axes, _, gradient: (gradient,)
+)
 
 
 def largest(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
@@ -58,19 +60,23 @@ SEQUENCE = 1
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def enter_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+def all_gather_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     """f on a cut sequence: the whole of x[B, S / t, D]; backward every rank gets its rows of the ranks' sum."""
     return jax.lax.all_gather(x, axes, axis=SEQUENCE, tiled=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sum_rows(axes: tuple[str, ...], parts: jax.Array) -> jax.Array:
+def reduce_scatter_rows(axes: tuple[str, ...], parts: jax.Array) -> jax.Array:
     """g on a cut sequence: this rank's rows of the sum of parts[B, S, D]; backward the whole gradient."""
     return jax.lax.psum_scatter(parts, axes, scatter_dimension=SEQUENCE, tiled=True)
 
 
-enter_rows.defvjp(lambda axes, x: (enter_rows(axes, x), None), lambda axes, _, g: (sum_rows(axes, g),))
-sum_rows.defvjp(lambda axes, parts: (sum_rows(axes, parts), None), lambda axes, _, g: (enter_rows(axes, g),))
+all_gather_rows.defvjp(
+    lambda axes, x: (all_gather_rows(axes, x), None), lambda axes, _, g: (reduce_scatter_rows(axes, g),)
+)
+reduce_scatter_rows.defvjp(
+    lambda axes, parts: (reduce_scatter_rows(axes, parts), None), lambda axes, _, g: (all_gather_rows(axes, g),)
+)
 
 
 def own_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
@@ -85,7 +91,7 @@ def all_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def cut_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+def split_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     """Where the cut stream begins: a rank's rows of what every rank has whole; backward the ranks' rows together."""
     return own_rows(axes, x)
 
@@ -96,5 +102,5 @@ def join_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     return all_rows(axes, x)
 
 
-cut_rows.defvjp(lambda axes, x: (own_rows(axes, x), None), lambda axes, _, g: (all_rows(axes, g),))
+split_rows.defvjp(lambda axes, x: (own_rows(axes, x), None), lambda axes, _, g: (all_rows(axes, g),))
 join_rows.defvjp(lambda axes, x: (all_rows(axes, x), None), lambda axes, _, g: (own_rows(axes, g),))

@@ -313,8 +313,8 @@ def test_what_cannot_work_is_refused(name, tmp_path, shared, request, capsys, mo
         (places.here / file).write_bytes(content)
     case.prepare(places)
     monkeypatch.chdir(places.here)
-    kept = [tmp_path, *([finished.parent] if finished else [])]
-    before = tree(*kept)
+    saved = [tmp_path, *([finished.parent] if finished else [])]
+    before = tree(*saved)
     capsys.readouterr()
 
     status = status_of(shlex.split(case.arguments.format(**vars(places))))
@@ -325,7 +325,7 @@ def test_what_cannot_work_is_refused(name, tmp_path, shared, request, capsys, mo
         assert word.format(**vars(places)) in error, error
     assert "Traceback" not in out + error
     # A cache may gain the tokens of good text, or the memory of seen files; no run folder, no change to a run.
-    after = tree(*kept)
+    after = tree(*saved)
     ignored = places.here / "cache"
     assert {path: after[path] for path in after if ignored not in path.parents} == {
         path: before[path] for path in before if ignored not in path.parents

@@ -14,8 +14,8 @@ from jhpt.core.catalogue import find_cluster
 from jhpt.core.config import Compression
 from jhpt.core.folders import cache_folder
 from jhpt.core.load import load_config
-from jhpt.core.networks import TABLES
-from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.profiles.analytic import analytic_profile
+from jhpt.planner.profiles.networks import TABLES
 from tests.test_cli import status_of, tree
 
 SMALL = "gpt-tiny --cluster a100x2x1 --batch 4"

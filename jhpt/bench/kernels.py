@@ -21,12 +21,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
+from jhpt.compiled.deviceless import compile_only_devices, compiled_for
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.errors import NotHere
 from jhpt.kernels.operations import OPERATIONS, Operation
 from jhpt.kernels.token_topk.specs import Spec as Scores
 from jhpt.measure.device import device_info
-from jhpt.measure.deviceless import compile_only_devices, compiled_for
 from jhpt.measure.timer import interleaved
 
 CALLS = 20

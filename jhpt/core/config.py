@@ -209,12 +209,12 @@ class OptimizerConfig(Section):
     z_loss: NonNegative = Field(0.0, description="weight of log(Z)^2, which keeps logits from drifting")
 
     @property
-    def in_few_bits(self) -> bool:
+    def low_precision(self) -> bool:
         """Whether parameters or moments are kept in less than float32."""
         return self.weights != "float32" or self.moments != "float32"
 
     @property
-    def at_once(self) -> bool:
+    def update_in_backward(self) -> bool:
         """Whether a layer's step needs no gradient but its own."""
         return self.clip_norm is None or self.clip != "global"
 
@@ -543,7 +543,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _host_keeps_float32(self) -> "Config":
-        if self.memory.offload in ("parameters", "optimizer", "both") and self.optimizer.in_few_bits:
+        if self.memory.offload in ("parameters", "optimizer", "both") and self.optimizer.low_precision:
             raise ValueError(
                 f"memory.offload={self.memory.offload} keeps blocks in float32, not with optimizer.weights="
                 f"{self.optimizer.weights} and optimizer.moments={self.optimizer.moments}; use float32 for both, or "

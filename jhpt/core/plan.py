@@ -28,8 +28,8 @@ from jhpt.core.errors import InputError
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Zero = Literal[0, 1, 3]
 Origin = Literal["hand", "auto", "given"]
-What = Literal["parameters", "optimizer", "both"]
-Whole = Annotated[int, Field(ge=0)]
+OffloadKind = Literal["parameters", "optimizer", "both"]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 class Run(Section):
@@ -45,7 +45,7 @@ class Run(Section):
 class Chunk(Section):
     """A contiguous range of layers `[first, first + sum(layers))` that a stage holds."""
 
-    first: Whole
+    first: NonNegativeInt
     runs: Annotated[tuple[Run, ...], Field(min_length=1)]
 
     @property
@@ -67,7 +67,7 @@ class Chunk(Section):
 class Stage(Section):
     """Devices `[device, device + devices)` and the layers they hold: one chunk, or several when interleaved."""
 
-    device: Whole
+    device: NonNegativeInt
     devices: Count
     chunks: Annotated[tuple[Chunk, ...], Field(min_length=1)]
 
@@ -75,15 +75,15 @@ class Stage(Section):
 class Offload(Section):
     """What of the blocks lives on the host, between its turns on the device."""
 
-    what: What = Field("both", description="weights and gradients, the optimizer's state, or all of it")
-    resident: Whole = Field(0, description="after each block that comes and goes, so many stay on the device")
-    ahead: Whole = Field(1, description="how many groups of blocks ahead of their use they are fetched")
-    at_once: bool = Field(
+    kind: OffloadKind = Field("both", description="weights and gradients, the optimizer's state, or all of it")
+    resident: NonNegativeInt = Field(0, description="after each block that comes and goes, so many stay on the device")
+    ahead: NonNegativeInt = Field(1, description="how many groups of blocks ahead of their use they are fetched")
+    update_in_backward: bool = Field(
         False, description="blocks take their steps in the backward pass, not when they are fetched the next time"
     )
 
 
-class Kept(Section):
+class SavedTensors(Section):
     """Named tensors of a block that are there for its backward pass; the others it computes again.
 
     The input of a block (`residual_in`) is always there, on the device unless `host` names it.
@@ -109,10 +109,10 @@ class Plan(Section):
     micro_batches: Count
     schedule: Schedule = "1f1b"
     zero: Zero = 0
-    prefetch: Whole = Field(1, description="ZeRO: how many layers ahead of their use weights are gathered")
+    prefetch: NonNegativeInt = Field(1, description="ZeRO: how many layers ahead of their use weights are gathered")
     sequence: bool = Field(False, description="cut activations between tensor-parallel products along the sequence")
     recompute: bool = Field(False, description="keep only the input of every layer, compute the rest again")
-    kept: Kept | None = Field(None, description="with recompute: what of a block is kept beside that")
+    saved: SavedTensors | None = Field(None, description="with recompute: what of a block is kept beside that")
     offload: Offload | None = Field(None, description="null: everything lives on the devices")
     compression: Compression = Compression()
     gradient_compression: GradientCompression = GradientCompression()
@@ -170,11 +170,11 @@ def check_plan(plan: Plan, num_layers: int) -> None:
     _check_numbers(plan, num_layers)
     _check_chunks(plan, num_layers)
     _check_devices(plan)
-    if plan.kept is not None:
-        _check_kept(plan, plan.kept)
+    if plan.saved is not None:
+        _check_kept(plan, plan.saved)
     if plan.space == "spmd":
         check_program(plan)
-    elif plan.compression.on or plan.sample_chunks != (1,) or plan.offload is not None or plan.kept is not None:
+    elif plan.compression.on or plan.sample_chunks != (1,) or plan.offload is not None or plan.saved is not None:
         raise InputError(
             f"sample chunks, compression, offload and names of what is kept are what one program does, and "
             f"space={plan.space} has many; leave them out, or take space=spmd"
@@ -235,7 +235,7 @@ def _check_offload(plan: Plan, offload: Offload) -> None:
         "tensor parallelism": plan.degrees != (1,),
         "sequence": plan.sequence,
         "compressed gradients": plan.gradient_compression.on,
-        "tensors kept on the host": plan.kept is not None and bool(plan.kept.host),
+        "tensors kept on the host": plan.saved is not None and bool(plan.saved.host),
     }
     if found := [name for name, there in unable.items() if there]:
         raise InputError(
@@ -251,12 +251,12 @@ def _check_offload(plan: Plan, offload: Offload) -> None:
         )
 
 
-def _check_kept(plan: Plan, kept: Kept) -> None:
+def _check_kept(plan: Plan, saved: SavedTensors) -> None:
     if not plan.recompute:
         raise InputError("kept says what recomputation leaves out, and recompute is false; set it, or leave kept out")
-    names = [*kept.device, *kept.host]
+    names = [*saved.device, *saved.host]
     try:
-        check_names(names, "kept")
+        check_names(names, "saved")
     except ValueError as error:
         raise InputError(str(error)) from None
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -387,13 +387,18 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
 def recomputed(memory: MemoryConfig) -> dict[str, Any]:
     """What the section `memory` says of recomputation, as a plan says it; of `auto`, nothing is computed again."""
     how = memory.recompute
-    return {"recompute": how not in ("auto", "none"), "kept": None if isinstance(how, str) else Kept(device=how)}
+    return {
+        "recompute": how not in ("auto", "none"),
+        "saved": None if isinstance(how, str) else SavedTensors(device=how),
+    }
 
 
 def _offload_by_hand(config: Config) -> Offload | None:
     """What the section `memory` says; of `auto`, nothing."""
-    what = config.memory.offload
-    return None if what in ("auto", "off") else Offload(what=what, at_once=config.optimizer.at_once)
+    kind = config.memory.offload
+    return (
+        None if kind in ("auto", "off") else Offload(kind=kind, update_in_backward=config.optimizer.update_in_backward)
+    )
 
 
 def _even_stages(

@@ -133,7 +133,7 @@ class ModelProfile(Section):
         return self
 
     @property
-    def used_as_kept(self) -> bool:
+    def used_as_stored(self) -> bool:
         """Whether weights are kept in the dtype that models compute in, so that there is no copy of them."""
         if self.state.weights == "float32":
             return self.bytes_per_weight == FLOAT32

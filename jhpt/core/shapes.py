@@ -89,10 +89,10 @@ def matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     match model:
         case GPTConfig():
             positions = model.max_length * d if model.positions == "learned" else 0
-            ends = [(table + positions + (0 if model.tied else table), d)]
+            embedding_and_head = [(table + positions + (0 if model.tied else table), d)]
         case BERTConfig():
-            ends = [(table + (model.max_length + model.type_vocab_size) * d, d), (2 * d * d, d)]
-    return (*ends, *blocks)
+            embedding_and_head = [(table + (model.max_length + model.type_vocab_size) * d, d), (2 * d * d, d)]
+    return (*embedding_and_head, *blocks)
 
 
 def in_float32(model: ModelConfig) -> int:

@@ -46,16 +46,16 @@ class State(Section):
         return self.weight_bytes + self.remainder_bytes + self.moment_bytes
 
     @property
-    def in_few_bits(self) -> bool:
+    def low_precision(self) -> bool:
         """Whether anything is kept in less than float32."""
         return self.weights != "float32" or self.moments != "float32"
 
     @property
     def causes(self) -> dict[str, float]:
         """Bytes by what they are."""
-        kept = "float32" if self.weights == "float32" else "bfloat16"
+        saved = "float32" if self.weights == "float32" else "bfloat16"
         own = {
-            f"weights in {kept}": self.weight_bytes,
+            f"weights in {saved}": self.weight_bytes,
             "remainders": self.remainder_bytes,
             f"moments in {self.moments}": self.moment_bytes,
         }

@@ -24,13 +24,13 @@ from jhpt.core.profile import Timing
 from jhpt.measure.timer import interleaved, steady
 from jhpt.models.hooks import Hooks
 from jhpt.sharding.mesh import Axes
-from jhpt.sharding.parts import Parts, picked
-from jhpt.sharding.rules import parameter_spec, path_name
+from jhpt.sharding.model_parts import Parts, picked
+from jhpt.sharding.partition import parameter_spec, path_name
 
 Call = Callable[[], Any]
 
 SAMPLE_S = 0.06
-"""Seconds of one sample: several periods of a quota (`jhpt.bench.netlab`), so that its phase hardly matters."""
+"""Seconds of one sample: several periods of a quota (`benchmarks.netlab`), so that its phase hardly matters."""
 
 
 def alone(shards: int) -> Hooks:
@@ -89,7 +89,7 @@ def layer_calls(parts: Parts, params: Any, rows: Any, kinds: Sequence[str], want
     for kind, own in zip(kinds[1:-1], _each_block(params["blocks"]), strict=True):
         at = (keys, jnp.int32(0))
         shape = add(kind, lambda own, x, at: parts.block(own, x, at), (own, _like(shape), at), 1)
-    loss = lambda ends, x, rows, keys: parts.exit(ends, x, rows, keys).loss  # noqa: E731
+    loss = lambda embedding_and_head, x, rows, keys: parts.exit(embedding_and_head, x, rows, keys).loss  # noqa: E731
     add(kinds[-1], loss, (picked(params, parts.exit_reads), _like(shape), rows, keys), 1)
     return calls
 

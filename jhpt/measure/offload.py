@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jhpt.sharding.chunks import Whole
-from jhpt.sharding.layers import LayerLoop
-from jhpt.sharding.remat import save_named
+from jhpt.sharding.layer_loop import LayerLoop
+from jhpt.sharding.recompute import save_named
+from jhpt.sharding.sample_chunks import Whole
 
 NAMES = ("entered", "product")
 """Of what the layers here keep."""

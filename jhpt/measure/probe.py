@@ -89,12 +89,12 @@ def _products(info: DeviceInfo, rounds: int) -> tuple[dict[str, float], Curve]:
     """(best FLOP/s by dtype, share of it by FLOP of a product in the dtype that models compute in)."""
     usual = "bfloat16" if info.is_gpu else "float32"
     widths = PRODUCTS[info.is_gpu]
-    grid = [(usual, width) for width in widths]
-    grid += [(dtype, widths[-1]) for dtype in ("bfloat16", "float32") if dtype != usual]
-    chains = {f"{dtype} {width}": _chain(dtype, width, CHAIN_FLOP[info.is_gpu]) for dtype, width in grid}
+    device_mesh = [(usual, width) for width in widths]
+    device_mesh += [(dtype, widths[-1]) for dtype in ("bfloat16", "float32") if dtype != usual]
+    chains = {f"{dtype} {width}": _chain(dtype, width, CHAIN_FLOP[info.is_gpu]) for dtype, width in device_mesh}
     seconds = steady(interleaved({name: call for name, (call, _) in chains.items()}, rounds))
     rates = {name: flop / seconds[name] for name, (_, flop) in chains.items()}
-    peaks = {dtype: max(rates[f"{d} {w}"] for d, w in grid if d == dtype) for dtype, _ in grid}
+    peaks = {dtype: max(rates[f"{d} {w}"] for d, w in device_mesh if d == dtype) for dtype, _ in device_mesh}
     sizes = tuple(2.0 * width**3 for width in widths)
     return peaks, Curve(sizes=sizes, values=tuple(rates[f"{usual} {width}"] / peaks[usual] for width in widths))
 

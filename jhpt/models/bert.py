@@ -77,10 +77,10 @@ class Attention(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: jax.Array, lengths: jax.Array | None, ticket: jax.Array | None) -> Parted:
+    def __call__(self, x: jax.Array, lengths: jax.Array | None, ordering_token: jax.Array | None) -> Parted:
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, name="attention")
-        part, bias, tokens = half(x, x, None, lengths, ticket)
+        part, bias, tokens = half(x, x, None, lengths, ordering_token)
         return Parted(x, part, tokens, bias, NormParameters(self.config.d_model, name="attention_norm")())
 
 
@@ -92,8 +92,8 @@ class FeedForward(nn.Module):
     hooks: Hooks
 
     @nn.compact
-    def __call__(self, x: jax.Array, tokens: jax.Array | None, ticket: jax.Array | None) -> Parted:
-        part, bias = MLPHalf(self.config, self.dtype, self.hooks, name="mlp")(x, tokens, ticket)
+    def __call__(self, x: jax.Array, tokens: jax.Array | None, ordering_token: jax.Array | None) -> Parted:
+        part, bias = MLPHalf(self.config, self.dtype, self.hooks, name="mlp")(x, tokens, ordering_token)
         return Parted(x, part, tokens, bias, NormParameters(self.config.d_model, name="mlp_norm")())
 
 
@@ -146,9 +146,9 @@ class BERT:
     def init(self, key: jax.Array) -> Any:
         """Fresh float32 parameters."""
         blocks = jax.vmap(partial(self.init_block, key))(jnp.arange(self.config.num_layers))
-        return {**self.init_ends(key), "blocks": blocks}
+        return {**self.init_embedding_and_head(key), "blocks": blocks}
 
-    def init_ends(self, key: jax.Array) -> Any:
+    def init_embedding_and_head(self, key: jax.Array) -> Any:
         """Those of embedding, head and pooler."""
         first, _, last, pooler = jax.random.split(key, 4)
         embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32), None)["params"]
@@ -182,20 +182,20 @@ class BERT:
         """One layer: x[B, S, D] -> x[B, S, D]; positions at or beyond `lengths[B]` are not attended to."""
         return self.finish(self.feed(layer_params, self.attend(layer_params, x, lengths=lengths), keys), keys)
 
-    # A layer, cut before each of its sums over the shards; keys and tickets as in `block` and `hooks.wait`.
+    # A layer, cut before each of its sums over the shards; keys and tickets as in `block` and `hooks.depend_on`.
 
     def attend(
-        self, layer_params: Any, x: jax.Array, ticket: jax.Array | None = None, lengths: jax.Array | None = None
+        self, layer_params: Any, x: jax.Array, ordering_token: jax.Array | None = None, lengths: jax.Array | None = None
     ) -> Parted:
         """Up to the first sum."""
-        return apply(self._attention, layer_params, x, lengths, ticket)
+        return apply(self._attention, layer_params, x, lengths, ordering_token)
 
     def feed(
-        self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ticket: jax.Array | None = None
+        self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ordering_token: jax.Array | None = None
     ) -> Parted:
         """From there up to the second."""
         x = collected(parted, self.config.dropout, keys, 0, self.hooks, "projection_out")
-        return apply(self._feed_forward, layer_params, self._normed(x, parted), parted.tokens, ticket)
+        return apply(self._feed_forward, layer_params, self._normed(x, parted), parted.tokens, ordering_token)
 
     def finish(self, parted: Parted, keys: jax.Array | None = None) -> jax.Array:
         """The rest."""

@@ -1,7 +1,7 @@
 """What networks over classes share: dense layers cut by columns, and logits for a softmax over classes.
 
 A layer cut over the tensor axis has some columns of its matrix and of its bias on every shard.  Its input is whole
-(`hooks.enter`), and so is its output where `hooks.join` lays the shards' columns side by side; logits stay apart.
+(`hooks.copy_to_tensor_axis`), and so is its output where `hooks.join` lays the shards' columns side by side; logits stay apart.
 """
 
 import math
@@ -21,7 +21,7 @@ def kernel_and_bias(key: jax.Array, shape: tuple[int, ...], gain: float) -> dict
 
 def columns(params: Any, x: jax.Array, hooks: Hooks, dtype: Any) -> jax.Array:
     """This shard's columns of x[..., D] kernel[D, F] + bias[F]."""
-    y = jnp.tensordot(hooks.enter(x), params["kernel"].astype(dtype), axes=1)
+    y = jnp.tensordot(hooks.copy_to_tensor_axis(x), params["kernel"].astype(dtype), axes=1)
     return biased(y, params, dtype)
 
 

@@ -62,11 +62,11 @@ class Attention(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: jax.Array, rotation: Rotation | None, ticket: jax.Array | None) -> Parted:
+    def __call__(self, x: jax.Array, rotation: Rotation | None, ordering_token: jax.Array | None) -> Parted:
         x = checkpoint_name(x, "residual_in")
         h = norm(self.config.norm, self.config.norm_eps, self.dtype, "attention_norm")(x)
         half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, name="attention")
-        part, bias, tokens = half(h, x, rotation, None, ticket)
+        part, bias, tokens = half(h, x, rotation, None, ordering_token)
         return Parted(x, part, tokens, bias)
 
 
@@ -78,9 +78,9 @@ class FeedForward(nn.Module):
     hooks: Hooks
 
     @nn.compact
-    def __call__(self, x: jax.Array, tokens: jax.Array | None, ticket: jax.Array | None) -> Parted:
+    def __call__(self, x: jax.Array, tokens: jax.Array | None, ordering_token: jax.Array | None) -> Parted:
         h = norm(self.config.norm, self.config.norm_eps, self.dtype, "mlp_norm")(x)
-        part, bias = MLPHalf(self.config, self.dtype, self.hooks, name="mlp")(h, tokens, ticket)
+        part, bias = MLPHalf(self.config, self.dtype, self.hooks, name="mlp")(h, tokens, ordering_token)
         return Parted(x, part, tokens, bias)
 
 
@@ -137,9 +137,9 @@ class GPT:
     def init(self, key: jax.Array) -> Any:
         """Fresh float32 parameters."""
         blocks = jax.vmap(partial(self.init_block, key))(jnp.arange(self.config.num_layers))
-        return {**self.init_ends(key), "blocks": blocks}
+        return {**self.init_embedding_and_head(key), "blocks": blocks}
 
-    def init_ends(self, key: jax.Array) -> Any:
+    def init_embedding_and_head(self, key: jax.Array) -> Any:
         """Those of embedding and head."""
         first, _, last = jax.random.split(key, 3)
         embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32))["params"]
@@ -164,18 +164,18 @@ class GPT:
         """One layer: x[B, S, D] -> x[B, S, D]."""
         return self.finish(self.feed(layer_params, self.attend(layer_params, x), keys), keys)
 
-    # A layer, cut before each of its sums over the shards; keys and tickets as in `block` and `hooks.wait`.
+    # A layer, cut before each of its sums over the shards; keys and tickets as in `block` and `hooks.depend_on`.
 
-    def attend(self, layer_params: Any, x: jax.Array, ticket: jax.Array | None = None) -> Parted:
+    def attend(self, layer_params: Any, x: jax.Array, ordering_token: jax.Array | None = None) -> Parted:
         """Up to the first sum."""
-        return apply(self._attention, layer_params, x, self._rotation(x.shape[1] * self.hooks.rows), ticket)
+        return apply(self._attention, layer_params, x, self._rotation(x.shape[1] * self.hooks.rows), ordering_token)
 
     def feed(
-        self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ticket: jax.Array | None = None
+        self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ordering_token: jax.Array | None = None
     ) -> Parted:
         """From there up to the second."""
         x = collected(parted, self.config.dropout, keys, 0, self.hooks, "projection_out")
-        return apply(self._feed_forward, layer_params, x, parted.tokens, ticket)
+        return apply(self._feed_forward, layer_params, x, parted.tokens, ordering_token)
 
     def finish(self, parted: Parted, keys: jax.Array | None = None) -> jax.Array:
         """The rest."""

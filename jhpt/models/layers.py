@@ -66,7 +66,7 @@ class Parted(NamedTuple):
 
 def collected(parted: Parted, rate: float, keys: jax.Array | None, use: int, hooks: Hooks, name: str) -> jax.Array:
     """x + dropout(the sum + bias); the sum is called `name` for recomputation."""
-    out = hooks.collect(parted.part, parted.tokens)
+    out = hooks.reduce_over_tensor_axis(parted.part, parted.tokens)
     out = checkpoint_name(out if parted.bias is None else plus(out, parted.bias), name)
     return parted.x + dropout(out, rate, keys, use, hooks)
 
@@ -93,7 +93,7 @@ class AttentionHalf(nn.Module):
     """Multi-head attention on an already normalised input; qkv is one matrix [D, K, G + 2, E], grouped by key head,
     so that a tensor axis over K keeps every query beside its key and value.
 
-    residual: the rows of the residual stream that x was made of.  ticket: to wait for (`hooks.wait`).
+    residual: the rows of the residual stream that x was made of.  ticket: to wait for (`hooks.depend_on`).
     Returns (part of the result, its bias, tokens that matter: `hooks.important`).
     """
 
@@ -109,7 +109,7 @@ class AttentionHalf(nn.Module):
         residual: jax.Array,
         rotation: Rotation | None,
         lengths: jax.Array | None,
-        ticket: jax.Array | None,
+        ordering_token: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         config = self.config
         is_gpt = isinstance(config, GPTConfig)
@@ -119,7 +119,7 @@ class AttentionHalf(nn.Module):
         product = PRODUCTS[config.matmul_dtype]
 
         x, settle = self.hooks.enter_before(x)
-        x = self.hooks.wait(x, ticket)
+        x = self.hooks.depend_on(x, ordering_token)
         qkv = checkpoint_name(Linear((kv_heads, group + 2, width), self.dtype, bias, product, name="qkv")(x), "qkv")
         q = qkv[..., :group, :].reshape(*x.shape[:2], heads, width)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
@@ -145,7 +145,7 @@ class MLPHalf(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, tokens: jax.Array | None, ticket: jax.Array | None
+        self, x: jax.Array, tokens: jax.Array | None, ordering_token: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
         config = self.config
         gpt = config if isinstance(config, GPTConfig) else None
@@ -154,7 +154,7 @@ class MLPHalf(nn.Module):
         gated = gpt is not None and gpt.activation == "swiglu"
 
         features = ((2,) if gated else ()) + (config.ffn_width // self.hooks.shards,)
-        x = self.hooks.wait(self.hooks.enter(x, tokens), ticket)
+        x = self.hooks.depend_on(self.hooks.copy_to_tensor_axis(x, tokens), ordering_token)
         hidden = checkpoint_name(Linear(features, self.dtype, bias, product, name="up")(x), "mlp_hidden")
         if gated:
             active = nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]

@@ -66,7 +66,7 @@ class MLP:
         mlp = layer_params["mlp"]
         hidden = checkpoint_name(columns(mlp["up"], checkpoint_name(x, "x"), self.hooks, self.dtype), "hidden")
         kernel = mlp["down"]["kernel"].astype(self.dtype)
-        out = self.hooks.collect(jnp.einsum("...f,fd->...d", jax.nn.gelu(hidden), kernel))
+        out = self.hooks.reduce_over_tensor_axis(jnp.einsum("...f,fd->...d", jax.nn.gelu(hidden), kernel))
         return x + biased(out, mlp["down"], self.dtype)
 
     def logits(self, params: Any, x: jax.Array) -> jax.Array:

@@ -76,7 +76,9 @@ class VGG:
         if kind == "dense":
             y = jax.nn.relu(columns(own, x.reshape(len(x), -1), self.hooks, self.dtype))
         else:
-            y = jax.nn.relu(biased(_convolved(self.hooks.enter(x), own["kernel"].astype(self.dtype)), own, self.dtype))
+            y = jax.nn.relu(
+                biased(_convolved(self.hooks.copy_to_tensor_axis(x), own["kernel"].astype(self.dtype)), own, self.dtype)
+            )
             y = _pooled(y) if kind == "conv_pooled" else y
         return self.hooks.join(y)
 

@@ -23,7 +23,7 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype, hooks: Hooks) -
 
 def project_to_vocabulary(x: jax.Array, table: jax.Array, vocab_size: int, dtype: jnp.dtype, hooks: Hooks) -> jax.Array:
     """x table^T in float32, [..., V]; columns of padding rows are -inf, so they take no probability and no gradient."""
-    logits = _product(hooks.enter(x), table.astype(dtype))
+    logits = _product(hooks.copy_to_tensor_axis(x), table.astype(dtype))
     if vocab_size == table.shape[0] * hooks.shards:
         return logits
     return jnp.where(columns(logits, hooks) < vocab_size, logits, -jnp.inf)

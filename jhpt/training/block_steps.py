@@ -8,7 +8,7 @@
                 loss is known before the first step is taken, a gradient is not: from the first block on whose gradient
                 is not finite none takes a step, and those behind it, which have, do not go back
 
-What a block reads and writes in either pass is its `Turns`; the step itself is AdamW of optax, number by number.
+What a block reads and writes in either pass is its `BlockUpdateHooks`; the step itself is AdamW of optax, number by number.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ import jax.numpy as jnp
 import optax
 
 from jhpt.core.config import OptimizerConfig
-from jhpt.sharding.hosted import Turns
-from jhpt.sharding.streamed import GRADIENT, WEIGHTS, Rows
+from jhpt.sharding.offload.step import BlockUpdateHooks
+from jhpt.sharding.offload.stream import GRADIENT, WEIGHTS, Rows
 from jhpt.training.clipping import Clipping
 from jhpt.training.step import new_if
 
 MEAN, SQUARES = "mean", "squares"
 """Adam's two moments."""
 
-KEPT = (WEIGHTS, MEAN, SQUARES)
+SAVED = (WEIGHTS, MEAN, SQUARES)
 """What a checkpoint holds of a block."""
 
 
@@ -48,7 +48,7 @@ class Pending:
 
 
 Stepped = Callable[[Pending, Rows, jax.Array], Rows]
-"""(step, rows of `KEPT`, gradient) -> rows after it."""
+"""(step, rows of `SAVED`, gradient) -> rows after it."""
 
 
 def stepped(config: OptimizerConfig, decays: Callable[[jax.Array], jax.Array]) -> Stepped:
@@ -70,7 +70,7 @@ def stepped(config: OptimizerConfig, decays: Callable[[jax.Array], jax.Array]) -
         )
         direction = direction + config.weight_decay * jnp.where(decays(gradient), rows[WEIGHTS], 0.0)
         new = {WEIGHTS: rows[WEIGHTS] - pending.rate * direction, MEAN: after.mu, SQUARES: after.nu}
-        return new_if(pending.good, new, {name: rows[name] for name in KEPT})
+        return new_if(pending.good, new, {name: rows[name] for name in SAVED})
 
     return step
 
@@ -80,7 +80,7 @@ def unbias(decay: float, count: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(1 / (1 - decay ** count.astype(jnp.float32)))
 
 
-def deferred(step: Stepped, summed: Callable[[jax.Array], jax.Array]) -> Turns:
+def deferred(step: Stepped, summed: Callable[[jax.Array], jax.Array]) -> BlockUpdateHooks:
     """The step is given to the forward pass; what the backward pass is told and tells is the sum of squares so far.
 
     summed: over the data ranks.
@@ -89,10 +89,10 @@ def deferred(step: Stepped, summed: Callable[[jax.Array], jax.Array]) -> Turns:
     def leave(_: Any, __: Rows, gradient: jax.Array, squares: jax.Array) -> tuple[jax.Array, Rows]:
         return squares + jnp.sum(jnp.square(gradient)), {GRADIENT: gradient}
 
-    return Turns(
+    return BlockUpdateHooks(
         arrive=lambda pending, rows: step(pending, rows, rows[GRADIENT]),
-        arrive_reads=(*KEPT, GRADIENT),
-        arrive_writes=KEPT,
+        arrive_reads=(*SAVED, GRADIENT),
+        arrive_writes=SAVED,
         first=lambda _, __: jnp.float32(0),
         leave=leave,
         leave_writes=(GRADIENT,),
@@ -100,7 +100,7 @@ def deferred(step: Stepped, summed: Callable[[jax.Array], jax.Array]) -> Turns:
     )
 
 
-def at_once(step: Stepped, summed: Callable[[jax.Array], jax.Array], clip: Clipping) -> Turns:
+def update_in_backward(step: Stepped, summed: Callable[[jax.Array], jax.Array], clip: Clipping) -> BlockUpdateHooks:
     """The step is given to the backward pass, which is told and tells (sum of squares, whether all were finite)."""
 
     def first(sums: Any, pending: Pending) -> tuple[jax.Array, jax.Array]:
@@ -114,13 +114,13 @@ def at_once(step: Stepped, summed: Callable[[jax.Array], jax.Array], clip: Clipp
         pending = Pending(shrink=shrink, rate=pending.rate, good=good, updates=pending.updates)
         return (squares + own, good), step(pending, rows, gradient)
 
-    return Turns(
+    return BlockUpdateHooks(
         arrive=None,
         arrive_reads=(WEIGHTS,),
         arrive_writes=(),
         first=first,
         leave=leave,
         leave_reads=(MEAN, SQUARES),
-        leave_writes=KEPT,
+        leave_writes=SAVED,
         last=lambda told: told,
     )

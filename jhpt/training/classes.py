@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jhpt.models.mlp import MLP, NAMED_TENSORS
 from jhpt.models.vgg import VGG
 from jhpt.models.vocabulary import token_nll
-from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
-from jhpt.sharding.parts import Parts
+from jhpt.sharding.model_parts import Parts
+from jhpt.sharding.step import Execution
 from jhpt.training.parts import Sums, tensor_hooks
 from jhpt.training.setup import MOST_UNROLLED_LAYERS, layer_policy
 
@@ -28,14 +28,14 @@ class Examples(NamedTuple):
 def class_parts(network: Network) -> Parts:
     """loss = sum over rows of -log p(target); `Sums.tokens` counts the rows."""
 
-    def entry(ends: Any, rows: Examples, keys: jax.Array) -> jax.Array:
-        return network.embed(ends, rows.inputs)
+    def entry(embedding_and_head: Any, rows: Examples, keys: jax.Array) -> jax.Array:
+        return network.embed(embedding_and_head, rows.inputs)
 
     def block(params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> jax.Array:
         return network.block(params, x)
 
-    def exit_(ends: Any, x: jax.Array, rows: Examples, keys: jax.Array) -> Sums:
-        nll, _ = token_nll(network.logits(ends, x), rows.targets, network.hooks)
+    def exit_(embedding_and_head: Any, x: jax.Array, rows: Examples, keys: jax.Array) -> Sums:
+        nll, _ = token_nll(network.logits(embedding_and_head, x), rows.targets, network.hooks)
         total = jnp.sum(nll)
         return Sums(total, total, jnp.float32(len(nll)))
 
@@ -45,17 +45,17 @@ def class_parts(network: Network) -> Parts:
 def class_execution(network: Network, layout: Layout) -> Execution:
     """The network, laid out and ready to be traced.  Only blocks that are alike can be a pipeline's."""
     assert not layout.plan.sequence, "no sequence to cut"
-    grid, plan = layout.grid, layout.plan
-    assert plan.kept is None, "names are of a transformer's blocks"
+    device_mesh, plan = layout.device_mesh, layout.plan
+    assert plan.saved is None, "names are of a transformer's blocks"
     policy = layer_policy(plan, stacked=layout.stages > 1, names=NAMED_TENSORS)
 
     def parts_at(degree: int) -> Parts:
-        axes = grid.axes(degree).tensor
-        return class_parts(replace(network, hooks=tensor_hooks(axes, grid.size(axes))))
+        axes = device_mesh.axes(degree).tensor
+        return class_parts(replace(network, hooks=tensor_hooks(axes, device_mesh.size(axes))))
 
     return Execution(
         layout=layout,
-        parts={degree: parts_at(degree) for degree in grid.degrees},
+        parts={degree: parts_at(degree) for degree in device_mesh.degrees},
         dtype=network.dtype,
         tied=None,
         unroll=not network.alike or network.num_blocks <= MOST_UNROLLED_LAYERS,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from jhpt.core.config import OptimizerConfig
-from jhpt.sharding.execute import Execution
+from jhpt.sharding.step import Execution
 
 
 @dataclass(frozen=True, kw_only=True)

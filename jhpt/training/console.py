@@ -12,7 +12,7 @@ from rich.text import Text
 
 from jhpt.core.plan import Plan
 from jhpt.core.shapes import parameter_count
-from jhpt.planner.explain.words import gradients_text, offload_text
+from jhpt.planner.report.words import gradients_text, offload_text
 from jhpt.training.fitting import Programs
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main
@@ -78,9 +78,9 @@ def plan_text(plan: Plan) -> str:
 
 def recompute_text(plan: Plan) -> str:
     """`recompute`, or `recompute but for qkv`; nothing where all is kept."""
-    if plan.kept is None:
+    if plan.saved is None:
         return "recompute" if plan.recompute else ""
-    return f"recompute but for {plan.kept.text()}"
+    return f"recompute but for {plan.saved.text()}"
 
 
 def plan_change(before: Plan, now: Plan) -> str:
@@ -94,8 +94,8 @@ def plan_change(before: Plan, now: Plan) -> str:
 
 
 def _devices_text(setup: Setup) -> str:
-    used, there = setup.layout.grid.mesh.size, jax.device_count()
-    idle = [str(device.id) for device in jax.devices() if device not in set(setup.layout.grid.mesh.devices.flat)]
+    used, there = setup.layout.device_mesh.mesh.size, jax.device_count()
+    idle = [str(device.id) for device in jax.devices() if device not in set(setup.layout.device_mesh.mesh.devices.flat)]
     text = f"{used} x {setup.device.kind}, {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
     return text if used == there else f"{text}; idle: {', '.join(idle)}"
 

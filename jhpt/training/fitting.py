@@ -11,9 +11,9 @@ import numpy as np
 from jhpt.core.amounts import gib
 from jhpt.core.config import Config, GPTConfig
 from jhpt.core.errors import InputError
-from jhpt.sharding.options import compiler_options
+from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.checkpoint import Checkpoints
-from jhpt.training.keys import Stream, stream_key
+from jhpt.training.keys import RandomStream, random_key
 from jhpt.training.parts import Sums
 from jhpt.training.setup import Setup
 from jhpt.training.step import StepMetrics, TrainState
@@ -108,4 +108,9 @@ def evaluated(setup: Setup, params: Any) -> tuple[Any, ...]:
     """Shapes of what `evaluate` takes."""
     batch = setup.layout.batch
     weights = jax.ShapeDtypeStruct((setup.config.data.batch_size,), jnp.float32, sharding=batch)
-    return params, windows_shape(setup.config, batch), weights, jax.eval_shape(lambda: stream_key(0, Stream.EVALUATION))
+    return (
+        params,
+        windows_shape(setup.config, batch),
+        weights,
+        jax.eval_shape(lambda: random_key(0, RandomStream.EVALUATION)),
+    )

@@ -5,7 +5,7 @@ import enum
 import jax
 
 
-class Stream(enum.IntEnum):
+class RandomStream(enum.IntEnum):
     """What randomness is used for."""
 
     INIT = 0
@@ -15,6 +15,6 @@ class Stream(enum.IntEnum):
     ROUNDING = 4
 
 
-def stream_key(seed: int, stream: Stream, number: int | jax.Array = 0) -> jax.Array:
+def random_key(seed: int, stream: RandomStream, number: int | jax.Array = 0) -> jax.Array:
     """The key of the `number`-th use of a stream."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), int(stream)), number)

@@ -21,7 +21,7 @@ from jhpt.models.gpt import GPT
 from jhpt.training.console import Display, step_line
 from jhpt.training.data.batches import evaluation_batches, shuffled, training_batches
 from jhpt.training.fitting import Programs, global_batch
-from jhpt.training.keys import Stream, stream_key
+from jhpt.training.keys import RandomStream, random_key
 from jhpt.training.masking import predictions
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.setup import Setup
@@ -180,7 +180,7 @@ def evaluate(setup: Setup, programs: Programs, state: Any) -> float:
     assert setup.validation_windows is not None
     batches = evaluation_batches(setup.validation_windows, config.data.batch_size, own, config.evaluation.batches)
     for index, (windows, weights) in enumerate(batches):
-        key = stream_key(config.seed, Stream.EVALUATION, index)
+        key = random_key(config.seed, RandomStream.EVALUATION, index)
         sums = programs.evaluate(state.params, global_batch(setup, windows), global_batch(setup, weights), key)
         total, tokens = total + float(sums.nll), tokens + float(sums.tokens)
     return total / tokens
@@ -257,7 +257,9 @@ def training_flops_per_token(setup: Setup) -> float:
 def utilisation(setup: Setup, tokens_per_s: float) -> float | None:
     """Model FLOP/s over the mesh's peak bfloat16 FLOP/s, causal convention; None where the peak is not known."""
     peak = setup.device.peak_bf16_flops if setup.model.dtype == "bfloat16" else None
-    return tokens_per_s * training_flops_per_token(setup) / (peak * setup.layout.grid.mesh.size) if peak else None
+    return (
+        tokens_per_s * training_flops_per_token(setup) / (peak * setup.layout.device_mesh.mesh.size) if peak else None
+    )
 
 
 class _Interruption:

@@ -79,7 +79,7 @@ def _whole_records(path: Path) -> list[dict[str, float]]:
 def _drop_records_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
-    kept = [record for record in _whole_records(path) if record["step"] <= step]
+    saved = [record for record in _whole_records(path) if record["step"] <= step]
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(f"{json.dumps(record)}\n" for record in kept))
+    partial.write_text("".join(f"{json.dumps(record)}\n" for record in saved))
     partial.rename(path)

@@ -33,8 +33,8 @@ from jax.sharding import PartitionSpec
 from jhpt.core.errors import InputError
 from jhpt.core.state import block_size
 from jhpt.sharding.layout import Layout
-from jhpt.sharding.rules import MATRICES, path_name
-from jhpt.sharding.storage import names_of
+from jhpt.sharding.partition import MATRICES, path_name
+from jhpt.sharding.zero import names_of
 
 SIGNED, UNSIGNED = 127, 255
 """The largest codes, L."""
@@ -147,7 +147,7 @@ def check_blocks(params: Any, layout: Layout) -> None:
         }
         for tree in (moment.codes, moment.scales)
     )
-    sizes = layout.grid.mesh.shape
+    sizes = layout.device_mesh.mesh.shape
     for path, leaf in jax.tree_util.tree_leaves_with_path(moment.scales):
         name = path_name(path)
         ways = math.prod(sizes[axis] for axis in names_of(codes[name][-1]))

@@ -26,10 +26,10 @@ from jhpt.models.gpt import GPT
 from jhpt.models.hooks import Hooks, Settle, same
 from jhpt.models.layers import Parted, fold, layer_keys
 from jhpt.models.vocabulary import token_nll
-from jhpt.sharding import order, tensor
-from jhpt.sharding.choice import causal_choice
-from jhpt.sharding.compressed import Wire, settle
-from jhpt.sharding.parts import Halves, Parts
+from jhpt.sharding import ordering, tensor
+from jhpt.sharding.compression.all_reduce import CompressedAllReduce, settle
+from jhpt.sharding.compression.token_choice import causal_choice
+from jhpt.sharding.model_parts import Halves, Parts
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.masking import Masked, mask_tokens
 
@@ -56,14 +56,14 @@ def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
     """A model's view from one rank of these mesh axes."""
     if shards == 1:
         return Hooks()
-    total = partial(tensor.sum_parts, axes)
+    total = partial(tensor.reduce_over_tensor_axis, axes)
     return Hooks(
         shards=shards,
-        wait=order.wait,
+        depend_on=ordering.depend_on,
         rank=lambda: jax.lax.axis_index(axes),
-        enter=lambda x, tokens=None: tensor.enter(axes, x),
-        enter_before=lambda x: (tensor.enter(axes, x), same),
-        collect=lambda part, tokens=None: total(part),
+        copy_to_tensor_axis=lambda x, tokens=None: tensor.copy_to_tensor_axis(axes, x),
+        enter_before=lambda x: (tensor.copy_to_tensor_axis(axes, x), same),
+        reduce_over_tensor_axis=lambda part, tokens=None: total(part),
         join=partial(tensor.join, axes),
         total=total,
         largest=partial(tensor.largest, axes),
@@ -78,9 +78,9 @@ def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
         tensor_hooks(axes, shards),
         rows=shards,
         own_rows=partial(tensor.own_rows, axes),
-        enter=lambda x, tokens=None: tensor.enter_rows(axes, x),
-        enter_before=lambda x: (tensor.enter_rows(axes, x), same),
-        collect=lambda part, tokens=None: tensor.sum_rows(axes, part),
+        copy_to_tensor_axis=lambda x, tokens=None: tensor.all_gather_rows(axes, x),
+        enter_before=lambda x: (tensor.all_gather_rows(axes, x), same),
+        reduce_over_tensor_axis=lambda part, tokens=None: tensor.reduce_scatter_rows(axes, part),
     )
 
 
@@ -95,19 +95,19 @@ def compressed_hooks(
     """The same for blocks whose sums are compressed; `important_tokens` says which tokens matter."""
     if shards == 1:
         return Hooks()
-    wire = Wire(axes=axes, ranks=shards, how=how, implementation=implementation)
+    compressed = CompressedAllReduce(axes=axes, ranks=shards, how=how, implementation=implementation)
     hooks = replace(
         tensor_hooks(axes, shards),
-        enter=wire.enter,
-        enter_before=lambda x: (wire.enter(x, None), same),
-        collect=lambda part, tokens=None: wire.sum_parts(part, tokens),
+        copy_to_tensor_axis=compressed.copy_to_tensor_axis,
+        enter_before=lambda x: (compressed.copy_to_tensor_axis(x, None), same),
+        reduce_over_tensor_axis=lambda part, tokens=None: compressed.reduce_over_tensor_axis(part, tokens),
     )
     if how.tokens == 1:
         return hooks
 
     def enter_before(x: jax.Array) -> tuple[jax.Array, Settle]:
-        x, ticket = wire.enter_before(x, tokens_of(how, x.shape[1]))
-        return x, lambda y, tokens: settle(y, ticket, tokens)
+        x, ordering_token = compressed.enter_before(x, tokens_of(how, x.shape[1]))
+        return x, lambda y, tokens: settle(y, ordering_token, tokens)
 
     return replace(
         hooks, important=partial(important_tokens, axes, how, causal, implementation), enter_before=enter_before
@@ -140,14 +140,14 @@ def important_tokens(
     return token_topk(scores, count, implementation=implementation)
 
 
-def with_cut_sequence(ends: Parts, blocks: Parts, axes: tuple[str, ...]) -> Parts:
+def with_cut_sequence(embedding_and_head: Parts, blocks: Parts, axes: tuple[str, ...]) -> Parts:
     """Ends on whole sequences, blocks between them on cut ones."""
     return replace(
-        ends,
-        entry=lambda params, rows, keys: tensor.cut_rows(axes, ends.entry(params, rows, keys)),
+        embedding_and_head,
+        entry=lambda params, rows, keys: tensor.split_rows(axes, embedding_and_head.entry(params, rows, keys)),
         block=blocks.block,
         halves=blocks.halves,
-        exit=lambda params, x, rows, keys: ends.exit(params, tensor.join_rows(axes, x), rows, keys),
+        exit=lambda params, x, rows, keys: embedding_and_head.exit(params, tensor.join_rows(axes, x), rows, keys),
     )
 
 
@@ -166,8 +166,8 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
         return model.finish(parted._replace(tokens=tokens), own(at))
 
     halves = Halves(
-        first=lambda params, x, at, ticket: model.attend(params, x, ticket),
-        second=lambda params, parted, at, ticket: model.feed(params, parted, own(at), ticket),
+        first=lambda params, x, at, ordering_token: model.attend(params, x, ordering_token),
+        second=lambda params, parted, at, ordering_token: model.feed(params, parted, own(at), ordering_token),
         finish=finish,
     )
 
@@ -183,11 +183,11 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
 
     if isinstance(model, GPT):
 
-        def entry(ends: Any, rows: Rows, keys: jax.Array) -> jax.Array:
-            return model.embed(ends, rows.windows[:, :-1], noise(keys))
+        def entry(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
+            return model.embed(embedding_and_head, rows.windows[:, :-1], noise(keys))
 
-        def exit_(ends: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
-            return _sums(model.logits(ends, x), rows.windows[:, 1:], rows.weights, z_loss, model.hooks)
+        def exit_(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
+            return _sums(model.logits(embedding_and_head, x), rows.windows[:, 1:], rows.weights, z_loss, model.hooks)
 
         reads = ("head", *(("embedding/tokens",) if model.config.tied else ()))
         return whole(entry, exit_, reads)
@@ -195,13 +195,13 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     def masked(rows: Rows, keys: jax.Array) -> Masked:
         return mask_tokens(fold(keys, MASKS), rows.windows, data.mask_fraction, tokenizer)
 
-    def encoder_entry(ends: Any, rows: Rows, keys: jax.Array) -> jax.Array:
-        return model.embed(ends, masked(rows, keys).tokens, keys=noise(keys))
+    def encoder_entry(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
+        return model.embed(embedding_and_head, masked(rows, keys).tokens, keys=noise(keys))
 
-    def encoder_exit(ends: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
+    def encoder_exit(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
         wanted = masked(rows, keys)
         predicted = jnp.take_along_axis(x, wanted.positions[..., None], axis=1)
-        return _sums(model.logits(ends, predicted), wanted.targets, rows.weights, z_loss, model.hooks)
+        return _sums(model.logits(embedding_and_head, predicted), wanted.targets, rows.weights, z_loss, model.hooks)
 
     assert isinstance(model, BERT)
     return whole(encoder_entry, encoder_exit, ("head", "embedding/tokens"))

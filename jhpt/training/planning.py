@@ -21,19 +21,19 @@ from jhpt.core.cluster import Cluster
 from jhpt.core.config import BLOCK_INPUT, Config, GPTConfig, MemoryConfig, ParallelConfig, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Kept, Plan, check_plan, plan_by_hand
+from jhpt.core.plan import Plan, SavedTensors, check_plan, plan_by_hand
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.network import spanning
-from jhpt.planner.analytic import analytic_profile
-from jhpt.planner.choice import plan_to_run
-from jhpt.planner.costs import CostModel
-from jhpt.planner.explain.words import shape_text
-from jhpt.planner.fitted import fitted
-from jhpt.planner.front import budgeted, capped, dtype_of
-from jhpt.planner.request import SAMPLE_CHUNKS, compressions, offload_kinds, recomputations, request
-from jhpt.planner.solve import solve
+from jhpt.planner.api import budgeted, capped, dtype_of
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.profiles.analytic import analytic_profile
+from jhpt.planner.report.words import shape_text
+from jhpt.planner.search.choice import plan_to_run
+from jhpt.planner.search.fitted import fitted
+from jhpt.planner.search.request import SAMPLE_CHUNKS, compressions, offload_kinds, recomputations, request
+from jhpt.planner.search.solve import solve
 from jhpt.sharding.mesh import check_runnable
-from jhpt.training.processes import is_main, processes_here, text_from_main, together
+from jhpt.training.processes import is_main, processes_here, raise_on_all_processes, text_from_main
 from jhpt.training.profiling import cached_cluster, cached_profile, planning_grid
 from jhpt.training.run_dir import CONFIG_FILE, PLAN_FILE
 from jhpt.training.runtime import host_budget
@@ -54,7 +54,7 @@ class Past:
 def read_past(run_dir: Path, say: Callable[[str], None]) -> Past:
     """What was executed in `run_dir` so far; `say` hears of a plan that cannot be read."""
     plan, parallel, memory = "", "", ""
-    with together():
+    with raise_on_all_processes():
         if is_main() and (run_dir / PLAN_FILE).is_file():
             try:
                 plan = Plan.load(run_dir / PLAN_FILE).model_dump_json()
@@ -79,7 +79,7 @@ def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[s
         planning refuses.
     """
     if given is not None:
-        with together():
+        with raise_on_all_processes():
             check_fits(given, config)
         if unread := _unread(given, config):
             say(f"note: what lives on the host and what is computed again follows the plan, not {' and '.join(unread)}")
@@ -143,9 +143,9 @@ def _own_plan(config: Config, past: Past, say: Callable[[str], None]) -> Plan | 
 
 def _unread(plan: Plan, config: Config) -> list[str]:
     """What the section `memory` says otherwise than a plan that takes its place."""
-    memory, kept = config.memory, plan.kept or Kept()
-    names = {name for name in (*kept.device, *kept.host) if name != BLOCK_INPUT}
-    offload = plan.offload.what if plan.offload else "off"
+    memory, saved = config.memory, plan.saved or SavedTensors()
+    names = {name for name in (*saved.device, *saved.host) if name != BLOCK_INPUT}
+    offload = plan.offload.kind if plan.offload else "off"
     how = "none" if not plan.recompute else names or "full"
     wanted = memory.recompute if isinstance(memory.recompute, str) else set(memory.recompute)
     recompute = memory.recompute if isinstance(memory.recompute, str) else ",".join(memory.recompute)
@@ -195,9 +195,13 @@ def model_differences(plan: Plan, config: Config) -> list[str]:
     except InputError as error:
         found.append(str(error))
     optimizer = config.optimizer
-    if plan.offload and optimizer.clip_norm is not None and plan.offload.at_once != optimizer.at_once:
+    if (
+        plan.offload
+        and optimizer.clip_norm is not None
+        and plan.offload.update_in_backward != optimizer.update_in_backward
+    ):
         found.append(
-            f"the plan has offload.at_once={str(plan.offload.at_once).lower()}, which is not how "
+            f"the plan has offload.at_once={str(plan.offload.update_in_backward).lower()}, which is not how "
             f"optimizer.clip={optimizer.clip} takes a step"
         )
     sizes = {
@@ -211,10 +215,10 @@ def model_differences(plan: Plan, config: Config) -> list[str]:
         if uneven:
             found.append(f"the plan has tensor degree {tensor}, which does not divide {one_of(uneven)}")
     tied = model.tied if isinstance(model, GPTConfig) else True
-    ends = plan.stages[0].chunks[0].tensor[0], plan.stages[-1].chunks[-1].tensor[-1]
-    if tied and ends[0] != ends[1]:
+    embedding_and_head = plan.stages[0].chunks[0].tensor[0], plan.stages[-1].chunks[-1].tensor[-1]
+    if tied and embedding_and_head[0] != embedding_and_head[1]:
         found.append(
-            f"embedding and head share a table, and the plan gives them tensor degrees {ends[0]} and {ends[1]}"
+            f"embedding and head share a table, and the plan gives them tensor degrees {embedding_and_head[0]} and {embedding_and_head[1]}"
         )
     return found
 
@@ -230,21 +234,21 @@ def same_work(first: Plan, second: Plan) -> bool:
 
 def _planned(config: Config, say: Callable[[str], None]) -> Plan:
     """The planner's.  Measuring takes minutes, so what is refused whatever the plan is refused before."""
-    with together():
+    with raise_on_all_processes():
         check_data(config)
         named = _named_cluster(config)
-    grid = planning_grid(config, jax.device_count())
+    device_mesh = planning_grid(config, jax.device_count())
     if named is None:
         say("parallel: auto: measuring this machine (kept for the next time)")
-        with together():
-            own = cached_cluster(grid.rounds)[0]
+        with raise_on_all_processes():
+            own = cached_cluster(device_mesh.rounds)[0]
         cluster = spanning(own)
     else:
         cluster = named
     say(f"parallel: auto: measuring the layers of {config.name} (kept for the next time)")
     text, processes = "", processes_here()
-    with together():
-        profile = cached_profile(config, grid)[0]
+    with raise_on_all_processes():
+        profile = cached_profile(config, device_mesh)[0]
         if is_main():
             asked = request(
                 config.data.batch_size,
@@ -252,7 +256,7 @@ def _planned(config: Config, say: Callable[[str], None]) -> Plan:
                 compression=compressions(config),
                 gradient_compression=config.parallel.gradient_compression,
                 offload=offload_kinds(config),
-                at_once=config.optimizer.at_once,
+                update_in_backward=config.optimizer.update_in_backward,
                 **recomputations(config),
             )
             room = budgeted(_with_kind(cluster), config, host_budget(config.memory) / processes)

@@ -1,13 +1,13 @@
 """The real training step of a plan, compiled for a cluster that is not here, and read."""
 
+from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, compiled_for
+from jhpt.compiled.modelled import Clock
+from jhpt.compiled.program import Reading, read_compiled
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
-from jhpt.measure.compiled import Reading, read_compiled
-from jhpt.measure.deviceless import compile_only_devices, compile_only_info, compiled_for
-from jhpt.measure.modelled import Clock
-from jhpt.sharding.options import compiler_options
+from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.planning import check_fits_model
 from jhpt.training.programs import train_program
 from jhpt.training.setup import design_step, fitting_tokenizer
@@ -28,6 +28,6 @@ def compiled_step(config: Config, plan: Plan, cluster: Cluster) -> Reading:
         raise InputError(f"the plan needs {plan.devices} devices, {cluster.name} has {cluster.num_devices}")
     devices = compile_only_devices(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, compile_only_info(cluster))
-    sizes = {str(name): int(size) for name, size in design.layout.grid.mesh.shape.items()}
+    sizes = {str(name): int(size) for name, size in design.layout.device_mesh.mesh.shape.items()}
     compiled = compiled_for(train_program(design), compiler_options("gpu", plan))
     return read_compiled(compiled, sizes, Clock(cluster))

@@ -86,7 +86,7 @@ def is_main() -> bool:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def raise_on_all_processes() -> Iterator[None]:
     """What fails inside on one process is raised on all, instead of leaving the others waiting for it.
 
     All processes must enter and leave; the body must not communicate.
@@ -122,7 +122,7 @@ def check_agreed(told: Mapping[str, Any]) -> None:
       InputError: names what differs, with both values, on the process that differs.
     """
     main = json.loads(text_from_main(json.dumps(told)))
-    with together():
+    with raise_on_all_processes():
         here = json.loads(json.dumps(told))
         names = [name for name in {**main, **here} if main.get(name) != here.get(name)]
         if names:

@@ -1,7 +1,7 @@
 """`jhpt profile`: the seconds of a model's layers and the rates of this machine, measured once and kept.
 
 `jhpt.measure.profile` says how layers are timed; here are the training steps that it times: the real objective,
-hooks, optimizer and step of a model of few blocks.  Bytes and parameters come from `jhpt.planner.analytic`.
+hooks, optimizer and step of a model of few blocks.  Bytes and parameters come from `jhpt.planner.profiles.analytic`.
 """
 
 import hashlib
@@ -35,17 +35,17 @@ from jhpt.measure.rank import rank_share, tensor_degrees
 from jhpt.models.attention import choose_attention
 from jhpt.models.build import Model, build
 from jhpt.models.products import check_products
-from jhpt.planner.analytic import analytic_profile
-from jhpt.sharding.execute import Execution
+from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.layout import Layout
-from jhpt.sharding.mesh import make_grid
+from jhpt.sharding.mesh import make_device_mesh
+from jhpt.sharding.step import Execution
 from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.windows import check_masked
 from jhpt.training.optimizer import learning_rate, make_optimizer
 from jhpt.training.parts import Rows, Sums
 from jhpt.training.runtime import configure_runtime
-from jhpt.training.setup import compute_dtype, execution, kept_weights
+from jhpt.training.setup import compute_dtype, execution, stored_weights
 from jhpt.training.step import Gradients, TrainState, TrainStep, init_state, make_train_step
 from jhpt.training.weights import Weights
 
@@ -165,7 +165,7 @@ class _Builder:
             self.tensor, self.running = tensor, {}
         if depth not in self.running:
             model = self._model(depth, tensor)
-            self.running[depth] = _Running(model, self.optimizer, kept_weights(self.config.optimizer.weights, model))
+            self.running[depth] = _Running(model, self.optimizer, stored_weights(self.config.optimizer.weights, model))
         return self._shallow(self.running[depth], batch)
 
     def _model(self, depth: int, tensor: int) -> Model:
@@ -178,8 +178,8 @@ class _Builder:
         data = self.config.data.model_copy(update={"batch_size": batch})
         config = self.config.model_copy(update={"model": model.config, "data": data, "parallel": ParallelConfig()})
         plan = plan_by_hand(config, 1)
-        grid = make_grid(plan, jax.local_devices()[:1])
-        layout = Layout(plan=plan, grid=grid, num_layers=model.config.num_layers)
+        grid = make_device_mesh(plan, jax.local_devices()[:1])
+        layout = Layout(plan=plan, device_mesh=grid, num_layers=model.config.num_layers)
         return execution(config, model, layout, self.tokenizer, train=True)
 
     def _shallow(self, running: "_Running", batch: int) -> Shallow | None:
@@ -245,8 +245,11 @@ class _Running:
 def _given_gradients(params: Any, gradients: jax.Array, key: jax.Array) -> tuple[Any, Sums]:
     """The batch as the gradient: what is left of a step is its update."""
     leaves, tree = jax.tree.flatten(params)
-    ends = np.cumsum([leaf.size for leaf in leaves])
-    pieces = [gradients[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
+    embedding_and_head = np.cumsum([leaf.size for leaf in leaves])
+    pieces = [
+        gradients[end - leaf.size : end].reshape(leaf.shape)
+        for leaf, end in zip(leaves, embedding_and_head, strict=True)
+    ]
     return jax.tree.unflatten(tree, pieces), Sums(jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
 
 
@@ -292,7 +295,7 @@ def cached_profile(config: Config, grid: Grid, again: bool = False) -> tuple[Mod
 
 
 def _few_bits(optimizer: OptimizerConfig) -> list[str]:
-    return [optimizer.weights, optimizer.moments] if optimizer.in_few_bits else []
+    return [optimizer.weights, optimizer.moments] if optimizer.low_precision else []
 
 
 def cached_cluster(rounds: int, again: bool = False) -> tuple[Cluster, Path, bool]:

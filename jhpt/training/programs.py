@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jhpt.sharding import feedback
-from jhpt.sharding.options import compiler_options
+from jhpt.sharding.compiler_options import compiler_options
+from jhpt.sharding.compression import feedback
 from jhpt.training.clipping import clipping
 from jhpt.training.fitting import Programs, check_memory, evaluated, fitting, memory_of, windows_shape
-from jhpt.training.hosted_programs import hosted_programs, hosted_step
-from jhpt.training.keys import Stream, stream_key
+from jhpt.training.keys import RandomStream, random_key
+from jhpt.training.offloaded_programs import offloaded_programs, offloaded_step
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.parts import Rows
 from jhpt.training.setup import Design, Setup
@@ -29,7 +29,7 @@ def compile_programs(setup: Setup) -> Programs:
     Raises:
       InputError: the compiler says that one of them needs more memory than there is.
     """
-    return hosted_programs(setup) if setup.plan.offload else _device_programs(setup)
+    return offloaded_programs(setup) if setup.plan.offload else _device_programs(setup)
 
 
 def _device_programs(setup: Setup) -> Programs:
@@ -60,7 +60,7 @@ def evaluate_program(setup: Setup) -> Any:
 
 def train_program(design: Design) -> jax.stages.Lowered:
     """The training step `(state, windows [B, W]) -> (state, metrics)`, whose state is donated; to be compiled."""
-    return hosted_step(design) if design.plan.offload else _device_step(design)
+    return offloaded_step(design) if design.plan.offload else _device_step(design)
 
 
 def _device_step(design: Design) -> jax.stages.Lowered:
@@ -154,7 +154,7 @@ def _converted(convert: Callable[[Any], Any], state: TrainState) -> TrainState:
 
 def fresh_state(design: Design) -> TrainState:
     """The state before the first step, as the plan stores it."""
-    params = design.layout.stored(design.model.init(stream_key(design.config.seed, Stream.INIT)))
+    params = design.layout.stored(design.model.init(random_key(design.config.seed, RandomStream.INIT)))
     left = feedback.fresh(design.layout, params, design.plan.gradient_compression)
     return init_state(
         params, design.optimizer, left, design.weights, clipping(design.config.optimizer, design.training)

@@ -15,15 +15,15 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import Source, dotted, load_config, run_config
 from jhpt.core.plan import Plan
 from jhpt.models.gpt import GPT
+from jhpt.training.activation_offload import check_host_room, with_tried_offload
 from jhpt.training.checkpoint import PLACES, Checkpoints, Record, make_record
 from jhpt.training.console import Display, plan_change, start_table
 from jhpt.training.fitting import Programs
-from jhpt.training.keys import Stream, stream_key
+from jhpt.training.keys import RandomStream, random_key
 from jhpt.training.loop import Progress, evaluation_due, fit, utilisation
 from jhpt.training.metrics import metrics_writer, read_metrics
-from jhpt.training.offloaded import check_host_room, with_tried_offload
 from jhpt.training.planning import choose_plan, read_past, same_work
-from jhpt.training.processes import Processes, check_agreed, from_main, join, same_everywhere, together
+from jhpt.training.processes import Processes, check_agreed, from_main, join, raise_on_all_processes, same_everywhere
 from jhpt.training.programs import compile_programs
 from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config, write_plan
 from jhpt.training.runtime import accelerator_present, allow_pinned_memory, configure_runtime
@@ -115,7 +115,7 @@ def train(
     """
     configure_runtime()
     join(processes or Processes())
-    with together():
+    with raise_on_all_processes():
         config = load_config(run_config(source, out), overrides)
         allow_pinned_memory(config.memory)
         given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
@@ -154,7 +154,7 @@ def _resolved(config: Config, given: Plan | None, run_dir: Path, display: Displa
     past = read_past(run_dir, display.say)
     plan = with_tried_offload(choose_plan(config, given, past, display.say), display.say)
     check_host_room(plan, config)
-    with together():
+    with raise_on_all_processes():
         setup = prepare(config, plan, say=display.say)
     if not same_everywhere(setup.cache.key):
         raise InputError("the processes read different text: give all of them the same files in data.path")
@@ -166,10 +166,10 @@ def _resolved(config: Config, given: Plan | None, run_dir: Path, display: Displa
 
 def _executed(run: _Run, display: Display) -> RunResult:
     setup, config = run.setup, run.setup.config
-    display.say(f"compiling {config.name} for {setup.layout.grid.mesh.size} x {setup.device.kind}")
+    display.say(f"compiling {config.name} for {setup.layout.device_mesh.mesh.size} x {setup.device.kind}")
     programs = compile_programs(setup)
     state = _restored(run.directory, run.step, programs) if run.step else programs.init()
-    with together():
+    with raise_on_all_processes():
         write_config(run.directory, config)
         write_plan(run.directory, setup.plan)
     with (
@@ -219,7 +219,7 @@ def _sample(setup: Setup, programs: Programs, state: Any, say: Callable[[str], N
     if not len(prompt):
         prompt = np.asarray([setup.tokenizer.end or 0], np.int32)
     plain, params = replace(model, implementation="xla"), programs.parameters(state.params)
-    tokens = sample(plain, params, prompt, evaluation.sample_tokens, stream_key(setup.config.seed, Stream.SAMPLE))
+    tokens = sample(plain, params, prompt, evaluation.sample_tokens, random_key(setup.config.seed, RandomStream.SAMPLE))
     return setup.tokenizer.decode(tokens.tolist())
 
 

@@ -19,7 +19,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import to_yaml
 from jhpt.core.plan import Plan
 from jhpt.training.checkpoint import Checkpoints, Record, changes_of_note, check_resumable
-from jhpt.training.processes import from_main, is_main, together
+from jhpt.training.processes import from_main, is_main, raise_on_all_processes
 
 CONFIG_FILE = "config.yaml"
 """What a run was asked for, completely."""
@@ -59,12 +59,12 @@ def claimed(run_dir: Path) -> Iterator[None]:
     """
     lock = None
     missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-    with together():
+    with raise_on_all_processes():
         if is_main():
             _check_place(run_dir)
             lock = _lock(run_dir)
     try:
-        with together():
+        with raise_on_all_processes():
             _wait_until_seen(run_dir)
         yield
     finally:

@@ -15,7 +15,7 @@ import optax
 
 from jhpt.core.config import BLOCK_INPUT, NAMED_TENSORS, BERTConfig, Config, GPTConfig, MemoryConfig, WeightStorage
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Kept, Plan, plan_by_hand
+from jhpt.core.plan import Plan, SavedTensors, plan_by_hand
 from jhpt.kernels.implementation import Implementation, KernelChoice, choose_kernels
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
@@ -23,12 +23,12 @@ from jhpt.models.build import Model, build
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import CHOICE
 from jhpt.models.products import check_products
-from jhpt.sharding.execute import Execution
 from jhpt.sharding.layout import Layout
-from jhpt.sharding.mesh import make_grid
-from jhpt.sharding.order import TICKET
-from jhpt.sharding.parts import Parts, Recompute
-from jhpt.sharding.remat import everything, keep_nothing, save_named
+from jhpt.sharding.mesh import make_device_mesh
+from jhpt.sharding.model_parts import Parts, Recompute
+from jhpt.sharding.ordering import ORDERING_TOKEN
+from jhpt.sharding.recompute import everything, save_named, save_nothing
+from jhpt.sharding.step import Execution
 from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.corpus import find_files
 from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
@@ -130,7 +130,7 @@ def design_step(
     """
     check_products(config.model, device.platform, device.capability)
     dtype = compute_dtype(config, device)
-    layout = Layout(plan=plan, grid=make_grid(plan, devices), num_layers=config.model.num_layers)
+    layout = Layout(plan=plan, device_mesh=make_device_mesh(plan, devices), num_layers=config.model.num_layers)
     attention = choose_attention(config.model, device.platform, dtype, device.capability)
     kernels = choose_kernels(device.platform, device.capability)
     model = build(config.model, dtype=dtype, implementation=attention.implementation)
@@ -149,11 +149,11 @@ def design_step(
         training=run(train=True),
         evaluation=run(train=False),
         optimizer=make_optimizer(config.optimizer),
-        weights=kept_weights(config.optimizer.weights, model, layout.stored),
+        weights=stored_weights(config.optimizer.weights, model, layout.stored),
     )
 
 
-def kept_weights(storage: WeightStorage, model: Model, stored: Callable[[Any], Any] = lambda tree: tree) -> Weights:
+def stored_weights(storage: WeightStorage, model: Model, stored: Callable[[Any], Any] = lambda tree: tree) -> Weights:
     """How a model's parameters are kept, and what their roundings draw.  stored: the model's own tree -> laid out."""
     if storage != "bfloat16_stochastic":
         return Weights(storage=storage)
@@ -171,14 +171,14 @@ def execution(
     kernels: Implementation = "reference",
 ) -> Execution:
     """The configured model, laid out and ready to be traced.  kernels: those of compressed sums and gradients."""
-    grid = layout.grid
+    device_mesh = layout.device_mesh
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
     sums, flash = isinstance(config.model, GPTConfig), model.implementation == "cudnn"
     recompute = layer_policy(layout.plan, stacked=stacked, flash=flash, sums=sums)
 
     def parts_at(degree: int) -> Parts:
-        axes = grid.axes(degree).tensor
+        axes = device_mesh.axes(degree).tensor
 
         def cut(hooks: Hooks) -> Parts:
             own = replace(model, hooks=hooks)
@@ -196,7 +196,7 @@ def execution(
 
     return Execution(
         layout=layout,
-        parts={degree: parts_at(degree) for degree in grid.degrees},
+        parts={degree: parts_at(degree) for degree in device_mesh.degrees},
         dtype=model.dtype,
         tied=config.model.tied if isinstance(config.model, GPTConfig) else True,
         unroll=unrolled(config, on_gpu=_on_gpu(layout)),
@@ -221,7 +221,7 @@ def check_sequence(config: Config, plan: Plan) -> None:
 
 
 def _on_gpu(layout: Layout) -> bool:
-    return layout.grid.mesh.devices.flat[0].platform in ("gpu", "cuda")
+    return layout.device_mesh.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 def compute_dtype(config: Config, device: DeviceInfo) -> jnp.dtype:
@@ -256,15 +256,15 @@ def layer_policy(
     two chunks.  sums: it is no more than their sum, which is kept instead; BERT's is the norm of it, whose derivative
     takes the parts.
     """
-    few: tuple[str, ...] = CHOICE, TICKET
+    few: tuple[str, ...] = CHOICE, ORDERING_TOKEN
     if not plan.recompute:
         return save_named((*names, *few), flash=flash) if stacked else everything
-    kept = plan.kept or Kept()
-    if sums and plan.sample_chunks != (1,) and BLOCK_INPUT not in kept.host:
+    saved = plan.saved or SavedTensors()
+    if sums and plan.sample_chunks != (1,) and BLOCK_INPUT not in saved.host:
         few = BLOCK_INPUT, *few
-    elif plan.kept is None:
-        return keep_nothing
-    return save_named((*kept.device, *few), kept.host, flash=flash, loop=stacked)
+    elif plan.saved is None:
+        return save_nothing
+    return save_named((*saved.device, *few), saved.host, flash=flash, loop=stacked)
 
 
 def _windows(config: Config, tokenizer: Tokenizer, tokens: np.ndarray, name: str) -> Windows:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jhpt.training.clipping import Clipping
-from jhpt.training.keys import Stream, stream_key
+from jhpt.training.keys import RandomStream, random_key
 from jhpt.training.weights import Weights, widened
 
 
@@ -103,7 +103,7 @@ def make_train_step(
     """
 
     def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, StepMetrics]:
-        key = stream_key(seed, Stream.STEP, state.step)
+        key = random_key(seed, RandomStream.STEP, state.step)
         if state.feedback is None:
             (grads, sums), feedback = gradients(state.params, windows, key), None
         else:
@@ -115,7 +115,7 @@ def make_train_step(
         rate = learning_rate(state.step)
         directions, moments = optimizer.update(grads, state.optimizer, widened(state.params))
         lower = jax.tree.map(lambda d: rate * d, directions)
-        rounding = stream_key(seed, Stream.ROUNDING, state.step)
+        rounding = random_key(seed, RandomStream.ROUNDING, state.step)
         params, remainder = weights.lowered(state.params, lower, state.remainder, rounding)
 
         bad_steps = jnp.where(good, 0, state.bad_steps + 1)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jhpt.core.config import WeightStorage
-from jhpt.sharding.rules import IN_FLOAT32, path_name
+from jhpt.sharding.partition import IN_FLOAT32, path_name
 
 Keys = Callable[[jax.Array], Any]
 """Key of a step -> a tree like the stored parameters: data of a leaf's key, or of one for each of its rows."""
@@ -98,8 +98,8 @@ def stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
     not finite; above the largest bfloat16 is infinity.
     """
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    kept = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
-    drawn = jax.lax.bitcast_convert_type(kept, jnp.float32)
+    saved = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
+    drawn = jax.lax.bitcast_convert_type(saved, jnp.float32)
     return jnp.where(jnp.isfinite(x), drawn, x).astype(jnp.bfloat16)
 
 

@@ -51,7 +51,7 @@ def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: Grou
     together = WARPS * LANES // lanes  # groups of the smallest block
     groups = rows * in_row // members
     resident = max(groups * pieces, together)
-    at_once = max(min(BLOCK // (parts * piece), resident) // together, 1) * together
+    update_in_backward = max(min(BLOCK // (parts * piece), resident) // together, 1) * together
 
     codes = payloads.codes.reshape(count, groups, own)
     codes = jnp.pad(codes, ((0, 0), (0, 0), (0, pieces * piece - own)))
@@ -62,9 +62,9 @@ def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: Grou
 
     scale = Scale(jnp.float32(knee.codes), *decoding(bits, knee))
     total = plgpu.kernel(
-        partial(_body, bits=bits, shape=(at_once, piece), lanes=lanes),
+        partial(_body, bits=bits, shape=(update_in_backward, piece), lanes=lanes),
         out_type=jax.ShapeDtypeStruct((resident, parts, piece), jnp.float32),
-        grid=(resident // at_once,),
+        grid=(resident // update_in_backward,),
         grid_names=("step",),
         kernel_name="dequantize_sum",
         compiler_params=PARAMS,

@@ -54,7 +54,7 @@ def quantize(
     x = x.reshape(1 if rows is None else len(x), -1, parts, part)  # without a gather all rows are one
     resident, filled = max(x.shape[1], place.groups), -(-part // place.members) * place.members
     x = jnp.pad(x, ((0, 0), (0, resident - x.shape[1]), (0, 0), (0, filled - part)))
-    at_once = max(min(BLOCK // (parts * filled), resident) // place.groups, 1) * place.groups
+    update_in_backward = max(min(BLOCK // (parts * filled), resident) // place.groups, 1) * place.groups
     picked = 1 if rows is None else count
 
     fitted = isinstance(knee.centre, jax.Array) or isinstance(knee.codes, jax.Array)
@@ -65,12 +65,19 @@ def quantize(
         "knee": jnp.array(knee, jnp.float32) if fitted else None,
     }
     codes, ranges = plgpu.kernel(
-        partial(_body, bits=bits, knee=knee, layout=place.layout, at_once=at_once, pitches=(width, members, part)),
+        partial(
+            _body,
+            bits=bits,
+            knee=knee,
+            layout=place.layout,
+            update_in_backward=update_in_backward,
+            pitches=(width, members, part),
+        ),
         out_type=(
             jax.ShapeDtypeStruct((picked, resident, filled), jnp.uint8),
             jax.ShapeDtypeStruct((picked, resident), jnp.bfloat16),
         ),
-        grid=(picked, resident // at_once),
+        grid=(picked, resident // update_in_backward),
         grid_names=("row", "step"),
         kernel_name="segment_quantize",
         compiler_params=PARAMS,
@@ -96,7 +103,7 @@ def _body(
     bits: Bits,
     knee: Knee,
     layout: Any,
-    at_once: int,
+    update_in_backward: int,
     pitches: tuple[int, int, int],
 ) -> None:
     """Parts [at_once, numbers] of groups.
@@ -109,7 +116,7 @@ def _body(
         knee = Knee(inputs["knee"][0], inputs["knee"][1])
 
     def work(start: jax.Array) -> None:
-        here = pl.ds(start, at_once)
+        here = pl.ds(start, update_in_backward)
         each = [load(inputs["x"].at[source, here, part], layout).astype(jnp.float32) for part in range(8 // bits)]
         ranges = reference.rounded_up(reduce(jnp.maximum, (_largest(x) for x in each)))
         store(ranges_ref.at[row, here], ranges)
@@ -126,7 +133,7 @@ def _body(
         packed = codes[0] if bits == 8 else codes[0] | (codes[1] << 4)
         store(codes_ref.at[row, here], packed.astype(jnp.uint8))
 
-    in_blocks(work, ranges_ref.shape[1], at_once, "step")
+    in_blocks(work, ranges_ref.shape[1], update_in_backward, "step")
 
 
 def _largest(x: jax.Array) -> jax.Array:

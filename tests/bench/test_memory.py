@@ -7,9 +7,9 @@ import pytest
 from jhpt.bench.memory.footprints import Footprint
 from jhpt.bench.memory.steps import competitors, in_process
 from jhpt.core.plan import Offload, plan_by_hand
-from jhpt.planner.costs import CostModel
-from jhpt.planner.estimate import price
-from jhpt.planner.front import prepare
+from jhpt.planner.api import prepare
+from jhpt.planner.cost.estimate import price
+from jhpt.planner.cost.model import CostModel
 from tests.conftest import tiny_overrides
 
 
@@ -18,7 +18,7 @@ def test_competitors_are_what_people_do():
     task = prepare("gpt2-1.5b", cluster="h100x1x1", budget="16GiB", batch=8)
     plans, model = competitors(task), CostModel(task.profile, task.cluster)
     assert plans["synchronous"].offload == Offload(ahead=0)
-    assert plans["optimizer"].offload == Offload(what="optimizer")
+    assert plans["optimizer"].offload == Offload(kind="optimizer")
     assert "resident" not in plans
     assert plans["planned"].seconds < plans["synchronous"].seconds
     ahead = price(plans["synchronous"].model_copy(update={"offload": Offload()}), model).seconds

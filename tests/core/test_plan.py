@@ -4,7 +4,7 @@ import pytest
 
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Kept, Plan, check_plan, plan_by_hand
+from jhpt.core.plan import Plan, SavedTensors, check_plan, plan_by_hand
 
 
 def by_hand(devices=8, blocks=8, **parallel):
@@ -116,20 +116,20 @@ def test_what_is_no_plan_is_refused(parallel, change, words):
 
 
 @pytest.mark.parametrize(
-    ("how", "recompute", "kept"),
+    ("how", "recompute", "saved"),
     [
         ("auto", False, None),
         ("none", False, None),
         ("full", True, None),
-        ("qkv", True, Kept(device=("qkv",))),
-        ("qkv, mlp_hidden", True, Kept(device=("qkv", "mlp_hidden"))),
-        (["attention_out"], True, Kept(device=("attention_out",))),
+        ("qkv", True, SavedTensors(device=("qkv",))),
+        ("qkv, mlp_hidden", True, SavedTensors(device=("qkv", "mlp_hidden"))),
+        (["attention_out"], True, SavedTensors(device=("attention_out",))),
     ],
 )
-def test_recomputation_by_hand(tmp_path, how, recompute, kept):
+def test_recomputation_by_hand(tmp_path, how, recompute, saved):
     config = load_config("gpt-tiny", {"memory.recompute": how})
     plan = plan_by_hand(config, 8)
-    assert (plan.recompute, plan.kept) == (recompute, kept)
+    assert (plan.recompute, plan.saved) == (recompute, saved)
     check_plan(plan, config.model.num_layers + 2)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -148,10 +148,10 @@ def test_names_of_no_tensor_are_refused():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kept": Kept(device=("qkv",))}, "recompute is false; set it"),
-        ({"recompute": True, "kept": Kept(host=("logits",))}, "no tensor 'logits'; it has residual_in, qkv"),
-        ({"recompute": True, "kept": Kept(device=("qkv",), host=("qkv",))}, "kept names qkv twice"),
-        ({"recompute": True, "kept": Kept(), "space": "general"}, "space=general has many"),
+        ({"saved": SavedTensors(device=("qkv",))}, "recompute is false; set it"),
+        ({"recompute": True, "saved": SavedTensors(host=("logits",))}, "no tensor 'logits'; it has residual_in, qkv"),
+        ({"recompute": True, "saved": SavedTensors(device=("qkv",), host=("qkv",))}, "kept names qkv twice"),
+        ({"recompute": True, "saved": SavedTensors(), "space": "general"}, "space=general has many"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(changes, words):

@@ -15,7 +15,7 @@ def test_rows_fall_into_the_largest_blocks_there_are():
 
 def test_float32_is_what_nothing_else_is_said_of():
     assert state_of(load_config("gpt-tiny").model, OptimizerConfig()) == State()
-    assert State().bytes == 12 and not State().in_few_bits
+    assert State().bytes == 12 and not State().low_precision
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jhpt.compiled.deviceless import compile_only_devices, compiled_for
 from jhpt.core.catalogue import find_cluster
 from jhpt.kernels.operations import OPERATIONS
-from jhpt.measure.deviceless import compile_only_devices, compiled_for
 
 pytestmark = pytest.mark.deviceless
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jhpt.bench.quantization import DISTRIBUTIONS, relative_errors
+from benchmarks.quantization import DISTRIBUTIONS, relative_errors
 from jhpt.core.compression import codes_in_row
 from jhpt.kernels.dequantize_sum import dequantize_sum, segment_dequantize
 from jhpt.kernels.dequantize_sum.reference import unpacked

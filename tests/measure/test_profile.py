@@ -15,9 +15,9 @@ from jhpt.measure.profile import LayerSeconds, Shallow, depths, layer_seconds, p
 from jhpt.measure.rank import rank_share, tensor_degrees
 from jhpt.measure.timer import steady
 from jhpt.models.build import build
-from jhpt.planner.analytic import analytic_profile
+from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.mesh import Axes
-from jhpt.sharding.rules import parameter_spec, path_name
+from jhpt.sharding.partition import parameter_spec, path_name
 from jhpt.training import profiling
 from jhpt.training.profiling import Grid, cached_profile, default_grid, measure_profile, profile_command
 

@@ -1,5 +1,5 @@
 """Random models and clusters; the generators are those of the benchmark."""
 
-from jhpt.bench.planner_instances import Instance, random_cluster, random_instance, random_profile, random_request
+from benchmarks.planner.instances import Instance, random_cluster, random_instance, random_profile, random_request
 
 __all__ = ["Instance", "random_cluster", "random_instance", "random_profile", "random_request"]

@@ -10,10 +10,10 @@ import numpy as np
 
 from jhpt.core.plan import Chunk, Plan, Run, Stage, runs_of
 from jhpt.sharding.layout import Layout
-from jhpt.sharding.mesh import make_grid
-from jhpt.sharding.rules import path_name
+from jhpt.sharding.mesh import make_device_mesh
+from jhpt.sharding.partition import path_name
 from jhpt.training.data.batches import shuffled
-from jhpt.training.setup import execution, kept_weights
+from jhpt.training.setup import execution, stored_weights
 
 
 def piped(
@@ -54,7 +54,9 @@ def spread(blocks: int, parts: int, shape: str = "even") -> list[int]:
 
 def laid_out(setup, plan: Plan, **changes):
     """The setup of another plan.  changes: of how it is executed."""
-    layout = Layout(plan=plan, grid=make_grid(plan, jax.devices()), num_layers=setup.config.model.num_layers)
+    layout = Layout(
+        plan=plan, device_mesh=make_device_mesh(plan, jax.devices()), num_layers=setup.config.model.num_layers
+    )
     training, evaluation = (
         execution(setup.config, setup.model, layout, setup.tokenizer, train=train) for train in (True, False)
     )
@@ -63,7 +65,7 @@ def laid_out(setup, plan: Plan, **changes):
         layout=layout,
         training=replace(training, **changes),
         evaluation=replace(evaluation, **changes),
-        weights=kept_weights(setup.config.optimizer.weights, setup.model, layout.stored),
+        weights=stored_weights(setup.config.optimizer.weights, setup.model, layout.stored),
     )
 
 

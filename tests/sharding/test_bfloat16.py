@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jhpt.models.repeated import looked_up, plus
-from jhpt.sharding.rules import IN_FLOAT32, MATRICES, path_name
+from jhpt.sharding.partition import IN_FLOAT32, MATRICES, path_name
 from jhpt.training import setup as training_setup
 from jhpt.training.parts import Rows
 from jhpt.training.setup import prepare
@@ -59,9 +59,9 @@ def test_what_models_use_in_float32_stays_so(setup_of):
     _, setup = in_bfloat16(setup_of, "one device")
     shapes = jax.eval_shape(setup.layout.stored, random_params(setup))
     working = jax.eval_shape(lambda params: setup.training._working(params, setup.layout.specs(params)), shapes)
-    kept = {path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(working) if leaf.dtype == "float32"}
-    assert {"head/bias", "head/norm/scale", "blocks/0/mlp_norm/scale"} <= kept
-    assert all(IN_FLOAT32.search(name) for name in kept)
+    saved = {path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(working) if leaf.dtype == "float32"}
+    assert {"head/bias", "head/norm/scale", "blocks/0/mlp_norm/scale"} <= saved
+    assert all(IN_FLOAT32.search(name) for name in saved)
 
 
 # Two micro-batches: gradients of the first stay in bfloat16 for a while, their sum with the second's does not.

@@ -9,65 +9,65 @@ from jax.sharding import PartitionSpec as P
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Run, Stage
 from jhpt.sharding.layout import TABLE, Layout
-from jhpt.sharding.mesh import Axes, make_grid
-from jhpt.sharding.rules import parameter_spec, path_name
+from jhpt.sharding.mesh import Axes, make_device_mesh
+from jhpt.sharding.partition import parameter_spec, path_name
 from jhpt.training.fitting import global_batch
 from jhpt.training.programs import abstract_state, compile_programs
 from jhpt.training.setup import prepare
 from tests.sharding.plans import batch, by_path, laid_out, mixed, on_host, piped, random_params, spread, stored
 
 
-def ids(grid):
+def ids(device_mesh):
     """Numbers of the devices, in the mesh's shape."""
-    return np.vectorize(lambda device: device.id)(grid.mesh.devices)
+    return np.vectorize(lambda device: device.id)(device_mesh.mesh.devices)
 
 
 # Meshes.
 
 
 def test_tensor_groups_are_neighbours():
-    grid = make_grid(piped([4], 1, data=2, tensor=4), jax.devices())
-    assert dict(grid.mesh.shape) == {"pipe": 1, "data": 2, "tensor": 4}
-    assert ids(grid)[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    device_mesh = make_device_mesh(piped([4], 1, data=2, tensor=4), jax.devices())
+    assert dict(device_mesh.mesh.shape) == {"pipe": 1, "data": 2, "tensor": 4}
+    assert ids(device_mesh)[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_stages_own_consecutive_devices():
-    grid = make_grid(piped([2, 2], 2, data=2, tensor=2), jax.devices())
-    assert ids(grid).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    assert grid.stages == 2
+    device_mesh = make_device_mesh(piped([2, 2], 2, data=2, tensor=2), jax.devices())
+    assert ids(device_mesh).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert device_mesh.stages == 2
 
 
 def test_devices_beyond_the_plan_are_idle():
-    grid = make_grid(piped([2, 2, 2], 3, data=2), jax.devices())
-    assert ids(grid).ravel().tolist() == [0, 1, 2, 3, 4, 5]
+    device_mesh = make_device_mesh(piped([2, 2, 2], 3, data=2), jax.devices())
+    assert ids(device_mesh).ravel().tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_mixed_degrees_factorise_the_stage():
     """Of degrees 1, 2 and 8 on eight devices: a layer of degree 2 takes what only degree 8 cuts for data."""
-    grid = make_grid(mixed([1, 2, 8, 2, 1]), jax.devices())
-    assert dict(grid.mesh.shape) == {"pipe": 1, "data": 1, "tensor8": 4, "tensor2": 2}
-    assert grid.degrees == (1, 2, 8)
-    assert grid.axes(1) == Axes(data=("data", "tensor8", "tensor2"), tensor=(), degree=1)
-    assert grid.axes(2) == Axes(data=("data", "tensor8"), tensor=("tensor2",), degree=2)
-    assert grid.axes(8) == Axes(data=("data",), tensor=("tensor8", "tensor2"), degree=8)
-    for degree in grid.degrees:
-        axes = grid.axes(degree)
-        assert grid.size(axes.tensor) == degree and grid.size(axes.data) == 8 // degree
+    device_mesh = make_device_mesh(mixed([1, 2, 8, 2, 1]), jax.devices())
+    assert dict(device_mesh.mesh.shape) == {"pipe": 1, "data": 1, "tensor8": 4, "tensor2": 2}
+    assert device_mesh.degrees == (1, 2, 8)
+    assert device_mesh.axes(1) == Axes(data=("data", "tensor8", "tensor2"), tensor=(), degree=1)
+    assert device_mesh.axes(2) == Axes(data=("data", "tensor8"), tensor=("tensor2",), degree=2)
+    assert device_mesh.axes(8) == Axes(data=("data",), tensor=("tensor8", "tensor2"), degree=8)
+    for degree in device_mesh.degrees:
+        axes = device_mesh.axes(degree)
+        assert device_mesh.size(axes.tensor) == degree and device_mesh.size(axes.data) == 8 // degree
 
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_groups_of_every_degree_are_neighbours(degree):
     """Ranks of a group differ in the fastest axes only."""
-    grid = make_grid(mixed([2, 4, 4, 2]), jax.devices())
-    names = ("pipe", *grid.axes(degree).data, *grid.axes(degree).tensor)
-    assert names == grid.mesh.axis_names
-    assert ids(grid).reshape(-1, degree).tolist() == np.arange(8).reshape(-1, degree).tolist()
+    device_mesh = make_device_mesh(mixed([2, 4, 4, 2]), jax.devices())
+    names = ("pipe", *device_mesh.axes(degree).data, *device_mesh.axes(degree).tensor)
+    assert names == device_mesh.mesh.axis_names
+    assert ids(device_mesh).reshape(-1, degree).tolist() == np.arange(8).reshape(-1, degree).tolist()
 
 
 def test_one_degree_has_plain_axes():
     for plan, degree in ((piped([4], 1, data=4, tensor=1), 1), (mixed([4, 4, 4]), 4)):
         expected = Axes(data=("data",), tensor=("tensor",), degree=degree)
-        assert make_grid(plan, jax.devices()).axes(degree) == expected
+        assert make_device_mesh(plan, jax.devices()).axes(degree) == expected
 
 
 def stages_of(*devices_and_degrees):
@@ -96,7 +96,7 @@ def stages_of(*devices_and_degrees):
 )
 def test_what_is_no_program_is_refused(plan, words):
     with pytest.raises(InputError, match=words):
-        make_grid(plan, jax.devices())
+        make_device_mesh(plan, jax.devices())
 
 
 # Rules.
@@ -202,7 +202,7 @@ def test_every_shard_has_the_shape_that_devices_expect(setup_of, kind):
 def test_rows_lie_device_after_device_chunk_after_chunk():
     """Blocks 0 1 | 2 | 3 | 4 of two stages with two chunks each: device 0 holds 0 1 and 3, device 1 holds 2 and 4."""
     plan = piped([3, 1, 1, 2], 2, micro_batches=2, schedule="interleaved")
-    layout = Layout(plan=plan, grid=make_grid(plan, jax.devices()), num_layers=5)
+    layout = Layout(plan=plan, device_mesh=make_device_mesh(plan, jax.devices()), num_layers=5)
     first, count = layout.chunks
     assert (first.tolist(), count.tolist()) == ([[0, 3], [2, 4]], [[2, 1], [1, 1]])
     assert layout.rows.tolist() == [0, 1, 4, 2, 6]
@@ -219,10 +219,10 @@ def test_rows_lie_device_after_device_chunk_after_chunk():
 
 def test_runs_are_neighbours_of_one_degree():
     plan = mixed([4, 1, 1, 2, 1, 4])
-    layout = Layout(plan=plan, grid=make_grid(plan, jax.devices()), num_layers=4)
+    layout = Layout(plan=plan, device_mesh=make_device_mesh(plan, jax.devices()), num_layers=4)
     assert layout.runs == (("0", 1, range(0, 2)), ("1", 2, range(2, 3)), ("2", 1, range(3, 4)))
     assert layout.degrees == (4, 1, 1, 2, 1, 4)
-    apart = Layout(plan=plan, grid=layout.grid, num_layers=4, alike=False)
+    apart = Layout(plan=plan, device_mesh=layout.device_mesh, num_layers=4, alike=False)
     assert [name for name, *_ in apart.runs] == ["0", "1", "2", "3"]
 
 
@@ -287,8 +287,8 @@ def test_checkpoints_lie_in_shares(setup_of, kind):
     """The model's own tree on its way to disk: with ZeRO or without, no device has to hold it whole."""
     layout = laid_out(setup_of("gpt"), PLANS[kind]).layout
     shapes = jax.eval_shape(setup_of("gpt").model.init, jax.random.key(0))
-    axes = layout.grid.axes(layout.grid.degrees[0])
-    shares = layout.grid.size(axes.data) * layout.grid.size(axes.tensor)
+    axes = layout.device_mesh.axes(layout.device_mesh.degrees[0])
+    shares = layout.device_mesh.size(axes.data) * layout.device_mesh.size(axes.tensor)
     shares *= layout.stages if 4 % layout.stages == 0 else 1
     kernel, sharding = (tree["blocks"]["mlp"]["up"]["kernel"] for tree in (shapes, layout.model_shardings(shapes)))
     assert kernel.size == shares * np.prod(sharding.shard_shape(kernel.shape))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jhpt.core.plan import Kept
-from jhpt.planner.schedule import in_flight
+from jhpt.core.plan import SavedTensors
+from jhpt.planner.cost.schedule import in_flight
 from jhpt.training.programs import train_program
 from jhpt.training.setup import prepare
 from tests.sharding.plans import laid_out, piped, spread
@@ -46,7 +46,7 @@ def test_names_hold_what_they_say(temporary, schedule):
     Not more than the input alone: how well buffers are used again there differs between compilers (jax 0.12 needs 5 MB
     less than 0.10), while programs that keep something are alike.
     """
-    fewer, more = ({"recompute": True, "kept": Kept(device=names)} for names in (("attention_out",), NAMES))
+    fewer, more = ({"recompute": True, "saved": SavedTensors(device=names)} for names in (("attention_out",), NAMES))
     slots = in_flight(schedule, STAGES, 0, 1, MICRO_BATCHES)
     stream = ROWS * WIDE["data.sequence_length"] * WIDE["model.d_model"] * 4
     expected = slots * 8 // STAGES * (3 + 4 - 1) * stream

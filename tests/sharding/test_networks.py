@@ -11,8 +11,8 @@ from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.models.mlp import MLP
 from jhpt.models.vgg import VGG
 from jhpt.sharding.layout import Layout
-from jhpt.sharding.mesh import make_grid
-from jhpt.sharding.rules import path_name
+from jhpt.sharding.mesh import make_device_mesh
+from jhpt.sharding.partition import path_name
 from jhpt.training.classes import Examples, class_execution
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -45,7 +45,9 @@ def make_plan(network, degrees, *, devices=4, micro_batches=1, zero=0, schedule=
 
 def gradients(network, plan):
     """(gradients by path, loss, norm) of one batch at the initial parameters, and the loss of a forward pass alone."""
-    layout = Layout(plan=plan, grid=make_grid(plan, jax.devices()), num_layers=network.num_blocks, alike=network.alike)
+    layout = Layout(
+        plan=plan, device_mesh=make_device_mesh(plan, jax.devices()), num_layers=network.num_blocks, alike=network.alike
+    )
     execution = class_execution(network, layout)
     rng = np.random.default_rng(1)
     shape = (network.size, network.size, network.channels) if isinstance(network, VGG) else (network.inputs,)

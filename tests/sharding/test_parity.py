@@ -14,7 +14,7 @@ import pytest
 
 from jhpt.core.config import NAMED_TENSORS
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Chunk, Kept, Plan, Run, Stage
+from jhpt.core.plan import Chunk, Plan, Run, SavedTensors, Stage
 from jhpt.models.layers import fold
 from jhpt.training import setup as training_setup
 from jhpt.training.masking import mask_tokens
@@ -157,7 +157,7 @@ CORE = {
     "name": tuple(MODELS),
 }
 REST = {
-    "kept": ("all", "all, loop", "input", "input, loop"),
+    "saved": ("all", "all, loop", "input", "input, loop"),
     "ahead": (0, 1, 2),  # layers whose communication is begun before
     "sequence": (False, True),
     "chunks": (1, 2, 3),  # of samples
@@ -175,22 +175,22 @@ def chunks_of(stages, schedule):
     return stages * (2 if schedule == "interleaved" else 1)
 
 
-def fits(stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape):
+def fits(stages, schedule, data, tensor, pieces, zero, name, saved, ahead, sequence, chunks, shape):
     """Eight devices; one stage has no schedule; a sequence is cut over tensor ranks."""
     if (stages == 1 and schedule != "1f1b") or (sequence and tensor == 1):
         return False
     return stages * data * tensor <= 8 and shape in BLOCKS[chunks_of(stages, schedule)]
 
 
-def how(kept, ahead, sequence, chunks):
+def how(saved, ahead, sequence, chunks):
     """(layers that are unrolled at most, settings of the plan, changes of the execution)"""
-    plan = {"recompute": "input" in kept, "prefetch": ahead, "sequence": sequence, "sample_chunks": chunks}
-    return NONE if "loop" in kept else ALL, plan, {"overlap": ahead > 0}
+    plan = {"recompute": "input" in saved, "prefetch": ahead, "sequence": sequence, "sample_chunks": chunks}
+    return NONE if "loop" in saved else ALL, plan, {"overlap": ahead > 0}
 
 
-def check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape):
+def check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, saved, ahead, sequence, chunks, shape):
     blocks = BLOCKS[chunks_of(stages, schedule)][shape]
-    unrolled, settings, changes = how(kept, ahead, sequence, chunks)
+    unrolled, settings, changes = how(saved, ahead, sequence, chunks)
     settings |= {"schedule": schedule, "zero": zero, "micro_batches": pieces * stages, "batch": BATCH}
     layers = spread(blocks, chunks_of(stages, schedule), shape)
     plan = piped(layers, stages, data=data, tensor=tensor, **settings)
@@ -213,17 +213,17 @@ NAMES = (*CORE, *REST, "shape")
 
 @pytest.mark.parametrize(NAMES, pairwise(*CORE.values(), *REST.values(), SHAPES, where=fits))
 def test_gradients_are_those_of_the_definition(
-    setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape
+    setup_of, stages, schedule, data, tensor, pieces, zero, name, saved, ahead, sequence, chunks, shape
 ):
-    check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape)
+    check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, saved, ahead, sequence, chunks, shape)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(NAMES, every_case())
 def test_gradients_are_those_of_the_definition_everywhere(
-    setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape
+    setup_of, stages, schedule, data, tensor, pieces, zero, name, saved, ahead, sequence, chunks, shape
 ):
-    check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, kept, ahead, sequence, chunks, shape)
+    check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, saved, ahead, sequence, chunks, shape)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -256,29 +256,47 @@ def test_gradients_of_overlapped_loops_everywhere(setup_of, name, zero, micro_ba
 
 # What of a block is kept, where: by name.
 
-KEPT = {
-    "one stage, unrolled": ("bert", Kept(device=("qkv", "mlp_out"), host=("mlp_hidden",)), ALL, ([5], 1), {}),
-    "one stage, in a loop": ("gpt-untied", Kept(host=NAMED_TENSORS), NONE, ([5], 1), {"zero": 1, "data": 2}),
+SAVED = {
+    "one stage, unrolled": ("bert", SavedTensors(device=("qkv", "mlp_out"), host=("mlp_hidden",)), ALL, ([5], 1), {}),
+    "one stage, in a loop": ("gpt-untied", SavedTensors(host=NAMED_TENSORS), NONE, ([5], 1), {"zero": 1, "data": 2}),
     "given late": (
         "gpt-tied",
-        Kept(device=("projection_out",), host=("residual_in", "qkv")),
+        SavedTensors(device=("projection_out",), host=("residual_in", "qkv")),
         NONE,
         ([5], 1),
         {"data": 4},
     ),
-    "micro-batches": ("bert", Kept(host=("residual_in", "attention_out")), NONE, ([5], 1), {"micro_batches": 4}),
-    "tensor, chunks": ("gpt-tied", Kept(host=NAMED_TENSORS[:4]), NONE, ([5], 1), {"tensor": 2, "sample_chunks": 3}),
-    "cut sequence": ("bert", Kept(host=("residual_in", "mlp_hidden")), NONE, ([5], 1), {"tensor": 2, "sequence": True}),
+    "micro-batches": (
+        "bert",
+        SavedTensors(host=("residual_in", "attention_out")),
+        NONE,
+        ([5], 1),
+        {"micro_batches": 4},
+    ),
+    "tensor, chunks": (
+        "gpt-tied",
+        SavedTensors(host=NAMED_TENSORS[:4]),
+        NONE,
+        ([5], 1),
+        {"tensor": 2, "sample_chunks": 3},
+    ),
+    "cut sequence": (
+        "bert",
+        SavedTensors(host=("residual_in", "mlp_hidden")),
+        NONE,
+        ([5], 1),
+        {"tensor": 2, "sequence": True},
+    ),
     "pipeline": (
         "gpt-tied",
-        Kept(device=("qkv",), host=("residual_in", "mlp_hidden")),
+        SavedTensors(device=("qkv",), host=("residual_in", "mlp_hidden")),
         NONE,
         ([3, 2], 2),
         {"micro_batches": 4},
     ),
     "interleaved": (
         "bert",
-        Kept(host=NAMED_TENSORS),
+        SavedTensors(host=NAMED_TENSORS),
         NONE,
         ([2, 1, 1, 2], 2),
         {"schedule": "interleaved", "micro_batches": 4, "tensor": 2},
@@ -286,10 +304,10 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.parametrize("case", SAVED)
 def test_gradients_with_names_of_what_is_kept(setup_of, case):
-    name, kept, unrolled, (layers, stages), settings = KEPT[case]
-    plan = piped(layers, stages, batch=BATCH, recompute=True, kept=kept, **settings)
+    name, saved, unrolled, (layers, stages), settings = SAVED[case]
+    plan = piped(layers, stages, batch=BATCH, recompute=True, saved=saved, **settings)
     check_gradients(setup_of, name, sum(layers) - 2, unrolled, plan, overlap=stages == 1)
 
 
@@ -324,29 +342,29 @@ DEGREES = {
 
 MIXED_CORE = {"micro_batches": (1, 4), "zero": (0, 1, 3)}
 MIXED_NAMES = ("layers", *MIXED_CORE, *REST)
-FEW = {"kept": ("all", "input, loop"), "ahead": (0, 1), "sequence": (False, True), "chunks": (None, (1, 2, 2, 3, 1))}
+FEW = {"saved": ("all", "input, loop"), "ahead": (0, 1), "sequence": (False, True), "chunks": (None, (1, 2, 2, 3, 1))}
 MIXED = [
     (layers, *rest)
     for layers, rest in zip(itertools.cycle(DEGREES), pairwise(*MIXED_CORE.values(), *FEW.values()), strict=False)
 ]
 
 
-def check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence, chunks):
+def check_mixed(setup_of, layers, micro_batches, zero, saved, ahead, sequence, chunks):
     name, degrees = DEGREES[layers]
-    unrolled, settings, changes = how(kept, ahead, sequence, chunks)
+    unrolled, settings, changes = how(saved, ahead, sequence, chunks)
     plan = mixed(degrees, batch=BATCH, micro_batches=micro_batches, zero=zero, **settings)
     check_gradients(setup_of, name, len(degrees) - 2, unrolled, plan, **changes)
 
 
 @pytest.mark.parametrize(MIXED_NAMES, MIXED)
-def test_degrees_may_differ_from_layer_to_layer(setup_of, layers, micro_batches, zero, kept, ahead, sequence, chunks):
-    check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence, chunks)
+def test_degrees_may_differ_from_layer_to_layer(setup_of, layers, micro_batches, zero, saved, ahead, sequence, chunks):
+    check_mixed(setup_of, layers, micro_batches, zero, saved, ahead, sequence, chunks)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(MIXED_NAMES, list(itertools.product(DEGREES, *MIXED_CORE.values(), *FEW.values())))
-def test_degrees_may_differ_everywhere(setup_of, layers, micro_batches, zero, kept, ahead, sequence, chunks):
-    check_mixed(setup_of, layers, micro_batches, zero, kept, ahead, sequence, chunks)
+def test_degrees_may_differ_everywhere(setup_of, layers, micro_batches, zero, saved, ahead, sequence, chunks):
+    check_mixed(setup_of, layers, micro_batches, zero, saved, ahead, sequence, chunks)
 
 
 def test_a_single_stage_of_chunks_is_no_plan(setup_of):

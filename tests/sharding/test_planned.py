@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from jhpt.bench.planner_instances import random_cluster
+from benchmarks.planner.instances import random_cluster
 from jhpt.core.cluster import Device
 from jhpt.core.errors import InputError
 from jhpt.core.profile import ModelProfile
-from jhpt.planner.analytic import analytic_profile
-from jhpt.planner.request import request
-from jhpt.planner.solve import solve
+from jhpt.planner.profiles.analytic import analytic_profile
+from jhpt.planner.search.request import request
+from jhpt.planner.search.solve import solve
 from tests.sharding.test_parity import BATCH, MODELS, check_gradients, setup_of
 
 __all__ = ["setup_of"]

@@ -86,19 +86,19 @@ def test_previous_takes_the_norm_of_the_last_step_that_was_taken():
     params, last = {"kernel": jnp.ones(3)}, 0.0
     reference = optax.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.1)
     moments = reference.init(params)
-    for at, (norm, found, kept) in enumerate(quadratic_steps("previous", rows)):
+    for at, (norm, found, saved) in enumerate(quadratic_steps("previous", rows)):
         if at != 3:
             clipped = {"kernel": jnp.asarray(rows[at] * 0.5 / max(0.5, last), jnp.float32)}
             updates, moments = reference.update(clipped, moments, params)
             params, last = optax.apply_updates(params, updates), np.linalg.norm(rows[at])
             assert norm == pytest.approx(last, rel=1e-6)
-        assert float(kept) == pytest.approx(last, rel=1e-6)
+        assert float(saved) == pytest.approx(last, rel=1e-6)
         np.testing.assert_allclose(found, params["kernel"], rtol=1e-5)
 
 
 def test_only_previous_keeps_a_norm():
-    for clip, kept in (("global", False), ("previous", True)):
-        assert (quadratic_steps(clip, np.ones((1, 3)))[0][2] is not None) == kept
+    for clip, saved in (("global", False), ("previous", True)):
+        assert (quadratic_steps(clip, np.ones((1, 3)))[0][2] is not None) == saved
     assert Clipping(limit=None, kind="previous").first is None
 
 

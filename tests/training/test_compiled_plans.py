@@ -7,19 +7,19 @@ import statistics
 
 import pytest
 
+from jhpt.compiled.comparison import compare
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.config import NAMED_TENSORS
 from jhpt.core.load import load_config
-from jhpt.core.plan import Kept, plan_by_hand
-from jhpt.measure.comparison import compare
-from jhpt.planner.analytic import analytic_profile
-from jhpt.planner.costs import CostModel
-from jhpt.planner.estimate import evaluate
-from jhpt.planner.recompute.host import waiting_bytes
-from jhpt.planner.recompute.names import repeated
-from jhpt.planner.recompute.plans import with_names
-from jhpt.planner.request import request
-from jhpt.planner.solve import solve
+from jhpt.core.plan import SavedTensors, plan_by_hand
+from jhpt.planner.cost.activation_offload import waiting_bytes
+from jhpt.planner.cost.estimate import evaluate
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.recompute import repeated
+from jhpt.planner.profiles.analytic import analytic_profile
+from jhpt.planner.search.recompute import with_names
+from jhpt.planner.search.request import request
+from jhpt.planner.search.solve import solve
 from jhpt.training.precompile import compiled_step
 
 pytestmark = pytest.mark.deviceless
@@ -206,18 +206,18 @@ def test_what_is_chosen_takes_what_is_predicted(name):
         """Bytes in all."""
         return max(stage.total_bytes for stage in evaluate(plan, profile, cluster).stages)
 
-    def keeping(**kept):
-        return bare.model_copy(update={"kept": Kept(**kept)})
+    def keeping(**saved):
+        return bare.model_copy(update={"saved": SavedTensors(**saved)})
 
     least, most = planned(bare), planned(keeping(device=NAMED_TENSORS))
     budgets = [least + share * (most - least) for share in (0.3, 0.6)]
     plans = [with_names(bare, CostModel(profile, sized(devices, budget))) for budget in budgets]
     plans.append(keeping(host=NAMED_TENSORS[:1]))
-    assert len({plan.kept for plan in plans}) == 3
+    assert len({plan.saved for plan in plans}) == 3
     first, everything = (compiled_step(config, plan, cluster) for plan in (bare, keeping(device=NAMED_TENSORS)))
     flops = [sum(stage.flops for stage in one.stages) for one in (first, everything)]
     tensors = profile.kinds["block"].tensors
-    whole = repeated(tensors, Kept()).seconds
+    whole = repeated(tensors, SavedTensors()).seconds
     assert temporaries(bare, profile, cluster) == pytest.approx(first.memory.temporaries, rel=0.1)
     assert temporaries(keeping(device=NAMED_TENSORS), profile, cluster) == pytest.approx(
         everything.memory.temporaries, rel=0.1
@@ -229,10 +229,10 @@ def test_what_is_chosen_takes_what_is_predicted(name):
         more = found.memory.device - first.memory.device
         differs.append(abs(more) >= first.memory.temporaries / 3)
         assert not differs[-1] or more == pytest.approx(planned(plan) - least, rel=0.1)
-        host = sum(one.bytes for one in tensors if one.name in plan.kept.host)
+        host = sum(one.bytes for one in tensors if one.name in plan.saved.host)
         assert (found.memory.host > 0) == (host > 0)
         again = sum(stage.flops for stage in found.stages) - flops[1]
-        share = repeated(tensors, plan.kept).seconds / whole
+        share = repeated(tensors, plan.saved).seconds / whole
         assert again == pytest.approx(share * (flops[0] - flops[1]), rel=0.02)
     assert any(differs)
 
@@ -257,16 +257,19 @@ def test_what_is_chosen_for_the_host_is_there(name):
     def planned(plan):
         return max(stage.total_bytes for stage in evaluate(plan, profile, cluster).stages)
 
-    least, most = (planned(bare.model_copy(update={"kept": kept})) for kept in (Kept(), Kept(device=NAMED_TENSORS[1:])))
-    nothing = planned(bare.model_copy(update={"kept": Kept(host=NAMED_TENSORS[:1])}))
+    least, most = (
+        planned(bare.model_copy(update={"saved": saved}))
+        for saved in (SavedTensors(), SavedTensors(device=NAMED_TENSORS[1:]))
+    )
+    nothing = planned(bare.model_copy(update={"saved": SavedTensors(host=NAMED_TENSORS[:1])}))
     for memory in (least + 0.1 * (most - least), least - 0.5 * (least - nothing)):
         plan = with_names(bare, CostModel(profile, sized(devices, memory)), host=True)
-        assert plan is not None and plan.kept is not None and plan.kept.host
+        assert plan is not None and plan.saved is not None and plan.saved.host
         found = compiled_step(config, plan, cluster)
         assert planned(plan) == pytest.approx(found.memory.device, rel=0.2)
         stages = evaluate(plan, profile, cluster).stages
         # The program is one, and its stacks are as long on every stage.
-        fullest = devices * max(waiting_bytes(plan, profile, plan.kept))
+        fullest = devices * max(waiting_bytes(plan, profile, plan.saved))
         assert found.memory.host * devices == pytest.approx(fullest, rel=0.05)
         assert max(stage.total_host_bytes for stage in stages) <= fullest
 
@@ -277,10 +280,10 @@ def temporaries(plan, profile, cluster):
     return fullest.total_bytes - fullest.bytes["optimizer"]
 
 
-NOTHING, EVERYTHING = Kept(), None
+NOTHING, EVERYTHING = SavedTensors(), None
 """Beside the input; with None nothing is recomputed."""
 
-SOME, AWAY_ALONE = Kept(device=("qkv", "projection_out")), Kept(host=("residual_in",))
+SOME, AWAY_ALONE = SavedTensors(device=("qkv", "projection_out")), SavedTensors(host=("residual_in",))
 
 TEMPORARIES = {
     "ZeRO-0": ("gpt-6.7b", 8, 8, 32, {"data": 8, "zero": 0}, (NOTHING,)),
@@ -311,11 +314,18 @@ TEMPORARIES = {
     "2 small micro-batches": ("gpt2-1.5b", 12, 1, 8, {"micro_batches": 2}, (NOTHING,)),
     "2 micro-batches": ("gpt2-1.5b", 12, 1, 16, {"micro_batches": 2}, (NOTHING,)),
     "4 micro-batches": ("gpt2-1.5b", 12, 1, 32, {"micro_batches": 4}, (NOTHING,)),
-    "host and device": ("gpt-6.7b", 8, 1, 4, {"zero": 0}, (Kept(device=("attention_out",), host=("residual_in",)),)),
+    "host and device": (
+        "gpt-6.7b",
+        8,
+        1,
+        4,
+        {"zero": 0},
+        (SavedTensors(device=("attention_out",), host=("residual_in",)),),
+    ),
     "tensor": ("gpt-6.7b", 8, 8, 32, {"tensor": 8, "zero": 3, "micro_batches": 4}, (NOTHING,)),
     "tensor, 2 chunks": ("gpt-6.7b", 8, 8, 8, {"tensor": 8, "zero": 0, "sample_chunks": 2}, (NOTHING, EVERYTHING)),
     "tensor, cut sequence": ("gpt-6.7b", 8, 4, 8, {"tensor": 4, "zero": 0, "sequence": True}, (NOTHING,)),
-    "BERT": ("bert-large", 24, 1, 64, {}, (NOTHING, Kept(device=("qkv", "mlp_out")))),
+    "BERT": ("bert-large", 24, 1, 64, {}, (NOTHING, SavedTensors(device=("qkv", "mlp_out")))),
 }
 
 
@@ -329,11 +339,11 @@ def test_temporaries_are_those_predicted(name):
     cluster = sized(devices, 80e9)
     profile, bare = analytic_profile(config, cluster.nodes[0].device), plan_by_hand(config, devices)
     found = []
-    for kept in policies:
-        plan = bare.model_copy(update={"recompute": kept is not None, "kept": kept if kept != NOTHING else None})
+    for saved in policies:
+        plan = bare.model_copy(update={"recompute": saved is not None, "saved": saved if saved != NOTHING else None})
         compiled = compiled_step(config, plan, cluster).memory.temporaries
         planned = temporaries(plan, profile, cluster)
-        assert planned == pytest.approx(compiled, rel=0.1), kept
+        assert planned == pytest.approx(compiled, rel=0.1), saved
         found.append((planned, compiled))
     for planned, compiled in found[1:]:
         least_planned, least = found[0]

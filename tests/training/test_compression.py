@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jhpt.bench.convergence.leak import leak
+from benchmarks.convergence.leak import leak
 from jhpt.core.compression import gathers, tokens_of
 from jhpt.core.config import Compression
 from jhpt.core.errors import InputError
@@ -13,10 +13,10 @@ from jhpt.core.load import load_config
 from jhpt.core.plan import plan_by_hand
 from jhpt.kernels.attention_importance import attention_importance
 from jhpt.kernels.token_topk import token_topk
-from jhpt.sharding.choice import causal_choice
+from jhpt.sharding.compression.token_choice import causal_choice
 from jhpt.training.parts import compressed_hooks
+from tests.sharding.compression.test_all_reduce import on_ranks
 from tests.sharding.plans import laid_out, mixed, piped, random_params, stored
-from tests.sharding.test_compressed import on_ranks
 from tests.sharding.test_parity import BATCH, NONE, definition, gradients, setup_of
 
 __all__ = ["setup_of"]

@@ -14,8 +14,8 @@ from jhpt.core.config import CheckpointConfig, GradientCompression
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import plan_by_hand
-from jhpt.sharding import feedback
-from jhpt.sharding.rules import MATRICES
+from jhpt.sharding.compression import feedback
+from jhpt.sharding.partition import MATRICES
 from jhpt.training.checkpoint import Checkpoints, make_record
 from jhpt.training.fitting import global_batch
 from jhpt.training.loop import _batches
@@ -82,15 +82,15 @@ def test_what_is_applied_and_what_is_left_are_the_gradient(setup_of, kind):
         found, sums, left = run(left)
         total = by_path(layout.model_tree(on_host(found), tied))
         units = rows.windows.size / float(sums.tokens)
-        kept = by_path(jax.tree.map(lambda leaf: leaf.sum(0), _saved(layout, left, tied)["residual"]))
-        kept = {path: units * leaf for path, leaf in kept.items()}
-        assert kept.keys() == {path for path in expected if MATRICES.search(path)}
+        saved = by_path(jax.tree.map(lambda leaf: leaf.sum(0), _saved(layout, left, tied)["residual"]))
+        saved = {path: units * leaf for path, leaf in saved.items()}
+        assert saved.keys() == {path for path in expected if MATRICES.search(path)}
         assert total.keys() == expected.keys()
         for path, leaf in expected.items():
-            after = kept.get(path, 0.0)
+            after = saved.get(path, 0.0)
             assert np.abs(total[path] + after - before[path] - leaf).max() <= 1e-5 * largest, path
-            assert path in ZERO_GRADIENT or path not in kept or np.abs(after).max() > 1e-4 * np.abs(leaf).max(), path
-        before = before | kept
+            assert path in ZERO_GRADIENT or path not in saved or np.abs(after).max() > 1e-4 * np.abs(leaf).max(), path
+        before = before | saved
 
 
 def _saved(layout, left, tied):
@@ -137,12 +137,12 @@ def test_losses_are_near_those_of_plain_sums(tiny, corpus):
 def test_a_step_that_is_not_finite_leaves_everything_as_it_was(corpus):
     config = load_config("gpt-tiny", overrides(corpus, KINDS["topk"]))
     setup, programs, state, _ = trained(config, 2)
-    kept = on_host(state)
+    saved = on_host(state)
     spoilt = jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
     after, metrics = programs.train_step(_replaced(state, spoilt), global_batch(setup, next(_batches(setup, 2))))
     assert metrics.bad_steps == 1 and not np.isfinite(metrics.loss)
-    same_bits((kept.feedback, kept.optimizer), on_host((after.feedback, after.optimizer)))
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(kept.feedback))
+    same_bits((saved.feedback, saved.optimizer), on_host((after.feedback, after.optimizer)))
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(saved.feedback))
 
 
 def _replaced(state, params):
@@ -217,8 +217,8 @@ def test_on_other_ranks_the_sum_of_what_is_left_stays(tmp_path, corpus):
 
 def total(setup, state):
     """Sums over the ranks by path, of residuals and momenta."""
-    kept = _saved(setup.layout, state.feedback, setup.training.tied)
-    return {f"{name} {path}": leaf.sum(0) for name, tree in kept.items() for path, leaf in by_path(tree).items()}
+    saved = _saved(setup.layout, state.feedback, setup.training.tied)
+    return {f"{name} {path}": leaf.sum(0) for name, tree in saved.items() for path, leaf in by_path(tree).items()}
 
 
 def _record(config):

@@ -15,11 +15,11 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, plan_by_hand
 from jhpt.measure.device import DeviceInfo, device_info
-from jhpt.planner.analytic import analytic_profile
-from jhpt.planner.estimate import evaluate as evaluate_plan
-from jhpt.planner.front import RESERVE
-from jhpt.planner.request import request
-from jhpt.planner.solve import solve
+from jhpt.planner.api import RESERVE
+from jhpt.planner.cost.estimate import evaluate as evaluate_plan
+from jhpt.planner.profiles.analytic import analytic_profile
+from jhpt.planner.search.request import request
+from jhpt.planner.search.solve import solve
 from jhpt.training import fitting, planning, programs, run
 from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.loop import evaluate
@@ -42,7 +42,7 @@ def measured(monkeypatch):
     """Planning without measuring; counts how often it is asked."""
     asked = []
 
-    def profile(config, grid):
+    def profile(config, device_mesh):
         asked.append(config.name)
         return analytic_profile(config, here().nodes[0].device, "float32"), None, False
 
@@ -197,12 +197,12 @@ def test_a_run_goes_on_with_the_plan_it_was_given(tiny, tmp_path, capsys):
     config, out = tiny(**QUICK), tmp_path / "run"
     plan = piped([2, 2], 2, data=2, batch=16, micro_batches=4)
     jhpt.train(config, out=out, plan=plan)
-    kept = Plan.load(out / "plan.json")
-    assert kept == plan.model_copy(update={"origin": "given"})
+    saved = Plan.load(out / "plan.json")
+    assert saved == plan.model_copy(update={"origin": "given"})
     for steps, source in ((3, None), (4, config)):
         capsys.readouterr()
         assert jhpt.train(source, out=out, overrides={"train.steps": steps}).step == steps
-        assert Plan.load(out / "plan.json") == kept
+        assert Plan.load(out / "plan.json") == saved
         assert "going on with the plan that this run was given" in capsys.readouterr().out
     assert "the plan has changed" not in log_of(out)
     # Another section `parallel` is another wish; so is another plan.
@@ -358,7 +358,7 @@ def test_auto_plans_with_blocks_on_the_host(tiny, tmp_path, measured):
     config, out = tiny(**QUICK, parallel="auto", **{"memory.offload": "both"}), tmp_path / "run"
     jhpt.train(config, out=out)
     plan = Plan.load(out / "plan.json")
-    assert plan.origin == "auto" and plan.offload is not None and plan.offload.what == "both"
+    assert plan.origin == "auto" and plan.offload is not None and plan.offload.kind == "both"
 
 
 def test_a_plan_by_hand_that_does_not_fit_is_made_to(monkeypatch):
@@ -399,7 +399,7 @@ def test_auto_lets_activations_wait_on_the_host(tiny, tmp_path, measured, monkey
     monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (small, None, False))
     result = jhpt.train(config, out=tmp_path / "run")
     plan = Plan.load(tmp_path / "run" / "plan.json")
-    assert plan.origin == "auto" and plan.kept is not None and "residual_in" in plan.kept.host
+    assert plan.origin == "auto" and plan.saved is not None and "residual_in" in plan.saved.host
     alone = jhpt.train(tiny(**QUICK, **changes, **{"parallel.data": 1}), out=tmp_path / "alone")
     assert result.losses == pytest.approx(alone.losses, rel=1e-4)
     with pytest.raises(InputError, match="fits no plan"):

@@ -20,10 +20,9 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Offload
 from jhpt.core.state import LEAST
-from jhpt.sharding.rules import IN_FLOAT32, MATRICES
+from jhpt.sharding.partition import IN_FLOAT32, MATRICES
 from jhpt.training.checkpoint import check_resumable, make_record
 from jhpt.training.clipping import Clipping
-from jhpt.training.hosted import HostedTraining
 from jhpt.training.moments import (
     SIGNED,
     UNSIGNED,
@@ -34,6 +33,7 @@ from jhpt.training.moments import (
     encode,
     encode_square,
 )
+from jhpt.training.offloaded_step import OffloadedTraining
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.parts import Rows, Sums
 from jhpt.training.profiling import measure_profile
@@ -108,9 +108,11 @@ def test_stochastic_rounding_is_right_on_average():
     x = jnp.asarray(rng.normal(size=256) * 10.0 ** rng.integers(-3, 3, 256), jnp.float32)
     drawn = np.asarray(jax.jit(jax.vmap(partial(stochastic, x)))(keys), np.float64)
     bits = np.asarray(x).view(np.uint32)
-    ends = [((bits & 0xFFFF0000) + up).astype(np.uint32).view(np.float32).astype(np.float64) for up in (0, 1 << 16)]
-    assert np.all((drawn == ends[0]) | (drawn == ends[1]))
-    gap, exact = np.abs(ends[1] - ends[0]), np.asarray(x, np.float64)
+    embedding_and_head = [
+        ((bits & 0xFFFF0000) + up).astype(np.uint32).view(np.float32).astype(np.float64) for up in (0, 1 << 16)
+    ]
+    assert np.all((drawn == embedding_and_head[0]) | (drawn == embedding_and_head[1]))
+    gap, exact = np.abs(embedding_and_head[1] - embedding_and_head[0]), np.asarray(x, np.float64)
     assert np.all(np.abs(drawn.mean(0) - exact) <= 5 * gap / 2 / 64)
     nearest = np.asarray(x.astype(jnp.bfloat16), np.float64)
     assert np.mean(np.abs(nearest - exact) > 5 * gap / 2 / 64) > 0.5  # which rounding to nearest is not
@@ -512,9 +514,9 @@ def test_the_host_keeps_float32(few):
     Config(optimizer=optimizer, memory=MemoryConfig(offload="off"))
     rules = {"learning_rate": lambda step: step, "seed": 0, "max_bad_steps": 1}
     blocks = SimpleNamespace(offload=Offload())
-    HostedTraining(blocks=blocks, config=OptimizerConfig(), **rules)
+    OffloadedTraining(blocks=blocks, config=OptimizerConfig(), **rules)
     with pytest.raises(InputError, match="use float32 for both"):
-        HostedTraining(blocks=blocks, config=optimizer, **rules)
+        OffloadedTraining(blocks=blocks, config=optimizer, **rules)
 
 
 def test_a_plan_that_cuts_through_blocks_is_refused(tiny):

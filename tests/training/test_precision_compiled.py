@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jhpt.compiled.deviceless import compile_only_devices, compiled_for
 from jhpt.core.catalogue import cluster_named
-from jhpt.measure.deviceless import compile_only_devices, compiled_for
 from jhpt.training.weights import kahan
 
 pytestmark = pytest.mark.deviceless

@@ -10,20 +10,20 @@ import jax
 import pytest
 
 from jhpt import cli
+from jhpt.compiled import deviceless
+from jhpt.compiled.comparison import compare
+from jhpt.compiled.modelled import Clock
+from jhpt.compiled.program import read_compiled
+from jhpt.compiled.quiet import quiet
+from jhpt.compiled.targets import chip_of, target_config
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.errors import InputError, NotHere
 from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, Stage, plan_by_hand
-from jhpt.measure import deviceless
-from jhpt.measure.comparison import compare
-from jhpt.measure.compiled import read_compiled
 from jhpt.measure.device import device_info
-from jhpt.measure.modelled import Clock
-from jhpt.measure.quiet import quiet
-from jhpt.measure.targets import chip_of, target_config
-from jhpt.planner.analytic import analytic_profile
-from jhpt.planner.estimate import evaluate
-from jhpt.planner.traffic import traffic
+from jhpt.planner.cost.estimate import evaluate
+from jhpt.planner.cost.traffic import traffic
+from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.training import precompile
 from jhpt.training.precompile import compiled_step
 from jhpt.training.programs import train_program
@@ -96,7 +96,7 @@ def read_here(config, plan):
     """The step as this machine's CPU devices would run it."""
     design = design_step(config, plan, fitting_tokenizer(config), jax.devices(), device_info())
     compiled = train_program(design).compile()
-    return read_compiled(compiled, dict(design.layout.grid.mesh.shape), Clock(CLUSTER))
+    return read_compiled(compiled, dict(design.layout.device_mesh.mesh.shape), Clock(CLUSTER))
 
 
 FEW = ("gradients in 8 bits", "ZeRO-1", "ZeRO-3", "tensor, recomputed", "sequence", "1f1b, uneven", "interleaved")

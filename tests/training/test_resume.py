@@ -82,8 +82,8 @@ def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, name):
         result = finish(run(tmp_path / when, corpus, **changes))
         assert result["step"] == 20
         same_bits(final_state(tmp_path / when / "run", 20), expected)
-        kept = {path.name for path in (tmp_path / when / "run" / "checkpoints").iterdir()}
-        assert kept == {"5", "10", "15", "20"}  # nothing half written is left
+        saved = {path.name for path in (tmp_path / when / "run" / "checkpoints").iterdir()}
+        assert saved == {"5", "10", "15", "20"}  # nothing half written is left
         for name in ("loss", "validation_loss", "grad_norm"):
             assert losses(tmp_path / when / "run", name) == losses(tmp_path / "whole" / "run", name)
             assert len(losses(tmp_path / "whole" / "run", name)) == (2 if name == "validation_loss" else 20)
@@ -184,5 +184,5 @@ def test_checkpoints_are_rotated(tmp_path, corpus):
     settings = tiny_overrides(corpus) | {"parallel.data": 1, "train.steps": 7}
     keep = {"checkpoint.every": 1, "checkpoint.keep": 2, "checkpoint.keep_every": 3}
     jhpt.train("gpt-tiny", out=tmp_path / "run", overrides=settings | keep)
-    kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
-    assert kept == {3, 6, 7}
+    saved = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert saved == {3, 6, 7}

@@ -6,20 +6,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jhpt.compiled.comparison import compare
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Device
 from jhpt.core.load import load_config
 from jhpt.core.plan import plan_by_hand
 from jhpt.core.state import state_of
-from jhpt.measure.comparison import compare
 from jhpt.models.build import build
-from jhpt.planner.analytic import analytic_profile
-from jhpt.planner.costs import CostModel
-from jhpt.planner.estimate import evaluate, kept_bytes
+from jhpt.planner.cost.estimate import evaluate, saved_bytes
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.precompile import compiled_step
 from jhpt.training.programs import train_program
-from jhpt.training.setup import kept_weights, prepare
+from jhpt.training.setup import prepare, stored_weights
 from jhpt.training.step import init_state
 
 FEW = {"optimizer.weights": "bfloat16_kahan", "optimizer.moments": "int8"}
@@ -40,13 +40,13 @@ def test_bytes_are_those_of_the_state(name, how):
     preset, changes = MODELS[name]
     config = load_config(preset, changes | how)
     model = build(config.model, dtype=jnp.dtype("float32"), implementation="xla")
-    weights = kept_weights(config.optimizer.weights, model)
+    weights = stored_weights(config.optimizer.weights, model)
     fresh = partial(init_state, optimizer=make_optimizer(config.optimizer), weights=weights)
     shapes = jax.eval_shape(lambda key: fresh(model.init(key)), jax.random.key(0))
     leaves = [leaf for part in (shapes.params, shapes.remainder, shapes.optimizer) for leaf in jax.tree.leaves(part)]
     numbers = sum(leaf.size for leaf in jax.tree.leaves(shapes.params))
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.ndim)
-    assert state_of(config.model, config.optimizer).bytes * numbers == pytest.approx(kept, rel=1e-9)
+    saved = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.ndim)
+    assert state_of(config.model, config.optimizer).bytes * numbers == pytest.approx(saved, rel=1e-9)
 
 
 CPU = Device(name="cpu", peak_flops={"float32": 1e11}, memory=1e12, memory_bandwidth=1e10)
@@ -74,7 +74,7 @@ def test_arguments_of_a_step_are_what_is_planned(tiny, name, how):
     model = CostModel(profile, machine)
     share = PARALLEL[name]["data"] if PARALLEL[name].get("zero") else 1
     planned = evaluate(setup.plan, profile, machine).stages[0].bytes
-    state = kept_bytes(profile.parameters * profile.state.bytes / share, model)
+    state = saved_bytes(profile.parameters * profile.state.bytes / share, model)
     assert {cause: planned[cause] for cause in state} == pytest.approx(state)
     assert sum(state.values()) == pytest.approx(arguments, rel=0.1)
 
@@ -90,13 +90,13 @@ def test_a_copy_to_compute_with_is_made_of_what_is_kept_otherwise():
             profile = analytic_profile(config, CPU.model_copy(update={"peak_flops": {dtype: 1e11}}), dtype)
             (stage,) = evaluate(plan_by_hand(config, 8), profile, machine).stages
             found[dtype, weights] = stage.bytes["weights and gradients"] / profile.parameters
-    ends = sum(profile.kinds[profile.layers[at]].parameters for at in (0, -1)) / profile.parameters
+    embedding_and_head = sum(profile.kinds[profile.layers[at]].parameters for at in (0, -1)) / profile.parameters
     assert found == pytest.approx(
         {
-            ("bfloat16", "float32"): 2 + 4 - 4 * ends,
-            ("bfloat16", "bfloat16_kahan"): 4 - 2 * ends,
+            ("bfloat16", "float32"): 2 + 4 - 4 * embedding_and_head,
+            ("bfloat16", "bfloat16_kahan"): 4 - 2 * embedding_and_head,
             ("float32", "float32"): 4,
-            ("float32", "bfloat16_kahan"): 4 + 4 - 4 * ends,
+            ("float32", "bfloat16_kahan"): 4 + 4 - 4 * embedding_and_head,
         }
     )
 
@@ -137,8 +137,8 @@ def test_a_step_compiled_for_gpus_holds_what_is_planned(changes):
     config, cluster = load_config("gpt2-1.5b", changes), find_cluster(f"h100x{devices}x1")
     profile, plan = analytic_profile(config, cluster.nodes[0].device), plan_by_hand(config, devices)
     both = compare(compiled_step(config, plan, cluster), plan, evaluate(plan, profile, cluster), profile)
-    kept = sum(both.fullest.bytes[cause] for cause in profile.state.causes)
-    assert kept == pytest.approx(both.reading.memory.arguments, rel=0.1)
+    saved = sum(both.fullest.bytes[cause] for cause in profile.state.causes)
+    assert saved == pytest.approx(both.reading.memory.arguments, rel=0.1)
     assert both.memory_ratio == pytest.approx(1, abs=0.1)
 
 
@@ -149,9 +149,9 @@ def test_an_update_has_all_that_it_decodes():
     config = load_config("llama-8b", settings | {"parallel.zero": 0, "parallel.micro_batches": 1})
     profile = analytic_profile(config, device)
     (stage,) = evaluate(plan_by_hand(config, 1), profile, find_cluster("h100x1x1")).stages
-    ends = sum(profile.kinds[profile.layers[at]].parameters for at in (0, -1))
+    embedding_and_head = sum(profile.kinds[profile.layers[at]].parameters for at in (0, -1))
     state = profile.parameters * profile.state.bytes
-    gradients = 4 * (profile.parameters - ends) + 2 * ends
+    gradients = 4 * (profile.parameters - embedding_and_head) + 2 * embedding_and_head
     decoded = profile.parameters * profile.state.decoded_bytes
     assert stage.bytes["update"] > 0
     assert stage.total_bytes == pytest.approx(gradients + state + decoded)

@@ -10,7 +10,7 @@ from jhpt.core.config import OptimizerConfig
 from jhpt.core.load import load_config
 from jhpt.models.build import build
 from jhpt.models.vocabulary import token_nll
-from jhpt.sharding.parts import Parts
+from jhpt.sharding.model_parts import Parts
 from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import ByteTokenizer
 from jhpt.training.optimizer import decay_mask, learning_rate, make_optimizer

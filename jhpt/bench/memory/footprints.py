@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, compiled_for
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Plan
 from jhpt.core.shapes import parameter_count
-from jhpt.measure.deviceless import compile_only_devices, compile_only_info, compiled_for
-from jhpt.planner.estimate import Estimate
-from jhpt.planner.front import prepare
-from jhpt.sharding.options import compiler_options
+from jhpt.planner.api import prepare
+from jhpt.planner.cost.estimate import Estimate
+from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.programs import train_program
 from jhpt.training.setup import design_step, fitting_tokenizer
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jhpt.core.cluster import Link
-from jhpt.planner.offload.choose import Budget
-from jhpt.planner.offload.stream import Bucket, Home, stream
+from jhpt.planner.cost.streaming import Bucket, Home, stream
+from jhpt.planner.search.offload_buckets import Budget
 
 
 def drawn(seed: int, layers: int) -> tuple[list[Bucket], Link]:
@@ -22,7 +22,7 @@ def drawn(seed: int, layers: int) -> tuple[list[Bucket], Link]:
                 backward=seconds * float(rng.choice([2, 3])),
                 weights=weights,
                 state=weights * float(rng.choice([1, 2, 4])),
-                kept=float(rng.integers(0, 3)),
+                saved=float(rng.integers(0, 3)),
                 working=float(rng.integers(0, 3)),
             )
         )
@@ -33,8 +33,8 @@ def instance(seed: int) -> tuple[list[Bucket], Link, Budget]:
     """Budgets between what all on the host needs and what nothing does, now and then too small; every other host is."""
     buckets, link = drawn(seed, 8)
     rng = np.random.default_rng(seed + 5000)
-    ends = [stream(buckets, link, [home] * len(buckets)).peak[0] for home in (Home.BOTH, Home.RESIDENT)]
-    device = ends[0] + rng.uniform(-0.1, 1.0) * (ends[1] - ends[0])
+    embedding_and_head = [stream(buckets, link, [home] * len(buckets)).peak[0] for home in (Home.BOTH, Home.RESIDENT)]
+    device = embedding_and_head[0] + rng.uniform(-0.1, 1.0) * (embedding_and_head[1] - embedding_and_head[0])
     everything = sum(2 * bucket.weights + bucket.state for bucket in buckets)
     host = everything if seed % 2 else float(rng.uniform(0.2, 1.0)) * everything
     return buckets, link, Budget(device=float(device), host=host)

@@ -18,10 +18,10 @@ from jhpt.bench.memory.steps import device_memory, measured
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.errors import NotHere
-from jhpt.core.plan import Kept
-from jhpt.planner.front import capped
-from jhpt.planner.offload.choose import choose
-from jhpt.planner.offload.largest import largest_trainable
+from jhpt.core.plan import SavedTensors
+from jhpt.planner.api import capped
+from jhpt.planner.search.largest_model import largest_trainable
+from jhpt.planner.search.offload_buckets import choose
 
 GIB = 1 << 30
 INSTANCES = 300
@@ -31,7 +31,7 @@ LARGEST: dict[str, dict[str, Any]] = {
     "all on the device": {"offload": (None,)},
     "the same, weights rounded as they are used": {"offload": (None,), "zero": 3},
     "blocks on the host": {"offload": ("both",)},
-    "the same, which step in the backward pass": {"offload": ("both",), "at_once": True},
+    "the same, which step in the backward pass": {"offload": ("both",), "update_in_backward": True},
 }
 """Ways to train a model, as `largest_trainable` takes them."""
 
@@ -117,11 +117,11 @@ def _largest() -> Found:
             for row in rows
         ],
     )
-    plain, lean, hosted, stepping = (row["parameters"] for row in rows)
+    plain, lean, offloaded, stepping = (row["parameters"] for row in rows)
     setup = "predicted; 8 sequences of 1,024 tokens; blocks on the host / all on the device"
     leaner = f"{setup}, the leaner of both; clip=previous on the host"
     return rows, {
-        "params_ratio_24gib": Claim(value=hosted / plain, unit="x", setup=setup),
+        "params_ratio_24gib": Claim(value=offloaded / plain, unit="x", setup=setup),
         "params_ratio_24gib_leanest": Claim(value=stepping / lean, unit="x", setup=leaner),
     }
 
@@ -167,7 +167,7 @@ def _byte_line(own: Footprint) -> tuple[str, ...]:
 def _recomputed(plan: dict[str, Any]) -> str:
     if not plan.get("recompute"):
         return "nothing"
-    return f"all but {Kept.model_validate(plan['kept']).text()}" if plan.get("kept") else "all"
+    return f"all but {SavedTensors.model_validate(plan['saved']).text()}" if plan.get("saved") else "all"
 
 
 def _steps(memory: float, rounds: int) -> Found:

@@ -21,9 +21,9 @@ from typing import Any
 from jhpt.core.config import divisors
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Offload, Plan, What
-from jhpt.planner.estimate import price
-from jhpt.planner.front import Task, prepare
+from jhpt.core.plan import Offload, OffloadKind, Plan
+from jhpt.planner.api import Task, prepare
+from jhpt.planner.cost.estimate import price
 
 SETUPS = (("gpt2-1.5b", 8, 16 << 30), ("gpt2-1.5b", 16, 24 << 30), ("gpt-6.7b", 16, 24 << 30))
 """Preset, batch, budget."""
@@ -39,7 +39,7 @@ def competitors(task: Task) -> dict[str, Plan]:
     """Plans by name; what fits nowhere is left out."""
     answer = task.solve()
     found = {"planned": answer.plan}
-    others: dict[str, What | None] = {"synchronous": "both", "optimizer": "optimizer", "resident": None}
+    others: dict[str, OffloadKind | None] = {"synchronous": "both", "optimizer": "optimizer", "resident": None}
     for name, kind in others.items():
         try:
             plan = replace(task, asked=replace(task.asked, offload=(kind,))).solve().plan
@@ -49,7 +49,7 @@ def competitors(task: Task) -> dict[str, Plan]:
     if "synchronous" in found:
         found["synchronous"] = _synchronous(found["synchronous"], answer.model)
     if "optimizer" in found:
-        found["optimizer"] = found["optimizer"].model_copy(update={"offload": Offload(what="optimizer")})
+        found["optimizer"] = found["optimizer"].model_copy(update={"offload": Offload(kind="optimizer")})
     return {
         name: plan.model_copy(update={"seconds": price(plan, answer.model).seconds}) for name, plan in found.items()
     }

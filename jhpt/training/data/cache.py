@@ -174,11 +174,11 @@ def _batches(pieces: Iterable[str | None]) -> Iterator[list[str | None]]:
 
 def _hold_out_tail(folder: Path, total: int, fraction: float, dtype: np.dtype) -> dict[str, int]:
     """Where no whole file could be held out, the last part of the tokens is."""
-    kept = total - int(total * fraction)
+    saved = total - int(total * fraction)
     tokens = np.memmap(folder / "train.bin", dtype, mode="r")
-    tokens[kept:].tofile(folder / "validation.bin")
-    os.truncate(folder / "train.bin", kept * dtype.itemsize)
-    return {"train": kept, "validation": total - kept}
+    tokens[saved:].tofile(folder / "validation.bin")
+    os.truncate(folder / "train.bin", saved * dtype.itemsize)
+    return {"train": saved, "validation": total - saved}
 
 
 def _open(folder: Path, built: bool) -> TokenCache:

@@ -98,13 +98,13 @@ def split_files(files: Sequence[Path], fraction: float) -> tuple[list[Path], lis
     one always is) none is held out here.
     """
     left = fraction * sum(file.stat().st_size for file in files)
-    kept: list[Path] = []
+    saved: list[Path] = []
     held: list[Path] = []
     for file in files:
         size = file.stat().st_size
-        (held if size <= left else kept).append(file)
+        (held if size <= left else saved).append(file)
         left -= size if size <= left else 0
-    return kept, held
+    return saved, held
 
 
 def documents(file: Path, text_key: str) -> Iterator[Iterator[str]]:

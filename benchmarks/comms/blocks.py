@@ -1,0 +1,153 @@
+"""GPT blocks, cut over the hosts by tensor parallelism: their value and gradients, with one lane or several.
+
+XLA's CPU backend runs the collectives of a program in line, so on one device nothing overlaps.  A host has several
+virtual devices, lanes, and each works on a chunk of the samples: lane q's tensor group is device q of every host.
+While one lane waits for the network another computes, under the quota of the same host.  A lane starts when the one
+before it has computed its first half block, as chunks on one device do: lanes that start together would compute and
+then wait together.  From there on nothing holds them in step.  Serial variants run on device 0, with all samples.
+
+Gradients of weights are left apart by lane: adding them up stays inside a host.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.comms.task import Shape, Variant
+from jhpt.core.axes import TENSOR
+from jhpt.core.config import ModelConfig
+from jhpt.core.load import load_config
+from jhpt.measure.layers import alone, shard_of
+from jhpt.models.build import build
+from jhpt.models.hooks import Hooks
+from jhpt.models.layers import INIT_STD
+from jhpt.sharding.mesh import Axes
+from jhpt.sharding.partition import parameter_spec, path_name
+from jhpt.training.parts import compressed_hooks, tensor_hooks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Blocks of a shape over so many hosts."""
+
+    shape: Shape
+    hosts: int
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """Of the model they belong to."""
+        shape = self.shape
+        model = {
+            "family": "gpt",
+            "d_model": shape.width,
+            "num_heads": shape.heads,
+            "num_layers": shape.layers,
+            "max_length": shape.length,
+            "dropout": 0.0,
+        }
+        return load_config({"name": "comms", "model": model, "data": {"sequence_length": shape.length}}).model
+
+    def hooks(self, variant: Variant, axes: tuple[str, ...]) -> Hooks:
+        """One rank's view; no axes: a rank alone, which computes what it would and sends nothing."""
+        if variant.how is None:
+            return tensor_hooks(axes, self.hosts) if axes else alone(self.hosts)
+        return compressed_hooks(axes, self.hosts, variant.how, causal=True)
+
+    def layers(self, hooks: Hooks, count: int) -> Callable[[Any, jax.Array], jax.Array]:
+        """(parameters of every layer, x) -> y of so many layers."""
+        model = build(self.config, hooks=hooks)
+
+        def run(params: Any, x: jax.Array) -> jax.Array:
+            for layer in range(count):
+                x = model.block(params[layer], x)
+            return x
+
+        return run
+
+    def shapes(self, count: int) -> Any:
+        """Of the whole parameters of so many layers."""
+        blocks = jax.eval_shape(build(self.config).init, jax.random.key(0))["blocks"]
+        return [jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), blocks)] * count
+
+    def x_shape(self, lanes: int) -> tuple[int, int, int]:
+        """Of a lane's input."""
+        return self.shape.batch // lanes, self.shape.length, self.shape.width
+
+    def step(self, variant: Variant, lane: Mesh) -> tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]:
+        """(the program of a lane's loss and gradients, its arguments)."""
+        run = self.layers(self.hooks(variant, (TENSOR,)), self.shape.layers)
+
+        def local(params: Any, x: jax.Array, error: jax.Array) -> Any:
+            return jax.value_and_grad(lambda *at: jnp.vdot(run(*at), error), (0, 1))(params, x)
+
+        shapes, x = self.shapes(self.shape.layers), jax.ShapeDtypeStruct(self.x_shape(variant.lanes), jnp.float32)
+        specs, whole = _specs(shapes, self.hosts), PartitionSpec()
+        program = jax.jit(
+            jax.shard_map(
+                local,
+                mesh=lane,
+                in_specs=(specs, whole, whole),
+                out_specs=(whole, (specs, whole)),
+                check_vma=False,
+            )
+        )
+
+        def lowered() -> jax.stages.Lowered:
+            given = jax.tree.map(
+                lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(lane, spec)),
+                (shapes, x, x),
+                (specs, whole, whole),
+            )
+            return program.lower(*given)
+
+        def arguments() -> Any:
+            params = jax.tree.map(lambda leaf, spec: placed(leaf, lane, spec), shapes, specs)
+            return params, *(placed(x, lane, whole, seed) for seed in (1, 2))
+
+        return lowered, arguments
+
+    def work(self, variant: Variant) -> dict[str, Callable[[], Any]]:
+        """A layer of one lane's samples without communication, compiled: `{"forward": call, "both": call}`."""
+        run, shapes = self.layers(self.hooks(variant, ()), 1), self.shapes(1)
+        params = shard_of({"layers": shapes}, self.hosts)["layers"]
+        x, error = (jnp.asarray(_numbers(self.x_shape(variant.lanes), np.random.default_rng(seed))) for seed in (1, 2))
+
+        def both(params: Any, x: jax.Array, error: jax.Array) -> Any:
+            y, pull = jax.vjp(run, params, x)
+            return y, pull(error)
+
+        forward_program = jax.jit(run).lower(params, x).compile()
+        both_program = jax.jit(both).lower(params, x, error).compile()
+        return {"forward": lambda: forward_program(params, x), "both": lambda: both_program(params, x, error)}
+
+
+def meshes(devices: Sequence[jax.Device], hosts: int) -> list[Mesh]:
+    """One for every lane: the tensor axis over that device of every host."""
+    by_host = [[device for device in devices if device.process_index == host] for host in range(hosts)]
+    return [Mesh(np.array(lane), (TENSOR,), axis_types=(AxisType.Auto,)) for lane in zip(*by_host, strict=True)]
+
+
+def _specs(shapes: Any, hosts: int) -> Any:
+    axes = Axes(data=(), tensor=(TENSOR,), degree=hosts)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: parameter_spec(path_name(path), leaf.shape, axes, stacked=False, pipe=False, over_data=1),
+        shapes,
+    )
+
+
+def _numbers(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32)
+
+
+def placed(leaf: jax.ShapeDtypeStruct, mesh: Mesh, spec: PartitionSpec, seed: int = 0) -> jax.Array:
+    """Random numbers, small in weights (no seed), and ones in vectors; every host keeps its own part of them."""
+    vector = len(leaf.shape) == 1
+    whole = np.ones(leaf.shape, np.float32) if vector else _numbers(leaf.shape, np.random.default_rng(seed))
+    whole = whole if seed or vector else INIT_STD * whole
+    return jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), lambda at: whole[at])

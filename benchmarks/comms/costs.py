@@ -1,0 +1,125 @@
+"""What a step is predicted to take, from parts measured on the hosts themselves and not from steps.
+
+    work     a layer of a lane's samples, forward and backward, while all hosts compute and nothing is sent, rounding to
+             codes and decoding included
+    travel   what one sum sends, of a lane's samples, on links of the rate with nothing else to do
+
+A variant's step is `jhpt.planner.cost.overlap.layers_seconds` of these: work and sums in line for one lane, two streams for
+several.  A lane waits for its own sum with all that follows, gradients of weights too (behind=0).  Sending keeps a
+host's processor busy, too (`busy`, counted while sums travel alone): beside work that is more work.  Which tokens are
+important all ranks see by themselves: choosing sends nothing (`Compression.importance`, own in a causal model).
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.comms.task import Shape, Task, Variant
+from jhpt.core.compression import gathers, wire_bytes
+from jhpt.planner.cost.overlap import layers_seconds
+
+REPEATS = 4
+"""Sums in a program that times them, one after the other."""
+
+
+def sum_bytes(shape: Shape, hosts: int, how: Any, batch: int) -> float:
+    """Bytes that a rank sends for one sum of so many samples."""
+    if how is None:
+        return 2 * (hosts - 1) / hosts * 4 * batch * shape.length * shape.width
+    return wire_bytes(hosts, how, batch, shape.length, shape.width)
+
+
+def step_bytes(shape: Shape, hosts: int, variant: Variant) -> float:
+    """Bytes that a host sends in a step: four sums a layer."""
+    return variant.lanes * shape.layers * 4 * sum_bytes(shape, hosts, variant.how, shape.batch // variant.lanes)
+
+
+def travel_key(variant: Variant) -> str:
+    """Variants of one key send the same at a time."""
+    return f"{variant.sums} / {variant.lanes}"
+
+
+def travel(shape: Shape, hosts: int, variant: Variant, mesh: Mesh) -> tuple[Any, Any]:
+    """The program of `REPEATS` sums of a lane's samples, and its arguments."""
+    how, batch = variant.how, shape.batch // variant.lanes
+    if how is None:
+        return bare_sum(batch * shape.length * shape.width, mesh)
+    assert not gathers(hosts, how), "every variant takes two steps"
+    return two_steps(sum_bytes(shape, hosts, how, batch), mesh)
+
+
+def bare_sum(numbers: int, mesh: Mesh) -> tuple[Any, Any]:
+    """XLA's all-reduce of so many numbers, `REPEATS` times: a program and its arguments."""
+    (axis,) = mesh.axis_names
+    return _chained(lambda x: jax.lax.psum(x, axis), (numbers,), jnp.float32, mesh)
+
+
+def two_steps(sent: float, mesh: Mesh) -> tuple[Any, Any]:
+    """All_to_all and all_gather in which a rank sends so many bytes, `REPEATS` times."""
+    (axis,) = mesh.axis_names
+
+    def once(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(jax.lax.all_to_all(x, axis, 0, 0, tiled=True)[0], axis)
+
+    return _chained(once, (mesh.size, int(sent) // (2 * (mesh.size - 1)) // 2), jnp.uint16, mesh)
+
+
+def gathering(sent: float, mesh: Mesh) -> tuple[Any, Any]:
+    """All_gather in which a rank sends so many bytes, `REPEATS` times."""
+    (axis,) = mesh.axis_names
+    words = int(sent) // (mesh.size - 1) // 2
+    return _chained(lambda x: jax.lax.all_gather(x[0], axis), (mesh.size, words), jnp.uint16, mesh)
+
+
+def _chained(once: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> tuple[Any, Any]:
+    """A program that does it several times on an array of every rank, and that array."""
+
+    def run(x: jax.Array) -> jax.Array:
+        for _ in range(REPEATS):
+            x = once(x)
+        return x
+
+    spec = PartitionSpec(mesh.axis_names)
+    program = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    whole, place = (mesh.size * shape[0], *shape[1:]), NamedSharding(mesh, spec)
+    given = jax.ShapeDtypeStruct(whole, dtype, sharding=place)
+    own = np.zeros(shape, dtype)
+    return (lambda: program.lower(given)), (lambda: (jax.make_array_from_callback(whole, place, lambda _: own),))
+
+
+def predicted(task: Task, variant: Variant, work: dict[str, float], sum_: dict[str, float]) -> float:
+    """Seconds of a step.
+
+    Args:
+      work: seconds of a lane's layer, forward and both.  sum_: of one sum, in all and while the processor is busy.
+    """
+    beside = variant.lanes > 1
+    busy = 2 * sum_["busy"] / task.cpu if beside else 0.0
+    return layers_seconds(
+        layers=task.blocks.layers,
+        forward=work["forward"] + busy,
+        backward=work["both"] - work["forward"] + busy,
+        travel=sum_["seconds"],
+        chunks=variant.lanes,
+        overlap=beside,
+    )
+
+
+def sent_bytes() -> int:
+    """Bytes that this host's link has carried away so far, headers included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == "eth0":
+            return int(figures.split()[8])
+    return 0
+
+
+def relative(found: float, expected: float) -> float:
+    """|found - expected| / expected."""
+    return math.fabs(found - expected) / expected

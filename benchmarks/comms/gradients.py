@@ -1,0 +1,202 @@
+"""GPT blocks whose hosts work on samples of their own: the value, the gradients, and their sums over the hosts.
+
+Only gradients of matrices are computed and summed; those of biases and norms, a thousandth of the numbers, which travel
+as they are whatever happens to the others, are left out.  A host's device 0 takes part.  Ways to sum:
+
+    float32              XLA's all-reduce of all gradients as one array
+    16 bits              the baseline: bfloat16 in two steps, `jhpt.sharding.compression.all_reduce.CompressedAllReduce`, rows of `COLUMNS` numbers
+    quantize, 8 bits     `jhpt.sharding.compression.gradients`, in two steps; what was rounded away is kept for the next step
+    quantize, 4 bits     the same; four ranks gather codes of 4 bits, which are as many bytes as two steps of 8 bits
+    top-k                a share of every block, gathered; what was not sent is kept
+
+Computation and sums are in line, so a step is predicted to take
+
+    work      the program over as many devices of one host alone, without what its collectives alone take there, divided
+              by their number: gradients, and rounding, choosing and adding up of what travels
+    travel    collectives of the same bytes on the hosts, with nothing else to do
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.comms.blocks import Blocks, placed
+from benchmarks.comms.costs import REPEATS, bare_sum, gathering, two_steps
+from benchmarks.comms.task import Shape
+from jhpt.core.axes import DATA
+from jhpt.core.compression import COLUMNS, buckets, gathers_gradients, gradient_bytes, wire_bytes
+from jhpt.core.config import Compression, GradientCompression
+from jhpt.models.hooks import Hooks
+from jhpt.sharding.compression.all_reduce import CompressedAllReduce
+from jhpt.sharding.compression.gradients import GradientReduction, Part, exchanged
+from jhpt.sharding.partition import MATRICES, path_name
+
+SHARE = 0.1
+"""Of a block's numbers, which top-k sends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A way to sum gradients.  how: None: float32, XLA's own all-reduce; `Compression`: nothing is kept."""
+
+    name: str
+    how: Compression | GradientCompression | None
+
+
+FLOAT32, SHORT, BYTES = "float32", "16 bits", "quantize, 8 bits"
+BASELINE = SHORT
+
+EXCHANGES: tuple[Exchange, ...] = (
+    Exchange(name=FLOAT32, how=None),
+    Exchange(name=SHORT, how=Compression(bits=16)),
+    Exchange(name=BYTES, how=GradientCompression(kind="quantize", bits=8)),
+    Exchange(name="quantize, 4 bits", how=GradientCompression(kind="quantize", bits=4)),
+    Exchange(name="top-k", how=GradientCompression(kind="topk", share=SHARE)),
+)
+"""In the order of the table."""
+
+QUICK = (SHORT, BYTES)
+"""Names of those that `--quick` takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """Blocks of a shape, whose batch is that of a host, over so many hosts."""
+
+    shape: Shape
+    hosts: int
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Whole, as every host has them."""
+        return Blocks(shape=self.shape, hosts=1)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Numbers of every matrix."""
+        return [leaf.size for leaf in self._split(self.blocks.shapes(self.shape.layers))[0]]
+
+    def _split(self, params: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+        """(matrices, all parameters of such matrices)."""
+        named, tree = jax.tree_util.tree_flatten_with_path(params)
+        places = [at for at, (path, _) in enumerate(named) if MATRICES.search(path_name(path))]
+
+        def whole(matrices: Sequence[Any]) -> Any:
+            changed = dict(zip(places, matrices, strict=True))
+            return jax.tree.unflatten(tree, [changed.get(at, leaf) for at, (_, leaf) in enumerate(named)])
+
+        return [named[at][1] for at in places], whole
+
+    def step(self, exchange: Exchange, mesh: Mesh) -> tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]:
+        """(the program, its arguments): (what was kept, parameters, x, error) -> (what is kept, (value, sums)).
+
+        value: of every rank, [ranks].
+        """
+        shape, ranks = self.shape, self.hosts
+        run = self.blocks.layers(Hooks(), shape.layers)
+
+        def local(saved: list[jax.Array], params: Any, x: jax.Array, error: jax.Array) -> Any:
+            matrices, whole = self._split(params)
+            value, gradients = jax.value_and_grad(lambda own: jnp.vdot(run(whole(own), x), error))(matrices)
+            sums, saved = summed(exchange, gradients, saved, ranks)
+            return saved, (value[None], sums)
+
+        shapes = self.blocks.shapes(shape.layers)
+        matrices = self._split(shapes)[0] if isinstance(exchange.how, GradientCompression) else []
+        rows = jax.ShapeDtypeStruct((ranks * shape.batch, shape.length, shape.width), jnp.float32)
+        saved = [jax.ShapeDtypeStruct((ranks * leaf.shape[0], *leaf.shape[1:]), jnp.float32) for leaf in matrices]
+        own, same = PartitionSpec(DATA), PartitionSpec()
+        program = jax.jit(
+            jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=(own, same, own, own),
+                out_specs=(own, (own, same)),
+                check_vma=False,
+            )
+        )
+
+        def lowered() -> jax.stages.Lowered:
+            def described(tree: Any, spec: PartitionSpec) -> Any:
+                place = NamedSharding(mesh, spec)
+                return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
+
+            return program.lower(described(saved, own), described(shapes, same), *described((rows, rows), own))
+
+        def arguments() -> Any:
+            place = NamedSharding(mesh, own)
+            zeros = [np.zeros(leaf.shape, np.float32) for leaf in saved]
+            nothing = [jax.make_array_from_callback(leaf.shape, place, leaf.__getitem__) for leaf in zeros]
+            params = jax.tree.map(lambda leaf: placed(leaf, mesh, same), shapes)
+            return nothing, params, *(placed(rows, mesh, own, seed) for seed in (1, 2))
+
+        return lowered, arguments
+
+    def sent(self, exchange: Exchange) -> float:
+        """Bytes that a host sends in a step."""
+        numbers, how = sum(self.sizes), exchange.how
+        if how is None:
+            return 2 * (self.hosts - 1) / self.hosts * 4 * numbers
+        if isinstance(how, Compression):
+            return wire_bytes(self.hosts, how, 1, math.ceil(numbers / COLUMNS), COLUMNS)
+        together = [sum(self.sizes[at] for at in bucket) for bucket in buckets(self.sizes, how.bucket)]
+        return sum(gradient_bytes(self.hosts, how, one) for one in together)
+
+    def travel(self, exchange: Exchange, mesh: Mesh) -> tuple[Any, Any]:
+        """The program of `REPEATS` exchanges of the same bytes with nothing else to do, and its arguments."""
+        how = exchange.how
+        if how is None:
+            return bare_sum(sum(self.sizes), mesh)
+        if isinstance(how, GradientCompression) and gathers_gradients(self.hosts, how):
+            return gathering(self.sent(exchange), mesh)
+        return two_steps(self.sent(exchange), mesh)
+
+    def predicted(self, on_one: dict[str, float], travel: float) -> float:
+        """Seconds of a step.
+
+        Args:
+          on_one: seconds of `step` and `travel` over so many devices of one host.  travel: of an exchange on the hosts.
+        """
+        return (on_one["step"] - on_one["travel"] / REPEATS) / self.hosts + travel
+
+
+def summed(
+    exchange: Exchange, gradients: list[jax.Array], saved: list[jax.Array], ranks: int
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """(sums over the ranks, what is kept), on a rank, inside `shard_map`."""
+    how = exchange.how
+    if isinstance(how, GradientCompression):
+        done = exchanged(list(map(Part, gradients, saved)), [GradientReduction((DATA,), ranks)] * len(gradients), how)
+        return [part.gradient for part in done], [part.residual for part in done]
+    flat = jnp.concatenate([gradient.ravel() for gradient in gradients])
+    if how is None:
+        total = jax.lax.psum(flat, DATA)
+    else:
+        rows = jnp.pad(flat, (0, -flat.size % COLUMNS)).reshape(1, -1, COLUMNS)
+        total = CompressedAllReduce(axes=(DATA,), ranks=ranks, how=how).sum(rows, None).ravel()
+    embedding_and_head = np.cumsum([gradient.size for gradient in gradients])
+    pieces = jnp.split(total[: embedding_and_head[-1]], embedding_and_head[:-1])
+    return [piece.reshape(one.shape) for piece, one in zip(pieces, gradients, strict=True)], []
+
+
+def going_on(program: Callable[..., Any], saved: Any, *given: Any) -> Callable[[], Any]:
+    """Steps, each with what the one before has kept."""
+
+    def run() -> Any:
+        nonlocal saved
+        saved, found = program(saved, *given)
+        return saved, found
+
+    return run
+
+
+def data_mesh(devices: Sequence[jax.Device]) -> Mesh:
+    """The data axis over these devices."""
+    return Mesh(np.array(devices), (DATA,), axis_types=(AxisType.Auto,))

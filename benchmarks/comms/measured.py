@@ -1,0 +1,77 @@
+"""What both tables are measured with: calls compiled for all hosts, seconds of work, bytes and seconds of processor."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from benchmarks.comms.costs import sent_bytes
+from benchmarks.comms.task import Task
+from benchmarks.emulated.hosts import Hosts
+from benchmarks.emulated.turns import Call
+from jhpt.measure.layers import typical_seconds
+
+Programs = dict[str, tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]]
+"""How to lower, how to make arguments."""
+
+Seconds = dict[str, dict[str, float]]
+"""By what is computed and by which call of it."""
+
+
+def ready(hosts: Hosts[Task], programs: Programs, mesh: Mesh, call: Callable[..., Call] = partial) -> dict[str, Call]:
+    """Calls, compiled for the devices of this mesh.  call: makes one of a program and its arguments."""
+    compiled = hosts.compiled({name: lower for name, (lower, _) in programs.items()}, list(mesh.devices.flat))
+    return {name: call(compiled[name], *make()) for name, (_, make) in programs.items()}
+
+
+def work_seconds(hosts: Hosts[Task], calls: Mapping[str, Callable[[], Mapping[str, Call]]]) -> Seconds:
+    """Typical seconds of calls that need no other host, with the quota on.  Every host makes and times a share of them,
+    so that all are busy at the same time; where there are fewer than hosts, some are timed by several."""
+    keys = list(calls)
+    own = keys[hosts.rank :: hosts.count] or [keys[hosts.rank % len(keys)]]
+    mine = {key: calls[key]() for key in own}
+    hosts.limit(None)
+    named = {f"{key}|{which}": call for key, each in mine.items() for which, call in each.items()}
+    samples: dict[str, list[float]] = {}
+    for one in hosts.everyone(typical_seconds(named, hosts.task.parts_rounds)):
+        for name, value in one.items():
+            samples.setdefault(name, []).append(value)
+    found: Seconds = {}
+    for name, values in samples.items():
+        key, _, which = name.partition("|")
+        found.setdefault(key, {})[which] = statistics.mean(values)
+    return found
+
+
+def counted_bytes(hosts: Hosts[Task], steps: dict[str, Call]) -> tuple[dict[str, float], float]:
+    """Bytes that a host sends in each step, on average over the hosts, and those of waiting for each other, which are
+    taken off: on a busy machine waiting may take fewer or more of them than it did alone."""
+
+    def sent(call: Call) -> int:
+        hosts.wait()
+        before = sent_bytes()
+        jax.block_until_ready(call())
+        hosts.wait()
+        return sent_bytes() - before
+
+    waiting = statistics.mean(hosts.everyone(min(sent(lambda: ()) for _ in range(3))))
+    everyone = hosts.everyone({name: sent(call) for name, call in steps.items()})
+    return {name: statistics.mean(one[name] for one in everyone) - waiting for name in steps}, waiting
+
+
+def processor_seconds(hosts: Hosts[Task], calls: dict[str, Call]) -> dict[str, float]:
+    """Seconds of processor that each call takes on a host, on average over the hosts."""
+
+    def spent(call: Call) -> float:
+        hosts.wait()
+        before = time.process_time()
+        jax.block_until_ready(call())
+        return time.process_time() - before
+
+    mine = {name: min(spent(call) for _ in range(3)) for name, call in calls.items()}
+    everyone = hosts.everyone(mine)
+    return {name: sum(one[name] for one in everyone) / len(everyone) for name in mine}

@@ -1,0 +1,154 @@
+"""The benchmark: launches the hosts, prints the tables and the claims.
+
+Real processes of JAX with Gloo, one for each host of `benchmarks.netlab`, half a core each, at several link speeds.  A
+step is the value and the gradients of GPT blocks, in float32; there is no optimizer.  Tensor parallelism over all four,
+in variants (`benchmarks.comms.task`), in turn in one launch:
+
+    serial, float32          XLA's all-reduce, computation and sums in line
+    serial, 16 bits          the baseline: all_to_all of bfloat16, sum in float32, rounded, all_gather
+    overlap                  the same on several lanes (`benchmarks.comms.blocks`)
+    tokens                   16 bits for the important tokens, nothing for the others
+    quantization             8 bits
+    tokens + quantization    8 bits for the important tokens, 4 for the others
+    all                      the same on several lanes
+
+and, in the same launch, data parallelism over all four, whose gradients are summed in the ways of
+`benchmarks.comms.gradients`, in turn.
+
+XLA's CPU backend widens bfloat16 in collectives, so payloads of 16 bits travel as integers.
+"""
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from operator import methodcaller
+from typing import Any
+
+from benchmarks.comms import gradients, task
+from benchmarks.comms.costs import relative
+from benchmarks.comms.gradients import BASELINE, EXCHANGES, FLOAT32, Exchange
+from benchmarks.comms.tables import GRADIENTS, TABLES, TENSOR, counts, entries, print_entries
+from benchmarks.comms.task import ALL, LANES, MIXED, OVERLAP, VARIANTS, Shape, Task, Variant
+from benchmarks.emulated.launch import CPU, HOSTS, PLACE, launch
+from benchmarks.netlab import HostError, LabError, why_not
+from jhpt.bench.results import Claim, check_writable, print_claims, write_json
+
+RATES = (200e6, 500e6, 1000e6)
+"""Bits per second."""
+
+COMPRESSION_RATE = 500e6
+"""At which compression alone is claimed."""
+
+SHAPE = Shape(layers=2, width=128, heads=4, length=64, batch=256)
+"""Of tensor-parallel blocks: a head a host.  Two million numbers a sum: beside that, the 10 ms of a quota's period are
+little."""
+
+GRADIENTS_SHAPE = Shape(layers=2, width=384, heads=4, length=64, batch=6)
+"""Of data-parallel blocks, with the batch of a host: n = 3.5 million numbers in matrices, one bucket.  At 500 Mbit/s
+the 3 n bytes of 16 bits take n x 0.07 us, for Gloo fills 70 % of the wire; 384 tokens are 6 x 384 n FLOP, of which half
+a core does 30 to 40 G a second (one core of a busy machine, this very step: 60 to 85 G): n x 0.06 to 0.08 us, about as
+long."""
+
+QUICK_SHAPE, QUICK_GRADIENTS = replace(SHAPE, layers=1, batch=64), replace(GRADIENTS_SHAPE, layers=1, width=256)
+"""`--quick` also leaves out all rates but one, most rounds, and all ways to sum but those of the claims."""
+
+QUICK_LANES = 2
+"""Each is a program more to compile."""
+
+LIMIT_S = 900.0
+"""Seconds for a launch."""
+
+
+def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
+    """What the rows say."""
+    found, tensor, exchanged = dict[str, Claim](), entries(rows, TENSOR), entries(rows, GRADIENTS)
+    lanes = max((row.get("lanes", 1) for row in rows), default=1)
+    for name, variant in (("all_vs_serial_max", ALL), ("overlap_vs_serial_max", OVERLAP)):
+        if tensor:
+            best = max(tensor, key=methodcaller("ratio", variant))
+            setup = f"{best}, {lanes} lanes, {PLACE}"
+            found[name] = Claim(value=best.ratio(variant), unit=TENSOR.unit, setup=setup)
+    for entry in tensor:
+        if entry.rate == COMPRESSION_RATE:
+            found["compression_vs_serial_500mbit"] = Claim(
+                value=entry.ratio(MIXED), unit=TENSOR.unit, setup=f"{MIXED}, {entry}, {PLACE}"
+            )
+    compressed = [(entry, name) for entry in exchanged for name in entry.samples if name not in (BASELINE, FLOAT32)]
+    if compressed:
+        best, name = max(compressed, key=lambda one: one[0].ratio(one[1]))
+        found["gradients_vs_16bit_max"] = Claim(
+            value=best.ratio(name), unit=GRADIENTS.unit, setup=f"{name}, {best}, {PLACE}"
+        )
+    errors = [abs(entry.error(name)) for entry in (*tensor, *exchanged) for name in entry.samples]
+    if errors:
+        found["prediction_error_median"] = Claim(
+            value=statistics.median(errors),
+            unit="|predicted - measured| / measured",
+            setup=f"{len(errors)} steps, {PLACE}",
+        )
+    counted = [row for table in TABLES for row in counts(rows, table)]
+    if counted:
+        worst = max(counted, key=lambda row: relative(row["counted"], row["formula"]))
+        found["wire_bytes_error_max"] = Claim(
+            value=relative(worst["counted"], worst["formula"]),
+            unit="|counted - formula| / formula",
+            setup=f"bytes at the interface, headers included, {worst['variant']}, the worst of {len(counted)}",
+        )
+    return found
+
+
+def _names(known: Sequence[Variant] | Sequence[Exchange], few: tuple[str, ...], *, quick: bool) -> tuple[str, ...]:
+    return few if quick else tuple(one.name for one in known)
+
+
+def measure(*, quick: bool, rates: Sequence[float]) -> list[dict[str, Any]]:
+    """Rows of the launch."""
+    asked = partial(
+        Task,
+        rates=tuple(rates),
+        rounds=2 if quick else 5,
+        parts_rounds=2 if quick else 3,
+        blocks=QUICK_SHAPE if quick else SHAPE,
+        gradients=QUICK_GRADIENTS if quick else GRADIENTS_SHAPE,
+        variants=_names(VARIANTS, task.QUICK, quick=quick),
+        exchanges=_names(EXCHANGES, gradients.QUICK, quick=quick),
+        lanes=QUICK_LANES if quick else LANES,
+    )
+    return launch("benchmarks.comms.worker", asked, devices=max(LANES, HOSTS), limit_s=LIMIT_S)
+
+
+def run(*, quick: bool, json_path: str | None) -> int:
+    """Runs the benchmark; returns the exit status."""
+    if json_path:
+        check_writable(json_path)
+    if reason := why_not():
+        print(f"jhpt bench comms: {reason}", file=sys.stderr)
+        return 3
+    rates = RATES[1:2] if quick else RATES
+    rows, failure = list[dict[str, Any]](), None
+    try:
+        rows = measure(quick=quick, rates=rates)
+    except (HostError, LabError, OSError) as error:
+        failure = f"{error}"
+        print(f"jhpt bench comms: {error}", file=sys.stderr)
+    for table in TABLES:
+        print_entries(rows, table)
+    found = claims(rows)
+    print_claims(found)
+    if json_path:
+        settings = {
+            "quick": quick,
+            "hosts": HOSTS,
+            "cpu": CPU,
+            "bits_per_s": list(rates),
+            "lanes": QUICK_LANES if quick else LANES,
+            "blocks": asdict(QUICK_SHAPE if quick else SHAPE),
+            "variants": _names(VARIANTS, task.QUICK, quick=quick),
+            "gradient_blocks": asdict(QUICK_GRADIENTS if quick else GRADIENTS_SHAPE),
+            "gradient_variants": _names(EXCHANGES, gradients.QUICK, quick=quick),
+            "failure": failure,
+        }
+        write_json(json_path, "comms", settings, rows, found, device=False)
+    return 1 if failure else 0

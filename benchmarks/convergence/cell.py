@@ -1,0 +1,128 @@
+"""One cell in a process of its own: trains, evaluates twice, writes what it found.
+
+    python -m benchmarks.convergence.cell SETTINGS FILE
+
+Its losses are those of the run itself; `validation` is that of the final parameters with compression off, `own` with
+the compression they were trained with.  Final parameters of an uncompressed cell lie beside its file.  Text, order of
+batches, initial parameters and masks are those of every other cell of the same preset and seed.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.convergence.cells import COMPRESSION, HEADLINE, Cell
+from benchmarks.convergence.leak import leak
+from jhpt.bench.results import machine, versions
+from jhpt.core.config import Config
+from jhpt.core.load import load_config
+from jhpt.models.build import build
+from jhpt.training.console import Display
+from jhpt.training.loop import evaluate, fit
+from jhpt.training.programs import compile_programs, evaluate_program
+from jhpt.training.runtime import configure_runtime
+from jhpt.training.setup import Setup, execution, prepare
+
+MATMULS = "model.matmul_dtype"
+
+
+def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What the cell finds, and its final parameters, the model's own tree, by path."""
+    start = time.perf_counter()
+    config = load_config(cell.preset, {"seed": cell.seed, **cell.changes})
+    setup = prepared(config)
+    programs = compile_programs(setup)
+    unseen = replace(setup, validation_windows=None)  # no evaluation on the way
+    display = Display(config.train.steps, quiet=True)
+    state, progress = fit(
+        unseen, programs, programs.init(), save=lambda step, state: None, writer=None, display=display
+    )
+    if progress.interrupted:
+        raise SystemExit(f"{cell.name}: stopped by a signal")
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "settings": cell.settings,
+        "training": {str(step): loss for step, loss in progress.losses.items()},
+        "skipped": int(state.skipped),
+    }
+    plain = prepared(load_config(config, {f"{COMPRESSION}bits": 16, f"{COMPRESSION}tokens": 1.0}))
+    found["validation"] = evaluate(plain, replace(programs, evaluate=evaluate_program(plain)), state)
+    found["own"] = evaluate(setup, programs, state) if setup.plan.compression.on else found["validation"]
+    if looks_at_leaks(setup):
+        found["leaks"] = {kind: leak(other, state.params) for kind, other in by_rule(setup).items()}
+    assert programs.parameters is not None
+    return found | {"seconds": time.perf_counter() - start}, flat(programs.parameters(state.params))
+
+
+def prepared(config: Config) -> Setup:
+    """The setup of a run; products in 8 bits, which a CPU is refused, are computed there by conversion."""
+    setup = prepare(load_config(config, {MATMULS: "same"}))
+    model = build(config.model, dtype=setup.model.dtype, implementation=setup.model.implementation)
+    training, evaluation = (
+        execution(config, model, setup.layout, setup.tokenizer, train=train, kernels=setup.kernels.implementation)
+        for train in (True, False)
+    )
+    return replace(setup, config=config, model=model, training=training, evaluation=evaluation)
+
+
+def looks_at_leaks(setup: Setup) -> bool:
+    """Of causal models and the headline's share of tokens."""
+    how = setup.plan.compression
+    return setup.config.model.family == "gpt" and (how.tokens, how.bits) == (HEADLINE.tokens, HEADLINE.bits)
+
+
+def by_rule(setup: Setup) -> dict[str, Setup]:
+    """The same with other choices of tokens, and with the rest of them dropped or not: for the same parameters."""
+    found = {}
+    for importance in ("own", "attention"):
+        for rest_bits in (0, 4):
+            changes = {f"{COMPRESSION}importance": importance, f"{COMPRESSION}rest_bits": rest_bits}
+            found[f"{importance}, {rest_bits} bits"] = prepare(load_config(setup.config, changes))
+    return found
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, np.ndarray]:
+    """Leaves by path."""
+    leaves: dict[str, np.ndarray] = {}
+    for name, part in tree.items():
+        leaves |= flat(part, f"{above}{name}/") if isinstance(part, Mapping) else {above + name: np.asarray(part)}
+    return leaves
+
+
+def unflat(leaves: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The tree whose leaves these are."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, name = path.split("/")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = leaf
+    return tree
+
+
+def main(arguments: list[str]) -> int:
+    """The process."""
+    configure_runtime()
+    settings, out = arguments
+    cell = Cell(**json.loads(settings))
+    found, params = run(cell)
+    if cell.plain:
+        np.savez(Path(out).with_suffix(".npz"), allow_pickle=False, **params)
+    beside = Path(f"{out}.part")
+    beside.write_text(json.dumps(found, indent=1) + "\n")
+    beside.rename(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

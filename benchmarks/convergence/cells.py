@@ -1,0 +1,156 @@
+"""The cells of the table: one short training run each, all on the same tokens, most important first."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jhpt.core.config import Compression
+
+TENSOR, DATA = 4, 4
+"""Degrees of what is compressed: virtual CPU devices."""
+
+HEADLINE = Compression(tokens=0.3, bits=8, rest_bits=4, steps=2)
+"""What `jhpt bench comms` is fastest with: two steps round twice."""
+
+GRADIENTS = "parallel.gradient_compression"
+
+SHARES = (0.1, 0.01)
+"""Of gradients, that top-k sends."""
+
+SEEDS = (0, 1, 2)
+STEPS = 400
+BATCHES = 40
+"""Held-out batches in an evaluation."""
+
+COMPRESSION = "parallel.compression."
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt-tiny": {},
+    "bert-tiny": {"model.num_heads": TENSOR},  # the preset has 2, which a tensor axis of 4 does not divide
+}
+
+QUICK = {
+    "model.num_layers": 1,
+    "model.d_model": 64,
+    "data.sequence_length": 32,
+    "data.batch_size": 8,
+    "train.steps": 8,
+    "optimizer.warmup_steps": 2,
+    "evaluation.batches": 2,
+}
+"""The same cells as something that ends within a minute: it shows that they run, and nothing about losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run.  group: what it is compared under; changes: from the preset, by dotted name."""
+
+    group: str
+    preset: str
+    seed: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is compressed."""
+        return self.group == "plain"
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def devices(self) -> int:
+        """Virtual devices it runs on."""
+        return int(self.changes.get("parallel.tensor", 1) * self.changes.get("parallel.data", 1))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that decides what it finds."""
+        return {"group": self.group, "preset": self.preset, "seed": self.seed, "changes": dict(self.changes)}
+
+    @property
+    def name(self) -> str:
+        """Of its file: readable, and another one for other settings."""
+        digest = hashlib.blake2b(json.dumps(self.settings, sort_keys=True).encode(), digest_size=4).hexdigest()
+        return f"{self.preset}-{self.group.replace(' ', '-')}-{self.seed}-{digest}"
+
+
+def cells(*, quick: bool) -> list[Cell]:
+    """All of them."""
+    seeds = SEEDS[:1] if quick else SEEDS
+    base = {preset: _base(preset, quick=quick) for preset in PRESETS}
+
+    def cell(group: str, preset: str, seed: int, changes: Mapping[str, Any]) -> Cell:
+        return Cell(group=group, preset=preset, seed=seed, changes={**base[preset], **changes})
+
+    def compressed(group: str, preset: str, seed: int, how: Compression) -> Cell:
+        given = {f"{COMPRESSION}{name}": value for name, value in how.model_dump(exclude_defaults=True).items()}
+        return cell(group, preset, seed, {"parallel.tensor": TENSOR, **given})
+
+    found = []
+    for preset in PRESETS:
+        found += [cell("plain", preset, seed, {}) for seed in seeds]
+        found += [compressed("headline", preset, seed, HEADLINE) for seed in seeds]
+    found += [cell("gradients", "gpt-tiny", seed, {"parallel.data": DATA, GRADIENTS: "quantize"}) for seed in seeds]
+    found += [
+        cell(
+            "gradients",
+            "gpt-tiny",
+            0,
+            {"parallel.data": DATA, f"{GRADIENTS}.kind": "topk", f"{GRADIENTS}.share": share},
+        )
+        for share in (SHARES[:1] if quick else SHARES)
+    ]
+    if not quick:
+        found += [compressed("table", "gpt-tiny", 0, how) for how in table()]
+        once = HEADLINE.model_copy(update={"steps": 1})
+        found += [compressed("one step", preset, seed, once) for preset in PRESETS for seed in seeds]
+    return found
+
+
+def table() -> list[Compression]:
+    """tokens x bits x rest_bits without the headline, and two that look ahead; what is missed least comes last.
+
+    Where all tokens are important there is no rest, and where all travel at 4 bits it does not matter which are.
+    """
+    some = (0.3, 0.5, 0.1)
+    dropped = [Compression(tokens=tokens, bits=bits, rest_bits=0, steps=2) for tokens in some for bits in (8, 4)]
+    saved = [Compression(tokens=tokens, bits=8, steps=2) for tokens in (1.0, 0.1, 0.5)]
+    low = Compression(bits=4, steps=2)
+    ahead = [HEADLINE.model_copy(update={"importance": "attention", "rest_bits": bits}) for bits in (0, 4)]
+    return [dropped[0], low, saved[0], saved[1], dropped[2], dropped[4], *ahead, saved[2], *dropped[1::2]]
+
+
+def kind_of(cell: Cell) -> str:
+    """What is compressed, in words."""
+    changes = cell.changes
+    if cell.plain:
+        return "nothing"
+    if GRADIENTS in changes:
+        return "gradients: 8 bits"
+    if f"{GRADIENTS}.share" in changes:
+        return f"gradients: the largest {changes[f'{GRADIENTS}.share']:.0%}"
+    given = {name.removeprefix(COMPRESSION): value for name, value in changes.items() if name.startswith(COMPRESSION)}
+    return in_words(Compression(**given))
+
+
+def in_words(how: Compression) -> str:
+    """`"30% of tokens at 8 bits, the rest at 4"`."""
+    rest = f", the rest at {how.rest_bits}" if how.rest_bits else ", the rest dropped"
+    by = "" if how.importance == "auto" else f", by {how.importance}"
+    once = ", in one step" if how.steps == 1 else ""
+    return f"{how.tokens:.0%} of tokens at {how.bits} bits" + (rest if how.tokens < 1 else "") + by + once
+
+
+def _base(preset: str, *, quick: bool) -> dict[str, Any]:
+    """What all cells of a preset share."""
+    return {
+        "train.steps": STEPS,
+        "evaluation.batches": BATCHES,
+        "log.tensorboard": False,
+        "parallel.data": 1,
+        **PRESETS[preset],
+        **(QUICK if quick else {}),
+    }

@@ -1,0 +1,61 @@
+"""What a causal model knows of later tokens: how far logits of earlier positions move when only later tokens change.
+
+Attention is causal, so without compression nothing moves.  What moves is the choice of important tokens, where it looks
+ahead: a row before the change then travels in other bits, or no longer travels.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jhpt.training.data.batches import evaluation_batches
+from jhpt.training.keys import RandomStream, random_key
+from jhpt.training.parts import Rows
+from jhpt.training.setup import Setup
+
+
+def leak(setup: Setup, params: Any) -> dict[str, float]:
+    """Replaces the second half of every window of a held-out batch by that of another one and compares the logits of
+    the first halves.
+
+    Args:
+      params: as the plan stores them.
+
+    Returns:
+      logits: the largest |difference|; rms: its root mean square; positions: share of positions where anything moved;
+      spread: standard deviation of the logits of a position, to compare with.
+    """
+    assert setup.validation_windows is not None
+    size = setup.config.data.batch_size
+    windows, _ = next(evaluation_batches(setup.validation_windows, size, slice(0, size), 1))
+    half = setup.config.data.sequence_length // 2
+    others = np.concatenate([windows[:, :half], np.roll(windows, 1, 0)[:, half:]], 1)
+    real = setup.config.model.vocab_size
+    before, after = (_logits(setup, params, each)[:, :half, :real] for each in (windows, others))
+    moved = np.abs(after - before)
+    return {
+        "logits": float(moved.max()),
+        "rms": float(np.sqrt(np.mean(np.square(moved)))),
+        "positions": float(np.mean(np.any(moved > 0, -1))),
+        "spread": float(np.mean(np.std(before, -1))),
+    }
+
+
+def _logits(setup: Setup, params: Any, windows: np.ndarray) -> np.ndarray:
+    """[B, S, V], from a forward pass as the plan lays it out."""
+    execution = setup.evaluation
+    parts = {
+        degree: replace(own, exit=lambda embedding_and_head, x, rows, keys: x)
+        for degree, own in execution.parts.items()
+    }
+    forward = replace(execution, parts=parts)
+
+    @jax.jit
+    def logits(params: Any, windows: jax.Array) -> jax.Array:
+        x = forward.sums(params, Rows(windows), random_key(setup.config.seed, RandomStream.EVALUATION))
+        return setup.model.logits(setup.layout.model_tree(params, setup.training.tied), x)
+
+    return np.asarray(logits(params, jnp.asarray(windows)))

@@ -1,0 +1,80 @@
+"""The lab as one of its hosts sees it: waiting for the others, sharing with them, setting links and quotas."""
+
+import json
+import pickle
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+
+from benchmarks.emulated.launch import COMPILING
+from benchmarks.emulated.task import Launch
+from benchmarks.netlab import Lab
+from jhpt.sharding.gather import gathered
+
+AnyTask = TypeVar("AnyTask", bound=Launch)
+
+
+class Hosts(Generic[AnyTask]):
+    """This process among those of all hosts.  Every method but `say` has to be called by all."""
+
+    def __init__(self, task: AnyTask) -> None:
+        self.task, self.rank, self.count = task, jax.process_index(), jax.process_count()
+        self.lab = Lab(hosts=self.count, cpu=task.cpu, tag=task.tag)
+        self.programs = 0
+
+    def wait(self) -> None:
+        """Until all are here."""
+        gathered(np.int32(self.rank))
+
+    def free(self) -> None:
+        """Lifts quotas and rates, to compile."""
+        self._set(COMPILING, None)
+
+    def limit(self, rate: float | None) -> None:
+        """Quotas on, links of this rate."""
+        self._set(None, rate)
+
+    def _set(self, cores: float | None, rate: float | None) -> None:
+        self.wait()
+        if self.rank == 0:
+            self.lab.quota(cores)
+            self.lab.limit(rate)
+        self.wait()
+
+    def everyone(self, mine: Any) -> list[Any]:
+        """What every host has, by rank; as JSON can hold it."""
+        text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+        sizes = gathered(np.int64(len(text)))
+        padded = np.zeros(sizes.max(), np.uint8)
+        padded[: len(text)] = text
+        rows = gathered(padded)
+        return [json.loads(bytes(row[:size]).decode()) for row, size in zip(rows, sizes, strict=True)]
+
+    def compiled(
+        self, programs: Mapping[str, Callable[[], jax.stages.Lowered]], devices: Sequence[jax.Device] | None = None
+    ) -> dict[str, Any]:
+        """Programs over these devices, by default all; every host compiles its share of them.
+
+        All load what was written, also whoever wrote it: a program that is compiled and one that is loaded may run what
+        is independent in another order, and two hosts that wait for each other in different sums wait forever.
+        """
+        files = [Path(self.task.folder, f"{self.programs + index}.program") for index in range(len(programs))]
+        self.programs += len(programs)
+        for index, (file, lower) in enumerate(zip(files, programs.values(), strict=True)):
+            if index % self.count == self.rank:
+                file.write_bytes(pickle.dumps(serialize_executable.serialize(lower().compile())))
+        self.wait()
+        load = partial(serialize_executable.deserialize_and_load, execution_devices=devices)
+        return {name: load(*pickle.loads(file.read_bytes())) for name, file in zip(programs, files, strict=True)}
+
+    def say(self, line: str) -> None:
+        """Progress on stderr, of which an error shows the end."""
+        if self.rank == 0:
+            print(f"{time.process_time():6.1f} s of processor  {line}", file=sys.stderr, flush=True)

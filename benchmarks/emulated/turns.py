@@ -1,0 +1,27 @@
+"""Calls of all hosts together, timed in turn."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from benchmarks.emulated.hosts import Hosts
+
+Call = Callable[[], Any]
+
+
+def in_turn(hosts: Hosts[Any], steps: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step, until the last host has done it.  All begin together; every other round is backwards."""
+    names, samples = list(steps), {name: list[float]() for name in steps}
+    for name in names:
+        hosts.say(f"first step of {name}")
+        jax.block_until_ready(steps[name]())
+    for index in range(rounds):
+        for name in names if index % 2 == 0 else reversed(names):
+            hosts.wait()
+            start = time.perf_counter()
+            jax.block_until_ready(steps[name]())
+            samples[name].append(time.perf_counter() - start)
+    everyone = hosts.everyone(samples)
+    return {name: [max(times) for times in zip(*(one[name] for one in everyone), strict=True)] for name in names}

@@ -1,0 +1,74 @@
+"""The idle share of pipelines, without a network to blame.
+
+A perceptron of equal blocks and small ends lies on as many stages as there are hosts.  T: seconds of the gradients of M
+micro-batches.  W: of the same M through the blocks of one stage, ends included, on one host with no one to talk to, all
+hosts at the same time.  idle = 1 - W / T, which for 1F1B is (S-1) / (M+S-1) at best.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+
+from benchmarks.emulated.hosts import Hosts
+from benchmarks.emulated.turns import Call, in_turn
+from benchmarks.hybrid.models import ClassSubject, Subject
+from benchmarks.hybrid.steps import ready, traced
+from benchmarks.hybrid.task import CHUNKS, Task
+from jhpt.core.plan import Chunk, Plan, Stage, runs_of
+from jhpt.models.mlp import MLP
+from jhpt.sharding.mesh import make_device_mesh
+
+MICRO_BATCHES = 8
+BLOCKS = 2
+"""Of a stage."""
+
+
+def subject_of(blocks: int) -> ClassSubject:
+    """The perceptron with so many blocks."""
+    network = MLP(inputs=32, width=256, hidden=2048, num_blocks=blocks, classes=32)
+    return ClassSubject(name="bubble", batch=128 * MICRO_BATCHES, network=network)
+
+
+def plan_of(blocks: int, stages: int, chunks: int) -> Plan:
+    """Equal chunks, the ends with the first and the last."""
+    each = blocks // (stages * chunks)
+    edges = [0, *(1 + each * part for part in range(1, stages * chunks)), blocks + 2]
+    parts = [Chunk(first=first, runs=runs_of([1] * (stop - first))) for first, stop in itertools.pairwise(edges)]
+    return Plan(
+        model="bubble",
+        cluster=f"{stages} hosts",
+        batch=subject_of(blocks).batch,
+        micro_batches=MICRO_BATCHES,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        stages=tuple(Stage(device=s, devices=1, chunks=tuple(parts[s::stages])) for s in range(stages)),
+    )
+
+
+def run_bubble(hosts: Hosts[Task]) -> list[dict[str, Any]]:
+    """A row for every schedule and one for the work alone."""
+    hosts.free()
+    blocks = BLOCKS * hosts.count
+    names = {"1f1b": 1, "interleaved": CHUNKS}
+    programs = {
+        name: traced(subject_of(blocks), plan_of(blocks, hosts.count, chunks), update=False)
+        for name, chunks in names.items()
+    }
+    steps = ready(hosts, programs) | {"alone": _alone(subject_of(BLOCKS))}
+    hosts.limit(None)
+    hosts.say("bubble")
+    samples = in_turn(hosts, steps, hosts.task.rounds)
+    return [
+        {"row": "bubble", "competitor": name, "stages": hosts.count, "micro_batches": MICRO_BATCHES, "samples_s": times}
+        for name, times in samples.items()
+    ]
+
+
+def _alone(subject: Subject) -> Call:
+    """The gradients of one stage's blocks on this host's device."""
+    plan = plan_of(BLOCKS, 1, 1)
+    execution = subject.execution(plan, make_device_mesh(plan, jax.local_devices()[:1]))
+    params = jax.jit(subject.init)(jax.random.key(0))
+    rows = jax.tree.map(jax.numpy.asarray, subject.rows(subject.batch))
+    program = jax.jit(execution.gradients).lower(params, rows, jax.random.key(0)).compile()
+    return lambda: program(params, rows, jax.random.key(0))

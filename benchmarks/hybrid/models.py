@@ -1,0 +1,267 @@
+"""The models of `jhpt bench hybrid`: small enough for half a core, each with the shape that decides how to divide it.
+
+    vgg   thirteen convolutions with a fifth of the parameters, three dense layers with the rest (VGG-16 in narrow)
+    mlp   residual blocks, all work in wide matrices and few bytes between blocks
+    gpt   a vocabulary as dear as all blocks together, at both ends
+    bert  blocks and little else
+
+Bytes are those that the runtime moves, in float32.  The planner prices sums over the tensor axis as all-reduces; an
+all-gather of s bytes takes half as long as an all-reduce of s, so s / 2 stands for it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jhpt.core.cluster import Device
+from jhpt.core.config import Config
+from jhpt.core.load import load_config
+from jhpt.core.plan import Plan
+from jhpt.core.profile import LayerKind, ModelProfile, Timing
+from jhpt.models.build import build
+from jhpt.models.hooks import Hooks
+from jhpt.models.mlp import MLP
+from jhpt.models.vgg import VGG
+from jhpt.planner.profiles.analytic import analytic_profile
+from jhpt.sharding.layout import Layout
+from jhpt.sharding.mesh import DeviceMesh
+from jhpt.sharding.model_parts import Parts
+from jhpt.sharding.step import Execution
+from jhpt.training.classes import Examples, Network, class_execution, class_parts
+from jhpt.training.data.tokenizer import load_tokenizer
+from jhpt.training.parts import Rows, make_parts
+from jhpt.training.setup import execution
+
+ELEMENT = 4
+"""Bytes of a float32."""
+
+UNTIMED = (Timing(batches=(1.0,), forward=(0.0,), backward=(0.0,)),)
+
+
+class Subject(Protocol):
+    """A model and its batch."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """Rows of a step."""
+        ...
+
+    @property
+    def piped(self) -> bool:
+        """Whether it can be a pipeline."""
+        ...
+
+    def init(self, key: jax.Array) -> Any:
+        """Parameters."""
+        ...
+
+    def parts(self, hooks: Hooks) -> Parts:
+        """As one rank computes it."""
+        ...
+
+    def execution(self, plan: Plan, device_mesh: DeviceMesh) -> Execution:
+        """Laid out by a plan."""
+        ...
+
+    def rows(self, count: int) -> Any:
+        """Random rows, a tree of NumPy arrays."""
+        ...
+
+    def profile(self) -> ModelProfile:
+        """Bytes and parameters; the seconds are zeros."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassSubject:
+    """A network over classes."""
+
+    name: str
+    batch: int
+    network: Network
+
+    @property
+    def piped(self) -> bool:
+        """Stages are alike where blocks are."""
+        return self.network.alike
+
+    def init(self, key: jax.Array) -> Any:
+        """Parameters."""
+        return self.network.init(key)
+
+    def parts(self, hooks: Hooks) -> Parts:
+        """As one rank computes it."""
+        return class_parts(replace(self.network, hooks=hooks))
+
+    def execution(self, plan: Plan, device_mesh: DeviceMesh) -> Execution:
+        """Laid out by a plan."""
+        network = self.network
+        return class_execution(
+            network, Layout(plan=plan, device_mesh=device_mesh, num_layers=network.num_blocks, alike=network.alike)
+        )
+
+    def rows(self, count: int) -> Examples:
+        """Normal inputs of random classes."""
+        rng, network = np.random.default_rng(0), self.network
+        shape = (network.size, network.size, network.channels) if isinstance(network, VGG) else (network.inputs,)
+        inputs = rng.standard_normal((count, *shape), np.float32)
+        return Examples(inputs, rng.integers(0, network.classes, count).astype(np.int32))  # type: ignore[arg-type]
+
+    def profile(self) -> ModelProfile:
+        """Bytes and parameters."""
+        layers = _vgg_layers(self.network) if isinstance(self.network, VGG) else _mlp_layers(self.network)
+        return _profile(self.name, dict(layers), tuple(kind for kind, _ in layers), "a row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSubject:
+    """A GPT or BERT."""
+
+    name: str
+    config: Config
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.config.data.batch_size
+
+    @property
+    def piped(self) -> bool:
+        """Blocks are alike."""
+        return True
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.config.data.tokenizer)
+
+    def init(self, key: jax.Array) -> Any:
+        """Parameters."""
+        return build(self.config.model).init(key)
+
+    def parts(self, hooks: Hooks) -> Parts:
+        """As one rank computes it."""
+        model = build(self.config.model, hooks=hooks)
+        return make_parts(model, self.config.data, self._tokenizer, self.config.optimizer.z_loss, train=True)
+
+    def execution(self, plan: Plan, device_mesh: DeviceMesh) -> Execution:
+        """Laid out by a plan."""
+        layout = Layout(plan=plan, device_mesh=device_mesh, num_layers=self.config.model.num_layers)
+        return execution(self.config, build(self.config.model), layout, self._tokenizer, train=True)
+
+    def rows(self, count: int) -> Rows:
+        """Windows of random tokens."""
+        length = self.config.data.sequence_length + (self.config.model.family == "gpt")
+        ids = np.random.default_rng(0).integers(0, 250, (count, length)).astype(np.int32)
+        return Rows(ids)  # type: ignore[arg-type]
+
+    def profile(self) -> ModelProfile:
+        """Bytes and parameters of the analytic profile."""
+        device = Device(name="host", peak_flops={"float32": 1.0}, memory=1.0, memory_bandwidth=1.0)
+        analytic = analytic_profile(self.config, device, "float32")
+        kinds = {name: kind.model_copy(update={"timings": UNTIMED}) for name, kind in analytic.kinds.items()}
+        return _profile(self.name, kinds, analytic.layers, analytic.sample)
+
+
+def _profile(name: str, kinds: dict[str, LayerKind], layers: tuple[str, ...], sample: str) -> ModelProfile:
+    return ModelProfile(
+        name=name,
+        device="emulated host",
+        source="untimed",
+        sample=sample,
+        dtype="float32",
+        bytes_per_weight=ELEMENT,
+        state_bytes=4 * ELEMENT,  # weight, gradient, two moments
+        kinds=kinds,
+        layers=layers,
+    )
+
+
+def _layer(inputs: int, outputs: int, parameters: int, channels: int, *, first: bool, last: bool = False) -> LayerKind:
+    """A layer cut by its output channels: outputs are laid together, gradients of the input summed."""
+    return LayerKind(
+        parameters=parameters,
+        boundary_bytes=ELEMENT * outputs * (not last),
+        activation_bytes=ELEMENT * outputs,
+        replicated_bytes=ELEMENT * inputs,
+        tensor_forward_bytes=0.0 if last else ELEMENT * outputs / 2,
+        tensor_backward_bytes=0.0 if first else ELEMENT * inputs,
+        max_tensor=math.gcd(channels, 1 << 20),
+        timings=UNTIMED,
+    )
+
+
+def _mlp_layers(network: MLP) -> list[tuple[str, LayerKind]]:
+    width, hidden = network.width, network.hidden
+    block = LayerKind(
+        parameters=2 * width * hidden + hidden + width,
+        boundary_bytes=ELEMENT * width,
+        activation_bytes=2 * ELEMENT * hidden,
+        replicated_bytes=ELEMENT * width,
+        tensor_forward_bytes=ELEMENT * width,
+        tensor_backward_bytes=ELEMENT * width,
+        max_tensor=math.gcd(hidden, 1 << 20),
+        timings=UNTIMED,
+    )
+    first = _layer(network.inputs, width, (network.inputs + 1) * width, width, first=True)
+    last = _layer(width, network.classes, (width + 1) * network.classes, network.classes, first=False, last=True)
+    return [("first", first), *[("block", block)] * network.num_blocks, ("last", last)]
+
+
+def _vgg_layers(network: VGG) -> list[tuple[str, LayerKind]]:
+    """Equal shapes are one kind."""
+    found: list[tuple[str, LayerKind]] = []
+    side, inputs = network.size, network.size**2 * network.channels
+    for index, (kind, shape) in enumerate(network.shapes):
+        channels = shape[-1]
+        name = f"{kind} {shape[-2]}-{channels}" + (f" at {side}" if kind != "dense" else "")
+        side = side // 2 if kind == "conv_pooled" else side
+        outputs = channels if kind == "dense" else side**2 * channels
+        layer = _layer(
+            inputs,
+            outputs,
+            math.prod(shape) + channels,
+            channels,
+            first=index == 0,
+            last=index == len(network.shapes) - 1,
+        )
+        found.append((name, layer))
+        inputs = outputs
+    return found
+
+
+def _vgg() -> ClassSubject:
+    stages = ((16, 16), (32, 32), (64, 64, 64), (96, 96, 96), (96, 96, 96))
+    network = VGG(size=32, stages=stages, dense=(1280, 1280), classes=256)
+    return ClassSubject(name="vgg", batch=128, network=network)
+
+
+def _mlp() -> ClassSubject:
+    return ClassSubject(
+        name="mlp", batch=2048, network=MLP(inputs=256, width=256, hidden=1024, num_blocks=6, classes=128)
+    )
+
+
+def _text(name: str, family: str, **model: Any) -> TextSubject:
+    shape = {"family": family, "d_model": 128, "num_heads": 4, "max_length": 64, "dropout": 0.0, **model}
+    data = {"sequence_length": 64, "batch_size": 32}
+    config = load_config({"name": name, "model": shape, "data": data})
+    return TextSubject(name=name, config=config)
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "vgg": _vgg,
+    "mlp": _mlp,
+    "gpt": lambda: _text("gpt", "gpt", vocab_size=24576, num_layers=4, tied=False),
+    "bert": lambda: _text("bert", "bert", vocab_size=1024, num_layers=6),
+}
+"""By name."""

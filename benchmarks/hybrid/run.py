@@ -1,0 +1,232 @@
+"""The benchmark: launches the hosts, prints the table and the claims.
+
+Real processes of JAX with Gloo, one for each host of `benchmarks.netlab`, half a core each, at several link speeds.
+Competitors, in turn in one launch for each model:
+
+    data parallel          every host a share of the rows, one all-reduce of all gradients
+    data parallel again    the same once more: how far two measurements of one thing lie apart (A/A)
+    gpipe                  a stage of equally many layers on each host, GPipe's schedule and the number of micro-batches
+                           (up to 32) that is predicted to be its best; not for VGG, whose stages would not be alike
+    plan                   what the planner makes (space=spmd) of layers and links measured on the hosts before
+
+Everything travels as float32.  No one may use ZeRO or recomputation: there is memory enough, and Gloo's reduce-scatter
+is slower than its all-reduce.  XLA's CPU backend runs communication in line, and plans know it.
+"""
+
+import itertools
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.emulated.launch import CPU, HOSTS, PLACE, launch
+from benchmarks.hybrid.task import CHUNKS, MODELS, Task, run_key
+from benchmarks.netlab import HostError, LabError, why_not
+from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
+from jhpt.core.plan import Plan
+
+RATES = (100e6, 500e6, 2000e6)
+"""Bits per second."""
+
+LIMIT_S = 600.0
+"""Seconds for one launch; it takes a third of that on two idle cores."""
+
+UNIT = "time of the competitor / the plan"
+
+AGAIN = "data parallel again"
+BASELINES = ("data parallel", "gpipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A model at one rate: seconds of each competitor's steps, predicted ones, and plans.  Ratios are medians of the
+    ratios round by round, so that what slows the machine down cancels."""
+
+    model: str
+    rate: float
+    samples: Mapping[str, Sequence[float]]
+    predicted: Mapping[str, float]
+    plans: Mapping[str, Plan]
+
+    def __str__(self) -> str:
+        return f"{self.model} at {self.rate / 1e6:.0f} Mbit/s"
+
+    def ratio(self, one: str, other: str) -> float:
+        """Time of one competitor / of the other."""
+        pairs = zip(self.samples[one], self.samples[other], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    def median(self, name: str) -> float:
+        """Typical seconds."""
+        return statistics.median(self.samples[name])
+
+    def error(self, name: str) -> float:
+        """(predicted - measured) / measured."""
+        return self.predicted[name] / self.median(name) - 1
+
+    @property
+    def baseline(self) -> str:
+        """The faster of data parallelism and GPipe."""
+        return min((name for name in self.samples if name in BASELINES), key=self.median)
+
+    @property
+    def spread(self) -> float:
+        """How far competitors that run the same lie apart, at most: data parallelism twice, and a plan that is a
+        baseline."""
+        pairs = itertools.permutations(self.samples, 2)
+        return max(self.ratio(one, other) - 1 for one, other in pairs if self.alike(one, other))
+
+    def alike(self, one: str, other: str) -> bool:
+        """Whether two competitors run the same."""
+        return run_key(self.plans[one]) == run_key(self.plans[other])
+
+
+def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
+    """The entries of the table, from rows of steps."""
+    found: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["row"] == "step":
+            found.setdefault((row["model"], row["bits_per_s"]), []).append(row)
+    return [
+        Entry(
+            model=model,
+            rate=rate,
+            samples={row["competitor"]: row["samples_s"] for row in own},
+            predicted={row["competitor"]: row["predicted_s"] for row in own},
+            plans={row["competitor"]: Plan.model_validate(row["plan"]) for row in own},
+        )
+        for (model, rate), own in found.items()
+    ]
+
+
+def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
+    """What the rows say."""
+    found, table = dict[str, Claim](), entries(rows)
+    for name, other in (("vs_data_parallel_max", "data parallel"), ("vs_gpipe_max", "gpipe")):
+        having = [entry for entry in table if other in entry.samples]
+        if having:
+            best = max(having, key=lambda entry: entry.ratio(other, "plan"))
+            found[name] = Claim(value=best.ratio(other, "plan"), unit=UNIT, setup=f"{best}, {PLACE}")
+    if table:
+        worst = max(table, key=lambda entry: entry.ratio("plan", entry.baseline))
+        found["worst_vs_best_baseline"] = Claim(
+            value=worst.ratio("plan", worst.baseline),
+            unit=f"time of the plan / {worst.baseline}",
+            setup=f"{worst}, the worst of {len(table)}, {PLACE}",
+        )
+        widest = max(table, key=lambda entry: entry.spread)
+        found["spread_max"] = Claim(
+            value=widest.spread, unit="relative, one competitor against itself", setup=f"{widest}, {PLACE}"
+        )
+    for name, competitors in (("", (*BASELINES, "plan")), ("_baselines", BASELINES), ("_plan", ("plan",))):
+        errors = [abs(entry.error(one)) for entry in table for one in competitors if one in entry.samples]
+        if errors:
+            found[f"prediction_error{name}_median"] = Claim(
+                value=statistics.median(errors),
+                unit="|predicted - measured| / measured",
+                setup=f"{len(errors)} steps, {PLACE}",
+            )
+    return found | bubble_claims(rows)
+
+
+def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
+    """Idle shares of the pipelines, and the least they can have: (S-1) / (vM + S-1), with v chunks a stage."""
+    own = {row["competitor"]: row for row in rows if row["row"] == "bubble"}
+    if not own:
+        return {}
+    stages, pieces = own["1f1b"]["stages"], own["1f1b"]["micro_batches"]
+    setup = f"{stages} stages, {pieces} micro-batches, links without a limit, {PLACE}"
+    idle = {
+        name: statistics.median(
+            1 - work / step for work, step in zip(own["alone"]["samples_s"], own[name]["samples_s"], strict=True)
+        )
+        for name in ("1f1b", "interleaved")
+    }
+    for name, chunks in (("1f1b", 1), ("interleaved", CHUNKS)):
+        idle[f"{name}_ideal"] = (stages - 1) / (chunks * pieces + stages - 1)
+    return {
+        f"bubble_{name}": Claim(value=share, unit="idle share of a step", setup=setup) for name, share in idle.items()
+    }
+
+
+def print_entries(table: Sequence[Entry]) -> None:
+    """A line for every competitor."""
+    columns = ("model", "Mbit/s", "competitor", "plan", "ms", "quartiles", "predicted", "error", "time / plan")
+    lines = []
+    for entry in table:
+        for name, samples in entry.samples.items():
+            low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+            lines.append(
+                (
+                    entry.model,
+                    f"{entry.rate / 1e6:.0f}",
+                    name,
+                    in_words(entry.plans[name]),
+                    f"{entry.median(name) * 1e3:.0f}",
+                    f"{low * 1e3:.0f} - {high * 1e3:.0f}",
+                    f"{entry.predicted[name] * 1e3:.0f}",
+                    f"{100 * entry.error(name):+.0f} %",
+                    f"{entry.ratio(name, 'plan'):.2f}",
+                )
+            )
+    print_table(f"bench hybrid: {PLACE}, ms of a step", columns, lines, words=4)
+
+
+def in_words(plan: Plan) -> str:
+    """`1f1b x8: 3 | 3 | 2 | 2`: stages between bars; `5 t1 + 3 t4`: five layers of tensor degree 1, three of 4."""
+    plain = all(t == 1 for stage in plan.stages for chunk in stage.chunks for t in chunk.tensor)
+
+    def words(stage: Any) -> str:
+        return ", ".join(
+            " + ".join(f"{run.layers}" if plain else f"{run.layers} t{run.tensor}" for run in chunk.runs)
+            for chunk in stage.chunks
+        )
+
+    kind = plan.schedule if len(plan.stages) > 1 else "one stage"
+    return f"{kind} x{plan.micro_batches}: {' | '.join(words(stage) for stage in plan.stages)}"
+
+
+def measure(models: Sequence[str], *, bubble: bool, rates: Sequence[float], quick: bool) -> list[dict[str, Any]]:
+    """Rows of one launch."""
+    task = partial(
+        Task,
+        models=tuple(models),
+        rates=tuple(rates),
+        rounds=4 if quick else 12,
+        layer_rounds=3 if quick else 7,
+        link_rounds=3 if quick else 5,
+        bubble=bubble,
+    )
+    return launch("benchmarks.hybrid.worker", task, limit_s=LIMIT_S)
+
+
+def run(*, quick: bool, json_path: str | None) -> int:
+    """Runs the benchmark; returns the exit status."""
+    if json_path:
+        check_writable(json_path)
+    if reason := why_not():
+        print(f"jhpt bench hybrid: {reason}", file=sys.stderr)
+        return 3
+    rates = RATES[1:2] if quick else RATES
+    launches: list[tuple[tuple[str, ...], bool]] = [(("mlp",), True)]
+    if not quick:
+        launches = [((), True), *(((model,), False) for model in MODELS)]
+    rows: list[dict[str, Any]] = []
+    failure = None
+    for models, bubble in launches:
+        print(f"measuring {', '.join([*models, *(['the bubble'] if bubble else [])])}", file=sys.stderr)
+        try:
+            rows += measure(models, bubble=bubble, rates=rates, quick=quick)
+        except (HostError, LabError, OSError) as error:
+            failure = f"{error}"
+            print(f"jhpt bench hybrid: {error}", file=sys.stderr)
+            break
+    print_entries(entries(rows))
+    found = claims(rows)
+    print_claims(found)
+    if json_path:
+        settings = {"quick": quick, "hosts": HOSTS, "cpu": CPU, "bits_per_s": list(rates), "failure": failure}
+        write_json(json_path, "hybrid", settings, rows, found, device=False)
+    return 1 if failure else 0

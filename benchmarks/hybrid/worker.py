@@ -1,0 +1,65 @@
+"""What every emulated host runs (`benchmarks.emulated.worker`).
+
+For each model, all hosts together:
+
+    layers     timed with the quota on
+    links      timed at every rate
+    plans      made of both
+    steps      of all plans, compiled once, run in turn at every rate
+
+While programs are compiled, quotas are lifted.
+"""
+
+from typing import Any
+
+from benchmarks.emulated.hosts import Hosts
+from benchmarks.emulated.turns import in_turn
+from benchmarks.emulated.worker import take_part
+from benchmarks.hybrid.bubble import run_bubble
+from benchmarks.hybrid.costs import Variant, measured_links, measured_profile, planned
+from benchmarks.hybrid.models import SUBJECTS, Subject
+from benchmarks.hybrid.steps import ready, traced
+from benchmarks.hybrid.task import Task
+from jhpt.core.cluster import Link
+
+
+def run_model(hosts: Hosts[Task], subject: Subject, links: dict[float, Link]) -> list[dict[str, Any]]:
+    """Rows of one model: of its layers, and of every competitor at every rate."""
+    profile, rows = measured_profile(hosts, subject)
+    mine = [one for rate, link in links.items() for one in planned(subject, profile, link, rate, hosts.count)]
+    # Links have been measured a little differently everywhere: host 0's plans count.
+    found = [Variant.from_json(tree) for tree in hosts.everyone([one.to_json() for one in mine])[0]]
+    hosts.free()
+    plans = {variant.key: variant.plan for variant in found}
+    hosts.say(f"{subject.name}: {len(plans)} steps")
+    steps = ready(hosts, {key: traced(subject, plan) for key, plan in plans.items()})
+    for rate in links:
+        hosts.limit(rate)
+        hosts.say(f"{subject.name} at {rate / 1e6:.0f} Mbit/s")
+        own = {variant.name: variant for variant in found if variant.rate == rate}
+        samples = in_turn(hosts, {name: steps[variant.key] for name, variant in own.items()}, hosts.task.rounds)
+        rows += [
+            {
+                "row": "step",
+                "model": subject.name,
+                **variant.to_json(),
+                "samples_s": samples[name],
+            }
+            for name, variant in own.items()
+        ]
+    return [*rows, {"row": "update", "model": subject.name, "seconds": profile.update_seconds * profile.parameters}]
+
+
+def run(hosts: Hosts[Task]) -> list[dict[str, Any]]:
+    """All rows of a task."""
+    rows = run_bubble(hosts) if hosts.task.bubble else []
+    links = measured_links(hosts) if hosts.task.models else {}
+    for rate, link in links.items():
+        rows.append({"row": "link", "bits_per_s": rate, **link.model_dump(mode="json", exclude_none=True)})
+    for name in hosts.task.models:
+        rows += run_model(hosts, SUBJECTS[name](), links)
+    return rows
+
+
+if __name__ == "__main__":
+    take_part(Task, run)

@@ -1,0 +1,181 @@
+"""The lab: what a user enters."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+
+from benchmarks.netlab import links, processes, quotas
+from benchmarks.netlab.errors import LabError
+from benchmarks.netlab.processes import HostError, HostResult
+from benchmarks.netlab.remains import TAG, empty, maker, new_tag, remove, remove_dead
+from benchmarks.netlab.signals import OrderlyEnd, unbroken
+from jhpt.core.errors import InputError
+
+Command = Callable[[int, int, str], Sequence[str]]
+"""`(rank, hosts, "address:port" of the coordinator) -> arguments`."""
+
+
+def why_not() -> str | None:
+    """What keeps this machine from emulating hosts, as a sentence; None when a lab of one host has just worked."""
+    if sys.platform != "linux":
+        return "emulated hosts are network namespaces, which only Linux has"
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            return f"emulated hosts need the program {program}, of the package iproute2, which is not installed"
+    if os.geteuid() != 0:
+        return "emulated hosts are network namespaces, which only root may make: run it as root"
+    own_address = "import socket; print(socket.gethostbyname(socket.gethostname()))"
+    try:
+        with Lab(hosts=1, bits_per_s=1e9, cpu=min(0.5, quotas.cores())) as lab:
+            (result,) = lab.run(lambda *_: [sys.executable, "-I", "-c", own_address], timeout_s=30)
+    except (InputError, LabError, HostError, OSError) as error:
+        return f"emulated hosts cannot be made here: {error}"
+    if result.stdout.strip() != lab.address(0):
+        return f"the host name resolves to {result.stdout.strip()} inside a namespace, whatever its hosts file says"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """Emulated hosts, which exist while it is entered.
+
+    Attributes:
+      bits_per_s: what a host's link carries each way, headers included; None does not limit it.
+      cpu: cores of each host, such as 0.5; None lets all of them compete for those of the machine.  A host never gets
+        more, and hardly less where other programs keep the machine busy.
+      tag: what the names of all its namespaces and control groups start with.  A temporary folder whose name starts
+        with it and a hyphen is removed with the lab.
+
+    While it is entered, in the main thread, SIGTERM and SIGHUP raise `Ended` where they would end this process and
+    leave the hosts running.
+
+    Raises: InputError for hosts that this machine cannot hold; entering raises LabError or OSError where `why_not`
+    gives a reason.
+    """
+
+    hosts: int
+    bits_per_s: float | None = None
+    cpu: float | None = None
+    tag: str = field(default_factory=new_tag)
+    _entered: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert TAG.fullmatch(self.tag), self.tag
+        if not 1 <= self.hosts <= links.MAX_HOSTS:
+            raise InputError(f"hosts={self.hosts}: between 1 and {links.MAX_HOSTS} hosts can be emulated")
+        links.check_rate(self.bits_per_s)
+        if self.cpu is not None:
+            quotas.check_cpu(self.cpu)
+            # A process that only knows the tag may be a host, whose own quota says nothing about the others.
+            if maker(self.tag) == os.getpid():
+                quotas.check_cores(self.hosts, self.cpu, quotas.cores())
+
+    def __enter__(self) -> "Lab":
+        self._entered.enter_context(_made(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.__exit__(kind, error, trace)
+
+    def host(self, rank: int) -> str:
+        """The name of a host's namespace and of its control group."""
+        return f"{self.tag}-h{rank}"
+
+    @property
+    def switch(self) -> str:
+        """The name of the bridge's namespace."""
+        return f"{self.tag}-switch"
+
+    def address(self, rank: int) -> str:
+        """Where the other hosts find it."""
+        return links.address(rank)
+
+    def limit(self, bits_per_s: float | None) -> None:
+        """Sets the rate of every link, each way, at once; None lifts it.
+
+        While hosts run, let them wait for each other first: the links follow one by one, in a hundredth of a second
+        for four hosts, and what waits in a queue is lost where a limit is lifted.
+
+        Raises: InputError for a rate that no link can have; LabError where the kernel refuses.
+        """
+        links.check_rate(bits_per_s)
+        links.limit(self.switch, self._names, bits_per_s)
+
+    def quota(self, cpu: float | None) -> None:
+        """Sets the quota of every host at once; None gives back that of `Lab.cpu`, and `cpu` may be above it: for what
+        nobody measures, such as compiling.
+
+        Raises: InputError for less than the kernel's least; LabError for a lab without quotas, for one that is gone,
+        and where the kernel refuses.
+        """
+        if self.cpu is None:
+            raise LabError("this lab has no quotas to set: it was made without cpu")
+        cores = self.cpu if cpu is None else cpu
+        quotas.check_cpu(cores)
+        process = maker(self.tag)
+        # Inside a host there are no control groups to be seen, but through the process that made the lab there are.
+        controller = quotas.seen_by(process) if process is not None else None
+        if controller is None:
+            raise LabError(f"there are no quotas of {self.tag} (any more)")
+        for host in self._names:
+            controller.limit(host, cores)
+
+    def run(self, command: Command, *, timeout_s: float, env: Mapping[str, str] | None = None) -> list[HostResult]:
+        """Runs a command on all hosts at once, and returns what they wrote, by rank.
+
+        Args:
+          command: gives the arguments of each rank.
+          timeout_s: seconds for all of them together.
+          env: variables besides this process's own (without proxies, which no host can reach).
+
+        Whatever the hosts have started is killed before it returns.
+
+        Raises: HostError as soon as a host fails, HostTimeout if one runs too long.  A process of `jax.distributed`
+        that raises does not end: it waits for the others, minutes long, unless it leaves by `os._exit`.
+        """
+        with TemporaryDirectory(prefix=f"{self.tag}-") as name:
+            folder, running = Path(name), list[subprocess.Popen[bytes]]()
+            try:
+                for rank, host in enumerate(self._names):
+                    line = [*links.inside(host), *command(rank, self.hosts, f"{self.address(0)}:{links.PORT}")]
+                    if self.cpu is not None:
+                        line = quotas.joined(host, line)
+                    with unbroken():
+                        running.append(processes.start(line, rank, folder, processes.environment(env)))
+                statuses = processes.wait(running, timeout_s)
+            finally:
+                processes.kill(running)
+                empty(self.tag)
+            results = [processes.result(rank, status, folder) for rank, status in enumerate(statuses)]
+        processes.raise_failures(results, timeout_s)
+        return results
+
+    @property
+    def _names(self) -> list[str]:
+        return [self.host(rank) for rank in range(self.hosts)]
+
+
+@contextlib.contextmanager
+def _made(lab: Lab) -> Iterator[None]:
+    """The lab's network and groups, and nothing of them afterwards."""
+    with OrderlyEnd():
+        try:
+            remove_dead()
+            remove(lab.tag)
+            links.make_network(lab.switch, lab._names)
+            if lab.cpu is not None:
+                quotas.make_groups(lab._names, lab.cpu)
+            lab.limit(lab.bits_per_s)
+            yield
+        finally:
+            with unbroken():
+                remove(lab.tag)

@@ -1,0 +1,148 @@
+"""Cores: how many this process may use, and control groups that give each host its share."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.netlab.errors import LabError
+from jhpt.core.errors import InputError
+
+QUOTA_PERIOD = 10_000
+"""Microseconds over which a CPU quota holds: how long a host may run ahead, or stand still at the end of its share."""
+
+MIN_QUOTA = 1_000
+"""Microseconds, the kernel's least (Documentation/scheduler/sched-bwc.rst)."""
+
+MIN_CPU = MIN_QUOTA / QUOTA_PERIOD
+"""Cores."""
+
+WEIGHT = {1: ("cpu.shares", 1 << 18), 2: ("cpu.weight", 10_000)}
+"""By the controller's version, the file and its largest figure: what a host has left of its quota it gets before other
+programs do.  With the usual weight, beside three busy programs, hosts got 27 % of a core where 50 % were theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuController:
+    """The kernel's CPU quotas: the folder of the root group, and the version of its files."""
+
+    root: Path
+    version: int
+
+    def quota(self, cpu: float) -> dict[str, str]:
+        """The files of a group that may use `cpu` cores, in the order to write them."""
+        quota, (file, most) = f"{cpu * QUOTA_PERIOD:.0f}", WEIGHT[self.version]
+        if self.version == 1:
+            return {"cpu.cfs_period_us": str(QUOTA_PERIOD), "cpu.cfs_quota_us": quota, file: str(most)}
+        return {"cpu.max": f"{quota} {QUOTA_PERIOD}", file: str(most)}
+
+    def limit(self, group: str, cpu: float) -> None:
+        """Sets the quota of a group.
+
+        Raises: LabError where the kernel refuses it, or has no such group.
+        """
+        for name, value in self.quota(cpu).items():
+            try:
+                (self.root / group / name).write_text(value)
+            except OSError as error:
+                raise LabError(f"cpu={cpu:g}: `{value}` cannot be written to {name} of {group}: {error}") from error
+
+    def cores(self, groups: str) -> float:
+        """Cores that a process may use by the text of its /proc/PID/cgroup: no group has more than those above it.
+
+        In a container the path may be the one outside, of which nothing is to be seen but the root, its own group.
+        """
+        folder = self.root / self._group(groups).lstrip("/")
+        return min(self._most(group) for group in (folder, *folder.parents) if group.is_relative_to(self.root))
+
+    def _group(self, groups: str) -> str:
+        for line in groups.splitlines():
+            number, controllers, path = line.split(":", maxsplit=2)
+            if "cpu" in controllers.split(",") if self.version == 1 else number == "0":
+                return path
+        return "/"
+
+    def _most(self, group: Path) -> float:
+        """Cores of a group; without a limit, as in the root group of a machine, infinitely many."""
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if self.version == 1 else ("cpu.max",)
+        try:
+            quota, period = " ".join((group / name).read_text() for name in names).split()
+        except OSError:
+            return math.inf
+        return math.inf if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def cpu_controller(mounts: str, root: Path = Path("/")) -> CpuController | None:
+    """The CPU controller in the text of /proc/mounts, whose paths are those below `root`.  It belongs to one hierarchy
+    only, of version 1 or 2."""
+    for line in mounts.splitlines():
+        _, path, kind, options, *_ = line.split()
+        folder = root / path.lstrip("/")
+        if kind == "cgroup" and "cpu" in options.split(","):
+            return CpuController(root=folder, version=1)
+        if kind == "cgroup2" and "cpu" in (folder / "cgroup.controllers").read_text().split():
+            return CpuController(root=folder, version=2)
+    return None
+
+
+def here() -> CpuController | None:
+    """The controller as this process sees it."""
+    return cpu_controller(Path("/proc/mounts").read_text())
+
+
+def seen_by(process: int) -> CpuController | None:
+    """The controller as another process sees it."""
+    return cpu_controller(Path("/proc", str(process), "mounts").read_text(), Path("/proc", str(process), "root"))
+
+
+def cores() -> float:
+    """Cores that this process may use: those it may run on, or less by the quota of a container or service."""
+    controller, processors = here(), len(os.sched_getaffinity(0))
+    return min(processors, controller.cores(Path("/proc/self/cgroup").read_text())) if controller else processors
+
+
+def check_cpu(cpu: float) -> None:
+    """Raises: InputError for a quota that the kernel has no figure for."""
+    if not MIN_CPU <= cpu < math.inf:
+        raise InputError(f"cpu={cpu:g}: a host needs at least {MIN_CPU:g} cores, and not infinitely many")
+
+
+def check_cores(hosts: int, cpu: float, cores: float) -> None:
+    """Raises: InputError for hosts that take more than these cores."""
+    needed = hosts * cpu
+    if needed <= cores * (1 + 1e-9):
+        return
+    share = math.floor(cores / hosts * 1000) / 1000  # down, so that it is accepted
+    advice = f"let it use {needed:g}"
+    if share >= MIN_CPU:
+        advice += f", or use cpu={share:g} or less"
+    elif cores >= MIN_CPU:
+        advice += f", or emulate at most {int(cores / MIN_CPU)} hosts, with cpu={MIN_CPU:g}"
+    raise InputError(
+        f"hosts={hosts} with cpu={cpu:g} take {needed:g} cores, and this process may use {cores:g} (of the machine's, "
+        f"by its affinity and by quotas, such as a container's): {advice}"
+    )
+
+
+def make_groups(groups: Sequence[str], cpu: float) -> None:
+    """Makes control groups of these names, with `cpu` cores each.
+
+    Raises: LabError where there are no quotas.
+    """
+    controller = here()
+    if controller is None:
+        raise LabError("no control group hierarchy with the cpu controller is mounted, which a quota needs")
+    if controller.version == 2:
+        (controller.root / "cgroup.subtree_control").write_text("+cpu")
+    for group in groups:
+        (controller.root / group).mkdir()
+        controller.limit(group, cpu)
+
+
+def joined(group: str, line: Sequence[str]) -> list[str]:
+    """A command that runs `line` in a control group."""
+    controller = here()
+    assert controller is not None, "the group has been made"
+    # A shell joins the group and becomes the command.  Python code between fork and exec is not safe with threads.
+    return ["sh", "-c", 'echo $$ >"$0" && exec "$@"', str(controller.root / group / "cgroup.procs"), *line]

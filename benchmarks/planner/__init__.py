@@ -1,0 +1,1 @@
+"""'jhpt bench planner': the planner against brute force, a simulator and baselines."""

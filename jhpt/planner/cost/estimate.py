@@ -1,0 +1,371 @@
+"""What a plan costs, whoever made it: the price of the schedule that the runtime executes.
+
+A plan becomes five arrays (`StageTimes`), and the longest path through the micro-batch loop is its step time.  Memory
+of a device: state (weights, gradients, optimizer), activations of all micro-batches in flight, the working set of one
+layer, buffers of the transfers between stages; where moments are coded, what an update decodes beyond these.
+
+A plan of space="spmd" is one program: its layers cost what `program` makes of them, in a pipeline every stage has a
+`Slot` for the ends of the model and as large a ring of activations as the first one.  Stages of their own (`general`)
+run, and allocate, what they need.  So the same stages may cost more or less in the other space.  Plans with blocks on
+the host cost what `offload.offloaded` and `offload.memory` say.  Left out: the
+compiler's temporaries inside a layer and fragmentation.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jhpt.core.cluster import Cluster
+from jhpt.core.config import one_of
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Chunk, Plan, Stage, check_plan
+from jhpt.core.profile import ModelProfile
+from jhpt.planner.cost.activation_offload import fullest_host, waiting, waiting_bytes
+from jhpt.planner.cost.compression import residual_bytes
+from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, picked, strategy_of
+from jhpt.planner.cost.memory import EMBEDDING_AND_HEAD, Slot
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.offload import offloaded_step
+from jhpt.planner.cost.offload_memory import device_bytes, host_bytes
+from jhpt.planner.cost.placement import Place
+from jhpt.planner.cost.schedule import Array, in_flight, step_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Arguments of `schedule.step_seconds` for one plan; [S, v], [S v - 1], [S]."""
+
+    forward: Array
+    backward: Array
+    cut: Array
+    sync: Array
+    update: Array
+
+    def step_seconds(self, plan: Plan, overlap: bool = True) -> float:
+        """Seconds of a step under the plan's schedule; overlap: whether transfers run beside computation."""
+        times = self.forward, self.backward, self.cut, self.sync, self.update
+        return float(step_seconds(plan.schedule, plan.micro_batches, *times, overlap=overlap))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEstimate:
+    """One stage: seconds by cause over a whole step, bytes by cause on each of its devices, and on the fullest of its
+    hosts of what lives there instead."""
+
+    seconds: dict[str, float]
+    bytes: dict[str, float]
+    capacity: float
+    in_flight: int
+    host_bytes: dict[str, float] = field(default_factory=dict)
+    host_capacity: float = math.inf
+
+    @property
+    def total_bytes(self) -> float:
+        """All causes."""
+        return sum(self.bytes.values())
+
+    @property
+    def total_host_bytes(self) -> float:
+        """All causes."""
+        return sum(self.host_bytes.values())
+
+    @property
+    def missing(self) -> float:
+        """Bytes that a device lacks, or where that has enough, its host; at most 0 where all fits."""
+        return max(self.total_bytes - self.capacity, self.total_host_bytes - self.host_capacity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Seconds of a step, and what they and the memory consist of."""
+
+    seconds: float
+    stages: tuple[StageEstimate, ...]
+    times: StageTimes = field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits its devices and hosts."""
+        return all(stage.missing <= 0 for stage in self.stages)
+
+
+def evaluate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Estimate:
+    """The estimate of any plan, also of one that does not fit.
+
+    Raises:
+      InputError: the plan is not one for this model and cluster, or cannot run in its space.
+    """
+    return price(plan, CostModel(profile, cluster, plan.gradient_compression))
+
+
+def price(plan: Plan, model: CostModel) -> Estimate:
+    """`evaluate` with a cost model that is kept between plans."""
+    check(plan, model)
+    if plan.offload is not None:
+        return _offloaded(plan, model)
+    times = stage_times(plan, model)
+    seconds = times.step_seconds(plan, model.cluster.overlap)
+    stages = tuple(_stage_estimate(plan, position, model, times, seconds) for position in range(len(plan.stages)))
+    return Estimate(seconds=seconds, stages=stages, times=times)
+
+
+def _offloaded(plan: Plan, model: CostModel) -> Estimate:
+    """Of a plan whose blocks live on the host."""
+    step, stage = offloaded_step(plan, model), plan.stages[0]
+    forward, backward = (np.array([[step.entry[way] + step.passes[way] + step.exit[way]]]) for way in (0, 1))
+    # All micro-batches go through a block before the next one's turn: for a schedule they are one.
+    update = np.array([step.finish])
+    times = StageTimes(forward=forward, backward=backward, cut=np.zeros(0), sync=backward[:, 0], update=update)
+    estimate = StageEstimate(
+        seconds=dict(step.causes),
+        bytes=device_bytes(plan, model),
+        capacity=model.places.at(stage.device, stage.devices).memory,
+        in_flight=plan.micro_batches,
+        host_bytes=host_bytes(plan, model),
+        host_capacity=min(node.host_memory for node in model.cluster.nodes),
+    )
+    return Estimate(seconds=step.seconds, stages=(estimate,), times=times)
+
+
+@dataclass(frozen=True)
+class ChunkCosts:
+    """Layers of one chunk, each at its own degree, and what resharding between them costs."""
+
+    layers: LayerCosts
+    reshard: float
+
+
+def chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: CostModel) -> ChunkCosts:
+    """Selects every layer's entry from the table of its degree and its chunks of samples.  The ends have one."""
+    last = model.num_layers - 1
+    keys = [
+        (tensor, 1 if layer in (0, last) else cut)
+        for layer, tensor, cut in zip(range(chunk.first, chunk.stop), chunk.tensor, chunk.sample_chunks, strict=True)
+    ]
+    tables = {
+        (tensor, cut): model.table(place, tensor, replace(strategy, sample_chunks=(cut,))) for tensor, cut in set(keys)
+    }
+    reshard = sum(
+        model.reshard_seconds(place, layer, before, after, strategy.micro_batch)
+        for layer, (before, after) in enumerate(itertools.pairwise(chunk.tensor), chunk.first)
+    )
+    return ChunkCosts(picked(tables, keys, chunk.first), reshard)
+
+
+def stage_layers(plan: Plan, position: int, strategy: LayerStrategy, model: CostModel) -> list[LayerCosts]:
+    """The layers of every chunk of a stage, treated so."""
+    stage = plan.stages[position]
+    place = model.places.at(stage.device, stage.devices)
+    return [chunk_costs(chunk, place, strategy, model).layers for chunk in stage.chunks]
+
+
+def sync_seconds(backward: Array, gradients: Array) -> float:
+    """Seconds from the start of the last backward until the last gradient is reduced.
+
+    Backward visits layers from last to first; a layer's reduction starts when its backward and the reduction before it
+    have ended: max over l of (sum of backward from the end to l + sum of gradients from l to the start).
+    """
+    done = np.cumsum(backward[::-1])
+    left = np.cumsum(gradients)[::-1]
+    return float(np.max(done + left))
+
+
+def stage_times(plan: Plan, model: CostModel) -> StageTimes:
+    """The five arrays of a plan."""
+    strategy, stages = strategy_of(plan), len(plan.stages)
+    shape = (stages, plan.chunks)
+    forward, backward, sync, update = np.zeros(shape), np.zeros(shape), np.zeros(stages), np.zeros(stages)
+    for s, stage in enumerate(plan.stages):
+        place = model.places.at(stage.device, stage.devices)
+        for c, chunk in reversed(list(enumerate(stage.chunks))):
+            costs = chunk_costs(chunk, place, strategy, model)
+            layers = costs.layers
+            # A chunk's resharding is paid half in each pass: gathers forward, or their transposes backward.
+            forward[s, c] = (layers.forward + layers.forward_tensor).sum() + costs.reshard / 2
+            errors = layers.backward + layers.backward_tensor
+            backward[s, c] = errors.sum() + costs.reshard / 2
+            # Chunks come back in reverse: what a later chunk could not reduce in its turn waits before this one.
+            waiting = max(0.0, sync[s] - stages * backward[s, c + 1]) if c + 1 < plan.chunks else 0.0
+            sync[s] = max(
+                backward[s, c],
+                sync_seconds(errors, layers.gradients) + costs.reshard / 2,
+                waiting + layers.gradients.sum(),
+            )
+            update[s] += layers.update.sum()
+        update[s] += _tied(stage, place, strategy, model)[0]
+        update[s] += slot_of(plan, s, model).seconds(used=s in (0, stages - 1))
+    return StageTimes(forward=forward, backward=backward, cut=_cuts(plan, model), sync=sync, update=update)
+
+
+def slot_of(plan: Plan, position: int, model: CostModel) -> Slot:
+    """What a stage has for the ends of the model."""
+    stage = plan.stages[position]
+    place = model.places.at(stage.device, stage.devices)
+    return model.slot(place, stage.chunks[0].tensor[0], strategy_of(plan))
+
+
+def _tied(stage: Stage, place: Place, strategy: LayerStrategy, model: CostModel) -> tuple[float, float]:
+    """(seconds, bytes) for a parameter that the first layer shares with one of another stage.
+
+    Both stages sum its gradient; the other one holds the copy.
+    """
+    tied = model.tied_layer
+    if tied is None:
+        return 0.0, 0.0
+    held = {layer: t for c in stage.chunks for layer, t in zip(range(c.first, c.stop), c.tensor, strict=True)}
+    if (0 in held) == (tied in held):
+        return 0.0, 0.0
+    costs = model.layer_costs(place, held.get(tied, held.get(0, 1)), strategy)
+    return float(costs.tied[tied]), float(costs.tied_bytes[tied]) if tied in held else 0.0
+
+
+def _cuts(plan: Plan, model: CostModel) -> Array:
+    stages, batch = len(plan.stages), plan.batch // plan.micro_batches
+    if stages == 1:
+        return np.zeros(0)
+    cuts = []
+    for virtual in range(stages * plan.chunks - 1):
+        chunk, at = divmod(virtual, stages)
+        next_chunk, to = divmod(virtual + 1, stages)
+        sender, receiver = plan.stages[at], plan.stages[to]
+        last, first = sender.chunks[chunk], receiver.chunks[next_chunk]
+        sides = (
+            (sender.device, sender.devices, sender.devices // last.tensor[-1]),
+            (receiver.device, receiver.devices, receiver.devices // first.tensor[0]),
+        )
+        cuts.append(model.cut_seconds(last.stop - 1, *sides, batch, first.tensor[0] if plan.sequence else 1))
+    return np.array(cuts)
+
+
+def slots(plan: Plan, position: int) -> int:
+    """Chunks x micro-batches whose activations stage `position` has memory for."""
+    stages = len(plan.stages)
+    at = 0 if plan.space == "spmd" else position
+    return in_flight(plan.schedule, stages, at, plan.chunks, plan.micro_batches)
+
+
+def buffer_bytes(model: CostModel, first: int, stop: int, local: float) -> float:
+    """Two slots each for what comes in and goes out, forward and backward."""
+    come = model.boundary[first - 1] if first else 0.0
+    leave = model.boundary[stop - 1] if stop < model.num_layers else 0.0
+    return 2.0 * local * float(come + leave)
+
+
+def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTimes, step: float) -> StageEstimate:
+    strategy, stage = strategy_of(plan), plan.stages[position]
+    place = model.places.at(stage.device, stage.devices)
+    costs = [chunk_costs(chunk, place, strategy, model) for chunk in stage.chunks]
+    many, count = len(plan.stages) > 1, plan.micro_batches
+    ring = slots(plan, position)
+    parts = [c.layers for c in costs]
+    degree = stage.chunks[0].tensor[0]
+    local = -(-strategy.micro_batch // (stage.devices // degree)) / (degree if plan.sequence else 1)
+    tied, slot = _tied(stage, place, strategy, model)[1], slot_of(plan, position, model)
+    saved = sum(part.optimizer.sum() for part in parts) + slot.optimizer + tied
+    byte = {
+        "weights and gradients": sum(part.weights.sum() for part in parts) + slot.weights,
+        **saved_bytes(saved, model),
+        "activations": ring * (max(part.activations.sum() for part in parts) + slot.output),
+        "working set": max(part.working.max() for part in parts),
+        "transfers": max(buffer_bytes(model, c.first, c.stop, local) for c in stage.chunks) if many else 0.0,
+    }
+    if model.profile.state.decoded_bytes:
+        data, state = stage.devices // degree, model.profile.state
+        share = state.bytes / (data if plan.zero else 1)
+        share /= share + residual_bytes(model.gradient_compression)  # of what is kept, without what compression left
+        gone = sum(part.optimizer[EMBEDDING_AND_HEAD].sum() for part in parts) if strategy.bare_behind_head else 0.0
+        copied = _used_bytes(share * (saved - gone), plan.zero, data, model)
+        over = byte["activations"] + byte["working set"] + copied
+        byte["update"] = max(0.0, share * saved * state.decoded_bytes / state.bytes - over)
+    forward, backward = (times.forward[position].sum(), times.backward[position].sum())
+    tensor = sum((part.forward_tensor + part.backward_tensor).sum() for part in parts)
+    reshard = sum(c.reshard for c in costs)
+    in_line = float(sum(part.in_line.sum() for part in parts))
+    in_line += slot.reduced if position in (0, len(plan.stages) - 1) else 0.0
+    exposed = float(times.sync[position] - times.backward[position, 0]) + in_line
+    update = float(times.update[position]) - in_line
+    own = count * (forward + backward) + exposed + update
+    second = {
+        "compute": count * (forward + backward - tensor - reshard),
+        "tensor communication": count * tensor,
+        "resharding": count * reshard,
+        "gradients exposed": exposed,
+        "update": update,
+        "waiting": step - own,
+    }
+    return StageEstimate(
+        seconds={cause: float(value) for cause, value in second.items()},
+        bytes={cause: float(value) for cause, value in byte.items()},
+        capacity=place.memory,
+        in_flight=ring,
+        **_activations_on_host(plan, position, model),
+    )
+
+
+def _activations_on_host(plan: Plan, position: int, model: CostModel) -> dict[str, Any]:
+    """Of the fullest host of the stage, what all stages keep there; nothing where they keep nothing."""
+    saved = waiting(plan)
+    if not saved.host:
+        return {}
+    stage, each = plan.stages[position], model.places.per_node
+    first, stop = stage.device // each * each, -(-(stage.device + stage.devices) // each) * each
+    return {
+        "host_bytes": {"activations": fullest_host(waiting_bytes(plan, model.profile, saved)[first:stop], each)},
+        "host_capacity": min(node.host_memory for node in model.cluster.nodes),
+    }
+
+
+def saved_bytes(size: float, model: CostModel) -> dict[str, float]:
+    """What is kept from step to step, by cause; in one where it is float32 or there is feedback of gradients in it."""
+    state = model.profile.state
+    if not state.low_precision or model.gradient_compression.on:
+        return {"optimizer": size}
+    return {cause: size * own / state.bytes for cause, own in state.causes.items()}
+
+
+def _used_bytes(saved: float, zero: int, data: int, model: CostModel) -> float:
+    """Copies to compute with, which are gone when an update decodes moments; kept: from step to step."""
+    shares = data if zero == 1 else 1
+    copied = shares > 1 or (zero < 3 and not model.profile.used_as_stored)
+    return copied * shares * saved / model.profile.state.bytes * model.profile.bytes_per_weight
+
+
+def check(plan: Plan, model: CostModel) -> None:
+    """Refuses a plan that is not one for this model and cluster."""
+    check_plan(plan, model.num_layers)
+    needed = plan.stages[-1].device + plan.stages[-1].devices
+    if needed > model.cluster.num_devices:
+        raise InputError(f"the plan needs {needed} devices, {model.cluster.name} has {model.cluster.num_devices}")
+    for stage in plan.stages:
+        for chunk in stage.chunks:
+            _check_degrees(chunk, model)
+    if plan.space == "spmd":
+        _check_spmd(plan, model)
+
+
+def _check_degrees(chunk: Chunk, model: CostModel) -> None:
+    for layer, tensor in zip(range(chunk.first, chunk.stop), chunk.tensor, strict=True):
+        if not model.allowed(layer, tensor):
+            top = model.kinds[model.index[layer]].max_tensor
+            fit = one_of(t for t in range(1, top + 1) if top % t == 0)
+            raise InputError(f"layer {layer} cannot be cut into tensor={tensor} shards; use {fit}")
+
+
+def _check_spmd(plan: Plan, model: CostModel) -> None:
+    if plan.compression.on and plan.degrees[-1] > 1 and model.sums.stream is None:
+        raise InputError(
+            f"compression is of sequences of tokens, and a sample of {model.profile.name} is {model.profile.sample}; "
+            "leave compression out"
+        )
+    if model.cluster.mixed:
+        raise InputError("space=spmd needs equal devices; plan a mixed cluster with space=general")
+    if len(plan.stages) == 1 and (tied := model.tied_layer):
+        own, other = (plan.stages[0].chunks[0].tensor[layer] for layer in (0, tied))
+        if own != other:
+            raise InputError(
+                f"layers 0 and {tied} share a parameter and have tensor degrees {own} and {other}; "
+                "space=spmd stores it once: use one degree for both"
+            )

@@ -1,0 +1,345 @@
+"""Bytes that a plan puts on the wire: per device of a stage and step, by kind of collective and axis of the mesh.
+
+What `jhpt.sharding` writes down, with its sizes.  A stage of k = d t devices, M micro-batches of b samples, S stages of
+v chunks; r = bytes of a micro-batch's activation on a device, p = bytes of a layer's parameters on a device when they
+travel in the compute dtype.  n ranks in a ring; a device sends
+
+    tensor    all-reduce of r           2 (n-1)/n r   block 2 M forward, 2 M backward (with recomputation 3 M);
+                                                      embedding M forward, head M backward
+    data      all-reduce of p           2 (n-1)/n p   ZeRO-0: once, gradients
+              all-gather of p           (n-1)/n p     ZeRO-1: once, weights; ZeRO-3: 2 M for a block, once for the ends
+              reduce-scatter of p       (n-1)/n p     ZeRO-1: once, gradients; ZeRO-3: M for a block, once for the ends
+    pipe      collective-permute of r   r             S-1 + M v ticks forward to the next stage and as many backward;
+                                                      with one chunk the last (first) stage sends nothing on
+              collective-permute        2 p           first and last stage, once: a tied table's gradient in float32
+    between degrees   all-gather of r   (n-1)/n r     M wherever neighbouring layers differ
+
+With sequence parallelism each sum of a block is a reduce-scatter and an all-gather, (n-1)/n r each, and two more
+all-gathers fetch the products' inputs again for the backward pass; the ends gather r once each; r / t goes on to the
+next stage.
+
+With compression the sums of a block, in the directions it has, are an all-to-all and an all-gather of codes, or an
+all-gather alone (`core.compression`); where tokens are chosen by attention, scores of 4 bytes a token are summed as
+often as the attention half runs forward.  With samples in several chunks every chunk is a sum of its own.  The last
+one's last sum is put off into the next block, so that the first block of a run has one too many, of nothing.  What
+becomes of it is kept with the block's input, and recomputation does not do it again.
+
+Where communication overlaps computation, loops fetch `prefetch` layers ahead and give gradients away one layer late,
+and the surplus travels: a run of neighbouring blocks of one degree gathers `prefetch` blocks more (forward and backward
+pass together) and sums one more.  A chunk of a pipeline has room for as many blocks as the longest one: all of the room
+travels with ZeRO-0 and ZeRO-1, and with ZeRO-3 where it is fetched ahead every pass gathers all of it and the surplus.
+
+A block that lives on the host, or beside such, is gathered in float32 in both passes, and its gradient scattered so:
+once a step, however many micro-batches there are.
+
+Compressed gradients are an all-to-all and an all-gather of codes, or one of both (`core.compression.gradient_bytes`).
+
+With several stages the ends have a slot on every stage: all of them gather it, the first and the last sum it, whole.
+Left out, below 1 % of the bytes: norms and biases travel as all-reduce whatever the ZeRO level, norms in float32; the
+three numbers per token of a divided vocabulary's softmax; sums of the loss and of the gradient's norm; token ids.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jhpt.core.axes import DATA, PIPE, TENSOR
+from jhpt.core.compression import by_attention, gathers, gathers_gradients, gradient_bytes
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Chunk, Plan
+from jhpt.core.profile import LayerKind, ModelProfile
+from jhpt.planner.cost.compression import SCORE_BYTES, Stream, sent_bytes, stream_of
+from jhpt.planner.cost.overlap import chunk_sizes
+from jhpt.planner.cost.recompute import NOTHING, repeated
+
+FLOAT32 = 4
+"""Bytes in which gradients are stored."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives of one kind along one axis: how many tensors (a layer's parameters are one), bytes on the wire."""
+
+    count: float
+    bytes: float
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.count + other.count, self.bytes + other.bytes)
+
+
+StageTraffic = dict[tuple[str, str], Sent]
+"""By (kind, axes joined by +)."""
+
+One = tuple[tuple[str, str], Sent]
+
+
+def traffic(plan: Plan, profile: ModelProfile, *, overlap: bool = True) -> tuple[StageTraffic, ...]:
+    """What a device of every stage sends in a step.
+
+    overlap: whether loops fetch ahead and give late, as they do on GPUs.
+
+    Raises:
+      InputError: a plan of the space general, which no single program runs.
+    """
+    if plan.space != "spmd":
+        raise InputError(f"a plan of the space {plan.space} is not run by one program; plan with space=spmd")
+    if plan.offload is not None:
+        plan = plan.model_copy(update={"zero": 0})  # blocks are shared out anyway, and the ends are whole on every rank
+    step = _Step(plan, profile, overlap)
+    return tuple(_added(step.stage(position)) for position in range(len(plan.stages)))
+
+
+def _added(parts: Iterator[One]) -> StageTraffic:
+    total: StageTraffic = {}
+    for way, sent in parts:
+        if sent.bytes:
+            total[way] = total.get(way, Sent(0, 0)) + sent
+    return total
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A plan for a model; every method yields what it adds."""
+
+    plan: Plan
+    profile: ModelProfile
+    overlap: bool
+
+    def stage(self, position: int) -> Iterator[One]:
+        """All of a stage."""
+        for chunk in self.plan.stages[position].chunks:
+            layers = range(chunk.first, chunk.stop)
+            run = (0, 0)
+            for layer, t, cut in zip(layers, chunk.tensor, chunk.sample_chunks, strict=True):
+                yield from self._activations(layer, t, cut, begins=run != (t, cut))
+                run = (t, cut) if self._is_block(layer) else (0, 0)
+                if self.stages == 1 and not self._is_block(layer):
+                    yield from self._gathered(self._own_bytes(layer, t), t, 1 if self.plan.zero else 0)
+                    yield from self._summed(self._own_bytes(layer, t), t, 1)
+            for layer, (before, after) in zip(layers, itertools.pairwise(chunk.tensor), strict=False):
+                yield from self._resharded(layer, before, after)
+            yield from self._blocks(chunk)
+        if self.stages > 1:
+            yield from self._slots(position)
+            yield from self._transfers(position)
+
+    @property
+    def stages(self) -> int:
+        """Stages."""
+        return len(self.plan.stages)
+
+    @property
+    def devices(self) -> int:
+        """Of a stage."""
+        return self.plan.stages[0].devices
+
+    @property
+    def residual(self) -> float:
+        """Bytes of one sample's activation between layers."""
+        return self.profile.kinds[self.profile.layers[0]].boundary_bytes
+
+    def _is_block(self, layer: int) -> bool:
+        return 0 < layer < self.profile.num_layers - 1
+
+    def _rows(self, t: int) -> float:
+        """Samples of a micro-batch on a device of a layer of degree t."""
+        return self.plan.batch / self.plan.micro_batches * t / self.devices
+
+    # Axes of the mesh: `data`, and `tensor` or, where layers differ, an axis for every degree.
+
+    def _axes(self, low: int, high: int) -> str:
+        """The axes over which a group lies that has members wherever degrees above `low` up to `high` divide."""
+        degrees = {t for stage in self.plan.stages for chunk in stage.chunks for t in chunk.tensor}
+        cut = [t for t in sorted(degrees) if t > 1]
+        names = [TENSOR if len(cut) == 1 else f"{TENSOR}{t}" for t in cut if low < t <= high]
+        whole = [DATA] if high == self.devices and self.devices > max(degrees) else []
+        return "+".join([*whole, *reversed(names)])
+
+    def _tensor_axis(self, t: int) -> str:
+        degrees = [run.tensor for stage in self.plan.stages for chunk in stage.chunks for run in chunk.runs]
+        return self._axes(1, min(t, max(degrees)))
+
+    def _data_axis(self, t: int) -> str:
+        return self._axes(t, self.devices)
+
+    # What travels.
+
+    def _activations(self, layer: int, t: int, cut: int, *, begins: bool) -> Iterator[One]:
+        """Sums over the tensor axis, of `cut` chunks."""
+        if t == 1:
+            return
+        kind, axis = self.profile.kinds[self.profile.layers[layer]], self._tensor_axis(t)
+        forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
+        again = self._again(kind) * forward if self._is_block(layer) else 0.0
+        if self._is_block(layer) and (self.plan.compression.on or (cut > 1 and not self.plan.sequence)):
+            yield from self._chunked(kind, t, cut, begins)
+            return
+        if self.plan.sequence and self._is_block(layer):
+            yield ("reduce-scatter", axis), self._ring(t, forward + backward + again)
+            yield ("all-gather", axis), self._ring(t, forward + backward + forward)
+            return
+        yield ("all-reduce", axis), self._ring(t, forward + backward + again, 2)
+        if self.plan.sequence:
+            yield ("all-gather", axis), self._ring(t, self.residual)
+
+    def _again(self, kind: LayerKind) -> float:
+        """Share of a block's sums that its backward pass repeats.  Where nothing else is known, not the MLP's."""
+        if not self.plan.recompute:
+            return 0.0
+        return repeated(kind.tensors, self.plan.saved or NOTHING).sums if kind.tensors else 0.5
+
+    def _chunked(self, kind: LayerKind, t: int, cut: int, begins: bool) -> Iterator[One]:
+        """Of a block, chunk by chunk.  begins: whether it is the first of its run."""
+        how = self.plan.compression
+        samples = chunk_sizes(-(-self.plan.batch * t // (self.plan.micro_batches * self.devices)), cut)
+        forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
+        yield from self._sums((1 + self._again(kind)) * forward, t, samples, how.on and how.forward)
+        if len(samples) > 1:
+            yield from self._sums(self.residual * begins, t, samples[-1:], how.on and how.forward)
+        yield from self._sums(backward, t, samples, how.on and how.backward)
+        if how.on and by_attention(how, self.profile.causal):
+            # The choice of tokens is kept with anything else that is, such as a chunked GPT's inputs (`layer_policy`).
+            saved = self.plan.saved is not None or (self.profile.causal and self.plan.sample_chunks != (1,))
+            times = self.plan.micro_batches * (2 if self.plan.recompute and not saved else 1)
+            scores = SCORE_BYTES * self._stream.tokens * sum(samples)
+            yield ("all-reduce", self._tensor_axis(t)), Sent(times * len(samples), 2 * (t - 1) / t * times * scores)
+
+    def _sums(self, size: float, t: int, samples: tuple[int, ...], compressed: bool) -> Iterator[One]:
+        """Over t ranks, of `size` bytes per sample in all, of so many samples at a time, in every micro-batch."""
+        sums, axis, how = self.plan.micro_batches * size / self.residual, self._tensor_axis(t), self.plan.compression
+        count = sums * len(samples)
+        if not compressed:
+            yield ("all-reduce", axis), Sent(count, 2 * (t - 1) / t * sums * self.residual * sum(samples))
+            return
+        sent = sums * sum(sent_bytes(t, how, self._stream, n) for n in samples)
+        if gathers(t, how):
+            yield ("all-gather", axis), Sent(count, sent)
+            return
+        yield ("all-to-all", axis), Sent(count, sent / 2)
+        yield ("all-gather", axis), Sent(count, sent / 2)
+
+    @property
+    def _stream(self) -> Stream:
+        """Of tokens, that compression speaks of."""
+        if (stream := stream_of(self.profile)) is None:
+            raise InputError(f"compression is of sequences of tokens, and a sample is {self.profile.sample}")
+        return stream
+
+    def _ring(self, t: int, size: float, rounds: int = 1) -> Sent:
+        """Collectives over t ranks of `size` bytes per sample in all, in every micro-batch."""
+        count = self.plan.micro_batches
+        return Sent(count * size / self.residual, rounds * (t - 1) / t * count * self._rows(t) * size)
+
+    def _own_bytes(self, layer: int, t: int) -> float:
+        """Of a layer's parameters on one of t ranks, in the compute dtype.  Of the ends only the table is divided."""
+        kinds, layers = self.profile.kinds, self.profile.layers
+        first, last, parameters = kinds[layers[0]], kinds[layers[-1]], kinds[layers[layer]].parameters
+        table = last.tied_parameters or min(first.parameters, last.parameters)
+        divided = parameters
+        if layer == 0:
+            divided = table
+        elif layer == self.profile.num_layers - 1:
+            divided = 0 if last.tied_parameters else table
+        return (divided / t + parameters - divided) * self.profile.bytes_per_weight
+
+    def _gathered(self, size: float, t: int, times: float) -> Iterator[One]:
+        ranks = self.devices // t
+        if times:
+            yield ("all-gather", self._data_axis(t)), Sent(times, (ranks - 1) / ranks * times * size)
+
+    def _summed(self, size: float, t: int, times: float) -> Iterator[One]:
+        ranks, how = self.devices // t, self.plan.gradient_compression
+        if how.on and ranks > 1:
+            yield from self._compressed(size, t, times)
+            return
+        kind, rounds = ("reduce-scatter", 1) if self.plan.zero else ("all-reduce", 2)
+        yield (kind, self._data_axis(t)), Sent(times, rounds * (ranks - 1) / ranks * times * size)
+
+    def _compressed(self, size: float, t: int, times: float) -> Iterator[One]:
+        """Gradients of parameters of so many bytes in the compute dtype."""
+        ranks, axis, how = self.devices // t, self._data_axis(t), self.plan.gradient_compression
+        shares = self.plan.zero > 0
+        sent = times * gradient_bytes(ranks, how, round(size / self.profile.bytes_per_weight), shares=shares)
+        if shares:
+            yield ("all-to-all", axis), Sent(times, sent)
+        elif gathers_gradients(ranks, how):
+            yield ("all-gather", axis), Sent(times, sent)
+        else:
+            yield ("all-to-all", axis), Sent(times, sent / 2)
+            yield ("all-gather", axis), Sent(times, sent / 2)
+
+    def _blocks(self, chunk: Chunk) -> Iterator[One]:
+        """Parameters of a chunk's blocks and their gradients, run by run."""
+        if self.plan.offload is not None:
+            yield from self._offloaded()
+            return
+        layers = [(layer, t) for layer, t in enumerate(chunk.tensor, chunk.first) if self._is_block(layer)]
+        many, late = self.plan.micro_batches, 1 if self.overlap else 0
+        for t, run in itertools.groupby(layers, key=lambda one: one[1]):
+            size, count, one = self._own_bytes(layers[0][0], t), len(list(run)), self.stages == 1
+            if self.plan.zero < 3:
+                sums = count + late if one else self._depth
+                gathers = (count + self._ahead if one else self._depth) if self.plan.zero else 0
+            else:
+                sums = many * (count + late if one else count)
+                passes = 2 * (self._depth + self._ahead if self._ahead else count)
+                gathers = many * (2 * count + self._ahead if one else passes)
+            yield from self._gathered(size, t, gathers)
+            yield from self._summed(size, t, sums)
+        if not layers and self.stages > 1 and (self.plan.zero < 3 or self._ahead):
+            yield from self._padding(chunk.tensor[0])
+
+    def _offloaded(self) -> Iterator[One]:
+        """Blocks whose rows are shared out over the ranks."""
+        size, ranks = self._own_bytes(1, 1) / self.profile.bytes_per_weight * FLOAT32, self.devices
+        yield from self._gathered(size, 1, 2 * self._depth)
+        yield ("reduce-scatter", self._data_axis(1)), Sent(self._depth, (ranks - 1) / ranks * self._depth * size)
+
+    def _padding(self, t: int) -> Iterator[One]:
+        """Of a chunk without blocks: it has room for as many as the longest, which travels all the same."""
+        size = self._own_bytes(1, t)
+        if self.plan.zero == 3:
+            yield from self._gathered(size, t, 2 * self.plan.micro_batches * (self._depth + self._ahead))
+        else:
+            yield from self._gathered(size, t, self._depth if self.plan.zero else 0)
+            yield from self._summed(size, t, self._depth)
+
+    @property
+    def _ahead(self) -> int:
+        """How many blocks a loop fetches ahead."""
+        return self.plan.prefetch if self.overlap else 0
+
+    @property
+    def _depth(self) -> int:
+        """Blocks of the longest chunk."""
+        chunks = (chunk for stage in self.plan.stages for chunk in stage.chunks)
+        return max(sum(map(self._is_block, range(chunk.first, chunk.stop))) for chunk in chunks)
+
+    def _resharded(self, layer: int, before: int, after: int) -> Iterator[One]:
+        """Forward towards a larger degree, backward towards a smaller one."""
+        if before == after:
+            return
+        low, high = sorted((before, after))
+        ranks, count = high // low, self.plan.micro_batches
+        size = self.profile.kinds[self.profile.layers[layer]].boundary_bytes * self._rows(high)
+        yield ("all-gather", self._axes(low, high)), Sent(count, (ranks - 1) / ranks * count * size)
+
+    def _slots(self, position: int) -> Iterator[One]:
+        """The ends, of which every stage has a slot."""
+        last, t = self.profile.kinds[self.profile.layers[-1]], self.plan.stages[0].chunks[0].tensor[0]
+        # An untied head has its table in the slot of the embedding's; what else it has is a norm.
+        size = self._own_bytes(0, t)
+        size += self._own_bytes(self.profile.num_layers - 1, t) if last.tied_parameters else 0
+        yield from self._gathered(size, t, 1 if self.plan.zero else 0)
+        if position in (0, self.stages - 1):
+            yield from self._summed(size, t, 1)
+            share = self.devices // t if self.plan.zero else 1
+            yield ("collective-permute", PIPE), Sent(1, last.tied_parameters * FLOAT32 / t / share)
+
+    def _transfers(self, position: int) -> Iterator[One]:
+        """Activations and errors, in every tick in which any stage has a pass of that direction."""
+        around, t = self.plan.chunks > 1, self.plan.stages[0].chunks[0].tensor[0]
+        ticks = self.stages - 1 + self.plan.micro_batches * self.plan.chunks
+        size = self.residual * self._rows(t) / (t if self.plan.sequence else 1)
+        directions = (around or position < self.stages - 1) + (around or position > 0)
+        yield ("collective-permute", PIPE), Sent(directions * ticks, directions * ticks * size)

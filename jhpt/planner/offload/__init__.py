@@ -1,1 +1,0 @@
-"""What lives on the host, and when it is fetched."""

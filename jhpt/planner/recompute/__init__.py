@@ -1,1 +1,0 @@
-"""What a backward pass finds kept, what it fetches from the host, and what it computes again."""

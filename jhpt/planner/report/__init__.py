@@ -1,0 +1,1 @@
+"""Why this plan: causes, alternatives and a timeline, as text, rows and JSON."""

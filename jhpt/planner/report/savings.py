@@ -1,0 +1,96 @@
+"""What chunks of samples and compression spare a step of its sums over tensor ranks, or why they were left out."""
+
+from dataclasses import dataclass
+
+from jhpt.core.amounts import gib
+from jhpt.core.axes import TENSOR
+from jhpt.core.config import Compression
+from jhpt.core.plan import Chunk, Plan, runs_of
+from jhpt.planner.cost.estimate import price
+from jhpt.planner.cost.traffic import traffic
+from jhpt.planner.report.words import compression_text, duration
+from jhpt.planner.search.request import COMPRESSIONS
+from jhpt.planner.search.solve import Answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What a way to spare tensor communication is worth.
+
+    seconds: of a step that it saves; negative: that it would cost.  sent, plain: bytes that a device sends over the
+    tensor axis in a step, with it and without.
+    """
+
+    name: str
+    taken: bool
+    seconds: float
+    sent: float
+    plain: float
+    why: str
+
+
+def savings(answer: Answer) -> tuple[Saving, ...]:
+    """What chunks of samples and compression spare, where any layer between the ends has sums over tensor ranks."""
+    plan, last = answer.plan, answer.model.num_layers - 1
+    degrees = (pair for stage in plan.stages for chunk in stage.chunks for pair in enumerate(chunk.tensor, chunk.first))
+    if plan.space == "general" or not any(0 < layer < last and tensor > 1 for layer, tensor in degrees):
+        return ()
+    return (_chunks_saving(answer), *([_compression_saving(answer)] if answer.model.sums.stream else []))
+
+
+def _chunks_saving(answer: Answer) -> Saving:
+    plan, taken = answer.plan, answer.plan.sample_chunks != (1,)
+    other = cut_samples(plan, 1 if taken else 2)
+    seconds = price(other, answer.model).seconds - answer.estimate.seconds
+    samples = max(plan.batch // plan.micro_batches * t // stage.devices for stage in plan.stages for t in plan.degrees)
+    if taken:
+        why = f"hide {duration(seconds)} of a step's sums behind other chunks"
+    elif not answer.model.cluster.overlap:
+        why = "none: communication does not run beside computation here"
+    elif samples == 1:
+        why = "none: a device has one sample of a micro-batch"
+    elif not answer.model.profile.sample_tokens:
+        why = "none: only sequences of tokens are cut into chunks"
+    elif seconds <= 0:
+        why = "none: 2 would not fit"
+    else:
+        why = f"none: 2 would make the step {duration(seconds)} longer"
+    saved = seconds if taken else -seconds
+    sent, plain = (_tensor_bytes(one, answer) for one in ((plan, other) if taken else (other, plan)))
+    return Saving(name="sample chunks", taken=taken, seconds=saved, sent=sent, plain=plain, why=why)
+
+
+def _compression_saving(answer: Answer) -> Saving:
+    plan, taken = answer.plan, answer.plan.compression.on
+    other = plan.model_copy(update={"compression": Compression() if taken else COMPRESSIONS[0]})
+    difference = price(other, answer.model).seconds - answer.estimate.seconds
+    seconds = difference if taken else -difference
+    sent, plain = (_tensor_bytes(one, answer) for one in ((plan, other) if taken else (other, plan)))
+    wire = f"{gib(sent)} instead of {gib(plain)} over the tensor axis"
+    off = f"off: in {COMPRESSIONS[0].bits} bits a device would send {wire}"
+    if taken:
+        why = f"{compression_text(plan.compression)}: a device sends {wire}, a step takes {duration(seconds)} less"
+    elif seconds > 0:
+        choose = "parallel.compression=auto lets the planner choose"
+        why = f"{off}, and a step take {duration(seconds)} less; {choose}"
+    else:
+        why = f"{off}, but a step take {duration(-seconds)} more"
+    return Saving(name="compression", taken=taken, seconds=seconds, sent=sent, plain=plain, why=why)
+
+
+def cut_samples(plan: Plan, chunks: int) -> Plan:
+    """The plan with so many chunks of samples everywhere."""
+
+    def cut(chunk: Chunk) -> Chunk:
+        return chunk.model_copy(update={"runs": runs_of(chunk.tensor, (chunks,) * len(chunk.tensor))})
+
+    stages = tuple(
+        stage.model_copy(update={"chunks": tuple(cut(chunk) for chunk in stage.chunks)}) for stage in plan.stages
+    )
+    return plan.model_copy(update={"stages": stages})
+
+
+def _tensor_bytes(plan: Plan, answer: Answer) -> float:
+    """What a device of the stage that sends most sends over the tensor axis."""
+    stages = traffic(plan, answer.model.profile, overlap=answer.model.cluster.overlap)
+    return max(sum(sent.bytes for (_, axis), sent in stage.items() if axis.startswith(TENSOR)) for stage in stages)

@@ -1,0 +1,1 @@
+"""Finds the fastest plan of a request that fits the devices."""

@@ -1,0 +1,254 @@
+"""What one would run without a planner: the plans that a search has to beat.
+
+    data parallel           one stage; as many replicas as devices and micro-batch allow
+    tensor parallel         one stage; the largest tensor degree that every layer allows
+    gpipe, equal layers     as many stages as layers and devices allow, replicated over what is left; GPipe's schedule
+    1f1b, equal layers      the same stages with 1f1b
+    best 3-D grid           every stages x data x tensor grid with equal layers and 1f1b: the best picked by hand
+
+Equal layers: stages differ by one layer at most, longer ones first.  Samples are not cut, and sums are compressed only
+where nothing else is asked for.  Each baseline is given its best number of micro-batches, ZeRO level and recomputation,
+its devices from the first one of the cluster, and is priced by `estimate` as every other plan.  All lie in the decision
+set of their space, or would with their samples cut and be no slower: its plan that is proven optimal is never slower.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from jhpt.core.amounts import gib
+from jhpt.core.config import Compression, divisors
+from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero
+from jhpt.planner.cost.estimate import price
+from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.schedule import Array, in_flight
+from jhpt.planner.search.request import Request
+
+Shape = tuple[int, int, int]
+"""Stages, data degree, tensor degree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The best plan of one kind and its seconds per step; without a plan, `reason` says why there is none."""
+
+    name: str
+    plan: Plan | None
+    seconds: float | None
+    reason: str
+
+
+def baselines(asked: Request, model: CostModel, space: Space | None = None) -> tuple[Baseline, ...]:
+    """All baselines, in the order of the table above.  `asked.schedules` is left aside: each has its own.
+
+    Args:
+      space: in which they are priced; None: "spmd", but on a mixed cluster "general".
+    """
+    space = space or ("spmd" if model.places.uniform else "general")
+    table = _Table(model, space)
+    kinds: tuple[tuple[str, Schedule, Callable[[int], Iterable[Shape]]], ...] = (
+        ("data parallel", "1f1b", lambda b: [(1, _data(b, model.cluster.num_devices), 1)]),
+        ("tensor parallel", "1f1b", lambda b: _tensor_shapes(model)),
+        ("gpipe, equal layers", "gpipe", lambda b: _pipe_shapes(asked, model, b)),
+        ("1f1b, equal layers", "1f1b", lambda b: _pipe_shapes(asked, model, b)),
+        ("best 3-D grid", "1f1b", lambda b: _grid_shapes(asked, model, b)),
+    )
+
+    def levels(data: int) -> tuple[Zero, ...]:
+        return model.levels(asked.zero, data, space)
+
+    return tuple(_best(name, _grids(asked, schedule, shapes, levels), table) for name, schedule, shapes in kinds)
+
+
+def _data(micro_batch: int, devices: int) -> int:
+    """Most replicas on so many devices that share the micro-batch evenly."""
+    return max(divisors(micro_batch, up_to=devices))
+
+
+def _tensor_shapes(model: CostModel) -> list[Shape]:
+    tensor = max(model.common_degrees(model.cluster.num_devices))
+    return [(1, 1, tensor)] if tensor > 1 else []
+
+
+def _pipe_shapes(asked: Request, model: CostModel, micro_batch: int) -> list[Shape]:
+    devices = model.cluster.num_devices
+    stages = min(devices, model.num_layers, asked.max_stages)
+    return [(stages, _data(micro_batch, devices // stages), 1)] if stages > 1 else []
+
+
+def _grid_shapes(asked: Request, model: CostModel, micro_batch: int) -> Iterator[Shape]:
+    devices = model.cluster.num_devices
+    for tensor in model.common_degrees(devices):
+        for data in divisors(micro_batch, up_to=devices // tensor):
+            most = min(model.num_layers, devices // (data * tensor), asked.max_stages)
+            yield from ((stages, data, tensor) for stages in range(1, most + 1))
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A plan with equal layers."""
+
+    stages: int
+    data: int
+    tensor: int
+    schedule: Schedule
+    batch: int
+    micro_batches: int
+    zero: Zero
+    recompute: bool
+    compression: Compression | None
+
+    @property
+    def devices(self) -> int:
+        """Of one stage."""
+        return self.data * self.tensor
+
+
+def _grids(
+    asked: Request,
+    schedule: Schedule,
+    shapes: Callable[[int], Iterable[Shape]],
+    levels: Callable[[int], tuple[Zero, ...]],
+) -> Iterator[_Grid]:
+    for m in asked.micro_batches:
+        for stages, data, tensor in shapes(asked.batch // m):
+            for zero, recompute in itertools.product(levels(data), asked.recompute):
+                how = asked.compression[0] if tensor > 1 else None
+                yield _Grid(stages, data, tensor, schedule, asked.batch, m, zero, recompute, how)
+
+
+def _best(name: str, grids: Iterable[_Grid], table: "_Table") -> Baseline:
+    """Prices the grids in the order of a bound, until none can be faster."""
+    bounded = sorted(
+        ((table.least_seconds(grid), index, grid) for index, grid in enumerate(grids)), key=lambda g: g[:2]
+    )
+    if not bounded:
+        return Baseline(name=name, plan=None, seconds=None, reason=table.why_none(name))
+    seconds, best, missing = math.inf, None, math.inf
+    for bound, _, grid in bounded:
+        if bound >= seconds:
+            break
+        busy, lacking = table.stage_bounds(grid)
+        if busy >= seconds:
+            continue
+        if lacking <= 0:
+            plan = table.plan(grid)
+            estimate = price(plan, table.model)
+            lacking = max(stage.total_bytes - stage.capacity for stage in estimate.stages)
+            if estimate.fits and estimate.seconds < seconds:
+                seconds, best = estimate.seconds, plan.model_copy(update={"seconds": estimate.seconds})
+        missing = min(missing, lacking)
+    if best is None:
+        reason = f"does not fit: at least {gib(missing)} per device are missing"
+        return Baseline(name=name, plan=None, seconds=None, reason=reason)
+    return Baseline(name=name, plan=best, seconds=seconds, reason="")
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Prefix sums [N + 1] over the layers at one place: seconds of both passes, bytes."""
+
+    busy: Array
+    state: Array
+    activations: Array
+
+
+class _Table:
+    """Bounds of grids, from prefix sums that are computed once for each place, tensor degree and treatment."""
+
+    def __init__(self, model: CostModel, space: Space) -> None:
+        self.model, self.space = model, space
+        self._sums: dict[tuple[int, int, int, LayerStrategy], _Sums] = {}
+        self._work: dict[tuple[int, int, int, LayerStrategy], float] = {}
+
+    def why_none(self, name: str) -> str:
+        """Why a kind of baseline has no grid at all."""
+        if name == "tensor parallel":
+            return "no tensor degree above 1 is allowed by every layer on these devices"
+        return "a pipeline needs two devices and two layers"
+
+    def least_seconds(self, grid: _Grid) -> float:
+        """A bound without cuts: work W at the best place, S stages of which the s-th waits for those before it.
+
+        With stage times t_s, T >= t_0 + .. + t_{s-1} + M t_s, least where all are equal: W / (1 - (1 - 1/M)^S).
+        """
+        offsets = self._offsets(grid)
+        key = (len(offsets), grid.devices, grid.tensor, self._strategy(grid))
+        if key not in self._work:
+            layers = [np.diff(self._at(offset, grid).busy) for offset in offsets]
+            self._work[key] = float(np.min(layers, axis=0).sum())
+        return self._work[key] / (1 - (1 - 1 / grid.micro_batches) ** grid.stages)
+
+    def stage_bounds(self, grid: _Grid) -> tuple[float, float]:
+        """With the cuts: a bound of the step's seconds, and of the bytes by which the fullest device overflows."""
+        edges, before, seconds, lacking = _equal(self.model.num_layers, grid.stages), 0.0, 0.0, -math.inf
+        for s, (first, stop) in enumerate(itertools.pairwise(edges)):
+            sums = self._at(s * grid.devices, grid)
+            busy = float(sums.busy[stop] - sums.busy[first])
+            seconds = max(seconds, before + grid.micro_batches * busy)
+            before += busy
+            slots = in_flight(grid.schedule, grid.stages, 0 if self.space == "spmd" else s, 1, grid.micro_batches)
+            saved = sums.state[stop] - sums.state[first] + slots * (sums.activations[stop] - sums.activations[first])
+            place = self.model.places.at(s * grid.devices, grid.devices)
+            slot = self.model.slot(place, grid.tensor, self._strategy(grid))
+            lacking = max(lacking, float(saved) + slot.state + slots * slot.output - place.memory)
+        return seconds * (1 - 1e-9), lacking * (1 - math.copysign(1e-9, lacking))
+
+    def plan(self, grid: _Grid) -> Plan:
+        """The grid as a plan."""
+        edges = _equal(self.model.num_layers, grid.stages)
+        stages = tuple(
+            Stage(
+                device=s * grid.devices,
+                devices=grid.devices,
+                chunks=(Chunk(first=first, runs=(Run(layers=stop - first, tensor=grid.tensor),)),),
+            )
+            for s, (first, stop) in enumerate(itertools.pairwise(edges))
+        )
+        return Plan(
+            model=self.model.profile.name,
+            cluster=self.model.cluster.name,
+            space=self.space,
+            batch=grid.batch,
+            micro_batches=grid.micro_batches,
+            schedule=grid.schedule,
+            zero=grid.zero,
+            recompute=grid.recompute,
+            saved=self.model.saved if grid.recompute else None,
+            compression=grid.compression or Compression(),
+            gradient_compression=self.model.gradient_compression,
+            stages=stages,
+        )
+
+    def _offsets(self, grid: _Grid) -> list[int]:
+        """First devices of the stages, one for each class of equal places."""
+        starts = range(0, grid.stages * grid.devices, grid.devices)
+        if not self.model.places.uniform:
+            return list(starts)
+        period = math.lcm(self.model.places.per_node, grid.devices) // grid.devices
+        return list(starts[:period])
+
+    def _strategy(self, grid: _Grid) -> LayerStrategy:
+        decided = grid.batch, grid.micro_batches, grid.zero, grid.recompute
+        return layer_strategy(self.space, grid.stages, *decided, compression=grid.compression)
+
+    def _at(self, offset: int, grid: _Grid) -> _Sums:
+        kind = self.model.places.offset_class(offset)
+        key = (kind, grid.devices, grid.tensor, self._strategy(grid))
+        if key not in self._sums:
+            place = self.model.places.at(offset, grid.devices)
+            costs = self.model.layer_costs(place, grid.tensor, self._strategy(grid))
+            passes = costs.forward + costs.forward_tensor + costs.backward + costs.backward_tensor
+            arrays = (np.concatenate([[0.0], np.cumsum(a)]) for a in (passes, costs.state, costs.activations))
+            self._sums[key] = _Sums(*arrays)
+        return self._sums[key]
+
+
+def _equal(layers: int, stages: int) -> list[int]:
+    """Edges of ranges whose lengths differ by one at most, longer ones first."""
+    length, longer = divmod(layers, stages)
+    return [s * length + min(s, longer) for s in range(stages + 1)]

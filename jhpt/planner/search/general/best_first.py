@@ -1,0 +1,294 @@
+"""Best-first search over the first stages of plans, guided by `suffixes`.
+
+A stage is fixed in three steps: first its layers and devices, then the group of its assignments of degrees (`groups` of
+what `mixed` finds undominated), and when all stages are, which member of the group.  States that cannot be part of a
+plan faster than the best one known are never built.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from jhpt.core.plan import Chunk, Plan, Schedule, Stage, runs_of
+from jhpt.planner.cost.layers import LayerStrategy
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.placement import Place
+from jhpt.planner.cost.schedule import step_seconds
+from jhpt.planner.search.bounds import StageTerms, after, own_seconds
+from jhpt.planner.search.general.groups import Group, groups
+from jhpt.planner.search.general.least import Minima
+from jhpt.planner.search.general.prefixes import Ahead, Prefix, turning
+from jhpt.planner.search.general.stages import Choices, device_memory, needs, stage_choices
+from jhpt.planner.search.general.suffixes import Suffixes
+from jhpt.planner.search.general.transfers import Transfers
+from jhpt.planner.search.layer_degrees import Option, Question, options
+from jhpt.planner.search.request import Incumbent, Request
+
+EXACT_STATES = 600
+"""Up to so many layers x devices^2 everything is visited; beyond, the limits below hold."""
+
+STAGES, EXPANSIONS, LABELS = 16, 4000, 64
+"""Stages that are told apart, prefixes that are opened, assignments of degrees that are kept per layer."""
+
+ALIKE = 0.1
+"""Relative; assignments of degrees within so much are told apart only in plans that are otherwise complete."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Ways to run a stage in less than `limit` seconds, and a bound of those that are missing."""
+
+    groups: list[Group]
+    missing: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One number of micro-batches and treatment."""
+
+    m: int
+    strategy: LayerStrategy
+    request: Request
+    model: CostModel
+    minima: Minima
+    ways: dict[tuple[Place, int, int, int], Ways] = field(default_factory=dict, repr=False)
+    """Of stages that were looked at, by place, first layer, stop and micro-batches in flight."""
+
+    @property
+    def most(self) -> int:
+        """Stages that there can be."""
+        return min(self.model.num_layers, self.model.cluster.num_devices, self.request.max_stages)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is small enough to visit everything."""
+        return self.model.num_layers * self.model.cluster.num_devices**2 <= EXACT_STATES
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        """Transfers of a micro-batch."""
+        return Transfers(self.model, self.strategy.micro_batch)
+
+    def choices(self, incumbent: Incumbent) -> list[Choices]:
+        """Stages from every device that can be part of a faster plan; none where all the work takes too long."""
+        model, minima = self.model, self.minima
+        leasts, memory = minima.of(self.strategy, self.m), device_memory(model)
+        needed = needs(leasts, minima.spans, minima.device_bytes(self.strategy))
+        if (bound := needed.bound(self.m, len(memory))) >= incumbent.cutoff:
+            incumbent.note_unexplored_bound(bound)
+            return []
+        return [
+            stage_choices(
+                offset, least, self.transfers.rows(offset), minima.spans, needed, self.m, incumbent.seconds, memory
+            )
+            for offset, least in enumerate(leasts)
+        ]
+
+    def plan(self, stages: tuple[Stage, ...], schedule: Schedule) -> Plan:
+        """The plan of these stages."""
+        return Plan(
+            model=self.model.profile.name,
+            cluster=self.model.cluster.name,
+            space="general",
+            batch=self.request.batch,
+            micro_batches=self.m,
+            schedule=schedule,
+            zero=self.strategy.zero,
+            recompute=self.strategy.recompute,
+            stages=stages,
+        )
+
+
+def suffixes_of(problem: Problem, choices: list[Choices], schedule: Schedule, incumbent: Incumbent) -> Suffixes | None:
+    """Bounds that tell as many stages apart as they need to; none where nothing is faster than the incumbent."""
+    if not choices:
+        return None
+    most = problem.most
+    for told in (most,) if problem.exact else sorted({min(told, most) for told in (1, 5, STAGES)}):
+        suffixes = Suffixes(choices, problem.model.num_layers, problem.m, schedule, told, most, incumbent.cutoff)
+        if suffixes.root(told) >= incumbent.cutoff:
+            break
+    if suffixes.least >= incumbent.cutoff:
+        incumbent.note_unexplored_bound(suffixes.least)
+        return None
+    return suffixes
+
+
+@dataclass(frozen=True, order=True)
+class Node:
+    """A prefix of plans of `stages` stages, and maybe layers and devices of its next stage; in order of visit."""
+
+    bound: float
+    depth: int
+    """The more is fixed, the sooner, among equal bounds."""
+    count: int
+    stages: int
+    prefix: Prefix = field(compare=False)
+    chosen: tuple[int, int] | None = field(compare=False)
+    """(stop, devices)"""
+
+
+Child = tuple[float, Prefix, tuple[int, int] | None]
+"""(bound, prefix, chosen) of a node."""
+
+
+class Search:
+    """One number of micro-batches, treatment and schedule."""
+
+    def __init__(self, problem: Problem, suffixes: Suffixes, incumbent: Incumbent) -> None:
+        self.problem, self.suffixes, self.incumbent = problem, suffixes, incumbent
+        self.m, self.strategy, self.model = problem.m, problem.strategy, problem.model
+        self.schedule, self._count = suffixes.schedule, itertools.count()
+
+    def dive(self) -> None:
+        """Down to one plan, always on to the child of least bound; nothing is left unvisited by it."""
+        unvisited = self.incumbent.unvisited
+        nodes = self._roots()
+        while nodes:
+            node = min(nodes)
+            nodes = self._nodes(node)
+        self.incumbent.unvisited = unvisited
+
+    def run(self) -> None:
+        """Best-first over prefixes."""
+        heap = self._roots()
+        heapq.heapify(heap)
+        opened = 0
+        while heap and heap[0].bound < self.incumbent.cutoff:
+            if opened >= EXPANSIONS and not self.problem.exact:
+                self.incumbent.note_unexplored_bound(heap[0].bound)
+                break
+            opened += 1
+            for node in self._nodes(heapq.heappop(heap)):
+                heapq.heappush(heap, node)
+
+    def _roots(self) -> list[Node]:
+        suffixes, nodes = self.suffixes, []
+        for s in range(1, suffixes.told + 1):
+            bound = suffixes.root(s)
+            if suffixes.beyond and s == suffixes.told:
+                self.incumbent.note_unexplored_bound(bound)
+            elif bound < self.incumbent.cutoff:
+                nodes.append(Node(bound, 0, next(self._count), s, Prefix(), None))
+        return nodes
+
+    def _nodes(self, node: Node) -> list[Node]:
+        return [
+            Node(bound, -2 * len(prefix.stages) - (chosen is not None), next(self._count), node.stages, prefix, chosen)
+            for bound, prefix, chosen in self._children(node)
+        ]
+
+    def _children(self, node: Node) -> Iterator[Child]:
+        if node.chosen:
+            return self._resolved(node)
+        if len(node.prefix.stages) < node.stages:
+            return self._next_stages(node)
+        at = node.prefix.open
+        assert at is not None
+        return self._priced(list(node.prefix.settled(at)))
+
+    def _next_stages(self, node: Node) -> Iterator[Child]:
+        """Layers and devices of the next stage, its degrees still open."""
+        prefix = node.prefix
+        found = self.suffixes.next_stages(node.stages - len(prefix.stages), prefix.stop, prefix.device)
+        if found is None:
+            return
+        choices, back, done = found
+        transfer = self._pending_hop(prefix)
+        head, tail = prefix.head + transfer, prefix.tail + transfer
+        bounds = np.maximum.reduce([np.full(len(back), node.bound), head + back + tail, head + done])
+        for at in np.flatnonzero(bounds < self.incumbent.cutoff):
+            yield float(bounds[at]), prefix, (int(choices.stop[at]), int(choices.devices[at]))
+
+    def _pending_hop(self, prefix: Prefix) -> float:
+        return self.problem.transfers.least(*prefix.stages[-1].data, prefix.stop - 1) if prefix.stages else 0.0
+
+    def _resolved(self, node: Node) -> Iterator[Child]:
+        """Groups of undominated assignments of degrees to the chosen stage."""
+        assert node.chosen is not None
+        (stop, devices), prefix = node.chosen, node.prefix
+        left = node.stages - len(prefix.stages) - 1
+        window = self.suffixes.window(left + 1)
+        place = self.model.places.at(prefix.device, devices)
+        whole = []
+        for group in self._stage_groups(place, prefix.stop, stop, window, node.stages > 1, node.bound):
+            grown = prefix.grown(devices, group, self._transfer(prefix, devices, group.least))
+            bound = max(node.bound, self._bound(grown, left, window))
+            if bound >= self.incumbent.cutoff:
+                continue
+            if left:
+                yield bound, grown, None
+            else:
+                whole.append(grown)
+        if whole:
+            yield from self._priced(whole)
+
+    def _bound(self, prefix: Prefix, left: int, window: int) -> float:
+        """A bound of plans with these stages and `left` more."""
+        last, to = prefix.stages[-1], (left, prefix.stop, prefix.device)
+        suffixes = self.suffixes
+        transfer = self._pending_hop(prefix) if left else 0.0
+        back, done, trip, *near = (float(t[to]) for t in (suffixes.back, suffixes.done, suffixes.trip, *suffixes.near))
+        option = last.option
+        terms = StageTerms(*(np.array(x) for x in (option.forward, option.backward, option.sync, option.update)))
+        own = float(own_seconds(terms, np.array(transfer), np.array(trip), window, self.m))
+        return max(
+            last.head + own + max(last.tail, float(after(terms))),
+            prefix.head + transfer + prefix.tail + transfer + back,
+            prefix.head + transfer + done,
+            turning(prefix, Ahead(transfer, trip, tuple(near), left), self.schedule, self.m),
+        )
+
+    def _transfer(self, prefix: Prefix, devices: int, option: Option) -> float:
+        """Seconds of the transfer from the last stage of the prefix to a stage run like this."""
+        if not prefix.stages:
+            return 0.0
+        receiver = prefix.device, devices, devices // option.degrees[0]
+        return self.model.cut_seconds(prefix.stop - 1, prefix.stages[-1].data, receiver, self.strategy.micro_batch)
+
+    def _stage_groups(self, place: Place, first: int, stop: int, window: int, piped: bool, bound: float) -> list[Group]:
+        key, cutoff = (place, first, stop, window), self.incumbent.cutoff
+        ways = self.problem.ways.get(key)
+        # Where some are missing that could matter, a tighter limit may have room for them.
+        if ways is None or ways.missing < cutoff < ways.limit:
+            degrees = tuple(self.model.degrees(place.devices))
+            question = Question(place, self.strategy, first, stop, window, self.m, degrees, piped=piped)
+            found, missing = options(question, self.model, 1 << 20 if self.problem.exact else LABELS, cutoff)
+            ways = self.problem.ways[key] = Ways(groups(found, self.m, ALIKE), missing, cutoff)
+        self.incumbent.note_unexplored_bound(max(bound, ways.missing))
+        return ways.groups
+
+    def _priced(self, plans: list[Prefix]) -> Iterator[Child]:
+        """The exact times of complete plans: offered where nothing is open, else bounds."""
+        found = [[stage.option for stage in plan.stages] for plan in plans]
+        forward, backward, sync, update = (
+            np.array([[getattr(option, name) for option in row] for row in found])
+            for name in ("forward", "backward", "sync", "update")
+        )
+        cut = np.array([[stage.transfer for stage in plan.stages[1:]] for plan in plans]).reshape(len(plans), -1)
+        times = forward[..., None], backward[..., None], cut, sync, update
+        seconds = step_seconds(self.schedule, self.m, *times, overlap=self.model.cluster.overlap)
+        for at in np.argsort(seconds, kind="stable"):
+            if seconds[at] >= self.incumbent.cutoff:
+                return
+            if plans[at].open is None:
+                self.incumbent.offer(self._plan(plans[at]), self.model)
+            else:
+                yield float(seconds[at]), plans[at], None
+
+    def _plan(self, whole: Prefix) -> Plan:
+        firsts = itertools.accumulate((len(stage.option.degrees) for stage in whole.stages), initial=0)
+        stages = tuple(
+            Stage(
+                device=stage.device,
+                devices=stage.devices,
+                chunks=(Chunk(first=first, runs=runs_of(list(stage.option.degrees))),),
+            )
+            for first, stage in zip(firsts, whole.stages, strict=False)
+        )
+        return self.problem.plan(stages, self.schedule)

@@ -1,0 +1,167 @@
+"""The least time of every suffix of the layers on every suffix of the devices, by dynamic programming.
+
+`bound` for stages whose devices, and whose layers' degrees, are open: of each stage only the least is known, F, B,
+F + B, g(1) and g(M) of `least`.  Every term of a stage's own time has the form x (F + B) + y with 1 <= x <= M and a y
+that is what other stages and transfers take; with it back = x (F + B) + y and everything is done at g(x) + y, where
+x (F + B) and g(x) are bounded together over the degrees of all its layers.  With w micro-batches in flight, M > w,
+a hop of c seconds, the least round trip D of all later stages and D' = D + 2 c:
+
+    x            y
+    M            0                      its own work
+    M - w + 1    2 D'                   first and last micro-batch go all the way
+    M - w + 1    D' + (w-1) F or B      one of them does, the other waits for the rest of the stage's queue
+    1            (M + 1) c + D          the link alone
+    1            2 c + back of the next stage
+    M - 2 j k    (k + 1) R              k + 1 turns with j later stages (`bound.turns`), R their least round trip
+
+and under gpipe, whose forward passes, and then its backward passes, wait M - 1 times for the slowest on their way:
+
+    M            D'                     this stage in both directions
+    1            D' + (M-1)(max(F, c) + c) or D' + (M-1)(c + max(B, c))        the link in one of them
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from jhpt.core.plan import Schedule
+from jhpt.planner.cost.schedule import Array, in_flight
+from jhpt.planner.search.bounds import turns
+from jhpt.planner.search.general.chains import Index
+from jhpt.planner.search.general.stages import Choices
+
+NEAR = 2
+"""Stages ahead whose round trip is told apart from that of all later stages."""
+
+
+class Suffixes:
+    """back, done, trip, near[j] [p, i, o]: suffixes from layer i on the devices from o, with p stages.
+
+    With more stages than are told apart, the last p stands for "so many or more": without look-ahead terms.
+    """
+
+    def __init__(
+        self,
+        choices: list[Choices],
+        layers: int,
+        m: int,
+        schedule: Schedule,
+        told: int,
+        most: int,
+        limit: float,
+    ) -> None:
+        """`limit`: suffixes that need so many seconds count as impossible."""
+        self.choices, self.m, self.schedule, self.told = choices, m, schedule, told
+        self.beyond, self.limit = told < most, limit
+        shape = (told + 1, layers + 1, len(choices) + 1)
+        self.back, self.done, self.trip, *self.near = (np.full(shape, np.inf) for _ in range(3 + NEAR))
+        for table in (self.back, self.done, self.trip, *self.near):
+            table[0, layers, :] = 0.0
+        for offset, row in reversed(list(enumerate(choices))):
+            if len(row.i):
+                for p in range(1, told + 1):
+                    self._fill(p, offset, row)
+
+    def root(self, stages: int) -> float:
+        """A bound of plans with so many stages."""
+        return float(max(self.back[stages, 0, 0], self.done[stages, 0, 0]))
+
+    @property
+    def size(self) -> int:
+        """Choices in all."""
+        return sum(len(choices.i) for choices in self.choices)
+
+    @property
+    def least(self) -> float:
+        """A bound of all plans."""
+        return min(self.root(stages) for stages in range(1, self.told + 1))
+
+    def window(self, p: int) -> int:
+        """Micro-batches in flight with p stages left."""
+        return in_flight(self.schedule, p, 0, 1, self.m)
+
+    def next_stages(self, p: int, layer: int, offset: int) -> tuple[Choices, Array, Array] | None:
+        """Every choice for the first of p stages, with (back, done)."""
+        if offset == len(self.choices):
+            return None
+        choices = self.choices[offset]
+        low, high = np.searchsorted(choices.i, [layer, layer + 1])
+        if low == high:
+            return None
+        some = choices.take(slice(int(low), int(high)))
+        back, done = self._bounds(p, offset, some)[:2]
+        return some, back, done
+
+    def _fill(self, p: int, offset: int, c: Choices) -> None:
+        to = (c.stop, offset + c.devices)
+        possible = self._fits(p, c) & np.isfinite(self.trip[p - 1][to])
+        if self._open_end(p):
+            possible |= self._fits(p, c) & np.isfinite(self.trip[p][to])
+        count = np.count_nonzero(possible)
+        if count == 0:
+            return
+        if 2 * count < len(possible):
+            c = c.take(possible)
+        found = self._bounds(p, offset, c)
+        slow = (found[0] >= self.limit) | (found[1] >= self.limit)
+        borders = np.flatnonzero(np.diff(c.i, prepend=-1))
+        tables = (self.back, self.done, self.trip, *self.near)
+        for table, values in zip(tables, found, strict=True):
+            values[slow] = np.inf
+            table[p, c.i[borders], offset] = np.minimum.reduceat(values, borders)
+
+    def _fits(self, p: int, c: Choices) -> npt.NDArray[np.bool_]:
+        return c.state + self.window(p) * c.activations <= c.memory
+
+    def _open_end(self, p: int) -> bool:
+        return self.beyond and p == self.told
+
+    def _bounds(self, p: int, offset: int, c: Choices) -> list[Array]:
+        """(back, done, trip, *near) of every choice as the first of p stages."""
+        to = (c.stop, offset + c.devices)
+        back, done, trip = (table[p - 1][to] for table in (self.back, self.done, self.trip))
+        open_end = self._open_end(p)
+        if open_end:
+            back, done, trip = (
+                np.minimum(a, t[p][to]) for a, t in ((back, self.back), (done, self.done), (trip, self.trip))
+            )
+        transfer = c.transfer if p > 1 else np.zeros_like(c.transfer)
+        terms: list[tuple[int, Array | float]] = [(self.m, 0.0), (1, 2 * transfer + back)]
+        if not open_end:
+            terms += self._own_terms(p, c, transfer, trip, to)
+        fits = self._fits(p, c)
+        both, once, forward = (np.where(fits, a, np.inf) for a in (c.both, c.once, c.forward))
+        slope = (c.whole - c.once) / max(1, self.m - 1)
+        near = [both] + [both + 2 * transfer + table[p - 1][to] for table in self.near[:-1]]
+        return [
+            np.maximum.reduce([x * both + y for x, y in terms]),
+            np.maximum.reduce([once + (x - 1) * slope + y for x, y in terms] + [forward + transfer + done]),
+            both + 2 * transfer + trip,
+            *near,
+        ]
+
+    def _own_terms(
+        self, p: int, c: Choices, transfer: Array, trip: Array, to: tuple[Index, Index]
+    ) -> list[tuple[int, Array | float]]:
+        """(x, y) of the head of this file, as far as they need to know how many stages come."""
+        m, w, beyond = self.m, self.window(p), 2 * transfer + trip
+        if self.schedule == "gpipe":
+            slow_forward, slow_backward = np.maximum(c.forward, transfer), np.maximum(c.backward, transfer)
+            return [
+                (m, beyond),
+                (1, (m - 1) * (slow_forward + transfer) + beyond),
+                (1, (m - 1) * (transfer + slow_backward) + beyond),
+            ]
+        terms: list[tuple[int, Array | float]] = [
+            (1, (m + 1) * transfer + trip),
+            (m - w + 1, (w - 1) * c.backward + beyond),
+            (m - w + 1, (w - 1) * c.forward + beyond),
+        ]
+        if w < m:
+            terms.append((m - w + 1, 2 * beyond))
+        for j in range(1, p):
+            if j <= NEAR or j == p - 1:
+                count = turns(m, p, j)
+                ahead = trip if j == p - 1 else self.near[j - 1][p - 1][to]
+                if count:
+                    terms.append((m - 2 * j * count, (count + 1) * (2 * transfer + ahead)))
+        return terms

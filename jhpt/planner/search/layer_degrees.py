@@ -1,0 +1,239 @@
+"""Inside a stage: which layers use its devices as data, which as tensor ranks; exact over all assignments.
+
+Layers are visited from last to first, as gradients appear.  A label is what a partial assignment costs,
+
+    (forward, backward, errors, reduced, update, kept bytes, working bytes)
+
+all of which only grow, and a step's time grows in each.  So a label that is nowhere better than another of the same
+degree at its front can be dropped (Hansen's label setting; exact), and what remains at the first layer is every
+assignment that can be part of an optimal plan.  `errors` and `reduced` carry the gradient stream of
+`estimate.sync_seconds`: reduced = max(reduced, errors) + gradients of the layer.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from jhpt.planner.cost.layers import LayerCosts, LayerStrategy
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.placement import Place
+from jhpt.planner.cost.schedule import Array
+
+FORWARD, BACKWARD, ERRORS, REDUCED, UPDATE, SAVED, WORKING, LEAVING = range(8)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a stage: its terms and the degree of every layer."""
+
+    forward: float
+    backward: float
+    sync: float
+    update: float
+    degrees: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One stage: layers [first, stop) at a place, with so many micro-batches in flight."""
+
+    place: Place
+    strategy: LayerStrategy
+    first: int
+    stop: int
+    slots: int
+    micro_batches: int
+    degrees: tuple[int, ...]
+    """Between which layers choose."""
+    piped: bool
+    shared: int | None = None
+    """The degree of the two layers that share a parameter; None: each chooses its own."""
+
+
+def chains(degrees: Sequence[int]) -> list[tuple[int, ...]]:
+    """The largest sets of degrees, ascending, each of which divides the next."""
+
+    def grown(chain: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        above = [t for t in degrees if not chain or (t > chain[-1] and t % chain[-1] == 0)]
+        nearest = [t for t in above if not any(t % u == 0 and u < t for u in above)]
+        if not nearest:
+            yield chain
+        for t in nearest:
+            yield from grown((*chain, t))
+
+    return list(grown(()))
+
+
+def costs_at(question: Question, model: CostModel) -> dict[int, LayerCosts]:
+    """The tables of every degree, infinite where the question leaves no choice."""
+    tables = {t: model.layer_costs(question.place, t, question.strategy) for t in question.degrees}
+    if question.shared is None or model.tied_layer is None:
+        return tables
+    one_table = np.isin(np.arange(model.num_layers), [0, model.tied_layer])
+    return {
+        t: costs if t == question.shared else replace(costs, forward=np.where(one_table, np.inf, costs.forward))
+        for t, costs in tables.items()
+    }
+
+
+def options(question: Question, model: CostModel, cap: int, limit: float = np.inf) -> tuple[list[Option], float]:
+    """Undominated options that fit, and a bound of those that are missing: infinite where at most `cap` labels did.
+
+    Args:
+      limit: options of a stage that needs this many seconds for a step, or more, are not wanted.
+    """
+    degrees, costs = question.degrees, costs_at(question, model)
+    rest = _Rest(question, list(costs.values()))
+    missing = np.inf
+    fronts: dict[int, Array] = {}
+    history: list[dict[int, npt.NDArray[np.int64]]] = []
+    for layer in reversed(range(question.first, question.stop)):
+        grown: dict[int, Array] = {}
+        came: dict[int, npt.NDArray[np.int64]] = {}
+        for t in (t for t in degrees if model.allowed(layer, t)):
+            labels, origin = _extended(fronts, layer, t, costs, question, model)
+            keep = np.flatnonzero(rest.allows(labels, layer, limit))
+            labels, origin = labels[keep], origin[keep]
+            keep = _undominated(rest.criteria(labels))
+            labels, origin = labels[keep], origin[keep]
+            if len(labels) > cap:
+                seconds = rest.seconds(labels, layer)
+                order = np.argsort(seconds, kind="stable")
+                missing = min(missing, float(seconds[order[cap]]))
+                labels, origin = labels[order[:cap]], origin[order[:cap]]
+            if len(labels):
+                grown[t], came[t] = labels, origin
+        fronts = grown
+        history.append(came)
+    return _collect(fronts, history, rest), missing
+
+
+class _Rest:
+    """What the layers still to be visited cost at least, and with it which labels are worth keeping."""
+
+    def __init__(self, question: Question, tables: list[LayerCosts]) -> None:
+        m, span = question.micro_batches, slice(question.first, question.stop)
+        self.question, self.first = question, question.first
+        f = np.array([c.forward + c.forward_tensor for c in tables])[:, span]
+        b = np.array([c.backward + c.backward_tensor for c in tables])[:, span]
+        once = np.array([c.gradients + c.update for c in tables])[:, span]
+        saved = np.array([c.state + question.slots * c.activations for c in tables])[:, span]
+        self.until_reduced, self.busy, self.saved = (
+            np.concatenate([[0.0], np.cumsum(quantity.min(axis=0))])
+            for quantity in (m * f + (m - 1) * b + once, m * (f + b), saved)
+        )
+        most = saved.max(axis=0).sum() + max(c.working[span].max() for c in tables)
+        # With room for the largest assignment (and twice that, for transfers and tied copies) bytes decide nothing.
+        self.roomy = 2 * most <= question.place.memory and not question.piped
+
+    def seconds(self, labels: Array, layer: int) -> Array:
+        """Least seconds of a step of the stage, with layers before `layer` at their best."""
+        m, done = self.question.micro_batches, layer - self.first
+        steps = m * labels[:, FORWARD] + (m - 1) * labels[:, BACKWARD] + labels[:, UPDATE]
+        reduced = steps + labels[:, REDUCED] + self.until_reduced[done]
+        return np.maximum(reduced, steps + labels[:, BACKWARD] + self.busy[done])
+
+    def allows(self, labels: Array, layer: int, limit: float) -> npt.NDArray[np.bool_]:
+        """Whether a label can still fit its devices and stay below `limit`."""
+        seconds = self.seconds(labels, layer)
+        room = labels[:, SAVED] + labels[:, WORKING] + self.saved[layer - self.first]
+        fits = room <= self.question.place.memory * (1 + 1e-12)
+        if layer == self.first:
+            fits = labels[:, SAVED] + labels[:, WORKING] <= self.question.place.memory
+        return fits & (seconds < limit) & np.isfinite(seconds)
+
+    def criteria(self, labels: Array) -> Array:
+        """What decides between labels.  Alone, a stage needs M forward + (M-1) backward + update, then its stream."""
+        if self.question.piped:
+            return labels
+        m = self.question.micro_batches
+        reshard = labels[:, BACKWARD] - labels[:, ERRORS]
+        alone = m * labels[:, FORWARD] + (m - 1) * labels[:, BACKWARD] + labels[:, UPDATE] + reshard
+        columns = [alone, labels[:, ERRORS], labels[:, REDUCED]]
+        return np.stack(columns if self.roomy else [*columns, labels[:, SAVED], labels[:, WORKING]], axis=1)
+
+
+def _extended(
+    fronts: dict[int, Array], layer: int, t: int, tables: dict[int, LayerCosts], question: Question, model: CostModel
+) -> tuple[Array, npt.NDArray[np.int64]]:
+    """Labels with `layer` at degree t put before them; origin: (degree, index) of the label each came from."""
+    costs = tables[t]
+    if layer == question.stop - 1:
+        start, origin = np.zeros((1, 8)), np.array([[0, 0]])
+        start[:, LEAVING] = t if question.stop < model.num_layers else 0
+    elif not fronts:
+        return np.zeros((0, 8)), np.zeros((0, 2), np.int64)
+    else:
+        parts, origins = [], []
+        for after, labels in fronts.items():
+            moved = labels.copy()
+            reshard = model.reshard_seconds(question.place, layer, t, after, question.strategy.micro_batch) / 2
+            moved[:, [FORWARD, BACKWARD]] += reshard
+            if after != t:  # the chunks of neither layer go on in the other
+                moved[:, FORWARD] += tables[after].forward_filling[layer + 1]
+                moved[:, [BACKWARD, ERRORS]] += costs.backward_filling[layer]
+            parts.append(moved)
+            origins.append(np.stack([np.full(len(labels), after), np.arange(len(labels))], axis=1))
+        start, origin = np.concatenate(parts), np.concatenate(origins)
+    errors = costs.backward[layer] + costs.backward_tensor[layer]
+    start[:, FORWARD] += costs.forward[layer] + costs.forward_tensor[layer]
+    start[:, BACKWARD] += errors
+    start[:, ERRORS] += errors
+    start[:, REDUCED] = np.maximum(start[:, REDUCED], start[:, ERRORS]) + costs.gradients[layer]
+    start[:, UPDATE] += costs.update[layer]
+    start[:, SAVED] += costs.state[layer] + question.slots * costs.activations[layer]
+    start[:, WORKING] = np.maximum(start[:, WORKING], costs.working[layer])
+    if question.piped:
+        _add_ends(start, layer, t, costs, question, model)
+    return start, origin
+
+
+def _add_ends(start: Array, layer: int, t: int, costs: LayerCosts, question: Question, model: CostModel) -> None:
+    """Transfer buffers, counted at the first layer's degree; a tied parameter's second copy and its sum."""
+    last, tied = model.num_layers - 1, model.tied_layer
+    if tied is not None and layer == tied and question.first > 0:
+        start[:, SAVED] += costs.tied_bytes[tied]
+        start[:, UPDATE] += costs.tied[tied]
+    if tied is not None and layer == 0 and question.stop <= tied:
+        start[:, UPDATE] += costs.tied[tied]
+    if layer == question.first:
+        local = -(-question.strategy.micro_batch * t // question.place.devices)
+        come = model.boundary[layer - 1] if layer else 0.0
+        leave = model.boundary[question.stop - 1] if question.stop <= last else 0.0
+        start[:, SAVED] += 2 * local * (come + leave)
+
+
+def _undominated(labels: Array) -> npt.NDArray[np.int64]:
+    """Indices of labels that no other is at least as good as in everything; of equal ones the first."""
+    order = np.lexsort(labels.T[::-1])
+    ahead, count = np.empty_like(labels), 0
+    saved = []
+    for index in order:
+        if not (ahead[:count] <= labels[index]).all(axis=1).any():
+            ahead[count] = labels[index]
+            count += 1
+            saved.append(int(index))
+    return np.array(sorted(saved), dtype=np.int64)
+
+
+def _collect(fronts: dict[int, Array], history: list[dict[int, npt.NDArray[np.int64]]], rest: _Rest) -> list[Option]:
+    entries = [(t, index) for t in fronts for index in range(len(fronts[t]))]
+    if not entries:
+        return []
+    labels = np.array([fronts[t][index] for t, index in entries])
+    found = []
+    criteria = rest.criteria(labels)
+    if rest.question.first:  # the transfer to this stage is the dearer, the higher its first layer's degree
+        criteria = np.column_stack([criteria, [t for t, _ in entries]])
+    for at in _undominated(criteria):
+        t, index = entries[at]
+        path = []
+        for came in reversed(history):
+            path.append(t)
+            t, index = (int(x) for x in came[t][index])
+        forward, backward, errors, reduced, update = (float(x) for x in labels[at][: UPDATE + 1])
+        sync = max(backward, reduced + (backward - errors))
+        found.append(Option(forward, backward, sync, update, tuple(path)))
+    return found

@@ -1,0 +1,1 @@
+"""Collectives that send low-precision or selected numbers: tensor-parallel all-reduces and gradient reductions."""

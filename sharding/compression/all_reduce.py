@@ -1,0 +1,280 @@
+"""Sums over the tensor axis that travel in few bits: token-level top-k and segmented quantization (AccTFM).
+
+Of the ranks' parts [B, S, D] the rows of important tokens travel at `bits`, the others at `rest_bits`; with 0 bits they
+do not travel, and their sum is zero on every rank.  Numbers of 16 bits are bfloat16, of 8 and 4 bits codes.  All ranks
+compute the sum from the same codes, so that the residual stream stays one, bit for bit.  Two ways over the wire; for n
+numbers at beta bits over t ranks a rank receives
+
+    two steps   2 (t-1)/t n beta / 8 bytes   all_to_all of codes, sum of a rank's rows, quantized again, all_gather
+    gathered    (t-1) n beta / 8 bytes       all_gather of codes, summed everywhere
+
+The second rounds once instead of twice.  Unless `steps` says otherwise it is taken where t beta < 32: it then moves no
+more than a plain sum does in 16 bits.
+
+    g  sum_parts   forward the compressed sum      backward the gradient, zero where a row did not travel
+    f  enter       forward x                       backward the compressed sum of the ranks' gradients
+
+Rounding passes gradients on unchanged.  Both directions send the rows of one token set.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+
+from jhpt.core.compression import WireBits, gathers, row_words, wire_bits
+from jhpt.core.config import Compression
+from jhpt.kernels.implementation import Implementation
+from jhpt.sharding.compression.codes import in_a_row, joined, pieces, split, sum_of_pieces
+from jhpt.sharding.compression.token_choice import positions_where
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of x[R, D] that travel alike: how many, their numbers, int32 [count], and the bits of a number on the wire.
+
+    numbers: None: all rows, in order.
+    """
+
+    count: int
+    numbers: jax.Array | None
+    bits: WireBits
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedAllReduce:
+    """How sums over the ranks of these mesh axes travel.
+
+    axes: none: a rank alone, to be timed without communication; the others are thought to send what it has.
+    implementation: of the kernels.
+    """
+
+    axes: tuple[str, ...]
+    ranks: int
+    how: Compression
+    implementation: Implementation = "reference"
+
+    def reduce_over_tensor_axis(self, parts: jax.Array, tokens: jax.Array | None) -> jax.Array:
+        """g: the sum over the ranks of parts[B, S, D].  tokens: int32 [B, k]; None: all are important."""
+        return _reduce_over_tensor_axis(self, parts, tokens)
+
+    def copy_to_tensor_axis(self, x: jax.Array, tokens: jax.Array | None) -> jax.Array:
+        """f: x[B, S, D] itself."""
+        return _enter(self, x, tokens)
+
+    def enter_before(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+        """f where `count` tokens will be chosen from what x leads to: (x, a ticket for `settle`)."""
+        return _enter_before(self, x, jnp.zeros((x.shape[0], count), jnp.float32))
+
+    @property
+    def gathered(self) -> bool:
+        """Whether codes are gathered, instead of summed in two steps."""
+        return gathers(self.ranks, self.how)
+
+    @property
+    def word(self) -> jnp.dtype:
+        """What a payload is an array of: bytes, or of nothing but bfloat16, whose bytes XLA's CPU backend splits at a
+        fifth of the speed, words."""
+        bits, rest_bits = wire_bits(self.how)
+        return jnp.dtype(jnp.uint16 if bits == 16 and (self.how.tokens == 1 or not rest_bits) else jnp.uint8)
+
+    def sum(self, parts: jax.Array, tokens: jax.Array | None) -> jax.Array:
+        """The compressed sum, in the dtype of the parts."""
+        rows = parts.reshape(-1, parts.shape[-1])
+        groups = self.groups(parts.shape[0], parts.shape[1], tokens)
+        add = self._gathered_sums if self.gathered else self._two_step_sums
+        total = _in_place(add(rows, groups), groups, len(rows))
+        return total.astype(parts.dtype).reshape(parts.shape)
+
+    def groups(self, batch: int, length: int, tokens: jax.Array | None) -> list[Rows]:
+        """Which of the batch x length rows travel, and how."""
+        bits, rest_bits = wire_bits(self.how)
+        if tokens is None:
+            return [Rows(batch * length, None, bits)]
+        found = [Rows(tokens.size, _flat(tokens, length), bits)]
+        if rest_bits and tokens.shape[1] < length:
+            rest = others(tokens, length)
+            found.append(Rows(rest.size, _flat(rest, length), rest_bits))
+        return found
+
+    def _two_step_sums(self, x: jax.Array, groups: Sequence[Rows]) -> list[jax.Array]:
+        """Rank r sums the r-th share of every group's rows."""
+        columns, shares = x.shape[1], [-(-group.count // self.ranks) for group in groups]
+        sent = [
+            piece.reshape(self.ranks, share, -1)
+            for group, share in zip(groups, shares, strict=True)
+            for piece in self._packed(*_filled(x, group, share * self.ranks), group.bits)
+        ]
+        received = self._dealt(joined(sent))
+        own = self._sums(received, groups, shares, columns)
+        again = [
+            piece[None]
+            for sums, group in zip(own, groups, strict=True)
+            for piece in self._packed(sums, None, group.bits)
+        ]
+        everyone = self._split(self._collected(joined(again)[0]), groups, shares, columns)
+        return [
+            self._added([in_a_row(piece) for piece in parts], group.bits, columns)[: group.count]
+            for parts, group in zip(everyone, groups, strict=True)
+        ]
+
+    def _gathered_sums(self, x: jax.Array, groups: Sequence[Rows]) -> list[jax.Array]:
+        sent = [piece[None] for group in groups for piece in self._packed(x, group.numbers, group.bits)]
+        everyone = self._collected(joined(sent)[0])
+        return self._sums(everyone, groups, [group.count for group in groups], x.shape[1])
+
+    def _dealt(self, payload: jax.Array) -> jax.Array:
+        """payload[t, ...]: the r-th of every rank to rank r."""
+        return jax.lax.all_to_all(payload, self.axes, 0, 0, tiled=True) if self.axes else _opaque(payload)
+
+    def _collected(self, payload: jax.Array) -> jax.Array:
+        """payload[...] of every rank, [t, ...]."""
+        if self.axes:
+            return jax.lax.all_gather(payload, self.axes)
+        return _opaque(jnp.stack([payload] * self.ranks))
+
+    def _sums(self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int) -> list[jax.Array]:
+        """Sums over the first dimension of lines [t, ...] of so many rows of every group."""
+        parts = self._split(payload, groups, counts, columns)
+        return [self._added(found, group.bits, columns) for found, group in zip(parts, groups, strict=True)]
+
+    def _split(
+        self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int
+    ) -> list[list[jax.Array]]:
+        """Lines -> the pieces [t, rows, words of a row] of every group."""
+        shapes = [
+            [(count, words) for words in self._words(columns, group.bits)]
+            for group, count in zip(groups, counts, strict=True)
+        ]
+        found = iter(split(payload, [shape for own in shapes for shape in own]))
+        return [[next(found) for _ in own] for own in shapes]
+
+    def _words(self, columns: int, bits: WireBits) -> tuple[int, ...]:
+        """Of a row in each of its pieces: its codes and its ranges, or its bfloat16."""
+        return (2 * columns // self.word.itemsize,) if bits == 16 else row_words(columns, bits)
+
+    def _packed(self, x: jax.Array, numbers: jax.Array | None, bits: WireBits) -> list[jax.Array]:
+        """Rows of x[R, D], all or those of some numbers, on the wire: pieces [n, words of a row]."""
+        if bits == 16:
+            short = (x if numbers is None else x[numbers]).astype(jnp.bfloat16)
+            return [jax.lax.bitcast_convert_type(short, self.word).reshape(len(short), -1)]
+        return list(pieces(x, bits, self.implementation, numbers))
+
+    def _added(self, found: Sequence[jax.Array], bits: WireBits, columns: int) -> jax.Array:
+        """Pieces [t, n, words of a row] -> the sum over t, float32 [n, D]."""
+        if bits == 16:
+            (words,) = found
+            words = words.reshape(*words.shape[:2], columns, -1) if words.dtype == jnp.uint8 else words
+            each = jax.lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
+            return reduce(jnp.add, each)
+        codes, ranges = found
+        return sum_of_pieces(codes, ranges, columns, bits, self.implementation)
+
+
+def _filled(x: jax.Array, group: Rows, count: int) -> tuple[jax.Array, jax.Array | None]:
+    """The group's rows and some more, `count` in all: (x, numbers)."""
+    if group.numbers is None:
+        return jnp.pad(x, ((0, count - group.count), (0, 0))), None
+    return x, jnp.pad(group.numbers, (0, count - group.count))
+
+
+def _in_place(sums: Sequence[jax.Array], groups: Sequence[Rows], count: int) -> jax.Array:
+    """The groups' sums where their rows were, of so many; zero where none travelled.
+
+    Gathered, for that takes XLA's CPU backend half the time of a scatter.
+    """
+    numbers = [group.numbers for group in groups if group.numbers is not None]
+    if not numbers:
+        return sums[0]
+    travelled = jnp.concatenate(numbers)
+    places = jnp.full(count, len(travelled), jnp.int32)  # behind the last one: zeros
+    places = places.at[travelled].set(jnp.arange(len(travelled), dtype=jnp.int32), unique_indices=True)
+    return jnp.concatenate([*sums, jnp.zeros((1, sums[0].shape[1]), jnp.float32)])[places]
+
+
+def _opaque(payload: jax.Array) -> jax.Array:
+    """payload[t, ...] in this order or backwards, which a compiler cannot know: as with what comes from a
+    network it has to compute all of it before, and what depends on it after."""
+    odd = payload[0, 0, 0] % 2 == 1
+    return jax.lax.cond(odd, lambda rows: rows[::-1], lambda rows: rows, payload)
+
+
+def others(tokens: jax.Array, length: int) -> jax.Array:
+    """The positions [B, length - k] that are not among tokens[B, k], ascending."""
+    left = jnp.ones((len(tokens), length), bool).at[jnp.arange(len(tokens))[:, None], tokens].set(False)
+    return positions_where(left, length - tokens.shape[1])
+
+
+def _flat(tokens: jax.Array, length: int) -> jax.Array:
+    """Positions [B, k] in their samples -> rows of [B length, D]."""
+    return (tokens + length * jnp.arange(len(tokens), dtype=jnp.int32)[:, None]).ravel()
+
+
+def travelled(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """x[B, S, D], zero in the rows that are not among tokens[B, k]."""
+    chosen = jnp.zeros(x.shape[:2], bool).at[jnp.arange(len(tokens))[:, None], tokens].set(True)
+    return jnp.where(chosen[..., None], x, 0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _reduce_over_tensor_axis(compressed: CompressedAllReduce, parts: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    return compressed.sum(parts, tokens) if compressed.how.forward else jax.lax.psum(parts, compressed.axes)
+
+
+def _sum_parts_backward(
+    compressed: CompressedAllReduce, tokens: jax.Array | None, gradient: jax.Array
+) -> tuple[jax.Array, None]:
+    drops = compressed.how.forward and tokens is not None and not compressed.how.rest_bits
+    return (travelled(gradient, tokens) if drops and tokens is not None else gradient), None
+
+
+_reduce_over_tensor_axis.defvjp(
+    lambda compressed, parts, tokens: (_reduce_over_tensor_axis(compressed, parts, tokens), tokens), _sum_parts_backward
+)
+
+
+def _summed_error(compressed: CompressedAllReduce, gradient: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    return compressed.sum(gradient, tokens) if compressed.how.backward else jax.lax.psum(gradient, compressed.axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _enter(compressed: CompressedAllReduce, x: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    return x
+
+
+_enter.defvjp(
+    lambda compressed, x, tokens: (x, tokens),
+    lambda compressed, tokens, gradient: (_summed_error(compressed, gradient, tokens), None),
+)
+
+
+# The attention half enters before its tokens are chosen: they depend on its own queries and keys.  Its backward pass
+# runs after, though, and the gradient of a ticket, which is not a function of anything, brings the choice there.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _enter_before(compressed: CompressedAllReduce, x: jax.Array, ticket: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, ticket
+
+
+_enter_before.defvjp(
+    lambda compressed, x, ticket: ((x, ticket), None),
+    lambda compressed, _, gradients: (
+        _summed_error(compressed, gradients[0], gradients[1].astype(jnp.int32)),
+        jnp.zeros_like(gradients[1]),
+    ),
+)
+
+
+@jax.custom_vjp
+def settle(y: jax.Array, ticket: jax.Array, tokens: jax.Array) -> jax.Array:
+    """y itself; backward the ticket's gradient is the choice, tokens[B, k]."""
+    return y
+
+
+settle.defvjp(
+    lambda y, ticket, tokens: (y, tokens),
+    lambda tokens, gradient: (gradient, tokens.astype(jnp.float32), None),
+)

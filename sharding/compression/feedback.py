@@ -1,0 +1,84 @@
+"""What compressed sums of gradients keep for later steps, between steps: `residual` and, with momentum, `momentum`.
+
+Trees like the stored parameters with None where these are not compressed: only matrices and tables are.  Leaves are
+float32 [R, *stored shape]: every data rank has its own, so that R differs from leaf to leaf where degrees do.
+
+A checkpoint holds them as [R, *shape in the model's tree], R the ranks of the smallest degree; ranks that a leaf does
+not have are zero.  Under the same plan they come back bit for bit.  On R' ranks rank i gets the sum of those that were
+i, i + R', i + 2 R' ...: what counts is the sum over the ranks, and it stays.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jhpt.core.config import GradientCompression
+from jhpt.sharding.layout import Layout
+from jhpt.sharding.partition import MATRICES, path_name
+
+
+def fresh(layout: Layout, params: Any, how: GradientCompression) -> dict[str, Any] | None:
+    """Before the first step: zeros; None: nothing is compressed.  params: as they are stored."""
+    if not how.on:
+        return None
+
+    def zeros(path: tuple[Any, ...], leaf: Any) -> jax.Array | None:
+        name = path_name(path)
+        return jnp.zeros((layout.data_ranks(name), *leaf.shape), jnp.float32) if MATRICES.search(name) else None
+
+    kinds = ("residual", "momentum") if how.momentum else ("residual",)
+    return {kind: jax.tree_util.tree_map_with_path(zeros, params) for kind in kinds}
+
+
+def saved(layout: Layout, feedback: Mapping[str, Any], tied: bool | None) -> dict[str, Any]:
+    """As a checkpoint holds it."""
+    ranks = _most_ranks(layout)
+
+    def filled(leaf: jax.Array) -> jax.Array:
+        return jnp.concatenate([leaf, jnp.zeros((ranks - len(leaf), *leaf.shape[1:]), leaf.dtype)])
+
+    model_tree = jax.vmap(lambda tree: layout.model_tree(tree, tied))
+    return {name: model_tree(jax.tree.map(filled, tree)) for name, tree in feedback.items()}
+
+
+def loaded(layout: Layout, feedback: Mapping[str, Any]) -> dict[str, Any]:
+    """From a checkpoint, whatever the number of ranks was."""
+
+    def own(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return folded(leaf, layout.data_ranks(path_name(path)))
+
+    def stored(tree: Any) -> Any:
+        at_most = jax.tree.map(lambda leaf: folded(leaf, _most_ranks(layout)), tree)
+        return jax.tree_util.tree_map_with_path(own, jax.vmap(layout.stored)(at_most))
+
+    return {name: stored(tree) for name, tree in feedback.items()}
+
+
+def folded(leaf: jax.Array, ranks: int) -> jax.Array:
+    """[R, ...] -> [ranks, ...] with the same sum over the first dim."""
+    fill = -len(leaf) % ranks
+    leaf = jnp.concatenate([leaf, jnp.zeros((fill, *leaf.shape[1:]), leaf.dtype)]) if fill else leaf
+    rounds = leaf.reshape(-1, ranks, *leaf.shape[1:])
+    return rounds[0] if len(rounds) == 1 else rounds.sum(0)
+
+
+def shardings(layout: Layout, feedback: Mapping[str, Any]) -> dict[str, Any]:
+    """Where it lies during training."""
+    place = lambda spec: NamedSharding(layout.device_mesh.mesh, spec)  # noqa: E731
+    return {name: jax.tree.map(place, layout.rank_specs(tree)) for name, tree in feedback.items()}
+
+
+def saved_shardings(layout: Layout, feedback: Mapping[str, Any]) -> dict[str, Any]:
+    """Where it lies on its way from or to a checkpoint: leaves cut over all devices, whatever the number of ranks."""
+    one_rank = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
+    beside = lambda own: NamedSharding(own.mesh, PartitionSpec(None, *own.spec))  # noqa: E731
+    return {
+        name: jax.tree.map(beside, layout.model_shares(jax.tree.map(one_rank, tree))) for name, tree in feedback.items()
+    }
+
+
+def _most_ranks(layout: Layout) -> int:
+    return layout.device_mesh.size(layout.device_mesh.axes(layout.device_mesh.degrees[0]).data)

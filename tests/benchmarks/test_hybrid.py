@@ -1,0 +1,247 @@
+"""What `jhpt bench hybrid` makes of its samples, its models, and one small run on emulated hosts."""
+
+import statistics
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.emulated.launch import rows_of
+from benchmarks.hybrid import run as hybrid
+from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
+from benchmarks.hybrid.costs import asked_of, batches, cluster_of, planned
+from benchmarks.hybrid.models import SUBJECTS
+from benchmarks.hybrid.task import CHUNKS, MODELS, Task
+from benchmarks.netlab import Lab, why_not
+from jhpt.core.cluster import Link
+from jhpt.core.profile import ModelProfile, Timing
+from jhpt.measure.layers import alone, layer_calls, shard_of, timings
+from jhpt.models.hooks import Hooks
+from jhpt.planner.cost.estimate import check
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.search.choice import MARGIN
+
+LINK = Link(bandwidth=500e6 / 8, latency=2e-4)
+
+
+def timed(profile: ModelProfile) -> ModelProfile:
+    """Seconds in proportion to parameters and a sample."""
+    kinds = {
+        name: kind.model_copy(
+            update={
+                "timings": (
+                    Timing(batches=(1.0,), forward=(1e-9 * kind.parameters,), backward=(2e-9 * kind.parameters,)),
+                )
+            }
+        )
+        for name, kind in profile.kinds.items()
+    }
+    return profile.model_copy(update={"kinds": kinds, "update_seconds": 1e-8})
+
+
+def step_row(model: str, rate: float, competitor: str, samples: list[float], predicted: float) -> dict:
+    plan = plan_of(BLOCKS, 1, 1).model_dump(mode="json") | {"micro_batches": {"plan": 2, "gpipe": 4}.get(competitor, 1)}
+    return {
+        "row": "step",
+        "model": model,
+        "bits_per_s": rate,
+        "competitor": competitor,
+        "plan": plan,
+        "predicted_s": predicted,
+        "samples_s": samples,
+    }
+
+
+ROWS = [
+    step_row("vgg", 1e8, "data parallel", [2.0, 4.0, 2.2], 2.0),
+    step_row("vgg", 1e8, "data parallel again", [2.1, 4.2, 2.31], 2.0),
+    step_row("vgg", 1e8, "plan", [1.0, 2.0, 1.1], 1.21),
+    step_row("gpt", 5e8, "data parallel", [1.0, 1.0, 1.0], 1.2),
+    step_row("gpt", 5e8, "data parallel again", [0.99, 0.99, 0.99], 1.2),
+    step_row("gpt", 5e8, "gpipe", [3.0, 3.0, 3.0], 3.0),
+    step_row("gpt", 5e8, "plan", [1.02, 1.02, 1.02], 1.02),
+    {"row": "bubble", "competitor": "1f1b", "stages": 4, "micro_batches": 8, "samples_s": [1.1, 1.1]},
+    {"row": "bubble", "competitor": "interleaved", "stages": 4, "micro_batches": 8, "samples_s": [1.0, 1.0]},
+    {"row": "bubble", "competitor": "alone", "stages": 4, "micro_batches": 8, "samples_s": [0.8, 0.8]},
+]
+
+
+def test_claims_are_medians_of_ratios_round_by_round():
+    claims = hybrid.claims(ROWS)
+    assert claims["vs_data_parallel_max"].value == pytest.approx(2.0)  # although the second round was slow
+    assert claims["vs_data_parallel_max"].setup.startswith("vgg at 100 Mbit/s")
+    assert claims["vs_gpipe_max"].value == pytest.approx(3.0 / 1.02)
+    assert claims["worst_vs_best_baseline"].value == pytest.approx(1.02)
+    assert claims["spread_max"].value == pytest.approx(0.05)
+    # vgg: 2.0 / 2.2, 1.21 / 1.1; gpt: 1.2, 1, 1; data parallelism counts once
+    baselines, plans = [0.2 / 2.2, 0.2, 0.0], [0.1, 0.0]
+    assert claims["prediction_error_median"].value == pytest.approx(statistics.median(baselines + plans))
+    assert claims["prediction_error_baselines_median"].value == pytest.approx(statistics.median(baselines))
+    assert claims["prediction_error_plan_median"].value == pytest.approx(0.05)
+
+
+def test_spread_is_that_of_all_that_run_the_same():
+    """A plan that is data parallelism is one more measurement of it."""
+    rows = [dict(row) for row in ROWS if row.get("model") == "vgg"]
+    rows[-1]["plan"] = rows[0]["plan"] | {"seconds": 1.21, "device": "emulated host"}
+    assert hybrid.claims(rows)["spread_max"].value == pytest.approx(1.1)  # 2.1 / 1.0
+
+
+def test_idle_shares():
+    claims = hybrid.claims(ROWS)
+    assert claims["bubble_1f1b"].value == pytest.approx(1 - 0.8 / 1.1)
+    assert claims["bubble_1f1b_ideal"].value == pytest.approx(3 / 11)
+    assert claims["bubble_interleaved"].value == pytest.approx(0.2)
+    assert claims["bubble_interleaved_ideal"].value == pytest.approx(3 / 19)
+
+
+def test_claims_that_were_not_measured_are_absent():
+    assert hybrid.claims([]) == {}
+    only_vgg = [row for row in ROWS if row.get("model") == "vgg"]
+    assert "vs_gpipe_max" not in hybrid.claims(only_vgg) and "bubble_1f1b" not in hybrid.claims(only_vgg)
+
+
+def test_plans_in_words():
+    assert hybrid.in_words(plan_of(8, 4, 2)) == "interleaved x8: 2, 1 | 1, 1 | 1, 1 | 1, 2"
+    asked, profile = SUBJECTS["vgg"](), timed(SUBJECTS["vgg"]().profile())
+    plan = planned(asked, profile, LINK, 1e8, 4)[-1].plan
+    assert hybrid.in_words(plan).startswith("one stage x") and " t4" in hybrid.in_words(plan)
+
+
+def test_table_is_printed(capsys):
+    hybrid.print_entries(hybrid.entries(ROWS))
+    printed = capsys.readouterr().out
+    assert "data parallel again" in printed and "+10 %" in printed  # 1.21 predicted, 1.1 measured
+
+
+def test_a_task_is_its_text():
+    task = Task(
+        tag="jhpt-lab-1-1-0",
+        cpu=0.5,
+        folder="/tmp",
+        models=("mlp",),
+        rates=(1e8,),
+        rounds=1,
+        layer_rounds=1,
+        link_rounds=1,
+        bubble=True,
+    )
+    assert Task.parse(task.text()) == task
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_profiles_count_the_parameters_there_are(name):
+    subject = SUBJECTS[name]()
+    shapes = jax.eval_shape(subject.init, jax.random.key(0))
+    assert subject.profile().parameters == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def test_vgg_has_the_shape_of_its_name():
+    kinds = [name.split()[0] for name in SUBJECTS["vgg"]().profile().layers]
+    assert kinds.count("dense") == 3 and len(kinds) == 16 and kinds[-3:] == ["dense"] * 3
+    profile = SUBJECTS["vgg"]().profile()
+    dense = sum(kind.parameters for name, kind in profile.kinds.items() if name.startswith("dense"))
+    assert dense > 0.75 * profile.parameters
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plans_are_ones_that_all_hosts_can_run(name):
+    subject = SUBJECTS[name]()
+    profile = timed(subject.profile())
+    variants = {variant.name: variant for variant in planned(subject, profile, LINK, 5e8, 4)}
+    assert list(variants) == ["data parallel", "data parallel again", *(["gpipe"] if subject.piped else []), "plan"]
+    model = CostModel(profile, cluster_of(LINK, 4))
+    for variant in variants.values():
+        check(variant.plan, model)
+        assert variant.plan.devices == 4 and variant.plan.zero == 0 and not variant.plan.recompute
+    assert variants["plan"].predicted <= min(variant.predicted for variant in variants.values()) * (1 + MARGIN)
+    assert variants["data parallel"].key == variants["data parallel again"].key
+
+
+def test_batches_cover_what_a_host_may_work_on():
+    mlp, vgg = SUBJECTS["mlp"](), SUBJECTS["vgg"]()
+    assert batches(mlp, 1, 4) == [mlp.batch // 32, mlp.batch // 16, mlp.batch // 4, mlp.batch]
+    assert mlp.batch // max(asked_of(mlp).micro_batches) == batches(mlp, 1, 4)[0]
+    assert [batches(vgg, t, 4)[-1] for t in (1, 2, 4)] == [vgg.batch // 4, vgg.batch // 2, vgg.batch]
+    assert max(asked_of(vgg).micro_batches) == vgg.batch // 4 // batches(vgg, 1, 4)[0]
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("vgg", 4), ("mlp", 2), ("gpt", 4), ("bert", 2)])
+def test_a_rank_alone_holds_its_share(name, tensor):
+    """Shapes of the parameters are those of one of `tensor` ranks, and every layer runs on them."""
+    subject = SUBJECTS[name]()
+    parts, shapes = subject.parts(alone(tensor)), jax.eval_shape(subject.init, jax.random.key(0))
+    own, whole = shard_of(shapes, tensor), shard_of(shapes, 1)
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (own, whole)]
+    assert 1 / tensor <= sizes[0] / sizes[1] < 1.1 / tensor
+
+    rows, keys = subject.rows(2), jax.random.split(jax.random.key(0), 2)
+    x = jax.eval_shape(parts.entry, own, rows, keys)
+    assert x.shape == jax.eval_shape(subject.parts(Hooks()).entry, whole, rows, keys).shape
+
+
+def test_layers_are_timed_once_a_kind():
+    subject = SUBJECTS["mlp"]()
+    shapes = jax.eval_shape(subject.init, jax.random.key(0))
+    layers = subject.profile().layers
+    calls = layer_calls(subject.parts(alone(2)), shard_of(shapes, 2), subject.rows(4), layers, {"block", "last"})
+    assert list(calls) == ["block forward", "block both", "last forward", "last both"]
+    y, (gradient, error) = calls["block both"]()
+    assert y.shape == error.shape == (4, 256) and gradient["mlp"]["up"]["kernel"].shape == (256, 512)
+    assert calls["last forward"]().shape == ()
+
+
+def test_timings_never_fall_with_the_batch():
+    (timing,) = timings({("block", 1, 8): (2.0, 5.0), ("block", 1, 2): (1.0, 6.0), ("block", 1, 4): (1.5, 5.5)})[
+        "block"
+    ]
+    assert timing.batches == (2.0, 4.0, 8.0)
+    assert timing.forward == (1.0, 1.5, 2.0)
+    assert np.allclose(np.add(timing.forward, timing.backward), 6.0)
+
+
+def test_bubble_has_equal_stages():
+    plan = plan_of(BLOCKS * 4, 4, CHUNKS)
+    assert plan.schedule == "interleaved"
+    blocks = [sum(run.layers for chunk in stage.chunks for run in chunk.runs) for stage in plan.stages]
+    assert blocks == [BLOCKS + 1, BLOCKS, BLOCKS, BLOCKS + 1]  # the ends lie with the first and the last
+    assert subject_of(1).batch % plan.micro_batches == 0
+
+
+def test_says_why_it_cannot_run(monkeypatch, capsys):
+    monkeypatch.setattr(hybrid, "why_not", lambda: "emulated hosts need root")
+    assert hybrid.run(quick=True, json_path=None) == 3
+    assert "emulated hosts need root" in capsys.readouterr().err
+
+
+SMALL = """
+from dataclasses import replace
+from benchmarks.hybrid import models, worker
+from jhpt.models.mlp import MLP
+network = MLP(inputs=8, width=16, hidden=32, num_blocks=2, classes=8)
+models.SUBJECTS["mlp"] = lambda: models.ClassSubject(name="mlp", batch=16, network=network)
+worker.take_part(worker.Task, worker.run)
+"""
+
+
+def test_small_run_on_two_hosts(tmp_path):
+    if reason := why_not():
+        pytest.skip(reason)
+    with Lab(hosts=2, cpu=0.5) as lab:
+        lab.quota(1.0)
+        task = Task(
+            tag=lab.tag,
+            cpu=0.5,
+            folder=str(tmp_path),
+            models=("mlp",),
+            rates=(1e9,),
+            rounds=2,
+            layer_rounds=1,
+            link_rounds=1,
+            bubble=False,
+        )
+        rows = rows_of(lab, task, ["-c", SMALL], devices=1, limit_s=240)
+    (entry,) = hybrid.entries(rows)
+    assert list(entry.samples) == ["data parallel", "data parallel again", "gpipe", "plan"]
+    assert all(len(samples) == 2 and min(samples) > 0 for samples in entry.samples.values())
+    assert {row["row"] for row in rows} == {"link", "layer", "step", "update"}

@@ -1,0 +1,568 @@
+"""Emulated hosts: what runs in them, what is said when it fails, and that nothing of them stays."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+
+import pytest
+
+from benchmarks.netlab import (
+    CpuController,
+    Ended,
+    HostError,
+    HostTimeout,
+    Lab,
+    LabError,
+    cpu_controller,
+    links,
+    queue_discipline,
+    quotas,
+    remains,
+    why_not,
+)
+from benchmarks.netlab.remains import maker, started
+from benchmarks.netlab.signals import OrderlyEnd, unbroken
+from jhpt import cli
+from jhpt.core.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def emulation() -> None:
+    """Skips where hosts cannot be emulated."""
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+needs_emulation = pytest.mark.usefixtures("emulation")
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def shell(code: str) -> list[str]:
+    return ["sh", "-c", code]
+
+
+def traces(tag: str) -> list[str]:
+    """Namespaces, files, control groups and processes of a lab."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
+    controller = cpu_controller(Path("/proc/mounts").read_text())
+    folders = [Path("/etc/netns"), Path(gettempdir()), *([controller.root] if controller else [])]
+    files = [str(path) for folder in folders if folder.is_dir() for path in folder.iterdir() if tag in path.name]
+    running = [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if tag in read(path)]
+    return [name for name in listed if tag in name] + files + running
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # a process that has ended
+        return ""
+
+
+def disciplines(lab: Lab) -> dict[str, str]:
+    """The kind and, of a token bucket, the rate at both ends of every link."""
+    embedding_and_head = {f"{lab.host(rank)} eth0" for rank in range(lab.hosts)}
+    embedding_and_head |= {f"{lab.switch} port{rank}" for rank in range(lab.hosts)}
+    found = {}
+    for namespace, device in map(str.split, embedding_and_head):
+        line = ["tc", "-n", namespace, "qdisc", "show", "dev", device]
+        words = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
+        found[f"{namespace} {device}"] = words[words.index("rate") + 1] if "rate" in words else words[1]
+    return found
+
+
+NEIGHBOUR = """
+import socket, sys, time
+server = socket.create_server(("", 7000))
+while True:
+    try:
+        client = socket.create_connection((sys.argv[1], 7000), timeout=10)
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+peer, (address, _) = server.accept()
+client.sendall(b"x")
+assert peer.recv(1) == b"x"
+print(socket.gethostbyname(socket.gethostname()), address)
+"""
+
+
+@needs_emulation
+def test_hosts_see_each_other_by_address():
+    with Lab(hosts=3, bits_per_s=1e9) as lab:
+        results = lab.run(lambda rank, hosts, _: python(NEIGHBOUR, lab.address((rank + 1) % hosts)), timeout_s=30)
+    assert [result.stdout.split() for result in results] == [
+        [lab.address(0), lab.address(2)],
+        [lab.address(1), lab.address(0)],
+        [lab.address(2), lab.address(1)],
+    ]
+
+
+@needs_emulation
+def test_every_host_has_its_own_output(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with Lab(hosts=2) as lab:
+        for word in ("first", "second"):  # a lab may run several commands
+            results = lab.run(
+                lambda rank, hosts, coordinator: shell(
+                    f"echo {rank} {hosts} {coordinator} $WORD $HTTP_PROXY; echo err{rank} >&2"
+                ),
+                timeout_s=30,
+                env={"WORD": word},
+            )
+            assert [result.stdout for result in results] == [f"{rank} 2 10.77.0.1:5599 {word}\n" for rank in range(2)]
+            assert [result.stderr for result in results] == ["err0\n", "err1\n"]
+            assert [(result.rank, result.status) for result in results] == [(0, 0), (1, 0)]
+
+
+@needs_emulation
+def test_failing_host_ends_the_others():
+    def command(rank: int, hosts: int, coordinator: str) -> list[str]:
+        return shell("sleep 0.2; echo no such corpus >&2; exit 3" if rank == 1 else "echo began; setsid sleep 600")
+
+    with Lab(hosts=3) as lab:
+        with pytest.raises(
+            HostError, match=r"host 1 of 3 exited with status 3; its stderr ends:\n    no such corpus"
+        ) as it:
+            lab.run(command, timeout_s=30)
+        assert "host 0" not in str(it.value) and "host 2" not in str(it.value)
+        assert [result.status for result in it.value.results] == [None, 3, None]
+        assert [result.stdout for result in it.value.results] == ["began\n", "", "began\n"]
+        assert remains.processes(lab.tag) == set()
+
+
+@needs_emulation
+def test_signals_and_missing_programs_are_failures():
+    with Lab(hosts=1) as lab:
+        with pytest.raises(HostError, match=r"host 0 of 1 was ended by signal 11 \(.+\); its stderr is empty"):
+            lab.run(lambda *_: shell("kill -SEGV $$"), timeout_s=30)
+        with pytest.raises(HostError, match="no-such-program"):
+            lab.run(lambda *_: ["no-such-program"], timeout_s=30)
+
+
+@needs_emulation
+def test_time_out_ends_all():
+    def command(rank: int, hosts: int, coordinator: str) -> list[str]:
+        return shell("true" if rank == 0 else "echo waiting >&2; setsid sleep 600 & sleep 600")
+
+    with Lab(hosts=2) as lab:
+        with pytest.raises(HostTimeout, match=r"host 1 of 2 was still running after 0.5 s; .*\n    waiting$") as it:
+            lab.run(command, timeout_s=0.5)
+        assert [result.status for result in it.value.results] == [0, None]
+        assert remains.processes(lab.tag) == set()
+
+
+@needs_emulation
+def test_what_a_host_leaves_running_is_ended():
+    with Lab(hosts=1, cpu=0.5) as lab:
+        lab.run(lambda *_: shell("setsid sleep 600 &"), timeout_s=30)
+        assert remains.processes(lab.tag) == set()
+
+
+@needs_emulation
+def test_nothing_is_left_after_an_exception():
+    with pytest.raises(ZeroDivisionError), Lab(hosts=2, bits_per_s=1e8, cpu=0.25) as lab:
+        assert len(traces(lab.tag)) == 3 + 2 + 2  # namespaces, hosts files, control groups
+        raise ZeroDivisionError
+    assert traces(lab.tag) == []
+
+
+@needs_emulation
+def test_nothing_is_left_of_a_lab_that_could_not_be_made(monkeypatch):
+    monkeypatch.setattr(links, "queue_discipline", lambda rate: "no-such-discipline")
+    lab = Lab(hosts=2, cpu=0.25)
+    with pytest.raises(LabError, match="root no-such-discipline` failed: "), lab:
+        pass
+    assert traces(lab.tag) == []
+
+
+HEEDING = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+"""
+"""What nohup, and a shell's background jobs, have their children ignore."""
+
+BENCHMARK = """
+from benchmarks.netlab import Lab
+with Lab(hosts=2, bits_per_s=1e8, cpu=0.25) as lab:
+    lab.run(lambda *_: ["sh", "-c", f"echo {lab.tag} >&2; touch $BEGAN; sleep 600"], timeout_s=600)
+"""
+
+
+@needs_emulation
+@pytest.mark.parametrize(
+    ("blow", "status"),
+    [
+        (signal.SIGINT, -signal.SIGINT),
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        (signal.SIGHUP, 128 + signal.SIGHUP),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
+)
+def test_nothing_is_left_of_a_run_that_was_ended(blow, status, tmp_path):
+    """What can be caught is cleaned up after at once, by itself; what a killed run leaves, by the next lab."""
+    began = tmp_path / "began"
+    process = subprocess.Popen(
+        python(HEEDING + BENCHMARK), env=os.environ | {"BEGAN": str(began)}, stderr=subprocess.DEVNULL
+    )
+    tag = f"jhpt-lab-{process.pid}-{started(process.pid)}-0"
+    try:
+        wait_for(began, process)
+        assert len(traces(tag)) >= 3 + 2 + 2 + 1 + 1  # and the folder of outputs, and the first process
+    finally:
+        process.send_signal(blow)
+        if blow in (signal.SIGTERM, signal.SIGHUP):
+            process.send_signal(blow)  # once more, as timeout(1) does
+        assert process.wait(timeout=30) == status
+    if blow == signal.SIGKILL:
+        with Lab(hosts=1):
+            pass
+    assert traces(tag) == []
+
+
+def wait_for(file: Path, process: subprocess.Popen) -> None:
+    while not file.exists():
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.02)
+
+
+@needs_emulation
+def test_leftovers_of_the_same_tag_are_replaced():
+    old = Lab(hosts=3, bits_per_s=1e8, cpu=0.25)
+    old.__enter__()
+    with Lab(hosts=2, tag=old.tag) as lab:
+        assert len(traces(lab.tag)) == 3 + 2
+        assert len(lab.run(lambda *_: ["true"], timeout_s=30)) == 2
+    assert traces(old.tag) == []
+    old.__exit__(None, None, None)
+
+
+@needs_emulation
+def test_folders_of_the_tag_go_with_the_lab():
+    with Lab(hosts=1) as lab:
+        folder = TemporaryDirectory(prefix=f"{lab.tag}-", ignore_cleanup_errors=True)
+        Path(folder.name, "file").touch()
+        assert len(traces(lab.tag)) == 2 + 1 + 1  # namespaces, a hosts file and this
+    assert traces(lab.tag) == []
+    folder.cleanup()
+
+
+@needs_emulation
+def test_links_are_limited_both_ways():
+    with Lab(hosts=2, bits_per_s=5e8) as lab:
+        assert set(disciplines(lab).values()) == {"500Mbit"}
+        lab.limit(1e8)
+        assert set(disciplines(lab).values()) == {"100Mbit"}
+        lab.limit(None)
+        assert set(disciplines(lab).values()) == {"noqueue"}
+
+
+@needs_emulation
+def test_a_host_can_limit_the_links():
+    code = "import sys; from benchmarks.netlab import Lab; Lab(hosts=2, tag=sys.argv[1]).limit(2e9)"
+    with Lab(hosts=2) as lab:
+        lab.run(lambda rank, *_: python(code, lab.tag) if rank == 0 else ["true"], timeout_s=30)
+        assert set(disciplines(lab).values()) == {"2Gbit"}
+
+
+@needs_emulation
+def test_hosts_run_in_their_quotas():
+    controller = cpu_controller(Path("/proc/mounts").read_text())
+    with Lab(hosts=2, cpu=0.25) as lab:
+        results = lab.run(lambda *_: ["cat", "/proc/self/cgroup"], timeout_s=30)
+        assert all(f"/{lab.host(result.rank)}\n" in result.stdout for result in results)
+        for name, value in controller.quota(0.25).items():
+            assert (controller.root / lab.host(1) / name).read_text().strip() == value
+
+
+@needs_emulation
+def test_a_host_can_change_the_quotas():
+    code = "import sys; from benchmarks.netlab import Lab; Lab(hosts=2, cpu=0.25, tag=sys.argv[1]).quota({})"
+    controller = cpu_controller(Path("/proc/mounts").read_text())
+    with Lab(hosts=2, cpu=0.25) as lab:
+        for given, cores in (("1.0", 1.0), ("None", 0.25)):
+            lab.run(
+                lambda rank, *_, given=given: python(code.format(given), lab.tag) if rank else ["true"], timeout_s=30
+            )
+            for name, value in controller.quota(cores).items():
+                assert (controller.root / lab.host(0) / name).read_text().strip() == value
+
+
+PSUM = """
+import sys, jax, jax.numpy as jnp
+rank, hosts, coordinator = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+jax.distributed.initialize(coordinator, hosts, rank)
+mesh = jax.make_mesh((hosts,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+x = jax.make_array_from_callback((hosts,), sharding, lambda _: jnp.full((1,), rank + 1.0))
+total = jax.jit(jnp.sum, out_shardings=jax.sharding.NamedSharding(mesh, jax.P()))(x)
+print("sum", float(total.addressable_data(0)))
+"""
+
+
+@needs_emulation
+def test_jax_adds_up_over_two_hosts():
+    with Lab(hosts=2, bits_per_s=1e9) as lab:
+        results = lab.run(
+            lambda rank, hosts, coordinator: python(PSUM, rank, hosts, coordinator),
+            timeout_s=120,
+            env={"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+        )
+    assert [result.stdout.splitlines()[-1] for result in results] == ["sum 3.0", "sum 3.0"]
+
+
+def test_why_not_without_the_programs(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert why_not() == "emulated hosts need the program ip, of the package iproute2, which is not installed"
+
+
+def test_why_not_without_root(monkeypatch, tmp_path):
+    for name in ("ip", "tc"):
+        program(tmp_path / name, "exit 0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert why_not() == "emulated hosts are network namespaces, which only root may make: run it as root"
+
+
+def test_why_not_says_what_the_kernel_said(monkeypatch, tmp_path):
+    for name in ("ip", "tc"):
+        program(tmp_path / name, "echo 'mount --make-shared /run/netns failed: Operation not permitted' >&2; exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr("benchmarks.netlab.lab.remove_dead", lambda: None)
+    assert why_not().startswith("emulated hosts cannot be made here: `ip netns add jhpt-lab-")
+    assert why_not().endswith("failed: mount --make-shared /run/netns failed: Operation not permitted")
+
+
+def program(path: Path, code: str) -> None:
+    path.write_text(f"#!/bin/sh\n{code}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hosts": 0}, "hosts=0: between 1 and 250"),
+        ({"hosts": 251}, "hosts=251: between 1 and 250"),
+        ({"hosts": 2, "bits_per_s": 0.0}, "bits_per_s=0: "),
+        ({"hosts": 2, "cpu": 0.05}, "cpu=0.05: a host needs at least 0.1 cores"),
+        ({"hosts": 2, "cpu": float("nan")}, "cpu=nan: a host needs at least 0.1 cores"),
+        ({"hosts": 2, "cpu": float("inf")}, "cpu=inf: .* not infinitely many"),
+        (
+            {"hosts": 4, "cpu": 0.75},
+            "take 3 cores, and this process may use 2 .*: let it use 3, or use cpu=0.5 or less",
+        ),
+        ({"hosts": 3, "cpu": 0.75}, "or use cpu=0.666 or less"),
+        ({"hosts": 50, "cpu": 0.1}, "take 5 cores, .*: let it use 5, or emulate at most 20 hosts, with cpu=0.1"),
+    ],
+)
+def test_impossible_labs_are_refused(settings, message, monkeypatch):
+    monkeypatch.setattr(quotas, "cores", lambda: 2)
+    with pytest.raises(InputError, match=message):
+        Lab(**settings)
+
+
+def test_advice_is_accepted(monkeypatch):
+    monkeypatch.setattr(quotas, "cores", lambda: 2)
+    Lab(hosts=3, cpu=0.666)
+    Lab(hosts=20, cpu=0.1)
+
+
+def test_a_host_does_not_take_its_own_quota_for_that_of_all(monkeypatch):
+    """It makes a lab, too, to change links and quotas."""
+    monkeypatch.setattr(quotas, "cores", lambda: 0.5)
+    assert Lab(hosts=4, cpu=0.5, tag=f"jhpt-lab-{os.getppid()}-{started(os.getppid())}-0").hosts == 4
+
+
+def test_quotas_that_cannot_be_set_are_refused(monkeypatch):
+    monkeypatch.setattr(quotas, "cores", lambda: 2)
+    with pytest.raises(LabError, match="no quotas"):
+        Lab(hosts=1).quota(1.0)
+    with pytest.raises(InputError, match=r"cpu=0.01: a host needs at least 0.1 cores"):
+        Lab(hosts=1, cpu=0.5).quota(0.01)
+    lab = Lab(hosts=1, cpu=0.5, tag=f"jhpt-lab-{os.getpid()}-{started(os.getpid()) + 1}-0")
+    with pytest.raises(LabError, match=f"no quotas of {lab.tag}"):
+        lab.quota(1.0)
+
+
+def test_quotas_that_the_kernel_refuses_are_named(tmp_path):
+    with pytest.raises(LabError, match=r"cpu=0.5: `5000 10000` cannot be written to cpu.max of no-such-group: "):
+        CpuController(root=tmp_path, version=2).limit("no-such-group", 0.5)
+
+
+def test_labs_of_one_process_have_tags_of_their_own():
+    first, second = Lab(hosts=1), Lab(hosts=1)
+    assert first.tag != second.tag
+    assert Lab(hosts=1, tag=first.tag) == first
+
+
+def test_bucket_holds_a_millisecond_or_two_frames():
+    assert queue_discipline(500e6) == f"tbf rate 500000000bit burst 62500 limit {(1 << 26) + 62500}"
+    assert queue_discipline(100e6) == f"tbf rate 100000000bit burst 18000 limit {(1 << 26) + 18000}"
+    assert queue_discipline(None) == "noqueue"
+
+
+def test_cpu_controller_of_either_version(tmp_path):
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory\n")
+    first = "cgroup /sys/fs/cgroup/cpu,cpuacct cgroup rw,cpu,cpuacct 0 0\n"
+    second = f"cgroup2 {tmp_path} cgroup2 rw,nosuid 0 0\n"
+    others = "proc /proc proc rw 0 0\ncgroup /sys/fs/cgroup/cpuset cgroup rw,cpuset 0 0\n"
+    assert cpu_controller(others + first) == CpuController(root=Path("/sys/fs/cgroup/cpu,cpuacct"), version=1)
+    assert cpu_controller(others + second) == CpuController(root=tmp_path, version=2)
+    (tmp_path / "cgroup.controllers").write_text("hugetlb\n")
+    assert cpu_controller(others + second) is None
+
+
+def test_quota_of_half_a_core():
+    assert CpuController(root=Path("/"), version=2).quota(0.5) == {"cpu.max": "5000 10000", "cpu.weight": "10000"}
+    assert CpuController(root=Path("/"), version=1).quota(0.5) == {
+        "cpu.cfs_period_us": "10000",
+        "cpu.cfs_quota_us": "5000",
+        "cpu.shares": "262144",
+    }
+
+
+SECOND = "0::/docker/service\n"
+FIRST = "7:memory:/other\n4:cpu,cpuacct:/docker/service\n0::/another\n"
+
+
+@pytest.mark.parametrize(
+    ("limits", "cores"),
+    [
+        ({}, float("inf")),  # the root group of a machine
+        ({".": "max 100000"}, float("inf")),
+        ({".": "150000 100000"}, 1.5),  # of a container, from where the folders below are not to be seen
+        ({"docker": "50000 100000", "docker/service": "max 100000"}, 0.5),
+        ({".": "max 100000", "docker": "200000 100000", "docker/service": "20000 10000"}, 2.0),
+        ({"docker": "800000 100000", "docker/service": "25000 100000", "another": "1000 100000"}, 0.25),
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_cores_by_quotas_of_the_groups_above(version, limits, cores, tmp_path):
+    for group, text in limits.items():
+        folder = tmp_path / group
+        folder.mkdir(exist_ok=True)
+        if version == 2:
+            (folder / "cpu.max").write_text(f"{text}\n")
+        else:
+            quota, period = text.replace("max", "-1").split()
+            (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+            (folder / "cpu.cfs_period_us").write_text(f"{period}\n")
+    assert CpuController(root=tmp_path, version=version).cores(SECOND if version == 2 else FIRST) == cores
+
+
+def test_cores_are_the_fewer_of_processors_and_quota(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(quotas, "here", lambda: CpuController(root=tmp_path, version=2))
+    assert quotas.cores() == 64
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    assert quotas.cores() == 1
+    monkeypatch.setattr(quotas, "here", lambda: None)
+    assert quotas.cores() == 64
+
+
+def test_a_process_is_known_by_its_start():
+    assert maker(Lab(hosts=1).tag) == os.getpid()
+    assert maker(f"jhpt-lab-{os.getpid()}-{started(os.getpid()) - 1}-0") is None
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken its status
+    assert started(process.pid) is None
+    process.wait()
+    assert started(process.pid) is None
+
+
+def test_dead_labs_are_removed_where_the_number_lives_again(monkeypatch, tmp_path):
+    for room, name in ((remains, "NAMESPACES"), (remains, "SETTINGS")):
+        monkeypatch.setattr(room, name, tmp_path / name)
+    monkeypatch.setattr(remains, "here", lambda: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    living, start = Lab(hosts=1).tag, started(os.getpid())
+    dead = f"jhpt-lab-{os.getpid()}-{start - 1}-0"
+    for tag in (living, dead):
+        (tmp_path / f"{tag}-folder").mkdir()
+    assert remains.tags() == {living, dead}
+    remains.remove_dead()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{living}-folder"]
+
+
+@pytest.fixture
+def defaults():
+    """SIGTERM and SIGHUP as they are in a program of its own."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_signals_are_exceptions_inside(defaults):
+    with pytest.raises(Ended) as it, OrderlyEnd():
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # does not disturb what is put in order
+    assert it.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_signals_wait_for_what_must_not_break(defaults):
+    done = []
+    with pytest.raises(Ended) as it, OrderlyEnd():
+        with unbroken():
+            with unbroken():
+                signal.raise_signal(signal.SIGHUP)
+                done.append("inner")
+            done.append("outer")
+        done.append("after")
+    assert done == ["inner", "outer"] and it.value.code == 129
+
+
+def test_signals_are_not_lost_where_exceptions_are(defaults):
+    with pytest.raises(Ended) as it, OrderlyEnd(), contextlib.suppress(Ended):
+        signal.raise_signal(signal.SIGTERM)
+    assert it.value.code == 143
+    with OrderlyEnd():  # another one begins anew
+        pass
+
+
+def test_signals_of_others_are_left_to_them(defaults):
+    heard = []
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    with OrderlyEnd():
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM] and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_only_the_main_thread_takes_signals(defaults):
+    found = []
+
+    def enter() -> None:
+        with OrderlyEnd():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]
+
+
+def test_a_command_that_a_signal_ended_was_interrupted(monkeypatch, capsys):
+    def command(arguments: list[str]) -> int:
+        raise Ended(signal.SIGTERM)
+
+    monkeypatch.setitem(cli.COMMANDS, "doctor", command)
+    assert cli.main(["doctor"]) == cli.INTERRUPTED == 130
+    assert capsys.readouterr().err == "jhpt doctor: interrupted\n"

@@ -1,0 +1,121 @@
+"""Timetables: complete, in order, without a wait, as large as the planner says, and legible."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jhpt.core.schedule import Pass, timetable
+from jhpt.planner.cost.schedule import delay, in_flight
+
+PLAIN = list(itertools.product(("gpipe", "1f1b"), (1, 2, 3, 4, 6), (1,), (1, 2, 3, 4, 7, 12)))
+CHUNKED = [
+    ("interleaved", stages, chunks, stages * n) for stages in (2, 3, 4) for chunks in (1, 2, 3) for n in (1, 2, 4)
+]
+CASES = [*PLAIN, *CHUNKED]
+
+
+def ticks_of(table, device):
+    """(micro-batch, chunk) -> (tick, slot), of everything that the device does; twice is a mistake."""
+    found = {}
+    for tick, entry in enumerate(table[:, device]):
+        micro_batch, chunk, slot = map(int, entry)
+        if micro_batch >= 0:
+            assert (micro_batch, chunk) not in found
+            found[micro_batch, chunk] = tick, slot
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "stages", "chunks", "micro_batches"), CASES)
+def test_every_pass_is_run_once_and_none_waits(schedule, stages, chunks, micro_batches):
+    """A pass follows what it needs: on the neighbour one tick later, on the same device in the same tick or after."""
+    table = timetable(schedule, stages, chunks, micro_batches)
+    everything = set(itertools.product(range(micro_batches), range(chunks)))
+    forward = [ticks_of(table.forward, device) for device in range(stages)]
+    backward = [ticks_of(table.backward, device) for device in range(stages)]
+    for device in range(stages):
+        assert forward[device].keys() == backward[device].keys() == everything
+    last = stages * chunks - 1
+    for micro_batch, part in itertools.product(range(micro_batches), range(stages * chunks)):
+        chunk, device = divmod(part, stages)
+        here, back = forward[device][micro_batch, chunk][0], backward[device][micro_batch, chunk][0]
+        if part > 0:
+            before, place = divmod(part - 1, stages)
+            assert here == forward[place][micro_batch, before][0] + 1
+        if part < last:
+            after, place = divmod(part + 1, stages)
+            assert back == backward[place][micro_batch, after][0] + 1
+        assert back >= here if part == last else back > here
+
+
+@pytest.mark.parametrize(("schedule", "stages", "chunks", "micro_batches"), CASES)
+def test_a_slot_is_taken_from_forward_to_backward(schedule, stages, chunks, micro_batches):
+    """On every device; together they are as many as the planner counts there."""
+    table = timetable(schedule, stages, chunks, micro_batches)
+    for device in range(stages):
+        taken, most = {}, 0
+        for tick in range(table.ticks):
+            for kind, (micro_batch, chunk, slot) in (
+                ("forward", map(int, table.forward[tick, device])),
+                ("backward", map(int, table.backward[tick, device])),
+            ):
+                if micro_batch < 0:
+                    continue
+                assert 0 <= slot < table.slots
+                if kind == "forward":
+                    assert slot not in taken
+                    taken[slot] = micro_batch, chunk
+                else:
+                    assert taken.pop(slot) == (micro_batch, chunk)
+                most = max(most, len(taken))
+        assert not taken
+        assert most == in_flight(schedule, stages, device, chunks, micro_batches)
+    assert table.slots == in_flight(schedule, stages, 0, chunks, micro_batches)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "chunks", "micro_batches"), CASES)
+def test_ticks_are_the_planners(schedule, stages, chunks, micro_batches):
+    """The planner's n-th backward of device d falls into tick delay + (S-1-d) + n."""
+    table, first = timetable(schedule, stages, chunks, micro_batches), delay(schedule, stages, chunks, micro_batches)
+    passes = micro_batches * chunks
+    assert table.ticks == first + stages - 1 + passes
+    for device in range(stages):
+        (busy,) = np.nonzero(table.forward[:, device, 0] >= 0)
+        np.testing.assert_array_equal(busy, device + np.arange(passes))
+        (busy,) = np.nonzero(table.backward[:, device, 0] >= 0)
+        np.testing.assert_array_equal(busy, first + stages - 1 - device + np.arange(passes))
+
+
+def test_entries_are_passes():
+    table = timetable("1f1b", 2, 1, 1)
+    assert Pass(*table.forward[0, 0].tolist()) == Pass(micro_batch=0, chunk=0, slot=0)
+    assert table.forward[0, 1, 0] == -1
+
+
+PICTURES = {
+    ("gpipe", 2, 1, 3): """
+device 0   0    1    2    .   (0)  (1)  (2)
+device 1   .    0    1   2(0) (1)  (2)   .
+""",
+    ("1f1b", 3, 1, 4): """
+device 0   0    1    2    3   (0)  (1)  (2)  (3)
+device 1   .    0    1   2(0) 3(1) (2)  (3)   .
+device 2   .    .   0(0) 1(1) 2(2) 3(3)  .    .
+""",
+    ("interleaved", 2, 2, 2): """
+device 0    0a     1a     0b     1b    (0b)   (1b)   (0a)   (1a)
+device 1    .      0a     1a   0b(0b) 1b(1b)  (0a)   (1a)    .
+""",
+}
+"""`3` forward, `(3)` backward; of two chunks, `3a` and `3b`."""
+
+
+@pytest.mark.parametrize("case", PICTURES)
+def test_a_timetable_prints_itself(case):
+    lines = str(timetable(*case)).splitlines()
+    assert [line.rstrip() for line in lines] == PICTURES[case].strip("\n").splitlines()
+
+
+def test_chunks_have_letters_enough():
+    lines = str(timetable("interleaved", 2, 28, 2))
+    assert all(f"0{letters}" in lines for letters in ("a", "h", "i", "z", "aa", "ab"))

@@ -1,0 +1,49 @@
+"""How much larger a model a device trains with blocks on the host."""
+
+import pytest
+
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.shapes import parameter_count
+from jhpt.planner.api import RESERVE, capped
+from jhpt.planner.search.largest_model import largest_trainable
+
+DEVICE, HOST = 24 * 2**30, 110 * 2**30
+
+
+@pytest.fixture(scope="module")
+def found():
+    """(without, with) blocks on the host of one H100 of which 24 GiB may be used."""
+    cluster = capped(find_cluster("h100x1x1"), DEVICE, HOST)
+    return largest_trainable(cluster, (None,)), largest_trainable(cluster, ("both",))
+
+
+def test_the_leaner_of_both():
+    """14 bytes a parameter of the device, 12 of the host."""
+    cluster = capped(find_cluster("h100x1x1"), DEVICE, HOST)
+    without, offloaded = (
+        largest_trainable(cluster, (None,), zero=3),
+        largest_trainable(cluster, ("both",), update_in_backward=True),
+    )
+    assert without.plan.zero == 3 and offloaded.plan.offload.update_in_backward
+    assert offloaded.parameters == pytest.approx(10.02e9, rel=1e-3)
+    assert without.parameters == pytest.approx(1.637e9, rel=1e-3)
+    (own,), (stage,) = without.estimate.stages, offloaded.estimate.stages
+    assert own.total_bytes + 14 * parameter_count(without.config.model).per_layer > (1 - RESERVE) * DEVICE
+    assert stage.total_host_bytes + 12 * parameter_count(offloaded.config.model).per_layer > HOST
+
+
+def test_five_times_the_parameters(found):
+    """8 sequences of 1,024 tokens: 7.50 instead of 1.35 billion."""
+    without, offloaded = found
+    assert offloaded.parameters / without.parameters >= 4.9
+    assert offloaded.parameters == pytest.approx(7.50e9, rel=1e-3)
+    assert without.parameters == pytest.approx(1.354e9, rel=1e-3)
+
+
+def test_both_are_as_large_as_memory_is(found):
+    """One more block would not fit: the device without, the host with blocks there."""
+    without, offloaded = found
+    (own,), (stage,) = without.estimate.stages, offloaded.estimate.stages
+    assert without.estimate.fits and offloaded.estimate.fits
+    assert own.total_bytes + 18 * parameter_count(without.config.model).per_layer > (1 - RESERVE) * DEVICE
+    assert stage.total_host_bytes + 16 * parameter_count(offloaded.config.model).per_layer > HOST

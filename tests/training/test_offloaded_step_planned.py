@@ -1,0 +1,51 @@
+"""What the planner says of plans with blocks on the host, against the step that is compiled for them (one H100)."""
+
+import pytest
+
+from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, compiled_for
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.load import load_config
+from jhpt.planner.api import capped, prepare
+from jhpt.planner.search.largest_model import largest_trainable
+from jhpt.sharding.compiler_options import compiler_options
+from jhpt.training.programs import train_program
+from jhpt.training.setup import design_step, fitting_tokenizer
+
+pytestmark = pytest.mark.deviceless
+
+DEVICE, HOST = 24 * 2**30, 110 * 2**30
+
+
+def compiled(config, plan):
+    """Bytes of the step: (on the device, on the host)."""
+    cluster = find_cluster("h100x1x1")
+    devices, info = compile_only_devices(cluster), compile_only_info(cluster)
+    design = design_step(config, plan, fitting_tokenizer(config), devices, info)
+    found = compiled_for(train_program(design), compiler_options("gpu", plan)).memory_analysis()
+    return found.argument_size_in_bytes + found.temp_size_in_bytes, found.host_argument_size_in_bytes
+
+
+def test_the_plan_for_a_model_larger_than_the_device():
+    """gpt-6.7b on 24 GiB: the plan fits, and what it takes is what was said, within 5 %."""
+    task = prepare("gpt-6.7b", cluster="h100x1x1", budget=DEVICE, batch=16)
+    answer = task.solve()
+    config = load_config("gpt-6.7b", {"data.batch_size": 16})
+    device, host = compiled(config, answer.plan)
+    (stage,) = answer.estimate.stages
+    assert device < DEVICE and device == pytest.approx(stage.total_bytes, rel=0.05)
+    assert host == pytest.approx(stage.total_host_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "how"),
+    [((None,), {}), ((None,), {"zero": 3}), (("both",), {}), (("both",), {"update_in_backward": True})],
+    ids=["without", "without, rounded where used", "with", "with, at once"],
+)
+def test_the_largest_models(kinds, how):
+    """As large as said, within 5 %: billions of parameters on 24 and 110 GiB."""
+    largest = largest_trainable(capped(find_cluster("h100x1x1"), DEVICE, HOST), kinds, **how)
+    device, host = compiled(largest.config, largest.plan)
+    (stage,) = largest.estimate.stages
+    assert device == pytest.approx(stage.total_bytes, rel=0.05)
+    assert host == pytest.approx(stage.total_host_bytes, rel=1e-3) and host <= HOST
+    assert kinds == (None,) or device < DEVICE
