@@ -2,7 +2,9 @@
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
 
 
 def pairwise(*axes: Sequence, where: Callable[..., bool] = lambda *_: True) -> list[tuple]:
@@ -28,3 +30,20 @@ def pairwise(*axes: Sequence, where: Callable[..., bool] = lambda *_: True) -> l
         chosen.append(cases[best])
         missing &= ~masks[best]
     return chosen
+
+
+def quick_and_exhaustive(cases: Iterable, quick: Iterable) -> list:
+    """Parameters of a test: the cases in `quick` run always, the others under `-m exhaustive` only.
+
+    Raises:
+      ValueError: `quick` names a case that is not there.
+    """
+    cases, quick = list(cases), list(quick)
+    if missing := [case for case in quick if case not in cases]:
+        raise ValueError(f"no such case: {missing}")
+
+    def parameter(case):
+        values = case if isinstance(case, tuple) else (case,)
+        return pytest.param(*values, marks=() if case in quick else pytest.mark.exhaustive)
+
+    return [parameter(case) for case in cases]

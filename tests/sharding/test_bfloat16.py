@@ -10,6 +10,7 @@ from jhpt.sharding.partition import IN_FLOAT32, MATRICES, path_name
 from jhpt.training import setup as training_setup
 from jhpt.training.parts import Rows
 from jhpt.training.setup import prepare
+from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import batch, by_path, laid_out, mixed, on_host, piped, random_params, stored
 from tests.sharding.test_parity import BATCH, NONE, definition, gradients, setup_of
 
@@ -28,7 +29,7 @@ def in_bfloat16(setup_of, kind):
     return name, laid_out(setup_of(name, 3, NONE, **{"model.dtype": "bfloat16"}), plan, overlap=True)
 
 
-@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("kind", quick_and_exhaustive(PLANS, ["ZeRO-1, several degrees", "pipeline x tensor"]))
 def test_gradients_are_near_those_in_float32(setup_of, kind):
     name, setup = in_bfloat16(setup_of, kind)
     found, loss, _ = gradients(setup)
@@ -106,7 +107,7 @@ def rounded(x):
     return np.asarray(x.astype(jnp.bfloat16), np.float64)
 
 
-@pytest.mark.parametrize(("data", "zero", "overlap"), ADDED)
+@pytest.mark.parametrize(("data", "zero", "overlap"), quick_and_exhaustive(ADDED, [(1, 1, False), (2, 0, True)]))
 def test_gradients_of_two_micro_batches_add_up_in_float32(untouched, data, zero, overlap):
     """To 1e-6 of the largest entry, and so that bfloat16 could not hold a quarter of the entries.
 

@@ -13,7 +13,7 @@ from jhpt.sharding.model_parts import Halves
 from jhpt.sharding.ordering import ORDERING_TOKEN, depend_on
 from jhpt.sharding.recompute import everything, save_named, save_nothing
 from jhpt.sharding.sample_chunks import Chunked, Whole
-from tests.covers import pairwise
+from tests.covers import pairwise, quick_and_exhaustive
 
 ROWS, LENGTH, WIDTH = 5, 3, 4
 COUNT, FIRST = 3, 2
@@ -98,9 +98,10 @@ def in_order(params, x, keys):
     return x
 
 
-@pytest.mark.parametrize(
-    ("way", "wrapped", "stream", "adds"), pairwise(tuple(WAYS), tuple(WRAPPED), tuple(STREAMS), (False, True))
-)
+LOOPS = pairwise(tuple(WAYS), tuple(WRAPPED), tuple(STREAMS), (False, True))
+
+
+@pytest.mark.parametrize(("way", "wrapped", "stream", "adds"), quick_and_exhaustive(LOOPS, LOOPS[::2]))
 def test_a_loop_is_autodiff_of_its_layers(way, wrapped, stream, adds):
     """Of stored parameters: halves are doubled on the way in, gradients divided by three on the way out, and added to
     what earlier micro-batches left."""

@@ -14,6 +14,7 @@ from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_device_mesh
 from jhpt.sharding.partition import path_name
 from jhpt.training.classes import Examples, class_execution
+from tests.covers import quick_and_exhaustive
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -108,7 +109,7 @@ VGG_PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", VGG_PLANS)
+@pytest.mark.parametrize("name", quick_and_exhaustive(VGG_PLANS, ["hybrid, 8 devices, ZeRO-1", "hybrid, back"]))
 def test_vgg(name):
     check(VGG_NETWORK, make_plan(VGG_NETWORK, **VGG_PLANS[name]))
 
@@ -127,6 +128,11 @@ MLP_PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", MLP_PLANS)
+@pytest.mark.parametrize(
+    "name",
+    quick_and_exhaustive(
+        MLP_PLANS, ["hybrid", "pipe 2, uneven, tensor, gpipe", "pipe 4, head alone, ZeRO-3", "pipe 2, interleaved"]
+    ),
+)
 def test_mlp(name):
     check(MLP_NETWORK, make_plan(MLP_NETWORK, **MLP_PLANS[name]))

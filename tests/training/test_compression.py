@@ -15,6 +15,7 @@ from jhpt.kernels.attention_importance import attention_importance
 from jhpt.kernels.token_topk import token_topk
 from jhpt.sharding.compression.token_choice import causal_choice
 from jhpt.training.parts import compressed_hooks
+from tests.covers import quick_and_exhaustive
 from tests.sharding.compression.test_all_reduce import on_ranks
 from tests.sharding.plans import laid_out, mixed, piped, random_params, stored
 from tests.sharding.test_parity import BATCH, NONE, definition, gradients, setup_of
@@ -46,13 +47,16 @@ def distance(one, other):
     return (gap / sum(np.sum(leaf**2) for leaf in other.values())) ** 0.5
 
 
+NEAR = [
+    ("gpt-tied", "data x tensor, ZeRO-3", SOME, 0.3),
+    ("bert", "pipeline x tensor", ALL, 0.03),
+    ("gpt-untied", "several degrees", ALL, 0.03),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "how", "most"),
-    [
-        ("gpt-tied", "data x tensor, ZeRO-3", SOME, 0.3),
-        ("bert", "pipeline x tensor", ALL, 0.03),
-        ("gpt-untied", "several degrees", ALL, 0.03),
-    ],
+    quick_and_exhaustive(NEAR, NEAR[:2]),
 )
 def test_gradients_are_near_the_uncompressed_ones(setup_of, name, kind, how, most):
     grads, loss = found(setup_of, name, PLANS[kind], how)

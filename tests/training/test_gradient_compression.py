@@ -23,6 +23,7 @@ from jhpt.training.parts import Rows
 from jhpt.training.programs import compile_programs
 from jhpt.training.setup import prepare
 from tests.conftest import tiny_overrides
+from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import batch, by_path, laid_out, mixed, on_host, piped, random_params, stored
 from tests.sharding.test_parity import BATCH, KEY, NONE, ZERO_GRADIENT, definition, setup_of
 
@@ -65,7 +66,15 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("kind", PLANS)
+QUICK = (
+    "data x tensor, cut sequence, ZeRO-1",
+    "several degrees, ZeRO-1",
+    "layer by layer, micro-batches",
+    "pipeline, tied",
+)
+
+
+@pytest.mark.parametrize("kind", quick_and_exhaustive(PLANS, QUICK))
 def test_what_is_applied_and_what_is_left_are_the_gradient(setup_of, kind):
     """In two steps, the second of which has what the first has left; biases and scales of norms are exact."""
     name, how, plan, changes = PLANS[kind]
@@ -164,7 +173,12 @@ RESUMED = {
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize(("plan", "kind"), list(zip(RESUMED, ("topk", "4 bits", "topk"), strict=True)))
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    quick_and_exhaustive(
+        zip(RESUMED, ("topk", "4 bits", "topk"), strict=True), [("ZeRO-1 x tensor", "4 bits"), ("pipeline", "topk")]
+    ),
+)
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path, corpus, plan, kind):
     settings = overrides(corpus, KINDS[kind], **RESUMED[plan]) | {
         "optimizer.schedule": "constant",

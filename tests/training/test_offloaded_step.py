@@ -1,5 +1,6 @@
 """Training with blocks on the host is training: the same gradients, norms, losses and parameters, step after step."""
 
+import itertools
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from jhpt.training.optimizer import learning_rate
 from jhpt.training.parts import Rows
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
+from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import by_path, laid_out, on_host, piped, random_params
 
 STEPS, BATCH, BLOCKS = 5, 16, 4
@@ -108,18 +110,21 @@ def tree_of(training, name, rows):
     return jax.tree.unflatten(bucket.tree, [np.stack(own) for own in leaves])
 
 
+STEPPED = [
+    ("gpt-tiny", 1, 0.5, "global", 4, 0, "both"),
+    ("gpt-tiny", 4, None, "global", 2, 1, "optimizer"),
+    ("gpt-tiny", 1, 0.5, "layer", 2, 1, "both"),
+    ("gpt-tiny", 4, 0.5, "previous", 1, 0, "both"),
+    ("bert-tiny", 1, None, "global", 1, 3, "parameters"),
+    ("bert-tiny", 4, 0.5, "global", 1, 0, "both"),
+    ("bert-tiny", 1, 0.5, "previous", 2, 1, "parameters"),
+    ("bert-tiny", 4, 0.5, "layer", 1, 3, "optimizer"),
+]
+
+
 @pytest.mark.parametrize(
     ("preset", "ranks", "clip_norm", "clip", "micro_batches", "resident", "what"),
-    [
-        ("gpt-tiny", 1, 0.5, "global", 4, 0, "both"),
-        ("gpt-tiny", 4, None, "global", 2, 1, "optimizer"),
-        ("gpt-tiny", 1, 0.5, "layer", 2, 1, "both"),
-        ("gpt-tiny", 4, 0.5, "previous", 1, 0, "both"),
-        ("bert-tiny", 1, None, "global", 1, 3, "parameters"),
-        ("bert-tiny", 4, 0.5, "global", 1, 0, "both"),
-        ("bert-tiny", 1, 0.5, "previous", 2, 1, "parameters"),
-        ("bert-tiny", 4, 0.5, "layer", 1, 3, "optimizer"),
-    ],
+    quick_and_exhaustive(STEPPED, [STEPPED[case] for case in (0, 1, 6, 7)]),
 )
 def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, micro_batches, resident, what):
     """Over five of them: losses and norms to 1e-6, means of gradients to 1e-6 of the largest, parameters to 0.05 of
@@ -156,8 +161,9 @@ def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, mi
         assert np.abs(ours[path] - leaf).max() <= 1e-6 * largest, path
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("preset", ["gpt-tiny", "bert-tiny"])
+@pytest.mark.parametrize(
+    ("preset", "ranks"), quick_and_exhaustive(itertools.product(MODELS, (1, 4)), [("gpt-tiny", 4), ("bert-tiny", 1)])
+)
 def test_gradients_are_those_of_a_plain_run(made, preset, ranks):
     """In each of five steps: to 1e-6 of the largest entry."""
     setup, plain, state, training = made(preset, ranks)
@@ -174,7 +180,7 @@ def test_gradients_are_those_of_a_plain_run(made, preset, ranks):
         state, _ = plain(state, windows)
 
 
-@pytest.mark.parametrize("clip", ["global", "previous"])
+@pytest.mark.parametrize("clip", quick_and_exhaustive(["global", "previous"], ["previous"]))
 def test_how_far_ahead_blocks_are_fetched_changes_no_bit(made, clip):
     runs = []
     for ahead in (0, 1, 2):
@@ -315,7 +321,10 @@ def test_a_host_without_room_is_refused(tiny, tmp_path):
 
 @pytest.mark.parametrize(
     ("preset", "clip"),
-    [("gpt-tiny", "global"), ("gpt-tiny", "previous"), ("gpt-tiny", "layer"), ("bert-tiny", "global")],
+    quick_and_exhaustive(
+        [("gpt-tiny", "global"), ("gpt-tiny", "previous"), ("gpt-tiny", "layer"), ("bert-tiny", "global")],
+        [("gpt-tiny", "previous"), ("bert-tiny", "global")],
+    ),
 )
 def test_what_stays_on_the_devices_changes_no_bit(made, preset, clip):
     """After three steps, with nothing resident, every second block, or three of four; with code as users have it, for

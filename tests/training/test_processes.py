@@ -16,6 +16,7 @@ import jhpt
 from jhpt.training.metrics import read_metrics
 from jhpt.training.processes import launcher
 from tests.conftest import tiny_overrides
+from tests.covers import quick_and_exhaustive
 
 
 def free_port() -> int:
@@ -53,7 +54,10 @@ def wait_for(condition, workers) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("data", "tensor", "offload"), [(2, 1, "off"), (1, 2, "off"), (2, 1, "both")])
+@pytest.mark.parametrize(
+    ("data", "tensor", "offload"),
+    quick_and_exhaustive([(2, 1, "off"), (1, 2, "off"), (2, 1, "both")], [(1, 2, "off"), (2, 1, "both")]),
+)
 def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor, offload):
     """Also with blocks on the hosts of both; what they save goes on in one process with everything on the device."""
     settings = tiny_overrides(corpus) | {"train.steps": 6, "evaluation.every": 3}

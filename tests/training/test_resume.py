@@ -18,6 +18,7 @@ from jhpt.core.load import load_config
 from jhpt.training import loop
 from jhpt.training.metrics import read_metrics
 from tests.conftest import tiny_overrides
+from tests.covers import quick_and_exhaustive
 
 SETTINGS = {"train.steps": 20, "checkpoint.every": 5, "evaluation.every": 10, "checkpoint.keep": 4}
 
@@ -68,7 +69,7 @@ KILLED = {
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.parametrize("name", quick_and_exhaustive(KILLED, ["bert-with-dropout", "gpt-in-a-pipeline"]))
 def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, name):
     """20 steps at once; 10 + kill -9 once the checkpoint is written, and 10 + kill -9 while it is being written."""
     changes = KILLED[name]

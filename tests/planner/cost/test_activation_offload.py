@@ -25,6 +25,7 @@ from jhpt.planner.search.choice import plainest
 from jhpt.planner.search.recompute import with_names
 from jhpt.planner.search.request import recomputations, request
 from jhpt.planner.search.solve import solve
+from tests.covers import quick_and_exhaustive
 from tests.planner.cost.test_recompute_block import drawn
 from tests.planner.search.test_recompute import BLOCKS, PLANS, cluster_of, keeping, one_device, profile_of, with_link
 from tests.sharding.plans import piped
@@ -130,7 +131,7 @@ def test_names_that_are_given_are_kept_where_that_is_best(share):
     assert bool(found.saved.host) == (share < 1)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", quick_and_exhaustive(range(40), range(10)))
 def test_a_small_host_is_used_sparingly(seed):
     """Copies of their own length, few bytes there: fewest seconds, then fewest bytes there, then on the device."""
     rng = np.random.default_rng(seed)

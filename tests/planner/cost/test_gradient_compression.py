@@ -29,8 +29,9 @@ SLOW = FAST.model_copy(update={"network": LINK, "nodes": (NODE,)})
 """A device in a node, 10 Gbit/s between them."""
 
 
-def task(kind="off"):
-    return prepare("gpt2-350m", cluster=SLOW, overrides={"parallel.gradient_compression.kind": kind})
+def task(kind="off", **options):
+    overrides = {"parallel.gradient_compression.kind": kind}
+    return prepare("gpt2-350m", cluster=SLOW, overrides=overrides, **options)
 
 
 def by_data(asked, how):
@@ -41,7 +42,7 @@ def by_data(asked, how):
 
 
 def test_a_plan_carries_the_setting_and_is_what_its_estimate_says():
-    found = task("quantize").solve()
+    found = task("quantize", micro_batches=2).solve()
     profile, cluster = found.model.profile, found.model.cluster
     for plan in (found.plan, *found.alternatives):
         assert plan.gradient_compression == QUANTIZE and plan.zero < 3
@@ -136,7 +137,7 @@ def test_kernels_run_beside_nothing():
 
 
 def test_plans_say_what_they_were_priced_with():
-    asked = task("quantize")
+    asked = task("quantize", micro_batches=2)
     answer = asked.solve()
     for baseline in baselines(asked.asked, answer.model):
         assert baseline.plan.gradient_compression == QUANTIZE
