@@ -123,14 +123,14 @@ STEPPED = [
 
 
 @pytest.mark.parametrize(
-    ("preset", "ranks", "clip_norm", "clip", "micro_batches", "resident", "what"),
+    ("preset", "ranks", "clip_norm", "clip", "micro_batches", "resident", "kind"),
     quick_and_exhaustive(STEPPED, [STEPPED[case] for case in (0, 1, 6, 7)]),
 )
-def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, micro_batches, resident, what):
+def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, micro_batches, resident, kind):
     """Over five of them: losses and norms to 1e-6, means of gradients to 1e-6 of the largest, parameters to 0.05 of
     the learning rate a step."""
     setup, plain, state, training = made(
-        preset, ranks, clip_norm=clip_norm, clip=clip, micro_batches=micro_batches, resident=resident, what=what
+        preset, ranks, clip_norm=clip_norm, clip=clip, micro_batches=micro_batches, resident=resident, kind=kind
     )
     offloaded, step = start(training, state), offloaded_step(training)
     for windows in windows_of(setup):
@@ -141,7 +141,7 @@ def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, mi
         assert float(found.learning_rate) == float(expected.learning_rate)
     kinds = {name: leaf.sharding.memory_kind for name, leaf in offloaded.rows.items()}
     names = {*SAVED} if clip != "global" or clip_norm is None else {*SAVED, GRADIENT}
-    moved = {"both": names, "optimizer": {MEAN, SQUARES}, "parameters": {WEIGHTS, GRADIENT} & names}[what]
+    moved = {"both": names, "optimizer": {MEAN, SQUARES}, "parameters": {WEIGHTS, GRADIENT} & names}[kind]
     assert {name for name, kind in kinds.items() if kind == "pinned_host"} == moved
     assert set(kinds) == {*names, *(RESIDENT + name for name in names if resident)}
     again = flushed(training)(offloaded)
