@@ -55,6 +55,18 @@ def leaves(tree: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
         yield path, tree  # type: ignore[misc]
 
 
+def plain_leaves(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of all leaves as they are; `nested` makes the tree of them."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from plain_leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list) and tree:
+        for position, value in enumerate(tree):
+            yield from plain_leaves(value, f"{path}.{position}")
+    else:
+        yield path, tree
+
+
 def nested(flat: Mapping[str, Any]) -> Any:
     """A tree of its leaves: a dict whose keys are all positions becomes a list."""
     tree: dict[str, Any] = {}
@@ -69,7 +81,7 @@ def nested(flat: Mapping[str, Any]) -> Any:
 
 def spelled(tree: object, names: Names) -> Any:
     """A tree of JSON that is written in the old names, as this one spells it."""
-    return nested({names.key(path): names.word(path, value) for path, value in _plain_leaves(tree)})
+    return nested({names.key(path): names.word(path, value) for path, value in plain_leaves(tree)})
 
 
 def numbers_in(text: str) -> str:
@@ -80,17 +92,6 @@ def numbers_in(text: str) -> str:
 def digest_of(value: object) -> str:
     """Of anything that JSON can write; floats count to the last digit."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _plain_leaves(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping) and tree:
-        for key, value in tree.items():
-            yield from _plain_leaves(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(tree, list) and tree:
-        for position, value in enumerate(tree):
-            yield from _plain_leaves(value, f"{path}.{position}")
-    else:
-        yield path, tree
 
 
 def _with_lists(tree: Any) -> Any:

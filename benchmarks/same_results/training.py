@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import yaml
-from flat import Flat, flatten, leaves, nested, numbers_in, spelled
+from flat import Flat, flatten, nested, numbers_in, plain_leaves, spelled
 from renamed import Names
 from runs import COMMON, MIDDLE, RUNS, STEPS, TrainingRun
 
@@ -155,7 +155,7 @@ def translated(place: Path, names: Names) -> None:
 
 
 def _settings(tree: Any, names: Names) -> Any:
-    return nested({names.setting(path): names.word(path, value) for path, value in leaves(tree)})
+    return nested({names.setting(path): names.word(path, value) for path, value in plain_leaves(tree)})
 
 
 def slug(each: TrainingRun) -> str:
