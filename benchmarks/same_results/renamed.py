@@ -21,19 +21,26 @@ SETTINGS: dict[str, str] = {}
 FLAGS: dict[str, str] = {}
 """Options of `jhpt plan`, which are the arguments of `jhpt.plan` too, old -> new, without dashes."""
 
-KEYS: dict[str, str] = {}
+KEYS: dict[str, str] = {
+    "kept": "saved",
+    "offload.what": "offload.kind",
+    "offload.at_once": "offload.update_in_backward",
+}
 """Keys of JSON (plans, answers, clusters, metrics) and names in a training state, old -> new, anywhere in a tree."""
 
 WORDS: dict[str, dict[str, str]] = {}
 """Values that are words: the end of an old dotted name -> {old word: new word}; for settings and for JSON alike."""
 
 PLACES: dict[str, str] = {
-    "prepare": "jhpt.planner.front:prepare",
-    "evaluate": "jhpt.planner.estimate:evaluate",
+    "prepare": "jhpt.planner.api:prepare",
+    "evaluate": "jhpt.planner.cost.estimate:evaluate",
 }
 """The only functions that are not public: what reads a request, and what prices a plan."""
 
-OLD_PLACES = dict(PLACES)
+OLD_PLACES = {
+    "prepare": "jhpt.planner.front:prepare",
+    "evaluate": "jhpt.planner.estimate:evaluate",
+}
 """Where they were when the reference was recorded.  Stays as it is."""
 
 Spelling = Literal["old", "new"]
