@@ -46,7 +46,7 @@ KNEES: dict[tuple[Bits, str], Knee] = {
     (4, "block"): Knee(0.5, 5.0),
 }
 """Fixed bends for groups of some 1,000 and some 100 numbers: on Gaussian, Laplace and Student-t(5) numbers alike their
-error is below that of uniform quantization (docs/compression.md).  Whole tensors differ too much in r: theirs are
+error is below that of uniform quantization (docs/reports/compression.md).  Whole tensors differ too much in r: theirs are
 fitted."""
 
 

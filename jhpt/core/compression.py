@@ -17,7 +17,7 @@ WireBits = Literal[4, 8, 16]
 
 BLOCK = 128
 """Neighbours that share a range by default: of {tensor, row, 128} the lowest error at equal total bits
-(docs/compression.md)."""
+(docs/reports/compression.md)."""
 
 RANGE_BYTES = 2
 """Of a bfloat16."""

@@ -238,7 +238,7 @@ def unrolled(config: Config, *, on_gpu: bool) -> bool:
     """Whether blocks stand in the program one by one.
 
     On CPU a loop copies every layer's residuals in and out of stacked buffers, a quarter of a gpt-tiny step
-    (docs/cpu-performance.md), so a few layers are unrolled.
+    (docs/reports/cpu-performance.md), so a few layers are unrolled.
     """
     return not on_gpu and config.model.num_layers <= MOST_UNROLLED_LAYERS
 

@@ -30,7 +30,7 @@ def test_float32_is_what_nothing_else_is_said_of():
     ],
 )
 def test_bytes_of_gpt2(weights, moments, size):
-    """The table of docs/low-precision.md, and that causes are all of it."""
+    """The table of docs/reports/low-precision.md, and that causes are all of it."""
     state = state_of(load_config("gpt2-124m").model, OptimizerConfig(weights=weights, moments=moments))
     assert state.bytes == pytest.approx(size, abs=0.005)
     assert sum(state.causes.values()) == pytest.approx(state.bytes)

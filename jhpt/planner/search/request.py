@@ -15,7 +15,7 @@ SAMPLE_CHUNKS = (1, 2, 4)
 """What the planner chooses from where a model is trained."""
 
 COMPRESSIONS = (Compression(bits=8), Compression(tokens=0.3, bits=8, rest_bits=4, steps=2))
-"""What `parallel.compression: auto` chooses from: settings that train as well as none does (docs/compression.md)."""
+"""What `parallel.compression: auto` chooses from: settings that train as well as none does (docs/reports/compression.md)."""
 
 TOLERANCE = 1e-12
 """Relative; two plans closer than this count as equally fast."""
