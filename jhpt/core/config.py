@@ -5,20 +5,64 @@ A `Config` has one section per concern (`model`, `data`, `optimizer`, `train`, `
 `jhpt.core.load` reads files, presets and overrides into a `Config`.
 """
 
-from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from jhpt.core.amounts import parse_bytes
-from jhpt.core.errors import did_you_mean
+from jhpt.core.compression_config import (
+    GRADIENT_SETTINGS,
+    PLAIN_GRADIENTS,
+    Compression,
+    CompressionConfig,
+    GradientCompression,
+)
+from jhpt.core.memory_config import BLOCK_INPUT, NAMED_TENSORS, MemoryConfig, check_names
+from jhpt.core.parallel_config import ParallelConfig
+from jhpt.core.rules import SETTINGS, Choices, conflict
+from jhpt.core.section import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    common_divisors,
+    divisors,
+    one_of,
+)
 
-Count = Annotated[int, Field(ge=1, strict=True)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Bytes = Annotated[float, BeforeValidator(parse_bytes)]
-"""A number, or text such as 24GiB."""
+__all__ = [
+    "BLOCK_INPUT",
+    "GRADIENT_SETTINGS",
+    "NAMED_TENSORS",
+    "PLAIN_GRADIENTS",
+    "BERTConfig",
+    "CheckpointConfig",
+    "Compression",
+    "CompressionConfig",
+    "Config",
+    "Count",
+    "DataConfig",
+    "EvaluationConfig",
+    "GPTConfig",
+    "GradientCompression",
+    "LogConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "MomentStorage",
+    "NonNegative",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Positive",
+    "Section",
+    "TrainConfig",
+    "TransformerConfig",
+    "WeightStorage",
+    "check_names",
+    "common_divisors",
+    "divisors",
+    "one_of",
+]
 
 WeightStorage = Literal["float32", "bfloat16", "bfloat16_kahan", "bfloat16_stochastic"]
 """How parameters are kept between steps."""
@@ -28,18 +72,6 @@ MomentStorage = Literal["float32", "int8"]
 
 VOCAB_MULTIPLE = 128
 """Embedding tables are padded to this multiple, so that a tensor axis divides them and GPU tiles are full."""
-
-NAMED_TENSORS = ("residual_in", "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
-"""Names inside a block, in the order in which forward produces them."""
-
-BLOCK_INPUT = NAMED_TENSORS[0]
-"""From which a block's backward pass can compute all the others."""
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TransformerConfig(Section):
@@ -228,230 +260,6 @@ class TrainConfig(Section):
     )
 
 
-class Compression(Section):
-    """How sums of blocks over the tensor axis travel: important tokens at `bits`, the others at `rest_bits`."""
-
-    bits: Literal[4, 8, 16] = Field(
-        16, description="of a number of an important token; 16: bfloat16, and with all tokens nothing is compressed"
-    )
-    tokens: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="share of a sample's tokens that is important")
-    rest_bits: Literal[0, 4] = Field(4, description="of a number of any other; 0: it does not travel and is not added")
-    steps: Literal["auto", 1, 2] = Field(
-        "auto", description="of a sum: 1 rounds once, 2 move 2 / tensor of its bytes; auto: 1 where that beats 16 bits"
-    )
-    importance: Literal["auto", "attention", "own"] = Field(
-        "auto",
-        description="of a token: the attention it receives, which in a causal model looks ahead, or the size of its "
-        "own row, chosen as tokens come; auto: own in a causal model, else attention",
-    )
-    forward: bool = Field(True, description="compress activations")
-    backward: bool = Field(True, description="compress errors")
-
-    @property
-    def on(self) -> bool:
-        """Whether anything is compressed."""
-        return (self.bits < 16 or self.tokens < 1) and (self.forward or self.backward)
-
-
-class CompressionConfig(Compression):
-    """The same by hand, or left to the planner."""
-
-    auto: bool = Field(
-        False, description="let the planner decide whether and how; what else stands in this section is left aside"
-    )
-
-    @property
-    def how(self) -> Compression:
-        """As it is written down; of `auto`: nothing is compressed."""
-        named = {} if self.auto else {name: getattr(self, name) for name in Compression.model_fields}
-        return Compression(**named)
-
-
-GRADIENT_SETTINGS: dict[str, tuple[str, ...]] = {
-    "off": (),
-    "quantize": ("bits", "bucket"),
-    "topk": ("share", "block", "momentum", "bucket"),
-}
-"""What each kind of gradient compression reads."""
-
-
-class GradientCompression(Section):
-    """How gradients of matrices and tables are summed over the data axes; what is not sent now is sent later."""
-
-    kind: Literal["off", "quantize", "topk"] = Field(
-        "off", description="quantize: all in few bits; topk: the largest of every block"
-    )
-    bits: Literal[4, 8] = Field(8, description="quantize: of a number")
-    share: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="topk: of a block's numbers, sent in a step")
-    block: Annotated[int, Field(ge=1, le=1 << 16, strict=True)] = Field(
-        1024, description="topk: neighbours of which the largest are sent"
-    )
-    momentum: Fraction = Field(0.0, description="topk: accumulated before selection instead of after; 0: none")
-    bucket: Count = Field(
-        1 << 22,
-        description="numbers that travel together, at least: their bytes should take the link ten times as long as a "
-        "collective takes to begin",
-    )
-
-    @property
-    def on(self) -> bool:
-        """Whether anything is compressed."""
-        return self.kind != "off"
-
-    @model_validator(mode="after")
-    def _settings_are_read(self) -> "GradientCompression":
-        for name, info in type(self).model_fields.items():
-            value = getattr(self, name)
-            if name != "kind" and name not in GRADIENT_SETTINGS[self.kind] and value != info.default:
-                readers = [kind for kind, settings in GRADIENT_SETTINGS.items() if name in settings]
-                raise ValueError(
-                    f"parallel.gradient_compression.{name}={value} is not read with kind={self.kind}; leave it out, or "
-                    f"set parallel.gradient_compression.kind to {one_of(readers)}"
-                )
-        return self
-
-
-PLAIN_GRADIENTS = GradientCompression()
-"""Summed as they are."""
-
-
-class ParallelConfig(Section):
-    """How devices share the work: `auto`, or by hand `pipe x data x tensor` devices, stages of equally many blocks."""
-
-    auto: bool = Field(
-        False,
-        description="let the planner decide; what else stands in this section is left aside, but for compression and "
-        "gradient_compression",
-    )
-    cluster: str | None = Field(
-        None, description="auto: the cluster this is, by name or file; null: this machine as `jhpt profile` measures it"
-    )
-    data: Count | None = Field(None, description="data-parallel degree; null: all devices / (pipe x tensor)")
-    tensor: Count = Field(1, description="tensor-parallel degree, on neighbouring devices")
-    sequence: bool = Field(
-        False, description="cut activations between tensor-parallel products along the sequence: less memory"
-    )
-    pipe: Count = Field(1, description="pipeline stages")
-    zero: Literal[0, 1, 3] = Field(
-        0,
-        description="shard over the data axis: 0 nothing, 1 optimizer state, 3 also parameters; over one rank 3 rounds "
-        "weights to the compute dtype where they are used, without a copy of all",
-    )
-    micro_batches: Count = Field(1, description="pieces a step's batch is cut into")
-    schedule: Literal["gpipe", "1f1b"] = Field("1f1b", description="order of forward and backward passes in a pipeline")
-    chunks: Count = Field(1, description="chunks of blocks per stage; more than one: interleaved 1f1b")
-    sample_chunks: Count = Field(
-        1, description="parts of a device's samples: the tensor-parallel sums of one travel while another is computed"
-    )
-    compression: CompressionConfig = Field(
-        CompressionConfig(), description="or a word: off, or auto, short for {auto: true}"
-    )
-    gradient_compression: GradientCompression = Field(
-        GradientCompression(), description="or one of the words off, quantize and topk, short for {kind: ...}"
-    )
-
-    @field_validator("compression", mode="before")
-    @classmethod
-    def _compression_in_one_word(cls, compression: Any) -> Any:
-        # YAML 1.1 reads off as false.
-        words: dict[str | bool, Any] = {"auto": {"auto": True}, "off": {}, False: {}}
-        return words.get(compression, compression) if isinstance(compression, str | bool) else compression
-
-    @field_validator("gradient_compression", mode="before")
-    @classmethod
-    def _kind_in_one_word(cls, given: Any) -> Any:
-        """YAML reads a bare `off` as false."""
-        return {"kind": "off" if given is False else given} if isinstance(given, (str, bool)) else given
-
-    @model_validator(mode="after")
-    def _gradients_are_summed_whole(self) -> "ParallelConfig":
-        if self.gradient_compression.on and self.zero == 3 and not self.auto:
-            raise ValueError(
-                "parallel.gradient_compression sums a gradient once a step, and parallel.zero=3 in every micro-batch, "
-                "layer by layer; use parallel.zero=1 or leave out parallel.gradient_compression"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _compression_needs_whole_sequences(self) -> "ParallelConfig":
-        if self.compression.how.on and self.sequence:
-            raise ValueError("parallel.compression sums whole sequences; leave out parallel.sequence")
-        return self
-
-    @model_validator(mode="after")
-    def _chunks_fit_pipeline(self) -> "ParallelConfig":
-        if self.chunks == 1:
-            return self
-        if self.pipe == 1:
-            raise ValueError(f"parallel.chunks={self.chunks} needs several stages; raise parallel.pipe or use 1 chunk")
-        if self.schedule == "gpipe":
-            raise ValueError(f"parallel.chunks={self.chunks} interleaves 1f1b; drop parallel.schedule=gpipe")
-        if self.micro_batches % self.pipe:
-            raise ValueError(
-                f"parallel.chunks={self.chunks} needs parallel.micro_batches divisible by parallel.pipe={self.pipe}, "
-                f"found {self.micro_batches}"
-            )
-        return self
-
-
-class MemoryConfig(Section):
-    """What may be used, and what is done where a step needs more.
-
-    `auto` is the planner's choice: where `parallel` is laid out by hand and a step fits, or the device is not known,
-    nothing.
-    """
-
-    budget_bytes: Literal["auto"] | Bytes = Field(
-        "auto",
-        description="of each device, such as 24GiB, of which plans leave 3 % free; auto: all it has, on CPU no limit",
-    )
-    host_budget_bytes: Literal["auto"] | Bytes = Field(
-        "auto",
-        description="of each host, for what lives there instead of on devices; where it is given, what blocks keep may "
-        "wait there, too; never more than it has; auto: nine tenths of that",
-    )
-    offload: Literal["auto", "off", "parameters", "optimizer", "both"] = Field(
-        "auto",
-        description="what of the blocks lives on the host: weights, the optimizer's state, or both; of as many blocks "
-        "as is fastest where the plan is the planner's, of all where `parallel` is laid out by hand",
-    )
-    recompute: Literal["auto", "none", "full"] | tuple[str, ...] = Field(
-        "auto",
-        description="full: keep only the input of every block, compute the rest again; none: keep what is dear; or the "
-        f"names of what is kept beside the input, of {', '.join(NAMED_TENSORS[1:])}",
-    )
-
-    @field_validator("recompute", mode="before")
-    @classmethod
-    def _names_with_commas(cls, recompute: Any) -> Any:
-        """On a command line names are one word; yes and no are said of old."""
-        if isinstance(recompute, bool):
-            return "full" if recompute else "none"
-        if not isinstance(recompute, str):
-            return recompute
-        names = tuple(name.strip() for name in recompute.split(",") if name.strip())
-        return names[0] if names in (("auto",), ("none",), ("full",)) else names
-
-    @field_validator("recompute")
-    @classmethod
-    def _names_are_known(cls, recompute: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if not isinstance(recompute, str):
-            if not recompute:
-                raise ValueError("memory.recompute names nothing; write full to keep only the input of every block")
-            if BLOCK_INPUT in recompute:
-                raise ValueError(f"memory.recompute: {BLOCK_INPUT} is the input, which is always kept; leave it out")
-            check_names(recompute, "memory.recompute", NAMED_TENSORS[1:], also=("auto", "none", "full"))
-            if len(set(recompute)) < len(recompute):
-                raise ValueError("memory.recompute has a name twice; leave one out")
-        return recompute
-
-    @field_validator("offload", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, offload: Any) -> Any:
-        """YAML reads a bare `off` as false."""
-        return "off" if offload is False else offload
-
-
 class EvaluationConfig(Section):
     """Held-out loss, and the sample at the end."""
 
@@ -542,64 +350,26 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _host_keeps_float32(self) -> "Config":
-        if self.memory.offload in ("parameters", "optimizer", "both") and self.optimizer.low_precision:
-            raise ValueError(
-                f"memory.offload={self.memory.offload} keeps blocks in float32, not with optimizer.weights="
-                f"{self.optimizer.weights} and optimizer.moments={self.optimizer.moments}; use float32 for both, or "
-                "memory.offload=off"
-            )
+    def _choices_go_together(self) -> "Config":
+        offload, optimizer = self.memory.offload, self.optimizer
+        choices = Choices(
+            offload=None if offload in ("auto", "off") else offload,
+            storage=(optimizer.weights, optimizer.moments) if optimizer.low_precision else None,
+            names=SETTINGS,
+        )
+        if not self.parallel.auto:
+            pieces = {"data": self.parallel.data or 1, "micro_batches": self.parallel.micro_batches}
+            choices = replace(choices, batch=self.data.batch_size, **pieces)
+        if (message := conflict(choices)) is not None:
+            raise ValueError(message)
         return self
 
     @model_validator(mode="after")
     def _blocks_fill_pipeline(self) -> "Config":
-        wanted = self.parallel.pipe * self.parallel.chunks
-        if not self.parallel.auto and wanted > self.model.num_layers:
+        chunks = self.parallel.pipe * self.parallel.chunks
+        if not self.parallel.auto and chunks > self.model.num_layers:
             raise ValueError(
                 f"parallel.pipe={self.parallel.pipe} x parallel.chunks={self.parallel.chunks} needs as many blocks, "
                 f"and model.num_layers={self.model.num_layers}; use fewer stages or chunks"
             )
         return self
-
-    @model_validator(mode="after")
-    def _batch_divides(self) -> "Config":
-        pieces = (self.parallel.data or 1) * self.parallel.micro_batches
-        if not self.parallel.auto and self.data.batch_size % pieces:
-            raise ValueError(
-                f"data.batch_size={self.data.batch_size} is not divisible by parallel.data x parallel.micro_batches = "
-                f"{pieces}; use a multiple of {pieces}"
-            )
-        return self
-
-
-def divisors(n: int, up_to: int | None = None) -> list[int]:
-    """The divisors of `n`, ascending."""
-    return [d for d in range(1, (up_to or n) + 1) if n % d == 0]
-
-
-def common_divisors(sizes: Iterable[int]) -> list[int]:
-    """The numbers that divide every one of `sizes`, ascending."""
-    sizes = list(sizes)
-    return [d for d in divisors(min(sizes)) if all(size % d == 0 for size in sizes)]
-
-
-def check_names(
-    names: Sequence[str], where: str, known: Sequence[str] = NAMED_TENSORS, also: Sequence[str] = ()
-) -> None:
-    """ValueError where a block has no tensor of such a name.  also: words that may stand there alone, in no list."""
-    for name in names:
-        if name in also and len(names) == 1:
-            raise ValueError(f"{where}: {name} is a word, not a list; write {name} without brackets")
-        if name in also:
-            raise ValueError(f"{where}: {name!r} is no name beside others; leave out the others, or it")
-        if name not in known:
-            raise ValueError(
-                f"{where}: a block has no tensor {name!r}{did_you_mean(name, [*known, *also])}; "
-                f"it has {', '.join(known)}"
-            )
-
-
-def one_of(choices: Iterable[object]) -> str:
-    """`"1, 2 or 4"` for an error message."""
-    *rest, last = [str(choice) for choice in choices]
-    return f"{', '.join(rest)} or {last}" if rest else last

@@ -252,11 +252,11 @@ def test_configurations_of_before_say_recomputation_elsewhere(tmp_path, before, 
     ("given", "said"),
     [
         (["full"], "full is a word, not a list; write full without brackets"),
-        (["qkv", "full"], "'full' is no name beside others"),
+        (["qkv", "full"], "'full' cannot stand beside names"),
         ("", "names nothing"),
         (",", "names nothing"),
         ("qvk", "no tensor 'qvk'; did you mean qkv?; it has qkv,"),
-        (["residual_in"], "residual_in is the input, which is always kept"),
+        (["residual_in"], "residual_in is the input, which is always saved"),
         ("qkv,qkv", "a name twice"),
     ],
 )

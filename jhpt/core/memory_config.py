@@ -1,0 +1,91 @@
+"""The section `memory`: how much memory may be used, and what is done where a step needs more."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from jhpt.core.errors import did_you_mean
+from jhpt.core.section import Bytes, Section
+
+NAMED_TENSORS = ("residual_in", "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
+"""Activations of a block that have a name, in the order in which the forward pass computes them."""
+
+BLOCK_INPUT = NAMED_TENSORS[0]
+"""The activation from which a block's backward pass can compute all the others."""
+
+
+class MemoryConfig(Section):
+    """How much memory may be used, and what is done where a step needs more.
+
+    `auto` is the planner's choice.  Where `parallel` lays a step out by hand and it fits, or the device is not known,
+    `auto` changes nothing.
+    """
+
+    budget_bytes: Literal["auto"] | Bytes = Field(
+        "auto",
+        description="memory of each device that may be used, such as 24GiB; plans leave 3 % of it free; auto: all it "
+        "has, on CPU no limit",
+    )
+    host_budget_bytes: Literal["auto"] | Bytes = Field(
+        "auto",
+        description="memory of each host for CPU offload, never more than it has; where it is set, saved activations "
+        "may be offloaded too; auto: nine tenths of what the host has",
+    )
+    offload: Literal["auto", "off", "parameters", "optimizer", "both"] = Field(
+        "auto",
+        description="CPU offload of blocks: their weights, the state of the optimizer, or both; of as many blocks as "
+        "is fastest where the planner decides, of all where `parallel` is laid out by hand",
+    )
+    recompute: Literal["auto", "none", "full"] | tuple[str, ...] = Field(
+        "auto",
+        description="recomputation (activation checkpointing); full: save only the input of every block, compute the "
+        "rest again; none: save all activations; or the names of the activations that are saved beside the input, of "
+        f"{', '.join(NAMED_TENSORS[1:])}",
+    )
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _names_with_commas(cls, recompute: Any) -> Any:
+        """On a command line names are one word; earlier versions said yes and no."""
+        if isinstance(recompute, bool):
+            return "full" if recompute else "none"
+        if not isinstance(recompute, str):
+            return recompute
+        names = tuple(name.strip() for name in recompute.split(",") if name.strip())
+        return names[0] if names in (("auto",), ("none",), ("full",)) else names
+
+    @field_validator("recompute")
+    @classmethod
+    def _names_are_known(cls, recompute: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not isinstance(recompute, str):
+            if not recompute:
+                raise ValueError("memory.recompute names nothing; write full to save only the input of every block")
+            if BLOCK_INPUT in recompute:
+                raise ValueError(f"memory.recompute: {BLOCK_INPUT} is the input, which is always saved; leave it out")
+            check_names(recompute, "memory.recompute", NAMED_TENSORS[1:], also=("auto", "none", "full"))
+            if len(set(recompute)) < len(recompute):
+                raise ValueError("memory.recompute has a name twice; leave one out")
+        return recompute
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, offload: Any) -> Any:
+        """YAML reads a bare `off` as false."""
+        return "off" if offload is False else offload
+
+
+def check_names(
+    names: Sequence[str], where: str, known: Sequence[str] = NAMED_TENSORS, also: Sequence[str] = ()
+) -> None:
+    """Raises ValueError where a block has no tensor of such a name.  also: words that are allowed, not in a list."""
+    for name in names:
+        if name in also and len(names) == 1:
+            raise ValueError(f"{where}: {name} is a word, not a list; write {name} without brackets")
+        if name in also:
+            raise ValueError(f"{where}: {name!r} cannot stand beside names; leave out the names, or it")
+        if name not in known:
+            raise ValueError(
+                f"{where}: a block has no tensor {name!r}{did_you_mean(name, [*known, *also])}; "
+                f"it has {', '.join(known)}"
+            )

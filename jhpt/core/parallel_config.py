@@ -1,0 +1,91 @@
+"""The section `parallel`: how the devices share a step."""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from jhpt.core.compression_config import CompressionConfig, GradientCompression
+from jhpt.core.rules import SETTINGS, Choices, conflict
+from jhpt.core.section import Count, Section
+
+
+class ParallelConfig(Section):
+    """How devices share the work: `auto`, or by hand: `pipe x data x tensor` devices, stages of equally many blocks."""
+
+    auto: bool = Field(
+        False,
+        description="let the planner decide; the other settings of this section are not read, except compression and "
+        "gradient_compression",
+    )
+    cluster: str | None = Field(
+        None,
+        description="with auto: the cluster to plan for, by name or file; null: this machine as `jhpt profile` "
+        "measures it",
+    )
+    data: Count | None = Field(None, description="data-parallel degree; null: all devices / (pipe x tensor)")
+    tensor: Count = Field(1, description="tensor-parallel degree, on neighbouring devices")
+    sequence: bool = Field(
+        False,
+        description="sequence parallelism: between tensor-parallel products, cut activations along the sequence; takes "
+        "less memory",
+    )
+    pipe: Count = Field(1, description="pipeline stages")
+    zero: Literal[0, 1, 3] = Field(
+        0,
+        description="ZeRO, what is sharded over the data ranks: 0 nothing; 1 optimizer state; 3 parameters too (FSDP); "
+        "on one data rank, 3 rounds weights to the compute dtype layer by layer, without a copy of all of them",
+    )
+    micro_batches: Count = Field(
+        1, description="micro-batches (gradient accumulation steps) that the batch of a step is cut into"
+    )
+    schedule: Literal["gpipe", "1f1b"] = Field(
+        "1f1b", description="pipeline schedule: the order of forward and backward passes"
+    )
+    chunks: Count = Field(1, description="chunks of blocks per stage (virtual stages); more than one: interleaved 1f1b")
+    sample_chunks: Count = Field(
+        1,
+        description="chunks that a device cuts its samples into: the tensor-parallel all-reduce of one runs while "
+        "another is computed",
+    )
+    compression: CompressionConfig = Field(
+        CompressionConfig(), description="or a word: off, or auto, short for {auto: true}"
+    )
+    gradient_compression: GradientCompression = Field(
+        GradientCompression(), description="or one of the words off, quantize and topk, short for {kind: ...}"
+    )
+
+    @field_validator("compression", mode="before")
+    @classmethod
+    def _compression_in_one_word(cls, compression: Any) -> Any:
+        # YAML 1.1 reads off as false.
+        words: dict[str | bool, Any] = {"auto": {"auto": True}, "off": {}, False: {}}
+        return words.get(compression, compression) if isinstance(compression, str | bool) else compression
+
+    @field_validator("gradient_compression", mode="before")
+    @classmethod
+    def _kind_in_one_word(cls, kind: Any) -> Any:
+        """YAML reads a bare `off` as false."""
+        return {"kind": "off" if kind is False else kind} if isinstance(kind, (str, bool)) else kind
+
+    @model_validator(mode="after")
+    def _choices_go_together(self) -> "ParallelConfig":
+        if not self.auto and (message := conflict(self.choices)) is not None:
+            raise ValueError(message)
+        return self
+
+    @property
+    def choices(self) -> Choices:
+        """What the section chooses, where it lays out a step by hand."""
+        return Choices(
+            stages=self.pipe,
+            chunks=self.chunks,
+            sample_chunks=(self.sample_chunks,),
+            schedule="interleaved" if self.chunks > 1 and self.schedule == "1f1b" else self.schedule,
+            micro_batches=self.micro_batches,
+            tensor=(self.tensor,),
+            zero=self.zero,
+            sequence=self.sequence,
+            compression=self.compression.how.on,
+            gradient_compression=self.gradient_compression.on,
+            names=SETTINGS,
+        )

@@ -1,0 +1,460 @@
+"""What does not go with what: every such rule once, in `RULES`.
+
+A configuration by hand, a plan, a request to the planner and the program that runs all describe themselves as
+`Choices`; `conflict` answers with the first rule that they break, as a message with the values and a remedy.  A choice
+that is still open is `None`, and a rule that depends on it does not apply.
+
+`UNUSED` lists the settings that nothing reads in some configurations: a new run refuses them, a run that goes on names
+them in a note.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jhpt.core.errors import InputError
+from jhpt.core.section import divisors, one_of
+
+if TYPE_CHECKING:
+    from jhpt.core.config import Config
+
+SETTINGS: Mapping[str, str] = {
+    "batch": "data.batch_size",
+    "stages": "parallel.pipe",
+    "data": "parallel.data",
+    "chunks": "parallel.chunks",
+    "sample_chunks": "parallel.sample_chunks",
+    "schedule": "parallel.schedule",
+    "micro_batches": "parallel.micro_batches",
+    "tensor": "parallel.tensor",
+    "zero": "parallel.zero",
+    "sequence": "parallel.sequence",
+    "compression": "parallel.compression",
+    "gradient_compression": "parallel.gradient_compression",
+    "offload": "memory.offload",
+    "saved": "memory.recompute",
+}
+"""What the settings of a configuration are called; in a plan a choice is called by its own name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What is chosen so far, in the words of a plan.
+
+    space: spmd or general.  devices: that the stages need; available: those there are, of the cluster or machine
+    `place`.  mixed: the cluster's nodes differ.  data: data ranks.  tensor: the tensor degrees in use, ascending.
+    sample: what a sample is, where it is no sequence of tokens.  saved_in_host_memory: names of saved activations.
+    storage: how weights and moments are stored, where that is not float32.  update_in_backward: the plan's, clip: the
+    optimizer's rule, which allows it or does not.  tied: tensor degrees of the two layers that share a parameter.
+    names: what messages call the choices.
+    """
+
+    space: str = "spmd"
+    batch: int | None = None
+    stages: int | None = None
+    chunks: int | None = None
+    sample_chunks: tuple[int, ...] = (1,)
+    schedule: str | None = None
+    micro_batches: int | None = None
+    data: int | None = None
+    tensor: tuple[int, ...] = (1,)
+    tied: tuple[int, int] | None = None
+    sequence_length: int | None = None
+    devices: int | None = None
+    available: int | None = None
+    place: str = ""
+    mixed: bool = False
+    sample: str | None = None
+    zero: int | None = None
+    sequence: bool = False
+    compression: bool = False
+    gradient_compression: bool = False
+    offload: str | None = None
+    update_in_backward: bool | None = None
+    clip: str | None = None
+    clip_allows_update_in_backward: bool | None = None
+    storage: tuple[str, str] | None = None
+    recompute: bool | None = None
+    saved: bool = False
+    saved_in_host_memory: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def name(self, choice: str) -> str:
+        """What the user calls this choice."""
+        return self.names.get(choice, choice)
+
+    def off(self, choice: str) -> str:
+        """How the user turns it off: a configuration has the word `off`, a plan leaves the key out."""
+        return f"set {self.name(choice)}=off" if self.names else f"take {choice} out of the plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One thing that does not go with another.
+
+    broken_by: whether these choices break it.  message: the values that clash and the remedy.
+    """
+
+    name: str
+    broken_by: Callable[[Choices], bool]
+    message: Callable[[Choices], str]
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _several_stages(c: Choices) -> bool:
+    return c.stages is not None and c.stages > 1
+
+
+def _interleaved(c: Choices) -> bool:
+    return c.chunks is not None and c.chunks > 1
+
+
+def _one_program_only(c: Choices) -> list[str]:
+    """The choices that only one SPMD program offers."""
+    made = {
+        "sample_chunks": c.sample_chunks != (1,),
+        "compression": c.compression,
+        "gradient_compression": c.gradient_compression,
+        "offload": c.offload is not None,
+        "saved": c.saved,
+        "schedule": c.schedule == "interleaved",
+    }
+    return [name for name, is_made in made.items() if is_made]
+
+
+def _general_remedy(c: Choices) -> str:
+    choices = ", ".join(
+        f"{c.name(name)}=interleaved" if name == "schedule" else c.name(name) for name in _one_program_only(c)
+    )
+    return (
+        f"space={c.space} has a program for each stage, and these work within one SPMD program only: {choices}; leave "
+        "them out, or use space=spmd"
+    )
+
+
+def _offload_partners(c: Choices) -> list[str]:
+    """What CPU offload does not go with, as it is chosen."""
+    partners = {
+        f"{c.stages} pipeline stages": _several_stages(c),
+        f"tensor parallelism ({c.name('tensor')}={max(c.tensor)})": c.tensor != (1,),
+        f"sequence parallelism ({c.name('sequence')}=true)": c.sequence,
+        "compression": c.compression,
+        "gradient_compression": c.gradient_compression,
+        f"saved activations in host memory ({', '.join(c.saved_in_host_memory)})": bool(c.saved_in_host_memory),
+    }
+    return [name for name, is_chosen in partners.items() if is_chosen]
+
+
+def _uneven_sequence(c: Choices) -> int | None:
+    """The first tensor degree that does not divide the sequence."""
+    if not c.sequence or c.sequence_length is None:
+        return None
+    return next((degree for degree in c.tensor if c.sequence_length % degree), None)
+
+
+def _crossing_degrees(c: Choices) -> tuple[int, int] | None:
+    pairs = itertools.pairwise(c.tensor)
+    return next(((low, high) for low, high in pairs if high % low), None)
+
+
+def _crossing_message(c: Choices) -> str:
+    low, high = _crossing_degrees(c) or (0, 0)
+    return (
+        f"tensor degrees {low} and {high} cannot share a device mesh: {low} does not divide {high}; use degrees that "
+        "divide each other, such as powers of two"
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="only one SPMD program",
+        broken_by=lambda c: c.space == "general" and bool(_one_program_only(c)),
+        message=_general_remedy,
+    ),
+    Rule(
+        name="one SPMD program on equal devices",
+        broken_by=lambda c: c.space == "spmd" and c.mixed and c.offload is None,
+        message=lambda c: (
+            f"space=spmd needs equal devices, and {c.place} has nodes of several kinds; plan it with --space general "
+            "(space=general), or give a cluster of one kind"
+        ),
+    ),
+    Rule(
+        name="devices",
+        broken_by=lambda c: c.devices is not None and c.available is not None and c.devices > c.available,
+        message=lambda c: (
+            f"the plan needs {_number(c.devices or 0, 'device')}, {c.place} has {c.available}; use a plan for "
+            f"{_number(c.available or 0, 'device')}, or a larger cluster"
+        ),
+    ),
+    Rule(
+        name="compression and sequence parallelism",
+        broken_by=lambda c: c.compression and c.sequence,
+        message=lambda c: (
+            f"{c.name('compression')} all-reduces whole sequences, and {c.name('sequence')}=true cuts them; leave out "
+            f"{c.name('sequence')} or {c.name('compression')}"
+        ),
+    ),
+    Rule(
+        name="compression of tokens",
+        broken_by=lambda c: c.compression and c.sample is not None,
+        message=lambda c: (
+            f"{c.name('compression')} chooses among the tokens of a sequence, and a sample here is {c.sample}; "
+            f"{c.off('compression')}"
+        ),
+    ),
+    Rule(
+        name="compressed gradients and ZeRO-3",
+        broken_by=lambda c: c.gradient_compression and c.zero == 3,
+        message=lambda c: (
+            f"{c.name('gradient_compression')} reduces a gradient once a step, and {c.name('zero')}=3 (FSDP) in every "
+            f"micro-batch, layer by layer; use {c.name('zero')}=1 or leave out {c.name('gradient_compression')}"
+        ),
+    ),
+    Rule(
+        name="chunks need stages",
+        broken_by=lambda c: _interleaved(c) and c.stages == 1,
+        message=lambda c: (
+            f"{c.name('chunks')}={c.chunks} needs several stages, and {c.name('stages')}=1; use more stages, or join "
+            "them into one chunk"
+        ),
+    ),
+    Rule(
+        name="chunks are interleaved",
+        broken_by=lambda c: (
+            c.schedule is not None and c.chunks is not None and (c.schedule == "interleaved") != _interleaved(c)
+        ),
+        message=lambda c: (
+            f"{c.name('schedule')}={c.schedule} with {_number(c.chunks or 0, 'chunk')} per stage: interleaved 1f1b "
+            f"needs several, 1f1b and gpipe one; change {c.name('chunks')} or drop {c.name('schedule')}={c.schedule}"
+        ),
+    ),
+    Rule(
+        name="interleaved micro-batches",
+        broken_by=lambda c: _interleaved(c) and _several_stages(c) and bool((c.micro_batches or 0) % (c.stages or 1)),
+        message=lambda c: (
+            f"{c.name('chunks')}={c.chunks}: interleaved 1f1b needs {c.name('micro_batches')} divisible by "
+            f"{c.name('stages')}={c.stages}, found {c.micro_batches}; use a multiple of {c.stages}, or one chunk"
+        ),
+    ),
+    Rule(
+        name="batch and micro-batches",
+        broken_by=lambda c: c.batch is not None and bool(c.batch % ((c.micro_batches or 1) * (c.data or 1))),
+        message=lambda c: (
+            f"{c.name('batch')}={c.batch} is not divisible by {c.name('data')} x {c.name('micro_batches')} = "
+            f"{(c.micro_batches or 1) * (c.data or 1)}; use a multiple of {(c.micro_batches or 1) * (c.data or 1)}"
+            if c.data
+            else f"{c.name('batch')}={c.batch} is not divisible by {c.name('micro_batches')}={c.micro_batches}; "
+            f"use {one_of(divisors(c.batch or 1))}"
+        ),
+    ),
+    Rule(
+        name="CPU offload alone",
+        broken_by=lambda c: c.offload is not None and bool(_offload_partners(c)),
+        message=lambda c: (
+            f"CPU offload ({c.name('offload')}={c.offload}) does not go with {' and '.join(_offload_partners(c))}; "
+            f"leave that out, or {c.off('offload')}"
+        ),
+    ),
+    Rule(
+        name="CPU offload on equal hosts",
+        broken_by=lambda c: c.offload is not None and c.mixed,
+        message=lambda c: (
+            f"CPU offload ({c.name('offload')}={c.offload}) needs hosts of one kind, and {c.place} has nodes of "
+            f"several; {c.off('offload')}, or give a cluster of one kind"
+        ),
+    ),
+    Rule(
+        name="CPU offload in float32",
+        broken_by=lambda c: c.offload is not None and c.storage is not None,
+        message=lambda c: (
+            f"CPU offload ({c.name('offload')}={c.offload}) stores blocks in float32, not with optimizer.weights="
+            f"{(c.storage or ('', ''))[0]} and optimizer.moments={(c.storage or ('', ''))[1]}; use float32 for both, "
+            f"or {c.off('offload')}"
+        ),
+    ),
+    Rule(
+        name="update in backward and clipping",
+        broken_by=lambda c: (
+            c.offload is not None
+            and None not in (c.update_in_backward, c.clip_allows_update_in_backward)
+            and c.update_in_backward != c.clip_allows_update_in_backward
+        ),
+        message=lambda c: (
+            f"the plan has offload.update_in_backward={str(c.update_in_backward).lower()}, and optimizer.clip={c.clip} "
+            f"{'allows the' if c.clip_allows_update_in_backward else 'does not allow an'} update in the backward pass; "
+            "plan again with this configuration, or change offload.update_in_backward"
+        ),
+    ),
+    Rule(
+        name="saved activations need recomputation",
+        broken_by=lambda c: c.saved and c.recompute is False,
+        message=lambda c: (
+            "saved names what recomputation (activation checkpointing) leaves out, and recompute is false; set "
+            "recompute to true, or leave saved out"
+        ),
+    ),
+    Rule(
+        name="one tensor degree in a pipeline",
+        broken_by=lambda c: c.space == "spmd" and _several_stages(c) and len(c.tensor) > 1,
+        message=lambda c: (
+            f"a pipeline of space=spmd needs one tensor degree, found {list(c.tensor)}; use one, or price the plan "
+            "with space=general"
+        ),
+    ),
+    Rule(
+        name="one number of sample chunks in a pipeline",
+        broken_by=lambda c: c.space == "spmd" and _several_stages(c) and len(c.sample_chunks) > 1,
+        message=lambda c: (
+            f"a pipeline of space=spmd needs one number of sample chunks, found {list(c.sample_chunks)}; use one "
+            "everywhere"
+        ),
+    ),
+    Rule(
+        name="tensor degrees share a mesh",
+        broken_by=lambda c: c.space == "spmd" and _crossing_degrees(c) is not None,
+        message=_crossing_message,
+    ),
+    Rule(
+        name="tied layers",
+        broken_by=lambda c: c.tied is not None and c.tied[0] != c.tied[1],
+        message=lambda c: (
+            "embedding and head share a table, which space=spmd stores once, and the plan gives them tensor degrees "
+            f"{(c.tied or (0, 0))[0]} and {(c.tied or (0, 0))[1]}; use one degree for both"
+        ),
+    ),
+    Rule(
+        name="sequence parallelism in equal pieces",
+        broken_by=lambda c: _uneven_sequence(c) is not None,
+        message=lambda c: (
+            f"{c.name('sequence')}=true cuts data.sequence_length={c.sequence_length} into {_uneven_sequence(c)} "
+            f"pieces, which does not divide it; choose another length or tensor degree, or leave {c.name('sequence')} "
+            "out"
+        ),
+    ),
+)
+
+
+def conflict(choices: Choices) -> str | None:
+    """What the first rule that these choices break says; None: they go together."""
+    return next((rule.message(choices) for rule in RULES if rule.broken_by(choices)), None)
+
+
+def check(choices: Choices) -> None:
+    """Raises InputError where the choices break a rule."""
+    if (message := conflict(choices)) is not None:
+        raise InputError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unused:
+    """A setting that nothing reads in some configurations.
+
+    unread: whether nothing reads it.  why: what to do about it.
+    """
+
+    setting: str
+    unread: Callable[["Config"], bool]
+    why: str
+
+
+def _by_hand(config: "Config") -> bool:
+    return not config.parallel.auto
+
+
+def _all_tokens(config: "Config") -> bool:
+    return not config.parallel.compression.auto and config.parallel.compression.tokens == 1
+
+
+UNUSED: tuple[Unused, ...] = (
+    Unused(
+        setting="parallel.cluster",
+        unread=_by_hand,
+        why="it names the cluster that parallel.auto plans for; set parallel.auto=true, or leave it out",
+    ),
+    Unused(
+        setting="parallel.sequence",
+        unread=lambda config: _by_hand(config) and config.parallel.tensor == 1,
+        why="it cuts activations over the tensor axis, and parallel.tensor=1; raise parallel.tensor, or leave it out",
+    ),
+    Unused(
+        setting="parallel.compression",
+        unread=lambda config: _by_hand(config) and config.parallel.tensor == 1 and config.parallel.compression.how.on,
+        why="it compresses all-reduces over the tensor axis, and parallel.tensor=1; raise parallel.tensor, or leave it "
+        "out",
+    ),
+    Unused(
+        setting="parallel.schedule",
+        unread=lambda config: _by_hand(config) and config.parallel.pipe == 1,
+        why="it orders the passes of several stages, and parallel.pipe=1; raise parallel.pipe, or leave it out",
+    ),
+    Unused(
+        setting="parallel.compression.importance",
+        unread=_all_tokens,
+        why="it chooses the important tokens, and parallel.compression.tokens=1 makes all of them important; lower "
+        "parallel.compression.tokens, or leave it out",
+    ),
+    Unused(
+        setting="parallel.compression.rest_bits",
+        unread=_all_tokens,
+        why="it is for the other tokens, and parallel.compression.tokens=1 makes all of them important; lower "
+        "parallel.compression.tokens, or leave it out",
+    ),
+    Unused(
+        setting="data.mask_fraction",
+        unread=lambda config: config.model.family != "bert",
+        why="only BERT masks tokens; set model.family=bert, or leave it out",
+    ),
+    Unused(
+        setting="evaluation.prompt",
+        unread=lambda config: config.model.family != "gpt",
+        why="only GPT writes a sample; set model.family=gpt, or leave it out",
+    ),
+)
+
+
+def unused_settings(config: "Config") -> list[str]:
+    """What is set and not read when this configuration trains, one message each; defaults do not count."""
+    return [
+        f"{rule.setting}={_text(value)} is not used: {rule.why}"
+        for rule in UNUSED
+        if rule.unread(config) and (value := _changed(config, rule.setting)) is not None
+    ]
+
+
+def _changed(config: "Config", setting: str) -> Any:
+    """The value of a setting; None where it is the default."""
+    *sections, key = setting.split(".")
+    section: Any = config
+    for name in sections:
+        section = getattr(section, name)
+    value, default = getattr(section, key), type(section).model_fields[key].default
+    return None if value == default else value
+
+
+def _text(value: Any) -> str:
+    if not hasattr(value, "model_dump"):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    changes = value.model_dump(exclude_defaults=True)
+    return "{" + ", ".join(f"{name}: {_text(each)}" for name, each in changes.items()) + "}"
+
+
+def check_plan_alone(settings: Iterable[str]) -> None:
+    """Refuses settings of the section `parallel` beside a plan, which takes that section's place.
+
+    Args:
+      settings: dotted names of what the user has set.
+
+    Raises:
+      InputError: with their names.
+    """
+    beside = sorted(name for name in settings if name == "parallel" or name.startswith("parallel."))
+    if beside:
+        raise InputError(
+            f"--plan decides everything of the section parallel, so {' and '.join(beside)} would not be read; leave "
+            "out the one or the other"
+        )
