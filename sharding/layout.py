@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jhpt.core.plan import Chunk, Plan, check_plan
+from jhpt.core.plan import Chunk, Plan
+from jhpt.core.plan_check import check_plan
 from jhpt.sharding.mesh import DeviceMesh
 from jhpt.sharding.partition import parameter_spec, path_name
 

@@ -19,7 +19,8 @@ from jax.sharding import AxisType, Mesh
 
 from jhpt.core.axes import DATA, PIPE, TENSOR
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Plan, check_program
+from jhpt.core.plan import Plan
+from jhpt.core.plan_check import check_program
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from jhpt.core.config import BERTConfig, Config, GPTConfig
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.presets import DEFAULT, PRESETS
+from jhpt.core.renamed import new_name, with_settings_of_today
 
 Source = Config | Mapping[str, Any] | str | Path | None
 
@@ -72,7 +73,7 @@ def _tree(source: Source) -> dict[str, Any]:
         case Config():
             return source.model_dump()
         case Mapping():
-            source = _recomputation_moved(dict(source))
+            source = with_settings_of_today(source)
             return _merge(preset(str(source.pop("preset", DEFAULT))), source)
         case _ if str(source) in PRESETS:
             return preset(str(source))
@@ -112,17 +113,6 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _recomputation_moved(given: dict[str, Any]) -> dict[str, Any]:
-    """The same, where configurations of earlier versions have it in the section `parallel`."""
-    parallel, memory = given.get("parallel"), given.get("memory")
-    memory = {} if memory in (None, "auto") else memory
-    if not isinstance(parallel, dict) or not isinstance(before := parallel.get("recompute"), bool):
-        return given
-    rest = {name: value for name, value in parallel.items() if name != "recompute"}
-    moved = {"recompute": "full"} | memory if before and isinstance(memory, dict) else memory
-    return {**given, "parallel": rest, "memory": moved}
-
-
 def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`changes` over `base`.  A model of another family starts from that family's defaults, not from the preset's."""
     merged = dict(base)
@@ -145,6 +135,8 @@ def _explain(fault: Any, tree: Mapping[str, Any]) -> str:
     """One line for one pydantic error: the dotted name, what is wrong, what to do."""
     name = ".".join(str(part) for part in fault["loc"] if part not in (*FAMILIES, "str", "tuple[str, ...]"))
     if fault["type"] == "extra_forbidden":
+        if (now := new_name(name)) is not None:
+            return f"{name} is now called {now}; write {now} instead"
         return f"{name}: unknown key{_suggest(name, list(_names(tree)))}"
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])

@@ -12,10 +12,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from jhpt.core.cluster import parse, read_tree, write_json
-from jhpt.core.config import Count, NonNegative, Positive, Section
+from jhpt.core.section import Count, NonNegative, NonNegativeInt, Positive, Section
 from jhpt.core.state import FLOAT32, State
-
-Whole = Annotated[int, Field(ge=0)]
 
 _TOKENS = re.compile(r"a sequence of (\d+) tokens")
 
@@ -63,8 +61,8 @@ class NamedTensor(Section):
 class LayerKind(Section):
     """One kind of layer.  Bytes are per sample and, unless said, those of one device without tensor parallelism."""
 
-    parameters: Whole = Field(0, description="scalars of its own")
-    tied_parameters: Whole = Field(
+    parameters: NonNegativeInt = Field(0, description="scalars of its own")
+    tied_parameters: NonNegativeInt = Field(
         0, description="parameters shared with the first layer: a copy, and a sum of gradients, if its stage is another"
     )
     boundary_bytes: NonNegative = Field(description="output, which the next layer reads")

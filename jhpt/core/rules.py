@@ -4,20 +4,15 @@ A configuration by hand, a plan, a request to the planner and the program that r
 `Choices`; `conflict` answers with the first rule that they break, as a message with the values and a remedy.  A choice
 that is still open is `None`, and a rule that depends on it does not apply.
 
-`UNUSED` lists the settings that nothing reads in some configurations: a new run refuses them, a run that goes on names
-them in a note.
+`jhpt.core.unused` lists the settings that nothing reads.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from jhpt.core.errors import InputError
 from jhpt.core.section import divisors, one_of
-
-if TYPE_CHECKING:
-    from jhpt.core.config import Config
 
 SETTINGS: Mapping[str, str] = {
     "batch": "data.batch_size",
@@ -44,7 +39,8 @@ class Choices:
 
     space: spmd or general.  devices: that the stages need; available: those there are, of the cluster or machine
     `place`.  mixed: the cluster's nodes differ.  data: data ranks.  tensor: the tensor degrees in use, ascending.
-    sample: what a sample is, where it is no sequence of tokens.  saved_in_host_memory: names of saved activations.
+    sample: what a sample is, where it is no sequence of tokens.  block_kinds: kinds of
+    layers between embedding and head.  saved_in_host_memory: names of saved activations.
     storage: how weights and moments are stored, where that is not float32.  update_in_backward: the plan's, clip: the
     optimizer's rule, which allows it or does not.  tied: tensor degrees of the two layers that share a parameter.
     names: what messages call the choices.
@@ -66,6 +62,7 @@ class Choices:
     place: str = ""
     mixed: bool = False
     sample: str | None = None
+    block_kinds: tuple[str, ...] | None = None
     zero: int | None = None
     sequence: bool = False
     compression: bool = False
@@ -177,7 +174,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="one SPMD program on equal devices",
-        broken_by=lambda c: c.space == "spmd" and c.mixed and c.offload is None,
+        broken_by=lambda c: c.space == "spmd" and c.mixed,
         message=lambda c: (
             f"space=spmd needs equal devices, and {c.place} has nodes of several kinds; plan it with --space general "
             "(space=general), or give a cluster of one kind"
@@ -261,11 +258,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        name="CPU offload on equal hosts",
-        broken_by=lambda c: c.offload is not None and c.mixed,
+        name="CPU offload of equal blocks",
+        broken_by=lambda c: c.offload is not None and c.block_kinds is not None and len(c.block_kinds) != 1,
         message=lambda c: (
-            f"CPU offload ({c.name('offload')}={c.offload}) needs hosts of one kind, and {c.place} has nodes of "
-            f"several; {c.off('offload')}, or give a cluster of one kind"
+            f"CPU offload ({c.name('offload')}={c.offload}) needs layers that are all alike between embedding and "
+            f"head, and {c.place} has {' and '.join(c.block_kinds or ()) or 'none'} there; {c.off('offload')}"
         ),
     ),
     Rule(
@@ -348,113 +345,3 @@ def check(choices: Choices) -> None:
     """Raises InputError where the choices break a rule."""
     if (message := conflict(choices)) is not None:
         raise InputError(message)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unused:
-    """A setting that nothing reads in some configurations.
-
-    unread: whether nothing reads it.  why: what to do about it.
-    """
-
-    setting: str
-    unread: Callable[["Config"], bool]
-    why: str
-
-
-def _by_hand(config: "Config") -> bool:
-    return not config.parallel.auto
-
-
-def _all_tokens(config: "Config") -> bool:
-    return not config.parallel.compression.auto and config.parallel.compression.tokens == 1
-
-
-UNUSED: tuple[Unused, ...] = (
-    Unused(
-        setting="parallel.cluster",
-        unread=_by_hand,
-        why="it names the cluster that parallel.auto plans for; set parallel.auto=true, or leave it out",
-    ),
-    Unused(
-        setting="parallel.sequence",
-        unread=lambda config: _by_hand(config) and config.parallel.tensor == 1,
-        why="it cuts activations over the tensor axis, and parallel.tensor=1; raise parallel.tensor, or leave it out",
-    ),
-    Unused(
-        setting="parallel.compression",
-        unread=lambda config: _by_hand(config) and config.parallel.tensor == 1 and config.parallel.compression.how.on,
-        why="it compresses all-reduces over the tensor axis, and parallel.tensor=1; raise parallel.tensor, or leave it "
-        "out",
-    ),
-    Unused(
-        setting="parallel.schedule",
-        unread=lambda config: _by_hand(config) and config.parallel.pipe == 1,
-        why="it orders the passes of several stages, and parallel.pipe=1; raise parallel.pipe, or leave it out",
-    ),
-    Unused(
-        setting="parallel.compression.importance",
-        unread=_all_tokens,
-        why="it chooses the important tokens, and parallel.compression.tokens=1 makes all of them important; lower "
-        "parallel.compression.tokens, or leave it out",
-    ),
-    Unused(
-        setting="parallel.compression.rest_bits",
-        unread=_all_tokens,
-        why="it is for the other tokens, and parallel.compression.tokens=1 makes all of them important; lower "
-        "parallel.compression.tokens, or leave it out",
-    ),
-    Unused(
-        setting="data.mask_fraction",
-        unread=lambda config: config.model.family != "bert",
-        why="only BERT masks tokens; set model.family=bert, or leave it out",
-    ),
-    Unused(
-        setting="evaluation.prompt",
-        unread=lambda config: config.model.family != "gpt",
-        why="only GPT writes a sample; set model.family=gpt, or leave it out",
-    ),
-)
-
-
-def unused_settings(config: "Config") -> list[str]:
-    """What is set and not read when this configuration trains, one message each; defaults do not count."""
-    return [
-        f"{rule.setting}={_text(value)} is not used: {rule.why}"
-        for rule in UNUSED
-        if rule.unread(config) and (value := _changed(config, rule.setting)) is not None
-    ]
-
-
-def _changed(config: "Config", setting: str) -> Any:
-    """The value of a setting; None where it is the default."""
-    *sections, key = setting.split(".")
-    section: Any = config
-    for name in sections:
-        section = getattr(section, name)
-    value, default = getattr(section, key), type(section).model_fields[key].default
-    return None if value == default else value
-
-
-def _text(value: Any) -> str:
-    if not hasattr(value, "model_dump"):
-        return str(value).lower() if isinstance(value, bool) else str(value)
-    changes = value.model_dump(exclude_defaults=True)
-    return "{" + ", ".join(f"{name}: {_text(each)}" for name, each in changes.items()) + "}"
-
-
-def check_plan_alone(settings: Iterable[str]) -> None:
-    """Refuses settings of the section `parallel` beside a plan, which takes that section's place.
-
-    Args:
-      settings: dotted names of what the user has set.
-
-    Raises:
-      InputError: with their names.
-    """
-    beside = sorted(name for name in settings if name == "parallel" or name.startswith("parallel."))
-    if beside:
-        raise InputError(
-            f"--plan decides everything of the section parallel, so {' and '.join(beside)} would not be read; leave "
-            "out the one or the other"
-        )

@@ -16,6 +16,7 @@ from jhpt.core.load import Source, load_config
 from jhpt.core.plan import Plan, Schedule
 from jhpt.core.presets import PRESETS
 from jhpt.core.profile import ModelProfile
+from jhpt.core.rules import SETTINGS, Choices, check
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.profiles.importers import read_profile
 from jhpt.planner.profiles.measured import local_cluster, local_profile
@@ -108,8 +109,7 @@ def prepare(
         raise InputError(f"space={space!r}: use {one_of(get_args(Space))}")
     if schedule is not None and schedule not in get_args(Schedule):
         raise InputError(f"schedule={schedule!r}: use {one_of(get_args(Schedule))}")
-    if schedule == "interleaved" and space == "general":
-        raise InputError("space=general has no interleaved schedule; use space=spmd, or gpipe or 1f1b")
+    check(Choices(space=space, schedule=schedule))
     network = network_of(config)
     named = load_config(config, overrides) if network is None and (config is not None or profile is None) else None
     if network and overrides:
@@ -141,11 +141,8 @@ def prepare(
 
 def _check_for(config: Config, cluster: Cluster, space: Space) -> None:
     """Refuses what no plan of the space does, or no such device."""
-    if space == "general" and config.memory.offload not in ("auto", "off"):
-        raise InputError(
-            f"space=general has no program with blocks on the host; memory.offload={config.memory.offload} needs "
-            "space=spmd"
-        )
+    offload = config.memory.offload
+    check(Choices(space=space, offload=None if offload in ("auto", "off") else offload, names=SETTINGS))
     for node in cluster.nodes:
         capability = capability_by_driver(node.device.name)
         if config.model.matmul_dtype == "float8" and capability is not None and capability < FLOAT8_CAPABILITY:

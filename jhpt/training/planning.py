@@ -21,7 +21,9 @@ from jhpt.core.cluster import Cluster
 from jhpt.core.config import BLOCK_INPUT, Config, GPTConfig, MemoryConfig, ParallelConfig, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Plan, SavedTensors, check_plan, plan_by_hand
+from jhpt.core.plan import Plan, SavedTensors
+from jhpt.core.plan_by_hand import plan_by_hand
+from jhpt.core.plan_check import check_plan
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.network import spanning
 from jhpt.planner.api import budgeted, capped, dtype_of

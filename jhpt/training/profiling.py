@@ -26,7 +26,7 @@ from jhpt.core.cluster import Cluster, Device, load_cluster
 from jhpt.core.config import BERTConfig, Config, GPTConfig, OptimizerConfig, ParallelConfig
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
-from jhpt.core.plan import plan_by_hand
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.profile import ModelProfile, load_profile
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.probe import probe_cluster

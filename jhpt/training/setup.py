@@ -15,7 +15,8 @@ import optax
 
 from jhpt.core.config import BLOCK_INPUT, NAMED_TENSORS, BERTConfig, Config, GPTConfig, MemoryConfig, WeightStorage
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Plan, SavedTensors, plan_by_hand
+from jhpt.core.plan import Plan, SavedTensors
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.kernels.implementation import Implementation, KernelChoice, choose_kernels
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention

@@ -6,7 +6,8 @@ import pytest
 
 from jhpt.bench.memory.footprints import Footprint
 from jhpt.bench.memory.steps import competitors, in_process
-from jhpt.core.plan import Offload, plan_by_hand
+from jhpt.core.plan import Offload
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.planner.api import prepare
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel

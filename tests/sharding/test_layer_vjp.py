@@ -8,7 +8,8 @@ import pytest
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.config import NAMED_TENSORS, BERTConfig, DataConfig, GPTConfig
 from jhpt.core.load import load_config
-from jhpt.core.plan import SavedTensors, plan_by_hand
+from jhpt.core.plan import SavedTensors
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.models.build import build
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile

@@ -11,7 +11,8 @@ from jhpt.compiled.comparison import compare
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.config import NAMED_TENSORS
 from jhpt.core.load import load_config
-from jhpt.core.plan import SavedTensors, plan_by_hand
+from jhpt.core.plan import SavedTensors
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.planner.cost.activation_offload import waiting_bytes
 from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.cost.model import CostModel

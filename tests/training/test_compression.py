@@ -10,7 +10,7 @@ from jhpt.core.compression import gathers, tokens_of
 from jhpt.core.config import Compression
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import plan_by_hand
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.kernels.attention_importance import attention_importance
 from jhpt.kernels.token_topk import token_topk
 from jhpt.sharding.compression.token_choice import causal_choice

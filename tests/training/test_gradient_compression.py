@@ -13,7 +13,7 @@ from jhpt import cli
 from jhpt.core.config import CheckpointConfig, GradientCompression
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import plan_by_hand
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.sharding.compression import feedback
 from jhpt.sharding.partition import MATRICES
 from jhpt.training.checkpoint import Checkpoints, make_record

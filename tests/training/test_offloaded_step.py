@@ -13,7 +13,8 @@ import pytest
 
 import jhpt
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Offload, check_plan
+from jhpt.core.plan import Offload
+from jhpt.core.plan_check import check_plan
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS
 from jhpt.training.block_steps import MEAN, SAVED, SQUARES, update_in_backward
 from jhpt.training.clipping import clipping

@@ -11,7 +11,7 @@ import pytest
 from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, compiled_for
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.load import load_config
-from jhpt.core.plan import plan_by_hand
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.shapes import parameter_count
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.programs import train_program

@@ -13,7 +13,8 @@ import jhpt
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Chunk, Plan, Run, plan_by_hand
+from jhpt.core.plan import Chunk, Plan, Run
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.planner.api import RESERVE
 from jhpt.planner.cost.estimate import evaluate as evaluate_plan

@@ -19,7 +19,8 @@ from jhpt.compiled.targets import chip_of, target_config
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.errors import InputError, NotHere
 from jhpt.core.load import load_config
-from jhpt.core.plan import Chunk, Plan, Run, Stage, plan_by_hand
+from jhpt.core.plan import Chunk, Plan, Run, Stage
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.measure.device import device_info
 from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.cost.traffic import traffic

@@ -9,7 +9,7 @@ from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, co
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import plan_by_hand
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.programs import train_program
 from jhpt.training.setup import design_step, fitting_tokenizer

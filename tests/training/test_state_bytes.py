@@ -10,7 +10,7 @@ from jhpt.compiled.comparison import compare
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Device
 from jhpt.core.load import load_config
-from jhpt.core.plan import plan_by_hand
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.state import state_of
 from jhpt.models.build import build
 from jhpt.planner.cost.estimate import evaluate, saved_bytes

@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from jhpt.core import rules
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import one_of
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Chunk, Plan, Stage, check_plan
+from jhpt.core.plan import Chunk, Plan, Stage
+from jhpt.core.plan_check import check_plan
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.cost.activation_offload import fullest_host, waiting, waiting_bytes
 from jhpt.planner.cost.compression import residual_bytes
@@ -336,14 +338,10 @@ def _used_bytes(saved: float, zero: int, data: int, model: CostModel) -> float:
 def check(plan: Plan, model: CostModel) -> None:
     """Refuses a plan that is not one for this model and cluster."""
     check_plan(plan, model.num_layers)
-    needed = plan.stages[-1].device + plan.stages[-1].devices
-    if needed > model.cluster.num_devices:
-        raise InputError(f"the plan needs {needed} devices, {model.cluster.name} has {model.cluster.num_devices}")
+    rules.check(_choices_of(plan, model))
     for stage in plan.stages:
         for chunk in stage.chunks:
             _check_degrees(chunk, model)
-    if plan.space == "spmd":
-        _check_spmd(plan, model)
 
 
 def _check_degrees(chunk: Chunk, model: CostModel) -> None:
@@ -354,18 +352,16 @@ def _check_degrees(chunk: Chunk, model: CostModel) -> None:
             raise InputError(f"layer {layer} cannot be cut into tensor={tensor} shards; use {fit}")
 
 
-def _check_spmd(plan: Plan, model: CostModel) -> None:
-    if plan.compression.on and plan.degrees[-1] > 1 and model.sums.stream is None:
-        raise InputError(
-            f"compression is of sequences of tokens, and a sample of {model.profile.name} is {model.profile.sample}; "
-            "leave compression out"
-        )
-    if model.cluster.mixed:
-        raise InputError("space=spmd needs equal devices; plan a mixed cluster with space=general")
-    if len(plan.stages) == 1 and (tied := model.tied_layer):
-        own, other = (plan.stages[0].chunks[0].tensor[layer] for layer in (0, tied))
-        if own != other:
-            raise InputError(
-                f"layers 0 and {tied} share a parameter and have tensor degrees {own} and {other}; "
-                "space=spmd stores it once: use one degree for both"
-            )
+def _choices_of(plan: Plan, model: CostModel) -> rules.Choices:
+    """What the plan chooses of this model and cluster, as the rules see it."""
+    tied = model.tied_layer if plan.space == "spmd" and len(plan.stages) == 1 else None
+    return rules.Choices(
+        space=plan.space,
+        devices=plan.stages[-1].device + plan.stages[-1].devices,
+        available=model.cluster.num_devices,
+        place=model.cluster.name,
+        mixed=model.cluster.mixed,
+        compression=plan.compression.on and plan.degrees[-1] > 1,
+        sample=model.profile.sample if model.sums.stream is None else None,
+        tied=(plan.stages[0].chunks[0].tensor[0], plan.stages[0].chunks[0].tensor[tied]) if tied else None,
+    )

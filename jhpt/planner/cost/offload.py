@@ -18,8 +18,8 @@ Left out: that hosts' memory is shared by their devices' links, and a first fetc
 
 from dataclasses import dataclass
 
-from jhpt.core.errors import InputError
 from jhpt.core.plan import Offload, Plan
+from jhpt.core.rules import SETTINGS, Choices, check
 from jhpt.planner.cost.collectives import all_gather, all_reduce, reduce_scatter
 from jhpt.planner.cost.memory import FLOAT32
 from jhpt.planner.cost.model import CostModel
@@ -115,14 +115,19 @@ def offloaded_step(plan: Plan, model: CostModel) -> OffloadedStep:
     )
 
 
+def blocks_of(model: CostModel) -> Choices:
+    """CPU offload of this model's blocks, as the rules see it."""
+    return Choices(
+        offload="both",
+        block_kinds=tuple(sorted(set(model.profile.layers[1:-1]))),
+        place=model.profile.name,
+        names=SETTINGS,
+    )
+
+
 def check_blocks(model: CostModel) -> None:
-    """Refuses models whose layers between the ends differ, or of which there are none."""
-    between = sorted(set(model.profile.layers[1:-1]))
-    if len(between) != 1:
-        raise InputError(
-            f"layers live on the host where all between the ends are alike; {model.profile.name} has "
-            f"{' and '.join(between) or 'none'}; leave out offload"
-        )
+    """Refuses models whose layers between embedding and head differ, or of which there are none."""
+    check(blocks_of(model))
 
 
 def offloads(blocks: int, kinds: tuple[str, ...], update_in_backward: bool = False) -> list[Offload]:

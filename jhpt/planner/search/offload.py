@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from jhpt.core.amounts import enough_gib, gib
 from jhpt.core.config import BLOCK_INPUT, divisors
-from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, SavedTensors, Stage, Zero, runs_of
+from jhpt.core.rules import conflict
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.offload import check_blocks, offloaded_step, offloads
+from jhpt.planner.cost.offload import blocks_of, offloaded_step, offloads
 from jhpt.planner.cost.recompute import NOTHING, repeated, size_of
 from jhpt.planner.search.request import Incumbent, Request
 
@@ -43,24 +43,6 @@ def search_offloaded(asked: Request, model: CostModel, best: Incumbent) -> None:
             best.offer(_least_repeated(plan, names, model), model)
 
 
-def check_offload(asked: Request, model: CostModel) -> None:
-    """Refuses what no plan with blocks on the host does.
-
-    Raises:
-      InputError: compressed sums or gradients, devices of several kinds, or layers that differ.
-    """
-    if None not in asked.compression or asked.gradient_compression.on:
-        raise InputError(
-            "memory.offload puts blocks on the host, where neither sums nor gradients are compressed; set "
-            "parallel.compression=off and parallel.gradient_compression=off, or memory.offload=off"
-        )
-    if model.cluster.mixed:
-        raise InputError(
-            f"{model.cluster.name} has nodes of several kinds; blocks live on hosts of one; leave out offload"
-        )
-    check_blocks(model)
-
-
 def offloaded_plans(asked: Request, model: CostModel) -> Iterator[Plan]:
     """All plans that the request leaves open; none where blocks cannot live on the host."""
     return (plan for shape in _shapes(asked, model) for plan in _plans(shape, asked, model))
@@ -74,7 +56,8 @@ class _Shape(NamedTuple):
 
 def _shapes(asked: Request, model: CostModel) -> Iterator[_Shape]:
     plain = None in asked.compression and not asked.gradient_compression.on
-    if set(asked.offload) == {None} or not _levels(asked) or not plain or model.cluster.mixed or not _has_blocks(model):
+    alike = conflict(blocks_of(model)) is None
+    if set(asked.offload) == {None} or not _levels(asked) or not plain or model.cluster.mixed or not alike:
         return
     for choice in itertools.product(divisors(model.cluster.num_devices), asked.micro_batches, asked.recompute):
         shape = _Shape(*choice)
@@ -167,11 +150,3 @@ def _largest_batch(asked: Request, model: CostModel) -> int | None:
         if any(price(plan, model).fits for plan in offloaded_plans(smaller, model)):
             return batch
     return None
-
-
-def _has_blocks(model: CostModel) -> bool:
-    try:
-        check_blocks(model)
-    except InputError:
-        return False
-    return True

@@ -7,8 +7,11 @@ from typing import Any, get_args
 
 from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompression, divisors, one_of
 from jhpt.core.errors import InputError
-from jhpt.core.plan import OffloadKind, Plan, SavedTensors, Schedule, Zero, recomputed
+from jhpt.core.plan import OffloadKind, Plan, SavedTensors, Schedule, Zero
+from jhpt.core.plan_by_hand import recomputed
+from jhpt.core.rules import SETTINGS, Choices, check, conflict
 from jhpt.planner.cost.estimate import Estimate, price
+from jhpt.planner.cost.layers import Space
 from jhpt.planner.cost.model import CostModel
 
 SAMPLE_CHUNKS = (1, 2, 4)
@@ -64,15 +67,33 @@ def request(batch: int, micro_batches: int | Iterable[int] | None = None, **opti
         if not given or any(choice not in choices for choice in given):
             raise InputError(f"{name}={given}: choose at least one of {', '.join(map(str, choices))}")
     if options.get("gradient_compression", PLAIN_GRADIENTS).on:
-        options["zero"] = tuple(level for level in options.get("zero", (0, 1, 3)) if level < 3)
+        levels = options.get("zero", (0, 1, 3))
+        options["zero"] = tuple(z for z in levels if conflict(Choices(gradient_compression=True, zero=z)) is None)
         if not options["zero"]:
-            raise InputError("gradient_compression sums gradients once a step, zero=3 in every micro-batch; use zero=1")
+            check(Choices(gradient_compression=True, zero=levels[0]))
     if not counts:
         raise InputError("micro_batches is empty; give a number that divides the batch, or leave it out")
     for count in counts:
-        if count < 1 or batch % count:
-            raise InputError(f"micro_batches={count} does not divide batch={batch}; use {one_of(divisors(batch))}")
+        if count < 1:
+            raise InputError(f"micro_batches={count}: use 1 or more, {one_of(divisors(batch))}")
+        check(Choices(batch=batch, micro_batches=count))
     return Request(batch=batch, micro_batches=counts, **options)
+
+
+def choices_of(asked: Request, model: CostModel, space: Space) -> Choices:
+    """What the request leaves no choice about, as the rules see it."""
+    return Choices(
+        space=space,
+        mixed=model.cluster.mixed,
+        place=model.cluster.name,
+        schedule="interleaved" if set(asked.schedules) == {"interleaved"} else None,
+        sample=model.profile.sample if model.sums.stream is None else None,
+        compression=None not in asked.compression,
+        gradient_compression=asked.gradient_compression.on,
+        offload=None if None in asked.offload else asked.offload[0],
+        saved=asked.saved is not None,
+        names=SETTINGS,
+    )
 
 
 @dataclass

@@ -11,14 +11,16 @@ from jhpt.core.config import PLAIN_GRADIENTS, Compression, GradientCompression
 from jhpt.core.errors import InputError
 from jhpt.core.plan import OffloadKind, Plan, Schedule, Zero
 from jhpt.core.profile import ModelProfile
+from jhpt.core.rules import check
 from jhpt.core.state import FLOAT32, State
 from jhpt.planner.cost.estimate import Estimate, price
 from jhpt.planner.cost.layers import Space
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.search.general.search import pipelines, search_general
-from jhpt.planner.search.offload import check_offload, nearest_offloaded, offloaded_plans, search_offloaded
+from jhpt.planner.cost.offload import check_blocks
+from jhpt.planner.search.general.search import search_general
+from jhpt.planner.search.offload import nearest_offloaded, offloaded_plans, search_offloaded
 from jhpt.planner.search.recompute import improve
-from jhpt.planner.search.request import Incumbent, Request, request
+from jhpt.planner.search.request import Incumbent, Request, choices_of, request
 from jhpt.planner.search.spmd import search_spmd
 
 
@@ -79,28 +81,16 @@ def plan(
 def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space = "spmd") -> Answer:
     """`plan` with everything that the explanation needs."""
     model = CostModel(profile, cluster, asked.gradient_compression, asked.saved)
-    if asked.gradient_compression.on and space == "general":
-        raise InputError(
-            "space=general has no program that compresses gradients; set parallel.gradient_compression=off"
-        )
-    if asked.saved is not None and space == "general":
-        raise InputError("space=general has no program that keeps tensors by name; set memory.recompute=auto")
-    if space == "spmd" and cluster.mixed:
-        raise InputError(
-            f"{cluster.name} has nodes of different kinds, which one SPMD program cannot use evenly; "
-            "plan it with --space general, or give a cluster of one kind"
-        )
+    check(choices_of(asked, model, space))
     if space == "general" or model.sums.stream is None:
-        asked = _uncompressed(asked, f"space={space}" if space == "general" else f"a sample that is {profile.sample}")
-    if space == "general" and not pipelines(asked):
-        raise InputError("space=general has no interleaved schedule; use 1f1b or gpipe, or space=spmd")
+        asked = replace(asked, compression=(None,))
     best = search(asked, model, space) if None in asked.offload else Incumbent()
     if space == "spmd" and (best.plan is not None or asked.host) and None in asked.offload:
         improve(asked, model, best)
     on_devices = best.seconds if None in asked.offload else None
     if space == "spmd":
         if None not in asked.offload:
-            check_offload(asked, model)
+            check_blocks(model)
         search_offloaded(asked, model, best)
     if best.plan is None:
         raise InputError(refusal(asked, model, space))
@@ -115,13 +105,6 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
     return Answer(
         plan=found, estimate=price(found, model), alternatives=alternatives, model=model, on_devices=on_devices
     )
-
-
-def _uncompressed(asked: Request, of: str) -> Request:
-    """Without what compression the request leaves to choose; InputError where it leaves no choice."""
-    if None not in asked.compression:
-        raise InputError(f"there is no compression of {of}: it is of tokens, by one program; parallel.compression=off")
-    return replace(asked, compression=(None,))
 
 
 def _differs(one: Plan, other: Plan) -> bool:

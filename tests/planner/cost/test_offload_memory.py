@@ -7,7 +7,8 @@ import pytest
 
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.load import load_config
-from jhpt.core.plan import Offload, plan_by_hand
+from jhpt.core.plan import Offload
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.profiles.analytic import analytic_profile
 

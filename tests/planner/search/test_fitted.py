@@ -6,7 +6,8 @@ import pytest
 
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.load import load_config
-from jhpt.core.plan import Offload, SavedTensors, plan_by_hand
+from jhpt.core.plan import Offload, SavedTensors
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.planner.api import capped, prepare
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel

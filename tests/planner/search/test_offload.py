@@ -12,7 +12,8 @@ from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Chunk, Offload, Plan, SavedTensors, Stage, plan_by_hand, runs_of
+from jhpt.core.plan import Chunk, Offload, Plan, SavedTensors, Stage, runs_of
+from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.api import capped, prepare
 from jhpt.planner.cost.estimate import evaluate, price

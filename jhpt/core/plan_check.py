@@ -1,0 +1,148 @@
+"""What is a plan at all, whatever the model and the devices: asked by the planner, by its prices and by the runtime.
+
+What does not go with what is in `jhpt.core.rules`; here is what makes stages, chunks and numbers a plan.
+"""
+
+from jhpt.core.errors import InputError
+from jhpt.core.memory_config import check_names
+from jhpt.core.plan import Offload, Plan, SavedTensors
+from jhpt.core.rules import Choices, check
+from jhpt.core.section import divisors, one_of
+
+
+def choices_of(plan: Plan) -> Choices:
+    """What the plan chooses, as the rules see it."""
+    return Choices(
+        space=plan.space,
+        batch=plan.batch,
+        stages=len(plan.stages),
+        chunks=plan.chunks,
+        sample_chunks=plan.sample_chunks,
+        schedule=plan.schedule,
+        micro_batches=plan.micro_batches,
+        tensor=plan.degrees,
+        zero=plan.zero,
+        sequence=plan.sequence,
+        compression=plan.compression.on,
+        gradient_compression=plan.gradient_compression.on,
+        offload=plan.offload.kind if plan.offload else None,
+        recompute=plan.recompute,
+        saved=plan.saved is not None,
+        saved_in_host_memory=plan.saved.host if plan.saved else (),
+    )
+
+
+def check_plan(plan: Plan, num_layers: int) -> None:
+    """Refuses what is no plan for so many layers, whatever the model and the devices.
+
+    Args:
+      num_layers: with embedding and head.
+
+    Raises:
+      InputError: the first fault, with the values that cause it and a remedy.
+    """
+    _check_cover(plan, num_layers)
+    if plan.prefetch > num_layers:
+        raise InputError(
+            f"prefetch={plan.prefetch} is further ahead than there are layers; use {num_layers} or less, 1 as a rule"
+        )
+    check(choices_of(plan))
+    _check_devices(plan)
+    if plan.saved is not None:
+        _check_saved(plan.saved)
+    if plan.space == "spmd":
+        _check_program(plan)
+
+
+def check_program(plan: Plan) -> None:
+    """Refuses stages that one SPMD program cannot run.
+
+    Raises:
+      InputError: a broken rule, stages that differ where they must not, or a batch that does not divide.
+    """
+    check(choices_of(plan))
+    _check_program(plan)
+
+
+def _check_program(plan: Plan) -> None:
+    sizes = [stage.devices for stage in plan.stages]
+    if len(set(sizes)) > 1:
+        raise InputError(
+            f"space=spmd needs the same number of devices in every stage, found {sizes}; make the stages equal, or "
+            "price them with space=general"
+        )
+    starts = [stage.device for stage in plan.stages]
+    if starts != [position * sizes[0] for position in range(len(sizes))]:
+        raise InputError(
+            f"space=spmd needs stages of {sizes[0]} devices on neighbouring devices, from device 0 on, found them to "
+            f"begin at {starts}; move them there"
+        )
+    if plan.offload is not None:
+        _check_groups(plan, plan.offload)
+    micro_batch = plan.batch // plan.micro_batches
+    for stage, layer, run in plan.placed:
+        if micro_batch % (data := stage.devices // run.tensor):
+            raise InputError(
+                f"layer {layer}: a micro-batch of {micro_batch} is not divisible by data={data}; change the batch, "
+                "micro_batches or the tensor degree"
+            )
+
+
+def _check_groups(plan: Plan, offload: Offload) -> None:
+    """Blocks fall into groups of one that is offloaded and `resident` that are not."""
+    blocks, group = plan.stages[0].chunks[0].stop - 2, 1 + offload.resident
+    if offload.ahead > (groups := max(blocks // group, 1)):
+        raise InputError(
+            f"offload.ahead={offload.ahead} is further ahead than there are groups of blocks; use {groups} or less, 1 "
+            "as a rule"
+        )
+    if blocks < 1 or blocks % group:
+        raise InputError(
+            f"{blocks} blocks do not fall into groups of one offloaded block and {offload.resident} resident ones; "
+            f"use offload.resident={one_of(size - 1 for size in divisors(max(blocks, 1)))}"
+        )
+
+
+def _check_saved(saved: SavedTensors) -> None:
+    names = [*saved.device, *saved.host]
+    try:
+        check_names(names, "saved")
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(
+            f"saved names {' and '.join(twice)} twice; an activation is saved on the device or on the host, so leave "
+            "out the one or the other"
+        )
+
+
+def _check_cover(plan: Plan, num_layers: int) -> None:
+    """Chunks hold all layers, in the order in which a sample passes them."""
+    counts = [len(stage.chunks) for stage in plan.stages]
+    if len(set(counts)) > 1:
+        raise InputError(f"all stages need the same number of chunks, found {counts}; give them {min(counts)} each")
+    order = [stage.chunks[chunk] for chunk in range(plan.chunks) for stage in plan.stages]
+    edges = [0, *(chunk.stop for chunk in order)]
+    if [chunk.first for chunk in order] != edges[:-1] or edges[-1] != num_layers:
+        spans = ", ".join(f"{chunk.first} to {chunk.stop - 1}" for chunk in order)
+        raise InputError(
+            f"the chunks must cover layers 0 to {num_layers - 1} in order, the first chunk of every stage, then the "
+            f"second ones and so on; found {spans}"
+        )
+
+
+def _check_devices(plan: Plan) -> None:
+    free = 0
+    for stage in plan.stages:
+        if stage.device < free:
+            raise InputError(
+                f"stages overlap on device {stage.device}, or are not on ascending devices; give each stage devices "
+                "behind those of the one before"
+            )
+        free = stage.device + stage.devices
+    for stage, layer, run in plan.placed:
+        if stage.devices % run.tensor:
+            raise InputError(
+                f"layer {layer}: tensor={run.tensor} does not divide the {stage.devices} devices of its stage; "
+                f"use {one_of(divisors(stage.devices))}"
+            )

@@ -1,0 +1,122 @@
+"""Settings that nothing reads in some configurations: `UNUSED`.
+
+A new run refuses them, so that nobody waits for what was never going to happen.  A run that goes on names them in a
+note instead: its configuration may be of an earlier version, which did not refuse them.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from jhpt.core.config import Config
+from jhpt.core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unused:
+    """A setting that nothing reads in some configurations.
+
+    unread: whether nothing reads it.  why: what to do about it.
+    """
+
+    setting: str
+    unread: Callable[[Config], bool]
+    why: str
+
+
+def _by_hand(config: Config) -> bool:
+    return not config.parallel.auto
+
+
+def _all_tokens(config: Config) -> bool:
+    return not config.parallel.compression.auto and config.parallel.compression.tokens == 1
+
+
+UNUSED: tuple[Unused, ...] = (
+    Unused(
+        setting="parallel.cluster",
+        unread=_by_hand,
+        why="it names the cluster that parallel.auto plans for; set parallel.auto=true, or leave it out",
+    ),
+    Unused(
+        setting="parallel.sequence",
+        unread=lambda config: _by_hand(config) and config.parallel.tensor == 1,
+        why="it cuts activations over the tensor axis, and parallel.tensor=1; raise parallel.tensor, or leave it out",
+    ),
+    Unused(
+        setting="parallel.compression",
+        unread=lambda config: _by_hand(config) and config.parallel.tensor == 1 and config.parallel.compression.how.on,
+        why="it compresses all-reduces over the tensor axis, and parallel.tensor=1; raise parallel.tensor, or leave it "
+        "out",
+    ),
+    Unused(
+        setting="parallel.schedule",
+        unread=lambda config: _by_hand(config) and config.parallel.pipe == 1,
+        why="it orders the passes of several stages, and parallel.pipe=1; raise parallel.pipe, or leave it out",
+    ),
+    Unused(
+        setting="parallel.compression.importance",
+        unread=_all_tokens,
+        why="it chooses the important tokens, and parallel.compression.tokens=1 makes all of them important; lower "
+        "parallel.compression.tokens, or leave it out",
+    ),
+    Unused(
+        setting="parallel.compression.rest_bits",
+        unread=_all_tokens,
+        why="it is for the other tokens, and parallel.compression.tokens=1 makes all of them important; lower "
+        "parallel.compression.tokens, or leave it out",
+    ),
+    Unused(
+        setting="data.mask_fraction",
+        unread=lambda config: config.model.family != "bert",
+        why="only BERT masks tokens; set model.family=bert, or leave it out",
+    ),
+    Unused(
+        setting="evaluation.prompt",
+        unread=lambda config: config.model.family != "gpt",
+        why="only GPT writes a sample; set model.family=gpt, or leave it out",
+    ),
+)
+
+
+def unused_settings(config: Config) -> list[str]:
+    """What is set and not read when this configuration trains, one message each; defaults do not count."""
+    return [
+        f"{rule.setting}={_text(value)} is not used: {rule.why}"
+        for rule in UNUSED
+        if rule.unread(config) and (value := _changed(config, rule.setting)) is not None
+    ]
+
+
+def _changed(config: Config, setting: str) -> Any:
+    """The value of a setting; None where it is the default."""
+    *sections, key = setting.split(".")
+    section: Any = config
+    for name in sections:
+        section = getattr(section, name)
+    value, default = getattr(section, key), type(section).model_fields[key].default
+    return None if value == default else value
+
+
+def _text(value: Any) -> str:
+    if not hasattr(value, "model_dump"):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    changes = value.model_dump(exclude_defaults=True)
+    return "{" + ", ".join(f"{name}: {_text(each)}" for name, each in changes.items()) + "}"
+
+
+def check_plan_alone(settings: Iterable[str]) -> None:
+    """Refuses settings of the section `parallel` beside a plan, which takes that section's place.
+
+    Args:
+      settings: dotted names of what the user has set.
+
+    Raises:
+      InputError: with their names.
+    """
+    beside = sorted(name for name in settings if name == "parallel" or name.startswith("parallel."))
+    if beside:
+        raise InputError(
+            f"--plan decides everything of the section parallel, so {' and '.join(beside)} would not be read; leave "
+            "out the one or the other"
+        )
