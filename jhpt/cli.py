@@ -23,6 +23,7 @@ from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import dotted, load_config, run_config
 from jhpt.core.plan import Schedule
 from jhpt.core.presets import DEFAULT, PRESETS
+from jhpt.core.unused import check_plan_alone
 
 if TYPE_CHECKING:
     from jhpt.compiled.comparison import Comparison
@@ -34,7 +35,7 @@ MODULES = {
     name: f"jhpt.bench.{name}" + (".run" if name in ("hybrid", "comms", "convergence", "memory") else "")
     for name in get_args(Benchmark)
 } | {"precision": "benchmarks.convergence.precision"}
-"""Of the benchmarks, imported when asked for: some need what not every machine has."""
+"""The module of each benchmark, imported on demand: some need what not every machine has."""
 
 USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
 
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"jhpt {command}: {error}", file=sys.stderr)
         return error.status
-    except BrokenPipeError:  # the reader of our output left, as in `jhpt train --help | head`
+    except BrokenPipeError:  # the reader of the output has closed it, as in `jhpt train --help | head`
         return 0
     except KeyboardInterrupt:
         print(f"jhpt {command}: interrupted", file=sys.stderr)
@@ -81,23 +82,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Where a run lies and which processes take part."""
+    """The directory of a run and the processes that take part."""
 
     out: str | None = None
-    """Run directory; an existing run goes on. Default: runs/NAME-TIME."""
+    """Run directory; a run that is there goes on. Default: runs/NAME-TIME."""
     plan: str | None = None
-    """File of a plan (`jhpt plan --out`), in the place of the section parallel."""
+    """File of a plan (`jhpt plan --out`), which takes the place of the section parallel."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, where no launcher (SLURM, Open MPI, Kubernetes) says it."""
+    """HOST:PORT of process 0; needed where no launcher (SLURM, Open MPI, Kubernetes) sets it."""
     process_id: int | None = None
     """Number of this process, from 0."""
     num_processes: int | None = None
-    """How many processes there are."""
+    """Number of processes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What is planned for, and where the plan goes."""
+    """The step that is planned, and where the plan goes."""
 
     cluster: str | None = None
     """A name such as h100x8x8 or a100x8x4-100gbe, or a JSON or YAML file. Default: this machine by `jhpt profile`."""
@@ -106,13 +107,13 @@ class PlanOptions:
     batch: int | None = None
     """Samples in a step. Default: data.batch_size."""
     microbatches: int | None = None
-    """Pieces that the batch is cut into. Default: the planner decides."""
+    """Micro-batches (gradient accumulation steps). Default: the planner decides."""
     space: Literal["spmd", "general"] = "spmd"
-    """spmd: plans of one program, equal stages; general: stages of any size, on mixed clusters too."""
+    """spmd: one program, all stages of the same size; general: stages of any size, on mixed clusters too."""
     schedule: Schedule | None = None
-    """Of the pipeline. Default: the planner decides."""
+    """Pipeline schedule. Default: the planner decides."""
     budget: str | None = None
-    """Memory that a device may use, such as 24GiB, 80GB or 16e9. Default: all."""
+    """Memory of each device that may be used, such as 24GiB, 80GB or 16e9. Default: all."""
     out: str | None = None
     """File for the plan, as JSON."""
     json: bool = False
@@ -120,7 +121,7 @@ class PlanOptions:
     svg: str | None = None
     """File for the timeline of the step, as SVG."""
     compile: bool = False
-    """Compile the real step for the cluster, which need not be here, and compare it with the plan's estimate."""
+    """Compile the real step for the cluster, which need not be attached, and compare it with the plan's estimate."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,15 +135,18 @@ class ProfileOptions:
     quick: bool = False
     """Fewer sizes and rounds."""
     again: bool = False
-    """Measure anew what has been measured before."""
+    """Measure again what was measured before."""
 
 
 def train_command(arguments: list[str]) -> int:
     """`jhpt train`: the first argument, if it is no flag, names a preset or a YAML file."""
-    source = _source(arguments)
+    source, words = _source(arguments), list(arguments)
     base = _with_words(_with_family(run_config(source, _value_of("--out", arguments)), arguments), arguments)
+    words = [word for word in words if word not in arguments]
     options, overrides = parse_overrides("jhpt train", base, arguments)
     config = load_config(base, overrides)
+    if options.plan is not None:
+        check_plan_alone([*overrides, *(word.removeprefix("--").partition("=")[0] for word in words)])
 
     # Only now the second that jax takes to import: a typing mistake is answered at once.
     from jhpt.training.loop import TrainingDiverged
@@ -173,6 +177,8 @@ def plan_command(arguments: list[str]) -> int:
     alone = network_of(source) is not None or (source is None and _value_of("--profile", arguments) is not None)
     base = None if alone else _with_words(_with_family(load_config(source), arguments), arguments)
     options, overrides = parse_overrides("jhpt plan", base, arguments, PlanOptions)
+    for name in filter(_decided_by_planner, overrides):
+        print(f"note: jhpt plan decides {name} itself, so --{name} is not used", file=sys.stderr)
     for flag, path in (("--out", options.out), ("--svg", options.svg)):
         _check_writable(flag, path)
     config = None if base is None else load_config(base, overrides)
@@ -203,6 +209,12 @@ def plan_command(arguments: list[str]) -> int:
         if compiled:
             compiled.print(make_console())
     return 0
+
+
+def _decided_by_planner(setting: str) -> bool:
+    """Whether a setting is one of the choices of a plan, not one of what the planner may choose from."""
+    read = ("parallel.auto", "parallel.compression", "parallel.gradient_compression")
+    return setting.startswith("parallel.") and not setting.startswith(read)
 
 
 def _check_compilable(source: str | None, config: Config | None, options: PlanOptions) -> None:
@@ -303,19 +315,19 @@ def parse_overrides(
         config=(tyro.conf.FlagCreatePairsOff,),
         use_underscores=True,
     )
-    given = dotted({name: _as_dict(value) for name, value in _as_dict(parsed).items() if name != "options"})
-    changed = {name: text for name, text in given.items() if not isinstance(text, _Default)}
+    flags = dotted({name: _as_dict(value) for name, value in _as_dict(parsed).items() if name != "options"})
+    changed = {name: text for name, text in flags.items() if not isinstance(text, _Default)}
     return parsed.options, {name: _from_text(text, _kind_of(base, name)) for name, text in changed.items()}
 
 
 class _Default(str):
-    """The text of a flag that was not given: tyro hands its default back as the very object it got."""
+    """The text of a flag that is not set: tyro returns the very object that it got as the default."""
 
 
 _MEANING = {
     RunOptions: "Trains a model. CONFIG: a YAML file or a preset, before all flags.",
-    PlanOptions: "Plans a training step. CONFIG: a YAML file, a preset or a network, before all flags; its settings "
-    "under parallel are left aside but compression.",
+    PlanOptions: "Plans a training step. CONFIG: a YAML file, a preset or a network, before all flags; of its section "
+    "parallel only compression and gradient_compression are used.",
     ProfileOptions: "Measures a model's layers and this machine. CONFIG: a YAML file or a preset, before all flags.",
 }
 
@@ -344,7 +356,7 @@ def _flags_of(base: Config | None, options_kind: type) -> type:
 
 
 def _source(arguments: list[str]) -> str | None:
-    """Takes the first argument away, if it is no flag."""
+    """Removes and returns the first argument, if it is no flag."""
     return arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
 
 
@@ -359,23 +371,23 @@ WORDS = {
     "parallel.compression": ("auto", "off"),
     "parallel.gradient_compression": tuple(GRADIENT_SETTINGS),
 }
-"""Of sections that can be given as a word."""
+"""Words that stand for a whole section."""
 
 
 def _with_words(base: Config, arguments: list[str]) -> Config:
-    """Sections that are given as a word, such as `--parallel auto`; takes such flags away."""
+    """`base` with the sections that a flag sets to a word, such as `--parallel auto`; removes those flags."""
     for section, words in WORDS.items():
-        for given in ([f"--{section}", word] for word in words):
-            for form in (given, ["=".join(given)]):
+        for flag in ([f"--{section}", word] for word in words):
+            for form in (flag, ["=".join(flag)]):
                 for at in range(len(arguments) - len(form), -1, -1):
                     if arguments[at : at + len(form)] == form:
                         del arguments[at : at + len(form)]
-                        base = load_config(base, {section: given[1]})
+                        base = load_config(base, {section: flag[1]})
     return base
 
 
 def _check_writable(flag: str, path: str | None) -> None:
-    """Refuses a file that could not be written after all the planning; leaves no trace."""
+    """Refuses a file that could not be written once the planning is done; leaves no trace."""
     if path is None:
         return
     try:
@@ -419,7 +431,7 @@ def _as_dict(value: Any) -> Any:
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    """The value of a flag that has to be known before the others can be parsed."""
+    """The value of a flag that is needed before the others can be parsed."""
     for index, argument in enumerate(arguments):
         if argument == flag:
             return arguments[index + 1] if index + 1 < len(arguments) else None

@@ -16,6 +16,9 @@ from jhpt.core.renamed import new_name, with_settings_of_today
 
 Source = Config | Mapping[str, Any] | str | Path | None
 
+CONFIG_FILE = "config.yaml"
+"""The file of a run directory that holds its complete configuration."""
+
 FAMILIES: dict[str, type[GPTConfig] | type[BERTConfig]] = {"gpt": GPTConfig, "bert": BERTConfig}
 
 
@@ -38,10 +41,14 @@ def load_config(source: Source = None, overrides: Mapping[str, Any] | None = Non
 
 def run_config(source: Source, out: str | os.PathLike[str] | None) -> Config:
     """The configuration of a run in directory `out`: without a source, an existing run keeps its own."""
-    own = Path(out) / "config.yaml" if out is not None else None
-    if source is None and own is not None and own.is_file():
-        source = own
+    if source is None and out is not None and goes_on(out):
+        source = Path(out) / CONFIG_FILE
     return load_config(source)
+
+
+def goes_on(out: str | os.PathLike[str] | None) -> bool:
+    """Whether a run lies in directory `out`, which then goes on."""
+    return out is not None and (Path(out) / CONFIG_FILE).is_file()
 
 
 def validate(tree: Mapping[str, Any]) -> Config:

@@ -3,6 +3,9 @@
 What does not go with what is in `jhpt.core.rules`; here is what makes stages, chunks and numbers a plan.
 """
 
+from dataclasses import replace
+
+from jhpt.core.config import OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.memory_config import check_names
 from jhpt.core.plan import Offload, Plan, SavedTensors
@@ -29,6 +32,16 @@ def choices_of(plan: Plan) -> Choices:
         recompute=plan.recompute,
         saved=plan.saved is not None,
         saved_in_host_memory=plan.saved.host if plan.saved else (),
+    )
+
+
+def with_optimizer(choices: Choices, offload: Offload, optimizer: OptimizerConfig) -> Choices:
+    """The choices of an offloaded plan with those of the optimizer that updates its blocks."""
+    return replace(
+        choices,
+        update_in_backward=offload.update_in_backward,
+        clip=optimizer.clip,
+        clip_allows_update_in_backward=None if optimizer.clip_norm is None else optimizer.update_in_backward,
     )
 
 

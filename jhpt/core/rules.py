@@ -118,15 +118,12 @@ def _one_program_only(c: Choices) -> list[str]:
         "gradient_compression": c.gradient_compression,
         "offload": c.offload is not None,
         "saved": c.saved,
-        "schedule": c.schedule == "interleaved",
     }
     return [name for name, is_made in made.items() if is_made]
 
 
 def _general_remedy(c: Choices) -> str:
-    choices = ", ".join(
-        f"{c.name(name)}=interleaved" if name == "schedule" else c.name(name) for name in _one_program_only(c)
-    )
+    choices = ", ".join(map(c.name, _one_program_only(c)))
     return (
         f"space={c.space} has a program for each stage, and these work within one SPMD program only: {choices}; leave "
         "them out, or use space=spmd"
@@ -171,6 +168,11 @@ RULES: tuple[Rule, ...] = (
         name="only one SPMD program",
         broken_by=lambda c: c.space == "general" and bool(_one_program_only(c)),
         message=_general_remedy,
+    ),
+    Rule(
+        name="no search of interleaved stages of any size",
+        broken_by=lambda c: c.space == "general" and c.schedule == "interleaved" and c.chunks is None,
+        message=lambda c: "the search of space=general has no interleaved schedule; use 1f1b or gpipe, or space=spmd",
     ),
     Rule(
         name="one SPMD program on equal devices",
@@ -320,8 +322,9 @@ RULES: tuple[Rule, ...] = (
         name="tied layers",
         broken_by=lambda c: c.tied is not None and c.tied[0] != c.tied[1],
         message=lambda c: (
-            "embedding and head share a table, which space=spmd stores once, and the plan gives them tensor degrees "
-            f"{(c.tied or (0, 0))[0]} and {(c.tied or (0, 0))[1]}; use one degree for both"
+            "the first layer and the one that shares a parameter with it (embedding and head) have tensor degrees "
+            f"{(c.tied or (0, 0))[0]} and {(c.tied or (0, 0))[1]}, and space=spmd stores the parameter once; use one "
+            "degree for both"
         ),
     ),
     Rule(

@@ -16,7 +16,8 @@ import numpy as np
 import optax
 
 from jhpt.core.config import OptimizerConfig
-from jhpt.core.errors import InputError
+from jhpt.core.plan_check import with_optimizer
+from jhpt.core.rules import Choices, check
 from jhpt.models.build import Model
 from jhpt.sharding.offload.step import OffloadedBlocks, without_blocks
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, HostRows, Rows
@@ -63,17 +64,9 @@ class OffloadedTraining:
 
     def __post_init__(self) -> None:
         """Rows on the host are float32, and so are their moments; a step that needs all gradients waits for them."""
-        if self.config.low_precision:
-            raise InputError(
-                f"blocks on the host are kept in float32, not with optimizer.weights={self.config.weights} and "
-                f"optimizer.moments={self.config.moments}; use float32 for both, or memory.offload=off"
-            )
-
-        if self.config.clip_norm is not None and self.update_in_backward != self.config.update_in_backward:
-            raise InputError(
-                f"the plan has offload.at_once={str(self.update_in_backward).lower()}, which is not how optimizer.clip="
-                f"{self.config.clip} takes a step; plan again with this configuration, or change offload.at_once"
-            )
+        config = self.config
+        storage = (config.weights, config.moments) if config.low_precision else None
+        check(with_optimizer(Choices(offload=self.blocks.offload.kind, storage=storage), self.blocks.offload, config))
 
     @property
     def update_in_backward(self) -> bool:

@@ -10,8 +10,9 @@ by hand            what the sections `parallel` and `memory` say; where that doe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -20,10 +21,11 @@ from jhpt.core.catalogue import cluster_named, find_cluster, kind_by_driver, kno
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import BLOCK_INPUT, Config, GPTConfig, MemoryConfig, ParallelConfig, one_of
 from jhpt.core.errors import InputError
-from jhpt.core.load import load_config
+from jhpt.core.load import CONFIG_FILE, load_config
 from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
-from jhpt.core.plan_check import check_plan
+from jhpt.core.plan_check import check_plan, with_optimizer
+from jhpt.core.rules import Choices, conflict
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.network import spanning
 from jhpt.planner.api import budgeted, capped, dtype_of
@@ -37,7 +39,7 @@ from jhpt.planner.search.solve import solve
 from jhpt.sharding.mesh import check_runnable
 from jhpt.training.processes import is_main, processes_here, raise_on_all_processes, text_from_main
 from jhpt.training.profiling import cached_cluster, cached_profile, planning_grid
-from jhpt.training.run_dir import CONFIG_FILE, PLAN_FILE
+from jhpt.training.run_dir import PLAN_FILE
 from jhpt.training.runtime import host_budget
 from jhpt.training.setup import budgeted as budgeted_device
 from jhpt.training.setup import check_data
@@ -84,7 +86,7 @@ def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[s
         with raise_on_all_processes():
             check_fits(given, config)
         if unread := _unread(given, config):
-            say(f"note: what lives on the host and what is computed again follows the plan, not {' and '.join(unread)}")
+            say(f"note: the plan decides, so these settings are not used: {', '.join(unread)}")
         return given.model_copy(update={"origin": "given"})
     if (own := _own_plan(config, past, say)) is not None:
         return own
@@ -144,15 +146,36 @@ def _own_plan(config: Config, past: Past, say: Callable[[str], None]) -> Plan | 
 
 
 def _unread(plan: Plan, config: Config) -> list[str]:
-    """What the section `memory` says otherwise than a plan that takes its place."""
+    """What the sections `parallel` and `memory` say otherwise than a plan that takes their place."""
     memory, saved = config.memory, plan.saved or SavedTensors()
     names = {name for name in (*saved.device, *saved.host) if name != BLOCK_INPUT}
     offload = plan.offload.kind if plan.offload else "off"
-    how = "none" if not plan.recompute else names or "full"
+    planned = "none" if not plan.recompute else names or "full"
     wanted = memory.recompute if isinstance(memory.recompute, str) else set(memory.recompute)
     recompute = memory.recompute if isinstance(memory.recompute, str) else ",".join(memory.recompute)
-    unread = [f"memory.offload={memory.offload}"] if memory.offload not in ("auto", offload) else []
-    return unread + ([f"memory.recompute={recompute}"] if wanted not in ("auto", how) else [])
+    unread = [f"parallel.{name}={value}" for name, value in _unread_parallel(plan, config.parallel).items()]
+    unread += [f"memory.offload={memory.offload}"] if memory.offload not in ("auto", offload) else []
+    return unread + ([f"memory.recompute={recompute}"] if wanted not in ("auto", planned) else [])
+
+
+def _unread_parallel(plan: Plan, parallel: ParallelConfig) -> dict[str, Any]:
+    """Settings that are not the default and not what the plan does."""
+    planned: dict[str, Any] = {
+        "pipe": len(plan.stages),
+        "chunks": plan.chunks,
+        "zero": plan.zero,
+        "micro_batches": plan.micro_batches,
+        "schedule": plan.schedule,
+        "sequence": plan.sequence,
+        "tensor": max(plan.degrees),
+        "sample_chunks": max(plan.sample_chunks),
+    }
+    changes = {name: getattr(parallel, name) for name in planned}
+    return {
+        name: value
+        for name, value in changes.items()
+        if value not in (ParallelConfig.model_fields[name].default, planned[name])
+    }
 
 
 def check_fits(plan: Plan, config: Config) -> None:
@@ -196,16 +219,13 @@ def model_differences(plan: Plan, config: Config) -> list[str]:
         check_runnable(plan)
     except InputError as error:
         found.append(str(error))
-    optimizer = config.optimizer
-    if (
-        plan.offload
-        and optimizer.clip_norm is not None
-        and plan.offload.update_in_backward != optimizer.update_in_backward
-    ):
-        found.append(
-            f"the plan has offload.at_once={str(plan.offload.update_in_backward).lower()}, which is not how "
-            f"optimizer.clip={optimizer.clip} takes a step"
-        )
+    tied = model.tied if isinstance(model, GPTConfig) else True
+    embedding_and_head = plan.stages[0].chunks[0].tensor[0], plan.stages[-1].chunks[-1].tensor[-1]
+    choices = Choices(tied=embedding_and_head if tied else None)
+    if plan.offload:
+        choices = with_optimizer(replace(choices, offload=plan.offload.kind), plan.offload, config.optimizer)
+    if (message := conflict(choices)) is not None:
+        found.append(message)
     sizes = {
         "heads": model.num_heads,
         "key/value heads": model.kv_heads,
@@ -216,12 +236,6 @@ def model_differences(plan: Plan, config: Config) -> list[str]:
         uneven = [f"{size} {name}" for name, size in sizes.items() if size % tensor]
         if uneven:
             found.append(f"the plan has tensor degree {tensor}, which does not divide {one_of(uneven)}")
-    tied = model.tied if isinstance(model, GPTConfig) else True
-    embedding_and_head = plan.stages[0].chunks[0].tensor[0], plan.stages[-1].chunks[-1].tensor[-1]
-    if tied and embedding_and_head[0] != embedding_and_head[1]:
-        found.append(
-            f"embedding and head share a table, and the plan gives them tensor degrees {embedding_and_head[0]} and {embedding_and_head[1]}"
-        )
     return found
 
 

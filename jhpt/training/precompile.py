@@ -5,8 +5,8 @@ from jhpt.compiled.modelled import Clock
 from jhpt.compiled.program import Reading, read_compiled
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import Config
-from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
+from jhpt.core.rules import Choices, check
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.planning import check_fits_model
 from jhpt.training.programs import train_program
@@ -24,8 +24,7 @@ def compiled_step(config: Config, plan: Plan, cluster: Cluster) -> Reading:
     """
     config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": plan.batch})})
     check_fits_model(plan, config)
-    if plan.devices > cluster.num_devices:
-        raise InputError(f"the plan needs {plan.devices} devices, {cluster.name} has {cluster.num_devices}")
+    check(Choices(devices=plan.devices, available=cluster.num_devices, place=cluster.name))
     devices = compile_only_devices(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, compile_only_info(cluster))
     sizes = {str(name): int(size) for name, size in design.layout.device_mesh.mesh.shape.items()}

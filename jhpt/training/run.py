@@ -12,8 +12,9 @@ import numpy as np
 
 from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
-from jhpt.core.load import Source, dotted, load_config, run_config
+from jhpt.core.load import Source, dotted, goes_on, load_config, run_config
 from jhpt.core.plan import Plan
+from jhpt.core.unused import check_plan_alone, unused_settings
 from jhpt.models.gpt import GPT
 from jhpt.training.activation_offload import check_host_room, with_tried_offload
 from jhpt.training.checkpoint import PLACES, Checkpoints, Record, make_record
@@ -118,10 +119,17 @@ def train(
     with raise_on_all_processes():
         config = load_config(run_config(source, out), overrides)
         allow_pinned_memory(config.memory)
+        if plan is not None:
+            check_plan_alone(overrides or {})
         given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
+        unused = unused_settings(config)
+        if unused and not goes_on(out):
+            raise InputError("\n".join(unused))
     check_agreed(_told(config, given))
     run_dir = Path(out) if out is not None else new_run_dir(config)
     display = Display(config.train.steps)
+    for line in unused:
+        display.say(f"note: {line}")
     if accelerator_present() and jax.default_backend() == "cpu":
         display.say("warning: a GPU is here, but jax runs on the CPU; `jhpt doctor` says what to install")
     with claimed(run_dir):

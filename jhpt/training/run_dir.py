@@ -16,13 +16,10 @@ import jax
 
 from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
-from jhpt.core.load import to_yaml
+from jhpt.core.load import CONFIG_FILE, to_yaml
 from jhpt.core.plan import Plan
 from jhpt.training.checkpoint import Checkpoints, Record, changes_of_note, check_resumable
 from jhpt.training.processes import from_main, is_main, raise_on_all_processes
-
-CONFIG_FILE = "config.yaml"
-"""What a run was asked for, completely."""
 
 PLAN_FILE = "plan.json"
 """What a run executes."""

@@ -17,6 +17,8 @@ from jhpt.core.config import BLOCK_INPUT, NAMED_TENSORS, BERTConfig, Config, GPT
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
+from jhpt.core.plan_check import choices_of
+from jhpt.core.rules import SETTINGS, check
 from jhpt.kernels.implementation import Implementation, KernelChoice, choose_kernels
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
@@ -209,16 +211,8 @@ def execution(
 
 def check_sequence(config: Config, plan: Plan) -> None:
     """Refuses to cut a sequence into unequal pieces."""
-    length = config.data.sequence_length
-    by_hand = plan.origin == "hand"
-    for degree in plan.degrees:
-        if plan.sequence and length % degree:
-            who = "parallel.sequence" if by_hand else "the plan's sequence: true"
-            remedy = "leave parallel.sequence out" if by_hand else "take a plan without it"
-            raise InputError(
-                f"{who} cuts data.sequence_length={length} into {degree} pieces, which does not divide it; "
-                f"choose another length or tensor degree, or {remedy}"
-            )
+    choices = replace(choices_of(plan), sequence_length=config.data.sequence_length)
+    check(replace(choices, names=SETTINGS if plan.origin == "hand" else {}))
 
 
 def _on_gpu(layout: Layout) -> bool:

@@ -89,7 +89,7 @@ def stages_of(*devices_and_degrees):
         ),
         (stages_of((4, 1), (2, 1)), r"the same number of devices in every stage, found \[4, 2\]"),
         (stages_of((4, 1), (4, 2)), r"one tensor degree, found \[1, 2\]"),
-        (mixed([2, 3, 2], devices=6), "degrees 2 and 3 cannot share a mesh: 2 does not divide 3"),
+        (mixed([2, 3, 2], devices=6), "degrees 2 and 3 cannot share a device mesh: 2 does not divide 3"),
         (piped([2, 2], 2, data=4, tensor=2), "needs 16 devices, and there are 8; .*JAX_NUM_CPU_DEVICES=16"),
     ],
     ids=["general", "devices", "degrees in a pipeline", "degrees that do not divide", "too many"],

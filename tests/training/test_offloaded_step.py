@@ -261,15 +261,15 @@ def test_blocks_step_at_once_down_to_the_first_gradient_that_is_not_finite(made,
 
 def test_a_plan_whose_steps_are_not_those_of_the_configuration_is_refused(made):
     *_, training = made("gpt-tiny", 1)
-    with pytest.raises(InputError, match=r"offload.at_once=false.* optimizer.clip=layer"):
+    with pytest.raises(InputError, match=r"offload.update_in_backward=false.* optimizer.clip=layer"):
         replace(training, config=training.config.model_copy(update={"clip": "layer"}))
 
 
 def test_what_is_not_built_is_refused():
     plans = {
-        "pipeline stages": piped([3, 3], 2, batch=BATCH),
+        "2 pipeline stages": piped([3, 3], 2, batch=BATCH),
         "tensor parallelism": piped([6], 1, tensor=2, batch=BATCH),
-        r"use resident=0, 1 or 3": piped([6], 1, batch=BATCH),
+        r"use offload.resident=0, 1 or 3": piped([6], 1, batch=BATCH),
     }
     for name, plan in plans.items():
         offload = Offload(resident=2 if "resident" in name else 0)

@@ -159,7 +159,10 @@ NO_PLANS = {
     "stages in reverse": (PIPED.model_copy(update={"stages": PIPED.stages[::-1]}), "cover layers 0 to 5 in order"),
     "gpipe with chunks": (piped(PARTS, 2, batch=16, micro_batches=2, schedule="gpipe"), "schedule=gpipe with 2"),
     "1f1b with chunks": (piped(PARTS, 2, batch=16, micro_batches=2), "schedule=1f1b with 2"),
-    "interleaved, odd": (piped(PARTS, 2, batch=16, schedule="interleaved"), "micro_batches=1 divisible by 2"),
+    "interleaved, odd": (
+        piped(PARTS, 2, batch=16, schedule="interleaved"),
+        "micro_batches divisible by stages=2, found 1",
+    ),
     "different chunks": (
         with_last(piped(PARTS, 2, batch=16, micro_batches=2, schedule="interleaved"), 2, 4),
         "the same number of chunks",
@@ -329,10 +332,10 @@ def test_a_sequence_that_is_cut_unevenly(tiny):
     config = tiny(**{"data.sequence_length": 31})
     plan = plan_by_hand(tiny(**{"parallel.tensor": 2, "parallel.sequence": True}), 8)
     with pytest.raises(
-        InputError, match=r"parallel.sequence cuts data.sequence_length=31 .* leave parallel.sequence out"
+        InputError, match=r"parallel.sequence=true cuts data.sequence_length=31 .* leave parallel.sequence out"
     ):
         prepare(config, plan)
-    with pytest.raises(InputError, match=r"the plan's sequence: true cuts .* take a plan without it"):
+    with pytest.raises(InputError, match=r"sequence=true cuts .* leave sequence out"):
         prepare(config, plan.model_copy(update={"origin": "given"}))
 
 

@@ -75,7 +75,7 @@ def request(batch: int, micro_batches: int | Iterable[int] | None = None, **opti
         raise InputError("micro_batches is empty; give a number that divides the batch, or leave it out")
     for count in counts:
         if count < 1:
-            raise InputError(f"micro_batches={count}: use 1 or more, {one_of(divisors(batch))}")
+            raise InputError(f"micro_batches={count} does not divide batch={batch}; use {one_of(divisors(batch))}")
         check(Choices(batch=batch, micro_batches=count))
     return Request(batch=batch, micro_batches=counts, **options)
 

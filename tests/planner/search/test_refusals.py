@@ -142,11 +142,11 @@ def test_the_least_number_of_devices():
     [
         (0, None, "batch=0: a step needs at least one sample"),
         (-4, 2, "batch=-4"),
-        (12, 5, "micro_batches=5 does not divide batch=12; use 1, 2, 3, 4, 6 or 12"),
-        (12, (3, 8), "micro_batches=8 does not divide batch=12"),
+        (12, 5, "batch=12 is not divisible by micro_batches=5; use 1, 2, 3, 4, 6 or 12"),
+        (12, (3, 8), "batch=12 is not divisible by micro_batches=8"),
         (12, 0, "micro_batches=0 does not divide"),
         (12, -3, "micro_batches=-3 does not divide"),
-        (12, 24, "micro_batches=24 does not divide"),
+        (12, 24, "is not divisible by micro_batches=24"),
     ],
 )
 def test_request_errors(batch, micro_batches, message):
@@ -181,15 +181,15 @@ def test_request_refuses_what_it_does_not_know(wrong):
 @pytest.mark.parametrize(
     ("settings", "how", "said"),
     [
-        ({"memory.offload": "both"}, {"space": "general"}, "space=general has no program with blocks on the host"),
+        ({"memory.offload": "both"}, {"space": "general"}, "within one SPMD program only: memory.offload"),
         ({"model.matmul_dtype": "float8"}, {"cluster": "a100x8x1"}, "NVIDIA A100.* has 8.0"),
         ({"model.matmul_dtype": "float8"}, {"cluster": "v100x8x1"}, "V100.* has 7.0"),
         ({}, {"budget": "24"}, "24 bytes, in which nothing fits; write the unit"),
         ({"memory.budget_bytes": 24}, {}, "24 bytes, in which nothing fits; write the unit"),
-        ({"memory.recompute": "full,qkv"}, {}, "'full' is no name beside others"),
+        ({"memory.recompute": "full,qkv"}, {}, "'full' cannot stand beside names"),
         ({"memory.recompute": []}, {}, "names nothing; write full"),
         ({"memory.recompute": "qkv,qkv"}, {}, "has a name twice"),
-        ({"memory.recompute": "residual_in"}, {}, "which is always kept"),
+        ({"memory.recompute": "residual_in"}, {}, "which is always saved"),
     ],
 )
 def test_settings_that_no_plan_follows(settings, how, said):

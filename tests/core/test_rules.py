@@ -1,0 +1,110 @@
+"""Each rule once: who asks hears the same, in the words that he knows; and what nothing reads is named."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
+from jhpt.core.rules import RULES, SETTINGS, Choices, check, conflict
+from jhpt.core.unused import UNUSED, check_plan_alone, unused_settings
+
+BROKEN = {
+    "only one SPMD program": Choices(space="general", compression=True),
+    "no search of interleaved stages of any size": Choices(space="general", schedule="interleaved"),
+    "one SPMD program on equal devices": Choices(mixed=True, place="h100+a100"),
+    "devices": Choices(devices=8, available=4, place="h100x4x1"),
+    "compression and sequence parallelism": Choices(compression=True, sequence=True),
+    "compression of tokens": Choices(compression=True, sample="one image"),
+    "compressed gradients and ZeRO-3": Choices(gradient_compression=True, zero=3),
+    "chunks need stages": Choices(stages=1, chunks=2),
+    "chunks are interleaved": Choices(stages=2, chunks=2, schedule="gpipe", micro_batches=2),
+    "interleaved micro-batches": Choices(stages=2, chunks=2, schedule="interleaved", micro_batches=3),
+    "batch and micro-batches": Choices(batch=32, micro_batches=3),
+    "CPU offload alone": Choices(offload="both", tensor=(2,)),
+    "CPU offload of equal blocks": Choices(offload="both", block_kinds=("conv", "fc"), place="vgg16"),
+    "CPU offload in float32": Choices(offload="both", storage=("bfloat16_kahan", "int8")),
+    "update in backward and clipping": Choices(
+        offload="both", update_in_backward=True, clip="global", clip_allows_update_in_backward=False
+    ),
+    "saved activations need recomputation": Choices(saved=True, recompute=False),
+    "one tensor degree in a pipeline": Choices(stages=2, tensor=(1, 2)),
+    "one number of sample chunks in a pipeline": Choices(stages=2, sample_chunks=(1, 2)),
+    "tensor degrees share a mesh": Choices(tensor=(2, 3)),
+    "tied layers": Choices(tied=(1, 2)),
+    "sequence parallelism in equal pieces": Choices(sequence=True, tensor=(4,), sequence_length=30),
+}
+"""Choices that break this rule and no earlier one."""
+
+
+def test_every_rule_has_its_case():
+    assert [rule.name for rule in RULES] == list(BROKEN)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_refuses_with_a_remedy(rule):
+    choices = BROKEN[rule.name]
+    assert [other.name for other in RULES if other.broken_by(choices)] == [rule.name]
+    with pytest.raises(InputError, match=re.escape(rule.message(choices))):
+        check(choices)
+    assert re.search(r"; .*(use|set|leave|take|plan|change|choose)", rule.message(choices)), rule.message(choices)
+
+
+def test_what_is_still_open_breaks_no_rule():
+    assert conflict(Choices()) is None and conflict(Choices(names=SETTINGS)) is None
+
+
+def test_choices_have_the_names_that_the_user_knows():
+    choices = BROKEN["compressed gradients and ZeRO-3"]
+    assert conflict(choices).endswith("use zero=1 or leave out gradient_compression")
+    assert conflict(replace(choices, names=SETTINGS)).endswith(
+        "use parallel.zero=1 or leave out parallel.gradient_compression"
+    )
+
+
+def test_offload_names_all_that_it_does_not_go_with():
+    choices = Choices(offload="both", stages=2, tensor=(4,), sequence=True, saved=True, saved_in_host_memory=("qkv",))
+    assert "2 pipeline stages and tensor parallelism (tensor=4) and sequence parallelism" in conflict(choices)
+    assert "saved activations in host memory (qkv)" in conflict(choices)
+
+
+NOT_USED = {
+    "parallel.cluster": {"parallel.cluster": "h100x8x1"},
+    "parallel.sequence": {"parallel.sequence": True},
+    "parallel.compression": {"parallel.compression": {"bits": 8}},
+    "parallel.schedule": {"parallel.schedule": "gpipe"},
+    "parallel.compression.importance": {"parallel.compression.importance": "own"},
+    "parallel.compression.rest_bits": {"parallel.compression.rest_bits": 0},
+    "data.mask_fraction": {"data.mask_fraction": 0.3},
+    "evaluation.prompt": {"model.family": "bert", "evaluation.prompt": "once"},
+}
+USED = {
+    "parallel.cluster": {"parallel.auto": True},
+    "parallel.sequence": {"parallel.tensor": 2},
+    "parallel.compression": {"parallel.tensor": 2},
+    "parallel.schedule": {"parallel.pipe": 2, "parallel.micro_batches": 2},
+    "parallel.compression.importance": {"parallel.tensor": 2, "parallel.compression.tokens": 0.5},
+    "parallel.compression.rest_bits": {"parallel.tensor": 2, "parallel.compression.tokens": 0.5},
+    "data.mask_fraction": {"model.family": "bert"},
+    "evaluation.prompt": {"model.family": "gpt"},
+}
+
+
+@pytest.mark.parametrize("rule", UNUSED, ids=lambda rule: rule.setting)
+def test_a_setting_that_nothing_reads_is_named(rule):
+    (line,) = unused_settings(load_config(None, NOT_USED[rule.setting]))
+    assert line.startswith(f"{rule.setting}=") and "leave it out" in line
+    assert not unused_settings(load_config(None, NOT_USED[rule.setting] | USED[rule.setting]))
+
+
+def test_defaults_are_never_unused():
+    for preset in ("gpt-tiny", "bert-tiny", "gpt-13b"):
+        assert not unused_settings(load_config(preset))
+        assert not unused_settings(load_config(preset, {"parallel": "auto"}))
+
+
+def test_a_plan_stands_alone():
+    check_plan_alone(["train.steps", "parallelism"])
+    with pytest.raises(InputError, match=r"parallel.tensor and parallel.zero would not be read; leave out"):
+        check_plan_alone(["train.steps", "parallel.zero", "parallel.tensor"])
