@@ -20,7 +20,7 @@ import yaml
 from jhpt import cli
 from jhpt.cli import main, parse_overrides
 from jhpt.core.config import BERTConfig
-from jhpt.core.load import dotted, load_config
+from jhpt.core.load import dotted, load_config, to_yaml
 from jhpt.core.presets import PRESETS
 from jhpt.training import run
 from jhpt.training.data.cache import token_cache
@@ -191,6 +191,22 @@ BAD = {
         "there are 8",
         "JAX_NUM_CPU_DEVICES=64",
     ),
+    "a schedule without stages": bad(
+        "train tiny.yaml --parallel.schedule gpipe",
+        "parallel.schedule=gpipe is not used",
+        "parallel.pipe=1",
+        "leave it",
+    ),
+    "a cluster without the planner": bad(
+        "train tiny.yaml --parallel.cluster h100x8x1", "parallel.cluster=h100x8x1", "set parallel.auto=true"
+    ),
+    "a plan beside flags": bad(
+        "train tiny.yaml --plan plan.json --parallel.tensor 2 --parallel.compression off",
+        "--plan decides",
+        "parallel.compression and parallel.tensor would not be read",
+        "leave out",
+    ),
+    "an old name": with_config(b"parallel: {recompute: full}\n", "parallel.recompute is now called memory.recompute"),
     "sequence too long": bad(
         "train tiny.yaml --data.sequence_length 17", "data.sequence_length=17", "model.max_length=16", "shorten"
     ),
@@ -341,6 +357,17 @@ def test_a_run_leaves_its_config_its_metrics_and_a_checkpoint(finished):
     }
     assert load_config(finished / "config.yaml").train.steps == 2
     assert (finished / "checkpoints" / "2").is_dir()
+
+
+def test_a_run_of_before_goes_on_and_says_what_is_not_used(finished, tmp_path, capsys):
+    """Its configuration may have what a new run refuses."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    config = load_config(run / "config.yaml", {"parallel.schedule": "gpipe"})
+    (run / "config.yaml").write_text(to_yaml(config))
+    assert main(["train", "--out", str(run)]) == 0
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "note: parallel.schedule=gpipe is not used" in out and "nothing to do" in out
 
 
 def test_a_finished_run_is_left_alone(finished, capsys):

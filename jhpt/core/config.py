@@ -358,8 +358,8 @@ class Config(Section):
             names=SETTINGS,
         )
         if not self.parallel.auto:
-            pieces = {"data": self.parallel.data or 1, "micro_batches": self.parallel.micro_batches}
-            choices = replace(choices, batch=self.data.batch_size, **pieces)
+            data, micro_batches = self.parallel.data or 1, self.parallel.micro_batches
+            choices = replace(choices, batch=self.data.batch_size, data=data, micro_batches=micro_batches)
         if (message := conflict(choices)) is not None:
             raise ValueError(message)
         return self

@@ -82,8 +82,10 @@ class Choices:
         return self.names.get(choice, choice)
 
     def off(self, choice: str) -> str:
-        """How the user turns it off: a configuration has the word `off`, a plan leaves the key out."""
-        return f"set {self.name(choice)}=off" if self.names else f"take {choice} out of the plan"
+        """How the user does without it: settings have a word for that, in a plan the key is left out."""
+        if not self.names:
+            return f"take {choice} out of the plan"
+        return f"set {self.name(choice)}={'auto' if choice == 'saved' else 'off'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +125,10 @@ def _one_program_only(c: Choices) -> list[str]:
 
 
 def _general_remedy(c: Choices) -> str:
-    choices = ", ".join(map(c.name, _one_program_only(c)))
+    choices = _one_program_only(c)
     return (
-        f"space={c.space} has a program for each stage, and these work within one SPMD program only: {choices}; leave "
-        "them out, or use space=spmd"
+        f"space={c.space} has a program for each stage, and these work within one SPMD program only: "
+        f"{', '.join(map(c.name, choices))}; {' and '.join(map(c.off, choices))}, or use space=spmd"
     )
 
 

@@ -329,7 +329,7 @@ def test_what_is_not_compressed():
     with pytest.raises(InputError, match="within one SPMD program only"):
         price(tensor_parallel(space="general", chunks=2), model)
     images = model.profile.model_copy(update={"sample": "an image"})
-    with pytest.raises(InputError, match="sequences of tokens"):
+    with pytest.raises(InputError, match="tokens of a sequence"):
         evaluate(tensor_parallel(compression=EIGHT), images, model.cluster)
     asked = replace(request(8), compression=(EIGHT,))
     for profile, space, words in ((model.profile, "general", "space=general"), (images, "spmd", "an image")):

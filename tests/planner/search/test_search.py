@@ -327,7 +327,7 @@ def test_a_mixed_cluster_is_for_the_general_space():
     mixed = random_cluster(rng, 4, mixed=True)
     while not mixed.mixed:
         mixed = random_cluster(rng, 4, mixed=True)
-    with pytest.raises(InputError, match=r"nodes of different kinds.*--space general"):
+    with pytest.raises(InputError, match=r"nodes of several kinds.*--space general"):
         plan_of(model(layer()), mixed, batch=1)
     assert plan_of(model(layer()), mixed, batch=1, space="general").seconds > 0
 
