@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, Zero, runs_of
+from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.collectives import all_gather, all_reduce, reduce_scatter
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.memory import work_bytes
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.schedule import in_flight, step_seconds
+from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.search.request import Request
 from jhpt.planner.search.solve import Space
 

@@ -104,6 +104,12 @@ def _number(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def _multiples(count: int, unit: int) -> str:
+    """The nearest multiples of `unit`, from one on: `4 or 6`."""
+    below = count // unit * unit
+    return one_of(multiple for multiple in (below, below + unit) if multiple)
+
+
 def _several_stages(c: Choices) -> bool:
     return c.stages is not None and c.stages > 1
 
@@ -239,7 +245,8 @@ RULES: tuple[Rule, ...] = (
         broken_by=lambda c: _interleaved(c) and _several_stages(c) and bool((c.micro_batches or 0) % (c.stages or 1)),
         message=lambda c: (
             f"{c.name('chunks')}={c.chunks}: interleaved 1f1b needs {c.name('micro_batches')} divisible by "
-            f"{c.name('stages')}={c.stages}, found {c.micro_batches}; use a multiple of {c.stages}, or one chunk"
+            f"{c.name('stages')}={c.stages}, found {c.micro_batches}; "
+            f"use {_multiples(c.micro_batches or 1, c.stages or 1)}, or one chunk"
         ),
     ),
     Rule(

@@ -1,20 +1,24 @@
-"""Who computes what in which tick: schedules as data, which print themselves.
+"""Schedules of a pipeline as tables of ticks: which device runs which pass in which tick.  Tables print themselves.
 
-A device walks through ticks; in each it may run one forward and then one backward pass, of one micro-batch through one
-of its chunks.  What it sends in a tick its neighbour uses in the next.  With S devices, v chunks each and M
-micro-batches, device d runs its n-th forward in tick d + n and its n-th backward in tick delay + (S-1-d) + n, with
+This is the one place that decides the order.  The runtime walks through the table (`jhpt.sharding.pipeline`), and the
+planner prices the same ticks (`jhpt.planner.cost.schedule`).  The simulation takes the order of passes from the table
+and finds the times by itself (`jhpt.planner.report.simulation`).
+
+A device walks through ticks; in each it may run one forward pass and then one backward pass, of one micro-batch through
+one of its chunks.  What it sends in a tick its neighbour uses in the next.  With S devices, v chunks each and M
+micro-batches, device d runs its n-th forward pass in tick d + n and its n-th backward pass in tick
+delay + (S-1-d) + n, with
 
     1f1b, interleaved    delay = S-1 + S (v-1)      the first backward follows the first forward of the last chunk
-    gpipe                delay = S-1 + M-1          it waits for the last one
+    gpipe                delay = S-1 + M-1          it follows the forward of the last micro-batch
 
 The n-th forward is chunk (n mod S v) / S of micro-batch S (n / S v) + n mod S; the n-th backward takes the chunks in
-reverse (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with v = 1 every n is a micro-batch).  `jhpt.planner`
-prices this very loop.
+reverse (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with v = 1 every n is a micro-batch).
 """
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +26,11 @@ import numpy.typing as npt
 from jhpt.core.plan import Schedule
 
 Table = npt.NDArray[np.int32]
+Index = TypeVar("Index", int, npt.NDArray[Any])
 
 
 class Pass(NamedTuple):
-    """One entry of a timetable; slot: where what forward keeps lies until backward.  micro_batch -1: nothing to do."""
+    """One entry of a timetable.  slot: of the ring of saved activations.  micro_batch -1: nothing to do."""
 
     micro_batch: int
     chunk: int
@@ -36,7 +41,7 @@ IDLE = Pass(-1, 0, 0)
 
 
 class Phase(NamedTuple):
-    """Neighbouring ticks, and whether any device runs a forward, a backward pass in them."""
+    """Consecutive ticks, and whether any device runs a forward pass, or a backward pass, in them."""
 
     ticks: slice
     forward: bool
@@ -45,7 +50,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timetable:
-    """forward, backward: [ticks, S, 3], a `Pass` for every tick and device; slots: how many a device needs."""
+    """forward, backward: [ticks, S, 3], a `Pass` for every tick and device.  slots: number that a device needs."""
 
     forward: Table
     backward: Table
@@ -91,33 +96,49 @@ def _letters(number: int) -> str:
     return (_letters(more - 1) if more else "") + chr(ord("a") + last)
 
 
+def delay(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> int:
+    """The tick of the first backward pass, on the last device."""
+    return stages - 1 + (micro_batches - 1 if schedule == "gpipe" else stages * (chunks - 1))
+
+
+def in_flight(schedule: Schedule, stages: int, stage: int, chunks: int, micro_batches: int) -> int:
+    """Number of micro-batches in flight: the most (micro-batch, chunk) pairs saved at once on device `stage`.
+
+    It is what the table of ticks comes to: the first backward pass of the device follows its forward pass number
+    delay + (S-1) - 2 stage, counted from zero.
+    """
+    ahead = delay(schedule, stages, chunks, micro_batches) + stages - 1 - 2 * stage
+    return min(micro_batches * chunks, ahead + 1)
+
+
+def chunk_of(n: Index, stages: int, chunks: int) -> Index:
+    """The chunk of the n-th forward pass, or of an array of them; backward passes take the chunks in reverse."""
+    return n % (stages * chunks) // stages
+
+
 def timetable(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> Timetable:
-    """The schedule of this name."""
-    delay = stages - 1 + (micro_batches - 1 if schedule == "gpipe" else stages * (chunks - 1))
-    passes = micro_batches * chunks
-    ticks = delay + stages - 1 + passes
+    """The ticks of a step: [ticks, S] forward and backward passes of S devices with v chunks and M micro-batches."""
+    first_backward, passes = delay(schedule, stages, chunks, micro_batches), micro_batches * chunks
+    ticks = first_backward + stages - 1 + passes
     forward, backward = np.full((2, ticks, stages, 3), IDLE, np.int32)
     slots = 0
     for device in range(stages):
         free, used = list[int](), dict[tuple[int, int], int]()
         for tick in range(ticks):
             if 0 <= (n := tick - device) < passes:
-                one = _numbered(n, stages, chunks)
-                used[one] = free.pop() if free else len(used)
-                forward[tick, device] = Pass(*one, used[one])
-            if 0 <= (n := tick - delay - (stages - 1 - device)) < passes:
+                pair = _numbered(n, stages, chunks)
+                used[pair] = free.pop() if free else len(used)
+                forward[tick, device] = Pass(*pair, used[pair])
+            if 0 <= (n := tick - first_backward - (stages - 1 - device)) < passes:
                 micro_batch, chunk = _numbered(n, stages, chunks)
-                one = micro_batch, chunks - 1 - chunk
-                slot = used.pop(one)
+                pair = micro_batch, chunks - 1 - chunk
+                slot = used.pop(pair)
                 free.append(slot)
-                backward[tick, device] = Pass(*one, slot)
+                backward[tick, device] = Pass(*pair, slot)
             slots = max(slots, len(used) + len(free))
     return Timetable(forward, backward, slots)
 
 
 def _numbered(n: int, stages: int, chunks: int) -> tuple[int, int]:
     """(micro-batch, chunk) of the n-th forward pass."""
-    if chunks == 1:
-        return n, 0
-    group, within = divmod(n, stages * chunks)
-    return group * stages + within % stages, within // stages
+    return n // (stages * chunks) * stages + n % stages, chunk_of(n, stages, chunks)

@@ -101,7 +101,11 @@ CHUNKED = PIPED | {"chunks": 2}
         (PIPED, lambda tree: tree["stages"][1].update(device=2), r"from device 0 on, found them to begin at \[0, 2\]"),
         (CHUNKED, lambda tree: tree.update(schedule="gpipe"), "schedule=gpipe with 2 chunks per stage"),
         (CHUNKED, lambda tree: tree.update(schedule="1f1b"), "schedule=1f1b with 2 chunks per stage"),
-        (CHUNKED, lambda tree: tree.update(batch=12, micro_batches=3), "needs micro_batches divisible by stages=2, found 3"),
+        (
+            CHUNKED,
+            lambda tree: tree.update(batch=12, micro_batches=3),
+            "needs micro_batches divisible by stages=2, found 3",
+        ),
         (CHUNKED, lambda tree: stage_of(tree, 1, (2, 6)), r"the same number of chunks, found \[2, 1\]"),
         ({"data": 1}, lambda tree: stage_of(tree, 0, (0, 3), (3, 6)), "chunks=2 needs several stages.*join them"),
         (PIPED, lambda tree: tree.update(batch=33), "batch=33 is not divisible by micro_batches=4; use 1, 3, 11 or 33"),
@@ -153,7 +157,10 @@ def test_names_of_no_tensor_are_refused():
         ({"saved": SavedTensors(device=("qkv",))}, "recompute is false; set recompute to true"),
         ({"recompute": True, "saved": SavedTensors(host=("logits",))}, "no tensor 'logits'; it has residual_in, qkv"),
         ({"recompute": True, "saved": SavedTensors(device=("qkv",), host=("qkv",))}, "saved names qkv twice"),
-        ({"recompute": True, "saved": SavedTensors(), "space": "general"}, "space=general has a program for each stage.*: saved;"),
+        (
+            {"recompute": True, "saved": SavedTensors(), "space": "general"},
+            "space=general has a program for each stage.*: saved;",
+        ),
     ],
 )
 def test_what_cannot_be_saved_is_refused(changes, words):

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jhpt.core.schedule import Pass, timetable
-from jhpt.planner.cost.schedule import delay, in_flight
+from jhpt.core.schedule import Pass, chunk_of, delay, in_flight, timetable
 
 PLAIN = list(itertools.product(("gpipe", "1f1b"), (1, 2, 3, 4, 6), (1,), (1, 2, 3, 4, 7, 12)))
 CHUNKED = [
@@ -119,3 +118,18 @@ def test_a_timetable_prints_itself(case):
 def test_chunks_have_letters_enough():
     lines = str(timetable("interleaved", 2, 28, 2))
     assert all(f"0{letters}" in lines for letters in ("a", "h", "i", "z", "aa", "ab"))
+
+
+def test_the_number_in_flight_is_that_of_the_table():
+    """The closed form that the planner searches with, for all small S, M and v."""
+    for stages, chunks, micro_batches in itertools.product(range(1, 7), range(1, 4), range(1, 19)):
+        if chunks > 1 and (stages == 1 or micro_batches % stages):
+            continue
+        for schedule in ("gpipe", "1f1b") if chunks == 1 else ("interleaved",):
+            table = timetable(schedule, stages, chunks, micro_batches)
+            running = np.cumsum((table.forward[..., 0] >= 0).astype(int), axis=0)
+            running[1:] -= np.cumsum((table.backward[..., 0] >= 0).astype(int), axis=0)[:-1]
+            expected = [in_flight(schedule, stages, stage, chunks, micro_batches) for stage in range(stages)]
+            assert running.max(axis=0).tolist() == expected, (schedule, stages, chunks, micro_batches)
+            chunk_order = [chunk_of(n, stages, chunks) for n in range(micro_batches * chunks)]
+            assert table.forward[table.forward[:, 0, 0] >= 0, 0, 1].tolist() == chunk_order

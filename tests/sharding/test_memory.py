@@ -3,7 +3,7 @@
 import pytest
 
 from jhpt.core.plan import SavedTensors
-from jhpt.planner.cost.schedule import in_flight
+from jhpt.core.schedule import in_flight
 from jhpt.training.programs import train_program
 from jhpt.training.setup import prepare
 from tests.sharding.plans import laid_out, piped, spread

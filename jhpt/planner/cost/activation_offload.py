@@ -9,8 +9,8 @@ import numpy as np
 
 from jhpt.core.plan import Chunk, Plan, SavedTensors
 from jhpt.core.profile import ModelProfile
+from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.recompute import NOTHING, size_of
-from jhpt.planner.cost.schedule import in_flight
 
 
 def waiting(plan: Plan) -> SavedTensors:

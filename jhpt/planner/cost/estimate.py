@@ -25,6 +25,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Stage
 from jhpt.core.plan_check import check_plan
 from jhpt.core.profile import ModelProfile
+from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.activation_offload import fullest_host, waiting, waiting_bytes
 from jhpt.planner.cost.compression import residual_bytes
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, picked, strategy_of
@@ -33,7 +34,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import offloaded_step
 from jhpt.planner.cost.offload_memory import device_bytes, host_bytes
 from jhpt.planner.cost.placement import Place
-from jhpt.planner.cost.schedule import Array, in_flight, step_seconds
+from jhpt.planner.cost.schedule import Array, step_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,7 @@
-"""The micro-batch loop that the runtime executes, and how long it takes.
+"""Seconds of the micro-batch loop that the runtime executes: the ticks of `jhpt.core.schedule`, priced.
 
-Every device (pipeline position) walks through ticks.  With S devices, v chunks each and M micro-batches, device d runs
-its n-th forward in tick d + n and its n-th backward in tick delay + (S-1-d) + n, the forward first where both fall in
-one tick.  One number tells the schedules apart:
-
-    1f1b, interleaved    delay = S-1 + S (v-1)      the first backward follows the first forward of the last chunk
-    gpipe                delay = S-1 + M-1          it waits for the last one
-
-The n-th forward is chunk (n mod S v) / S of micro-batch S (n / S v) + n mod S; the n-th backward takes the chunks in
-reverse.  v = 1 is the eager form of 1F1B: a device is up to 2 (S-1-d) micro-batches ahead, twice as many as it needs
+Every device (pipeline position) walks through the ticks of the table, the forward pass first where it has both in one.
+v = 1 is the eager form of 1F1B: a device is up to 2 (S-1-d) micro-batches ahead, twice as many as it needs
 to be, so that a transfer hides behind a whole tick (Zhuang et al. 2022, arXiv 2211.05322, section 3.3).  With v > 1
 it is Narayanan et al. 2021, arXiv 2104.04473, section 2.2, with the same look-ahead.
 
@@ -27,19 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.plan import Schedule
+from jhpt.core.schedule import chunk_of, delay
 
 Array = npt.NDArray[np.float64]
-
-
-def delay(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> int:
-    """The tick of the first backward, on the last device."""
-    return stages - 1 + (micro_batches - 1 if schedule == "gpipe" else stages * (chunks - 1))
-
-
-def in_flight(schedule: Schedule, stages: int, stage: int, chunks: int, micro_batches: int) -> int:
-    """Most chunks x micro-batches that are kept for the backward pass at once on device `stage`."""
-    ahead = delay(schedule, stages, chunks, micro_batches) + stages - 1 - 2 * stage
-    return min(micro_batches * chunks, ahead + 1)
 
 
 def step_seconds(
@@ -136,7 +119,7 @@ class _Loop:
                 self._ops(on, index[on], arrived[on], reverse)
 
     def _ops(self, on: npt.NDArray[Any], index: npt.NDArray[Any], arrived: Array, reverse: bool) -> None:
-        chunk = index % (self.stages * self.chunks) // self.stages
+        chunk = chunk_of(index, self.stages, self.chunks)
         chunk = self.chunks - 1 - chunk if reverse else chunk
         virtual = chunk * self.stages + on
         source = virtual == (self.stages * self.chunks - 1 if reverse else 0)
@@ -192,7 +175,7 @@ class _InLine:
         for device in range(self.stages):
             n = tick - self.delay - (self.stages - 1 - device) if reverse else tick - device
             if 0 <= n < self.ops:
-                chunk = n % (self.stages * self.chunks) // self.stages
+                chunk = chunk_of(n, self.stages, self.chunks)
                 if reverse:
                     self.last_start[device] = self.free[device]
                     self.free[device] = self.free[device] + self.backward[device, self.chunks - 1 - chunk]

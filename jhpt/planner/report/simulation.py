@@ -1,8 +1,8 @@
 """What happens when in one pipelined step, found by playing it: events, streams, links.
 
-Every device runs a fixed program, in order.  With S devices, v chunks per device (virtual stage s = chunk * S + device)
-and M micro-batches, forward n of device d belongs to tick d + n and backward n to tick delay + S - 1 - d + n; within a
-tick the forward comes first.  Only the order counts: an operation starts when its device is free and its input there.
+Every device runs a fixed program, in the order of the table of ticks (`jhpt.core.schedule`).  With S devices, v chunks
+per device (virtual stage s = chunk * S + device) and M micro-batches, only the order counts: an operation starts when
+its device is free and its input there.
 
     S = 2, M = 4, "1f1b"        device 0   F0 F1 F2 B0 F3 B1 B2 B3
                                 device 1   F0 B0 F1 B1 F2 B2 F3 B3
@@ -31,6 +31,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.plan import Schedule
+from jhpt.core.rules import Choices, check
+from jhpt.core.schedule import Table, Timetable, timetable
 
 Stream = Literal["compute", "forward link", "backward link", "gradients", "update", "fetch", "write"]
 Kind = Literal["forward", "backward", "gradients", "update"]
@@ -148,7 +150,8 @@ def simulate(
                 f"need {shape}"
             )
 
-    passes = [_passes(known, device, devices, chunks, micro_batches) for device in range(devices)]
+    table = timetable(known, devices, chunks, micro_batches)
+    passes = [_passes(table, device) for device in range(devices)]
     if overlap:
         programs: list[list[_Op | _Stop]] = [[*own.values()] for own in passes]
         followers = _followers(devices, chunks, micro_batches)
@@ -221,19 +224,15 @@ Followers = dict[_Op | _Stop, list[_Op | _Stop]]
 """Who waits for the end of each operation."""
 
 
-def _passes(
-    schedule: Schedule, device: int, devices: int, chunks: int, micro_batches: int
-) -> dict[tuple[int, Kind], _Op]:
+def _passes(table: Timetable, device: int) -> dict[tuple[int, Kind], _Op]:
     """What one device computes in which tick, in order."""
-    delay = devices - 1 + (micro_batches - 1 if schedule == "gpipe" else devices * (chunks - 1))
-    ticks: list[tuple[int, bool, _Op]] = []
-    for n in range(micro_batches * chunks):
-        round_, place = divmod(n, devices * chunks)
-        chunk, micro_batch = place // devices, round_ * devices + place % devices
-        ticks.append((device + n, False, _Op("compute", device, "forward", micro_batch, chunk)))
-        tick = delay + devices - 1 - device + n
-        ticks.append((tick, True, _Op("compute", device, "backward", micro_batch, chunks - 1 - chunk)))
-    return {(tick, op.kind): op for tick, _, op in sorted(ticks, key=lambda entry: entry[:2])}
+    kinds: tuple[tuple[Kind, Table], ...] = (("forward", table.forward), ("backward", table.backward))
+    passes = {}
+    for tick, (kind, rows) in itertools.product(range(table.ticks), kinds):
+        micro_batch, chunk, _ = map(int, rows[tick, device])
+        if micro_batch >= 0:
+            passes[tick, kind] = _Op("compute", device, kind, micro_batch, chunk)
+    return passes
 
 
 def _followers(devices: int, chunks: int, micro_batches: int) -> Followers:
@@ -372,14 +371,6 @@ def _checked(schedule: str, micro_batches: int, devices: int, chunks: int) -> Sc
         raise InputError(f"micro_batches={micro_batches}; use 1 or more")
     if not devices or not chunks:
         raise ValueError(f"forward has shape {(devices, chunks)}; it needs a device and a chunk")
-    if chunks > 1 and schedule != "interleaved":
-        raise InputError(f'schedule {schedule!r} has one chunk per stage, found {chunks}; use "interleaved"')
-    if chunks > 1 and devices == 1:
-        raise InputError(f"{chunks} chunks need at least 2 stages to interleave; use one chunk")
-    if chunks > 1 and micro_batches % devices:
-        below = micro_batches // devices * devices
-        remedy = f"{below} or {below + devices}" if below else f"{devices}"
-        raise InputError(
-            f"micro_batches={micro_batches} is not a multiple of the {devices} interleaved stages; use {remedy}"
-        )
+    if chunks > 1:
+        check(Choices(stages=devices, chunks=chunks, schedule=schedule, micro_batches=micro_batches))
     return cast(Schedule, schedule)

@@ -22,10 +22,11 @@ import numpy as np
 from jhpt.core.amounts import gib
 from jhpt.core.config import Compression, divisors
 from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero
+from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.schedule import Array, in_flight
+from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.request import Request
 
 Shape = tuple[int, int, int]

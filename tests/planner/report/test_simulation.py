@@ -367,12 +367,12 @@ TWO_CHUNKS = {"forward": np.ones((2, 2)), "backward": np.ones((2, 2)), "cut": np
     [
         ({"schedule": "1f1"}, "no schedule '1f1'.*did you mean 1f1b"),
         ({"micro_batches": 0}, "micro_batches=0"),
-        (TWO_CHUNKS, 'use "interleaved"'),
+        (TWO_CHUNKS, "schedule=1f1b with 2 chunks per stage: interleaved"),
         (TWO_CHUNKS | {"schedule": "interleaved", "micro_batches": 5}, "use 4 or 6"),
-        (TWO_CHUNKS | {"schedule": "interleaved", "micro_batches": 1}, "use 2$"),
+        (TWO_CHUNKS | {"schedule": "interleaved", "micro_batches": 1}, "use 2, or one chunk"),
         (
             {"schedule": "interleaved", "forward": [[1, 1]], "backward": [[1, 1]], "sync": [0], "update": [0]},
-            "at least 2 stages",
+            "needs several stages",
         ),
     ],
 )

@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.plan import Schedule
-from jhpt.planner.cost.schedule import Array, in_flight
+from jhpt.core.schedule import in_flight
+from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.bounds import turns
 from jhpt.planner.search.general.chains import Index
 from jhpt.planner.search.general.stages import Choices
