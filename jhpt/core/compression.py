@@ -1,7 +1,7 @@
 """What compressed all-reduces send: rows, bits, blocks and bytes.
 
-`jhpt.sharding.compression.all_reduce` sends activations over the tensor axis, `jhpt.sharding.compression.gradients` sends
-gradients over the data axes.
+`jhpt.sharding.compression.all_reduce` sends activations over the tensor axis, `jhpt.sharding.compression.gradients`
+sends gradients over the data axes.
 """
 
 import math
