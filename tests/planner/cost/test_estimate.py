@@ -582,7 +582,10 @@ CHUNKS = (stage(0, 1, (0, [1]), (2, [1])), stage(1, 1, (1, [1]), (3, [1])))
         (plan(stage(0, 1, (2, [1, 1])), stage(1, 1, (0, [1, 1]))), "cover layers 0 to 3 in order"),
         (plan(*GOOD, schedule="interleaved"), r"schedule=interleaved with 1 chunks? per stage"),
         (plan(*CHUNKS, schedule="1f1b"), r"schedule=1f1b with 2 chunks? per stage"),
-        (plan(*CHUNKS, batch=3, micro_batches=3, schedule="interleaved"), "micro_batches divisible by stages=2, found 3"),
+        (
+            plan(*CHUNKS, batch=3, micro_batches=3, schedule="interleaved"),
+            "micro_batches divisible by stages=2, found 3",
+        ),
         (plan(stage(0, 1, (0, [1, 1]), (2, [1, 1])), schedule="interleaved"), "several stages"),
         (plan(stage(0, 1, (0, [1, 1]), (2, [1, 1]))), "several stages"),
         (plan(*GOOD, prefetch=5), "prefetch=5 is further ahead than there are layers; use 4 or less"),
@@ -626,7 +629,7 @@ def test_check_refuses_two_degrees_of_one_table():
         if fits:
             assert evaluate(drawn, profile, cluster(2)).seconds > 0
         else:
-            with pytest.raises(InputError, match="shares a parameter with it .* have tensor degrees"):
+            with pytest.raises(InputError, match=r"shares a parameter with it .* have tensor degrees"):
                 evaluate(drawn, profile, cluster(2))
         assert evaluate(drawn.model_copy(update={"space": "general"}), profile, cluster(2)).seconds > 0
 
