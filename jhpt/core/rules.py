@@ -54,7 +54,7 @@ class Choices:
     schedule: str | None = None
     micro_batches: int | None = None
     data: int | None = None
-    tensor: tuple[int, ...] = (1,)
+    tensor: tuple[int, ...] = ()
     tied: tuple[int, int] | None = None
     sequence_length: int | None = None
     devices: int | None = None
@@ -139,12 +139,12 @@ def _general_remedy(c: Choices) -> str:
 
 
 def _offload_partners(c: Choices) -> list[str]:
-    """What CPU offload does not go with, as it is chosen."""
+    """What CPU offload does not go with, as it is chosen.  Over one tensor rank compression changes nothing."""
     partners = {
         f"{c.stages} pipeline stages": _several_stages(c),
-        f"tensor parallelism ({c.name('tensor')}={max(c.tensor)})": c.tensor != (1,),
+        f"tensor parallelism ({c.name('tensor')}={max(c.tensor, default=1)})": c.tensor not in ((), (1,)),
         f"sequence parallelism ({c.name('sequence')}=true)": c.sequence,
-        "compression": c.compression,
+        "compression": c.compression and c.tensor != (1,),
         "gradient_compression": c.gradient_compression,
         f"saved activations in host memory ({', '.join(c.saved_in_host_memory)})": bool(c.saved_in_host_memory),
     }
