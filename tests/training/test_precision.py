@@ -510,7 +510,7 @@ def test_the_host_keeps_float32(few):
     optimizer = OptimizerConfig(**few)
     for offload in ("parameters", "optimizer", "both"):
         Config(memory=MemoryConfig(offload=offload))
-        with pytest.raises(ValidationError, match=f"memory.offload={offload} \) stores blocks in float32"):
+        with pytest.raises(ValidationError, match=f"memory.offload={offload}. stores blocks in float32"):
             Config(optimizer=optimizer, memory=MemoryConfig(offload=offload))
     Config(optimizer=optimizer, memory=MemoryConfig(offload="off"))
     rules = {"learning_rate": lambda step: step, "seed": 0, "max_bad_steps": 1}
