@@ -18,7 +18,7 @@ from jhpt.sharding import stacks
 from jhpt.sharding.layer_vjp import SplitLayer, split_layer
 from jhpt.sharding.model_parts import Recompute
 from jhpt.sharding.recompute import everything
-from jhpt.sharding.sample_chunks import Chunked, Whole
+from jhpt.sharding.sample_chunks import ChunkedSamples, UnchunkedSamples
 
 Fetch = Callable[[Any], Any]
 """Parameters of one layer as they are stored -> as the layer uses them."""
@@ -56,7 +56,7 @@ class LayerLoop:
     keep: forward also returns all layers' fetched parameters.
     """
 
-    stream: Whole | Chunked
+    stream: UnchunkedSamples | ChunkedSamples
     first: int
     count: int
     unroll: bool

@@ -35,23 +35,23 @@ class Halves:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class ModelParts:
     """A model with its loss, cut where layers begin, as one rank of a tensor degree computes it.
 
     Everything acts on some rows of a batch; row r always draws from its own key, so nothing depends on which rows are
     computed together.  Parameters are the model's tree: `blocks` stacked by layer, the rest ends.
 
-    entry: (ends, rows, keys [b]) -> x; rows: a tree of [b, ...].
+    embed: (embedding and head, rows, keys [b]) -> x; rows: a tree of [b, ...].
     block: one layer.  halves: the same, cut before its sums over the tensor axis.
-    exit: (ends, x, rows, keys) -> sums over the rows: a tree of scalars whose attribute `loss` is minimised.
-    entry_reads, exit_reads: paths of the ends that the two functions read.
+    head_loss: (embedding and head, x, rows, keys) -> sums over the rows: a tree of scalars whose attribute `loss` is minimised.
+    embed_reads, head_reads: paths of the ends that the two functions read.
     """
 
-    entry: Callable[[Any, Any, jax.Array], jax.Array]
+    embed: Callable[[Any, Any, jax.Array], jax.Array]
     block: BlockFunction
-    exit: Callable[[Any, jax.Array, Any, jax.Array], Any]
-    entry_reads: tuple[str, ...]
-    exit_reads: tuple[str, ...]
+    head_loss: Callable[[Any, jax.Array, Any, jax.Array], Any]
+    embed_reads: tuple[str, ...]
+    head_reads: tuple[str, ...]
     halves: Halves | None = None
 
 

@@ -27,8 +27,8 @@ from jhpt.core.schedule import Phase, Timetable
 from jhpt.sharding import stacks
 from jhpt.sharding.layer_loop import Fetch
 from jhpt.sharding.layer_vjp import Saved, SplitLayer, split_layer
-from jhpt.sharding.model_parts import Parts, Recompute, picked
-from jhpt.sharding.sample_chunks import Chunked, Whole
+from jhpt.sharding.model_parts import ModelParts, Recompute, picked
+from jhpt.sharding.sample_chunks import ChunkedSamples, UnchunkedSamples
 
 
 class Carry(NamedTuple):
@@ -60,8 +60,8 @@ class Pipeline:
     unroll: blocks in the program instead of in a loop.  ahead: how many blocks are fetched ahead.
     """
 
-    parts: Parts
-    stream: Whole | Chunked
+    parts: ModelParts
+    stream: UnchunkedSamples | ChunkedSamples
     timetable: Timetable
     first: np.ndarray
     count: np.ndarray
@@ -152,7 +152,7 @@ class _Device:
         self.params, self.rows, self.keys, self.scale = params, rows, keys, scale
         self.stage = jax.lax.axis_index(PIPE)
         self.embedding_and_head = {name: value for name, value in params.items() if name != "blocks"}
-        self.shape = jax.eval_shape(self.parts.entry, picked(params, self.parts.entry_reads), _at(rows, 0), keys[0])
+        self.shape = jax.eval_shape(self.parts.embed, picked(params, self.parts.embed_reads), _at(rows, 0), keys[0])
         self.stream, self.one, at = pipeline.stream, pipeline.fetch(self._row(0)), (keys[0], jnp.int32(0))
         opened = jax.eval_shape(self.stream.opened, self.one, self.shape, at)
         self.split: SplitLayer = split_layer(pipeline.recompute(self.stream.layer), self.one, opened, at)
@@ -163,7 +163,7 @@ class _Device:
         slots, depth = self.pipeline.timetable.slots, self.pipeline.depth
         zeros = jnp.zeros(self.shape.shape, self.shape.dtype)
         gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.params)
-        sums = jax.eval_shape(self.parts.exit, self.params, self.shape, _at(self.rows, 0), self.keys[0])
+        sums = jax.eval_shape(self.parts.head_loss, self.params, self.shape, _at(self.rows, 0), self.keys[0])
         return Carry(
             arrived=zeros,
             leaving=zeros,
@@ -195,12 +195,12 @@ class _Device:
         micro_batch, chunk, slot = entry
         keys = self.keys[micro_batch]
 
-        def exit_(state: tuple[Any, Any, jax.Array]) -> tuple[Any, Any, jax.Array]:
+        def with_loss(state: tuple[Any, Any, jax.Array]) -> tuple[Any, Any, jax.Array]:
             embedding_and_head, sums, _ = state
             return self._exited(embedding_and_head, sums, carry.outputs[slot], micro_batch)
 
         last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
-        embedding_and_head, sums, error = _maybe(last, exit_, (carry.embedding_and_head, carry.sums, error))
+        embedding_and_head, sums, error = _maybe(last, with_loss, (carry.embedding_and_head, carry.sums, error))
 
         def block(at: jax.Array, own: Any, error: Any, blocks: Any) -> tuple[Any, Any]:
             row = chunk * self.pipeline.depth + at
@@ -234,15 +234,15 @@ class _Device:
         stream, _ = self._blocks(chunk, block, (stream, None))
         x = self.stream.closed(stream, self._end(keys, chunk))
 
-        def exit_(sums: Any) -> Any:
-            own = self.parts.exit(self.embedding_and_head, x, _at(self.rows, micro_batch), keys)
+        def with_loss(sums: Any) -> Any:
+            own = self.parts.head_loss(self.embedding_and_head, x, _at(self.rows, micro_batch), keys)
             return jax.tree.map(jnp.add, sums, own)
 
         last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
-        return x, _maybe(last, exit_, sums)
+        return x, _maybe(last, with_loss, sums)
 
     def _entered(self, arrived: jax.Array, micro_batch: jax.Array, chunk: jax.Array) -> jax.Array:
-        entry = lambda _: self.parts.entry(self.embedding_and_head, _at(self.rows, micro_batch), self.keys[micro_batch])  # noqa: E731
+        entry = lambda _: self.parts.embed(self.embedding_and_head, _at(self.rows, micro_batch), self.keys[micro_batch])  # noqa: E731
         return _maybe((self.stage == 0) & (chunk == 0), entry, arrived)
 
     def _exited(
@@ -252,18 +252,18 @@ class _Device:
         rows, keys = _at(self.rows, micro_batch), self.keys[micro_batch]
 
         def loss(read: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-            own = self.parts.exit(read, x, rows, keys)
+            own = self.parts.head_loss(read, x, rows, keys)
             return own.loss * self.scale, own
 
-        _, pull, own = jax.vjp(loss, picked(self.embedding_and_head, self.parts.exit_reads), x, has_aux=True)
+        _, pull, own = jax.vjp(loss, picked(self.embedding_and_head, self.parts.head_reads), x, has_aux=True)
         gradient, error = pull(jnp.float32(1))
         return _accumulated(embedding_and_head, gradient), jax.tree.map(jnp.add, sums, own), error
 
     def _entry_gradient(self, embedding_and_head: Any, micro_batch: jax.Array, error: jax.Array) -> Any:
         rows, keys = _at(self.rows, micro_batch), self.keys[micro_batch]
         _, pull = jax.vjp(
-            lambda embedding_and_head: self.parts.entry(embedding_and_head, rows, keys),
-            picked(self.embedding_and_head, self.parts.entry_reads),
+            lambda embedding_and_head: self.parts.embed(embedding_and_head, rows, keys),
+            picked(self.embedding_and_head, self.parts.embed_reads),
         )
         return _accumulated(embedding_and_head, pull(error)[0])
 

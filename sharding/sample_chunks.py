@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jhpt.sharding.model_parts import BlockFunction, Halves, Parts
+from jhpt.sharding.model_parts import BlockFunction, Halves, ModelParts
 from jhpt.sharding.ordering import depend_on, emit
 
 
-class Stream(NamedTuple):
+class ChunkedStream(NamedTuple):
     """What one layer hands to the next: x of all chunks but the last, and of that what `Halves.second` left.
 
     begun: [1], or [0] where x of the last chunk lies in `last.x` and nothing is to be summed.  An array, for a scalar
@@ -35,7 +35,7 @@ class Stream(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Whole:
+class UnchunkedSamples:
     """Layers that compute all samples together; what they hand on is x itself."""
 
     layer: BlockFunction
@@ -54,7 +54,7 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunked:
+class ChunkedSamples:
     """Layers whose samples are cut into `chunks`, at most as many as there are samples.
 
     in_turn: the halves of a layer wait for each other, chunk after chunk.
@@ -64,18 +64,18 @@ class Chunked:
     chunks: int
     in_turn: bool = False
 
-    def opened(self, params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> Stream:
+    def opened(self, params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> ChunkedStream:
         """x[b, ...] before the first layer; params: of a layer, for their shapes."""
         *whole, last = _cut(x, self._sizes(x))
         shapes = jax.eval_shape(self._begun, params, last, (_cut(at[0], self._sizes(x))[-1], at[1]))
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _carried(leaf.dtype)), shapes)
-        return Stream(tuple(whole), nothing._replace(x=last), jnp.zeros(1))
+        return ChunkedStream(tuple(whole), nothing._replace(x=last), jnp.zeros(1))
 
-    def opening_error(self, error: Stream) -> jax.Array:
+    def opening_error(self, error: ChunkedStream) -> jax.Array:
         """The gradient of x, from that of `opened`."""
         return jnp.concatenate([*error.whole, error.last.x])
 
-    def layer(self, params: Any, stream: Stream, at: tuple[jax.Array, Any]) -> Stream:
+    def layer(self, params: Any, stream: ChunkedStream, at: tuple[jax.Array, Any]) -> ChunkedStream:
         """One layer, but for the last chunk's last sum."""
         keys, layer = at
         each = [(own, layer) for own in _cut(keys, [*(len(x) for x in stream.whole), len(stream.last.x)])]
@@ -85,7 +85,9 @@ class Chunked:
         whole = tuple(
             depend_on(self.halves.finish(*one), ordering_token) for one in zip(parted[:-1], each[:-1], strict=True)
         )
-        return Stream(whole, jax.tree.map(lambda leaf: leaf.astype(_carried(leaf.dtype)), parted[-1]), jnp.ones(1))
+        return ChunkedStream(
+            whole, jax.tree.map(lambda leaf: leaf.astype(_carried(leaf.dtype)), parted[-1]), jnp.ones(1)
+        )
 
     def _half(
         self,
@@ -108,13 +110,13 @@ class Chunked:
     def _begun(self, params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> Any:
         return self.halves.second(params, self.halves.first(params, x, at, None), at, None)
 
-    def closed(self, stream: Stream, at: tuple[jax.Array, Any]) -> jax.Array:
+    def closed(self, stream: ChunkedStream, at: tuple[jax.Array, Any]) -> jax.Array:
         """x[b, ...] after the layer before number `at[1]`."""
         keys, layer = at
         last = keys[len(keys) - len(stream.last.x) :]
         return jnp.concatenate([*stream.whole, self._finished(stream, (last, layer))])
 
-    def _finished(self, stream: Stream, at: tuple[jax.Array, Any]) -> jax.Array:
+    def _finished(self, stream: ChunkedStream, at: tuple[jax.Array, Any]) -> jax.Array:
         """x of the last chunk before layer `at[1]`."""
         keys, layer = at
         return jnp.where(stream.begun[0] > 0, self.halves.finish(stream.last, (keys, layer - 1)), stream.last.x)
@@ -124,11 +126,11 @@ class Chunked:
         return [len(x) // chunks + (n < len(x) % chunks) for n in range(chunks)]
 
 
-def streaming(parts: Parts, chunks: int, *, in_turn: bool) -> Whole | Chunked:
+def streaming(parts: ModelParts, chunks: int, *, in_turn: bool) -> UnchunkedSamples | ChunkedSamples:
     """How layers hand on the residual stream: whole, or in so many chunks where they have sums that can be put off."""
     if chunks == 1 or parts.halves is None:
-        return Whole(parts.block)
-    return Chunked(halves=parts.halves, chunks=chunks, in_turn=in_turn)
+        return UnchunkedSamples(parts.block)
+    return ChunkedSamples(halves=parts.halves, chunks=chunks, in_turn=in_turn)
 
 
 def _cut(x: jax.Array, sizes: list[int]) -> list[jax.Array]:

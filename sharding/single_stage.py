@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jhpt.sharding.layer_loop import LayerLoop
 from jhpt.sharding.mesh import DeviceMesh
-from jhpt.sharding.model_parts import Parts, added, picked
+from jhpt.sharding.model_parts import ModelParts, added, picked
 from jhpt.sharding.ordering import after
 from jhpt.sharding.tensor import all_rows, own_rows
 
@@ -65,7 +65,7 @@ class OneStage:
     """
 
     device_mesh: DeviceMesh
-    parts: Mapping[int, Parts]
+    parts: Mapping[int, ModelParts]
     runs: tuple[Run, ...]
     entry_degree: int
     exit_degree: int
@@ -79,7 +79,7 @@ class OneStage:
         least = self.device_mesh.degrees[0]
         x, pull_entry = jax.vjp(
             lambda embedding_and_head: self._entry(embedding_and_head, rows, keys),
-            picked(params, self._first.entry_reads),
+            picked(params, self._first.embed_reads),
         )
         degree, passed = self.entry_degree, []
         for run in self.runs:
@@ -92,7 +92,7 @@ class OneStage:
             return sums.loss * scale, sums
 
         x = self._handed(x, degree, self.exit_degree)
-        _, pull_exit, sums = jax.vjp(loss, picked(params, self._last.exit_reads), x, has_aux=True)
+        _, pull_exit, sums = jax.vjp(loss, picked(params, self._last.head_reads), x, has_aux=True)
         embedding_and_head, error = pull_exit(jnp.float32(1))
         # Else the compiler computes the table's gradient when it is needed, at the very end, and keeps the logits'
         # until then: 0.8 GB of gpt2-1.5b with two micro-batches of 8, 4.8 instead of 5.4 GB of temporary memory
@@ -137,20 +137,20 @@ class OneStage:
         return own_rows(self.device_mesh.axes(after).tensor, x) if self.sequence and after > 1 else x
 
     @property
-    def _first(self) -> Parts:
+    def _first(self) -> ModelParts:
         return self.parts[self.entry_degree]
 
     @property
-    def _last(self) -> Parts:
+    def _last(self) -> ModelParts:
         return self.parts[self.exit_degree]
 
     def _entry(self, embedding_and_head: Any, rows: Any, keys: jax.Array) -> jax.Array:
-        return self._first.entry(
+        return self._first.embed(
             embedding_and_head, *moved((rows, keys), self.device_mesh, self.device_mesh.degrees[0], self.entry_degree)
         )
 
     def _exit(self, embedding_and_head: Any, x: jax.Array, rows: Any, keys: jax.Array) -> Any:
-        return self._last.exit(
+        return self._last.head_loss(
             embedding_and_head, x, *moved((rows, keys), self.device_mesh, self.device_mesh.degrees[0], self.exit_degree)
         )
 

@@ -22,7 +22,7 @@ from jhpt.kernels.implementation import Implementation
 from jhpt.sharding.compression.gradients import GradientReduction, exchanged_tree
 from jhpt.sharding.layer_loop import Finish, LayerLoop
 from jhpt.sharding.layout import TABLE, Layout
-from jhpt.sharding.model_parts import Parts, Recompute, picked
+from jhpt.sharding.model_parts import ModelParts, Recompute, picked
 from jhpt.sharding.partition import path_name
 from jhpt.sharding.pipeline import Pipeline
 from jhpt.sharding.recompute import everything
@@ -42,7 +42,7 @@ class Execution:
     """
 
     layout: Layout
-    parts: Mapping[int, Parts]
+    parts: Mapping[int, ModelParts]
     dtype: Any
     tied: bool | None
     unroll: bool
@@ -371,7 +371,7 @@ class Execution:
         Else the compiler begins its forward pass, where it is not in the same loop, while activations of others are
         held; an optimization_barrier does not keep it from that.
         """
-        entry = jax.tree.leaves(picked(total, self.parts[self.layout.degrees[0]].entry_reads))[0]
+        entry = jax.tree.leaves(picked(total, self.parts[self.layout.degrees[0]].embed_reads))[0]
         return jnp.where(entry.ravel()[0] >= jnp.finfo(jnp.float32).max, 0, at)
 
     @property
@@ -481,16 +481,12 @@ def completed(gradients: Any, params: Any) -> Any:
     }
 
 
-def _reading_slot(parts: Parts) -> Parts:
+def _reading_slot(parts: ModelParts) -> ModelParts:
     """The head's own table lies in the slot of the embedding's (`layout`)."""
     folder, name = TABLE
 
-    def exit_(embedding_and_head: Any, x: jax.Array, rows: Any, keys: jax.Array) -> Any:
-        return parts.exit(
-            {**embedding_and_head, "head": {**embedding_and_head["head"], name: embedding_and_head[folder][name]}},
-            x,
-            rows,
-            keys,
-        )
+    def head_loss(embedding_and_head: Any, x: jax.Array, rows: Any, keys: jax.Array) -> Any:
+        head = {**embedding_and_head["head"], name: embedding_and_head[folder][name]}
+        return parts.head_loss({**embedding_and_head, "head": head}, x, rows, keys)
 
-    return replace(parts, exit=exit_, exit_reads=(*parts.exit_reads, "/".join(TABLE)))
+    return replace(parts, head_loss=head_loss, head_reads=(*parts.head_reads, "/".join(TABLE)))

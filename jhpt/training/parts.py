@@ -29,7 +29,7 @@ from jhpt.models.vocabulary import token_nll
 from jhpt.sharding import ordering, tensor
 from jhpt.sharding.compression.all_reduce import CompressedAllReduce, settle
 from jhpt.sharding.compression.token_choice import causal_choice
-from jhpt.sharding.model_parts import Halves, Parts
+from jhpt.sharding.model_parts import Halves, ModelParts
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.masking import Masked, mask_tokens
 
@@ -140,18 +140,20 @@ def important_tokens(
     return token_topk(scores, count, implementation=implementation)
 
 
-def with_cut_sequence(embedding_and_head: Parts, blocks: Parts, axes: tuple[str, ...]) -> Parts:
+def with_cut_sequence(embedding_and_head: ModelParts, blocks: ModelParts, axes: tuple[str, ...]) -> ModelParts:
     """Ends on whole sequences, blocks between them on cut ones."""
     return replace(
         embedding_and_head,
-        entry=lambda params, rows, keys: tensor.split_rows(axes, embedding_and_head.entry(params, rows, keys)),
+        embed=lambda params, rows, keys: tensor.split_rows(axes, embedding_and_head.embed(params, rows, keys)),
         block=blocks.block,
         halves=blocks.halves,
-        exit=lambda params, x, rows, keys: embedding_and_head.exit(params, tensor.join_rows(axes, x), rows, keys),
+        head_loss=lambda params, x, rows, keys: embedding_and_head.head_loss(
+            params, tensor.join_rows(axes, x), rows, keys
+        ),
     )
 
 
-def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: float, *, train: bool) -> Parts:
+def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: float, *, train: bool) -> ModelParts:
     """The parts of a model's family; `train` switches dropout on."""
     dropout = train and model.config.dropout > 0
 
@@ -171,40 +173,40 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
         finish=finish,
     )
 
-    def whole(entry: Any, exit_: Any, reads: tuple[str, ...]) -> Parts:
-        return Parts(
-            entry=entry,
+    def whole(embed: Any, head_loss: Any, reads: tuple[str, ...]) -> ModelParts:
+        return ModelParts(
+            embed=embed,
             block=halves.block,
             halves=halves,
-            exit=exit_,
-            entry_reads=("embedding",),
-            exit_reads=reads,
+            head_loss=head_loss,
+            embed_reads=("embedding",),
+            head_reads=reads,
         )
 
     if isinstance(model, GPT):
 
-        def entry(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
+        def embed(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
             return model.embed(embedding_and_head, rows.windows[:, :-1], noise(keys))
 
-        def exit_(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
+        def head_loss(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
             return _sums(model.logits(embedding_and_head, x), rows.windows[:, 1:], rows.weights, z_loss, model.hooks)
 
         reads = ("head", *(("embedding/tokens",) if model.config.tied else ()))
-        return whole(entry, exit_, reads)
+        return whole(embed, head_loss, reads)
 
     def masked(rows: Rows, keys: jax.Array) -> Masked:
         return mask_tokens(fold(keys, MASKS), rows.windows, data.mask_fraction, tokenizer)
 
-    def encoder_entry(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
+    def encoder_embed(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
         return model.embed(embedding_and_head, masked(rows, keys).tokens, keys=noise(keys))
 
-    def encoder_exit(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
+    def encoder_head_loss(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
         wanted = masked(rows, keys)
         predicted = jnp.take_along_axis(x, wanted.positions[..., None], axis=1)
         return _sums(model.logits(embedding_and_head, predicted), wanted.targets, rows.weights, z_loss, model.hooks)
 
     assert isinstance(model, BERT)
-    return whole(encoder_entry, encoder_exit, ("head", "embedding/tokens"))
+    return whole(encoder_embed, encoder_head_loss, ("head", "embedding/tokens"))
 
 
 def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array | None, z_loss: float, hooks: Hooks) -> Sums:

@@ -40,6 +40,7 @@ from jhpt.sharding.offload.stream import (
     over_layers,
 )
 from jhpt.sharding.step import Execution, completed
+from jhpt.sharding.types import LossSums
 
 Update = Callable[[Any, Rows], Rows]
 """(what is to be done, rows of a block) -> rows."""
@@ -47,24 +48,24 @@ Update = Callable[[Any, Rows], Rows]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockUpdateHooks:
-    """What happens to a block's rows in the two passes of a step.
+    """What an optimizer does with a block's rows in the two passes of a step.
 
-    arrive: before its forward pass; None: nothing.  It is given rows of `arrive_reads`, weights among them, and those
-    of `arrive_writes` are written.
-    first: (sums of the whole batch, what is to be done) -> what the last block is told.
-    leave: (what is to be done, rows, gradient, what it is told) -> (what it tells the block before it, rows), once the
-    gradient is there.  It is given the weights and `leave_reads`; `leave_writes` are written.
-    last: what the first block tells -> the same on every rank.
+    before_forward: (pending, rows) -> rows, before the block's forward pass; None: nothing is done.  It receives the
+      rows of `forward_reads`, the weights among them, and those of `forward_writes` are written back.
+    start_backward: (sums of the whole batch, pending) -> carry of the last block.
+    after_backward: (pending, rows, gradient, carry) -> (carry of the block before it, rows), once the block's gradient
+      is there.  It receives the weights and the rows of `backward_reads`; `backward_writes` are written back.
+    finish_backward: carry that the first block returns -> the same value on every rank.
     """
 
-    arrive: Update | None
-    arrive_reads: tuple[str, ...]
-    arrive_writes: tuple[str, ...]
-    first: Callable[[Any, Any], Any]
-    leave: Callable[[Any, Rows, jax.Array, Any], tuple[Any, Rows]]
-    leave_reads: tuple[str, ...] = ()
-    leave_writes: tuple[str, ...]
-    last: Callable[[Any], Any]
+    before_forward: Update | None
+    forward_reads: tuple[str, ...]
+    forward_writes: tuple[str, ...]
+    start_backward: Callable[[LossSums, Any], Any]
+    after_backward: Callable[[Any, Rows, jax.Array, Any], tuple[Any, Rows]]
+    backward_reads: tuple[str, ...] = ()
+    backward_writes: tuple[str, ...]
+    finish_backward: Callable[[Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,17 +211,17 @@ class OffloadedBlocks:
 
             x = self._entered(used, batch, keys)
             loop = self._loop
-            arrive = None if turns.arrive is None else partial(turns.arrive, pending)
-            x, passed, offloaded = loop.forward(offloaded, x, keys, arrive, turns.arrive_reads, turns.arrive_writes)
+            arrive = None if turns.before_forward is None else partial(turns.before_forward, pending)
+            x, passed, offloaded = loop.forward(offloaded, x, keys, arrive, turns.forward_reads, turns.forward_writes)
 
             def left(piece: Any) -> tuple[Any, Any]:
                 x, batch, keys = piece
 
                 def loss(embedding_and_head: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-                    sums = parts.exit(embedding_and_head, x, batch, keys)
+                    sums = parts.head_loss(embedding_and_head, x, batch, keys)
                     return sums.loss / pieces, sums
 
-                _, pull, sums = jax.vjp(loss, picked(used, parts.exit_reads), x, has_aux=True)
+                _, pull, sums = jax.vjp(loss, picked(used, parts.head_reads), x, has_aux=True)
                 gradient, error = pull(jnp.float32(1))
                 return gradient, (error, sums)
 
@@ -230,24 +231,24 @@ class OffloadedBlocks:
             sums = self.execution.summed_over_ranks(jax.tree.map(lambda leaf: leaf.sum(0), sums))
             unit = pieces / sums.tokens
             loop = replace(loop, given=lambda gradient: self._share(gradient) * unit)
-            leave = partial(turns.leave, pending)
-            told = turns.first(sums, pending)
+            leave = partial(turns.after_backward, pending)
+            told = turns.start_backward(sums, pending)
             error, told, offloaded = loop.backward(
-                offloaded, passed, error, leave, told, turns.leave_reads, turns.leave_writes
+                offloaded, passed, error, leave, told, turns.backward_reads, turns.backward_writes
             )
 
             def entered(piece: Any) -> tuple[Any, None]:
                 error, batch, keys = piece
                 _, pull = jax.vjp(
-                    lambda embedding_and_head: parts.entry(embedding_and_head, batch, keys),
-                    picked(used, parts.entry_reads),
+                    lambda embedding_and_head: parts.embed(embedding_and_head, batch, keys),
+                    picked(used, parts.embed_reads),
                 )
                 return pull(error)[0], None
 
             gradient = completed(added(gradient, _added_up(entered, (error, batch, keys))[0]), embedding_and_head)
             gradient = storage.summed(storage.scattered(gradient, whole), whole)
             gradient = jax.tree.map(lambda leaf: leaf * unit, gradient)
-            return offloaded, gradient, sums, turns.last(told)
+            return offloaded, gradient, sums, turns.finish_backward(told)
 
         rows = {name: self.spec for name in offloaded}
         everywhere = PartitionSpec()
@@ -264,7 +265,7 @@ class OffloadedBlocks:
                 embedding_and_head, jax.tree.map(lambda _: PartitionSpec(), embedding_and_head)
             )
             x = self._loop.through(offloaded, self._entered(used, batch, keys), keys)
-            each = jax.lax.map(lambda piece: self.execution.parts[1].exit(used, *piece), (x, batch, keys))
+            each = jax.lax.map(lambda piece: self.execution.parts[1].head_loss(used, *piece), (x, batch, keys))
             return self.execution.summed_over_ranks(jax.tree.map(lambda leaf: leaf.sum(0), each))
 
         rows, everywhere = {name: self.spec for name in offloaded}, PartitionSpec()
@@ -274,7 +275,7 @@ class OffloadedBlocks:
 
     def _entered(self, embedding_and_head: Any, batch: Any, keys: jax.Array) -> Any:
         """x of all micro-batches before the first block."""
-        return jax.lax.map(lambda piece: self.execution.parts[1].entry(embedding_and_head, *piece), (batch, keys))
+        return jax.lax.map(lambda piece: self.execution.parts[1].embed(embedding_and_head, *piece), (batch, keys))
 
     def over_rows(self, update: Update, offloaded: HostRows, pending: Any) -> HostRows:
         """Every block updated as `pending` says, without computing anything."""

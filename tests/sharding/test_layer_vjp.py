@@ -14,7 +14,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.layer_vjp import split_layer
 from jhpt.sharding.recompute import save_named, save_nothing
-from jhpt.sharding.sample_chunks import Chunked
+from jhpt.sharding.sample_chunks import ChunkedSamples
 from jhpt.training.data.tokenizer import ByteTokenizer
 from jhpt.training.parts import make_parts
 from jhpt.training.setup import layer_policy
@@ -106,7 +106,7 @@ def test_inputs_in_chunks_are_kept_once(name, host):
     policy = layer_policy(plan, stacked=True, sums=name != "bert")
     model = build(MODELS[name], dtype=jnp.float32)
     halves = make_parts(model, DataConfig(), ByteTokenizer(), 0.0, train=True).halves
-    chunked, (x, at) = Chunked(halves=halves, chunks=2, in_turn=True), inputs()
+    chunked, (x, at) = ChunkedSamples(halves=halves, chunks=2, in_turn=True), inputs()
     params = layer_of(name)[1]
     split = split_layer(policy(chunked.layer), params, chunked.opened(params, x, at), at)
     of_samples = [own for own in split.shapes if len(own.shape) == x.ndim]

@@ -11,7 +11,7 @@ from jhpt.sharding.layer_loop import LayerLoop
 from jhpt.sharding.offload.buckets import bucket_of
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, Layer, StreamedLoop, over_layers
 from jhpt.sharding.recompute import everything, save_named, save_nothing
-from jhpt.sharding.sample_chunks import Whole
+from jhpt.sharding.sample_chunks import UnchunkedSamples
 from tests.sharding.test_layer_loop import COUNT, FIRST, block, inputs, stack
 
 AHEAD = (0, 1, 2, COUNT + 1)
@@ -94,7 +94,7 @@ def test_a_pass_is_that_of_a_plain_loop(ahead, pieces, wrap):
     """In micro-batches of any number."""
     params, (x, keys, error) = stack(), inputs()
     plain = LayerLoop(
-        stream=Whole(wrap(block)),
+        stream=UnchunkedSamples(wrap(block)),
         first=FIRST,
         count=COUNT,
         unroll=False,
