@@ -57,7 +57,7 @@ class Pipeline:
     first, count: [S, v] the first block and the number of blocks of every chunk; a device holds v x `depth` rows of
       every stacked leaf, chunk after chunk, of which the last may be unused.
     fetch, finish: what turns a block's stored parameters into used ones, and its gradient into a stored one.
-    unroll: blocks in the program instead of in a loop.  ahead: how many blocks are fetched ahead.
+    unroll: blocks in the program instead of in a loop.  prefetch: how many blocks ahead are fetched.
     """
 
     parts: ModelParts
@@ -68,7 +68,7 @@ class Pipeline:
     unroll: bool
     fetch: Fetch
     finish: Callable[[Any], Any]
-    ahead: int
+    prefetch: int
     recompute: Recompute
 
     @property
@@ -275,19 +275,19 @@ class _Device:
         def fetched(at: jax.Array | int) -> Any:
             return self.pipeline.fetch(self._row(chunk * depth + jnp.clip(at, 0, depth - 1)))
 
-        ahead = self.pipeline.ahead
+        prefetch = self.pipeline.prefetch
 
         def step(carry: Any, at: jax.Array) -> tuple[Any, None]:
             carry, ready = carry
-            following = (fetched(at - ahead if reverse else at + ahead),) if ahead else ()
+            following = (fetched(at - prefetch if reverse else at + prefetch),) if prefetch else ()
 
             def run(carry: Any) -> Any:
-                return block(at, ready[0] if ahead else fetched(at), *carry)
+                return block(at, ready[0] if prefetch else fetched(at), *carry)
 
             carry = run(carry) if even else _maybe(at < used, run, carry)
             return (carry, (*ready[1:], *following)), None
 
-        start = tuple(fetched(depth - 1 - at if reverse else at) for at in range(ahead))
+        start = tuple(fetched(depth - 1 - at if reverse else at) for at in range(prefetch))
         unroll = depth if self.pipeline.unroll else 1
         return jax.lax.scan(step, (carry, start), jnp.arange(depth), reverse=reverse, unroll=unroll)[0][0]
 

@@ -10,11 +10,8 @@ from typing import Protocol, TypeAlias
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct
-"""An array, or only its shape and dtype where nothing is computed."""
-
-Tree: TypeAlias = "Leaf | Mapping[str, Tree]"
-"""A leaf, or a mapping from names to trees."""
+Tree: TypeAlias = jax.Array | Mapping[str, "Tree"]
+"""An array, or a mapping from names to trees."""
 
 Params: TypeAlias = Mapping[str, Tree]
 """Parameters as layers use them: gathered, in the compute dtype."""
@@ -25,13 +22,13 @@ StoredParams: TypeAlias = Mapping[str, Tree]
 Gradients: TypeAlias = Mapping[str, Tree]
 """Gradients of parameters, gathered or stored."""
 
-Feedback: TypeAlias = Mapping[str, Tree]
+Feedback: TypeAlias = Mapping[str, Mapping[str, Tree]]
 """`residual` and, with momentum, `momentum`: trees like the gradients, without the leaves that are not compressed."""
 
-Specs: TypeAlias = "PartitionSpec | Mapping[str, Specs]"
+Specs: TypeAlias = Mapping[str, "PartitionSpec | Specs"]
 """Partitions of the leaves of a tree."""
 
-Shardings: TypeAlias = "NamedSharding | Mapping[str, Shardings]"
+Shardings: TypeAlias = Mapping[str, "NamedSharding | Shardings"]
 """Partitions on a mesh."""
 
 Batch: TypeAlias = jax.Array | tuple[jax.Array | None, ...]

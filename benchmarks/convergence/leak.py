@@ -55,7 +55,7 @@ def _logits(setup: Setup, params: Any, windows: np.ndarray) -> np.ndarray:
 
     @jax.jit
     def logits(params: Any, windows: jax.Array) -> jax.Array:
-        x = forward.sums(params, Rows(windows), random_key(setup.config.seed, RandomStream.EVALUATION))
+        x: Any = forward.sums(params, Rows(windows), random_key(setup.config.seed, RandomStream.EVALUATION))
         return setup.model.logits(setup.layout.model_tree(params, setup.training.tied), x)
 
     return np.asarray(logits(params, jnp.asarray(windows)))

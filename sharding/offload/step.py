@@ -39,7 +39,8 @@ from jhpt.sharding.offload.stream import (
     joined,
     over_layers,
 )
-from jhpt.sharding.step import Execution, completed
+from jhpt.sharding.parameters import completed
+from jhpt.sharding.step import Execution
 from jhpt.sharding.types import LossSums
 
 Update = Callable[[Any, Rows], Rows]

@@ -20,13 +20,13 @@ COUNT, FIRST = 3, 2
 WRAPPED = {"everything": everything, "named": save_named(("inside", ORDERING_TOKEN)), "input": save_nothing}
 WAYS = {
     "unrolled": dict(unroll=True),
-    "unrolled, kept": dict(unroll=True, keep=True),
+    "unrolled, kept": dict(unroll=True, keep_fetched=True),
     "loop": dict(unroll=False),
-    "ahead": dict(unroll=False, ahead=1),
-    "two ahead": dict(unroll=False, ahead=2),
-    "further ahead than there are layers": dict(unroll=False, ahead=COUNT + 1),
-    "late": dict(unroll=False, late=True),
-    "ahead, late, kept": dict(unroll=False, ahead=1, late=True, keep=True),
+    "ahead": dict(unroll=False, prefetch=1),
+    "two ahead": dict(unroll=False, prefetch=2),
+    "further ahead than there are layers": dict(unroll=False, prefetch=COUNT + 1),
+    "late": dict(unroll=False, finish_late=True),
+    "ahead, late, kept": dict(unroll=False, prefetch=1, finish_late=True, keep_fetched=True),
 }
 
 
@@ -114,7 +114,7 @@ def test_a_loop_is_autodiff_of_its_layers(way, wrapped, stream, adds):
     @jax.jit
     def both(halves, x, keys, error, total):
         y, passed = loop.forward(halves, x, keys)
-        if not loop.keep:
+        if not loop.keep_fetched:
             return y, *loop.backward(halves, passed, error, total), params
         return y, *loop.with_fetched().backward(passed.fetched, passed, error, total), passed.fetched
 
@@ -154,7 +154,7 @@ def test_nothing_is_fetched_twice_on_one_way(ahead, order):
         unroll=False,
         fetch=noted,
         finish=lambda own, total: own,
-        ahead=ahead,
+        prefetch=ahead,
     )
     params = {"w": jnp.arange(1.0, COUNT + 1), "at": jnp.arange(COUNT)}
 
