@@ -51,14 +51,18 @@ KeyPath: TypeAlias = tuple[object, ...]
 
 
 class LossSums(Protocol):
-    """Float32 sums over predicted tokens: a NamedTuple of scalars with at least these two.
+    """Float32 sums over predicted tokens: a NamedTuple of scalars with at least these.
 
-    loss: what is minimised.  tokens: how many tokens were predicted.
+    loss: what is minimised.  nll: negative log likelihood in nats.  tokens: how many tokens were predicted.
     """
 
     @property
     def loss(self) -> jax.Array:
         """The loss, summed over tokens."""
+
+    @property
+    def nll(self) -> jax.Array:
+        """The negative log likelihood, summed over tokens."""
 
     @property
     def tokens(self) -> jax.Array:
