@@ -38,8 +38,8 @@ class Carry(NamedTuple):
     """What goes from tick to tick.
 
     arrived: input of the next forward pass.  leaving: gradient to be sent to the predecessor.  ring: saved activations
-    of forward passes, [slots, layers, ...].  closing: what the end of each chunk's stream saves, [slots, ...].  outputs:
-    of the chunks, [slots, ...].  blocks, embedding_and_head: gradients so far.
+    of forward passes, [slots, layers, ...].  closing: what the end of each chunk's stream saves, outputs: x
+    after each chunk, [slots, ...].  blocks, embedding_and_head: gradients so far.
     """
 
     arrived: jax.Array
@@ -99,7 +99,7 @@ class Pipeline:
         carry = device.start()
         for phase in self.timetable.phases():
             carry = self._phase(device, phase, carry)
-        return carry.embedding_and_head | {"blocks": {"0": carry.blocks}}, carry.sums
+        return {**carry.embedding_and_head, "blocks": {"0": carry.blocks}}, carry.sums
 
     def _phase(self, device: "_Device", phase: Phase, carry: Carry) -> Carry:
         def tick(carry: Carry, now: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
@@ -251,10 +251,10 @@ class _Device:
         return x, _maybe(last, with_loss, sums)
 
     def _entered(self, arrived: jax.Array, micro_batch: jax.Array, chunk: jax.Array) -> jax.Array:
-        entry = lambda _: self.parts.embed(
-            self.embedding_and_head, _at(self.batch, micro_batch), self.keys[micro_batch]
-        )
-        return _maybe((self.stage == 0) & (chunk == 0), entry, arrived)
+        def embedded(_: jax.Array) -> jax.Array:
+            return self.parts.embed(self.embedding_and_head, _at(self.batch, micro_batch), self.keys[micro_batch])
+
+        return _maybe((self.stage == 0) & (chunk == 0), embedded, arrived)
 
     def _exited(
         self, embedding_and_head: Gradients, sums: LossSums, x: jax.Array, micro_batch: jax.Array
@@ -327,6 +327,6 @@ def _accumulated(total: Gradients, part: Gradients) -> Gradients:
     def add(total: Tree, part: Tree) -> Tree:
         if isinstance(total, Mapping) and isinstance(part, Mapping):
             return {name: add(value, part[name]) if name in part else value for name, value in total.items()}
-        return total + part.astype(total.dtype)  # type: ignore[union-attr, operator, no-any-return]
+        return total + part.astype(total.dtype)  # type: ignore[union-attr, operator]
 
     return {name: add(value, part[name]) if name in part else value for name, value in total.items()}

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from typing import Protocol, TypeAlias
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 Tree: TypeAlias = jax.Array | Mapping[str, "Tree"]
 """An array, or a mapping from names to trees."""
+
+PyTree: TypeAlias = object
+"""Any pytree whose leaves have the paths of parameters: parameters themselves, or an optimizer's or training state."""
 
 Params: TypeAlias = Mapping[str, Tree]
 """Parameters as layers use them: gathered, in the compute dtype."""
@@ -27,9 +30,6 @@ Feedback: TypeAlias = Mapping[str, Mapping[str, Tree]]
 
 Specs: TypeAlias = Mapping[str, "PartitionSpec | Specs"]
 """Partitions of the leaves of a tree."""
-
-Shardings: TypeAlias = Mapping[str, "NamedSharding | Shardings"]
-"""Partitions on a mesh."""
 
 Batch: TypeAlias = jax.Array | tuple[jax.Array | None, ...]
 """Rows of a batch, in the model's own NamedTuple of arrays [b, ...]."""

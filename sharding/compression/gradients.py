@@ -39,6 +39,7 @@ from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.topk_sparsify import topk_sparsify
 from jhpt.sharding.compression.codes import in_a_row, joined, pieces, split, sum_of_pieces
 from jhpt.sharding.partition import path_name
+from jhpt.sharding.types import Feedback, KeyPath, Tree
 
 
 class GradientReduction(NamedTuple):
@@ -84,8 +85,8 @@ def backward_order(rows: Mapping[str, int | None]) -> list[tuple[str, int | None
 
 
 def exchanged_tree(
-    gradients: Any,
-    left: Mapping[str, Any],
+    gradients: Tree,
+    residuals: Feedback,
     reductions: Mapping[str, GradientReduction],
     how: GradientCompression,
     kernels: Implementation = "reference",
@@ -94,11 +95,12 @@ def exchanged_tree(
 
     Args:
       gradients: leaves under `blocks` are stacked by layer, others are not.
-      left: `residual` and, with momentum, `momentum`: trees like the gradients, None where these are not compressed.
-      roads: by path; of one layer where leaves are stacked.
+      residuals: `residual` and, with momentum, `momentum`: trees like the gradients, None for leaves that are not
+        compressed.
+      reductions: by path; of one layer where leaves are stacked.
       kernels: which program rounds, sums and selects.
     """
-    leaves = {"gradient": _by_path(gradients)} | {name: _by_path(tree) for name, tree in left.items()}
+    leaves = {"gradient": _by_path(gradients)} | {name: _by_path(tree) for name, tree in residuals.items()}
     rows = {path: len(leaf) if "blocks/" in path else None for path, leaf in leaves["residual"].items()}
     order = backward_order(rows)
 
@@ -108,8 +110,8 @@ def exchanged_tree(
     done = exchanged([part(*at) for at in order], [reductions[path] for path, _ in order], how, kernels)
     by_place = dict(zip(order, done, strict=True))
 
-    def replaced(tree: Any, name: str) -> Any:
-        def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def replaced(tree: Tree, name: str) -> Any:
+        def one(path: KeyPath, leaf: jax.Array) -> jax.Array:
             own = path_name(path)
             if own not in rows:
                 return leaf
@@ -120,7 +122,7 @@ def exchanged_tree(
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
-    return replaced(gradients, "gradient"), {name: replaced(tree, name) for name, tree in left.items()}
+    return replaced(gradients, "gradient"), {name: replaced(tree, name) for name, tree in residuals.items()}
 
 
 def exchanged(
@@ -212,8 +214,8 @@ class _Shape:
         return [jnp.moveaxis(leaf, 0, dim) for leaf, dim in zip(each, self.dims, strict=True) if dim is not None]
 
     def _split(self, rows: jax.Array) -> list[jax.Array]:
-        embedding_and_head = list(itertools.accumulate(self.sizes))
-        return jnp.split(rows[..., : embedding_and_head[-1]], embedding_and_head[:-1], -1)
+        stops = list(itertools.accumulate(self.sizes))
+        return jnp.split(rows[..., : stops[-1]], stops[:-1], -1)
 
 
 def _quantized(
@@ -280,5 +282,5 @@ def _where(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(rows, positions.shape), positions.astype(jnp.int32)
 
 
-def _by_path(tree: Any) -> dict[str, jax.Array]:
+def _by_path(tree: Tree) -> dict[str, jax.Array]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

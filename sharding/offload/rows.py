@@ -12,7 +12,7 @@ from jhpt.core.plan import Offload
 from jhpt.sharding.offload.buckets import Bucket, bucket_of
 from jhpt.sharding.offload.stream import DEVICE, GRADIENT, RESIDENT, WEIGHTS, HostRows
 from jhpt.sharding.step import Execution
-from jhpt.sharding.types import Tree
+from jhpt.sharding.types import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class OffloadedRows:
     """
 
     execution: Execution
-    layer: Tree
+    layer: Params
     decays: Callable[[str], bool]
 
     @property
