@@ -26,6 +26,7 @@ from jhpt.models.products import check_products
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_device_mesh
 from jhpt.sharding.model_parts import ModelParts, Recompute
+from jhpt.sharding.operators import with_cut_sequence
 from jhpt.sharding.ordering import ORDERING_TOKEN
 from jhpt.sharding.recompute import everything, save_named, save_nothing
 from jhpt.sharding.step import Execution
@@ -35,7 +36,7 @@ from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
 from jhpt.training.data.windows import Windows, causal_windows, check_masked, masked_windows
 from jhpt.training.moments import check_blocks
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.parts import compressed_hooks, make_parts, sequence_hooks, tensor_hooks, with_cut_sequence
+from jhpt.training.parts import compressed_hooks, make_parts, sequence_hooks, tensor_hooks
 from jhpt.training.weights import Weights, rounding_keys
 
 
