@@ -10,7 +10,7 @@ stored for a plan,
                                 stage.  The slots of `embedding/tokens` also hold the head's table: on the last stage,
                                 the copy of a tied one or the untied one itself.
 
-Every leaf lies over the tensor axes as `rules` says, and with ZeRO over the data axes too.
+Every leaf is cut over the tensor axes as `partition` says, and with ZeRO over the data axes too.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ TABLE = ("embedding", "tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A plan on its mesh, for a model of `num_layers` blocks between two ends."""
+    """A plan on its mesh, for a model of `num_layers` blocks between an embedding and a head."""
 
     plan: Plan
     device_mesh: DeviceMesh
@@ -65,7 +65,7 @@ class Layout:
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
-        """The tensor degree of entry, every block, and exit."""
+        """The tensor degrees of the embedding, every block, and the head."""
         return tuple(t for chunk in self._in_order for t in chunk.tensor)
 
     @property

@@ -1,4 +1,4 @@
-"""What compressed sums of gradients keep for later steps, between steps: `residual` and, with momentum, `momentum`.
+"""What compressed gradient reductions carry from step to step: `residual` and, with momentum, `momentum`.
 
 Trees like the stored parameters with None where these are not compressed: only matrices and tables are.  Leaves are
 float32 [R, *stored shape]: every data rank has its own, so that R differs from leaf to leaf where degrees do.
