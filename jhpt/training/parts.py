@@ -8,6 +8,7 @@ Losses are *sums* over predicted tokens, so that micro-batches and devices add u
 batch.  Every row draws its masks and its dropout from its own key.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -47,12 +48,14 @@ class Rows(NamedTuple):
 
 def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
     """A model's view from one rank of these mesh axes."""
-    return Hooks() if shards == 1 else Hooks(shards=shards, **operators.tensor_operators(axes))
+    return Hooks() if shards == 1 else replace(Hooks(shards=shards), **operators.tensor_operators(axes))
 
 
 def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
     """The same for blocks whose activations are cut along the sequence."""
-    return Hooks() if shards == 1 else Hooks(shards=shards, rows=shards, **operators.sequence_operators(axes))
+    if shards == 1:
+        return Hooks()
+    return replace(Hooks(shards=shards, rows=shards), **operators.sequence_operators(axes))
 
 
 def compressed_hooks(
@@ -67,7 +70,7 @@ def compressed_hooks(
     if shards == 1:
         return Hooks()
     compressed = operators.compressed_operators(axes, shards, how, causal=causal, implementation=implementation)
-    return Hooks(shards=shards, **compressed)
+    return replace(Hooks(shards=shards), **compressed)
 
 
 def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: float, *, train: bool) -> ModelParts:

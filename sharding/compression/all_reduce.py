@@ -251,7 +251,8 @@ _enter.defvjp(
 
 
 # The attention half applies f before its tokens are chosen, which depend on its own queries and keys.  Its backward
-# pass runs after the choice, and the gradient of the placeholder, which is a function of nothing, brings the choice there.
+# pass runs after the choice, and the gradient of the placeholder, which is a function of nothing, brings the choice
+# there.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -63,7 +63,7 @@ def test_nothing_is_kept_that_does_not_grow_with_the_rows(name, wrapped, dtype):
     for two, six in zip(few.shapes, many.shapes, strict=True):
         assert (3 * two.size, two.dtype) == (six.size, six.dtype)
         assert not jax.dtypes.issubdtype(two.dtype, jax.dtypes.prng_key)
-    assert {source for source, _ in few.sources} <= {"parameter", "key", "saved", "again"}
+    assert {source for source, _ in few.sources} <= {"parameter", "key", "saved", "recomputed"}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -162,7 +162,7 @@ def test_masks_of_positions_are_had_again():
     w = jnp.full((1, 1, WIDTH), 2.0)
     split = split_layer(block, w, x, keys)
     assert all(shape != (LENGTH, LENGTH) for shape in shapes_of(split))
-    assert "again" in {source for source, _ in split.sources}
+    assert "recomputed" in {source for source, _ in split.sources}
     _, saved = split.forward(w, x, keys)
     expected = jax.vjp(lambda w, x: block(w, x, keys), w, x)[1](x)
     for one, other in zip(split.backward(w, keys, saved, x), expected, strict=True):
