@@ -25,7 +25,7 @@ from jhpt.sharding.compression.all_reduce import CompressedAllReduce, settle
 from jhpt.sharding.compression.token_choice import causal_choice
 from jhpt.sharding.model_parts import ModelParts
 
-Operators = dict[str, Callable[..., Any]]
+Operators = dict[str, Any]
 """Callables by the name of the hook that they fill."""
 
 
