@@ -1,29 +1,29 @@
-"""How the compiler is to schedule a step."""
+"""XLA's options for a training step: how many collectives and copies may be under way at a time."""
 
 from typing import Any
 
 from jhpt.core.plan import Plan
 
 COLLECTIVES_AT_ONCE = 8
-"""Of a layer that is fetched ahead or given away late: XLA lets one collective be on its way at a time unless it is
-told otherwise, and a layer has several.  The last of a loop's iteration then has nothing left to hide behind.  GPT-6.7B
-on h100x8, compiled without a GPU: ZeRO-3 hides 57 % of the data axis with 1, 86 % with 4, 96 % with 8."""
+"""Collectives under way at a time.  XLA allows one unless it is told otherwise, but a layer that is fetched ahead or
+finished late has several, and the last ones of an iteration would have no computation left to run beside.  GPT-6.7B on
+h100x8, compiled without a GPU: ZeRO-3 hides 57 % of the data axis' communication with 1, 86 % with 4, 96 % with 8."""
 
 ROWS_AT_ONCE = 4
-"""Of a block that lives on the host: as many as it has.  One copy at a time, which is what XLA does unless it is told
-otherwise, makes each wait for the one before, and products for all but the last."""
+"""Copies under way at a time with offloaded blocks: as many as a block has rows.  With one at a time, XLA's default,
+each copy waits for the one before, and matrix products wait for all but the last."""
 
 TENSORS_AT_ONCE = 8
-"""Of a block whose tensors wait on the host: as many as have names.  GPT-6.7B with five of them there, compiled without
-a GPU: with 4 the fifth fetch waits for the first."""
+"""Copies under way at a time with offloaded activations: as many as a block has named tensors.  GPT-6.7B with five
+of them offloaded, compiled without a GPU: with 4 the fifth fetch waits for the first."""
 
 
 def compiler_options(platform: str, plan: Plan) -> dict[str, Any]:
     """XLA's options for a training step on "gpu", also called "cuda", or "cpu".
 
-    Where tensor ranks alone communicate and their samples are cut into chunks, sums take turns as chunks do: with
-    several on their way XLA puts off starting them, and h100x8 hides 78 % of GPT-6.7B's instead of 81 % (tensor 8, two
-    chunks); with data ranks beside them, 93 % instead of 82 % (tensor 4, data 2, ZeRO-1).
+    Where only tensor ranks communicate and their samples are cut into chunks, one all-reduce at a time is better: with
+    several XLA starts them later, and on h100x8 78 % of GPT-6.7B's communication is hidden instead of 81 % (tensor 8,
+    two chunks).  With data ranks beside them several are better: 93 % instead of 82 % (tensor 4, data 2, ZeRO-1).
     """
     if platform not in ("gpu", "cuda"):
         return {}

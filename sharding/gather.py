@@ -1,4 +1,4 @@
-"""What every process holds, told to all of them."""
+"""The all-gather of one array of every process."""
 
 from functools import cache
 
@@ -23,12 +23,12 @@ def gathered(mine: np.ndarray | np.generic) -> np.ndarray:
     devices = [next(one for one in jax.devices() if one.process_index == process) for process in range(count)]
     mesh = Mesh(np.array(devices), (PROCESS,))
     # Bytes: of 64 bits jax would keep 32.
-    own = jax.device_put(np.frombuffer(mine.tobytes(), np.uint8)[None], devices[rank])
+    shard = jax.device_put(np.frombuffer(mine.tobytes(), np.uint8)[None], devices[rank])
     shares = jax.make_array_from_single_device_arrays(
-        (count, own.size), NamedSharding(mesh, PartitionSpec(PROCESS)), [own]
+        (count, shard.size), NamedSharding(mesh, PartitionSpec(PROCESS)), [shard]
     )
-    told = np.asarray(_to_all(NamedSharding(mesh, PartitionSpec()))(shares).addressable_data(0))
-    return np.frombuffer(told.tobytes(), mine.dtype).reshape(count, *mine.shape)
+    bytes_of_all = np.asarray(_to_all(NamedSharding(mesh, PartitionSpec()))(shares).addressable_data(0))
+    return np.frombuffer(bytes_of_all.tobytes(), mine.dtype).reshape(count, *mine.shape)
 
 
 @cache

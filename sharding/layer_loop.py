@@ -1,15 +1,21 @@
-"""Like layers, one after the other: forward, and backward through what forward kept.
+"""Equal layers one after the other: forward, and backward through what the forward pass saved.
 
-Where parameters have to be fetched from other devices, or gradients given to them, a loop does so beside the
-computation of another layer: the iteration of layer l fetches the parameters of layer l + `ahead` and gives away the
-gradient that the iteration before has left.  Both are part of one iteration and independent of its computation, so the
-compiler can run them at the same time; neither would be, in the iteration that needs them.  The last iterations of the
-forward pass fetch what the first ones of the backward pass need.
+Every loop over layers, this one, the pipeline's and the offloaded one's (`offload.stream`), has the same steps:
+
+    fetch      make a layer's parameters usable: all-gather over the data axes, W[D/dp, F] -> W[D, F], or host copy
+    compute    the layer's forward or backward pass
+    finish     turn its gradient into what is stored: reduce-scatter, dW[D, F] {U_dp} -> dW[D/dp, F], or host copy
+
+To hide communication a loop fetches and finishes beside the computation of another layer: the iteration of layer l
+fetches the parameters of layer l + `prefetch` and, with `finish_late`, finishes the gradient of the iteration before.
+Both are part of one iteration and independent of its computation, so the compiler can run them at the same time; it
+could run neither beside the computation of the layer that needs them.  The last iterations of the forward pass fetch
+what the first ones of the backward pass need.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +24,34 @@ from jhpt.sharding import stacks
 from jhpt.sharding.layer_vjp import SplitLayer, split_layer
 from jhpt.sharding.model_parts import Recompute
 from jhpt.sharding.recompute import everything
-from jhpt.sharding.sample_chunks import Chunked, Whole
+from jhpt.sharding.sample_chunks import ChunkedSamples, UnchunkedSamples
+from jhpt.sharding.types import Activation, Keys, LayerIndex, Params, Tree
 
 Fetch = Callable[[Any], Any]
 """Parameters of one layer as they are stored -> as the layer uses them."""
 
 Finish = Callable[[Any, Any], Any]
-"""(gradient of one layer as it is computed, what earlier micro-batches added up to or None) -> as it is stored.
+"""(gradient of one layer as it is computed, sum over earlier micro-batches or None) -> as it is stored.
 
-Where sums are compressed both hold what is left for later steps, too: pairs of gradient and that."""
+With compressed gradients the second argument and the result are pairs of a gradient and the layer's residuals."""
+
+T = TypeVar("T")
+
+BackwardCarry = tuple[Activation, tuple[Params, ...], Tree | None, Tree]
+"""(error, parameters that are ready, gradient that is not finished yet, finished gradients)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
     """What a forward pass leaves for the backward pass.
 
-    kept: by layer, in a list or stacked.  fetched: all layers' parameters, where they were wanted.  ready: those of the
-    last layers, last first, where they were fetched ahead.  close: the backward pass of the stream's end.
+    saved: saved activations by layer, in a list or stacked.  fetched: all layers' parameters, with `keep_fetched`.
+    ready: fetched parameters of the last layers, last first, with `prefetch`.  close: the backward pass of the
+    stream's end.
     """
 
     split: SplitLayer
-    keys: jax.Array
+    keys: Keys
     saved: Any
     fetched: Any = None
     ready: tuple[Any, ...] = ()
@@ -49,135 +62,140 @@ class Passed:
 class LayerLoop:
     """Layers `[first, first + count)` of one kind, treated alike.
 
-    stream: how x is handed from layer to layer.
-    unroll: in the program instead of in a loop.  A loop copies what layers keep in and out of stacked buffers, unrolled
-      layers take time to compile.
-    ahead: how many layers a loop fetches ahead.  late: it finishes one layer later.
-    keep: forward also returns all layers' fetched parameters.
+    stream: how activations pass from layer to layer.
+    unroll: the layers stand in the program instead of in a loop.  A loop copies saved activations in and out of stacked
+      buffers; unrolled layers take time to compile.
+    prefetch: how many layers ahead a loop fetches.  finish_late: a layer's gradient is finished one iteration later.
+    keep_fetched: the forward pass also returns all layers' fetched parameters.
     """
 
-    stream: Whole | Chunked
+    stream: UnchunkedSamples | ChunkedSamples
     first: int
     count: int
     unroll: bool
     fetch: Fetch
     finish: Finish
-    ahead: int = 0
-    late: bool = False
-    keep: bool = False
+    prefetch: int = 0
+    finish_late: bool = False
+    keep_fetched: bool = False
     recompute: Recompute = everything
 
-    def forward(self, params: Any, x: jax.Array, keys: jax.Array) -> tuple[jax.Array, Passed]:
+    def forward(self, params: Tree, x: jax.Array, keys: Keys) -> tuple[jax.Array, Passed]:
         """params: stacked [count, ...].  Returns (x after the last layer, what `backward` needs)."""
         one, end = jax.eval_shape(self._fetched, params, 0), (keys, jnp.int32(self.first + self.count))
         stream, passed = self._forward(params, self.stream.opened(one, x, (keys, jnp.int32(self.first))), keys)
         x, close = jax.vjp(lambda stream: self.stream.closed(stream, end), stream)
         return x, replace(passed, close=close)
 
-    def backward(self, params: Any, passed: Passed, error: jax.Array, total: Any = None) -> tuple[Any, jax.Array]:
-        """(gradients stacked [count, ...], gradient of x); total: gradients that earlier micro-batches added up to."""
+    def backward(
+        self, params: Tree, passed: Passed, error: jax.Array, total: Tree | None = None
+    ) -> tuple[Any, jax.Array]:
+        """(gradients stacked [count, ...], gradient of x); total: the sum over
+        earlier micro-batches."""
         assert passed.close is not None
         gradients, opened = self._backward(params, passed, *passed.close(error), total)
         return gradients, self.stream.opening_error(opened)
 
-    def _forward(self, params: Any, x: Any, keys: jax.Array) -> tuple[Any, Passed]:
+    def _forward(self, params: Tree, x: Activation, keys: Keys) -> tuple[Activation, Passed]:
         split = split_layer(
             self.recompute(self.stream.layer), jax.eval_shape(self._fetched, params, 0), x, (keys, jnp.int32(0))
         )
         if self.unroll:
             saved, fetched = [], []
             for at in range(self.count):
-                own = self._fetched(params, at)
-                x, left = split.forward(own, x, (keys, jnp.int32(self.first + at)))
-                saved.append(left)
-                fetched.append(own)
-            return x, Passed(split=split, keys=keys, saved=saved, fetched=_stacked(fetched) if self.keep else None)
+                layer = self._fetched(params, at)
+                x, of_layer = split.forward(layer, x, (keys, jnp.int32(self.first + at)))
+                saved.append(of_layer)
+                fetched.append(layer)
+            return x, Passed(
+                split=split, keys=keys, saved=saved, fetched=_stacked(fetched) if self.keep_fetched else None
+            )
 
-        def step(at: jax.Array, carry: tuple[Any, tuple[Any, ...], Any]) -> tuple[Any, Any, Any]:
+        def step(at: jax.Array, carry: tuple[Activation, tuple[Params, ...], Tree]) -> tuple[Activation, Any, Tree]:
             x, ready, stacked = carry
-            own, ready = self._next(params, at, ready, at + self.ahead)
-            x, saved = split.forward(own, x, (keys, self.first + at))
-            return x, ready, stacks.put(stacked, (at,), (saved, own if self.keep else None))
+            layer, ready = self._next(params, at, ready, at + self.prefetch)
+            x, saved = split.forward(layer, x, (keys, self.first + at))
+            return x, ready, stacks.put(stacked, (at,), (saved, layer if self.keep_fetched else None))
 
-        start = tuple(self._fetched(params, self._turned(at)) for at in range(self.ahead))
-        own = jax.eval_shape(self._fetched, params, 0) if self.keep else None
-        stacked = self._room((split.shapes, own), x)
+        start = tuple(self._fetched(params, self._mirrored(at)) for at in range(self.prefetch))
+        layer = jax.eval_shape(self._fetched, params, 0) if self.keep_fetched else None
+        stacked = self._room((split.shapes, layer), x)
         x, ready, (saved, fetched) = jax.lax.fori_loop(0, self.count, step, (x, start, stacked))
         return x, Passed(split=split, keys=keys, saved=saved, fetched=fetched, ready=ready)
 
-    def _backward(self, params: Any, passed: Passed, error: Any, total: Any) -> tuple[Any, Any]:
+    def _backward(self, params: Tree, passed: Passed, error: Activation, total: Tree | None) -> tuple[Any, Activation]:
         split, keys = passed.split, passed.keys
         if self.unroll:
             gradients = []
             for at in reversed(range(self.count)):
                 inputs = self._fetched(params, at), (keys, jnp.int32(self.first + at))
-                own, error = split.backward(*inputs, passed.saved[at], error)
-                gradients.append(self.finish(own, _row(total, at)))
+                gradient, error = split.backward(*inputs, passed.saved[at], error)
+                gradients.append(self.finish(gradient, _row(total, at)))
             return _stacked(gradients[::-1]), error
 
         one = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self._fetched, params, 0))
-        finished = jax.eval_shape(lambda one: self.finish(one, _row(total, 0)), one)
-        added = total is not None and _alike(finished, jax.eval_shape(_row, total, 0))
+        shapes = jax.eval_shape(lambda one: self.finish(one, _row(total, 0)), one)
+        added = total is not None and _alike(shapes, jax.eval_shape(_row, total, 0))
 
-        def put(done: Any, at: int | jax.Array, gradient: Any) -> Any:
+        def put(done: Tree, at: LayerIndex, gradient: Tree) -> Tree:
             so_far = _row(done if added else total, at)
             return stacks.put(done, (at,), self.finish(gradient, so_far))
 
-        def step(back: jax.Array, carry: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+        def step(back: jax.Array, carry: BackwardCarry) -> BackwardCarry:
             error, ready, pending, done = carry
             at = self.count - 1 - back
-            own, ready = self._next(params, at, ready, at - self.ahead)
-            gradient, error = split.backward(own, (keys, self.first + at), stacks.taken(passed.saved, (at,)), error)
-            if not self.late:
+            layer, ready = self._next(params, at, ready, at - self.prefetch)
+            gradient, error = split.backward(layer, (keys, self.first + at), stacks.taken(passed.saved, (at,)), error)
+            if not self.finish_late:
                 return error, ready, None, put(done, at, gradient)
-            # There is no layer behind the last one, whose gradient is what is dropped.
+            # No layer is behind the last one: what its iteration would finish is dropped.
             behind = jnp.minimum(at + 1, self.count - 1)
-            left = self.finish(pending, _row(done if added else total, behind))
-            left = jax.tree.map(lambda new, old: jnp.where(back > 0, new, old), left, _row(done, behind))
-            return error, ready, gradient, stacks.put(done, (behind,), left)
+            finished = self.finish(pending, _row(done if added else total, behind))
+            finished = jax.tree.map(lambda new, old: jnp.where(back > 0, new, old), finished, _row(done, behind))
+            return error, ready, gradient, stacks.put(done, (behind,), finished)
 
-        done = total if added else self._room(finished, error)
-        start = error, passed.ready if self.ahead else (), one if self.late else None, done
+        done = total if added else self._room(shapes, error)
+        start = error, passed.ready if self.prefetch else (), one if self.finish_late else None, done
         error, _, pending, done = jax.lax.fori_loop(0, self.count, step, start)
-        return put(done, 0, pending) if self.late else done, error
+        return put(done, 0, pending) if self.finish_late else done, error
 
     def with_fetched(self) -> "LayerLoop":
-        """The same over parameters that have been fetched."""
-        return replace(self, fetch=lambda params: params, ahead=0, keep=False)
+        """The same loop over parameters that have been fetched."""
+        return replace(self, fetch=lambda params: params, prefetch=0, keep_fetched=False)
 
-    def _fetched(self, params: Any, at: int | jax.Array) -> Any:
+    def _fetched(self, params: Tree, at: LayerIndex) -> Any:
         return self.fetch(_row(params, at))
 
     def _next(
-        self, params: Any, at: jax.Array, ready: tuple[Any, ...], later: jax.Array
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """(parameters of layer `at`, those that are ready for the layers after it), while `later` is fetched."""
-        if not self.ahead:
+        self, params: Tree, at: jax.Array, ready: tuple[Params, ...], later: jax.Array
+    ) -> tuple[Params, tuple[Params, ...]]:
+        """(parameters of layer `at`, those that are ready for the layers after it); fetches layer `later`."""
+        if not self.prefetch:
             return self._fetched(params, at), ()
-        return ready[0], (*ready[1:], self._fetched(params, self._turned(later)))
+        return ready[0], (*ready[1:], self._fetched(params, self._mirrored(later)))
 
-    def _turned(self, at: int | jax.Array) -> int | jax.Array:
-        """Layers behind the last one are the last ones again, on the way back; there are none before the first."""
+    def _mirrored(self, at: LayerIndex) -> LayerIndex:
+        """The layer that is used there: behind the last one come the last ones again, for the backward pass."""
         return jnp.clip(jnp.where(at < self.count, at, 2 * self.count - 1 - at), 0, self.count - 1)
 
-    def _room(self, one: Any, x: Any) -> Any:
+    def _room(self, one: object, x: Activation) -> Any:
         """Stacks of `count` such layers, to be written before they are read.
 
-        They are filled with a value of x, so that there is no room before there is x: of zeros the compiler would have
-        one stack for all micro-batches, keep it all along, and copy it.
+        They are filled with a value of x, so that they cannot be allocated before x is computed.  If they were zeros,
+        the compiler would keep one stack of zeros for all micro-batches throughout, and copy it.
         """
         return stacks.room(one, (self.count,), jax.tree.leaves(x)[0].ravel()[0])
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: Tree, other: Tree) -> bool:
     leaves, others = jax.tree.leaves(one), jax.tree.leaves(other)
     same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)  # noqa: E731
     return len(leaves) == len(others) and all(map(same, leaves, others))
 
 
-def _row(stacked: Any, at: int | jax.Array) -> Any:
+def _row(stacked: Tree | None, at: LayerIndex) -> Any:
     return jax.tree.map(lambda leaf: leaf[at], stacked)
 
 
-def _stacked(rows: list[Any]) -> Any:
+def _stacked(rows: list[T]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)

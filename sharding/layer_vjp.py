@@ -1,41 +1,45 @@
-"""A layer as two functions: forward, which says what it keeps, and backward, which takes that.
+"""A layer as two functions: forward, which also returns the saved activations, and backward, which takes them.
 
-`jax.vjp` hides what it keeps in a closure that also holds the layer's parameters.  A schedule that stores what is kept
-of many micro-batches must not store the parameters with each, so the closure is opened: every leaf of it is a
-parameter, or a key, or can be had again without input and keys (masks of positions, say), or is truly kept.
+`jax.vjp` hides what it saves in a closure that also holds the layer's parameters.  A schedule that stores the saved
+activations of many micro-batches must not store the parameters with each.  So the closure is opened: each of its leaves
+is a parameter, or a key, or can be recomputed without input and keys (masks of positions, for example), or is a saved
+activation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal, Var
+
+from jhpt.sharding.types import Activation, LayerKeys, Params, Tree
 
 LayerFunction = Callable[[Any, Any, Any], Any]
 """(parameters, x, keys) -> y; all of them may be trees."""
 
 Saved = tuple[jax.Array, ...]
+"""Saved activations: of one layer and micro-batch, or stacked."""
 
 
 @dataclass(frozen=True)
 class SplitLayer:
     """`function`, split for inputs of certain shapes.
 
-    sources: for every leaf of the closure `("parameter" | "key" | "saved" | "again", index)`.
+    sources: for every leaf of the closure `("parameter" | "key" | "saved" | "recomputed", index)`.
     """
 
     function: LayerFunction
     sources: tuple[tuple[str, int], ...]
     shapes: tuple[Any, ...]
-    """Of what is kept: types of arrays, which say where these lie."""
+    """Of the saved activations: types of arrays, which say in which memory these lie."""
     closure: Any
-    """Tree of the closure."""
+    """The tree structure of the closure."""
     x: Any
     """Shapes of x."""
 
-    def forward(self, params: Any, x: Any, keys: Any) -> tuple[Any, Saved]:
-        """(y, kept)."""
+    def forward(self, params: Tree | tuple[()], x: Activation, keys: LayerKeys) -> tuple[Any, Saved]:
+        """(y, saved activations)."""
         y, pull = jax.vjp(lambda params, x: self.function(params, x, keys), params, x)
         saved = {
             index: leaf
@@ -44,41 +48,41 @@ class SplitLayer:
         }
         return y, tuple(saved[index] for index in range(len(saved)))
 
-    def backward(self, params: Any, keys: Any, saved: Saved, error: Any) -> tuple[Any, Any]:
+    def backward(self, params: Tree | tuple[()], keys: LayerKeys, saved: Saved, error: Activation) -> tuple[Any, Any]:
         """(gradient of the parameters, gradient of x)."""
         have = {"parameter": jax.tree.leaves(params), "key": jax.tree.leaves(keys), "saved": saved}
-        if any(source == "again" for source, _ in self.sources):
-            # Only what depends neither on x nor on keys is used of this forward pass; the compiler removes the rest.
+        if any(source == "recomputed" for source, _ in self.sources):
+            # Of this forward pass only what depends neither on x nor on keys is used; the compiler removes the rest.
             x = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), self.x)
-            again = jax.vjp(lambda params, x: self.function(params, x, keys), params, x)[1]
-            have["again"] = jax.tree.leaves(again)
+            pull = jax.vjp(lambda params, x: self.function(params, x, keys), params, x)[1]
+            have["recomputed"] = jax.tree.leaves(pull)
         leaves = [have[source][index] for source, index in self.sources]
         gradient, down = jax.tree.unflatten(self.closure, leaves)(error)
         return gradient, down
 
 
-def split_layer(function: LayerFunction, params: Any, x: Any, keys: Any) -> SplitLayer:
-    """Traces the layer once, for arguments of these shapes, to see what its closure holds."""
+def split_layer(function: LayerFunction, params: Tree | tuple[()], x: Activation, keys: LayerKeys) -> SplitLayer:
+    """Traces the layer once, for arguments of these shapes, to learn what its closure holds."""
 
-    def closed(params: Any, x: Any, keys: Any) -> Any:
+    def closed(params: Params, x: Activation, keys: LayerKeys) -> Any:
         return jax.vjp(lambda params, x: function(params, x, keys), params, x)[1]
 
     traced, shape = jax.make_jaxpr(closed, return_shape=True)(params, x, keys)
     jaxpr = traced.jaxpr
     count, first_key = len(jax.tree.leaves(params)), len(jax.tree.leaves((params, x)))
-    given: dict[Any, tuple[str, int]] = {}
+    inputs: dict[Any, tuple[str, int]] = {}
     for index, var in enumerate(jaxpr.invars):
         if index < count:
-            given[var] = ("parameter", index)
+            inputs[var] = ("parameter", index)
         elif index >= first_key:
-            given[var] = ("key", index - first_key)
-    moving = _reached(jaxpr, jaxpr.invars[count:])
+            inputs[var] = ("key", index - first_key)
+    dependent = _reached(jaxpr, jaxpr.invars[count:])
     sources, shapes, slots = [], [], dict[Any, int]()
     for index, var in enumerate(jaxpr.outvars):
-        if not isinstance(var, Literal) and var in given:
-            sources.append(given[var])
-        elif isinstance(var, Literal) or var not in moving:
-            sources.append(("again", index))
+        if not isinstance(var, Literal) and var in inputs:
+            sources.append(inputs[var])
+        elif isinstance(var, Literal) or var not in dependent:
+            sources.append(("recomputed", index))
         else:
             if var not in slots:
                 slots[var] = len(slots)
@@ -88,7 +92,7 @@ def split_layer(function: LayerFunction, params: Any, x: Any, keys: Any) -> Spli
     return SplitLayer(function, tuple(sources), tuple(shapes), jax.tree.structure(shape), like)
 
 
-def _reached(jaxpr: Any, start: Any) -> set[Any]:
+def _reached(jaxpr: Jaxpr, start: Sequence[Var]) -> set[Var]:
     """The variables that depend on any of `start`."""
     reached = set(start)
     for equation in jaxpr.eqns:

@@ -10,9 +10,10 @@ stored for a plan,
                                 stage.  The slots of `embedding/tokens` also hold the head's table: on the last stage,
                                 the copy of a tied one or the untied one itself.
 
-Every leaf lies over the tensor axes as `rules` says, and with ZeRO over the data axes too.
+Every leaf is cut over the tensor axes as `partition` says, and with ZeRO over the data axes too.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,7 @@ from jhpt.core.plan import Chunk, Plan
 from jhpt.core.plan_check import check_plan
 from jhpt.sharding.mesh import DeviceMesh
 from jhpt.sharding.partition import parameter_spec, path_name
+from jhpt.sharding.types import KeyPath, PyTree, StoredParams, Tree
 
 TABLE = ("embedding", "tokens")
 """Where the table of the vocabulary is; `head/tokens` where it is not shared."""
@@ -33,7 +35,7 @@ TABLE = ("embedding", "tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A plan on its mesh, for a model of `num_layers` blocks between two ends."""
+    """A plan on its mesh, for a model of `num_layers` blocks between an embedding and a head."""
 
     plan: Plan
     device_mesh: DeviceMesh
@@ -64,7 +66,7 @@ class Layout:
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
-        """The tensor degree of entry, every block, and exit."""
+        """The tensor degrees of the embedding, every block, and the head."""
         return tuple(t for chunk in self._in_order for t in chunk.tensor)
 
     @property
@@ -110,19 +112,19 @@ class Layout:
             row[start : start + many] = place * depth + np.arange(many)
         return row
 
-    def specs(self, tree: Any) -> Any:
+    def specs(self, tree: PyTree) -> Any:
         """Partitions of stored leaves: of parameters, their gradients or the optimizer's state."""
 
-        def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        def spec(path: KeyPath, leaf: jax.Array) -> PartitionSpec:
             name = path_name(path)
             return self._spec(name, leaf.shape, self.data_ranks(name) if self.plan.zero else 1)
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
-    def rank_specs(self, tree: Any) -> Any:
+    def rank_specs(self, tree: PyTree) -> Any:
         """Partitions of what every data rank has for itself, whole: leaves [data ranks, *stored shape]."""
 
-        def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        def spec(path: KeyPath, leaf: jax.Array) -> PartitionSpec:
             name = path_name(path)
             return PartitionSpec(self.device_mesh.axes(self.degree(name)).data, *self._spec(name, leaf.shape[1:], 1))
 
@@ -139,14 +141,14 @@ class Layout:
         stacked = "blocks/" in path or piped
         return parameter_spec(path, shape, axes, stacked=stacked, pipe=piped, over_data=over_data)
 
-    def shardings(self, tree: Any) -> Any:
+    def shardings(self, tree: PyTree) -> Any:
         """`specs` on the mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.device_mesh.mesh, spec), self.specs(tree))
 
-    def stacks(self, tree: Any) -> Any:
+    def stacks(self, tree: PyTree) -> Any:
         """Of every stored leaf the name of the stack of blocks that it is in; empty: none."""
 
-        def stack(path: tuple[Any, ...], _: Any) -> str:
+        def stack(path: KeyPath, _: jax.Array) -> str:
             before, found, name = path_name(path).partition("blocks/")
             run = "" if self.stacked_whole else name.split("/")[0]
             return before + found + run if found else ""
@@ -164,15 +166,15 @@ class Layout:
 
     # From the model's tree to what is stored, and back.
 
-    def model_shardings(self, tree: Any) -> Any:
+    def model_shardings(self, tree: PyTree) -> Any:
         """Where leaves of the model's tree lie on their way from or to a checkpoint: in shares, whatever the plan."""
         return self.shardings(tree) if self.same else self.model_shares(tree)
 
-    def model_shares(self, tree: Any) -> Any:
+    def model_shares(self, tree: PyTree) -> Any:
         """Every leaf of the model's tree cut over all devices, as far as its dims allow."""
         axes = self.device_mesh.axes(self.device_mesh.degrees[0])
 
-        def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        def sharding(path: KeyPath, leaf: jax.Array) -> NamedSharding:
             name = path_name(path)
             blocks = "blocks/" in name
             pipe = self.stages > 1 and blocks and leaf.shape[0] % self.stages == 0
@@ -187,7 +189,7 @@ class Layout:
         """Whether what is stored is the model's tree itself."""
         return self.stages == 1 and (self.stacked_whole or not self.alike)
 
-    def stored(self, tree: Any) -> Any:
+    def stored(self, tree: Mapping[str, Mapping[str, Tree]]) -> Any:
         """The model's tree as this plan stores it."""
         if self.same:
             return tree
@@ -209,7 +211,7 @@ class Layout:
         )
         return {**stored, "blocks": blocks}
 
-    def model_tree(self, stored: Any, tied: bool | None) -> Any:
+    def model_tree(self, stored: StoredParams, tied: bool | None) -> Any:
         """What is stored as the model's tree."""
         if self.same:
             return stored
@@ -222,7 +224,8 @@ class Layout:
             if name != "blocks"
         }
         if tied is False:
-            tree["head"] = {**tree["head"], TABLE[1]: stored[TABLE[0]][TABLE[1]][-1]}
+            embedding: Any = stored[TABLE[0]]
+            tree["head"] = {**tree["head"], TABLE[1]: embedding[TABLE[1]][-1]}
         return {**tree, "blocks": jax.tree.map(lambda leaf: leaf[self.rows], stored["blocks"])}
 
     def _slots(self, leaf: jax.Array, stage: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What the runtime has to know about a model: three functions, and which parameters the ends read."""
+"""What the runtime has to know about a model: three functions, and which parameters the outer two read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,70 +6,73 @@ from typing import Any
 
 import jax
 
-BlockFunction = Callable[[Any, Any, tuple[jax.Array, Any]], Any]
+from jhpt.sharding.types import Keys, LayerKeys, Params, Tree
+
+BlockFunction = Callable[[Any, Any, LayerKeys], Any]
 """(parameters of one layer, x, (keys [b], layer)) -> x."""
 
 Recompute = Callable[[BlockFunction], BlockFunction]
-"""Wraps a layer, to choose what its backward pass finds saved."""
+"""Wraps a layer to choose which activations its backward pass finds saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """A layer, cut before each of its two sums over the tensor axis: other work can begin before they have arrived.
+    """A layer in two halves, each of which ends before its all-reduce over the tensor axis.
 
-    What the first two leave is a NamedTuple whose field `part` is to be summed and added to its field `x`, the residual
-    stream; the next one begins with that.  at: (keys [b], layer).  ticket: of `order`, or None.
+    Other work can begin while that all-reduce is under way.  Each half returns a NamedTuple: its field `part` is to be
+    all-reduced and added to its field `x`, the residual stream; what comes next begins with that.
 
-    first: (parameters of one layer, x, at, ticket) -> parted.
-    second: (parameters of one layer, parted, at, ticket) -> parted.
-    finish: (parted, at) -> x.
+    first: (parameters of one layer, x, (keys [b], layer), ordering token or None) -> parted.
+    second: (parameters of one layer, parted, (keys, layer), ordering token or None) -> parted.
+    finish: (parted, (keys, layer)) -> x.
     """
 
-    first: Callable[[Any, jax.Array, tuple[jax.Array, Any], jax.Array | None], Any]
-    second: Callable[[Any, Any, tuple[jax.Array, Any], jax.Array | None], Any]
-    finish: Callable[[Any, tuple[jax.Array, Any]], jax.Array]
+    first: Callable[[Any, jax.Array, LayerKeys, jax.Array | None], Any]
+    second: Callable[[Any, Any, LayerKeys, jax.Array | None], Any]
+    finish: Callable[[Any, LayerKeys], jax.Array]
 
-    def block(self, params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> jax.Array:
+    def block(self, params: Params, x: jax.Array, at: LayerKeys) -> jax.Array:
         """The whole layer."""
         return self.finish(self.second(params, self.first(params, x, at, None), at, None), at)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """A model with its loss, cut where layers begin, as one rank of a tensor degree computes it.
+class ModelParts:
+    """A model with its loss, as one rank of a tensor degree computes it: embedding, blocks, head.
 
-    Everything acts on some rows of a batch; row r always draws from its own key, so nothing depends on which rows are
-    computed together.  Parameters are the model's tree: `blocks` stacked by layer, the rest ends.
+    Everything acts on some rows of a batch.  Row r always draws from its own key, so the result does not depend on
+    which rows are computed together.  Parameters are the model's tree: `blocks` stacked by layer, and the rest, which
+    is the embedding and the head.
 
-    entry: (ends, rows, keys [b]) -> x; rows: a tree of [b, ...].
-    block: one layer.  halves: the same, cut before its sums over the tensor axis.
-    exit: (ends, x, rows, keys) -> sums over the rows: a tree of scalars whose attribute `loss` is minimised.
-    entry_reads, exit_reads: paths of the ends that the two functions read.
+    embed: (embedding and head, batch, keys [b]) -> x[b, ...]; batch: a tree of [b, ...].
+    block: one layer.  halves: the same layer, cut before its all-reduces over the tensor axis.
+    head_loss: (embedding and head, x, batch, keys) -> sums over the rows (`types.LossSums`).
+    embed_reads, head_reads: paths of the parameters that the two functions read.
     """
 
-    entry: Callable[[Any, Any, jax.Array], jax.Array]
+    embed: Callable[[Any, Any, Keys], jax.Array]
     block: BlockFunction
-    exit: Callable[[Any, jax.Array, Any, jax.Array], Any]
-    entry_reads: tuple[str, ...]
-    exit_reads: tuple[str, ...]
+    head_loss: Callable[[Any, jax.Array, Any, Keys], Any]
+    embed_reads: tuple[str, ...]
+    head_reads: tuple[str, ...]
     halves: Halves | None = None
 
 
 def picked(tree: Mapping[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
     """The subtree of these paths: `("head", "embedding/tokens")`."""
-    found: dict[str, Any] = {}
+    subtree: dict[str, Any] = {}
     for path in paths:
         *folders, name = path.split("/")
-        source, target = tree, found
+        source, target = tree, subtree
         for folder in folders:
             source, target = source[folder], target.setdefault(folder, {})
         target[name] = source[name]
-    return found
+    return subtree
 
 
-def added(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+def added(total: Mapping[str, Tree], part: Mapping[str, Tree]) -> dict[str, Any]:
     """`total` plus a subtree of it."""
-    result = dict(total)
+    result: dict[str, Any] = dict(total)
     for name, value in part.items():
         if name not in result:
             result[name] = value

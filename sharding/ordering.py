@@ -1,43 +1,43 @@
 """What is computed first, where no value says so.
 
-A compiler that finds two things to do in any order may do them side by side, and then wait for the sums of both.  Here
-one waits for the other, and in the backward pass the other for the one:
+A compiler that may run two computations in any order may run them side by side, and then wait for the all-reduces of
+both.  Here one waits for the other, and in the backward pass the other for the one:
 
-    part, ticket = give(part);   y = wait(y, ticket)      forward: y after part      backward: part's error after y's
+    part, token = emit(part);  y = depend_on(y, token)    forward: y after part    backward: part's gradient after y's
 
-A ticket is a zero that is computed from what gives it: of an entry that is not as large as numbers get, which the
-compiler does not know.  Adding it changes nothing and goes into whatever writes y anyway.  (An optimization_barrier is
-gone before the compiler puts things in order.)
+An ordering token is a zero that is computed from `part`: the compiler does not know that no entry of `part` is as large
+as float32 allows.  Adding it to y changes nothing, and the addition is fused into whatever writes y.  (The compiler
+removes an optimization_barrier before it schedules.)
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jhpt.sharding.types import PyTree
+
 ORDERING_TOKEN = "ticket"
-"""Name for recomputation: to have a ticket again would take what gave it."""
+"""Its name for recomputation, which should save it: to recompute a token takes all that it was computed from."""
 
 
 def emit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(x, a ticket for `depend_on`)."""
+    """(x, an ordering token for `depend_on`)."""
     x, ordering_token = _emit(x)
     return x, checkpoint_name(ordering_token, ORDERING_TOKEN)
 
 
 def depend_on(x: jax.Array, ordering_token: jax.Array | None) -> jax.Array:
-    """x, once what gave the ticket is there; at once without one."""
+    """x, not before what emitted the token is computed; without a token x itself."""
     return x if ordering_token is None else _depend_on(x, ordering_token)
 
 
-def after(x: jax.Array, done: Any) -> jax.Array:
-    """x, once every array of a tree is computed; not to be differentiated."""
+def after(x: jax.Array, done: PyTree) -> jax.Array:
+    """x, not before every array of a tree is computed; not to be differentiated."""
     return jax.tree.reduce(lambda x, leaf: x + _zero(leaf).astype(x.dtype), done, x)
 
 
 def _zero(x: jax.Array) -> jax.Array:
-    """0, but not before x is known; what is infinite or not a number shows itself."""
+    """0, but not before x is known; an x that is infinite or not a number is returned instead."""
     entry = x.ravel()[0].astype(jnp.float32)
     return jnp.where(jnp.abs(entry) < jnp.finfo(jnp.float32).max, 0.0, entry)
 

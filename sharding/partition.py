@@ -2,18 +2,18 @@
 
 Tensor parallelism is Megatron's (Shoeybi et al. 2019, arXiv 1909.08053): qkv and up are split by column (heads, hidden
 units), projection and down by row, the vocabulary by rows of its table, convolutions and dense layers by their output
-channels; the rest is replicated.  ZeRO (Rajbhandari et
-al. 2020, arXiv 1910.02054) adds the data axes to one more dimension of every matrix.
+channels; the rest is replicated.  ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) adds the data axes to one more
+dimension of every matrix.
 """
 
 import re
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from jhpt.core.axes import PIPE, TENSOR
 from jhpt.sharding.mesh import Axes
+from jhpt.sharding.types import KeyPath
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(embedding|head)/tokens$", (TENSOR, None)),
@@ -33,7 +33,7 @@ MATRICES = re.compile(r"(^|/)(kernel|tokens|positions|types)$")
 """Matrices and tables; the others are biases and scales of norms, a thousandth of the numbers."""
 
 
-def path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: KeyPath) -> str:
     """`blocks/mlp/up/kernel` for a key path of `jax.tree_util`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

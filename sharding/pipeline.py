@@ -1,4 +1,4 @@
-"""A step of several stages: one program that walks every device through a timetable.
+"""The passes of several stages: one program that walks every device through a timetable.
 
 Inside `shard_map` each device knows its stage.  In a tick it
 
@@ -6,17 +6,17 @@ Inside `shard_map` each device knows its stage.  In a tick it
     2. it runs its forward pass, if it has one, and sends the result on, while
     3. it runs its backward pass, if it has one; what that yields is sent in the next tick.
 
-So a transfer always travels beside a pass that does not need it.  Ticks in which no device has a forward pass, or none
-a backward pass, run without it and its transfer.  What a forward pass keeps lies in a ring with a slot
-for every micro-batch in flight.  The last stage computes loss and logits in its backward pass: they never outlive a
-tick.  The ends of the model have a slot on every stage, for all devices run one program; only the first stage uses the
-entry's and only the last the exit's.
+So a transfer always runs beside a pass that does not need it.  Ticks in which no device has a forward pass, or none a
+backward pass, run without that pass and its transfer.  Saved activations lie in a ring with a slot for every
+micro-batch in flight.  The last stage computes logits and loss in its backward pass, so that they never outlive a tick.
+The embedding and the head have a slot on every stage, because all devices run one program; only the first stage uses
+the embedding's and only the last the head's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +27,19 @@ from jhpt.core.schedule import Phase, Timetable
 from jhpt.sharding import stacks
 from jhpt.sharding.layer_loop import Fetch
 from jhpt.sharding.layer_vjp import Saved, SplitLayer, split_layer
-from jhpt.sharding.model_parts import Parts, Recompute, picked
-from jhpt.sharding.sample_chunks import Chunked, Whole
+from jhpt.sharding.model_parts import ModelParts, Recompute, picked
+from jhpt.sharding.sample_chunks import ChunkedSamples, UnchunkedSamples
+from jhpt.sharding.types import Activation, Batch, Gradients, Keys, LossSums, Params, Tree
+
+T = TypeVar("T")
 
 
 class Carry(NamedTuple):
     """What goes from tick to tick.
 
-    arrived: input of the next forward pass.  leaving: gradient to be sent to the predecessor.  ring: what forward
-    passes keep, [slots, layers, ...]; closing: what they keep of their ends, outputs: what the last stage's end with,
-    [slots, ...].
+    arrived: input of the next forward pass.  leaving: gradient to be sent to the predecessor.  ring: saved activations
+    of forward passes, [slots, layers, ...].  closing: what the end of each chunk's stream saves, outputs: x
+    after each chunk, [slots, ...].  blocks, embedding_and_head: gradients so far.
     """
 
     arrived: jax.Array
@@ -44,9 +47,9 @@ class Carry(NamedTuple):
     ring: Saved
     closing: Saved
     outputs: jax.Array
-    blocks: Any
-    embedding_and_head: Any
-    sums: Any
+    blocks: Tree
+    embedding_and_head: Gradients
+    sums: LossSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +60,18 @@ class Pipeline:
     first, count: [S, v] the first block and the number of blocks of every chunk; a device holds v x `depth` rows of
       every stacked leaf, chunk after chunk, of which the last may be unused.
     fetch, finish: what turns a block's stored parameters into used ones, and its gradient into a stored one.
-    unroll: blocks in the program instead of in a loop.  ahead: how many blocks are fetched ahead.
+    unroll: blocks in the program instead of in a loop.  prefetch: how many blocks ahead are fetched.
     """
 
-    parts: Parts
-    stream: Whole | Chunked
+    parts: ModelParts
+    stream: UnchunkedSamples | ChunkedSamples
     timetable: Timetable
     first: np.ndarray
     count: np.ndarray
     unroll: bool
     fetch: Fetch
     finish: Callable[[Any], Any]
-    ahead: int
+    prefetch: int
     recompute: Recompute
 
     @property
@@ -86,16 +89,17 @@ class Pipeline:
         """Blocks that every chunk has room for."""
         return int(self.count.max())
 
-    def gradients(self, params: Any, rows: Any, keys: jax.Array, scale: float) -> tuple[Any, Any]:
+    def gradients(self, params: Params, batch: Batch, keys: Keys, scale: float) -> tuple[Gradients, LossSums]:
         """This device's part of the gradient of loss x scale, and of the sums, over all micro-batches.
 
-        params: `{"blocks": {"0": [v depth, ...]}, ...}` of this device; rows: a tree of [M, b, ...]; keys [M, b].
+        params: `{"blocks": {"0": [v depth, ...]}, ...}` of this device; batch: a tree of [M, b, ...]; keys
+        [M, b].
         """
-        device = _Device(self, params, rows, keys, scale)
+        device = _Device(self, params, batch, keys, scale)
         carry = device.start()
         for phase in self.timetable.phases():
             carry = self._phase(device, phase, carry)
-        return carry.embedding_and_head | {"blocks": {"0": carry.blocks}}, carry.sums
+        return {**carry.embedding_and_head, "blocks": {"0": carry.blocks}}, carry.sums
 
     def _phase(self, device: "_Device", phase: Phase, carry: Carry) -> Carry:
         def tick(carry: Carry, now: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
@@ -114,18 +118,21 @@ class Pipeline:
         now = jnp.asarray(table.forward[phase.ticks]), jnp.asarray(table.backward[phase.ticks])
         return jax.lax.scan(tick, carry, now)[0]
 
-    def sums(self, params: Any, rows: Any, keys: jax.Array) -> Any:
+    def sums(self, params: Params, batch: Batch, keys: Keys) -> LossSums:
         """This device's part of the sums over all micro-batches, forward only."""
-        device = _Device(self, params, rows, keys, 1.0)
+        device = _Device(self, params, batch, keys, 1.0)
         busy = self.timetable.forward[..., 0].max(axis=1) >= 0
 
-        def tick(carry: tuple[jax.Array, Any], now: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
-            own = now[device.stage]
-            carry = _maybe(own[0] >= 0, partial(device.evaluate, entry=own), carry)
+        def tick(carry: tuple[jax.Array, LossSums], now: jax.Array) -> tuple[tuple[jax.Array, LossSums], None]:
+            entry = now[device.stage]
+            carry = _maybe(entry[0] >= 0, partial(device.evaluate, entry=entry), carry)
             return (self._sent(carry[0], +1), carry[1]), None
 
         start = device.start()
-        return jax.lax.scan(tick, (start.arrived, start.sums), jnp.asarray(self.timetable.forward[busy]))[0][1]
+        sums: LossSums = jax.lax.scan(tick, (start.arrived, start.sums), jnp.asarray(self.timetable.forward[busy]))[0][
+            1
+        ]
+        return sums
 
     def _sent(self, x: jax.Array, to: int) -> jax.Array:
         """x of the neighbour before (to=+1) or behind (to=-1); around the ring where stages have several chunks."""
@@ -135,24 +142,25 @@ class Pipeline:
         return jax.lax.ppermute(x, PIPE, pairs)
 
 
-def _maybe(predicate: jax.Array, function: Callable[[Any], Any], carry: Any) -> Any:
+def _maybe(predicate: jax.Array, function: Callable[[T], T], carry: T) -> T:
     """function(carry), or the carry as it is.
 
-    A loop of one round or none: loops work in place, where a conditional copies what it passes on.
+    It is a loop of one round or none: loops work in place, whereas a conditional copies what it passes on.
     """
     once = lambda state: (jnp.zeros((), bool), function(state[1]))  # noqa: E731
-    return jax.lax.while_loop(lambda state: state[0], once, (predicate, carry))[1]
+    result: T = jax.lax.while_loop(lambda state: state[0], once, (predicate, carry))[1]
+    return result
 
 
 class _Device:
     """One device's view of a step; every method is traced into the one program."""
 
-    def __init__(self, pipeline: Pipeline, params: Any, rows: Any, keys: jax.Array, scale: float) -> None:
+    def __init__(self, pipeline: Pipeline, params: Params, batch: Batch, keys: Keys, scale: float) -> None:
         self.pipeline, self.parts = pipeline, pipeline.parts
-        self.params, self.rows, self.keys, self.scale = params, rows, keys, scale
+        self.params, self.batch, self.keys, self.scale = params, batch, keys, scale
         self.stage = jax.lax.axis_index(PIPE)
         self.embedding_and_head = {name: value for name, value in params.items() if name != "blocks"}
-        self.shape = jax.eval_shape(self.parts.entry, picked(params, self.parts.entry_reads), _at(rows, 0), keys[0])
+        self.shape = jax.eval_shape(self.parts.embed, picked(params, self.parts.embed_reads), _at(batch, 0), keys[0])
         self.stream, self.one, at = pipeline.stream, pipeline.fetch(self._row(0)), (keys[0], jnp.int32(0))
         opened = jax.eval_shape(self.stream.opened, self.one, self.shape, at)
         self.split: SplitLayer = split_layer(pipeline.recompute(self.stream.layer), self.one, opened, at)
@@ -163,7 +171,7 @@ class _Device:
         slots, depth = self.pipeline.timetable.slots, self.pipeline.depth
         zeros = jnp.zeros(self.shape.shape, self.shape.dtype)
         gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.params)
-        sums = jax.eval_shape(self.parts.exit, self.params, self.shape, _at(self.rows, 0), self.keys[0])
+        sums = jax.eval_shape(self.parts.head_loss, self.params, self.shape, _at(self.batch, 0), self.keys[0])
         return Carry(
             arrived=zeros,
             leaving=zeros,
@@ -181,8 +189,8 @@ class _Device:
         keys = self.keys[micro_batch]
         x = self._entered(carry.arrived, micro_batch, chunk)
 
-        def block(at: jax.Array, own: Any, x: Any, ring: Saved) -> tuple[Any, Saved]:
-            y, saved = self.split.forward(own, x, (keys, self._layer(chunk, at)))
+        def block(at: jax.Array, layer: Params, x: Activation, ring: Saved) -> tuple[Activation, Saved]:
+            y, saved = self.split.forward(layer, x, (keys, self._layer(chunk, at)))
             return y, stacks.put(ring, (slot, at), saved)
 
         stream, ring = self._blocks(chunk, block, (self._opened(x, keys), carry.ring))
@@ -195,19 +203,19 @@ class _Device:
         micro_batch, chunk, slot = entry
         keys = self.keys[micro_batch]
 
-        def exit_(state: tuple[Any, Any, jax.Array]) -> tuple[Any, Any, jax.Array]:
+        def with_loss(state: tuple[Params, LossSums, jax.Array]) -> tuple[Params, LossSums, jax.Array]:
             embedding_and_head, sums, _ = state
             return self._exited(embedding_and_head, sums, carry.outputs[slot], micro_batch)
 
         last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
-        embedding_and_head, sums, error = _maybe(last, exit_, (carry.embedding_and_head, carry.sums, error))
+        embedding_and_head, sums, error = _maybe(last, with_loss, (carry.embedding_and_head, carry.sums, error))
 
-        def block(at: jax.Array, own: Any, error: Any, blocks: Any) -> tuple[Any, Any]:
+        def block(at: jax.Array, layer: Params, error: Activation, blocks: Tree) -> tuple[Activation, Tree]:
             row = chunk * self.pipeline.depth + at
             saved = stacks.taken(carry.ring, (slot, at))
-            gradient, error = self.split.backward(own, (keys, self._layer(chunk, at)), saved, error)
-            own = self.pipeline.finish(gradient)
-            return error, jax.tree.map(lambda total, one: total.at[row].add(one), blocks, own)
+            gradient, error = self.split.backward(layer, (keys, self._layer(chunk, at)), saved, error)
+            finished = self.pipeline.finish(gradient)
+            return error, jax.tree.map(lambda total, one: total.at[row].add(one), blocks, finished)
 
         saved = stacks.taken(carry.closing, (slot,))
         _, opened = self.close.backward((), self._end(keys, chunk), saved, error)
@@ -216,82 +224,86 @@ class _Device:
         first = (self.stage == 0) & (chunk == 0)
         embedding_and_head = _maybe(
             first,
-            lambda embedding_and_head: self._entry_gradient(embedding_and_head, micro_batch, error),
+            lambda embedding_and_head: self._embedding_gradient(embedding_and_head, micro_batch, error),
             embedding_and_head,
         )
         return carry._replace(leaving=error, blocks=blocks, embedding_and_head=embedding_and_head, sums=sums)
 
-    def evaluate(self, carry: tuple[jax.Array, Any], entry: jax.Array) -> tuple[jax.Array, Any]:
-        """A forward pass that keeps nothing and ends in sums."""
+    def evaluate(self, carry: tuple[jax.Array, LossSums], entry: jax.Array) -> tuple[jax.Array, LossSums]:
+        """A forward pass that saves nothing; on the last stage it ends in sums."""
         micro_batch, chunk, _ = entry
         x, sums = carry
         keys = self.keys[micro_batch]
 
-        def block(at: jax.Array, own: Any, x: Any, none: None) -> tuple[Any, None]:
-            return self.stream.layer(own, x, (keys, self._layer(chunk, at))), None
+        def block(at: jax.Array, layer: Params, x: Activation, none: None) -> tuple[Activation, None]:
+            return self.stream.layer(layer, x, (keys, self._layer(chunk, at))), None
 
         stream = self._opened(self._entered(x, micro_batch, chunk), keys)
         stream, _ = self._blocks(chunk, block, (stream, None))
         x = self.stream.closed(stream, self._end(keys, chunk))
 
-        def exit_(sums: Any) -> Any:
-            own = self.parts.exit(self.embedding_and_head, x, _at(self.rows, micro_batch), keys)
-            return jax.tree.map(jnp.add, sums, own)
+        def with_loss(sums: LossSums) -> LossSums:
+            more = self.parts.head_loss(self.embedding_and_head, x, _at(self.batch, micro_batch), keys)
+            total: LossSums = jax.tree.map(jnp.add, sums, more)
+            return total
 
         last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
-        return x, _maybe(last, exit_, sums)
+        return x, _maybe(last, with_loss, sums)
 
     def _entered(self, arrived: jax.Array, micro_batch: jax.Array, chunk: jax.Array) -> jax.Array:
-        entry = lambda _: self.parts.entry(self.embedding_and_head, _at(self.rows, micro_batch), self.keys[micro_batch])  # noqa: E731
-        return _maybe((self.stage == 0) & (chunk == 0), entry, arrived)
+        def embedded(_: jax.Array) -> jax.Array:
+            return self.parts.embed(self.embedding_and_head, _at(self.batch, micro_batch), self.keys[micro_batch])
+
+        return _maybe((self.stage == 0) & (chunk == 0), embedded, arrived)
 
     def _exited(
-        self, embedding_and_head: Any, sums: Any, x: jax.Array, micro_batch: jax.Array
-    ) -> tuple[Any, Any, jax.Array]:
-        """The ends' gradients and the sums with those of this micro-batch, and the gradient of x."""
-        rows, keys = _at(self.rows, micro_batch), self.keys[micro_batch]
+        self, embedding_and_head: Gradients, sums: LossSums, x: jax.Array, micro_batch: jax.Array
+    ) -> tuple[Gradients, LossSums, jax.Array]:
+        """The gradients of embedding and head and the sums with those of this micro-batch, and the gradient of x."""
+        batch, keys = _at(self.batch, micro_batch), self.keys[micro_batch]
 
-        def loss(read: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-            own = self.parts.exit(read, x, rows, keys)
-            return own.loss * self.scale, own
+        def loss(read: Params, x: jax.Array) -> tuple[jax.Array, LossSums]:
+            more = self.parts.head_loss(read, x, batch, keys)
+            return more.loss * self.scale, more
 
-        _, pull, own = jax.vjp(loss, picked(self.embedding_and_head, self.parts.exit_reads), x, has_aux=True)
+        _, pull, more = jax.vjp(loss, picked(self.embedding_and_head, self.parts.head_reads), x, has_aux=True)
         gradient, error = pull(jnp.float32(1))
-        return _accumulated(embedding_and_head, gradient), jax.tree.map(jnp.add, sums, own), error
+        return _accumulated(embedding_and_head, gradient), jax.tree.map(jnp.add, sums, more), error
 
-    def _entry_gradient(self, embedding_and_head: Any, micro_batch: jax.Array, error: jax.Array) -> Any:
-        rows, keys = _at(self.rows, micro_batch), self.keys[micro_batch]
+    def _embedding_gradient(self, embedding_and_head: Gradients, micro_batch: jax.Array, error: jax.Array) -> Gradients:
+        batch, keys = _at(self.batch, micro_batch), self.keys[micro_batch]
         _, pull = jax.vjp(
-            lambda embedding_and_head: self.parts.entry(embedding_and_head, rows, keys),
-            picked(self.embedding_and_head, self.parts.entry_reads),
+            lambda embedding_and_head: self.parts.embed(embedding_and_head, batch, keys),
+            picked(self.embedding_and_head, self.parts.embed_reads),
         )
         return _accumulated(embedding_and_head, pull(error)[0])
 
-    def _blocks(self, chunk: jax.Array, block: Callable[..., Any], carry: Any, reverse: bool = False) -> Any:
-        """Runs `block(at, parameters, *carry)` over the chunk's blocks; rows that it does not use are passed by."""
+    def _blocks(self, chunk: jax.Array, block: Callable[..., T], carry: T, reverse: bool = False) -> T:
+        """Runs `block(at, parameters, *carry)` over the chunk's blocks and skips rows that the chunk does not use."""
         depth, even = self.pipeline.depth, bool((self.pipeline.count == self.pipeline.depth).all())
         used = jnp.asarray(self.pipeline.count)[self.stage, chunk]
 
         def fetched(at: jax.Array | int) -> Any:
             return self.pipeline.fetch(self._row(chunk * depth + jnp.clip(at, 0, depth - 1)))
 
-        ahead = self.pipeline.ahead
+        prefetch = self.pipeline.prefetch
 
-        def step(carry: Any, at: jax.Array) -> tuple[Any, None]:
-            carry, ready = carry
-            following = (fetched(at - ahead if reverse else at + ahead),) if ahead else ()
+        def step(state: tuple[T, tuple[Params, ...]], at: jax.Array) -> tuple[tuple[T, tuple[Params, ...]], None]:
+            carry, ready = state
+            following = (fetched(at - prefetch if reverse else at + prefetch),) if prefetch else ()
 
-            def run(carry: Any) -> Any:
-                return block(at, ready[0] if ahead else fetched(at), *carry)
+            def run(carry: T) -> T:
+                return block(at, ready[0] if prefetch else fetched(at), *carry)  # type: ignore[misc]
 
             carry = run(carry) if even else _maybe(at < used, run, carry)
             return (carry, (*ready[1:], *following)), None
 
-        start = tuple(fetched(depth - 1 - at if reverse else at) for at in range(ahead))
+        start = tuple(fetched(depth - 1 - at if reverse else at) for at in range(prefetch))
         unroll = depth if self.pipeline.unroll else 1
-        return jax.lax.scan(step, (carry, start), jnp.arange(depth), reverse=reverse, unroll=unroll)[0][0]
+        after: T = jax.lax.scan(step, (carry, start), jnp.arange(depth), reverse=reverse, unroll=unroll)[0][0]
+        return after
 
-    def _opened(self, x: jax.Array, keys: jax.Array) -> Any:
+    def _opened(self, x: jax.Array, keys: Keys) -> Any:
         return self.stream.opened(self.one, x, (keys, jnp.int32(0)))
 
     def _end(self, keys: jax.Array, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -305,12 +317,16 @@ class _Device:
         return _at(self.params["blocks"]["0"], row)
 
 
-def _at(tree: Any, index: jax.Array | int) -> Any:
+def _at(tree: Tree | Batch, index: jax.Array | int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-def _accumulated(total: Any, part: Any) -> Any:
+def _accumulated(total: Gradients, part: Gradients) -> Gradients:
     """`total` plus a subtree of it, in total's dtype."""
-    if not isinstance(part, dict):
-        return total + part.astype(total.dtype)
-    return {name: _accumulated(value, part[name]) if name in part else value for name, value in total.items()}
+
+    def add(total: Tree, part: Tree) -> Tree:
+        if isinstance(total, Mapping) and isinstance(part, Mapping):
+            return {name: add(value, part[name]) if name in part else value for name, value in total.items()}
+        return total + part.astype(total.dtype)  # type: ignore[union-attr, operator]
+
+    return {name: add(value, part[name]) if name in part else value for name, value in total.items()}

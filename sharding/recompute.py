@@ -1,4 +1,4 @@
-"""What the backward pass finds saved, and what it computes again."""
+"""Activation checkpointing: which activations are saved for the backward pass, and which are recomputed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,17 +19,18 @@ NAME = jax.make_jaxpr(lambda x: checkpoint_name(x, ATTENTION))(0.0).eqns[0].prim
 def save_named(
     names: Sequence[str], host: Sequence[str] = (), *, flash: bool = False, loop: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wraps a layer so that its backward pass finds the tensors of these names, and its input; the rest it computes.
+    """Wraps a layer so that its input and the tensors of these names are saved; the backward pass recomputes the rest.
 
-    With every matrix product among the names none runs twice; only norms, activations and residual sums do.  They are
-    cheap, and what they would leave behind is not: on an H100 (compiled, not run) gpt2-1.5b at batch 16 needs 37 GB of
+    With every matrix product among the names none runs twice; only norms, activation functions and residual sums do.
+    They are cheap to compute and expensive to save: on an H100 (compiled, not run) gpt2-1.5b at batch 16 needs 37 GB of
     temporary memory instead of 121, the head's own backward pass (`jhpt.models.vocabulary`) included.
 
     Args:
-      host: names of tensors that wait in the host's pinned memory.
-      flash: attention is cuDNN's.  What is named is then the kernel's own result in another shape, so that is what is
-        kept, with the softmax's statistics, and nothing twice.
-      loop: the backward pass is in another loop than the forward pass, so no compiler sees that they compute the same.
+      host: names of tensors that are offloaded to the host's pinned memory.
+      flash: attention is cuDNN's.  The named tensor is then the kernel's result in another shape, so the result itself
+        is saved, with the softmax's statistics, and nothing is saved twice.
+      loop: the backward pass is in another loop than the forward pass, so that no compiler can find common
+        subexpressions.
     """
     named = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=tuple(names),
@@ -52,10 +53,10 @@ def save_named(
 
 
 def everything(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """The layer itself: its backward pass keeps what it likes."""
+    """The layer itself: everything that its backward pass needs is saved."""
     return layer
 
 
 def save_nothing(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a layer so that its backward pass keeps only its input."""
+    """Wraps a layer so that only its input is saved."""
     return jax.checkpoint(layer)

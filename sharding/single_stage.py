@@ -1,49 +1,54 @@
-"""A step of one stage: micro-batches one after another, their gradients added up.
+"""The passes of one stage over one micro-batch.
 
-Layers of a stage may use its devices differently.  Where a run of layers of degree a meets one of degree b, the rows
-of a micro-batch are gathered over the axes that turn from data into tensor axes, or cut the other way round:
+Layers of a stage may use its devices differently.  Where a run of layers of tensor degree a meets one of degree b, the
+rows of a micro-batch are resharded over the axes that turn from data into tensor axes, X:
 
-    a < b   forward all_gather of x, backward every rank keeps its own rows of the gradient
-    a > b   forward every rank keeps its own rows, backward all_gather of the gradient
+    a < b   forward x[B/X] -> x[B] by all-gather; backward every rank keeps its own rows of the gradient
+    a > b   forward x[B] -> x[B/X], every rank keeps its own rows; backward all-gather of the gradient
 
-A stream that is cut along the sequence is made whole before and cut again after.
+Activations that are cut along the sequence are gathered before and cut again after.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jhpt.sharding.layer_loop import LayerLoop
 from jhpt.sharding.mesh import DeviceMesh
-from jhpt.sharding.model_parts import Parts, added, picked
+from jhpt.sharding.model_parts import ModelParts, added, picked
 from jhpt.sharding.ordering import after
 from jhpt.sharding.tensor import all_rows, own_rows
+from jhpt.sharding.types import Batch, Gradients, Keys, LossSums, Params
+
+T = TypeVar("T")
 
 
-def moved(x: Any, device_mesh: DeviceMesh, before: int, after: int) -> Any:
-    """Rows as degree `before` holds them -> as degree `after` does; a tree of arrays [b, ...]."""
+def resharded(x: T, device_mesh: DeviceMesh, before: int, after: int) -> T:
+    """Rows as layers of tensor degree `before` hold them -> as those of `after` do; a tree of arrays [b, ...]."""
     low, high = sorted((before, after))
     shared = tuple(name for name in device_mesh.axes(low).data if name not in device_mesh.axes(high).data)
     if not shared or device_mesh.size(shared) == 1:
         return x
     if after > before:
-        return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, shared, axis=0, tiled=True), x)
+        gathered: T = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, shared, axis=0, tiled=True), x)
+        return gathered
 
-    def own(leaf: jax.Array) -> jax.Array:
+    def shard(leaf: jax.Array) -> jax.Array:
         rows = leaf.shape[0] // device_mesh.size(shared)
         return jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(shared) * rows, rows)
 
-    return jax.tree.map(own, x)
+    shards: T = jax.tree.map(shard, x)
+    return shards
 
 
-class Gradients(NamedTuple):
-    """gradients and sums of a micro-batch; fetched: blocks as they were used, of runs that keep them."""
+class MicroBatchGradients(NamedTuple):
+    """Gradients and sums of a micro-batch.  fetched: gathered blocks, of runs that keep them."""
 
-    gradients: Any
-    sums: Any
+    gradients: Gradients
+    sums: LossSums
     fetched: dict[str, Any]
 
 
@@ -60,98 +65,105 @@ class Run:
 class OneStage:
     """All layers on the same devices.
 
-    parts: the model at every degree in use.  runs: its blocks.  sequence: whether the stream between layers of a degree
-    above 1 is cut along the sequence.
+    parts: the model at every tensor degree in use.  runs: its blocks.  sequence: whether activations between layers of
+    a degree above 1 are cut along the sequence.
     """
 
     device_mesh: DeviceMesh
-    parts: Mapping[int, Parts]
+    parts: Mapping[int, ModelParts]
     runs: tuple[Run, ...]
-    entry_degree: int
-    exit_degree: int
+    embed_degree: int
+    head_degree: int
     sequence: bool
 
-    def gradients(self, params: Any, rows: Any, keys: jax.Array, scale: float, total: Any = None) -> "Gradients":
-        """Of one micro-batch's loss x scale, added to `total`; sums are float32.
+    def gradients(
+        self, params: Params, batch: Batch, keys: Keys, scale: float, total: Gradients | None = None
+    ) -> MicroBatchGradients:
+        """The gradient of one micro-batch's loss x scale, added to `total`; sums are float32.
 
-        params, total: `{"blocks": {run: ...}, ...}`; rows, keys: of the smallest degree.
+        params, total: `{"blocks": {run: ...}, ...}`; batch, keys: of the smallest degree.
         """
         least = self.device_mesh.degrees[0]
-        x, pull_entry = jax.vjp(
-            lambda embedding_and_head: self._entry(embedding_and_head, rows, keys),
-            picked(params, self._first.entry_reads),
+        x, pull_embed = jax.vjp(
+            lambda embedding_and_head: self._embed(embedding_and_head, batch, keys),
+            picked(params, self._first.embed_reads),
         )
-        degree, passed = self.entry_degree, []
+        degree, passed = self.embed_degree, []
         for run in self.runs:
-            x, degree = self._handed(x, degree, run.degree), run.degree
-            x, own = run.loop.forward(params["blocks"][run.name], x, moved(keys, self.device_mesh, least, degree))
-            passed.append(own)
+            x, degree = self._between(x, degree, run.degree), run.degree
+            x, of_run = run.loop.forward(
+                params["blocks"][run.name], x, resharded(keys, self.device_mesh, least, degree)
+            )
+            passed.append(of_run)
 
-        def loss(embedding_and_head: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-            sums = self._exit(embedding_and_head, x, rows, keys)
+        def loss(embedding_and_head: Params, x: jax.Array) -> tuple[jax.Array, LossSums]:
+            sums = self._head_loss(embedding_and_head, x, batch, keys)
             return sums.loss * scale, sums
 
-        x = self._handed(x, degree, self.exit_degree)
-        _, pull_exit, sums = jax.vjp(loss, picked(params, self._last.exit_reads), x, has_aux=True)
-        embedding_and_head, error = pull_exit(jnp.float32(1))
-        # Else the compiler computes the table's gradient when it is needed, at the very end, and keeps the logits'
-        # until then: 0.8 GB of gpt2-1.5b with two micro-batches of 8, 4.8 instead of 5.4 GB of temporary memory
-        # (compiled for an H100).
+        x = self._between(x, degree, self.head_degree)
+        _, pull_head_loss, sums = jax.vjp(loss, picked(params, self._last.head_reads), x, has_aux=True)
+        embedding_and_head, error = pull_head_loss(jnp.float32(1))
+        # Otherwise the compiler computes the table's gradient when it is needed, at the very end, and keeps the
+        # logits' gradient until then: for gpt2-1.5b with two micro-batches of 8 that is 0.8 GB, 5.4 instead of 4.8 GB
+        # of temporary memory (compiled for an H100).
         error = after(error, embedding_and_head)
-        # Not before: beside the logits there is room for a gradient in the compute dtype, and hardly in float32.
+        # Not earlier: beside the logits there is room for a gradient in the compute dtype, but hardly in float32.
         total = jax.tree.map(lambda leaf: _widened(leaf, error), total)
 
         blocks: dict[str, Any] = {}
-        fetched = {run.name: own.fetched for run, own in zip(self.runs, passed, strict=True)}
-        degree = self.exit_degree
-        for run, own in zip(reversed(self.runs), reversed(passed), strict=True):
-            error, degree = self._handed(error, degree, run.degree), run.degree
-            used = fetched[run.name] if run.loop.keep else params["blocks"][run.name]
-            loop = run.loop.with_fetched() if run.loop.keep else run.loop
+        fetched = {run.name: of_run.fetched for run, of_run in zip(self.runs, passed, strict=True)}
+        degree = self.head_degree
+        for run, of_run in zip(reversed(self.runs), reversed(passed), strict=True):
+            error, degree = self._between(error, degree, run.degree), run.degree
+            used = fetched[run.name] if run.loop.keep_fetched else params["blocks"][run.name]
+            loop = run.loop.with_fetched() if run.loop.keep_fetched else run.loop
             so_far = None if total is None else total["blocks"][run.name]
-            blocks[run.name], error = loop.backward(used, own, error, so_far)
-        (entry,) = pull_entry(self._handed(error, degree, self.entry_degree))
-        embedding_and_head = added(embedding_and_head, entry)
+            blocks[run.name], error = loop.backward(used, of_run, error, so_far)
+        (embedding,) = pull_embed(self._between(error, degree, self.embed_degree))
+        embedding_and_head = added(embedding_and_head, embedding)
         if total is not None:
             embedding_and_head = added(
                 {name: part for name, part in total.items() if name != "blocks"}, embedding_and_head
             )
-        return Gradients(embedding_and_head | {"blocks": blocks}, sums, fetched)
+        return MicroBatchGradients(embedding_and_head | {"blocks": blocks}, sums, fetched)
 
-    def sums(self, params: Any, rows: Any, keys: jax.Array) -> Any:
+    def sums(self, params: Params, batch: Batch, keys: Keys) -> LossSums:
         """Sums over one micro-batch, forward only."""
-        least, degree = self.device_mesh.degrees[0], self.entry_degree
-        x = self._entry(params, rows, keys)
+        least, degree = self.device_mesh.degrees[0], self.embed_degree
+        x = self._embed(params, batch, keys)
         for run in self.runs:
-            x, degree = self._handed(x, degree, run.degree), run.degree
-            x, _ = run.loop.forward(params["blocks"][run.name], x, moved(keys, self.device_mesh, least, degree))
-        return self._exit(params, self._handed(x, degree, self.exit_degree), rows, keys)
+            x, degree = self._between(x, degree, run.degree), run.degree
+            x, _ = run.loop.forward(params["blocks"][run.name], x, resharded(keys, self.device_mesh, least, degree))
+        return self._head_loss(params, self._between(x, degree, self.head_degree), batch, keys)
 
-    def _handed(self, x: jax.Array, before: int, after: int) -> jax.Array:
-        """The stream, or its gradient, from layers of degree `before` to layers of degree `after`."""
+    def _between(self, x: jax.Array, before: int, after: int) -> jax.Array:
+        """x, or its gradient, from layers of tensor degree `before` to layers of degree `after`."""
         if before == after:
             return x
         if self.sequence and before > 1:
             x = all_rows(self.device_mesh.axes(before).tensor, x)
-        x = moved(x, self.device_mesh, before, after)
+        x = resharded(x, self.device_mesh, before, after)
         return own_rows(self.device_mesh.axes(after).tensor, x) if self.sequence and after > 1 else x
 
     @property
-    def _first(self) -> Parts:
-        return self.parts[self.entry_degree]
+    def _first(self) -> ModelParts:
+        return self.parts[self.embed_degree]
 
     @property
-    def _last(self) -> Parts:
-        return self.parts[self.exit_degree]
+    def _last(self) -> ModelParts:
+        return self.parts[self.head_degree]
 
-    def _entry(self, embedding_and_head: Any, rows: Any, keys: jax.Array) -> jax.Array:
-        return self._first.entry(
-            embedding_and_head, *moved((rows, keys), self.device_mesh, self.device_mesh.degrees[0], self.entry_degree)
+    def _embed(self, embedding_and_head: Params, batch: Batch, keys: Keys) -> jax.Array:
+        return self._first.embed(
+            embedding_and_head,
+            *resharded((batch, keys), self.device_mesh, self.device_mesh.degrees[0], self.embed_degree),
         )
 
-    def _exit(self, embedding_and_head: Any, x: jax.Array, rows: Any, keys: jax.Array) -> Any:
-        return self._last.exit(
-            embedding_and_head, x, *moved((rows, keys), self.device_mesh, self.device_mesh.degrees[0], self.exit_degree)
+    def _head_loss(self, embedding_and_head: Params, x: jax.Array, batch: Batch, keys: Keys) -> LossSums:
+        return self._last.head_loss(
+            embedding_and_head,
+            x,
+            *resharded((batch, keys), self.device_mesh, self.device_mesh.degrees[0], self.head_degree),
         )
 
 

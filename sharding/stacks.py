@@ -1,4 +1,4 @@
-"""What layers keep, in stacks with a row for each: on the device, or on the host where a layer has put it there.
+"""Saved activations of layers, in stacks with a row for each layer: on the device, or offloaded to the host.
 
 A stack on the host begins as one of the host's numbers, broadcast: XLA takes host memory for that, and none of the
 device's.  Of a stack that is filled on the device and moved it also keeps the first one, whole.  Rows are put by
@@ -6,20 +6,24 @@ dynamic_update_slice, which XLA turns into a copy that runs beside computation; 
 (Seen in programs for an H100, jax 0.10.2.)
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from jhpt.sharding.types import PyTree
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 Index = int | jax.Array
 
+T = TypeVar("T")
 
-def room(shapes: Any, leading: tuple[int, ...], value: jax.Array) -> Any:
+
+def room(shapes: PyTree, leading: tuple[int, ...], value: jax.Array) -> Any:
     """Stacks [*leading, ...] of such rows, each where its rows lie, filled with a value: to be written before read."""
 
-    def one(shape: Any) -> jax.Array:
+    def one(shape: jax.ShapeDtypeStruct) -> jax.Array:
         whole, filling = (*leading, *shape.shape), value.astype(shape.dtype)
         if _space(shape) == HOST:
             return jax.lax.broadcast(jax.device_put(filling, HOST), whole)
@@ -28,7 +32,7 @@ def room(shapes: Any, leading: tuple[int, ...], value: jax.Array) -> Any:
     return jax.tree.map(one, shapes)
 
 
-def put(stacked: Any, at: tuple[Index, ...], rows: Any) -> Any:
+def put(stacked: T, at: tuple[Index, ...], rows: PyTree) -> T:
     """The stacks with rows at [*at], which lie where the stacks do."""
 
     def one(stack: jax.Array, row: jax.Array) -> jax.Array:
@@ -36,10 +40,11 @@ def put(stacked: Any, at: tuple[Index, ...], rows: Any) -> Any:
         update = jax.lax.expand_dims(row.astype(stack.dtype), range(len(at)))
         return jax.lax.dynamic_update_slice(stack, update, _start(at, rest))
 
-    return jax.tree.map(one, stacked, rows)
+    stacks: T = jax.tree.map(one, stacked, rows)
+    return stacks
 
 
-def taken(stacked: Any, at: tuple[Index, ...]) -> Any:
+def taken(stacked: PyTree, at: tuple[Index, ...]) -> Any:
     """The rows at [*at], where they lie."""
 
     def one(stack: jax.Array) -> jax.Array:
@@ -54,5 +59,5 @@ def _start(at: tuple[Index, ...], rest: int) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(index, jnp.int32) for index in (*at, *(0 for _ in range(rest))))
 
 
-def _space(shape: Any) -> Any:
+def _space(shape: jax.ShapeDtypeStruct) -> Any:
     return getattr(shape, "memory_space", DEVICE)

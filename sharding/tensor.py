@@ -1,13 +1,16 @@
-"""What one rank of the tensor axes does: Megatron's two operators (Shoeybi et al. 2019, arXiv 1909.08053, figure 3).
+"""Megatron's operators of tensor parallelism on one rank of the tensor axes (Shoeybi et al. 2019, arXiv 1909.08053,
+figure 3), in the notation of the scaling book, {U_tp} for what is not reduced yet:
 
-    f  enter        x      -> x                        backward: the sum of the ranks' gradients
-    g  sum_parts    parts  -> the sum over the ranks   backward: the same gradient for every part
+    f  copy_to_tensor_axis       x[B, S, D] -> x[B, S, D]           before column-parallel matrices W[D, F/tp];
+                                                                    backward: all-reduce of the gradient {U_tp}
+    g  reduce_over_tensor_axis   x[B, S, D] {U_tp} -> x[B, S, D]    all-reduce after row-parallel matrices W[F/tp, D];
+                                                                    backward: the same gradient on every rank
 
-With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) the residual stream between them is
-cut along the sequence, [B, S / t, D]: f gathers, g scatters, and each is the other's transpose.
+With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) activations between them are cut
+along the sequence, x[B, S/tp, D]: f is an all-gather, g a reduce-scatter, and each is the other's transpose.
 
-What is whole has a whole gradient, the same on every rank.  So the transposes are written down and not left to
-autodiff, which would sum once more.
+What every rank has whole has a whole gradient, the same on every rank.  So the transposes are written down and not left
+to autodiff, which would all-reduce once more.
 """
 
 from functools import partial
@@ -23,7 +26,7 @@ def copy_to_tensor_axis(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def reduce_over_tensor_axis(axes: tuple[str, ...], parts: jax.Array) -> jax.Array:
-    """g: the sum of the ranks' parts."""
+    """g: the all-reduce of the ranks' parts."""
     return jax.lax.psum(parts, axes)
 
 
@@ -33,26 +36,26 @@ reduce_over_tensor_axis.defvjp(
 )
 
 
-def largest(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+def max_over_tensor_axis(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     """The maximum over the ranks; no gradient passes."""
     return jax.lax.pmax(jax.lax.stop_gradient(x), axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def join(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
-    """The ranks' parts side by side along the last dimension; backward every rank keeps its own part of the gradient.
+def gather_columns(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
+    """y[..., F/tp] -> y[..., F], an all-gather; backward every rank keeps its columns of the gradient.
 
-    After a product with a column-sharded matrix whose result is not for another sharded one: half of g's traffic.
+    After a column-parallel matrix whose result no row-parallel matrix takes: half of g's traffic.
     """
     return jax.lax.all_gather(part, axes, axis=part.ndim - 1, tiled=True)
 
 
-def _join_backward(axes: tuple[str, ...], width: int, gradient: jax.Array) -> tuple[jax.Array]:
+def _gather_columns_backward(axes: tuple[str, ...], width: int, gradient: jax.Array) -> tuple[jax.Array]:
     start = jax.lax.axis_index(axes) * width
     return (jax.lax.dynamic_slice_in_dim(gradient, start, width, axis=gradient.ndim - 1),)
 
 
-join.defvjp(lambda axes, part: (join(axes, part), part.shape[-1]), _join_backward)
+gather_columns.defvjp(lambda axes, part: (gather_columns(axes, part), part.shape[-1]), _gather_columns_backward)
 
 
 SEQUENCE = 1
@@ -61,13 +64,13 @@ SEQUENCE = 1
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def all_gather_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """f on a cut sequence: the whole of x[B, S / t, D]; backward every rank gets its rows of the ranks' sum."""
+    """f of a cut sequence: x[B, S/tp, D] -> x[B, S, D]; backward the reduce-scatter of the gradient {U_tp}."""
     return jax.lax.all_gather(x, axes, axis=SEQUENCE, tiled=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def reduce_scatter_rows(axes: tuple[str, ...], parts: jax.Array) -> jax.Array:
-    """g on a cut sequence: this rank's rows of the sum of parts[B, S, D]; backward the whole gradient."""
+    """g of a cut sequence: parts[B, S, D] {U_tp} -> x[B, S/tp, D]; backward the all-gather of the gradient."""
     return jax.lax.psum_scatter(parts, axes, scatter_dimension=SEQUENCE, tiled=True)
 
 
@@ -86,19 +89,19 @@ def own_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 
 
 def all_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """The ranks' rows [B, S / t, ...] together."""
+    """x[B, S/tp, ...] -> x[B, S, ...]."""
     return jax.lax.all_gather(x, axes, axis=SEQUENCE, tiled=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def split_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Where the cut stream begins: a rank's rows of what every rank has whole; backward the ranks' rows together."""
+    """After the embedding: this rank's rows of x[B, S, D]; backward the all-gather of the ranks' rows."""
     return own_rows(axes, x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def join_rows(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Where it ends: all rows; backward a rank's rows of the gradient, which every rank has whole."""
+    """Before the head: x[B, S/tp, D] -> x[B, S, D]; backward this rank's rows of the gradient, whole on every rank."""
     return all_rows(axes, x)
 
 

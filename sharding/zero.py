@@ -1,6 +1,9 @@
-"""How a device holds parameters between uses: whole, or its share over the data axes (ZeRO).
+"""How a device holds parameters between uses: whole, or sharded over the data axes (ZeRO, also called FSDP).
 
-A share is gathered before use and its gradient scattered after it; both travel in the compute dtype.
+    before use   all-gather       W[D/dp, F] -> W[D, F]
+    after use    reduce-scatter   dW[D, F] {U_dp} -> dW[D/dp, F]
+
+Both communicate in the compute dtype.
 """
 
 import itertools
@@ -14,47 +17,48 @@ from jax.sharding import PartitionSpec
 
 from jhpt.sharding.compression.gradients import GradientReduction
 from jhpt.sharding.partition import IN_FLOAT32, MATRICES, path_name
+from jhpt.sharding.types import KeyPath, Specs, Tree
 
 SMALL = 1 << 19
-"""Bytes up to which tensors are summed together with others.  At 100 GB/s half a MiB travels for about as long as a
-collective takes to begin, some microseconds; what is larger is not worth a copy."""
+"""Bytes up to which tensors are all-reduced together with others.  At 100 GB/s half a MiB takes about as long as a
+collective takes to begin, some microseconds; larger tensors are not worth the copy."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """For the parameters of one degree: their data axes, how many ranks those are, and the dtype models compute in.
+    """Of the parameters of one tensor degree: data axes, number of data ranks, and the dtype that models compute in.
 
     partial: the tensor axes where each rank sees only its rows of a sequence, so that gradients of parameters which are
-    not on these axes are parts, too.
-    apart: gradients of matrices are left to `gradients`, which sums them over the data axes in few bits.
+    not cut over these axes are unreduced over them, too.
+    apart: gradients of matrices are left to `compression.gradients`, which reduces them in low precision.
     """
 
     data: tuple[str, ...]
     ranks: int
-    dtype: Any
+    dtype: jnp.dtype
     partial: tuple[str, ...] = ()
     apart: bool = False
 
-    def gathered(self, params: Any, specs: Any) -> Any:
-        """Every share made whole, in the compute dtype; what models use in float32 stays so.
+    def gathered(self, params: Tree, specs: Specs) -> Any:
+        """The all-gather of every shard, in the compute dtype; parameters that models use in float32 stay in float32.
 
-        specs: partitions of these very leaves.
+        specs: partitions of the leaves of `params`.
         """
 
-        def gather(path: tuple[Any, ...], leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        def gather(path: KeyPath, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
             leaf = leaf if IN_FLOAT32.search(path_name(path)) else leaf.astype(self.dtype)
             dim = self._shared_dim(spec)
             return leaf if dim is None else jax.lax.all_gather(leaf, self.data, axis=dim, tiled=True)
 
         return jax.tree_util.tree_map_with_path(gather, params, specs)
 
-    def scattered(self, gradients: Any, specs: Any) -> Any:
-        """Of every gradient whose parameter is held in shares: this rank's share of its sum over the ranks.
+    def scattered(self, gradients: Tree, specs: Specs) -> Any:
+        """The reduce-scatter of every gradient whose parameter is sharded; the others are returned as they are.
 
-        What is used in float32 is small and never held in shares (`rules.parameter_spec`).
+        Parameters that are used in float32 are small and never sharded (`partition.parameter_spec`).
         """
 
-        def scatter(path: tuple[Any, ...], leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        def scatter(path: KeyPath, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
             dim = self._shared_dim(spec)
             if dim is None or self._apart(path):
                 return leaf
@@ -62,33 +66,33 @@ class Storage:
 
         return jax.tree_util.tree_map_with_path(scatter, gradients, specs)
 
-    def summed(self, gradients: Any, specs: Any) -> Any:
-        """What is not scattered: its sum over the ranks.  All in float32, as they are stored.
+    def summed(self, gradients: Tree, specs: Specs) -> Any:
+        """The all-reduce of every gradient that is not reduce-scattered.  Returns all in float32, as they are stored.
 
-        Small ones travel together: every collective costs its latency.
+        Small gradients share a collective, because each collective costs its latency.
         """
         leaves, tree = jax.tree_util.tree_flatten_with_path(gradients)
         done = [leaf for _, leaf in leaves]
-        together: dict[tuple[Any, ...], list[int]] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
         for index, ((path, leaf), spec) in enumerate(zip(leaves, _partitions(specs), strict=True)):
-            here = self.ranks > 1 and self._shared_dim(spec) is None and not self._apart(path)
-            axes = self.data if here else ()
+            unreduced = self.ranks > 1 and self._shared_dim(spec) is None and not self._apart(path)
+            axes = self.data if unreduced else ()
             axes += self.partial if not _on(spec, self.partial) else ()
             if axes:
                 wire = jnp.dtype(leaf.dtype if IN_FLOAT32.search(path_name(path)) else self.dtype)
                 alone = leaf.size * wire.itemsize > SMALL
-                together.setdefault((axes, wire, index if alone else None), []).append(index)
-        for (axes, wire, _), indices in together.items():
+                groups.setdefault((axes, wire, index if alone else None), []).append(index)
+        for (axes, wire, _), indices in groups.items():
             sums = summed_together([done[index].astype(wire) for index in indices], axes)
             for index, leaf in zip(indices, sums, strict=True):
                 done[index] = leaf
         return jax.tree.unflatten(tree, [leaf.astype(jnp.float32) for leaf in done])
 
     def reduction(self, spec: PartitionSpec) -> GradientReduction:
-        """How the gradient of a leaf of this partition is summed in few bits."""
+        """How the gradient of a leaf of this partition is reduced in low precision."""
         return GradientReduction(self.data, self.ranks, self._shared_dim(spec))
 
-    def _apart(self, path: tuple[Any, ...]) -> bool:
+    def _apart(self, path: KeyPath) -> bool:
         return self.apart and MATRICES.search(path_name(path)) is not None
 
     def _shared_dim(self, spec: PartitionSpec) -> int | None:
@@ -96,20 +100,20 @@ class Storage:
 
 
 def summed_together(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Every array's sum over the ranks of these axes, in one collective; the arrays are of one dtype."""
+    """Every array all-reduced over these axes, in one collective; all arrays have one dtype."""
     if len(leaves) == 1:
         return [jax.lax.psum(leaves[0], axes)]
-    embedding_and_head = list(itertools.accumulate(leaf.size for leaf in leaves))
-    parts = jnp.split(jax.lax.psum(jnp.concatenate([leaf.ravel() for leaf in leaves]), axes), embedding_and_head[:-1])
+    stops = list(itertools.accumulate(leaf.size for leaf in leaves))
+    parts = jnp.split(jax.lax.psum(jnp.concatenate([leaf.ravel() for leaf in leaves]), axes), stops[:-1])
     return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
 
 
-def one_layer(specs: Any) -> Any:
+def one_layer(specs: Specs) -> Any:
     """Partitions of one layer of stacked leaves."""
     return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def _partitions(specs: Any) -> list[PartitionSpec]:
+def _partitions(specs: Specs) -> list[PartitionSpec]:
     return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
@@ -117,6 +121,6 @@ def _on(spec: PartitionSpec, axes: tuple[str, ...]) -> bool:
     return any(set(names_of(names)) & set(axes) for names in spec)
 
 
-def names_of(axes: Any) -> tuple[str, ...]:
+def names_of(axes: str | Sequence[str] | None) -> tuple[str, ...]:
     """Mesh axes of one dimension of a partition."""
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

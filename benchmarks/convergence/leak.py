@@ -48,14 +48,14 @@ def _logits(setup: Setup, params: Any, windows: np.ndarray) -> np.ndarray:
     """[B, S, V], from a forward pass as the plan lays it out."""
     execution = setup.evaluation
     parts = {
-        degree: replace(own, exit=lambda embedding_and_head, x, rows, keys: x)
+        degree: replace(own, head_loss=lambda embedding_and_head, x, rows, keys: x)
         for degree, own in execution.parts.items()
     }
     forward = replace(execution, parts=parts)
 
     @jax.jit
     def logits(params: Any, windows: jax.Array) -> jax.Array:
-        x = forward.sums(params, Rows(windows), random_key(setup.config.seed, RandomStream.EVALUATION))
+        x: Any = forward.sums(params, Rows(windows), random_key(setup.config.seed, RandomStream.EVALUATION))
         return setup.model.logits(setup.layout.model_tree(params, setup.training.tied), x)
 
     return np.asarray(logits(params, jnp.asarray(windows)))

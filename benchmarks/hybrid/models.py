@@ -30,7 +30,7 @@ from jhpt.models.vgg import VGG
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import DeviceMesh
-from jhpt.sharding.model_parts import Parts
+from jhpt.sharding.model_parts import ModelParts
 from jhpt.sharding.step import Execution
 from jhpt.training.classes import Examples, Network, class_execution, class_parts
 from jhpt.training.data.tokenizer import load_tokenizer
@@ -65,7 +65,7 @@ class Subject(Protocol):
         """Parameters."""
         ...
 
-    def parts(self, hooks: Hooks) -> Parts:
+    def parts(self, hooks: Hooks) -> ModelParts:
         """As one rank computes it."""
         ...
 
@@ -99,7 +99,7 @@ class ClassSubject:
         """Parameters."""
         return self.network.init(key)
 
-    def parts(self, hooks: Hooks) -> Parts:
+    def parts(self, hooks: Hooks) -> ModelParts:
         """As one rank computes it."""
         return class_parts(replace(self.network, hooks=hooks))
 
@@ -148,7 +148,7 @@ class TextSubject:
         """Parameters."""
         return build(self.config.model).init(key)
 
-    def parts(self, hooks: Hooks) -> Parts:
+    def parts(self, hooks: Hooks) -> ModelParts:
         """As one rank computes it."""
         model = build(self.config.model, hooks=hooks)
         return make_parts(model, self.config.data, self._tokenizer, self.config.optimizer.z_loss, train=True)

@@ -24,7 +24,7 @@ from jhpt.core.profile import Timing
 from jhpt.measure.timer import interleaved, steady
 from jhpt.models.hooks import Hooks
 from jhpt.sharding.mesh import Axes
-from jhpt.sharding.model_parts import Parts, picked
+from jhpt.sharding.model_parts import ModelParts, picked
 from jhpt.sharding.partition import parameter_spec, path_name
 
 Call = Callable[[], Any]
@@ -53,7 +53,7 @@ def shard_of(params: Any, tensor: int) -> Any:
     return jax.tree_util.tree_map_with_path(own, params)
 
 
-def layer_calls(parts: Parts, params: Any, rows: Any, kinds: Sequence[str], wanted: Set[str]) -> dict[str, Call]:
+def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str], wanted: Set[str]) -> dict[str, Call]:
     """`{"KIND forward": call, "KIND both": call}` for every kind of layer, compiled.
 
     Args:
@@ -85,12 +85,12 @@ def layer_calls(parts: Parts, params: Any, rows: Any, kinds: Sequence[str], want
         calls[f"{kind} both"] = _compiled(both, error, *args)
         return shape
 
-    shape = add(kinds[0], parts.entry, (picked(params, parts.entry_reads), rows, keys), None)
+    shape = add(kinds[0], parts.embed, (picked(params, parts.embed_reads), rows, keys), None)
     for kind, own in zip(kinds[1:-1], _each_block(params["blocks"]), strict=True):
         at = (keys, jnp.int32(0))
         shape = add(kind, lambda own, x, at: parts.block(own, x, at), (own, _like(shape), at), 1)
-    loss = lambda embedding_and_head, x, rows, keys: parts.exit(embedding_and_head, x, rows, keys).loss  # noqa: E731
-    add(kinds[-1], loss, (picked(params, parts.exit_reads), _like(shape), rows, keys), 1)
+    loss = lambda embedding_and_head, x, rows, keys: parts.head_loss(embedding_and_head, x, rows, keys).loss  # noqa: E731
+    add(kinds[-1], loss, (picked(params, parts.head_reads), _like(shape), rows, keys), 1)
     return calls
 
 

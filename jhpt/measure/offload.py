@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jhpt.sharding.layer_loop import LayerLoop
 from jhpt.sharding.recompute import save_named
-from jhpt.sharding.sample_chunks import Whole
+from jhpt.sharding.sample_chunks import UnchunkedSamples
 
 NAMES = ("entered", "product")
 """Of what the layers here keep."""
@@ -46,7 +46,7 @@ def layer_gradients(host: Sequence[str]) -> Any:
     process.  host: names of what waits there in between."""
     device = jax.local_devices()[0]
     loop = LayerLoop(
-        stream=Whole(_layer),
+        stream=UnchunkedSamples(_layer),
         first=0,
         count=LAYERS,
         unroll=False,

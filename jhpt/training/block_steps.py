@@ -86,27 +86,27 @@ def deferred(step: Stepped, summed: Callable[[jax.Array], jax.Array]) -> BlockUp
     summed: over the data ranks.
     """
 
-    def leave(_: Any, __: Rows, gradient: jax.Array, squares: jax.Array) -> tuple[jax.Array, Rows]:
+    def after_backward(_: Any, __: Rows, gradient: jax.Array, squares: jax.Array) -> tuple[jax.Array, Rows]:
         return squares + jnp.sum(jnp.square(gradient)), {GRADIENT: gradient}
 
     return BlockUpdateHooks(
-        arrive=lambda pending, rows: step(pending, rows, rows[GRADIENT]),
-        arrive_reads=(*SAVED, GRADIENT),
-        arrive_writes=SAVED,
-        first=lambda _, __: jnp.float32(0),
-        leave=leave,
-        leave_writes=(GRADIENT,),
-        last=summed,
+        before_forward=lambda pending, rows: step(pending, rows, rows[GRADIENT]),
+        forward_reads=(*SAVED, GRADIENT),
+        forward_writes=SAVED,
+        start_backward=lambda _, __: jnp.float32(0),
+        after_backward=after_backward,
+        backward_writes=(GRADIENT,),
+        finish_backward=summed,
     )
 
 
 def update_in_backward(step: Stepped, summed: Callable[[jax.Array], jax.Array], clip: Clipping) -> BlockUpdateHooks:
     """The step is given to the backward pass, which is told and tells (sum of squares, whether all were finite)."""
 
-    def first(sums: Any, pending: Pending) -> tuple[jax.Array, jax.Array]:
+    def start_backward(sums: Any, pending: Pending) -> tuple[jax.Array, jax.Array]:
         return jnp.float32(0), pending.good & jnp.isfinite(sums.loss)
 
-    def leave(pending: Pending, rows: Rows, gradient: jax.Array, told: Any) -> tuple[Any, Rows]:
+    def after_backward(pending: Pending, rows: Rows, gradient: jax.Array, told: Any) -> tuple[Any, Rows]:
         squares, good = told
         own = summed(jnp.sum(jnp.square(gradient)))
         good = good & jnp.isfinite(own)
@@ -115,12 +115,12 @@ def update_in_backward(step: Stepped, summed: Callable[[jax.Array], jax.Array], 
         return (squares + own, good), step(pending, rows, gradient)
 
     return BlockUpdateHooks(
-        arrive=None,
-        arrive_reads=(WEIGHTS,),
-        arrive_writes=(),
-        first=first,
-        leave=leave,
-        leave_reads=(MEAN, SQUARES),
-        leave_writes=SAVED,
-        last=lambda told: told,
+        before_forward=None,
+        forward_reads=(WEIGHTS,),
+        forward_writes=(),
+        start_backward=start_backward,
+        after_backward=after_backward,
+        backward_reads=(MEAN, SQUARES),
+        backward_writes=SAVED,
+        finish_backward=lambda told: told,
     )

@@ -10,7 +10,7 @@ from jhpt.models.mlp import MLP, NAMED_TENSORS
 from jhpt.models.vgg import VGG
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding.layout import Layout
-from jhpt.sharding.model_parts import Parts
+from jhpt.sharding.model_parts import ModelParts
 from jhpt.sharding.step import Execution
 from jhpt.training.parts import Sums, tensor_hooks
 from jhpt.training.setup import MOST_UNROLLED_LAYERS, layer_policy
@@ -25,21 +25,21 @@ class Examples(NamedTuple):
     targets: jax.Array
 
 
-def class_parts(network: Network) -> Parts:
+def class_parts(network: Network) -> ModelParts:
     """loss = sum over rows of -log p(target); `Sums.tokens` counts the rows."""
 
-    def entry(embedding_and_head: Any, rows: Examples, keys: jax.Array) -> jax.Array:
+    def embed(embedding_and_head: Any, rows: Examples, keys: jax.Array) -> jax.Array:
         return network.embed(embedding_and_head, rows.inputs)
 
     def block(params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> jax.Array:
         return network.block(params, x)
 
-    def exit_(embedding_and_head: Any, x: jax.Array, rows: Examples, keys: jax.Array) -> Sums:
+    def head_loss(embedding_and_head: Any, x: jax.Array, rows: Examples, keys: jax.Array) -> Sums:
         nll, _ = token_nll(network.logits(embedding_and_head, x), rows.targets, network.hooks)
         total = jnp.sum(nll)
         return Sums(total, total, jnp.float32(len(nll)))
 
-    return Parts(entry=entry, block=block, exit=exit_, entry_reads=("embedding",), exit_reads=("head",))
+    return ModelParts(embed=embed, block=block, head_loss=head_loss, embed_reads=("embedding",), head_reads=("head",))
 
 
 def class_execution(network: Network, layout: Layout) -> Execution:
@@ -49,7 +49,7 @@ def class_execution(network: Network, layout: Layout) -> Execution:
     assert plan.saved is None, "names are of a transformer's blocks"
     policy = layer_policy(plan, stacked=layout.stages > 1, names=NAMED_TENSORS)
 
-    def parts_at(degree: int) -> Parts:
+    def parts_at(degree: int) -> ModelParts:
         axes = device_mesh.axes(degree).tensor
         return class_parts(replace(network, hooks=tensor_hooks(axes, device_mesh.size(axes))))
 

@@ -9,27 +9,21 @@ batch.  Every row draws its masks and its dropout from its own key.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.compression import by_attention, tokens_of
 from jhpt.core.config import Compression, DataConfig
-from jhpt.kernels.attention_importance import attention_importance
 from jhpt.kernels.implementation import Implementation
-from jhpt.kernels.token_topk import token_topk
 from jhpt.models.bert import BERT
 from jhpt.models.build import Model
 from jhpt.models.gpt import GPT
-from jhpt.models.hooks import Hooks, Settle, same
+from jhpt.models.hooks import Hooks
 from jhpt.models.layers import Parted, fold, layer_keys
 from jhpt.models.vocabulary import token_nll
-from jhpt.sharding import ordering, tensor
-from jhpt.sharding.compression.all_reduce import CompressedAllReduce, settle
-from jhpt.sharding.compression.token_choice import causal_choice
-from jhpt.sharding.model_parts import Halves, Parts
+from jhpt.sharding import operators
+from jhpt.sharding.model_parts import Halves, ModelParts
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.masking import Masked, mask_tokens
 
@@ -54,34 +48,14 @@ class Rows(NamedTuple):
 
 def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
     """A model's view from one rank of these mesh axes."""
-    if shards == 1:
-        return Hooks()
-    total = partial(tensor.reduce_over_tensor_axis, axes)
-    return Hooks(
-        shards=shards,
-        depend_on=ordering.depend_on,
-        rank=lambda: jax.lax.axis_index(axes),
-        copy_to_tensor_axis=lambda x, tokens=None: tensor.copy_to_tensor_axis(axes, x),
-        enter_before=lambda x: (tensor.copy_to_tensor_axis(axes, x), same),
-        reduce_over_tensor_axis=lambda part, tokens=None: total(part),
-        join=partial(tensor.join, axes),
-        total=total,
-        largest=partial(tensor.largest, axes),
-    )
+    return Hooks() if shards == 1 else replace(Hooks(shards=shards), **operators.tensor_operators(axes))
 
 
 def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
-    """The same for blocks whose residual stream is cut along the sequence."""
+    """The same for blocks whose activations are cut along the sequence."""
     if shards == 1:
         return Hooks()
-    return replace(
-        tensor_hooks(axes, shards),
-        rows=shards,
-        own_rows=partial(tensor.own_rows, axes),
-        copy_to_tensor_axis=lambda x, tokens=None: tensor.all_gather_rows(axes, x),
-        enter_before=lambda x: (tensor.all_gather_rows(axes, x), same),
-        reduce_over_tensor_axis=lambda part, tokens=None: tensor.reduce_scatter_rows(axes, part),
-    )
+    return replace(Hooks(shards=shards, rows=shards), **operators.sequence_operators(axes))
 
 
 def compressed_hooks(
@@ -92,66 +66,14 @@ def compressed_hooks(
     causal: bool,
     implementation: Implementation = "reference",
 ) -> Hooks:
-    """The same for blocks whose sums are compressed; `important_tokens` says which tokens matter."""
+    """The same for blocks whose all-reduces are compressed."""
     if shards == 1:
         return Hooks()
-    compressed = CompressedAllReduce(axes=axes, ranks=shards, how=how, implementation=implementation)
-    hooks = replace(
-        tensor_hooks(axes, shards),
-        copy_to_tensor_axis=compressed.copy_to_tensor_axis,
-        enter_before=lambda x: (compressed.copy_to_tensor_axis(x, None), same),
-        reduce_over_tensor_axis=lambda part, tokens=None: compressed.reduce_over_tensor_axis(part, tokens),
-    )
-    if how.tokens == 1:
-        return hooks
-
-    def enter_before(x: jax.Array) -> tuple[jax.Array, Settle]:
-        x, ordering_token = compressed.enter_before(x, tokens_of(how, x.shape[1]))
-        return x, lambda y, tokens: settle(y, ordering_token, tokens)
-
-    return replace(
-        hooks, important=partial(important_tokens, axes, how, causal, implementation), enter_before=enter_before
-    )
+    compressed = operators.compressed_operators(axes, shards, how, causal=causal, implementation=implementation)
+    return replace(Hooks(shards=shards), **compressed)
 
 
-def important_tokens(
-    axes: tuple[str, ...],
-    how: Compression,
-    causal: bool,
-    implementation: Implementation,
-    q: jax.Array,
-    k: jax.Array,
-    lengths: jax.Array | None,
-    residual: jax.Array,
-) -> jax.Array:
-    """Positions [B, k], ascending and the same on all ranks: see `Hooks.important`.
-
-        own         the largest |residual row|, as the tokens come (`sharding.choice`)
-        attention   the largest sums over heads and queries of the attention they receive
-
-    The first knows no later token, and all ranks have it already; attention in a causal model looks ahead.
-    """
-    count = tokens_of(how, q.shape[1])
-    if not by_attention(how, causal):
-        size = jnp.sum(jnp.square(jax.lax.stop_gradient(residual).astype(jnp.float32)), 2)
-        return causal_choice(size, count)
-    own = attention_importance(q, k, causal=causal, lengths=lengths, implementation=implementation)
-    scores = jax.lax.psum(own, axes)  # ranks own different heads, and have to agree
-    return token_topk(scores, count, implementation=implementation)
-
-
-def with_cut_sequence(embedding_and_head: Parts, blocks: Parts, axes: tuple[str, ...]) -> Parts:
-    """Ends on whole sequences, blocks between them on cut ones."""
-    return replace(
-        embedding_and_head,
-        entry=lambda params, rows, keys: tensor.split_rows(axes, embedding_and_head.entry(params, rows, keys)),
-        block=blocks.block,
-        halves=blocks.halves,
-        exit=lambda params, x, rows, keys: embedding_and_head.exit(params, tensor.join_rows(axes, x), rows, keys),
-    )
-
-
-def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: float, *, train: bool) -> Parts:
+def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: float, *, train: bool) -> ModelParts:
     """The parts of a model's family; `train` switches dropout on."""
     dropout = train and model.config.dropout > 0
 
@@ -171,40 +93,40 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
         finish=finish,
     )
 
-    def whole(entry: Any, exit_: Any, reads: tuple[str, ...]) -> Parts:
-        return Parts(
-            entry=entry,
+    def whole(embed: Any, head_loss: Any, reads: tuple[str, ...]) -> ModelParts:
+        return ModelParts(
+            embed=embed,
             block=halves.block,
             halves=halves,
-            exit=exit_,
-            entry_reads=("embedding",),
-            exit_reads=reads,
+            head_loss=head_loss,
+            embed_reads=("embedding",),
+            head_reads=reads,
         )
 
     if isinstance(model, GPT):
 
-        def entry(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
+        def embed(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
             return model.embed(embedding_and_head, rows.windows[:, :-1], noise(keys))
 
-        def exit_(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
+        def head_loss(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
             return _sums(model.logits(embedding_and_head, x), rows.windows[:, 1:], rows.weights, z_loss, model.hooks)
 
         reads = ("head", *(("embedding/tokens",) if model.config.tied else ()))
-        return whole(entry, exit_, reads)
+        return whole(embed, head_loss, reads)
 
     def masked(rows: Rows, keys: jax.Array) -> Masked:
         return mask_tokens(fold(keys, MASKS), rows.windows, data.mask_fraction, tokenizer)
 
-    def encoder_entry(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
+    def encoder_embed(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
         return model.embed(embedding_and_head, masked(rows, keys).tokens, keys=noise(keys))
 
-    def encoder_exit(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
+    def encoder_head_loss(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
         wanted = masked(rows, keys)
         predicted = jnp.take_along_axis(x, wanted.positions[..., None], axis=1)
         return _sums(model.logits(embedding_and_head, predicted), wanted.targets, rows.weights, z_loss, model.hooks)
 
     assert isinstance(model, BERT)
-    return whole(encoder_entry, encoder_exit, ("head", "embedding/tokens"))
+    return whole(encoder_embed, encoder_head_loss, ("head", "embedding/tokens"))
 
 
 def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array | None, z_loss: float, hooks: Hooks) -> Sums:

@@ -28,7 +28,8 @@ from jhpt.models.layers import CHOICE
 from jhpt.models.products import check_products
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_device_mesh
-from jhpt.sharding.model_parts import Parts, Recompute
+from jhpt.sharding.model_parts import ModelParts, Recompute
+from jhpt.sharding.operators import with_cut_sequence
 from jhpt.sharding.ordering import ORDERING_TOKEN
 from jhpt.sharding.recompute import everything, save_named, save_nothing
 from jhpt.sharding.step import Execution
@@ -38,7 +39,7 @@ from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
 from jhpt.training.data.windows import Windows, causal_windows, check_masked, masked_windows
 from jhpt.training.moments import check_blocks
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.parts import compressed_hooks, make_parts, sequence_hooks, tensor_hooks, with_cut_sequence
+from jhpt.training.parts import compressed_hooks, make_parts, sequence_hooks, tensor_hooks
 from jhpt.training.weights import Weights, rounding_keys
 
 
@@ -180,10 +181,10 @@ def execution(
     sums, flash = isinstance(config.model, GPTConfig), model.implementation == "cudnn"
     recompute = layer_policy(layout.plan, stacked=stacked, flash=flash, sums=sums)
 
-    def parts_at(degree: int) -> Parts:
+    def parts_at(degree: int) -> ModelParts:
         axes = device_mesh.axes(degree).tensor
 
-        def cut(hooks: Hooks) -> Parts:
+        def cut(hooks: Hooks) -> ModelParts:
             own = replace(model, hooks=hooks)
             return make_parts(own, config.data, tokenizer, config.optimizer.z_loss, train=train)
 

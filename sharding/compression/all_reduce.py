@@ -1,20 +1,20 @@
-"""Sums over the tensor axis that travel in few bits: token-level top-k and segmented quantization (AccTFM).
+"""All-reduces over the tensor axis in low precision: token-level top-k and segmented quantization (AccTFM).
 
-Of the ranks' parts [B, S, D] the rows of important tokens travel at `bits`, the others at `rest_bits`; with 0 bits they
-do not travel, and their sum is zero on every rank.  Numbers of 16 bits are bfloat16, of 8 and 4 bits codes.  All ranks
-compute the sum from the same codes, so that the residual stream stays one, bit for bit.  Two ways over the wire; for n
-numbers at beta bits over t ranks a rank receives
+Of x[B, S, D] {U_tp} the rows of important tokens are sent at `bits`, the others at `rest_bits`; with 0 bits they are
+not sent, and their sum is zero on every rank.  Numbers of 16 bits are bfloat16, of 8 and 4 bits codes.  All ranks
+compute the sum from the same codes, so that the residual stream is the same on all of them, bit for bit.  There are two
+algorithms; for n numbers at beta bits over t ranks a rank receives
 
-    two steps   2 (t-1)/t n beta / 8 bytes   all_to_all of codes, sum of a rank's rows, quantized again, all_gather
-    gathered    (t-1) n beta / 8 bytes       all_gather of codes, summed everywhere
+    two steps   2 (t-1)/t n beta / 8 bytes   all-to-all of codes, sum of a rank's rows, quantized again, all-gather
+    gathered    (t-1) n beta / 8 bytes       all-gather of codes, summed on every rank
 
-The second rounds once instead of twice.  Unless `steps` says otherwise it is taken where t beta < 32: it then moves no
-more than a plain sum does in 16 bits.
+The second rounds once instead of twice.  Unless `steps` says otherwise it is chosen where t beta < 32: there it sends
+no more than an all-reduce in 16 bits.
 
-    g  sum_parts   forward the compressed sum      backward the gradient, zero where a row did not travel
-    f  enter       forward x                       backward the compressed sum of the ranks' gradients
+    g  reduce_over_tensor_axis   forward the compressed sum    backward the gradient, zero where a row was not sent
+    f  copy_to_tensor_axis       forward x                     backward the compressed sum of the ranks' gradients
 
-Rounding passes gradients on unchanged.  Both directions send the rows of one token set.
+Rounding passes gradients on unchanged.  Both directions send the rows of one set of tokens.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ from jhpt.sharding.compression.token_choice import positions_where
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of x[R, D] that travel alike: how many, their numbers, int32 [count], and the bits of a number on the wire.
+    """Rows of x[R, D] that are sent alike: how many, their indices, int32 [count], and the bits that each number takes.
 
-    numbers: None: all rows, in order.
+    numbers: the indices; None: all rows, in order.
     """
 
     count: int
@@ -45,9 +45,9 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedAllReduce:
-    """How sums over the ranks of these mesh axes travel.
+    """How all-reduces over these mesh axes are sent.
 
-    axes: none: a rank alone, to be timed without communication; the others are thought to send what it has.
+    axes: empty: one rank alone, to be timed without communication, as if the others sent what it has.
     implementation: of the kernels.
     """
 
@@ -65,7 +65,7 @@ class CompressedAllReduce:
         return _enter(self, x, tokens)
 
     def enter_before(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-        """f where `count` tokens will be chosen from what x leads to: (x, a ticket for `settle`)."""
+        """f where `count` tokens are chosen from what x leads to: (x, placeholder of the choice, for `settle`)."""
         return _enter_before(self, x, jnp.zeros((x.shape[0], count), jnp.float32))
 
     @property
@@ -89,15 +89,15 @@ class CompressedAllReduce:
         return total.astype(parts.dtype).reshape(parts.shape)
 
     def groups(self, batch: int, length: int, tokens: jax.Array | None) -> list[Rows]:
-        """Which of the batch x length rows travel, and how."""
+        """Which of the batch x length rows are sent, and at how many bits."""
         bits, rest_bits = wire_bits(self.how)
         if tokens is None:
             return [Rows(batch * length, None, bits)]
-        found = [Rows(tokens.size, _flat(tokens, length), bits)]
+        groups = [Rows(tokens.size, _flat(tokens, length), bits)]
         if rest_bits and tokens.shape[1] < length:
             rest = others(tokens, length)
-            found.append(Rows(rest.size, _flat(rest, length), rest_bits))
-        return found
+            groups.append(Rows(rest.size, _flat(rest, length), rest_bits))
+        return groups
 
     def _two_step_sums(self, x: jax.Array, groups: Sequence[Rows]) -> list[jax.Array]:
         """Rank r sums the r-th share of every group's rows."""
@@ -108,10 +108,10 @@ class CompressedAllReduce:
             for piece in self._packed(*_filled(x, group, share * self.ranks), group.bits)
         ]
         received = self._dealt(joined(sent))
-        own = self._sums(received, groups, shares, columns)
+        sums_of_rank = self._sums(received, groups, shares, columns)
         again = [
             piece[None]
-            for sums, group in zip(own, groups, strict=True)
+            for sums, group in zip(sums_of_rank, groups, strict=True)
             for piece in self._packed(sums, None, group.bits)
         ]
         everyone = self._split(self._collected(joined(again)[0]), groups, shares, columns)
@@ -138,7 +138,7 @@ class CompressedAllReduce:
     def _sums(self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int) -> list[jax.Array]:
         """Sums over the first dimension of lines [t, ...] of so many rows of every group."""
         parts = self._split(payload, groups, counts, columns)
-        return [self._added(found, group.bits, columns) for found, group in zip(parts, groups, strict=True)]
+        return [self._added(one, group.bits, columns) for one, group in zip(parts, groups, strict=True)]
 
     def _split(
         self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int
@@ -148,8 +148,8 @@ class CompressedAllReduce:
             [(count, words) for words in self._words(columns, group.bits)]
             for group, count in zip(groups, counts, strict=True)
         ]
-        found = iter(split(payload, [shape for own in shapes for shape in own]))
-        return [[next(found) for _ in own] for own in shapes]
+        each = iter(split(payload, [shape for of_group in shapes for shape in of_group]))
+        return [[next(each) for _ in of_group] for of_group in shapes]
 
     def _words(self, columns: int, bits: WireBits) -> tuple[int, ...]:
         """Of a row in each of its pieces: its codes and its ranges, or its bfloat16."""
@@ -162,14 +162,14 @@ class CompressedAllReduce:
             return [jax.lax.bitcast_convert_type(short, self.word).reshape(len(short), -1)]
         return list(pieces(x, bits, self.implementation, numbers))
 
-    def _added(self, found: Sequence[jax.Array], bits: WireBits, columns: int) -> jax.Array:
+    def _added(self, parts: Sequence[jax.Array], bits: WireBits, columns: int) -> jax.Array:
         """Pieces [t, n, words of a row] -> the sum over t, float32 [n, D]."""
         if bits == 16:
-            (words,) = found
+            (words,) = parts
             words = words.reshape(*words.shape[:2], columns, -1) if words.dtype == jnp.uint8 else words
             each = jax.lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
             return reduce(jnp.add, each)
-        codes, ranges = found
+        codes, ranges = parts
         return sum_of_pieces(codes, ranges, columns, bits, self.implementation)
 
 
@@ -203,8 +203,8 @@ def _opaque(payload: jax.Array) -> jax.Array:
 
 def others(tokens: jax.Array, length: int) -> jax.Array:
     """The positions [B, length - k] that are not among tokens[B, k], ascending."""
-    left = jnp.ones((len(tokens), length), bool).at[jnp.arange(len(tokens))[:, None], tokens].set(False)
-    return positions_where(left, length - tokens.shape[1])
+    rest = jnp.ones((len(tokens), length), bool).at[jnp.arange(len(tokens))[:, None], tokens].set(False)
+    return positions_where(rest, length - tokens.shape[1])
 
 
 def _flat(tokens: jax.Array, length: int) -> jax.Array:
@@ -250,17 +250,18 @@ _enter.defvjp(
 )
 
 
-# The attention half enters before its tokens are chosen: they depend on its own queries and keys.  Its backward pass
-# runs after, though, and the gradient of a ticket, which is not a function of anything, brings the choice there.
+# The attention half applies f before its tokens are chosen, which depend on its own queries and keys.  Its backward
+# pass runs after the choice, and the gradient of the placeholder, which is a function of nothing, brings the choice
+# there.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _enter_before(compressed: CompressedAllReduce, x: jax.Array, ticket: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return x, ticket
+def _enter_before(compressed: CompressedAllReduce, x: jax.Array, choice: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, choice
 
 
 _enter_before.defvjp(
-    lambda compressed, x, ticket: ((x, ticket), None),
+    lambda compressed, x, choice: ((x, choice), None),
     lambda compressed, _, gradients: (
         _summed_error(compressed, gradients[0], gradients[1].astype(jnp.int32)),
         jnp.zeros_like(gradients[1]),
@@ -269,12 +270,12 @@ _enter_before.defvjp(
 
 
 @jax.custom_vjp
-def settle(y: jax.Array, ticket: jax.Array, tokens: jax.Array) -> jax.Array:
-    """y itself; backward the ticket's gradient is the choice, tokens[B, k]."""
+def settle(y: jax.Array, choice: jax.Array, tokens: jax.Array) -> jax.Array:
+    """y itself; backward the placeholder's gradient is the choice, tokens[B, k]."""
     return y
 
 
 settle.defvjp(
-    lambda y, ticket, tokens: (y, tokens),
+    lambda y, choice, tokens: (y, tokens),
     lambda tokens, gradient: (gradient, tokens.astype(jnp.float32), None),
 )

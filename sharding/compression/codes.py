@@ -30,10 +30,10 @@ def split(payload: jax.Array, shapes: Sequence[tuple[int, int]]) -> list[jax.Arr
     if len(shapes) == 1:
         return [payload]
     words = payload.shape[2]
-    embedding_and_head = list(accumulate(-(-rows * own // words) for rows, own in shapes))
+    stops = list(accumulate(-(-rows * own // words) for rows, own in shapes))
     return [
         part.reshape(len(payload), -1)[:, : rows * own].reshape(len(payload), rows, own)
-        for part, (rows, own) in zip(jnp.split(payload, embedding_and_head[:-1], 1), shapes, strict=True)
+        for part, (rows, own) in zip(jnp.split(payload, stops[:-1], 1), shapes, strict=True)
     ]
 
 

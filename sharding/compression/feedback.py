@@ -1,4 +1,4 @@
-"""What compressed sums of gradients keep for later steps, between steps: `residual` and, with momentum, `momentum`.
+"""What compressed gradient reductions carry from step to step: `residual` and, with momentum, `momentum`.
 
 Trees like the stored parameters with None where these are not compressed: only matrices and tables are.  Leaves are
 float32 [R, *stored shape]: every data rank has its own, so that R differs from leaf to leaf where degrees do.
@@ -8,7 +8,6 @@ not have are zero.  Under the same plan they come back bit for bit.  On R' ranks
 i, i + R', i + 2 R' ...: what counts is the sum over the ranks, and it stays.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,14 +17,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jhpt.core.config import GradientCompression
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.partition import MATRICES, path_name
+from jhpt.sharding.types import Feedback, KeyPath, Params, StoredParams
 
 
-def fresh(layout: Layout, params: Any, how: GradientCompression) -> dict[str, Any] | None:
+def fresh(layout: Layout, params: StoredParams, how: GradientCompression) -> dict[str, Any] | None:
     """Before the first step: zeros; None: nothing is compressed.  params: as they are stored."""
     if not how.on:
         return None
 
-    def zeros(path: tuple[Any, ...], leaf: Any) -> jax.Array | None:
+    def zeros(path: KeyPath, leaf: jax.Array) -> jax.Array | None:
         name = path_name(path)
         return jnp.zeros((layout.data_ranks(name), *leaf.shape), jnp.float32) if MATRICES.search(name) else None
 
@@ -33,7 +33,7 @@ def fresh(layout: Layout, params: Any, how: GradientCompression) -> dict[str, An
     return {kind: jax.tree_util.tree_map_with_path(zeros, params) for kind in kinds}
 
 
-def saved(layout: Layout, feedback: Mapping[str, Any], tied: bool | None) -> dict[str, Any]:
+def saved(layout: Layout, feedback: Feedback, tied: bool | None) -> dict[str, Any]:
     """As a checkpoint holds it."""
     ranks = _most_ranks(layout)
 
@@ -44,13 +44,13 @@ def saved(layout: Layout, feedback: Mapping[str, Any], tied: bool | None) -> dic
     return {name: model_tree(jax.tree.map(filled, tree)) for name, tree in feedback.items()}
 
 
-def loaded(layout: Layout, feedback: Mapping[str, Any]) -> dict[str, Any]:
+def loaded(layout: Layout, feedback: Feedback) -> dict[str, Any]:
     """From a checkpoint, whatever the number of ranks was."""
 
-    def own(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def own(path: KeyPath, leaf: jax.Array) -> jax.Array:
         return folded(leaf, layout.data_ranks(path_name(path)))
 
-    def stored(tree: Any) -> Any:
+    def stored(tree: Params) -> Any:
         at_most = jax.tree.map(lambda leaf: folded(leaf, _most_ranks(layout)), tree)
         return jax.tree_util.tree_map_with_path(own, jax.vmap(layout.stored)(at_most))
 
@@ -65,13 +65,13 @@ def folded(leaf: jax.Array, ranks: int) -> jax.Array:
     return rounds[0] if len(rounds) == 1 else rounds.sum(0)
 
 
-def shardings(layout: Layout, feedback: Mapping[str, Any]) -> dict[str, Any]:
+def shardings(layout: Layout, feedback: Feedback) -> dict[str, Any]:
     """Where it lies during training."""
     place = lambda spec: NamedSharding(layout.device_mesh.mesh, spec)  # noqa: E731
     return {name: jax.tree.map(place, layout.rank_specs(tree)) for name, tree in feedback.items()}
 
 
-def saved_shardings(layout: Layout, feedback: Mapping[str, Any]) -> dict[str, Any]:
+def saved_shardings(layout: Layout, feedback: Feedback) -> dict[str, Any]:
     """Where it lies on its way from or to a checkpoint: leaves cut over all devices, whatever the number of ranks."""
     one_rank = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
     beside = lambda own: NamedSharding(own.mesh, PartitionSpec(None, *own.spec))  # noqa: E731

@@ -1,7 +1,7 @@
-"""Sums of gradients over the data axes that travel in few bits, and what they leave for the next step.
+"""Compressed gradient reduction over the data axes, in low precision or sparse, with residuals for the next step.
 
-Of every rank's gradient g_r of a matrix or table something is sent, and the rest kept for later (error feedback; Seide
-et al., Interspeech 2014; Stich et al. 2018, arXiv 1809.07599):
+Of every rank's gradient g_r of a matrix or table, dW {U_dp}, a part is sent and the rest is added to the next step's
+gradient (error feedback; Seide et al., Interspeech 2014; Stich et al. 2018, arXiv 1809.07599):
 
     e_r = g_r + residual_r        what this rank wants to send
     s_r = Q(e_r)                  what it sends
@@ -39,6 +39,7 @@ from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.topk_sparsify import topk_sparsify
 from jhpt.sharding.compression.codes import in_a_row, joined, pieces, split, sum_of_pieces
 from jhpt.sharding.partition import path_name
+from jhpt.sharding.types import Feedback, KeyPath, Tree
 
 
 class GradientReduction(NamedTuple):
@@ -53,9 +54,9 @@ class GradientReduction(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A gradient, of one layer where layers are stacked, and what earlier steps have left; `momentum` may be None.
+    """A gradient, of one layer where layers are stacked, with its residual and momentum (or None) of earlier steps.
 
-    After the exchange: the sum, or this rank's share of it, and what is left for later steps.
+    After the exchange: the reduced gradient, or this rank's shard of it, and the new residual and momentum.
     """
 
     gradient: jax.Array
@@ -84,21 +85,22 @@ def backward_order(rows: Mapping[str, int | None]) -> list[tuple[str, int | None
 
 
 def exchanged_tree(
-    gradients: Any,
-    left: Mapping[str, Any],
+    gradients: Tree,
+    residuals: Feedback,
     reductions: Mapping[str, GradientReduction],
     how: GradientCompression,
     kernels: Implementation = "reference",
 ) -> tuple[Any, dict[str, Any]]:
-    """Gradients, of which those that have a residual are summed, and what is left; on a rank, inside `shard_map`.
+    """(gradients, of which those that have a residual are reduced, new residuals); inside `shard_map`.
 
     Args:
       gradients: leaves under `blocks` are stacked by layer, others are not.
-      left: `residual` and, with momentum, `momentum`: trees like the gradients, None where these are not compressed.
-      roads: by path; of one layer where leaves are stacked.
+      residuals: `residual` and, with momentum, `momentum`: trees like the gradients, None for leaves that are not
+        compressed.
+      reductions: by path; of one layer where leaves are stacked.
       kernels: which program rounds, sums and selects.
     """
-    leaves = {"gradient": _by_path(gradients)} | {name: _by_path(tree) for name, tree in left.items()}
+    leaves = {"gradient": _by_path(gradients)} | {name: _by_path(tree) for name, tree in residuals.items()}
     rows = {path: len(leaf) if "blocks/" in path else None for path, leaf in leaves["residual"].items()}
     order = backward_order(rows)
 
@@ -108,8 +110,8 @@ def exchanged_tree(
     done = exchanged([part(*at) for at in order], [reductions[path] for path, _ in order], how, kernels)
     by_place = dict(zip(order, done, strict=True))
 
-    def replaced(tree: Any, name: str) -> Any:
-        def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def replaced(tree: Tree, name: str) -> Any:
+        def one(path: KeyPath, leaf: jax.Array) -> jax.Array:
             own = path_name(path)
             if own not in rows:
                 return leaf
@@ -120,7 +122,7 @@ def exchanged_tree(
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
-    return replaced(gradients, "gradient"), {name: replaced(tree, name) for name, tree in left.items()}
+    return replaced(gradients, "gradient"), {name: replaced(tree, name) for name, tree in residuals.items()}
 
 
 def exchanged(
@@ -129,14 +131,14 @@ def exchanged(
     how: GradientCompression,
     kernels: Implementation = "reference",
 ) -> list[Part]:
-    """The sums over the ranks, bucket by bucket in the given order, and what is left."""
+    """The reduced gradients and new residuals, bucket by bucket in the order of `parts`."""
     done: list[Part] = []
     for _, alike in itertools.groupby(
         zip(parts, reductions, strict=True), lambda one: (one[1].axes, one[1].dim is None)
     ):
-        own = list(alike)
-        for bucket in buckets([part.gradient.size for part, _ in own], how.bucket):
-            done += _bucket([own[at] for at in bucket], own[0][1], how, kernels)
+        group = list(alike)
+        for bucket in buckets([part.gradient.size for part, _ in group], how.bucket):
+            done += _bucket([group[at] for at in bucket], group[0][1], how, kernels)
     return done
 
 
@@ -212,8 +214,8 @@ class _Shape:
         return [jnp.moveaxis(leaf, 0, dim) for leaf, dim in zip(each, self.dims, strict=True) if dim is not None]
 
     def _split(self, rows: jax.Array) -> list[jax.Array]:
-        embedding_and_head = list(itertools.accumulate(self.sizes))
-        return jnp.split(rows[..., : embedding_and_head[-1]], embedding_and_head[:-1], -1)
+        stops = list(itertools.accumulate(self.sizes))
+        return jnp.split(rows[..., : stops[-1]], stops[:-1], -1)
 
 
 def _quantized(
@@ -223,8 +225,8 @@ def _quantized(
     parts, rows = len(wanted), wanted.shape[1] // COLUMNS
     shapes = [(rows, words) for words in row_words(COLUMNS, how.bits)]
 
-    def decoded(found: Sequence[jax.Array]) -> jax.Array:
-        codes, ranges = found
+    def decoded(parts: Sequence[jax.Array]) -> jax.Array:
+        codes, ranges = parts
         return sum_of_pieces(codes, ranges, COLUMNS, how.bits, kernels)
 
     sent = pieces(wanted.reshape(-1, COLUMNS), how.bits, kernels)
@@ -252,7 +254,7 @@ def _sparse(
     """(the sum as in `_quantized`, residual, velocity without what was sent)."""
     parts, keep = len(gradient), sent_of_block(how)
     sent = topk_sparsify(gradient.ravel(), residual.ravel(), keep=keep, block=how.block, implementation=kernels)
-    left = sent.residual.reshape(residual.shape)
+    residual = sent.residual.reshape(residual.shape)
     if velocity is not None:
         blocks = velocity.reshape(-1, how.block)
         rows, columns = _where(sent.positions)
@@ -271,7 +273,7 @@ def _sparse(
         return total.at[rows, columns].add(values, unique_indices=True), None
 
     empty = jnp.zeros((received.shape[1], how.block), jnp.float32)
-    return jax.lax.scan(add, empty, received)[0], left, velocity
+    return jax.lax.scan(add, empty, received)[0], residual, velocity
 
 
 def _where(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -280,5 +282,5 @@ def _where(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(rows, positions.shape), positions.astype(jnp.int32)
 
 
-def _by_path(tree: Any) -> dict[str, jax.Array]:
+def _by_path(tree: Tree) -> dict[str, jax.Array]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

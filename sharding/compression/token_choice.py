@@ -28,12 +28,10 @@ def causal_choice(scores: jax.Array, k: int, window: int = WINDOW) -> jax.Array:
     length = scores.shape[1]
     if not 0 <= k <= length:
         raise ValueError(f"k={k} of {length} tokens")
-    embedding_and_head = np.minimum(np.arange(window, length + window, window), length)  # of windows
-    sizes = np.diff(embedding_and_head, prepend=0)
-    places = np.diff(
-        (2 * k * embedding_and_head + length) // (2 * length), prepend=0
-    )  # rounded, so that they add up to k
-    after = np.repeat(embedding_and_head, sizes) - 1 - np.arange(length)  # tokens that follow in the same window
+    stops = np.minimum(np.arange(window, length + window, window), length)  # of windows
+    sizes = np.diff(stops, prepend=0)
+    places = np.diff((2 * k * stops + length) // (2 * length), prepend=0)  # rounded, so that they add up to k
+    after = np.repeat(stops, sizes) - 1 - np.arange(length)  # tokens that follow in the same window
     quota = np.repeat(places, sizes)[None]
 
     found = stands_out(scores, k, window).astype(jnp.int32)

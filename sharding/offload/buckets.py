@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhpt.sharding.partition import path_name
+from jhpt.sharding.types import Params
 
 ALIGN = 128
 """Numbers: 512 bytes of float32, more than any access of a GPU is wide."""
@@ -34,7 +35,7 @@ class Bucket:
     size: int
     decayed: int
 
-    def packed(self, params: Any) -> jax.Array:
+    def packed(self, params: Params) -> jax.Array:
         """A layer's tree -> [size], in the dtype of its first leaf."""
         leaves = self.tree.flatten_up_to(params)
         order = sorted(range(len(leaves)), key=lambda at: self.offsets[at])
@@ -54,7 +55,7 @@ class Bucket:
         ]
         return jax.tree.unflatten(self.tree, leaves)
 
-    def stacked(self, layers: Any, columns: slice) -> np.ndarray:
+    def stacked(self, layers: Params, columns: slice) -> np.ndarray:
         """These numbers of `packed` of many layers, in the host's memory: leaves [*L, ...] -> [*L, columns]."""
         leaves, (start, stop, _) = self.tree.flatten_up_to(layers), columns.indices(self.size)
         leading = leaves[0].shape[: leaves[0].ndim - len(self.shapes[0])]
@@ -79,7 +80,7 @@ class Bucket:
         return jnp.arange(self.size) < self.decayed
 
 
-def bucket_of(layer: Any, decays: Callable[[str], bool] = lambda path: False, parts: int = 1) -> Bucket:
+def bucket_of(layer: Params, decays: Callable[[str], bool] = lambda path: False, parts: int = 1) -> Bucket:
     """The bucket of a layer of these shapes.
 
     Args:

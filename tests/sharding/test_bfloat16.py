@@ -59,7 +59,9 @@ def test_biases_add_up_in_float32():
 def test_what_models_use_in_float32_stays_so(setup_of):
     _, setup = in_bfloat16(setup_of, "one device")
     shapes = jax.eval_shape(setup.layout.stored, random_params(setup))
-    working = jax.eval_shape(lambda params: setup.training._working(params, setup.layout.specs(params)), shapes)
+    working = jax.eval_shape(
+        lambda params: setup.training._parameters.gathered(params, setup.layout.specs(params)), shapes
+    )
     saved = {path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(working) if leaf.dtype == "float32"}
     assert {"head/bias", "head/norm/scale", "blocks/0/mlp_norm/scale"} <= saved
     assert all(IN_FLOAT32.search(name) for name in saved)

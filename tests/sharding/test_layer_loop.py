@@ -12,7 +12,7 @@ from jhpt.sharding.layer_loop import LayerLoop
 from jhpt.sharding.model_parts import Halves
 from jhpt.sharding.ordering import ORDERING_TOKEN, depend_on
 from jhpt.sharding.recompute import everything, save_named, save_nothing
-from jhpt.sharding.sample_chunks import Chunked, Whole
+from jhpt.sharding.sample_chunks import ChunkedSamples, UnchunkedSamples
 from tests.covers import pairwise, quick_and_exhaustive
 
 ROWS, LENGTH, WIDTH = 5, 3, 4
@@ -20,13 +20,13 @@ COUNT, FIRST = 3, 2
 WRAPPED = {"everything": everything, "named": save_named(("inside", ORDERING_TOKEN)), "input": save_nothing}
 WAYS = {
     "unrolled": dict(unroll=True),
-    "unrolled, kept": dict(unroll=True, keep=True),
+    "unrolled, kept": dict(unroll=True, keep_fetched=True),
     "loop": dict(unroll=False),
-    "ahead": dict(unroll=False, ahead=1),
-    "two ahead": dict(unroll=False, ahead=2),
-    "further ahead than there are layers": dict(unroll=False, ahead=COUNT + 1),
-    "late": dict(unroll=False, late=True),
-    "ahead, late, kept": dict(unroll=False, ahead=1, late=True, keep=True),
+    "ahead": dict(unroll=False, prefetch=1),
+    "two ahead": dict(unroll=False, prefetch=2),
+    "further ahead than there are layers": dict(unroll=False, prefetch=COUNT + 1),
+    "late": dict(unroll=False, finish_late=True),
+    "ahead, late, kept": dict(unroll=False, prefetch=1, finish_late=True, keep_fetched=True),
 }
 
 
@@ -61,9 +61,9 @@ HALVES = Halves(
 block = HALVES.block
 
 STREAMS = {
-    "whole": Whole(block),
-    **{f"{n} chunks": Chunked(halves=HALVES, chunks=n) for n in (1, 2, 9)},
-    "3 in turn": Chunked(halves=HALVES, chunks=3, in_turn=True),
+    "whole": UnchunkedSamples(block),
+    **{f"{n} chunks": ChunkedSamples(halves=HALVES, chunks=n) for n in (1, 2, 9)},
+    "3 in turn": ChunkedSamples(halves=HALVES, chunks=3, in_turn=True),
 }
 
 
@@ -114,7 +114,7 @@ def test_a_loop_is_autodiff_of_its_layers(way, wrapped, stream, adds):
     @jax.jit
     def both(halves, x, keys, error, total):
         y, passed = loop.forward(halves, x, keys)
-        if not loop.keep:
+        if not loop.keep_fetched:
             return y, *loop.backward(halves, passed, error, total), params
         return y, *loop.with_fetched().backward(passed.fetched, passed, error, total), passed.fetched
 
@@ -129,7 +129,7 @@ def test_a_loop_is_autodiff_of_its_layers(way, wrapped, stream, adds):
 def test_layers_draw_by_their_number_in_the_model():
     """The same layers elsewhere lose something else."""
     loops = [
-        LayerLoop(stream=Whole(block), first=first, count=COUNT, unroll=False, fetch=doubled, finish=thirds)
+        LayerLoop(stream=UnchunkedSamples(block), first=first, count=COUNT, unroll=False, fetch=doubled, finish=thirds)
         for first in (0, 0, FIRST)
     ]
     x, keys, _ = inputs()
@@ -148,13 +148,13 @@ def test_nothing_is_fetched_twice_on_one_way(ahead, order):
         return stored["w"]
 
     loop = LayerLoop(
-        stream=Whole(lambda w, x, at: x * w),
+        stream=UnchunkedSamples(lambda w, x, at: x * w),
         first=0,
         count=COUNT,
         unroll=False,
         fetch=noted,
         finish=lambda own, total: own,
-        ahead=ahead,
+        prefetch=ahead,
     )
     params = {"w": jnp.arange(1.0, COUNT + 1), "at": jnp.arange(COUNT)}
 

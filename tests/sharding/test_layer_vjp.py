@@ -15,7 +15,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.layer_vjp import split_layer
 from jhpt.sharding.recompute import save_named, save_nothing
-from jhpt.sharding.sample_chunks import Chunked
+from jhpt.sharding.sample_chunks import ChunkedSamples
 from jhpt.training.data.tokenizer import ByteTokenizer
 from jhpt.training.parts import make_parts
 from jhpt.training.setup import layer_policy
@@ -64,7 +64,7 @@ def test_nothing_is_kept_that_does_not_grow_with_the_rows(name, wrapped, dtype):
     for two, six in zip(few.shapes, many.shapes, strict=True):
         assert (3 * two.size, two.dtype) == (six.size, six.dtype)
         assert not jax.dtypes.issubdtype(two.dtype, jax.dtypes.prng_key)
-    assert {source for source, _ in few.sources} <= {"parameter", "key", "saved", "again"}
+    assert {source for source, _ in few.sources} <= {"parameter", "key", "saved", "recomputed"}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -107,7 +107,7 @@ def test_inputs_in_chunks_are_kept_once(name, host):
     policy = layer_policy(plan, stacked=True, sums=name != "bert")
     model = build(MODELS[name], dtype=jnp.float32)
     halves = make_parts(model, DataConfig(), ByteTokenizer(), 0.0, train=True).halves
-    chunked, (x, at) = Chunked(halves=halves, chunks=2, in_turn=True), inputs()
+    chunked, (x, at) = ChunkedSamples(halves=halves, chunks=2, in_turn=True), inputs()
     params = layer_of(name)[1]
     split = split_layer(policy(chunked.layer), params, chunked.opened(params, x, at), at)
     of_samples = [own for own in split.shapes if len(own.shape) == x.ndim]
@@ -163,7 +163,7 @@ def test_masks_of_positions_are_had_again():
     w = jnp.full((1, 1, WIDTH), 2.0)
     split = split_layer(block, w, x, keys)
     assert all(shape != (LENGTH, LENGTH) for shape in shapes_of(split))
-    assert "again" in {source for source, _ in split.sources}
+    assert "recomputed" in {source for source, _ in split.sources}
     _, saved = split.forward(w, x, keys)
     expected = jax.vjp(lambda w, x: block(w, x, keys), w, x)[1](x)
     for one, other in zip(split.backward(w, keys, saved, x), expected, strict=True):

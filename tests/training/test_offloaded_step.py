@@ -237,13 +237,14 @@ def test_blocks_step_at_once_down_to_the_first_gradient_that_is_not_finite(made,
     def poisoned(*args):
         turns = update_in_backward(*args)
 
-        def leave(pending, rows, gradient, told):
+        def after_backward(pending, rows, gradient, told):
             told, left = told
-            told, rows = turns.leave(pending, rows, gradient * jnp.where(left == broken, jnp.nan, 1.0), told)
+            told, rows = turns.after_backward(pending, rows, gradient * jnp.where(left == broken, jnp.nan, 1.0), told)
             return (told, left - 1), rows
 
-        first = lambda sums, pending: (turns.first(sums, pending), jnp.int32(BLOCKS - 1))  # noqa: E731
-        return replace(turns, first=first, leave=leave, last=lambda told: turns.last(told[0]))
+        first = lambda sums, pending: (turns.start_backward(sums, pending), jnp.int32(BLOCKS - 1))  # noqa: E731
+        last = lambda told: turns.finish_backward(told[0])  # noqa: E731
+        return replace(turns, start_backward=first, after_backward=after_backward, finish_backward=last)
 
     monkeypatch.setattr("jhpt.training.offloaded_step.at_once", poisoned)
     setup, _, state, training = made("gpt-tiny", 4, clip=clip)

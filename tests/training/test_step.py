@@ -10,7 +10,7 @@ from jhpt.core.config import OptimizerConfig
 from jhpt.core.load import load_config
 from jhpt.models.build import build
 from jhpt.models.vocabulary import token_nll
-from jhpt.sharding.model_parts import Parts
+from jhpt.sharding.model_parts import ModelParts
 from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import ByteTokenizer
 from jhpt.training.optimizer import decay_mask, learning_rate, make_optimizer
@@ -52,12 +52,12 @@ def test_token_nll_is_minus_log_softmax():
     np.testing.assert_allclose(nll, expected_z - picked, rtol=1e-5, atol=1e-6)
 
 
-def whole(parts: Parts, params, rows, keys) -> Sums:
+def whole(parts: ModelParts, params, rows, keys) -> Sums:
     """Entry, all blocks, exit."""
-    x = parts.entry(params, rows, keys)
+    x = parts.embed(params, rows, keys)
     for layer in range(2):
         x = parts.block(jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"]), x, (keys, layer))
-    return parts.exit(params, x, rows, keys)
+    return parts.head_loss(params, x, rows, keys)
 
 
 def test_z_loss_adds_the_squared_log_partition(tiny):

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from jhpt.sharding.layer_loop import LayerLoop
 from jhpt.sharding.offload.buckets import bucket_of
-from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, Layer, StreamedLoop, over_layers
+from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, Layer, StreamedLoop, Transfers, over_layers
 from jhpt.sharding.recompute import everything, save_named, save_nothing
-from jhpt.sharding.sample_chunks import Whole
+from jhpt.sharding.sample_chunks import UnchunkedSamples
 from tests.sharding.test_layer_loop import COUNT, FIRST, block, inputs, stack
 
 AHEAD = (0, 1, 2, COUNT + 1)
@@ -53,10 +53,15 @@ def test_rows_come_and_go_in_order(ahead, reverse, late, apart):
         assert not soon
         return computed(layer, rows, carry) if late else (carry, {})
 
-    own = Layer(first=first, second=second, apart=apart)
+    own = Layer(first=first, second=second, ordered=apart)
 
     def run(offloaded):
-        return over_layers(offloaded, ("a",), ("a", "b"), own, jnp.float32(1), reverse=reverse, ahead=ahead, late=late)
+        return over_layers(
+            offloaded,
+            own,
+            jnp.float32(1),
+            Transfers(reads=("a",), writes=("a", "b"), reverse=reverse, prefetch=ahead, write_late=late),
+        )
 
     found, offloaded = jax.jit(run, donate_argnums=0)(on_host({"a": a, "b": b, "c": c}))
     assert {leaf.sharding.memory_kind for leaf in offloaded.values()} == {"pinned_host"}
@@ -73,7 +78,7 @@ def streamed_loop(ahead, wrap):
     params = stack()
     bucket = bucket_of(jax.tree.map(lambda leaf: leaf[0], params), lambda path: path == "w")
     rows = jnp.stack([bucket.packed(jax.tree.map(lambda leaf, at=at: leaf[at], params)) for at in range(COUNT)])
-    return StreamedLoop(function=wrap(block), bucket=bucket, first=FIRST, ahead=ahead), rows
+    return StreamedLoop(function=wrap(block), bucket=bucket, first=FIRST, prefetch=ahead), rows
 
 
 def cut(tree, pieces):
@@ -94,7 +99,7 @@ def test_a_pass_is_that_of_a_plain_loop(ahead, pieces, wrap):
     """In micro-batches of any number."""
     params, (x, keys, error) = stack(), inputs()
     plain = LayerLoop(
-        stream=Whole(wrap(block)),
+        stream=UnchunkedSamples(wrap(block)),
         first=FIRST,
         count=COUNT,
         unroll=False,
@@ -174,13 +179,14 @@ def test_what_is_needed_last_comes_as_it_lay_there(ahead, late):
         return carry + soon["m"].sum(), done
 
     own = Layer(
-        first=lambda layer, rows, carry: (carry, rows, {} if late else {"m": rows["a"]}), second=second, apart=True
+        first=lambda layer, rows, carry: (carry, rows, {} if late else {"m": rows["a"]}), second=second, ordered=True
     )
 
     def run(offloaded):
-        return over_layers(
-            offloaded, ("a",), ("m",), own, jnp.float32(0), reverse=True, ahead=ahead, late=late, soon=("m",)
+        transfers = Transfers(
+            reads=("a",), writes=("m",), late_reads=("m",), reverse=True, prefetch=ahead, write_late=late
         )
+        return over_layers(offloaded, own, jnp.float32(0), transfers)
 
     found, offloaded = jax.jit(run, donate_argnums=0)(on_host({"a": a, "m": m}))
     assert np.array_equal(offloaded["m"], m * 2 + a if late else a) and np.array_equal(offloaded["a"], a)

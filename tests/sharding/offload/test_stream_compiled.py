@@ -53,9 +53,9 @@ def program(layers, ranks, ahead, resident):
         function=save_nothing(block),
         bucket=bucket_of(LAYER),
         first=0,
-        ahead=ahead,
-        used=lambda row: jax.lax.all_gather(row, "data", tiled=True) if ranks > 1 else row,
-        given=lambda gradient: jax.lax.psum_scatter(gradient, "data", tiled=True) if ranks > 1 else gradient,
+        prefetch=ahead,
+        gather=lambda row: jax.lax.all_gather(row, "data", tiled=True) if ranks > 1 else row,
+        finish=lambda gradient: jax.lax.psum_scatter(gradient, "data", tiled=True) if ranks > 1 else gradient,
     )
 
     def step(offloaded, x):
