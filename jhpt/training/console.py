@@ -2,6 +2,7 @@
 
 import io
 import math
+from typing import Any
 
 import jax
 from rich.console import Console, Group
@@ -13,9 +14,9 @@ from rich.text import Text
 from jhpt.core.plan import Plan
 from jhpt.core.shapes import parameter_count
 from jhpt.planner.report.words import gradients_text, offload_text
-from jhpt.training.fitting import Programs
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main
+from jhpt.training.programs import Step
 from jhpt.training.setup import Setup
 
 
@@ -25,7 +26,7 @@ def bytes_text(count: float) -> str:
     return f"{count / 1024**power:.{0 if power < 2 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
+def start_table(setup: Setup, step: Step[Any], first_step: int) -> Table:
     """The run at a glance."""
     config, cache = setup.config, setup.cache
     model, count = config.model, parameter_count(config.model)
@@ -39,9 +40,9 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
         "parameters": f"{count.total:,}" + (f" (+ {count.padding:,} padding rows)" if count.padding else ""),
         "plan": plan_text(setup.plan),
         "devices": _devices_text(setup),
-        "memory": " + ".join(f"{name} {bytes_text(size)}" for name, size in programs.memory.items())
+        "memory": " + ".join(f"{name} {bytes_text(size)}" for name, size in step.memory.items())
         + " per device"
-        + (f", {bytes_text(programs.host)} of blocks on the host" if programs.host else ""),
+        + (f", {bytes_text(step.host_bytes)} offloaded to the host" if step.host_bytes else ""),
         "data": f"{cache.train.size:,} training and {cache.validation.size:,} held-out tokens "
         f"of {config.data.path}, tokenizer {config.data.tokenizer}",
         "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens",
