@@ -78,7 +78,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, record: Record) -> None:
-        """Copies the state to the host and writes it in the background; a step that is already saved is not written again."""
+        """Copies the state to the host and writes it in the background, unless the step is already saved."""
         if step == self.latest:
             return
         items = {name: ocp.args.StandardSave(part) for name, part in (state.feedback or {}).items()}

@@ -4,7 +4,7 @@
     backward   fetch it again, compute its gradient, sum it over the data ranks, let it leave
 
 What a block does when it arrives and when it leaves, and what is fetched and written for that, are its `BlockUpdateHooks`: of an
-optimizer's step, one of the two (`training.block_steps`).
+optimizer's step, one of the two (`training.offloaded_training`).
 
 Micro-batches go through a block one after the other before the next block comes (`streamed`): what is copied in a step
 does not depend on how many they are.

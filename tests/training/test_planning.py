@@ -211,7 +211,7 @@ def test_a_run_goes_on_with_the_plan_it_was_given(tiny, tmp_path, capsys):
     assert changed.step == 5 and Plan.load(out / "plan.json").devices == 4
     lines = [line for line in log_of(out).splitlines() if "the plan has changed" in line]
     assert lines == [
-        "note: the plan has changed: data 4 x tensor 1, zero 0, 1 micro-batches; "
+        "note: the plan has changed: data 4 x tensor 1, zero 0, 1 micro-batch; "
         "before pipe 2 x data 2 x tensor 1, 1f1b, zero 0, 4 micro-batches"
     ]
     jhpt.train(out=out, plan=plan.model_copy(update={"prefetch": 2}), overrides={"train.steps": 6})
@@ -328,10 +328,10 @@ def test_a_sequence_that_is_cut_unevenly(tiny):
     config = tiny(**{"data.sequence_length": 31})
     plan = plan_by_hand(tiny(**{"parallel.tensor": 2, "parallel.sequence": True}), 8)
     with pytest.raises(
-        InputError, match=r"parallel.sequence cuts data.sequence_length=31 .* leave parallel.sequence out"
+        InputError, match=r"parallel.sequence splits data.sequence_length=31 .* leave parallel.sequence out"
     ):
         prepare(config, plan)
-    with pytest.raises(InputError, match=r"the plan's sequence: true cuts .* take a plan without it"):
+    with pytest.raises(InputError, match=r"the plan's sequence: true splits .* take a plan without it"):
         prepare(config, plan.model_copy(update={"origin": "given"}))
 
 
