@@ -217,7 +217,7 @@ def test_a_run_goes_on_with_the_plan_it_was_given(tiny, tmp_path, capsys):
     jhpt.train(out=out, plan=plan.model_copy(update={"prefetch": 2}), overrides={"train.steps": 6})
     jhpt.train(out=out, plan=plan, overrides={"train.steps": 7})
     lines = [line for line in log_of(out).splitlines() if "the plan has changed" in line]
-    assert len(lines) == 3 and "in which layers are where and how they are treated" in lines[-1]
+    assert len(lines) == 3 and "in the placement or the strategy of layers" in lines[-1]
 
 
 def test_a_run_whose_given_plan_does_not_fit_any_more_is_refused(tiny, tmp_path):
