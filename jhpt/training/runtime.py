@@ -61,8 +61,8 @@ def keep_heap() -> bool:
     """Makes glibc reuse freed memory instead of returning it to the kernel; returns whether it could.
 
     XLA's CPU client allocates a program's temporary buffers at every execution.  glibc maps anything above 32 MiB anew
-    each time, and every page faults again: a third of a gpt-tiny step (docs/reports/cpu-performance.md).  One arena, because
-    the others cannot hold large blocks without mapping them.  The price is a larger resident set.
+    each time, and every page faults again: a third of a gpt-tiny step (docs/reports/cpu-performance.md).  One arena,
+    because the others cannot hold large blocks without mapping them.  The price is a larger resident set.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
