@@ -235,7 +235,7 @@ def _compiled(config: Config, answer: "Answer") -> "Comparison":
 
     with quiet():  # jax loads CUDA's libraries, where they are installed
         from jhpt.compiled.comparison import compare
-        from jhpt.training.precompile import compiled_step
+        from jhpt.training.compile import compiled_step
 
     reading = compiled_step(config, answer.plan, answer.model.cluster)
     return compare(reading, answer.plan, answer.estimate, answer.model.profile)

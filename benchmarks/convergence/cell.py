@@ -24,9 +24,10 @@ from jhpt.bench.results import machine, versions
 from jhpt.core.config import Config
 from jhpt.core.load import load_config
 from jhpt.models.build import build
+from jhpt.training.compile import compile_step
 from jhpt.training.console import Display
+from jhpt.training.device_step import evaluate_program
 from jhpt.training.loop import evaluate, fit
-from jhpt.training.programs import compile_programs, evaluate_program
 from jhpt.training.runtime import configure_runtime
 from jhpt.training.setup import Setup, execution, prepare
 
@@ -38,12 +39,10 @@ def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     start = time.perf_counter()
     config = load_config(cell.preset, {"seed": cell.seed, **cell.changes})
     setup = prepared(config)
-    programs = compile_programs(setup)
+    step = compile_step(setup)
     unseen = replace(setup, validation_windows=None)  # no evaluation on the way
     display = Display(config.train.steps, quiet=True)
-    state, progress = fit(
-        unseen, programs, programs.init(), save=lambda step, state: None, writer=None, display=display
-    )
+    state, progress = fit(unseen, step, step.init(), save=lambda step, state: None, writer=None, display=display)
     if progress.interrupted:
         raise SystemExit(f"{cell.name}: stopped by a signal")
     found: dict[str, Any] = {
@@ -55,12 +54,13 @@ def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         "skipped": int(state.skipped),
     }
     plain = prepared(load_config(config, {f"{COMPRESSION}bits": 16, f"{COMPRESSION}tokens": 1.0}))
-    found["validation"] = evaluate(plain, replace(programs, evaluate=evaluate_program(plain)), state)
-    found["own"] = evaluate(setup, programs, state) if setup.plan.compression.on else found["validation"]
+    found["validation"] = evaluate(plain, evaluate_program(plain), state.params)
+    found["own"] = evaluate(setup, step.evaluate, state.params) if setup.plan.compression.on else found["validation"]
     if looks_at_leaks(setup):
         found["leaks"] = {kind: leak(other, state.params) for kind, other in by_rule(setup).items()}
-    assert programs.parameters is not None
-    return found | {"seconds": time.perf_counter() - start}, flat(programs.parameters(state.params))
+    params = step.parameters(state)
+    assert params is not None
+    return found | {"seconds": time.perf_counter() - start}, flat(params)
 
 
 def prepared(config: Config) -> Setup:

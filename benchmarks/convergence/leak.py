@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhpt.training.data.batches import evaluation_batches
-from jhpt.training.keys import RandomStream, random_key
 from jhpt.training.parts import Rows
 from jhpt.training.setup import Setup
+from jhpt.training.step import RandomStream, random_key
 
 
 def leak(setup: Setup, params: Any) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """`jhpt bench predict`: the step that a measured profile predicts, against the step that training takes.
 
-The real compiled training step (`jhpt.training.programs`) of one device, blocked on, runs in turn with the programs
+The real compiled training step (`jhpt.training.compile`) of one device, blocked on, runs in turn with the programs
 that the profile is made of, in one process, so that both see the same machine.
 """
 
@@ -14,11 +14,11 @@ from jhpt.bench.results import Claim, Row, check_writable, write_json
 from jhpt.core.load import load_config
 from jhpt.measure.profile import Samples, predict_step
 from jhpt.measure.timer import steady
+from jhpt.training.compile import compile_step
 from jhpt.training.data.batches import shuffled, training_batches
-from jhpt.training.fitting import global_batch
 from jhpt.training.loop import training_flops_per_token
 from jhpt.training.profiling import Grid, assemble, measure_layers
-from jhpt.training.programs import compile_programs
+from jhpt.training.programs import global_batch
 from jhpt.training.runtime import configure_runtime
 from jhpt.training.setup import Setup, prepare
 
@@ -89,18 +89,18 @@ def _compare(case: Case, rounds: int) -> Prediction:
 
 
 def _real_step(setup: Setup) -> Callable[[], Any]:
-    programs = compile_programs(setup)
-    state = programs.init()
+    step = compile_step(setup)
+    state = step.init()
     size = setup.config.data.batch_size
     batches = training_batches(shuffled(setup.train_windows, setup.config.seed), size, slice(0, size), 0)
     windows = global_batch(setup, next(batches))
 
-    def step() -> Any:
+    def call() -> Any:
         nonlocal state
-        state, metrics = programs.train_step(state, windows)
+        state, metrics = step.step(state, windows)
         return metrics
 
-    return step
+    return call
 
 
 def run(*, quick: bool, json_path: str | None) -> int:

@@ -19,10 +19,10 @@ from jhpt.bench.results import Claim, Row, check_writable, print_rows, write_jso
 from jhpt.core.config import GPTConfig
 from jhpt.core.load import load_config
 from jhpt.measure.timer import interleaved, spread
+from jhpt.training.compile import compile_step
 from jhpt.training.console import Display
 from jhpt.training.data.batches import shuffled, training_batches
 from jhpt.training.loop import fit, training_flops_per_token
-from jhpt.training.programs import compile_programs
 from jhpt.training.runtime import configure_runtime
 from jhpt.training.setup import Setup, prepare
 
@@ -65,8 +65,8 @@ def _competitors(setup: Setup, steps: int) -> dict[str, Callable[[], Any]]:
 
 
 def _jhpt_trial(setup: Setup, steps: int) -> Callable[[], Any]:
-    programs = compile_programs(setup)
-    state = programs.init()
+    step = compile_step(setup)
+    state = step.init()
 
     def trial() -> Any:
         nonlocal state
@@ -74,7 +74,7 @@ def _jhpt_trial(setup: Setup, steps: int) -> Callable[[], Any]:
         config = setup.config.model_copy(update={"train": setup.config.train.model_copy(update={"steps": last})})
         block = dataclasses.replace(setup, config=config, validation_windows=None)
         display = Display(last, quiet=True)
-        state, _ = fit(block, programs, state, save=lambda step, state: None, writer=None, display=display)
+        state, _ = fit(block, step, state, save=lambda step, state: None, writer=None, display=display)
         return state
 
     return trial

@@ -1,11 +1,18 @@
-"""Checkpoints through Orbax: asynchronous, rotated, restorable onto any mesh, and refused where they do not fit.
+"""Checkpoints through Orbax: asynchronous, rotated, restorable onto any mesh, and refused if they are of another run.
 
 A checkpoint holds the training state (parameters stacked `[L, ...]`, whatever the mesh) and a record of what produced
 it: configuration, content key of the tokens, versions.  Keys and the data position follow from seed and step.
+
+Leaves are [L, ...].  Offloaded blocks have a row for each block instead.  Copying rows into such leaves would take
+twice the memory, and they are offloaded because they are large.  So Orbax is given `Layered` leaves and asks for one
+layer after the other while it writes: the same layer of all leaves before the next one.
 """
 
+import asyncio
+import math
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,21 +22,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from jhpt.core.config import CheckpointConfig, Config, GPTConfig, OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.load import dotted
-from jhpt.training.layered import Layered, LayeredHandler, by_layer, item_handlers
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.step import TrainState
 
 BOUND = ("seed", "model.", "optimizer.", "data.")
 PLACES = ("data.path", "data.validation_path", "data.tokenizer", "data.cache_dir")
-"""Where files lie, which may differ from host to host and from time to time."""
+"""Paths of files, which may differ between hosts and change over time."""
 
 FREE = ("model.attention", "model.dtype", *PLACES)
-"""What a resumed run may not change, less what it may.  Text and tokenizer are compared by content, the compute dtype
-as it came out; everything else is free."""
+"""Exceptions from `BOUND`, the settings that a resumed run may not change.  Text and tokenizer are compared by content,
+the compute dtype as it was resolved."""
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -51,7 +58,7 @@ def make_record(config: Config, data_key: str, dtype: str) -> Record:
 
 
 class Checkpoints:
-    """The checkpoints of one run; leaving the context waits for those that are still being written."""
+    """The checkpoints of one run; leaving the context waits until all are written."""
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         options = ocp.CheckpointManagerOptions(
@@ -71,18 +78,20 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, record: Record) -> None:
-        """Copies the state to the host and writes it in the background; a step that is already saved is left alone."""
+        """Copies the state to the host and writes it in the background, unless the step is already saved."""
         if step == self.latest:
             return
         items = {name: ocp.args.StandardSave(part) for name, part in (state.feedback or {}).items()}
-        own = _without_feedback(state)
-        items["state"] = ocp.args.PyTreeSave(own, save_args=jax.tree.map(by_layer, own))
+        core = _without_feedback(state)
+        items["state"] = ocp.args.PyTreeSave(core, save_args=jax.tree.map(by_layer, core))
         self._layers.begin.clear()
         try:
             self._manager.save(step, args=ocp.args.Composite(**items, record=ocp.args.JsonSave(_as_dict(record))))
         finally:
             self._layers.begin.set()
-        if any(isinstance(leaf, Layered) for leaf in jax.tree.leaves(own)):  # what is being written must not change
+        if any(
+            isinstance(leaf, Layered) for leaf in jax.tree.leaves(core)
+        ):  # rows must not change while they are written
             self._manager.wait_until_finished()
 
     def record(self, step: int) -> Record:
@@ -92,34 +101,34 @@ class Checkpoints:
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state at `step`, laid out as the shapes and shardings of `like` say.
 
-        Feedback comes with as many ranks as it was saved with; what of it was not saved is left out.
+        Feedback comes with the number of ranks that it was saved with; items that were not saved are absent.
         """
         state = self.part(step, like)
         if like.feedback is None:
             return state
         places = {name: self._manager.directory / str(step) / name for name in like.feedback}
-        found = {
+        feedback = {
             name: self._read(step, name, ocp.args.StandardRestore(_with_ranks_of(place, like.feedback[name])))
             for name, place in places.items()
             if place.exists()
         }
-        return replace(state, feedback=found)
+        return replace(state, feedback=feedback)
 
     def part(self, step: int, like: TrainState) -> TrainState:
-        """Of the state at `step` the leaves of `like`, a tree of shapes: with a sharding laid out so, without one numpy
-        arrays; those that are `...` are left out."""
+        """The leaves of the state at `step` that `like`, a tree of shapes, names: leaves with a sharding as device
+        arrays, leaves without one as numpy arrays; leaves that are `...` are left out."""
         restore = jax.tree.map(_restored_as, _without_feedback(like))
-        how = ocp.args.PyTreeRestore(item=_without_feedback(like), restore_args=restore)
-        return TrainState(**self._read(step, "state", how))
+        arguments = ocp.args.PyTreeRestore(item=_without_feedback(like), restore_args=restore)
+        return TrainState(**self._read(step, "state", arguments))
 
-    def _read(self, step: int, item: str, how: Any) -> dict[str, Any]:
+    def _read(self, step: int, item: str, arguments: ocp.args.CheckpointArgs) -> dict[str, Any]:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: arguments}))[item]
         except Exception as error:  # Orbax raises bare Exceptions, too; their cause says what is wrong
             reason = str(error.__cause__ or error).partition("\n")[0]
             raise InputError(
                 f"the {item} in checkpoint {self._folder / str(step)} cannot be read: {reason}; "
-                "if it is damaged, move it away and the run goes on from the checkpoint before"
+                "if it is damaged, move it away, and the run resumes from the checkpoint before it"
             ) from error
 
     def __enter__(self) -> "Checkpoints":
@@ -141,18 +150,18 @@ def _as_dict(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _with_ranks_of(place: Any, like: Any) -> Any:
-    """`like` with as many ranks, the first dim, as what is saved in `place`."""
+def _with_ranks_of(place: Path, like: Any) -> Any:
+    """`like` with the number of ranks, its first dim, of what is saved in `place`."""
     there = ocp.StandardCheckpointHandler().metadata(place).tree
     return jax.tree.map(
-        lambda own, saved: jax.ShapeDtypeStruct((saved.shape[0], *own.shape[1:]), own.dtype, sharding=own.sharding),
+        lambda leaf, saved: jax.ShapeDtypeStruct((saved.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding),
         like,
         there,
     )
 
 
 def _without_feedback(state: TrainState) -> dict[str, Any]:
-    """Feedback has items of its own: a checkpoint without it is one as from a run without compression."""
+    """Feedback is saved as separate items: without them, a checkpoint is that of a run without compression."""
     return {name: part for name, part in _as_dict(state).items() if name != "feedback" and part is not None}
 
 
@@ -165,7 +174,7 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
     before, after = dotted(saved.config), dotted(now.config)
     model = GPTConfig().model_dump(mode="json", include={"matmul_dtype"})
     defaults = dotted({"optimizer": OptimizerConfig().model_dump(mode="json"), "model": model})
-    before = defaults | before  # what is new since the run was saved: as it was
+    before = defaults | before  # settings that are newer than the checkpoint had their defaults
     before["compute dtype"], after["compute dtype"] = saved.dtype, now.dtype
     names = [name for name in {**before, **after} if name.startswith(BOUND) and name not in FREE]
     changed = [
@@ -180,16 +189,16 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
         )
     if changed:
         raise InputError(
-            f"{place} holds a run that differs in what a resumed run must keep:\n"
+            f"{place} holds a run with other settings that a resumed run must keep:\n"
             + "\n".join(changed)
-            + "\nput these back, or give another --out"
+            + "\nrestore these settings, or give another --out"
         )
 
 
 def changes_of_note(saved: Record, now: Record, step: int) -> list[str]:
-    """What is allowed to differ and yet may surprise."""
+    """Notes on allowed differences that may surprise."""
     notes = []
-    pairs = {name: (saved.versions.get(name), found) for name, found in now.versions.items()}
+    pairs = {name: (saved.versions.get(name), current) for name, current in now.versions.items()}
     different = [f"{name} {before} -> {after}" for name, (before, after) in pairs.items() if before != after]
     if different:
         notes.append(f"note: other versions than when the run was saved ({', '.join(different)}); bits may differ")
@@ -202,3 +211,99 @@ def changes_of_note(saved: Record, now: Record, step: int) -> list[str]:
             f"{new:.2e} at step {step}, where it would have been {old:.2e}"
         )
     return notes
+
+
+@dataclass(frozen=True, eq=False)
+class Layered:
+    """A leaf [L, ...] that is written layer by layer.
+
+    layer: index -> that layer.  All processes call it in the same order.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    layer: Callable[[int], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer."""
+        return self.size // self.shape[0] * self.dtype.itemsize
+
+
+SMALL = 1 << 20
+"""Bytes; leaves with smaller layers are collected and written whole, because such small chunks would be slow."""
+
+
+def by_layer(leaf: Any) -> ocp.SaveArgs:
+    """How a leaf is saved: a `Layered` one with a chunk of the file for each layer, unless layers are small."""
+    if not isinstance(leaf, Layered) or leaf.layer_bytes < SMALL:
+        return ocp.SaveArgs()
+    return ocp.SaveArgs(chunk_byte_size=leaf.layer_bytes, shard_axes=(0,))
+
+
+class LayeredHandler(ocp.type_handlers.NumpyHandler):
+    """Writes `Layered` leaves like numpy arrays; they are restored like any others.
+
+    Orbax writes in its own thread, and reading a layer may involve all processes (an all-gather).  Nothing else may
+    communicate meanwhile, or the processes would communicate in different orders.  So layers are read only once
+    `begin` is set, when the thread that saves does nothing but wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+        self._files: dict[int, Any] = {}
+        self.begin = threading.Event()
+
+    async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
+        """Opens the file of the leaf; called only on the process that writes."""
+        spec = tensorstore.Spec(tspec)
+        self._files[id(value)] = await tensorstore.open(spec, create=True, open=True, context=ts_context)
+
+    async def _background_serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> None:
+        await super()._background_serialize(values, infos, args)
+        files = [self._files.pop(id(value), None) for value in values]
+        gathered = [np.empty(value.shape, value.dtype) if value.layer_bytes < SMALL else None for value in values]
+        await asyncio.to_thread(self.begin.wait)
+        failure: Exception | None = None
+        for layer in range(max(value.shape[0] for value in values)):
+            pieces, writing = [value.layer(layer) for value in values], []
+            for file, small, piece in zip(files, gathered, pieces, strict=True):
+                if small is not None:
+                    small[layer] = piece
+                elif file is not None:
+                    writing.append(file[layer].write(piece))
+            try:
+                await asyncio.gather(*writing)
+            except Exception as error:  # other processes go on reading layers, so this one must, too
+                failure, files = error, [None] * len(files)
+        if failure:
+            raise failure
+        whole = [file.write(small) for file, small in zip(files, gathered, strict=True) if file and small is not None]
+        await asyncio.gather(*whole)
+
+
+def item_handlers(layers: LayeredHandler) -> ocp.handlers.CheckpointHandlerRegistry:
+    """Handlers for the items of a checkpoint: JSON, and trees of jax arrays, numpy arrays or `Layered` leaves."""
+    leaves = ocp.type_handlers
+    known = leaves.create_type_handler_registry(
+        (Layered, layers), (jax.Array, leaves.ArrayHandler()), (np.ndarray, leaves.NumpyHandler())
+    )
+    tree, text = ocp.PyTreeCheckpointHandler(type_handler_registry=known), ocp.JsonCheckpointHandler()
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for arguments, handler in (
+        (ocp.args.PyTreeSave, tree),
+        (ocp.args.PyTreeRestore, tree),
+        (ocp.args.StandardSave, ocp.StandardCheckpointHandler()),
+        (ocp.args.StandardRestore, ocp.StandardCheckpointHandler()),
+        (ocp.args.JsonSave, text),
+        (ocp.args.JsonRestore, text),
+    ):
+        registry.add(None, arguments, handler)
+    return registry

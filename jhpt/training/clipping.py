@@ -1,19 +1,19 @@
-"""Clipping of gradients: how much of one is taken, by its norm.
+"""Gradient clipping: the factor by which gradients are scaled down, from their norm.
 
     global      limit / max(limit, |g_t|), with the norm of all gradients of this step (Pascanu et al. 2013, arXiv
                 1211.5063)
-    previous    limit / max(limit, |g_s|), with that of the last step s that was taken; the first is taken whole
-    layer       for each of n groups, a block or what is not in blocks, limit / max(limit, sqrt(n) |g_group|): all of
-                them together are not longer than the limit
+    previous    limit / max(limit, |g_s|), with the norm at s, the last applied update; the first update is not clipped
+    layer       limit / max(limit, sqrt(n) |g_group|) for each of n groups: each block is one, everything outside blocks
+                another; the norm of all of them together is at most the limit
 
-The first needs every gradient before any can be used.  The others do not, so that a block on the host takes its step
-as soon as its gradient is there (`training.block_steps`).
+The first needs every gradient before any can be used.  With the others an offloaded block can be updated as soon as its
+gradient is known (`training.offloaded_training`).
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,16 @@ import optax
 from jhpt.core.config import OptimizerConfig
 from jhpt.sharding.step import Execution
 
+Tree = TypeVar("Tree")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Clipping:
-    """The rule of a run.
+    """How a run clips.
 
-    limit: `clip_norm`; None: nothing is clipped.  norm: gradients as they are stored -> their global norm.  groups: for
-    `layer`, how many there are.  by_group: gradients -> a tree like theirs, of the norms of their groups: () or, where
-    blocks are stacked, [L].
+    limit: `clip_norm`; None: no clipping.  norm: gradients as they are stored -> their global norm.  groups: number of
+    groups for `layer`.  by_group: gradients -> a tree of the same structure with the norm of each leaf's group: () or,
+    if blocks are stacked, [L].
     """
 
     limit: float | None = None
@@ -40,35 +42,37 @@ class Clipping:
 
     @property
     def first(self) -> jax.Array | None:
-        """What the state holds before the first step: the last norm; None where nobody asks for it."""
+        """The last norm before the first step, as the state holds it; None unless clipping needs it."""
         return jnp.zeros((), jnp.float32) if self.kind == "previous" and self.limit is not None else None
 
     def after(self, before: jax.Array | None, norm: jax.Array, good: jax.Array) -> jax.Array | None:
-        """What it holds after a step with this norm; good: whether that was taken."""
+        """The last norm after a step with this norm; good: whether the update was applied."""
         return None if before is None else jnp.where(good, norm, before)
 
     def shrink(self, norm: jax.Array) -> jax.Array:
-        """By which gradients are multiplied whose norm, or whose group's, this is; of its shape."""
+        """The factor for gradients whose norm, or whose group's norm, this is; of the same shape."""
         if self.limit is None:
             return jnp.ones_like(norm)
         limit = self.limit / math.sqrt(self.groups) if self.kind == "layer" else self.limit
         return limit / jnp.maximum(norm, limit)
 
-    def clipped(self, gradients: Any, norm: jax.Array, before: jax.Array | None) -> Any:
-        """Gradients of this norm, clipped.  before: what the state holds."""
+    def clipped(self, gradients: Tree, norm: jax.Array, before: jax.Array | None) -> Tree:
+        """Gradients of this norm, clipped.  before: the last norm, as the state holds it."""
         if self.limit is None:
             return gradients
         if self.kind == "layer":
-            assert self.by_group is not None, "layers are clipped each by its own norm"
-            return jax.tree.map(
-                lambda leaf, own: leaf * _along(self.shrink(own), leaf), gradients, self.by_group(gradients)
+            assert self.by_group is not None, "clipping by layer needs the norm of each layer"
+            by_layer: Tree = jax.tree.map(
+                lambda leaf, size: leaf * _along(self.shrink(size), leaf), gradients, self.by_group(gradients)
             )
+            return by_layer
         factor = self.shrink(norm if before is None else before)
-        return jax.tree.map(lambda leaf: leaf * factor, gradients)
+        clipped: Tree = jax.tree.map(lambda leaf: leaf * factor, gradients)
+        return clipped
 
 
 def clipping(config: OptimizerConfig, execution: Execution) -> Clipping:
-    """That of a configuration, of gradients as this execution stores them."""
+    """The clipping of a configuration, for gradients as this execution stores them."""
     return Clipping(
         limit=config.clip_norm,
         kind=config.clip,
@@ -79,5 +83,5 @@ def clipping(config: OptimizerConfig, execution: Execution) -> Clipping:
 
 
 def _along(factor: jax.Array, leaf: jax.Array) -> jax.Array:
-    """() or [L], for a leaf [...] or [L, ...]."""
+    """A factor () or [L], broadcast against a leaf [...] or [L, ...]."""
     return factor.reshape(factor.shape + (1,) * (leaf.ndim - factor.ndim))

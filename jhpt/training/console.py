@@ -2,6 +2,7 @@
 
 import io
 import math
+from typing import Any
 
 import jax
 from rich.console import Console, Group
@@ -13,9 +14,9 @@ from rich.text import Text
 from jhpt.core.plan import Plan
 from jhpt.core.shapes import parameter_count
 from jhpt.planner.report.words import gradients_text, offload_text
-from jhpt.training.fitting import Programs
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main
+from jhpt.training.programs import Step
 from jhpt.training.setup import Setup
 
 
@@ -25,8 +26,8 @@ def bytes_text(count: float) -> str:
     return f"{count / 1024**power:.{0 if power < 2 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
-    """The run at a glance."""
+def start_table(setup: Setup, step: Step[Any], first_step: int) -> Table:
+    """The run in one table."""
     config, cache = setup.config, setup.cache
     model, count = config.model, parameter_count(config.model)
     table = Table(title=f"jhpt · {config.name}", show_header=False, title_justify="left")
@@ -35,13 +36,13 @@ def start_table(setup: Setup, programs: Programs, first_step: int) -> Table:
     kernels = {"kernels": f"{setup.kernels.implementation} ({setup.kernels.reason})"} if compresses else {}
     rows = {
         "model": f"{model.family}, {model.num_layers} layers, width {model.d_model}, {model.num_heads} heads, "
-        f"{setup.model.dtype.name} compute" + (", products in 8 bits" if model.matmul_dtype == "float8" else ""),
+        f"{setup.model.dtype.name} compute" + (", float8 matrix products" if model.matmul_dtype == "float8" else ""),
         "parameters": f"{count.total:,}" + (f" (+ {count.padding:,} padding rows)" if count.padding else ""),
         "plan": plan_text(setup.plan),
         "devices": _devices_text(setup),
-        "memory": " + ".join(f"{name} {bytes_text(size)}" for name, size in programs.memory.items())
+        "memory": " + ".join(f"{name} {bytes_text(size)}" for name, size in step.memory.items())
         + " per device"
-        + (f", {bytes_text(programs.host)} of blocks on the host" if programs.host else ""),
+        + (f", {bytes_text(step.host_bytes)} offloaded to the host" if step.host_bytes else ""),
         "data": f"{cache.train.size:,} training and {cache.validation.size:,} held-out tokens "
         f"of {config.data.path}, tokenizer {config.data.tokenizer}",
         "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens",
@@ -68,7 +69,7 @@ def plan_text(plan: Plan) -> str:
         (plan.schedule + (f" with {plan.chunks} chunks" if plan.chunks > 1 else "")) if piped else "",
         "sequence" if plan.sequence else "",
         f"zero {plan.zero}",
-        f"{plan.micro_batches} micro-batches",
+        f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}",
         recompute_text(plan),
         offload_text(plan),
         gradients_text(plan.gradient_compression),
@@ -77,31 +78,31 @@ def plan_text(plan: Plan) -> str:
 
 
 def recompute_text(plan: Plan) -> str:
-    """`recompute`, or `recompute but for qkv`; nothing where all is kept."""
+    """`recompute`, or `recompute except qkv`; empty if all activations are saved."""
     if plan.saved is None:
         return "recompute" if plan.recompute else ""
-    return f"recompute but for {plan.saved.text()}"
+    return f"recompute except {plan.saved.text()}"
 
 
 def plan_change(before: Plan, now: Plan) -> str:
-    """Another plan than the run had, in one line."""
+    """How the plan differs from the one that the run had, in one line."""
     first, second = plan_text(before), plan_text(now)
     if first == second:
-        return f"note: the plan has changed, in which layers are where and how they are treated: {second}"
+        return f"note: the plan has changed in the placement or the strategy of layers: {second}"
     drops = before.gradient_compression.on and not now.gradient_compression.on
-    lost = "; what compressed sums of gradients had left for later is dropped" if drops else ""
+    lost = "; the residuals of gradient compression are dropped" if drops else ""
     return f"note: the plan has changed: {second}; before {first}{lost}"
 
 
 def _devices_text(setup: Setup) -> str:
-    used, there = setup.layout.device_mesh.mesh.size, jax.device_count()
+    used, attached = setup.layout.device_mesh.mesh.size, jax.device_count()
     idle = [str(device.id) for device in jax.devices() if device not in set(setup.layout.device_mesh.mesh.devices.flat)]
     text = f"{used} x {setup.device.kind}, {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
-    return text if used == there else f"{text}; idle: {', '.join(idle)}"
+    return text if used == attached else f"{text}; idle: {', '.join(idle)}"
 
 
 def step_line(step: int, steps: int, values: dict[str, float | None]) -> str:
-    """One logging interval in one line; what is not known is left out."""
+    """One logging interval in one line; unknown values are left out."""
     mfu, memory = values.get("mfu"), values.get("memory_bytes")
     parts = [
         f"step {step}/{steps}",
@@ -118,8 +119,7 @@ def step_line(step: int, steps: int, values: dict[str, float | None]) -> str:
 
 
 class Display:
-    """Prints on the main process only: a progress bar above the newest metrics where the output is a terminal, plain
-    lines elsewhere."""
+    """Prints on the main process only: on a terminal a progress bar above the newest metrics, elsewhere plain lines."""
 
     def __init__(self, steps: int, *, quiet: bool = False):
         self._console = Console(quiet=quiet or not is_main(), highlight=False, soft_wrap=True)
@@ -131,7 +131,7 @@ class Display:
         self._writer: MetricsWriter | None = None
 
     def log_to(self, writer: MetricsWriter | None) -> None:
-        """From now on everything is also written to the run's log file."""
+        """From now on, everything is also written to the log file of the run."""
         self._writer = writer
 
     def __enter__(self) -> "Display":

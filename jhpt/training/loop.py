@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 import jax
 import numpy as np
@@ -20,12 +20,12 @@ from jhpt.measure.device import memory_in_use
 from jhpt.models.gpt import GPT
 from jhpt.training.console import Display, step_line
 from jhpt.training.data.batches import evaluation_batches, shuffled, training_batches
-from jhpt.training.fitting import Programs, global_batch
-from jhpt.training.keys import RandomStream, random_key
 from jhpt.training.masking import predictions
 from jhpt.training.metrics import MetricsWriter
+from jhpt.training.parts import Sums
+from jhpt.training.programs import State, Step, global_batch
 from jhpt.training.setup import Setup
-from jhpt.training.step import StepMetrics
+from jhpt.training.step import RandomStream, StepMetrics, random_key
 
 
 class TrainingDiverged(RuntimeError):
@@ -77,64 +77,65 @@ class Clock:
 
 def fit(
     setup: Setup,
-    programs: Programs,
-    state: Any,
+    step: Step[State],
+    state: State,
     *,
-    save: Callable[[int, Any], None],
+    save: Callable[[int, State], None],
     writer: MetricsWriter | None,
     display: Display,
     evaluate_first: bool = False,
-) -> tuple[Any, Progress]:
+) -> tuple[State, Progress]:
     """Trains from `state` to the last step of the configuration, or until SIGINT or SIGTERM.
 
     Metrics of a step are read after the next one is under way, so that the device never waits for the host.
 
     Args:
-      save: called with (step, state) when a checkpoint is due.
+      step: takes the steps; see `training.programs`.
+      save: called with (number of the step, flushed state) when a checkpoint is due.
       writer: None on all processes but the main one.
-      evaluate_first: whether the held-out loss of `state` is wanted, too.
+      evaluate_first: whether to evaluate `state` before the first step.
 
     Raises:
-      TrainingDiverged: `train.max_bad_steps` steps in a row were skipped.  What is saved is from before the last of
-        them, and parameters and optimizer state are those of the last good step in any case.
+      TrainingDiverged: `train.max_bad_steps` steps in a row were skipped.  The parameters and optimizer state of
+        every checkpoint are those of the last good step.
     """
     config, first, last = setup.config, int(state.step), setup.config.train.steps
     batches = _batches(setup, first)
     progress, clock = Progress(), Clock()
     report = _Reporter(setup, progress, clock, writer, display, reported=first, skipped=int(state.skipped))
-    rest = _Rest(setup, programs, save, report)
+    between = _BetweenSteps(setup, step, save, report)
 
     with _Interruption() as interruption:
-        state = rest.take(first, state, {"evaluation"} if evaluate_first else set())
-        for step in range(first + 1, last + 1):
+        state = between.run(first, state, {"evaluation"} if evaluate_first else set())
+        for number in range(first + 1, last + 1):
             with clock.waiting():
                 windows = global_batch(setup, next(batches))
-            state, metrics = programs.train_step(state, windows)
+            state, metrics = step.step(state, windows)
             report.flush()
-            stop = interruption.requested(step)
-            due = _due(config, step, final=step == last, stop=stop)
+            stop = interruption.requested(number)
+            due = _due(config, number, final=number == last, stop=stop)
             if due:
-                report.pending = (step, metrics)
-            state = rest.take(step, state, due)
+                report.pending = (number, metrics)
+            state = between.run(number, state, due)
             if stop:
-                display.say(f"stopped by a signal at step {step}")
-                progress.interrupted = step < last
+                display.say(f"stopped by a signal at step {number}")
+                progress.interrupted = number < last
                 break
         report.flush()
     return state, progress
 
 
 def evaluation_due(config: Config, step: int) -> bool:
-    """Whether the held-out loss is wanted after this step, even if it is not the last one."""
+    """Whether the configuration asks for an evaluation after this step, even if it is not the last one."""
     return step > 0 and step % config.evaluation.every == 0
 
 
 Follows = Literal["metrics", "checkpoint", "evaluation"]
-"""What a step may have to be followed by."""
+"""What may be due after a step."""
 
 
 def _due(config: Config, step: int, *, final: bool, stop: bool) -> Set[Follows]:
-    """After the last step everything; before a stop no evaluation, which takes long."""
+    """After the last step everything is due.  Before a stop there is no evaluation, which takes long."""
     end = final or stop
     follows: dict[Follows, bool] = {
         "metrics": end or step % config.log.every == 0,
@@ -145,26 +146,30 @@ def _due(config: Config, step: int, *, final: bool, stop: bool) -> Set[Follows]:
 
 
 @dataclass(frozen=True)
-class _Rest:
-    """Between two steps: saves, then evaluates, so that an evaluation that fails loses nothing."""
+class _BetweenSteps(Generic[State]):
+    """Saves, then evaluates, so that an evaluation that fails loses nothing."""
 
     setup: Setup
-    programs: Programs
-    save: Callable[[int, Any], None]
+    step: Step[State]
+    save: Callable[[int, State], None]
     report: "_Reporter"
 
-    def take(self, step: int, state: Any, due: Set[Follows]) -> Any:
-        """What is due, off the clock; the state to go on with."""
+    def run(self, number: int, state: State, due: Set[Follows]) -> State:
+        """Does what is due, off the clock; returns the state to continue with."""
         if not due & {"checkpoint", "evaluation"}:
             return state
         self.report.flush()
         with self.report.clock.paused():
-            state = self.programs.settled(state)
+            state = self.step.flush(state)
             if "checkpoint" in due:
-                self.save(step, state)
+                self.save(number, state)
             if "evaluation" in due and self.setup.validation_windows is not None:
-                self.report.validation(step, evaluate(self.setup, self.programs, state))
+                self.report.validation(number, evaluate(self.setup, self.step.evaluate, state.params))
         return state
+
+
+BatchSums = Callable[[Any, jax.Array, jax.Array, jax.Array], Sums]
+"""(params, windows, row weights, key) -> sums over a held-out batch."""
 
 
 def _batches(setup: Setup, first: int) -> Iterator[np.ndarray]:
@@ -173,22 +178,26 @@ def _batches(setup: Setup, first: int) -> Iterator[np.ndarray]:
     return training_batches(shuffled(setup.train_windows, seed), size, setup.layout.own_rows(size), first)
 
 
-def evaluate(setup: Setup, programs: Programs, state: Any) -> float:
-    """Mean negative log likelihood in nats per predicted token over the held-out batches."""
+def evaluate(setup: Setup, batch_sums: BatchSums, params: Any) -> float:
+    """Mean negative log likelihood in nats per predicted token over the held-out batches.
+
+    Args:
+      batch_sums: `Step.evaluate`.  params: those of a flushed state.
+    """
     config, total, tokens = setup.config, 0.0, 0.0
-    own = setup.layout.own_rows(config.data.batch_size)
+    rows = setup.layout.own_rows(config.data.batch_size)
     assert setup.validation_windows is not None
-    batches = evaluation_batches(setup.validation_windows, config.data.batch_size, own, config.evaluation.batches)
+    batches = evaluation_batches(setup.validation_windows, config.data.batch_size, rows, config.evaluation.batches)
     for index, (windows, weights) in enumerate(batches):
         key = random_key(config.seed, RandomStream.EVALUATION, index)
-        sums = programs.evaluate(state.params, global_batch(setup, windows), global_batch(setup, weights), key)
+        sums = batch_sums(params, global_batch(setup, windows), global_batch(setup, weights), key)
         total, tokens = total + float(sums.nll), tokens + float(sums.tokens)
     return total / tokens
 
 
 @dataclass
 class _Reporter:
-    """Turns the metrics of a step into records and lines; holds one step back (see `fit`)."""
+    """Turns the metrics of a step into records and lines; holds back the metrics of one step (see `fit`)."""
 
     setup: Setup
     progress: Progress
@@ -201,7 +210,7 @@ class _Reporter:
     pending: tuple[int, StepMetrics] | None = None
 
     def flush(self) -> None:
-        """Reads and reports the step that is held back, if there is one."""
+        """Reports the step that is held back, if there is one."""
         if self.pending is None:
             return
         (step, metrics), self.pending = self.pending, None
@@ -215,12 +224,15 @@ class _Reporter:
         self._emit(step, values)
         if skipped > self.skipped:
             new = skipped - self.skipped
-            self.display.say(f"step {step}: {new} update(s) skipped since the last line: loss or gradient not finite")
+            self.display.say(
+                f"step {step}: {new} update{'s' if new > 1 else ''} skipped since the last line: "
+                "loss or gradient not finite"
+            )
         self.skipped = skipped
         if bad_steps >= self.setup.config.train.max_bad_steps:
             raise TrainingDiverged(
                 f"{int(bad_steps)} steps in a row had a loss or gradient that is not finite, up to step {step}; "
-                "look at the data, or start anew (another --out) with a lower optimizer.learning_rate or a longer "
+                "check the data, or start a new run (another --out) with a lower optimizer.learning_rate or a longer "
                 "optimizer.warmup_steps"
             )
 
@@ -263,14 +275,14 @@ def utilisation(setup: Setup, tokens_per_s: float) -> float | None:
 
 
 class _Interruption:
-    """Remembers SIGINT and SIGTERM, so that the loop can save and stop; a second SIGINT stops at once."""
+    """Remembers SIGINT and SIGTERM, so that the loop can save and stop; a second SIGINT stops immediately."""
 
     def __init__(self) -> None:
         self._requested = False
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "_Interruption":
-        # With several processes jax's preemption service owns SIGTERM and makes all agree on the step.
+        # With several processes jax's preemption service handles SIGTERM and makes all agree on the step.
         signals = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in signals}

@@ -13,7 +13,7 @@ from jhpt.training.processes import is_main
 
 
 class MetricsWriter:
-    """Writes records of one run; on resume, records beyond the restored step are dropped, so none appears twice."""
+    """Writes records of one run; on resume, records after the restored step are dropped, so that none appears twice."""
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool):
         self._log = (folder / "train.log").open("a", encoding="utf-8")
@@ -25,7 +25,7 @@ class MetricsWriter:
         )
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """One record; None and values that are not finite, which JSON cannot write, are left out."""
+        """Writes one record without values that are None or, which JSON cannot hold, not finite."""
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         self._records.write(json.dumps({"step": step, **known}) + "\n")
         self._records.flush()
@@ -66,7 +66,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def _whole_records(path: Path) -> list[dict[str, float]]:
-    """The records up to the first line that is none: the one a killed process was writing."""
+    """The records up to the first incomplete line, which a killed process was writing."""
     records = []
     for line in path.read_text().splitlines():
         try:

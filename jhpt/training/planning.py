@@ -1,12 +1,12 @@
-"""Which plan a run executes: one it is given, its own from before, one made for the devices at hand, or by hand.
+"""Which plan a run executes: a given one, the one it had before, one made for the devices at hand, or one by hand.
 
 --plan FILE        that plan
-otherwise          the run's own plan.json, where it was given or planned and the sections `parallel` and `memory` are
-                   as they were; else
-parallel: auto     the planner's, for this machine as measured (`jhpt profile`; kept from run to run) or for
+otherwise          the run's plan.json, if it was given or made by the planner, and the sections `parallel` and
+                   `memory` have not changed; else
+parallel: auto     the planner's, for this machine as measured (`jhpt profile`; cached between runs) or for
                    `parallel.cluster`
-by hand            what the sections `parallel` and `memory` say; where that does not fit a known device, with what
-                   `memory` leaves open decided
+by hand            what the sections `parallel` and `memory` say; if that does not fit a known device, the planner
+                   decides what `memory` leaves open
 """
 
 from collections.abc import Callable
@@ -18,36 +18,45 @@ import jax
 
 from jhpt.core.amounts import gib
 from jhpt.core.catalogue import cluster_named, find_cluster, kind_by_driver, known_to_differ
-from jhpt.core.cluster import Cluster
+from jhpt.core.cluster import Cluster, Device
 from jhpt.core.config import BLOCK_INPUT, Config, GPTConfig, MemoryConfig, ParallelConfig, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.load import CONFIG_FILE, load_config
 from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.plan_check import check_plan, with_optimizer
+from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import Choices, conflict
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.network import spanning
+from jhpt.measure.offload import offload_is_right
 from jhpt.planner.api import budgeted, capped, dtype_of
+from jhpt.planner.cost.activation_offload import fullest_host, waiting, waiting_bytes
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.words import shape_text
 from jhpt.planner.search.choice import plan_to_run
 from jhpt.planner.search.fitted import fitted
-from jhpt.planner.search.request import SAMPLE_CHUNKS, compressions, offload_kinds, recomputations, request
+from jhpt.planner.search.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, recomputations, request
 from jhpt.planner.search.solve import solve
 from jhpt.sharding.mesh import check_runnable
-from jhpt.training.processes import is_main, processes_here, raise_on_all_processes, text_from_main
+from jhpt.training.processes import (
+    is_main,
+    processes_here,
+    raise_on_all_processes,
+    same_everywhere,
+    text_from_main,
+)
 from jhpt.training.profiling import cached_cluster, cached_profile, planning_grid
 from jhpt.training.run_dir import PLAN_FILE
 from jhpt.training.runtime import host_budget
 from jhpt.training.setup import budgeted as budgeted_device
-from jhpt.training.setup import check_data
+from jhpt.training.setup import check_data, compute_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """How a run directory's run shared its work; None: it does not say.  The same on every process."""
+    """The plan and settings of the run in a directory; None if it does not say.  The same on every process."""
 
     run_dir: Path
     plan: Plan | None = None
@@ -56,7 +65,7 @@ class Past:
 
 
 def read_past(run_dir: Path, say: Callable[[str], None]) -> Past:
-    """What was executed in `run_dir` so far; `say` hears of a plan that cannot be read."""
+    """What has been executed in `run_dir`.  A plan that cannot be read is reported through `say`."""
     plan, parallel, memory = "", "", ""
     with raise_on_all_processes():
         if is_main() and (run_dir / PLAN_FILE).is_file():
@@ -65,7 +74,7 @@ def read_past(run_dir: Path, say: Callable[[str], None]) -> Past:
                 config = load_config(run_dir / CONFIG_FILE)
                 parallel, memory = config.parallel.model_dump_json(), config.memory.model_dump_json()
             except InputError as error:
-                say(f"note: {str(error).replace(chr(10), ' ')}; what it says is left aside")
+                say(f"note: {str(error).replace(chr(10), ' ')}; it is ignored")
     plan, parallel, memory = map(text_from_main, (plan, parallel, memory))
     return Past(
         run_dir=run_dir,
@@ -79,8 +88,7 @@ def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[s
     """The plan that a run with this past executes.
 
     Raises:
-      InputError: a plan that is none, or is not for this model, batch or hardware, with the difference; or what
-        planning refuses.
+      InputError: the plan is invalid, or not for this model, batch or hardware; or there is no plan.
     """
     if given is not None:
         with raise_on_all_processes():
@@ -88,25 +96,25 @@ def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[s
         if unread := _unread(given, config):
             say(f"note: the plan decides, so these settings are not used: {', '.join(unread)}")
         return given.model_copy(update={"origin": "given"})
-    if (own := _own_plan(config, past, say)) is not None:
-        return own
+    if (plan := _previous_plan(config, past, say)) is not None:
+        return plan
     if config.parallel.auto:
         return _planned(config, say)
     return within_memory(plan_by_hand(config, jax.device_count()), config, device_info(), say)
 
 
 def within_memory(plan: Plan, config: Config, device: DeviceInfo, say: Callable[[str], None]) -> Plan:
-    """A plan by hand; where the device is known, and too small for it, with what `memory` leaves open decided."""
+    """A plan by hand.  If the device is known to be too small for it, the planner decides what `memory` leaves open."""
     kind, limit = kind_by_driver(device.kind), budgeted_device(device, config.memory).memory
     is_open = "auto" in (config.memory.offload, config.memory.recompute)
     if kind is None or limit is None or not is_open:
         return plan
-    room = host_budget(config.memory) / processes_here()  # of what the planner takes for a host
-    found = Plan.model_validate_json(text_from_main(_fitted(plan, config, kind, limit, room).model_dump_json()))
-    if same_work(found, plan):
+    room = host_budget(config.memory) / processes_here()  # the planner takes each process for a host
+    smaller = Plan.model_validate_json(text_from_main(_fitted(plan, config, kind, limit, room).model_dump_json()))
+    if same_work(smaller, plan):
         return plan
-    say(f"memory: auto: a step needs more than {gib(limit)}, so it is {shape_text(found)}")
-    return found
+    say(f"memory: auto: a step needs more than {gib(limit)}, so the plan is {shape_text(smaller)}")
+    return smaller
 
 
 def _fitted(plan: Plan, config: Config, kind: str, limit: float, room: float) -> Plan:
@@ -117,32 +125,32 @@ def _fitted(plan: Plan, config: Config, kind: str, limit: float, room: float) ->
         device = cluster.nodes[0].device
         profile = analytic_profile(config, device, dtype_of(config.model.dtype, device))
         return fitted(plan, CostModel(profile, cluster, plan.gradient_compression), config)
-    except InputError:  # nothing that the planner knows; the compiler will say whether it fits
+    except InputError:  # the planner does not know this hardware; the compiler will say whether the plan fits
         return plan
 
 
-def _own_plan(config: Config, past: Past, say: Callable[[str], None]) -> Plan | None:
-    """The run's plan, where that is not what the sections `parallel` and `memory` say now."""
-    own, file = past.plan, past.run_dir / PLAN_FILE
+def _previous_plan(config: Config, past: Past, say: Callable[[str], None]) -> Plan | None:
+    """The plan that the run had before, if the sections `parallel` and `memory` do not take precedence."""
+    plan, file = past.plan, past.run_dir / PLAN_FILE
     if (
-        own is None
-        or own.origin not in ("given", "auto")
+        plan is None
+        or plan.origin not in ("given", "auto")
         or (past.parallel, past.memory) != (config.parallel, config.memory)
     ):
         return None
-    found = text_from_main("\n".join(differences(own, config))).splitlines()
-    if found and own.origin == "given":
+    reasons = text_from_main("\n".join(differences(plan, config))).splitlines()
+    if reasons and plan.origin == "given":
         raise _refusal(
             f"{file}, the plan that this run was given, does not fit any more",
-            found,
-            "give another one with --plan, or change the section parallel or memory and it is laid out by those",
+            reasons,
+            "give another one with --plan, or change the section parallel or memory, which then take its place",
         )
-    if found:
-        say(f"{file} is for something else, so a new plan is made: {'; '.join(found)}")
+    if reasons:
+        say(f"{file} does not fit, so a new plan is made: {'; '.join(reasons)}")
         return None
-    if own.origin == "given":
-        say(f"going on with the plan that this run was given, {file}")
-    return own
+    if plan.origin == "given":
+        say(f"resuming with the plan that this run was given, {file}")
+    return plan
 
 
 def _unread(plan: Plan, config: Config) -> list[str]:
@@ -179,53 +187,55 @@ def _unread_parallel(plan: Plan, parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def check_fits(plan: Plan, config: Config) -> None:
-    """Refuses what is no plan, or one for other layers, another batch or other hardware."""
-    if found := differences(plan, config):
-        raise _refusal("the plan does not fit", found, "make one with `jhpt plan` for what is here")
+    """Refuses an invalid plan, and one for other layers, another batch or other hardware."""
+    if reasons := differences(plan, config):
+        raise _refusal("the plan does not fit", reasons, "make one with `jhpt plan` for what is here")
 
 
 def check_fits_model(plan: Plan, config: Config) -> None:
-    """`check_fits`, wherever the plan is to run."""
-    if found := model_differences(plan, config):
-        raise _refusal("the plan does not fit", found, f"make one with `jhpt plan` for {config.name}")
+    """`check_fits` without the hardware."""
+    if reasons := model_differences(plan, config):
+        raise _refusal("the plan does not fit", reasons, f"make one with `jhpt plan` for {config.name}")
 
 
-def _refusal(what: str, found: list[str], remedy: str) -> InputError:
-    lines = "\n".join(f"  {line}" for line in found)
-    return InputError(f"{what}:\n{lines}\n{remedy}")
+def _refusal(problem: str, reasons: list[str], remedy: str) -> InputError:
+    lines = "\n".join(f"  {line}" for line in reasons)
+    return InputError(f"{problem}:\n{lines}\n{remedy}")
 
 
 def differences(plan: Plan, config: Config) -> list[str]:
-    """Where a plan is for something else than this configuration on these devices; a line each."""
-    found = model_differences(plan, config)
+    """Why a plan does not fit this configuration on these devices; a line for each reason."""
+    reasons = model_differences(plan, config)
     kind, count = device_info().kind, jax.device_count()
     if plan.device is not None and plan.device != kind:
-        found.append(f"the plan is for {plan.devices} x {plan.device}, here are {count} x {kind}")
+        reasons.append(f"the plan is for {plan.devices} x {plan.device}, and this machine has {count} x {kind}")
     elif plan.devices > count or (plan.devices < count and jax.process_count() > 1):
-        found.append(f"the plan uses {plan.devices} devices, here are {count}")
-    return found
+        reasons.append(f"the plan uses {plan.devices} devices, and there are {count} here")
+    return reasons
 
 
 def model_differences(plan: Plan, config: Config) -> list[str]:
-    """Where a plan is none, or is for something else than this model and batch; a line each."""
-    model, found = config.model, list[str]()
+    """Why a plan is invalid, or does not fit this model and batch; a line for each reason."""
+    model, reasons = config.model, list[str]()
     layers = max(chunk.stop for stage in plan.stages for chunk in stage.chunks)
     if layers != model.num_layers + 2:
-        found.append(f"the plan has {layers} layers with embedding and head, {config.name} has {model.num_layers + 2}")
+        reasons.append(
+            f"the plan has {layers} layers with embedding and head, {config.name} has {model.num_layers + 2}"
+        )
     if plan.batch != config.data.batch_size:
-        found.append(f"the plan is for a batch of {plan.batch}, data.batch_size is {config.data.batch_size}")
+        reasons.append(f"the plan is for a batch of {plan.batch}, data.batch_size is {config.data.batch_size}")
     try:
         check_plan(plan, layers)
         check_runnable(plan)
     except InputError as error:
-        found.append(str(error))
+        reasons.append(str(error))
     tied = model.tied if isinstance(model, GPTConfig) else True
     embedding_and_head = plan.stages[0].chunks[0].tensor[0], plan.stages[-1].chunks[-1].tensor[-1]
     choices = Choices(tied=embedding_and_head if tied else None)
     if plan.offload:
         choices = with_optimizer(replace(choices, offload=plan.offload.kind), plan.offload, config.optimizer)
     if (message := conflict(choices)) is not None:
-        found.append(message)
+        reasons.append(message)
     sizes = {
         "heads": model.num_heads,
         "key/value heads": model.kv_heads,
@@ -235,64 +245,86 @@ def model_differences(plan: Plan, config: Config) -> list[str]:
     for tensor in plan.degrees:
         uneven = [f"{size} {name}" for name, size in sizes.items() if size % tensor]
         if uneven:
-            found.append(f"the plan has tensor degree {tensor}, which does not divide {one_of(uneven)}")
-    return found
+            reasons.append(f"the plan has tensor degree {tensor}, which does not divide {one_of(uneven)}")
+    return reasons
 
 
 UNEXECUTED = {"model", "cluster", "device", "origin", "seconds", "lower_bound"}
-"""What a plan says of itself, which changes nothing in what is computed where."""
+"""Fields that describe a plan and do not change what is computed where."""
 
 
 def same_work(first: Plan, second: Plan) -> bool:
-    """Whether two plans make the devices do the same."""
+    """Whether devices do the same work under two plans."""
     return first.model_dump(exclude=UNEXECUTED) == second.model_dump(exclude=UNEXECUTED)
 
 
 def _planned(config: Config, say: Callable[[str], None]) -> Plan:
-    """The planner's.  Measuring takes minutes, so what is refused whatever the plan is refused before."""
-    with raise_on_all_processes():
-        check_data(config)
-        named = _named_cluster(config)
-    device_mesh = planning_grid(config, jax.device_count())
-    if named is None:
-        say("parallel: auto: measuring this machine (kept for the next time)")
-        with raise_on_all_processes():
-            own = cached_cluster(device_mesh.rounds)[0]
-        cluster = spanning(own)
-    else:
-        cluster = named
-    say(f"parallel: auto: measuring the layers of {config.name} (kept for the next time)")
+    """The plan of the planner: measure, ask, solve, broadcast."""
+    profile, cluster = _measured(config, say)
     text, processes = "", processes_here()
     with raise_on_all_processes():
-        profile = cached_profile(config, device_mesh)[0]
         if is_main():
-            asked = request(
-                config.data.batch_size,
-                sample_chunks=SAMPLE_CHUNKS,
-                compression=compressions(config),
-                gradient_compression=config.parallel.gradient_compression,
-                offload=offload_kinds(config),
-                update_in_backward=config.optimizer.update_in_backward,
-                **recomputations(config),
-            )
-            room = budgeted(_with_kind(cluster), config, host_budget(config.memory) / processes)
-            answer = solve(profile, room, asked, "spmd")
-            everyone = jax.device_count() if jax.process_count() > 1 else None
-            text = plan_to_run(answer, asked, everyone).model_dump_json()
+            text = _solved(config, profile, cluster, _asked(config), processes).model_dump_json()
+    return _broadcast(text)
+
+
+def _measured(config: Config, say: Callable[[str], None]) -> tuple[ModelProfile, Cluster]:
+    """Seconds of the layers, and the cluster: the named one, or this machine and its network as measured.
+
+    Measuring takes minutes, so what is refused whatever the plan may be is refused before.
+    """
+    with raise_on_all_processes():
+        check_data(config)
+        cluster = _named_cluster(config)
+    grid = planning_grid(config, jax.device_count())
+    if cluster is None:
+        say("parallel: auto: measuring this machine (cached for the next time)")
+        with raise_on_all_processes():
+            machine = cached_cluster(grid.rounds)[0]
+        cluster = spanning(machine)
+    say(f"parallel: auto: measuring the layers of {config.name} (cached for the next time)")
+    with raise_on_all_processes():
+        profile = cached_profile(config, grid)[0]
+    return profile, cluster
+
+
+def _asked(config: Config) -> Request:
+    """What the configuration lets the planner choose from."""
+    return request(
+        config.data.batch_size,
+        sample_chunks=SAMPLE_CHUNKS,
+        compression=compressions(config),
+        gradient_compression=config.parallel.gradient_compression,
+        offload=offload_kinds(config),
+        update_in_backward=config.optimizer.update_in_backward,
+        **recomputations(config),
+    )
+
+
+def _solved(config: Config, profile: ModelProfile, cluster: Cluster, asked: Request, processes: int) -> Plan:
+    """The plan to run.  processes: on this host, among which its memory is divided."""
+    room = budgeted(_with_kind(cluster), config, host_budget(config.memory) / processes)
+    solution = solve(profile, room, asked, "spmd")
+    devices = jax.device_count() if jax.process_count() > 1 else None
+    return plan_to_run(solution, asked, devices)
+
+
+def _broadcast(text: str) -> Plan:
+    """The plan that the main process made, on every process.  text: its JSON; ignored on the others."""
     return Plan.model_validate_json(text_from_main(text)).model_copy(update={"origin": "auto"})
 
 
 def _named_cluster(config: Config) -> Cluster | None:
-    """The cluster of `parallel.cluster`; InputError where this is known to be another one."""
+    """The cluster named by `parallel.cluster`; InputError if this one is known to be another."""
     if config.parallel.cluster is None:
         return None
     cluster, kind, count = find_cluster(config.parallel.cluster), device_info().kind, jax.device_count()
     names = [node.device.name for node in cluster.nodes]
     other = next((name for name in names if known_to_differ(name, kind)), None)
     if other is not None:
-        has = f"is of {other}, here are {count} x {kind}"
+        has = f"is of {other}, and this machine has {count} x {kind}"
     elif cluster.num_devices != count:
-        has = f"has {cluster.num_devices} devices, here are {count}"
+        has = f"has {cluster.num_devices} devices, and there are {count} here"
     else:
         return cluster
     raise InputError(
@@ -307,3 +339,47 @@ def _with_kind(cluster: Cluster) -> Cluster:
         node.model_copy(update={"device": node.device.model_copy(update={"name": kind})}) for node in cluster.nodes
     )
     return cluster.model_copy(update={"nodes": nodes})
+
+
+def with_tried_offload(plan: Plan, say: Callable[[str], None], right: Callable[[], bool] = offload_is_right) -> Plan:
+    """The plan, without its offload of activations if that gives wrong gradients on any device here.
+
+    Those activations are then recomputed, and the inputs of blocks stay on the device, for which there may not be
+    enough memory.  All processes must call this.
+    """
+    if plan.saved is None or not plan.saved.host:
+        return plan
+    is_right = right()
+    if same_everywhere(str(is_right)) and is_right:
+        return plan
+    say(
+        "warning: offloaded activations give wrong gradients on this device, so these are recomputed, which takes "
+        f"longer: {', '.join(plan.saved.host)}; another version of jax may help"
+    )
+    return plan.model_copy(update={"saved": SavedTensors(device=plan.saved.device)})
+
+
+def check_host_room(plan: Plan, config: Config) -> None:
+    """Refuses a plan whose offloaded activations need more host memory than there is.  All processes must call this.
+
+    Raises:
+      InputError: with the bytes needed and available, and a remedy.
+    """
+    saved = waiting(plan)
+    if not saved.host or plan.offload is not None:
+        return
+    dtype = compute_dtype(config, device_info()).name
+    nominal = Device(name=device_info().kind, peak_flops={dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
+    by_device = waiting_bytes(plan, analytic_profile(config, nominal, dtype), saved)
+    need, room = fullest_host(by_device, jax.local_device_count() * processes_here()), host_budget(config.memory)
+    with raise_on_all_processes():
+        _refuse(saved, need, room)
+
+
+def _refuse(saved: SavedTensors, need: float, room: float) -> None:
+    if need > room:
+        raise InputError(
+            f"offloaded activations ({', '.join(saved.host)}) of all blocks need {gib(need)} on each host, which has "
+            f"{gib(room)} for them (memory.host_budget_bytes); give a plan that offloads fewer names or "
+            "has more micro_batches, such as `jhpt plan` makes with this host budget, or use more hosts"
+        )

@@ -1,4 +1,4 @@
-"""One process or many: who starts them, how they find each other, and how they stay of one mind."""
+"""One or many processes: who starts them, how they find each other, and how they agree."""
 
 import json
 import os
@@ -20,7 +20,7 @@ BY_HAND = "start every process with --coordinator HOST:PORT --process-id I --num
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """How this process joins the others, given by hand; all None: look at the launcher's environment."""
+    """How this process joins the others, set by hand; if all are None, the launcher's environment decides."""
 
     coordinator: str | None = None
     process_id: int | None = None
@@ -30,7 +30,7 @@ class Processes:
 def launcher(environment: Mapping[str, str]) -> str | None:
     """The launcher that started this process as one of several, or None.
 
-    Only variables that are set for the *tasks* of a parallel job count: a shell inside an allocation is no task.
+    Only variables that are set for the *tasks* of a parallel job count; a shell inside an allocation is not a task.
     """
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return "SLURM"
@@ -42,10 +42,10 @@ def launcher(environment: Mapping[str, str]) -> str | None:
 
 
 def join(processes: Processes) -> None:
-    """Connects this process to the others; does nothing for a single process or when already connected.
+    """Connects this process to the others; does nothing for a single process or if already connected.
 
-    Must run before any device is touched.  Under a launcher each process takes the devices that the launcher shows it,
-    under SLURM the one of its local rank: start one process per GPU.
+    Must run before any device is touched.  Under a launcher each process takes the devices that the launcher assigns
+    to it, under SLURM the one of its local rank: start one process per GPU.
 
     Raises:
       InputError: some of the three settings are missing, or the others cannot be reached.
@@ -53,7 +53,7 @@ def join(processes: Processes) -> None:
     if jax.distributed.is_initialized():
         return
     given = (processes.coordinator, processes.process_id, processes.num_processes)
-    found = launcher(os.environ)
+    started_by = launcher(os.environ)
     if any(value is not None for value in given):
         if any(value is None for value in given):
             raise InputError("give --coordinator HOST:PORT, --process-id and --num-processes together, or none of them")
@@ -67,10 +67,10 @@ def join(processes: Processes) -> None:
             process_id=given[1],
             num_processes=given[2],
         )
-    elif found == "Kubernetes":
+    elif started_by == "Kubernetes":
         _initialize(f"jax reads the job through the package kubernetes (pip install 'jax[k8s]'); else {BY_HAND}")
-    elif found:
-        _initialize(f"jax could not read {found}'s settings; {BY_HAND}")
+    elif started_by:
+        _initialize(f"jax could not read {started_by}'s settings; {BY_HAND}")
 
 
 def _initialize(remedy: str, **arguments: Any) -> None:
@@ -87,9 +87,9 @@ def is_main() -> bool:
 
 @contextmanager
 def raise_on_all_processes() -> Iterator[None]:
-    """What fails inside on one process is raised on all, instead of leaving the others waiting for it.
+    """If the body fails on one process, raises on all, so that the others do not wait for it forever.
 
-    All processes must enter and leave; the body must not communicate.
+    All processes must enter and leave.  The body must not communicate.
     """
     failure: Exception | None = None
     try:
@@ -99,36 +99,36 @@ def raise_on_all_processes() -> Iterator[None]:
     if jax.process_count() > 1:
         failed = np.flatnonzero(gathered(np.bool_(failure is not None)))
         if failure is None and failed.size:
-            raise InputError(f"process {failed[0]} could not go on; its own message says why")
+            raise InputError(f"process {failed[0]} failed; see its own error message")
     if failure is not None:
         raise failure
 
 
 def same_everywhere(text: str) -> bool:
-    """Whether all processes hold the same text of at most 64 characters."""
+    """Whether the first 64 bytes of the text are the same on all processes."""
     if jax.process_count() == 1:
         return True
     code = np.frombuffer(text.encode()[:64].ljust(64), np.uint8)
     return bool(np.all(gathered(code) == code))
 
 
-def check_agreed(told: Mapping[str, Any]) -> None:
-    """Refuses to go on where a process was told something else than the main one.
+def check_agreed(settings: Mapping[str, object]) -> None:
+    """Refuses settings that differ between a process and the main one.
 
     Args:
-      told: by name, what JSON can write.
+      settings: by name, values that JSON can hold.
 
     Raises:
       InputError: names what differs, with both values, on the process that differs.
     """
-    main = json.loads(text_from_main(json.dumps(told)))
+    main = json.loads(text_from_main(json.dumps(settings)))
     with raise_on_all_processes():
-        here = json.loads(json.dumps(told))
+        here = json.loads(json.dumps(settings))
         names = [name for name in {**main, **here} if main.get(name) != here.get(name)]
         if names:
             lines = [f"  {name}: {here.get(name)!r} here, {main.get(name)!r} on process 0" for name in names]
             raise InputError(
-                f"process {jax.process_index()} was told something else than process 0:\n"
+                f"process {jax.process_index()} has other settings than process 0:\n"
                 + "\n".join(lines)
                 + "\nstart all processes with the same configuration and plan"
             )
@@ -140,18 +140,18 @@ def from_main(number: int) -> int:
 
 
 def text_from_main(text: str) -> str:
-    """The text that the main process holds; the others' is ignored."""
+    """The text that the main process holds; that of the others is ignored."""
     if jax.process_count() == 1:
         return text
     code = np.frombuffer(text.encode(), np.uint8)
     length = from_main(len(code))
-    own = code if is_main() else np.zeros(length, np.uint8)
-    return bytes(gathered(own)[0]).decode()
+    sent = code if is_main() else np.zeros(length, np.uint8)
+    return bytes(gathered(sent)[0]).decode()
 
 
 def processes_here() -> int:
-    """How many processes run on this host; a call of all."""
+    """Number of processes on this host.  All processes must call this."""
     if jax.process_count() == 1:
         return 1
-    own = zlib.crc32(platform.node().encode())
-    return int(np.sum(gathered(np.uint32(own)) == own))
+    host = zlib.crc32(platform.node().encode())
+    return int(np.sum(gathered(np.uint32(host)) == host))

@@ -1,4 +1,4 @@
-"""`jhpt profile`: the seconds of a model's layers and the rates of this machine, measured once and kept.
+"""`jhpt profile`: the seconds of a model's layers and the rates of this machine, measured once and cached.
 
 `jhpt.measure.profile` says how layers are timed; here are the training steps that it times: the real objective,
 hooks, optimizer and step of a model of few blocks.  Bytes and parameters come from `jhpt.planner.profiles.analytic`.
@@ -50,15 +50,15 @@ from jhpt.training.step import Gradients, TrainState, TrainStep, init_state, mak
 from jhpt.training.weights import Weights
 
 FORMAT = 2
-"""Raised when the same model and machine would be measured otherwise."""
+"""Increased when the way of measuring changes."""
 
 MOST_TENSOR = 8
-"""Largest tensor degree that is profiled unasked: the devices of one node."""
+"""Largest tensor degree that is profiled by default: the devices of one node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is measured: micro-batch sizes, tensor degrees, and how often."""
+    """What is measured: micro-batch sizes, tensor degrees, and the number of rounds."""
 
     batches: tuple[int, ...]
     tensors: tuple[int, ...]
@@ -85,7 +85,7 @@ def default_grid(config: Config, quick: bool = False) -> Grid:
 
 
 def planning_grid(config: Config, devices: int) -> Grid:
-    """What a plan for so many devices needs, in a fraction of the time: few sizes and rounds, degrees that fit."""
+    """What a plan for this many devices needs, in a fraction of the time: few sizes and rounds, degrees that fit."""
     quick = default_grid(config, quick=True)
     tensors = tuple(t for t in default_grid(config).tensors if t <= devices)
     return Grid(batches=quick.batches, tensors=tensors, rounds=quick.rounds)
@@ -125,7 +125,7 @@ def measure_layers(config: Config, grid: Grid, beside: Mapping[str, Call] | None
 
 
 def assemble(config: Config, grid: Grid, seconds: LayerSeconds) -> ModelProfile:
-    """Measured seconds in the analytic profile's place."""
+    """The analytic profile with measured seconds."""
     device = device_info()
     dtype = compute_dtype(config, device).name
     nominal = Device(name=device.kind, peak_flops={dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
@@ -147,7 +147,7 @@ def assemble(config: Config, grid: Grid, seconds: LayerSeconds) -> ModelProfile:
 
 
 class _Builder:
-    """Makes shallow models; those of one tensor degree share their training state from batch to batch."""
+    """Makes shallow models; those with the same tensor degree share their training state between batch sizes."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.device = config, device_info()
@@ -220,7 +220,7 @@ class _Builder:
 
 
 class _Running:
-    """A model in training: every step is given the state and replaces it."""
+    """A model in training: every step takes the state and replaces it."""
 
     def __init__(self, model: Model, optimizer: optax.GradientTransformation, weights: Weights) -> None:
         self.model, self.weights = model, weights
@@ -231,7 +231,7 @@ class _Running:
 
     @property
     def gradients(self) -> jax.Array:
-        """A gradient for every parameter, in one row."""
+        """Gradients of all parameters, concatenated [N]."""
         if self._gradients is None:
             self._gradients = 1e-3 * jax.random.normal(jax.random.key(1), (self.parameters,))
         return self._gradients
@@ -243,13 +243,10 @@ class _Running:
 
 
 def _given_gradients(params: Any, gradients: jax.Array, key: jax.Array) -> tuple[Any, Sums]:
-    """The batch as the gradient: what is left of a step is its update."""
+    """Takes the batch for the gradient, so that only the update remains of a step."""
     leaves, tree = jax.tree.flatten(params)
-    embedding_and_head = np.cumsum([leaf.size for leaf in leaves])
-    pieces = [
-        gradients[end - leaf.size : end].reshape(leaf.shape)
-        for leaf, end in zip(leaves, embedding_and_head, strict=True)
-    ]
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    pieces = [gradients[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
     return jax.tree.unflatten(tree, pieces), Sums(jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
 
 
@@ -282,7 +279,11 @@ def cached_profile(config: Config, grid: Grid, again: bool = False) -> tuple[Mod
         "model": config.model.model_dump(mode="json"),
         "sequence_length": config.data.sequence_length,
         "mask_fraction": config.data.mask_fraction,
-        "optimizer": [config.optimizer.clip_norm is None, bool(config.optimizer.z_loss), *_few_bits(config.optimizer)],
+        "optimizer": [
+            config.optimizer.clip_norm is None,
+            bool(config.optimizer.z_loss),
+            *_low_precision(config.optimizer),
+        ],
         "dtype": compute_dtype(config, device).name,
         "grid": [grid.batches, grid.tensors, grid.rounds],
     }
@@ -294,7 +295,7 @@ def cached_profile(config: Config, grid: Grid, again: bool = False) -> tuple[Mod
     return profile, path, False
 
 
-def _few_bits(optimizer: OptimizerConfig) -> list[str]:
+def _low_precision(optimizer: OptimizerConfig) -> list[str]:
     return [optimizer.weights, optimizer.moments] if optimizer.low_precision else []
 
 
@@ -309,7 +310,7 @@ def cached_cluster(rounds: int, again: bool = False) -> tuple[Cluster, Path, boo
 
 
 def _cache_path(folder: str, what: Mapping[str, Any], name: str) -> Path:
-    """A folder of its own for everything that decides a measurement, this machine included."""
+    """A path that is unique to everything that a measurement depends on, including this machine."""
     everything = [FORMAT, dict(what), device_info().kind, platform.node(), jax.__version__]
     key = hashlib.blake2b(json.dumps(everything).encode(), digest_size=16).hexdigest()
     return cache_folder() / folder / key / name
@@ -328,14 +329,14 @@ def _store(measured: ModelProfile | Cluster, path: Path) -> None:
 def profile_command(
     config: Config, out: str | None = None, cluster_out: str | None = None, quick: bool = False, again: bool = False
 ) -> int:
-    """Measures the model and the machine, or finds both in the cache; prints them and writes the files asked for.
+    """Measures the model and the machine, or reads both from the cache; prints them and writes the requested files.
 
     Raises:
       InputError: a file that cannot be written, or what `measure_profile` refuses.
     """
     for file in filter(None, (out, cluster_out)):
         if not Path(file).parent.is_dir() or Path(file).is_dir():
-            raise InputError(f"{file} cannot be written: give a file in a folder that exists")
+            raise InputError(f"{file} cannot be written: give a file in an existing folder")
     configure_runtime()
     grid = default_grid(config, quick)
     profile, profile_path, known = cached_profile(config, grid, again)
@@ -349,7 +350,7 @@ def profile_command(
     console.print(f"one step on one device: {predict_step(profile, config) * 1e3:.1f} ms predicted")
     console.print(_cluster_table(cluster))
     for path, found in ((out or profile_path, known), (cluster_out or cluster_path, known_cluster)):
-        console.print(f"{path}{'  (measured before; --again measures anew)' if found else ''}", soft_wrap=True)
+        console.print(f"{path}{'  (from the cache; --again measures again)' if found else ''}", soft_wrap=True)
     return 0
 
 

@@ -1,176 +1,144 @@
-"""The compiled programs of a run: initialise, train one step, evaluate one batch."""
+"""What a run compiles: the protocol `Step`, and the checks that its programs fit the devices.
 
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
-from typing import Any
+Two implementations stand behind the protocol: `training.device_step`, with everything on the devices, and
+`training.offloaded_step`, with blocks wholly or partly in host memory.  `training.compile` decides between them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jhpt.core.amounts import gib
+from jhpt.core.config import Config, GPTConfig
+from jhpt.core.errors import InputError
 from jhpt.sharding.compiler_options import compiler_options
-from jhpt.sharding.compression import feedback
-from jhpt.training.clipping import clipping
-from jhpt.training.fitting import Programs, check_memory, evaluated, fitting, memory_of, windows_shape
-from jhpt.training.keys import RandomStream, random_key
-from jhpt.training.offloaded_programs import offloaded_programs, offloaded_step
-from jhpt.training.optimizer import learning_rate
-from jhpt.training.parts import Rows
-from jhpt.training.setup import Design, Setup
-from jhpt.training.step import TrainState, init_state, make_train_step
+from jhpt.training.checkpoint import Checkpoints, Record
+from jhpt.training.parts import Sums
+from jhpt.training.setup import Setup
+from jhpt.training.step import Params, RandomStream, StepMetrics, StepState, random_key
+
+State = TypeVar("State", bound=StepState)
 
 
-def compile_programs(setup: Setup) -> Programs:
-    """Compiles the training step and, where a device's memory is known, what else might not fit: evaluating and saving.
+class Step(Protocol[State]):
+    """The compiled programs of a run, and the way between their state and a checkpoint."""
 
-    They would fail when they are first called, hundreds of steps later.
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of the training step on each device by cause, as the compiler plans them; empty if it does not say."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state that this process holds in host memory."""
+
+    def init(self) -> State:
+        """The state before the first step."""
+
+    def step(self, state: State, windows: jax.Array) -> tuple[State, StepMetrics]:
+        """One optimizer step on a global batch of windows [B, W].  The state is donated."""
+
+    def flush(self, state: State) -> State:
+        """The state with no update pending, as it is evaluated and saved.  The argument must not be used again."""
+
+    def evaluate(self, params: Any, windows: jax.Array, weights: jax.Array, key: jax.Array) -> Sums:
+        """Sums over held-out windows [B, W] with row weights [B]; params: those of a flushed state."""
+
+    def save(self, checkpoints: Checkpoints, number: int, state: State, record: Record) -> None:
+        """Writes a flushed state as the checkpoint of step `number`."""
+
+    def load(self, checkpoints: Checkpoints, number: int) -> State:
+        """The state in the checkpoint of step `number`, whatever plan wrote it."""
+
+    def parameters(self, state: State) -> Params | None:
+        """The parameters of a flushed state as the model's own tree; None if the devices have no room for them."""
+
+
+def compiled_within_memory(
+    setup: Setup, lowered: jax.stages.Lowered, purpose: str, besides: int = 0
+) -> tuple[jax.stages.Compiled, dict[str, int]]:
+    """(the program, its bytes on each device by cause).
+
+    Args:
+      purpose: what the program is for, as the subject of a message.
+      besides: bytes of state on the device that are not among the program's arguments.
 
     Raises:
-      InputError: the compiler says that one of them needs more memory than there is.
+      InputError: the compiler says that the program needs more memory than there is.
     """
-    return offloaded_programs(setup) if setup.plan.offload else _device_programs(setup)
+    compiled = lowered.compile(compiler_options=compiler_options(setup.device.platform, setup.plan))
+    memory = memory_of(compiled) | ({"state": besides} if besides else {})
+    check_memory(setup, purpose, memory)
+    return compiled, memory
 
 
-def _device_programs(setup: Setup) -> Programs:
-    """Of a plan with everything on the devices."""
-    state = abstract_state(setup)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    compiled = _device_step(setup).compile(compiler_options=compiler_options(setup.device.platform, setup.plan))
-    memory = memory_of(compiled)
-    check_memory(setup, "a step", memory)
-    there = memory.get("state", 0)
-    return Programs(
-        init=jax.jit(partial(fresh_state, setup), out_shardings=shardings),
-        train_step=compiled,
-        evaluate=fitting(setup, evaluate_program(setup), "evaluating", evaluated(setup, state.params), there),
-        memory=memory,
-        settled=lambda state: state,
-        **_conversions(setup, state, lambda program, part: fitting(setup, program, "saving a checkpoint", (part,))),
-    )
+def fitting(setup: Setup, program: Any, purpose: str, arguments: tuple[Any, ...], besides: int = 0) -> Any:
+    """`program`, compiled for these arguments if the memory of the device is known; see `compiled_within_memory`.
+
+    Otherwise a program that is too large would fail when it is first called, hundreds of steps later.
+    """
+    if setup.device.memory is None:
+        return program
+    return compiled_within_memory(setup, program.lower(*arguments), purpose, besides)[0]
 
 
-def evaluate_program(setup: Setup) -> Any:
-    """Sums over a held-out batch, `(params, windows [B, W], row weights [B], key) -> Sums`; to be compiled."""
-    return jax.jit(
-        lambda params, windows, weights, key: setup.evaluation.sums(params, Rows(windows, weights), key),
-        out_shardings=setup.layout.replicated,
-    )
+def window_length(config: Config) -> int:
+    """Tokens in one row of a batch: a causal model reads one more than it has inputs."""
+    return config.data.sequence_length + isinstance(config.model, GPTConfig)
 
 
-def train_program(design: Design) -> jax.stages.Lowered:
-    """The training step `(state, windows [B, W]) -> (state, metrics)`, whose state is donated; to be compiled."""
-    return offloaded_step(design) if design.plan.offload else _device_step(design)
+def global_batch(setup: Setup, rows: np.ndarray) -> jax.Array:
+    """The global batch of which this process holds these rows."""
+    shape = (setup.config.data.batch_size, *rows.shape[1:])
+    return jax.make_array_from_process_local_data(setup.layout.batch, rows, shape)
 
 
-def _device_step(design: Design) -> jax.stages.Lowered:
-    config, layout = design.config, design.layout
-    state = abstract_state(design)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    execution = design.training
-    gradients = execution.gradients if state.feedback is None else execution.compressed_gradients
-    step = make_train_step(
-        lambda params, windows, *rest: gradients(params, Rows(windows), *rest),
-        design.optimizer,
-        partial(learning_rate, config.optimizer, config.train.steps),
-        seed=config.seed,
-        max_bad_steps=config.train.max_bad_steps,
-        clip=clipping(config.optimizer, execution),
-        weights=design.weights,
-    )
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
-    return jitted.lower(state, windows_shape(config, layout.batch))
+def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes on each device by cause; empty if the compiler does not say."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return {}
+    made = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return {"state": analysis.argument_size_in_bytes, "temporary": analysis.temp_size_in_bytes + made}
 
 
-def _conversions(setup: Setup, state: TrainState, fitting: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """`saved`, `restored` and `parameters` of `Programs`.  fitting: (program, its argument) -> the program, where there
-    is memory for it."""
-    layout, core = setup.layout, replace(state, feedback=None)
-    left = None if state.feedback is None else _feedback_conversions(setup, state, fitting)
-    if layout.same:
-        same = lambda tree: tree  # noqa: E731
-        there, parts = core, {"saved": same, "loaded": same, "parameters": same}
-    else:
-        model_tree = partial(layout.model_tree, tied=setup.training.tied)
-        unstack, stack = partial(_converted, model_tree), partial(_converted, layout.stored)
-        shapes = jax.eval_shape(unstack, core)
-        places = layout.model_shardings(shapes)
-        here = jax.tree.map(lambda leaf: leaf.sharding, core)
-        there = _abstract(shapes, places)
-        parts = {
-            "saved": fitting(jax.jit(unstack, out_shardings=places), core),
-            "loaded": _quietly(jax.jit(stack, out_shardings=here, donate_argnums=0)),
-            "parameters": jax.jit(model_tree, out_shardings=places.params),
-        }
-    load = parts.pop("loaded")
-    if left is None:
-        return parts | {"restored": lambda checkpoints, step: load(checkpoints.restore(step, there))}
-
-    def with_feedback(convert: Callable[[TrainState], TrainState], rest: Callable[[Any], Any]) -> Any:
-        return lambda state: replace(convert(replace(state, feedback=None)), feedback=rest(state.feedback))
-
-    there, load = replace(there, feedback=left["checkpoint"]), with_feedback(load, left["loaded"])
-    return parts | {
-        "saved": with_feedback(parts["saved"], left["saved"]),
-        "restored": lambda checkpoints, step: load(checkpoints.restore(step, there)),
-    }
+LESS_MEMORY = {
+    "hand": "raise parallel.micro_batches, parallel.zero or parallel.tensor, or lower data.batch_size; or set "
+    "memory.recompute=full, memory.offload=both (which excludes tensor and pipeline parallelism), or "
+    "parallel.auto=true",
+    "auto": "lower data.batch_size, or write the plan by hand: parallel.auto=false and higher parallel.micro_batches, "
+    "parallel.zero or parallel.tensor",
+    "given": "give a plan with more micro_batches, zero or tensor, such as `jhpt plan --budget` makes, or one for a "
+    "smaller batch",
+}
+"""What to do about a step that is too large, by the origin of its plan."""
 
 
-def _quietly(load: Callable[[TrainState], TrainState]) -> Callable[[TrainState], TrainState]:
-    def loaded(state: TrainState) -> TrainState:
-        with warnings.catch_warnings():  # padded rows need room of their own; the rest should not be held twice
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            return load(state)
+def check_memory(setup: Setup, purpose: str, memory: Mapping[str, int]) -> None:
+    """Refuses what cannot fit according to the compiler, before the device runs out of memory in the middle of it.
 
-    return loaded
-
-
-def _feedback_conversions(setup: Setup, state: TrainState, fitting: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """The same for the feedback of a state, whose checkpoint may have any number of ranks, or lack a part of it."""
-    layout = setup.layout
-    save = partial(feedback.saved, layout, tied=setup.training.tied)
-    shapes = jax.eval_shape(save, state.feedback)
-    there = feedback.saved_shardings(layout, shapes)
-    here = feedback.shardings(layout, state.feedback)
-    load = jax.jit(partial(feedback.loaded, layout), out_shardings=here)
-
-    def loaded(found: Mapping[str, Any]) -> Any:
-        return load({name: found.get(name) or _zeros(shapes[name], there[name]) for name in shapes})
-
-    saved = fitting(jax.jit(save, out_shardings=there), state.feedback)
-    return {"saved": saved, "loaded": loaded, "checkpoint": _abstract(shapes, there)}
+    Raises:
+      InputError: with the bytes by cause, the device's memory and a remedy.
+    """
+    limit, need = setup.device.memory, sum(memory.values())
+    if limit is not None and need > limit:
+        causes = " + ".join(f"{name} {gib(size)}" for name, size in memory.items())
+        raise InputError(
+            f"{purpose} needs {causes} on each device, which has {gib(limit)}; "
+            + LESS_MEMORY[setup.plan.origin or "given"]
+        )
 
 
-def _zeros(shapes: Any, shardings: Any) -> Any:
-    make = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)  # noqa: E731
-    return jax.jit(make, out_shardings=shardings)()
+def windows_shape(config: Config, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    """Shape of the windows of a global batch, [B, W]."""
+    return jax.ShapeDtypeStruct((config.data.batch_size, window_length(config)), jnp.int32, sharding=sharding)
 
 
-def _converted(convert: Callable[[Any], Any], state: TrainState) -> TrainState:
-    """Every tree in the state that is like the parameters, converted: they, and the optimizer's moments."""
-    like_params = lambda part: isinstance(part, dict) and "blocks" in part  # noqa: E731
-    return jax.tree.map(lambda part: convert(part) if like_params(part) else part, state, is_leaf=like_params)
-
-
-def fresh_state(design: Design) -> TrainState:
-    """The state before the first step, as the plan stores it."""
-    params = design.layout.stored(design.model.init(random_key(design.config.seed, RandomStream.INIT)))
-    left = feedback.fresh(design.layout, params, design.plan.gradient_compression)
-    return init_state(
-        params, design.optimizer, left, design.weights, clipping(design.config.optimizer, design.training)
-    )
-
-
-def abstract_state(design: Design) -> TrainState:
-    """Shapes, dtypes and shardings of the training state, without allocating it."""
-    shapes = jax.eval_shape(partial(fresh_state, design))
-    shardings = design.layout.shardings(replace(shapes, feedback=None))
-    if shapes.feedback is not None:
-        shardings = replace(shardings, feedback=feedback.shardings(design.layout, shapes.feedback))
-    return _abstract(shapes, shardings)
-
-
-def _abstract(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
-    )
+def evaluation_shapes(setup: Setup, params: Any) -> tuple[Any, ...]:
+    """Shapes of the arguments of `Step.evaluate`."""
+    batch = setup.layout.batch
+    weights = jax.ShapeDtypeStruct((setup.config.data.batch_size,), jnp.float32, sharding=batch)
+    key = jax.eval_shape(lambda: random_key(0, RandomStream.EVALUATION))
+    return params, windows_shape(setup.config, batch), weights, key

@@ -1,4 +1,4 @@
-"""The directory of a run: which one, whether it can be gone on with, and that only one run writes to it.
+"""The directory of a run: which one, whether the run can be resumed, and that only one process writes to it.
 
 config.yaml  plan.json  metrics.jsonl  train.log  checkpoints/  tensorboard/  .lock
 """
@@ -22,15 +22,15 @@ from jhpt.training.checkpoint import Checkpoints, Record, changes_of_note, check
 from jhpt.training.processes import from_main, is_main, raise_on_all_processes
 
 PLAN_FILE = "plan.json"
-"""What a run executes."""
+"""The plan that a run executes."""
 
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
-"""What a file system answers that has no locks: the run goes on without one."""
+"""Errors of file systems without locks; the run then proceeds without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Where a run goes on; notes are for the person who resumes it."""
+    """Where a run resumes; notes: messages for the user."""
 
     step: int = 0
     notes: tuple[str, ...] = ()
@@ -46,13 +46,13 @@ def new_run_dir(config: Config) -> Path:
 
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Makes the directory this run's for the time inside: creates and locks it.
+    """Creates and locks the directory for the time inside the context.
 
-    Where nothing came of it, directories that were made here are removed again.
+    Directories that were created here are removed again if nothing was written.
 
     Raises:
-      InputError: another process trains there, it holds something else, it cannot be written, or processes on other
-        hosts do not see it.
+      InputError: another process trains there, the directory holds something else or cannot be written, or processes
+        on other hosts do not see it.
     """
     lock = None
     missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
@@ -73,7 +73,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """From the innermost to the first that somebody else uses by now."""
+    """Removes folders from the innermost outwards, up to the first that is in use."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
@@ -105,22 +105,22 @@ def _lock(run_dir: Path) -> int:
 
 
 def _wait_until_seen(run_dir: Path, seconds: float = 30.0) -> None:
-    """Network file systems show a new folder to other hosts after a while."""
+    """Waits, because network file systems show a new folder to other hosts only after a while."""
     deadline = time.monotonic() + seconds
     while not (run_dir / ".lock").exists():
         if time.monotonic() > deadline:
             raise InputError(
-                f"run directory {run_dir} of process 0 is not seen by process {jax.process_index()}; "
+                f"run directory {run_dir} of process 0 is not visible to process {jax.process_index()}; "
                 "give an --out on a file system that all processes share"
             )
         time.sleep(0.2)
 
 
 def find_resume(run_dir: Path, record: Record) -> Resume:
-    """The step to go on from: 0 for a new run.  Writes nothing.
+    """The step to resume from, 0 for a new run.  Writes nothing.
 
     Raises:
-      InputError: the run differs in what a resumed run must keep, or its newest checkpoint cannot be read.
+      InputError: settings that a resumed run must keep have changed, or the newest checkpoint cannot be read.
     """
     if not from_main(int((run_dir / "checkpoints").is_dir())):
         return Resume()
@@ -134,7 +134,7 @@ def find_resume(run_dir: Path, record: Record) -> Resume:
 
 
 def write_config(run_dir: Path, config: Config) -> None:
-    """The complete configuration, replaced in one go."""
+    """Writes the complete configuration atomically."""
     if is_main():
         partial = run_dir / f"{CONFIG_FILE}.partial"
         partial.write_text(to_yaml(config))
@@ -142,7 +142,7 @@ def write_config(run_dir: Path, config: Config) -> None:
 
 
 def write_plan(run_dir: Path, plan: Plan) -> None:
-    """What the run executes, replaced in one go."""
+    """Writes the plan atomically."""
     if is_main():
         partial = run_dir / f"{PLAN_FILE}.partial"
         plan.save(partial)

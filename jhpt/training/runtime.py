@@ -1,4 +1,4 @@
-"""Process-wide settings: where compiled programs are kept, and how the host allocates memory."""
+"""Process-wide settings: where compiled programs are cached, and how the host allocates memory."""
 
 import ctypes
 import os
@@ -17,11 +17,11 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 GPU_MEMORY_SHARE = "0.92"
-"""Of a GPU's memory, taken at the start; jax's own default of 0.75 leaves 35 GB of an H200 unused."""
+"""Share of a GPU's memory that is reserved at the start; jax's default of 0.75 leaves 35 GB of an H200 unused."""
 
 
 def configure_runtime() -> None:
-    """Sets up allocators and caches; call before jax starts its threads, so before any device is touched."""
+    """Sets up allocators and caches.  Call it before any device is touched, because jax then starts its threads."""
     if accelerator_present():
         if not {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"} & os.environ.keys():
             os.environ["XLA_CLIENT_MEM_FRACTION"] = GPU_MEMORY_SHARE
@@ -31,26 +31,28 @@ def configure_runtime() -> None:
 
 
 def allow_pinned_memory(memory: MemoryConfig) -> None:
-    """Lets the CUDA client pin as much host memory as blocks, or what they keep, may take; its own limit is 64 GB.
-    Before it starts."""
+    """Lets the CUDA client pin as much host memory as offload may use; its default limit is 64 GB.
+
+    Call it before the client starts.
+    """
     if accelerator_present():
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(int(host_budget(memory) / 1e9) + 1))
 
 
 def host_budget(memory: MemoryConfig) -> float:
-    """Bytes that blocks, or what they keep, may take of this host, never more than it has."""
+    """Bytes of this host's memory that offloaded blocks or activations may use, never more than it has."""
     if memory.host_budget_bytes != "auto":
         return min(memory.host_budget_bytes, host_memory())
     return HOST_SHARE * host_memory()
 
 
 def accelerator_present() -> bool:
-    """Whether jax may find a GPU here: by the driver's device files, since asking jax would start it."""
+    """Whether this machine has a GPU: by the driver's device files, because asking jax would start it."""
     return os.environ.get("JAX_PLATFORMS") != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def keep_compiled_programs() -> None:
-    """Keeps compiled programs in the user's cache folder, unless jax is already told where."""
+    """Caches compiled programs in the user's cache folder, unless jax is already configured."""
     if jax.config.values["jax_compilation_cache_dir"] is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
 
@@ -59,8 +61,8 @@ def keep_heap() -> bool:
     """Makes glibc reuse freed memory instead of returning it to the kernel; returns whether it could.
 
     XLA's CPU client allocates a program's temporary buffers at every execution.  glibc maps anything above 32 MiB anew
-    each time, and every page faults again: a third of a gpt-tiny step (docs/reports/cpu-performance.md).  One arena, because
-    the others cannot hold large blocks without mapping them.  The price is a larger resident set.
+    each time, and every page faults again: a third of a gpt-tiny step (docs/reports/cpu-performance.md).  One arena,
+    because the others cannot hold large blocks without mapping them.  The price is a larger resident set.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -45,9 +45,10 @@ from jhpt.training.weights import Weights, rounding_keys
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """What a step is made of; no data.
+    """What a step is made of, without data.
 
-    model: whole, as it is initialised, saved and sampled from.  training, evaluation: its parts laid out by the plan.
+    model: the unsharded model, as it is initialised, saved and sampled from.  training, evaluation: its parts, laid out
+    by the plan.
     """
 
     config: Config
@@ -78,7 +79,7 @@ class Setup(Design):
 
 
 def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None] = lambda line: None) -> Setup:
-    """Opens the data, builds the mesh and chooses kernels; `say` hears of what takes long.
+    """Opens the data, builds the mesh and chooses kernels; `say` reports what takes long.
 
     Args:
       plan: None: as the section `parallel` describes it.
@@ -86,7 +87,7 @@ def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None]
     Raises:
       InputError: data, tokenizer, plan, device count, sequence length or attention kernel do not fit the configuration.
     """
-    # Data comes last: reading a large text for the first time takes long, and a refusal should not.
+    # Data comes last: reading a large text for the first time takes long, and a refusal should be quick.
     tokenizer = fitting_tokenizer(config)
     plan = plan or plan_by_hand(config, jax.device_count())
     design = design_step(config, plan, tokenizer, jax.devices(), budgeted(device_info(), config.memory))
@@ -97,14 +98,14 @@ def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None]
 
 
 def budgeted(device: DeviceInfo, memory: MemoryConfig) -> DeviceInfo:
-    """The device, of whose memory only as much may be used as the section `memory` says."""
+    """The device with its memory limited to the budget of the section `memory`."""
     if memory.budget_bytes == "auto":
         return device
     return replace(device, memory=int(min(memory.budget_bytes, device.memory or memory.budget_bytes)))
 
 
 def check_data(config: Config) -> None:
-    """Refuses a tokenizer that does not fit and text that is not there, at once: before what takes long."""
+    """Refuses an unsuitable tokenizer and missing text, before anything that takes long."""
     fitting_tokenizer(config)
     find_files(config.data.path)
     if config.data.validation_path is not None:
@@ -112,7 +113,7 @@ def check_data(config: Config) -> None:
 
 
 def fitting_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of the data; InputError where the model cannot use it."""
+    """The tokenizer of the data; InputError if the model cannot use it."""
     tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise InputError(
@@ -158,7 +159,7 @@ def design_step(
 
 
 def stored_weights(storage: WeightStorage, model: Model, stored: Callable[[Any], Any] = lambda tree: tree) -> Weights:
-    """How a model's parameters are kept, and what their roundings draw.  stored: the model's own tree -> laid out."""
+    """How parameters are stored, with the keys of stochastic rounding.  stored: the model's own tree -> the plan's."""
     if storage != "bfloat16_stochastic":
         return Weights(storage=storage)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
@@ -174,7 +175,7 @@ def execution(
     train: bool,
     kernels: Implementation = "reference",
 ) -> Execution:
-    """The configured model, laid out and ready to be traced.  kernels: those of compressed sums and gradients."""
+    """The configured model, laid out and ready to be traced.  kernels: those of communication compression."""
     device_mesh = layout.device_mesh
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
@@ -231,7 +232,7 @@ MOST_UNROLLED_LAYERS = 8
 
 
 def unrolled(config: Config, *, on_gpu: bool) -> bool:
-    """Whether blocks stand in the program one by one.
+    """Whether the loop over blocks is unrolled.
 
     On CPU a loop copies every layer's residuals in and out of stacked buffers, a quarter of a gpt-tiny step
     (docs/reports/cpu-performance.md), so a few layers are unrolled.
@@ -242,15 +243,15 @@ def unrolled(config: Config, *, on_gpu: bool) -> bool:
 def layer_policy(
     plan: Plan, *, stacked: bool, flash: bool = False, sums: bool = False, names: Sequence[str] = NAMED_TENSORS
 ) -> Recompute:
-    """What a block's backward pass finds saved, by the plan.
+    """The activations that the plan saves for the backward pass of a block.
 
-    Without recomputation that is everything, but where it is `stacked`, layer by layer in a loop or micro-batch by
-    micro-batch in a pipeline, the tensors of all `names`: what lies in a stack travels through memory on its way in and
-    out, four times as much, if it is everything.  flash: attention is cuDNN's.
+    Without recomputation these are all.  If activations are `stacked`, by layer in a loop or by micro-batch in a
+    pipeline, they are the tensors of all `names` instead: a stack is written to and read from memory, and all
+    activations would be four times as many bytes.  flash: attention is cuDNN's.
 
-    The input of a block whose samples are cut into chunks comes in parts (`sharding.chunks`), half as much again with
-    two chunks.  sums: it is no more than their sum, which is kept instead; BERT's is the norm of it, whose derivative
-    takes the parts.
+    With sample chunks, the input of a block comes in parts (`sharding.sample_chunks`), which are half as many bytes
+    again with two chunks.  sums: the input is just the sum of the parts, which is saved instead.  In BERT it is the
+    norm of the sum, whose derivative needs the parts.
     """
     few: tuple[str, ...] = CHOICE, ORDERING_TOKEN
     if not plan.recompute:

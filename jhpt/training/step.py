@@ -1,42 +1,69 @@
-"""One optimizer step as a pure function: `(state, batch) -> (state, metrics)`."""
+"""One optimizer step as a pure function, `(state, batch) -> (state, metrics)`, and what it reads and writes."""
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jhpt.training.clipping import Clipping
-from jhpt.training.keys import RandomStream, random_key
 from jhpt.training.weights import Weights, widened
+
+Params = dict[str, Any]
+"""A tree of parameters, gradients or descent directions by name: arrays, or their shapes."""
+
+Feedback = dict[str, Any]
+"""Residuals of compressed gradient reduction, by item (`sharding.compression.feedback`)."""
+
+Tree = TypeVar("Tree")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything a step reads and writes; with the configuration it is all that is needed to go on bit for bit.
+    """Everything that a step reads and writes.  Together with the configuration it continues a run bit for bit.
 
-    step: updates attempted so far.  skipped: those left out because something was not finite.  bad_steps: how many of
-    them were the last ones, in a row.  All int32.
-    remainder: what rounding took from parameters that are kept in few bits (`training.weights`); None: nothing is kept.
-    norm: of the last gradient that a step was taken with (`training.clipping`); None: nobody asks for it.
-    feedback: what compressed sums of gradients keep for later steps (`sharding.feedback`); None: nothing is compressed.
+    step: number of attempted updates.  skipped: number of updates that were left out because a loss or gradient was not
+    finite.  bad_steps: number of skipped updates since the last one that was applied.  All int32.
+    optimizer: what the optimizer's `init` returned, updated.
+    remainder: rounding error of parameters in low precision (`training.weights`); None without Kahan summation.
+    norm: gradient norm of the last applied update (`training.clipping`); None unless clipping needs it.
+    feedback: residuals of compressed gradient reduction; None without gradient compression.
+
+    A checkpoint holds this state, with parameters as the model's own tree, whatever step the run uses.
     """
 
     step: jax.Array
     skipped: jax.Array
     bad_steps: jax.Array
-    params: Any
+    params: Params
     optimizer: Any
-    remainder: Any = None
-    norm: Any = None
-    feedback: Any = None
+    remainder: Params | None = None
+    norm: jax.Array | None = None
+    feedback: Feedback | None = None
+
+
+class StepState(Protocol):
+    """What the training loop reads from a state.  `TrainState` and the offloaded state satisfy it."""
+
+    @property
+    def step(self) -> jax.Array:
+        """Number of attempted updates."""
+
+    @property
+    def skipped(self) -> jax.Array:
+        """Number of updates that were left out."""
+
+    @property
+    def params(self) -> Any:
+        """Parameters as the step stores them; what evaluation takes."""
 
 
 class StepMetrics(NamedTuple):
-    """Scalars of one step; `skipped` and `bad_steps` as in the state after it."""
+    """Scalars of one step; `skipped` and `bad_steps` are those of the state after it."""
 
     loss: jax.Array
     grad_norm: jax.Array
@@ -45,28 +72,43 @@ class StepMetrics(NamedTuple):
     bad_steps: jax.Array
 
 
+class RandomStream(enum.IntEnum):
+    """What randomness is used for."""
+
+    INIT = 0
+    STEP = 1
+    EVALUATION = 2
+    SAMPLE = 3
+    ROUNDING = 4
+
+
+def random_key(seed: int, stream: RandomStream, number: int | jax.Array = 0) -> jax.Array:
+    """The key of the `number`-th use of a stream: a function of its arguments, so no key needs saving."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), int(stream)), number)
+
+
 Gradients = Callable[..., Any]
-"""(params, windows [B, *], key of the step) -> (gradient of the mean loss over predicted tokens, sums); where the state
-has feedback (params, windows, key, feedback) -> (gradient, sums, feedback)."""
+"""(params, windows [B, *], key of the step) -> (gradient of the mean loss over predicted tokens, sums).  If the state
+has feedback: (params, windows, key, feedback) -> (gradient, sums, feedback)."""
 
 TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
 
 
 FLOAT32 = Weights()
-"""Parameters that are kept as they are computed."""
+"""Parameters are stored in the precision in which they are updated."""
 
 UNCLIPPED = Clipping()
-"""Gradients that are taken as they are."""
+"""Gradients are used as they are."""
 
 
 def init_state(
-    params: Any,
+    params: Params,
     optimizer: optax.GradientTransformation,
-    feedback: Any = None,
+    feedback: Feedback | None = None,
     weights: Weights = FLOAT32,
     clip: Clipping = UNCLIPPED,
 ) -> TrainState:
-    """The state before the first step.  params: in float32; the state has them as `weights` keeps them."""
+    """The state before the first step.  params: in float32; the state stores them as `weights` says."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,
@@ -90,16 +132,16 @@ def make_train_step(
     clip: Clipping = UNCLIPPED,
     weights: Weights = FLOAT32,
 ) -> TrainStep:
-    """The step.  A loss or gradient that is not finite leaves parameters, optimizer state and feedback as they were.
+    """The step.  If a loss or gradient is not finite, parameters, optimizer state and feedback stay as they were.
 
-    However parameters are kept, the optimizer sees them in float32.
+    The optimizer sees parameters in float32, however they are stored.
 
     Args:
       learning_rate: step -> learning rate.
-      max_bad_steps: after this many skipped steps in a row the state stays frozen, whatever follows: the host, which
-        looks only now and then, cannot miss it.
-      clip: the norm of gradients as they are stored, and how they are scaled down by it.
-      weights: how parameters are kept.
+      max_bad_steps: after this many skipped updates in a row, the state stays frozen.  The host looks only from time to
+        time, and this way it cannot miss them.
+      clip: how gradients, as they are stored, are clipped by their norm.
+      weights: how parameters are stored.
     """
 
     def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, StepMetrics]:
@@ -134,6 +176,7 @@ def make_train_step(
     return train_step
 
 
-def new_if(good: jax.Array, new: Any, old: Any) -> Any:
-    """The new tree where a step is taken, the old one where it is skipped."""
-    return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+def new_if(good: jax.Array, new: Tree, old: Tree) -> Tree:
+    """The new tree if the update is applied, the old one if it is skipped."""
+    chosen: Tree = jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+    return chosen

@@ -223,9 +223,9 @@ def test_the_command_writes_what_is_asked_for(tiny, tmp_path, monkeypatch, capsy
     config, out = tiny(), tmp_path / "profile.json"
     assert profile_command(config, str(out), str(tmp_path / "cluster.json"), quick=True) == 0
     assert load_profile(out).name == config.name and load_cluster(tmp_path / "cluster.json") == some_cluster()
-    assert "measured before" not in capsys.readouterr().out
+    assert "from the cache" not in capsys.readouterr().out
     assert profile_command(config, quick=True) == 0
-    assert "measured before" in capsys.readouterr().out and len(counted) == 1
+    assert "from the cache" in capsys.readouterr().out and len(counted) == 1
     with pytest.raises(InputError, match="cannot be written"):
         profile_command(config, str(tmp_path / "nowhere" / "profile.json"))
 

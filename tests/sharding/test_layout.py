@@ -11,8 +11,9 @@ from jhpt.core.plan import Chunk, Plan, Run, Stage
 from jhpt.sharding.layout import TABLE, Layout
 from jhpt.sharding.mesh import Axes, make_device_mesh
 from jhpt.sharding.partition import parameter_spec, path_name
-from jhpt.training.fitting import global_batch
-from jhpt.training.programs import abstract_state, compile_programs
+from jhpt.training.compile import compile_step
+from jhpt.training.device_step import abstract_state
+from jhpt.training.programs import global_batch
 from jhpt.training.setup import prepare
 from tests.sharding.plans import batch, by_path, laid_out, mixed, on_host, piped, random_params, spread, stored
 
@@ -236,11 +237,11 @@ def test_padding_stays_zero_and_copies_stay_equal(setup_of, name):
     changes = {"optimizer.weight_decay": 0.5, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1}
     plan = piped(spread(4, 3), 3, batch=16, micro_batches=4, zero=1, data=2)
     setup = laid_out(setup_of(name, **changes), plan)
-    programs = compile_programs(setup)
-    state, windows = programs.init(), global_batch(setup, batch(setup, 16))
+    step = compile_step(setup)
+    state, windows = step.init(), global_batch(setup, batch(setup, 16))
     before = by_path(setup.layout.model_tree(on_host(state.params), setup.training.tied))
     for _ in range(2):
-        state, metrics = programs.train_step(state, windows)
+        state, metrics = step.step(state, windows)
     assert int(metrics.skipped) == 0
     unused = np.setdiff1d(np.arange(6), setup.layout.rows)
     assert unused.tolist() == [3, 5]

@@ -4,7 +4,7 @@ import pytest
 
 from jhpt.core.plan import SavedTensors
 from jhpt.core.schedule import in_flight
-from jhpt.training.programs import train_program
+from jhpt.training.compile import lower_step
 from jhpt.training.setup import prepare
 from tests.sharding.plans import laid_out, piped, spread
 
@@ -23,7 +23,7 @@ def temporary(tiny):
         chunks = STAGES * (2 if schedule == "interleaved" else 1)
         settings |= {"batch": batch, "micro_batches": MICRO_BATCHES, "schedule": schedule}
         design = laid_out(setup, piped(spread(8, chunks), STAGES, **settings))
-        return train_program(design).compile().memory_analysis().temp_size_in_bytes
+        return lower_step(design).compile().memory_analysis().temp_size_in_bytes
 
     return compile_
 

@@ -6,7 +6,7 @@ import pytest
 
 from jhpt.core.plan import SavedTensors
 from jhpt.measure.offload import NAMES, layer_gradients, offload_is_right
-from jhpt.training.activation_offload import with_tried_offload
+from jhpt.training.planning import with_tried_offload
 from tests.sharding.plans import piped
 
 PLAN = piped([6], 1, recompute=True, saved=SavedTensors(device=("qkv",), host=("residual_in", "mlp_hidden")))

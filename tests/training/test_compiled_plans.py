@@ -21,7 +21,7 @@ from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.recompute import with_names
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
-from jhpt.training.precompile import compiled_step
+from jhpt.training.compile import compiled_step
 
 pytestmark = pytest.mark.deviceless
 

@@ -17,10 +17,10 @@ from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.sharding.compression import feedback
 from jhpt.sharding.partition import MATRICES
 from jhpt.training.checkpoint import Checkpoints, make_record
-from jhpt.training.fitting import global_batch
+from jhpt.training.compile import compile_step
 from jhpt.training.loop import _batches
 from jhpt.training.parts import Rows
-from jhpt.training.programs import compile_programs
+from jhpt.training.programs import global_batch
 from jhpt.training.setup import prepare
 from tests.conftest import tiny_overrides
 from tests.covers import quick_and_exhaustive
@@ -121,15 +121,15 @@ def overrides(corpus, how, **parallel):
 
 
 def trained(config, steps, state=None, spoil=()):
-    """(setup, programs, state, losses) after so many steps; those in `spoil` have parameters that are not finite."""
+    """(setup, step, state, losses) after so many steps; those in `spoil` have parameters that are not finite."""
     setup = prepare(config)
-    programs = compile_programs(setup)
-    state = programs.init() if state is None else state
+    step = compile_step(setup)
+    state = step.init() if state is None else state
     batches, losses = _batches(setup, int(state.step)), []
     for _ in range(steps):
-        state, metrics = programs.train_step(state, global_batch(setup, next(batches)))
+        state, metrics = step.step(state, global_batch(setup, next(batches)))
         losses.append(float(metrics.loss))
-    return setup, programs, state, losses
+    return setup, step, state, losses
 
 
 def test_losses_are_near_those_of_plain_sums(tiny, corpus):
@@ -145,10 +145,10 @@ def test_losses_are_near_those_of_plain_sums(tiny, corpus):
 
 def test_a_step_that_is_not_finite_leaves_everything_as_it_was(corpus):
     config = load_config("gpt-tiny", overrides(corpus, KINDS["topk"]))
-    setup, programs, state, _ = trained(config, 2)
+    setup, step, state, _ = trained(config, 2)
     saved = on_host(state)
     spoilt = jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
-    after, metrics = programs.train_step(_replaced(state, spoilt), global_batch(setup, next(_batches(setup, 2))))
+    after, metrics = step.step(_replaced(state, spoilt), global_batch(setup, next(_batches(setup, 2))))
     assert metrics.bad_steps == 1 and not np.isfinite(metrics.loss)
     same_bits((saved.feedback, saved.optimizer), on_host((after.feedback, after.optimizer)))
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(saved.feedback))
@@ -212,21 +212,21 @@ def test_on_other_ranks_the_sum_of_what_is_left_stays(tmp_path, corpus):
     """From checkpoint to checkpoint under other plans, whatever the number of ranks and stages."""
     how = KINDS["topk"]
     config = load_config("gpt-tiny", overrides(corpus, how) | {"data.batch_size": 24})
-    setup, programs, state, _ = trained(config, 2)
+    setup, step, state, _ = trained(config, 2)
     expected = None
     for place, settings in enumerate(PLACES):
         with Checkpoints(tmp_path / str(place), CheckpointConfig()) as checkpoints:
-            checkpoints.save(2, programs.saved(state), _record(config))
+            step.save(checkpoints, 2, state, _record(config))
         here = total(setup, state)
         assert expected is None or all(np.allclose(here[path], leaf, rtol=1e-6, atol=1e-9) for path, leaf in expected)
         expected = list(here.items())
         assert all(np.abs(leaf).max() > 0 for _, leaf in expected)
         config = load_config("gpt-tiny", overrides(corpus, how, **settings) | {"data.batch_size": 24})
         setup = prepare(config)
-        programs = compile_programs(setup)
+        step = compile_step(setup)
         with Checkpoints(tmp_path / str(place), CheckpointConfig()) as checkpoints:
-            state = programs.restored(checkpoints, 2)
-    programs.train_step(state, global_batch(setup, next(_batches(setup, 2))))
+            state = step.load(checkpoints, 2)
+    step.step(state, global_batch(setup, next(_batches(setup, 2))))
 
 
 def total(setup, state):

@@ -16,15 +16,14 @@ from jhpt.core.errors import InputError
 from jhpt.core.plan import Offload
 from jhpt.core.plan_check import check_plan
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS
-from jhpt.training.block_steps import MEAN, SAVED, SQUARES, update_in_backward
+from jhpt.training.checkpoint import Layered
 from jhpt.training.clipping import clipping
-from jhpt.training.keys import RandomStream, random_key
-from jhpt.training.layered import Layered
-from jhpt.training.offloaded_programs import offloaded_training
+from jhpt.training.offloaded_step import offloaded_training
+from jhpt.training.offloaded_training import MEAN, SAVED, SQUARES, update_in_backward
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.parts import Rows
 from jhpt.training.setup import prepare
-from jhpt.training.step import init_state, make_train_step
+from jhpt.training.step import RandomStream, init_state, make_train_step, random_key
 from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import by_path, laid_out, on_host, piped, random_params
 
@@ -219,7 +218,7 @@ def test_a_bad_step_leaves_everything_as_it_was(made, clip):
     before = on_host(saved(offloaded))
     poisoned = jax.tree.map(lambda leaf: leaf, offloaded.embedding_and_head)
     poisoned["embedding"]["positions"] = poisoned["embedding"]["positions"] * jnp.nan
-    bad, metrics = step(type(offloaded)(**{**vars(offloaded), "ends": poisoned}), windows[1])
+    bad, metrics = step(type(offloaded)(**{**vars(offloaded), "embedding_and_head": poisoned}), windows[1])
     assert int(metrics.skipped) == int(metrics.bad_steps) == 1
     after = on_host(saved(bad))
     assert jax.tree.all(jax.tree.map(np.array_equal, after.params["blocks"], before.params["blocks"]))
@@ -246,7 +245,7 @@ def test_blocks_step_at_once_down_to_the_first_gradient_that_is_not_finite(made,
         last = lambda told: turns.finish_backward(told[0])  # noqa: E731
         return replace(turns, start_backward=first, after_backward=after_backward, finish_backward=last)
 
-    monkeypatch.setattr("jhpt.training.offloaded_step.at_once", poisoned)
+    monkeypatch.setattr("jhpt.training.offloaded_training.update_in_backward", poisoned)
     setup, _, state, training = made("gpt-tiny", 4, clip=clip)
     saved = flushed(training)
     before = on_host(saved(start(training, state)))

@@ -14,7 +14,7 @@ from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.shapes import parameter_count
 from jhpt.sharding.compiler_options import compiler_options
-from jhpt.training.programs import train_program
+from jhpt.training.compile import lower_step
 from jhpt.training.setup import design_step, fitting_tokenizer
 
 pytestmark = pytest.mark.deviceless
@@ -37,7 +37,7 @@ def compiled(preset, layers, clip, micro_batches):
     design = design_step(
         config, plan, fitting_tokenizer(config), compile_only_devices(cluster), compile_only_info(cluster)
     )
-    return config, compiled_for(train_program(design), compiler_options("gpu", plan))
+    return config, compiled_for(lower_step(design), compiler_options("gpu", plan))
 
 
 def memory(preset, layers, clip="global"):

@@ -8,7 +8,7 @@ from jhpt.core.load import load_config
 from jhpt.planner.api import capped, prepare
 from jhpt.planner.search.largest_model import largest_trainable
 from jhpt.sharding.compiler_options import compiler_options
-from jhpt.training.programs import train_program
+from jhpt.training.compile import lower_step
 from jhpt.training.setup import design_step, fitting_tokenizer
 
 pytestmark = pytest.mark.deviceless
@@ -21,7 +21,7 @@ def compiled(config, plan):
     cluster = find_cluster("h100x1x1")
     devices, info = compile_only_devices(cluster), compile_only_info(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, info)
-    found = compiled_for(train_program(design), compiler_options("gpu", plan)).memory_analysis()
+    found = compiled_for(lower_step(design), compiler_options("gpu", plan)).memory_analysis()
     return found.argument_size_in_bytes + found.temp_size_in_bytes, found.host_argument_size_in_bytes
 
 

@@ -21,8 +21,9 @@ from jhpt.planner.cost.estimate import evaluate as evaluate_plan
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
-from jhpt.training import fitting, planning, programs, run
+from jhpt.training import planning, programs, run
 from jhpt.training.checkpoint import Checkpoints
+from jhpt.training.compile import compile_step
 from jhpt.training.loop import evaluate
 from jhpt.training.planning import Past, choose_plan, differences
 from jhpt.training.setup import prepare
@@ -107,7 +108,7 @@ def test_a_plan_for_something_else_is_refused_with_the_difference(tiny, tmp_path
         "the plan is for 8 x NVIDIA H100": plan.model_copy(update={"device": "NVIDIA H100"}),
         "a batch of 32, data.batch_size is 16": plan.model_copy(update={"batch": 32}),
         "6 layers with embedding and head, gpt-tiny has 4": plan_by_hand(tiny(**{"model.num_layers": 4}), 8),
-        "the plan uses 16 devices, here are 8": plan_by_hand(tiny(**{"parallel.data": 16}), 16),
+        "the plan uses 16 devices, and there are 8 here": plan_by_hand(tiny(**{"parallel.data": 16}), 16),
     }
     for words, other in strange.items():
         assert any(words in line for line in differences(other, config)), words
@@ -127,7 +128,7 @@ def test_a_general_plan_is_refused(tiny, tmp_path):
 
 def test_a_cluster_of_another_size_is_refused(tiny, tmp_path, measured):
     config = tiny(**QUICK, **{"parallel.auto": True, "parallel.cluster": "h100x8x2"})
-    with pytest.raises(InputError, match="has 16 devices, here are 8"):
+    with pytest.raises(InputError, match="has 16 devices, and there are 8 here"):
         jhpt.train(config, out=tmp_path / "run")
     assert jax.device_count() == 8 and not (tmp_path / "run").exists()
 
@@ -207,20 +208,20 @@ def test_a_run_goes_on_with_the_plan_it_was_given(tiny, tmp_path, capsys):
         capsys.readouterr()
         assert jhpt.train(source, out=out, overrides={"train.steps": steps}).step == steps
         assert Plan.load(out / "plan.json") == saved
-        assert "going on with the plan that this run was given" in capsys.readouterr().out
+        assert "resuming with the plan that this run was given" in capsys.readouterr().out
     assert "the plan has changed" not in log_of(out)
     # Another section `parallel` is another wish; so is another plan.
     changed = jhpt.train(out=out, overrides={"train.steps": 5, "parallel.data": 4})
     assert changed.step == 5 and Plan.load(out / "plan.json").devices == 4
     lines = [line for line in log_of(out).splitlines() if "the plan has changed" in line]
     assert lines == [
-        "note: the plan has changed: data 4 x tensor 1, zero 0, 1 micro-batches; "
+        "note: the plan has changed: data 4 x tensor 1, zero 0, 1 micro-batch; "
         "before pipe 2 x data 2 x tensor 1, 1f1b, zero 0, 4 micro-batches"
     ]
     jhpt.train(out=out, plan=plan.model_copy(update={"prefetch": 2}), overrides={"train.steps": 6})
     jhpt.train(out=out, plan=plan, overrides={"train.steps": 7})
     lines = [line for line in log_of(out).splitlines() if "the plan has changed" in line]
-    assert len(lines) == 3 and "in which layers are where and how they are treated" in lines[-1]
+    assert len(lines) == 3 and "in the placement or the strategy of layers" in lines[-1]
 
 
 def test_a_run_whose_given_plan_does_not_fit_any_more_is_refused(tiny, tmp_path):
@@ -248,7 +249,7 @@ def test_a_damaged_plan_is_made_anew(tiny, tmp_path, measured, capsys, content):
     (out / "plan.json").write_text(content)
     jhpt.train(out=out, overrides={"train.steps": 3})
     out_text = capsys.readouterr().out
-    (line,) = [line for line in out_text.splitlines() if "what it says is left aside" in line]
+    (line,) = [line for line in out_text.splitlines() if "it is ignored" in line]
     assert str(out / "plan.json") in line
     assert Plan.load(out / "plan.json") == plan and len(measured) == 2
 
@@ -291,7 +292,7 @@ def test_a_cluster_of_other_devices_is_refused(tiny, tmp_path, measured, monkeyp
     if fits:
         assert planning._named_cluster(config).num_devices == 8
         return
-    with pytest.raises(InputError, match=f"parallel.cluster={cluster} is of .*, here are 8 x {kind}"):
+    with pytest.raises(InputError, match=f"parallel.cluster={cluster} is of .*, and this machine has 8 x {kind}"):
         jhpt.train(config, out=tmp_path / "run")
     assert not measured and not (tmp_path / "run").exists()
 
@@ -311,7 +312,7 @@ def test_a_cluster_of_other_devices_is_refused(tiny, tmp_path, measured, monkeyp
 def test_a_step_that_is_too_large(origin, words):
     setup = SimpleNamespace(device=SimpleNamespace(memory=1), plan=SimpleNamespace(origin=origin))
     with pytest.raises(InputError, match=words) as caught:
-        fitting.check_memory(setup, "a step", {"state": 2})
+        programs.check_memory(setup, "a step", {"state": 2})
     assert origin == "hand" or "raise parallel" not in str(caught.value)
 
 
@@ -319,13 +320,12 @@ def test_all_that_may_not_fit_is_compiled_before_the_first_step(tiny, monkeypatc
     """Where a device's memory is known: evaluating and saving, too, are refused at the start or run later."""
     setup = prepare(tiny(**{"parallel.pipe": 2, "parallel.micro_batches": 2, "model.num_layers": 3}))
     asked, known = [], replace(setup, device=replace(setup.device, memory=1 << 40))
-    for where in (programs, fitting):
-        monkeypatch.setattr(where, "check_memory", lambda setup, what, memory: asked.append((what, memory)))
-    found = programs.compile_programs(known)
+    monkeypatch.setattr(programs, "check_memory", lambda setup, what, memory: asked.append((what, memory)))
+    step = compile_step(known)
     assert [what for what, _ in asked] == ["a step", "evaluating", "saving a checkpoint"]
     assert asked[2][1]["temporary"] >= asked[2][1]["state"] / 2, "the copy that is saved counts"
-    state = found.init()
-    assert np.isfinite(evaluate(known, found, state))
+    state = step.init()
+    assert np.isfinite(evaluate(known, step.evaluate, state.params))
 
 
 def test_a_sequence_that_is_cut_unevenly(tiny):
@@ -344,11 +344,12 @@ def test_the_sample_needs_the_parameters_alone(tiny, tmp_path, monkeypatch):
     converted, saved = [], []
 
     def counted(setup):
-        made = programs.compile_programs(setup)
-        return replace(made, saved=lambda state: converted.append(1) or made.saved(state))
+        step = compile_step(setup)
+        saved = lambda state: converted.append(1) or step.conversion.saved(state)  # noqa: E731
+        return replace(step, conversion=replace(step.conversion, saved=saved))
 
     save = Checkpoints.save
-    monkeypatch.setattr(run, "compile_programs", counted)
+    monkeypatch.setattr(run, "compile_step", counted)
     monkeypatch.setattr(Checkpoints, "save", lambda *arguments: saved.append(1) or save(*arguments))
     piped_config = tiny(**QUICK, **{"evaluation.sample_tokens": 4, "parallel.pipe": 2, "parallel.data": 1})
     result = jhpt.train(piped_config, out=tmp_path / "run")

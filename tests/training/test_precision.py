@@ -23,6 +23,7 @@ from jhpt.core.state import LEAST
 from jhpt.sharding.partition import IN_FLOAT32, MATRICES
 from jhpt.training.checkpoint import check_resumable, make_record
 from jhpt.training.clipping import Clipping
+from jhpt.training.device_step import abstract_state, fresh_state, make_conversion
 from jhpt.training.moments import (
     SIGNED,
     UNSIGNED,
@@ -33,11 +34,10 @@ from jhpt.training.moments import (
     encode,
     encode_square,
 )
-from jhpt.training.offloaded_step import OffloadedTraining
+from jhpt.training.offloaded_training import OffloadedTraining
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.parts import Rows, Sums
 from jhpt.training.profiling import measure_profile
-from jhpt.training.programs import _conversions, abstract_state, fresh_state
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
 from jhpt.training.weights import Weights, kahan, stochastic, widened
@@ -307,14 +307,14 @@ def update(setup):
 
 
 def taken(setup, steps=3):
-    """(programs' conversions, the state after so many steps)."""
+    """(conversion to a checkpoint, the state after so many steps)."""
     shapes, run = abstract_state(setup), update(setup)
     places = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     state = jax.jit(partial(fresh_state, setup), out_shardings=places)()
     for _ in range(steps):
         state, metrics = run(state, jnp.zeros((1, 1), jnp.int32))
     assert int(metrics.skipped) == 0
-    return _conversions(setup, shapes, lambda program, part: program), state
+    return make_conversion(setup, shapes, lambda program, part: program), state
 
 
 _serial: dict = {}
@@ -324,8 +324,8 @@ def serial(setup, mode):
     """Of one device."""
     if mode not in _serial:
         plan = setup.plan.model_copy(update={"stages": piped([4], 1).stages})
-        conversions, state = taken(laid_out(setup, plan))
-        _serial[mode] = on_host(conversions["saved"](state))
+        conversion, state = taken(laid_out(setup, plan))
+        _serial[mode] = on_host(conversion.saved(state))
     return _serial[mode]
 
 
@@ -335,8 +335,8 @@ def test_a_step_is_that_of_one_device(tiny, plan, mode):
     the saved state is the same, and loading it gives back every bit."""
     weights, moments = MODES[mode]
     setup = prepare(tiny(**{"optimizer.weights": weights, "optimizer.moments": moments, "parallel.data": 1}))
-    conversions, state = taken(laid_out(setup, PLANS[plan]))
-    saved = conversions["saved"](state)
+    conversion, state = taken(laid_out(setup, PLANS[plan]))
+    saved = conversion.saved(state)
     found, expected = on_host(saved), serial(setup, mode)
     assert by_type(found) == by_type(expected)
     different, numbers = 0, 0
@@ -348,10 +348,10 @@ def test_a_step_is_that_of_one_device(tiny, plan, mode):
             different, numbers = different + np.sum(own != other), numbers + own.size
     assert numbers > 50_000 and different <= 1e-3 * numbers
 
-    again = conversions["restored"](SimpleNamespace(restore=lambda step, like: saved), 0)
+    again = conversion.loaded(saved)
     here = abstract_state(laid_out(setup, PLANS[plan]))
     assert jax.tree.map(lambda leaf: leaf.sharding, again) == jax.tree.map(lambda leaf: leaf.sharding, here)
-    saved_again = on_host(conversions["saved"](again))
+    saved_again = on_host(conversion.saved(again))
     assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), saved_again, found))
 
 

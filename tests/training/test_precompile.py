@@ -25,9 +25,8 @@ from jhpt.measure.device import device_info
 from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.cost.traffic import traffic
 from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.training import precompile
-from jhpt.training.precompile import compiled_step
-from jhpt.training.programs import train_program
+from jhpt.training import compile as training_compile
+from jhpt.training.compile import compiled_step, lower_step
 from jhpt.training.setup import design_step, fitting_tokenizer
 
 CLUSTER = find_cluster("h100x8x1")
@@ -96,7 +95,7 @@ def check_traffic(stages, predicted, share: float = 0.04):
 def read_here(config, plan):
     """The step as this machine's CPU devices would run it."""
     design = design_step(config, plan, fitting_tokenizer(config), jax.devices(), device_info())
-    compiled = train_program(design).compile()
+    compiled = lower_step(design).compile()
     return read_compiled(compiled, dict(design.layout.device_mesh.mesh.shape), Clock(CLUSTER))
 
 
@@ -255,7 +254,7 @@ def test_the_command_prints_and_writes_both(capfd, tmp_path, monkeypatch):
         found.append(found[0] if found else compiled_step(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(precompile, "compiled_step", once)
+    monkeypatch.setattr(training_compile, "compiled_step", once)
     arguments = ["plan", "gpt-tiny", "--cluster", "h100x8x1", "--batch", "64", "--compile", "--model.num_heads", "8"]
     assert cli.main(arguments) == 0
     out, error = capfd.readouterr()

@@ -111,7 +111,7 @@ def test_what_one_process_refuses_stops_all(tmp_path, corpus):
         errors = [worker.communicate(timeout=200)[1] for worker in workers]
     assert all(worker.returncode == 1 for worker in workers)  # the runner does not catch InputError
     assert "another process is training in" in errors[0]
-    assert "process 0 could not go on" in errors[1]
+    assert "process 0 failed" in errors[1]
     assert {path.name for path in (tmp_path / "two").iterdir()} == {".lock"}
 
 
@@ -121,7 +121,7 @@ def test_processes_that_are_told_different_things_are_refused(tmp_path, corpus):
     workers = start_two(tmp_path, tiny_overrides(corpus) | {"parallel.data": 2}, apart=({}, elsewhere))
     errors = [worker.communicate(timeout=200)[1] for worker in workers]
     assert all(worker.returncode == 1 for worker in workers)  # the runner does not catch InputError
-    assert "process 1 could not go on" in errors[0]
+    assert "process 1 failed" in errors[0]
     assert "train.steps: 7 here, 4 on process 0" in errors[1] and "cache_dir" not in errors[1].split("InputError")[-1]
     assert not (tmp_path / "two").exists()
 

@@ -11,7 +11,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.sharding.compiler_options import compiler_options
-from jhpt.training.programs import train_program
+from jhpt.training.compile import lower_step
 from jhpt.training.setup import design_step, fitting_tokenizer
 
 pytestmark = pytest.mark.deviceless
@@ -45,7 +45,7 @@ def design(cluster, preset, devices, changes):
 
 def products(designed, **options):
     """How many there are in the step, by operands' types or library call."""
-    text = compiled_for(train_program(designed), compiler_options("gpu", designed.plan) | options).as_text()
+    text = compiled_for(lower_step(designed), compiler_options("gpu", designed.plan) | options).as_text()
     types = dict(re.findall(r"%([\w.-]+) = (\w+)\[", text))
     inside = (" x ".join(types[name] for name in dot) for dot in re.findall(r" dot\(%([\w.-]+), %([\w.-]+)\)", text))
     return Counter(inside) + Counter(re.findall(r'custom_call_target="(__cublas[^"]*)"', text))

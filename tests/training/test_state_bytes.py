@@ -16,9 +16,8 @@ from jhpt.models.build import build
 from jhpt.planner.cost.estimate import evaluate, saved_bytes
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
+from jhpt.training.compile import compiled_step, lower_step
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.precompile import compiled_step
-from jhpt.training.programs import train_program
 from jhpt.training.setup import prepare, stored_weights
 from jhpt.training.step import init_state
 
@@ -68,7 +67,7 @@ def test_arguments_of_a_step_are_what_is_planned(tiny, name, how):
     by_hand = {f"parallel.{key}": value for key, value in PARALLEL[name].items()}
     config = tiny(**WIDE, **by_hand, **how)
     setup = prepare(config)
-    arguments = train_program(setup).compile().memory_analysis().argument_size_in_bytes
+    arguments = lower_step(setup).compile().memory_analysis().argument_size_in_bytes
     machine = find_cluster("h100x8x1")
     profile = analytic_profile(config, CPU, "float32")
     model = CostModel(profile, machine)

@@ -16,9 +16,9 @@ import numpy as np
 
 from jhpt.core.load import load_config
 from jhpt.core.plan import Plan
+from jhpt.training.compile import compile_step
 from jhpt.training.data.batches import shuffled, training_batches
-from jhpt.training.fitting import global_batch
-from jhpt.training.programs import compile_programs
+from jhpt.training.programs import global_batch
 from jhpt.training.runtime import allow_pinned_memory, configure_runtime
 from jhpt.training.setup import prepare
 
@@ -28,18 +28,18 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     config, plan = load_config(spec["preset"], spec["overrides"]), Plan.model_validate(spec["plan"])
     allow_pinned_memory(config.memory)
     setup = prepare(config, plan)
-    programs = compile_programs(setup)
+    step = compile_step(setup)
     size = config.data.batch_size
     batches = training_batches(shuffled(setup.train_windows, config.seed), size, setup.layout.own_rows(size), 0)
-    state, seconds, peaks = programs.init(), list[float](), list[int]()
+    state, seconds, peaks = step.init(), list[float](), list[int]()
     for _ in range(spec["steps"]):
         windows = jax.block_until_ready(global_batch(setup, next(batches)))
         start = time.perf_counter()
-        state, metrics = programs.train_step(state, windows)
+        state, metrics = step.step(state, windows)
         loss = float(np.asarray(metrics.loss))
         seconds.append(time.perf_counter() - start)
         peaks.append((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))
-    return {"seconds": seconds, "peaks": peaks, "loss": loss, "memory": programs.memory, "host": programs.host}
+    return {"seconds": seconds, "peaks": peaks, "loss": loss, "memory": step.memory, "host": step.host_bytes}
 
 
 def main(arguments: list[str]) -> int:

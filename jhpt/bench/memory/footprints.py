@@ -14,7 +14,7 @@ from jhpt.core.shapes import parameter_count
 from jhpt.planner.api import prepare
 from jhpt.planner.cost.estimate import Estimate
 from jhpt.sharding.compiler_options import compiler_options
-from jhpt.training.programs import train_program
+from jhpt.training.compile import lower_step
 from jhpt.training.setup import design_step, fitting_tokenizer
 
 CLUSTER = "h100x1x1"
@@ -111,7 +111,7 @@ def compiled_bytes(config: Config, plan: Plan) -> tuple[float, float]:
     cluster = find_cluster(CLUSTER)
     devices, info = compile_only_devices(cluster), compile_only_info(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, info)
-    found: Any = compiled_for(train_program(design), compiler_options("gpu", plan)).memory_analysis()
+    found: Any = compiled_for(lower_step(design), compiler_options("gpu", plan)).memory_analysis()
     return float(found.argument_size_in_bytes + found.temp_size_in_bytes), float(found.host_argument_size_in_bytes)
 
 

@@ -1,0 +1,55 @@
+"""From a plan to its compiled step: here, or for a cluster that is not here."""
+
+from typing import Any
+
+import jax
+
+from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, compiled_for
+from jhpt.compiled.modelled import Clock
+from jhpt.compiled.program import Reading, read_compiled
+from jhpt.core.cluster import Cluster
+from jhpt.core.config import Config
+from jhpt.core.plan import Plan
+from jhpt.core.rules import Choices, check
+from jhpt.sharding.compiler_options import compiler_options
+from jhpt.training.device_step import compile_device_step, lower_device_step
+from jhpt.training.offloaded_step import compile_offloaded_step, lower_offloaded_step
+from jhpt.training.planning import check_fits_model
+from jhpt.training.programs import Step
+from jhpt.training.setup import Design, Setup, design_step, fitting_tokenizer
+
+
+def compile_step(setup: Setup) -> Step[Any]:
+    """The step that the plan needs, compiled with everything that might not fit: evaluating and saving, too.
+
+    Raises:
+      InputError: a device or this host has less memory than is needed.
+    """
+    return compile_offloaded_step(setup) if setup.plan.offload else compile_device_step(setup)
+
+
+def lower_step(design: Design) -> jax.stages.Lowered:
+    """The training step `(state, windows [B, W]) -> (state, metrics)` that the plan needs, to be compiled.
+
+    The state is donated.  Devices need not be attached to this machine.
+    """
+    return lower_offloaded_step(design) if design.plan.offload else lower_device_step(design)
+
+
+def compiled_step(config: Config, plan: Plan, cluster: Cluster) -> Reading:
+    """What the compiler makes of the step that `jhpt.train` would run by this plan on this cluster; needs no data.
+
+    If a step needs more memory than there is, the compiler makes one that computes more (`Reading`).
+
+    Raises:
+      InputError: the plan is invalid, needs several programs, or is not for this model or cluster.
+      NotHere: what compiling needs is not installed.
+    """
+    config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": plan.batch})})
+    check_fits_model(plan, config)
+    check(Choices(devices=plan.devices, available=cluster.num_devices, place=cluster.name))
+    devices = compile_only_devices(cluster)
+    design = design_step(config, plan, fitting_tokenizer(config), devices, compile_only_info(cluster))
+    sizes = {str(name): int(size) for name, size in design.layout.device_mesh.mesh.shape.items()}
+    compiled = compiled_for(lower_step(design), compiler_options("gpu", plan))
+    return read_compiled(compiled, sizes, Clock(cluster))
