@@ -9,8 +9,9 @@ import numpy as np
 
 from jhpt.core.plan import Chunk, Plan, SavedTensors
 from jhpt.core.profile import ModelProfile
-from jhpt.planner.cost.recompute import NOTHING, size_of
+from jhpt.planner.cost.recompute import NOTHING
 from jhpt.planner.cost.schedule import in_flight
+from jhpt.planner.profiles.named_tensors import size_of
 
 
 def waiting(plan: Plan) -> SavedTensors:

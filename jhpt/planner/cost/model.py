@@ -58,7 +58,6 @@ from jhpt.core.cluster import Cluster
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
 from jhpt.core.plan import SavedTensors, Zero
 from jhpt.core.profile import LayerKind, ModelProfile
-from jhpt.planner.cost.activations import Activations
 from jhpt.planner.cost.collectives import all_gather
 from jhpt.planner.cost.compression import (
     residual_bytes,
@@ -68,7 +67,7 @@ from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, Space, picked
 from jhpt.planner.cost.memory import FLOAT32, Held, Slot, held, in_one_stage, in_pipeline, with_embedding_and_head
 from jhpt.planner.cost.overlap import partition
 from jhpt.planner.cost.placement import Place, Places, transfer_seconds
-from jhpt.planner.cost.recompute import NOTHING
+from jhpt.planner.cost.recompute import NOTHING, Activations
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.cost.tensor_all_reduce import BACKWARD, DIRECTIONS, FORWARD, TensorSums
 
@@ -247,7 +246,7 @@ class CostModel:
                 saved = strategy.saved or self.saved or NOTHING
                 arrays["activations"] = self.activations.saved(saved, tensor, cut, local, chunks)
             else:
-                arrays["activations"] = arrays["activations"] + self.activations.twice(cut, local, chunks)
+                arrays["activations"] = arrays["activations"] + self.activations.second_inputs(cut, local, chunks)
             self._layers[key] = LayerCosts(**arrays)
         return self._layers[key]
 

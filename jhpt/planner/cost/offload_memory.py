@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from jhpt.core.plan import Offload, Plan
 from jhpt.planner.cost.memory import FLOAT32
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.recompute import size_of
+from jhpt.planner.profiles.named_tensors import size_of
 
 FORWARD_WORK = 0.8
 """Of what a block keeps: its hidden layer, and five tensors as wide as the residual stream."""

@@ -186,7 +186,7 @@ class _Step:
         """Share of a block's sums that its backward pass repeats.  Where nothing else is known, not the MLP's."""
         if not self.plan.recompute:
             return 0.0
-        return repeated(kind.tensors, self.plan.saved or NOTHING).sums if kind.tensors else 0.5
+        return repeated(kind.tensors, self.plan.saved or NOTHING).all_reduces if kind.tensors else 0.5
 
     def _chunked(self, kind: LayerKind, t: int, cut: int, begins: bool) -> Iterator[One]:
         """Of a block, chunk by chunk.  begins: whether it is the first of its run."""

@@ -25,7 +25,7 @@ from jhpt.core.config import NAMED_TENSORS, BERTConfig, Config, GPTConfig, Model
 from jhpt.core.profile import LayerKind, ModelProfile, NamedTensor
 from jhpt.core.shapes import ParameterCount, parameter_count
 from jhpt.core.state import State, most_cuts, state_of
-from jhpt.planner.cost.recompute import size_of
+from jhpt.planner.profiles.named_tensors import size_of
 from jhpt.planner.profiles.roofline import (
     ELEMENT_BYTES,
     Operation,
