@@ -25,7 +25,7 @@ from jhpt.core.plan import Chunk, Plan, Stage, check_plan
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.cost.activation_offload import fullest_host, waiting, waiting_bytes
 from jhpt.planner.cost.compression import residual_bytes
-from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, picked, strategy_of
+from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, select_layers, strategy_of
 from jhpt.planner.cost.memory import EMBEDDING_AND_HEAD, Slot
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import offloaded_step
@@ -152,7 +152,7 @@ def chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: Cost
         model.reshard_seconds(place, layer, before, after, strategy.micro_batch)
         for layer, (before, after) in enumerate(itertools.pairwise(chunk.tensor), chunk.first)
     )
-    return ChunkCosts(picked(tables, keys, chunk.first), reshard)
+    return ChunkCosts(select_layers(tables, keys, chunk.first), reshard)
 
 
 def stage_layers(plan: Plan, position: int, strategy: LayerStrategy, model: CostModel) -> list[LayerCosts]:
@@ -276,14 +276,16 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
         data, state = stage.devices // degree, model.profile.state
         share = state.bytes / (data if plan.zero else 1)
         share /= share + residual_bytes(model.gradient_compression)  # of what is kept, without what compression left
-        gone = sum(part.optimizer[EMBEDDING_AND_HEAD].sum() for part in parts) if strategy.bare_behind_head else 0.0
+        gone = (
+            sum(part.optimizer[EMBEDDING_AND_HEAD].sum() for part in parts) if strategy.frees_copy_after_head else 0.0
+        )
         copied = _used_bytes(share * (saved - gone), plan.zero, data, model)
         over = byte["activations"] + byte["working set"] + copied
         byte["update"] = max(0.0, share * saved * state.decoded_bytes / state.bytes - over)
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
     tensor = sum((part.forward_tensor + part.backward_tensor).sum() for part in parts)
     reshard = sum(c.reshard for c in costs)
-    in_line = float(sum(part.in_line.sum() for part in parts))
+    in_line = float(sum(part.gradients_in_update.sum() for part in parts))
     in_line += slot.reduced if position in (0, len(plan.stages) - 1) else 0.0
     exposed = float(times.sync[position] - times.backward[position, 0]) + in_line
     update = float(times.update[position]) - in_line
@@ -355,7 +357,7 @@ def _check_degrees(chunk: Chunk, model: CostModel) -> None:
 
 
 def _check_spmd(plan: Plan, model: CostModel) -> None:
-    if plan.compression.on and plan.degrees[-1] > 1 and model.sums.stream is None:
+    if plan.compression.on and plan.degrees[-1] > 1 and model.tensor_all_reduce.stream is None:
         raise InputError(
             f"compression is of sequences of tokens, and a sample of {model.profile.name} is {model.profile.sample}; "
             "leave compression out"

@@ -13,7 +13,7 @@ from jhpt.planner.cost.placement import Place, Places, transfer_seconds
 from jhpt.planner.cost.schedule import Array
 
 
-class GradientSums:
+class DataCollectives:
     """Gradients and weights of layers of these kinds, each computed once.
 
     wire: bytes of a number on the wire.  how: gradients in few bits, with kernels that take time.
@@ -37,19 +37,19 @@ class GradientSums:
             self._gathered[key] = np.array([reduce_scatter(group, size) for size in sizes])
         return self._gathered[key]
 
-    def summed(self, place: Place, tensor: int, *, shares: bool) -> tuple[Array, Array]:
+    def reduced(self, place: Place, tensor: int, *, shares: bool) -> tuple[Array, Array]:
         """[kinds] to sum gradients over the data group: of a layer's own parameters, and of tied ones."""
         group = place.data_group(tensor)
         key = (group, tensor, shares)
         if key not in self._summed:
             own, tied = (
-                np.array([self.of(group, numbers / tensor, shares=shares) for numbers in each])
+                np.array([self.reduction(group, numbers / tensor, shares=shares) for numbers in each])
                 for each in (self.parameters, self.tied)
             )
             self._summed[key] = own, tied
         return self._summed[key]
 
-    def of(self, group: Group, numbers: float, *, shares: bool) -> float:
+    def reduction(self, group: Group, numbers: float, *, shares: bool) -> float:
         """To sum a gradient of so many numbers.  shares: every rank keeps its share."""
         if self.how.on:
             return gradient_seconds(group, self.how, numbers, shares=shares)
@@ -64,7 +64,7 @@ class GradientSums:
             [gradient_kernel_seconds(ranks, self.how, size, self.device, shares=shares) for size in sizes.tolist()]
         )
 
-    def of_pairs(self, place: Place, sizes: Array) -> Array:
+    def between_first_and_last(self, place: Place, sizes: Array) -> Array:
         """To sum tensors of so many bytes between the first and the last stage, all pairs of devices at once."""
         several = len(self.places.nodes) > 1
         link, senders = (place.network, max(place.crossing)) if several else (place.inside, 1)

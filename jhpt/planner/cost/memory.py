@@ -62,7 +62,7 @@ exact GELU leaves its derivative, and dropout masks (jax 0.10.2)."""
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterBytes:
     """Bytes of a parameter on a device: weight and gradient, optimizer state, and of the layer at work, beside them.
 
     coming: of the first, by how much less is there while the last layer is at work."""
@@ -70,41 +70,43 @@ class Held:
     weights: float
     optimizer: float
     working: float
-    coming: float = 0.0
+    absent_at_head: float = 0.0
 
 
-def held(strategy: LayerStrategy, data: int, wire: float, state: float, *, as_stored: bool, overlap: bool) -> Held:
+def parameter_bytes(
+    strategy: LayerStrategy, data: int, wire: float, state: float, *, as_stored: bool, overlap: bool
+) -> ParameterBytes:
     """By the head of this file.
 
     Args:
       state: of weight, gradient and optimizer as a program of its stage's own holds them.
       as_kept: weights are used in the dtype that they are kept in.
     """
-    if data == 1 and (strategy.program == "own" or strategy.zero == 1):
+    if data == 1 and (strategy.program == "per_stage" or strategy.zero == 1):
         strategy = replace(strategy, zero=0)
     zero, optimizer = strategy.zero, state - 2 * wire
-    if strategy.program == "own":
+    if strategy.program == "per_stage":
         weights = 2 * wire / (data if zero == 3 else 1)
-        return Held(weights, optimizer / (data if zero else 1), 2 * wire if zero == 3 else 0.0)
+        return ParameterBytes(weights, optimizer / (data if zero else 1), 2 * wire if zero == 3 else 0.0)
     stored = optimizer + (wire if as_stored else 0.0)
     used = {0: 0.0 if as_stored else wire, 1: wire, 3: 0.0}[zero]
-    late = strategy.late and overlap and data > 1
+    late = strategy.reduces_late and overlap and data > 1
     gradient = _gradient(strategy, data, wire, late=late)
-    if strategy.end and strategy.bare_behind_head:
-        return Held(gradient, stored / (data if zero else 1), wire, wire - used)
+    if strategy.embedding_or_head and strategy.frees_copy_after_head:
+        return ParameterBytes(gradient, stored / (data if zero else 1), wire, wire - used)
     # What is read goes as its gradient comes: of both together there is half as much again as of one.
     read = (1.5 if data > 1 else 0.5) * wire if zero == 3 else 0.0
     working = read + wire + (wire if late else 0.0)
-    coming = _coming(strategy, gradient, wire, data) if strategy.program == "single" else 0.0
-    return Held(used + gradient, stored / (data if zero else 1), working, coming)
+    coming = _coming(strategy, gradient, wire, data) if strategy.program == "one_stage" else 0.0
+    return ParameterBytes(used + gradient, stored / (data if zero else 1), working, coming)
 
 
 def _gradient(strategy: LayerStrategy, data: int, wire: float, *, late: bool) -> float:
-    zero, several = strategy.zero, strategy.several
-    if strategy.program == "single" and strategy.end:
+    zero, several = strategy.zero, strategy.several_micro_batches
+    if strategy.program == "one_stage" and strategy.embedding_or_head:
         return FLOAT32 + wire if several else wire
     if zero == 3:
-        return (FLOAT32 if several or strategy.program == "piped" else wire) / data
+        return (FLOAT32 if several or strategy.program == "pipeline" else wire) / data
     if zero == 1 and not several:
         return wire / data if late else wire
     return FLOAT32 + (wire / data if zero == 1 and late else 0.0)
@@ -149,11 +151,11 @@ def with_embedding_and_head(inner: LayerCosts, embedding_and_head: LayerCosts) -
 
 def _coming(strategy: LayerStrategy, gradient: float, wire: float, data: int) -> float:
     """Of the gradient, with one stage: what is not there while the last layer is at work."""
-    if not strategy.several:
+    if not strategy.several_micro_batches:
         return gradient
-    if strategy.end:
+    if strategy.embedding_or_head:
         return wire
-    return (FLOAT32 - wire) / (data if strategy.zero == 3 else 1) if strategy.pair else 0.0
+    return (FLOAT32 - wire) / (data if strategy.zero == 3 else 1) if strategy.two_micro_batches else 0.0
 
 
 def work_bytes(kind: LayerKind, tensor: int, cut: int, *, causal: bool) -> float:
@@ -183,7 +185,7 @@ def in_one_stage(costs: LayerCosts, last: float, coming: float) -> LayerCosts:
 def in_pipeline(costs: LayerCosts, last: float) -> LayerCosts:
     """Several stages: the last layer in the backward pass, and nothing that is the slot's.  last: bytes of that layer
     at work."""
-    once = ("update", "in_line", "gathered", "weights", "optimizer")
+    once = ("update", "gradients_in_update", "gathered", "weights", "optimizer")
     working = _without(costs.working, EMBEDDING_AND_HEAD) + _only(costs.activations, EMBEDDING_AND_HEAD)
     working[-1] = last
     return replace(

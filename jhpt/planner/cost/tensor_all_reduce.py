@@ -25,7 +25,7 @@ Pair = tuple[Array, Array]
 """[kinds] of both directions."""
 
 
-class TensorSums:
+class TensorAllReduce:
     """Sums of layers of these kinds, each computed once.
 
     work: (samples, tensor degree) -> [kinds] forward and backward seconds on a device of the profile.

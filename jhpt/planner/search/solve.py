@@ -90,7 +90,7 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
             f"{cluster.name} has nodes of different kinds, which one SPMD program cannot use evenly; "
             "plan it with --space general, or give a cluster of one kind"
         )
-    if space == "general" or model.sums.stream is None:
+    if space == "general" or model.tensor_all_reduce.stream is None:
         asked = _uncompressed(asked, f"space={space}" if space == "general" else f"a sample that is {profile.sample}")
     if space == "general" and not pipelines(asked):
         raise InputError("space=general has no interleaved schedule; use 1f1b or gpipe, or space=spmd")

@@ -48,6 +48,12 @@ def drawn(seed, devices=4, layers=4, overlap=True):
     return CostModel(profile, cluster), replace(asked, schedules=("1f1b", "gpipe"))
 
 
+def chunked(space, stages, batch, micro_batches, zero, recompute, compression=None):
+    """A strategy with all numbers of chunks that the planner may choose."""
+    strategy = layer_strategy(space, stages, batch, micro_batches, zero, recompute, compression=compression)
+    return replace(strategy, sample_chunks=SAMPLE_CHUNKS)
+
+
 def with_chunks(plan: Plan, model: CostModel, chunks=None) -> Plan:
     """The plan with the chunks that are looked up for it, or with these of every layer."""
     stages, how = [], plan.compression if plan.compression.on else None
@@ -56,16 +62,7 @@ def with_chunks(plan: Plan, model: CostModel, chunks=None) -> Plan:
             t: model.sample_chunks(
                 stage.devices,
                 t,
-                layer_strategy(
-                    "spmd",
-                    len(plan.stages),
-                    plan.batch,
-                    plan.micro_batches,
-                    plan.zero,
-                    plan.recompute,
-                    compression=how,
-                    sample_chunks=SAMPLE_CHUNKS,
-                ),
+                chunked("spmd", len(plan.stages), plan.batch, plan.micro_batches, plan.zero, plan.recompute, how),
             )
             for t in plan.degrees
         }
@@ -137,7 +134,7 @@ def test_chunks_are_the_best_there_are(seed):
         inner: sum(passes(one_stage(model, 4, tensor, asked.batch, (1, *inner, 1), recompute), model))
         for inner in itertools.product(*choices)
     }
-    strategy = layer_strategy("spmd", 1, asked.batch, 1, 0, recompute, sample_chunks=SAMPLE_CHUNKS)
+    strategy = chunked("spmd", 1, asked.batch, 1, 0, recompute)
     chosen = model.sample_chunks(4, tensor, strategy)
     assert every[chosen[1:-1]] == pytest.approx(min(every.values()), rel=1e-9)
 
@@ -187,7 +184,7 @@ def test_blocks_take_what_the_two_streams_take(chunks):
     block = float((one.forward + one.forward_tensor + one.backward + one.backward_tensor)[1])
     played = 0.0
     for direction in (0, 1):
-        operation = model.sums.operation(place, 8, strategy, direction)
+        operation = model.tensor_all_reduce.operation(place, 8, strategy, direction)
         index = int(model.index[1])
         seconds = {n: (float(operation.work(n)[index]), float(operation.travel(n)[index])) for n in range(1, 9)}
         half = Operation(work=lambda n, s=seconds: s[n][0] / 2, travel=lambda n, s=seconds: s[n][1] / 2)
@@ -198,7 +195,7 @@ def test_blocks_take_what_the_two_streams_take(chunks):
 def test_gpt_hides_its_sums_behind_chunks():
     """Tensor degree 8 of one node: chosen, and most of what was exposed is hidden; without overlap nothing is."""
     model = gpt()
-    strategy = layer_strategy("spmd", 1, 8, 1, 0, False, sample_chunks=SAMPLE_CHUNKS)
+    strategy = chunked("spmd", 1, 8, 1, 0, False)
     chosen = model.sample_chunks(8, 8, strategy)
     assert set(chosen) in ({2}, {4})
     exposed = {
@@ -215,12 +212,12 @@ def test_latency_decides_against_chunks():
     slow = node.model_copy(update={"inside": node.inside.model_copy(update={"latency": 1.0})})
     model = gpt(nodes=1)
     model = CostModel(model.profile, model.cluster.model_copy(update={"nodes": (slow,)}))
-    assert set(model.sample_chunks(8, 8, layer_strategy("spmd", 1, 8, 1, 0, False, sample_chunks=SAMPLE_CHUNKS))) == {1}
+    assert set(model.sample_chunks(8, 8, chunked("spmd", 1, 8, 1, 0, False))) == {1}
 
 
 def test_pipelines_have_one_number():
     model = gpt(layers=6)
-    chosen = model.sample_chunks(4, 4, layer_strategy("spmd", 2, 32, 2, 0, False, sample_chunks=SAMPLE_CHUNKS))
+    chosen = model.sample_chunks(4, 4, chunked("spmd", 2, 32, 2, 0, False))
     assert len(set(chosen)) == 1 and chosen[0] > 1
     mixed = tensor_parallel(6, stages=2, chunks=1, micro_batches=2)
     last = mixed.stages[1].chunks[0]
