@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, Zero, runs_of
-from jhpt.planner.cost.collectives import all_gather, all_reduce, reduce_scatter
+from jhpt.planner.cost.communication import all_gather, all_reduce, reduce_scatter
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.memory import work_bytes

@@ -9,11 +9,11 @@ from jhpt.core.cluster import Cluster
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
 from jhpt.core.plan import SavedTensors, Zero
 from jhpt.core.profile import LayerKind, ModelProfile
+from jhpt.planner.cost.communication import Place, Places
 from jhpt.planner.cost.compression import residual_bytes
 from jhpt.planner.cost.gradients import DataCollectives
 from jhpt.planner.cost.layers import LayerStrategy, Space
 from jhpt.planner.cost.memory import FLOAT32, ParameterBytes, parameter_bytes
-from jhpt.planner.cost.placement import Place, Places
 from jhpt.planner.cost.recompute import NOTHING, Activations
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.cost.tensor_all_reduce import TensorAllReduce

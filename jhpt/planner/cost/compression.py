@@ -37,7 +37,7 @@ from jhpt.core.cluster import Device
 from jhpt.core.compression import by_attention, gathers, gathers_gradients, gradient_bytes, tokens_of, wire_bytes
 from jhpt.core.config import Compression, GradientCompression
 from jhpt.core.profile import ModelProfile
-from jhpt.planner.cost.collectives import Group, all_gather, all_reduce, all_to_all
+from jhpt.planner.cost.communication import Group, all_gather, all_reduce, all_to_all
 
 SCORE_BYTES = 4
 """Of a token's importance, float32."""

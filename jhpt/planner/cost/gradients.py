@@ -7,9 +7,8 @@ import numpy as np
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import GradientCompression
 from jhpt.core.profile import LayerKind
-from jhpt.planner.cost.collectives import Group, all_reduce, reduce_scatter
+from jhpt.planner.cost.communication import Group, Place, Places, all_reduce, reduce_scatter, transfer_seconds
 from jhpt.planner.cost.compression import gradient_kernel_seconds, gradient_seconds
-from jhpt.planner.cost.placement import Place, Places, transfer_seconds
 from jhpt.planner.cost.schedule import Array
 
 

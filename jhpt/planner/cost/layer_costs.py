@@ -54,10 +54,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jhpt.planner.cost.basis import CostBasis
-from jhpt.planner.cost.collectives import all_gather
+from jhpt.planner.cost.communication import Place, all_gather
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.memory import Slot
-from jhpt.planner.cost.placement import Place
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.cost.tensor_all_reduce import BACKWARD, FORWARD
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Offload, Plan
-from jhpt.planner.cost.collectives import all_gather, all_reduce, reduce_scatter
+from jhpt.planner.cost.communication import all_gather, all_reduce, reduce_scatter
 from jhpt.planner.cost.memory import FLOAT32
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload_memory import moment_bytes

@@ -8,11 +8,10 @@ import numpy as np
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import Compression
 from jhpt.core.profile import LayerKind, ModelProfile
-from jhpt.planner.cost.collectives import Group, all_reduce
+from jhpt.planner.cost.communication import Group, Place, all_reduce
 from jhpt.planner.cost.compression import choice_seconds, kernel_seconds, stream_of, sum_seconds
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.overlap import Operation, chunk_sizes, filling, period
-from jhpt.planner.cost.placement import Place
 from jhpt.planner.cost.schedule import Array
 
 Direction = Literal[0, 1]

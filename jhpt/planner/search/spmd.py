@@ -36,9 +36,9 @@ import numpy.typing as npt
 
 from jhpt.core.config import Compression
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, Zero, runs_of
+from jhpt.planner.cost.communication import Place, transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.placement import Place, transfer_seconds
 from jhpt.planner.cost.schedule import Array, in_flight, step_seconds
 from jhpt.planner.search.bounds import (
     StageTerms,

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.comms.two_streams import makespan
 from benchmarks.planner.instances import random_cluster, random_profile
 from benchmarks.planner.oracle import spmd_plans
 from jhpt.core.catalogue import find_cluster
@@ -14,12 +15,12 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, Stage, runs_of
 from jhpt.planner.api import prepare
-from jhpt.planner.cost.collectives import all_gather, all_to_all
+from jhpt.planner.cost.communication import all_gather, all_to_all
 from jhpt.planner.cost.compression import kernel_seconds, stream_of, sum_seconds
 from jhpt.planner.cost.estimate import evaluate, price, stage_times
 from jhpt.planner.cost.layers import layer_strategy, strategy_of
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.overlap import Operation, makespan
+from jhpt.planner.cost.overlap import Operation
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.choice import plan_to_run
 from jhpt.planner.search.request import COMPRESSIONS, SAMPLE_CHUNKS, compressions, request

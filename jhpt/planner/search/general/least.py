@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.placement import Place
 from jhpt.planner.cost.recompute import NOTHING
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.general.chains import Index, Spans, shortest, spans
