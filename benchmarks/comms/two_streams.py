@@ -46,5 +46,9 @@ def layers_seconds(
       overlap: whether there are two streams.
     """
     counts = [chunks] * (2 * layers)
-    passes = (Operation(work=lambda _, s=seconds: s / 2, travel=lambda _: travel) for seconds in (forward, backward))
+
+    def operation(seconds: float) -> Operation:
+        return Operation(work=lambda _: seconds / 2, travel=lambda _: travel)
+
+    passes = (operation(seconds) for seconds in (forward, backward))
     return sum(makespan([one] * len(counts), counts, chunks, overlap=overlap) for one in passes)

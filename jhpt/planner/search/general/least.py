@@ -147,7 +147,7 @@ class Minima:
         """[N] least k x seconds of computing a layer's micro-batch on any number k of devices."""
         model, least = self.model, np.full(len(self.model.kinds), np.inf)
         again = model.activations.repeated(NOTHING)[0] if strategy.recompute else np.zeros(len(model.kinds))
-        fastest = min(model.places.slow)
+        fastest = min(model.places.slowdowns)
         for devices in range(1, model.cluster.num_devices + 1):
             for t in model.degrees(devices):
                 forward, backward = model.compute_seconds(-(-strategy.micro_batch * t // devices), t)
