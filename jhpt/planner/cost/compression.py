@@ -45,7 +45,7 @@ SCORE_BYTES = 4
 
 @dataclass(frozen=True)
 class Stream:
-    """One sample of the residual stream.  tokens: its length.  width: numbers per token.  element: bytes of a number."""
+    """One sample of the residual stream: tokens, numbers per token, bytes of a number."""
 
     tokens: int
     width: int

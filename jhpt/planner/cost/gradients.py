@@ -65,7 +65,8 @@ class DataCollectives:
         return (reduce_scatter if shares else all_reduce)(group, numbers * self.wire)
 
     def kernels(self, place: Place, tensor: int, sizes: Array, *, shares: bool) -> Array:
-        """Seconds of the kernels that compress gradients of these sizes and sum what is received; 0 without compression."""
+        """Seconds of the kernels that compress gradients of these sizes and sum what is received; 0 if there is
+        none."""
         if not self.compression.on:
             return np.zeros_like(sizes)
         ranks = place.devices // tensor

@@ -57,7 +57,7 @@ FLOAT32 = 4.0
 """Bytes of a number in which gradients are accumulated and, by default, weights are stored."""
 
 WORK = {True: (2, 3), False: (3, 4)}
-"""By causality: how many tensors of the size of the hidden layer, and of the residual stream, there are beside the named
+"""By causality: how many tensors of the size of the hidden layer, and of the residual stream, exist beside the named
 ones at the peak of a block's backward pass.  Counted in programs compiled for an H100 with jax 0.10.2: GPT-6.7B with
 tensor degrees 1 and 4, gpt2-1.5b, and bert-large, where an exact GELU leaves its derivative and dropout its masks."""
 

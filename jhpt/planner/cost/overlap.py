@@ -16,8 +16,8 @@ Equal operations follow each other every
 
     T(c) = max(sum of f(n_q) + g(n_q),  sum of a(n_q),  f(n_0) + a(n_0))
 
-seconds, where n_0 is the largest size, and the first of them takes `filling` seconds more.  More chunks hide more, until
-computation in small pieces and the latencies of many all-reduces cost more than is hidden.
+seconds, where n_0 is the largest size, and the first of them takes `filling` seconds more.  More chunks hide more,
+until computation in small pieces and the latencies of many all-reduces cost more than is hidden.
 
 `partition` finds the numbers of chunks of a row of layers in O(L |C|^2).  Its cost is additive: a run of layers with
 equal numbers takes the sum of their T, plus the filling of its first layer in the forward pass and of its last layer in

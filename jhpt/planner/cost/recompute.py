@@ -63,8 +63,8 @@ class Copies:
     """Copies to the host and back.
 
     rate: bytes/s in either direction.  forward, backward: seconds of computation that can hide a block's copies.
-    budget: bytes on the host.  sparing: among equally fast choices prefer the one with the fewest bytes on the host, and
-    then the one with the fewest on the device.
+    budget: bytes on the host.  sparing: among equally fast choices prefer the one with the fewest bytes on the host,
+    and then the one with the fewest on the device.
     """
 
     rate: float

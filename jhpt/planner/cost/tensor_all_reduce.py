@@ -9,7 +9,7 @@ from jhpt.core.cluster import Cluster
 from jhpt.core.config import Compression
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.cost.communication import Group, Place, all_reduce
-from jhpt.planner.cost.compression import choice_seconds, kernel_seconds, stream_of, all_reduce_seconds
+from jhpt.planner.cost.compression import all_reduce_seconds, choice_seconds, kernel_seconds, stream_of
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.overlap import Operation, chunk_sizes, filling, period
 from jhpt.planner.cost.schedule import Array

@@ -7,10 +7,10 @@ Layers: embedding, L blocks, head.  Times are those of the roofline (`jhpt.plann
     embedding  rows of the table; backward a gradient of the whole table
     head       x[bs, d] E^T[d, V / t], softmax over float32 logits; BERT: of the predicted positions only, after d x d
 
-with b samples of s tokens, tensor degree t, key/value width kv, MLP width f and g = 2 for swiglu, else 1.  The division
-over the tensor axis is Megatron's (Shoeybi et al. 2019, arXiv 1909.08053, section 3), that of `jhpt.sharding.partition`.
-What is kept for the backward pass are the named tensors of a block (`NAMED_TENSORS`) that it reads, as the runtime
-keeps them: norms, activations and attention scores are computed again.
+with b samples of s tokens, tensor degree t, key/value width kv, MLP width f and g = 2 for swiglu, else 1.  The
+division over the tensor axis is Megatron's (Shoeybi et al. 2019, arXiv 1909.08053, section 3), that of
+`jhpt.sharding.partition`. What is kept for the backward pass are the named tensors of a block (`NAMED_TENSORS`) that
+it reads, as the runtime keeps them: norms, activations and attention scores are computed again.
 
 Left out: dropout, masks, softmax statistics of flash attention (0.2 % of what is kept) and the cast of float32 weights
 to the compute dtype, for the profile counts a 16-bit copy of the weights among the state.

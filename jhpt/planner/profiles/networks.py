@@ -1,7 +1,8 @@
 """Layer tables of networks that the literature on parallel training plans with: VGG-16, ResNet-50 and GNMT.
 
 A table says what one layer does per sample: multiply-accumulates (MAC), parameters, numbers that flow in and out,
-numbers kept for the backward pass.  `network_profile` turns it into a `ModelProfile` by `jhpt.planner.profiles.roofline`.
+numbers kept for the backward pass.  `network_profile` turns it into a `ModelProfile` by
+`jhpt.planner.profiles.roofline`.
 
     vgg16     Simonyan & Zisserman 2015 (arXiv 1409.1556), table 1, column D; 224 x 224: 138.36 M parameters, 15.5 GMAC
     resnet50  He et al. 2016 (arXiv 1512.03385), table 1, with the stride in the 3 x 3 convolution of a block, as usual
