@@ -16,7 +16,7 @@ from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, Stage, runs_of
 from jhpt.planner.api import prepare
 from jhpt.planner.cost.communication import all_gather, all_to_all
-from jhpt.planner.cost.compression import kernel_seconds, stream_of, all_reduce_seconds
+from jhpt.planner.cost.compression import all_reduce_seconds, kernel_seconds, stream_of
 from jhpt.planner.cost.estimate import evaluate, price, stage_times
 from jhpt.planner.cost.layers import layer_strategy, strategy_of
 from jhpt.planner.cost.model import CostModel
