@@ -1,4 +1,4 @@
-"""What a block saves of its forward pass under a memory budget, in the least time: an integer programme, solved exactly.
+"""What a block saves of its forward pass under a memory budget, in the least time: an exact integer programme.
 
 Each tensor of the forward pass is saved on the device, offloaded to the host, or dropped.  The backward pass recomputes
 the dropped tensors that it reads, and whatever those are computed from.  Tensor i has b bytes and takes c seconds to
