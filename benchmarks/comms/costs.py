@@ -4,7 +4,7 @@
              codes and decoding included
     travel   what one sum sends, of a lane's samples, on links of the rate with nothing else to do
 
-A variant's step is `jhpt.planner.cost.overlap.layers_seconds` of these: work and sums in line for one lane, two streams for
+A variant's step is `two_streams.layers_seconds` of these: work and sums in line for one lane, two streams for
 several.  A lane waits for its own sum with all that follows, gradients of weights too (behind=0).  Sending keeps a
 host's processor busy, too (`busy`, counted while sums travel alone): beside work that is more work.  Which tokens are
 important all ranks see by themselves: choosing sends nothing (`Compression.importance`, own in a causal model).
@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.comms.task import Shape, Task, Variant
+from benchmarks.comms.two_streams import layers_seconds
 from jhpt.core.compression import gathers, wire_bytes
-from jhpt.planner.cost.overlap import layers_seconds
 
 REPEATS = 4
 """Sums in a program that times them, one after the other."""

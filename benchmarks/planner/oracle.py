@@ -17,7 +17,7 @@ import numpy as np
 
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, Zero, runs_of
 from jhpt.core.schedule import in_flight
-from jhpt.planner.cost.collectives import all_gather, all_reduce, reduce_scatter
+from jhpt.planner.cost.communication import all_gather, all_reduce, reduce_scatter
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.memory import work_bytes
@@ -373,7 +373,7 @@ def _stored(model: CostModel, how: LayerStrategy, data: int, *, given: bool, slo
     zero = min(how.zero, 1) if end else how.zero
     share = model.profile.state_bytes - 2 * width + (4 if width == 4 else 0)
     # Of one and of two micro-batches that of the ends is gone by the time all other gradients are there.
-    gone = end and (how.pair or not how.several)
+    gone = end and (how.two_micro_batches or not how.several_micro_batches)
     used = 0.0 if gone else _copied(model, zero, data)
     return used + share / (data if zero else 1) + _gradient(model, how, data, given=given, slot=slot, end=end)
 
@@ -389,24 +389,24 @@ def _gradient(model: CostModel, how: LayerStrategy, data: int, *, given: bool, s
     ZeRO-1 over one rank is; ZeRO-3 over one rank is not."""
     width = model.profile.bytes_per_weight
     if end:
-        return 4 + width if how.several else width
+        return 4 + width if how.several_micro_batches else width
     if how.zero == 3:
-        return (4 if how.several or slot else width) / data
+        return (4 if how.several_micro_batches or slot else width) / data
     if how.zero == 0 or data == 1:
         return 4.0
-    return (4 if how.several else 0.0 if given else width) + (width / data if given else 0.0)
+    return (4 if how.several_micro_batches else 0.0 if given else width) + (width / data if given else 0.0)
 
 
 def _coming(model: CostModel, how: LayerStrategy, t: int, data: int, *, given: bool) -> float:
     """Bytes that are not there while the last layer runs: of one micro-batch gradients, of two what widening the first
     one's takes.  Of an end this micro-batch's gradient; in its place there is the copy that is gone later."""
     width, embedding_and_head, found = model.profile.bytes_per_weight, (0, model.num_layers - 1), 0.0
-    few = how.pair or not how.several
+    few = how.two_micro_batches or not how.several_micro_batches
     for layer, index in enumerate(model.index):
         if layer in embedding_and_head:
             one = width - (_copied(model, min(how.zero, 1), data) if few else 0.0)
-        elif how.several:
-            one = (4 - width) / (data if how.zero == 3 else 1) if how.pair else 0.0
+        elif how.several_micro_batches:
+            one = (4 - width) / (data if how.zero == 3 else 1) if how.two_micro_batches else 0.0
         else:
             one = _gradient(model, how, data, given=given, slot=False, end=False)
         found += model.kinds[index].parameters / t * one
@@ -442,7 +442,11 @@ class _Pricer:
         draft = group[0]
         m, s, v = draft.micro_batches, len(draft.stages), len(draft.stages[0][2])
         strategy = LayerStrategy(
-            self.asked.batch // m, draft.zero, draft.recompute, several=m > 1, pair=m == 2 and s == 1
+            self.asked.batch // m,
+            draft.zero,
+            draft.recompute,
+            several_micro_batches=m > 1,
+            two_micro_batches=m == 2 and s == 1,
         )
         numbers: dict[StageDraft, int] = {}
         index = np.array([[numbers.setdefault(stage, len(numbers)) for stage in d.stages] for d in group])

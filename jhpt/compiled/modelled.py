@@ -1,7 +1,7 @@
 """Modelled seconds of what a compiled program does, by the planner's own formulas for the same cluster.
 
 A matrix product takes max(FLOP / rate at that many FLOP, bytes moved / memory bandwidth), a collective what
-`jhpt.planner.cost.collectives` says for its group; no plan has all-to-all, which is priced here.  Only the FLOP of matrix
+`jhpt.planner.cost.communication` says for its group; no plan has all-to-all, which is priced here.  Only the FLOP of matrix
 products and fused attention count: everything between them is left out.
 """
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from jhpt.compiled.hlo import Array, Computation, Instruction, Module
 from jhpt.compiled.replicas import Groups
 from jhpt.core.cluster import Cluster, Device
-from jhpt.planner.cost.collectives import Group, all_gather, all_reduce
-from jhpt.planner.cost.placement import transfer_seconds
+from jhpt.planner.cost.communication import Group, all_gather, all_reduce, transfer_seconds
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 """HLO's names for what a device's rates are given by."""
@@ -69,7 +68,7 @@ class Clock:
         return transfer_seconds((self.cluster.network, max(Counter(crossing).values())), size)
 
     def _group(self, groups: Groups) -> Group:
-        """The group that touches most nodes, as `jhpt.planner.cost.placement` finds it for stages."""
+        """The group that touches most nodes, as `jhpt.planner.cost.communication` finds it for stages."""
         here = [Counter(self.node_of[device] for device in group) for group in groups]
         inside, network, size = self.cluster.nodes[0].inside, self.cluster.network, len(groups[0])
         leaving = [nodes for nodes in here if len(nodes) > 1]

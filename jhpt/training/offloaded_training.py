@@ -38,7 +38,6 @@ from jhpt.training.checkpoint import Layered
 from jhpt.training.clipping import Clipping, clipping
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.parts import Rows as TokenRows
-from jhpt.training.parts import Sums
 from jhpt.training.step import Params, RandomStream, StepMetrics, TrainState, init_state, new_if, random_key
 
 MEAN, SQUARES = "mean", "squares"

@@ -1,6 +1,7 @@
-"""Bytes of named tensors that wait on the hosts of a plan, from a block's forward pass to its backward pass.
+"""Bytes of offloaded activations on the hosts of a plan, from a block's forward pass to its backward pass.
 
-As on the devices: every micro-batch in flight keeps those of the fullest chunk, in a ring as long on all stages.
+As on the devices, every micro-batch in flight holds the tensors of the largest chunk, in a ring that is equally long on
+all stages.
 """
 
 from collections.abc import Sequence
@@ -10,16 +11,17 @@ import numpy as np
 from jhpt.core.plan import Chunk, Plan, SavedTensors
 from jhpt.core.profile import ModelProfile
 from jhpt.core.schedule import in_flight
-from jhpt.planner.cost.recompute import NOTHING, size_of
+from jhpt.planner.cost.recompute import NOTHING
+from jhpt.planner.profiles.named_tensors import size_of
 
 
 def waiting(plan: Plan) -> SavedTensors:
-    """What the plan keeps, of which nothing is on a host without recomputation."""
+    """What the plan saves.  Without recomputation nothing is offloaded."""
     return (plan.saved or NOTHING) if plan.recompute else NOTHING
 
 
 def waiting_bytes(plan: Plan, profile: ModelProfile, saved: SavedTensors) -> list[float]:
-    """Of every device that works, in order, on its host."""
+    """Bytes that each device of the plan, in order, has on its host."""
     slots = in_flight(plan.schedule, len(plan.stages), 0, plan.chunks, plan.micro_batches)
     names, samples = saved.host, plan.batch // plan.micro_batches
 
@@ -38,5 +40,5 @@ def waiting_bytes(plan: Plan, profile: ModelProfile, saved: SavedTensors) -> lis
 
 
 def fullest_host(by_device: Sequence[float], each: int) -> float:
-    """Bytes of the host that has most, where so many neighbouring devices share one."""
+    """Bytes on the fullest host, where `each` neighbouring devices share a host."""
     return max(float(np.sum(by_device[first : first + each])) for first in range(0, len(by_device), each))

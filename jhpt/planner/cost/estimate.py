@@ -1,14 +1,16 @@
-"""What a plan costs, whoever made it: the price of the schedule that the runtime executes.
+"""What a plan costs, whoever made it: seconds of the schedule that the runtime executes, and bytes on devices and
+hosts.
 
-A plan becomes five arrays (`StageTimes`), and the longest path through the micro-batch loop is its step time.  Memory
-of a device: state (weights, gradients, optimizer), activations of all micro-batches in flight, the working set of one
-layer, buffers of the transfers between stages; where moments are coded, what an update decodes beyond these.
+A plan becomes five arrays (`StageTimes`); the longest path through the micro-batch loop is its step time.  The memory
+of a device consists of the state (weights, gradients, optimizer), the activations of all micro-batches in flight, the
+working set of one layer, the buffers of the transfers between stages and, where moments are stored in low precision,
+what an update decodes beyond these.
 
-A plan of space="spmd" is one program: its layers cost what `program` makes of them, in a pipeline every stage has a
-`Slot` for the ends of the model and as large a ring of activations as the first one.  Stages of their own (`general`)
-run, and allocate, what they need.  So the same stages may cost more or less in the other space.  Plans with blocks on
-the host cost what `offload.offloaded` and `offload.memory` say.  Left out: the
-compiler's temporaries inside a layer and fragmentation.
+A plan of space="spmd" is one program.  Its layers cost what `memory` makes of them; in a pipeline every stage has a
+`Slot` for embedding and head and as large a ring of activations as the first stage.  The stages of space="general" are
+separate programs, which run and allocate only what they need.  So the same stages may cost more or less in the other
+space.  Plans with offloaded blocks cost what `offload` and `offload_memory` state.  Left out: the compiler's
+temporaries inside a layer, and fragmentation.
 """
 
 import itertools
@@ -27,19 +29,19 @@ from jhpt.core.plan_check import check_plan
 from jhpt.core.profile import ModelProfile
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.activation_offload import fullest_host, waiting, waiting_bytes
+from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.compression import residual_bytes
-from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, picked, strategy_of
+from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, select_layers, strategy_of
 from jhpt.planner.cost.memory import EMBEDDING_AND_HEAD, Slot
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import offloaded_step
 from jhpt.planner.cost.offload_memory import device_bytes, host_bytes
-from jhpt.planner.cost.placement import Place
 from jhpt.planner.cost.schedule import Array, step_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Arguments of `schedule.step_seconds` for one plan; [S, v], [S v - 1], [S]."""
+    """The arrays of `schedule.step_seconds` for one plan: [S, v], [S v - 1] (cut) and [S] (sync, update) seconds."""
 
     forward: Array
     backward: Array
@@ -48,15 +50,19 @@ class StageTimes:
     update: Array
 
     def step_seconds(self, plan: Plan, overlap: bool = True) -> float:
-        """Seconds of a step under the plan's schedule; overlap: whether transfers run beside computation."""
+        """Seconds of a step with the plan's schedule.  overlap: whether transfers run beside computation."""
         times = self.forward, self.backward, self.cut, self.sync, self.update
         return float(step_seconds(plan.schedule, plan.micro_batches, *times, overlap=overlap))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageEstimate:
-    """One stage: seconds by cause over a whole step, bytes by cause on each of its devices, and on the fullest of its
-    hosts of what lives there instead."""
+    """One stage.
+
+    seconds: by cause, over a whole step.  bytes: by cause, on each device.  capacity: usable bytes of a device.
+    in_flight: micro-batches (with chunks: pairs of both) whose activations have memory.  host_bytes: offloaded bytes by
+    cause, on the stage's fullest host.
+    """
 
     seconds: dict[str, float]
     bytes: dict[str, float]
@@ -67,23 +73,23 @@ class StageEstimate:
 
     @property
     def total_bytes(self) -> float:
-        """All causes."""
+        """Bytes of all causes."""
         return sum(self.bytes.values())
 
     @property
     def total_host_bytes(self) -> float:
-        """All causes."""
+        """Bytes of all causes."""
         return sum(self.host_bytes.values())
 
     @property
     def missing(self) -> float:
-        """Bytes that a device lacks, or where that has enough, its host; at most 0 where all fits."""
+        """Bytes that a device or a host lacks, whichever lacks more; 0 or negative if the stage fits."""
         return max(self.total_bytes - self.capacity, self.total_host_bytes - self.host_capacity)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Seconds of a step, and what they and the memory consist of."""
+    """Seconds of a step, and the causes of seconds and bytes by stage."""
 
     seconds: float
     stages: tuple[StageEstimate, ...]
@@ -96,16 +102,16 @@ class Estimate:
 
 
 def evaluate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Estimate:
-    """The estimate of any plan, also of one that does not fit.
+    """The estimate of any plan, including one that does not fit.
 
     Raises:
-      InputError: the plan is not one for this model and cluster, or cannot run in its space.
+      InputError: the plan does not match the model or the cluster, or cannot run in its space.
     """
     return price(plan, CostModel(profile, cluster, plan.gradient_compression))
 
 
 def price(plan: Plan, model: CostModel) -> Estimate:
-    """`evaluate` with a cost model that is kept between plans."""
+    """`evaluate` with a cost model that can be reused for many plans."""
     check(plan, model)
     if plan.offload is not None:
         return _offloaded(plan, model)
@@ -116,10 +122,10 @@ def price(plan: Plan, model: CostModel) -> Estimate:
 
 
 def _offloaded(plan: Plan, model: CostModel) -> Estimate:
-    """Of a plan whose blocks live on the host."""
+    """The estimate of a plan with offloaded blocks."""
     step, stage = offloaded_step(plan, model), plan.stages[0]
     forward, backward = (np.array([[step.entry[way] + step.passes[way] + step.exit[way]]]) for way in (0, 1))
-    # All micro-batches go through a block before the next one's turn: for a schedule they are one.
+    # All micro-batches pass through a block before the next block begins: to the schedule they are one.
     update = np.array([step.finish])
     times = StageTimes(forward=forward, backward=backward, cut=np.zeros(0), sync=backward[:, 0], update=update)
     estimate = StageEstimate(
@@ -135,14 +141,17 @@ def _offloaded(plan: Plan, model: CostModel) -> Estimate:
 
 @dataclass(frozen=True)
 class ChunkCosts:
-    """Layers of one chunk, each at its own degree, and what resharding between them costs."""
+    """The layers of one chunk, each at its own degree, and the seconds of resharding between them."""
 
     layers: LayerCosts
     reshard: float
 
 
 def chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: CostModel) -> ChunkCosts:
-    """Selects every layer's entry from the table of its degree and its chunks of samples.  The ends have one."""
+    """Selects every layer's entry from the table of its tensor degree and number of sample chunks.
+
+    Embedding and head never have several sample chunks.
+    """
     last = model.num_layers - 1
     keys = [
         (tensor, 1 if layer in (0, last) else cut)
@@ -155,11 +164,11 @@ def chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: Cost
         model.reshard_seconds(place, layer, before, after, strategy.micro_batch)
         for layer, (before, after) in enumerate(itertools.pairwise(chunk.tensor), chunk.first)
     )
-    return ChunkCosts(picked(tables, keys, chunk.first), reshard)
+    return ChunkCosts(select_layers(tables, keys, chunk.first), reshard)
 
 
 def stage_layers(plan: Plan, position: int, strategy: LayerStrategy, model: CostModel) -> list[LayerCosts]:
-    """The layers of every chunk of a stage, treated so."""
+    """The costs of the layers in every chunk of a stage, under a strategy."""
     stage = plan.stages[position]
     place = model.places.at(stage.device, stage.devices)
     return [chunk_costs(chunk, place, strategy, model).layers for chunk in stage.chunks]
@@ -168,12 +177,13 @@ def stage_layers(plan: Plan, position: int, strategy: LayerStrategy, model: Cost
 def sync_seconds(backward: Array, gradients: Array) -> float:
     """Seconds from the start of the last backward until the last gradient is reduced.
 
-    Backward visits layers from last to first; a layer's reduction starts when its backward and the reduction before it
-    have ended: max over l of (sum of backward from the end to l + sum of gradients from l to the start).
+    The backward pass visits layers from last to first.  A layer's reduction starts when its backward pass and the
+    previous reduction have ended: max over l of (sum of backward from the end to l + sum of gradients from l to the
+    start).
     """
     done = np.cumsum(backward[::-1])
-    left = np.cumsum(gradients)[::-1]
-    return float(np.max(done + left))
+    remaining = np.cumsum(gradients)[::-1]
+    return float(np.max(done + remaining))
 
 
 def stage_times(plan: Plan, model: CostModel) -> StageTimes:
@@ -186,11 +196,13 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
         for c, chunk in reversed(list(enumerate(stage.chunks))):
             costs = chunk_costs(chunk, place, strategy, model)
             layers = costs.layers
-            # A chunk's resharding is paid half in each pass: gathers forward, or their transposes backward.
+            # Half of the resharding counts in each pass: gathers in the forward pass, or their transposes in the
+            # backward pass.
             forward[s, c] = (layers.forward + layers.forward_tensor).sum() + costs.reshard / 2
             errors = layers.backward + layers.backward_tensor
             backward[s, c] = errors.sum() + costs.reshard / 2
-            # Chunks come back in reverse: what a later chunk could not reduce in its turn waits before this one.
+            # Backward passes take chunks in reverse: gradients that a later chunk could not reduce in time delay this
+            # one's.
             waiting = max(0.0, sync[s] - stages * backward[s, c + 1]) if c + 1 < plan.chunks else 0.0
             sync[s] = max(
                 backward[s, c],
@@ -204,16 +216,16 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
 
 
 def slot_of(plan: Plan, position: int, model: CostModel) -> Slot:
-    """What a stage has for the ends of the model."""
+    """What a stage reserves for embedding and head."""
     stage = plan.stages[position]
     place = model.places.at(stage.device, stage.devices)
     return model.slot(place, stage.chunks[0].tensor[0], strategy_of(plan))
 
 
 def _tied(stage: Stage, place: Place, strategy: LayerStrategy, model: CostModel) -> tuple[float, float]:
-    """(seconds, bytes) for a parameter that the first layer shares with one of another stage.
+    """(seconds, bytes) for a parameter that the first layer shares with a layer of another stage.
 
-    Both stages sum its gradient; the other one holds the copy.
+    Both stages take part in the sum of its gradient; the stage of the other layer holds the copy.
     """
     tied = model.tied_layer
     if tied is None:
@@ -244,17 +256,17 @@ def _cuts(plan: Plan, model: CostModel) -> Array:
 
 
 def slots(plan: Plan, position: int) -> int:
-    """Chunks x micro-batches whose activations stage `position` has memory for."""
+    """The number of (chunk, micro-batch) pairs whose activations stage `position` has memory for."""
     stages = len(plan.stages)
     at = 0 if plan.space == "spmd" else position
     return in_flight(plan.schedule, stages, at, plan.chunks, plan.micro_batches)
 
 
 def buffer_bytes(model: CostModel, first: int, stop: int, local: float) -> float:
-    """Two slots each for what comes in and goes out, forward and backward."""
-    come = model.boundary[first - 1] if first else 0.0
-    leave = model.boundary[stop - 1] if stop < model.num_layers else 0.0
-    return 2.0 * local * float(come + leave)
+    """Bytes of the transfer buffers of a chunk: two slots each for its input and its output, in both directions."""
+    received = model.boundary[first - 1] if first else 0.0
+    sent = model.boundary[stop - 1] if stop < model.num_layers else 0.0
+    return 2.0 * local * float(received + sent)
 
 
 def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTimes, step: float) -> StageEstimate:
@@ -276,17 +288,11 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
         "transfers": max(buffer_bytes(model, c.first, c.stop, local) for c in stage.chunks) if many else 0.0,
     }
     if model.profile.state.decoded_bytes:
-        data, state = stage.devices // degree, model.profile.state
-        share = state.bytes / (data if plan.zero else 1)
-        share /= share + residual_bytes(model.gradient_compression)  # of what is kept, without what compression left
-        gone = sum(part.optimizer[EMBEDDING_AND_HEAD].sum() for part in parts) if strategy.bare_behind_head else 0.0
-        copied = _used_bytes(share * (saved - gone), plan.zero, data, model)
-        over = byte["activations"] + byte["working set"] + copied
-        byte["update"] = max(0.0, share * saved * state.decoded_bytes / state.bytes - over)
+        byte["update"] = _decoded_bytes(plan, saved, byte, parts, stage, model)
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
     tensor = sum((part.forward_tensor + part.backward_tensor).sum() for part in parts)
     reshard = sum(c.reshard for c in costs)
-    in_line = float(sum(part.in_line.sum() for part in parts))
+    in_line = float(sum(part.gradients_in_update.sum() for part in parts))
     in_line += slot.reduced if position in (0, len(plan.stages) - 1) else 0.0
     exposed = float(times.sync[position] - times.backward[position, 0]) + in_line
     update = float(times.update[position]) - in_line
@@ -308,8 +314,30 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     )
 
 
+def _decoded_bytes(
+    plan: Plan, saved: float, byte: dict[str, float], parts: list[LayerCosts], stage: Stage, model: CostModel
+) -> float:
+    """Bytes of the moments that an update decodes, beyond the memory that is free by then.
+
+    Args:
+      saved: bytes of stored state.
+      byte: bytes by other causes.
+    """
+    data, state = stage.devices // stage.chunks[0].tensor[0], model.profile.state
+    share = state.bytes / (data if plan.zero else 1)
+    share /= share + residual_bytes(
+        model.gradient_compression
+    )  # of the stored state, without the residual of compression
+    freed = 0.0
+    if strategy_of(plan).frees_copy_after_head:
+        freed = sum(part.optimizer[EMBEDDING_AND_HEAD].sum() for part in parts)
+    copied = _used_bytes(share * (saved - freed), plan.zero, data, model)
+    free = byte["activations"] + byte["working set"] + copied
+    return max(0.0, share * saved * state.decoded_bytes / state.bytes - free)
+
+
 def _activations_on_host(plan: Plan, position: int, model: CostModel) -> dict[str, Any]:
-    """Of the fullest host of the stage, what all stages keep there; nothing where they keep nothing."""
+    """Fields of `StageEstimate` for the stage's fullest host, on which other stages may have devices too."""
     saved = waiting(plan)
     if not saved.host:
         return {}
@@ -322,7 +350,7 @@ def _activations_on_host(plan: Plan, position: int, model: CostModel) -> dict[st
 
 
 def saved_bytes(size: float, model: CostModel) -> dict[str, float]:
-    """What is kept from step to step, by cause; in one where it is float32 or there is feedback of gradients in it."""
+    """Bytes of the stored state by cause; a single cause if it is float32 or includes residuals of compression."""
     state = model.profile.state
     if not state.low_precision or model.gradient_compression.on:
         return {"optimizer": size}
@@ -330,14 +358,15 @@ def saved_bytes(size: float, model: CostModel) -> dict[str, float]:
 
 
 def _used_bytes(saved: float, zero: int, data: int, model: CostModel) -> float:
-    """Copies to compute with, which are gone when an update decodes moments; kept: from step to step."""
+    """Bytes of compute-dtype copies, which are freed before an update decodes moments.  saved: bytes of stored
+    state."""
     shares = data if zero == 1 else 1
     copied = shares > 1 or (zero < 3 and not model.profile.used_as_stored)
     return copied * shares * saved / model.profile.state.bytes * model.profile.bytes_per_weight
 
 
 def check(plan: Plan, model: CostModel) -> None:
-    """Refuses a plan that is not one for this model and cluster."""
+    """InputError if the plan does not match the model or the cluster, or cannot run in its space."""
     check_plan(plan, model.num_layers)
     rules.check(_choices_of(plan, model))
     for stage in plan.stages:
@@ -363,6 +392,6 @@ def _choices_of(plan: Plan, model: CostModel) -> rules.Choices:
         place=model.cluster.name,
         mixed=model.cluster.mixed,
         compression=plan.compression.on and plan.degrees[-1] > 1,
-        sample=model.profile.sample if model.sums.stream is None else None,
+        sample=model.profile.sample if model.tensor_all_reduce.stream is None else None,
         tied=(plan.stages[0].chunks[0].tensor[0], plan.stages[0].chunks[0].tensor[tied]) if tied else None,
     )

@@ -1,4 +1,4 @@
-"""Costs of a model's layers as arrays, and what the layers of a plan share."""
+"""What all layers of a plan share, and the costs of a row of layers as arrays."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ Space = Literal["spmd", "general"]
 
 K = TypeVar("K")
 
-Program = Literal["own", "single", "piped"]
-"""What runs the layers: a program of each stage's own, or one SPMD program, of one stage or of several."""
+Program = Literal["per_stage", "one_stage", "pipeline"]
+"""What runs the layers: a program for each stage, or one SPMD program for a single stage or for a pipeline."""
 
 
 def program_of(space: Space, stages: int) -> Program:
-    """What runs the layers of so many stages."""
+    """The kind of program that runs so many stages."""
     if space == "general":
-        return "own"
-    return "piped" if stages > 1 else "single"
+        return "per_stage"
+    return "pipeline" if stages > 1 else "one_stage"
 
 
 @dataclass(frozen=True)
@@ -31,43 +31,45 @@ class LayerStrategy:
     """What all layers of a plan share."""
 
     micro_batch: int
+    """Samples of a micro-batch on all data ranks together."""
     zero: Zero
     recompute: bool
-    program: Program = "own"
-    several: bool = False
-    """Micro-batches in a step."""
-    pair: bool = False
-    """Of one stage: just two of them."""
-    late: bool = False
-    """Gradients are summed over the data ranks layer by layer, beside the last backward pass."""
+    program: Program = "per_stage"
+    several_micro_batches: bool = False
+    """Whether one SPMD program accumulates gradients over several micro-batches."""
+    two_micro_batches: bool = False
+    """Whether a single stage has exactly two micro-batches."""
+    reduces_late: bool = False
+    """Whether each layer's gradients are reduced one layer late, beside the backward pass of the next layer."""
     sequence: bool = False
     compression: Compression | None = None
-    """Of the sums over the tensor axis; None: off."""
+    """Of the all-reduces over the tensor axis; None: off."""
     sample_chunks: tuple[int, ...] = (1,)
-    """Numbers of chunks that a device's samples may be cut into, of which every layer has what is best."""
+    """Candidate numbers of chunks of a device's samples; every layer gets the best one."""
     saved: SavedTensors | None = None
-    """With recomputation, beside the input; None: nothing."""
-    end: bool = False
-    """Of the first and the last layer, where one program treats them apart."""
+    """With recomputation: what is saved beside the input; None: nothing."""
+    embedding_or_head: bool = False
+    """Whether this is the strategy of embedding and head in one SPMD program."""
 
     @property
-    def bare_behind_head(self) -> bool:
-        """Whether the copy of the ends' weights is gone behind the head: of one stage, with up to two micro-batches."""
-        return self.program == "single" and (self.pair or not self.several)
+    def frees_copy_after_head(self) -> bool:
+        """Whether the compute-dtype copy of embedding and head is freed after the head's last use: with a single stage
+        and at most two micro-batches."""
+        return self.program == "one_stage" and (self.two_micro_batches or not self.several_micro_batches)
 
     @property
     def of_embedding_and_head(self) -> "LayerStrategy":
-        """How one SPMD program treats the first and the last layer."""
+        """The strategy of the first and the last layer in one SPMD program."""
         return replace(
             self,
             zero=1 if self.zero else 0,
             recompute=False,
             saved=None,
-            late=False,
+            reduces_late=False,
             sequence=False,
             compression=None,
             sample_chunks=(1,),
-            end=True,
+            embedding_or_head=True,
         )
 
 
@@ -80,79 +82,83 @@ def layer_strategy(
     recompute: bool,
     sequence: bool = False,
     compression: Compression | None = None,
-    sample_chunks: tuple[int, ...] = (1,),
 ) -> LayerStrategy:
-    """What all layers share of a plan with so many stages."""
+    """The strategy of a plan with so many stages, without sample chunks and saved tensors."""
     program = program_of(space, stages)
     return LayerStrategy(
         batch // micro_batches,
         zero,
         recompute,
         program,
-        several=program != "own" and micro_batches > 1,
-        pair=program == "single" and micro_batches == 2,
-        late=program == "single",
+        several_micro_batches=program != "per_stage" and micro_batches > 1,
+        two_micro_batches=program == "one_stage" and micro_batches == 2,
+        reduces_late=program == "one_stage",
         sequence=sequence,
         compression=compression,
-        sample_chunks=sample_chunks,
     )
 
 
 def strategy_of(plan: Plan) -> LayerStrategy:
-    """What all layers of the plan share; chunks of samples they do not (`estimate.chunk_costs`)."""
+    """The strategy of a plan.  Sample chunks differ between layers and are not part of it (`estimate.chunk_costs`)."""
     stages, count = len(plan.stages), plan.micro_batches
-    how = plan.compression if plan.compression.on else None
-    strategy = layer_strategy(plan.space, stages, plan.batch, count, plan.zero, plan.recompute, plan.sequence, how)
+    compression = plan.compression if plan.compression.on else None
+    strategy = layer_strategy(
+        plan.space, stages, plan.batch, count, plan.zero, plan.recompute, plan.sequence, compression
+    )
     return replace(strategy, saved=plan.saved)
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """One entry per layer.  Seconds on a device, or bytes on a device."""
+    """Costs of a row of layers, one entry per layer: seconds on a device, or bytes on a device."""
 
     forward: Array
     backward: Array
     forward_tensor: Array
+    """Exposed all-reduces over the tensor axis; not part of `forward`."""
     backward_tensor: Array
     gradients: Array
+    """Reduction of gradients beside the last backward pass."""
     update: Array
-    in_line: Array
-    """Gradient traffic that is part of the update."""
+    gradients_in_update: Array
+    """Reduction of gradients that nothing hides; part of the update."""
     gathered: Array
-    """Weights gathered once a step, as far as nothing hides it; part of the update."""
+    """All-gather of weights once per step, as far as nothing hides it; part of the update."""
     weights: Array
+    """Bytes of weights and gradients."""
     optimizer: Array
     activations: Array
     working: Array
+    """Bytes that a layer needs while it runs."""
     forward_filling: Array
-    """Seconds beside, forward, where the layer before is none whose chunks it takes up."""
+    """Additional forward seconds of a layer whose predecessor has a different number of chunks, or none."""
     backward_filling: Array
-    """The same in the backward pass, of the layer behind."""
+    """The same in the backward pass, with respect to the layer behind."""
     tied: Array
-    """Seconds to sum a shared parameter's gradient over the first and last stage, where these are two."""
+    """Seconds to sum a shared parameter's gradient over the first and the last stage, if these are different."""
     tied_bytes: Array
     """Bytes of the second copy of a shared parameter."""
 
     @property
     def state(self) -> Array:
-        """Weights, gradients and optimizer state."""
+        """Bytes of weights, gradients and optimizer state."""
         return self.weights + self.optimizer
 
 
-def picked(tables: Mapping[K, LayerCosts], keys: Sequence[K], first: int = 0) -> LayerCosts:
-    """A row of layers from `first` on, each from the table of its key.
+def select_layers(tables: Mapping[K, LayerCosts], keys: Sequence[K], first: int = 0) -> LayerCosts:
+    """A row of layers from `first` on, each taken from the table of its key.
 
-    Where keys differ, and at both ends of the row, fillings become tensor seconds, and are none for who begins there.
+    Where neighbouring keys differ, and at both ends of the row, fillings are added to the tensor seconds.
     """
-    layers = {key: np.array([at for at, own in enumerate(keys) if own == key]) for key in dict.fromkeys(keys)}
+    layers = {key: np.array([at for at, other in enumerate(keys) if other == key]) for key in dict.fromkeys(keys)}
     values: dict[str, Array] = {}
     for field in fields(LayerCosts):
         row = values[field.name] = np.empty(len(keys))
         for key, at in layers.items():
             row[at] = getattr(tables[key], field.name)[first + at]
     begins = np.array([True, *(one != other for one, other in itertools.pairwise(keys))])
-    embedding_and_head = np.append(begins[1:], True)
-    for direction, filled in (("forward", begins), ("backward", embedding_and_head)):
+    ends = np.append(begins[1:], True)
+    for direction, filled in (("forward", begins), ("backward", ends)):
         values[f"{direction}_tensor"][filled] += values[f"{direction}_filling"][filled]
         values[f"{direction}_filling"][filled] = 0.0
     return LayerCosts(**values)

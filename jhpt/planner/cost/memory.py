@@ -1,44 +1,45 @@
-"""What one SPMD program, as `jhpt.sharding` runs it, makes of the layers' costs.
+"""Bytes of parameters and of temporary tensors, and what one SPMD program makes of the layers' costs.
 
-The first and the last layer, the ends, lie outside the loop over layers:
+The first and the last layer, embedding and head, lie outside the loop over layers that `jhpt.sharding` runs:
 
     - they are never recomputed;
-    - under ZeRO-3 they are held as under ZeRO-1: gathered once a step, whole while it lasts, their gradients scattered
-      once.
+    - under ZeRO-3 they are held as under ZeRO-1: their weights are gathered once a step and stay whole for its length,
+      and their gradients are scattered once.
 
-Bytes of a parameter on one of d data ranks, w of them in the compute dtype; o of weight, what its rounding left, and
-moments, as they are kept (`core.state`):
+Bytes per parameter on one of d data ranks, with w bytes in the compute dtype; o: the stored weight, its rounding
+remainder and the moments (`core.state`):
 
-    ZeRO                        0                   1                               3
-    state of the optimizer      o                   o / d                           o / d
-    weight to compute with      w, kept so: none    w                               none        (working set)
-    gradient                    4                   4, and w / d where it is given away late    4 / d
-    of one micro-batch          4                   w / d, where it is given away late, else w  w / d
-    of an end                   4 + w, of one micro-batch w, in a pipeline 4
+    ZeRO                         0                            1                                3
+    optimizer state              o                            o / d                            o / d
+    compute-dtype weight         w, or 0 if stored so         w                                0       (working set)
+    gradient                     4                            4, and w / d if reduced late     4 / d
+      with one micro-batch       4                            w / d if reduced late, else w    w / d
+      of embedding and head      4 + w; with one micro-batch w; in a pipeline 4
 
-With several micro-batches the ends have, beside what is added up, a gradient of this one.  Behind the last head the
-copy of their weights is gone: of one and of two micro-batches the other layers' backward passes find gradients alone.
-With one stage and one micro-batch no gradient is there before the backward pass: while the last layer is at work, which
-begins it, there is room for that much else (`in_one_stage`); of two micro-batches the first one's is widened only then.
+With several micro-batches embedding and head have a gradient of the current micro-batch beside the accumulated one.
+After the head's last use the copy of their weights is freed: with one or two micro-batches the backward passes of the
+other layers find gradients only.  With one stage and one micro-batch no gradient exists before the backward pass; while
+the head, which starts it, is at work, that much room is free for its tensors (`in_one_stage`).  With two micro-batches
+the first one's gradient is widened to float32 only then.
 
-Over one data rank ZeRO-1 is as none.  ZeRO-3 shares nothing out, either, but reads every layer's weights as they are
-kept and rounds them where they are used: there is no copy of all of them, and of one micro-batch gradients stay as
-they are.
+On a single data rank ZeRO-1 is the same as ZeRO-0.  ZeRO-3 shards nothing either, but it reads every layer's weights as
+they are stored and converts them where they are used: there is no copy of all weights, and with one micro-batch the
+gradients stay in the compute dtype.
 
-A layer at work has, beside what it keeps, its weights as they are read, those fetched ahead and as they came (ZeRO-3),
-the gradient of the layer before where that is given away late, and the tensors of `work_bytes`.  The last layer has,
-beside what it keeps, its gradient in the compute dtype.
+While a layer runs it needs, beside what it saves, its weights as they are read, with ZeRO-3 the prefetched weights both
+sharded and gathered, the gradient of the layer before if that is reduced late, and the tensors of `work_bytes`.  The
+head needs, beside what it saves, the gradient of its logits in the compute dtype.
 
-With several stages, moreover,
+With several stages, moreover:
 
-    - the last layer runs forward and backward in the backward pass of the last stage: its forward seconds belong there;
-    - what the ends keep lives for one pass: it is working set, whatever the micro-batches in flight;
-    - every micro-batch in flight keeps the output of its stage, in a ring whose slots are as large on every stage;
-    - every stage has a slot for parameters, gradients and optimizer state of the ends: the first layer's on the first
-      stage, the last one's and the copy of what it shares on the last.  All stages gather and update the slot, the
-      first and the last one sum its gradients;
-    - gradients are summed when the last backward is over, beside nothing; ZeRO-1 gathers weights before the first
-      forward.
+    - the head runs forward and backward within the backward pass of the last stage: its forward seconds count there;
+    - what embedding and head save lives for one pass only: it is working set, whatever the micro-batches in flight;
+    - every micro-batch in flight saves the output of its stage, in a ring whose slots have equal sizes on all stages;
+    - every stage reserves a slot for parameters, gradients and optimizer state of embedding or head: the first stage
+      uses it for the embedding, the last one for the head and its copy of a shared parameter.  All stages gather and
+      update the slot; the first and the last one reduce its gradients;
+    - gradients are reduced after the last backward pass, beside nothing; ZeRO-1 gathers weights before the first
+      forward pass.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -47,64 +48,70 @@ import numpy as np
 
 from jhpt.core.profile import LayerKind
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy
-from jhpt.planner.cost.recompute import size_of
 from jhpt.planner.cost.schedule import Array
+from jhpt.planner.profiles.named_tensors import size_of
 
 EMBEDDING_AND_HEAD = [0, -1]
 
 FLOAT32 = 4.0
-"""Bytes in which gradients are summed up, and weights stored where nothing else is said."""
+"""Bytes of a number in which gradients are accumulated and, by default, weights are stored."""
 
 WORK = {True: (2, 3), False: (3, 4)}
-"""Causal or not: tensors like the hidden layer, and like the residual stream, beside the named ones where a block's
-backward pass holds most.  Counted in programs for an H100: GPT-6.7B, tensor 1 and 4, gpt2-1.5b, and bert-large, whose
-exact GELU leaves its derivative, and dropout masks (jax 0.10.2)."""
+"""By causality: how many tensors of the size of the hidden layer, and of the residual stream, exist beside the named
+ones at the peak of a block's backward pass.  Counted in programs compiled for an H100 with jax 0.10.2: GPT-6.7B with
+tensor degrees 1 and 4, gpt2-1.5b, and bert-large, where an exact GELU leaves its derivative and dropout its masks."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of a parameter on a device: weight and gradient, optimizer state, and of the layer at work, beside them.
+class ParameterBytes:
+    """Bytes per parameter on a device.
 
-    coming: of the first, by how much less is there while the last layer is at work."""
+    weights: compute-dtype weight and gradient.  optimizer: stored state.  working: additional bytes of the layer that
+    runs.  absent_at_head: the part of `weights` that does not exist yet while the head runs.
+    """
 
     weights: float
     optimizer: float
     working: float
-    coming: float = 0.0
+    absent_at_head: float = 0.0
 
 
-def held(strategy: LayerStrategy, data: int, wire: float, state: float, *, as_stored: bool, overlap: bool) -> Held:
-    """By the head of this file.
+def parameter_bytes(
+    strategy: LayerStrategy, data: int, wire: float, state: float, *, as_stored: bool, overlap: bool
+) -> ParameterBytes:
+    """Bytes per parameter on one of `data` ranks, by the table at the head of this file.
 
     Args:
-      state: of weight, gradient and optimizer as a program of its stage's own holds them.
-      as_kept: weights are used in the dtype that they are kept in.
+      wire: bytes of a number in the compute dtype.
+      state: bytes of weight, gradient and optimizer state in a program per stage.
+      as_stored: whether weights are computed with in the dtype that they are stored in.
+      overlap: whether the cluster overlaps communication with computation.
     """
-    if data == 1 and (strategy.program == "own" or strategy.zero == 1):
+    if data == 1 and (strategy.program == "per_stage" or strategy.zero == 1):
         strategy = replace(strategy, zero=0)
     zero, optimizer = strategy.zero, state - 2 * wire
-    if strategy.program == "own":
+    if strategy.program == "per_stage":
         weights = 2 * wire / (data if zero == 3 else 1)
-        return Held(weights, optimizer / (data if zero else 1), 2 * wire if zero == 3 else 0.0)
+        return ParameterBytes(weights, optimizer / (data if zero else 1), 2 * wire if zero == 3 else 0.0)
     stored = optimizer + (wire if as_stored else 0.0)
     used = {0: 0.0 if as_stored else wire, 1: wire, 3: 0.0}[zero]
-    late = strategy.late and overlap and data > 1
+    late = strategy.reduces_late and overlap and data > 1
     gradient = _gradient(strategy, data, wire, late=late)
-    if strategy.end and strategy.bare_behind_head:
-        return Held(gradient, stored / (data if zero else 1), wire, wire - used)
-    # What is read goes as its gradient comes: of both together there is half as much again as of one.
+    if strategy.embedding_or_head and strategy.frees_copy_after_head:
+        return ParameterBytes(gradient, stored / (data if zero else 1), wire, wire - used)
+    # The weights that are read are freed as their gradient is written: at the peak there is 1.5 times one of them.
     read = (1.5 if data > 1 else 0.5) * wire if zero == 3 else 0.0
     working = read + wire + (wire if late else 0.0)
-    coming = _coming(strategy, gradient, wire, data) if strategy.program == "single" else 0.0
-    return Held(used + gradient, stored / (data if zero else 1), working, coming)
+    absent = _absent_at_head(strategy, gradient, wire, data) if strategy.program == "one_stage" else 0.0
+    return ParameterBytes(used + gradient, stored / (data if zero else 1), working, absent)
 
 
 def _gradient(strategy: LayerStrategy, data: int, wire: float, *, late: bool) -> float:
-    zero, several = strategy.zero, strategy.several
-    if strategy.program == "single" and strategy.end:
+    zero, several = strategy.zero, strategy.several_micro_batches
+    if strategy.program == "one_stage" and strategy.embedding_or_head:
         return FLOAT32 + wire if several else wire
     if zero == 3:
-        return (FLOAT32 if several or strategy.program == "piped" else wire) / data
+        return (FLOAT32 if several or strategy.program == "pipeline" else wire) / data
     if zero == 1 and not several:
         return wire / data if late else wire
     return FLOAT32 + (wire / data if zero == 1 and late else 0.0)
@@ -112,32 +119,32 @@ def _gradient(strategy: LayerStrategy, data: int, wire: float, *, late: bool) ->
 
 @dataclass(frozen=True)
 class Slot:
-    """What a stage of a pipeline has beside its inner layers.  Seconds once a step, bytes on a device."""
+    """What a stage of a pipeline reserves beside its blocks.  Seconds are once per step, bytes on a device."""
 
     weights: float = 0.0
     optimizer: float = 0.0
     update: float = 0.0
     gathered: float = 0.0
-    """Part of the update."""
+    """All-gather of weights; part of the update."""
     reduced: float = 0.0
-    """To sum the gradients, on the first and the last stage."""
+    """Reduction of the gradients, on the first and the last stage."""
     exchanged: float = 0.0
-    """To sum a shared parameter's gradient over these two."""
+    """Sum of a shared parameter's gradient over these two stages."""
     output: float = 0.0
-    """Bytes that a micro-batch in flight keeps beside what its layers do."""
+    """Bytes that a micro-batch in flight saves beside what its layers save."""
 
     @property
     def state(self) -> float:
-        """Weights, gradients and optimizer state."""
+        """Bytes of weights, gradients and optimizer state."""
         return self.weights + self.optimizer
 
     def seconds(self, *, used: bool) -> float:
-        """Of the update, and of the gradients where a layer uses the slot."""
+        """Seconds of the update and, if `used` by a layer, of its gradients."""
         return self.update + (self.reduced + self.exchanged if used else 0.0)
 
 
 def with_embedding_and_head(inner: LayerCosts, embedding_and_head: LayerCosts) -> LayerCosts:
-    """First and last layer from `embedding_and_head`, all others from `inner`."""
+    """The first and the last layer from `embedding_and_head`, all others from `inner`."""
 
     def joined(name: str) -> Array:
         values = getattr(inner, name).copy()
@@ -147,43 +154,49 @@ def with_embedding_and_head(inner: LayerCosts, embedding_and_head: LayerCosts) -
     return LayerCosts(**{field.name: joined(field.name) for field in fields(LayerCosts)})
 
 
-def _coming(strategy: LayerStrategy, gradient: float, wire: float, data: int) -> float:
-    """Of the gradient, with one stage: what is not there while the last layer is at work."""
-    if not strategy.several:
+def _absent_at_head(strategy: LayerStrategy, gradient: float, wire: float, data: int) -> float:
+    """With one stage: bytes of the gradient that do not exist yet while the head runs."""
+    if not strategy.several_micro_batches:
         return gradient
-    if strategy.end:
+    if strategy.embedding_or_head:
         return wire
-    return (FLOAT32 - wire) / (data if strategy.zero == 3 else 1) if strategy.pair else 0.0
+    return (FLOAT32 - wire) / (data if strategy.zero == 3 else 1) if strategy.two_micro_batches else 0.0
 
 
 def work_bytes(kind: LayerKind, tensor: int, cut: int, *, causal: bool) -> float:
-    """Of a sample, in the backward pass of a layer with named tensors, whatever it keeps: all of them, read or computed
-    again; what the activation makes of the hidden layer, and its gradient; norms, errors and sums (`WORK`)."""
-    # What is on its way and what came; of a cut sequence a product's input and the error of its result, gathered.
-    summed = 2 * max(own.bytes for own in kind.tensors if not own.sharded) if tensor > 1 else 0.0
+    """Bytes per sample in the backward pass of a layer with named tensors, whatever it saves.
+
+    All named tensors, read or recomputed; the activation of the hidden layer and its gradient; norms, errors and
+    all-reduced tensors (`WORK`).  cut: parts into which sequence parallelism cuts replicated tensors.
+    """
+    # The tensor that is sent and the one received; with sequence parallelism a product's gathered input and error.
+    summed = 2 * max(each.bytes for each in kind.tensors if not each.sharded) if tensor > 1 else 0.0
     named = size_of(kind.tensors, [tensor.name for tensor in kind.tensors]).on(tensor, cut)
-    hidden = max(own.bytes for own in kind.tensors if own.sharded) / tensor
-    stream = max(own.bytes for own in kind.tensors if not own.sharded) / cut
+    hidden = max(each.bytes for each in kind.tensors if each.sharded) / tensor
+    stream = max(each.bytes for each in kind.tensors if not each.sharded) / cut
     more, streams = WORK[causal]
     return named + more * hidden + streams * stream + summed
 
 
-def in_one_stage(costs: LayerCosts, last: float, coming: float) -> LayerCosts:
-    """One stage: what the last layer keeps lives for one pass, beside all that other layers keep, and before gradients.
+def in_one_stage(costs: LayerCosts, last: float, absent: float) -> LayerCosts:
+    """Costs with one stage: what the head saves lives for one pass only, before any gradient exists.
 
     Args:
-      last: bytes of that layer at work.
-      coming: bytes of gradients that are not there yet, without copies of the ends' weights that still are.
+      last: bytes that the head needs while it runs.
+      absent: bytes of gradients that do not exist yet, less the copies of weights that still do.
     """
     working = costs.working.copy()
-    working[-1] = max(working[-1], last - coming)
+    working[-1] = max(working[-1], last - absent)
     return replace(costs, activations=_without(costs.activations, [-1]), working=working)
 
 
 def in_pipeline(costs: LayerCosts, last: float) -> LayerCosts:
-    """Several stages: the last layer in the backward pass, and nothing that is the slot's.  last: bytes of that layer
-    at work."""
-    once = ("update", "in_line", "gathered", "weights", "optimizer")
+    """Costs with several stages: the head runs in the backward pass, and the slot's costs are left out.
+
+    Args:
+      last: bytes that the head needs while it runs.
+    """
+    once = ("update", "gradients_in_update", "gathered", "weights", "optimizer")
     working = _without(costs.working, EMBEDDING_AND_HEAD) + _only(costs.activations, EMBEDDING_AND_HEAD)
     working[-1] = last
     return replace(

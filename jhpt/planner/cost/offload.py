@@ -1,26 +1,27 @@
-"""What a plan costs whose blocks live on the host: `estimate` for plans with `offload`.
+"""Seconds of a plan whose blocks are offloaded to the host: `estimate` for plans with `offload`.
 
-Blocks fall into equal groups, of one that comes and goes and `resident` that stay.  A step is the embedding, a forward
-pass over the groups, the head, a backward pass, the embedding's, and the update of the ends; the passes take what
-`stream` says.  All micro-batches go through a block before the next one's turn, so a block is copied once in a pass,
-however many they are.  Of a block, on one of d data ranks with M micro-batches:
+Blocks form equal groups, of which one block is copied and `resident` others stay on the device.  A step is the
+embedding, a forward pass over the groups, the head, a backward pass over the groups, the embedding's backward pass, and
+the update of embedding and head.  The passes over groups take what `streaming` states.  All micro-batches pass through
+a block before the next block begins, so a block is copied once per pass, however many micro-batches there are.  For a
+block on one of d data ranks with M micro-batches:
 
-    forward     the optimizer's step on its share; all_gather of its weights in float32; M forward passes
-    backward    all_gather of its weights; M backward passes, with recomputation M forward ones before; reduce_scatter;
-                the optimizer's step here, where blocks take it at once
+    forward     the optimizer's step on the rank's share; all-gather of the weights in float32; M forward passes
+    backward    all-gather of the weights; M backward passes, with recomputation each after a forward pass;
+                reduce-scatter; the optimizer's step, if blocks are updated in the backward pass
 
-Collectives are in line with the products.  Gradients of the ends are summed when all is computed.  ZeRO-1 changes
-nothing: rows are shared out anyway, and the ends are whole on every rank.  Where a cluster overlaps nothing copies are
-in line too.
+Collectives run in line with the computation.  Gradients of embedding and head are reduced after everything is
+computed. ZeRO-1 changes nothing: the blocks' state is sharded anyway, and embedding and head are whole on every rank.
+On a cluster without overlap copies run in line too.
 
-Left out: that hosts' memory is shared by their devices' links, and a first fetch that runs beside the embedding.
+Left out: that the links of a host's devices share its memory, and a first fetch that runs beside the embedding.
 """
 
 from dataclasses import dataclass
 
 from jhpt.core.plan import Offload, Plan
 from jhpt.core.rules import SETTINGS, Choices, check
-from jhpt.planner.cost.collectives import all_gather, all_reduce, reduce_scatter
+from jhpt.planner.cost.communication import all_gather, all_reduce, reduce_scatter
 from jhpt.planner.cost.memory import FLOAT32
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload_memory import moment_bytes
@@ -34,10 +35,10 @@ HOMES = {"parameters": Home.PARAMETERS, "optimizer": Home.OPTIMIZER, "both": Hom
 class OffloadedStep:
     """Seconds of a step on a device.
 
-    copies: of a group.
-    block: a block, all micro-batches.  home: of a group's first block, the other size - 1 stay.  passes: forward and
-    backward, over all groups.  entry, exit: forward and backward, all micro-batches.  finish: sums of the ends'
-    gradients, and their update.  causes: they sum to `seconds`.
+    block: one block, all micro-batches.  home: of a group's first block; the other size - 1 are resident.  copies: of a
+    group.  passes: forward and backward over all groups.  entry, exit: embedding and head, forward and backward, all
+    micro-batches.  finish: reduction of the gradients of embedding and head, and their update.  causes: seconds by
+    cause, whose sum is `seconds`.
     """
 
     block: Bucket
@@ -54,7 +55,7 @@ class OffloadedStep:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(self.passes) + sum(self.entry) + sum(self.exit) + self.finish
 
 
@@ -62,10 +63,10 @@ def offloaded_step(plan: Plan, model: CostModel) -> OffloadedStep:
     """The step of a plan with `offload`.
 
     Raises:
-      InputError: the blocks of the model differ, so one is not as another.
+      InputError: the blocks of the model are not all equal.
     """
     check_blocks(model)
-    assert plan.offload is not None, "asked for"
+    assert plan.offload is not None, "the plan offloads"
     stage, count, profile = plan.stages[0], plan.micro_batches, model.profile
     ranks, place = stage.devices, model.places.at(stage.device, stage.devices)
     group, blocks, size = place.data_group(1), model.num_layers - 2, 1 + plan.offload.resident
@@ -87,9 +88,9 @@ def offloaded_step(plan: Plan, model: CostModel) -> OffloadedStep:
     )
     home, groups = HOMES[plan.offload.kind], blocks // size
     copies = group_copies(bucket, model.cluster.nodes[0].host, home, update_in_backward)
-    beside = model.cluster.overlap and plan.offload.ahead > 0
+    overlap = model.cluster.overlap and plan.offload.ahead > 0
     passes = (
-        periodic(bucket, copies, groups, size, update_in_backward) if beside else in_line(bucket, copies, groups, size)
+        periodic(bucket, copies, groups, size, update_in_backward) if overlap else in_line(bucket, copies, groups, size)
     )
     embedding_and_head = model.kinds[first].parameters + model.kinds[last].parameters
     summed = all_reduce(group, embedding_and_head * profile.bytes_per_weight)
@@ -131,7 +132,7 @@ def check_blocks(model: CostModel) -> None:
 
 
 def offloads(blocks: int, kinds: tuple[str, ...], update_in_backward: bool = False) -> list[Offload]:
-    """All there are of these kinds: of each group of a size that divides the blocks, all but one stay."""
+    """All offloads of these kinds: group sizes that divide the number of blocks, with all but one block resident."""
     sizes = [size for size in range(1, blocks + 1) if blocks % size == 0]
     return [
         Offload(kind=kind, resident=size - 1, update_in_backward=update_in_backward) for kind in kinds for size in sizes

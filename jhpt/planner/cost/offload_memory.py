@@ -1,27 +1,31 @@
-"""Bytes of a step whose blocks live on the host: on a device by cause, and on a host by cause.
+"""Bytes of a step with offloaded blocks: on a device by cause, and on a host by cause.
 
-A row has a float32 number for each parameter of a block, or a data rank's share of them; a block has one of weights,
-the optimizer's state, and one of its gradient unless it steps at once.  What XLA makes of the step was read off
-programs compiled for an H100 (jax 0.10.2): what is there throughout, and the largest of three moments.
+A row holds a float32 number for each parameter of a block, or for a data rank's share of them.  A block has one row of
+weights, the optimizer's state and, unless it is updated in the backward pass, one row for its gradient.  How XLA
+allocates the step was read off programs compiled for an H100 (jax 0.10.2): what exists throughout, plus the largest of
+three moments.
 
-    throughout    12 bytes a parameter of the ends; rows that stay; what blocks keep, of the whole batch; the table in
-                  the compute dtype; what goes into a pass and comes out of it, of the whole batch
-    forward       7 rows, at work and on their way, or 6.4 beside the working set; where blocks stay 7 beside it, for
-                  one of them takes its step before what the streamed one has written is gone; at once 5
-    head          a micro-batch's logits in float32, their gradient, and what led to them; of weights that come for the
-                  first block half a row, for they come late where logits are many; where blocks step at once 3 rows
-    backward      a row of weights on its way; the working set, or the gradient of a block, as it is computed and as one
-                  row, and the row before it.  At once 6.5 rows, for those of the block before leave and the moments
-                  come; a single rank's gradient is used as it is computed
+    throughout    12 bytes per parameter of embedding and head; resident rows; what blocks save, for the whole batch;
+    the
+                  table in the compute dtype; input and output of a pass, for the whole batch
+    forward       7 rows in use or being copied, or 6.4 beside the working set; with resident blocks 7 beside it, since
+                  one of these is updated before the streamed block's written rows are freed; 5 with updates in the
+                  backward pass
+    head          a micro-batch's logits in float32, their gradient, and what led to them; half a row of weights, since
+                  those of the first block arrive late where there are many logits; 3 rows with updates in the backward
+                  pass
+    backward      a row of weights being copied; the larger of the working set and a block's gradient, as computed and
+                  as one row, with the row before it.  6.5 rows with updates in the backward pass, because those of the
+                  previous block are written while moments arrive; a single rank uses its gradient as it is computed
 
-What lives where changes what stays, not the rows at work: those on the device are read and written as the others are.
-Several data ranks gather a row of weights for use.  Several micro-batches use one copy of the weights in the compute
-dtype and add up gradients in float32, of the block and of the ends; where blocks stay, which makes a loop in a loop,
-there is a row more in the forward pass if not all of a block's rows come and go.  What is fetched further ahead than
-one group is there in addition.
+What is offloaded changes what stays on the device, not the rows in use: rows on the device are read and written in the
+same way.  Several data ranks gather a row of weights to use it.  Several micro-batches share one copy of the weights
+in the compute dtype and accumulate gradients in float32, of the block and of embedding and head; with resident blocks,
+which make a loop inside a loop, there is one more row in the forward pass unless all of a block's rows are copied.
+What is fetched more than one group ahead comes on top.
 
-The working set is in terms of what a block keeps without recomputation.  `FORWARD_WORK`, `BACKWARD_WORK` and the
-numbers of rows are counted in those programs.  Left out: fragmentation.
+The working set is a multiple of what a block saves without recomputation.  `FORWARD_WORK`, `BACKWARD_WORK` and the
+numbers of rows were counted in those programs.  Left out: fragmentation.
 """
 
 from dataclasses import dataclass
@@ -29,26 +33,27 @@ from dataclasses import dataclass
 from jhpt.core.plan import Offload, Plan
 from jhpt.planner.cost.memory import FLOAT32
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.recompute import size_of
+from jhpt.planner.profiles.named_tensors import size_of
 
 FORWARD_WORK = 0.8
-"""Of what a block keeps: its hidden layer, and five tensors as wide as the residual stream."""
+"""Relative to what a block saves: its hidden layer, and five tensors as wide as the residual stream."""
 
 BACKWARD_WORK = {True: 2.2, False: 2.7}
-"""Causal or not: the tensors of a block with their gradients; beside them dropout, and what an exact GELU leaves."""
+"""By causality: a block's tensors with their gradients; in BERT also dropout masks and the derivative of GELU."""
 
 WIDEST = 1 / 3
-"""Of a block's parameters, in its largest matrix, that of the MLP: 4 D^2 of 12."""
+"""Share of a block's parameters in its largest matrix, one of the MLP: 4 D^2 of 12 D^2."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Bytes on a device.
 
-    row: a number in float32 for each of a block's parameters, this rank's share; whole: all of them.  moments: of the
-    optimizer's state of a block, this rank's share.  stream: the residual stream of the whole batch.  kept: by a block,
-    of the whole batch.  work: by a block without recomputation, of a micro-batch.  logits: of a micro-batch, float32.
-    ends: parameters.  entry, exit: what the ends keep, of a micro-batch.  element: of a number of the compute dtype.
+    row: a rank's share of a block's parameters in float32.  whole: all of them.  moments: a rank's share of a block's
+    optimizer state.  stream: the residual stream of the whole batch.  saved: by a block, for the whole batch.  work:
+    what a block saves without recomputation, of a micro-batch.  logits: of a micro-batch, in float32.
+    embedding_and_head: number of their parameters.  table: the larger of their tables, in the compute dtype.  entry,
+    exit: what embedding and head save, of a micro-batch.  element: bytes of a number in the compute dtype.
     """
 
     row: float
@@ -70,7 +75,7 @@ class Sizes:
 
 
 def sizes_of(plan: Plan, model: CostModel) -> Sizes:
-    """Of a plan with one stage and no tensor parallelism."""
+    """Sizes of a plan with one stage and without tensor parallelism."""
     profile, ranks = model.profile, plan.stages[0].devices
     first, block, last = (model.kinds[model.index[at]] for at in (0, 1, -1))
     whole, micro = -(-plan.batch // ranks), -(-plan.batch // plan.micro_batches // ranks)
@@ -97,13 +102,14 @@ def sizes_of(plan: Plan, model: CostModel) -> Sizes:
 
 
 def moment_bytes(model: CostModel) -> float:
-    """Of the optimizer's state, per parameter: what the profile counts beside weight, gradient and a float32 weight."""
+    """Bytes per parameter of the optimizer's moments: the profile's state without weight, gradient and float32
+    weight."""
     wire = model.profile.bytes_per_weight
     return model.profile.state_bytes - 2 * wire - (FLOAT32 if wire < FLOAT32 else 0.0)
 
 
 def host_bytes(plan: Plan, model: CostModel) -> dict[str, float]:
-    """On the host of the stage's fullest node, by cause."""
+    """Bytes by cause on the host of the stage's fullest node."""
     sizes, offload = sizes_of(plan, model), _offload(plan)
     stage = plan.stages[0]
     here = max(model.places.at(stage.device, stage.devices).crossing)
@@ -115,7 +121,7 @@ def host_bytes(plan: Plan, model: CostModel) -> dict[str, float]:
 
 
 def device_bytes(plan: Plan, model: CostModel) -> dict[str, float]:
-    """On a device by cause, when it holds most."""
+    """Bytes by cause on a device, at the peak of a step."""
     sizes, offload = sizes_of(plan, model), _offload(plan)
     stays = sizes.blocks * (_parameters(offload, sizes) + sizes.moments) - sum(_on_host(offload, sizes))
     throughout = {
@@ -136,8 +142,8 @@ def _forward(sizes: Sizes, offload: Offload) -> dict[str, float]:
         return {"rows at work": 5 * sizes.row + further, "working set": work}
     if offload.resident:
         several = sizes.micro_batches > 1
-        own = 7 + (several and offload.kind != "both")
-        return {"rows at work": own * sizes.row + 4 * further, "working set": work}
+        resident_rows = 7 + (several and offload.kind != "both")
+        return {"rows at work": resident_rows * sizes.row + 4 * further, "working set": work}
     rows = 6.4 if sizes.ranks == 1 else 4.0
     return {"rows at work": rows * sizes.row + 4 * further, "working set": max(work, (7 - rows) * sizes.row)}
 
@@ -145,49 +151,53 @@ def _forward(sizes: Sizes, offload: Offload) -> dict[str, float]:
 def _head(sizes: Sizes, offload: Offload) -> dict[str, float]:
     logits = sizes.logits * (1 + sizes.element / FLOAT32) + sizes.exit
     rows = 3 if offload.update_in_backward else 0.5
-    return {"rows at work": rows * sizes.row, "logits": logits, "gradients of the ends": 2 * _summed_ends(sizes)}
+    return {
+        "rows at work": rows * sizes.row,
+        "logits": logits,
+        "gradients of the ends": 2 * _accumulated_embedding_and_head(sizes),
+    }
 
 
 def _backward(sizes: Sizes, offload: Offload) -> dict[str, float]:
     several, copy = sizes.micro_batches > 1, sizes.whole * sizes.element / FLOAT32
     work = BACKWARD_WORK[sizes.causal] * sizes.work + _gathered(sizes)
     packed = sizes.whole + copy + sizes.row
-    # A gradient that is used at once, by one rank, is never packed.
+    # A gradient that a single rank uses immediately is never packed into a row.
     used = offload.update_in_backward and not several and sizes.ranks == 1
     rows = {"both": 6.5, "optimizer": 6.5, "parameters": 4.5}[offload.kind] if offload.update_in_backward else 1.0
     return {
         "rows at work": rows * sizes.row + max(offload.ahead - 1, 0) * sizes.row,
         "working set": max(work, sizes.row if used else packed) + (copy + sizes.whole if several else 0.0),
-        "gradients of the ends": _summed_ends(sizes),
+        "gradients of the ends": _accumulated_embedding_and_head(sizes),
     }
 
 
 def _gathered(sizes: Sizes) -> float:
-    """A whole row of weights; several micro-batches need no more than the copy made of it."""
+    """Bytes of a gathered row of weights.  Several micro-batches need only the copy in the compute dtype."""
     return sizes.whole if sizes.ranks > 1 and sizes.micro_batches == 1 else 0.0
 
 
 def _copy(sizes: Sizes) -> float:
-    """Weights in the compute dtype: of a matrix where it is used, or of a block for all micro-batches."""
+    """Bytes of weights in the compute dtype: of the matrix in use, or with several micro-batches of the whole block."""
     return sizes.whole * sizes.element / FLOAT32 * (1.0 if sizes.micro_batches > 1 else WIDEST)
 
 
-def _summed_ends(sizes: Sizes) -> float:
+def _accumulated_embedding_and_head(sizes: Sizes) -> float:
     return FLOAT32 * sizes.embedding_and_head if sizes.micro_batches > 1 else 0.0
 
 
 def _on_host(offload: Offload, sizes: Sizes) -> tuple[float, float]:
-    """(weights with what waits, optimizer's state) of a rank that are on the host."""
+    """Bytes of a rank on the host: (weights with waiting gradients, optimizer state)."""
     streamed = sizes.blocks // (1 + offload.resident)
     parameters, optimizer = offload.kind in ("parameters", "both"), offload.kind in ("optimizer", "both")
     return streamed * _parameters(offload, sizes) * parameters, streamed * sizes.moments * optimizer
 
 
 def _parameters(offload: Offload, sizes: Sizes) -> float:
-    """Weights of a block, and its gradient where that waits for the next step."""
+    """Bytes of a block's weights, and of its gradient if that waits for the next step."""
     return sizes.row * (1 if offload.update_in_backward else 2)
 
 
 def _offload(plan: Plan) -> Offload:
-    assert plan.offload is not None, "asked for"
+    assert plan.offload is not None, "the plan offloads"
     return plan.offload

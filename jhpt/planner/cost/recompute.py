@@ -1,82 +1,129 @@
-"""What it saves and costs that some named tensors of a block are kept, and others computed again.
+"""What layers save for the backward pass, in bytes, and what recomputing or offloading the rest costs, in seconds.
 
-A layer's kind says of its named tensors how large they are, what they are computed from, and with how many FLOP
-(`jhpt.core.profile.NamedTensor`).  Its forward pass takes as many seconds as it takes, measured or not: to compute
-tensor i again takes f_i / (sum of all f) of them, and of the sums over the tensor axis as many as there are sums among
-what is computed again.  What lies between named tensors is computed again in any case, which the seconds of the
-backward pass count.
+A layer's kind lists its named tensors: their bytes, what they are computed from, and with how many FLOP
+(`jhpt.core.profile.NamedTensor`).  The profile gives the seconds of the whole forward pass, measured or analytic.
+Recomputing tensor i takes f_i / (sum of all f) of these seconds, and of the all-reduces over the tensor axis as many as
+there are among the recomputed tensors.  What lies between named tensors (norms, activations, attention scores) is
+always recomputed; the seconds of the backward pass include it.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
+import numpy as np
+
+from jhpt.core.cluster import Link
 from jhpt.core.config import BLOCK_INPUT
 from jhpt.core.plan import SavedTensors
-from jhpt.core.profile import NamedTensor
-from jhpt.planner.cost.recompute_block import Fate, Tensor, seconds_of
+from jhpt.core.profile import LayerKind, NamedTensor
+from jhpt.planner.cost.memory import work_bytes
+from jhpt.planner.cost.schedule import Array
+from jhpt.planner.cost.streaming import copy_seconds
+from jhpt.planner.profiles.named_tensors import all_reduce_shares, flops_shares, size_of
 
 NOTHING = SavedTensors()
-"""But the input."""
+"""Full recomputation: only the input of each layer is saved."""
+
+
+class Fate(IntEnum):
+    """What happens to a tensor between the forward and the backward pass."""
+
+    RECOMPUTED = 0
+    SAVED = 1
+    OFFLOADED = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A value of a block's forward pass.
+
+    bytes: its size on the device.  seconds: to compute it from its inputs.  inputs: positions of earlier tensors; the
+    block's own input, which is always saved, is not listed.  read: whether the backward pass reads it.  copy_seconds:
+    of one copy to the host or back; None: bytes / rate.  host_bytes: its size on the host; None: the same as `bytes`.
+    """
+
+    name: str | None
+    bytes: float
+    seconds: float
+    inputs: tuple[int, ...] = ()
+    read: bool = True
+    copy_seconds: float | None = None
+    host_bytes: float | None = None
+
+    @property
+    def on_host(self) -> float:
+        """Bytes on the host, if it is offloaded."""
+        return self.bytes if self.host_bytes is None else self.host_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Copies to the host and back.
+
+    rate: bytes/s in either direction.  forward, backward: seconds of computation that can hide a block's copies.
+    budget: bytes on the host.  sparing: among equally fast choices prefer the one with the fewest bytes on the host,
+    and then the one with the fewest on the device.
+    """
+
+    rate: float
+    forward: float
+    backward: float
+    budget: float = np.inf
+    sparing: bool = False
+
+    def seconds(self, tensor: Tensor) -> float:
+        """Seconds of one copy of the tensor."""
+        return tensor.on_host / self.rate if tensor.copy_seconds is None else tensor.copy_seconds
+
+
+def seconds_of(tensors: Sequence[Tensor], fates: Sequence[Fate], copies: Copies | None = None) -> float:
+    """Seconds of recomputation and of exposed copies.  Each dropped tensor that is needed is recomputed once."""
+    needed = [tensor.read for tensor in tensors]
+    total = 0.0
+    for position in reversed(range(len(tensors))):  # inputs come first, so this visits readers before them
+        if needed[position] and fates[position] == Fate.RECOMPUTED:
+            total += tensors[position].seconds
+            for source in tensors[position].inputs:
+                needed[source] = True
+    if copies:
+        offloaded = (tensor for tensor, fate in zip(tensors, fates, strict=True) if fate == Fate.OFFLOADED)
+        copied = sum(map(copies.seconds, offloaded))
+        total += max(copied - copies.forward, 0.0) + max(copied - copies.backward, 0.0)
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """Shares of a layer's forward pass that its backward pass repeats: of its computation, of its sums."""
+    """Shares of a layer's forward pass that its backward pass repeats: of its computation, of its all-reduces."""
 
     seconds: float
-    sums: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """Bytes per sample: what the tensor axis divides, and what every rank has whole."""
-
-    divided: float
-    whole: float
-
-    def on(self, tensor: int, cut: int) -> float:
-        """Of a device of so many tensor ranks.  cut: into how many parts they cut what each has whole."""
-        return self.divided / tensor + self.whole / cut
-
-
-def size_of(tensors: Iterable[NamedTensor], names: Iterable[str]) -> Size:
-    """Of those of these names that the backward pass reads: others are never kept."""
-    wanted = set(names)
-    found = [tensor for tensor in tensors if tensor.name in wanted and tensor.read]
-    divided = sum(tensor.bytes for tensor in found if tensor.sharded)
-    return Size(divided=divided, whole=sum(tensor.bytes for tensor in found if not tensor.sharded))
+    all_reduces: float
 
 
 @lru_cache(maxsize=1024)
 def repeated(tensors: tuple[NamedTensor, ...], saved: SavedTensors) -> Repeated:
-    """With these kept.  Of a layer without named tensors: all of it."""
+    """The shares that the backward pass repeats if `saved` is saved.  A layer without named tensors repeats all."""
     if not tensors:
-        return Repeated(seconds=1.0, sums=1.0)
-    shares = flops_shares(tensors), sum_shares(tensors)
+        return Repeated(seconds=1.0, all_reduces=1.0)
+    shares = flops_shares(tensors), all_reduce_shares(tensors)
     fates = [_fate(tensor.name, saved) for tensor in tensors if tensor.name != BLOCK_INPUT]
-    seconds, sums = (seconds_of(graph(tensors, share), fates) for share in shares)
-    return Repeated(seconds=seconds, sums=sums)
-
-
-def flops_shares(tensors: Sequence[NamedTensor]) -> dict[str, float]:
-    """Of a forward pass, by name."""
-    total = sum(tensor.flops for tensor in tensors) or 1.0
-    return {tensor.name: tensor.flops / total for tensor in tensors}
-
-
-def sum_shares(tensors: Sequence[NamedTensor]) -> dict[str, float]:
-    """Of the sums over the tensor axis in a forward pass, by name."""
-    total = sum(tensor.summed for tensor in tensors) or 1
-    return {tensor.name: tensor.summed / total for tensor in tensors}
+    seconds, all_reduces = (seconds_of(graph(tensors, share), fates) for share in shares)
+    return Repeated(seconds=seconds, all_reduces=all_reduces)
 
 
 def graph(
     tensors: Sequence[NamedTensor], seconds: dict[str, float], sizes: dict[str, float] | None = None
 ) -> list[Tensor]:
-    """All but the block's input, which is always there, for `block.choose`; sizes: None: of one sample."""
+    """The tensors other than the block's input, which is always available, with the seconds that each takes.
+
+    Args:
+      seconds: by name.
+      sizes: bytes by name; None: those of one sample.
+    """
     inner = [tensor for tensor in tensors if tensor.name != BLOCK_INPUT]
-    position = {tensor.name: at for at, tensor in enumerate(inner)}
+    position = {tensor.name: index for index, tensor in enumerate(inner)}
     return [
         Tensor(
             name=tensor.name,
@@ -93,3 +140,75 @@ def _fate(name: str, saved: SavedTensors) -> Fate:
     if name in saved.host:
         return Fate.OFFLOADED
     return Fate.SAVED if name in saved.device else Fate.RECOMPUTED
+
+
+class Activations:
+    """Activations of a model's layers.  Arrays are [kinds] or, where stated, [layers].
+
+    Args:
+      kinds: kinds of layers.
+      index: [layers] position of each layer's kind.
+      inputs: [layers] bytes of each layer's input, per sample.
+      causal: whether the model is a causal one (GPT); if not, a norm follows each residual sum (BERT).
+      link: between a device and its host.
+
+    The methods share these arguments: `tensor` is the tensor-parallel degree; `sequence` the number of parts into which
+    sequence parallelism cuts replicated tensors (1 without); `local` the number of samples on a device.
+    """
+
+    def __init__(self, kinds: Sequence[LayerKind], index: Array, inputs: Array, causal: bool, link: Link) -> None:
+        self.kinds, self.index, self.inputs, self.causal, self.link = kinds, index, inputs, causal, link
+        self._divided = np.array([kind.activation_bytes for kind in kinds])
+        self._replicated = np.array([kind.replicated_bytes for kind in kinds])
+
+    def all(self, tensor: int, sequence: int, local: int) -> Array:
+        """[kinds] bytes that the backward pass reads, all of which is saved without recomputation."""
+        return (self._divided / tensor + self._replicated / sequence) * local
+
+    def saved(self, saved: SavedTensors, tensor: int, sequence: int, local: int, chunks: int) -> Array:
+        """[layers] bytes on the device with recomputation: the named tensors, and the inputs unless offloaded."""
+        named = self._sizes([name for name in saved.device if name != BLOCK_INPUT], tensor, sequence)[self.index]
+        offloaded = np.array([BLOCK_INPUT in saved.host and bool(kind.tensors) for kind in self.kinds])[self.index]
+        on_device, beside_offload = self.input_shares(chunks)
+        return local * (named + np.where(offloaded, beside_offload, on_device) * self.inputs / sequence)
+
+    def second_inputs(self, sequence: int, local: int, chunks: int) -> Array:
+        """[layers] bytes of inputs that are saved a second time, chunk by chunk, without recomputation."""
+        return local * (self.input_shares(chunks)[0] - 1) * self.inputs / sequence
+
+    def input_shares(self, chunks: int) -> tuple[float, float]:
+        """Multiples of a block's input on the device: if the input is saved there, and if it is offloaded.
+
+        Where a norm follows the residual sums (BERT), the derivative of the last of several chunks reads both parts of
+        its input, whatever becomes of their norm.
+        """
+        return (1.0, 0.0) if chunks == 1 or self.causal else (1.0 + 1.0 / chunks, 2.0 / chunks)
+
+    def working(self, tensor: int, sequence: int, local: int, *, recompute: bool, one_program: bool) -> Array:
+        """[kinds] bytes that a backward pass needs temporarily.
+
+        In one SPMD program a layer with named tensors needs `work_bytes`; any other layer needs what it recomputes.
+        """
+        recomputed = self.all(tensor, sequence, local) * recompute
+        return np.array(
+            [
+                local * work_bytes(kind, tensor, sequence, causal=self.causal) if one_program and kind.tensors else size
+                for kind, size in zip(self.kinds, recomputed, strict=True)
+            ]
+        )
+
+    def _sizes(self, names: Iterable[str], tensor: int, sequence: int) -> Array:
+        """[kinds] bytes per sample of the tensors with these names."""
+        return np.array([size_of(kind.tensors, names).on(tensor, sequence) for kind in self.kinds])
+
+    def copy_seconds(self, names: Iterable[str], tensor: int, sequence: int, local: int) -> Array:
+        """[kinds] seconds to copy the tensors with these names, one after the other, to the host or back."""
+        return sum(
+            (copy_seconds(self.link, self._sizes([name], tensor, sequence) * local) for name in names),
+            start=np.zeros(len(self.kinds)),
+        )
+
+    def repeated(self, saved: SavedTensors) -> tuple[Array, Array]:
+        """[kinds] shares of the forward pass that the backward pass repeats: of computation, of all-reduces."""
+        shares = [repeated(kind.tensors, saved) for kind in self.kinds]
+        return np.array([share.seconds for share in shares]), np.array([share.all_reduces for share in shares])

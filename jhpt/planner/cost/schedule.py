@@ -5,13 +5,13 @@ v = 1 is the eager form of 1F1B: a device is up to 2 (S-1-d) micro-batches ahead
 to be, so that a transfer hides behind a whole tick (Zhuang et al. 2022, arXiv 2211.05322, section 3.3).  With v > 1
 it is Narayanan et al. 2021, arXiv 2104.04473, section 2.2, with the same look-ahead.
 
-A device waits only for what it reads: an op starts when the op before it on its device has ended and its input has
-arrived.  A transfer starts when its producer has ended and the link, one for each direction, is free; computation goes
+A device waits only for what it reads: a pass starts when the device's previous pass has ended and its input has
+arrived.  A transfer starts when its producer has ended and its link, one for each direction, is free; computation goes
 on meanwhile.
 
-Without overlap transfers are part of the program: in every tick from the first backward on, devices exchange errors
-before the forward pass, and up to the last forward, activations after it.  An exchange of two neighbours begins when
-both are there, whether they have anything to send or not, and holds both.
+Without overlap transfers are part of the program.  In every tick from the first backward pass on, devices exchange
+errors before the forward pass, and until the last forward pass they exchange activations after it.  An exchange between
+two neighbours begins when both have reached it, whether they have anything to send or not, and occupies both.
 """
 
 from typing import Any
@@ -36,15 +36,16 @@ def step_seconds(
     *,
     overlap: bool = True,
 ) -> Array:
-    """Seconds of a step: the longest path through the ticks.
+    """Seconds of a step: the longest path through the passes and transfers.
 
     Args:
       forward, backward: [..., S, v] seconds of one micro-batch.
       cut: [..., S v - 1] seconds to move one micro-batch to the next chunk.
-      sync: [..., S] seconds from the start of a device's last backward until its gradients are reduced.
-      update: [..., S] seconds after that.
+      sync: [..., S] seconds from the start of a device's last backward pass until its gradients are reduced.
+      update: [..., S] seconds of the update that follows.
       overlap: whether transfers run beside computation.
-    Returns: [...] seconds.  Leading dims hold different plans.
+    Returns:
+      [...] seconds.  Leading dims hold different plans.
     """
     stages = forward.shape[-2]
     if stages == 1:
@@ -56,7 +57,7 @@ def step_seconds(
 
 
 class _Loop:
-    """State of the loop between two ticks; ends are [..., S] seconds."""
+    """The loop with overlapped transfers.  Its state between two ticks are end times, [S, ...] seconds."""
 
     def __init__(self, schedule: Schedule, micro_batches: int, forward: Array, backward: Array, cut: Array) -> None:
         stages, chunks = forward.shape[-2:]
@@ -65,7 +66,8 @@ class _Loop:
         self.period = 1 if chunks == 1 else stages * chunks
         shape = forward.shape[:-2]
         none = np.zeros(shape + (1,))
-        # A chunk's transfer forward follows its virtual stage, its error's transfer precedes it.
+        # The transfer of a chunk's output follows its virtual stage; the transfer of its error is that of the cut
+        # before.
         ahead = np.concatenate([cut, none], axis=-1).reshape(shape + (chunks, stages)).swapaxes(-1, -2)
         behind = np.concatenate([none, cut], axis=-1).reshape(shape + (chunks, stages)).swapaxes(-1, -2)
         self.forward, self.backward, self.ahead, self.behind = (
@@ -97,14 +99,15 @@ class _Loop:
         return (np.maximum(self.free, self.last_start + sync) + update).max(axis=0)
 
     def _skip(self, growth: Array, periods: int) -> bool:
-        """Where everything grew alike over one period it goes on so: the loop is linear in (max, +)."""
+        """Skips periods once all ends grow equally over one period: the loop is linear in (max, +), so they go on
+        to."""
         wrap = self.chunks > 1
         used = [growth[0], growth[1] if wrap else growth[1][:-1], growth[2] if wrap else growth[2][1:]]
         low, high = (f([f(part, axis=0) for part in used], axis=0) for f in (np.min, np.max))
         if np.any(high - low > 1e-13 * np.max(np.abs(self.free), axis=0)):
             return False
-        for embedding_and_head in (self.free, self.down, self.up):
-            embedding_and_head += periods * high
+        for ends in (self.free, self.down, self.up):
+            ends += periods * high
         return True
 
     def _tick(self, tick: int) -> None:
@@ -137,14 +140,14 @@ class _Loop:
 
 
 class _InLine:
-    """The loop where transfers are part of the program."""
+    """The loop without overlap, in which transfers are part of the program."""
 
     def __init__(self, schedule: Schedule, micro_batches: int, forward: Array, backward: Array, cut: Array) -> None:
         self.stages, self.chunks = forward.shape[-2:]
         self.ops = micro_batches * self.chunks
         self.delay = delay(schedule, self.stages, self.chunks, micro_batches)
         self.forward, self.backward = (np.moveaxis(a, (-2, -1), (0, 1)) for a in (forward, backward))
-        # Every exchange moves whatever an edge d -> d + 1 may have to carry.
+        # Every exchange takes as long as the largest transfer that the edge d -> d + 1 ever carries.
         edges = np.concatenate([cut, np.zeros(cut.shape[:-1] + (1,))], axis=-1)
         edges = edges.reshape(cut.shape[:-1] + (self.chunks, self.stages)).max(axis=-2)
         self.edges = np.moveaxis(edges, -1, 0)

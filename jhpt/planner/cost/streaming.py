@@ -1,41 +1,42 @@
-"""A step whose layers come from the host, as `jhpt.sharding.offload.stream` runs it: its seconds, and what the device holds.
+"""A step whose blocks are streamed from the host, as `jhpt.sharding.offload.stream` runs it: its seconds, and the
+bytes that the device holds.
 
-A layer's rows are a bucket: weights, a gradient as large as they are, and the optimizer's state.  It is
+A layer's rows form a bucket: weights, a gradient of the same size, and the optimizer's state.  A bucket is
 
-    resident     on the device for good
-    optimizer    its state on the host
-    both         all of it on the host
-    parameters   weights and gradient on the host
+    resident     on the device all the time
+    optimizer    with its optimizer state on the host
+    both         entirely on the host
+    parameters   with weights and gradient on the host
 
-and a step makes two passes over the layers:
+A step makes two passes over the layers:
 
-    forward      fetches what is on the host of a layer, takes the step that its gradient asks for, writes back what has
-                 changed, computes
+    forward      fetches what a layer has on the host, updates it with its gradient, writes back what has changed,
+                 computes
     backward     fetches weights, computes, writes the gradient
 
-or, where a layer takes its step at once,
+or, with updates in the backward pass,
 
     forward      fetches weights, computes
-    backward     fetches what is on the host of a layer, computes, takes the step, writes back what has changed
+    backward     fetches what a layer has on the host, computes, updates, writes back what has changed
 
-and no gradient lives anywhere.
+In that case no gradient is stored anywhere.
 
-A layer that is fetched and those that stay behind it are a group; those that stay before all others are one too.  A
-pass goes from group to group, and no copy outlasts the group in which it began.  Where a pass reads and writes the same
-rows, it writes beside the first half of a group's computation and fetches beside the second: A(g) is the layer that has
-come, and B(g) those that stay; where none do, both are half of the layer.  In a backward pass those that stay come
-first.  With F and W the seconds in which a group is fetched and written, a group of a pass takes
+A layer that is fetched forms a group with the resident layers behind it; resident layers before all others form a
+group too.  A pass goes from group to group, and no copy outlasts the group in which it began.  Where a pass reads and
+writes the same rows, it writes beside the first half of a group's computation and fetches beside the second half: A(g)
+is the fetched layer, B(g) the resident ones; without resident layers each is half of the fetched layer.  In a backward
+pass the resident layers come first.  With F and W the seconds to fetch and to write a group, a group takes
 
-    forward             max(A(g), W(g)) + max(B(g), F(g + 1))
-    backward            max(A(g) + B(g), F(g - 1), W(g + 1))
-    backward, at once   max(B(g), W(g + 1)) + max(A(g), F)        F: weights of g - 1, and state of g
+    forward                           max(A(g), W(g)) + max(B(g), F(g + 1))
+    backward                          max(A(g) + B(g), F(g - 1), W(g + 1))
+    backward, with updates in it      max(B(g), W(g + 1)) + max(A(g), F)        F: weights of g - 1, and state of g
 
-as programs for an H100 are scheduled (jax 0.10.2).  Behind the group that begins a backward pass there is none; at once
-it writes its own rows as they came.  First of all F of the group that begins a pass, beside the layers that stay before
-all others; last of all W of the one that ends the backward pass.  `offloaded` prices plans with this; the runtime's groups
-are equal, here they need not be.
+as programs for an H100 are scheduled (jax 0.10.2).  The group that begins a backward pass has no group behind it; with
+updates in the backward pass it writes its own rows unchanged.  Before everything else come F of the group that begins a
+pass, and the resident layers before all others beside it; at the end comes W of the group that ends the backward pass.
+`offload` prices plans with this.  The runtime's groups are equal; here they need not be.
 
-Left out: what copies take of the memory's bandwidth, and the last fetch of a pass, which nobody needs.
+Left out: the memory bandwidth that copies take, and the last fetch of a pass, which nothing needs.
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ Homes = NDArray[np.int64]
 
 
 class Home(IntEnum):
-    """Where a bucket lives."""
+    """What of a bucket is on the host."""
 
     RESIDENT = 0
     OPTIMIZER = 1
@@ -61,23 +62,24 @@ class Home(IntEnum):
     PARAMETERS = 3
 
 
-# Of weights and of state, by home.
+# Multiples of the bytes of weights and of state, by home.
 ON_HOST = np.array([(0, 0), (0, 1), (2, 1), (2, 0)], float)
-"""Also what a forward pass fetches."""
+"""Bytes on the host, and bytes that a forward pass fetches."""
 
 CHANGED = np.array([(0, 0), (0, 1), (1, 1), (1, 0)], float)
-"""What it writes."""
+"""Bytes that a forward pass writes."""
 
 AGAIN = np.array([(0, 0), (0, 0), (1, 0), (1, 0)], float)
-"""What a backward pass fetches, and as many bytes of gradient that it writes."""
+"""Bytes of weights that a backward pass fetches, and of gradient that it writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """A layer.  Seconds of its operations, without copies; bytes.
+    """A layer.
 
-    weights: also of a gradient.  kept: of what the forward operation leaves for the backward one.  working: of what an
-    operation needs beside.
+    forward, backward: seconds of its computation, without copies.  weights: bytes of its weights, and as many of its
+    gradient.  state: bytes of its optimizer state.  saved: bytes that the forward pass saves for the backward pass.
+    working: bytes that either pass needs temporarily.
     """
 
     forward: float
@@ -90,7 +92,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Streamed:
-    """Steps that differ in their homes: seconds, the most bytes that the device holds, bytes on the host, each [C]."""
+    """[C] steps that differ in their homes: seconds, peak bytes on the device, bytes on the host."""
 
     seconds: Array
     peak: Array
@@ -98,11 +100,11 @@ class Streamed:
 
 
 def stream(buckets: Sequence[Bucket], link: Link, homes: Any) -> Streamed:
-    """Many steps of the same buckets at a time.
+    """The costs of several steps with the same buckets.
 
     Args:
-      link: between host and device, either direction.
-      homes: [C, L], or [L] of one.
+      link: between host and device, in either direction.
+      homes: [C, L], or [L] for a single step.
     """
     homes = np.atleast_2d(np.asarray(homes, np.int64))
     return Streamed(
@@ -113,18 +115,18 @@ def stream(buckets: Sequence[Bucket], link: Link, homes: Any) -> Streamed:
 
 
 def bytes_of(buckets: Sequence[Bucket], homes: Homes, parts: Array) -> Array:
-    """[C, L] of these parts of every layer's weights and state, by home."""
+    """[C, L] bytes of each layer: its weights and state times the multiples that `parts` has for its home."""
     return parts[homes, 0] * [bucket.weights for bucket in buckets] + parts[homes, 1] * [b.state for b in buckets]
 
 
 def copy_seconds(link: Link, size: Array) -> Array:
-    """Of copies of so many bytes; nothing takes no time."""
+    """Seconds of copies of these bytes; 0 for copies of nothing."""
     rates = np.vectorize(link.rate, otypes=[float])
     return np.where(size > 0, link.latency + size / rates(size), 0.0)
 
 
 def forward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Array:
-    """[C]: of every group its write beside the layer that has come, the next fetch beside those that stay."""
+    """[C] seconds: each group writes beside its fetched layer, and the next fetch runs beside its resident layers."""
     fetched, written = _copies(buckets, link, homes, ON_HOST), _copies(buckets, link, homes, CHANGED)
     total, came, stay, writing = (np.zeros(len(homes)) for _ in range(4))
     for layer, bucket in enumerate(buckets):
@@ -136,34 +138,34 @@ def forward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Arra
 
 
 def _halves(early: Any, late: Any, first: Any, second: Any) -> Any:
-    """Two copies beside two computations; where one of these is nothing, the other is cut in half."""
+    """Seconds of two copies beside two computations; if one of these is empty, the other is cut in half."""
     whole = early + late
     half = np.where((early == 0) | (late == 0), whole / 2, early)
     return np.maximum(half, first) + np.maximum(whole - half, second)
 
 
 def backward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Array:
-    """[C]: every group beside the fetch of the next one and the write of the one before."""
+    """[C] seconds: each group runs beside the fetch of the next one and the write of the one before."""
     copies = _copies(buckets, link, homes, AGAIN)
-    # Of the layers since the last group that is complete; of that one, of what is written beside it and afterwards.
+    # `computed`: layers since the last complete group; `complete`: that group; then the writes beside and after it.
     total, computed, complete, beside, afterwards = (np.zeros(len(homes)) for _ in range(5))
     for layer in reversed(range(len(buckets))):
-        embedding_and_head, copy = AGAIN[homes[:, layer], 0] > 0, copies[:, layer]
-        total += np.where(embedding_and_head, np.maximum(np.maximum(complete, beside), copy), 0.0)
+        ends_group, copy = AGAIN[homes[:, layer], 0] > 0, copies[:, layer]
+        total += np.where(ends_group, np.maximum(np.maximum(complete, beside), copy), 0.0)
         computed = computed + buckets[layer].backward
         complete, computed = (
-            np.where(embedding_and_head, computed, complete),
-            np.where(embedding_and_head, 0.0, computed),
+            np.where(ends_group, computed, complete),
+            np.where(ends_group, 0.0, computed),
         )
         beside, afterwards = (
-            np.where(embedding_and_head, afterwards, beside),
-            np.where(embedding_and_head, copy, afterwards),
+            np.where(ends_group, afterwards, beside),
+            np.where(ends_group, copy, afterwards),
         )
     return total + np.maximum(complete, beside) + np.maximum(computed, afterwards)
 
 
 class Copies(NamedTuple):
-    """Seconds of a layer's copies in either pass.  first: of the first fetch of the backward pass."""
+    """Seconds of a layer's copies in both passes.  first: of the first fetch of the backward pass."""
 
     forward_in: float
     forward_out: float
@@ -173,7 +175,7 @@ class Copies(NamedTuple):
 
 
 def group_copies(block: Bucket, link: Link, home: Home, update_in_backward: bool = False) -> Copies:
-    """Of a layer with this home."""
+    """The copies of a layer with this home."""
 
     def seconds(parts: Array) -> float:
         return float(copy_seconds(link, parts[home] @ np.array((block.weights, block.state))))
@@ -187,7 +189,7 @@ def group_copies(block: Bucket, link: Link, home: Home, update_in_backward: bool
 def periodic(
     block: Bucket, copies: Copies, groups: int, size: int, update_in_backward: bool = False
 ) -> tuple[float, float]:
-    """(forward, backward) seconds over equal groups, of one block with these copies and size - 1 resident ones."""
+    """(forward, backward) seconds of passes over equal groups, each of one copied block and size - 1 resident ones."""
     others, came = size - 1, copies.forward_in
 
     def forward_of(coming: float) -> float:
@@ -203,16 +205,16 @@ def periodic(
 
 
 def in_line(block: Bucket, copies: Copies, groups: int, size: int) -> tuple[float, float]:
-    """`periodic` where nothing runs beside anything else."""
+    """`periodic` without overlap of copies and computation."""
     forward = copies.forward_in + size * block.forward + copies.forward_out
     return groups * forward, groups * (copies.backward_in + size * block.backward + copies.backward_out)
 
 
 def held(buckets: Sequence[Bucket], homes: Homes) -> Array:
-    """Bytes on the device during every operation, [C, 2 L]: forward of the layers 1 ... L, backward of L ... 1.
+    """[C, 2 L] bytes on the device during each pass of a layer: forward 1 ... L, backward L ... 1.
 
-    A group holds its rows and those that are fetched for the next one, and backward its gradient and the one before
-    on its way; what is written goes from where it has come to.
+    A group holds its own rows and those that are fetched for the next group; in the backward pass also its gradient and
+    the one being written.  Rows are written from the buffer that they were fetched into.
     """
     rows, again = bytes_of(buckets, homes, ON_HOST), bytes_of(buckets, homes, AGAIN)
     stays = sum(2 * bucket.weights + bucket.state for bucket in buckets) - rows.sum(1)
@@ -224,14 +226,14 @@ def held(buckets: Sequence[Bucket], homes: Homes) -> Array:
 
 
 def activations(buckets: Sequence[Bucket]) -> Array:
-    """Bytes that operations leave for each other and need beside, [2 L]: the same wherever buckets live."""
+    """[2 L] bytes of saved and temporary tensors during each pass of a layer; they do not depend on homes."""
     saved, working = (np.array([getattr(bucket, name) for bucket in buckets]) for name in ("saved", "working"))
     so_far = np.cumsum(saved)
     return np.concatenate([so_far + working, (so_far + working)[::-1]])
 
 
 def _around(sizes: Array) -> tuple[Array, Array, Array]:
-    """[C, L] of what comes and goes -> (of the group before, of a layer's own, of the group behind), each [C, L]."""
+    """[C, L] copied bytes -> those of the previous group, of the layer's own and of the next group, each [C, L]."""
     before, own, behind = (np.zeros_like(sizes) for _ in range(3))
     last, now, coming = (np.zeros(len(sizes)) for _ in range(3))
     for layer in range(sizes.shape[1]):
@@ -245,7 +247,7 @@ def _around(sizes: Array) -> tuple[Array, Array, Array]:
 
 
 def _copies(buckets: Sequence[Bucket], link: Link, homes: Homes, parts: Array) -> Array:
-    """[C, L] seconds to copy these parts of every layer."""
+    """[C, L] seconds to copy these multiples of each layer's weights and state."""
     each = np.repeat(np.array(list(Home))[:, None], len(buckets), 1)
     by_home = copy_seconds(link, bytes_of(buckets, each, parts))
     return by_home[homes, np.arange(len(buckets))]

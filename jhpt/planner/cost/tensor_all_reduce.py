@@ -1,4 +1,4 @@
-"""What sums over tensor ranks cost a layer: seconds beyond its plain work."""
+"""All-reduces over the tensor ranks: seconds that they add to a layer's plain compute."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -8,11 +8,10 @@ import numpy as np
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import Compression
 from jhpt.core.profile import LayerKind, ModelProfile
-from jhpt.planner.cost.collectives import Group, all_reduce
-from jhpt.planner.cost.compression import choice_seconds, kernel_seconds, stream_of, sum_seconds
+from jhpt.planner.cost.communication import Group, Place, all_reduce
+from jhpt.planner.cost.compression import all_reduce_seconds, choice_seconds, kernel_seconds, stream_of
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.overlap import Operation, chunk_sizes, filling, period
-from jhpt.planner.cost.placement import Place
 from jhpt.planner.cost.schedule import Array
 
 Direction = Literal[0, 1]
@@ -22,13 +21,14 @@ BACKWARD: Literal[1] = 1
 DIRECTIONS: tuple[Direction, ...] = (FORWARD, BACKWARD)
 
 Pair = tuple[Array, Array]
-"""[kinds] of both directions."""
+"""[kinds] arrays of the forward and of the backward pass."""
 
 
-class TensorSums:
-    """Sums of layers of these kinds, each computed once.
+class TensorAllReduce:
+    """All-reduces of each kind of layer, each computed once.
 
-    work: (samples, tensor degree) -> [kinds] forward and backward seconds on a device of the profile.
+    Args:
+      work: (samples, tensor degree) -> [kinds] forward and backward seconds on a device of the profile.
     """
 
     def __init__(
@@ -45,7 +45,10 @@ class TensorSums:
         self._coding: dict[tuple[Group, int, Compression], Pair] = {}
 
     def exposed(self, place: Place, tensor: int, strategy: LayerStrategy, local: int, direction: Direction) -> Pair:
-        """[kinds] seconds of a pass beyond its plain work, and those of a run's first layer beside."""
+        """[kinds] seconds that a pass takes beyond its plain compute, and the filling of the first layer of a run.
+
+        local: samples of a micro-batch on a device.
+        """
         chunks = min(strategy.sample_chunks[0], local) if tensor > 1 else 1
         operation, nothing = self.operation(place, tensor, strategy, direction), np.zeros(len(self.kinds))
         if chunks == 1 and strategy.compression is None:
@@ -58,11 +61,11 @@ class TensorSums:
         else:
             sizes = chunk_sizes(local, chunks)
             seconds, first = sum(operation.work(n) + operation.travel(n) for n in sizes), nothing
-        # Of a layer's sums, all alike, one is filling.
+        # `first` belongs to a single operation with all of the layer's all-reduces; the filling is that of one of them.
         return np.maximum(seconds, plain) - plain, first / self._counts(direction)
 
     def operation(self, place: Place, tensor: int, strategy: LayerStrategy, direction: Direction) -> Operation:
-        """[kinds] a pass of a layer by its samples on a device; its sums are one."""
+        """[kinds] a pass of a layer as a single operation, whose all-reduces count as one."""
         group, how = place.tensor_group(tensor), strategy.compression if tensor > 1 else None
         again = 1.5 if strategy.sequence and direction == BACKWARD else 1.0
         on = how is not None and (how.forward, how.backward)[direction]
@@ -81,16 +84,16 @@ class TensorSums:
         return Operation(work=work, travel=travel)
 
     def _bytes(self, direction: Direction) -> Iterable[float]:
-        """Per sample, of every kind."""
+        """[kinds] bytes per sample that are all-reduced."""
         return ((kind.tensor_forward_bytes, kind.tensor_backward_bytes)[direction] for kind in self.kinds)
 
     def _counts(self, direction: Direction) -> Array:
-        """How many sums a pass of every kind has, at least one: as many as its output fits into what is summed."""
+        """[kinds] all-reduces of a pass, at least 1: the reduced bytes divided by the bytes of the layer's output."""
         sizes = zip(self._bytes(direction), self.kinds, strict=True)
         return np.array([max(1, round(size / (kind.boundary_bytes or size or 1.0))) for size, kind in sizes])
 
     def _plain_seconds(self, group: Group, samples: int) -> Pair:
-        """[kinds] on the wire, as they are."""
+        """[kinds] seconds on the links without compression."""
         key = (group, samples)
         if key not in self._plain:
             forward, backward = (
@@ -101,23 +104,23 @@ class TensorSums:
         return self._plain[key]
 
     def _compressed_seconds(self, group: Group, samples: int, how: Compression) -> Pair:
-        """[kinds] on the wire, in few bits."""
+        """[kinds] seconds on the links with compression."""
         key = (group, samples, how)
         if key not in self._compressed:
-            assert self.stream is not None, "checked"
+            assert self.stream is not None, "checked by estimate.check"
             stream = self.stream
             forward, backward = (
-                np.array([sum_seconds(group, how, stream, samples, size / stream.bytes) for size in sizes])
+                np.array([all_reduce_seconds(group, how, stream, samples, size / stream.bytes) for size in sizes])
                 for sizes in map(self._bytes, DIRECTIONS)
             )
             self._compressed[key] = forward, backward
         return self._compressed[key]
 
     def _coding_seconds(self, group: Group, samples: int, how: Compression) -> Pair:
-        """[kinds] of kernels, and forward of choosing tokens."""
+        """[kinds] seconds of the kernels, and in the forward pass of the choice of tokens."""
         key = (group, samples, how)
         if key not in self._coding:
-            assert self.stream is not None, "checked"
+            assert self.stream is not None, "checked by estimate.check"
             device = self.cluster.nodes[0].device
             one = kernel_seconds(group.size, how, self.stream, samples, device)
             profile = self.profile

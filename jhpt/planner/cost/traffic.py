@@ -1,42 +1,45 @@
-"""Bytes that a plan puts on the wire: per device of a stage and step, by kind of collective and axis of the mesh.
+"""Bytes that a plan sends: per device of each stage and per step, by kind of collective and axis of the mesh.
 
-What `jhpt.sharding` writes down, with its sizes.  A stage of k = d t devices, M micro-batches of b samples, S stages of
-v chunks; r = bytes of a micro-batch's activation on a device, p = bytes of a layer's parameters on a device when they
-travel in the compute dtype.  n ranks in a ring; a device sends
+These are the collectives that `jhpt.sharding` issues, with their sizes.  A stage has k = d t devices; there are M
+micro-batches of b samples and S stages of v chunks.  r: bytes of a micro-batch's activation on a device.  p: bytes of a
+layer's parameters on a device in the compute dtype, in which they are sent.  With n ranks in a ring a device sends
 
     tensor    all-reduce of r           2 (n-1)/n r   block 2 M forward, 2 M backward (with recomputation 3 M);
                                                       embedding M forward, head M backward
     data      all-reduce of p           2 (n-1)/n p   ZeRO-0: once, gradients
-              all-gather of p           (n-1)/n p     ZeRO-1: once, weights; ZeRO-3: 2 M for a block, once for the ends
-              reduce-scatter of p       (n-1)/n p     ZeRO-1: once, gradients; ZeRO-3: M for a block, once for the ends
-    pipe      collective-permute of r   r             S-1 + M v ticks forward to the next stage and as many backward;
+              all-gather of p           (n-1)/n p     ZeRO-1: once, weights; ZeRO-3: 2 M for a block, once for embedding
+                                                      and head
+              reduce-scatter of p       (n-1)/n p     ZeRO-1: once, gradients; ZeRO-3: M for a block, once for embedding
+                                                      and head
+    pipe      collective-permute of r   r             in S-1 + M v ticks forward to the next stage, in as many backward;
                                                       with one chunk the last (first) stage sends nothing on
               collective-permute        2 p           first and last stage, once: a tied table's gradient in float32
     between degrees   all-gather of r   (n-1)/n r     M wherever neighbouring layers differ
 
-With sequence parallelism each sum of a block is a reduce-scatter and an all-gather, (n-1)/n r each, and two more
-all-gathers fetch the products' inputs again for the backward pass; the ends gather r once each; r / t goes on to the
-next stage.
+With sequence parallelism each all-reduce of a block is a reduce-scatter and an all-gather, (n-1)/n r each, and two more
+all-gathers fetch the inputs of the products again for the backward pass; embedding and head gather r once each; r / t
+goes to the next stage.
 
-With compression the sums of a block, in the directions it has, are an all-to-all and an all-gather of codes, or an
-all-gather alone (`core.compression`); where tokens are chosen by attention, scores of 4 bytes a token are summed as
-often as the attention half runs forward.  With samples in several chunks every chunk is a sum of its own.  The last
-one's last sum is put off into the next block, so that the first block of a run has one too many, of nothing.  What
-becomes of it is kept with the block's input, and recomputation does not do it again.
+With compression the all-reduces of a block, in the compressed directions, are an all-to-all and an all-gather of codes,
+or an all-gather alone (`core.compression`).  Where attention chooses the tokens, scores of 4 bytes per token are
+all-reduced whenever the attention half runs forward.  With sample chunks every chunk has all-reduces of its own.  The
+last all-reduce of the last chunk is postponed into the next block, so the first block of a run has one too many, of
+zeros.  Its result is saved with the block's input, so recomputation does not repeat it.
 
-Where communication overlaps computation, loops fetch `prefetch` layers ahead and give gradients away one layer late,
-and the surplus travels: a run of neighbouring blocks of one degree gathers `prefetch` blocks more (forward and backward
-pass together) and sums one more.  A chunk of a pipeline has room for as many blocks as the longest one: all of the room
-travels with ZeRO-0 and ZeRO-1, and with ZeRO-3 where it is fetched ahead every pass gathers all of it and the surplus.
+Where communication overlaps computation, loops prefetch `prefetch` layers and reduce gradients one layer late, and the
+surplus is sent too: a run of neighbouring blocks of one degree gathers `prefetch` more blocks (forward and backward
+pass together) and reduces one more.  A chunk of a pipeline has room for as many blocks as the longest chunk.  With
+ZeRO-0 and ZeRO-1 all of this room is sent; with ZeRO-3 and prefetching every pass gathers all of it and the surplus.
 
-A block that lives on the host, or beside such, is gathered in float32 in both passes, and its gradient scattered so:
-once a step, however many micro-batches there are.
+In a plan with offloaded blocks, blocks are gathered in float32 in both passes and their gradients are scattered in
+float32: once per step, however many micro-batches there are.
 
-Compressed gradients are an all-to-all and an all-gather of codes, or one of both (`core.compression.gradient_bytes`).
+Compressed gradients are an all-to-all and an all-gather of codes, or one of them (`core.compression.gradient_bytes`).
 
-With several stages the ends have a slot on every stage: all of them gather it, the first and the last sum it, whole.
-Left out, below 1 % of the bytes: norms and biases travel as all-reduce whatever the ZeRO level, norms in float32; the
-three numbers per token of a divided vocabulary's softmax; sums of the loss and of the gradient's norm; token ids.
+With several stages embedding and head have a slot on every stage: all stages gather it, the first and the last one
+reduce it, in full.  Left out, below 1 % of the bytes: norms and biases are all-reduced at every ZeRO level, norms in
+float32; three numbers per token for the softmax over a divided vocabulary; sums of the loss and of the gradient's norm;
+token ids.
 """
 
 import itertools
@@ -49,16 +52,14 @@ from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.cost.compression import SCORE_BYTES, Stream, sent_bytes, stream_of
+from jhpt.planner.cost.memory import FLOAT32
 from jhpt.planner.cost.overlap import chunk_sizes
 from jhpt.planner.cost.recompute import NOTHING, repeated
-
-FLOAT32 = 4
-"""Bytes in which gradients are stored."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Collectives of one kind along one axis: how many tensors (a layer's parameters are one), bytes on the wire."""
+    """Collectives of one kind along one axis: number of tensors (a layer's parameters are one), and bytes sent."""
 
     count: float
     bytes: float
@@ -68,7 +69,7 @@ class Sent:
 
 
 StageTraffic = dict[tuple[str, str], Sent]
-"""By (kind, axes joined by +)."""
+"""By (kind of collective, axes joined by +)."""
 
 One = tuple[tuple[str, str], Sent]
 
@@ -76,15 +77,18 @@ One = tuple[tuple[str, str], Sent]
 def traffic(plan: Plan, profile: ModelProfile, *, overlap: bool = True) -> tuple[StageTraffic, ...]:
     """What a device of every stage sends in a step.
 
-    overlap: whether loops fetch ahead and give late, as they do on GPUs.
+    Args:
+      overlap: whether loops prefetch weights and reduce gradients late, as they do on GPUs.
 
     Raises:
-      InputError: a plan of the space general, which no single program runs.
+      InputError: the plan is of space="general", which no single program runs.
     """
     if plan.space != "spmd":
         raise InputError(f"a plan of the space {plan.space} is not run by one program; plan with space=spmd")
     if plan.offload is not None:
-        plan = plan.model_copy(update={"zero": 0})  # blocks are shared out anyway, and the ends are whole on every rank
+        plan = plan.model_copy(
+            update={"zero": 0}
+        )  # blocks are sharded anyway; embedding and head are whole on every rank
     step = _Step(plan, profile, overlap)
     return tuple(_added(step.stage(position)) for position in range(len(plan.stages)))
 
@@ -99,14 +103,14 @@ def _added(parts: Iterator[One]) -> StageTraffic:
 
 @dataclass(frozen=True)
 class _Step:
-    """A plan for a model; every method yields what it adds."""
+    """A plan for a model.  Every method yields the collectives that it adds."""
 
     plan: Plan
     profile: ModelProfile
     overlap: bool
 
     def stage(self, position: int) -> Iterator[One]:
-        """All of a stage."""
+        """All collectives of a stage."""
         for chunk in self.plan.stages[position].chunks:
             layers = range(chunk.first, chunk.stop)
             run = (0, 0)
@@ -114,8 +118,8 @@ class _Step:
                 yield from self._activations(layer, t, cut, begins=run != (t, cut))
                 run = (t, cut) if self._is_block(layer) else (0, 0)
                 if self.stages == 1 and not self._is_block(layer):
-                    yield from self._gathered(self._own_bytes(layer, t), t, 1 if self.plan.zero else 0)
-                    yield from self._summed(self._own_bytes(layer, t), t, 1)
+                    yield from self._gathered(self._parameter_bytes(layer, t), t, 1 if self.plan.zero else 0)
+                    yield from self._reduced(self._parameter_bytes(layer, t), t, 1)
             for layer, (before, after) in zip(layers, itertools.pairwise(chunk.tensor), strict=False):
                 yield from self._resharded(layer, before, after)
             yield from self._blocks(chunk)
@@ -125,12 +129,12 @@ class _Step:
 
     @property
     def stages(self) -> int:
-        """Stages."""
+        """Number of stages."""
         return len(self.plan.stages)
 
     @property
     def devices(self) -> int:
-        """Of a stage."""
+        """Devices of a stage."""
         return self.plan.stages[0].devices
 
     @property
@@ -142,13 +146,13 @@ class _Step:
         return 0 < layer < self.profile.num_layers - 1
 
     def _rows(self, t: int) -> float:
-        """Samples of a micro-batch on a device of a layer of degree t."""
+        """Samples of a micro-batch on a device, for a layer of tensor degree t."""
         return self.plan.batch / self.plan.micro_batches * t / self.devices
 
-    # Axes of the mesh: `data`, and `tensor` or, where layers differ, an axis for every degree.
+    # Axes of the mesh: `data`, and `tensor` or, where layers differ in degree, one axis for every degree.
 
     def _axes(self, low: int, high: int) -> str:
-        """The axes over which a group lies that has members wherever degrees above `low` up to `high` divide."""
+        """The axes of a group that spans the degrees above `low` up to `high`."""
         degrees = {t for stage in self.plan.stages for chunk in stage.chunks for t in chunk.tensor}
         cut = [t for t in sorted(degrees) if t > 1]
         names = [TENSOR if len(cut) == 1 else f"{TENSOR}{t}" for t in cut if low < t <= high]
@@ -162,15 +166,15 @@ class _Step:
     def _data_axis(self, t: int) -> str:
         return self._axes(t, self.devices)
 
-    # What travels.
+    # Collectives.
 
     def _activations(self, layer: int, t: int, cut: int, *, begins: bool) -> Iterator[One]:
-        """Sums over the tensor axis, of `cut` chunks."""
+        """All-reduces over the tensor axis, in `cut` sample chunks.  begins: whether the layer begins a run."""
         if t == 1:
             return
         kind, axis = self.profile.kinds[self.profile.layers[layer]], self._tensor_axis(t)
         forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
-        again = self._again(kind) * forward if self._is_block(layer) else 0.0
+        again = self._repeated_share(kind) * forward if self._is_block(layer) else 0.0
         if self._is_block(layer) and (self.plan.compression.on or (cut > 1 and not self.plan.sequence)):
             yield from self._chunked(kind, t, cut, begins)
             return
@@ -182,30 +186,30 @@ class _Step:
         if self.plan.sequence:
             yield ("all-gather", axis), self._ring(t, self.residual)
 
-    def _again(self, kind: LayerKind) -> float:
-        """Share of a block's sums that its backward pass repeats.  Where nothing else is known, not the MLP's."""
+    def _repeated_share(self, kind: LayerKind) -> float:
+        """Share of a block's all-reduces that its backward pass repeats; without named tensors the attention half's."""
         if not self.plan.recompute:
             return 0.0
-        return repeated(kind.tensors, self.plan.saved or NOTHING).sums if kind.tensors else 0.5
+        return repeated(kind.tensors, self.plan.saved or NOTHING).all_reduces if kind.tensors else 0.5
 
     def _chunked(self, kind: LayerKind, t: int, cut: int, begins: bool) -> Iterator[One]:
-        """Of a block, chunk by chunk.  begins: whether it is the first of its run."""
+        """All-reduces of a block, chunk by chunk.  begins: whether the block is the first one of its run."""
         how = self.plan.compression
         samples = chunk_sizes(-(-self.plan.batch * t // (self.plan.micro_batches * self.devices)), cut)
         forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
-        yield from self._sums((1 + self._again(kind)) * forward, t, samples, how.on and how.forward)
+        yield from self._all_reduces((1 + self._repeated_share(kind)) * forward, t, samples, how.on and how.forward)
         if len(samples) > 1:
-            yield from self._sums(self.residual * begins, t, samples[-1:], how.on and how.forward)
-        yield from self._sums(backward, t, samples, how.on and how.backward)
+            yield from self._all_reduces(self.residual * begins, t, samples[-1:], how.on and how.forward)
+        yield from self._all_reduces(backward, t, samples, how.on and how.backward)
         if how.on and by_attention(how, self.profile.causal):
-            # The choice of tokens is kept with anything else that is, such as a chunked GPT's inputs (`layer_policy`).
+            # The choice of tokens is saved if anything else is, such as a chunked GPT's inputs (`layer_policy`).
             saved = self.plan.saved is not None or (self.profile.causal and self.plan.sample_chunks != (1,))
             times = self.plan.micro_batches * (2 if self.plan.recompute and not saved else 1)
             scores = SCORE_BYTES * self._stream.tokens * sum(samples)
             yield ("all-reduce", self._tensor_axis(t)), Sent(times * len(samples), 2 * (t - 1) / t * times * scores)
 
-    def _sums(self, size: float, t: int, samples: tuple[int, ...], compressed: bool) -> Iterator[One]:
-        """Over t ranks, of `size` bytes per sample in all, of so many samples at a time, in every micro-batch."""
+    def _all_reduces(self, size: float, t: int, samples: tuple[int, ...], compressed: bool) -> Iterator[One]:
+        """All-reduces over t ranks of `size` bytes per sample in all, for each chunk of samples and micro-batch."""
         sums, axis, how = self.plan.micro_batches * size / self.residual, self._tensor_axis(t), self.plan.compression
         count = sums * len(samples)
         if not compressed:
@@ -220,9 +224,12 @@ class _Step:
 
     @property
     def _stream(self) -> Stream:
-        """Of tokens, that compression speaks of."""
+        """The residual stream, which compression needs."""
         if (stream := stream_of(self.profile)) is None:
-            raise InputError(f"compression is of sequences of tokens, and a sample is {self.profile.sample}")
+            raise InputError(
+                f"compression needs samples that are sequences of tokens, and a sample is {self.profile.sample}; "
+                "turn compression off"
+            )
         return stream
 
     def _ring(self, t: int, size: float, rounds: int = 1) -> Sent:
@@ -230,8 +237,8 @@ class _Step:
         count = self.plan.micro_batches
         return Sent(count * size / self.residual, rounds * (t - 1) / t * count * self._rows(t) * size)
 
-    def _own_bytes(self, layer: int, t: int) -> float:
-        """Of a layer's parameters on one of t ranks, in the compute dtype.  Of the ends only the table is divided."""
+    def _parameter_bytes(self, layer: int, t: int) -> float:
+        """Bytes of a layer's parameters on one of t ranks; of embedding and head only the tables are cut."""
         kinds, layers = self.profile.kinds, self.profile.layers
         first, last, parameters = kinds[layers[0]], kinds[layers[-1]], kinds[layers[layer]].parameters
         table = last.tied_parameters or min(first.parameters, last.parameters)
@@ -247,7 +254,7 @@ class _Step:
         if times:
             yield ("all-gather", self._data_axis(t)), Sent(times, (ranks - 1) / ranks * times * size)
 
-    def _summed(self, size: float, t: int, times: float) -> Iterator[One]:
+    def _reduced(self, size: float, t: int, times: float) -> Iterator[One]:
         ranks, how = self.devices // t, self.plan.gradient_compression
         if how.on and ranks > 1:
             yield from self._compressed(size, t, times)
@@ -256,7 +263,7 @@ class _Step:
         yield (kind, self._data_axis(t)), Sent(times, rounds * (ranks - 1) / ranks * times * size)
 
     def _compressed(self, size: float, t: int, times: float) -> Iterator[One]:
-        """Gradients of parameters of so many bytes in the compute dtype."""
+        """Compressed reduction of gradients that would have so many bytes in the compute dtype."""
         ranks, axis, how = self.devices // t, self._data_axis(t), self.plan.gradient_compression
         shares = self.plan.zero > 0
         sent = times * gradient_bytes(ranks, how, round(size / self.profile.bytes_per_weight), shares=shares)
@@ -276,7 +283,7 @@ class _Step:
         layers = [(layer, t) for layer, t in enumerate(chunk.tensor, chunk.first) if self._is_block(layer)]
         many, late = self.plan.micro_batches, 1 if self.overlap else 0
         for t, run in itertools.groupby(layers, key=lambda one: one[1]):
-            size, count, one = self._own_bytes(layers[0][0], t), len(list(run)), self.stages == 1
+            size, count, one = self._parameter_bytes(layers[0][0], t), len(list(run)), self.stages == 1
             if self.plan.zero < 3:
                 sums = count + late if one else self._depth
                 gathers = (count + self._ahead if one else self._depth) if self.plan.zero else 0
@@ -285,28 +292,28 @@ class _Step:
                 passes = 2 * (self._depth + self._ahead if self._ahead else count)
                 gathers = many * (2 * count + self._ahead if one else passes)
             yield from self._gathered(size, t, gathers)
-            yield from self._summed(size, t, sums)
+            yield from self._reduced(size, t, sums)
         if not layers and self.stages > 1 and (self.plan.zero < 3 or self._ahead):
             yield from self._padding(chunk.tensor[0])
 
     def _offloaded(self) -> Iterator[One]:
-        """Blocks whose rows are shared out over the ranks."""
-        size, ranks = self._own_bytes(1, 1) / self.profile.bytes_per_weight * FLOAT32, self.devices
+        """Collectives of offloaded blocks, whose rows are sharded over the ranks."""
+        size, ranks = self._parameter_bytes(1, 1) / self.profile.bytes_per_weight * FLOAT32, self.devices
         yield from self._gathered(size, 1, 2 * self._depth)
         yield ("reduce-scatter", self._data_axis(1)), Sent(self._depth, (ranks - 1) / ranks * self._depth * size)
 
     def _padding(self, t: int) -> Iterator[One]:
-        """Of a chunk without blocks: it has room for as many as the longest, which travels all the same."""
-        size = self._own_bytes(1, t)
+        """Collectives of a chunk without blocks: its room for as many blocks as the longest chunk has is sent too."""
+        size = self._parameter_bytes(1, t)
         if self.plan.zero == 3:
             yield from self._gathered(size, t, 2 * self.plan.micro_batches * (self._depth + self._ahead))
         else:
             yield from self._gathered(size, t, self._depth if self.plan.zero else 0)
-            yield from self._summed(size, t, self._depth)
+            yield from self._reduced(size, t, self._depth)
 
     @property
     def _ahead(self) -> int:
-        """How many blocks a loop fetches ahead."""
+        """How many blocks a loop prefetches."""
         return self.plan.prefetch if self.overlap else 0
 
     @property
@@ -316,7 +323,7 @@ class _Step:
         return max(sum(map(self._is_block, range(chunk.first, chunk.stop))) for chunk in chunks)
 
     def _resharded(self, layer: int, before: int, after: int) -> Iterator[One]:
-        """Forward towards a larger degree, backward towards a smaller one."""
+        """All-gathers between layers: in the forward pass towards a larger degree, else in the backward pass."""
         if before == after:
             return
         low, high = sorted((before, after))
@@ -325,19 +332,19 @@ class _Step:
         yield ("all-gather", self._axes(low, high)), Sent(count, (ranks - 1) / ranks * count * size)
 
     def _slots(self, position: int) -> Iterator[One]:
-        """The ends, of which every stage has a slot."""
+        """Collectives of the slot for embedding and head."""
         last, t = self.profile.kinds[self.profile.layers[-1]], self.plan.stages[0].chunks[0].tensor[0]
-        # An untied head has its table in the slot of the embedding's; what else it has is a norm.
-        size = self._own_bytes(0, t)
-        size += self._own_bytes(self.profile.num_layers - 1, t) if last.tied_parameters else 0
+        # The table of an untied head uses the slot of the embedding's table; apart from it the head has a norm.
+        size = self._parameter_bytes(0, t)
+        size += self._parameter_bytes(self.profile.num_layers - 1, t) if last.tied_parameters else 0
         yield from self._gathered(size, t, 1 if self.plan.zero else 0)
         if position in (0, self.stages - 1):
-            yield from self._summed(size, t, 1)
+            yield from self._reduced(size, t, 1)
             share = self.devices // t if self.plan.zero else 1
             yield ("collective-permute", PIPE), Sent(1, last.tied_parameters * FLOAT32 / t / share)
 
     def _transfers(self, position: int) -> Iterator[One]:
-        """Activations and errors, in every tick in which any stage has a pass of that direction."""
+        """Transfers of activations and errors, in every tick in which any stage runs a pass of that direction."""
         around, t = self.plan.chunks > 1, self.plan.stages[0].chunks[0].tensor[0]
         ticks = self.stages - 1 + self.plan.micro_batches * self.plan.chunks
         size = self.residual * self._rows(t) / (t if self.plan.sequence else 1)

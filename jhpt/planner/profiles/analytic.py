@@ -1,19 +1,19 @@
 """A GPT's or BERT's `ModelProfile` from its configuration and a device's datasheet, without running anything.
 
-Layers: embedding, L blocks, head.  Times are those of the roofline (`jhpt.planner.profiles.roofline`) over
+Layers: embedding, L blocks, head.  Seconds are those of the roofline (`jhpt.planner.profiles.roofline`) over
 
     block      qkv [bs, d] [d, (d + 2 kv) / t], attention, projection [bs, d / t] [d / t, d],
                up [bs, d] [d, g f / t], down [bs, f / t] [f / t, d]; norms, residual sums, activation
-    embedding  rows of the table; backward a gradient of the whole table
-    head       x[bs, d] E^T[d, V / t], softmax over float32 logits; BERT: of the predicted positions only, after d x d
+    embedding  rows of the table; in the backward pass a gradient of the whole table
+    head       x[bs, d] E^T[d, V / t], softmax over float32 logits; in BERT only at predicted positions, after d x d
 
-with b samples of s tokens, tensor degree t, key/value width kv, MLP width f and g = 2 for swiglu, else 1.  The division
-over the tensor axis is Megatron's (Shoeybi et al. 2019, arXiv 1909.08053, section 3), that of `jhpt.sharding.partition`.
-What is kept for the backward pass are the named tensors of a block (`NAMED_TENSORS`) that it reads, as the runtime
-keeps them: norms, activations and attention scores are computed again.
+with b samples of s tokens, tensor degree t, key/value width kv, MLP width f, and g = 2 for swiglu, else 1.  The tensor
+axis divides products as in Megatron (Shoeybi et al. 2019, arXiv 1909.08053, section 3) and `jhpt.sharding.partition`.
+Saved for the backward pass are those of a block's named tensors (`NAMED_TENSORS`) that it reads, as in the runtime:
+norms, activations and attention scores are recomputed.
 
-Left out: dropout, masks, softmax statistics of flash attention (0.2 % of what is kept) and the cast of float32 weights
-to the compute dtype, for the profile counts a 16-bit copy of the weights among the state.
+Left out: dropout, masks, softmax statistics of flash attention (0.2 % of what is saved), and the conversion of float32
+weights to the compute dtype, since the profile counts a 16-bit copy of the weights as part of the state.
 """
 
 import math
@@ -25,7 +25,7 @@ from jhpt.core.config import NAMED_TENSORS, BERTConfig, Config, GPTConfig, Model
 from jhpt.core.profile import LayerKind, ModelProfile, NamedTensor
 from jhpt.core.shapes import ParameterCount, parameter_count
 from jhpt.core.state import State, most_cuts, state_of
-from jhpt.planner.cost.recompute import size_of
+from jhpt.planner.profiles.named_tensors import size_of
 from jhpt.planner.profiles.roofline import (
     ELEMENT_BYTES,
     Operation,
@@ -38,16 +38,16 @@ from jhpt.planner.profiles.roofline import (
 )
 
 MAX_DEGREE = 64
-"""Largest tensor degree with timings of its own; beyond, `LayerKind.seconds` divides them."""
+"""Largest tensor degree with timings of its own; for larger degrees `LayerKind.seconds` divides the last ones."""
 
 FLASH_HEAD = 128
 """Widest head, a multiple of 8, of cuDNN's flash attention (`jhpt.models.attention`)."""
 
 FLASH_CAPABILITY = 8.0
-"""The least compute capability that cuDNN's flash attention needs."""
+"""The compute capability that cuDNN's flash attention needs at least."""
 
 EIGHT_BITS = {"float8": "; products in 8 bits count as that, and may take less"}
-"""Said of a profile by `model.matmul_dtype`: no rate of ours has been measured."""
+"""Note in a profile's source, by `model.matmul_dtype`: no 8-bit rates have been measured."""
 
 LOGIT_BYTES = 4
 """Logits are float32 (`jhpt.models.vocabulary`)."""
@@ -55,8 +55,11 @@ LOGIT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes that costs depend on.  gates: input matrices of the MLP; predicted: positions that the head sees;
-    post_norm: whether a norm follows the sums of the residual stream."""
+    """The sizes that costs depend on.
+
+    gates: input matrices of the MLP.  predicted: positions at which the head computes logits.  post_norm: whether a
+    norm follows each sum of the residual stream.  element: bytes of a number.
+    """
 
     tokens: int
     width: int
@@ -80,15 +83,15 @@ class Shape:
 
     @property
     def keys(self) -> float:
-        """Keys that an average query is multiplied with: plain attention computes the masked ones too."""
+        """Keys that an average query is multiplied with.  Plain attention multiplies with masked keys too."""
         return (self.tokens + 1) / 2 if self.causal and self.flash else self.tokens
 
 
 def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") -> ModelProfile:
     """The profile of `config` on `device`; one sample is a sequence of `data.sequence_length` tokens.
 
-    Parameters are those in memory, padding included.  The seconds of a tensor degree leave out its collectives, whose
-    bytes are in `tensor_forward_bytes` and `tensor_backward_bytes`.
+    Parameters include padding.  The seconds of a tensor degree exclude its collectives, whose bytes are
+    in `tensor_forward_bytes` and `tensor_backward_bytes`.
 
     Raises:
       InputError: the device has no rate for `dtype`.
@@ -99,10 +102,10 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
     table = model.padded_vocab * model.d_model
     tied = table if isinstance(model, BERTConfig) or model.tied else 0
     state = state_of(model, config.optimizer)
-    # A tensor axis cuts the MLP's rows, and between blocks of codes.
+    # The tensor axis cuts the MLP's rows; with int8 moments only between blocks of codes.
     cuts = most_cuts(model.ffn_width) if state.moments == "int8" else model.ffn_width
     max_tensor = math.gcd(model.num_heads, model.kv_heads, cuts, model.padded_vocab)
-    own = _parameters(model, count)
+    parameters = _parameters(model, count)
     profile = ModelProfile(
         name=config.name,
         device=device.name,
@@ -114,13 +117,13 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
         bytes_per_weight=shape.element,
         state=state,
         kinds={
-            "embedding": _embedding(model, shape, own["embedding"], max_tensor, device, dtype),
-            "block": _block(shape, own["block"], max_tensor, device, dtype),
-            "head": _head(model, shape, own["head"], tied, max_tensor, device, dtype),
+            "embedding": _embedding(model, shape, parameters["embedding"], max_tensor, device, dtype),
+            "block": _block(shape, parameters["block"], max_tensor, device, dtype),
+            "head": _head(model, shape, parameters["head"], tied, max_tensor, device, dtype),
         },
         layers=("embedding", *("block",) * model.num_layers, "head"),
     )
-    # The norm of the gradient takes one more reading of it.
+    # Clipping reads the gradient once more, for its norm.
     clip = shape.element if config.optimizer.clip_norm is not None else 0
     copy = 0 if profile.used_as_stored else shape.element
     return profile.model_copy(
@@ -132,8 +135,11 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
 
 
 def update_bytes(state: State, element: int, copy: int) -> float:
-    """Traffic of an update per parameter: reads the gradient, reads and writes what is kept, writes a weight to compute
-    with where that is not it.  That moments are decoded and coded on the way is left out."""
+    """Bytes that an update reads and writes per parameter: `element + copy + 2 state.bytes`.
+
+    It reads the gradient (element), reads and writes the stored state, and writes the copy of the weight that is
+    computed with, if there is one.  Left out: decoding and coding of low-precision moments.
+    """
     return element + copy + 2 * state.bytes
 
 
@@ -169,7 +175,7 @@ def _flash(model: ModelConfig, device: Device, dtype: str) -> bool:
 
 
 def _parameters(model: ModelConfig, count: ParameterCount) -> dict[str, int]:
-    """Allocated parameters of each kind: the padding lies where the padded tables are."""
+    """Allocated parameters of each kind of layer; padding counts where the padded tables are."""
     rows = model.padded_vocab - model.vocab_size
     in_table = rows * model.d_model
     in_head = count.padding - in_table
@@ -183,7 +189,7 @@ def _degrees(max_tensor: int) -> list[int]:
 def _embedding(
     model: ModelConfig, shape: Shape, parameters: int, max_tensor: int, device: Device, dtype: str
 ) -> LayerKind:
-    """The table is split by rows: each rank looks up all tokens and the results, zero elsewhere, are summed."""
+    """The table is cut by rows.  Each rank looks up all tokens, with zeros for missing rows; an all-reduce follows."""
     has_norm = isinstance(model, BERTConfig)
 
     def work(batch: int, tensor: int) -> Work:
@@ -207,7 +213,7 @@ def _embedding(
 
 
 def _block(shape: Shape, parameters: int, max_tensor: int, device: Device, dtype: str) -> LayerKind:
-    """Attention and MLP each end in a sum over the tensor axis, and in the backward pass begin with one."""
+    """Attention and MLP each end in an all-reduce over the tensor axis, and in the backward pass begin with one."""
 
     def work(batch: int, tensor: int) -> Work:
         return block_work(shape, batch, tensor)
@@ -240,7 +246,7 @@ def block_work(shape: Shape, batch: int, tensor: int) -> Work:
     traffic = _elementwise(shape, batch, tensor)
     return Work(
         (*weights, *attention_forward, stream(traffic)),
-        # Element-wise work runs again, for it is not kept; its gradient reads two tensors for each one it writes.
+        # Element-wise operations are recomputed, since they are not saved; gradients read two tensors per one written.
         (*transposed(weights), *attention_backward, stream(3 * traffic)),
     )
 
@@ -248,7 +254,7 @@ def block_work(shape: Shape, batch: int, tensor: int) -> Work:
 def _elementwise(shape: Shape, batch: int, tensor: int) -> float:
     """Bytes of the forward pass outside products.
 
-    The stream: two norms (read, write) and two sums (read two, write), on every rank.  Divided by the tensor axis: the
+    The stream, on every rank: two norms (read, write) and two sums (read two, write).  Divided by the tensor axis: the
     activation (reads its inputs, writes one) and the rotation of queries and keys (read, write).
     """
     hidden = (shape.gates + 1) * shape.ffn + shape.rotary * 2 * (shape.width + shape.kv_width)
@@ -256,10 +262,10 @@ def _elementwise(shape: Shape, batch: int, tensor: int) -> float:
 
 
 def _attention(shape: Shape, batch: int, tensor: int) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """Two products of s queries with `keys` keys for each head; the backward pass makes five, the scores once more.
+    """Two products of s queries with `keys` keys per head; the backward pass has five, as it recomputes the scores.
 
     Flash attention (Dao et al. 2022, arXiv 2205.14135; backward of five products: Dao 2023, arXiv 2307.08691, section
-    3.1) is one kernel that moves queries, keys, values and the result only.
+    3.1) is one kernel that moves only queries, keys, values and the result.
     """
     heads, tokens, element = batch * shape.heads / tensor, shape.tokens, shape.element
     if shape.flash:
@@ -274,9 +280,9 @@ def _attention(shape: Shape, batch: int, tensor: int) -> tuple[tuple[Operation, 
 
 
 def named_tensors(shape: Shape) -> tuple[NamedTensor, ...]:
-    """What the backward pass of a block may keep, per sample, and the FLOP that make each again.
+    """Tensors that a block may save for its backward pass, per sample, with the FLOP that recompute each.
 
-    It reads all but the last one, which only enters a residual sum unless a norm follows.
+    The backward pass reads all but the last one, which only enters a residual sum unless a norm follows.
     """
     tokens, width, element = shape.tokens, shape.width, shape.element
 
@@ -305,9 +311,9 @@ def named_tensors(shape: Shape) -> tuple[NamedTensor, ...]:
 def _head(
     model: ModelConfig, shape: Shape, parameters: int, tied: int, max_tensor: int, device: Device, dtype: str
 ) -> LayerKind:
-    """Logits are split by columns; the softmax exchanges three numbers per token, which are left out.
+    """Logits are cut by columns.  Left out: three numbers per token that the ranks exchange for the softmax.
 
-    Kept: the float32 logits, or what became of them in the softmax, and the product's input with what led to it.
+    Saved: the float32 logits or their softmax, and the input of the product with the tensors that led to it.
     """
     transform = isinstance(model, BERTConfig)
     stream_bytes = shape.predicted * shape.width * shape.element
@@ -319,7 +325,8 @@ def _head(
         if transform:
             products.append(matmul(rows, shape.width, shape.width, shape.element))
         norm = batch * stream_bytes * (6 if transform else 2)
-        # Written in float32, read for the maximum, the sum and the target.  Backward: read, gradient written.
+        # Logits are written in float32 and read for the maximum, the sum and the target; backward: read, gradient
+        # written.
         forward = norm + logits * (LOGIT_BYTES - shape.element + 2 * LOGIT_BYTES)
         backward = 2 * norm + logits * (LOGIT_BYTES + shape.element)
         return Work((*products, stream(forward)), (*transposed(products), stream(backward)))

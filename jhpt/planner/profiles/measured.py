@@ -1,7 +1,7 @@
-"""What `jhpt profile` measured on this machine, found again without asking a device, so without jax.
+"""Profiles and clusters that `jhpt profile` measured on this machine, read from the cache without jax.
 
-A measured profile is the analytic one with other seconds (`jhpt.training.profiling.assemble`).  It is of the configured
-model if everything else agrees.
+A measured profile is the analytic one with measured seconds (`jhpt.training.profiling.assemble`).  It belongs to the
+configured model if everything else agrees.
 """
 
 import platform
@@ -16,20 +16,20 @@ from jhpt.planner.profiles.analytic import analytic_profile
 
 
 def local_cluster() -> Cluster | None:
-    """This machine as it was last measured, or None."""
-    own = f"{platform.node() or 'local'}: "  # a home folder may be that of several machines
+    """This machine as last measured; None if it never was."""
+    prefix = f"{platform.node() or 'local'}: "  # several machines may share a home folder
     for path in _newest("clusters", "cluster.json"):
         try:
             cluster = load_cluster(path)
-        except InputError:  # of another version
+        except InputError:  # written by another version
             continue
-        if cluster.name.startswith(own):
+        if cluster.name.startswith(prefix):
             return cluster
     return None
 
 
 def local_profile(config: Config, device: str) -> ModelProfile | None:
-    """The last measured profile of the configured model on a device of this name, or None."""
+    """The most recent measured profile of the configured model on a device of this name; None if there is none."""
     for path in _newest("profiles", "profile.json"):
         try:
             profile = load_profile(path)
@@ -45,9 +45,11 @@ def is_of(profile: ModelProfile, config: Config) -> bool:
     if config.model.dtype not in ("auto", profile.dtype):
         return False
     nominal = Device(name=profile.device, peak_flops={profile.dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
-    own = analytic_profile(config, nominal, profile.dtype)
+    expected = analytic_profile(config, nominal, profile.dtype)
     alike = ("layers", "state", "products")
-    return all(getattr(own, name) == getattr(profile, name) for name in alike) and _untimed(own) == _untimed(profile)
+    return all(getattr(expected, name) == getattr(profile, name) for name in alike) and _untimed(expected) == _untimed(
+        profile
+    )
 
 
 def _untimed(profile: ModelProfile) -> dict[str, LayerKind]:

@@ -1,7 +1,8 @@
-"""Layer tables of networks that the literature on parallel training plans with: VGG-16, ResNet-50 and GNMT.
+"""Layer tables of networks in the literature on parallel training: VGG-16, ResNet-50 and GNMT.
 
-A table says what one layer does per sample: multiply-accumulates (MAC), parameters, numbers that flow in and out,
-numbers kept for the backward pass.  `network_profile` turns it into a `ModelProfile` by `jhpt.planner.profiles.roofline`.
+A table states for each layer, per sample: multiply-accumulates (MAC), parameters, numbers that it reads and writes, and
+numbers saved for the backward pass.  `network_profile` turns it into a `ModelProfile` with
+`jhpt.planner.profiles.roofline`.
 
     vgg16     Simonyan & Zisserman 2015 (arXiv 1409.1556), table 1, column D; 224 x 224: 138.36 M parameters, 15.5 GMAC
     resnet50  He et al. 2016 (arXiv 1512.03385), table 1, with the stride in the 3 x 3 convolution of a block, as usual
@@ -10,10 +11,10 @@ numbers kept for the backward pass.  `network_profile` turns it into a `ModelPro
               first in both directions, and 4 in the decoder, 1024 wide, 32320 words, attention after the first decoder
               layer: 160 M parameters; 50 tokens on either side
 
-A layer is a convolution with the norm, activation and pooling that follow, a bottleneck block, an LSTM layer or a fully
-connected one.  Over the tensor axis every product is divided by channels; counted is one sum of its whole output in the
-forward pass and one of the gradient of its input in the backward pass.  Left out: Winograd and other algorithms of
-fewer FLOP, the gradient of GNMT's whole table (0.07 ms a micro-batch on a V100).
+A layer is a convolution with the norm, activation and pooling that follow, a bottleneck block, an LSTM layer or a
+fully connected one.  The tensor axis divides every product by channels.  Each product has an all-reduce of its whole
+output in the forward pass, and one of its input's gradient in the backward pass.  Left out: Winograd and other
+algorithms with fewer FLOP, and the gradient of GNMT's whole table (0.07 ms per micro-batch on a V100).
 """
 
 import math
@@ -69,7 +70,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer of a table.  kept: numbers per sample that the backward pass reads."""
+    """One layer of a table.  saved: numbers per sample that the backward pass reads."""
 
     kind: str
     products: tuple[Product, ...]
@@ -126,7 +127,7 @@ def _layer_kind(layer: Layer, device: Device, dtype: str) -> LayerKind:
         products = [
             operation for product in layer.products for operation in _operations(product, batch, tensor, element)
         ]
-        # What is kept is written once and read once: norms, activations, gates.  Its gradient likewise, twice.
+        # Saved numbers (norms, activations, gates) are written once and read once; their gradients twice each.
         traffic = 2.0 * element * batch * layer.saved / tensor
         return Work((*products, stream(traffic)), (*transposed(products), stream(2 * traffic)))
 
@@ -175,7 +176,7 @@ def _dense(inputs: int, outputs: int, rows: int = 1, steps: int = 1) -> Product:
 
 
 def _connected(kind: str, inputs: int, outputs: int) -> Layer:
-    """A fully connected layer with bias; its output is kept."""
+    """A fully connected layer with bias; its output is saved."""
     return Layer(
         kind=kind,
         products=(_dense(inputs, outputs),),
@@ -191,7 +192,7 @@ def _vgg16() -> Iterator[Layer]:
         for index, outputs in enumerate(channels, 1):
             product, pooled = _convolution(3, inputs, outputs, side), index == len(channels)
             passed = product.outputs // 4 if pooled else product.outputs
-            # The convolution's output, what the pooling leaves of it, and the image.
+            # The convolution's output, that of the pooling, and the image.
             saved = product.outputs + (passed if pooled else 0) + (product.inputs if inputs == 3 else 0)
             yield Layer(
                 kind=f"conv{stage}_{index}",
@@ -208,7 +209,7 @@ def _vgg16() -> Iterator[Layer]:
 
 
 def _resnet50() -> Iterator[Layer]:
-    """Convolutions have no bias; each is followed by a batch norm, which keeps its input and its output."""
+    """Convolutions have no bias; each is followed by a batch norm, which saves its input and its output."""
     stem = _convolution(7, 3, 64, 112, stride=2)
     pooled = 64 * 56 * 56
     yield Layer(
@@ -248,7 +249,7 @@ def _bottleneck(kind: str, inputs: int, inner: int, side: int, stride: int, *, s
 
 
 def _gnmt() -> Iterator[Layer]:
-    """Decoder layers hand on the attention's context, which each of them reads beside its own input."""
+    """Decoder layers pass on the attention's context, which each of them reads beside its own input."""
     width, tokens, table = GNMT_WIDTH, GNMT_TOKENS, GNMT_WORDS * GNMT_WIDTH
     passed = tokens * width
     yield Layer(kind="embedding", products=(), parameters=table, outputs=passed, saved=passed)
@@ -273,7 +274,7 @@ def _gnmt() -> Iterator[Layer]:
 def _lstm(kind: str, inputs: int, *, outputs: int, directions: int = 1) -> Layer:
     """Four gates of x[inputs] and of h[width]; two biases each, as cuDNN has.
 
-    The products with x are one over all tokens, those with h follow each other token by token.  Kept: gates, cell, h.
+    There is one product with x over all tokens; the products with h run token by token.  Saved: gates, cell, h.
     """
     width, tokens = GNMT_WIDTH, GNMT_TOKENS
     products = (_dense(inputs, 4 * width, rows=tokens), _dense(width, 4 * width, steps=tokens)) * directions

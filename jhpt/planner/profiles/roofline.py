@@ -1,9 +1,9 @@
-"""From the operations of a layer to its seconds: the analytic side of a `ModelProfile`.
+"""Seconds of a layer from its operations: the analytic part of a `ModelProfile`.
 
     seconds of a layer = sum over its operations of max(FLOP / (peak * efficiency(FLOP)), bytes / memory bandwidth)
 
-Operations follow each other and do not overlap.  Left out: launches of element-wise kernels, caches (operands that stay
-in the L2 cache are charged to memory all the same), slow shapes (thin or unaligned matrices).
+Operations run one after the other.  Left out: launches of element-wise kernels, caches (operands in the L2 cache count
+as read from memory), and slow shapes (thin or unaligned matrices).
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of one number of the compute dtypes."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Micro-batch sizes of the grid, in samples: `Timing` goes on in proportion above the last."""
+"""Micro-batch sizes of the grid, in samples; `Timing` extrapolates in proportion above the last."""
 
 STATE_BYTES = {"adam": 16.0, "momentum": 12.0}
 """Bytes of state per parameter: weight and gradient (2 + 2), float32 master weight (4) and moments (4 each); in float32
@@ -45,7 +45,7 @@ class Work(NamedTuple):
 
 
 def check_dtype(device: Device, dtype: str) -> None:
-    """InputError where the device has no rate for `dtype`, or a number of it no size here."""
+    """InputError if the device has no rate for `dtype`, or `ELEMENT_BYTES` does not list it."""
     known = [name for name in ELEMENT_BYTES if name in device.peak_flops]
     if dtype not in known:
         raise InputError(f"{device.name} has no rate for dtype={dtype}; use {one_of(known)}")
@@ -71,21 +71,21 @@ def transposed(products: Iterable[Operation]) -> tuple[Operation, ...]:
 def timings(work: Callable[[int, int], Work], degrees: Iterable[int], device: Device, dtype: str) -> tuple[Timing, ...]:
     """The timings of `work(batch, tensor)` over `BATCHES` and ascending tensor `degrees`.
 
-    A larger micro-batch is never faster and a larger degree never slower: where a tabulated efficiency says so, between
-    two of its sizes, the figure beside it is taken.
+    A larger micro-batch is never faster and a larger degree never slower.  Where a tabulated efficiency implies
+    otherwise between two of its sizes, the neighbouring value is used.
     """
-    found: list[Timing] = []
+    table: list[Timing] = []
     for tensor in degrees:
         works = [work(batch, tensor) for batch in BATCHES]
         forward, backward = (
             list(accumulate((_seconds(part, device, dtype) for part in parts), max))
             for parts in zip(*works, strict=True)
         )
-        if found:
-            forward = list(map(min, forward, found[-1].forward))
-            backward = list(map(min, backward, found[-1].backward))
-        found.append(Timing(tensor=tensor, batches=BATCHES, forward=tuple(forward), backward=tuple(backward)))
-    return tuple(found)
+        if table:
+            forward = list(map(min, forward, table[-1].forward))
+            backward = list(map(min, backward, table[-1].backward))
+        table.append(Timing(tensor=tensor, batches=BATCHES, forward=tuple(forward), backward=tuple(backward)))
+    return tuple(table)
 
 
 def _seconds(operations: Iterable[Operation], device: Device, dtype: str) -> float:

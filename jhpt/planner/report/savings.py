@@ -35,7 +35,7 @@ def savings(answer: Answer) -> tuple[Saving, ...]:
     degrees = (pair for stage in plan.stages for chunk in stage.chunks for pair in enumerate(chunk.tensor, chunk.first))
     if plan.space == "general" or not any(0 < layer < last and tensor > 1 for layer, tensor in degrees):
         return ()
-    return (_chunks_saving(answer), *([_compression_saving(answer)] if answer.model.sums.stream else []))
+    return (_chunks_saving(answer), *([_compression_saving(answer)] if answer.model.tensor_all_reduce.stream else []))
 
 
 def _chunks_saving(answer: Answer) -> Saving:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.placement import Place
 from jhpt.planner.cost.schedule import Array
 
 FORWARD, BACKWARD, ERRORS, REDUCED, UPDATE, SAVED, WORKING, LEAVING = range(8)

@@ -24,7 +24,8 @@ from jhpt.core.rules import conflict
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import blocks_of, offloaded_step, offloads
-from jhpt.planner.cost.recompute import NOTHING, repeated, size_of
+from jhpt.planner.cost.recompute import NOTHING, repeated
+from jhpt.planner.profiles.named_tensors import size_of
 from jhpt.planner.search.request import Incumbent, Request
 
 

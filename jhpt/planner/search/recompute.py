@@ -29,8 +29,9 @@ from jhpt.planner.cost.activation_offload import fullest_host, waiting_bytes
 from jhpt.planner.cost.estimate import StageEstimate, price, stage_layers
 from jhpt.planner.cost.layers import strategy_of
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.recompute import flops_shares, graph, sum_shares
-from jhpt.planner.cost.recompute_block import Choice, Copies, Fate, Tensor, choose
+from jhpt.planner.cost.recompute import Copies, Fate, Tensor, graph
+from jhpt.planner.profiles.named_tensors import all_reduce_shares, flops_shares
+from jhpt.planner.search.recompute_block import Choice, choose
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.spmd import search_spmd
 
@@ -152,8 +153,8 @@ def _anywhere(plan: Plan, model: CostModel, names: tuple[str, ...] | None) -> Pl
         for tensor in graph(kind.tensors, {n: dear if n in needed else s for n, s in seconds.items()}, sizes)
     ]
     whole = sizes[BLOCK_INPUT]
-    entry = [Tensor(name=BLOCK_INPUT, bytes=room.entry * whole, there=whole, seconds=dear)]
-    tensors = [replace(tensor, travel=travel.get(tensor.name or "")) for tensor in inner + entry]
+    entry = [Tensor(name=BLOCK_INPUT, bytes=room.entry * whole, host_bytes=whole, seconds=dear)]
+    tensors = [replace(tensor, copy_seconds=travel.get(tensor.name or "")) for tensor in inner + entry]
     beside = model.cluster.overlap
     copies = Copies(
         rate=model.cluster.nodes[0].host.bandwidth,
@@ -198,7 +199,7 @@ def _block(model: CostModel) -> LayerKind:
 
 def _seconds(kind: LayerKind, forward: float, sums: float) -> dict[str, float]:
     """To compute every tensor again."""
-    shares, summed = flops_shares(kind.tensors), sum_shares(kind.tensors)
+    shares, summed = flops_shares(kind.tensors), all_reduce_shares(kind.tensors)
     return {name: shares[name] * forward + summed[name] * sums for name in shares}
 
 

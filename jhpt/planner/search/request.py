@@ -87,7 +87,7 @@ def choices_of(asked: Request, model: CostModel, space: Space) -> Choices:
         mixed=model.cluster.mixed,
         place=model.cluster.name,
         schedule="interleaved" if set(asked.schedules) == {"interleaved"} else None,
-        sample=model.profile.sample if model.sums.stream is None else None,
+        sample=model.profile.sample if model.tensor_all_reduce.stream is None else None,
         compression=None not in asked.compression,
         gradient_compression=asked.gradient_compression.on,
         offload=None if None in asked.offload else asked.offload[0],

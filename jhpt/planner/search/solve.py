@@ -82,7 +82,7 @@ def solve(profile: ModelProfile, cluster: Cluster, asked: Request, space: Space 
     """`plan` with everything that the explanation needs."""
     model = CostModel(profile, cluster, asked.gradient_compression, asked.saved)
     check(choices_of(asked, model, space))
-    if space == "general" or model.sums.stream is None:
+    if space == "general" or model.tensor_all_reduce.stream is None:
         asked = replace(asked, compression=(None,))
     best = search(asked, model, space) if None in asked.offload else Incumbent()
     if space == "spmd" and (best.plan is not None or asked.host) and None in asked.offload:

@@ -37,9 +37,9 @@ import numpy.typing as npt
 from jhpt.core.config import Compression
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, Zero, runs_of
 from jhpt.core.schedule import in_flight
+from jhpt.planner.cost.communication import Place, transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.placement import Place, transfer_seconds
 from jhpt.planner.cost.schedule import Array, step_seconds
 from jhpt.planner.search.bounds import (
     StageTerms,
@@ -95,7 +95,7 @@ class Grid:
 
     def strategy(self, batch: int) -> LayerStrategy:
         """What all layers share."""
-        return layer_strategy(
+        strategy = layer_strategy(
             self.space,
             self.stages,
             batch,
@@ -103,8 +103,8 @@ class Grid:
             self.zero,
             self.recompute,
             compression=self.compression,
-            sample_chunks=self.sample_chunks,
         )
+        return replace(strategy, sample_chunks=self.sample_chunks)
 
 
 def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space: Space = "spmd") -> None:
@@ -288,10 +288,8 @@ def _mixed_stages(request: Request, model: CostModel, space: Space, limit: float
             sets = [chain for chain in (chains(even) if space == "spmd" else [tuple(even)]) if len(chain) > 1]
             decided = itertools.product(sets, request.zero, request.recompute, request.compression)
             for degrees, zero, recompute, how in decided:
-                cuts = request.sample_chunks
-                strategy = layer_strategy(
-                    space, 1, request.batch, m, zero, recompute, compression=how, sample_chunks=cuts
-                )
+                strategy = layer_strategy(space, 1, request.batch, m, zero, recompute, compression=how)
+                strategy = replace(strategy, sample_chunks=request.sample_chunks)
                 place = model.places.at(0, devices)
                 question = Question(place, strategy, 0, model.num_layers, 1, m, degrees, piped=False)
                 for asked in _of_one_table(question, model, limit):
@@ -301,7 +299,7 @@ def _mixed_stages(request: Request, model: CostModel, space: Space, limit: float
 
 def _of_one_table(question: Question, model: CostModel, limit: float) -> Iterator[Question]:
     """Where one program has one table: for every degree of the layers that share it, if their best is good enough."""
-    if model.tied_layer is None or question.strategy.program == "own":
+    if model.tied_layer is None or question.strategy.program == "per_stage":
         yield question
     elif _mixed_bound(question, model) < limit:
         yield from (replace(question, shared=t) for t in question.degrees)

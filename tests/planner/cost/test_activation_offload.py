@@ -15,19 +15,19 @@ from jhpt.planner.api import prepare
 from jhpt.planner.cost.activation_offload import fullest_host
 from jhpt.planner.cost.estimate import evaluate, price
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.recompute import NOTHING
-from jhpt.planner.cost.recompute_block import Copies, Fate, choose, seconds_of
+from jhpt.planner.cost.recompute import NOTHING, Copies, Fate, seconds_of
 from jhpt.planner.report.alternatives import changed
 from jhpt.planner.report.answer import to_json
 from jhpt.planner.report.causes import stage_causes
 from jhpt.planner.report.text import host_table, make_console, summary
 from jhpt.planner.search.choice import plainest
 from jhpt.planner.search.recompute import with_names
+from jhpt.planner.search.recompute_block import choose
 from jhpt.planner.search.request import recomputations, request
 from jhpt.planner.search.solve import solve
 from tests.covers import quick_and_exhaustive
-from tests.planner.cost.test_recompute_block import drawn
 from tests.planner.search.test_recompute import BLOCKS, PLANS, cluster_of, keeping, one_device, profile_of, with_link
+from tests.planner.search.test_recompute_block import drawn
 from tests.sharding.plans import piped
 
 
@@ -136,7 +136,7 @@ def test_a_small_host_is_used_sparingly(seed):
     """Copies of their own length, few bytes there: fewest seconds, then fewest bytes there, then on the device."""
     rng = np.random.default_rng(seed)
     tensors, budget, _ = drawn(2 * seed)
-    tensors = [replace(tensor, travel=float(rng.integers(0, 4))) for tensor in tensors]
+    tensors = [replace(tensor, copy_seconds=float(rng.integers(0, 4))) for tensor in tensors]
     room = int(rng.integers(0, 12))
     copies = Copies(rate=1.0, forward=float(rng.integers(0, 4)), backward=1.0, budget=room, sparing=True)
 

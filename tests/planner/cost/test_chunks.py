@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.comms.two_streams import makespan
 from benchmarks.planner.instances import random_cluster, random_profile
 from benchmarks.planner.oracle import spmd_plans
 from jhpt.core.catalogue import find_cluster
@@ -14,12 +15,12 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, Stage, runs_of
 from jhpt.planner.api import prepare
-from jhpt.planner.cost.collectives import all_gather, all_to_all
-from jhpt.planner.cost.compression import kernel_seconds, stream_of, sum_seconds
+from jhpt.planner.cost.communication import all_gather, all_to_all
+from jhpt.planner.cost.compression import all_reduce_seconds, kernel_seconds, stream_of
 from jhpt.planner.cost.estimate import evaluate, price, stage_times
 from jhpt.planner.cost.layers import layer_strategy, strategy_of
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.overlap import Operation, makespan
+from jhpt.planner.cost.overlap import Operation
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.choice import plan_to_run
 from jhpt.planner.search.request import COMPRESSIONS, SAMPLE_CHUNKS, compressions, request
@@ -48,6 +49,12 @@ def drawn(seed, devices=4, layers=4, overlap=True):
     return CostModel(profile, cluster), replace(asked, schedules=("1f1b", "gpipe"))
 
 
+def chunked(space, stages, batch, micro_batches, zero, recompute, compression=None):
+    """A strategy with all numbers of chunks that the planner may choose."""
+    strategy = layer_strategy(space, stages, batch, micro_batches, zero, recompute, compression=compression)
+    return replace(strategy, sample_chunks=SAMPLE_CHUNKS)
+
+
 def with_chunks(plan: Plan, model: CostModel, chunks=None) -> Plan:
     """The plan with the chunks that are looked up for it, or with these of every layer."""
     stages, how = [], plan.compression if plan.compression.on else None
@@ -56,16 +63,7 @@ def with_chunks(plan: Plan, model: CostModel, chunks=None) -> Plan:
             t: model.sample_chunks(
                 stage.devices,
                 t,
-                layer_strategy(
-                    "spmd",
-                    len(plan.stages),
-                    plan.batch,
-                    plan.micro_batches,
-                    plan.zero,
-                    plan.recompute,
-                    compression=how,
-                    sample_chunks=SAMPLE_CHUNKS,
-                ),
+                chunked("spmd", len(plan.stages), plan.batch, plan.micro_batches, plan.zero, plan.recompute, how),
             )
             for t in plan.degrees
         }
@@ -137,7 +135,7 @@ def test_chunks_are_the_best_there_are(seed):
         inner: sum(passes(one_stage(model, 4, tensor, asked.batch, (1, *inner, 1), recompute), model))
         for inner in itertools.product(*choices)
     }
-    strategy = layer_strategy("spmd", 1, asked.batch, 1, 0, recompute, sample_chunks=SAMPLE_CHUNKS)
+    strategy = chunked("spmd", 1, asked.batch, 1, 0, recompute)
     chosen = model.sample_chunks(4, tensor, strategy)
     assert every[chosen[1:-1]] == pytest.approx(min(every.values()), rel=1e-9)
 
@@ -187,7 +185,7 @@ def test_blocks_take_what_the_two_streams_take(chunks):
     block = float((one.forward + one.forward_tensor + one.backward + one.backward_tensor)[1])
     played = 0.0
     for direction in (0, 1):
-        operation = model.sums.operation(place, 8, strategy, direction)
+        operation = model.tensor_all_reduce.operation(place, 8, strategy, direction)
         index = int(model.index[1])
         seconds = {n: (float(operation.work(n)[index]), float(operation.travel(n)[index])) for n in range(1, 9)}
         half = Operation(work=lambda n, s=seconds: s[n][0] / 2, travel=lambda n, s=seconds: s[n][1] / 2)
@@ -198,7 +196,7 @@ def test_blocks_take_what_the_two_streams_take(chunks):
 def test_gpt_hides_its_sums_behind_chunks():
     """Tensor degree 8 of one node: chosen, and most of what was exposed is hidden; without overlap nothing is."""
     model = gpt()
-    strategy = layer_strategy("spmd", 1, 8, 1, 0, False, sample_chunks=SAMPLE_CHUNKS)
+    strategy = chunked("spmd", 1, 8, 1, 0, False)
     chosen = model.sample_chunks(8, 8, strategy)
     assert set(chosen) in ({2}, {4})
     exposed = {
@@ -215,12 +213,12 @@ def test_latency_decides_against_chunks():
     slow = node.model_copy(update={"inside": node.inside.model_copy(update={"latency": 1.0})})
     model = gpt(nodes=1)
     model = CostModel(model.profile, model.cluster.model_copy(update={"nodes": (slow,)}))
-    assert set(model.sample_chunks(8, 8, layer_strategy("spmd", 1, 8, 1, 0, False, sample_chunks=SAMPLE_CHUNKS))) == {1}
+    assert set(model.sample_chunks(8, 8, chunked("spmd", 1, 8, 1, 0, False))) == {1}
 
 
 def test_pipelines_have_one_number():
     model = gpt(layers=6)
-    chosen = model.sample_chunks(4, 4, layer_strategy("spmd", 2, 32, 2, 0, False, sample_chunks=SAMPLE_CHUNKS))
+    chosen = model.sample_chunks(4, 4, chunked("spmd", 2, 32, 2, 0, False))
     assert len(set(chosen)) == 1 and chosen[0] > 1
     mixed = tensor_parallel(6, stages=2, chunks=1, micro_batches=2)
     last = mixed.stages[1].chunks[0]
@@ -254,10 +252,10 @@ def test_compressed_sums_by_hand():
     link, stream = group.inside, replace(stream_of(model.profile), tokens=4, width=128)
     steps = Compression(bits=8, steps=2)
     half = 320 / link.rate(320) + link.latency
-    assert sum_seconds(group, steps, stream, 1, 1) == pytest.approx(2 * half)
+    assert all_reduce_seconds(group, steps, stream, 1, 1) == pytest.approx(2 * half)
     assert all_to_all(group, 640.0) == pytest.approx(half) == all_gather(group, 640.0)
     once = Compression(bits=8, steps=1)
-    assert sum_seconds(group, once, stream, 1, 3) == pytest.approx(3 * 576 / link.rate(3 * 576) + link.latency)
+    assert all_reduce_seconds(group, once, stream, 1, 3) == pytest.approx(3 * 576 / link.rate(3 * 576) + link.latency)
     device = model.cluster.nodes[0].device
     moved = 1024 + 640 + (640 + 4 * 256) + (4 * 256 + 320) + (640 + 1024)
     assert kernel_seconds(2, steps, stream, 1, device) == pytest.approx(moved / device.memory_bandwidth)

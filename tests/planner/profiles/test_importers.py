@@ -282,9 +282,9 @@ ONE = {"1": [configuration(1.0)]}
 
 REFUSALS = {
     "empty": ("\n \n", "is empty"),
-    "no profile": ("just words", "is no profile: found a str"),
-    "a list": ([1, 2], "is no profile: found a list"),
-    "other keys": ({"name": "x", "network": {}}, "found the keys .'name', 'network'."),
+    "no profile": ("just words", "is not a profile: it holds a str"),
+    "a list": ([1, 2], "is not a profile: it holds a list"),
+    "other keys": ({"name": "x", "network": {}}, "holds the keys .'name', 'network'."),
     "broken": ('{"nodes": [', "neither JSON nor YAML"),
     "mixed": (piper({1: ONE}, []) | {"kinds": {}, "layers": []}, "mixes a jhpt profile"),
     "own, faulty": ({"kinds": {}, "layers": ["x"]}, "is no ModelProfile file"),

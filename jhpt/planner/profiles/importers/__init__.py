@@ -1,7 +1,7 @@
-"""Profiles that other tools wrote, as `ModelProfile`: PipeDream's `graph.txt`, Piper's JSON, and jhpt's own files.
+"""Reads profiles of other tools as `ModelProfile`: PipeDream's `graph.txt`, Piper's JSON, and jhpt's own files.
 
-Profiles that are graphs become rows of layers in `graph`; `pipedream` and `piper` say what is taken from a file, in
-which units, and what is dropped.
+`graph` turns profiled graphs into rows of layers; `pipedream` and `piper` document what is read from a file, in which
+units, and what is dropped.
 """
 
 import json
@@ -20,7 +20,11 @@ FORMATS = (
 
 
 def read_profile(path: str | Path) -> ModelProfile:
-    """The profile in a file of any known format, which its content tells; InputError says what is wrong with it."""
+    """The profile in a file of any known format, recognized by its content.
+
+    Raises:
+      InputError: the file is not a valid profile; the message names the fault.
+    """
     path = Path(path)
     text = _read(path)
     if pipedream.looks_like(text):
@@ -34,8 +38,8 @@ def read_profile(path: str | Path) -> ModelProfile:
         return parse(ModelProfile, tree, path)
     if theirs:
         return piper.read(tree, path)
-    found = f"the keys {sorted(map(str, keys))}" if keys else f"a {type(tree).__name__}"
-    raise InputError(f"{path} is no profile: found {found}; expected {FORMATS}")
+    content = f"the keys {sorted(map(str, keys))}" if keys else f"a {type(tree).__name__}"
+    raise InputError(f"{path} is not a profile: it holds {content}; expected {FORMATS}")
 
 
 def _read(path: Path) -> str:

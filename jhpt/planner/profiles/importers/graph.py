@@ -77,7 +77,7 @@ class Segment:
 
 
 def check(graph: Graph, path: Path) -> None:
-    """InputError where `graph` is no connected acyclic graph."""
+    """InputError if `graph` is not a connected acyclic graph."""
     if dangling := sorted({node for edge in graph.edges for node in edge if node not in graph.nodes}):
         raise InputError(f"{path}: edges name nodes that the file does not describe: {_few(dangling)}; describe them")
     try:
@@ -178,10 +178,8 @@ def segments(graph: Graph) -> list[Segment]:
     costly = [index for index, node in enumerate(order) if not graph.free(node)]
     price = [live_bytes(graph, set(order[:size])) for size in range(len(order) + 1)]
     cuts = [min(range(here + 1, there + 1), key=price.__getitem__) for here, there in pairwise(costly)]
-    starts, embedding_and_head = [0, *cuts], [*cuts, len(order)]
-    return [
-        Segment(nodes=tuple(order[a:b]), boundary=price[b]) for a, b in zip(starts, embedding_and_head, strict=True)
-    ]
+    starts, stops = [0, *cuts], [*cuts, len(order)]
+    return [Segment(nodes=tuple(order[a:b]), boundary=price[b]) for a, b in zip(starts, stops, strict=True)]
 
 
 def layers(graph: Graph, path: Path) -> tuple[dict[str, LayerKind], tuple[str, ...]]:

@@ -110,12 +110,12 @@ def _graph(file: Piper, path: Path) -> Graph:
         nodes[str(node.id)] = _kind(node)
     edges: dict[tuple[str, str], float] = {}
     for edge in file.edges:
-        embedding_and_head = str(edge.sourceId), str(edge.destId)
-        if embedding_and_head in edges:
+        nodes_of_edge = str(edge.sourceId), str(edge.destId)
+        if nodes_of_edge in edges:
             raise InputError(
-                f"{path}: the edge from {embedding_and_head[0]} to {embedding_and_head[1]} is listed twice; keep one"
+                f"{path}: the edge from {nodes_of_edge[0]} to {nodes_of_edge[1]} is listed twice; keep one"
             )
-        edges[embedding_and_head] = edge.communicationCost
+        edges[nodes_of_edge] = edge.communicationCost
     return Graph(nodes=nodes, edges=edges, labels={str(node.id): node.name for node in file.nodes})
 
 

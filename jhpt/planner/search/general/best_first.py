@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, runs_of
+from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.placement import Place
 from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.search.bounds import StageTerms, after, own_seconds
 from jhpt.planner.search.general.groups import Group, groups

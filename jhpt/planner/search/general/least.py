@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.placement import Place
 from jhpt.planner.cost.recompute import NOTHING
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.general.chains import Index, Spans, shortest, spans
@@ -147,7 +147,7 @@ class Minima:
         """[N] least k x seconds of computing a layer's micro-batch on any number k of devices."""
         model, least = self.model, np.full(len(self.model.kinds), np.inf)
         again = model.activations.repeated(NOTHING)[0] if strategy.recompute else np.zeros(len(model.kinds))
-        fastest = min(model.places.slow)
+        fastest = min(model.places.slowdowns)
         for devices in range(1, model.cluster.num_devices + 1):
             for t in model.degrees(devices):
                 forward, backward = model.compute_seconds(-(-strategy.micro_batch * t // devices), t)

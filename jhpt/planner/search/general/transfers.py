@@ -7,8 +7,8 @@ node: few receivers make large messages, many make for a crowd at the ports.  Al
 import numpy as np
 
 from jhpt.core.cluster import Link
+from jhpt.planner.cost.communication import transfer_seconds
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.placement import transfer_seconds
 from jhpt.planner.cost.schedule import Array
 
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jhpt.core.cluster import Cluster, Curve, Device, Link, Node
-from jhpt.planner.cost.collectives import Group, all_gather, all_reduce, reduce_scatter
-from jhpt.planner.cost.placement import Places, transfer_seconds
+from jhpt.planner.cost.communication import Group, Places, all_gather, all_reduce, reduce_scatter, transfer_seconds
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
 FAST = Link(bandwidth=100.0, latency=0.0)

@@ -1,0 +1,268 @@
+"""Costs of each kind of layer under one strategy: seconds of compute and communication, and bytes.
+
+A stage has k = d t devices; a layer has tensor degree t, and a micro-batch b samples.
+
+    cost           when                            seconds
+    compute        per micro-batch                 profiled at ceil(b / d) samples and degree t
+    tensor         per micro-batch, exposed        all-reduce over t of activations (forward) and errors (backward)
+    resharding     per micro-batch, exposed        all-gather of the activation where neighbouring degrees differ
+    ZeRO-3         per micro-batch, prefetched     all-gather of weights in both passes, reduce-scatter of gradients;
+                                                   a layer takes max(compute, communication)
+    gradients      once per step                   all-reduce over d (ZeRO-1: reduce-scatter); it follows the layer's
+                                                   last backward pass on a separate stream
+    ZeRO-1         once, in the first forward      all-gather of weights; the part that the forward pass does not hide
+    update         once, at the end                optimizer, on a device's share of the state
+
+Chunked samples reduce the tensor seconds.  A layer then takes the period of `overlap`, and the first layer of a run its
+filling as well; whatever exceeds the plain compute counts as tensor seconds.  Weight gradients are not assumed to hide
+anything, since other chunks already do.  Compressed all-reduces cost what `compression` states.  In one SPMD program
+both apply to the blocks only, not to embedding and head.  Left out: contention of all-gathers and all-reduces on a
+shared link, and the memory of a chunk's all-reduce.
+
+Compressed gradients (`compression.gradient_seconds`) replace all-reduce and reduce-scatter.  Their kernels count
+as update seconds and the residual that each rank keeps counts as optimizer state.  ZeRO-3 excludes them.
+
+ZeRO-3 on a single data rank communicates nothing, but both passes convert weights to the compute dtype.  That takes the
+memory bandwidth's time for reading 4 and writing 2 bytes.  The other levels convert once per step, in the update.  Left
+out: the update of ZeRO-3 then writes no copy.
+
+On a cluster that does not overlap communication with computation everything is exposed: a ZeRO-3 layer takes compute
+plus communication, ZeRO-1 its whole all-gather, and gradients are reduced after the last backward pass.  What is
+exposed once per step counts as update seconds.
+
+With recomputation a layer saves only its input and the tensors that `SavedTensors` names.  The backward pass repeats
+the part of the forward pass, and of its all-reduces, that it needs (`recompute.repeated`; all of it for layers without
+named tensors).  Offloaded tensors are copied to the host beside the forward pass and back beside the backward pass, one
+by one; the copy seconds that exceed the pass are added to it, and all of them without overlap.  Left out: communication
+slows down the computation beside it.
+
+Sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) cuts what lies between the products over
+the tensor ranks: a device holds 1 / t of replicated activations, of a layer's input and of what it sends to the next
+stage.  An all-reduce becomes a reduce-scatter and an all-gather of the same bytes, and the backward pass gathers the
+inputs of the products again: its tensor seconds x 1.5.  Left out: one all-gather each at embedding and head.
+
+These are the costs of an ideal program.  `memory` describes what the single SPMD program of space="spmd" does instead.
+Its pipelines hide less of the parameters' communication:
+
+    ZeRO-3         the reduce-scatter follows each backward pass: max(backward, all-gather) + reduce-scatter
+    gradients      exposed, after the last backward pass
+    ZeRO-1         exposed, before the first forward pass
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jhpt.planner.cost.basis import CostBasis
+from jhpt.planner.cost.communication import Place, all_gather
+from jhpt.planner.cost.layers import LayerStrategy
+from jhpt.planner.cost.memory import Slot
+from jhpt.planner.cost.schedule import Array
+from jhpt.planner.cost.tensor_all_reduce import BACKWARD, FORWARD
+
+CAST = 6.0
+"""Bytes read and written to convert a weight between float32 and a 16-bit type: 4 + 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """[kinds] seconds of one micro-batch: passes, exposed all-reduces over tensor ranks, filling of a run of chunks."""
+
+    forward: Array
+    backward: Array
+    forward_tensor: Array
+    backward_tensor: Array
+    forward_filling: Array
+    backward_filling: Array
+
+
+@dataclass(frozen=True)
+class KindCosts:
+    """Costs of every kind of layer at one place, tensor degree and strategy."""
+
+    basis: CostBasis
+    place: Place
+    tensor: int
+    strategy: LayerStrategy
+
+    @property
+    def data(self) -> int:
+        """Number of data ranks."""
+        return self.place.devices // self.tensor
+
+    @property
+    def local(self) -> int:
+        """Samples of a micro-batch on a device."""
+        return -(-self.strategy.micro_batch // self.data)
+
+    @property
+    def zero(self) -> int:
+        """The effective ZeRO level: a single data rank has nothing to shard."""
+        return self.strategy.zero if self.data > 1 else 0
+
+    @property
+    def sequence(self) -> int:
+        """Parts into which sequence parallelism cuts replicated tensors."""
+        return self.tensor if self.strategy.sequence else 1
+
+    @property
+    def in_pipeline(self) -> bool:
+        """Whether one SPMD program runs several stages."""
+        return self.strategy.program == "pipeline"
+
+    def arrays(self) -> dict[str, Array]:
+        """[kinds] the fields of `LayerCosts`."""
+        plain = self._plain_passes()
+        passes = self._with_weight_gathers(self._with_recomputation(plain))
+        return {
+            "forward": np.where(self.basis.kinds_allowed(self.tensor), passes.forward, np.inf),
+            "backward": passes.backward,
+            "forward_tensor": passes.forward_tensor,
+            "backward_tensor": passes.backward_tensor,
+            "forward_filling": passes.forward_filling,
+            "backward_filling": passes.backward_filling,
+            **self._once_per_step(plain),
+            **self._bytes(),
+        }
+
+    def _plain_passes(self) -> Passes:
+        """Compute and exposed all-reduces, without recomputation, offloading and ZeRO."""
+        basis, slowdown = self.basis, self.place.slowdown
+        forward, backward = basis.compute_seconds(self.local, self.tensor)
+        tensor = [
+            basis.tensor_all_reduce.exposed(self.place, self.tensor, self.strategy, self.local, direction)
+            for direction in (FORWARD, BACKWARD)
+        ]
+        return Passes(
+            forward=forward * slowdown,
+            backward=backward * slowdown,
+            forward_tensor=tensor[FORWARD][0],
+            backward_tensor=tensor[BACKWARD][0],
+            forward_filling=tensor[FORWARD][1],
+            backward_filling=tensor[BACKWARD][1],
+        )
+
+    def _with_recomputation(self, passes: Passes) -> Passes:
+        """Adds what the backward pass repeats, and the exposed copies of offloaded tensors."""
+        if not self.strategy.recompute:
+            return passes
+        saved = self.basis.saved_tensors(self.strategy)
+        shares, all_reduce_shares = self.basis.activations.repeated(saved)
+        forward, backward = passes.forward, passes.backward + shares * passes.forward
+        if saved.host:
+            copied = self.basis.activations.copy_seconds(saved.host, self.tensor, self.sequence, self.local)
+            overlap = self.basis.cluster.overlap
+            forward = forward + (np.maximum(0.0, copied - forward) if overlap else copied)
+            backward = backward + (np.maximum(0.0, copied - passes.backward) if overlap else copied)
+        return replace(
+            passes,
+            forward=forward,
+            backward=backward,
+            backward_tensor=passes.backward_tensor + all_reduce_shares * passes.forward_tensor,
+        )
+
+    def _with_weight_gathers(self, passes: Passes) -> Passes:
+        """Adds ZeRO-3: all-gathers of weights and the reduce-scatter of gradients, or on one rank the conversion."""
+        gather = self.basis.data_collectives.gathered(self.place, self.tensor)
+        if self.zero == 3 and self.basis.cluster.overlap:
+            backward_gather, after = (gather, gather) if self.in_pipeline else (2 * gather, np.zeros_like(gather))
+            forward, forward_filling = _beside(passes.forward, passes.forward_filling, gather - passes.forward_tensor)
+            backward, backward_filling = _beside(
+                passes.backward, passes.backward_filling, backward_gather - passes.backward_tensor
+            )
+            passes = replace(
+                passes,
+                forward=forward,
+                backward=backward + after,
+                forward_filling=forward_filling,
+                backward_filling=backward_filling,
+            )
+        elif self.zero == 3:
+            passes = replace(passes, forward=passes.forward + gather, backward=passes.backward + 2 * gather)
+        profile, strategy = self.basis.profile, self.strategy
+        if strategy.zero == 3 and self.data == 1 and strategy.program != "per_stage" and not profile.used_as_stored:
+            bandwidth = self.basis.cluster.nodes[0].device.memory_bandwidth
+            parameters = self.basis.data_collectives.parameters / self.tensor
+            rounding = parameters * CAST / bandwidth * self.place.slowdown
+            passes = replace(passes, forward=passes.forward + rounding, backward=passes.backward + rounding)
+        return passes
+
+    def _once_per_step(self, plain: Passes) -> dict[str, Array]:
+        """[kinds] seconds of gradients, weights and update.  plain: the first forward pass may hide the weights."""
+        basis, place, tensor, zero = self.basis, self.place, self.tensor, self.zero
+        collectives, hides = basis.data_collectives, basis.cluster.overlap and not self.in_pipeline
+        parameters, tied = collectives.parameters / tensor, collectives.tied / tensor
+        nothing = np.zeros_like(parameters)
+        # The all-gather of the weights takes as long as the reduce-scatter of the gradients.
+        gathered = collectives.gathered(place, tensor) if zero == 1 else nothing
+        if hides:
+            gathered = np.maximum(0.0, gathered - plain.forward - plain.forward_tensor)
+        exchange = collectives.between_first_and_last(place, tied * basis.profile.bytes_per_weight)
+        gradients, tied_reduction, coding, tied_coding = nothing, nothing, nothing, nothing
+        if zero != 3:
+            shares = zero == 1
+            gradients, tied_reduction = collectives.reduced(place, tensor, shares=shares)
+            coding = collectives.kernels(place, tensor, parameters, shares=shares)
+            tied_coding = collectives.kernels(place, tensor, tied, shares=shares)
+        in_update = nothing if hides else gradients
+        update = parameters * basis.update_seconds(zero, self.data, place)
+        return {
+            "gradients": gradients - in_update,
+            "update": update + gathered + in_update + coding,
+            "gradients_in_update": in_update,
+            "gathered": gathered,
+            "tied": np.where(tied > 0, exchange + tied_reduction + tied_coding, 0.0),
+        }
+
+    def _bytes(self) -> dict[str, Array]:
+        """[kinds] bytes on a device."""
+        basis, strategy, tensor = self.basis, self.strategy, self.tensor
+        parameters, tied = basis.data_collectives.parameters / tensor, basis.data_collectives.tied / tensor
+        size = basis.parameter_bytes(strategy, self.data)
+        working = basis.activations.working(
+            tensor,
+            self.sequence,
+            self.local,
+            recompute=strategy.recompute,
+            one_program=strategy.program != "per_stage",
+        )
+        return {
+            "weights": parameters * size.weights,
+            "optimizer": parameters * size.optimizer,
+            "activations": basis.activations.all(tensor, self.sequence, self.local),
+            "working": working + parameters * size.working,
+            "tied_bytes": tied * (size.weights + size.optimizer),
+        }
+
+
+def _beside(compute: Array, filling: Array, gather: Array) -> tuple[Array, Array]:
+    """(compute, filling) where weights are gathered beside the computation."""
+    seconds = np.maximum(compute, gather)
+    return seconds, np.maximum(compute + filling, gather) - seconds
+
+
+def slot(basis: CostBasis, place: Place, tensor: int, strategy: LayerStrategy) -> Slot:
+    """What every stage of a pipeline in one SPMD program reserves for embedding and head.
+
+    Args:
+      strategy: that of embedding and head.
+    """
+    data = place.devices // tensor
+    zero = strategy.zero if data > 1 else 0
+    collectives, (first, last) = basis.data_collectives, basis.index[[0, -1]]
+    shared = collectives.tied[last] / tensor
+    numbers = max(collectives.parameters[first] / tensor, collectives.parameters[last] / tensor + shared)
+    width, group = basis.profile.bytes_per_weight, place.data_group(tensor)
+    gathered = all_gather(group, numbers * width) if zero else 0.0
+    size = basis.parameter_bytes(strategy, data)
+    sequence = tensor if strategy.sequence else 1
+    return Slot(
+        weights=numbers * size.weights,
+        optimizer=numbers * size.optimizer,
+        update=numbers * basis.update_seconds(zero, data, place) + gathered,
+        gathered=gathered,
+        reduced=collectives.reduction(group, numbers, shares=zero > 0)
+        + float(collectives.kernels(place, tensor, np.array([numbers]), shares=zero > 0)[0]),
+        exchanged=collectives.between_first_and_last(place, np.array([shared * width]))[0] if shared else 0.0,
+        output=-(-strategy.micro_batch // data) * float(basis.boundary[:-1].max()) / sequence,
+    )
