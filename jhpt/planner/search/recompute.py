@@ -4,7 +4,7 @@ One set of names for all blocks, for one program runs them.  A plan that recompu
 memory; what a name takes of it is its bytes in all blocks of the stage's fullest chunk, times the micro-batches in
 flight.  The stage that has least room decides, by the integer programme of `block`.
 
-Which plans are worth it is asked of the search itself: of a model whose tensors are computed again in no time, its
+Which plans are worth it is request of the search itself: of a model whose tensors are computed again in no time, its
 plans are as fast as if they kept everything and as small as if they kept nothing.  So no choice of names is faster than
 the fastest of them, and the best of every shape are those to choose names for.
 
@@ -44,26 +44,26 @@ SAME = 1e-9
 """Relative; of two plans that take as long the one without the host is better."""
 
 
-def improve(asked: Request, model: CostModel, best: Incumbent) -> None:
+def improve(request: Request, model: CostModel, best: Incumbent) -> None:
     """Offers plans that keep some names, where the request leaves that open or lets names wait on the host, and lowers
     the bound to theirs."""
-    named = asked.host and asked.saved is not None
-    if (len(asked.recompute) < 2 and not named) or not any(kind.tensors for kind in model.kinds):
+    named = request.host and request.saved is not None
+    if (len(request.recompute) < 2 and not named) or not any(kind.tensors for kind in model.kinds):
         return
-    names = asked.saved.device if named and asked.saved else None
-    free, relaxed = _relaxed(asked, model, names), Incumbent()
-    search_spmd(replace(asked, recompute=(True,)), free, relaxed)
+    names = request.saved.device if named and request.saved else None
+    free, relaxed = _relaxed(request, model, names), Incumbent()
+    search_spmd(replace(request, recompute=(True,)), free, relaxed)
     best.note_unexplored_bound(relaxed.lower_bound)
-    for plan in _candidates(asked, free, relaxed, best):
-        found = with_names(plan, model, host=asked.host, names=names)
+    for plan in _candidates(request, free, relaxed, best):
+        found = with_names(plan, model, host=request.host, names=names)
         if found is not None:
             best.offer(found, model)
 
 
-def _relaxed(asked: Request, model: CostModel, names: tuple[str, ...] | None) -> CostModel:
+def _relaxed(request: Request, model: CostModel, names: tuple[str, ...] | None) -> CostModel:
     """A model none of whose plans that recompute is slower or larger than what names make of it."""
     profile = freely_recomputed(model.profile) if names is None else model.profile
-    if not asked.host:
+    if not request.host:
         return CostModel(profile, model.cluster, model.gradient_compression)
     away = SavedTensors(host=(BLOCK_INPUT, *(names or ())))
     return CostModel(profile, free_hosts(model.cluster), model.gradient_compression, away)
@@ -76,11 +76,11 @@ def free_hosts(cluster: Cluster) -> Cluster:
     return cluster.model_copy(update={"nodes": nodes})
 
 
-def _candidates(asked: Request, free: CostModel, relaxed: Incumbent, best: Incumbent) -> Iterator[Plan]:
+def _candidates(request: Request, free: CostModel, relaxed: Incumbent, best: Incumbent) -> Iterator[Plan]:
     """Plans of the fastest shapes, cut into any number of micro-batches, that could be faster than the best so far."""
     fastest = sorted(relaxed.shapes.values(), key=lambda pair: pair[0])[:SHAPES]
-    shapes = ((plan, zero) for _, plan in fastest for zero in free.levels(asked.zero, plan.replicas, plan.space))
-    for (plan, zero), count in itertools.product(shapes, asked.micro_batches):
+    shapes = ((plan, zero) for _, plan in fastest for zero in free.levels(request.zero, plan.replicas, plan.space))
+    for (plan, zero), count in itertools.product(shapes, request.micro_batches):
         varied = plan.model_copy(update={"micro_batches": count, "zero": zero})
         try:
             estimate = price(varied, free)

@@ -192,7 +192,7 @@ def test_given_names_leave_no_faster_plan_unpriced(budget, faster):
         "gpt2-1.5b", cluster=cluster.model_copy(update={"nodes": (node,)}), budget=f"{budget}GiB", overrides=names
     )
     answer = task.solve()
-    priced = (price(plan, answer.model) for plan in offloaded_plans(task.asked, answer.model))
+    priced = (price(plan, answer.model) for plan in offloaded_plans(task.request, answer.model))
     assert answer.estimate.seconds <= (1 + 1e-9) * min(one.seconds for one in priced if one.fits)
 
 
