@@ -1,4 +1,4 @@
-"""What one would run without a planner: the plans that a search has to beat.
+"""The plans that one would run without a planner, and that a search has to beat.
 
     data parallel           one stage; as many replicas as devices and micro-batch allow
     tensor parallel         one stage; the largest tensor degree that every layer allows
@@ -6,10 +6,11 @@
     1f1b, equal layers      the same stages with 1f1b
     best 3-D grid           every stages x data x tensor grid with equal layers and 1f1b: the best picked by hand
 
-Equal layers: stages differ by one layer at most, longer ones first.  Samples are not cut, and sums are compressed only
-where nothing else is asked for.  Each baseline is given its best number of micro-batches, ZeRO level and recomputation,
-its devices from the first one of the cluster, and is priced by `estimate` as every other plan.  All lie in the decision
-set of their space, or would with their samples cut and be no slower: its plan that is proven optimal is never slower.
+Equal layers: stages differ by at most one layer, and the longer ones come first.  Samples are not split into chunks.
+All-reduces are compressed only where the request insists on it.  Each baseline has its best number of micro-batches,
+ZeRO level and recomputation.  Its devices start at the first one of the cluster, and `estimate` prices it as any other
+plan.  All baselines lie in the decision set of their space, or would with split samples and be no slower.  So a plan
+that is proven optimal is never slower than a baseline.
 """
 
 import itertools

@@ -18,9 +18,7 @@ from jhpt.planner.search.request import offload_kinds
 
 
 def fitted(plan: Plan, model: CostModel, config: Config) -> Plan:
-    """The plan itself if it fits the whole memory or if nothing fits, else a plan that fits and leaves the reserve
-    free.
-    """
+    """The plan itself if it fits the whole memory or if nothing fits; else one that fits and leaves the reserve."""
     reserve = model.cluster.nodes[0].device.reserve
     if all((1 - reserve) * stage.total_bytes <= stage.capacity for stage in price(plan, model).stages):
         return plan

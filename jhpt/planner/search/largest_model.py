@@ -56,10 +56,11 @@ def largest_trainable(
     """The GPT with the most parameters for which there is a plan; None if even one block does not fit.
 
     Args:
-      cluster: its memory is what plans may use (`jhpt.planner.api.capped`). offload: what may be offloaded to the host;
-      (None,): nothing. zero: ZeRO level of plans without offload. update_in_backward: blocks are updated in the
-      backward pass, with gradients clipped by the norm of the previous step. batch, tokens: samples per step, and
-      tokens per sample.
+      cluster: its memory is what plans may use (`jhpt.planner.api.capped`).
+      offload: what may be offloaded to the host; (None,): nothing.
+      zero: ZeRO level of plans without offload.
+      update_in_backward: blocks are updated in the backward pass; gradients are clipped by the previous step's norm.
+      batch, tokens: samples per step, and tokens per sample.
     """
     settings: dict[str, Any] = {"data.sequence_length": tokens, "model.max_length": tokens, "data.batch_size": batch}
     settings |= {"optimizer.clip": "previous"} if update_in_backward else {}

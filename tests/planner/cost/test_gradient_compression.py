@@ -146,7 +146,7 @@ def test_plans_say_what_they_were_priced_with():
     assert "gradients in 8 bits" in shape_text(answer.plan)
     options = {"parallel.gradient_compression.kind": "quantize"}
     answer = prepare("gpt2-124m", cluster=SLOW, micro_batches=1, overrides=options).solve()
-    (plain,) = (each for each in changed(answer) if each.name == "gradients as they are")
+    (plain,) = (each for each in changed(answer) if each.name == "no gradient compression")
     assert (
         plain.seconds == evaluate(plain.plan, answer.model.profile, answer.model.cluster).seconds > answer.plan.seconds
     )

@@ -45,7 +45,7 @@ def with_devices(given: Cluster, devices: int) -> Cluster:
 def test_numbers(space):
     message = refusal(BIG, cluster(1, memory=10 * GIB), request(1), space)
     assert message.splitlines()[0] == (
-        "toy with batch 1 fits no plan on toy: 1 devices of 10.0 GiB; weights and optimizer of 2.15 G parameters alone "
+        "toy with batch 1 fits no plan on toy: 1 device of 10.0 GiB; weights and optimizer of 2.15 G parameters alone "
         "take 24.0 GiB, 12 bytes each"
     )
 
@@ -182,7 +182,7 @@ def test_request_refuses_what_it_does_not_know(wrong):
 @pytest.mark.parametrize(
     ("settings", "how", "said"),
     [
-        ({"memory.offload": "both"}, {"space": "general"}, "space=general has no program with blocks on the host"),
+        ({"memory.offload": "both"}, {"space": "general"}, "space=general has no program with CPU offload"),
         ({"model.matmul_dtype": "float8"}, {"cluster": "a100x8x1"}, "NVIDIA A100.* has 8.0"),
         ({"model.matmul_dtype": "float8"}, {"cluster": "v100x8x1"}, "V100.* has 7.0"),
         ({}, {"budget": "24"}, "24 bytes, in which nothing fits; write the unit"),
