@@ -195,7 +195,7 @@ def plan_command(arguments: list[str]) -> int:
         budget=options.budget,
     )
     answer = task.solve()
-    compared = baselines(task.asked, answer.model)
+    compared = baselines(task.request, answer.model)
     compiled = _compiled(config, answer) if options.compile and config else None
     if options.out:
         answer.plan.save(options.out)

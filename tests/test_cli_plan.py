@@ -149,7 +149,7 @@ BAD = {
     "nothing fits": (
         "gpt-6.7b --cluster v100x1x1 --batch 1",
         "fits no plan on v100x1x1",
-        "1 devices of 28.3 GiB, of which plans leave 3 % free",
+        "1 device of 28.3 GiB, of which plans leave 3 % free",
         "it would fit with",
         "such devices",
     ),

@@ -38,7 +38,8 @@ from jhpt.planner.profiles.networks import TABLES, network_profile
 from jhpt.planner.report.simulation import simulate
 from jhpt.planner.search.baselines import baselines
 from jhpt.planner.search.request import request
-from jhpt.planner.search.solve import Answer, Space, search, solve
+from jhpt.planner.search.solve import Answer, Space, solve
+from jhpt.planner.search.spaces import search
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""Plans hybrid parallel training: cost models, dynamic programme, simulation.  Needs numpy only, no device."""
+"""Plans hybrid parallel training: cost models, search, explanation and simulation.  Needs no jax and no device."""
 
 from jhpt.planner.cost.estimate import Estimate, evaluate
 from jhpt.planner.profiles.importers import read_profile

@@ -1,11 +1,14 @@
-"""From what a user names (a preset, a cluster, a batch) to what the planner is asked: `jhpt.plan` and `jhpt plan`."""
+"""The planner's public functions: they turn what a user names (a preset, a cluster, a batch) into a `Request`.
+
+`jhpt.plan` is `plan`; the command `jhpt plan` uses `prepare` and explains the answer.
+"""
 
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypedDict, Unpack, get_args
 
 from jhpt.core.amounts import parse_bytes
 from jhpt.core.catalogue import FLOAT8_CAPABILITY, capability_by_driver, find_cluster
@@ -17,18 +20,22 @@ from jhpt.core.plan import Plan, Schedule
 from jhpt.core.presets import PRESETS
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import SETTINGS, Choices, check
+from jhpt.planner.cost.layers import Space
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.profiles.importers import read_profile
 from jhpt.planner.profiles.measured import local_cluster, local_profile
 from jhpt.planner.profiles.networks import TABLES, network_profile
 from jhpt.planner.profiles.roofline import ELEMENT_BYTES
-from jhpt.planner.search.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, recomputations, request
-from jhpt.planner.search.solve import Answer, Space, solve
+from jhpt.planner.search.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, recomputations
+from jhpt.planner.search.request import request as request_of
+from jhpt.planner.search.solve import Answer, solve
 
 RESERVE = 0.03
-"""Of what may be used of a device, left free.  Predictions fall short by up to 2.3 % (`jhpt bench memory`), and XLA
-gives up hiding communication where a program fills a device: of gpt-13b's on h100x8x8 it hides 42 % at 98 % full, and
-97 % at 87 % (compiled without GPUs, jax 0.10.2)."""
+"""Share of the usable device memory that plans leave free.
+
+Predicted bytes are up to 2.3 % too low (`jhpt bench memory`), and XLA stops hiding communication where a program nearly
+fills a device: for gpt-13b on h100x8x8 it hides 42 % of the communication at 98 % full, and 97 % at 87 % (compiled
+without GPUs, jax 0.10.2)."""
 
 EXAMPLES = ("h100x8x8", "a100x8x4", "v100x4x4-10gbe")
 
@@ -39,12 +46,25 @@ class Task:
 
     profile: ModelProfile
     cluster: Cluster
-    asked: Request
+    request: Request
     space: Space
 
     def solve(self) -> Answer:
-        """The answer; InputError where nothing fits."""
-        return solve(self.profile, self.cluster, self.asked, self.space)
+        """The answer.  Raises InputError if no plan fits."""
+        return solve(self.profile, self.cluster, self.request, self.space)
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `plan`, which documents them."""
+
+    cluster: Cluster | str | os.PathLike[str] | None
+    profile: ModelProfile | str | os.PathLike[str] | None
+    batch: int | None
+    micro_batches: int | None
+    space: Space
+    schedule: Schedule | None
+    budget: float | str | None
+    overrides: Mapping[str, Any] | None
 
 
 def plan(
@@ -62,23 +82,24 @@ def plan(
     """The fastest plan for one training step.
 
     Args:
-      config: as for `jhpt.train`, or the name of a classic network (vgg16, resnet50, gnmt).  Of its section `parallel`
-        only `compression` counts, as it says, or with `auto` as the planner chooses, and `gradient_compression`; of
-        `memory`, how much there is, what is recomputed and what may live on the host.
+      config: as for `jhpt.train`, or the name of a classic network (vgg16, resnet50, gnmt).  Of the section `parallel`
+        only `compression` and `gradient_compression` count; `compression: auto` leaves the choice to the planner.  The
+        section `memory` says how much memory plans may use, what they may recompute and what they may offload.
       cluster: a name such as h100x8x8, a file, or a `Cluster`; None: this machine, as `jhpt profile` measured it.
-      profile: the layers' costs, or a file of them; None: measured by `jhpt profile` where the cluster is this machine,
-        else from the datasheet of the cluster's devices.
-      batch: samples in a step; None: data.batch_size.
-      micro_batches: into how many pieces the batch is cut; None: the planner decides.
-      space: "spmd", what one program can run, or "general", stages of any size.
-      schedule: None: the planner decides.
-      budget: bytes a device may use, or text such as 24GiB; None: memory.budget_bytes.  Plans leave 3 % of it.
+      profile: the costs of the layers, or a file of them.  None: as `jhpt profile` measured them if the cluster is this
+        machine, else from the datasheet of the cluster's devices.
+      batch: samples per step; None: data.batch_size.
+      micro_batches: number of micro-batches (gradient accumulation); None: the planner decides.
+      space: "spmd" (default), plans that one program can run, or "general", stages of any size.
+      schedule: of the pipeline; None: the planner decides.
+      budget: bytes that a plan may use per device, or text such as 24GiB; None: memory.budget_bytes.  Plans leave 3 %
+        of it free.
       overrides: settings by dotted name, `{"data.sequence_length": 4096}`.
 
     Raises:
-      InputError: something is unknown or contradictory, or nothing fits; the message says what would.
+      InputError: a name is unknown, settings contradict each other, or no plan fits; the message says what would fit.
     """
-    asked = prepare(
+    task = prepare(
         config,
         cluster=cluster,
         profile=profile,
@@ -89,58 +110,61 @@ def plan(
         budget=budget,
         overrides=overrides,
     )
-    return asked.solve().plan
+    return task.solve().plan
 
 
-def prepare(
-    config: Source = None,
-    *,
-    cluster: Cluster | str | os.PathLike[str] | None = None,
-    profile: ModelProfile | str | os.PathLike[str] | None = None,
-    batch: int | None = None,
-    micro_batches: int | None = None,
-    space: Space = "spmd",
-    schedule: Schedule | None = None,
-    budget: float | str | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> Task:
+def prepare(config: Source = None, **options: Unpack[Options]) -> Task:
     """The arguments of `plan`, read and checked."""
+    space, schedule = options.get("space", "spmd"), options.get("schedule")
+    _check_choices(space, schedule)
+    profile, overrides = options.get("profile"), options.get("overrides")
+    network = network_of(config)
+    configured = network is None and (config is not None or profile is None)
+    settings = load_config(config, overrides) if configured else None
+    if network and overrides:
+        raise InputError(f"{network} is a fixed table of layers and takes no settings; leave out {one_of(overrides)}")
+    cluster = resolve_cluster(options.get("cluster"))
+    if settings:
+        _check_settings(settings, cluster, space)
+    memory = _device_budget(options.get("budget"), settings)
+    costs = resolve_profile(profile, settings, network, cluster, measured=options.get("cluster") is None)
+    request = request_of(
+        _batch(options.get("batch"), settings, network),
+        options.get("micro_batches"),
+        sample_chunks=SAMPLE_CHUNKS if costs.sample_tokens else (1,),
+        **(_open_decisions(settings, space) if settings else {}),
+    )
+    return Task(
+        profile=costs,
+        cluster=capped(cluster, memory, _host_budget(settings)),
+        request=replace(request, schedules=(schedule,)) if schedule else request,
+        space=space,
+    )
+
+
+def _check_choices(space: Space, schedule: Schedule | None) -> None:
     if space not in get_args(Space):
         raise InputError(f"space={space!r}: use {one_of(get_args(Space))}")
     if schedule is not None and schedule not in get_args(Schedule):
         raise InputError(f"schedule={schedule!r}: use {one_of(get_args(Schedule))}")
     check(Choices(space=space, schedule=schedule))
-    network = network_of(config)
-    named = load_config(config, overrides) if network is None and (config is not None or profile is None) else None
-    if network and overrides:
-        raise InputError(f"{network} is a fixed table of layers and takes no settings; leave out {one_of(overrides)}")
-    machine = resolve_cluster(cluster)
-    if named:
-        _check_for(named, machine, space)
-    memory = _budget(budget, named)
-    costs = resolve_profile(profile, named, network, machine, measured=cluster is None)
-    asked = request(
-        _batch(batch, named, network),
-        micro_batches,
-        sample_chunks=SAMPLE_CHUNKS if costs.sample_tokens else (1,),
-        compression=compressions(named) if named else (None,),
-        **({"gradient_compression": named.parallel.gradient_compression, **recomputations(named)} if named else {}),
-        **(
-            {"offload": offload_kinds(named), "update_in_backward": named.optimizer.update_in_backward}
-            if named and space == "spmd"
-            else {}
-        ),
-    )
-    return Task(
-        profile=costs,
-        cluster=capped(machine, memory, _host_budget(named)),
-        asked=replace(asked, schedules=(schedule,)) if schedule else asked,
-        space=space,
-    )
 
 
-def _check_for(config: Config, cluster: Cluster, space: Space) -> None:
-    """Refuses what no plan of the space does, or no such device."""
+def _open_decisions(config: Config, space: Space) -> dict[str, Any]:
+    """The fields of a `Request` that a configuration decides."""
+    decisions = {
+        "compression": compressions(config),
+        "gradient_compression": config.parallel.gradient_compression,
+        **recomputations(config),
+    }
+    if space == "spmd":
+        decisions["offload"] = offload_kinds(config)
+        decisions["update_in_backward"] = config.optimizer.update_in_backward
+    return decisions
+
+
+def _check_settings(config: Config, cluster: Cluster, space: Space) -> None:
+    """Refuses settings that no plan of the space, or no device of the cluster, can follow."""
     offload = config.memory.offload
     check(Choices(space=space, offload=None if offload in ("auto", "off") else offload, names=SETTINGS))
     for node in cluster.nodes:
@@ -148,15 +172,15 @@ def _check_for(config: Config, cluster: Cluster, space: Space) -> None:
         if config.model.matmul_dtype == "float8" and capability is not None and capability < FLOAT8_CAPABILITY:
             raise InputError(
                 f"model.matmul_dtype=float8 needs GPUs of compute capability {FLOAT8_CAPABILITY} or more, and "
-                f"{node.device.name} has {capability}; use model.matmul_dtype=same, or a cluster of newer ones"
+                f"{node.device.name} has {capability}; use model.matmul_dtype=same, or a cluster of newer GPUs"
             )
 
 
 def network_of(config: Source) -> str | None:
-    """The classic network that `config` names, if it does.
+    """The classic network that `config` names, or None.
 
     Raises:
-      InputError: the name of nothing at all.
+      InputError: `config` is text that names neither a file, a preset nor a network.
     """
     if not isinstance(config, str | Path):
         return None
@@ -196,28 +220,29 @@ def resolve_profile(
     """The profile itself, from a file, measured on this machine, or from the datasheet of the first node's device."""
     device = cluster.nodes[0].device
     if profile is not None:
-        given = profile if isinstance(profile, ModelProfile) else read_profile(Path(profile))
-        if config is not None and len(given.layers) != config.model.num_layers + 2:
+        costs = profile if isinstance(profile, ModelProfile) else read_profile(Path(profile))
+        if config is not None and len(costs.layers) != config.model.num_layers + 2:
             raise InputError(
-                f"the profile {given.name} has {given.num_layers} layers, {config.name} has "
+                f"the profile {costs.name} has {costs.num_layers} layers, {config.name} has "
                 f"{config.model.num_layers + 2} with embedding and head; leave out the configuration and give --batch"
             )
         if config is not None:
-            _check_state(given, config)
-        return given
+            _check_state(costs, config)
+        return costs
     if network is not None:
         return network_profile(network, device, dtype_of("auto", device))
     assert config is not None
-    known = local_profile(config, device.name) if measured else None
-    return known or analytic_profile(config, device, dtype_of(config.model.dtype, device))
+    local = local_profile(config, device.name) if measured else None
+    return local or analytic_profile(config, device, dtype_of(config.model.dtype, device))
 
 
 def _check_state(profile: ModelProfile, config: Config) -> None:
-    """Refuses a profile whose state is kept, or whose products are made, otherwise than the configuration says."""
+    """Refuses a profile whose state or matrix products have other dtypes than the configuration says."""
     if profile.products != config.model.matmul_dtype:
         raise InputError(
             f"the profile {profile.name} is of model.matmul_dtype={profile.products}, {config.name} has "
-            f"{config.model.matmul_dtype}; set that, or make a profile with the one of {config.name}"
+            f"{config.model.matmul_dtype}; set model.matmul_dtype={profile.products}, or make a profile with that of "
+            f"{config.name}"
         )
     state, optimizer = profile.state, config.optimizer
     if (state.weights, state.moments) != (optimizer.weights, optimizer.moments):
@@ -228,27 +253,27 @@ def _check_state(profile: ModelProfile, config: Config) -> None:
         )
 
 
-def dtype_of(wanted: str, device: Device) -> str:
-    """`model.dtype`, with "auto" resolved as training does: float32 on a CPU, else 16 bits if it has them."""
-    if wanted != "auto":
-        return wanted
+def dtype_of(dtype: str, device: Device) -> str:
+    """`model.dtype`, with "auto" resolved as training does: float32 on a CPU, else 16 bits if the device has them."""
+    if dtype != "auto":
+        return dtype
     order = ("float32", "bfloat16") if device.name == "cpu" else tuple(ELEMENT_BYTES)
-    return next((dtype for dtype in order if dtype in device.peak_flops), order[0])
+    return next((name for name in order if name in device.peak_flops), order[0])
 
 
 def _batch(batch: int | None, config: Config | None, network: str | None) -> int:
     if batch is not None:
         return batch
     if config is None:
-        raise InputError(f"{network or 'a profile alone'} has no batch of its own; give --batch, e.g. --batch 256")
+        raise InputError(f"{network or 'a profile alone'} has no batch size; give --batch, e.g. --batch 256")
     return config.data.batch_size
 
 
-def _budget(budget: float | str | None, config: Config | None) -> float | None:
-    """Bytes of a device that a plan may take, of what is said here or in the configuration; None: all."""
+def _device_budget(budget: float | str | None, config: Config | None) -> float | None:
+    """Bytes that a plan may use per device, by argument or by configuration; None: all."""
     if budget is None:
-        own = config.memory.budget_bytes if config else "auto"
-        return None if own == "auto" else own
+        setting = config.memory.budget_bytes if config else "auto"
+        return None if setting == "auto" else setting
     try:
         return parse_bytes(budget)
     except ValueError as error:
@@ -256,25 +281,31 @@ def _budget(budget: float | str | None, config: Config | None) -> float | None:
 
 
 def budgeted(cluster: Cluster, config: Config, host: float) -> Cluster:
-    """The cluster, of whose devices only what the section `memory` says may be used.  host: bytes of each host."""
-    return capped(cluster, _budget(None, config), host)
+    """The cluster with the device memory that the section `memory` allows.  host: usable bytes of each host."""
+    return capped(cluster, _device_budget(None, config), host)
 
 
 def _host_budget(config: Config | None) -> float | None:
-    """Bytes of a host that blocks may take; None: `HOST_SHARE` of all."""
-    own = config.memory.host_budget_bytes if config else "auto"
-    return None if own == "auto" else own
+    """Bytes that a plan may use per host; None: `HOST_SHARE` of its memory."""
+    setting = config.memory.host_budget_bytes if config else "auto"
+    return None if setting == "auto" else setting
 
 
 def capped(cluster: Cluster, memory: float | None, host: float | None = None) -> Cluster:
-    """The cluster, of whose devices and hosts only so many bytes may be used; None: all, of hosts `HOST_SHARE`.  Plans
-    leave `RESERVE` of a device's free, or more where the cluster says so."""
+    """The cluster with only so many usable bytes per device and per host.
 
-    def less(node: Node) -> Node:
+    Plans leave `RESERVE` of a device's bytes free, or more if the cluster says so.
+
+    Args:
+      memory: bytes per device; None: all.
+      host: bytes per host; None: `HOST_SHARE` of its memory.
+    """
+
+    def capped_node(node: Node) -> Node:
         limit = min(memory or math.inf, node.device.memory)
         reserve = max(RESERVE, node.device.reserve)
         device = node.device.model_copy(update={"memory": limit, "reserve": reserve})
-        room = min(host, node.host_memory) if host else HOST_SHARE * node.host_memory
-        return node.model_copy(update={"device": device, "host_memory": room})
+        host_memory = min(host, node.host_memory) if host else HOST_SHARE * node.host_memory
+        return node.model_copy(update={"device": device, "host_memory": host_memory})
 
-    return cluster.model_copy(update={"nodes": tuple(map(less, cluster.nodes))})
+    return cluster.model_copy(update={"nodes": tuple(map(capped_node, cluster.nodes))})

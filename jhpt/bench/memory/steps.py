@@ -42,7 +42,7 @@ def competitors(task: Task) -> dict[str, Plan]:
     others: dict[str, OffloadKind | None] = {"synchronous": "both", "optimizer": "optimizer", "resident": None}
     for name, kind in others.items():
         try:
-            plan = replace(task, asked=replace(task.asked, offload=(kind,))).solve().plan
+            plan = replace(task, request=replace(task.request, offload=(kind,))).solve().plan
         except InputError:
             continue
         found[name] = plan

@@ -1,4 +1,4 @@
-"""An answer as a whole: how good, how fast, played, and as JSON."""
+"""An answer as a whole: how close to optimal, how fast, as a timeline and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,14 +17,14 @@ from jhpt.planner.search.baselines import Baseline
 from jhpt.planner.search.solve import Answer
 
 FORMAT = 1
-"""Of the JSON; raised when a key changes its meaning."""
+"""Version of the JSON; it is raised when a key changes its meaning."""
 
 OPTIMAL = 1e-9
-"""A relative gap below this is rounding."""
+"""Relative.  A smaller gap is rounding."""
 
 
 def verdict(answer: Answer) -> str:
-    """How far from the fastest plan of the space this one can be."""
+    """How far this plan can be from the fastest plan of the space."""
     if answer.gap <= OPTIMAL:
         return "proven optimal"
     gap = 100 * answer.gap
@@ -32,14 +32,14 @@ def verdict(answer: Answer) -> str:
 
 
 def throughput(answer: Answer) -> tuple[float, str]:
-    """(samples or tokens per second, which of them)."""
+    """(rate, unit): tokens per second, or samples per second if samples have no tokens."""
     samples = answer.plan.batch / answer.estimate.seconds
     tokens = answer.model.profile.sample_tokens
     return (samples * tokens, "tokens/s") if tokens else (samples, "samples/s")
 
 
 def timeline(answer: Answer) -> Timeline:
-    """The step, played; device n of the timeline is every device of stage n."""
+    """The simulated step.  Device n of the timeline stands for all devices of stage n."""
     plan, times = answer.plan, answer.estimate.times
     if plan.offload is not None:
         return offload_timeline(plan, offloaded_step(plan, answer.model))
@@ -48,7 +48,7 @@ def timeline(answer: Answer) -> Timeline:
 
 
 def to_json(answer: Answer, baselines: Sequence[Baseline] = ()) -> dict[str, Any]:
-    """Everything that is known about an answer: bytes, seconds, JSON types only."""
+    """Everything that is known about an answer, in bytes and seconds, with JSON types only."""
     plan, model, estimate = answer.plan, answer.model, answer.estimate
     profile, tokens = model.profile, model.profile.sample_tokens
     samples = plan.batch / estimate.seconds
@@ -79,8 +79,8 @@ def to_json(answer: Answer, baselines: Sequence[Baseline] = ()) -> dict[str, Any
         "savings": [asdict(each) for each in savings(answer)],
         "stages": [_stage_json(answer, position) for position in range(len(plan.stages))],
         "baselines": [_baseline_json(baseline, answer) for baseline in baselines],
-        "changes": [_rival_json(each) for each in changed(answer)],
-        "alternatives": [_rival_json(each) for each in alternatives(answer)],
+        "changes": [_alternative_json(each) for each in changed(answer)],
+        "alternatives": [_alternative_json(each) for each in alternatives(answer)],
     }
 
 
@@ -122,18 +122,18 @@ def _host_json(answer: Answer, estimate: StageEstimate) -> dict[str, Any]:
 
 
 def _baseline_json(baseline: Baseline, answer: Answer) -> dict[str, Any]:
-    against = alternative(baseline.name, baseline.plan, answer) if baseline.plan else None
+    compared = alternative(baseline.name, baseline.plan, answer) if baseline.plan else None
     return {
         "name": baseline.name,
         "plan": baseline.plan.model_dump(mode="json", exclude_none=True) if baseline.plan else None,
         "seconds": baseline.seconds,
-        "ratio": against.ratio if against else None,
-        "causes": against.causes if against else None,
-        "why": against.why if against else baseline.reason,
+        "ratio": compared.ratio if compared else None,
+        "causes": compared.causes if compared else None,
+        "why": compared.why if compared else baseline.reason,
     }
 
 
-def _rival_json(each: Alternative) -> dict[str, Any]:
+def _alternative_json(each: Alternative) -> dict[str, Any]:
     return {
         "name": each.name,
         "plan": each.plan.model_dump(mode="json", exclude_none=True),

@@ -1,12 +1,15 @@
 """Where the seconds of a step go.
 
-What a device of a stage does and how long it waits add up to the step.  A plan as a whole is described by the mean over
-its working devices, so the differences between two plans' causes add up to the difference of their steps; uneven stages
-and the pipeline's ramps both show as waiting.  Compute and update are split further than in `estimate`: the forward
-pass done again is recomputation; what no work hides of activations on their way to the host and back is copies, and of
-ZeRO-3's traffic, and of the weights that are gathered once a step, is weights gathered.
+The causes of a stage, waiting included, add up to the seconds of the step.  A plan as a whole is described by the mean
+over its working devices, so the differences between the causes of two plans add up to the difference of their steps.
+Uneven stages and the ramps of the pipeline both show as waiting.  Compute and update are split further than in
+`estimate`:
 
-Tensor communication is what sums cost: what nothing hides of them, and what chunks and codes cost on top.
+    recomputation       forward passes that are repeated in the backward pass
+    copies              exposed transfers of saved activations to the host and back
+    weights gathered    exposed all-gathers of ZeRO-3, and of weights that are gathered once per step
+
+Tensor communication is the exposed part of the all-reduces, and the overhead of sample chunks and of compression.
 """
 
 from dataclasses import replace
@@ -23,7 +26,7 @@ def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel
     seconds, strategy = dict(estimate.stages[position].seconds), strategy_of(plan)
     if plan.offload is not None:
         return seconds
-    # Over one rank nothing is gathered; what rounding takes is computation.
+    # One data rank gathers nothing; rounding the weights is computation.
     ungathered = strategy if plan.replicas == 1 else replace(strategy, zero=0)
     unsharded = plan.micro_batches * _passes(plan, position, ungathered, model)
     bare = plan.micro_batches * _passes(plan, position, replace(ungathered, recompute=False, saved=None), model)
@@ -52,16 +55,16 @@ def _passes(plan: Plan, position: int, strategy: LayerStrategy, model: CostModel
 
 
 def _copied(plan: Plan, position: int, model: CostModel) -> float:
-    """Seconds that wait for what blocks keep on the host: beyond those of a plan that keeps it on the devices."""
+    """Seconds that offloaded activations add, compared with the same activations saved on the device."""
     saved = waiting(plan)
     if not saved.host:
         return 0.0
     strategy = replace(strategy_of(plan), zero=0)
-    there = replace(strategy, saved=SavedTensors(device=(*saved.device, *saved.host)))
-    return plan.micro_batches * (_passes(plan, position, strategy, model) - _passes(plan, position, there, model))
+    resident = replace(strategy, saved=SavedTensors(device=(*saved.device, *saved.host)))
+    return plan.micro_batches * (_passes(plan, position, strategy, model) - _passes(plan, position, resident, model))
 
 
 def _gathered(plan: Plan, position: int, model: CostModel) -> float:
-    """Seconds in which weights are gathered once a step."""
+    """Seconds of the weights that are gathered once per step."""
     parts = stage_layers(plan, position, strategy_of(plan), model)
     return sum(float(part.gathered.sum()) for part in parts) + slot_of(plan, position, model).gathered

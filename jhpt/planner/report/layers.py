@@ -1,4 +1,4 @@
-"""Which layers lie where."""
+"""Which layers are on which devices, and which are streamed from the host."""
 
 import itertools
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class LayerRun:
 
 
 def layer_runs(stage: Stage, profile: ModelProfile) -> tuple[LayerRun, ...]:
-    """The layers of a stage, chunk by chunk, equal treatment joined."""
+    """The layers of a stage, chunk by chunk.  Neighbours with equal degrees are joined."""
     runs = []
     for number, chunk in enumerate(stage.chunks):
         first = chunk.first
@@ -42,13 +42,13 @@ def compressed(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def streamed_layers(plan: Plan) -> tuple[int, ...]:
-    """The layers that come from the host."""
+    """The layers whose state is offloaded to the host."""
     if plan.offload is None:
         return ()
     return tuple(range(1, plan.stages[0].chunks[0].stop - 1, 1 + plan.offload.resident))
 
 
 def idle_devices(plan: Plan, available: int) -> tuple[int, ...]:
-    """Numbers of the devices without work."""
+    """Numbers of the devices that the plan does not use."""
     working = {device for stage in plan.stages for device in range(stage.device, stage.device + stage.devices)}
     return tuple(device for device in range(available) if device not in working)

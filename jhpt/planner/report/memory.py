@@ -1,4 +1,4 @@
-"""What lives on the host and in few bits, and why."""
+"""What is offloaded to the host, what is stored in low precision, and why."""
 
 import math
 
@@ -15,7 +15,7 @@ from jhpt.planner.search.solve import Answer
 
 
 def offload_lines(answer: Answer) -> tuple[str, ...]:
-    """Which blocks live where, and why."""
+    """Which state is offloaded, why, and what it costs."""
     plan, offload = answer.plan, answer.plan.offload
     if offload is None:
         return ()
@@ -24,11 +24,11 @@ def offload_lines(answer: Answer) -> tuple[str, ...]:
     which = spans_text([(layers[0], layers[-1])])
     if every > 1 and len(layers) > 1:
         which = f"{layers[0]}, {layers[1]}" + (f" ... {layers[-1]}" if len(layers) > 2 else "")
-    stay = "the blocks between and both ends" if every > 1 else "both ends"
+    resident = "embedding, head and the blocks between" if every > 1 else "embedding and head"
     room = f"{gib(stage.total_host_bytes)} of {gib(stage.host_capacity)} on each host"
     forward, backward = map(duration, step.passes)
     return (
-        f"on the host: {OFFLOADED[offload.kind]} of layers {which}, {room}; on the devices: {stay}",
+        f"CPU offload: {OFFLOADED[offload.kind]} of layers {which}, {room}; on the devices: {resident}",
         f"why: {_why_on_host(answer)}",
         f"passes: forward {forward}, backward {backward}, of which {duration(stage.seconds['copies'])} wait for copies",
     )
@@ -41,13 +41,13 @@ def _why_on_host(answer: Answer) -> str:
         return f"with all state on the devices a step would take {duration(answer.on_devices)}"
     stage = price(answer.plan.model_copy(update={"offload": None}), answer.model).stages[0]
     return (
-        f"with all state on the devices nothing fits; this plan would take {gib(stage.total_bytes)} of each, where "
-        f"{gib(stage.capacity)} may be filled"
+        f"with all state on the devices no plan fits; this plan would take {gib(stage.total_bytes)} per device, "
+        f"where {gib(stage.capacity)} are usable"
     )
 
 
 def saved_tensors_lines(answer: Answer) -> tuple[str, ...]:
-    """What blocks keep on the host, and why."""
+    """Which saved activations are offloaded, and what that costs."""
     plan, saved = answer.plan, waiting(answer.plan)
     if not saved.host or plan.offload is not None:
         return ()
@@ -55,15 +55,15 @@ def saved_tensors_lines(answer: Answer) -> tuple[str, ...]:
     means = mean_causes(plan, answer.estimate, answer.model)
     room = f"{gib(stage.total_host_bytes)} of {gib(stage.host_capacity)} on each host"
     return (
-        f"on the host: {' and '.join(saved.host)} of every block, {room}; {duration(means['copies'])} of a step wait "
-        f"for copies, {duration(means['recomputation'])} compute again",
+        f"offloaded activations: {' and '.join(saved.host)} of every block, {room}; "
+        f"{duration(means['copies'])} of a step wait for copies, {duration(means['recomputation'])} are recomputation",
     )
 
 
 def state_lines(profile: ModelProfile) -> tuple[str, ...]:
-    """What is kept of a parameter from step to step, where that is not float32."""
+    """Bytes of a parameter's weight and optimizer state, if they are stored in low precision."""
     if not profile.state.low_precision:
         return ()
     total, parts = profile.state.bytes, (f"{cause} {size:.2f}" for cause, size in profile.state.causes.items())
     instead = "as many as" if total == State().bytes else f"instead of {State().bytes:.0f}"
-    return (f"state: {total:.2f} bytes of a parameter, {instead} in float32: {', '.join(parts)}",)
+    return (f"state: {total:.2f} bytes per parameter, {instead} in float32: {', '.join(parts)}",)

@@ -1,4 +1,4 @@
-"""What chunks of samples and compression spare a step of its sums over tensor ranks, or why they were left out."""
+"""What sample chunks and compression save of the tensor all-reduces, or why the plan does without them."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ from jhpt.planner.search.solve import Answer
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What a way to spare tensor communication is worth.
+    """What a way to reduce tensor communication is worth.
 
-    seconds: of a step that it saves; negative: that it would cost.  sent, plain: bytes that a device sends over the
-    tensor axis in a step, with it and without.
+    seconds: that it saves per step; negative where it would cost time.  sent, plain: bytes that a device sends over the
+    tensor axis per step, with it and without it.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Saving:
 
 
 def savings(answer: Answer) -> tuple[Saving, ...]:
-    """What chunks of samples and compression spare, where any layer between the ends has sums over tensor ranks."""
+    """What sample chunks and compression save; empty if no block has all-reduces over tensor ranks."""
     plan, last = answer.plan, answer.model.num_layers - 1
     degrees = (pair for stage in plan.stages for chunk in stage.chunks for pair in enumerate(chunk.tensor, chunk.first))
     if plan.space == "general" or not any(0 < layer < last and tensor > 1 for layer, tensor in degrees):
@@ -44,17 +44,17 @@ def _chunks_saving(answer: Answer) -> Saving:
     seconds = price(other, answer.model).seconds - answer.estimate.seconds
     samples = max(plan.batch // plan.micro_batches * t // stage.devices for stage in plan.stages for t in plan.degrees)
     if taken:
-        why = f"hide {duration(seconds)} of a step's sums behind other chunks"
+        why = f"hide {duration(seconds)} of a step's all-reduces behind other chunks"
     elif not answer.model.cluster.overlap:
-        why = "none: communication does not run beside computation here"
+        why = "none: communication does not overlap computation on this cluster"
     elif samples == 1:
-        why = "none: a device has one sample of a micro-batch"
+        why = "none: a device has only one sample of a micro-batch"
     elif not answer.model.profile.sample_tokens:
         why = "none: only sequences of tokens are cut into chunks"
     elif seconds <= 0:
-        why = "none: 2 would not fit"
+        why = "none: 2 chunks would not fit"
     else:
-        why = f"none: 2 would make the step {duration(seconds)} longer"
+        why = f"none: 2 chunks would make the step {duration(seconds)} longer"
     saved = seconds if taken else -seconds
     sent, plain = (_tensor_bytes(one, answer) for one in ((plan, other) if taken else (other, plan)))
     return Saving(name="sample chunks", taken=taken, seconds=saved, sent=sent, plain=plain, why=why)
@@ -72,14 +72,14 @@ def _compression_saving(answer: Answer) -> Saving:
         why = f"{compression_text(plan.compression)}: a device sends {wire}, a step takes {duration(seconds)} less"
     elif seconds > 0:
         choose = "parallel.compression=auto lets the planner choose"
-        why = f"{off}, and a step take {duration(seconds)} less; {choose}"
+        why = f"{off}, and a step would take {duration(seconds)} less; {choose}"
     else:
-        why = f"{off}, but a step take {duration(-seconds)} more"
+        why = f"{off}, but a step would take {duration(-seconds)} more"
     return Saving(name="compression", taken=taken, seconds=seconds, sent=sent, plain=plain, why=why)
 
 
 def cut_samples(plan: Plan, chunks: int) -> Plan:
-    """The plan with so many chunks of samples everywhere."""
+    """The plan with this number of sample chunks in all layers."""
 
     def cut(chunk: Chunk) -> Chunk:
         return chunk.model_copy(update={"runs": runs_of(chunk.tensor, (chunks,) * len(chunk.tensor))})
@@ -91,6 +91,6 @@ def cut_samples(plan: Plan, chunks: int) -> Plan:
 
 
 def _tensor_bytes(plan: Plan, answer: Answer) -> float:
-    """What a device of the stage that sends most sends over the tensor axis."""
+    """Bytes that a device sends over the tensor axis, of the stage that sends most."""
     stages = traffic(plan, answer.model.profile, overlap=answer.model.cluster.overlap)
     return max(sum(sent.bytes for (_, axis), sent in stage.items() if axis.startswith(TENSOR)) for stage in stages)

@@ -1,4 +1,4 @@
-"""What happens when in one pipelined step, found by playing it: events, streams, links.
+"""Simulates one pipelined step event by event: what every device and every link does, and when.
 
 Every device runs a fixed program, in the order of the table of ticks (`jhpt.core.schedule`).  With S devices, v chunks
 per device (virtual stage s = chunk * S + device) and M micro-batches, only the order counts: an operation starts when
@@ -15,7 +15,8 @@ are there, and neither goes on before it has ended.
 
     S = 2, M = 2, "1f1b"        device 0   F0 a e F1 a e a B0 e B1
                                 device 1   a e F0 a B0 e F1 a B1 e
-This is what closed formulas of a step's time are checked against; it is far too slow to search with.
+
+The closed formulas of the cost model are checked against this simulation.  It is far too slow to search with.
 """
 
 import heapq
@@ -44,8 +45,8 @@ class Span:
     """One piece of work and when it ran, in seconds from the start of the step.
 
     A transfer belongs to the device that sends, and has the kind, micro-batch and chunk of the operation whose result
-    it carries.  Gradients, update, and exchanges in which there is nothing to send, have neither micro-batch nor chunk.
-    Nor has what goes on where blocks live on the host, whose copies are fetches and writes; it has a name instead.
+    it carries.  Gradients, updates and empty exchanges have neither micro-batch nor chunk.  With CPU offload all spans,
+    fetches and writes included, have a name instead.
     """
 
     device: int
@@ -117,17 +118,17 @@ def simulate(
     *,
     overlap: bool = True,
 ) -> Timeline:
-    """Plays one step.
+    """Simulates one step.
 
     Args:
         schedule: "gpipe", "1f1b" or "interleaved".
         micro_batches: M; a multiple of S when there are several chunks.
         forward, backward: `[S, v]` seconds of one micro-batch in chunk c of device d.
         cut: `[S * v - 1]` seconds of the transfer between virtual stages i and i + 1, alike in both directions.
-        sync: `[S]` seconds from the *start* of the last backward until the gradients are reduced.
+        sync: `[S]` seconds from the *start* of the last backward pass until the gradients are reduced.
         update: `[S]` seconds of the optimizer.
-        overlap: whether transfers run beside computation; if not, an exchange takes as long as the dearest transfer
-            between the two.
+        overlap: whether transfers overlap computation; if not, an exchange takes as long as the slowest transfer
+            between the two devices.
 
     A link joins neighbours in the ring of devices; each direction of training (activations forward, errors backward)
     has it to itself, serves transfers in the order in which they become ready, and leaves compute alone.  A device is
@@ -142,35 +143,16 @@ def simulate(
     times |= {"cut": _times("cut", cut, 1), "sync": _times("sync", sync, 1), "update": _times("update", update, 1)}
     devices, chunks = times["forward"].shape
     known = _checked(schedule, micro_batches, devices, chunks)
-    shapes = {"backward": (devices, chunks), "cut": (devices * chunks - 1,), "sync": (devices,), "update": (devices,)}
-    for name, shape in shapes.items():
-        if times[name].shape != shape:
-            raise ValueError(
-                f"{name} has shape {times[name].shape}; {devices} devices of {chunks} chunks (the shape of forward) "
-                f"need {shape}"
-            )
-
+    _check_shapes(times, devices, chunks)
     table = timetable(known, devices, chunks, micro_batches)
     passes = [_passes(table, device) for device in range(devices)]
     if overlap:
-        programs: list[list[_Op | _Stop]] = [[*own.values()] for own in passes]
+        programs: list[list[_Op | _Stop]] = [[*program.values()] for program in passes]
         followers = _followers(devices, chunks, micro_batches)
     else:
         programs, followers = _in_line(passes, chunks)
-
-    def seconds(op: _Op | _Stop) -> float:
-        if isinstance(op, _Stop):
-            return 0.0
-        if op.stream == "compute":
-            return times[op.kind].item(op.device, op.chunk or 0)
-        if overlap:
-            stage = (op.chunk or 0) * devices + op.device
-            return times["cut"].item(stage if op.stream == "forward link" else stage - 1)
-        edge = op.device if op.stream == "forward link" else (op.device - 1) % devices
-        return float(times["cut"][edge::devices].max())
-
     spans, free = [], [0.0] * devices
-    for op, start, end in _play(programs, followers, seconds):
+    for op, start, end in _play(programs, followers, lambda op: _seconds(op, times, overlap)):
         if isinstance(op, _Op):
             spans.append(op.span(start, end))
         if op.stream == "compute":
@@ -186,6 +168,16 @@ def simulate(
         seconds=max(span.end for span in spans if span.stream == "update"),
         spans=tuple(sorted(spans, key=lambda span: span.start)),
     )
+
+
+def _check_shapes(times: dict[str, Floats], devices: int, chunks: int) -> None:
+    shapes = {"backward": (devices, chunks), "cut": (devices * chunks - 1,), "sync": (devices,), "update": (devices,)}
+    for name, shape in shapes.items():
+        if times[name].shape != shape:
+            raise ValueError(
+                f"{name} has shape {times[name].shape}; {devices} devices of {chunks} chunks (the shape of forward) "
+                f"need {shape}"
+            )
 
 
 class _Op(NamedTuple):
@@ -224,6 +216,20 @@ Followers = dict[_Op | _Stop, list[_Op | _Stop]]
 """Who waits for the end of each operation."""
 
 
+def _seconds(op: _Op | _Stop, times: dict[str, Floats], overlap: bool) -> float:
+    """How long an operation takes."""
+    if isinstance(op, _Stop):
+        return 0.0
+    if op.stream == "compute":
+        return times[op.kind].item(op.device, op.chunk or 0)
+    devices = len(times["forward"])
+    if overlap:
+        stage = (op.chunk or 0) * devices + op.device
+        return times["cut"].item(stage if op.stream == "forward link" else stage - 1)
+    edge = op.device if op.stream == "forward link" else (op.device - 1) % devices
+    return float(times["cut"][edge::devices].max())
+
+
 def _passes(table: Timetable, device: int) -> dict[tuple[int, Kind], _Op]:
     """What one device computes in which tick, in order."""
     kinds: tuple[tuple[Kind, Table], ...] = (("forward", table.forward), ("backward", table.backward))
@@ -242,14 +248,14 @@ def _followers(devices: int, chunks: int, micro_batches: int) -> Followers:
     for micro_batch in range(micro_batches):
         forward = [_Op("compute", device, "forward", micro_batch, chunk) for device, chunk in stages]
         backward = [_Op("compute", device, "backward", micro_batch, chunk) for device, chunk in stages]
-        for stage, own in enumerate(backward):
-            followers[forward[stage]].append(own)  # the activations that the forward kept
+        for stage, op in enumerate(backward):
+            followers[forward[stage]].append(op)  # it reads the saved activations of the forward pass
             if stage:
                 activations = forward[stage - 1]._replace(stream="forward link")
                 followers[forward[stage - 1]].append(activations)
                 followers[activations].append(forward[stage])
-                errors = own._replace(stream="backward link")
-                followers[own].append(errors)
+                errors = op._replace(stream="backward link")
+                followers[op].append(errors)
                 followers[errors].append(backward[stage - 1])
     return followers
 
@@ -258,7 +264,8 @@ def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[li
     """Programs with exchanges in them, and who waits for whom.  Between two chunks the ring of devices is closed."""
     devices = len(passes)
     ticks: dict[Kind, list[int]] = {
-        kind: [tick for own in passes for tick, its in own if its == kind] for kind in ("forward", "backward")
+        kind: [tick for program in passes for tick, other in program if other == kind]
+        for kind in ("forward", "backward")
     }
     first_backward, last_forward, last = min(ticks["backward"]), max(ticks["forward"]), max(ticks["backward"])
     programs: list[list[_Op | _Stop]] = [[] for _ in passes]
@@ -283,9 +290,9 @@ def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[li
             end = (devices - 1, chunks - 1) if kind == "forward" else (0, 0)
             if sent is not None and (sent.device, sent.chunk) == end:
                 sent = None
-            what = (sent.micro_batch, sent.chunk) if sent else (None, None)
+            cargo = (sent.micro_batch, sent.chunk) if sent else (None, None)
             link: Stream = "forward link" if kind == "forward" else "backward link"
-            transfer = _Op(link, sender, kind, *what, tick)
+            transfer = _Op(link, sender, kind, *cargo, tick)
             for device in (one, other):
                 followers[stops[device]].append(transfer)
                 held[device].append(transfer)
@@ -294,11 +301,11 @@ def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[li
         if tick >= first_backward:
             exchange("backward", tick)
         if tick <= last_forward:
-            for own in passes:
-                run(own.get((tick, "forward")))
+            for program in passes:
+                run(program.get((tick, "forward")))
             exchange("forward", tick)
-        for own in passes:
-            run(own.get((tick, "backward")))
+        for program in passes:
+            run(program.get((tick, "backward")))
     for device in range(devices):
         run(_Stop("compute", device, None, None))
     return programs, followers

@@ -1,4 +1,4 @@
-"""`explain` on a console."""
+"""An answer as text on a console."""
 
 from collections.abc import Sequence
 
@@ -18,46 +18,47 @@ from jhpt.planner.search.baselines import Baseline
 from jhpt.planner.search.solve import Answer
 
 PLAIN_WIDTH = 120
-"""Columns where the output is no terminal."""
+"""Columns if the output is not a terminal."""
 
 WIDEST_TIMELINE = 120
+"""Most columns of the timeline."""
 
 SHOWN = 0.5e-4
-"""Seconds; a cause that stays below on every stage, 0.0 ms, has no column."""
+"""Seconds.  A cause that is below this on every stage (0.0 ms) has no column."""
 
-MOST_PLAYED = 30_000
-"""Forward passes beyond which the timeline, which shows the ends of such a step only, is not worth the seconds."""
+MOST_SIMULATED = 30_000
+"""Most forward passes of a step with a timeline.  Of longer steps it would show only the beginning and the end."""
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal; what goes to a file is not folded at 80 columns."""
+    """A console as wide as the terminal.  Output to a file is not folded at 80 columns."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
 def print_answer(console: Console, answer: Answer, baselines: Sequence[Baseline] = ()) -> None:
-    """The plan, what it costs, and what it was preferred to."""
+    """Prints the plan, its costs and its alternatives."""
     for line in summary(answer):
         console.print(line, markup=False)
     console.print(seconds_table(answer))
     console.print(memory_table(answer))
     if any(stage.host_bytes for stage in answer.estimate.stages):
         console.print(host_table(answer))
-    console.print(rivals_table(answer, baselines))
+    console.print(alternatives_table(answer, baselines))
     if text := _timeline(answer, min(console.width, WIDEST_TIMELINE)):
         console.print("\n" + text, markup=False, soft_wrap=True)
 
 
 def summary(answer: Answer) -> list[str]:
-    """The plan in four lines, and what is done about tensor communication and state where there is anything."""
+    """The plan in four lines, and further lines about tensor communication, state and offload where they matter."""
     plan, profile, cluster = answer.plan, answer.model.profile, answer.model.cluster
     rate, unit = throughput(answer)
     count = f"{plan.batch} sample{'s' if plan.batch > 1 else ''}"
     idle = idle_devices(plan, cluster.num_devices)
     bound = "" if plan.lower_bound is None else f", lower bound {duration(plan.lower_bound)}"
     return [
-        f"{profile.name} on {cluster.name}: {count} a step, each {profile.sample}; {profile.source}",
-        f"plan: {shape_text(plan)}",
+        f"{profile.name} on {cluster.name}: {count} per step, each {profile.sample}; {profile.source}",
+        f"plan: {shape_text(plan, explained=True)}",
         f"step: {duration(answer.estimate.seconds)}, {rate:,.0f} {unit}; {verdict(answer)}{bound}",
         *(f"{saving.name}: {saving.why}" for saving in savings(answer)),
         *state_lines(profile),
@@ -69,11 +70,11 @@ def summary(answer: Answer) -> list[str]:
 
 
 def seconds_table(answer: Answer) -> Table:
-    """Every stage: its layers, how they are divided, and where its step goes."""
+    """For every stage: its layers, how they are sharded, and where the seconds of a step go."""
     plan, model = answer.plan, answer.model
     rows = [stage_causes(plan, position, answer.estimate, model) for position in range(len(plan.stages))]
     causes = [cause for cause in rows[0] if max(row[cause] for row in rows) >= SHOWN]
-    table = _table("stage", "devices", "layers", "data x tensor", *causes, title="milliseconds of a step", numbers=4)
+    table = _table("stage", "devices", "layers", "data x tensor", *causes, title="milliseconds per step", numbers=4)
     table.columns[2].no_wrap = True
     for position, (stage, seconds) in enumerate(zip(plan.stages, rows, strict=True)):
         figures = [f"{max(seconds[cause], 0.0) * 1e3:,.1f}" for cause in causes]
@@ -86,11 +87,11 @@ def seconds_table(answer: Answer) -> Table:
 
 
 def memory_table(answer: Answer) -> Table:
-    """Every stage: what lies on each of its devices."""
+    """For every stage: the bytes on each of its devices, by cause."""
     stages = answer.estimate.stages
     causes = [cause for cause in stages[0].bytes if max(stage.bytes[cause] for stage in stages) > 0]
     columns = ("stage", *causes, "in flight", "total", "capacity", "full")
-    table = _table(*columns, title="GiB on a device", numbers=1)
+    table = _table(*columns, title="GiB per device", numbers=1)
     for position, stage in enumerate(stages):
         figures = [f"{stage.bytes[cause] / 2**30:,.2f}" for cause in causes]
         sums = [f"{size / 2**30:,.2f}" for size in (stage.total_bytes, stage.capacity)]
@@ -100,18 +101,18 @@ def memory_table(answer: Answer) -> Table:
 
 
 def host_table(answer: Answer) -> Table:
-    """What lies on the fullest host."""
+    """The bytes on the fullest host, by cause."""
     stage = max(answer.estimate.stages, key=lambda stage: stage.total_host_bytes)
-    table = _table(*stage.host_bytes, "total", "capacity", "full", title="GiB on a host", numbers=0)
+    table = _table(*stage.host_bytes, "total", "capacity", "full", title="GiB per host", numbers=0)
     sizes = [*stage.host_bytes.values(), stage.total_host_bytes, stage.host_capacity]
     share = f"{100 * stage.total_host_bytes / stage.host_capacity:.0f} %"
     table.add_row(*(f"{size / 2**30:,.2f}" for size in sizes), share)
     return table
 
 
-def rivals_table(answer: Answer, baselines: Sequence[Baseline] = ()) -> Table:
-    """Baselines, the plan with one decision changed, other shapes; why each was not chosen."""
-    table = _table("not chosen", "plan", "step", "why", title="against this plan, mean over working devices")
+def alternatives_table(answer: Answer, baselines: Sequence[Baseline] = ()) -> Table:
+    """Baselines, the plan with one decision changed, and other shapes; why each was not chosen."""
+    table = _table("not chosen", "plan", "step", "why", title="compared with this plan, mean over working devices")
     for baseline in baselines:
         if baseline.plan is None:
             table.add_row(baseline.name, "", "", baseline.reason)
@@ -134,15 +135,15 @@ def rivals_table(answer: Answer, baselines: Sequence[Baseline] = ()) -> Table:
 
 
 def _timeline(answer: Answer, width: int) -> str:
-    """The step as text, where there is a pipeline to see."""
+    """The step as text; empty if there is no pipeline."""
     plan = answer.plan
-    if len(plan.stages) == 1 or len(plan.stages) * plan.chunks * plan.micro_batches > MOST_PLAYED:
+    if len(plan.stages) == 1 or len(plan.stages) * plan.chunks * plan.micro_batches > MOST_SIMULATED:
         return ""
     return "device n: the devices of stage n\n" + text_timeline(timeline(answer), max(width, MIN_WIDTH))
 
 
 def _table(*columns: str, title: str, numbers: int | None = None) -> Table:
-    """numbers: the column from which on there are figures."""
+    """numbers: the first column that holds figures."""
     table = Table(
         box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), title=f"\n{title}", title_justify="left"
     )

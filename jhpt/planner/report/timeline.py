@@ -1,4 +1,4 @@
-"""A simulated step for the eye: as text for a terminal, as SVG for a browser."""
+"""Draws a simulated step: as text for a terminal, and as SVG for a browser."""
 
 import math
 import textwrap
@@ -10,8 +10,8 @@ from xml.sax.saxutils import escape
 from jhpt.planner.report.simulation import Span, Timeline
 
 MIN_WIDTH = 40
-TEXT_ROWS = 16  # more devices than this: the first ones, the last ones
-MAX_BARS = 20_000  # what a browser still scrolls smoothly
+TEXT_ROWS = 16  # most devices that get a row; of more devices the first and the last are shown
+MAX_BARS = 20_000  # a browser still scrolls this many smoothly
 
 GAP = " ... "
 FORWARD, BACKWARD = "0123456789", "abcdefghij"
@@ -36,7 +36,7 @@ LEFT, RIGHT, TOP = 90, 30, 84  # pixels: device names, margin, title and legend
 LANE = 8  # pixels of a link or the gradients; compute has three times that
 OPERATION = 26  # pixels of an average operation, as far as the widths allow
 NARROWEST, WIDEST = 900, 12_000
-BREAK = 40  # pixels of the mark where time is left out
+BREAK = 40  # pixels of the mark for time that is left out
 
 
 def text_timeline(timeline: Timeline, width: int = 100) -> str:
@@ -176,7 +176,7 @@ def _character(span: Span) -> str:
 
 
 def _text_scale(piece: _Piece, factor: float) -> str:
-    """`+` at every tick, its number behind it."""
+    """`+` at every tick, followed by its number."""
     columns = round(piece.right)
     scale = [" "] * columns
     step = _tick_step(piece.stop - piece.start, factor, max(columns // 14, 2))
@@ -216,13 +216,13 @@ def _lanes(bars: list[Span]) -> dict[str, tuple[int, int]]:
 
 
 def _svg_bar(span: Span, piece: _Piece, y: int, height: int, chunks: int) -> Iterator[str]:
-    """The part of a bar that lies in `piece`; its name, where there is room."""
+    """The part of a bar that lies in `piece`, with its label if there is room."""
     start, stop = max(span.start, piece.start), min(span.end, piece.stop)
     if start >= stop:
         return
     x, width = piece.at(start), piece.at(stop) - piece.at(start)
-    what = {"forward link": "sends ", "backward link": "sends "}.get(span.stream, "") + span.label
-    hover = f"device {span.device}: {what}, {_time(span.seconds)} from {_time(span.start)} to {_time(span.end)}"
+    label = {"forward link": "sends ", "backward link": "sends "}.get(span.stream, "") + span.label
+    hover = f"device {span.device}: {label}, {_time(span.seconds)} from {_time(span.start)} to {_time(span.end)}"
     stroke = ' stroke="white" stroke-width="0.5"' if width > 3 else ""
     yield (
         f'<rect class="bar" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" '

@@ -1,4 +1,4 @@
-"""Plans and amounts in words."""
+"""Plans and amounts as text."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,11 +6,11 @@ from jhpt.core.config import Compression, GradientCompression
 from jhpt.core.plan import Plan, Stage
 
 NAMES = 4
-"""Most names in the text of a run of layers; of more, the first and the last."""
+"""Most names in the text of a run of layers.  Of more names, only the first and the last are shown."""
 
 
 def percent(ratio: float) -> str:
-    """`+12.0 %` for 1.12; `14.8 times` for what is no longer a matter of percents."""
+    """`+12.0 %` for 1.12, and `14.8 times` for 14.8."""
     return f"{100 * (ratio - 1):+.1f} %" if ratio < 2 else f"{ratio:.3g} times"
 
 
@@ -22,19 +22,19 @@ def duration(seconds: float, sign: bool = False) -> str:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """`embedding, block x 12`; of many names the first and the last."""
+    """`embedding, block x 12`; of many names only the first and the last."""
     return ", ".join(names) if len(names) <= NAMES else f"{names[0]} ... {names[-1]}"
 
 
 def spans(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Ascending numbers as inclusive ranges."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
         else:
-            found.append((number, number))
-    return tuple(found)
+            ranges.append((number, number))
+    return tuple(ranges)
 
 
 def spans_text(ranges: Iterable[tuple[int, int]]) -> str:
@@ -47,8 +47,18 @@ def devices_text(stage: Stage) -> str:
     return spans_text([(stage.device, stage.device + stage.devices - 1)])
 
 
-def shape_text(plan: Plan) -> str:
-    """A plan in one line: `4 stages x 8 devices, tensor 2, 16 micro-batches, 1f1b, ZeRO-1, recomputation`."""
+ACCUMULATION, CHECKPOINTING = " (gradient accumulation)", " (activation checkpointing)"
+ZERO = {1: " (optimizer sharding)", 3: " (FSDP)"}
+"""Other names of what a plan does, for its longest description."""
+
+
+def shape_text(plan: Plan, *, explained: bool = False) -> str:
+    """A plan in one line: `4 stages x 8 devices, tensor 2, 16 micro-batches, 1f1b, ZeRO-1, recomputation`.
+
+    explained: adds the other usual names, such as `ZeRO-1 (optimizer sharding)`.
+    """
+    accumulation = ACCUMULATION if explained and plan.micro_batches > 1 else ""
+    checkpointing = CHECKPOINTING if explained else ""
     sizes = [stage.devices for stage in plan.stages]
     degrees = sorted({run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs})
     several, count = len(sizes) > 1, plan.micro_batches
@@ -57,10 +67,12 @@ def shape_text(plan: Plan) -> str:
     parts = [
         f"{len(sizes)} stages x {each}" if several else each,
         f"tensor {'/'.join(map(str, degrees))}",
-        f"{count} micro-batch{'es' if count > 1 else ''}",
+        f"{count} micro-batch{'es' if count > 1 else ''}{accumulation}",
         schedule if several else "",
-        f"ZeRO-{plan.zero}" if plan.zero else "",
-        ("recomputation" + (f" but for {plan.saved.text()}" if plan.saved else "")) if plan.recompute else "",
+        f"ZeRO-{plan.zero}{ZERO[plan.zero] if explained else ''}" if plan.zero else "",
+        (f"recomputation{checkpointing}" + (f" but for {plan.saved.text()}" if plan.saved else ""))
+        if plan.recompute
+        else "",
         offload_text(plan),
         f"{'/'.join(map(str, plan.sample_chunks))} sample chunks" if plan.sample_chunks != (1,) else "",
         compression_text(plan.compression),
@@ -69,30 +81,37 @@ def shape_text(plan: Plan) -> str:
     return ", ".join(filter(None, parts))
 
 
-def compression_text(how: Compression) -> str:
-    """`sums in 8 bits`, `sums of 30 % of the tokens in 8 bits, of the others in 4`; nothing where it is off."""
-    if not how.on:
+def compression_text(compression: Compression) -> str:
+    """How all-reduces over the tensor axis are compressed; empty if they are not.
+
+    `all-reduce in 8 bits`, or `all-reduce of 30 % of the tokens in 8 bits, of the others in 4`.
+    """
+    if not compression.on:
         return ""
-    if how.tokens == 1:
-        return f"sums in {how.bits} bits"
-    others = f"of the others in {how.rest_bits}" if how.rest_bits else "of no others"
-    return f"sums of {100 * how.tokens:.0f} % of the tokens in {how.bits} bits, {others}"
+    if compression.tokens == 1:
+        return f"all-reduce in {compression.bits} bits"
+    others = f"of the others in {compression.rest_bits}" if compression.rest_bits else "of no others"
+    return f"all-reduce of {100 * compression.tokens:.0f} % of the tokens in {compression.bits} bits, {others}"
 
 
-def gradients_text(how: GradientCompression) -> str:
-    """`gradients in 8 bits`, `gradients top 0.1`; empty: they are summed as they are."""
-    if how.kind == "topk":
-        return f"gradients top {how.share:.3g}" + (f" with momentum {how.momentum:g}" if how.momentum else "")
-    return f"gradients in {how.bits} bits" if how.on else ""
+def gradients_text(compression: GradientCompression) -> str:
+    """How gradients are compressed: `gradients in 8 bits` or `gradients top 0.1`; empty if they are not."""
+    if compression.kind == "topk":
+        momentum = f" with momentum {compression.momentum:g}" if compression.momentum else ""
+        return f"gradients top {compression.share:.3g}{momentum}"
+    return f"gradients in {compression.bits} bits" if compression.on else ""
 
 
 OFFLOADED = {"parameters": "weights and gradients", "optimizer": "optimizer state", "both": "all state"}
-"""Of blocks, by what lives on the host."""
+"""What of the blocks is offloaded, by kind of offload."""
 
 
 def offload_text(plan: Plan) -> str:
-    """`all state of every block on the host`, `optimizer state of 1 block in 4 on the host`; empty without offload."""
+    """`CPU offload of all state of every block`, `CPU offload of optimizer state of 1 block in 4`; empty without
+    offload.
+    """
     if plan.offload is None:
         return ""
     size = 1 + plan.offload.resident
-    return f"{OFFLOADED[plan.offload.kind]} of {f'1 block in {size}' if size > 1 else 'every block'} on the host"
+    blocks = f"1 block in {size}" if size > 1 else "every block"
+    return f"CPU offload of {OFFLOADED[plan.offload.kind]} of {blocks}"

@@ -1,4 +1,4 @@
-"""What one would run without a planner: the plans that a search has to beat.
+"""The plans that one would run without a planner, and that a search has to beat.
 
     data parallel           one stage; as many replicas as devices and micro-batch allow
     tensor parallel         one stage; the largest tensor degree that every layer allows
@@ -6,10 +6,11 @@
     1f1b, equal layers      the same stages with 1f1b
     best 3-D grid           every stages x data x tensor grid with equal layers and 1f1b: the best picked by hand
 
-Equal layers: stages differ by one layer at most, longer ones first.  Samples are not cut, and sums are compressed only
-where nothing else is asked for.  Each baseline is given its best number of micro-batches, ZeRO level and recomputation,
-its devices from the first one of the cluster, and is priced by `estimate` as every other plan.  All lie in the decision
-set of their space, or would with their samples cut and be no slower: its plan that is proven optimal is never slower.
+Equal layers: stages differ by at most one layer, and the longer ones come first.  Samples are not split into chunks.
+All-reduces are compressed only where the request insists on it.  Each baseline has its best number of micro-batches,
+ZeRO level and recomputation.  Its devices start at the first one of the cluster, and `estimate` prices it as any other
+plan.  All baselines lie in the decision set of their space, or would with split samples and be no slower.  So a plan
+that is proven optimal is never slower than a baseline.
 """
 
 import itertools
@@ -43,8 +44,8 @@ class Baseline:
     reason: str
 
 
-def baselines(asked: Request, model: CostModel, space: Space | None = None) -> tuple[Baseline, ...]:
-    """All baselines, in the order of the table above.  `asked.schedules` is left aside: each has its own.
+def baselines(request: Request, model: CostModel, space: Space | None = None) -> tuple[Baseline, ...]:
+    """All baselines, in the order of the table above.  `request.schedules` is left aside: each has its own.
 
     Args:
       space: in which they are priced; None: "spmd", but on a mixed cluster "general".
@@ -54,15 +55,15 @@ def baselines(asked: Request, model: CostModel, space: Space | None = None) -> t
     kinds: tuple[tuple[str, Schedule, Callable[[int], Iterable[Shape]]], ...] = (
         ("data parallel", "1f1b", lambda b: [(1, _data(b, model.cluster.num_devices), 1)]),
         ("tensor parallel", "1f1b", lambda b: _tensor_shapes(model)),
-        ("gpipe, equal layers", "gpipe", lambda b: _pipe_shapes(asked, model, b)),
-        ("1f1b, equal layers", "1f1b", lambda b: _pipe_shapes(asked, model, b)),
-        ("best 3-D grid", "1f1b", lambda b: _grid_shapes(asked, model, b)),
+        ("gpipe, equal layers", "gpipe", lambda b: _pipe_shapes(request, model, b)),
+        ("1f1b, equal layers", "1f1b", lambda b: _pipe_shapes(request, model, b)),
+        ("best 3-D grid", "1f1b", lambda b: _grid_shapes(request, model, b)),
     )
 
     def levels(data: int) -> tuple[Zero, ...]:
-        return model.levels(asked.zero, data, space)
+        return model.levels(request.zero, data, space)
 
-    return tuple(_best(name, _grids(asked, schedule, shapes, levels), table) for name, schedule, shapes in kinds)
+    return tuple(_best(name, _grids(request, schedule, shapes, levels), table) for name, schedule, shapes in kinds)
 
 
 def _data(micro_batch: int, devices: int) -> int:
@@ -75,17 +76,17 @@ def _tensor_shapes(model: CostModel) -> list[Shape]:
     return [(1, 1, tensor)] if tensor > 1 else []
 
 
-def _pipe_shapes(asked: Request, model: CostModel, micro_batch: int) -> list[Shape]:
+def _pipe_shapes(request: Request, model: CostModel, micro_batch: int) -> list[Shape]:
     devices = model.cluster.num_devices
-    stages = min(devices, model.num_layers, asked.max_stages)
+    stages = min(devices, model.num_layers, request.max_stages)
     return [(stages, _data(micro_batch, devices // stages), 1)] if stages > 1 else []
 
 
-def _grid_shapes(asked: Request, model: CostModel, micro_batch: int) -> Iterator[Shape]:
+def _grid_shapes(request: Request, model: CostModel, micro_batch: int) -> Iterator[Shape]:
     devices = model.cluster.num_devices
     for tensor in model.common_degrees(devices):
         for data in divisors(micro_batch, up_to=devices // tensor):
-            most = min(model.num_layers, devices // (data * tensor), asked.max_stages)
+            most = min(model.num_layers, devices // (data * tensor), request.max_stages)
             yield from ((stages, data, tensor) for stages in range(1, most + 1))
 
 
@@ -110,16 +111,16 @@ class _Grid:
 
 
 def _grids(
-    asked: Request,
+    request: Request,
     schedule: Schedule,
     shapes: Callable[[int], Iterable[Shape]],
     levels: Callable[[int], tuple[Zero, ...]],
 ) -> Iterator[_Grid]:
-    for m in asked.micro_batches:
-        for stages, data, tensor in shapes(asked.batch // m):
-            for zero, recompute in itertools.product(levels(data), asked.recompute):
-                how = asked.compression[0] if tensor > 1 else None
-                yield _Grid(stages, data, tensor, schedule, asked.batch, m, zero, recompute, how)
+    for m in request.micro_batches:
+        for stages, data, tensor in shapes(request.batch // m):
+            for zero, recompute in itertools.product(levels(data), request.recompute):
+                how = request.compression[0] if tensor > 1 else None
+                yield _Grid(stages, data, tensor, schedule, request.batch, m, zero, recompute, how)
 
 
 def _best(name: str, grids: Iterable[_Grid], table: "_Table") -> Baseline:

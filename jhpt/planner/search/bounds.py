@@ -58,8 +58,8 @@ def own_seconds(stage: StageTerms, transfer: Array, beyond: Array, window: int, 
     """Least seconds from a stage's start to the end of its last backward.
 
     Args:
-      hop: seconds of the transfer to the next stage; 0 for the last.
-      beyond: least round trip of the stages after it, without this hop; 0 for the last.
+      transfer: seconds of the transfer to the next stage; 0 for the last.
+      beyond: least round trip of the stages after it, without this transfer; 0 for the last.
       window: micro-batches in flight.
     """
     f, b, m, w = stage.forward, stage.backward, micro_batches, window
@@ -91,8 +91,8 @@ def in_line_seconds(stage: StageTerms, transfer: Array, micro_batches: int, left
     """The same where transfers are part of the program: an exchange before and after every pass holds the stage.
 
     Args:
-      hop: seconds of the exchange with a neighbour.
-      left: stages after this one; until their last forward, and from their first backward on, it has exchanges, too.
+      transfer: seconds of the exchange with a neighbour.
+      left: number of later stages; this stage exchanges data until their last forward and from their first backward.
     """
     return micro_batches * (stage.forward + stage.backward) + 2 * (micro_batches + left) * transfer
 

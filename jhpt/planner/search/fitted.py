@@ -1,8 +1,8 @@
-"""A plan by hand that does not fit, with as much computed again and on the host as makes it fit.
+"""A plan by hand that does not fit: adds the recomputation and CPU offload that make it fit.
 
-What `parallel` says stays, but that over one data rank, which shares nothing out, weights may be rounded where they are
-used (ZeRO-3).  Of what `memory` leaves open (`auto`) the fastest that fits is taken: with blocks recomputed wholly or
-not at all, for names are chosen where all of a plan is.
+The settings of `parallel` stay, with one exception: on one data rank weights may be rounded when they are used
+(ZeRO-3), which shards nothing there.  The decisions that `memory` leaves open (`auto`) become those of the fastest plan
+that fits. Blocks are recomputed either completely or not at all; only the full search chooses activations by name.
 """
 
 import itertools
@@ -18,11 +18,15 @@ from jhpt.planner.search.request import offload_kinds
 
 
 def fitted(plan: Plan, model: CostModel, config: Config) -> Plan:
-    """The plan itself where it fits all of the memory, or where nothing fits; what takes its place leaves a reserve."""
+    """The plan itself if it fits the whole memory or if nothing fits; else one that fits and leaves the reserve."""
     reserve = model.cluster.nodes[0].device.reserve
     if all((1 - reserve) * stage.total_bytes <= stage.capacity for stage in price(plan, model).stages):
         return plan
-    priced = [(estimate.seconds, own) for own in _open(plan, model, config) if (estimate := _priced(own, model))]
+    priced = [
+        (estimate.seconds, candidate)
+        for candidate in _open(plan, model, config)
+        if (estimate := _priced(candidate, model))
+    ]
     return min(priced, key=lambda pair: pair[0])[1] if priced else plan
 
 
@@ -34,16 +38,15 @@ def _open(plan: Plan, model: CostModel, config: Config) -> Iterator[Plan]:
         if config.memory.offload == "auto"
         else []
     )
-    hosts = [plan.offload, *more]
-    for again, offload in itertools.product(recompute, hosts):
-        yield plan.model_copy(update={"recompute": again, "offload": offload})
+    for choice, offload in itertools.product(recompute, [plan.offload, *more]):
+        yield plan.model_copy(update={"recompute": choice, "offload": offload})
     if plan.replicas == 1 and plan.offload is None:
-        for again, zero in itertools.product(recompute, model.levels((3,), 1, plan.space)):
-            yield plan.model_copy(update={"recompute": again, "zero": zero})
+        for choice, zero in itertools.product(recompute, model.levels((3,), 1, plan.space)):
+            yield plan.model_copy(update={"recompute": choice, "zero": zero})
 
 
 def _priced(plan: Plan, model: CostModel) -> Estimate | None:
-    """None: it does not fit, or cannot be run."""
+    """The estimate; None if the plan does not fit or cannot be run."""
     try:
         estimate = price(plan, model)
     except InputError:

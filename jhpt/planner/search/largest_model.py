@@ -1,10 +1,10 @@
-"""The largest model that fits a machine, with blocks on the host and without.
+"""The largest model that a machine can train, with and without CPU offload.
 
-Of the widths of Brown et al. 2020 (arXiv 2005.14165, table 2.1) each is made as deep as the planner finds a plan for;
-the most parameters count.  Without blocks on the host a parameter takes 18 bytes of a device (float32 weight and
-moments, gradient, the weight in 16 bits), or 14 where weights are rounded as they are used (ZeRO-3 over the one rank)
-and gradients of the one micro-batch stay in 16 bits; with blocks on the host 16 bytes of the host, or 12 where a
-gradient is used up at once.
+Each width of Brown et al. 2020 (arXiv 2005.14165, table 2.1) is made as deep as the planner still finds a plan for, and
+the model with the most parameters wins.  Without CPU offload a parameter takes 18 bytes of a device: float32 weight and
+moments, gradient, and the weight in 16 bits.  It takes 14 bytes where weights are rounded when they are used (ZeRO-3 on
+one data rank) and the gradients of a single micro-batch stay in 16 bits.  With CPU offload it takes 16 bytes of the
+host, or 12 where gradients are consumed in the backward pass.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,13 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.offload import search_offloaded
 from jhpt.planner.search.request import Incumbent, Request, request
-from jhpt.planner.search.solve import search
+from jhpt.planner.search.spaces import search
 
 WIDTHS = {1536: 16, 2048: 16, 2560: 32, 4096: 32, 5120: 40}
-"""Heads by width."""
+"""Number of attention heads for each width."""
 
 DEEPEST = 512
+"""Most layers that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Largest:
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
+        """Number of parameters of the model."""
         return parameter_count(self.config.model).total
 
 
@@ -52,40 +53,42 @@ def largest_trainable(
     batch: int = 8,
     tokens: int = 1024,
 ) -> Largest | None:
-    """The GPT with most parameters for which there is a plan; None: there is none even with one block.
+    """The GPT with the most parameters for which there is a plan; None if even one block does not fit.
 
     Args:
-      cluster: its memory is what may be used, as `front.capped` says.
-      offload: what may live on the host; (None,): nothing.
-      zero: level where nothing does.
-      at_once: blocks step in the backward pass, by the last step's norm.
-      batch: samples of so many tokens in a step.
+      cluster: its memory is what plans may use (`jhpt.planner.api.capped`).
+      offload: what may be offloaded to the host; (None,): nothing.
+      zero: ZeRO level of plans without offload.
+      update_in_backward: blocks are updated in the backward pass; gradients are clipped by the previous step's norm.
+      batch, tokens: samples per step, and tokens per sample.
     """
     settings: dict[str, Any] = {"data.sequence_length": tokens, "model.max_length": tokens, "data.batch_size": batch}
     settings |= {"optimizer.clip": "previous"} if update_in_backward else {}
-    asked = request(
+    search_request = request(
         batch, offload=offload, zero=(zero if None in offload else 0,), update_in_backward=update_in_backward
     )
-    found = [one for width in WIDTHS if (one := _deepest(width, cluster, asked, settings))]
-    return max(found, key=lambda one: one.parameters, default=None)
+    candidates = [model for width in WIDTHS if (model := _deepest(width, cluster, search_request, settings))]
+    return max(candidates, key=lambda model: model.parameters, default=None)
 
 
-def _deepest(width: int, cluster: Cluster, asked: Request, settings: Mapping[str, Any]) -> Largest | None:
-    """Bisected: a deeper model needs more."""
+def _deepest(width: int, cluster: Cluster, search_request: Request, settings: Mapping[str, Any]) -> Largest | None:
+    """The deepest model of this width, by bisection: a deeper model needs more memory."""
 
-    def tried(layers: int) -> Largest | None:
+    def attempt(layers: int) -> Largest | None:
         shape = {"model.num_layers": layers, "model.d_model": width, "model.num_heads": WIDTHS[width]}
         config = load_config("gpt2-1.5b", {**shape, **settings})
         model = CostModel(analytic_profile(config, cluster.nodes[0].device), cluster)
-        found = search(asked, model, "spmd") if None in asked.offload else Incumbent()
-        search_offloaded(asked, model, found)
-        return Largest(config=config, plan=found.plan, estimate=price(found.plan, model)) if found.plan else None
+        incumbent = search(search_request, model, "spmd") if None in search_request.offload else Incumbent()
+        search_offloaded(search_request, model, incumbent)
+        if incumbent.plan is None:
+            return None
+        return Largest(config=config, plan=incumbent.plan, estimate=price(incumbent.plan, model))
 
-    best, low, high = tried(1), 1, DEEPEST
+    best, low, high = attempt(1), 1, DEEPEST
     while best and high - low > 1:
         middle = (low + high) // 2
-        if one := tried(middle):
-            best, low = one, middle
+        if larger := attempt(middle):
+            best, low = larger, middle
         else:
             high = middle
     return best

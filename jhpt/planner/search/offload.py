@@ -1,13 +1,14 @@
-"""The fastest plan whose blocks live on the host.
+"""The fastest plan with CPU offload: the state of the blocks lies on the host and is streamed to the devices.
 
-There are few: one stage without tensor parallelism, and of these every combination of
+Such plans have one stage and no tensor parallelism, so there are few of them.  Every combination of
 
-    devices, those that share the batch evenly      kind of rows on the host, and how many blocks stay behind each
-    micro-batches                                   recomputation
+    devices (any number that divides the batch evenly)      kind of offloaded state, and how many blocks stay resident
+    micro-batches                                           recomputation
 
-is priced, but for what computation alone rules out, or copies beside blocks that compute nothing again.  Where it is
-open what a block keeps, a plan takes of the sets of names that none beats both in bytes and in what is computed again
-the first that fits: the fewer bytes, the longer the step.  So what is found is the fastest there is.
+is priced, except those that a bound rules out: computation alone, or the step without any recomputation.  Where the
+request leaves open which activations to save, a plan takes the first set that fits.  The sets are those that no other
+set beats in both bytes and recomputed seconds, ordered by bytes; fewer bytes mean a longer step.  So the result is the
+fastest plan there is.
 """
 
 import bisect
@@ -29,24 +30,24 @@ from jhpt.planner.profiles.named_tensors import size_of
 from jhpt.planner.search.request import Incumbent, Request
 
 
-def search_offloaded(asked: Request, model: CostModel, best: Incumbent) -> None:
-    """Offers them to `best`, but for those whose computation alone takes longer than what is there."""
-    for shape in _shapes(asked, model):
-        bound = _least_seconds(shape, asked, model)
+def search_offloaded(request: Request, model: CostModel, best: Incumbent) -> None:
+    """Offers all plans with CPU offload to `best`, except those whose bound is above its seconds."""
+    for shape in _shapes(request, model):
+        bound = _least_seconds(shape, request, model)
         if bound >= best.cutoff:
             best.note_unexplored_bound(bound)
             continue
-        names = _names(asked, model) if shape.recompute else []
-        for plan in _plans(shape, asked, model):
-            if names and (least := offloaded_step(_keeping(plan, None), model).seconds) >= best.cutoff:
+        names = _names(request, model) if shape.recompute else []
+        for plan in _plans(shape, request, model):
+            if names and (least := offloaded_step(_saving(plan, None), model).seconds) >= best.cutoff:
                 best.note_unexplored_bound(least)
                 continue
-            best.offer(_least_repeated(plan, names, model), model)
+            best.offer(_least_recomputed(plan, names, model), model)
 
 
-def offloaded_plans(asked: Request, model: CostModel) -> Iterator[Plan]:
-    """All plans that the request leaves open; none where blocks cannot live on the host."""
-    return (plan for shape in _shapes(asked, model) for plan in _plans(shape, asked, model))
+def offloaded_plans(request: Request, model: CostModel) -> Iterator[Plan]:
+    """All plans with CPU offload that the request leaves open; none if the state of the blocks cannot be offloaded."""
+    return (plan for shape in _shapes(request, model) for plan in _plans(shape, request, model))
 
 
 class _Shape(NamedTuple):
@@ -55,44 +56,44 @@ class _Shape(NamedTuple):
     recompute: bool
 
 
-def _shapes(asked: Request, model: CostModel) -> Iterator[_Shape]:
-    plain = None in asked.compression and not asked.gradient_compression.on
+def _shapes(request: Request, model: CostModel) -> Iterator[_Shape]:
+    plain = None in request.compression and not request.gradient_compression.on
     alike = conflict(blocks_of(model)) is None
-    if set(asked.offload) == {None} or not _levels(asked) or not plain or model.cluster.mixed or not alike:
+    if set(request.offload) == {None} or not _levels(request) or not plain or model.cluster.mixed or not alike:
         return
-    for choice in itertools.product(divisors(model.cluster.num_devices), asked.micro_batches, asked.recompute):
+    for choice in itertools.product(divisors(model.cluster.num_devices), request.micro_batches, request.recompute):
         shape = _Shape(*choice)
-        if asked.batch // shape.micro_batches % shape.devices == 0:
+        if request.batch // shape.micro_batches % shape.devices == 0:
             yield shape
 
 
-def _plans(shape: _Shape, asked: Request, model: CostModel) -> Iterator[Plan]:
+def _plans(shape: _Shape, request: Request, model: CostModel) -> Iterator[Plan]:
     layers = model.num_layers
     chunk = Chunk(first=0, runs=runs_of((1,) * layers))
     for offload in offloads(
-        layers - 2, tuple(kind for kind in asked.offload if kind is not None), asked.update_in_backward
+        layers - 2, tuple(kind for kind in request.offload if kind is not None), request.update_in_backward
     ):
         yield Plan(
             model=model.profile.name,
             cluster=model.cluster.name,
-            batch=asked.batch,
+            batch=request.batch,
             micro_batches=shape.micro_batches,
             schedule="gpipe",
-            zero=_levels(asked)[0],
+            zero=_levels(request)[0],
             recompute=shape.recompute,
-            saved=asked.saved if shape.recompute else None,
+            saved=request.saved if shape.recompute else None,
             offload=offload,
             stages=(Stage(device=0, devices=shape.devices, chunks=(chunk,)),),
         )
 
 
-def _names(asked: Request, model: CostModel) -> list[SavedTensors]:
-    """Sets of names that a block may keep, most bytes first; none where the request leaves nothing open."""
+def _names(request: Request, model: CostModel) -> list[SavedTensors]:
+    """Sets of activations that a block may save, most bytes first; none where the request leaves nothing open."""
     tensors = model.kinds[model.index[1]].tensors
-    names = [one.name for one in tensors if one.read and one.name != BLOCK_INPUT]
-    if len(asked.recompute) < 2 or asked.saved is not None:
+    names = [tensor.name for tensor in tensors if tensor.read and tensor.name != BLOCK_INPUT]
+    if len(request.recompute) < 2 or request.saved is not None:
         return []
-    sets = [SavedTensors(device=some) for size in range(len(names)) for some in itertools.combinations(names, size)]
+    sets = [SavedTensors(device=part) for size in range(len(names)) for part in itertools.combinations(names, size)]
     costs = {saved: (repeated(tensors, saved).seconds, size_of(tensors, saved.device).on(1, 1)) for saved in sets}
     best, least = list[SavedTensors](), math.inf
     for saved in sorted(sets, key=lambda saved: costs[saved]):
@@ -101,53 +102,55 @@ def _names(asked: Request, model: CostModel) -> list[SavedTensors]:
     return best
 
 
-def _least_repeated(plan: Plan, names: list[SavedTensors], model: CostModel) -> Plan:
-    """The plan with the first of these sets that fits; itself where none does."""
-    first = bisect.bisect_left(names, True, key=lambda saved: price(_keeping(plan, saved), model).fits)
-    return _keeping(plan, names[first]) if first < len(names) else plan
+def _least_recomputed(plan: Plan, names: list[SavedTensors], model: CostModel) -> Plan:
+    """The plan with the first of these sets that fits, or the plan itself if none does."""
+    first = bisect.bisect_left(names, True, key=lambda saved: price(_saving(plan, saved), model).fits)
+    return _saving(plan, names[first]) if first < len(names) else plan
 
 
-def _keeping(plan: Plan, saved: SavedTensors | None) -> Plan:
-    """With these names; None: all."""
+def _saving(plan: Plan, saved: SavedTensors | None) -> Plan:
+    """The plan that saves these activations; None: all of them, so it recomputes nothing."""
     if saved is None:
         return plan.model_copy(update={"recompute": False, "saved": None})
     return plan.model_copy(update={"saved": saved if saved.device else None})
 
 
-def _levels(asked: Request) -> list[Zero]:
-    return [level for level in asked.zero if level < 3]
+def _levels(request: Request) -> list[Zero]:
+    return [level for level in request.zero if level < 3]
 
 
-def _least_seconds(shape: _Shape, asked: Request, model: CostModel) -> float:
-    """Computation alone; of what is computed again, what no choice of names spares."""
-    forward, backward = model.compute_seconds(asked.batch // shape.micro_batches // shape.devices, 1)
+def _least_seconds(shape: _Shape, request: Request, model: CostModel) -> float:
+    """Seconds of computation alone, with only the recomputation that no choice of saved activations avoids."""
+    forward, backward = model.compute_seconds(request.batch // shape.micro_batches // shape.devices, 1)
     blocks, again = model.index[1:-1], 0.0
-    if shape.recompute and asked.recompute == (True,):
-        again = (forward * model.activations.repeated(asked.saved or NOTHING)[0])[blocks].sum()
+    if shape.recompute and request.recompute == (True,):
+        again = (forward * model.activations.repeated(request.saved or NOTHING)[0])[blocks].sum()
     return shape.micro_batches * float((forward + backward)[model.index].sum() + again)
 
 
-def nearest_offloaded(asked: Request, model: CostModel) -> list[str]:
-    """What would have to be larger for any of them to fit; empty: there are none."""
-    priced = [price(plan, model).stages[0] for plan in offloaded_plans(asked, model)]
+def nearest_offloaded(request: Request, model: CostModel) -> list[str]:
+    """What would have to be larger for a plan with CPU offload to fit; empty if there is no such plan."""
+    priced = [price(plan, model).stages[0] for plan in offloaded_plans(request, model)]
     if not priced:
         return []
     device, host = model.cluster.nodes[0].device, priced[0].host_capacity
-    lines = [f"nor with blocks on the host: devices have {gib(device.memory)}, each host {gib(host)} for them"]
-    if fitting := [one.total_bytes for one in priced if one.total_host_bytes <= host]:
-        least = min(fitting) / (1 - device.reserve)
-        lines.append(f"with blocks on the host it would fit with {enough_gib(least)} per device")
-    if fitting := [one.total_host_bytes for one in priced if one.total_bytes <= device.usable]:
-        lines.append(f"with blocks on the host it would fit with {enough_gib(min(fitting))} for them on each host")
-    if batch := _largest_batch(asked, model):
-        lines.append(f"with blocks on the host a batch of {batch} would fit")
+    lines = [
+        f"nor with CPU offload: devices have {gib(device.memory)}, and each host has {gib(host)} for offloaded state"
+    ]
+    if device_bytes := [stage.total_bytes for stage in priced if stage.total_host_bytes <= host]:
+        least = min(device_bytes) / (1 - device.reserve)
+        lines.append(f"with CPU offload it would fit with {enough_gib(least)} per device")
+    if host_bytes := [stage.total_host_bytes for stage in priced if stage.total_bytes <= device.usable]:
+        lines.append(f"with CPU offload it would fit with {enough_gib(min(host_bytes))} for offloaded state per host")
+    if batch := _largest_batch(request, model):
+        lines.append(f"with CPU offload a batch of {batch} would fit")
     return lines
 
 
-def _largest_batch(asked: Request, model: CostModel) -> int | None:
-    """That divides the batch, with any number of micro-batches."""
-    for batch in reversed(divisors(asked.batch)[:-1]):
-        smaller = replace(asked, batch=batch, micro_batches=tuple(divisors(batch)))
+def _largest_batch(request: Request, model: CostModel) -> int | None:
+    """The largest divisor of the batch that would fit, with any number of micro-batches."""
+    for batch in reversed(divisors(request.batch)[:-1]):
+        smaller = replace(request, batch=batch, micro_batches=tuple(divisors(batch)))
         if any(price(plan, model).fits for plan in offloaded_plans(smaller, model)):
             return batch
     return None

@@ -1,17 +1,16 @@
-"""Which buckets live on the host, so that a step fits the device and is as short as may be.
+"""Not called by plans yet; it will choose which buckets to offload, where buckets differ.
 
-Greedy, then repair.  Everything is
-resident at first.  While a step needs more than the device has, one bucket moves one home on (resident, optimizer,
-both): the one that frees the most bytes per second that it costs; of those that cost nothing, the one that frees most.
-Moving on never makes an operation need more (`stream.held`), so this ends with a step that fits, or with everything on
-the host, which then is the proof that nothing fits the device.
+The choice is greedy and then repaired.  At first everything is resident.  While a step needs more memory than the
+device has, one bucket moves one home on (resident, optimizer, both): the bucket that frees the most bytes per second
+that the move costs.  Among moves that cost nothing, the one that frees most wins.  A move never makes an operation need
+more (`stream.held`), so this ends with a step that fits or with everything offloaded, which proves that nothing fits.
 
-Repair: while that brings the step nearer to both budgets, or makes one that fits shorter, one bucket moves to another
-home, or two do.  It also starts from the greedy choice by bytes on the host instead of seconds, for hosts
-that are small, from everything on the host, and from the best in which every n-th bucket has moved: what hides a copy
-are the buckets that stay between two that come, which one move at a time does not find.
+Repair moves one bucket or two buckets to other homes, as long as that brings the step nearer to both budgets or makes a
+fitting step shorter.  It starts from several choices: the greedy one; the greedy one by host bytes instead of seconds,
+for small hosts; everything offloaded; and the best of those with every n-th bucket offloaded.  The last one matters
+because resident buckets between two offloaded ones hide the copies, which single moves do not find.
 
-Parameters alone are no home here: of as many bytes the optimizer's state moves fewer in a step.
+Parameters alone are no home here: for the same bytes, optimizer state moves fewer of them in a step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,17 +22,17 @@ from jhpt.core.cluster import Link
 from jhpt.planner.cost.streaming import Array, Bucket, Home, Homes, Streamed, stream
 
 TOLERANCE = 1e-9
-"""Relative; what is less is rounding."""
+"""Relative.  A smaller difference is rounding."""
 
 MOVED = (Home.OPTIMIZER, Home.BOTH)
-"""Where a bucket may live that does not stay."""
+"""Homes of a bucket that is offloaded."""
 
 Steps = Callable[[Homes], Streamed]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Bytes."""
+    """Usable bytes of the device and of the host."""
 
     device: float
     host: float
@@ -41,7 +40,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A step that fits.  peak: bytes on the device at most; host: bytes there."""
+    """Homes of all buckets with which the step fits.  peak: most bytes on the device.  host: bytes on the host."""
 
     homes: tuple[Home, ...]
     seconds: float
@@ -50,16 +49,16 @@ class Chosen:
 
 
 def choose(buckets: Sequence[Bucket], link: Link, budget: Budget) -> Chosen | None:
-    """The shortest step found; None: none fits."""
+    """The homes with the shortest step found; None if none fits."""
 
     def steps(homes: Homes) -> Streamed:
         return stream(buckets, link, homes)
 
     greedy = [_moved_on(steps, len(buckets), budget, cost) for cost in (_seconds, _host)]
     starts = [*greedy, *_regular(steps, len(buckets), budget)]
-    found = [_repaired(steps, budget, homes) for homes in starts]
-    own = [(one, steps(one)) for one in found]
-    fitting = [(one, step) for one, step in own if _over(step, budget)[0] == 0]
+    candidates = [_repaired(steps, budget, homes) for homes in starts]
+    streamed = [(homes, steps(homes)) for homes in candidates]
+    fitting = [(homes, step) for homes, step in streamed if _over(step, budget)[0] == 0]
     if not fitting:
         return None
     homes, step = min(fitting, key=lambda pair: (pair[1].seconds[0], pair[1].peak[0]))
@@ -85,7 +84,7 @@ def _over(steps: Streamed, budget: Budget) -> Array:
 
 
 def _regular(steps: Steps, count: int, budget: Budget) -> list[Homes]:
-    """Everything on the host, and of the homes in which every n-th bucket has moved those that come nearest."""
+    """Everything offloaded, and the best choice that offloads every n-th bucket."""
     every = np.array([_every(count, size, home) for size in range(1, count + 1) for home in MOVED])
     then = steps(every)
     return [np.full(count, Home.BOTH, np.int64), every[np.lexsort((then.seconds, _over(then, budget)))[0]]]
@@ -96,7 +95,7 @@ def _every(count: int, size: int, home: int) -> Homes:
 
 
 def _moved_on(steps: Steps, count: int, budget: Budget, cost: Callable[[Streamed], Array]) -> Homes:
-    """Greedy, from everything resident: homes with which the step fits the device, or everything on the host."""
+    """The greedy choice: homes with which the step fits the device, or everything offloaded."""
     homes = np.zeros(count, np.int64)
     now = steps(homes)
     while now.peak[0] > budget.device and (homes < Home.BOTH).any():
@@ -112,7 +111,7 @@ def _moved_on(steps: Steps, count: int, budget: Budget, cost: Callable[[Streamed
 
 
 def _repaired(steps: Steps, budget: Budget, homes: Homes) -> Homes:
-    """While it brings the step nearer to fitting, or makes it shorter: one moves, or two do."""
+    """Moves one bucket or two as long as that brings the step nearer to fitting or makes it shorter."""
     now = steps(homes)
     over, seconds = float(_over(now, budget)[0]), float(now.seconds[0])
     while True:
@@ -126,19 +125,19 @@ def _repaired(steps: Steps, budget: Budget, homes: Homes) -> Homes:
 
 
 def _moves_on(homes: Homes) -> Iterable[Homes]:
-    """Homes in which one bucket has moved one on."""
+    """All choices in which one bucket has moved one home on."""
     for at in np.flatnonzero(homes < Home.BOTH).tolist():
         yield _with(homes, at, homes[at] + 1)
 
 
 def _changes(homes: Homes, first: int = 0) -> Iterable[Homes]:
-    """Homes in which one bucket, from the first on, has moved."""
+    """All choices in which one bucket, not before `first`, has moved."""
     for at in range(first, len(homes)):
         yield from (_with(homes, at, home) for home in range(Home.BOTH + 1) if home != homes[at])
 
 
 def _pairs(homes: Homes) -> Iterable[Homes]:
-    """Homes in which two have."""
+    """All choices in which two buckets have moved."""
     for moved in _changes(homes):
         (at,) = np.flatnonzero(moved != homes).tolist()
         yield from _changes(moved, at + 1)

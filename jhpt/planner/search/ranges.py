@@ -12,7 +12,7 @@ from jhpt.planner.cost.schedule import Array
 
 @dataclass(frozen=True)
 class Ranges:
-    """Stage seconds and bytes, [N, N]; entries with j < i mean nothing."""
+    """Seconds and bytes of stages, [N, N].  Entries with j < i have no meaning."""
 
     forward: Array
     backward: Array
@@ -23,15 +23,15 @@ class Ranges:
     working: Array
 
     def bytes(self, slots: int) -> Array:
-        """Bytes with `slots` micro-batches in flight."""
+        """Bytes of a device with `slots` micro-batches in flight."""
         return self.state + slots * self.activations + self.working
 
 
 def ranges(costs: LayerCosts, slot: Slot, model: CostModel, local: float) -> Ranges:
-    """All ranges of layers, as stages of a pipeline, under one way of treating them.
+    """The costs of all ranges of layers, as stages of a pipeline that runs all layers with one strategy.
 
     Args:
-      local: samples of a micro-batch on one device, for the transfer buffers.
+      local: samples of a micro-batch on one device; the transfer buffers hold that many.
     """
     errors = costs.backward + costs.backward_tensor
     first, last = costs.forward_filling[:, None], costs.backward_filling[None, :]
@@ -44,7 +44,7 @@ def ranges(costs: LayerCosts, slot: Slot, model: CostModel, local: float) -> Ran
         state[1 : tied + 1, tied:] += costs.tied_bytes[tied]
         update[0, :tied] += costs.tied[tied]
     come = np.concatenate([[0.0], model.boundary[:-1]])
-    note_unexplored_bound = np.concatenate([model.boundary[:-1], [0.0]])
+    leave = np.concatenate([model.boundary[:-1], [0.0]])
     return Ranges(
         forward=sums(costs.forward + costs.forward_tensor) + first,
         backward=sums(errors) + last,
@@ -52,12 +52,12 @@ def ranges(costs: LayerCosts, slot: Slot, model: CostModel, local: float) -> Ran
         update=update,
         state=state,
         activations=sums(costs.activations) + slot.output,
-        working=_running_max(costs.working) + 2 * local * (come[:, None] + note_unexplored_bound[None, :]),
+        working=_running_max(costs.working) + 2 * local * (come[:, None] + leave[None, :]),
     )
 
 
 def prefix(values: Array) -> Array:
-    """[N + 1] sums of the first so many."""
+    """[N + 1] sums of the first 0, 1, ..., N values."""
     return np.concatenate([[0.0], np.cumsum(values)])
 
 

@@ -1,17 +1,17 @@
-"""Which named tensors the blocks of a plan keep: what computes least again in the memory that is left.
+"""Which activations a plan with recomputation saves: those that leave the least recomputation and still fit.
 
-One set of names for all blocks, for one program runs them.  A plan that recomputes everything leaves every stage some
-memory; what a name takes of it is its bytes in all blocks of the stage's fullest chunk, times the micro-batches in
-flight.  The stage that has least room decides, by the integer programme of `block`.
+All blocks save activations of the same names, because one program runs them.  A plan that recomputes everything leaves
+some free memory on every stage.  A name takes its bytes in all blocks of the stage's fullest chunk, times the number of
+micro-batches in flight.  The stage with the least free memory decides, by the integer programme of `recompute_block`.
 
-Which plans are worth it is asked of the search itself: of a model whose tensors are computed again in no time, its
-plans are as fast as if they kept everything and as small as if they kept nothing.  So no choice of names is faster than
-the fastest of them, and the best of every shape are those to choose names for.
+A relaxed search finds the plans that are worth it.  It plans for a model whose tensors are recomputed in no time: its
+plans are as fast as if they saved everything and as small as if they saved nothing.  So no choice of names is faster
+than the fastest of them, and names are chosen for the best plans of every shape.
 
-Where tensors may wait on the host (`Request.host`) so may blocks' inputs: the model whose plans are asked for has them
-there, too, behind a link that takes no time, on hosts that hold anything.  Names that are given are kept in any case,
-and what is chosen is where.  The programme then has the input and given names among its tensors, as what cannot be
-computed again.  Of choices that are equally fast it takes the one with the fewest bytes on the host.
+Where activations may be offloaded (`Request.host`), block inputs may be offloaded, too.  The relaxed model then has all
+of them on hosts of unlimited memory, behind a link that takes no time.  Names that the request gives are saved in any
+case, and only their place is chosen.  The programme then has the block input and these names among its tensors, as
+tensors that cannot be recomputed.  Of equally fast choices it takes the one with the fewest bytes on the host.
 """
 
 import itertools
@@ -36,52 +36,54 @@ from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.spmd import search_spmd
 
 SHAPES = 8
-"""Of plans, the fastest ones, to choose names for."""
+"""For how many of the fastest shapes names are chosen."""
 
 ROUNDING = 1e-6
 """By how much, relative, the integer programme may exceed a budget."""
 
 SAME = 1e-9
-"""Relative; of two plans that take as long the one without the host is better."""
+"""Relative.  Of two plans whose seconds differ by less, the one without offload is better."""
 
 
-def improve(asked: Request, model: CostModel, best: Incumbent) -> None:
-    """Offers plans that keep some names, where the request leaves that open or lets names wait on the host, and lowers
-    the bound to theirs."""
-    named = asked.host and asked.saved is not None
-    if (len(asked.recompute) < 2 and not named) or not any(kind.tensors for kind in model.kinds):
+def improve(request: Request, model: CostModel, best: Incumbent) -> None:
+    """Offers plans that save some activations, and lowers the bound to theirs.
+
+    Does nothing unless the request leaves open what to save or lets named activations be offloaded.
+    """
+    named = request.host and request.saved is not None
+    if (len(request.recompute) < 2 and not named) or not any(kind.tensors for kind in model.kinds):
         return
-    names = asked.saved.device if named and asked.saved else None
-    free, relaxed = _relaxed(asked, model, names), Incumbent()
-    search_spmd(replace(asked, recompute=(True,)), free, relaxed)
+    names = request.saved.device if named and request.saved else None
+    free, relaxed = _relaxed(request, model, names), Incumbent()
+    search_spmd(replace(request, recompute=(True,)), free, relaxed)
     best.note_unexplored_bound(relaxed.lower_bound)
-    for plan in _candidates(asked, free, relaxed, best):
-        found = with_names(plan, model, host=asked.host, names=names)
-        if found is not None:
-            best.offer(found, model)
+    for plan in _candidates(request, free, relaxed, best):
+        improved = with_names(plan, model, host=request.host, names=names)
+        if improved is not None:
+            best.offer(improved, model)
 
 
-def _relaxed(asked: Request, model: CostModel, names: tuple[str, ...] | None) -> CostModel:
-    """A model none of whose plans that recompute is slower or larger than what names make of it."""
+def _relaxed(request: Request, model: CostModel, names: tuple[str, ...] | None) -> CostModel:
+    """A model whose plans with recomputation are neither slower nor larger than with any choice of names."""
     profile = freely_recomputed(model.profile) if names is None else model.profile
-    if not asked.host:
+    if not request.host:
         return CostModel(profile, model.cluster, model.gradient_compression)
     away = SavedTensors(host=(BLOCK_INPUT, *(names or ())))
     return CostModel(profile, free_hosts(model.cluster), model.gradient_compression, away)
 
 
 def free_hosts(cluster: Cluster) -> Cluster:
-    """The cluster, with hosts that hold anything, at once."""
+    """The cluster with hosts of unlimited memory behind links that take no time."""
     link = Link(bandwidth=sys.float_info.max, latency=0.0)
     nodes = tuple(node.model_copy(update={"host": link, "host_memory": math.inf}) for node in cluster.nodes)
     return cluster.model_copy(update={"nodes": nodes})
 
 
-def _candidates(asked: Request, free: CostModel, relaxed: Incumbent, best: Incumbent) -> Iterator[Plan]:
+def _candidates(request: Request, free: CostModel, relaxed: Incumbent, best: Incumbent) -> Iterator[Plan]:
     """Plans of the fastest shapes, cut into any number of micro-batches, that could be faster than the best so far."""
     fastest = sorted(relaxed.shapes.values(), key=lambda pair: pair[0])[:SHAPES]
-    shapes = ((plan, zero) for _, plan in fastest for zero in free.levels(asked.zero, plan.replicas, plan.space))
-    for (plan, zero), count in itertools.product(shapes, asked.micro_batches):
+    shapes = ((plan, zero) for _, plan in fastest for zero in free.levels(request.zero, plan.replicas, plan.space))
+    for (plan, zero), count in itertools.product(shapes, request.micro_batches):
         varied = plan.model_copy(update={"micro_batches": count, "zero": zero})
         try:
             estimate = price(varied, free)
@@ -92,7 +94,7 @@ def _candidates(asked: Request, free: CostModel, relaxed: Incumbent, best: Incum
 
 
 def freely_recomputed(profile: ModelProfile) -> ModelProfile:
-    """The profile, whose named tensors are computed again in no time."""
+    """The profile with named tensors that are recomputed in no time."""
 
     def free(kind: LayerKind) -> LayerKind:
         tensors = tuple(tensor.model_copy(update={"flops": 0.0, "summed": False}) for tensor in kind.tensors)
@@ -104,19 +106,19 @@ def freely_recomputed(profile: ModelProfile) -> ModelProfile:
 def with_names(
     plan: Plan, model: CostModel, *, host: bool = False, names: tuple[str, ...] | None = None
 ) -> Plan | None:
-    """The plan, recomputing what is best; None: it does not fit even if it keeps nothing.
+    """The plan with the best choice of saved activations; None if it does not fit even when it saves none.
 
     Args:
-      host: whether tensors, blocks' inputs among them, may wait on the host.
-      names: with host: what is kept beside the input; None: what is best.
+      host: whether activations, block inputs among them, may be offloaded.
+      names: with host, the activations that are saved beside the block input; None: those that are best.
     """
-    found = [] if names is not None else [_on_device(plan, model)]
+    candidates = [] if names is not None else [_on_device(plan, model)]
     if host:
-        found.append(_anywhere(plan, model, names))
-    plans = [one for one in found if one is not None]
+        candidates.append(_anywhere(plan, model, names))
+    plans = [candidate for candidate in candidates if candidate is not None]
     if len(plans) < 2:
         return plans[0] if plans else None
-    return min(plans, key=lambda one: _rank(one, model))
+    return min(plans, key=lambda candidate: _rank(candidate, model))
 
 
 def _rank(plan: Plan, model: CostModel) -> tuple[bool, float]:
@@ -125,35 +127,35 @@ def _rank(plan: Plan, model: CostModel) -> tuple[bool, float]:
 
 
 def _on_device(plan: Plan, model: CostModel) -> Plan | None:
-    """With what is kept on the devices."""
-    if (found := _started(plan, SavedTensors(), model)) is None:
+    """The plan with the best activations to save on the devices."""
+    if (start := _started(plan, SavedTensors(), model)) is None:
         return None
-    started, room = found
+    started, room = start
     kind = _block(model)
     forward, sums, _ = _passes(started, room, model)
     choice = choose(graph(kind.tensors, _seconds(kind, forward, sums), room.sizes(kind)), room.left * (1 - ROUNDING))
     device, _ = _names(choice, [tensor for tensor in kind.tensors if tensor.name != BLOCK_INPUT])
-    return _keeping(started, SavedTensors(device=device), kind)
+    return _saving(started, SavedTensors(device=device), kind)
 
 
 def _anywhere(plan: Plan, model: CostModel, names: tuple[str, ...] | None) -> Plan | None:
-    """With what is kept, of given names or of all, where it is best; None: there is no room for these and the input."""
-    kind, found = _block(model), _started(plan, SavedTensors(host=(BLOCK_INPUT,)), model)
-    if found is None or not kind.tensors:
+    """The plan with every saved activation where it is best; None if the given names and the input do not fit."""
+    kind, start = _block(model), _started(plan, SavedTensors(host=(BLOCK_INPUT,)), model)
+    if start is None or not kind.tensors:
         return None
-    started, room = found
+    started, room = start
     forward, sums, backward = _passes(started, room, model)
     seconds, sizes = _seconds(kind, forward, sums), room.sizes(kind)
     travel = {tensor.name: room.copies(tensor.name, model, plan.sequence) for tensor in kind.tensors}
     needed = {BLOCK_INPUT, *(names or ())}
-    # More than anything costs that does not compute these again.
-    dear = 2 * (sum(seconds.values()) + 2 * sum(travel.values())) or 1.0
+    # More than the cost of any choice that does not recompute these.
+    prohibitive = 2 * (sum(seconds.values()) + 2 * sum(travel.values())) or 1.0
     inner = [
         replace(tensor, name=None) if names is not None and tensor.name not in needed else tensor
-        for tensor in graph(kind.tensors, {n: dear if n in needed else s for n, s in seconds.items()}, sizes)
+        for tensor in graph(kind.tensors, {n: prohibitive if n in needed else s for n, s in seconds.items()}, sizes)
     ]
     whole = sizes[BLOCK_INPUT]
-    entry = [Tensor(name=BLOCK_INPUT, bytes=room.entry * whole, host_bytes=whole, seconds=dear)]
+    entry = [Tensor(name=BLOCK_INPUT, bytes=room.entry * whole, host_bytes=whole, seconds=prohibitive)]
     tensors = [replace(tensor, copy_seconds=travel.get(tensor.name or "")) for tensor in inner + entry]
     beside = model.cluster.overlap
     copies = Copies(
@@ -164,17 +166,17 @@ def _anywhere(plan: Plan, model: CostModel, names: tuple[str, ...] | None) -> Pl
         sparing=True,
     )
     choice = choose(tensors, room.left * (1 - ROUNDING), copies)
-    if choice.seconds >= dear:
+    if choice.seconds >= prohibitive:
         return None
     device, host = _names(choice, sorted(kind.tensors, key=lambda tensor: tensor.name == BLOCK_INPUT))
-    if names is not None:  # also those that nothing reads, which are nowhere
+    if names is not None:  # Also names that nothing reads, which the choice leaves out.
         device = tuple(name for name in names if name not in host)
         return started.model_copy(update={"saved": SavedTensors(device=device, host=host)})
-    return _keeping(started, SavedTensors(device=tuple(n for n in device if n != BLOCK_INPUT), host=host), kind)
+    return _saving(started, SavedTensors(device=tuple(n for n in device if n != BLOCK_INPUT), host=host), kind)
 
 
 def _host_room(plan: Plan, sizes: dict[str, float], model: CostModel) -> float:
-    """Bytes of tensors as large as these that the fullest host has room for."""
+    """Bytes of tensors of these sizes that the fullest host has room for."""
     most = 0.0
     for name, size in sizes.items():
         by_device = waiting_bytes(plan, model.profile, SavedTensors(host=(name,)))
@@ -184,12 +186,12 @@ def _host_room(plan: Plan, sizes: dict[str, float], model: CostModel) -> float:
 
 
 def _started(plan: Plan, saved: SavedTensors, model: CostModel) -> "tuple[Plan, _Room] | None":
-    """The plan that keeps nothing more, and the stage that has least room then; None: the devices have none."""
+    """The plan that saves only these, and its stage with the least room; None if it does not fit."""
     started = plan.model_copy(update={"recompute": True, "saved": saved, "seconds": None, "lower_bound": None})
     estimate = price(started, model)
     if any(stage.total_bytes > stage.capacity for stage in estimate.stages):
         return None
-    rooms = [_room(started, at, own, model) for at, own in enumerate(estimate.stages)]
+    rooms = [_room(started, at, stage, model) for at, stage in enumerate(estimate.stages)]
     return started, min(rooms, key=lambda room: room.left / (room.divided or 1.0))
 
 
@@ -198,7 +200,7 @@ def _block(model: CostModel) -> LayerKind:
 
 
 def _seconds(kind: LayerKind, forward: float, sums: float) -> dict[str, float]:
-    """To compute every tensor again."""
+    """Seconds to recompute every tensor."""
     shares, summed = flops_shares(kind.tensors), all_reduce_shares(kind.tensors)
     return {name: shares[name] * forward + summed[name] * sums for name in shares}
 
@@ -260,8 +262,8 @@ def _room(plan: Plan, position: int, estimate: StageEstimate, model: CostModel) 
     return max(rooms, key=lambda room: room.divided)
 
 
-def _keeping(plan: Plan, saved: SavedTensors, kind: LayerKind) -> Plan:
-    """The plan that keeps these; without recomputation where that is everything, on the devices."""
+def _saving(plan: Plan, saved: SavedTensors, kind: LayerKind) -> Plan:
+    """The plan that saves these; without recomputation if that is everything, on the devices."""
     read = {tensor.name for tensor in kind.tensors if tensor.read and tensor.name != BLOCK_INPUT}
     if not saved.host and read.issubset(saved.device):
         return plan.model_copy(update={"recompute": False, "saved": None})
@@ -269,7 +271,7 @@ def _keeping(plan: Plan, saved: SavedTensors, kind: LayerKind) -> Plan:
 
 
 def _passes(plan: Plan, room: _Room, model: CostModel) -> tuple[float, float, float]:
-    """Seconds of the blocks in the room, all kept: forward, sums of that, backward."""
+    """Seconds of the blocks without recomputation: forward, its all-reduces, backward."""
     strategy = replace(strategy_of(plan), zero=0, recompute=False, saved=None)
     chunk = plan.stages[room.stage].chunks[room.chunk]
     part = stage_layers(plan, room.stage, strategy, model)[room.chunk]
@@ -281,10 +283,10 @@ def _passes(plan: Plan, room: _Room, model: CostModel) -> tuple[float, float, fl
 
 
 def _names(choice: Choice, tensors: Sequence[NamedTensor]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of what is read: on the device, on the host."""
+    """The names of tensors that are read: saved on the device, and offloaded to the host."""
     fates = list(zip(tensors, choice.fates, strict=True))
     device, host = (
-        tuple(tensor.name for tensor, own in fates if own == fate and tensor.read)
+        tuple(tensor.name for tensor, chosen in fates if chosen == fate and tensor.read)
         for fate in (Fate.SAVED, Fate.OFFLOADED)
     )
     return device, host

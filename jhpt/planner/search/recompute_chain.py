@@ -1,12 +1,14 @@
-"""What every layer of a chain keeps, under one budget, in the least time: a dynamic programme over layers.
+"""Not called by plans yet; it will choose what each layer saves where layers differ.
 
-A layer has options, such as those of `block.front`: bytes that it keeps, bytes that its backward pass needs while it
-computes again, seconds.  With f micro-batches in flight a device holds
+A dynamic programme over the layers of a chain finds the fastest choice within one budget.  Every option of a layer has
+saved bytes, working bytes that its backward pass needs while it recomputes, and seconds.  With f micro-batches in
+flight a device holds
 
-    f sum of kept  +  max of working
+    f sum of saved  +  max of working
 
-and the seconds add up.  For each limit on what is working (the options' own) the labels (kept, seconds) of the layers
-so far are extended by one layer's options; what another label beats in both is dropped, which no optimum needs.
+bytes, and the seconds add up.  For each limit on the working bytes (one of the options' values), the labels
+(saved, seconds) of the first layers are extended by the options of the next layer.  A label that another one beats in
+both is dropped, because no optimum needs it.
 """
 
 from collections.abc import Sequence
@@ -20,8 +22,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """kept: bytes from a layer's forward pass until its backward pass.  working: bytes beside these during the latter.
-    seconds: that it costs."""
+    """What a layer may save.
+
+    saved: bytes from its forward pass until its backward pass.  working: further bytes during its backward pass.
+    seconds: of recomputation.
+    """
 
     saved: float
     working: float
@@ -30,7 +35,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """options: position of every layer's.  bytes: at most at a time."""
+    """options: position of the option of every layer.  bytes: most bytes at a time."""
 
     options: tuple[int, ...]
     seconds: float
@@ -38,14 +43,14 @@ class Chosen:
 
 
 def choose(layers: Sequence[Sequence[Option]], budget: float, in_flight: int = 1) -> Chosen | None:
-    """The fastest choice that fits, of those the smallest; None: none fits."""
+    """The fastest choice that fits, and among equally fast ones the smallest; None if none fits."""
     limits = sorted({option.working for options in layers for option in options}) or [0.0]
-    found = [one for limit in limits if (one := _within(layers, budget, in_flight, limit))]
-    return min(found, key=lambda one: (one.seconds, one.bytes)) if found else None
+    choices = [choice for limit in limits if (choice := _within(layers, budget, in_flight, limit))]
+    return min(choices, key=lambda choice: (choice.seconds, choice.bytes), default=None)
 
 
 def _within(layers: Sequence[Sequence[Option]], budget: float, in_flight: int, limit: float) -> Chosen | None:
-    """With options that work in so many bytes."""
+    """The fastest choice among options whose working bytes are at most `limit`."""
     saved, seconds = np.zeros(1), np.zeros(1)
     steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []  # label before, option
     for options in layers:
@@ -72,7 +77,7 @@ def _within(layers: Sequence[Sequence[Option]], budget: float, in_flight: int, l
 
 
 def _undominated(sizes: Array, times: Array) -> NDArray[np.intp]:
-    """Positions of labels that none beats in both."""
+    """Positions of the labels that no other label beats in both."""
     order = np.lexsort((times, sizes))
     sofar = np.minimum.accumulate(times[order])
     better = np.concatenate([[True], times[order][1:] < sofar[:-1] * (1 - 1e-12)])

@@ -1,4 +1,4 @@
-"""What is asked of the planner, and the best answer so far."""
+"""What the planner is asked to decide, and the best plan found so far."""
 
 import math
 from collections.abc import Iterable
@@ -15,46 +15,60 @@ from jhpt.planner.cost.layers import Space
 from jhpt.planner.cost.model import CostModel
 
 SAMPLE_CHUNKS = (1, 2, 4)
-"""What the planner chooses from where a model is trained."""
+"""Numbers of sample chunks that the planner chooses from for models whose samples are sequences of tokens."""
+
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "interleaved")
+"""Schedules that the planner chooses from, in order of preference."""
 
 COMPRESSIONS = (Compression(bits=8), Compression(tokens=0.3, bits=8, rest_bits=4, steps=2))
-"""What `parallel.compression: auto` chooses from: settings that train as well as none does (docs/reports/compression.md)."""
+"""What `parallel.compression: auto` chooses from.
+
+They train as well as no compression does (docs/reports/compression.md).
+"""
 
 TOLERANCE = 1e-12
-"""Relative; two plans closer than this count as equally fast."""
+"""Relative difference of seconds.  Two plans that are closer than this count as equally fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The decisions that are open."""
+    """The decisions that are open: for each, the choices that a plan may make."""
 
     batch: int
     micro_batches: tuple[int, ...]
-    schedules: tuple[Schedule, ...] = ("1f1b", "gpipe", "interleaved")
+    schedules: tuple[Schedule, ...] = SCHEDULES
     zero: tuple[Zero, ...] = (0, 1, 3)
     recompute: tuple[bool, ...] = (False, True)
     max_stages: int = 1 << 30
     sample_chunks: tuple[int, ...] = (1,)
-    """Into how many chunks layers may cut their samples."""
+    """Into how many chunks layers may split their samples."""
     compression: tuple[Compression | None, ...] = (None,)
-    """How sums over the tensor axis may travel; None: as they are."""
+    """How all-reduces over the tensor axis may be compressed; None: not at all."""
     gradient_compression: GradientCompression = PLAIN_GRADIENTS
-    """How gradients do: given, not chosen."""
+    """How the all-reduce of gradients is compressed.  This one is given, not chosen."""
     offload: tuple[OffloadKind | None, ...] = (None,)
-    """What of the blocks may live on the host; None: nothing."""
+    """What state of the blocks may be offloaded to the host; None: nothing."""
     update_in_backward: bool = False
-    """Whether blocks there take their steps in the backward pass: how gradients are clipped says so."""
+    """Whether offloaded blocks are updated in the backward pass, which `optimizer.clip` decides."""
     saved: SavedTensors | None = None
-    """What plans that recompute keep; None: nothing, or where plans may do either, what is best."""
+    """The activations that plans with recomputation save.
+
+    None: only block inputs; but where recomputation is open, the planner chooses.
+    """
     host: bool = False
-    """Whether blocks' inputs, and what is kept beside them, may wait on the host."""
+    """Whether block inputs and other saved activations may be offloaded to the host."""
 
 
 def request(batch: int, micro_batches: int | Iterable[int] | None = None, **options: Any) -> Request:
-    """A request with all divisors of the batch, unless micro_batches says which.
+    """A checked request.
+
+    Args:
+      batch: samples per step.
+      micro_batches: numbers of micro-batches to choose from; None: all divisors of the batch.
+      options: further fields of `Request`.
 
     Raises:
-      InputError: a number of micro-batches does not divide the batch.
+      InputError: a number of micro-batches does not divide the batch, or a choice does not exist.
     """
     if batch < 1:
         raise InputError(f"batch={batch}: a step needs at least one sample")
@@ -63,9 +77,9 @@ def request(batch: int, micro_batches: int | Iterable[int] | None = None, **opti
     else:
         counts = (micro_batches,) if isinstance(micro_batches, int) else tuple(micro_batches)
     for name, choices in (("zero", (0, 1, 3)), ("recompute", (False, True)), ("schedules", get_args(Schedule))):
-        given = options.get(name, choices)
-        if not given or any(choice not in choices for choice in given):
-            raise InputError(f"{name}={given}: choose at least one of {', '.join(map(str, choices))}")
+        requested = options.get(name, choices)
+        if not requested or any(choice not in choices for choice in requested):
+            raise InputError(f"{name}={requested}: choose at least one of {', '.join(map(str, choices))}")
     if options.get("gradient_compression", PLAIN_GRADIENTS).on:
         levels = options.get("zero", (0, 1, 3))
         options["zero"] = tuple(z for z in levels if conflict(Choices(gradient_compression=True, zero=z)) is None)
@@ -98,7 +112,7 @@ def choices_of(asked: Request, model: CostModel, space: Space) -> Choices:
 
 @dataclass
 class Incumbent:
-    """The best plan that fits, the best of every shape, and the least bound of what was left unvisited."""
+    """The best plan that fits, the best plan of every shape, and the least bound of all unvisited plans."""
 
     seconds: float = math.inf
     plan: Plan | None = None
@@ -107,16 +121,16 @@ class Incumbent:
 
     @property
     def cutoff(self) -> float:
-        """Plans that cannot be faster than this are not worth a visit."""
+        """Seconds.  A plan whose bound is not below this need not be visited."""
         return self.seconds * (1 - TOLERANCE)
 
     @property
     def lower_bound(self) -> float:
-        """No plan of the decision set is faster."""
+        """Seconds.  No plan of the decision set is faster."""
         return min(self.seconds, self.unvisited)
 
     def offer(self, plan: Plan, model: CostModel) -> Estimate:
-        """Prices a plan and keeps it where it fits and is the fastest, over all or of its shape."""
+        """Prices a plan and keeps it if it fits and is the fastest so far, of all plans or of its shape."""
         estimate = price(plan, model)
         if estimate.fits:
             shape = shape_of(plan)
@@ -127,46 +141,49 @@ class Incumbent:
         return estimate
 
     def note_unexplored_bound(self, bound: float) -> None:
-        """Notes that plans not faster than `bound` were not visited."""
+        """Notes that some plans were not visited, none of which is faster than `bound` seconds."""
         self.unvisited = min(self.unvisited, bound)
 
 
 def compressions(config: Config) -> tuple[Compression | None, ...]:
-    """What the section `parallel.compression` leaves to choose from, the rule for tokens written out."""
+    """The choices that `parallel.compression` leaves open, with the rule for important tokens filled in."""
     section, rule = config.parallel.compression, "own" if config.model.family == "gpt" else "attention"
 
-    def ruled(how: Compression) -> Compression:
-        ruling = how.tokens < 1 and how.importance == "auto"
-        return how.model_copy(update={"importance": rule}) if ruling else how
+    def with_rule(compression: Compression) -> Compression:
+        if compression.tokens < 1 and compression.importance == "auto":
+            return compression.model_copy(update={"importance": rule})
+        return compression
 
     if section.auto:
-        return (None, *map(ruled, COMPRESSIONS))
-    return (ruled(section.how) if section.on else None,)
+        return (None, *map(with_rule, COMPRESSIONS))
+    return (with_rule(section.how) if section.on else None,)
 
 
 def offload_kinds(config: Config) -> tuple[OffloadKind | None, ...]:
-    """What the section `memory` leaves to choose from; state in few bits does not live on the host."""
-    how = config.memory.offload
-    if how == "off" or config.optimizer.low_precision:
+    """The choices that `memory.offload` leaves open.  Low-precision optimizer state cannot be offloaded."""
+    kind = config.memory.offload
+    if kind == "off" or config.optimizer.low_precision:
         return (None,)
-    return (None, *get_args(OffloadKind)) if how == "auto" else (how,)
+    return (None, *get_args(OffloadKind)) if kind == "auto" else (kind,)
 
 
 def recomputations(config: Config) -> dict[str, Any]:
-    """What the section `memory` says of recomputation, as a request does.
+    """The fields of a `Request` that `memory.recompute` and `memory.host_budget_bytes` decide.
 
-    What blocks keep may wait on the host where the section says how much of that there is, and what is kept is open or
-    named.
+    Saved activations may be offloaded if `host_budget_bytes` is set and the activations to save are open or named.
     """
-    room = {"host": True} if config.memory.host_budget_bytes != "auto" else {}
+    host = {"host": True} if config.memory.host_budget_bytes != "auto" else {}
     if config.memory.recompute == "auto":
-        return room
-    how = recomputed(config.memory)
-    return {"recompute": (how["recompute"],), "saved": how["saved"], **(room if how["saved"] else {})}
+        return host
+    setting = recomputed(config.memory)
+    return {"recompute": (setting["recompute"],), "saved": setting["saved"], **(host if setting["saved"] else {})}
 
 
 def shape_of(plan: Plan) -> tuple[object, ...]:
-    """What tells alternatives apart: plans of one shape differ in cuts, micro-batches and chunks of samples only."""
+    """What tells alternatives apart.
+
+    Plans of one shape may differ in cuts, micro-batches, sample chunks, ZeRO level and recomputation.
+    """
     degrees = {run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs}
     devices = tuple(sorted(stage.devices for stage in plan.stages))
     return (
@@ -176,9 +193,5 @@ def shape_of(plan: Plan) -> tuple[object, ...]:
         tuple(sorted(degrees)),
         plan.schedule,
         plan.compression.on,
-        _what(plan),
+        plan.offload.kind if plan.offload else None,
     )
-
-
-def _what(plan: Plan) -> OffloadKind | None:
-    return plan.offload.kind if plan.offload else None

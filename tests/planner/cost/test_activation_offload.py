@@ -179,12 +179,12 @@ def test_the_planner_puts_on_the_host_what_beats_computing_again():
     # What waits there is told.
     (stage,) = answer.estimate.stages
     assert stage.host_bytes["activations"] > 0 and stage.host_capacity == 200e9
-    lines = [line for line in summary(answer) if line.startswith("on the host")]
+    lines = [line for line in summary(answer) if line.startswith("offloaded activations")]
     assert len(lines) == 1 and all(name in lines[0] for name in answer.plan.saved.host)
     assert to_json(answer)["stages"][0]["on_host"]["bytes"] == stage.host_bytes
     with make_console().capture():
         make_console().print(host_table(answer))
-    (there,) = [each for each in changed(answer) if each.name == "nothing on the host"]
+    (there,) = [each for each in changed(answer) if each.name == "no offloaded activations"]
     assert there.missing > 0 and there.ratio <= 1
     causes = stage_causes(answer.plan, 0, answer.estimate, answer.model)
     assert sum(causes.values()) == pytest.approx(answer.plan.seconds) and causes["copies"] >= 0

@@ -24,7 +24,8 @@ from jhpt.planner.cost.overlap import Operation
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.choice import plan_to_run
 from jhpt.planner.search.request import COMPRESSIONS, SAMPLE_CHUNKS, compressions, request
-from jhpt.planner.search.solve import search, solve
+from jhpt.planner.search.solve import solve
+from jhpt.planner.search.spaces import search
 
 EIGHT = Compression(bits=8)
 
@@ -270,13 +271,13 @@ def test_compression_is_off_unless_asked_for():
         word: prepare("gpt2-1.5b", cluster=slow, micro_batches=1, overrides=base | {"parallel.compression": word})
         for word in ("off", "auto")
     }
-    assert plans["off"].asked.compression == (None,)
+    assert plans["off"].request.compression == (None,)
     own = COMPRESSIONS[1].model_copy(update={"importance": "own"})
-    assert plans["auto"].asked.compression == (None, COMPRESSIONS[0], own)
+    assert plans["auto"].request.compression == (None, COMPRESSIONS[0], own)
     given = prepare("gpt2-1.5b", cluster=slow, overrides=base | {"parallel.compression.bits": 4})
-    assert given.asked.compression == (Compression(bits=4),)
-    assert given.asked.sample_chunks == SAMPLE_CHUNKS
-    assert prepare("vgg16", cluster=slow, batch=64).asked.sample_chunks == (1,)
+    assert given.request.compression == (Compression(bits=4),)
+    assert given.request.sample_chunks == SAMPLE_CHUNKS
+    assert prepare("vgg16", cluster=slow, batch=64).request.sample_chunks == (1,)
     assert compressions(load_config("gpt-tiny")) == (None,)
     bert = compressions(load_config("bert-tiny", {"parallel.compression": {"bits": 8, "tokens": 0.5}}))
     assert bert == (Compression(bits=8, tokens=0.5, importance="attention"),)

@@ -139,14 +139,14 @@ def test_kernels_run_beside_nothing():
 def test_plans_say_what_they_were_priced_with():
     asked = task("quantize", micro_batches=2)
     answer = asked.solve()
-    for baseline in baselines(asked.asked, answer.model):
+    for baseline in baselines(asked.request, answer.model):
         assert baseline.plan.gradient_compression == QUANTIZE
         seconds = evaluate(baseline.plan, answer.model.profile, answer.model.cluster).seconds
         assert seconds == pytest.approx(baseline.seconds)
     assert "gradients in 8 bits" in shape_text(answer.plan)
     options = {"parallel.gradient_compression.kind": "quantize"}
     answer = prepare("gpt2-124m", cluster=SLOW, micro_batches=1, overrides=options).solve()
-    (plain,) = (each for each in changed(answer) if each.name == "gradients as they are")
+    (plain,) = (each for each in changed(answer) if each.name == "no gradient compression")
     assert (
         plain.seconds == evaluate(plain.plan, answer.model.profile, answer.model.cluster).seconds > answer.plan.seconds
     )
@@ -170,4 +170,4 @@ def test_refusals():
         request(8, zero=(3,), gradient_compression=QUANTIZE)
     asked = task("quantize")
     with pytest.raises(InputError, match="set parallel"):
-        solve(asked.profile, asked.cluster, asked.asked, "general")
+        solve(asked.profile, asked.cluster, asked.request, "general")

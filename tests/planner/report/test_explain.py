@@ -130,7 +130,7 @@ def test_weights_gathered_once_are_no_update():
     assert causes["update"] == pytest.approx(other["update"])
 
 
-def test_a_rivals_causes_sum_to_the_difference():
+def test_the_causes_of_an_alternative_sum_to_the_difference():
     found = alternative("pipeline", PIPELINE, answer_of(SINGLE))
     assert sum(found.causes.values()) == pytest.approx(found.seconds * (1 - 1 / found.ratio))
     assert "recomputation +" in found.why
@@ -172,7 +172,7 @@ def test_idle_devices_are_named():
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_report_has_every_stage_and_every_rival(name):
+def test_the_report_has_every_stage_and_every_alternative(name):
     answer = answer_of(PLANS[name], *(plan for plan in PLANS.values() if plan is not PLANS[name]))
     compared = baselines(request(8), answer.model)
     text = printed(answer, compared)
@@ -242,11 +242,11 @@ def test_what_chunks_and_compression_save(bandwidth):
         assert 0.5 < bits.sent / bits.plain < 0.55
         assert pieces.sent >= pieces.plain
         text = "\n".join(summary(answer))
-        assert ("2 sample chunks" in text, "sums in 8 bits" in text) == (chunks > 1, on)
+        assert ("2 sample chunks" in text, "all-reduce in 8 bits" in text) == (chunks > 1, on)
         assert duration(abs(bits.seconds)) in bits.why and bits.why in text and pieces.why in text
         assert ("compression=auto" in bits.why) == (not on and seconds[chunks, True] < own)
         names = [each.name for each in changed(answer)]
-        assert ("samples in one piece" in names, "no compression" in names) == (chunks > 1, on)
+        assert ("no sample chunks" in names, "no compression" in names) == (chunks > 1, on)
         tree = to_json(answer)
         assert [each["seconds"] for each in tree["savings"]] == [pieces.seconds, bits.seconds]
         assert [run["sample_chunks"] for run in tree["stages"][0]["layers"]] == [chunks]
@@ -254,9 +254,9 @@ def test_what_chunks_and_compression_save(bandwidth):
 
 def test_why_samples_are_in_one_piece():
     model = model_of("gpt-6.7b", "h100x8x1", overlap=False)
-    assert "does not run beside computation" in savings(answer_of(WIDE, model=model))[0].why
+    assert "does not overlap computation" in savings(answer_of(WIDE, model=model))[0].why
     one = WIDE.model_copy(update={"micro_batches": 8})
-    assert "has one sample" in savings(answer_of(one, model=model_of("gpt-6.7b", "h100x8x1")))[0].why
+    assert "has only one sample" in savings(answer_of(one, model=model_of("gpt-6.7b", "h100x8x1")))[0].why
     assert (
         savings(answer_of(INTERLEAVED)) == savings(answer_of(plan_of(stage(0, 2, (0, [(1, 2), (4, 1), (1, 2)]))))) == ()
     )
@@ -264,7 +264,7 @@ def test_why_samples_are_in_one_piece():
 
 def test_compression_in_words():
     assert compression_text(Compression()) == ""
-    assert compression_text(Compression(bits=4)) == "sums in 4 bits"
+    assert compression_text(Compression(bits=4)) == "all-reduce in 4 bits"
     some = Compression(bits=8, tokens=0.3)
-    assert compression_text(some) == "sums of 30 % of the tokens in 8 bits, of the others in 4"
+    assert compression_text(some) == "all-reduce of 30 % of the tokens in 8 bits, of the others in 4"
     assert compression_text(some.model_copy(update={"rest_bits": 0})).endswith("in 8 bits, of no others")

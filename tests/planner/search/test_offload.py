@@ -1,4 +1,4 @@
-"""Seconds of a step with blocks on the host, reckoned by hand."""
+"""Seconds of a step with CPU offload, worked out by hand."""
 
 import io
 import itertools
@@ -184,7 +184,7 @@ def test_what_blocks_keep_beside_is_the_best_that_fits(budget, clip):
 @pytest.mark.parametrize("budget", [24, 32])
 @pytest.mark.parametrize("faster", [1, 8, 16])
 def test_given_names_leave_no_faster_plan_unpriced(budget, faster):
-    """Of all plans with blocks on the host, over a link that is so much faster than the catalogue's."""
+    """The fastest of all plans with CPU offload, over a link that is this many times faster than the catalogue's."""
     cluster = find_cluster("h100x1x1")
     link = cluster.nodes[0].host.model_copy(update={"bandwidth": faster * cluster.nodes[0].host.bandwidth})
     node = cluster.nodes[0].model_copy(update={"host": link})
@@ -193,7 +193,7 @@ def test_given_names_leave_no_faster_plan_unpriced(budget, faster):
         "gpt2-1.5b", cluster=cluster.model_copy(update={"nodes": (node,)}), budget=f"{budget}GiB", overrides=names
     )
     answer = task.solve()
-    priced = (price(plan, answer.model) for plan in offloaded_plans(task.asked, answer.model))
+    priced = (price(plan, answer.model) for plan in offloaded_plans(task.request, answer.model))
     assert answer.estimate.seconds <= (1 + 1e-9) * min(one.seconds for one in priced if one.fits)
 
 
@@ -217,7 +217,7 @@ def test_what_fits_stays_on_the_devices():
 def test_offload_off_forbids():
     with pytest.raises(InputError) as caught:
         solve(toy(blocks=12), machine(memory=1000), request(4))
-    assert "on the host" not in str(caught.value)
+    assert "CPU offload" not in str(caught.value)
     answer = solve(toy(blocks=12), machine(memory=1000), request(4, offload=KINDS))
     assert answer.plan.offload is not None
 
@@ -225,16 +225,16 @@ def test_offload_off_forbids():
 def test_refusals_name_what_is_missing():
     profile = toy(blocks=12)
     least = solve(profile, machine(memory=1000), request(4, offload=("both",))).estimate.stages[0]
-    with pytest.raises(InputError, match=r"blocks on the host it would fit with .* for them on each host"):
+    with pytest.raises(InputError, match=r"CPU offload it would fit with .* for offloaded state per host"):
         solve(profile, machine(memory=1000, host=least.total_host_bytes / 13), request(4, offload=("both",)))
-    with pytest.raises(InputError, match=r"with blocks on the host it would fit with .* per device"):
+    with pytest.raises(InputError, match=r"with CPU offload it would fit with .* per device"):
         solve(profile, machine(memory=300), request(4, offload=("both",)))
 
 
 def test_a_smaller_batch_is_named():
     profile = toy(blocks=12)
     need = evaluate(offloaded(12, 1, 4, 4, True), profile, machine()).stages[0].total_bytes
-    with pytest.raises(InputError, match="with blocks on the host a batch of 2 would fit"):
+    with pytest.raises(InputError, match="with CPU offload a batch of 2 would fit"):
         solve(profile, machine(memory=need - 1), request(4, offload=("both",)))
 
 
@@ -249,16 +249,16 @@ def test_said_in_words():
     assert streamed_layers(answer.plan) == tuple(range(1, 7, 1 + offload.resident))
     where, why, passes = offload_lines(answer)
     assert (
-        "on the host: " in where
-        and "nothing fits; this plan would take 0.0011 MiB of each, where 0.000668 MiB may be filled" in why
+        "CPU offload: " in where
+        and "no plan fits; this plan would take 0.0011 MiB per device, where 0.000668 MiB are usable" in why
         and "wait for copies" in passes
     )
     roomy = solve(toy(blocks=6), machine(memory=7000), request(4, offload=("both",)))
     assert offload_lines(roomy)[1] == "why: memory.offload asks for it"
     everywhere = changed(answer)
-    (lacking,) = (alternative.missing for alternative in everywhere if alternative.name == "everything on the devices")
+    (lacking,) = (alternative.missing for alternative in everywhere if alternative.name == "no CPU offload")
     needed = lacking + answer.estimate.stages[0].capacity
-    assert f"this plan would take {gib(needed)} of each" in why
+    assert f"this plan would take {gib(needed)} per device" in why
     either = solve(toy(blocks=6), machine(memory=7000), request(4, offload=KINDS))
     assert either.plan.offload is None and either.on_devices == either.estimate.seconds
     slow, given = request(1, offload=KINDS), machine(memory=1000, speed=400.0)
@@ -266,7 +266,7 @@ def test_said_in_words():
     assert faster.plan.offload is not None and faster.on_devices == without.estimate.seconds > faster.estimate.seconds
     assert offload_lines(faster)[1] == "why: with all state on the devices a step would take 738.600 s"
     text = shape_text(answer.plan)
-    assert ("of every block on the host" in text) == (offload.resident == 0)
+    assert ("state of every block" in text) == (offload.resident == 0)
 
 
 @pytest.mark.parametrize("offload", offloads(6, KINDS[1:]), ids=lambda one: f"{one.kind}-{one.resident}")
@@ -306,19 +306,19 @@ def test_a_model_larger_than_the_device_has_a_plan():
     console = Console(width=150, file=io.StringIO())
     print_answer(console, answer)
     printed = console.file.getvalue()
-    assert "all state of layers 1-32, 96.0 GiB of 209.5 GiB on each host" in printed and "GiB on a host" in printed
+    assert "all state of layers 1-32, 96.0 GiB of 209.5 GiB on each host" in printed and "GiB per host" in printed
 
 
 @pytest.mark.parametrize(
     "settings, said",
     [
         ({"memory.offload": "off"}, "it would fit with"),
-        ({"memory.host_budget_bytes": "64GiB"}, "it would fit with 96.1 GiB for them on each host"),
-        ({"data.batch_size": 64}, "with blocks on the host a batch of 16 would fit"),
+        ({"memory.host_budget_bytes": "64GiB"}, "it would fit with 96.1 GiB for offloaded state per host"),
+        ({"data.batch_size": 64}, "with CPU offload a batch of 16 would fit"),
         ({"data.batch_size": 64}, "it would fit on 4 such devices, 1 to a node"),
         (
             {"optimizer.moments": "int8", "optimizer.weights": "bfloat16_kahan"},
-            "it would fit, with state in float32 only: optimizer.weights=float32",
+            "with CPU offload it would fit, but only with state in float32: optimizer.weights=float32",
         ),
     ],
 )

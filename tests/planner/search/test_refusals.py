@@ -10,7 +10,8 @@ from jhpt.core.errors import InputError
 from jhpt.planner.api import prepare
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.request import Request, request
-from jhpt.planner.search.solve import plan, search, solve
+from jhpt.planner.search.solve import plan, solve
+from jhpt.planner.search.spaces import search
 from tests.planner.cost.test_estimate import between_embedding_and_head, cluster, layer, model
 from tests.planner.instances import random_cluster, random_profile
 
@@ -44,7 +45,7 @@ def with_devices(given: Cluster, devices: int) -> Cluster:
 def test_numbers(space):
     message = refusal(BIG, cluster(1, memory=10 * GIB), request(1), space)
     assert message.splitlines()[0] == (
-        "toy with batch 1 fits no plan on toy: 1 devices of 10.0 GiB; weights and optimizer of 2.15 G parameters alone "
+        "toy with batch 1 fits no plan on toy: 1 device of 10.0 GiB; weights and optimizer of 2.15 G parameters alone "
         "take 24.0 GiB, 12 bytes each"
     )
 

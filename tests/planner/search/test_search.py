@@ -14,7 +14,8 @@ from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.search.layer_degrees import chains
 from jhpt.planner.search.request import Incumbent, Request, request
 from jhpt.planner.search.solve import plan as plan_of
-from jhpt.planner.search.solve import search, solve
+from jhpt.planner.search.solve import solve
+from jhpt.planner.search.spaces import search
 from tests.planner.brute_force import best, general_plans, spmd_plans
 from tests.planner.cost.test_estimate import between_embedding_and_head, cluster, layer, model, random_plan, stage
 from tests.planner.instances import random_cluster, random_profile
@@ -246,20 +247,20 @@ def test_stages_of_different_size():
     # Layer 0 takes three times as long and has no parameters, layer 1 has many: 3 | 1 devices, as PipeDream finds for
     # VGG-16.  Micro-batches of three samples: 3 + 6 on one sample each, 3 + 6 on three.
     profile = model(layer(3.0, 6.0), layer(1.0, 2.0, parameters=1000))
-    found = plan_of(profile, cluster(4), batch=24, microbatches=8, space="general", zero=(0,))
+    found = plan_of(profile, cluster(4), batch=24, micro_batches=8, space="general", zero=(0,))
     assert [(s.devices, s.chunks[0].first) for s in found.stages] == [(3, 0), (1, 1)]
     assert found.seconds == (8 + 1) * 9
     # One program has equal stages: 2 | 2 need 200 s for the gradients, 1 | 1 have 9 + 18 a micro-batch.
-    assert plan_of(profile, cluster(4), batch=24, microbatches=8, zero=(0,)).seconds > found.seconds
+    assert plan_of(profile, cluster(4), batch=24, micro_batches=8, zero=(0,)).seconds > found.seconds
 
 
 def test_interleaving_wins():
     # Four equal layers whose gradients are dear, two micro-batches of one sample, no transfers.  1F1B: 3 (2 + 2);
     # two chunks: (2 * 2 + 1)(1 + 1).
     profile = between_embedding_and_head(*[layer(1.0, 1.0, parameters=1000) for _ in range(4)])
-    found = plan_of(profile, cluster(2), batch=2, microbatches=2)
+    found = plan_of(profile, cluster(2), batch=2, micro_batches=2)
     assert (found.schedule, found.chunks, found.seconds) == ("interleaved", 2, 10)
-    assert plan_of(profile, cluster(2), batch=2, microbatches=2, schedules=("1f1b", "gpipe")).seconds == 12
+    assert plan_of(profile, cluster(2), batch=2, micro_batches=2, schedules=("1f1b", "gpipe")).seconds == 12
 
 
 def test_gpipe_may_win():
@@ -277,7 +278,7 @@ def test_gpipe_may_win():
     )
     profile = between_embedding_and_head(layer(1.0, 4.0), slow)
     costs, stages = CostModel(profile, cluster(4)), (stage(0, 2, (0, [1, 1])), stage(2, 2, (2, [1, 1])))
-    given = plan_of(profile, cluster(4), batch=8, microbatches=4).model_copy(update={"zero": 0, "stages": stages})
+    given = plan_of(profile, cluster(4), batch=8, micro_batches=4).model_copy(update={"zero": 0, "stages": stages})
     for space in PLANS:
         drawn = [given.model_copy(update={"space": space, "schedule": name}) for name in ("gpipe", "1f1b")]
         assert [price(each, costs).seconds for each in drawn] == [24, 25]
@@ -290,7 +291,7 @@ def test_only_what_is_asked_for():
             profile,
             cluster(2),
             batch=4,
-            microbatches=(2, 4),
+            micro_batches=(2, 4),
             space=space,
             schedules=(schedule,),
             zero=(0, zero),
@@ -336,7 +337,7 @@ def test_the_incumbent_keeps_the_best_of_every_shape():
     costs = CostModel(model(layer(), layer()), cluster(2))
     best_so_far = Incumbent()
     slow, fast = (
-        plan_of(model(layer(), layer()), cluster(2), batch=2, microbatches=m).model_copy(update={"stages": stages})
+        plan_of(model(layer(), layer()), cluster(2), batch=2, micro_batches=m).model_copy(update={"stages": stages})
         for m, stages in ((1, (stage(0, 1, (0, [1, 1])),)), (2, (stage(0, 1, (0, [1])), stage(1, 1, (1, [1])))))
     )
     for drawn in (slow, fast, slow):

@@ -1,8 +1,8 @@
 """Best-first search over the first stages of plans, guided by `suffixes`.
 
 A stage is fixed in three steps: first its layers and devices, then the group of its assignments of degrees (`groups` of
-what `mixed` finds undominated), and when all stages are, which member of the group.  States that cannot be part of a
-plan faster than the best one known are never built.
+the undominated options of `layer_degrees`), and when all stages are fixed, which member of each group.  States that
+cannot be part of a plan faster than the best known one are never built.
 """
 
 import heapq
@@ -49,7 +49,7 @@ class Ways:
 
 @dataclass(frozen=True)
 class Problem:
-    """One number of micro-batches and treatment."""
+    """One number of micro-batches and one layer strategy."""
 
     m: int
     strategy: LayerStrategy
@@ -138,7 +138,7 @@ Child = tuple[float, Prefix, tuple[int, int] | None]
 
 
 class Search:
-    """One number of micro-batches, treatment and schedule."""
+    """One number of micro-batches, layer strategy and schedule."""
 
     def __init__(self, problem: Problem, suffixes: Suffixes, incumbent: Incumbent) -> None:
         self.problem, self.suffixes, self.incumbent = problem, suffixes, incumbent
@@ -199,13 +199,13 @@ class Search:
         if found is None:
             return
         choices, back, done = found
-        transfer = self._pending_hop(prefix)
+        transfer = self._pending_transfer(prefix)
         head, tail = prefix.head + transfer, prefix.tail + transfer
         bounds = np.maximum.reduce([np.full(len(back), node.bound), head + back + tail, head + done])
         for at in np.flatnonzero(bounds < self.incumbent.cutoff):
             yield float(bounds[at]), prefix, (int(choices.stop[at]), int(choices.devices[at]))
 
-    def _pending_hop(self, prefix: Prefix) -> float:
+    def _pending_transfer(self, prefix: Prefix) -> float:
         return self.problem.transfers.least(*prefix.stages[-1].data, prefix.stop - 1) if prefix.stages else 0.0
 
     def _resolved(self, node: Node) -> Iterator[Child]:
@@ -232,7 +232,7 @@ class Search:
         """A bound of plans with these stages and `left` more."""
         last, to = prefix.stages[-1], (left, prefix.stop, prefix.device)
         suffixes = self.suffixes
-        transfer = self._pending_hop(prefix) if left else 0.0
+        transfer = self._pending_transfer(prefix) if left else 0.0
         back, done, trip, *near = (float(t[to]) for t in (suffixes.back, suffixes.done, suffixes.trip, *suffixes.near))
         option = last.option
         terms = StageTerms(*(np.array(x) for x in (option.forward, option.backward, option.sync, option.update)))

@@ -5,8 +5,8 @@ A range [i, j) at degrees t costs, in any quantity that is a sum over its layers
     q(i, j) = min over t of  sum over l of node[l, t_l]  +  sum over l of edge[l, t_l, t_{l+1}]  +  end[j-1, t_{j-1}]
 
 a shortest path through (layer, degree), by Viterbi's recurrence in O(T^2) a layer.  Ranges that are equal layer by
-layer (the same kinds in the same order) are one: a model of N blocks between two ends has O(N) of them instead of
-O(N^2).  All places of the same degrees, all quantities and all ranges of one length take a step together.
+layer (the same kinds in the same order) are one.  A model of N equal blocks between embedding and head has O(N) of them
+instead of O(N^2).  All places of the same degrees, all quantities and all ranges of one length take a step together.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def spans(kinds: Index) -> Spans:
     return Spans(tuple(levels), number)
 
 
-def shortest(ranges: Spans, nodes: Array, edges: Array, embedding_and_head: Array) -> Array:
+def shortest(ranges: Spans, nodes: Array, edges: Array, ends: Array) -> Array:
     """[..., spans] the least cost of every range.
 
     Args:
@@ -65,7 +65,7 @@ def shortest(ranges: Spans, nodes: Array, edges: Array, embedding_and_head: Arra
       ends: [..., kinds, T] costs of being the last layer.
     """
     degrees = range(nodes.shape[-1])
-    found = []
+    least = []
     path = nodes[..., ranges.levels[0].last, :]
     for length, level in enumerate(ranges.levels):
         if length:
@@ -74,5 +74,5 @@ def shortest(ranges: Spans, nodes: Array, edges: Array, embedding_and_head: Arra
             for t in degrees[1:]:
                 path = np.minimum(path, ahead[..., t, None] + border[..., t, :])
             path = path + nodes[..., level.last, :]
-        found.append((path + embedding_and_head[..., level.last, :]).min(axis=-1))
-    return np.concatenate(found, axis=-1)
+        least.append((path + ends[..., level.last, :]).min(axis=-1))
+    return np.concatenate(least, axis=-1)

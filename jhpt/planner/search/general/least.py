@@ -190,8 +190,8 @@ def _graph(c: dict[str, Array], border: Array, m: int) -> tuple[Array, Array, Ar
     none = np.zeros_like(b)
     nodes = [f, np.where(np.isfinite(f), b, np.inf), f + b, _share(c, 1), _share(c, m)]
     edges = [border / 2, border / 2, border, border, m * border]
-    embedding_and_head = [none, none, none, b, b]
-    return np.stack(nodes, axis=1), np.stack(edges, axis=1), np.stack(embedding_and_head, axis=1)
+    ends = [none, none, none, b, b]
+    return np.stack(nodes, axis=1), np.stack(edges, axis=1), np.stack(ends, axis=1)
 
 
 def _share(c: dict[str, Array], m: int) -> Array:

@@ -41,7 +41,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Ahead:
-    """What stages still open take at least: the hop to them, their round trips, and how many they are."""
+    """What stages still open take at least: the transfer to them, their round trips, and how many they are."""
 
     transfer: float = 0.0
     trip: float = 0.0
@@ -59,13 +59,13 @@ class Prefix:
 
     @property
     def head(self) -> float:
-        """Seconds forward through all stages, without the hop that follows."""
+        """Seconds forward through all stages, without the transfer that follows."""
         last = self.stages[-1] if self.stages else None
         return last.head + last.option.forward if last else 0.0
 
     @property
     def tail(self) -> float:
-        """Seconds back through all stages until they are updated, without the hop before."""
+        """Seconds back through all stages until they are updated, without the transfer before it."""
         last = self.stages[-1] if self.stages else None
         return last.option.backward + last.tail if last else 0.0
 
@@ -99,14 +99,12 @@ def turning(prefix: Prefix, ahead: Ahead, schedule: Schedule, m: int) -> float:
     if schedule == "gpipe":
         return _waves(prefix, ahead, m)
     beyond = 2 * ahead.transfer + ahead.trip
-    embedding_and_head = [(0, 0.0)]
+    targets = [(0, 0.0)]
     if ahead.stages:
-        embedding_and_head += [
-            (j, 2 * ahead.transfer + near) for j, near in enumerate(ahead.near, 1) if j < ahead.stages
-        ]
-        embedding_and_head.append((ahead.stages, beyond))
+        targets += [(j, 2 * ahead.transfer + near) for j, near in enumerate(ahead.near, 1) if j < ahead.stages]
+        targets.append((ahead.stages, beyond))
     worst = 0.0
-    for further, turn in embedding_and_head:
+    for further, turn in targets:
         transfer = 0.0
         for distance, stage in enumerate(reversed(prefix.stages)):
             turn += 2 * transfer + stage.both

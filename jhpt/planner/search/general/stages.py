@@ -74,7 +74,7 @@ def stage_choices(
     """Stages from `offset` where they, what is before and what is after them fit into `limit` seconds and the memory.
 
     Args:
-      hops: [devices, N] least seconds of the hop to a next stage.
+      transfers: [devices, N] least seconds of the transfer to a next stage.
       memory: [K] bytes of every device.
     """
     n, k = len(needed.both), len(memory)

@@ -4,7 +4,7 @@
 F + B, g(1) and g(M) of `least`.  Every term of a stage's own time has the form x (F + B) + y with 1 <= x <= M and a y
 that is what other stages and transfers take; with it back = x (F + B) + y and everything is done at g(x) + y, where
 x (F + B) and g(x) are bounded together over the degrees of all its layers.  With w micro-batches in flight, M > w,
-a hop of c seconds, the least round trip D of all later stages and D' = D + 2 c:
+a transfer of c seconds, the least round trip D of all later stages and D' = D + 2 c:
 
     x            y
     M            0                      its own work

@@ -13,7 +13,7 @@ from jhpt.planner.cost.schedule import Array
 
 
 class Transfers:
-    """Hops of one micro-batch size."""
+    """Least transfer seconds between stages, for one micro-batch size."""
 
     def __init__(self, model: CostModel, micro_batch: int) -> None:
         self.model, self.micro_batch = model, micro_batch
