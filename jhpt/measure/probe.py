@@ -102,7 +102,9 @@ def _products(info: DeviceInfo, rounds: int) -> tuple[dict[str, float], Curve]:
 def _chain(dtype: str, width: int, flop: float) -> tuple[Callable[[], Any], float]:
     """(x w w ... w as one program, its FLOP)."""
     length = max(round(flop / (2.0 * width**3)), 1)
-    weights = jnp.full((width, width), 1.0 / width, dtype)
+    # Random numbers: GPUs draw less power for constant ones and multiply them faster.  Of variance 1 / width, so that
+    # powers neither grow nor vanish.
+    weights = (jax.random.normal(jax.random.key(0), (width, width)) * width**-0.5).astype(dtype)
     program = jax.jit(lambda x, w: jax.lax.fori_loop(0, length, lambda _, y: y @ w, x))
     return lambda: program(weights, weights), length * 2.0 * width**3
 
@@ -110,7 +112,7 @@ def _chain(dtype: str, width: int, flop: float) -> tuple[Callable[[], Any], floa
 def _memory_bandwidth(info: DeviceInfo, rounds: int) -> float:
     size = STREAM_BYTES[info.is_gpu]
     program = jax.jit(lambda x: x + 1, donate_argnums=0)
-    x = jnp.zeros(size // 4, jnp.float32)
+    x = jax.random.normal(jax.random.key(0), (size // 4,))
 
     def stream() -> jax.Array:
         nonlocal x
@@ -124,7 +126,7 @@ def _host_copies(device: jax.Device, rounds: int) -> Link:
     pinned = "pinned_host" in {memory.kind for memory in device.addressable_memories()} and device.platform != "cpu"
 
     def copy(size: int) -> Callable[[], Any]:
-        source: Any = np.ones(size // 4, np.float32)
+        source: Any = np.random.default_rng(0).standard_normal(size // 4, np.float32)
         if pinned:
             source = jax.device_put(source, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
         return lambda: jax.device_put(source, jax.sharding.SingleDeviceSharding(device), may_alias=False)

@@ -31,10 +31,10 @@ def configure_runtime() -> None:
 
 
 def allow_pinned_memory(memory: MemoryConfig) -> None:
-    """Lets the CUDA client pin as much host memory as blocks, or what they keep, may take; its own limit is 64 GB.
-    Before it starts."""
+    """Lets the CUDA client pin as much host memory as blocks, or what they keep, may take; its own limit is 64 GiB.
+    XLA reads the variable as GiB, whatever its name says.  Before it starts."""
     if accelerator_present():
-        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(int(host_budget(memory) / 1e9) + 1))
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(int(host_budget(memory) / 2**30), 1)))
 
 
 def host_budget(memory: MemoryConfig) -> float:
