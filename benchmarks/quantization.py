@@ -69,7 +69,8 @@ def charged_errors(x: Numbers, bits: Bits, group: int | None) -> dict[str, float
 
 
 def relative_errors(distribution: str, bits: Bits, *, numbers: int, seed: int) -> dict[str, float]:
-    """By group: error of segmented quantization (fixed knee; fitted for a whole tensor) / that of the better uniform one."""
+    """By group: error of segmented quantization (knee fixed, or fitted for a whole tensor) / that of the better uniform
+    one."""
     x = DISTRIBUTIONS[distribution](np.random.default_rng(seed), numbers).astype(np.float32).reshape(-1, ROW)
     return {group: relative(charged_errors(x, bits, size)) for group, size in GROUPS.items()}
 
