@@ -17,7 +17,7 @@ import tyro
 import yaml
 from pydantic import BaseModel
 
-from jhpt.bench.registry import NAMES, Benchmark, load
+from jhpt.bench.registry import NAMES, PACKAGED, Benchmark, load
 from jhpt.core.config import GRADIENT_SETTINGS, Config, one_of
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import dotted, load_config, run_config
@@ -264,6 +264,7 @@ def bench_command(arguments: list[str]) -> int:
         /,
         quick: bool = False,
         json: str | None = None,
+        only: str | None = None,
         out: str | None = None,
     ) -> int:
         """Measures, prints a table and keeps every raw sample.
@@ -272,6 +273,7 @@ def bench_command(arguments: list[str]) -> int:
             name: which benchmark.
             quick: fewer trials with the same keys; ends within a minute.
             json: file for the samples and claims.
+            only: for train, predict, memory and kernels: the parts to run, separated by commas. Default: all.
             out: for convergence and precision: folder of finished cells, which are not run again. Default: runs/NAME.
         """
         of_cells = name in ("convergence", "precision")
@@ -280,7 +282,12 @@ def bench_command(arguments: list[str]) -> int:
                 f"--out is the folder of finished cells of bench convergence and bench precision; bench {name} has "
                 "none, leave it out"
             )
-        return load(name).run(quick=quick, json_path=json, **({"folder": out} if of_cells else {}))
+        if only is not None and name not in PACKAGED:
+            raise InputError(f"--only is for {one_of(PACKAGED)}; leave it out of bench {name}")
+        options: dict[str, Any] = {"folder": out} if of_cells else {}
+        if only is not None:
+            options["only"] = only.split(",")
+        return load(name).run(quick=quick, json_path=json, **options)
 
     return tyro.cli(bench, prog="jhpt bench", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
 

@@ -5,7 +5,7 @@ as they are whatever happens to the others, are left out.  A host's device 0 tak
 
     float32              XLA's all-reduce of all gradients as one array
     16 bits              the baseline: bfloat16 in two steps, `CompressedAllReduce`, rows of `COLUMNS` numbers
-    quantize, 8 bits     `jhpt.sharding.compression.gradients`, two steps; what was rounded away is kept for the next step
+    quantize, 8 bits     `jhpt.sharding.compression.gradients`, two steps; rounding errors are kept for the next step
     quantize, 4 bits     the same; four ranks gather codes of 4 bits, which are as many bytes as two steps of 8 bits
     top-k                a share of every block, gathered; what was not sent is kept
 

@@ -102,7 +102,7 @@ def measured(memory: float, rounds: int, setups: tuple[tuple[str, int, int], ...
 def in_process(preset: str, overrides: dict[str, Any], plan: Plan, steps: int, share: float | None) -> dict[str, Any]:
     """What `cell` found, or why it failed.  share: of the device's memory that the process may take."""
     spec = {"preset": preset, "overrides": overrides, "plan": plan.model_dump(mode="json"), "steps": steps}
-    limit = {"XLA_CLIENT_MEM_FRACTION": f"{share:.4f}"} if share else {}
+    limit = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"} | ({"XLA_CLIENT_MEM_FRACTION": f"{share:.4f}"} if share else {})
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cell.json"
         command = [sys.executable, "-m", "jhpt.bench.memory.cell", json.dumps(spec), str(out)]
