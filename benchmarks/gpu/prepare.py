@@ -1,7 +1,7 @@
 """Downloads the wheels that a GPU machine without network lacks: `python -m benchmarks.gpu.prepare`.
 
-pip resolves jhpt's requirements for that machine's Python, with the packages that it has held at their versions
-(machine.txt); so whatever does not fit together fails here.  Only what the machine lacks is downloaded.
+Run it with the GPU machine's version of Python, which needs nothing but pip.  pip resolves jhpt's requirements, with the
+packages that the machine has held at their versions (machine.txt), so whatever does not fit together fails here.  Only what the machine lacks is downloaded.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.run import ROOT, WHEELS
 
@@ -26,10 +27,10 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def installed(text: str) -> dict[str, str]:
-    """{name: version} of lines NAME==VERSION; others, such as comments, are left out."""
-    pairs = (line.strip().split("==") for line in text.splitlines() if re.fullmatch(r"[\w.-]+==\S+", line.strip()))
-    return {canonical(name): version for name, version in pairs}
+def installed(text: str) -> dict[str, str | None]:
+    """{name: version} of lines NAME==VERSION; None: of lines NAME, packages in a version that nobody has read off."""
+    lines = (line.partition("#")[0].strip().partition("==") for line in text.splitlines())
+    return {canonical(name): version or None for name, _, version in lines if name}
 
 
 def requirements() -> list[str]:
@@ -38,21 +39,21 @@ def requirements() -> list[str]:
     return [*project["dependencies"], *project["optional-dependencies"]["test"]]
 
 
-def lacking(report: dict, machine: dict[str, str]) -> list[str]:
+def lacking(report: dict[str, Any], machine: dict[str, str | None]) -> list[str]:
     """NAME==VERSION of what pip would install and the machine does not have."""
     packages = [(canonical(item["metadata"]["name"]), item["metadata"]["version"]) for item in report["install"]]
-    return [f"{name}=={version}" for name, version in packages if machine.get(name) != version]
+    return [f"{name}=={version}" for name, version in packages if machine.get(name, "") not in (None, version)]
 
 
-def prepare(machine: dict[str, str], python: str) -> list[Path]:
+def prepare(machine: dict[str, str | None]) -> list[Path]:
     """Resolves and downloads; returns the wheels."""
-    target = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
+    target = ["--only-binary=:all:"]
     for tag in [*(f"manylinux_2_{minor}" for minor in GLIBC), "manylinux2014", "manylinux1"]:
         target += ["--platform", f"{tag}_x86_64"]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory() as folder:
         constraints, file = Path(folder, "constraints.txt"), Path(folder, "report.json")
-        constraints.write_text("".join(f"{name}=={version}\n" for name, version in machine.items()))
+        constraints.write_text("".join(f"{name}=={version}\n" for name, version in machine.items() if version))
         resolve = ["install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(file), *target]
         resolve += ["--target", folder, "--constraint", str(constraints), *requirements()]
         subprocess.run([*pip, *resolve], check=True)
@@ -65,7 +66,6 @@ def prepare(machine: dict[str, str], python: str) -> list[Path]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.prepare", description=__doc__)
-    parser.add_argument("--python", default="3.12", help="the GPU machine's Python")
     parser.add_argument(
         "--machine",
         type=Path,
@@ -73,9 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="its packages, as `pip list --format=freeze` prints them",
     )
     options = parser.parse_args(arguments)
-    wheels = prepare(installed(options.machine.read_text()), options.python)
+    wheels = prepare(installed(options.machine.read_text()))
     size = sum(wheel.stat().st_size for wheel in wheels)
-    print(f"{len(wheels)} wheels, {size / 2**20:.1f} MiB, in {WHEELS.relative_to(ROOT)}")
+    print(
+        f"{len(wheels)} wheels, {size / 2**20:.1f} MiB, for Python {sys.version_info[0]}.{sys.version_info[1]}, in {WHEELS.relative_to(ROOT)}"
+    )
     return 0
 
 

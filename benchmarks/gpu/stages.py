@@ -47,7 +47,7 @@ STAGES: dict[str, tuple[Part, ...]] = {
             name="gpu-tests",
             seconds=220,
             arguments=("-m", "pytest", "-m", "gpu", "-n", "4", "-v", "-p", "no:cacheprovider", *GPU_TESTS),
-            dry=("-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", *GPU_TESTS),
+            dry=("-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", *GPU_TESTS),
         ),
         Part(
             name="train-tiny",

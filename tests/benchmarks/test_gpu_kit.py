@@ -58,9 +58,9 @@ def test_stages_ask_for_what_exists():
 
 
 def test_wheels_are_those_that_the_machine_lacks():
-    machine = installed("# a comment\njax==0.11.2\nTyping_Extensions==4.16.0\n")
-    assert machine == {"jax": "0.11.2", "typing-extensions": "4.16.0"}
-    names = (("jax", "0.11.2"), ("typing_extensions", "4.17.0"), ("tyro", "1.0"))
+    machine = installed("# a comment\njax==0.11.2\nTyping_Extensions==4.16.0\nScipy\n")
+    assert machine == {"jax": "0.11.2", "typing-extensions": "4.16.0", "scipy": None}
+    names = (("jax", "0.11.2"), ("typing_extensions", "4.17.0"), ("tyro", "1.0"), ("scipy", "1.18"))
     report = {"install": [{"metadata": {"name": name, "version": version}} for name, version in names]}
     assert lacking(report, machine) == ["typing-extensions==4.17.0", "tyro==1.0"]
 
