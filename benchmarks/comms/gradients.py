@@ -181,8 +181,8 @@ def summed(
     else:
         rows = jnp.pad(flat, (0, -flat.size % COLUMNS)).reshape(1, -1, COLUMNS)
         total = CompressedAllReduce(axes=(DATA,), ranks=ranks, how=how).sum(rows, None).ravel()
-    embedding_and_head = np.cumsum([gradient.size for gradient in gradients])
-    pieces = jnp.split(total[: embedding_and_head[-1]], embedding_and_head[:-1])
+    offsets = np.cumsum([gradient.size for gradient in gradients])
+    pieces = jnp.split(total[: offsets[-1]], offsets[:-1])
     return [piece.reshape(one.shape) for piece, one in zip(pieces, gradients, strict=True)], []
 
 

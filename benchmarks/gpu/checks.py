@@ -26,7 +26,13 @@ DRY_MODEL: dict[str, Any] = {
     "data.batch_size": 4,
 }
 
-QUIET: dict[str, Any] = {"log.every": 1, "log.tensorboard": False, "evaluation.sample_tokens": 0, "parallel.data": 1}
+QUIET: dict[str, Any] = {
+    "log.every": 1,
+    "log.tensorboard": False,
+    "evaluation.sample_tokens": 0,
+    "evaluation.batches": 1,
+}
+QUIET |= {"parallel.data": 1}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -1,7 +1,8 @@
 """Downloads the wheels that a GPU machine without network lacks: `python -m benchmarks.gpu.prepare`.
 
-Run it with the GPU machine's version of Python, which needs nothing but pip.  pip resolves jhpt's requirements, with the
-packages that the machine has held at their versions (machine.txt), so whatever does not fit together fails here.  Only what the machine lacks is downloaded.
+Run it with the GPU machine's version of Python, which needs nothing but pip.  pip resolves jhpt's requirements, with
+the packages that the machine has held at their versions (machine.txt), so whatever does not fit together fails here.
+Only what the machine lacks is downloaded.
 """
 
 import argparse
@@ -75,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     wheels = prepare(installed(options.machine.read_text()))
     size = sum(wheel.stat().st_size for wheel in wheels)
-    print(
-        f"{len(wheels)} wheels, {size / 2**20:.1f} MiB, for Python {sys.version_info[0]}.{sys.version_info[1]}, in {WHEELS.relative_to(ROOT)}"
-    )
+    python = ".".join(map(str, sys.version_info[:2]))
+    print(f"{len(wheels)} wheels for Python {python}, {size / 2**20:.1f} MiB, in {WHEELS.relative_to(ROOT)}")
     return 0
 
 

@@ -69,10 +69,10 @@ def read(path: Path) -> str:
 
 def disciplines(lab: Lab) -> dict[str, str]:
     """The kind and, of a token bucket, the rate at both ends of every link."""
-    embedding_and_head = {f"{lab.host(rank)} eth0" for rank in range(lab.hosts)}
-    embedding_and_head |= {f"{lab.switch} port{rank}" for rank in range(lab.hosts)}
+    endpoints = {f"{lab.host(rank)} eth0" for rank in range(lab.hosts)}
+    endpoints |= {f"{lab.switch} port{rank}" for rank in range(lab.hosts)}
     found = {}
-    for namespace, device in map(str.split, embedding_and_head):
+    for namespace, device in map(str.split, endpoints):
         line = ["tc", "-n", namespace, "qdisc", "show", "dev", device]
         words = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
         found[f"{namespace} {device}"] = words[words.index("rate") + 1] if "rate" in words else words[1]
