@@ -152,7 +152,7 @@ def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
 def parity(result: Result, options: argparse.Namespace) -> None:
     """Losses of the same runs on the device and on the CPU."""
     steps, small = (2, DRY_MODEL) if options.dry else (20, {})
-    for family in ("gpt", "bert"):
+    for family in ("gpt",) if options.dry else ("gpt", "bert"):
         expected = None
         for name, dtype, variables in (
             ("cpu", "float32", {"JAX_PLATFORMS": "cpu"}),
