@@ -42,8 +42,8 @@ LONG_GROUP = 512
 LONG_KNEES: dict[Bits, Knee] = {8: Knee(0.44, 88.0), 4: Knee(0.45, 5.0)}
 SHORT_KNEES: dict[Bits, Knee] = {8: Knee(0.46, 82.0), 4: Knee(0.5, 5.0)}
 """Fixed knees for groups of about 1,000 and about 100 numbers: on Gaussian, Laplace and Student-t(5) numbers alike
-their error is below that of uniform quantization (docs/reports/compression.md).  A range for a whole tensor needs a fitted
-knee (`fit_knee`), because tensors differ too much in r."""
+their error is below that of uniform quantization (docs/reports/compression.md).  A range for a whole tensor needs a
+fitted knee (`fit_knee`), because tensors differ too much in r."""
 
 
 class Quantized(NamedTuple):
