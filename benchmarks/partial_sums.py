@@ -49,7 +49,7 @@ def partial_sums(setup: Setup, params: Any, windows: np.ndarray) -> dict[tuple[i
                 return tensor.copy_to_tensor_axis(axes, x) + next(waiting)
 
             hooks = tensor_hooks(axes, ranks)
-            embedding_and_head = replace(setup.model, hooks=hooks)
+            plain = replace(setup.model, hooks=hooks)
             probed = replace(
                 hooks,
                 reduce_over_tensor_axis=reduce_over_tensor_axis,
@@ -57,10 +57,10 @@ def partial_sums(setup: Setup, params: Any, windows: np.ndarray) -> dict[tuple[i
                 enter_before=lambda x: (copy_to_tensor_axis(x), same),
             )
             blocks = replace(setup.model, hooks=probed)
-            x = embedding_and_head.embed(params, inputs)
+            x = plain.embed(params, inputs)
             for layer in range(layers):
                 x = blocks.block(jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"]), x)
-            return jnp.mean(token_nll(embedding_and_head.logits(params, x), targets, hooks)[0]), parts
+            return jnp.mean(token_nll(plain.logits(params, x), targets, hooks)[0]), parts
 
         stream = jnp.zeros((*inputs.shape, setup.config.model.d_model), setup.model.dtype)
         errors, parts = jax.grad(loss, has_aux=True)([stream] * (2 * layers))

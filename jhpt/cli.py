@@ -10,7 +10,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -18,6 +17,7 @@ import tyro
 import yaml
 from pydantic import BaseModel
 
+from jhpt.bench.registry import NAMES, PACKAGED, Benchmark, load
 from jhpt.core.config import GRADIENT_SETTINGS, Config, one_of
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import dotted, load_config, run_config
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from jhpt.compiled.comparison import Comparison
     from jhpt.planner.search.solve import Answer
 
-Benchmark = Literal["train", "planner", "predict", "hybrid", "comms", "kernels", "convergence", "precision", "memory"]
-
-MODULES = {
-    name: f"jhpt.bench.{name}" + (".run" if name in ("hybrid", "comms", "convergence", "memory") else "")
-    for name in get_args(Benchmark)
-} | {"precision": "benchmarks.convergence.precision"}
-"""The module of each benchmark, imported on demand: some need what not every machine has."""
-
 USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
 
   jhpt train [CONFIG|PRESET] [--out DIR] [--section.key value ...]
@@ -46,7 +38,7 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
   jhpt profile [CONFIG|PRESET] [--out FILE] [--cluster-out FILE] [--section.key value ...]
                         measure a model's layers and this machine, for jhpt plan
   jhpt bench NAME [--quick] [--json FILE]
-                        measure; NAME: {one_of(MODULES)}
+                        measure; NAME: {one_of(NAMES)}
   jhpt doctor           what this machine can do
   jhpt COMMAND --help   all options of a command
 
@@ -272,21 +264,30 @@ def bench_command(arguments: list[str]) -> int:
         /,
         quick: bool = False,
         json: str | None = None,
+        only: str | None = None,
         out: str | None = None,
     ) -> int:
         """Measures, prints a table and keeps every raw sample.
 
         Args:
             name: which benchmark.
-            quick: fewer trials, the same keys; ends within a minute.
+            quick: fewer trials with the same keys; ends within a minute.
             json: file for the samples and claims.
-            out: convergence, precision: folder of finished cells, which are not run again; none: runs/NAME.
+            only: for train, predict, memory and kernels: the parts to run, separated by commas. Default: all.
+            out: for convergence and precision: folder of finished cells, which are not run again. Default: runs/NAME.
         """
         of_cells = name in ("convergence", "precision")
         if out is not None and not of_cells:
-            raise InputError(f"--out is where bench convergence keeps its cells; leave it out of bench {name}")
-        folder = {"folder": out} if of_cells else {}
-        return import_module(MODULES[name]).run(quick=quick, json_path=json, **folder)
+            raise InputError(
+                f"--out is the folder of finished cells of bench convergence and bench precision; bench {name} has "
+                "none, leave it out"
+            )
+        if only is not None and name not in PACKAGED:
+            raise InputError(f"--only is for {one_of(PACKAGED)}; leave it out of bench {name}")
+        options: dict[str, Any] = {"folder": out} if of_cells else {}
+        if only is not None:
+            options["only"] = only.split(",")
+        return load(name).run(quick=quick, json_path=json, **options)
 
     return tyro.cli(bench, prog="jhpt bench", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
 

@@ -13,7 +13,7 @@ from jhpt.kernels.dequantize_sum import specs as dequantize_specs
 from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.kernels.segment_quantize import specs as quantize_specs
-from jhpt.kernels.segments import Quantized, fit_knee
+from jhpt.kernels.segments import Quantized
 from jhpt.kernels.token_topk import specs as token_specs
 from jhpt.kernels.token_topk import token_topk
 from jhpt.kernels.topk_sparsify import Sparse, topk_sparsify
@@ -33,9 +33,8 @@ class Operation(NamedTuple):
 
 def _quantize(spec: quantize_specs.Spec, implementation: Implementation) -> Callable[..., Quantized]:
     def run(x: jax.Array, rows: jax.Array | None, seed: jax.Array | None) -> Quantized:
-        knee = fit_knee(x, spec.bits) if spec.group == "tensor" else None
         return segment_quantize(
-            x, bits=spec.bits, group=spec.group, knee=knee, rows=rows, seed=seed, implementation=implementation
+            x, bits=spec.bits, group=spec.group, rows=rows, seed=seed, implementation=implementation
         )
 
     return run
@@ -48,7 +47,7 @@ def _dequantize(spec: dequantize_specs.Spec, implementation: Implementation) -> 
             columns=spec.columns,
             bits=spec.bits,
             group=spec.group,
-            knee=knee if spec.group == "tensor" else None,
+            knee=knee if spec.fitted else None,
             implementation=implementation,
         )
 

@@ -18,8 +18,10 @@ PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgro
 
 WARPS, LANES = 4, 32
 
-WHOLE: dict[str, Any] = {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}
-"""Argument of `plgpu.load` that jax 0.10 wants for all of a reference and 0.12 no longer has."""
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+
+WHOLE: dict[str, Any] = {"idx": ()} if _INDEX and _INDEX.default is inspect.Parameter.empty else {}
+"""The index of all of a reference: jax 0.10 requires it, 0.11 deprecates it, and 0.12 no longer has it."""
 
 
 def load(ref: Any, layout: Any) -> jax.Array:

@@ -18,15 +18,12 @@ visible.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jhpt.core.compression import Bits
-
-Group = Literal["tensor", "row"] | int
-"""What shares a range: everything, a row, or so many neighbours in a row."""
 
 
 class Knee(NamedTuple):
@@ -39,24 +36,22 @@ class Knee(NamedTuple):
     codes: float | jax.Array
 
 
-KNEES: dict[tuple[Bits, str], Knee] = {
-    (8, "row"): Knee(0.44, 88.0),
-    (4, "row"): Knee(0.45, 5.0),
-    (8, "block"): Knee(0.46, 82.0),
-    (4, "block"): Knee(0.5, 5.0),
-}
-"""Fixed bends for groups of some 1,000 and some 100 numbers: on Gaussian, Laplace and Student-t(5) numbers alike their
-error is below that of uniform quantization (docs/reports/compression.md).  Whole tensors differ too much in r: theirs are
-fitted."""
+LONG_GROUP = 512
+"""Numbers from which a group has the knee of long groups."""
+
+LONG_KNEES: dict[Bits, Knee] = {8: Knee(0.44, 88.0), 4: Knee(0.45, 5.0)}
+SHORT_KNEES: dict[Bits, Knee] = {8: Knee(0.46, 82.0), 4: Knee(0.5, 5.0)}
+"""Fixed knees for groups of about 1,000 and about 100 numbers: on Gaussian, Laplace and Student-t(5) numbers alike
+their error is below that of uniform quantization (docs/reports/compression.md).  A range for a whole tensor needs a
+fitted knee (`fit_knee`), because tensors differ too much in r."""
 
 
 class Quantized(NamedTuple):
     """Numbers [..., R, N] on the wire.
 
-    codes: uint8 [..., R, W], W = bits / 8 of N rounded up to whole groups.  At 4 bits byte i of a group of M numbers,
-      by tensor of a row, holds the codes i and i + M / 2 in its low and its high half: neighbours stay neighbours.
-    ranges: bfloat16 [..., R, groups in a row], [..., R, 1] by row, [..., 1, 1] by tensor; rounded up, so that nothing
-      is cut off.
+    codes: uint8 [..., R, W], W = bits / 8 of N rounded up to whole groups.  At 4 bits byte i of a group of M numbers
+      holds the codes i and i + M / 2 in its low and its high half: neighbours stay neighbours.
+    ranges: bfloat16 [..., R, groups in a row]; rounded up, so that nothing is cut off.
     """
 
     codes: jax.Array
@@ -68,19 +63,13 @@ def most(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
-def knee_for(bits: Bits, group: Group) -> Knee:
-    """The fixed bend.
-
-    Raises:
-      ValueError: by tensor, where it has to be fitted.
-    """
-    if group == "tensor":
-        raise ValueError("one range for a whole tensor needs a bend of its own: fit_knee(x, bits)")
-    return KNEES[bits, "row" if group == "row" or (isinstance(group, int) and group >= 512) else "block"]
+def knee_for(bits: Bits, group: int) -> Knee:
+    """The fixed knee for groups of so many numbers."""
+    return (LONG_KNEES if group >= LONG_GROUP else SHORT_KNEES)[bits]
 
 
-def fit_knee(x: jax.Array, bits: Bits, group: Group = "tensor", candidates: Sequence[float] = ()) -> Knee:
-    """The bend of least E[err^2] for these numbers: the best of some r, each with its best C, in one pass.
+def fit_knee(x: jax.Array, bits: Bits, group: int, candidates: Sequence[float] = ()) -> Knee:
+    """The knee of least E[err^2] for these numbers: the best of some r, each with its best C, in one pass.
 
     For a given r the error is least at C : N - C = (P r^2)^(1/3) : ((1 - P) (1 - r)^2)^(1/3), where its derivative in C
     is zero.  Groups count by the square of their range.
@@ -89,7 +78,7 @@ def fit_knee(x: jax.Array, bits: Bits, group: Group = "tensor", candidates: Sequ
       x: [R, N].  candidates: of r; default: 1/32, 2/32, ... 31/32.
     """
     r = jnp.array(candidates or [step / 32 for step in range(1, 32)], jnp.float32)
-    wide, _ = grouped(x, group)
+    wide = grouped(x, group)
     size = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0)
     largest = jnp.max(size, -1, keepdims=True)
     weight = jnp.square(largest / jnp.maximum(jnp.max(largest), jnp.finfo(jnp.float32).tiny))
@@ -124,13 +113,9 @@ def cut(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(word, jnp.float32)
 
 
-def grouped(x: jax.Array, group: Group) -> tuple[jax.Array, int]:
-    """(x[R, N] as float32 [R or 1, groups, members], columns of padding): zeros fill the last group of a row."""
+def grouped(x: jax.Array, group: int) -> jax.Array:
+    """x[R, N] as float32 [R, groups, members]; zeros fill the last group of a row."""
     x = x.astype(jnp.float32)
-    if group == "tensor":
-        return x.reshape(1, 1, -1), 0
-    if group == "row":
-        return x[:, None, :], 0
     padding = -x.shape[1] % group
     groups = (x.shape[1] + padding) // group
-    return jnp.pad(x, ((0, 0), (0, padding))).reshape(x.shape[0], groups, group), padding
+    return jnp.pad(x, ((0, 0), (0, padding))).reshape(x.shape[0], groups, group)

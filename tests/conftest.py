@@ -3,13 +3,6 @@
 import os
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# The same programs, compiled in a third less time.  Where other programs want the processor too, a device may come to a
-# collective late: XLA ends the process when it has waited for 40 s.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=240",
-)
 
 import random
 import shutil
@@ -22,6 +15,13 @@ import pytest
 from jhpt.core.load import load_config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The same programs, compiled in a third less time.  Where other programs want the processor too, a device may come to a
+# collective late: XLA ends the process when it has waited for 40 s.
+CPU_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=240"
+)
 
 WORDS = ["the mesh", "maps every layer", "to a device", "and each step", "adds up", "what the others", "have seen"]
 
@@ -88,6 +88,7 @@ def pytest_configure(config):
     """CPU, unless the GPU tests are asked for.  Compiled programs are shared by the workers of one run and by the
     processes that tests start."""
     if config.getoption("markexpr") != "gpu":
+        os.environ.setdefault("XLA_FLAGS", CPU_FLAGS)  # read when the first backend starts
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
     folder = os.environ.setdefault("JHPT_TEST_CACHE", tempfile.mkdtemp(prefix="jhpt-tests-"))
@@ -96,6 +97,12 @@ def pytest_configure(config):
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def pytest_runtest_setup(item):
+    """A GPU test that ran on a CPU would prove nothing."""
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.fail(f"this test needs an NVIDIA GPU, and jax runs on {jax.default_backend()}")
 
 
 def pytest_unconfigure(config):

@@ -4,8 +4,8 @@ Only gradients of matrices are computed and summed; those of biases and norms, a
 as they are whatever happens to the others, are left out.  A host's device 0 takes part.  Ways to sum:
 
     float32              XLA's all-reduce of all gradients as one array
-    16 bits              the baseline: bfloat16 in two steps, `jhpt.sharding.compression.all_reduce.CompressedAllReduce`, rows of `COLUMNS` numbers
-    quantize, 8 bits     `jhpt.sharding.compression.gradients`, in two steps; what was rounded away is kept for the next step
+    16 bits              the baseline: bfloat16 in two steps, `CompressedAllReduce`, rows of `COLUMNS` numbers
+    quantize, 8 bits     `jhpt.sharding.compression.gradients`, two steps; rounding errors are kept for the next step
     quantize, 4 bits     the same; four ranks gather codes of 4 bits, which are as many bytes as two steps of 8 bits
     top-k                a share of every block, gathered; what was not sent is kept
 
@@ -181,8 +181,8 @@ def summed(
     else:
         rows = jnp.pad(flat, (0, -flat.size % COLUMNS)).reshape(1, -1, COLUMNS)
         total = CompressedAllReduce(axes=(DATA,), ranks=ranks, how=how).sum(rows, None).ravel()
-    embedding_and_head = np.cumsum([gradient.size for gradient in gradients])
-    pieces = jnp.split(total[: embedding_and_head[-1]], embedding_and_head[:-1])
+    offsets = np.cumsum([gradient.size for gradient in gradients])
+    pieces = jnp.split(total[: offsets[-1]], offsets[:-1])
     return [piece.reshape(one.shape) for piece, one in zip(pieces, gradients, strict=True)], []
 
 

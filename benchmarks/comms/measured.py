@@ -13,7 +13,7 @@ from benchmarks.comms.costs import sent_bytes
 from benchmarks.comms.task import Task
 from benchmarks.emulated.hosts import Hosts
 from benchmarks.emulated.turns import Call
-from jhpt.measure.layers import typical_seconds
+from benchmarks.hybrid.layer_times import typical_seconds
 
 Programs = dict[str, tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]]
 """How to lower, how to make arguments."""

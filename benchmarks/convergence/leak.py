@@ -47,10 +47,7 @@ def leak(setup: Setup, params: Any) -> dict[str, float]:
 def _logits(setup: Setup, params: Any, windows: np.ndarray) -> np.ndarray:
     """[B, S, V], from a forward pass as the plan lays it out."""
     execution = setup.evaluation
-    parts = {
-        degree: replace(own, head_loss=lambda embedding_and_head, x, rows, keys: x)
-        for degree, own in execution.parts.items()
-    }
+    parts = {degree: replace(own, head_loss=lambda params, x, rows, keys: x) for degree, own in execution.parts.items()}
     forward = replace(execution, parts=parts)
 
     @jax.jit

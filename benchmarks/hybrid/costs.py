@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.emulated.hosts import Hosts
+from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings, typical_seconds
 from benchmarks.hybrid.models import Subject
 from benchmarks.hybrid.steps import train_step
 from benchmarks.hybrid.task import Task, run_key
@@ -15,7 +16,6 @@ from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan import Plan
 from jhpt.core.profile import ModelProfile
-from jhpt.measure.layers import alone, layer_calls, shard_of, timings, typical_seconds
 from jhpt.measure.probe import ring_link
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.planner.oracle import count
+from benchmarks.planner.decisions import count
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.config import divisors
 from jhpt.core.plan import Zero

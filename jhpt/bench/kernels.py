@@ -12,15 +12,14 @@ be hidden by its launch.  Without a GPU the kernels are compiled for an H100, an
 import inspect
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
+from jhpt.bench.results import Claim, Report, chosen, print_claims, print_table
 from jhpt.compiled.deviceless import compile_only_devices, compiled_for
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.errors import NotHere
@@ -44,14 +43,17 @@ ANY_ORDER: dict[str, Any] = {"is_stable": False} if "is_stable" in inspect.signa
 Call = Callable[[], Any]
 
 
-def run(*, quick: bool, json_path: str | None) -> int:
-    """Runs the benchmark; returns the exit status."""
-    if json_path:
-        check_writable(json_path)
+def run(*, quick: bool, json_path: str | None, only: Sequence[str] = ()) -> int:
+    """Runs the benchmark; returns the exit status.  only: operations."""
+    operations = chosen(list(OPERATIONS), only)
+    report = Report(path=json_path, bench="kernels", settings={"quick": quick, "calls": CALLS})
     info = device_info()
     if not info.is_gpu or (info.capability or 0) < 9:
         return _compiled_only(info.kind)
-    rows = list(_measured(rounds=5 if quick else 15, most=1 if quick else None))
+    for row in _measured(operations, rounds=5 if quick else 15, most=1 if quick else None):
+        report.add([row])
+    rows = report.rows
+    report.add([], claims(rows))
     print_table(
         "bench kernels",
         ("operation", "arguments", "competitor", "us", "GB/s"),
@@ -61,18 +63,16 @@ def run(*, quick: bool, json_path: str | None) -> int:
         ],
         words=3,
     )
-    found = claims(rows)
-    print_claims(found)
-    if json_path:
-        write_json(json_path, "kernels", {"quick": quick, "calls": CALLS}, rows, found)
+    print_claims(report.claims)
     return 0
 
 
-def _measured(rounds: int, most: int | None) -> Iterator[dict[str, Any]]:
-    source = jnp.zeros(COPIED // 4, jnp.uint32)
+def _measured(operations: Sequence[str], rounds: int, most: int | None) -> Iterator[dict[str, Any]]:
+    source = jax.random.bits(jax.random.key(0), (COPIED // 4,))  # constant numbers would be copied faster
     yield from _rows("copy", "1 GiB", {"copy": _repeated(jax.jit(lambda x: x ^ 1), (source,))}, 2 * COPIED, rounds)
     del source
-    for name, operation in OPERATIONS.items():
+    for name in operations:
+        operation = OPERATIONS[name]
         for spec in operation.specs.TIMED[:most]:
             arguments = jax.block_until_ready(operation.specs.arguments(spec, jax.random.key(0)))
             calls = {kind: _repeated(run, arguments) for kind, run in competitors(operation, spec).items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jhpt.bench.results import Claim, Row, check_writable, write_json
+from jhpt.bench.results import Claim, Report, Row, chosen
 from jhpt.core.load import load_config
 from jhpt.measure.profile import Samples, predict_step
 from jhpt.measure.timer import steady
@@ -69,12 +69,8 @@ class Prediction:
         return self.predicted / self.measured
 
 
-def compare(cases: Sequence[Case], rounds: int) -> list[Prediction]:
-    """Predicts and measures the step of every case on the first device."""
-    return [_compare(case, rounds) for case in cases]
-
-
-def _compare(case: Case, rounds: int) -> Prediction:
+def compare(case: Case, rounds: int) -> Prediction:
+    """Predicts and measures the step of a case on the first device."""
     config = load_config(case.preset, {"parallel.data": 1, "log.tensorboard": False, **case.changes})
     setup = prepare(config)
     grid = Grid(batches=(config.data.batch_size // config.parallel.micro_batches,), tensors=(1,), rounds=rounds)
@@ -103,30 +99,26 @@ def _real_step(setup: Setup) -> Callable[[], Any]:
     return call
 
 
-def run(*, quick: bool, json_path: str | None) -> int:
-    """Runs the benchmark; returns the exit status."""
-    if json_path:
-        check_writable(json_path)
+def run(*, quick: bool, json_path: str | None, only: Sequence[str] = ()) -> int:
+    """Runs the benchmark; returns the exit status.  only: cases."""
     configure_runtime()
-    cases = GPU_CASES if jax.default_backend() == "gpu" else CPU_CASES
+    cases = {str(case): case for case in (GPU_CASES if jax.default_backend() == "gpu" else CPU_CASES)}
     rounds = 5 if quick else 11
-    predictions = compare(cases[:1] if quick else cases, rounds)
-    for prediction in predictions:
+    report = Report(path=json_path, bench="predict", settings={"rounds": rounds, "quick": quick})
+    names = chosen(list(cases), only)
+    predictions = []
+    for name in names[:1] if quick else names:
+        prediction = compare(cases[name], rounds)
+        predictions.append(prediction)
         print(
-            f"{prediction.case!s:<48} predicted {prediction.predicted * 1e3:8.1f} ms   "
+            f"{name:<48} predicted {prediction.predicted * 1e3:8.1f} ms   "
             f"measured {prediction.measured * 1e3:8.1f} ms   ratio {prediction.ratio:.3f}"
         )
+        unit = "predicted / measured seconds of a step"
+        claim = Claim(value=prediction.ratio, unit=unit, setup=name)
+        report.add(_rows(prediction), {f"prediction_ratio {name}": claim})
     worst = max(predictions, key=lambda prediction: abs(prediction.ratio - 1))
     print(f"prediction_error = {abs(worst.ratio - 1):.3f}, the largest, of {worst.case}")
-    if json_path:
-        claims = {
-            f"prediction_ratio {prediction.case}": Claim(
-                value=prediction.ratio, unit="predicted / measured seconds of a step", setup=str(prediction.case)
-            )
-            for prediction in predictions
-        }
-        rows = [row for prediction in predictions for row in _rows(prediction)]
-        write_json(json_path, "predict", {"rounds": rounds, "quick": quick}, rows, claims)
     return 0
 
 

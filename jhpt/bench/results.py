@@ -3,8 +3,8 @@
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jhpt.core.config import one_of
 from jhpt.core.errors import InputError
 
 PACKAGES = ("jhpt", "jax", "jaxlib", "flax", "optax", "numpy", "torch")
@@ -36,6 +37,39 @@ class Claim:
     value: float
     unit: str
     setup: str
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What a benchmark has measured so far.  The file is written anew with every part, so that a failure loses one."""
+
+    path: str | None
+    bench: str
+    settings: Mapping[str, Any]
+    rows: list[Any] = field(default_factory=list)
+    claims: dict[str, Claim] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path:
+            check_writable(self.path)
+
+    def add(self, rows: Iterable[Any], claims: Mapping[str, Claim] | None = None) -> None:
+        """Adds a part; a claim of the same name takes the place of the one before."""
+        self.rows += rows
+        self.claims |= claims or {}
+        if self.path:
+            write_json(self.path, self.bench, self.settings, self.rows, self.claims)
+
+
+def chosen(parts: Sequence[str], only: Sequence[str]) -> tuple[str, ...]:
+    """The parts of a benchmark that `--only` asks for, in their own order; all where it names none.
+
+    Raises:
+      InputError: there is no such part.
+    """
+    if unknown := [name for name in only if name not in parts]:
+        raise InputError(f"--only {','.join(unknown)}: no such part here; use {one_of(parts)}")
+    return tuple(name for name in parts if not only or name in only)
 
 
 def check_writable(path: str) -> None:

@@ -1,21 +1,27 @@
 """`jhpt bench train`: the loop of `jhpt.train` against a hand-written minimal loop of the same model.
 
 One trial runs a fixed number of steps.  jhpt's trial is its real loop (`jhpt.training.loop.fit`: data pipeline, step,
-metrics); the minimal loop feeds ready-made batches to one jitted step.  Competitors take turns on the same device in
-one process.  Where PyTorch is installed, the same model in PyTorch (eager on CPU, compiled on GPU) runs too; it is
-BERT's only competitor.
+metrics); the minimal loop feeds ready-made batches to one jitted step.  On a CPU competitors take turns in one process;
+on a GPU each has a process of its own.  Where PyTorch is installed, the same model in PyTorch (eager on CPU, compiled
+on GPU) runs too; it is BERT's only competitor.
 """
 
 import dataclasses
+import importlib.util
+import json
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jhpt.bench import minimal
-from jhpt.bench.results import Claim, Row, check_writable, print_rows, write_json
+from jhpt.bench.results import Claim, Report, Row, chosen, print_claims, print_rows
 from jhpt.core.config import GPTConfig
 from jhpt.core.load import load_config
 from jhpt.measure.timer import interleaved, spread
@@ -26,45 +32,90 @@ from jhpt.training.loop import fit, training_flops_per_token
 from jhpt.training.runtime import configure_runtime
 from jhpt.training.setup import Setup, prepare
 
-GPU_PRESETS = ("bert-base", "gpt2-124m", "gpt2-1.5b")
-CPU_PRESETS = ("gpt-tiny",)
+GPU_PRESETS: dict[str, dict[str, Any]] = {"bert-base": {}, "gpt2-124m": {}, "gpt2-1.5b": {"data.batch_size": 8}}
+"""Presets and what differs from them: at batch 16 the minimal loop of gpt2-1.5b needs 127 GB."""
+
+CPU_PRESETS: dict[str, dict[str, Any]] = {"gpt-tiny": {}}
+
+Trial = Callable[[], Any]
 
 
-def run(*, quick: bool, json_path: str | None) -> int:
-    """Runs the benchmark on the first device; returns the exit status."""
-    if json_path:
-        check_writable(json_path)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs its share of the GPU
+def run(*, quick: bool, json_path: str | None, only: Sequence[str] = ()) -> int:
+    """Runs the benchmark on the first device; returns the exit status.  only: presets."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other processes need their share of the GPU
     configure_runtime()
     on_gpu = jax.default_backend() == "gpu"
     rounds, steps = (5, 4) if quick else (15, 10)
-    rows: list[Row] = []
-    claims: dict[str, Claim] = {}  # of the last, largest preset; the rows hold all
-    for preset in GPU_PRESETS if on_gpu else CPU_PRESETS:
-        overrides = {"parallel.data": 1, "log.every": steps, "log.tensorboard": False}
-        setup = prepare(load_config(preset, overrides))
-        trials = _competitors(setup, steps)
-        samples = interleaved(trials, rounds, warmup=1)
-        rows += _rows(setup, preset, steps, samples)
-        claims |= _claims(setup, preset, steps, samples)
-    print_rows("bench train", rows)
-    for name, claim in claims.items():
-        print(f"{name} = {claim.value:.4g} {claim.unit}  [{claim.setup}]")
-    if json_path:
-        write_json(json_path, "train", {"rounds": rounds, "steps_per_trial": steps, "quick": quick}, rows, claims)
+    presets = GPU_PRESETS if on_gpu else CPU_PRESETS
+    report = Report(
+        path=json_path, bench="train", settings={"rounds": rounds, "steps_per_trial": steps, "quick": quick}
+    )
+    for preset in chosen(list(presets), only):
+        setup = _setup(preset, presets[preset], steps)
+        samples = (_in_processes if on_gpu else _in_turn)(setup, preset, presets[preset], rounds, steps)
+        # Claims are those of the last, largest preset; the rows hold all.
+        report.add(_rows(setup, preset, steps, samples), _claims(setup, preset, steps, samples))
+    print_rows("bench train", report.rows)
+    print_claims(report.claims)
     return 0
 
 
-def _competitors(setup: Setup, steps: int) -> dict[str, Callable[[], Any]]:
-    competitors = {"jhpt": _jhpt_trial(setup, steps)}
+def _setup(preset: str, changes: dict[str, Any], steps: int) -> Setup:
+    overrides = {"parallel.data": 1, "log.every": steps, "log.tensorboard": False}
+    return prepare(load_config(preset, overrides | changes))
+
+
+def _competitors(setup: Setup, steps: int) -> dict[str, Callable[[], Trial]]:
+    """What makes the trial of each competitor."""
+    competitors = {"jhpt": lambda: _jhpt_trial(setup, steps)}
     if isinstance(setup.config.model, GPTConfig):
-        competitors["minimal"] = _minimal_trial(setup, steps)
-    if torch_trial := _torch_trial(setup, steps):
-        competitors |= torch_trial
+        competitors["minimal"] = lambda: _minimal_trial(setup, steps)
+    if importlib.util.find_spec("torch"):
+        competitors["torch"] = lambda: _torch_trial(setup, steps)
     return competitors
 
 
-def _jhpt_trial(setup: Setup, steps: int) -> Callable[[], Any]:
+def _in_turn(setup: Setup, preset: str, changes: dict[str, Any], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of every competitor's trials, taken in turn in this process."""
+    trials = {name: make() for name, make in _competitors(setup, steps).items()}
+    return interleaved(trials, rounds, warmup=1)
+
+
+def _in_processes(
+    setup: Setup, preset: str, changes: dict[str, Any], rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Seconds of every competitor's trials, each in a process of its own: a GPU may not hold all of them at once.
+
+    One that fails is named on stderr and left out.
+    """
+    samples: dict[str, list[float]] = {}
+    for name in _competitors(setup, steps):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "samples.json"
+            spec = {"preset": preset, "changes": changes, "competitor": name, "rounds": rounds, "steps": steps}
+            command = [sys.executable, "-m", "jhpt.bench.train", json.dumps(spec), str(file)]
+            child = subprocess.run(command, capture_output=True, text=True)
+            if child.returncode:
+                reason = (child.stderr.strip().splitlines() or ["no message"])[-1]
+                print(f"bench train: {preset}, {name}: not measured: {reason}", file=sys.stderr)
+            else:
+                samples[name] = json.loads(file.read_text())
+    return samples
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One competitor in this process: `python -m jhpt.bench.train SPEC FILE`."""
+    text, file = arguments
+    spec = json.loads(text)
+    configure_runtime()
+    setup = _setup(spec["preset"], spec["changes"], spec["steps"])
+    trial = _competitors(setup, spec["steps"])[spec["competitor"]]()
+    (samples,) = interleaved({spec["competitor"]: trial}, spec["rounds"], warmup=1).values()
+    Path(file).write_text(json.dumps(samples))
+    return 0
+
+
+def _jhpt_trial(setup: Setup, steps: int) -> Trial:
     step = compile_step(setup)
     state = step.init()
 
@@ -80,7 +131,7 @@ def _jhpt_trial(setup: Setup, steps: int) -> Callable[[], Any]:
     return trial
 
 
-def _minimal_trial(setup: Setup, steps: int) -> Callable[[], Any]:
+def _minimal_trial(setup: Setup, steps: int) -> Trial:
     config = setup.config.model
     assert isinstance(config, GPTConfig)
     unroll = config.num_layers if setup.training.unroll else 1
@@ -96,11 +147,9 @@ def _minimal_trial(setup: Setup, steps: int) -> Callable[[], Any]:
     return trial
 
 
-def _torch_trial(setup: Setup, steps: int) -> dict[str, Callable[[], Any]]:
-    try:
-        import torch
-    except ImportError:
-        return {}
+def _torch_trial(setup: Setup, steps: int) -> Trial:
+    import torch
+
     from jhpt.bench.torch_models import make_step
 
     compiled = torch.cuda.is_available()
@@ -112,7 +161,7 @@ def _torch_trial(setup: Setup, steps: int) -> dict[str, Callable[[], Any]]:
             loss = step(windows)
         return float(loss)  # waits for the device
 
-    return {"torch compiled" if compiled else "torch eager": trial}
+    return trial
 
 
 def _ready_batches(setup: Setup, steps: int) -> list[Any]:
@@ -135,7 +184,9 @@ def _rows(setup: Setup, preset: str, steps: int, samples: dict[str, list[float]]
 
 
 def _claims(setup: Setup, preset: str, steps: int, samples: dict[str, list[float]]) -> dict[str, Claim]:
-    """Ratios are medians of the ratios round by round, so that drift of the machine cancels."""
+    """Ratios are medians of the ratios round by round, so that drift of the machine cancels where trials take turns."""
+    if "jhpt" not in samples:
+        return {}
     tokens, place = _tokens(setup, steps), f"{preset} on {setup.device.kind}, batch {setup.config.data.batch_size}"
     rate = tokens / spread(samples["jhpt"])[0]
     claims = {"tokens_per_s": Claim(value=rate, unit="tokens/s", setup=place)}
@@ -146,3 +197,7 @@ def _claims(setup: Setup, preset: str, steps: int, samples: dict[str, list[float
         mfu = rate * training_flops_per_token(setup) / setup.device.peak_bf16_flops
         claims["mfu"] = Claim(value=mfu, unit="of peak bf16, causal convention", setup=place)
     return claims
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,1 @@
-"""What a compiled program holds in memory, sends between devices and hides behind computation."""
+"""Compiled programs: what they hold in memory, send between devices and hide behind computation."""

@@ -1,8 +1,8 @@
-"""The whole numbers of a compiled program, computed for one device: which branch it takes, how often it goes round.
+"""The integers of a compiled program, computed for one device: which branches it takes, how often its loops run.
 
-Which way a program goes depends on few numbers: the device's own, loop counters, and tables such as a schedule, which
-the program holds as constants.  Values are worked out when they are asked for, backwards from there, and wrap around as
-their element type does; everything that is not made of whole numbers alone is UNKNOWN.
+Control flow depends on few numbers: the device's index, loop counters, and tables such as a schedule, which the
+program holds as constants.  Values are computed on demand, backwards from where they are needed, and wrap around as
+their element type does.  Everything that does not consist of integers alone is UNKNOWN.
 """
 
 import re
@@ -25,13 +25,13 @@ DTYPES: dict[str, type[np.generic]] = {
     "u32": np.uint32,
     "u64": np.uint64,
 }
-"""Element types that are followed; there are narrower ones, which decide nothing."""
+"""Element types that are followed; narrower ones do not decide control flow."""
 
 LARGEST = 1 << 16
 """Elements of the largest array that is followed; schedules are smaller."""
 
 MOST_ROUNDS = 1 << 14
-"""Of a loop whose condition has to be asked.  A training step goes round once per tick, micro-batch or layer."""
+"""Iterations of a loop whose condition has to be evaluated.  A training step has one per tick, micro-batch or layer."""
 
 
 class _Unknown:

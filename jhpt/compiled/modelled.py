@@ -1,8 +1,8 @@
 """Modelled seconds of what a compiled program does, by the planner's own formulas for the same cluster.
 
 A matrix product takes max(FLOP / rate at that many FLOP, bytes moved / memory bandwidth), a collective what
-`jhpt.planner.cost.communication` says for its group; no plan has all-to-all, which is priced here.  Only the FLOP of matrix
-products and fused attention count: everything between them is left out.
+`jhpt.planner.cost.communication` says for its group; no plan has all-to-all, which is priced here.  Only the FLOP of
+matrix products and fused attention count: everything between them is left out.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
-"""What a compiled program needs and sends: bytes in memory, collectives, and how much of them is hidden by products.
+"""What a compiled program needs and sends: bytes in memory, collectives, and how much of them products hide.
 
-The optimized program is walked through as one device of every pipeline stage executes it: loops as often as they go
-round, of every conditional the branch that this device takes (`jhpt.compiled.evaluate`).  Bytes on the wire are those
+The optimized program is followed as one device of every pipeline stage executes it: loops as often as they run, of
+every conditional the branch that this device takes (`jhpt.compiled.evaluate`).  Bytes on the wire are those
 that a device sends when rings are used (n devices, s bytes that each puts in):
 
     all-reduce           2 (n-1)/n s             all-gather         (n-1) s
@@ -12,8 +12,8 @@ A collective that is started and awaited in two places is hidden as far as matri
     hidden share = sum of min(modelled seconds of those products, its own modelled seconds) / sum of its own seconds
 
 Products hide the collectives of one axis one after the other, in the order in which these were started; those inside a
-loop hide its own first, then those that are on their way around it.  Left out: all that runs beside matrix products
-(norms, copies), and that communication slows down what hides it.
+loop hide the loop's own first, then those in progress around it.  Left out: everything but matrix products (norms,
+copies), and that communication slows down what hides it.
 """
 
 import math

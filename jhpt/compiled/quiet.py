@@ -1,4 +1,4 @@
-"""Silence on standard error while libraries load that write there on their own."""
+"""Keeps the messages of loading libraries away from standard error."""
 
 import contextlib
 import os
@@ -9,20 +9,20 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps to itself what is written on standard error inside, unless an exception leaves.
+    """Discards what is written to standard error inside; where an exception is raised, it is written after all.
 
-    CUDA's libraries say there that they find no driver; they write to the file, not to `sys.stderr`.
+    CUDA's libraries report a missing driver there.  They write to the file descriptor, not to `sys.stderr`.
     """
     sys.stderr.flush()
     saved = os.dup(2)
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         except BaseException:
             sys.stderr.flush()
-            kept.seek(0)
-            os.write(saved, kept.read())
+            captured.seek(0)
+            os.write(saved, captured.read())
             raise
         finally:
             sys.stderr.flush()

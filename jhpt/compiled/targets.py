@@ -1,4 +1,4 @@
-"""The chips that jax's CUDA compiler can be asked to compile for, in XLA's words.
+"""Descriptions of the chips that jax's CUDA compiler can compile for, in the format of XLA.
 
 What every multiprocessor of a compute capability has is here (CUDA C++ Programming Guide, "Technical specifications per
 compute capability"), a chip's own figures are in the catalogue; memory and its bandwidth are those of the cluster's
@@ -16,7 +16,7 @@ from jhpt.core.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Multiprocessor:
-    """What every one of a capability has.  shared_memory: bytes; a block can have 1 KiB less."""
+    """A multiprocessor of a compute capability.  shared_memory: bytes; a thread block can use 1 KiB less."""
 
     float32_units: int
     shared_memory: int
@@ -54,13 +54,13 @@ VERSIONS = {
     "compile_time_toolkit_version": '"12.8.0"',
     "dnn_version": '"9.10.0"',
 }
-"""Of software that a machine of 2025 has; flash attention needs cuDNN 8.9 or newer, Blackwell CUDA 12.8."""
+"""Software versions of a machine of 2025; flash attention needs cuDNN 8.9 or newer, Blackwell CUDA 12.8."""
 
 DNN_VERSION = "dnn_version_info { major: 9 minor: 10 patch: 0 }"
 
 RECKONED = 0.8
-"""Share of a device's memory that XLA reckons with where no allocator tells it more (`GetSchedulerMemoryLimit`): beyond
-that it computes tensors twice rather than keep them, and overlaps less."""
+"""Share of a device's memory that XLA plans for where no allocator reports more (`GetSchedulerMemoryLimit`).  Beyond
+that it recomputes tensors instead of keeping them, and overlaps less."""
 
 TOO_OLD = re.compile(r"\bV100\b")
 

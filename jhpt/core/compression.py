@@ -53,10 +53,9 @@ def gathers(ranks: int, how: Compression) -> bool:
     return ranks * (how.tokens * how.bits + (1 - how.tokens) * how.rest_bits) < 32
 
 
-def codes_in_row(columns: int, bits: Bits, group: int | str = BLOCK) -> int:
-    """Number of codes for a row of `columns` numbers: whole groups, whole bytes."""
-    unit = group if isinstance(group, int) else 8 // bits
-    return -(-columns // unit) * unit
+def codes_in_row(columns: int, group: int = BLOCK) -> int:
+    """Number of codes for a row of `columns` numbers: whole groups."""
+    return -(-columns // group) * group
 
 
 def payload_bytes(kinds: Sequence[tuple[int, WireBits]], columns: int) -> int:
@@ -79,7 +78,7 @@ def _pieces(rows: int, columns: int, bits: WireBits) -> list[int]:
 
 def row_words(columns: int, bits: Bits) -> tuple[int, int]:
     """Bytes of the codes of a row, and of its ranges."""
-    codes = codes_in_row(columns, bits)
+    codes = codes_in_row(columns)
     return codes * bits // 8, codes // BLOCK * RANGE_BYTES
 
 

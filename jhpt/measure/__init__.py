@@ -1,1 +1,1 @@
-"""What the machine at hand is and how fast it runs."""
+"""This machine: its devices and links, and how fast a model's layers run on it."""

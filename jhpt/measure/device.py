@@ -1,4 +1,4 @@
-"""The devices jax sees, in words and numbers."""
+"""The devices that jax sees: kind, memory and peak rate."""
 
 import resource
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from jhpt.core.catalogue import peak_bf16_flops
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """What one device is.  memory: bytes, None where the backend does not say; capability: of an NVIDIA GPU."""
+    """One device.  memory: bytes, None where the backend does not report it; capability: compute capability of an
+    NVIDIA GPU, None for others."""
 
     kind: str
     platform: str

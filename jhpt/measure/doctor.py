@@ -1,4 +1,4 @@
-"""`jhpt doctor`: what this machine can do, and every fallback by name."""
+"""`jhpt doctor`: what this machine can do, and which fallbacks it uses."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ PACKAGES = ("jhpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain
 
 
 def diagnose() -> str:
-    """A report of name: finding lines; lines that name a limit start with "!"."""
+    """A report with one finding per line; lines about limits start with "!"."""
     info = device_info()
     gpu = load_config("gpt2-124m").model
     assert isinstance(gpu, GPTConfig)
@@ -33,7 +33,7 @@ def diagnose() -> str:
         *(f"  {name:<12} {_version(name)}" for name in PACKAGES),
         f"  devices      {jax.device_count()} x {info.kind} ({info.platform})",
         f"  cpu cores    {os.cpu_count()}",
-        f"  host memory  {gib(host_memory())}, of which blocks may take {100 * HOST_SHARE:.0f} %",
+        f"  host memory  {gib(host_memory())}, of which offloaded blocks may take {100 * HOST_SHARE:.0f} %",
         f"  compute      {dtype.name} by default",
         f"  attention    {attention.implementation}: {attention.reason}",
         f"  float8       {f'no: {obstacle}' if obstacle else 'products of blocks, with model.matmul_dtype=float8'}",
@@ -52,11 +52,13 @@ def _version(name: str) -> str:
 def _limits(is_gpu: bool) -> list[str]:
     limits = []
     if not is_gpu and shutil.which("nvidia-smi"):
-        limits.append("! an NVIDIA driver is here but jax sees no GPU: install jhpt[cuda] (Python 3.12 or newer)")
+        limits.append(
+            "! this machine has an NVIDIA driver, but jax sees no GPU: install jhpt[cuda] (Python 3.12 or newer)"
+        )
     elif not is_gpu:
         limits.append("! no GPU: training runs on the CPU, in float32, with XLA attention; MFU is not reported")
     if sys.version_info < (3, 12):
-        limits.append("! Python 3.11: jax stops at 0.10.2 there; the extra jhpt[cuda] needs Python 3.12 or newer")
+        limits.append("! Python 3.11: jax 0.10.2 is the newest for it; the extra jhpt[cuda] needs Python 3.12 or newer")
     if is_gpu and device_info().peak_bf16_flops is None:
-        limits.append(f"! the peak rate of {device_info().kind} is not known: MFU is not reported")
+        limits.append(f"! the peak rate of {device_info().kind} is unknown: MFU is not reported")
     return limits

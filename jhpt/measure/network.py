@@ -1,4 +1,4 @@
-"""The network between processes: the nodes of one cluster, measured by all of them at once."""
+"""The network between the nodes of one cluster, measured by all processes together."""
 
 import jax
 import numpy as np
@@ -12,9 +12,9 @@ ROUNDS = 5
 
 
 def spanning(node: Cluster) -> Cluster:
-    """This process's devices, as `node` describes them, times the processes, joined by the network that is measured.
+    """A cluster of as many nodes like `node` as there are processes, joined by the network that is measured here.
 
-    Every process is taken for a node of its own.  All processes must call; all get the same cluster.
+    Every process counts as a node.  All processes must call this; all get the same cluster.
     """
     count = jax.process_count()
     if count == 1:
@@ -27,7 +27,7 @@ def spanning(node: Cluster) -> Cluster:
 
 
 def _of_main(link: Link) -> Link:
-    """The main process's figures."""
+    """The link as the main process measured it, for all processes."""
     assert link.measured is not None
     figures = np.array([link.bandwidth, link.latency, *link.measured.sizes, *link.measured.values], np.float64)
     bandwidth, latency, *curve = gathered(figures)[0].tolist()

@@ -1,7 +1,8 @@
-"""Whether gradients survive their activations' way to the host and back, tried on the device that is to do it.
+"""A test on the device itself: are gradients right when saved activations are offloaded to the host?
 
-There are versions of XLA whose GPU programs silently compute wrong gradients where what a loop keeps is offloaded, as
-that of jax 0.11.0.  So before a run relies on it a few layers are differentiated twice.
+Some versions of XLA, such as that of jax 0.11.0, build GPU programs that silently compute wrong gradients when a loop's
+saved activations are offloaded.  So a few layers are differentiated with and without offload before a run relies on
+it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,33 +18,33 @@ from jhpt.sharding.recompute import save_named
 from jhpt.sharding.sample_chunks import UnchunkedSamples
 
 NAMES = ("entered", "product")
-"""Of what the layers here keep."""
+"""Names of the tensors that the test layers save."""
 
 LAYERS, ROWS, WIDTH = 4, 256, 256
-"""Of a program that compiles at once; a row of a stack is 256 KiB."""
+"""Small enough to compile at once; one row of the stacked activations is 256 KiB."""
 
 TOLERANCE = 1e-4
-"""Of the largest entry.  Two programs may round differently, by 1e-6; where layers are mixed up, all is wrong."""
+"""Relative to the largest entry.  Two programs may round differently, by 1e-6; wrong gradients differ everywhere."""
 
 
 def offload_is_right(gradients: Callable[[Sequence[str]], Any] | None = None) -> bool:
-    """Whether gradients with everything on the host are those with everything on the device.
+    """Whether gradients with all saved activations on the host equal those with all of them on the device.
 
     Args:
-      gradients: names of what is to be offloaded -> a tree of arrays; None: `layer_gradients`.
+      gradients: names of tensors to offload -> a tree of arrays; None: `layer_gradients`.
     """
     gradients = gradients or layer_gradients
     try:
-        expected, found = (jax.tree.map(np.asarray, gradients(names)) for names in ((), NAMES))
+        expected, offloaded = (jax.tree.map(np.asarray, gradients(names)) for names in ((), NAMES))
     except jax.errors.JaxRuntimeError:  # a device without such memory
         return False
-    pairs = list(zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True))
+    pairs = list(zip(jax.tree.leaves(expected), jax.tree.leaves(offloaded), strict=True))
     return all(np.abs(one - other).max() <= TOLERANCE * np.abs(one).max() for one, other in pairs)
 
 
 def layer_gradients(host: Sequence[str]) -> Any:
     """Gradients of x + tanh(x w) w, layer after layer, by the loop that training uses, on the first device of this
-    process.  host: names of what waits there in between."""
+    process.  host: names of saved tensors that wait on the host."""
     device = jax.local_devices()[0]
     loop = LayerLoop(
         stream=UnchunkedSamples(_layer),

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -43,7 +42,7 @@ SIZES = tuple(1 << exponent for exponent in range(16, 27, 2))
 def probe_cluster(rounds: int = 5) -> Cluster:
     """Measures the first local device, and the links of all; a few seconds on CPU.
 
-    What cannot be measured with one device or one node stands in `sources` as such.
+    `sources` says which figures one device or one node cannot give.
 
     Raises:
       InputError: rounds below 1.
@@ -53,17 +52,17 @@ def probe_cluster(rounds: int = 5) -> Cluster:
     info, devices = device_info(), jax.local_devices()
     peaks, efficiency = _products(info, rounds)
     bandwidth = _memory_bandwidth(info, rounds)
-    there = host_memory()
+    host_bytes = host_memory()
     device = Device(
         name=info.kind,
         peak_flops=peaks,
-        memory=info.memory or there / len(devices),
+        memory=info.memory or host_bytes / len(devices),
         memory_bandwidth=bandwidth,
         efficiency=efficiency,
     )
     host = _host_copies(devices[0], rounds)
     inside = ring_link(devices, rounds) if len(devices) > 1 else Link(bandwidth=bandwidth, latency=0.0)
-    node = Node(device=device, devices=len(devices), inside=inside, host=host, host_memory=there)
+    node = Node(device=device, devices=len(devices), inside=inside, host=host, host_memory=host_bytes)
     name = f"{platform.node() or 'local'}: {len(devices)} x {info.kind}"
     sources = _sources(info, len(devices), rounds)
     return Cluster(name=name, nodes=(node,), network=inside, overlap=info.is_gpu, sources=sources)
@@ -72,16 +71,16 @@ def probe_cluster(rounds: int = 5) -> Cluster:
 def _sources(info: DeviceInfo, count: int, rounds: int) -> dict[str, str]:
     when = f"measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, jax {jax.__version__}, {rounds} rounds"
     widths = PRODUCTS[info.is_gpu]
-    alone = "not measured, there is one device: its own memory's"
+    alone = "not measured with one device: its own memory's bandwidth"
     return {
         "peak_flops": f"{when}: best of products of width {widths[0]} to {widths[-1]}",
         "efficiency": f"{when}: the same products",
-        "memory": "the device says" if info.memory else "the host's, shared equally among the devices",
+        "memory": "reported by the device" if info.memory else "the host's, shared equally among the devices",
         "memory_bandwidth": f"{when}: x + 1 on {STREAM_BYTES[info.is_gpu] >> 20} MiB",
         "host": f"{when}: copies of {SMALLEST >> 10} KiB to {SIZES[-1] >> 20} MiB to the device",
-        "host_memory": "the operating system says, and what a container may have of it",
+        "host_memory": "reported by the operating system, or a container's limit",
         "inside": f"{when}: all-reduce over {count} devices, read as a ring" if count > 1 else alone,
-        "network": "not measured, there is one node: as inside",
+        "network": "not measured with one node: as inside",
     }
 
 
@@ -89,12 +88,12 @@ def _products(info: DeviceInfo, rounds: int) -> tuple[dict[str, float], Curve]:
     """(best FLOP/s by dtype, share of it by FLOP of a product in the dtype that models compute in)."""
     usual = "bfloat16" if info.is_gpu else "float32"
     widths = PRODUCTS[info.is_gpu]
-    device_mesh = [(usual, width) for width in widths]
-    device_mesh += [(dtype, widths[-1]) for dtype in ("bfloat16", "float32") if dtype != usual]
-    chains = {f"{dtype} {width}": _chain(dtype, width, CHAIN_FLOP[info.is_gpu]) for dtype, width in device_mesh}
+    products = [(usual, width) for width in widths]
+    products += [(dtype, widths[-1]) for dtype in ("bfloat16", "float32") if dtype != usual]
+    chains = {f"{dtype} {width}": _chain(dtype, width, CHAIN_FLOP[info.is_gpu]) for dtype, width in products}
     seconds = steady(interleaved({name: call for name, (call, _) in chains.items()}, rounds))
     rates = {name: flop / seconds[name] for name, (_, flop) in chains.items()}
-    peaks = {dtype: max(rates[f"{d} {w}"] for d, w in device_mesh if d == dtype) for dtype, _ in device_mesh}
+    peaks = {dtype: max(rates[f"{d} {w}"] for d, w in products if d == dtype) for dtype, _ in products}
     sizes = tuple(2.0 * width**3 for width in widths)
     return peaks, Curve(sizes=sizes, values=tuple(rates[f"{usual} {width}"] / peaks[usual] for width in widths))
 
@@ -102,7 +101,9 @@ def _products(info: DeviceInfo, rounds: int) -> tuple[dict[str, float], Curve]:
 def _chain(dtype: str, width: int, flop: float) -> tuple[Callable[[], Any], float]:
     """(x w w ... w as one program, its FLOP)."""
     length = max(round(flop / (2.0 * width**3)), 1)
-    weights = jnp.full((width, width), 1.0 / width, dtype)
+    # Random numbers: GPUs draw less power for constant ones and multiply them faster.  Of variance 1 / width, so that
+    # powers neither grow nor vanish.
+    weights = (jax.random.normal(jax.random.key(0), (width, width)) * width**-0.5).astype(dtype)
     program = jax.jit(lambda x, w: jax.lax.fori_loop(0, length, lambda _, y: y @ w, x))
     return lambda: program(weights, weights), length * 2.0 * width**3
 
@@ -110,7 +111,7 @@ def _chain(dtype: str, width: int, flop: float) -> tuple[Callable[[], Any], floa
 def _memory_bandwidth(info: DeviceInfo, rounds: int) -> float:
     size = STREAM_BYTES[info.is_gpu]
     program = jax.jit(lambda x: x + 1, donate_argnums=0)
-    x = jnp.zeros(size // 4, jnp.float32)
+    x = jax.random.normal(jax.random.key(0), (size // 4,))
 
     def stream() -> jax.Array:
         nonlocal x
@@ -124,7 +125,7 @@ def _host_copies(device: jax.Device, rounds: int) -> Link:
     pinned = "pinned_host" in {memory.kind for memory in device.addressable_memories()} and device.platform != "cpu"
 
     def copy(size: int) -> Callable[[], Any]:
-        source: Any = np.ones(size // 4, np.float32)
+        source: Any = np.random.default_rng(0).standard_normal(size // 4, np.float32)
         if pinned:
             source = jax.device_put(source, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
         return lambda: jax.device_put(source, jax.sharding.SingleDeviceSharding(device), may_alias=False)
@@ -133,7 +134,7 @@ def _host_copies(device: jax.Device, rounds: int) -> Link:
 
 
 def ring_link(devices: Sequence[jax.Device], rounds: int, sizes: Sequence[int] | None = None) -> Link:
-    """The link of which a ring all-reduce over all devices would be made; they may belong to several processes."""
+    """The link that explains an all-reduce over all devices as a ring; they may belong to several processes."""
     count = len(devices)
     mesh = Mesh(np.asarray(devices), ("all",))
     spec = PartitionSpec("all")

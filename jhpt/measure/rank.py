@@ -1,4 +1,4 @@
-"""What one rank of a tensor axis computes, as a model of its own."""
+"""One tensor rank's share of a model, as a smaller model that a single device can time."""
 
 from pydantic import Field
 

@@ -1,4 +1,4 @@
-"""The one timer: variants in turn, everything blocked on, raw samples kept."""
+"""The timer of every benchmark: variants take turns, every call is waited for, raw samples are returned."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ import jax
 
 
 def interleaved(variants: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of every call, `rounds` per variant, taken in turn so that drift of the machine hits all alike.
+    """Seconds of every call, `rounds` per variant, taken in turn so that drift of the machine affects all alike.
 
     Each call is blocked on until its result is ready.  The order is reversed every other round.
     """
@@ -37,8 +37,8 @@ def steady(samples: Mapping[str, list[float]]) -> dict[str, float]:
 
         seconds[v] = median over rounds r of (samples[v][r] / g[r])  x  median of g;   g[r]: geometric mean of round r
 
-    On a shared machine whole rounds are slow.  Medians of each variant alone may come from different rounds, and a
-    small difference of two of them is then mostly drift; a share of the round is not.
+    On a shared machine whole rounds can be slow.  Medians of each variant alone may come from different rounds, so a
+    small difference between two of them may be mostly drift.  Shares of a round do not have this problem.
     """
     pace = [statistics.geometric_mean(times) for times in zip(*samples.values(), strict=True)]
     typical = statistics.median(pace)

@@ -31,12 +31,12 @@ def configure_runtime() -> None:
 
 
 def allow_pinned_memory(memory: MemoryConfig) -> None:
-    """Lets the CUDA client pin as much host memory as offload may use; its default limit is 64 GB.
+    """Lets the CUDA client pin as much host memory as offload may use; its default limit is 64 GiB.
 
-    Call it before the client starts.
+    XLA reads the variable as GiB, whatever its name says.  Call it before the client starts.
     """
     if accelerator_present():
-        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(int(host_budget(memory) / 1e9) + 1))
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(int(host_budget(memory) / 2**30), 1)))
 
 
 def host_budget(memory: MemoryConfig) -> float:

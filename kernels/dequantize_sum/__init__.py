@@ -5,7 +5,7 @@ import jax
 from jhpt.core.compression import BLOCK, Bits
 from jhpt.kernels.dequantize_sum import mosaic, reference
 from jhpt.kernels.implementation import Implementation
-from jhpt.kernels.segments import Group, Knee, Quantized, knee_for
+from jhpt.kernels.segments import Knee, Quantized, knee_for
 
 
 def dequantize_sum(
@@ -13,7 +13,7 @@ def dequantize_sum(
     *,
     columns: int,
     bits: Bits = 8,
-    group: Group = BLOCK,
+    group: int = BLOCK,
     knee: Knee | None = None,
     implementation: Implementation,
 ) -> jax.Array:
@@ -26,17 +26,3 @@ def dequantize_sum(
     knee = knee if knee is not None else knee_for(bits, group)
     run = {"reference": reference.dequantize_sum, "mosaic": mosaic.dequantize_sum}[implementation]
     return run(payloads, columns=columns, bits=bits, group=group, knee=knee)
-
-
-def segment_dequantize(
-    payload: Quantized,
-    *,
-    columns: int,
-    bits: Bits = 8,
-    group: Group = BLOCK,
-    knee: Knee | None = None,
-    implementation: Implementation,
-) -> jax.Array:
-    """The numbers [R, columns] of one payload, float32."""
-    one = Quantized(payload.codes[None], payload.ranges[None])
-    return dequantize_sum(one, columns=columns, bits=bits, group=group, knee=knee, implementation=implementation)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jhpt.core.compression import Bits
 from jhpt.kernels.pallas import LANES, PARAMS, WARPS, in_blocks, load, over, row_per_warp, store
-from jhpt.kernels.segments import Group, Knee, Quantized, cut, decoding, most
+from jhpt.kernels.segments import Knee, Quantized, cut, decoding, most
 
 BLOCK = 2048
 """Sums that a warpgroup holds at a time, if it does not have to hold more groups: 16 in a thread (32 at most), which
@@ -34,27 +34,26 @@ class Scale(NamedTuple):
     outer: jax.Array
 
 
-def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: Group, knee: Knee) -> jax.Array:
+def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: int, knee: Knee) -> jax.Array:
     """See `dequantize_sum`.  A block is [groups, bytes]; a large group is several, of the same range."""
     count, rows, row_bytes = payloads.codes.shape
     parts, in_row = 8 // bits, row_bytes * 8 // bits
-    members = group if isinstance(group, int) else in_row
     if not count * rows * in_row:
         return jnp.zeros((rows, columns), jnp.float32)
-    own = members // parts  # bytes of a group
-    pieces = -(-own // PIECE) if members > WHOLE else 1
-    piece = PIECE if members > WHOLE else -(-own // (LANES * VECTOR)) * LANES * VECTOR
+    group_bytes = group // parts
+    pieces = -(-group_bytes // PIECE) if group > WHOLE else 1
+    piece = PIECE if group > WHOLE else -(-group_bytes // (LANES * VECTOR)) * LANES * VECTOR
     lanes = LANES
-    if pieces == 1 and own < LANES * VECTOR:
-        lanes = 1 << (-(-own // VECTOR) - 1).bit_length()
+    if pieces == 1 and group_bytes < LANES * VECTOR:
+        lanes = 1 << (-(-group_bytes // VECTOR) - 1).bit_length()
         piece = lanes * VECTOR
     together = WARPS * LANES // lanes  # groups of the smallest block
-    groups = rows * in_row // members
+    groups = rows * in_row // group
     resident = max(groups * pieces, together)
-    update_in_backward = max(min(BLOCK // (parts * piece), resident) // together, 1) * together
+    step_groups = max(min(BLOCK // (parts * piece), resident) // together, 1) * together
 
-    codes = payloads.codes.reshape(count, groups, own)
-    codes = jnp.pad(codes, ((0, 0), (0, 0), (0, pieces * piece - own)))
+    codes = payloads.codes.reshape(count, groups, group_bytes)
+    codes = jnp.pad(codes, ((0, 0), (0, 0), (0, pieces * piece - group_bytes)))
     codes = codes.reshape(count, groups * pieces, piece)
     codes = jnp.pad(codes, ((0, 0), (0, resident - groups * pieces), (0, 0)))
     ranges = jnp.broadcast_to(payloads.ranges, (count, rows, groups // rows)).reshape(count, groups)
@@ -62,22 +61,22 @@ def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: Grou
 
     scale = Scale(jnp.float32(knee.codes), *decoding(bits, knee))
     total = plgpu.kernel(
-        partial(_body, bits=bits, shape=(update_in_backward, piece), lanes=lanes),
+        partial(_body, bits=bits, shape=(step_groups, piece), lanes=lanes),
         out_type=jax.ShapeDtypeStruct((resident, parts, piece), jnp.float32),
-        grid=(resident // update_in_backward,),
+        grid=(resident // step_groups,),
         grid_names=("step",),
         kernel_name="dequantize_sum",
         compiler_params=PARAMS,
     )(codes, ranges, jnp.stack(scale))
     total = total[: groups * pieces].reshape(groups, pieces, parts, piece)
-    total = jnp.moveaxis(total, 2, 1).reshape(groups, parts, -1)[..., :own]
+    total = jnp.moveaxis(total, 2, 1).reshape(groups, parts, -1)[..., :group_bytes]
     return total.reshape(rows, in_row)[:, :columns]
 
 
 def _body(
     codes_ref: Any, ranges_ref: Any, scale_ref: Any, total_ref: Any, *, bits: Bits, shape: tuple[int, int], lanes: int
 ) -> None:
-    """Bytes [at_once, bytes]; total_ref: what they hold, [groups, codes of a byte, bytes]."""
+    """Bytes [step_groups, bytes]; total_ref: what they hold, [groups, codes of a byte, bytes]."""
     layout = row_per_warp(VECTOR, lanes)
     payloads, parts = codes_ref.shape[0], 8 // bits
     together = max(count for count in range(1, TOGETHER + 1) if payloads % count == 0)

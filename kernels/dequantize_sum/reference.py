@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from jhpt.core.compression import Bits
-from jhpt.kernels.segments import Group, Knee, Quantized, cut, decoding, most
+from jhpt.kernels.segments import Knee, Quantized, cut, decoding, most
 
 
-def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: Group, knee: Knee) -> jax.Array:
+def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: int, knee: Knee) -> jax.Array:
     """See `dequantize_sum`."""
     total = decode(Quantized(payloads.codes[0], payloads.ranges[0]), columns, bits, group, knee)
     for codes, ranges in zip(payloads.codes[1:], payloads.ranges[1:], strict=True):
@@ -15,12 +15,12 @@ def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: Grou
     return total
 
 
-def decode(payload: Quantized, columns: int, bits: Bits, group: Group, knee: Knee) -> jax.Array:
+def decode(payload: Quantized, columns: int, bits: Bits, group: int, knee: Knee) -> jax.Array:
     """The numbers [R, columns] of one payload."""
     centre, inner, outer = decoding(bits, knee)
     rows, width = payload.codes.shape
-    own = group * bits // 8 if isinstance(group, int) else max(width, 1)  # bytes of a group
-    codes = unpacked(payload.codes.reshape(rows, -(-width // own), own), bits).astype(jnp.float32)
+    group_bytes = group * bits // 8
+    codes = unpacked(payload.codes.reshape(rows, width // group_bytes, group_bytes), bits).astype(jnp.float32)
     size = jnp.abs(codes)
     share = cut(jnp.where(size <= knee.codes, size * inner, centre + (size - knee.codes) * outer))
     share = jnp.where(size > most(bits), jnp.nan, jnp.sign(codes) * share)

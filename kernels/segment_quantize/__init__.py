@@ -5,14 +5,14 @@ import jax
 from jhpt.core.compression import BLOCK, Bits
 from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.segment_quantize import mosaic, reference
-from jhpt.kernels.segments import Group, Knee, Quantized, knee_for
+from jhpt.kernels.segments import Knee, Quantized, knee_for
 
 
 def segment_quantize(
     x: jax.Array,
     *,
     bits: Bits = 8,
-    group: Group = BLOCK,
+    group: int = BLOCK,
     knee: Knee | None = None,
     rows: jax.Array | None = None,
     seed: jax.Array | None = None,
@@ -22,7 +22,8 @@ def segment_quantize(
 
     Args:
       x: float32 or bfloat16.
-      knee: None: the fixed one; by tensor it must be given.
+      group: how many neighbours in a row share a range.
+      knee: None: the fixed one for such groups.
       rows: int32 [K]; only these rows, in this order, gathered in the same pass.
       seed: uint32 scalar; rounds up with the probability of the fraction instead of to the nearest (ties to even), so
         that the mean is right.  Draws depend on the seed and on the position in the result.
@@ -31,12 +32,12 @@ def segment_quantize(
       Codes [R or K, W] and ranges.  A group with a number that is not finite, or beyond 2^126, decodes to NaN.
 
     Raises:
-      ValueError: a group by tensor without a knee, odd sizes that no byte holds.
+      ValueError: codes of other than 4 or 8 bits; a group that is not a positive even number.
     """
     if bits not in (4, 8):
-        raise ValueError(f"bits={bits}: codes have 4 or 8")
-    if isinstance(group, int) and (group <= 0 or group % 2):
-        raise ValueError(f"group={group}: a positive even number of neighbours, 'row' or 'tensor'")
+        raise ValueError(f"bits={bits}: use 4 or 8")
+    if group <= 0 or group % 2:
+        raise ValueError(f"group={group}: use a positive even number of neighbours")
     knee = knee if knee is not None else knee_for(bits, group)
     run = {"reference": reference.quantize, "mosaic": mosaic.quantize}[implementation]
     return run(x, bits=bits, group=group, knee=knee, rows=rows, seed=seed)

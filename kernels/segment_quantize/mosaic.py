@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jhpt.core.compression import Bits, codes_in_row
 from jhpt.kernels.pallas import LANES, PARAMS, WARPS, in_blocks, load, over, row_per_warp, row_per_warpgroup, store
 from jhpt.kernels.segment_quantize import reference
-from jhpt.kernels.segments import Group, Knee, Quantized
+from jhpt.kernels.segments import Knee, Quantized
 
 BLOCK = 4096
 """Numbers that a warpgroup holds at a time: 32 in a thread."""
@@ -30,21 +30,19 @@ class Placement(NamedTuple):
 
 
 def quantize(
-    x: jax.Array, *, bits: Bits, group: Group, knee: Knee, rows: jax.Array | None, seed: jax.Array | None
+    x: jax.Array, *, bits: Bits, group: int, knee: Knee, rows: jax.Array | None, seed: jax.Array | None
 ) -> Quantized:
     """See `segment_quantize`; `rows` have to be rows of x.
 
     At 8 bits a group is one part, at 4 bits two halves, of which bytes take a code each.
 
-    By tensor the range has to be known before the first code: two passes, which the compiler fuses just as well, so
-    they are left to the reference, and so are groups of more than 8,192.
+    Groups of more than 8,192 numbers do not fit in registers and are left to the reference.
     """
-    width = codes_in_row(x.shape[1], bits, group)
-    members = group if isinstance(group, int) else width
-    if group == "tensor" or members > MOST or not x.size or (rows is not None and not rows.size):
+    width = codes_in_row(x.shape[1], group)
+    if group > MOST or not x.size or (rows is not None and not rows.size):
         return reference.quantize(x, bits=bits, group=group, knee=knee, rows=rows, seed=seed)
-    parts, in_row = 8 // bits, width // members
-    part = members // parts
+    parts, in_row = 8 // bits, width // group
+    part = group // parts
     place = placement(part, x.dtype)
     if rows is not None and in_row < place.groups:  # a row alone would fill its block with empty groups
         x, rows = x[rows], None
@@ -54,7 +52,7 @@ def quantize(
     x = x.reshape(1 if rows is None else len(x), -1, parts, part)  # without a gather all rows are one
     resident, filled = max(x.shape[1], place.groups), -(-part // place.members) * place.members
     x = jnp.pad(x, ((0, 0), (0, resident - x.shape[1]), (0, 0), (0, filled - part)))
-    update_in_backward = max(min(BLOCK // (parts * filled), resident) // place.groups, 1) * place.groups
+    step_groups = max(min(BLOCK // (parts * filled), resident) // place.groups, 1) * place.groups
     picked = 1 if rows is None else count
 
     fitted = isinstance(knee.centre, jax.Array) or isinstance(knee.codes, jax.Array)
@@ -70,14 +68,14 @@ def quantize(
             bits=bits,
             knee=knee,
             layout=place.layout,
-            update_in_backward=update_in_backward,
-            pitches=(width, members, part),
+            step_groups=step_groups,
+            pitches=(width, group, part),
         ),
         out_type=(
             jax.ShapeDtypeStruct((picked, resident, filled), jnp.uint8),
             jax.ShapeDtypeStruct((picked, resident), jnp.bfloat16),
         ),
-        grid=(picked, resident // update_in_backward),
+        grid=(picked, resident // step_groups),
         grid_names=("row", "step"),
         kernel_name="segment_quantize",
         compiler_params=PARAMS,
@@ -103,10 +101,10 @@ def _body(
     bits: Bits,
     knee: Knee,
     layout: Any,
-    update_in_backward: int,
+    step_groups: int,
     pitches: tuple[int, int, int],
 ) -> None:
-    """Parts [at_once, numbers] of groups.
+    """Parts [step_groups, numbers] of groups.
 
     pitches: codes from row to row, from group to group and from part to part.
     """
@@ -116,7 +114,7 @@ def _body(
         knee = Knee(inputs["knee"][0], inputs["knee"][1])
 
     def work(start: jax.Array) -> None:
-        here = pl.ds(start, update_in_backward)
+        here = pl.ds(start, step_groups)
         each = [load(inputs["x"].at[source, here, part], layout).astype(jnp.float32) for part in range(8 // bits)]
         ranges = reference.rounded_up(reduce(jnp.maximum, (_largest(x) for x in each)))
         store(ranges_ref.at[row, here], ranges)
@@ -133,7 +131,7 @@ def _body(
         packed = codes[0] if bits == 8 else codes[0] | (codes[1] << 4)
         store(codes_ref.at[row, here], packed.astype(jnp.uint8))
 
-    in_blocks(work, ranges_ref.shape[1], update_in_backward, "step")
+    in_blocks(work, ranges_ref.shape[1], step_groups, "step")
 
 
 def _largest(x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jhpt.core.compression import Bits, codes_in_row
-from jhpt.kernels.segments import Group, Knee, Quantized, most
+from jhpt.kernels.segments import Knee, Quantized, most
 
 SHIFT = 1.5 * 2**23
 """Added to a float32 it leaves integers of up to 22 bits in the low bits of the word."""
@@ -14,20 +14,17 @@ LARGEST = 2.0**126
 
 
 def quantize(
-    x: jax.Array, *, bits: Bits, group: Group, knee: Knee, rows: jax.Array | None, seed: jax.Array | None
+    x: jax.Array, *, bits: Bits, group: int, knee: Knee, rows: jax.Array | None, seed: jax.Array | None
 ) -> Quantized:
     """See `segment_quantize`."""
-    if rows is not None and group == "tensor":
-        x, rows = x[rows], None
-    width = codes_in_row(x.shape[1], bits, group)
-    members = group if isinstance(group, int) else max(width, 8 // bits)
+    width = codes_in_row(x.shape[1], group)
     x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, width - x.shape[1])))
-    ranges = rounded_up(largest(x.ravel() if group == "tensor" else x.reshape(len(x) * width // members, members)))
-    ranges = ranges.reshape((1, 1) if group == "tensor" else (len(x), width // members))
+    ranges = rounded_up(largest(x.reshape(len(x) * width // group, group)))
+    ranges = ranges.reshape(len(x), width // group)
     if rows is not None:
         x, ranges = x[rows], ranges[rows]
-    noise = None if seed is None else uniform(seed, len(x), width).reshape(-1, members)
-    codes = encode(x.reshape(-1, members), ranges.reshape(-1, 1).astype(jnp.float32), bits, knee, noise)
+    noise = None if seed is None else uniform(seed, len(x), width).reshape(-1, group)
+    codes = encode(x.reshape(-1, group), ranges.reshape(-1, 1).astype(jnp.float32), bits, knee, noise)
     return Quantized(packed(codes.astype(jnp.int8), bits).reshape(len(x), width * bits // 8), ranges)
 
 

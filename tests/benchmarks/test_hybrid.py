@@ -10,12 +10,12 @@ from benchmarks.emulated.launch import rows_of
 from benchmarks.hybrid import run as hybrid
 from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
 from benchmarks.hybrid.costs import asked_of, batches, cluster_of, planned
+from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS
 from benchmarks.hybrid.task import CHUNKS, MODELS, Task
 from benchmarks.netlab import Lab, why_not
 from jhpt.core.cluster import Link
 from jhpt.core.profile import ModelProfile, Timing
-from jhpt.measure.layers import alone, layer_calls, shard_of, timings
 from jhpt.models.hooks import Hooks
 from jhpt.planner.cost.estimate import check
 from jhpt.planner.cost.model import CostModel

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner import run as planner
 from benchmarks.planner.instances import random_instance
 from benchmarks.planner.oracle import best, general_plans, optimum, plan_of, spmd_plans
-from benchmarks.planner.run import Settings, SpeedCase
+from benchmarks.planner.settings import GROWTH, HEADLINES, QUICK, Settings, SpeedCase
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.cost.estimate import price
@@ -39,14 +39,14 @@ def small(case: SpeedCase) -> SpeedCase:
 
 
 TINY = dataclasses.replace(
-    planner.QUICK,
+    QUICK,
     instances=8,
     layers=(2, 3),
     devices=(2, 3),
     plans=400,
     pipelines=6,
-    headlines=tuple(map(small, planner.HEADLINES)),
-    growth={name: tuple(map(small, cases)) for name, cases in planner.GROWTH.items()},
+    headlines=tuple(map(small, HEADLINES)),
+    growth={name: tuple(map(small, cases)) for name, cases in GROWTH.items()},
     models=("gnmt",),
     clusters=("a100x8x4-200gib",),
     spaces=("spmd",),
@@ -74,8 +74,8 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
 
 
 def test_quick_claims_what_the_whole_claims():
-    assert planner.QUICK.headlines == Settings().headlines
-    assert planner.QUICK.growth == Settings().growth
+    assert QUICK.headlines == Settings().headlines
+    assert QUICK.growth == Settings().growth
 
 
 ALONE = (132, 175, 177, 182, 183, 206)

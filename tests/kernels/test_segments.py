@@ -11,22 +11,25 @@ from hypothesis import strategies as st
 
 from benchmarks.quantization import DISTRIBUTIONS, relative_errors
 from jhpt.core.compression import codes_in_row
-from jhpt.kernels.dequantize_sum import dequantize_sum, segment_dequantize
+from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.dequantize_sum.reference import unpacked
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.kernels.segment_quantize.reference import packed, rounded_up, uniform
 from jhpt.kernels.segments import Knee, fit_knee, knee_for, most
 
 REFERENCE = {"implementation": "reference"}
-GROUPS = ("tensor", "row", 128, 2)
+GROUPS = (512, 128, 2)
+
+
+def decoded(payload, **options):
+    """The numbers of one payload."""
+    return dequantize_sum(jax.tree.map(lambda leaf: leaf[None], payload), **options, **REFERENCE)
 
 
 @partial(jax.jit, static_argnames=("bits", "group"))
 def there_and_back(x, bits, group, seed=None):
-    knee = fit_knee(x, bits) if group == "tensor" else None
-    payload = segment_quantize(x, bits=bits, group=group, knee=knee, seed=seed, **REFERENCE)
-    back = segment_dequantize(payload, columns=x.shape[1], bits=bits, group=group, knee=knee, **REFERENCE)
-    return payload, back
+    payload = segment_quantize(x, bits=bits, group=group, seed=seed, **REFERENCE)
+    return payload, decoded(payload, columns=x.shape[1], bits=bits, group=group)
 
 
 @given(
@@ -41,11 +44,11 @@ def there_and_back(x, bits, group, seed=None):
 def test_errors_are_at_most_half_the_coarse_step(rows, columns, bits, group, dtype, seed):
     x = jax.random.t(jax.random.key(seed), 3, (rows, columns)).astype(dtype)
     payload, back = there_and_back(x, bits, group)
-    assert payload.codes.shape == (rows, codes_in_row(columns, bits, group) * bits // 8)
+    assert payload.codes.shape == (rows, codes_in_row(columns, group) * bits // 8)
     values, ranges, back = (np.asarray(leaf, np.float32) for leaf in (x, payload.ranges, back))
-    ranges = np.broadcast_to(ranges if isinstance(group, str) else ranges.repeat(group, 1)[:, :columns], values.shape)
+    ranges = ranges.repeat(group, 1)[:, :columns]
     assert np.all(np.abs(values) <= ranges), "a range is rounded up"
-    knee = fit_knee(x, bits) if group == "tensor" else knee_for(bits, group)
+    knee = knee_for(bits, group)
     step = max(float(knee.centre / knee.codes), float((1 - knee.centre) / (most(bits) - knee.codes)))
     assert np.all(np.abs(back - values) <= ranges * (step / 2 + 2**-15))
     assert np.all((back == 0) | (np.sign(back) == np.sign(values)))
@@ -55,7 +58,7 @@ def test_errors_are_at_most_half_the_coarse_step(rows, columns, bits, group, dty
 def test_uniform_quantization_is_a_bend_on_the_diagonal(bits):
     top = most(bits)
     x = jnp.arange(-top, top + 1, dtype=jnp.float32)[None]
-    codes = unpacked(segment_quantize(x, bits=bits, group="row", knee=Knee(1 / top, 1.0), **REFERENCE).codes, bits)
+    codes = unpacked(segment_quantize(x, bits=bits, group=256, knee=Knee(1 / top, 1.0), **REFERENCE).codes, bits)
     assert np.array_equal(codes[0, : x.size], x[0])
 
 
@@ -69,13 +72,12 @@ def test_codes_are_packed_without_loss(bits):
 @pytest.mark.parametrize("group", GROUPS)
 def test_what_is_not_finite_stays_visible(bits, group):
     """All that shares a range with it is NaN, nothing else."""
-    x = jnp.ones((3, 256)).at[0, 3].set(jnp.nan).at[1, 5].set(jnp.inf).at[1, 200].set(-jnp.inf)
+    x = jnp.ones((3, 512)).at[0, 3].set(jnp.nan).at[1, 5].set(jnp.inf).at[1, 200].set(-jnp.inf)
     payload, back = there_and_back(x, bits, group)
-    size = {"tensor": x.size, "row": 256}.get(group, group)
-    bad = np.any(~np.isfinite(np.asarray(x).reshape(-1, size)), 1)
-    assert np.array_equal(np.isnan(back), bad.repeat(size).reshape(x.shape))
+    bad = np.any(~np.isfinite(np.asarray(x).reshape(-1, group)), 1)
+    assert np.array_equal(np.isnan(back), bad.repeat(group).reshape(x.shape))
     assert np.allclose(back[~np.isnan(back)], 1, atol=1e-4)
-    codes = np.asarray(unpacked(payload.codes.reshape(-1, min(size, 256) * bits // 8), bits)).reshape(x.shape)
+    codes = np.asarray(unpacked(payload.codes.reshape(-1, group * bits // 8), bits)).reshape(x.shape)
     assert np.array_equal(codes == -most(bits) - 1, ~np.isfinite(x))
 
 
@@ -120,8 +122,8 @@ def test_stochastic_rounding_has_the_right_mean(bits):
     x = jnp.linspace(-1, 1, 64).reshape(1, 64)
     total = np.zeros((1, 64))
     for seed in range(400):
-        total += np.asarray(there_and_back(x, bits, "row", jnp.uint32(seed))[1])
-    step = 1 / 2 / (most(bits) - {8: 88, 4: 5}[bits])
+        total += np.asarray(there_and_back(x, bits, 64, jnp.uint32(seed))[1])
+    step = 1 / 2 / (most(bits) - {8: 82, 4: 5}[bits])
     assert np.abs(total / 400 - x).max() < 4 * step / 2 / 20  # 400 draws, deviation at most half a step
 
 
@@ -133,12 +135,22 @@ def test_random_numbers_are_spread_evenly():
     assert abs(np.corrcoef(draws.ravel(), other.ravel())[0, 1]) < 0.02
 
 
+def test_a_fitted_knee_is_better_for_its_numbers():
+    x = jax.random.t(jax.random.key(0), 5, (1, 4096))
+
+    def error(knee):
+        payload = segment_quantize(x, bits=4, group=4096, knee=knee, **REFERENCE)
+        return np.mean(np.square(decoded(payload, columns=4096, bits=4, group=4096, knee=knee) - x))
+
+    assert error(fit_knee(x, 4, 4096)) < error(knee_for(4, 4096))
+
+
 def test_payloads_are_summed_in_order():
     x = jax.random.normal(jax.random.key(1), (3, 4, 256))
     payloads = [segment_quantize(each, **REFERENCE) for each in x]
     together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *payloads)
     found = dequantize_sum(together, columns=256, **REFERENCE)
-    parts = [segment_dequantize(payload, columns=256, **REFERENCE) for payload in payloads]
+    parts = [decoded(payload, columns=256) for payload in payloads]
     assert np.array_equal(found, (parts[0] + parts[1]) + parts[2])
 
 
@@ -148,8 +160,6 @@ def test_refusals():
         segment_quantize(x, bits=3, **REFERENCE)
     with pytest.raises(ValueError, match="group=7"):
         segment_quantize(x, group=7, **REFERENCE)
-    with pytest.raises(ValueError, match="fit_knee"):
-        segment_quantize(x, group="tensor", **REFERENCE)
 
 
 MOST = {8: (0.62, 0.32, 0.13), 4: (0.90, 0.40, 0.16)}
@@ -159,6 +169,6 @@ MOST = {8: (0.62, 0.32, 0.13), 4: (0.90, 0.40, 0.16)}
 @pytest.mark.parametrize("bits", MOST)
 def test_segments_beat_uniform_quantization_at_equal_total_bits(bits):
     for name, most_of_uniform in zip(DISTRIBUTIONS, MOST[bits], strict=True):
-        found = relative_errors(name, bits, size=1 << 18, seed=0)
+        found = relative_errors(name, bits, numbers=1 << 18, seed=0)
         assert found["tensor"] <= most_of_uniform, name
         assert found["row"] < 1 and found["block"] < 1, name

@@ -33,8 +33,8 @@ def instance(seed: int) -> tuple[list[Bucket], Link, Budget]:
     """Budgets between what all on the host needs and what nothing does, now and then too small; every other host is."""
     buckets, link = drawn(seed, 8)
     rng = np.random.default_rng(seed + 5000)
-    embedding_and_head = [stream(buckets, link, [home] * len(buckets)).peak[0] for home in (Home.BOTH, Home.RESIDENT)]
-    device = embedding_and_head[0] + rng.uniform(-0.1, 1.0) * (embedding_and_head[1] - embedding_and_head[0])
+    peaks = [stream(buckets, link, [home] * len(buckets)).peak[0] for home in (Home.BOTH, Home.RESIDENT)]
+    device = peaks[0] + rng.uniform(-0.1, 1.0) * (peaks[1] - peaks[0])
     everything = sum(2 * bucket.weights + bucket.state for bucket in buckets)
     host = everything if seed % 2 else float(rng.uniform(0.2, 1.0)) * everything
     return buckets, link, Budget(device=float(device), host=host)

@@ -1,13 +1,15 @@
 """What memory costs: `jhpt bench memory`.
 
-choices     what lives on the host, chosen greedily with repair, against the best of all (300 random instances)
-largest     the model with most parameters on 24 GiB of an H100 and 110 GiB of its host, with blocks there and without
-bytes       of planned steps in budgets, as predicted and as compiled for an H100; needs `jhpt[deviceless]`
-steps       on an NVIDIA GPU: the planned step in a budget against what people do without a planner
+choices   what to offload, chosen greedily with repair, against the best choice (300 random instances)
+largest   the largest model that trains on 24 GiB of an H100 and 110 GiB of its host, with CPU offload and without
+steps     on an NVIDIA GPU: the planned step in a budget against what people do without a planner
+bytes     of planned steps in budgets, as predicted and as compiled for an H100; needs `jhpt[deviceless]`
 """
 
+import os
 import statistics
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from jhpt.bench.memory.footprints import BUDGETS, MODELS, Footprint, as_row, footprints
 from jhpt.bench.memory.instances import best, instance
 from jhpt.bench.memory.steps import device_memory, measured
-from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
+from jhpt.bench.results import Claim, Report, chosen, print_claims, print_table
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.errors import NotHere
 from jhpt.core.plan import SavedTensors
@@ -30,48 +32,48 @@ DEVICE, HOST = 24 * GIB, 110 * GIB
 LARGEST: dict[str, dict[str, Any]] = {
     "all on the device": {"offload": (None,)},
     "the same, weights rounded as they are used": {"offload": (None,), "zero": 3},
-    "blocks on the host": {"offload": ("both",)},
-    "the same, which step in the backward pass": {"offload": ("both",), "update_in_backward": True},
+    "blocks offloaded": {"offload": ("both",)},
+    "the same, updated in the backward pass": {"offload": ("both",), "update_in_backward": True},
 }
-"""Ways to train a model, as `largest_trainable` takes them."""
+"""Ways to train a model, and the arguments of `largest_trainable` for them."""
 
 
-def run(*, quick: bool, json_path: str | None) -> int:
-    """Runs the benchmark; returns the exit status."""
-    if json_path:
-        check_writable(json_path)
-    rows, claims = _choices()
-    print_table("choices", ("instances", "fitting", "95 %", "worst"), [_choice_line(rows)])
-    more = _largest()
-    rows, claims = rows + more[0], claims | more[1]
-    try:
-        more = _bytes(quick)
-        rows, claims = rows + more[0], claims | more[1]
-    except NotHere as error:
-        print(f"bytes: not compiled: {error}", file=sys.stderr)
-    if memory := device_memory():
-        more = _steps(memory, rounds=1 if quick else 3)
-        rows, claims = rows + more[0], claims | more[1]
-    else:
-        print("steps: not measured: no NVIDIA GPU is here")
-    print_claims(claims)
-    if json_path:
-        write_json(json_path, "memory", {"quick": quick, "device": DEVICE, "host": HOST}, rows, claims)
+PARTS = ("choices", "largest", "steps", "bytes")
+"""In the order in which they run: compiling 20 plans takes a minute each."""
+
+
+def run(*, quick: bool, json_path: str | None, only: Sequence[str] = ()) -> int:
+    """Runs the benchmark; returns the exit status.  only: of `PARTS`."""
+    # The device's name in the file starts a backend in this process, which must leave the memory to the others.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    report = Report(path=json_path, bench="memory", settings={"quick": quick, "device": DEVICE, "host": HOST})
+    for part in chosen(PARTS, only):
+        if part == "choices":
+            report.add(*_choices())
+        elif part == "largest":
+            report.add(*_largest())
+        elif part == "steps":
+            _steps(report, rounds=1 if quick else 3)
+        else:
+            _bytes(report, quick)
+    print_claims(report.claims)
     return 0
 
 
-Found = tuple[list[dict[str, Any]], dict[str, Claim]]
+Part = tuple[list[dict[str, Any]], dict[str, Claim]]
+"""Rows and claims."""
 
 
-def _choices() -> Found:
+def _choices() -> Part:
     rows = []
     for seed in range(INSTANCES):
         buckets, link, budget = instance(seed)
-        expected, found = best(buckets, link, budget), choose(buckets, link, budget)
-        seconds = found.seconds if found else None
+        expected, choice = best(buckets, link, budget), choose(buckets, link, budget)
+        seconds = choice.seconds if choice else None
         rows.append({"kind": "choice", "seed": seed, "layers": len(buckets), "best_s": expected, "greedy_s": seconds})
     if wrong := [row["seed"] for row in rows if (row["best_s"] is None) != (row["greedy_s"] is None)]:
         raise AssertionError(f"the greedy choice fits where nothing does, or the other way round: seeds {wrong}")
+    print_table("choices", ("instances", "fitting", "95 %", "worst"), [_choice_line(rows)])
     ratios = _ratios(rows)
     setup = f"{len(ratios)} of {INSTANCES} random instances of up to 8 blocks, the others fit nowhere"
     return rows, {
@@ -89,17 +91,17 @@ def _choice_line(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     return str(len(rows)), str(len(ratios)), f"{np.quantile(ratios, 0.95):.3f}", f"{max(ratios):.3f}"
 
 
-def _largest() -> Found:
+def _largest() -> Part:
     cluster, rows = capped(find_cluster("h100x1x1"), DEVICE, HOST), list[dict[str, Any]]()
     for name, changes in LARGEST.items():
-        found = largest_trainable(cluster, **changes)
-        assert found is not None
-        (stage,) = found.estimate.stages
+        largest = largest_trainable(cluster, **changes)
+        assert largest is not None
+        (stage,) = largest.estimate.stages
         rows.append(
             {
                 "kind": "largest",
                 "competitor": name,
-                "parameters": found.parameters,
+                "parameters": largest.parameters,
                 "device_bytes": stage.total_bytes,
                 "host_bytes": stage.total_host_bytes,
             }
@@ -118,49 +120,58 @@ def _largest() -> Found:
         ],
     )
     plain, lean, offloaded, stepping = (row["parameters"] for row in rows)
-    setup = "predicted; 8 sequences of 1,024 tokens; blocks on the host / all on the device"
-    leaner = f"{setup}, the leaner of both; clip=previous on the host"
+    setup = "predicted; 8 sequences of 1,024 tokens; blocks offloaded / all on the device"
+    leaner = f"{setup}, the leaner of both; clip=previous with offload"
     return rows, {
         "params_ratio_24gib": Claim(value=offloaded / plain, unit="x", setup=setup),
         "params_ratio_24gib_leanest": Claim(value=stepping / lean, unit="x", setup=leaner),
     }
 
 
-def _bytes(quick: bool) -> Found:
-    chosen = (("gpt-6.7b",), BUDGETS[:1]) if quick else (tuple(MODELS), BUDGETS)
-    found = list(footprints(*chosen))
+def _bytes(report: Report, quick: bool) -> None:
+    selection = (("gpt-6.7b",), BUDGETS[:1]) if quick else (tuple(MODELS), BUDGETS)
+    compiled: list[Footprint] = []
+    try:
+        for footprint in footprints(*selection):
+            compiled.append(footprint)
+            report.add([as_row(footprint)])
+    except NotHere as error:
+        print(f"bytes: not compiled: {error}", file=sys.stderr)
+        return
     print_table(
         "planned steps on one H100: GiB, predicted and compiled",
         ("model", "budget", "batch", "micro-batches", "on the host", "stay", "recompute")
         + ("device", "compiled", "host", "compiled"),
-        [_byte_line(own) for own in found],
+        [_byte_line(footprint) for footprint in compiled],
     )
-    there = [own for own in found if own.plan]
-    setup = f"{len(there)} plans, compiled for an H100"
-    over = max(own.device / own.budget - 1 for own in there)
-    return [as_row(own) for own in found], {
-        "bytes_error_median": Claim(value=statistics.median(own.error for own in there), unit="of bytes", setup=setup),
-        "bytes_error_max": Claim(value=max(own.error for own in there), unit="of bytes", setup=setup),
+    fitting = [footprint for footprint in compiled if footprint.plan]
+    setup = f"{len(fitting)} plans, compiled for an H100"
+    errors = [footprint.error for footprint in fitting]
+    over = max(footprint.device / footprint.budget - 1 for footprint in fitting)
+    claims = {
+        "bytes_error_median": Claim(value=statistics.median(errors), unit="of bytes", setup=setup),
+        "bytes_error_max": Claim(value=max(errors), unit="of bytes", setup=setup),
         "bytes_over_budget_max": Claim(value=over, unit="of the budget", setup=setup),
     }
+    report.add([], claims)
 
 
-def _byte_line(own: Footprint) -> tuple[str, ...]:
-    if own.plan is None:
-        return own.model, f"{own.budget / GIB:.0f}", "no plan", *[""] * 8
-    offload = own.plan.get("offload")
+def _byte_line(footprint: Footprint) -> tuple[str, ...]:
+    if footprint.plan is None:
+        return footprint.model, f"{footprint.budget / GIB:.0f}", "no plan", *[""] * 8
+    offload = footprint.plan.get("offload")
     return (
-        own.model,
-        f"{own.budget / GIB:.0f}",
-        str(own.batch),
-        str(own.plan["micro_batches"]),
-        "nothing" if offload is None else offload.get("what", "both"),
+        footprint.model,
+        f"{footprint.budget / GIB:.0f}",
+        str(footprint.batch),
+        str(footprint.plan["micro_batches"]),
+        "nothing" if offload is None else offload.get("kind", "both"),
         "all" if offload is None else str(offload.get("resident", 0)),
-        _recomputed(own.plan),
-        f"{sum(own.predicted.values()) / GIB:.2f}",
-        f"{own.device / GIB:.2f}",
-        f"{own.predicted_host / GIB:.1f}",
-        f"{own.host / GIB:.1f}",
+        _recomputed(footprint.plan),
+        f"{sum(footprint.predicted.values()) / GIB:.2f}",
+        f"{footprint.device / GIB:.2f}",
+        f"{footprint.predicted_host / GIB:.1f}",
+        f"{footprint.host / GIB:.1f}",
     )
 
 
@@ -170,27 +181,32 @@ def _recomputed(plan: dict[str, Any]) -> str:
     return f"all but {SavedTensors.model_validate(plan['saved']).text()}" if plan.get("saved") else "all"
 
 
-def _steps(memory: float, rounds: int) -> Found:
-    rows = list(measured(memory, rounds))
+def _steps(report: Report, rounds: int) -> None:
+    memory = device_memory()
+    if memory is None:
+        print("steps: not measured: this machine has no NVIDIA GPU", file=sys.stderr)
+        return
+    rows = []
+    for row in measured(memory, rounds):
+        rows.append(row)
+        report.add([row])
     print_table(
         "steps in a budget",
         ("set-up", "competitor", "ms", "predicted", "tokens/s", "peak GiB"),
         [_step_line(row) for row in rows],
         words=2,
     )
-    ratios = {}
-    for row in rows:
-        if row["competitor"] == "planned" and row["samples_s"]:
-            other = next(
-                (o for o in rows if (o["setup"], o["competitor"]) == (row["setup"], "synchronous") and o["samples_s"]),
-                None,
-            )
-            if other:
-                ratios[row["setup"]] = statistics.median(other["samples_s"]) / statistics.median(row["samples_s"])
-    if not ratios:
-        return rows, {}
-    setup = max(ratios, key=lambda name: ratios[name])
-    return rows, {"speedup_vs_synchronous": Claim(value=ratios[setup], unit="x", setup=setup)}
+    seconds = {
+        (row["setup"], row["competitor"]): statistics.median(row["samples_s"]) for row in rows if row["samples_s"]
+    }
+    ratios = {
+        setup: seconds[setup, "synchronous"] / planned
+        for (setup, competitor), planned in seconds.items()
+        if competitor == "planned" and (setup, "synchronous") in seconds
+    }
+    if ratios:
+        setup = max(ratios, key=lambda name: ratios[name])
+        report.add([], {"speedup_vs_synchronous": Claim(value=ratios[setup], unit="x", setup=setup)})
 
 
 def _step_line(row: dict[str, Any]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,37 +72,50 @@ def _synchronous(plan: Plan, model: Any) -> Plan:
     return min(fitting, key=lambda own: price(own, model).seconds)
 
 
-def measured(memory: float, rounds: int, setups: tuple[tuple[str, int, int], ...] = SETUPS) -> Iterator[dict[str, Any]]:
-    """A row for every set-up and competitor; memory: of the device, bytes."""
+def measured(
+    memory: float,
+    rounds: int,
+    setups: Sequence[tuple[str, int, int]] = SETUPS,
+    names: Sequence[str] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """A row for every set-up and competitor.
+
+    Args:
+      memory: bytes of the device.
+      names: of competitors; None: all.
+    """
     for preset, batch, budget in setups:
         task = prepare(preset, cluster="h100x1x1", budget=budget, batch=batch)
-        plans = competitors(task)
-        rows: dict[str, dict[str, Any]] = {
-            name: {
-                "kind": "steps",
-                "setup": f"{preset}, batch {batch}, {budget / 2**30:.0f} GiB",
-                "competitor": name,
-                "plan": plan.model_dump(mode="json", exclude_defaults=True),
-                "predicted_s": plan.seconds,
-                "tokens": batch * load_config(preset).data.sequence_length,
-                "samples_s": [],
-                "peaks": [],
-            }
-            for name, plan in plans.items()
-        }
+        plans = {name: plan for name, plan in competitors(task).items() if names is None or name in names}
+        rows = {name: _row(preset, batch, budget, name, plan) for name, plan in plans.items()}
         for _ in range(rounds):
             for name, plan in plans.items():
-                found = in_process(preset, {"data.batch_size": batch}, plan, STEPS, budget / memory)
-                rows[name]["samples_s"] += found.get("seconds", [])[WARM:]
-                rows[name]["peaks"] += found.get("peaks", [])
-                rows[name]["failed"] = found.get("failed")
+                cell = in_process(preset, {"data.batch_size": batch}, plan, STEPS, budget / memory)
+                rows[name]["samples_s"] += cell.get("seconds", [])[WARM:]
+                rows[name]["peaks"] += cell.get("peaks", [])
+                rows[name]["failed"] = cell.get("failed")
         yield from rows.values()
+
+
+def _row(preset: str, batch: int, budget: int, name: str, plan: Plan) -> dict[str, Any]:
+    """A competitor before its first step."""
+    return {
+        "kind": "steps",
+        "setup": f"{preset}, batch {batch}, {budget / 2**30:.0f} GiB",
+        "competitor": name,
+        "plan": plan.model_dump(mode="json", exclude_defaults=True),
+        "predicted_s": plan.seconds,
+        "tokens": batch * load_config(preset).data.sequence_length,
+        "samples_s": [],
+        "peaks": [],
+        "failed": None,
+    }
 
 
 def in_process(preset: str, overrides: dict[str, Any], plan: Plan, steps: int, share: float | None) -> dict[str, Any]:
     """What `cell` found, or why it failed.  share: of the device's memory that the process may take."""
     spec = {"preset": preset, "overrides": overrides, "plan": plan.model_dump(mode="json"), "steps": steps}
-    limit = {"XLA_CLIENT_MEM_FRACTION": f"{share:.4f}"} if share else {}
+    limit = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"} | ({"XLA_CLIENT_MEM_FRACTION": f"{share:.4f}"} if share else {})
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cell.json"
         command = [sys.executable, "-m", "jhpt.bench.memory.cell", json.dumps(spec), str(out)]

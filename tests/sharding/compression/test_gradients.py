@@ -21,7 +21,7 @@ from jhpt.core.compression import (
 )
 from jhpt.core.config import GradientCompression
 from jhpt.core.load import load_config
-from jhpt.kernels.dequantize_sum import dequantize_sum, segment_dequantize
+from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.models.build import build
 from jhpt.models.mlp import MLP
@@ -106,11 +106,15 @@ def expected_codes(wanted, how, ranks, shares):
     """(sum, residuals) from the same codes, on one device."""
     rows = wanted.reshape(ranks, -1, COLUMNS)
     quantize = partial(segment_quantize, bits=how.bits, implementation="reference")
-    decode = partial(segment_dequantize, columns=COLUMNS, bits=how.bits, implementation="reference")
+    decode_all = partial(dequantize_sum, columns=COLUMNS, bits=how.bits, implementation="reference")
+
+    def decode(payload):
+        return decode_all(jax.tree.map(lambda leaf: leaf[None], payload))
+
     codes = [quantize(jnp.asarray(x)) for x in rows]
     residual = wanted - np.stack([decode(c) for c in codes]).reshape(wanted.shape)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *codes)
-    total = np.asarray(dequantize_sum(stacked, columns=COLUMNS, bits=how.bits, implementation="reference"))
+    total = np.asarray(decode_all(stacked))
     if not shares and not gathers_gradients(ranks, how):
         again = np.asarray(decode(quantize(jnp.asarray(total))))
         for owner, missed in enumerate((total - again).reshape(ranks, -1)):

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jhpt.compiled.named import named_tensors
 from jhpt.core.catalogue import device_named
 from jhpt.core.load import load_config
 from jhpt.models.build import build
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.training.data.tokenizer import ByteTokenizer
 from jhpt.training.parts import make_parts
+from tests.compiled.traced_tensors import traced_tensors
 
 SMALL = {"model.attention": "xla", "model.dtype": "bfloat16", "model.num_layers": 1, "data.sequence_length": 64}
 MODELS = {
@@ -36,7 +36,7 @@ def test_a_block_has_the_tensors_of_the_analytic_profile(name):
     keys = jax.random.split(jax.random.key(2), 3), jnp.int32(3)
     expected = analytic_profile(config, device_named("h100")).kinds["block"].tensors
     sharded = [tensor.name for tensor in expected if tensor.sharded]
-    found = named_tensors(block, params, x, keys, sharded=sharded)
+    found = traced_tensors(block, params, x, keys, sharded=sharded)
     # One device sums nothing.
     assert found == tuple(tensor.model_copy(update={"summed": False}) for tensor in expected)
 
@@ -56,7 +56,7 @@ def test_branches_and_calls():
         return x + checkpoint_name(jnp.square(d) @ w, "e")
 
     x, w = jnp.ones((2, 3, 8)), jnp.ones((8, 8))
-    found = {tensor.name: tensor for tensor in named_tensors(layer, w, x, None, sharded=("a",))}
+    found = {tensor.name: tensor for tensor in traced_tensors(layer, w, x, None, sharded=("a",))}
     product = 2.0 * 3 * 8 * 8
     assert [tensor.inputs for tensor in found.values()] == [(), ("a",), ("a",), ("b", "c"), ("d",)]
     assert [tensor.flops / product for tensor in found.values()] == [1, 1, 2, 1, 1]

@@ -35,7 +35,7 @@ class _Graph:
     names: dict[Any, str] = field(default_factory=dict)
 
 
-def named_tensors(
+def traced_tensors(
     layer: Callable[[Any, Any, Any], Any], params: Any, x: Any, keys: Any, *, sharded: Sequence[str] = ()
 ) -> tuple[NamedTensor, ...]:
     """Of a layer (parameters, x[b, ...], keys) -> y, per sample, in the order in which they are computed.

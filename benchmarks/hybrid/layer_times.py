@@ -89,7 +89,7 @@ def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str],
     for kind, own in zip(kinds[1:-1], _each_block(params["blocks"]), strict=True):
         at = (keys, jnp.int32(0))
         shape = add(kind, lambda own, x, at: parts.block(own, x, at), (own, _like(shape), at), 1)
-    loss = lambda embedding_and_head, x, rows, keys: parts.head_loss(embedding_and_head, x, rows, keys).loss  # noqa: E731
+    loss = lambda params, x, rows, keys: parts.head_loss(params, x, rows, keys).loss  # noqa: E731
     add(kinds[-1], loss, (picked(params, parts.head_reads), _like(shape), rows, keys), 1)
     return calls
 

@@ -1,0 +1,163 @@
+"""Every plan of a decision set, written down one by one.
+
+The decision sets are those that `jhpt.planner.search.spmd` and `jhpt.planner.search.general.search` state.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from benchmarks.planner.layer_costs import pipelined_layer
+from jhpt.core.plan import Schedule, Zero
+from jhpt.planner.cost.layers import LayerStrategy
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.search.request import Request
+from jhpt.planner.search.solve import Space
+
+ChunkDraft = tuple[int, tuple[int, ...]]
+"""First layer, tensor degree of every layer."""
+
+StageDraft = tuple[int, int, tuple[ChunkDraft, ...]]
+"""First device, devices, chunks."""
+
+
+class Draft(NamedTuple):
+    """A plan as plain tuples."""
+
+    micro_batches: int
+    zero: Zero
+    recompute: bool
+    schedule: Schedule
+    stages: tuple[StageDraft, ...]
+
+
+def drafts(asked: Request, model: CostModel, space: Space) -> Iterator[Draft]:
+    """All plans of a space."""
+    of_space = _spmd_stages if space == "spmd" else _general_stages
+    for m, zero, recompute in itertools.product(asked.micro_batches, asked.zero, asked.recompute):
+        for schedule, stages in of_space(model, LayerStrategy(asked.batch // m, zero, recompute), m):
+            yield Draft(m, zero, recompute, schedule, stages)
+
+
+def _spmd_stages(
+    model: CostModel, strategy: LayerStrategy, m: int
+) -> Iterator[tuple[Schedule, tuple[StageDraft, ...]]]:
+    n, k, b = model.num_layers, model.cluster.num_devices, strategy.micro_batch
+    for devices in range(1, k + 1):
+        for degrees in itertools.product(*_degrees(model, 0, n, devices, b)):
+            if _one_mesh(degrees) and (model.tied_layer is None or degrees[0] == degrees[model.tied_layer]):
+                yield "1f1b", ((0, devices, ((0, degrees),)),)
+    for t, d in itertools.product(_common_degrees(model), range(1, k + 1)):
+        if d * t > k or b % d:
+            continue
+        for s in range(2, min(n, k // (d * t)) + 1):
+            for edges in _compositions(n, s):
+                yield "1f1b", _spmd_row(edges, s, d * t, t)
+                yield "gpipe", _spmd_row(edges, s, d * t, t)
+            for v in (2, 3, 4):
+                if m % s == 0 and s * v <= n:
+                    edges = _balanced_edges(model, strategy, d * t, t, s * v)
+                    yield "interleaved", _spmd_row(edges, s, d * t, t)
+
+
+def _one_mesh(degrees: Iterable[int]) -> bool:
+    """Whether of any two degrees one divides the other."""
+    return all(high % low == 0 for low, high in itertools.pairwise(sorted(degrees)))
+
+
+def _spmd_row(edges: tuple[int, ...], s: int, devices: int, t: int) -> tuple[StageDraft, ...]:
+    chunks = [(first, (t,) * (stop - first)) for first, stop in itertools.pairwise(edges)]
+    return tuple((i * devices, devices, tuple(chunks[i::s])) for i in range(s))
+
+
+def _balanced_edges(model: CostModel, strategy: LayerStrategy, devices: int, t: int, parts: int) -> tuple[int, ...]:
+    """The smallest largest range; of several the one whose ranges, from the first, are longest."""
+    rows = [pipelined_layer(model, 0, devices, t, strategy, layer) for layer in range(model.num_layers)]
+    work = [row.forward + row.backward for row in rows]
+    every = [
+        (max(sum(work[a:b]) for a, b in itertools.pairwise(edges)), edges) for edges in _compositions(len(work), parts)
+    ]
+    least = min(largest for largest, _ in every)
+    return max(edges for largest, edges in every if largest <= least * (1 + 1e-12))
+
+
+def _general_stages(
+    model: CostModel, strategy: LayerStrategy, m: int
+) -> Iterator[tuple[Schedule, tuple[StageDraft, ...]]]:
+    n, k = model.num_layers, model.cluster.num_devices
+    for s in range(1, min(n, k) + 1):
+        for edges, used in itertools.product(_compositions(n, s), range(s, k + 1)):
+            for borders in _compositions(used, s):
+                ranges = list(zip(itertools.pairwise(edges), itertools.pairwise(borders), strict=True))
+                choices = [itertools.product(*_degrees(model, a, b, y - x)) for (a, b), (x, y) in ranges]
+                for degrees in itertools.product(*choices):
+                    row = tuple((x, y - x, ((a, d),)) for ((a, _), (x, y)), d in zip(ranges, degrees, strict=True))
+                    yield "1f1b", row
+                    if s > 1:
+                        yield "gpipe", row
+
+
+def _compositions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Edges (0, ..., n) of all ways to cut n into non-empty ranges."""
+    for cuts in itertools.combinations(range(1, n), parts - 1):
+        yield (0, *cuts, n)
+
+
+def _common_degrees(model: CostModel) -> list[int]:
+    layers = range(model.num_layers)
+    return [t for t in range(1, model.cluster.num_devices + 1) if all(model.allowed(layer, t) for layer in layers)]
+
+
+def _degrees(model: CostModel, first: int, stop: int, devices: int, even: int | None = None) -> list[list[int]]:
+    """What each layer may choose on so many devices; even: a micro-batch that the data degree must divide."""
+    fit = [t for t in range(1, devices + 1) if devices % t == 0 and (even is None or even % (devices // t) == 0)]
+    return [[t for t in fit if model.allowed(layer, t)] for layer in range(first, stop)]
+
+
+def count(asked: Request, model: CostModel, space: Space) -> int:
+    """How many drafts there are, without writing them down."""
+    treatments = len(asked.zero) * len(asked.recompute)
+    if space == "general":
+        return len(asked.micro_batches) * treatments * _count_general(model)
+    return sum(treatments * _count_spmd(model, asked.batch // m, m) for m in asked.micro_batches)
+
+
+def _count_spmd(model: CostModel, b: int, m: int) -> int:
+    n, k = model.num_layers, model.cluster.num_devices
+    total = sum(_count_single(model, _degrees(model, 0, n, devices, b)) for devices in range(1, k + 1))
+    for t, d in itertools.product(_common_degrees(model), range(1, k + 1)):
+        if d * t <= k and b % d == 0:
+            for s in range(2, min(n, k // (d * t)) + 1):
+                interleaved = sum(m % s == 0 and s * v <= n for v in (2, 3, 4))
+                total += 2 * math.comb(n - 1, s - 1) + interleaved
+    return total
+
+
+def _count_single(model: CostModel, choices: list[list[int]]) -> int:
+    """Assignments of degrees to the layers of one stage, by the degrees in use and that of the first layer."""
+    ways: dict[tuple[frozenset[int], int], int] = {(frozenset(), t): 1 for t in choices[0]}
+    for layer, degrees in enumerate(choices):
+        grown: dict[tuple[frozenset[int], int], int] = defaultdict(int)
+        for ((used, first), count), t in itertools.product(ways.items(), degrees):
+            bound_to_first = layer in (0, model.tied_layer)
+            if _one_mesh(used | {t}) and not (bound_to_first and t != first):
+                grown[used | {t}, first] += count
+        ways = grown
+    return sum(ways.values())
+
+
+def _count_general(model: CostModel) -> int:
+    """ways[i, o]: rows of stages for layers i.. on devices o..; two schedules for all but single stages."""
+    n, k = model.num_layers, model.cluster.num_devices
+    each = {devices: [len(found) for found in _degrees(model, 0, n, devices)] for devices in range(1, k + 1)}
+    ways = {(n, o): 1 for o in range(k + 1)}
+    for o in range(k, -1, -1):
+        for i in range(n):
+            ways[i, o] = sum(
+                math.prod(each[devices][i:stop]) * ways[stop, o + devices]
+                for stop in range(i + 1, n + 1)
+                for devices in range(1, k - o + 1)
+            )
+    return 2 * ways[0, 0] - sum(math.prod(each[devices]) for devices in range(1, k + 1))

@@ -1,0 +1,167 @@
+"""Known models on usual clusters: the plan against what one would run without a planner."""
+
+import itertools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks.planner.settings import BATCHES, Settings, in_parallel, planned_seconds
+from jhpt.bench.results import Claim, print_table
+from jhpt.core.catalogue import cluster_named
+from jhpt.core.cluster import Device
+from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
+from jhpt.core.plan import Plan
+from jhpt.core.profile import ModelProfile
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.profiles.analytic import analytic_profile
+from jhpt.planner.profiles.networks import TABLES, network_profile
+from jhpt.planner.search.baselines import baselines
+from jhpt.planner.search.request import request
+from jhpt.planner.search.solve import Space, solve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A baseline beside the plan: its seconds over the plan's."""
+
+    seconds: float | None
+    ratio: float | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorthRow:
+    """One model on one cluster.  reason: why nothing fits, else empty."""
+
+    part: str = "worth"
+    model: str
+    cluster: str
+    batch: int
+    space: Space
+    plan: str
+    seconds: float | None
+    lower_bound: float | None
+    gap: float | None
+    reason: str
+    others: Mapping[str, Alternative]
+    search_s: float
+
+    @property
+    def best(self) -> float | None:
+        """The fastest baseline's seconds over the plan's."""
+        return min(
+            (alternative.ratio for alternative in self.others.values() if alternative.ratio is not None), default=None
+        )
+
+
+SHORT = {
+    "data parallel": "data",
+    "tensor parallel": "tensor",
+    "gpipe, equal layers": "gpipe",
+    "1f1b, equal layers": "1f1b",
+    "best 3-D grid": "3-D",
+}
+"""Baselines as the table's columns name them."""
+
+
+def worth(settings: Settings) -> tuple[list[WorthRow], dict[str, Claim]]:
+    """Plans known models for usual clusters, and prints the plans beside the baselines."""
+    tasks = list(itertools.product(settings.models, settings.clusters, settings.spaces))
+    rows = in_parallel(weigh, tasks, settings.workers)
+    lines = [
+        (
+            f"{row.model} x {row.batch}, {row.cluster}",
+            row.space,
+            row.plan or row.reason,
+            f"{row.seconds:.4g}" if row.seconds else "-",
+            *(_ratio(row.others[name].ratio) for name in SHORT),
+            _ratio(row.best),
+            f"{row.gap:.2%}" if row.gap is not None else "-",
+        )
+        for row in rows
+    ]
+    columns = ("model x batch, cluster", "space", "plan", "seconds", *SHORT.values(), "best", "gap")
+    print_table("the plan, and seconds of each baseline / seconds of the plan", columns, lines, words=3)
+    return rows, _worth_claims(rows)
+
+
+def _worth_claims(rows: list[WorthRow]) -> dict[str, Claim]:
+    unit = "predicted seconds of the baseline / of the plan"
+    claims = {}
+    for claim, name in (("vs_data_parallel_max", "data parallel"), ("vs_gpipe_max", "gpipe, equal layers")):
+        ratios = [(alternative.ratio, row) for row in rows if (alternative := row.others[name]).ratio is not None]
+        if ratios:
+            value, row = max(ratios, key=lambda pair: pair[0] or 0.0)
+            claims[claim] = Claim(value=value or 0.0, unit=unit, setup=_setup(row, name))
+    ratios = [(row.best, row) for row in rows if row.best is not None]
+    if ratios:
+        value, row = min(ratios, key=lambda pair: pair[0] or 0.0)
+        setup = f"least of {len(ratios)} entries: {_setup(row, 'the best baseline')}"
+        claims["worst_vs_best_baseline"] = Claim(value=value or 0.0, unit=unit, setup=setup)
+    return claims
+
+
+def _setup(row: WorthRow, baseline: str) -> str:
+    return f"{row.model}, batch {row.batch}, on {row.cluster}, space {row.space}, {row.plan}, against {baseline}"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def weigh(task: tuple[str, str, Space]) -> WorthRow:
+    """One model on one cluster, planned and compared."""
+    name, place, space = task
+    cluster, batch = cluster_named(place), BATCHES[name]
+    profile, asked = _profile(name, cluster.nodes[0].device), request(batch)
+    start = time.perf_counter()
+    seconds = bound = gap = None
+    plan = reason = ""
+    try:
+        answer = solve(profile, cluster, asked, space)
+        seconds, bound = planned_seconds(answer)
+        gap, plan = answer.gap, _described(answer.plan)
+    except InputError as error:
+        reason = str(error).splitlines()[0]
+    end = time.perf_counter()
+    others = {
+        alternative.name: Alternative(
+            seconds=alternative.seconds,
+            ratio=alternative.seconds / seconds if alternative.seconds and seconds else None,
+            reason=alternative.reason,
+        )
+        for alternative in baselines(asked, CostModel(profile, cluster), space)
+    }
+    return WorthRow(
+        model=name,
+        cluster=place,
+        batch=batch,
+        space=space,
+        plan=plan,
+        seconds=seconds,
+        lower_bound=bound,
+        gap=gap,
+        reason=reason,
+        others=others,
+        search_s=end - start,
+    )
+
+
+def _profile(name: str, device: Device) -> ModelProfile:
+    return network_profile(name, device) if name in TABLES else analytic_profile(load_config(name), device)
+
+
+def _described(plan: Plan) -> str:
+    """The plan in a few words: devices and tensor degrees of every stage, and what all share."""
+    stages = []
+    for stage in plan.stages:
+        degrees = sorted({run.tensor for chunk in stage.chunks for run in chunk.runs})
+        stages.append(f"{stage.devices}" + (f" (tensor {', '.join(map(str, degrees))})" if degrees != [1] else ""))
+    runs = [(key, len(list(group))) for key, group in itertools.groupby(stages)]
+    devices = " | ".join(f"{count} x {key}" if count > 1 else key for key, count in runs)
+    extras = [f"M {plan.micro_batches}"]
+    extras += [plan.schedule] if len(plan.stages) > 1 else []
+    extras += [f"ZeRO-{plan.zero}"] if plan.zero else []
+    extras += ["recompute"] if plan.recompute else []
+    return f"{devices} devices, " + ", ".join(extras)
