@@ -19,7 +19,7 @@ import yaml
 
 from jhpt import cli
 from jhpt.cli import main, parse_overrides
-from jhpt.core.config import BERTConfig
+from jhpt.core.families.bert import BERTConfig
 from jhpt.core.load import dotted, load_config
 from jhpt.core.presets import PRESETS
 from jhpt.training import run

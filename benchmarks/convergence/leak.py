@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jhpt.models.family import Rows
 from jhpt.training.data.batches import evaluation_batches
 from jhpt.training.keys import RandomStream, random_key
-from jhpt.training.parts import Rows
 from jhpt.training.setup import Setup
 
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from jhpt.bench import minimal
 from jhpt.bench.results import Claim, Row, check_writable, print_rows, write_json
-from jhpt.core.config import GPTConfig
+from jhpt.core.families.bert import BERTConfig
+from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.load import load_config
 from jhpt.measure.timer import interleaved, spread
 from jhpt.training.console import Display
@@ -104,7 +105,9 @@ def _torch_trial(setup: Setup, steps: int) -> dict[str, Callable[[], Any]]:
     from jhpt.bench.torch_models import make_step
 
     compiled = torch.cuda.is_available()
-    step = make_step(setup.config.model, setup.config.data, setup.tokenizer, compiled=compiled)
+    model = setup.config.model
+    assert isinstance(model, GPTConfig | BERTConfig)
+    step = make_step(model, setup.config.data, setup.tokenizer, compiled=compiled)
     batches = _ready_batches(setup, steps)
 
     def trial() -> float:

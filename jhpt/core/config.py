@@ -5,158 +5,25 @@ A `Config` has one section per concern (`model`, `data`, `optimizer`, `train`, `
 `jhpt.core.load` reads files, presets and overrides into a `Config`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from jhpt.core.amounts import parse_bytes
+from jhpt.core.divisors import common_divisors, one_of
 from jhpt.core.errors import did_you_mean
-
-Count = Annotated[int, Field(ge=1, strict=True)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Bytes = Annotated[float, BeforeValidator(parse_bytes)]
-"""A number, or text such as 24GiB."""
+from jhpt.core.families.family import BLOCK_INPUT, ModelConfig, families, known_tensors
+from jhpt.core.families.gpt import GPTConfig
+from jhpt.core.families.transformer import NAMED_TENSORS
+from jhpt.core.optimizers import optimizer_numbers
+from jhpt.core.section import Bytes, Count, Fraction, NonNegative, Positive, Section
 
 WeightStorage = Literal["float32", "bfloat16", "bfloat16_kahan", "bfloat16_stochastic"]
 """How parameters are kept between steps."""
 
 MomentStorage = Literal["float32", "int8"]
 """How Adam's moments are."""
-
-VOCAB_MULTIPLE = 128
-"""Embedding tables are padded to this multiple, so that a tensor axis divides them and GPU tiles are full."""
-
-NAMED_TENSORS = ("residual_in", "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
-"""Names inside a block, in the order in which forward produces them."""
-
-BLOCK_INPUT = NAMED_TENSORS[0]
-"""From which a block's backward pass can compute all the others."""
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TransformerConfig(Section):
-    """The shape that GPT and BERT share."""
-
-    vocab_size: Count = Field(256, description="token ids the model knows")
-    num_layers: Count = Field(4, description="transformer blocks")
-    d_model: Count = Field(128, description="width of the residual stream")
-    num_heads: Count = Field(4, description="query heads")
-    d_ff: Count | None = Field(
-        None, description="MLP width; null: 4 d_model (8/3 d_model up to a multiple of 256 for swiglu)"
-    )
-    max_length: Count = Field(128, description="longest sequence the model accepts")
-    dropout: Fraction = Field(0.0, description="dropout after embedding, attention and MLP")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto",
-        description="compute dtype; auto: bfloat16 on GPU, float32 on CPU (parameters: optimizer.weights)",
-    )
-    matmul_dtype: Literal["same", "float8"] = Field(
-        "same",
-        description="operands of the matrix products of blocks; same: model.dtype; float8: with a scale each, on GPUs "
-        "of compute capability 8.9 or more",
-    )
-    attention: Literal["auto", "cudnn", "xla"] = Field(
-        "auto", description="attention kernel; auto: cuDNN flash attention where it applies, else XLA"
-    )
-
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _eight_bits_do_not_compute(cls, dtype: Any) -> Any:
-        if isinstance(dtype, str) and dtype.startswith(("float8", "fp8")):
-            raise ValueError(
-                f"model.dtype={dtype} is not there: only products of large matrices work in 8 bits; use "
-                "model.matmul_dtype=float8 with model.dtype=bfloat16, and where memory is short "
-                "optimizer.weights=bfloat16_kahan and optimizer.moments=int8"
-            )
-        return dtype
-
-    @model_validator(mode="after")
-    def _heads_divide_width(self) -> "TransformerConfig":
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}; "
-                f"use {one_of(divisors(self.d_model, up_to=2 * self.num_heads))} heads"
-            )
-        return self
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.d_model // self.num_heads
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding table: `vocab_size` rounded up to `VOCAB_MULTIPLE`."""
-        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-class GPTConfig(TransformerConfig):
-    """A causal decoder: GPT-2 and Llama shapes are settings of this one model."""
-
-    family: Literal["gpt"] = "gpt"
-    num_kv_heads: Count | None = Field(None, description="key/value heads (grouped-query attention); null: num_heads")
-    positions: Literal["learned", "rotary"] = Field("learned", description="position information")
-    rope_theta: Positive = Field(10_000.0, description="base wavelength of rotary positions")
-    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation before each half block")
-    norm_eps: Positive = Field(1e-5, description="added to the variance")
-    activation: Literal["gelu", "swiglu"] = Field("gelu", description="MLP non-linearity")
-    bias: bool = Field(True, description="biases in the linear layers")
-    tied: bool = Field(True, description="output head shares the embedding table")
-
-    @model_validator(mode="after")
-    def _groups_divide_heads(self) -> "GPTConfig":
-        if self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.kv_heads}; "
-                f"use {one_of(divisors(self.num_heads))}"
-            )
-        if self.positions == "rotary" and self.head_dim % 2:
-            raise ValueError(
-                f"rotary positions rotate pairs, but d_model / num_heads = {self.head_dim} is odd; "
-                "choose an even head width or model.positions=learned"
-            )
-        return self
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key/value heads."""
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def ffn_width(self) -> int:
-        """MLP width; 2/3 of 4 d_model for swiglu, whose MLP has three matrices (Shazeer 2020, arXiv 2002.05202)."""
-        if self.d_ff is not None:
-            return self.d_ff
-        return 4 * self.d_model if self.activation == "gelu" else -(-8 * self.d_model // 3 // 256) * 256
-
-
-class BERTConfig(TransformerConfig):
-    """A bidirectional encoder with token types, pooler and masked-LM head (Devlin et al. 2018, arXiv 1810.04805)."""
-
-    family: Literal["bert"] = "bert"
-    type_vocab_size: Count = Field(2, description="token types (segments)")
-    norm_eps: Positive = Field(1e-12, description="added to the variance")
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key/value heads: all of them."""
-        return self.num_heads
-
-    @property
-    def ffn_width(self) -> int:
-        """MLP width."""
-        return self.d_ff or 4 * self.d_model
-
-
-ModelConfig = GPTConfig | BERTConfig
 
 
 class DataConfig(Section):
@@ -180,8 +47,9 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule; everything that decides an update."""
+    """The update rule and its learning-rate schedule; everything that decides an update."""
 
+    name: str = Field("adamw", description="update rule")
     learning_rate: Positive = Field(2e-3, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after the warm-up")
     warmup_steps: Annotated[int, Field(ge=0, strict=True)] = Field(100, description="steps of linear warm-up from zero")
@@ -207,6 +75,14 @@ class OptimizerConfig(Section):
         "float32", description="how Adam's moments of matrices and tables are kept; int8: in codes with a scale a block"
     )
     z_loss: NonNegative = Field(0.0, description="weight of log(Z)^2, which keeps logits from drifting")
+
+    @model_validator(mode="after")
+    def _rule_can_code(self) -> "OptimizerConfig":
+        if not optimizer_numbers(self.name).coded and self.moments != "float32":
+            raise ValueError(
+                f"optimizer.moments={self.moments} is not available with optimizer.name={self.name}; use float32"
+            )
+        return self
 
     @property
     def low_precision(self) -> bool:
@@ -440,7 +316,8 @@ class MemoryConfig(Section):
                 raise ValueError("memory.recompute names nothing; write full to keep only the input of every block")
             if BLOCK_INPUT in recompute:
                 raise ValueError(f"memory.recompute: {BLOCK_INPUT} is the input, which is always kept; leave it out")
-            check_names(recompute, "memory.recompute", NAMED_TENSORS[1:], also=("auto", "none", "full"))
+            known = [name for name in known_tensors() if name != BLOCK_INPUT]
+            check_names(recompute, "memory.recompute", known, also=("auto", "none", "full"))
             if len(set(recompute)) < len(recompute):
                 raise ValueError("memory.recompute has a name twice; leave one out")
         return recompute
@@ -495,7 +372,7 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = Field(
         0, description="initialisation, data order, dropout, masking"
     )
-    model: Annotated[ModelConfig, Field(discriminator="family")] = GPTConfig()
+    model: SerializeAsAny[ModelConfig] = GPTConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
@@ -504,6 +381,17 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _of_its_family(cls, model: Any) -> Any:
+        if not isinstance(model, Mapping):
+            return model
+        settings = families().get(str(model.get("family")))
+        if settings is None:
+            names = ", ".join(families())
+            raise PydanticCustomError("unknown_family", "expected one of {families}", {"families": names})
+        return settings.model_validate(model)
 
     @field_validator("parallel", mode="before")
     @classmethod
@@ -525,9 +413,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _named_tensors_are_the_models(self) -> "Config":
+        if not isinstance(self.memory.recompute, str):
+            check_names(self.memory.recompute, "memory.recompute", self.model.named_tensors)
+        return self
+
+    @model_validator(mode="after")
     def _tensor_axis_divides_model(self) -> "Config":
         tensor = 1 if self.parallel.auto else self.parallel.tensor
-        sizes = {"num_heads": self.model.num_heads, "num_kv_heads": self.model.kv_heads, "d_ff": self.model.ffn_width}
+        sizes = self.model.tensor_sizes
         for name, size in sizes.items():
             if size % tensor:
                 raise ValueError(
@@ -547,6 +441,16 @@ class Config(Section):
             raise ValueError(
                 f"memory.offload={self.memory.offload} keeps blocks in float32, not with optimizer.weights="
                 f"{self.optimizer.weights} and optimizer.moments={self.optimizer.moments}; use float32 for both, or "
+                "memory.offload=off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_can_stream(self) -> "Config":
+        streams = optimizer_numbers(self.optimizer.name).offloaded
+        if self.memory.offload in ("parameters", "optimizer", "both") and not streams:
+            raise ValueError(
+                f"memory.offload={self.memory.offload} is not available with optimizer.name={self.optimizer.name}; use "
                 "memory.offload=off"
             )
         return self
@@ -572,21 +476,12 @@ class Config(Section):
         return self
 
 
-def divisors(n: int, up_to: int | None = None) -> list[int]:
-    """The divisors of `n`, ascending."""
-    return [d for d in range(1, (up_to or n) + 1) if n % d == 0]
+def check_names(names: Sequence[str], where: str, known: Sequence[str] | None = None, also: Sequence[str] = ()) -> None:
+    """ValueError where a block has no tensor of such a name.
 
-
-def common_divisors(sizes: Iterable[int]) -> list[int]:
-    """The numbers that divide every one of `sizes`, ascending."""
-    sizes = list(sizes)
-    return [d for d in divisors(min(sizes)) if all(size % d == 0 for size in sizes)]
-
-
-def check_names(
-    names: Sequence[str], where: str, known: Sequence[str] = NAMED_TENSORS, also: Sequence[str] = ()
-) -> None:
-    """ValueError where a block has no tensor of such a name.  also: words that may stand there alone, in no list."""
+    known: None: the named tensors of all families.  also: words that may stand there alone, in no list.
+    """
+    known = known_tensors() if known is None else known
     for name in names:
         if name in also and len(names) == 1:
             raise ValueError(f"{where}: {name} is a word, not a list; write {name} without brackets")
@@ -597,9 +492,3 @@ def check_names(
                 f"{where}: a block has no tensor {name!r}{did_you_mean(name, [*known, *also])}; "
                 f"it has {', '.join(known)}"
             )
-
-
-def one_of(choices: Iterable[object]) -> str:
-    """`"1, 2 or 4"` for an error message."""
-    *rest, last = [str(choice) for choice in choices]
-    return f"{', '.join(rest)} or {last}" if rest else last

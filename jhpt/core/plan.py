@@ -20,9 +20,8 @@ from jhpt.core.config import (
     NonNegative,
     Section,
     check_names,
-    divisors,
-    one_of,
 )
+from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jhpt.core.config import CheckpointConfig, Config, GPTConfig, OptimizerConfig
+from jhpt.core.config import CheckpointConfig, Config, OptimizerConfig
 from jhpt.core.errors import InputError
+from jhpt.core.families.family import ModelConfig
 from jhpt.core.load import dotted
 from jhpt.training.layered import Layered, LayeredHandler, by_layer, item_handlers
 from jhpt.training.optimizer import learning_rate
@@ -163,7 +164,7 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
       InputError: lists every difference with both values.
     """
     before, after = dotted(saved.config), dotted(now.config)
-    model = GPTConfig().model_dump(mode="json", include={"matmul_dtype"})
+    model = {"matmul_dtype": ModelConfig.model_fields["matmul_dtype"].default}
     defaults = dotted({"optimizer": OptimizerConfig().model_dump(mode="json"), "model": model})
     before = defaults | before  # what is new since the run was saved: as it was
     before["compute dtype"], after["compute dtype"] = saved.dtype, now.dtype

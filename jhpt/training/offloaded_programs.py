@@ -8,6 +8,7 @@ import jax
 from jhpt.compiled.deviceless import OnHost, on_host, shape_on_host
 from jhpt.core.amounts import gib
 from jhpt.core.errors import InputError
+from jhpt.models.family import Rows
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.sharding.offload.step import OffloadedBlocks
 from jhpt.sharding.step import Execution
@@ -15,7 +16,6 @@ from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.fitting import Programs, check_memory, evaluated, fitting, memory_of, windows_shape
 from jhpt.training.offloaded_step import OffloadedState, OffloadedTraining
 from jhpt.training.optimizer import DECAYED, learning_rate
-from jhpt.training.parts import Rows
 from jhpt.training.processes import processes_here
 from jhpt.training.runtime import host_budget
 from jhpt.training.setup import Design, Setup

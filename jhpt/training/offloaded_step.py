@@ -17,7 +17,7 @@ import optax
 
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.errors import InputError
-from jhpt.models.build import Model
+from jhpt.models.family import Model
 from jhpt.sharding.offload.step import OffloadedBlocks, without_blocks
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, HostRows, Rows
 from jhpt.training.block_steps import MEAN, SAVED, SQUARES, Pending, Stepped, deferred, stepped, update_in_backward

@@ -18,8 +18,10 @@ import jax
 from jhpt.core.amounts import gib
 from jhpt.core.catalogue import cluster_named, find_cluster, kind_by_driver, known_to_differ
 from jhpt.core.cluster import Cluster
-from jhpt.core.config import BLOCK_INPUT, Config, GPTConfig, MemoryConfig, ParallelConfig, one_of
+from jhpt.core.config import Config, MemoryConfig, ParallelConfig
+from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
+from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.load import load_config
 from jhpt.core.plan import Plan, SavedTensors, check_plan, plan_by_hand
 from jhpt.measure.device import DeviceInfo, device_info
@@ -204,17 +206,14 @@ def model_differences(plan: Plan, config: Config) -> list[str]:
             f"the plan has offload.at_once={str(plan.offload.update_in_backward).lower()}, which is not how "
             f"optimizer.clip={optimizer.clip} takes a step"
         )
-    sizes = {
-        "heads": model.num_heads,
-        "key/value heads": model.kv_heads,
-        "MLP width": model.ffn_width,
-        "rows of the padded vocabulary": model.padded_vocab,
-    }
+    names = {"num_heads": "heads", "num_kv_heads": "key/value heads", "d_ff": "MLP width"}
+    sizes = {names.get(name, name): size for name, size in model.tensor_sizes.items()}
+    sizes["rows of the padded vocabulary"] = model.padded_vocab
     for tensor in plan.degrees:
         uneven = [f"{size} {name}" for name, size in sizes.items() if size % tensor]
         if uneven:
             found.append(f"the plan has tensor degree {tensor}, which does not divide {one_of(uneven)}")
-    tied = model.tied if isinstance(model, GPTConfig) else True
+    tied = model.tied_table
     embedding_and_head = plan.stages[0].chunks[0].tensor[0], plan.stages[-1].chunks[-1].tensor[-1]
     if tied and embedding_and_head[0] != embedding_and_head[1]:
         found.append(

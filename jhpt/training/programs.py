@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jhpt.models.family import Rows
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.sharding.compression import feedback
 from jhpt.training.clipping import clipping
@@ -16,7 +17,6 @@ from jhpt.training.fitting import Programs, check_memory, evaluated, fitting, me
 from jhpt.training.keys import RandomStream, random_key
 from jhpt.training.offloaded_programs import offloaded_programs, offloaded_step
 from jhpt.training.optimizer import learning_rate
-from jhpt.training.parts import Rows
 from jhpt.training.setup import Design, Setup
 from jhpt.training.step import TrainState, init_state, make_train_step
 

@@ -14,7 +14,6 @@ from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import Source, dotted, load_config, run_config
 from jhpt.core.plan import Plan
-from jhpt.models.gpt import GPT
 from jhpt.training.activation_offload import check_host_room, with_tried_offload
 from jhpt.training.checkpoint import PLACES, Checkpoints, Record, make_record
 from jhpt.training.console import Display, plan_change, start_table
@@ -210,7 +209,7 @@ def _restored(run_dir: Path, step: int, programs: Programs) -> Any:
 
 def _sample(setup: Setup, programs: Programs, state: Any, say: Callable[[str], None]) -> str | None:
     evaluation, model = setup.config.evaluation, setup.model
-    if not evaluation.sample_tokens or not isinstance(model, GPT):
+    if not evaluation.sample_tokens or not model.config.generates:
         return None
     if programs.parameters is None:
         say("no sample: the parameters do not fit a device")

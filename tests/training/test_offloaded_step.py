@@ -14,6 +14,7 @@ import pytest
 import jhpt
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Offload, check_plan
+from jhpt.models.family import Rows
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS
 from jhpt.training.block_steps import MEAN, SAVED, SQUARES, update_in_backward
 from jhpt.training.clipping import clipping
@@ -21,7 +22,6 @@ from jhpt.training.keys import RandomStream, random_key
 from jhpt.training.layered import Layered
 from jhpt.training.offloaded_programs import offloaded_training
 from jhpt.training.optimizer import learning_rate
-from jhpt.training.parts import Rows
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
 from tests.covers import quick_and_exhaustive

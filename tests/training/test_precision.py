@@ -15,11 +15,13 @@ import pytest
 from pydantic import ValidationError
 
 import jhpt
-from jhpt.core.config import Config, GPTConfig, MemoryConfig, OptimizerConfig
+from jhpt.core.config import Config, MemoryConfig, OptimizerConfig
 from jhpt.core.errors import InputError
+from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.load import load_config
 from jhpt.core.plan import Offload
 from jhpt.core.state import LEAST
+from jhpt.models.family import Rows, Sums
 from jhpt.sharding.partition import IN_FLOAT32, MATRICES
 from jhpt.training.checkpoint import check_resumable, make_record
 from jhpt.training.clipping import Clipping
@@ -35,7 +37,6 @@ from jhpt.training.moments import (
 )
 from jhpt.training.offloaded_step import OffloadedTraining
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.parts import Rows, Sums
 from jhpt.training.profiling import measure_profile
 from jhpt.training.programs import _conversions, abstract_state, fresh_state
 from jhpt.training.setup import prepare

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jhpt.core.cluster import Link
-from jhpt.core.config import BLOCK_INPUT
+from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.plan import SavedTensors
 from jhpt.core.profile import LayerKind
 from jhpt.planner.cost.memory import work_bytes

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jhpt.core.cluster import Cluster
-from jhpt.core.config import one_of
+from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Stage, check_plan
 from jhpt.core.profile import ModelProfile

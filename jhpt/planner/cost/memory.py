@@ -162,7 +162,7 @@ def work_bytes(kind: LayerKind, tensor: int, cut: int, *, causal: bool) -> float
     # What is on its way and what came; of a cut sequence a product's input and the error of its result, gathered.
     summed = 2 * max(own.bytes for own in kind.tensors if not own.sharded) if tensor > 1 else 0.0
     named = size_of(kind.tensors, [tensor.name for tensor in kind.tensors]).on(tensor, cut)
-    hidden = max(own.bytes for own in kind.tensors if own.sharded) / tensor
+    hidden = max((own.bytes for own in kind.tensors if own.sharded), default=0.0) / tensor
     stream = max(own.bytes for own in kind.tensors if not own.sharded) / cut
     more, streams = WORK[causal]
     return named + more * hidden + streams * stream + summed

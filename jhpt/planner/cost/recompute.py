@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from jhpt.core.config import BLOCK_INPUT
+from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.plan import SavedTensors
 from jhpt.core.profile import NamedTensor
 from jhpt.planner.cost.recompute_block import Fate, Tensor, seconds_of

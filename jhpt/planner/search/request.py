@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompression, divisors, one_of
+from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompression
+from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
+from jhpt.core.optimizers import optimizer_numbers
 from jhpt.core.plan import OffloadKind, Plan, SavedTensors, Schedule, Zero, recomputed
 from jhpt.planner.cost.estimate import Estimate, price
 from jhpt.planner.cost.model import CostModel
@@ -112,7 +114,7 @@ class Incumbent:
 
 def compressions(config: Config) -> tuple[Compression | None, ...]:
     """What the section `parallel.compression` leaves to choose from, the rule for tokens written out."""
-    section, rule = config.parallel.compression, "own" if config.model.family == "gpt" else "attention"
+    section, rule = config.parallel.compression, "own" if config.model.causal else "attention"
 
     def ruled(how: Compression) -> Compression:
         ruling = how.tokens < 1 and how.importance == "auto"
@@ -126,7 +128,8 @@ def compressions(config: Config) -> tuple[Compression | None, ...]:
 def offload_kinds(config: Config) -> tuple[OffloadKind | None, ...]:
     """What the section `memory` leaves to choose from; state in few bits does not live on the host."""
     how = config.memory.offload
-    if how == "off" or config.optimizer.low_precision:
+    streams = optimizer_numbers(config.optimizer.name).offloaded
+    if how == "off" or config.optimizer.low_precision or not streams:
         return (None,)
     return (None, *get_args(OffloadKind)) if how == "auto" else (how,)
 
