@@ -1,4 +1,4 @@
-"""The models are what their definitions say, see only what they may, and have the size that `core.shapes` predicts."""
+"""The models are what their definitions say, see only what they may, and have the size that `core.families` predicts."""
 
 import itertools
 
