@@ -31,7 +31,8 @@ def partial_sums(setup: Setup, params: Any, windows: np.ndarray) -> dict[tuple[i
     Args:
       setup: of a GPT, uncompressed on a tensor axis alone.  params: as its plan stores them.
     """
-    assert isinstance(setup.model, GPT)
+    model = setup.model
+    assert isinstance(model, GPT)
     mesh, ranks = setup.layout.device_mesh.mesh, setup.plan.degrees[0]
     axes, layers = setup.layout.device_mesh.axes(ranks).tensor, setup.config.model.num_layers
     inputs, targets = jnp.asarray(windows[:, :-1]), jnp.asarray(windows[:, 1:])
@@ -49,14 +50,14 @@ def partial_sums(setup: Setup, params: Any, windows: np.ndarray) -> dict[tuple[i
                 return tensor.copy_to_tensor_axis(axes, x) + next(waiting)
 
             hooks = tensor_hooks(axes, ranks)
-            plain = replace(setup.model, hooks=hooks)
+            plain = replace(model, hooks=hooks)
             probed = replace(
                 hooks,
                 reduce_over_tensor_axis=reduce_over_tensor_axis,
                 copy_to_tensor_axis=copy_to_tensor_axis,
                 enter_before=lambda x: (copy_to_tensor_axis(x), same),
             )
-            blocks = replace(setup.model, hooks=probed)
+            blocks = replace(model, hooks=probed)
             x = plain.embed(params, inputs)
             for layer in range(layers):
                 x = blocks.block(jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"]), x)

@@ -18,7 +18,8 @@ import yaml
 from pydantic import BaseModel
 
 from jhpt.bench.registry import NAMES, PACKAGED, Benchmark, load
-from jhpt.core.config import GRADIENT_SETTINGS, Config, one_of
+from jhpt.core.config import GRADIENT_SETTINGS, Config
+from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import dotted, load_config, run_config
 from jhpt.core.plan import Schedule

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jhpt.core.plan import Chunk, Plan
 from jhpt.core.plan_check import check_plan
 from jhpt.sharding.mesh import DeviceMesh
-from jhpt.sharding.partition import parameter_spec, path_name
+from jhpt.sharding.partition import Rules, parameter_spec, path_name
 from jhpt.sharding.types import KeyPath, PyTree, StoredParams, Tree
 
 TABLE = ("embedding", "tokens")
@@ -42,6 +42,8 @@ class Layout:
     num_layers: int
     alike: bool = True
     """Whether blocks can be stacked; if not, the model's own tree has a stack of one for each."""
+    rules: Rules = ()
+    """Partition rules of the model's family, before those that all share."""
 
     def __post_init__(self) -> None:
         """Only what is a plan can be laid out."""
@@ -139,7 +141,7 @@ class Layout:
             return PartitionSpec()
         axes, piped = self.device_mesh.axes(self.degree(path)), self.stages > 1
         stacked = "blocks/" in path or piped
-        return parameter_spec(path, shape, axes, stacked=stacked, pipe=piped, over_data=over_data)
+        return parameter_spec(path, shape, axes, stacked=stacked, pipe=piped, over_data=over_data, rules=self.rules)
 
     def shardings(self, tree: PyTree) -> Any:
         """`specs` on the mesh."""
@@ -179,7 +181,9 @@ class Layout:
             blocks = "blocks/" in name
             pipe = self.stages > 1 and blocks and leaf.shape[0] % self.stages == 0
             over_data = self.device_mesh.size(axes.data)
-            spec = parameter_spec(name, leaf.shape, axes, stacked=blocks, pipe=pipe, over_data=over_data)
+            spec = parameter_spec(
+                name, leaf.shape, axes, stacked=blocks, pipe=pipe, over_data=over_data, rules=self.rules
+            )
             return NamedSharding(self.device_mesh.mesh, spec)
 
         return jax.tree_util.tree_map_with_path(sharding, tree)

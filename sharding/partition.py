@@ -15,7 +15,9 @@ from jhpt.core.axes import PIPE, TENSOR
 from jhpt.sharding.mesh import Axes
 from jhpt.sharding.types import KeyPath
 
-RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
+
+RULES: Rules = (
     (r"(embedding|head)/tokens$", (TENSOR, None)),
     (r"head/bias$", (TENSOR,)),
     (r"attention/qkv/(kernel|bias)$", (TENSOR, None, None)),
@@ -39,7 +41,7 @@ def path_name(path: KeyPath) -> str:
 
 
 def parameter_spec(
-    path: str, shape: tuple[int, ...], axes: Axes, *, stacked: bool, pipe: bool, over_data: int
+    path: str, shape: tuple[int, ...], axes: Axes, *, stacked: bool, pipe: bool, over_data: int, rules: Rules = ()
 ) -> PartitionSpec:
     """The partition of one parameter, or of a leaf of the optimizer state with the same path ending.
 
@@ -50,8 +52,9 @@ def parameter_spec(
         tensor axes where those are on it: shares of the first dimension lie one after the other when they are
         gathered, those of others have to be interleaved.  1: do not.  Biases and norm scales stay whole: they are a
         thousandth of the memory and would cost a collective each.
+      rules: of a model family, which come before `RULES`.
     """
-    trailing = next((dims for pattern, dims in RULES if re.search(pattern, path)), ())
+    trailing = next((dims for pattern, dims in (*rules, *RULES) if re.search(pattern, path)), ())
     first = int(stacked)
     own = len(shape) - first
     named = [*(None,) * (own - len(trailing)), *(trailing[-own:] if own else ())]

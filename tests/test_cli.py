@@ -19,7 +19,7 @@ import yaml
 
 from jhpt import cli
 from jhpt.cli import main, parse_overrides
-from jhpt.core.config import BERTConfig
+from jhpt.core.families.bert import BERTConfig
 from jhpt.core.load import dotted, load_config, to_yaml
 from jhpt.core.presets import PRESETS
 from jhpt.training import run
@@ -169,7 +169,7 @@ BAD = {
     "out of range": bad("train tiny.yaml --model.dropout 1.5", "model.dropout=1.5", "less than 1"),
     "zero steps": bad("train tiny.yaml --train.steps 0", "train.steps=0", "greater than or equal to 1"),
     "unknown choice": bad("train tiny.yaml --model.dtype fp16", "model.dtype='fp16'", "'bfloat16' or 'float32'"),
-    "unknown family": bad("train tiny.yaml --model.family rnn", "model.family='rnn'", "gpt, bert"),
+    "unknown family": bad("train tiny.yaml --model.family rnn", "model.family='rnn'", "bert, gpt"),
     "heads that do not divide": bad("train tiny.yaml --model.num_heads 3", "model.num_heads=3", "use 1, 2 or 4 heads"),
     "groups that do not divide": bad("train tiny.yaml --model.num_kv_heads 3", "model.num_kv_heads=3", "use 1 or 2"),
     "tensor and heads": bad(

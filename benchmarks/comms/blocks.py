@@ -22,9 +22,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks.comms.task import Shape, Variant
 from benchmarks.hybrid.layer_times import alone, shard_of
 from jhpt.core.axes import TENSOR
-from jhpt.core.config import ModelConfig
+from jhpt.core.families.family import ModelConfig
 from jhpt.core.load import load_config
-from jhpt.models.build import build
+from jhpt.models.family import build
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import INIT_STD
 from jhpt.sharding.mesh import Axes

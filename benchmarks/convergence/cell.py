@@ -23,7 +23,7 @@ from benchmarks.convergence.leak import leak
 from jhpt.bench.results import machine, versions
 from jhpt.core.config import Config
 from jhpt.core.load import load_config
-from jhpt.models.build import build
+from jhpt.models.family import build
 from jhpt.training.compile import compile_step
 from jhpt.training.console import Display
 from jhpt.training.device_step import evaluate_program
@@ -77,7 +77,7 @@ def prepared(config: Config) -> Setup:
 def looks_at_leaks(setup: Setup) -> bool:
     """Of causal models and the headline's share of tokens."""
     how = setup.plan.compression
-    return setup.config.model.family == "gpt" and (how.tokens, how.bits) == (HEADLINE.tokens, HEADLINE.bits)
+    return setup.config.model.causal and (how.tokens, how.bits) == (HEADLINE.tokens, HEADLINE.bits)
 
 
 def by_rule(setup: Setup) -> dict[str, Setup]:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jhpt.models.family import Rows
 from jhpt.training.data.batches import evaluation_batches
-from jhpt.training.parts import Rows
 from jhpt.training.setup import Setup
 from jhpt.training.step import RandomStream, random_key
 

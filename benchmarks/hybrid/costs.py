@@ -17,6 +17,7 @@ from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan import Plan
 from jhpt.core.profile import ModelProfile
 from jhpt.measure.probe import ring_link
+from jhpt.models.family import Sums
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.baselines import baselines
@@ -24,7 +25,6 @@ from jhpt.planner.search.choice import plan_to_run
 from jhpt.planner.search.request import Request, request
 from jhpt.planner.search.solve import solve
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.parts import Sums
 from jhpt.training.step import init_state
 
 LINK_SIZES = tuple(1 << exponent for exponent in range(14, 23, 2))

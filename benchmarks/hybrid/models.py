@@ -23,7 +23,7 @@ from jhpt.core.config import Config
 from jhpt.core.load import load_config
 from jhpt.core.plan import Plan
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
-from jhpt.models.build import build
+from jhpt.models.family import Rows, build
 from jhpt.models.hooks import Hooks
 from jhpt.models.mlp import MLP
 from jhpt.models.vgg import VGG
@@ -34,7 +34,7 @@ from jhpt.sharding.model_parts import ModelParts
 from jhpt.sharding.step import Execution
 from jhpt.training.classes import Examples, Network, class_execution, class_parts
 from jhpt.training.data.tokenizer import load_tokenizer
-from jhpt.training.parts import Rows, make_parts
+from jhpt.training.parts import make_parts
 from jhpt.training.setup import execution
 
 ELEMENT = 4
@@ -160,7 +160,7 @@ class TextSubject:
 
     def rows(self, count: int) -> Rows:
         """Windows of random tokens."""
-        length = self.config.data.sequence_length + (self.config.model.family == "gpt")
+        length = self.config.model.row_length(self.config.data.sequence_length)
         ids = np.random.default_rng(0).integers(0, 250, (count, length)).astype(np.int32)
         return Rows(ids)  # type: ignore[arg-type]
 

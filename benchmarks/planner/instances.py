@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.planner.decisions import count
 from jhpt.core.cluster import Cluster, Device, Link, Node
-from jhpt.core.config import divisors
+from jhpt.core.divisors import divisors
 from jhpt.core.plan import Zero
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.cost.model import CostModel

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jhpt.core.config import GPTConfig
+from jhpt.core.families.gpt import GPTConfig
 from jhpt.models.attention import Implementation
 
 

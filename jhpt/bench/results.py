@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jhpt.core.config import one_of
+from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
 
 PACKAGES = ("jhpt", "jax", "jaxlib", "flax", "optax", "numpy", "torch")

@@ -8,15 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from jhpt.core.config import BERTConfig, DataConfig, GPTConfig, ModelConfig
+from jhpt.core.config import DataConfig
+from jhpt.core.families.bert import BERTConfig
+from jhpt.core.families.family import masked_positions
+from jhpt.core.families.gpt import GPTConfig
 from jhpt.training.data.tokenizer import Tokenizer
-from jhpt.training.masking import predictions
 
 
 class Block(nn.Module):
     """Attention and MLP; normalised before each half (GPT) or after it (BERT)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: GPTConfig | BERTConfig):
         super().__init__()
         d = config.d_model
         self.heads, self.causal, self.rate = config.num_heads, isinstance(config, GPTConfig), config.dropout
@@ -81,7 +83,7 @@ class BERT(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean masked-LM loss of tokens[B, S]."""
         batch, length = tokens.shape
-        count = predictions(length, self.fraction)
+        count = masked_positions(length, self.fraction)
         positions = torch.rand(batch, length - 2, device=tokens.device).topk(count).indices.sort().values + 1
         targets = tokens.gather(1, positions)
         kind = torch.rand(targets.shape, device=tokens.device)
@@ -98,7 +100,7 @@ class BERT(nn.Module):
 
 
 def make_step(
-    config: ModelConfig, data: DataConfig, tokenizer: Tokenizer, *, compiled: bool
+    config: GPTConfig | BERTConfig, data: DataConfig, tokenizer: Tokenizer, *, compiled: bool
 ) -> Callable[[np.ndarray], Any]:
     """One training step on numpy windows; on a GPU compiled, in bfloat16 under autocast, else eager in float32."""
     device = "cuda" if compiled else "cpu"

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 
 from jhpt.bench import minimal
 from jhpt.bench.results import Claim, Report, Row, chosen, print_claims, print_rows
-from jhpt.core.config import GPTConfig
+from jhpt.core.families.bert import BERTConfig
+from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.load import load_config
 from jhpt.measure.timer import interleaved, spread
 from jhpt.training.compile import compile_step
@@ -153,7 +154,9 @@ def _torch_trial(setup: Setup, steps: int) -> Trial:
     from jhpt.bench.torch_models import make_step
 
     compiled = torch.cuda.is_available()
-    step = make_step(setup.config.model, setup.config.data, setup.tokenizer, compiled=compiled)
+    model = setup.config.model
+    assert isinstance(model, GPTConfig | BERTConfig)
+    step = make_step(model, setup.config.data, setup.tokenizer, compiled=compiled)
     batches = _ready_batches(setup, steps)
 
     def trial() -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jhpt.core.catalogue import Chip, chip_by_driver, kinds_with_chips
 from jhpt.core.cluster import Device
-from jhpt.core.config import one_of
+from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
 
 

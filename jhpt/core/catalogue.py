@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from jhpt.core.cluster import Cluster, Curve, Device, Link, Node, load_cluster
-from jhpt.core.config import one_of
+from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean
 
 NODE_DEVICES = 8

@@ -14,8 +14,8 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from jhpt.core.config import Count, NonNegative, Positive, Section
 from jhpt.core.errors import InputError
+from jhpt.core.section import Count, NonNegative, Positive, Section
 
 SectionT = TypeVar("SectionT", bound=Section)
 Samples = Annotated[tuple[Positive, ...], Field(min_length=1)]

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jhpt.core.section import Count, Fraction, Section, one_of
+from jhpt.core.divisors import one_of
+from jhpt.core.section import Count, Fraction, Section
 
 
 class Compression(Section):

@@ -5,10 +5,12 @@ A `Config` has one section per concern (`model`, `data`, `optimizer`, `train`, `
 `jhpt.core.load` reads files, presets and overrides into a `Config`.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from jhpt.core.compression_config import (
     GRADIENT_SETTINGS,
@@ -17,51 +19,33 @@ from jhpt.core.compression_config import (
     CompressionConfig,
     GradientCompression,
 )
-from jhpt.core.memory_config import BLOCK_INPUT, NAMED_TENSORS, MemoryConfig, check_names
+from jhpt.core.divisors import common_divisors, one_of
+from jhpt.core.families.family import ModelConfig, families
+from jhpt.core.families.gpt import GPTConfig
+from jhpt.core.memory_config import MemoryConfig, check_names
+from jhpt.core.optimizers import optimizer_numbers
 from jhpt.core.parallel_config import ParallelConfig
 from jhpt.core.rules import SETTINGS, Choices, conflict
-from jhpt.core.section import (
-    Count,
-    Fraction,
-    NonNegative,
-    Positive,
-    Section,
-    common_divisors,
-    divisors,
-    one_of,
-)
+from jhpt.core.section import Count, Fraction, NonNegative, Positive, Section
 
 __all__ = [
-    "BLOCK_INPUT",
     "GRADIENT_SETTINGS",
-    "NAMED_TENSORS",
     "PLAIN_GRADIENTS",
-    "BERTConfig",
     "CheckpointConfig",
     "Compression",
     "CompressionConfig",
     "Config",
-    "Count",
     "DataConfig",
     "EvaluationConfig",
-    "GPTConfig",
     "GradientCompression",
     "LogConfig",
     "MemoryConfig",
     "ModelConfig",
     "MomentStorage",
-    "NonNegative",
     "OptimizerConfig",
     "ParallelConfig",
-    "Positive",
-    "Section",
     "TrainConfig",
-    "TransformerConfig",
     "WeightStorage",
-    "check_names",
-    "common_divisors",
-    "divisors",
-    "one_of",
 ]
 
 WeightStorage = Literal["float32", "bfloat16", "bfloat16_kahan", "bfloat16_stochastic"]
@@ -69,126 +53,6 @@ WeightStorage = Literal["float32", "bfloat16", "bfloat16_kahan", "bfloat16_stoch
 
 MomentStorage = Literal["float32", "int8"]
 """How Adam's moments are."""
-
-VOCAB_MULTIPLE = 128
-"""Embedding tables are padded to this multiple, so that a tensor axis divides them and GPU tiles are full."""
-
-
-class TransformerConfig(Section):
-    """The shape that GPT and BERT share."""
-
-    vocab_size: Count = Field(256, description="token ids the model knows")
-    num_layers: Count = Field(4, description="transformer blocks")
-    d_model: Count = Field(128, description="width of the residual stream")
-    num_heads: Count = Field(4, description="query heads")
-    d_ff: Count | None = Field(
-        None, description="MLP width; null: 4 d_model (8/3 d_model up to a multiple of 256 for swiglu)"
-    )
-    max_length: Count = Field(128, description="longest sequence the model accepts")
-    dropout: Fraction = Field(0.0, description="dropout after embedding, attention and MLP")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto",
-        description="compute dtype; auto: bfloat16 on GPU, float32 on CPU (parameters: optimizer.weights)",
-    )
-    matmul_dtype: Literal["same", "float8"] = Field(
-        "same",
-        description="operands of the matrix products of blocks; same: model.dtype; float8: with a scale each, on GPUs "
-        "of compute capability 8.9 or more",
-    )
-    attention: Literal["auto", "cudnn", "xla"] = Field(
-        "auto", description="attention kernel; auto: cuDNN flash attention where it applies, else XLA"
-    )
-
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _eight_bits_do_not_compute(cls, dtype: Any) -> Any:
-        if isinstance(dtype, str) and dtype.startswith(("float8", "fp8")):
-            raise ValueError(
-                f"model.dtype={dtype} is not there: only products of large matrices work in 8 bits; use "
-                "model.matmul_dtype=float8 with model.dtype=bfloat16, and where memory is short "
-                "optimizer.weights=bfloat16_kahan and optimizer.moments=int8"
-            )
-        return dtype
-
-    @model_validator(mode="after")
-    def _heads_divide_width(self) -> "TransformerConfig":
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}; "
-                f"use {one_of(divisors(self.d_model, up_to=2 * self.num_heads))} heads"
-            )
-        return self
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.d_model // self.num_heads
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding table: `vocab_size` rounded up to `VOCAB_MULTIPLE`."""
-        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-class GPTConfig(TransformerConfig):
-    """A causal decoder: GPT-2 and Llama shapes are settings of this one model."""
-
-    family: Literal["gpt"] = "gpt"
-    num_kv_heads: Count | None = Field(None, description="key/value heads (grouped-query attention); null: num_heads")
-    positions: Literal["learned", "rotary"] = Field("learned", description="position information")
-    rope_theta: Positive = Field(10_000.0, description="base wavelength of rotary positions")
-    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation before each half block")
-    norm_eps: Positive = Field(1e-5, description="added to the variance")
-    activation: Literal["gelu", "swiglu"] = Field("gelu", description="MLP non-linearity")
-    bias: bool = Field(True, description="biases in the linear layers")
-    tied: bool = Field(True, description="output head shares the embedding table")
-
-    @model_validator(mode="after")
-    def _groups_divide_heads(self) -> "GPTConfig":
-        if self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.kv_heads}; "
-                f"use {one_of(divisors(self.num_heads))}"
-            )
-        if self.positions == "rotary" and self.head_dim % 2:
-            raise ValueError(
-                f"rotary positions rotate pairs, but d_model / num_heads = {self.head_dim} is odd; "
-                "choose an even head width or model.positions=learned"
-            )
-        return self
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key/value heads."""
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def ffn_width(self) -> int:
-        """MLP width; 2/3 of 4 d_model for swiglu, whose MLP has three matrices (Shazeer 2020, arXiv 2002.05202)."""
-        if self.d_ff is not None:
-            return self.d_ff
-        return 4 * self.d_model if self.activation == "gelu" else -(-8 * self.d_model // 3 // 256) * 256
-
-
-class BERTConfig(TransformerConfig):
-    """A bidirectional encoder with token types, pooler and masked-LM head (Devlin et al. 2018, arXiv 1810.04805)."""
-
-    family: Literal["bert"] = "bert"
-    type_vocab_size: Count = Field(2, description="token types (segments)")
-    norm_eps: Positive = Field(1e-12, description="added to the variance")
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key/value heads: all of them."""
-        return self.num_heads
-
-    @property
-    def ffn_width(self) -> int:
-        """MLP width."""
-        return self.d_ff or 4 * self.d_model
-
-
-ModelConfig = GPTConfig | BERTConfig
 
 
 class DataConfig(Section):
@@ -212,8 +76,9 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule; everything that decides an update."""
+    """The update rule and its learning-rate schedule; everything that decides an update."""
 
+    name: str = Field("adamw", description="update rule")
     learning_rate: Positive = Field(2e-3, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after the warm-up")
     warmup_steps: Annotated[int, Field(ge=0, strict=True)] = Field(100, description="steps of linear warm-up from zero")
@@ -239,6 +104,14 @@ class OptimizerConfig(Section):
         "float32", description="how Adam's moments of matrices and tables are kept; int8: in codes with a scale a block"
     )
     z_loss: NonNegative = Field(0.0, description="weight of log(Z)^2, which keeps logits from drifting")
+
+    @model_validator(mode="after")
+    def _rule_can_code(self) -> "OptimizerConfig":
+        if not optimizer_numbers(self.name).coded and self.moments != "float32":
+            raise ValueError(
+                f"optimizer.moments={self.moments} is not available with optimizer.name={self.name}; use float32"
+            )
+        return self
 
     @property
     def low_precision(self) -> bool:
@@ -303,7 +176,7 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = Field(
         0, description="initialisation, data order, dropout, masking"
     )
-    model: Annotated[ModelConfig, Field(discriminator="family")] = GPTConfig()
+    model: SerializeAsAny[ModelConfig] = GPTConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
@@ -312,6 +185,17 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _of_its_family(cls, model: Any) -> Any:
+        if not isinstance(model, Mapping):
+            return model
+        settings = families().get(str(model.get("family")))
+        if settings is None:
+            names = ", ".join(families())
+            raise PydanticCustomError("unknown_family", "expected one of {families}", {"families": names})
+        return settings.model_validate(model)
 
     @field_validator("parallel", mode="before")
     @classmethod
@@ -333,9 +217,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _named_tensors_are_the_models(self) -> "Config":
+        if not isinstance(self.memory.recompute, str):
+            check_names(self.memory.recompute, "memory.recompute", self.model.named_tensors)
+        return self
+
+    @model_validator(mode="after")
     def _tensor_axis_divides_model(self) -> "Config":
         tensor = 1 if self.parallel.auto else self.parallel.tensor
-        sizes = {"num_heads": self.model.num_heads, "num_kv_heads": self.model.kv_heads, "d_ff": self.model.ffn_width}
+        sizes = self.model.tensor_sizes
         for name, size in sizes.items():
             if size % tensor:
                 raise ValueError(
@@ -354,6 +244,8 @@ class Config(Section):
         offload, optimizer = self.memory.offload, self.optimizer
         choices = Choices(
             offload=None if offload in ("auto", "off") else offload,
+            optimizer=optimizer.name,
+            optimizer_offloads=optimizer_numbers(optimizer.name).offloaded,
             storage=(optimizer.weights, optimizer.moments) if optimizer.low_precision else None,
             names=SETTINGS,
         )

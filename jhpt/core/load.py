@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from jhpt.core.config import BERTConfig, Config, GPTConfig
+from jhpt.core.config import Config
 from jhpt.core.errors import InputError, did_you_mean
+from jhpt.core.families.family import families, family_settings
 from jhpt.core.presets import DEFAULT, PRESETS
 from jhpt.core.renamed import new_name, with_settings_of_today
 
@@ -18,8 +19,6 @@ Source = Config | Mapping[str, Any] | str | Path | None
 
 CONFIG_FILE = "config.yaml"
 """The file of a run directory that holds its complete configuration."""
-
-FAMILIES: dict[str, type[GPTConfig] | type[BERTConfig]] = {"gpt": GPTConfig, "bert": BERTConfig}
 
 
 def load_config(source: Source = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -93,7 +92,7 @@ def preset(name: str) -> dict[str, Any]:
     if name not in PRESETS:
         raise InputError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; presets: {', '.join(PRESETS)}")
     changes = copy.deepcopy(PRESETS[name])
-    model = FAMILIES[changes["model"]["family"]](**changes["model"])
+    model = family_settings(changes["model"]["family"])(**changes["model"])
     return _merge(Config(model=model).model_dump(), {"name": name, **changes})
 
 
@@ -140,15 +139,15 @@ def _other_family(base: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
 
 def _explain(fault: Any, tree: Mapping[str, Any]) -> str:
     """One line for one pydantic error: the dotted name, what is wrong, what to do."""
-    name = ".".join(str(part) for part in fault["loc"] if part not in (*FAMILIES, "str", "tuple[str, ...]"))
+    name = ".".join(str(part) for part in fault["loc"] if part not in ("str", "tuple[str, ...]"))
     if fault["type"] == "extra_forbidden":
         if (now := new_name(name)) is not None:
             return f"{name} is now called {now}; write {now} instead"
         return f"{name}: unknown key{_suggest(name, list(_names(tree)))}"
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
-    if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        return f"model.family={fault['input'].get('family')!r}: expected one of {', '.join(FAMILIES)}"
+    if fault["type"] == "unknown_family":
+        return f"model.family={fault['input'].get('family')!r}: {fault['msg']}"
     message = fault["msg"].removeprefix("Input ")
     return f"{name}={fault['input']!r}: {message}"
 
@@ -156,10 +155,11 @@ def _explain(fault: Any, tree: Mapping[str, Any]) -> str:
 def _names(tree: Mapping[str, Any]) -> Iterator[str]:
     """All sections and dotted names that a config with this tree's model family may have."""
     model = tree.get("model")
-    family = FAMILIES.get(str(model.get("family")), GPTConfig) if isinstance(model, Mapping) else GPTConfig
+    default = type(Config.model_fields["model"].default)
+    settings = families().get(str(model.get("family")), default) if isinstance(model, Mapping) else default
     for section, field in Config.model_fields.items():
         yield section
-        section_type = family if section == "model" else field.annotation
+        section_type = settings if section == "model" else field.annotation
         if isinstance(section_type, type) and issubclass(section_type, BaseModel):
             yield from (f"{section}.{key}" for key in section_type.model_fields)
 

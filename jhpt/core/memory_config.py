@@ -6,13 +6,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from jhpt.core.errors import did_you_mean
+from jhpt.core.families.family import BLOCK_INPUT, known_tensors
+from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.section import Bytes, Section
-
-NAMED_TENSORS = ("residual_in", "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
-"""Activations of a block that have a name, in the order in which the forward pass computes them."""
-
-BLOCK_INPUT = NAMED_TENSORS[0]
-"""The activation from which a block's backward pass can compute all the others."""
 
 
 class MemoryConfig(Section):
@@ -63,7 +59,8 @@ class MemoryConfig(Section):
                 raise ValueError("memory.recompute names nothing; write full to save only the input of every block")
             if BLOCK_INPUT in recompute:
                 raise ValueError(f"memory.recompute: {BLOCK_INPUT} is the input, which is always saved; leave it out")
-            check_names(recompute, "memory.recompute", NAMED_TENSORS[1:], also=("auto", "none", "full"))
+            known = [name for name in known_tensors() if name != BLOCK_INPUT]
+            check_names(recompute, "memory.recompute", known, also=("auto", "none", "full"))
             if len(set(recompute)) < len(recompute):
                 raise ValueError("memory.recompute has a name twice; leave one out")
         return recompute
@@ -75,10 +72,12 @@ class MemoryConfig(Section):
         return "off" if offload is False else offload
 
 
-def check_names(
-    names: Sequence[str], where: str, known: Sequence[str] = NAMED_TENSORS, also: Sequence[str] = ()
-) -> None:
-    """Raises ValueError where a block has no tensor of such a name.  also: words that are allowed, not in a list."""
+def check_names(names: Sequence[str], where: str, known: Sequence[str] | None = None, also: Sequence[str] = ()) -> None:
+    """Raises ValueError where a block has no tensor of such a name.
+
+    known: None: the named tensors of all families.  also: words that are allowed, not in a list.
+    """
+    known = known_tensors() if known is None else known
     for name in names:
         if name in also and len(names) == 1:
             raise ValueError(f"{where}: {name} is a word, not a list; write {name} without brackets")

@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from jhpt.core.config import Config
+from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.memory_config import MemoryConfig
 from jhpt.core.plan import Chunk, Offload, Plan, Run, SavedTensors, Stage
 from jhpt.core.rules import check
-from jhpt.core.section import divisors, one_of
 
 
 def plan_by_hand(config: Config, devices: int) -> Plan:

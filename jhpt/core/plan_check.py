@@ -6,11 +6,12 @@ What does not go with what is in `jhpt.core.rules`; here is what makes stages, c
 from dataclasses import replace
 
 from jhpt.core.config import OptimizerConfig
+from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.memory_config import check_names
+from jhpt.core.optimizers import optimizer_numbers
 from jhpt.core.plan import Offload, Plan, SavedTensors
 from jhpt.core.rules import Choices, check
-from jhpt.core.section import divisors, one_of
 
 
 def choices_of(plan: Plan) -> Choices:
@@ -39,6 +40,8 @@ def with_optimizer(choices: Choices, offload: Offload, optimizer: OptimizerConfi
     """The choices of an offloaded plan with those of the optimizer that updates its blocks."""
     return replace(
         choices,
+        optimizer=optimizer.name,
+        optimizer_offloads=optimizer_numbers(optimizer.name).offloaded,
         update_in_backward=offload.update_in_backward,
         clip=optimizer.clip,
         clip_allows_update_in_backward=None if optimizer.clip_norm is None else optimizer.update_in_backward,

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from jhpt.core.cluster import parse, read_tree, write_json
 from jhpt.core.section import Count, NonNegative, NonNegativeInt, Positive, Section
 from jhpt.core.state import FLOAT32, State
+from jhpt.core.work import NamedTensor
 
 _TOKENS = re.compile(r"a sequence of (\d+) tokens")
 
@@ -44,18 +45,6 @@ class Timing(Section):
         forward = float(np.interp(batch, self.batches, self.forward)) * scale
         backward = float(np.interp(batch, self.batches, self.backward)) * scale
         return forward, backward
-
-
-class NamedTensor(Section):
-    """A tensor inside a layer that the backward pass reads: kept, recomputed or offloaded by name."""
-
-    name: str
-    bytes: NonNegative = Field(description="per sample, on one device without tensor parallelism")
-    flops: NonNegative = Field(0.0, description="per sample, to compute it again from its inputs")
-    sharded: bool = Field(True, description="whether the tensor axis divides it")
-    inputs: tuple[str, ...] = Field((), description="the named tensors that it is computed from")
-    read: bool = Field(True, description="whether the backward pass reads it, or what is made of it without a name")
-    summed: bool = Field(False, description="whether it is a sum over the tensor axis, or made of one")
 
 
 class LayerKind(Section):

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
-from jhpt.core.section import divisors, one_of
 
 SETTINGS: Mapping[str, str] = {
     "batch": "data.batch_size",
@@ -41,6 +41,7 @@ class Choices:
     `place`.  mixed: the cluster's nodes differ.  data: data ranks.  tensor: the tensor degrees in use, ascending.
     sample: what a sample is, where it is no sequence of tokens.  block_kinds: kinds of
     layers between embedding and head.  saved_in_host_memory: names of saved activations.
+    optimizer: name of the update rule; optimizer_offloads: whether blocks can take its steps in CPU offload.
     storage: how weights and moments are stored, where that is not float32.  update_in_backward: the plan's, clip: the
     optimizer's rule, which allows it or does not.  tied: tensor degrees of the two layers that share a parameter.
     names: what messages call the choices.
@@ -71,6 +72,8 @@ class Choices:
     update_in_backward: bool | None = None
     clip: str | None = None
     clip_allows_update_in_backward: bool | None = None
+    optimizer: str | None = None
+    optimizer_offloads: bool | None = None
     storage: tuple[str, str] | None = None
     recompute: bool | None = None
     saved: bool = False
@@ -283,6 +286,14 @@ RULES: tuple[Rule, ...] = (
             f"CPU offload ({c.name('offload')}={c.offload}) stores blocks in float32, not with optimizer.weights="
             f"{(c.storage or ('', ''))[0]} and optimizer.moments={(c.storage or ('', ''))[1]}; use float32 for both, "
             f"or {c.off('offload')}"
+        ),
+    ),
+    Rule(
+        name="CPU offload of an optimizer that can stream",
+        broken_by=lambda c: c.offload is not None and c.optimizer_offloads is False,
+        message=lambda c: (
+            f"CPU offload ({c.name('offload')}={c.offload}) is not available with optimizer.name={c.optimizer}; use "
+            f"another optimizer, or {c.off('offload')}"
         ),
     ),
     Rule(

@@ -1,28 +1,23 @@
-"""What training keeps of a parameter from step to step, in bytes, as the section `optimizer` says.
+"""Bytes per parameter of what training keeps from step to step, as the section `optimizer` says.
 
     weights   float32: 4; bfloat16, whatever its rounding: 2, and 4 of what models use in float32; bfloat16_kahan:
               with a remainder of 2
     moments   float32: 4 each; int8, of a matrix or table: a code of 1 and a scale of 4 for each block of a row
 
-Means over all parameters of a model, padding included: layers differ by what lies in norms and biases, a thousandth.
+An optimizer has as many moments as `jhpt.core.optimizers` says: AdamW two.  The figures are means over all parameters
+of a model, padding included: layers differ by the share of norms and biases in them, a thousandth.
 """
 
 from pydantic import Field
 
-from jhpt.core.config import (
-    ModelConfig,
-    MomentStorage,
-    NonNegative,
-    OptimizerConfig,
-    Positive,
-    Section,
-    WeightStorage,
-)
-from jhpt.core.shapes import in_float32, matrices, parameter_count
+from jhpt.core.config import MomentStorage, OptimizerConfig, WeightStorage
+from jhpt.core.families.family import ModelConfig
+from jhpt.core.optimizers import optimizer_numbers
+from jhpt.core.section import NonNegative, Positive, Section
 
 BLOCK = 64
-"""Numbers that share a scale, at most: scales cost 1/16 byte a number.  Dettmers et al. have 2048; here the last dim of
-a matrix should hold several blocks, for a tensor axis cuts between them."""
+"""Numbers that share a scale, at most: scales cost 1/16 byte a number.  Dettmers et al. have 2048; here the last
+dimension of a matrix should hold several blocks, for a tensor axis cuts between them."""
 
 LEAST = 8
 """With fewer numbers in a block, scales would cost more than half of what codes do."""
@@ -31,13 +26,14 @@ FLOAT32, BFLOAT16, CODE = 4, 2, 1
 
 
 class State(Section):
-    """How it is kept, and bytes of a parameter."""
+    """How weights and moments are kept, and their bytes per parameter."""
 
+    optimizer: str = "adamw"
     weights: WeightStorage = "float32"
     moments: MomentStorage = "float32"
     weight_bytes: Positive = 4.0
     remainder_bytes: NonNegative = 0.0
-    moment_bytes: Positive = 8.0
+    moment_bytes: NonNegative = 8.0
     decoded_bytes: NonNegative = Field(0.0, description="moments in float32 of the largest matrix, while it is updated")
 
     @property
@@ -53,51 +49,53 @@ class State(Section):
     @property
     def causes(self) -> dict[str, float]:
         """Bytes by what they are."""
-        saved = "float32" if self.weights == "float32" else "bfloat16"
-        own = {
-            f"weights in {saved}": self.weight_bytes,
+        stored = "float32" if self.weights == "float32" else "bfloat16"
+        sizes = {
+            f"weights in {stored}": self.weight_bytes,
             "remainders": self.remainder_bytes,
             f"moments in {self.moments}": self.moment_bytes,
         }
-        return {cause: size for cause, size in own.items() if size}
+        return {cause: size for cause, size in sizes.items() if size}
 
 
 def state_of(model: ModelConfig, optimizer: OptimizerConfig) -> State:
-    """The state of this model."""
+    """The state of this model under this optimizer."""
+    moments = optimizer_numbers(optimizer.name).moments
     return State(
+        optimizer=optimizer.name,
         weights=optimizer.weights,
         moments=optimizer.moments,
         weight_bytes=float(FLOAT32) if optimizer.weights == "float32" else _bfloat16_bytes(model),
         remainder_bytes=float(BFLOAT16) if optimizer.weights == "bfloat16_kahan" else 0.0,
-        moment_bytes=2 * (float(FLOAT32) if optimizer.moments == "float32" else _coded_bytes(model)),
-        decoded_bytes=0.0 if optimizer.moments == "float32" else _decoded_bytes(model),
+        moment_bytes=moments * (float(FLOAT32) if optimizer.moments == "float32" else _coded_bytes(model)),
+        decoded_bytes=0.0 if optimizer.moments == "float32" else _decoded_bytes(model, moments),
     )
 
 
 def block_size(row: int) -> int | None:
-    """Numbers in a block of rows so long: the largest divisor up to `BLOCK`; None: rows are not coded."""
+    """Numbers in a block of rows of this length: the largest divisor up to `BLOCK`; None: rows are not coded."""
     return next((size for size in range(min(BLOCK, row), LEAST - 1, -1) if row % size == 0), None)
 
 
 def most_cuts(row: int) -> int:
-    """Into how many pieces blocks of a row fall, or its numbers, where it is not coded."""
+    """The most pieces that a row can be cut into: its blocks, or its numbers where it is not coded."""
     return row // (block_size(row) or 1)
 
 
 def _bfloat16_bytes(model: ModelConfig) -> float:
-    wide = in_float32(model) / parameter_count(model).allocated
+    wide = model.float32_parameters() / model.parameter_count().allocated
     return BFLOAT16 + wide * (FLOAT32 - BFLOAT16)
 
 
-def _decoded_bytes(model: ModelConfig) -> float:
-    """Both moments of all blocks' largest matrix, or of the largest table, spread over all parameters.  Programs for an
+def _decoded_bytes(model: ModelConfig, moments: int) -> float:
+    """All moments of all blocks' largest matrix, or of the largest table, spread over all parameters.  Programs for an
     H100 hold 1.5 to 1.9 times one of them (jax 0.10.2)."""
-    largest = max((numbers for numbers, row in matrices(model) if block_size(row)), default=0)
-    return 2 * FLOAT32 * largest / parameter_count(model).allocated
+    largest = max((numbers for numbers, row in model.matrices() if block_size(row)), default=0)
+    return moments * FLOAT32 * largest / model.parameter_count().allocated
 
 
 def _coded_bytes(model: ModelConfig) -> float:
     """Of one moment: what is not coded is float32."""
-    coded = [(numbers, block) for numbers, row in matrices(model) if (block := block_size(row))]
+    coded = [(numbers, block) for numbers, row in model.matrices() if (block := block_size(row))]
     saved = sum(numbers * (FLOAT32 - CODE - FLOAT32 / block) for numbers, block in coded)
-    return FLOAT32 - saved / parameter_count(model).allocated
+    return FLOAT32 - saved / model.parameter_count().allocated

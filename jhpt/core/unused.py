@@ -68,13 +68,13 @@ UNUSED: tuple[Unused, ...] = (
     ),
     Unused(
         setting="data.mask_fraction",
-        unread=lambda config: config.model.family != "bert",
-        why="only BERT masks tokens; set model.family=bert, or leave it out",
+        unread=lambda config: not config.model.masked,
+        why="only a model that predicts masked tokens, such as BERT, reads it; set model.family=bert, or leave it out",
     ),
     Unused(
         setting="evaluation.prompt",
-        unread=lambda config: config.model.family != "gpt",
-        why="only GPT writes a sample; set model.family=gpt, or leave it out",
+        unread=lambda config: not config.model.generates,
+        why="only a model that generates text, such as GPT, writes a sample; set model.family=gpt, or leave it out",
     ),
 )
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jhpt.core.amounts import gib
 from jhpt.core.cluster import HOST_SHARE
-from jhpt.core.config import GPTConfig
+from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.host import host_memory
 from jhpt.core.load import load_config
 from jhpt.measure.device import device_info

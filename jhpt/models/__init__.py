@@ -1,1 +1,1 @@
-"""GPT and BERT as pure functions of a parameter tree.  No mesh: parallelism is injected (`jhpt.models.hooks`)."""
+"""Model families as pure functions of a parameter tree.  No mesh: parallelism is injected (`jhpt.models.hooks`)."""

@@ -6,8 +6,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jhpt.core.config import ModelConfig
 from jhpt.core.errors import InputError
+from jhpt.core.families.family import ModelConfig
 
 Implementation = Literal["cudnn", "xla"]
 
@@ -71,6 +71,8 @@ def _cudnn_obstacle(model: ModelConfig, platform: str, dtype: jnp.dtype, capabil
         return f"compute capability {capability} is below 8.0"
     if jnp.dtype(dtype).itemsize != 2:
         return f"it computes in 16 bits and the model in {jnp.dtype(dtype).name}"
+    if model.head_dim is None:
+        return "the model has no attention"
     if model.head_dim % 8 or model.head_dim > 128:
         return f"head width {model.head_dim} is not a multiple of 8 up to 128"
     return None

@@ -15,21 +15,25 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jhpt.core.config import BERTConfig
+from jhpt.core.families.bert import BERTConfig
 from jhpt.models.attention import Implementation
+from jhpt.models.family import Objective, PartitionRules, Rows, Sums
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import (
     INIT_STD,
     AttentionHalf,
     Linear,
-    MLPHalf,
     Parted,
     apply,
     collected,
     dropout,
+    fold,
     norm,
     scan_layers,
+    transformer_mlp,
 )
+from jhpt.models.masking import Masked, mask_tokens
+from jhpt.models.objective import MASKS, summed_loss
 from jhpt.models.repeated import looked_up, plus
 from jhpt.models.vocabulary import embed, project_to_vocabulary
 
@@ -55,7 +59,7 @@ class BERTEmbedding(nn.Module):
 
 
 class NormParameters(nn.Module):
-    """What a LayerNorm of so many numbers reads: {"scale": [D], "bias": [D]}."""
+    """The parameters of a LayerNorm over D features: {"scale": [D], "bias": [D]}."""
 
     features: int
 
@@ -69,7 +73,7 @@ class NormParameters(nn.Module):
 
 
 class Attention(nn.Module):
-    """x, and attention(x) in parts; and the norm of their sum."""
+    """x, this shard's part of attention(x), and the parameters of the norm that follows their sum."""
 
     config: BERTConfig
     dtype: Any
@@ -79,13 +83,13 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, lengths: jax.Array | None, ordering_token: jax.Array | None) -> Parted:
         x = checkpoint_name(x, "residual_in")
-        half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, name="attention")
+        half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, INIT_STD, name="attention")
         part, bias, tokens = half(x, x, None, lengths, ordering_token)
         return Parted(x, part, tokens, bias, NormParameters(self.config.d_model, name="attention_norm")())
 
 
 class FeedForward(nn.Module):
-    """x, and mlp(x) in parts; and the norm of their sum."""
+    """x, this shard's part of mlp(x), and the parameters of the norm that follows their sum."""
 
     config: BERTConfig
     dtype: Any
@@ -93,7 +97,7 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, tokens: jax.Array | None, ordering_token: jax.Array | None) -> Parted:
-        part, bias = MLPHalf(self.config, self.dtype, self.hooks, name="mlp")(x, tokens, ordering_token)
+        part, bias = transformer_mlp(self.config, self.dtype, self.hooks, INIT_STD)(x, tokens, ordering_token)
         return Parted(x, part, tokens, bias, NormParameters(self.config.d_model, name="mlp_norm")())
 
 
@@ -143,13 +147,36 @@ class BERT:
     def _pooler(self) -> Linear:
         return Linear((self.config.d_model,), self.dtype)
 
+    @property
+    def head_reads(self) -> tuple[str, ...]:
+        """The head's parameters and the embedding's table; nothing reads the pooler in pre-training."""
+        return ("head", "embedding/tokens")
+
+    @property
+    def partition_rules(self) -> PartitionRules:
+        """None of its own: all parameters are those of shared layers."""
+        return ()
+
+    def _masked(self, rows: Rows, keys: jax.Array, objective: Objective) -> Masked:
+        return mask_tokens(fold(keys, MASKS), rows.windows, objective.mask_fraction, objective.tokens)
+
+    def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
+        """The windows, some of whose tokens are masked."""
+        return self._masked(rows, keys, objective).tokens
+
+    def loss(self, params: Any, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
+        """Masked-language modelling: the masked positions predict what was there."""
+        masked = self._masked(rows, keys, objective)
+        predicted = jnp.take_along_axis(x, masked.positions[..., None], axis=1)
+        return summed_loss(self.logits(params, predicted), masked.targets, rows.weights, objective.z_loss, self.hooks)
+
     def init(self, key: jax.Array) -> Any:
         """Fresh float32 parameters."""
         blocks = jax.vmap(partial(self.init_block, key))(jnp.arange(self.config.num_layers))
         return {**self.init_embedding_and_head(key), "blocks": blocks}
 
     def init_embedding_and_head(self, key: jax.Array) -> Any:
-        """Those of embedding, head and pooler."""
+        """The parameters of embedding, head and pooler."""
         first, _, last, pooler = jax.random.split(key, 4)
         embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32), None)["params"]
         return {
@@ -159,10 +186,10 @@ class BERT:
         }
 
     def init_block(self, key: jax.Array, layer: Any) -> Any:
-        """Those of one block."""
-        own = jax.random.split(jax.random.split(key, 4)[1], self.config.num_layers)[layer]
-        attention = self._attention.init(own, self._one_token, None, None)["params"]
-        return attention | self._feed_forward.init(own, self._one_token, None, None)["params"]
+        """The parameters of one block."""
+        block_key = jax.random.split(jax.random.split(key, 4)[1], self.config.num_layers)[layer]
+        attention = self._attention.init(block_key, self._one_token, None, None)["params"]
+        return attention | self._feed_forward.init(block_key, self._one_token, None, None)["params"]
 
     @property
     def _one_token(self) -> jax.Array:
@@ -182,23 +209,23 @@ class BERT:
         """One layer: x[B, S, D] -> x[B, S, D]; positions at or beyond `lengths[B]` are not attended to."""
         return self.finish(self.feed(layer_params, self.attend(layer_params, x, lengths=lengths), keys), keys)
 
-    # A layer, cut before each of its sums over the shards; keys and tickets as in `block` and `hooks.depend_on`.
+    # A block, cut before each of its all-reduces over the tensor axis (`jhpt.models.family.Model`).
 
     def attend(
         self, layer_params: Any, x: jax.Array, ordering_token: jax.Array | None = None, lengths: jax.Array | None = None
     ) -> Parted:
-        """Up to the first sum."""
+        """Up to the first all-reduce."""
         return apply(self._attention, layer_params, x, lengths, ordering_token)
 
     def feed(
         self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ordering_token: jax.Array | None = None
     ) -> Parted:
-        """From there up to the second."""
+        """From there up to the second all-reduce."""
         x = collected(parted, self.config.dropout, keys, 0, self.hooks, "projection_out")
         return apply(self._feed_forward, layer_params, self._normed(x, parted), parted.tokens, ordering_token)
 
     def finish(self, parted: Parted, keys: jax.Array | None = None) -> jax.Array:
-        """The rest."""
+        """The rest of the block."""
         return self._normed(collected(parted, self.config.dropout, keys, 1, self.hooks, "mlp_out"), parted)
 
     def _normed(self, x: jax.Array, parted: Parted) -> jax.Array:
@@ -239,3 +266,7 @@ class BERT:
     ) -> jax.Array:
         """tokens[B, S] -> masked-LM logits[B, S, V]."""
         return self.logits(params, self.encode(params, tokens, types=types, lengths=lengths, keys=keys))
+
+
+MODEL = BERT
+"""What `jhpt.models.family.build` registers."""

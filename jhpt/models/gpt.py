@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jhpt.core.config import GPTConfig
+from jhpt.core.families.gpt import GPTConfig
 from jhpt.models.attention import Implementation
+from jhpt.models.family import Objective, PartitionRules, Rows, Sums
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import (
     INIT_STD,
     AttentionHalf,
-    MLPHalf,
     Parted,
     Rotation,
     apply,
@@ -29,9 +29,16 @@ from jhpt.models.layers import (
     norm,
     rotation_table,
     scan_layers,
+    transformer_mlp,
 )
+from jhpt.models.objective import summed_loss
 from jhpt.models.repeated import plus
 from jhpt.models.vocabulary import embed, project_to_vocabulary
+
+
+def residual_std(config: GPTConfig) -> float:
+    """GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L)."""
+    return INIT_STD / (2 * config.num_layers) ** 0.5
 
 
 class GPTEmbedding(nn.Module):
@@ -54,7 +61,7 @@ class GPTEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """x, and attention(norm(x)) in parts."""
+    """x, and this shard's part of attention(norm(x))."""
 
     config: GPTConfig
     dtype: Any
@@ -65,13 +72,15 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, rotation: Rotation | None, ordering_token: jax.Array | None) -> Parted:
         x = checkpoint_name(x, "residual_in")
         h = norm(self.config.norm, self.config.norm_eps, self.dtype, "attention_norm")(x)
-        half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, name="attention")
+        half = AttentionHalf(
+            self.config, self.dtype, self.hooks, self.implementation, residual_std(self.config), name="attention"
+        )
         part, bias, tokens = half(h, x, rotation, None, ordering_token)
         return Parted(x, part, tokens, bias)
 
 
 class FeedForward(nn.Module):
-    """x, and mlp(norm(x)) in parts."""
+    """x, and this shard's part of mlp(norm(x))."""
 
     config: GPTConfig
     dtype: Any
@@ -80,7 +89,9 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, tokens: jax.Array | None, ordering_token: jax.Array | None) -> Parted:
         h = norm(self.config.norm, self.config.norm_eps, self.dtype, "mlp_norm")(x)
-        part, bias = MLPHalf(self.config, self.dtype, self.hooks, name="mlp")(h, tokens, ordering_token)
+        part, bias = transformer_mlp(self.config, self.dtype, self.hooks, residual_std(self.config))(
+            h, tokens, ordering_token
+        )
         return Parted(x, part, tokens, bias)
 
 
@@ -134,23 +145,41 @@ class GPT:
     def _table(self, params: Any) -> jax.Array | None:
         return params["embedding"]["tokens"] if self.config.tied else None
 
+    @property
+    def head_reads(self) -> tuple[str, ...]:
+        """The head's parameters, and the embedding's table where it is tied."""
+        return ("head", *(("embedding/tokens",) if self.config.tied else ()))
+
+    @property
+    def partition_rules(self) -> PartitionRules:
+        """None of its own: all parameters are those of shared layers."""
+        return ()
+
+    def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
+        """All but the last token of every window."""
+        return rows.windows[:, :-1]
+
+    def loss(self, params: Any, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
+        """Next-token prediction: every position predicts the token after it."""
+        return summed_loss(self.logits(params, x), rows.windows[:, 1:], rows.weights, objective.z_loss, self.hooks)
+
     def init(self, key: jax.Array) -> Any:
         """Fresh float32 parameters."""
         blocks = jax.vmap(partial(self.init_block, key))(jnp.arange(self.config.num_layers))
         return {**self.init_embedding_and_head(key), "blocks": blocks}
 
     def init_embedding_and_head(self, key: jax.Array) -> Any:
-        """Those of embedding and head."""
+        """The parameters of embedding and head."""
         first, _, last = jax.random.split(key, 3)
         embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32))["params"]
         head = self._head.init(last, self._one_token, self._table({"embedding": embedding}))["params"]
         return {"embedding": embedding, "head": head}
 
     def init_block(self, key: jax.Array, layer: Any) -> Any:
-        """Those of one block."""
-        own = jax.random.split(jax.random.split(key, 3)[1], self.config.num_layers)[layer]
-        attention = self._attention.init(own, self._one_token, self._rotation(1), None)["params"]
-        return attention | self._feed_forward.init(own, self._one_token, None, None)["params"]
+        """The parameters of one block."""
+        block_key = jax.random.split(jax.random.split(key, 3)[1], self.config.num_layers)[layer]
+        attention = self._attention.init(block_key, self._one_token, self._rotation(1), None)["params"]
+        return attention | self._feed_forward.init(block_key, self._one_token, None, None)["params"]
 
     @property
     def _one_token(self) -> jax.Array:
@@ -164,21 +193,21 @@ class GPT:
         """One layer: x[B, S, D] -> x[B, S, D]."""
         return self.finish(self.feed(layer_params, self.attend(layer_params, x), keys), keys)
 
-    # A layer, cut before each of its sums over the shards; keys and tickets as in `block` and `hooks.depend_on`.
+    # A block, cut before each of its all-reduces over the tensor axis (`jhpt.models.family.Model`).
 
     def attend(self, layer_params: Any, x: jax.Array, ordering_token: jax.Array | None = None) -> Parted:
-        """Up to the first sum."""
+        """Up to the first all-reduce."""
         return apply(self._attention, layer_params, x, self._rotation(x.shape[1] * self.hooks.rows), ordering_token)
 
     def feed(
         self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ordering_token: jax.Array | None = None
     ) -> Parted:
-        """From there up to the second."""
+        """From there up to the second all-reduce."""
         x = collected(parted, self.config.dropout, keys, 0, self.hooks, "projection_out")
         return apply(self._feed_forward, layer_params, x, parted.tokens, ordering_token)
 
     def finish(self, parted: Parted, keys: jax.Array | None = None) -> jax.Array:
-        """The rest."""
+        """The rest of the block."""
         return collected(parted, self.config.dropout, keys, 1, self.hooks, "mlp_out")
 
     def logits(self, params: Any, x: jax.Array) -> jax.Array:
@@ -189,3 +218,7 @@ class GPT:
         """tokens[B, S] -> logits[B, S, V]; a key for every row switches dropout on."""
         x = self.embed(params, tokens, keys)
         return self.logits(params, scan_layers(self.block, params["blocks"], x, keys))
+
+
+MODEL = GPT
+"""What `jhpt.models.family.build` registers."""

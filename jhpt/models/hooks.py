@@ -1,4 +1,4 @@
-"""How a model is cut over the tensor axis; the runtime injects it, and the defaults run on a single device."""
+"""How a model is cut over the tensor axis.  The runtime injects the functions; the defaults run on a single device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,48 +10,50 @@ Settle = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """x itself: nothing is cut."""
+    """x itself: it is not cut."""
     return x
 
 
 def same(x: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
-    """x itself, whichever tokens matter."""
+    """x itself, whichever tokens are important."""
     return x
 
 
 def enter_at_once(x: jax.Array) -> tuple[jax.Array, Settle]:
-    """(x, what leaves everything as it is)."""
+    """(x, a `settle` that returns its argument)."""
     return x, same
 
 
 def all_alike(q: jax.Array, k: jax.Array, lengths: jax.Array | None, residual: jax.Array) -> None:
-    """No token matters more than others."""
+    """None: no token is more important than another."""
 
 
 def only_shard() -> int:
-    """0: the number of the only shard."""
+    """0, the number of the only shard."""
     return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """One shard's view.  Heads, hidden units and vocabulary are divided evenly.
+    """One shard's view of the model.  Heads, hidden units and vocabulary are divided evenly among the shards.
 
-    shards: how many there are.
-    rows: into how many pieces the residual stream x[B, S, D] is cut along the sequence; `copy_to_tensor_axis` makes it whole, and
-      `reduce_over_tensor_axis` leaves a shard's piece.
-    own_rows: what the whole sequence has [B, S, ...] -> this shard's piece of it.
-    rank: () -> the number of this one.
-    important: (q[B, S, heads, E], k, lengths) of this shard's heads and the residual stream [B, S, D] that they come
-      from -> tokens, the positions [B, k] that matter most to all shards; None: sums need not know.
-    copy_to_tensor_axis: (x, whole, tokens or nothing) -> x, before it meets matrices of which each shard has some columns.
-    enter_before: x -> (x, settle) where tokens are chosen from what follows; settle: (y, tokens) -> y, of any y that
-      depends on x.
-    depend_on: (x, ordering token or None) -> x, not before the token is there.
-    reduce_over_tensor_axis: (part, tokens or nothing) -> the sum of all shards' parts [..., D] of a product.
-    join: what every shard has of the last dimension -> the whole.
-    total: sum over the shards.
-    largest: maximum over the shards; no gradient passes.
+    shards: the number of shards.
+    rows: the number of pieces that the residual stream x[B, S, D] is cut into along the sequence.  Where it is cut,
+      `copy_to_tensor_axis` makes x whole and `reduce_over_tensor_axis` returns this shard's piece.
+    own_rows: an array [B, S, ...] over the whole sequence -> this shard's piece of it.
+    rank: () -> the number of this shard.
+    important: (q[B, S, heads, E], k, lengths) of this shard's heads and the residual stream [B, S, D] that they were
+      made from -> the positions [B, k] of the tokens that are most important to all shards; None where all-reduces do
+      not distinguish tokens.
+    copy_to_tensor_axis: (x, important tokens or None) -> x, before it is multiplied with matrices that are split by
+      column; its backward pass is an all-reduce.
+    enter_before: x -> (x, settle), the same where the important tokens are only chosen later; settle: (y, tokens) -> y
+      for any y that depends on x.
+    depend_on: (x, ordering token or None) -> x, available only once the token is.
+    reduce_over_tensor_axis: (part, important tokens or None) -> the all-reduce of the shards' parts [..., D].
+    join: this shard's part of the last dimension -> the whole dimension.
+    total: the sum over the shards.
+    largest: the maximum over the shards; no gradient passes.
     """
 
     shards: int = 1

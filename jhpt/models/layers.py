@@ -1,11 +1,12 @@
-"""The layers that GPT and BERT share, as Flax modules used through pure `init` and `apply`.
+"""The layers that families share, as Flax modules used through pure `init` and `apply`.
 
 Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, G = H / K, E head width, F MLP width.
 Weights, of any dtype, are cast to `dtype` where they are used.  Tensors that recomputation chooses among carry names
-(`jax.ad_checkpoint.checkpoint_name`), listed in `jhpt.core.config.NAMED_TENSORS`.
+(`jax.ad_checkpoint.checkpoint_name`), listed in the family's `named_tensors`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -13,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jhpt.core.config import GPTConfig, ModelConfig
+from jhpt.core.families.transformer import TransformerConfig
+from jhpt.core.layers import ACTIVATIONS, NORMS
 from jhpt.models.attention import Implementation, attention
 from jhpt.models.hooks import Hooks
 from jhpt.models.products import PRODUCTS, Product, plain_product
 from jhpt.models.repeated import plus
 
 CHOICE = "important_tokens"
-"""Name of the tokens that matter: a few bytes, and they cost communication to find again."""
+"""Name of the important tokens: a few bytes, which cost communication to compute again."""
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2 and BERT released code)."""
@@ -29,11 +31,52 @@ Rotation = tuple[jax.Array, jax.Array]
 """Cosines and sines of rotary positions, [S, E / 2] each."""
 
 
+Activation = Callable[[jax.Array], jax.Array]
+"""hidden [..., F] -> [..., F]; of an activation of two matrices [..., 2, F] -> [..., F]."""
+
+
+def _swiglu(hidden: jax.Array) -> jax.Array:
+    return nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": partial(nn.gelu, approximate=True),  # the tanh form, as in GPT-2
+    "gelu_exact": partial(nn.gelu, approximate=False),
+    "swiglu": _swiglu,
+}
+
+_NORMS: dict[str, Callable[..., nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
+
+
+def register_activation(name: str, function: Activation, *, matrices: int = 1) -> None:
+    """Makes an activation of the MLP known; matrices: input matrices that it takes, 2 where it is gated.
+
+    Raises:
+      ValueError: the name is taken.
+    """
+    if name in _ACTIVATIONS:
+        raise ValueError(f"the activation {name!r} is registered twice; give one of them another name")
+    ACTIVATIONS[name], _ACTIVATIONS[name] = matrices, function
+
+
+def register_norm(name: str, module: Callable[..., nn.Module], *, parameters: int) -> None:
+    """Makes a norm known.
+
+    Args:
+      module: called with `epsilon`, `dtype`, `use_fast_variance` and `name`.
+      parameters: how many it has for every number that is normalised: 2 for a scale and a bias.
+
+    Raises:
+      ValueError: the name is taken.
+    """
+    if name in _NORMS:
+        raise ValueError(f"the norm {name!r} is registered twice; give one of them another name")
+    NORMS[name], _NORMS[name] = parameters, module
+
+
 def norm(kind: str, eps: float, dtype: Any, name: str) -> nn.Module:
-    """LayerNorm or RMSNorm over the last dimension, statistics in float32."""
-    return {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}[kind](
-        epsilon=eps, dtype=dtype, use_fast_variance=False, name=name
-    )
+    """A registered norm over the last dimension; layernorm and rmsnorm have their statistics in float32."""
+    return _NORMS[kind](epsilon=eps, dtype=dtype, use_fast_variance=False, name=name)
 
 
 class Linear(nn.Module):
@@ -52,9 +95,10 @@ class Linear(nn.Module):
 
 
 class Parted(NamedTuple):
-    """Half a layer, up to a shard's part of a product: the sum over the shards is to come, and what follows that.
+    """Half a block, up to a shard's part of a product, before the all-reduce over the shards and what follows it.
 
-    x: the residual stream, to which the sum is added.  part: [B, S, D].  tokens: that matter.  bias, norm: parameters.
+    x: the residual stream, to which the sum is added.  part: [B, S, D].  tokens: the important ones, or None.
+    bias, norm: parameters.
     """
 
     x: jax.Array
@@ -72,7 +116,7 @@ def collected(parted: Parted, rate: float, keys: jax.Array | None, use: int, hoo
 
 
 class PartedLinear(nn.Module):
-    """x[..., D_in] -> (part of the product [..., D], bias or None), where shards have some D_in each."""
+    """x[..., D_in] -> (part of the product [..., D], bias or None), where every shard has some of D_in."""
 
     features: int
     dtype: Any
@@ -93,14 +137,16 @@ class AttentionHalf(nn.Module):
     """Multi-head attention on an already normalised input; qkv is one matrix [D, K, G + 2, E], grouped by key head,
     so that a tensor axis over K keeps every query beside its key and value.
 
-    residual: the rows of the residual stream that x was made of.  ticket: to wait for (`hooks.depend_on`).
-    Returns (part of the result, its bias, tokens that matter: `hooks.important`).
+    residual: the rows of the residual stream that x was made of.  ordering_token: what the half waits for
+    (`hooks.depend_on`).  Returns (part of the result, its bias, the important tokens: `hooks.important`).
     """
 
-    config: ModelConfig
+    config: TransformerConfig
     dtype: Any
     hooks: Hooks
     implementation: Implementation
+    std: float
+    """Standard deviation of the projection's initial weights."""
 
     @nn.compact
     def __call__(
@@ -112,10 +158,9 @@ class AttentionHalf(nn.Module):
         ordering_token: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         config = self.config
-        is_gpt = isinstance(config, GPTConfig)
         heads, kv_heads = config.num_heads // self.hooks.shards, config.kv_heads // self.hooks.shards
         group, width = heads // kv_heads, config.head_dim
-        bias = config.bias if isinstance(config, GPTConfig) else True
+        bias = config.biased
         product = PRODUCTS[config.matmul_dtype]
 
         x, settle = self.hooks.enter_before(x)
@@ -127,46 +172,52 @@ class AttentionHalf(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         tokens = self.hooks.important(q, k, lengths, residual)
         tokens = tokens if tokens is None else checkpoint_name(tokens, CHOICE)
-        mixed = attention(q, k, v, causal=is_gpt, lengths=lengths, implementation=self.implementation)
+        mixed = attention(q, k, v, causal=config.causal, lengths=lengths, implementation=self.implementation)
         mixed = checkpoint_name(mixed.reshape(*x.shape[:2], heads * width), "attention_out")
-        last = PartedLinear(config.d_model, self.dtype, bias, residual_std(config), product, name="projection")
+        last = PartedLinear(config.d_model, self.dtype, bias, self.std, product, name="projection")
         return *last(settle(mixed, tokens)), tokens
 
 
 class MLPHalf(nn.Module):
-    """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) with gate and up in one matrix [D, 2, F].
+    """down(activation(up(x))), or down(silu(gate(x)) * up(x)) for swiglu, with gate and up in one matrix [D, 2, F].
 
-    tokens: that matter.  ticket: to wait for.  Returns (part of the result, its bias).
+    tokens: the important ones.  ordering_token: what the half waits for.  Returns (part of the result, its bias).
     """
 
-    config: ModelConfig
+    features: int
+    hidden: int
+    activation: str
     dtype: Any
     hooks: Hooks
+    std: float
+    bias: bool = True
+    matmul_dtype: str = "same"
 
     @nn.compact
     def __call__(
         self, x: jax.Array, tokens: jax.Array | None, ordering_token: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        config = self.config
-        gpt = config if isinstance(config, GPTConfig) else None
-        bias = gpt.bias if gpt else True
-        product = PRODUCTS[config.matmul_dtype]
-        gated = gpt is not None and gpt.activation == "swiglu"
-
-        features = ((2,) if gated else ()) + (config.ffn_width // self.hooks.shards,)
+        product, matrices = PRODUCTS[self.matmul_dtype], ACTIVATIONS[self.activation]
+        features = ((matrices,) if matrices > 1 else ()) + (self.hidden // self.hooks.shards,)
         x = self.hooks.depend_on(self.hooks.copy_to_tensor_axis(x, tokens), ordering_token)
-        hidden = checkpoint_name(Linear(features, self.dtype, bias, product, name="up")(x), "mlp_hidden")
-        if gated:
-            active = nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
-        else:
-            # GPT-2 uses the tanh form, BERT the exact one.
-            active = nn.gelu(hidden, approximate=gpt is not None)
-        return PartedLinear(config.d_model, self.dtype, bias, residual_std(config), product, name="down")(active)
+        hidden = checkpoint_name(Linear(features, self.dtype, self.bias, product, name="up")(x), "mlp_hidden")
+        active = _ACTIVATIONS[self.activation](hidden)
+        return PartedLinear(self.features, self.dtype, self.bias, self.std, product, name="down")(active)
 
 
-def residual_std(config: ModelConfig) -> float:
-    """GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L); BERT does not."""
-    return INIT_STD / (2 * config.num_layers) ** 0.5 if isinstance(config, GPTConfig) else INIT_STD
+def transformer_mlp(config: TransformerConfig, dtype: Any, hooks: Hooks, std: float) -> MLPHalf:
+    """The MLP half of a transformer's block, as its settings describe it."""
+    return MLPHalf(
+        config.d_model,
+        config.ffn_width,
+        config.mlp_activation,
+        dtype,
+        hooks,
+        std,
+        config.biased,
+        config.matmul_dtype,
+        name="mlp",
+    )
 
 
 def rotation_table(length: int, width: int, theta: float) -> Rotation:

@@ -1,4 +1,4 @@
-"""A residual perceptron, wide inside its blocks: plain matrices, for studying how a step is divided.
+"""A residual perceptron that is wide inside its blocks: plain matrices, for studying how a step is parallelized.
 
 x = inputs W + b;   L times: x += down(gelu(up(x)));   logits = x W + b
 """
@@ -14,7 +14,7 @@ from jhpt.models.classes import biased, class_logits, columns, kernel_and_bias
 from jhpt.models.hooks import Hooks
 
 NAMED_TENSORS = ("x", "hidden")
-"""Names inside a block: what its backward pass cannot have again for less than a matrix product."""
+"""Names inside a block: the tensors that its backward pass cannot compute again without a matrix product."""
 
 
 @dataclass(frozen=True, kw_only=True)

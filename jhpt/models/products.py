@@ -1,20 +1,21 @@
-"""Products of activations and kernels: as they are, or with both operands in 8 bits, scaled by what is in them now.
+"""Products of activations and kernels: in the compute dtype, or of 8-bit operands that are scaled by their maximum.
 
     x w ~ s_x s_w sum_k x8 w8,    x8 = x / s_x rounded,    s_x = 2^e, the power of two just above max|x| / M
 
-M is the largest finite number of the 8 bits: 448 of e4m3, in which activations and kernels are, and 57344 of e5m2 for
-errors, with a digit less and a wider exponent (Micikevicius et al. 2022, arXiv 2209.05433, table 1 and section 3).  A
-step makes three products of it, all in 8 bits; sums are float32, forward as far as tensor cores keep them:
+M is the largest finite number of the 8-bit format: 448 for e4m3, which holds activations and kernels, and 57344 for
+e5m2, which holds errors and has one digit less and a wider exponent (Micikevicius et al. 2022, arXiv 2209.05433,
+table 1 and section 3).  A training step makes three products, all of 8-bit operands.  They are accumulated in float32,
+in the forward pass with the precision of the tensor cores:
 
     y = x w    e4m3, e4m3          dx = dy w^T    e5m2, e4m3          dw = x^T dy    e4m3, e5m2
 
-Nothing is kept from step to step, unlike in Flax's `fp8_ops`, whose scales come from maxima of earlier steps, as state
-beside the parameters, and which clips what is infinite.  The price is one more reading of every operand.
+No state is kept from step to step.  Flax's `fp8_ops` takes its scales from the maxima of earlier steps, which are state
+beside the parameters, and clips infinities.  The price here is one more reading of every operand.
 
-Scales are powers of two, for then they change no digit: numbers of at least 2^-6 s (2^-14 s of e5m2) are rounded alike
-whatever else lies on a device, and a scale may be multiplied with before or after a sum, in bfloat16 too.
+Scales are powers of two, so they change no digit: numbers of at least 2^-6 s (2^-14 s for e5m2) are rounded in the same
+way whatever else is on the device, and a scale may be applied before or after a sum, in bfloat16 too.
 
-Error of an operand's entry: at most u |x|, or eta s where that is more; u = 2^-4, eta = 2^-10 (e5m2: 2^-3 and 2^-17).
+The error of an operand's entry is at most max(u |x|, eta s) with u = 2^-4 and eta = 2^-10 (e5m2: 2^-3 and 2^-17).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from jhpt.core.catalogue import FLOAT8_CAPABILITY
-from jhpt.core.config import ModelConfig
 from jhpt.core.errors import InputError
+from jhpt.core.families.family import ModelConfig
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 """(x[..., D_in], kernel[D_in, *features]), of one dtype -> [..., *features], of that dtype."""
@@ -33,11 +34,11 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 OPERANDS, ERRORS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 SMALLEST_EXPONENT = -126
-"""Of a normal float32: below, scales would be flushed to zero."""
+"""Of a normal float32: smaller scales would be flushed to zero."""
 
 
 class Scaled(NamedTuple):
-    """numbers * scale.  numbers: in 8 bits.  scale: one, float32; NaN where what was scaled is not all finite."""
+    """numbers * scale.  numbers: in 8 bits.  scale: a float32 scalar; NaN where an input was not finite."""
 
     numbers: jax.Array
     scale: jax.Array
@@ -49,7 +50,7 @@ def scaled(x: jax.Array, dtype: Any) -> Scaled:
     _, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
     scale = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, SMALLEST_EXPONENT))
     numbers = (x.astype(jnp.float32) / scale).astype(dtype)
-    # Conversions on GPUs may saturate: without this a number that is not finite would become one that is.
+    # Conversions on GPUs may saturate: without the NaN an infinite number would become a finite one.
     return Scaled(numbers, jnp.where(jnp.isfinite(largest), scale, jnp.nan))
 
 
@@ -60,10 +61,10 @@ def plain_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def product_in_8_bits(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x w of operands in 8 bits, and so is what its gradients are made of.
+    """x w with 8-bit operands, in the backward pass too.
 
-    One entry that is not finite makes all of a product NaN.  Of operands so small that the product of their scales is
-    below 2^-126 the result is zero.
+    One entry that is not finite makes the whole product NaN.  Where the product of the two scales is below 2^-126 the
+    result is zero.
     """
     return _forward(x, kernel)[0]
 
@@ -77,7 +78,7 @@ def _backward(saved: tuple[Scaled, Scaled], gradient: jax.Array) -> tuple[jax.Ar
     x, kernel = saved
     error, rows = scaled(gradient, ERRORS), range(x.numbers.ndim - 1)
     features = range(len(rows), gradient.ndim)
-    # The best precision: cuBLAS adds up long sums with fewer bits unless it is asked for.
+    # Highest precision: otherwise cuBLAS accumulates long sums with fewer bits.
     best = jax.lax.Precision.HIGHEST
     return (
         _contracted(error, kernel, features, range(1, kernel.numbers.ndim), gradient.dtype, best),
@@ -97,11 +98,11 @@ def _contracted(
 
 
 PRODUCTS: dict[str, Product] = {"same": plain_product, "float8": product_in_8_bits}
-"""By `model.matmul_dtype`."""
+"""Products by `model.matmul_dtype`."""
 
 
 def obstacle_to_8_bits(platform: str, capability: float | None) -> str | None:
-    """Why a device does not multiply in 8 bits; None: it does."""
+    """Why a device cannot multiply 8-bit numbers; None: it can."""
     if platform not in ("gpu", "cuda"):
         return f"the device is a {platform}"
     if capability is None or capability < FLOAT8_CAPABILITY:
@@ -110,7 +111,7 @@ def obstacle_to_8_bits(platform: str, capability: float | None) -> str | None:
 
 
 def check_products(model: ModelConfig, platform: str, capability: float | None) -> None:
-    """InputError where `model.matmul_dtype` is not for this device."""
+    """InputError where the device cannot do `model.matmul_dtype`."""
     obstacle = obstacle_to_8_bits(platform, capability)
     if model.matmul_dtype == "float8" and obstacle is not None:
         raise InputError(

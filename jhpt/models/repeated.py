@@ -1,14 +1,14 @@
-"""Parameters that many tokens read: rows of tables, biases, positions.  Their gradients are added up in float32.
+"""Parameters that many tokens read (rows of tables, biases, positions): their gradients are summed in float32.
 
-Left to autodiff the sum runs in the dtype of the parameter as it is used, also on GPUs.  In bfloat16, with 8 bits, a
-running sum stops growing at a few hundred times its summands: 4,096 tokens left BERT's token types 12 % off.
+Autodiff would sum in the dtype in which the parameter is used, also on GPUs.  A bfloat16 has 8 significant bits, so a
+running sum stops growing at a few hundred times its summands: with 4,096 tokens BERT's token types were 12 % off.
 """
 
 import jax
 import jax.numpy as jnp
 
 PIECES = 16
-"""Columns of a table are summed in so many pieces: a copy of all of it in float32 would be a step's largest array."""
+"""A table's columns are summed in this many pieces: a float32 copy of all of it would be a step's largest array."""
 
 
 @jax.custom_vjp
@@ -24,11 +24,11 @@ def _looked_up_backward(saved: tuple[jax.Array, jax.Array], gradient: jax.Array)
     width = columns // pieces
 
     def add(piece: jax.Array, total: jax.Array) -> jax.Array:
-        own = jax.lax.dynamic_slice_in_dim(gradient, piece * width, width, gradient.ndim - 1)
-        sums = jnp.zeros((rows, width), jnp.float32).at[ids].add(own.astype(jnp.float32))
+        part = jax.lax.dynamic_slice_in_dim(gradient, piece * width, width, gradient.ndim - 1)
+        sums = jnp.zeros((rows, width), jnp.float32).at[ids].add(part.astype(jnp.float32))
         return jax.lax.dynamic_update_slice_in_dim(total, sums.astype(table.dtype), piece * width, 1)
 
-    # All of it is written over.  Zeros the compiler would lay out at once, beside the logits.
+    # All of it is overwritten.  It is not zeros, because the compiler would allocate those early, beside the logits.
     room = jnp.full(table.shape, gradient.ravel()[0].astype(table.dtype))
     return jax.lax.fori_loop(0, pieces, add, room), None
 

@@ -1,8 +1,8 @@
 """VGG: 3 x 3 convolutions in stages that each end in a 2 x 2 maximum, then dense layers that hold most parameters.
 
 Simonyan & Zisserman 2015 (arXiv 1409.1556), table 1, column D, without dropout: thirteen convolutions and three dense
-layers, each but the last followed by a ReLU.  Images are [B, H, W, C].  Every layer is cut over the tensor axis by its
-output channels, after which its output is laid together: the smaller, pooled one where the layer ends a stage.
+layers, each but the last followed by a ReLU.  Images are [B, H, W, C].  Every layer is split over the tensor axis by
+its output channels, and its output is gathered, after the pooling where the layer ends a stage.
 """
 
 from dataclasses import dataclass, field

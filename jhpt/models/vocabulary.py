@@ -16,9 +16,9 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype, hooks: Hooks) -
         return looked_up(table.astype(dtype), tokens)
     rows = table.shape[0]
     local = tokens - hooks.rank() * rows
-    own = (local >= 0) & (local < rows)
-    found = looked_up(table.astype(dtype), jnp.clip(local, 0, rows - 1))
-    return hooks.total(jnp.where(own[..., None], found, jnp.zeros((), dtype)))
+    in_shard = (local >= 0) & (local < rows)
+    values = looked_up(table.astype(dtype), jnp.clip(local, 0, rows - 1))
+    return hooks.total(jnp.where(in_shard[..., None], values, jnp.zeros((), dtype)))
 
 
 def project_to_vocabulary(x: jax.Array, table: jax.Array, vocab_size: int, dtype: jnp.dtype, hooks: Hooks) -> jax.Array:
@@ -38,7 +38,7 @@ def columns(logits: jax.Array, hooks: Hooks) -> jax.Array:
 def token_nll(logits: jax.Array, targets: jax.Array, hooks: Hooks | None = None) -> tuple[jax.Array, jax.Array]:
     """(-log p(target), log Z) per token, each [...], from this shard's float32 logits[..., V / shards].
 
-    The target's logit is picked by comparison, not by a gather: its shard is not known beforehand.
+    The target's logit is selected by comparison, not by a gather, because any shard may have it.
     """
     hooks = hooks or Hooks()
     high = jax.lax.stop_gradient(hooks.largest(jnp.max(logits, axis=-1)))

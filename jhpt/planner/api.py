@@ -13,7 +13,8 @@ from typing import Any, TypedDict, Unpack, get_args
 from jhpt.core.amounts import parse_bytes
 from jhpt.core.catalogue import FLOAT8_CAPABILITY, capability_by_driver, find_cluster
 from jhpt.core.cluster import HOST_SHARE, Cluster, Device, Node
-from jhpt.core.config import Config, one_of
+from jhpt.core.config import Config
+from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import Source, load_config
 from jhpt.core.plan import Plan, Schedule
@@ -245,6 +246,11 @@ def _check_state(profile: ModelProfile, config: Config) -> None:
             f"{config.name}"
         )
     state, optimizer = profile.state, config.optimizer
+    if state.optimizer != optimizer.name:
+        raise InputError(
+            f"the profile {profile.name} is of optimizer.name={state.optimizer}, {config.name} has {optimizer.name}; "
+            f"set that, or make a profile with the one of {config.name}"
+        )
     if (state.weights, state.moments) != (optimizer.weights, optimizer.moments):
         raise InputError(
             f"the profile {profile.name} keeps weights in {state.weights} and moments in {state.moments}, "

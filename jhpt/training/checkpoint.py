@@ -24,8 +24,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from jhpt.core.config import CheckpointConfig, Config, GPTConfig, OptimizerConfig
+from jhpt.core.config import CheckpointConfig, Config, OptimizerConfig
 from jhpt.core.errors import InputError
+from jhpt.core.families.family import ModelConfig
 from jhpt.core.load import dotted
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.step import TrainState
@@ -172,7 +173,7 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
       InputError: lists every difference with both values.
     """
     before, after = dotted(saved.config), dotted(now.config)
-    model = GPTConfig().model_dump(mode="json", include={"matmul_dtype"})
+    model = {"matmul_dtype": ModelConfig.model_fields["matmul_dtype"].default}
     defaults = dotted({"optimizer": OptimizerConfig().model_dump(mode="json"), "model": model})
     before = defaults | before  # settings that are newer than the checkpoint had their defaults
     before["compute dtype"], after["compute dtype"] = saved.dtype, now.dtype

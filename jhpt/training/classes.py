@@ -1,4 +1,4 @@
-"""Networks over classes as the runtime executes them: inputs in, softmax cross-entropy out."""
+"""Image and perceptron networks as the runtime executes them: inputs in, softmax cross-entropy out."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jhpt.models.family import Sums
 from jhpt.models.mlp import MLP, NAMED_TENSORS
 from jhpt.models.vgg import VGG
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.model_parts import ModelParts
 from jhpt.sharding.step import Execution
-from jhpt.training.parts import Sums, tensor_hooks
+from jhpt.training.parts import tensor_hooks
 from jhpt.training.setup import MOST_UNROLLED_LAYERS, layer_policy
 
 Network = MLP | VGG
@@ -46,7 +47,7 @@ def class_execution(network: Network, layout: Layout) -> Execution:
     """The network, laid out and ready to be traced.  Only blocks that are alike can be a pipeline's."""
     assert not layout.plan.sequence, "no sequence to cut"
     device_mesh, plan = layout.device_mesh, layout.plan
-    assert plan.saved is None, "names are of a transformer's blocks"
+    assert plan.saved is None, "named tensors are those of model families"
     policy = layer_policy(plan, stacked=layout.stages > 1, names=NAMED_TENSORS)
 
     def parts_at(degree: int) -> ModelParts:

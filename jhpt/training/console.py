@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from jhpt.core.plan import Plan
-from jhpt.core.shapes import parameter_count
 from jhpt.planner.report.words import gradients_text, offload_text
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main
@@ -29,13 +28,13 @@ def bytes_text(count: float) -> str:
 def start_table(setup: Setup, step: Step[Any], first_step: int) -> Table:
     """The run in one table."""
     config, cache = setup.config, setup.cache
-    model, count = config.model, parameter_count(config.model)
+    model, count = config.model, config.model.parameter_count()
     table = Table(title=f"jhpt · {config.name}", show_header=False, title_justify="left")
     plan = setup.plan
     compresses = (plan.compression.on and max(plan.degrees) > 1) or plan.gradient_compression.on
     kernels = {"kernels": f"{setup.kernels.implementation} ({setup.kernels.reason})"} if compresses else {}
     rows = {
-        "model": f"{model.family}, {model.num_layers} layers, width {model.d_model}, {model.num_heads} heads, "
+        "model": f"{model.family}, {model.summary}, "
         f"{setup.model.dtype.name} compute" + (", float8 matrix products" if model.matmul_dtype == "float8" else ""),
         "parameters": f"{count.total:,}" + (f" (+ {count.padding:,} padding rows)" if count.padding else ""),
         "plan": plan_text(setup.plan),

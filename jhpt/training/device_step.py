@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jhpt.models.family import Rows, Sums
 from jhpt.sharding.compression import feedback
 from jhpt.training.checkpoint import Checkpoints, Record
 from jhpt.training.clipping import clipping
 from jhpt.training.optimizer import learning_rate
-from jhpt.training.parts import Rows, Sums
 from jhpt.training.programs import compiled_within_memory, evaluation_shapes, fitting, windows_shape
 from jhpt.training.setup import Design, Setup
 from jhpt.training.step import (

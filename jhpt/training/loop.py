@@ -15,14 +15,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jhpt.core.config import Config
-from jhpt.core.shapes import flops_per_token
 from jhpt.measure.device import memory_in_use
-from jhpt.models.gpt import GPT
+from jhpt.models.family import Sums
 from jhpt.training.console import Display, step_line
 from jhpt.training.data.batches import evaluation_batches, shuffled, training_batches
-from jhpt.training.masking import predictions
 from jhpt.training.metrics import MetricsWriter
-from jhpt.training.parts import Sums
 from jhpt.training.programs import State, Step, global_batch
 from jhpt.training.setup import Setup
 from jhpt.training.step import RandomStream, StepMetrics, random_key
@@ -259,11 +256,11 @@ class _Reporter:
 
 
 def training_flops_per_token(setup: Setup) -> float:
-    """Model FLOPs per token of a training step, causal convention; BERT's head counts on predicted tokens only."""
+    """Model FLOPs per token of a training step, causal convention; the head counts on predicted tokens only."""
     config = setup.config
     length = config.data.sequence_length
-    predicted = 1.0 if isinstance(setup.model, GPT) else predictions(length, config.data.mask_fraction) / length
-    return flops_per_token(config.model, length, predicted_share=predicted).total
+    predicted = config.model.predicted_tokens(length, config.data.mask_fraction) / length
+    return config.model.flops_per_token(length, predicted_share=predicted).total
 
 
 def utilisation(setup: Setup, tokens_per_s: float) -> float | None:

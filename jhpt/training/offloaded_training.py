@@ -30,14 +30,14 @@ import optax
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan_check import with_optimizer
 from jhpt.core.rules import Choices, check
-from jhpt.models.build import Model
+from jhpt.models.family import Model
+from jhpt.models.family import Rows as TokenRows
 from jhpt.sharding.offload.step import BlockUpdateHooks, OffloadedBlocks, without_blocks
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, HostRows, Rows
 from jhpt.sharding.types import LossSums
 from jhpt.training.checkpoint import Layered
 from jhpt.training.clipping import Clipping, clipping
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.parts import Rows as TokenRows
 from jhpt.training.step import Params, RandomStream, StepMetrics, TrainState, init_state, new_if, random_key
 
 MEAN, SQUARES = "mean", "squares"

@@ -1,5 +1,12 @@
-"""AdamW with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101) and its learning-rate schedules."""
+"""Update rules by name, what they decay, and learning-rate schedules.
 
+    register_optimizer("lion", lion, numbers=OptimizerNumbers(moments=1))
+
+A rule is a function of the section `optimizer`: it makes the transformation of clipped gradients into descent
+directions, which the step multiplies by minus the learning rate.  AdamW is the first entry.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jhpt.core.config import OptimizerConfig
+from jhpt.core.optimizers import OPTIMIZERS, OptimizerNumbers
 from jhpt.training.moments import coded_moments
 
 DECAYED = {"kernel", "tokens", "positions", "types"}
@@ -43,10 +51,33 @@ def decay_mask(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decays, params)
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipped gradients -> descent directions; the step multiplies them by minus the learning rate."""
+UpdateRule = Callable[[OptimizerConfig], optax.GradientTransformation]
+"""The settings -> clipped gradients into descent directions, decay included (`decay_mask`)."""
+
+
+def adamw(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     return optax.chain(
         coded_moments(adam) if config.moments == "int8" else adam,
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
     )
+
+
+_RULES: dict[str, UpdateRule] = {"adamw": adamw}
+
+
+def register_optimizer(name: str, rule: UpdateRule, *, numbers: OptimizerNumbers) -> None:
+    """Makes an update rule known to training, and its numbers to configurations and the planner.
+
+    Raises:
+      ValueError: the name is taken.
+    """
+    if name in _RULES:
+        raise ValueError(f"the optimizer {name!r} is registered twice; give one of them another name")
+    OPTIMIZERS[name], _RULES[name] = numbers, rule
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """The update rule `optimizer.name` with its settings."""
+    return _RULES[config.name](config)

@@ -1,49 +1,20 @@
-"""A model and what training minimises, cut into the parts that the runtime executes.
-
-Next-token prediction for GPT, masked-language modelling for BERT:
-
-    loss = sum(nll) + z_loss sum(log(Z)^2)      (z-loss: Chowdhery et al. 2022, arXiv 2204.02311, section 5)
-
-Losses are *sums* over predicted tokens, so that micro-batches and devices add up to exactly the mean over the whole
-batch.  Every row draws its masks and its dropout from its own key.
-"""
+"""A model and its objective, cut into the parts that the runtime executes (`jhpt.models.family.Model`)."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jhpt.core.config import Compression, DataConfig
 from jhpt.kernels.implementation import Implementation
-from jhpt.models.bert import BERT
-from jhpt.models.build import Model
-from jhpt.models.gpt import GPT
+from jhpt.models.family import Model, Objective
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import Parted, fold, layer_keys
-from jhpt.models.vocabulary import token_nll
+from jhpt.models.objective import DROPOUT
 from jhpt.sharding import operators
 from jhpt.sharding.model_parts import Halves, ModelParts
 from jhpt.training.data.tokenizer import Tokenizer
-from jhpt.training.masking import Masked, mask_tokens
-
-MASKS, DROPOUT = 0, 1
-"""What a row's key is used for."""
-
-
-class Sums(NamedTuple):
-    """Sums over predicted tokens.  loss: what is minimised; nll: negative log likelihood in nats; tokens: how many."""
-
-    loss: jax.Array
-    nll: jax.Array
-    tokens: jax.Array
-
-
-class Rows(NamedTuple):
-    """Rows of a batch: windows [B, W] of token ids and, for rows that count less, weights [B]."""
-
-    windows: jax.Array
-    weights: jax.Array | None = None
 
 
 def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
@@ -93,46 +64,12 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
         finish=finish,
     )
 
-    def whole(embed: Any, head_loss: Any, reads: tuple[str, ...]) -> ModelParts:
-        return ModelParts(
-            embed=embed,
-            block=halves.block,
-            halves=halves,
-            head_loss=head_loss,
-            embed_reads=("embedding",),
-            head_reads=reads,
-        )
-
-    if isinstance(model, GPT):
-
-        def embed(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
-            return model.embed(embedding_and_head, rows.windows[:, :-1], noise(keys))
-
-        def head_loss(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
-            return _sums(model.logits(embedding_and_head, x), rows.windows[:, 1:], rows.weights, z_loss, model.hooks)
-
-        reads = ("head", *(("embedding/tokens",) if model.config.tied else ()))
-        return whole(embed, head_loss, reads)
-
-    def masked(rows: Rows, keys: jax.Array) -> Masked:
-        return mask_tokens(fold(keys, MASKS), rows.windows, data.mask_fraction, tokenizer)
-
-    def encoder_embed(embedding_and_head: Any, rows: Rows, keys: jax.Array) -> jax.Array:
-        return model.embed(embedding_and_head, masked(rows, keys).tokens, keys=noise(keys))
-
-    def encoder_head_loss(embedding_and_head: Any, x: jax.Array, rows: Rows, keys: jax.Array) -> Sums:
-        wanted = masked(rows, keys)
-        predicted = jnp.take_along_axis(x, wanted.positions[..., None], axis=1)
-        return _sums(model.logits(embedding_and_head, predicted), wanted.targets, rows.weights, z_loss, model.hooks)
-
-    assert isinstance(model, BERT)
-    return whole(encoder_embed, encoder_head_loss, ("head", "embedding/tokens"))
-
-
-def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array | None, z_loss: float, hooks: Hooks) -> Sums:
-    nll, log_z = token_nll(logits, targets, hooks)
-    rows = jnp.ones(nll.shape[0], jnp.float32) if weights is None else weights
-    weight = jnp.broadcast_to(rows[:, None], nll.shape)
-    total = jnp.sum(nll * weight)
-    loss = total + z_loss * jnp.sum(jnp.square(log_z) * weight) if z_loss else total
-    return Sums(loss, total, jnp.sum(weight))
+    objective = Objective(z_loss=z_loss, mask_fraction=data.mask_fraction, tokens=tokenizer)
+    return ModelParts(
+        embed=lambda params, rows, keys: model.embed(params, model.inputs(rows, keys, objective), keys=noise(keys)),
+        block=halves.block,
+        halves=halves,
+        head_loss=lambda params, x, rows, keys: model.loss(params, x, rows, keys, objective),
+        embed_reads=("embedding",),
+        head_reads=model.head_reads,
+    )

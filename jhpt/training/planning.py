@@ -19,8 +19,10 @@ import jax
 from jhpt.core.amounts import gib
 from jhpt.core.catalogue import cluster_named, find_cluster, kind_by_driver, known_to_differ
 from jhpt.core.cluster import Cluster, Device
-from jhpt.core.config import BLOCK_INPUT, Config, GPTConfig, MemoryConfig, ParallelConfig, one_of
+from jhpt.core.config import Config, MemoryConfig, ParallelConfig
+from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
+from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.load import CONFIG_FILE, load_config
 from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
@@ -229,19 +231,15 @@ def model_differences(plan: Plan, config: Config) -> list[str]:
         check_runnable(plan)
     except InputError as error:
         reasons.append(str(error))
-    tied = model.tied if isinstance(model, GPTConfig) else True
     embedding_and_head = plan.stages[0].chunks[0].tensor[0], plan.stages[-1].chunks[-1].tensor[-1]
-    choices = Choices(tied=embedding_and_head if tied else None)
+    choices = Choices(tied=embedding_and_head if model.tied_table else None)
     if plan.offload:
         choices = with_optimizer(replace(choices, offload=plan.offload.kind), plan.offload, config.optimizer)
     if (message := conflict(choices)) is not None:
         reasons.append(message)
-    sizes = {
-        "heads": model.num_heads,
-        "key/value heads": model.kv_heads,
-        "MLP width": model.ffn_width,
-        "rows of the padded vocabulary": model.padded_vocab,
-    }
+    names = {"num_heads": "heads", "num_kv_heads": "key/value heads", "d_ff": "MLP width"}
+    sizes = {names.get(name, name): size for name, size in model.tensor_sizes.items()}
+    sizes["rows of the padded vocabulary"] = model.padded_vocab
     for tensor in plan.degrees:
         uneven = [f"{size} {name}" for name, size in sizes.items() if size % tensor]
         if uneven:

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from jhpt.core.amounts import gib
 from jhpt.core.cluster import Cluster, Device, load_cluster
-from jhpt.core.config import BERTConfig, Config, GPTConfig, OptimizerConfig, ParallelConfig
+from jhpt.core.config import Config, OptimizerConfig, ParallelConfig
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
 from jhpt.core.plan_by_hand import plan_by_hand
@@ -33,7 +33,7 @@ from jhpt.measure.probe import probe_cluster
 from jhpt.measure.profile import Call, LayerSeconds, Shallow, depths, layer_seconds, predict_step
 from jhpt.measure.rank import rank_share, tensor_degrees
 from jhpt.models.attention import choose_attention
-from jhpt.models.build import Model, build
+from jhpt.models.family import Model, Rows, Sums, build
 from jhpt.models.products import check_products
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.layout import Layout
@@ -43,7 +43,6 @@ from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.windows import check_masked
 from jhpt.training.optimizer import learning_rate, make_optimizer
-from jhpt.training.parts import Rows, Sums
 from jhpt.training.runtime import configure_runtime
 from jhpt.training.setup import compute_dtype, execution, stored_weights
 from jhpt.training.step import Gradients, TrainState, TrainStep, init_state, make_train_step
@@ -153,7 +152,7 @@ class _Builder:
         self.config, self.device = config, device_info()
         check_products(config.model, self.device.platform, self.device.capability)
         self.tokenizer = load_tokenizer(config.data.tokenizer)
-        if isinstance(config.model, BERTConfig):
+        if config.model.masked:
             check_masked(self.tokenizer, config.data.sequence_length)
         self.dtype = compute_dtype(config, self.device)
         self.optimizer = make_optimizer(config.optimizer)
@@ -179,13 +178,13 @@ class _Builder:
         config = self.config.model_copy(update={"model": model.config, "data": data, "parallel": ParallelConfig()})
         plan = plan_by_hand(config, 1)
         grid = make_device_mesh(plan, jax.local_devices()[:1])
-        layout = Layout(plan=plan, device_mesh=grid, num_layers=model.config.num_layers)
+        layout = Layout(plan=plan, device_mesh=grid, num_layers=model.config.num_layers, rules=model.partition_rules)
         return execution(config, model, layout, self.tokenizer, train=True)
 
     def _shallow(self, running: "_Running", batch: int) -> Shallow | None:
         config, model = self.config, running.model
         program = self._execution(model, batch)
-        length = config.data.sequence_length + (1 if isinstance(config.model, GPTConfig) else 0)
+        length = config.model.row_length(config.data.sequence_length)
         ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length), np.int32)
         windows, key = jnp.asarray(ids), jax.random.key(0)
 

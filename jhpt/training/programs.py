@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhpt.core.amounts import gib
-from jhpt.core.config import Config, GPTConfig
+from jhpt.core.config import Config
 from jhpt.core.errors import InputError
+from jhpt.models.family import Sums
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.checkpoint import Checkpoints, Record
-from jhpt.training.parts import Sums
 from jhpt.training.setup import Setup
 from jhpt.training.step import Params, RandomStream, StepMetrics, StepState, random_key
 
@@ -86,7 +86,7 @@ def fitting(setup: Setup, program: Any, purpose: str, arguments: tuple[Any, ...]
 
 def window_length(config: Config) -> int:
     """Tokens in one row of a batch: a causal model reads one more than it has inputs."""
-    return config.data.sequence_length + isinstance(config.model, GPTConfig)
+    return config.model.row_length(config.data.sequence_length)
 
 
 def global_batch(setup: Setup, rows: np.ndarray) -> jax.Array:

@@ -15,7 +15,6 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import Source, dotted, goes_on, load_config, run_config
 from jhpt.core.plan import Plan
 from jhpt.core.unused import check_plan_alone, unused_settings
-from jhpt.models.gpt import GPT
 from jhpt.training.checkpoint import PLACES, Checkpoints, Record, make_record
 from jhpt.training.compile import compile_step
 from jhpt.training.console import Display, plan_change, start_table
@@ -222,7 +221,7 @@ def _restored(run_dir: Path, number: int, step: Step[Any]) -> StepState:
 
 def _sample(setup: Setup, step: Step[Any], state: StepState, say: Callable[[str], None]) -> str | None:
     evaluation, model = setup.config.evaluation, setup.model
-    if not evaluation.sample_tokens or not isinstance(model, GPT):
+    if not evaluation.sample_tokens or not model.config.generates:
         return None
     params = step.parameters(state)
     if params is None:

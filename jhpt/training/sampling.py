@@ -1,4 +1,4 @@
-"""Text from a GPT: the sample at the end of a run."""
+"""Text from a model that generates: the sample at the end of a run."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jhpt.models.gpt import GPT
+from jhpt.models.family import Model
 
 
 def sample(
-    model: GPT, params: Any, prompt: np.ndarray, new_tokens: int, key: jax.Array, temperature: float = 0.8
+    model: Model, params: Any, prompt: np.ndarray, new_tokens: int, key: jax.Array, temperature: float = 0.8
 ) -> np.ndarray:
     """Continues `prompt` [n] by `new_tokens` tokens drawn from softmax(logits / temperature); returns all of them.
 

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jhpt.core.config import BLOCK_INPUT, NAMED_TENSORS, BERTConfig, Config, GPTConfig, MemoryConfig, WeightStorage
+from jhpt.core.config import Config, MemoryConfig, WeightStorage
 from jhpt.core.errors import InputError
+from jhpt.core.families.family import BLOCK_INPUT
+from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.plan_check import choices_of
@@ -22,7 +24,7 @@ from jhpt.core.rules import SETTINGS, check
 from jhpt.kernels.implementation import Implementation, KernelChoice, choose_kernels
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
-from jhpt.models.build import Model, build
+from jhpt.models.family import Model, build
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import CHOICE
 from jhpt.models.products import check_products
@@ -120,7 +122,7 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
             f"data.tokenizer has {tokenizer.vocab_size} ids and model.vocab_size={config.model.vocab_size}; "
             f"set model.vocab_size to {tokenizer.vocab_size} or more"
         )
-    if isinstance(config.model, BERTConfig):
+    if config.model.masked:
         check_masked(tokenizer, config.data.sequence_length)
     return tokenizer
 
@@ -139,6 +141,7 @@ def design_step(
     attention = choose_attention(config.model, device.platform, dtype, device.capability)
     kernels = choose_kernels(device.platform, device.capability)
     model = build(config.model, dtype=dtype, implementation=attention.implementation)
+    layout = replace(layout, rules=model.partition_rules)
     if config.optimizer.moments == "int8":
         shapes = jax.eval_shape(lambda: layout.stored(model.init(jax.random.key(0))))
         check_blocks(shapes, layout)
@@ -179,8 +182,8 @@ def execution(
     device_mesh = layout.device_mesh
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
-    sums, flash = isinstance(config.model, GPTConfig), model.implementation == "cudnn"
-    recompute = layer_policy(layout.plan, stacked=stacked, flash=flash, sums=sums)
+    sums, flash = not config.model.post_norm, model.implementation == "cudnn"
+    recompute = layer_policy(layout.plan, stacked=stacked, flash=flash, sums=sums, names=config.model.named_tensors)
 
     def parts_at(degree: int) -> ModelParts:
         axes = device_mesh.axes(degree).tensor
@@ -191,7 +194,7 @@ def execution(
 
         parts = cut(tensor_hooks(axes, degree))
         if layout.plan.compression.on and degree > 1:
-            how, causal = layout.plan.compression, config.model.family == "gpt"
+            how, causal = layout.plan.compression, config.model.causal
             hooks = compressed_hooks(axes, degree, how, causal=causal, implementation=kernels)
             compressed = cut(hooks)
             parts = replace(parts, block=compressed.block, halves=compressed.halves)
@@ -203,7 +206,7 @@ def execution(
         layout=layout,
         parts={degree: parts_at(degree) for degree in device_mesh.degrees},
         dtype=model.dtype,
-        tied=config.model.tied if isinstance(config.model, GPTConfig) else True,
+        tied=config.model.tied_table,
         unroll=unrolled(config, on_gpu=_on_gpu(layout)),
         overlap=_on_gpu(layout),
         recompute=recompute if train else everything,
@@ -265,6 +268,6 @@ def layer_policy(
 
 
 def _windows(config: Config, tokenizer: Tokenizer, tokens: np.ndarray, name: str) -> Windows:
-    if isinstance(config.model, BERTConfig):
+    if config.model.masked:
         return masked_windows(tokens, config.data.sequence_length, name, tokenizer)
     return causal_windows(tokens, config.data.sequence_length, name)

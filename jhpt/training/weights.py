@@ -1,4 +1,4 @@
-"""How parameters are stored between steps, and how a step moves them.
+"""How parameters are stored between steps, and how a step changes them.
 
 A bfloat16 has 8 significant bits: a change of less than 1/512 of a parameter is rounded away, and most changes are
 smaller.  With w a parameter as it is stored, u the change that the optimizer asks for, everything in float32 and
@@ -14,7 +14,7 @@ parameter, so that n steps end within n 2^-17 max|w| of the exact sum.  Stochast
 variance adds up to at most n 2^-16 max|w|^2, a standard deviation of 2^-8 max|w| sqrt(n).  (Both for training with
 pure bfloat16: Zamirai et al. 2020, arXiv 2010.06192.)
 
-Parameters that models use in float32, a thousandth of all, stay float32 (`sharding.rules.IN_FLOAT32`).
+Parameters that models use in float32, a thousandth of all, stay float32 (`jhpt.sharding.partition.IN_FLOAT32`).
 """
 
 import zlib
@@ -38,7 +38,7 @@ def widened(tree: Any) -> Any:
 
 
 def no_keys(key: jax.Array) -> Any:
-    """Of weights that draw nothing."""
+    """For weights that are not rounded stochastically."""
     return None
 
 
@@ -80,9 +80,9 @@ class Weights:
 
 
 def kahan(stored: jax.Array, by: jax.Array, remainder: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(stored - by, what is left): any shape; `stored` keeps its dtype.
+    """(stored - by, remainder): any shape; `stored` keeps its dtype.
 
-    Rounding is an operation of its own: for GPUs, XLA leaves out a conversion to bfloat16 and back, and with it the
+    The rounding is an explicit operation: on GPUs, XLA removes a conversion to bfloat16 and back, and with it the
     remainder.
     """
     kind, before = jnp.finfo(stored.dtype), stored.astype(jnp.float32)
@@ -114,15 +114,15 @@ def _drawn(stored: jax.Array, by: jax.Array, key: jax.Array) -> jax.Array:
 def rounding_keys(params: Any, stored: Callable[[Any], Any]) -> Keys:
     """A key for every parameter, by its name, and for every block of a stack, laid out like the parameters.
 
-    What a number draws depends on the step's key, its parameter, its block and its place in it: on nothing that a plan
-    decides.  A tied table that lies on two stages of a pipeline draws the same on both.
+    The random bits of a number depend on the step's key, its parameter, its block and its place there, but not on the
+    plan.  A tied table that is on two stages of a pipeline draws the same bits on both.
 
     Args:
       params: shapes of the model's own tree.  stored: that tree -> as the plan stores it.
     """
 
     def keys(key: jax.Array) -> Any:
-        def own(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+        def leaf_keys(path: tuple[Any, ...], leaf: Any) -> jax.Array:
             name = path_name(path)
             one = jax.random.fold_in(key, zlib.crc32(name.encode()))
             if not name.startswith("blocks/"):
@@ -131,6 +131,6 @@ def rounding_keys(params: Any, stored: Callable[[Any], Any]) -> Keys:
                 jnp.arange(leaf.shape[0])
             )
 
-        return stored(jax.tree_util.tree_map_with_path(own, params))
+        return stored(jax.tree_util.tree_map_with_path(leaf_keys, params))
 
     return keys

@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jhpt.core.catalogue import device_named
 from jhpt.core.load import load_config
-from jhpt.models.build import build
+from jhpt.models.family import build
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.training.data.tokenizer import ByteTokenizer
 from jhpt.training.parts import make_parts

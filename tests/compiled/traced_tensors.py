@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jhpt.core.config import BLOCK_INPUT
+from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.profile import NamedTensor
 
 PLAIN = ("jit", "pjit", "closed_call", "core_call")

@@ -8,19 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jhpt.core.config import (
-    VOCAB_MULTIPLE,
-    BERTConfig,
-    Compression,
-    Config,
-    DataConfig,
-    GPTConfig,
-    ParallelConfig,
-    common_divisors,
-    divisors,
-    one_of,
-)
+from jhpt.core.config import Compression, Config, DataConfig, ParallelConfig
+from jhpt.core.divisors import common_divisors, divisors, one_of
 from jhpt.core.errors import InputError
+from jhpt.core.families.bert import BERTConfig
+from jhpt.core.families.family import VOCAB_MULTIPLE
+from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand
 

@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jhpt.core.config import BERTConfig, Config, GPTConfig
+from jhpt.core.config import Config
 from jhpt.core.errors import InputError, did_you_mean
+from jhpt.core.families.bert import BERTConfig
+from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.load import dotted, load_config, preset, run_config, to_yaml
 from jhpt.core.presets import DEFAULT, PRESETS
 
@@ -125,8 +127,8 @@ def test_all_faults_are_named_at_once():
         ({"model": {"learning_rate": 1}}, ["did you mean optimizer.learning_rate?"]),
         ({"model": {"family": "bert", "type_vocab": 1}}, ["did you mean model.type_vocab_size?"]),
         ({"log": {"zzz": 1}}, ["log.zzz", "known here: log.every, log.tensorboard"]),
-        ({"model": {"family": "llama"}}, ["model.family='llama'", "gpt, bert"]),
-        ({"model": {"family": ["gpt"]}}, ["model.family", "gpt, bert"]),
+        ({"model": {"family": "llama"}}, ["model.family='llama'", "bert, gpt"]),
+        ({"model": {"family": ["gpt"]}}, ["model.family", "bert, gpt"]),
         ({"model": 3}, ["model=3", "dictionary"]),
         ({"train": None}, ["train=None", "dictionary"]),
         ({"data": {"path": 3}}, ["data.path=3", "string"]),

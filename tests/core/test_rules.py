@@ -25,6 +25,7 @@ BROKEN = {
     "CPU offload alone": Choices(offload="both", tensor=(2,)),
     "CPU offload of equal blocks": Choices(offload="both", block_kinds=("conv", "fc"), place="vgg16"),
     "CPU offload in float32": Choices(offload="both", storage=("bfloat16_kahan", "int8")),
+    "CPU offload of an optimizer that can stream": Choices(offload="both", optimizer="lion", optimizer_offloads=False),
     "update in backward and clipping": Choices(
         offload="both", update_in_backward=True, clip="global", clip_allows_update_in_backward=False
     ),

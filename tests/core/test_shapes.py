@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jhpt.core.config import BERTConfig, GPTConfig
+from jhpt.core.families.bert import BERTConfig
+from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.load import load_config
 from jhpt.core.presets import PRESETS
-from jhpt.core.shapes import flops_per_token, parameter_count
 
 PUBLISHED = {
     # V d + S d + L (4 d^2 + 4 d attention, 8 d^2 + 5 d MLP, 4 d norms) + 2 d, with V 50257 and S 1024; for d 768:
@@ -28,7 +28,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_parameter_counts(name):
-    assert parameter_count(load_config(name).model).total == PUBLISHED[name]
+    assert load_config(name).model.parameter_count().total == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_published_parameter_counts(name):
     ids=["gpt2", "llama", "bert"],
 )
 def test_places_counted_by_hand(model, places):
-    count = parameter_count(model)
+    count = model.parameter_count()
     assert {place: getattr(count, place) for place in places} == places
     assert count.total == places["embedding"] + 3 * places["per_layer"] + places["head"]
     assert count.allocated == count.total + places["padding"]
 
 
 def test_a_vocabulary_of_full_rows_needs_no_padding():
-    assert parameter_count(GPTConfig(vocab_size=256)).padding == 0
+    assert GPTConfig(vocab_size=256).parameter_count().padding == 0
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_vocabulary_of_full_rows_needs_no_padding():
 )
 def test_flops_counted_by_hand(model, multiplied, keys):
     """Two FLOPs a multiply-add; a query meets `keys` keys and as many values, 4 numbers each, in 3 layers."""
-    flops = flops_per_token(model, 5)
+    flops = model.flops_per_token(5)
     assert flops.forward == 2 * (multiplied + 3 * 2 * 4 * keys)
     assert flops.backward == 2 * flops.forward
     assert flops.total == 3 * flops.forward
@@ -106,7 +106,7 @@ def test_flops_counted_by_hand(model, multiplied, keys):
 
 def test_the_head_runs_on_predicted_positions_only():
     model = BERTConfig(vocab_size=10, num_layers=3, d_model=4, num_heads=2, d_ff=6)
-    whole, half = flops_per_token(model, 5), flops_per_token(model, 5, predicted_share=0.5)
+    whole, half = model.flops_per_token(5), model.flops_per_token(5, predicted_share=0.5)
     assert whole.forward - half.forward == 0.5 * 2 * (40 + 16)
 
 
@@ -121,7 +121,7 @@ def test_the_head_runs_on_predicted_positions_only():
 def test_causal_attention_costs_the_visible_half(layers, heads, head_dim, length, vocab_size):
     """The dense square has s^2 entries, the visible triangle s (s + 1) / 2; nothing else depends on the mask."""
     model = GPTConfig(vocab_size=vocab_size, num_layers=layers, d_model=heads * head_dim, num_heads=heads)
-    causal, dense = (flops_per_token(model, length, causal=flag).forward for flag in (True, False))
+    causal, dense = (model.flops_per_token(length, causal=flag).forward for flag in (True, False))
     hidden_entries = length**2 - length * (length + 1) // 2
     assert length * (dense - causal) == 4 * layers * model.d_model * hidden_entries
 
@@ -130,7 +130,7 @@ def test_causal_attention_costs_the_visible_half(layers, heads, head_dim, length
 def test_six_flops_per_weight_and_token(name):
     """Kaplan et al. 2020 (arXiv 2001.08361): 6 N per token, N without tables of which a token reads one row."""
     model = load_config(name).model
-    count = parameter_count(model)
+    count = model.parameter_count()
     matrices = count.per_layer * model.num_layers
-    flops = flops_per_token(model, 1, predicted_share=0.0).total
+    flops = model.flops_per_token(1, predicted_share=0.0).total
     assert 0.97 < flops / (6 * matrices) < 1.01

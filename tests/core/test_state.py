@@ -4,7 +4,6 @@ import pytest
 
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.load import load_config
-from jhpt.core.shapes import in_float32, matrices, parameter_count
 from jhpt.core.state import State, block_size, most_cuts, state_of
 
 
@@ -40,5 +39,5 @@ def test_bytes_of_gpt2(weights, moments, size):
 @pytest.mark.parametrize("preset", ["gpt2-124m", "llama-8b", "bert-large"])
 def test_nearly_all_parameters_are_in_matrices(preset):
     model = load_config(preset).model
-    others = parameter_count(model).allocated - sum(numbers for numbers, _ in matrices(model))
-    assert 0 < in_float32(model) <= others < 2e-3 * parameter_count(model).allocated
+    others = model.parameter_count().allocated - sum(numbers for numbers, _ in model.matrices())
+    assert 0 < model.float32_parameters() <= others < 2e-3 * model.parameter_count().allocated

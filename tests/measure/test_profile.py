@@ -9,12 +9,11 @@ from jhpt.core.cluster import Cluster, Device, Link, Node, load_cluster
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.profile import Timing, load_profile
-from jhpt.core.shapes import parameter_count
 from jhpt.measure import profile as measured
 from jhpt.measure.profile import LayerSeconds, Shallow, depths, layer_seconds, predict_step
 from jhpt.measure.rank import rank_share, tensor_degrees
 from jhpt.measure.timer import steady
-from jhpt.models.build import build
+from jhpt.models.family import build
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.mesh import Axes
 from jhpt.sharding.partition import parameter_spec, path_name
@@ -133,7 +132,7 @@ UNTIED = {"model.tied": False, "model.vocab_size": 300, "model.positions": "rota
 def test_a_measured_profile_is_complete(tiny, tmp_path, preset, changes, batches, tensors):
     config = tiny(preset, **changes)
     profile = measure_profile(config, batches=batches, tensors=tensors, rounds=1)
-    assert profile.parameters == parameter_count(config.model).allocated
+    assert profile.parameters == config.model.parameter_count().allocated
     assert profile.layers == ("embedding", "block", "block", "head") and profile.source.startswith("measured")
     for kind in profile.kinds.values():
         assert [(timing.tensor, timing.batches) for timing in kind.timings] == [(tensor, batches) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""The models are what their definitions say, see only what they may, and have the size that `core.shapes` predicts."""
+"""Models are what their definitions say, see only what they may, and have the size that `core.families` predicts."""
 
 import itertools
 
@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jhpt.core.config import NAMED_TENSORS, BERTConfig, GPTConfig
+from jhpt.core.families.bert import BERTConfig
+from jhpt.core.families.gpt import GPTConfig
+from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.presets import PRESETS
-from jhpt.core.shapes import flops_per_token, parameter_count
-from jhpt.models.build import build
+from jhpt.models.family import build
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import dropout, layer_keys
 from tests.models import naive
@@ -150,7 +151,7 @@ def test_padding_of_bert_changes_nothing():
 def test_parameter_count_is_exact(preset):
     config = load_config(preset).model
     shapes = jax.eval_shape(build(config).init, jax.random.key(0))
-    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == parameter_count(config).allocated
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.parameter_count().allocated
 
 
 def matmul_flops(jaxpr, times=1):
@@ -182,7 +183,7 @@ def test_flops_are_those_of_the_traced_program(config):
     def loss(params, ids):
         return jnp.sum(model.apply(params, ids))
 
-    expected = flops_per_token(config, 16, causal=False)
+    expected = config.flops_per_token(16, causal=False)
     forward = matmul_flops(jax.make_jaxpr(loss)(params, ids).jaxpr)
     both = matmul_flops(jax.make_jaxpr(jax.grad(loss))(params, ids).jaxpr)
     assert forward == expected.forward * 32
@@ -191,7 +192,7 @@ def test_flops_are_those_of_the_traced_program(config):
 
 def test_causal_flops_count_half_the_square():
     config = GPTS["gpt2"]
-    full, causal = (flops_per_token(config, 16, causal=c).forward for c in (False, True))
+    full, causal = (config.flops_per_token(16, causal=c).forward for c in (False, True))
     assert full - causal == 2 * 2 * 2 * 48 * (16 - 17 / 2)  # 2mnk, two products, two layers, width 48
 
 

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from jhpt.core.catalogue import FLOAT8_CAPABILITY
-from jhpt.core.config import GPTConfig
 from jhpt.core.errors import InputError
-from jhpt.models.build import build
+from jhpt.core.families.gpt import GPTConfig
+from jhpt.models.family import build
 from jhpt.models.products import (
     ERRORS,
     OPERANDS,

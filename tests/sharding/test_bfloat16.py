@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jhpt.models.family import Rows
 from jhpt.models.repeated import looked_up, plus
 from jhpt.sharding.partition import IN_FLOAT32, MATRICES, path_name
 from jhpt.training import setup as training_setup
-from jhpt.training.parts import Rows
 from jhpt.training.setup import prepare
 from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import batch, by_path, laid_out, mixed, on_host, piped, random_params, stored

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from jhpt.core.catalogue import find_cluster
-from jhpt.core.config import NAMED_TENSORS, BERTConfig, DataConfig, GPTConfig
+from jhpt.core.config import DataConfig
+from jhpt.core.families.bert import BERTConfig
+from jhpt.core.families.gpt import GPTConfig
+from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.plan import SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
-from jhpt.models.build import build
+from jhpt.models.family import build
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.layer_vjp import split_layer

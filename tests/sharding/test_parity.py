@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jhpt.core.config import NAMED_TENSORS
 from jhpt.core.errors import InputError
+from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.plan import Chunk, Plan, Run, SavedTensors, Stage
+from jhpt.models.family import Rows
 from jhpt.models.layers import fold
+from jhpt.models.masking import mask_tokens
+from jhpt.models.objective import DROPOUT, MASKS
 from jhpt.training import setup as training_setup
-from jhpt.training.masking import mask_tokens
-from jhpt.training.parts import DROPOUT, MASKS, Rows
 from jhpt.training.setup import prepare
 from tests.covers import pairwise
 from tests.sharding.plans import batch, by_path, compiled, laid_out, mixed, piped, random_params, spread, stored

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jhpt.models.build import build
+from jhpt.models.family import build
 from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import laid_out, mixed, piped
 from tests.sharding.test_parity import ALL, BATCH, NONE, definition, gradients, setup_of

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jhpt.core.config import NAMED_TENSORS
+from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.sharding import stacks
 from jhpt.sharding.layer_vjp import split_layer
 from jhpt.sharding.recompute import save_named

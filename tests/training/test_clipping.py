@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from jhpt.core.config import OptimizerConfig
+from jhpt.models.family import Rows, Sums
 from jhpt.training.clipping import Clipping, clipping
 from jhpt.training.optimizer import learning_rate, make_optimizer
-from jhpt.training.parts import Rows, Sums
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
 from tests.sharding.plans import by_path, compiled, laid_out, mixed, on_host, piped, random_params, spread, stored

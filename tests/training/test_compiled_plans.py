@@ -9,7 +9,7 @@ import pytest
 
 from jhpt.compiled.comparison import compare
 from jhpt.core.catalogue import find_cluster
-from jhpt.core.config import NAMED_TENSORS
+from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.plan import SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand

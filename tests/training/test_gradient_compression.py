@@ -14,12 +14,12 @@ from jhpt.core.config import CheckpointConfig, GradientCompression
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand
+from jhpt.models.family import Rows
 from jhpt.sharding.compression import feedback
 from jhpt.sharding.partition import MATRICES
 from jhpt.training.checkpoint import Checkpoints, make_record
 from jhpt.training.compile import compile_step
 from jhpt.training.loop import _batches
-from jhpt.training.parts import Rows
 from jhpt.training.programs import global_batch
 from jhpt.training.setup import prepare
 from tests.conftest import tiny_overrides

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jhpt.core.families.family import masked_positions
+from jhpt.models.masking import mask_tokens
 from jhpt.training.data.tokenizer import ByteTokenizer
-from jhpt.training.masking import mask_tokens, predictions
 
 BYTES = ByteTokenizer()
 ROWS, LENGTH, FRACTION = 512, 130, 0.15
@@ -44,7 +45,7 @@ def within_chance(hits, trials, share) -> bool:
 )
 def test_the_number_of_predictions(length, fraction, count):
     """round(fraction x (length - 2)), and at least one."""
-    assert predictions(length, fraction) == count
+    assert masked_positions(length, fraction) == count
     tokens = jax.ShapeDtypeStruct((4, length), jnp.int32)
     masked = jax.eval_shape(lambda keys, tokens: mask_tokens(keys, tokens, fraction, BYTES), keys(0, rows=4), tokens)
     assert (masked.tokens.shape, masked.positions.shape, masked.targets.shape) == ((4, length), (4, count), (4, count))

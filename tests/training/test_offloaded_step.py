@@ -15,13 +15,13 @@ import jhpt
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Offload
 from jhpt.core.plan_check import check_plan
+from jhpt.models.family import Rows
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS
 from jhpt.training.checkpoint import Layered
 from jhpt.training.clipping import clipping
 from jhpt.training.offloaded_step import offloaded_training
 from jhpt.training.offloaded_training import MEAN, SAVED, SQUARES, update_in_backward
 from jhpt.training.optimizer import learning_rate
-from jhpt.training.parts import Rows
 from jhpt.training.setup import prepare
 from jhpt.training.step import RandomStream, init_state, make_train_step, random_key
 from tests.covers import quick_and_exhaustive

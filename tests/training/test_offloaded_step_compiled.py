@@ -12,7 +12,6 @@ from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, co
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand
-from jhpt.core.shapes import parameter_count
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.compile import lower_step
 from jhpt.training.setup import design_step, fitting_tokenizer
@@ -50,7 +49,7 @@ def memory(preset, layers, clip="global"):
 def test_the_host_holds_every_number_of_a_parameter_once(clip, numbers):
     """Weights, two moments, and a gradient that waits for the next step: in place, and what fills up rows."""
     config, found = memory("gpt2-1.5b", 48, clip)
-    count = parameter_count(config.model)
+    count = config.model.parameter_count()
     assert found.host_argument_size_in_bytes == found.host_alias_size_in_bytes
     assert found.host_argument_size_in_bytes == pytest.approx(
         4 * numbers * count.per_layer * count.num_layers, rel=1e-3
@@ -95,5 +94,5 @@ def test_six_billion_parameters_fit_sixteen_gigabytes():
     """107 GB of state; with 16 bytes a parameter on the device, the rest of it would be 13 times too small."""
     config, found = memory("gpt-6.7b", 32)
     device = found.argument_size_in_bytes + found.temp_size_in_bytes
-    assert parameter_count(config.model).total > 6.6e9
+    assert config.model.parameter_count().total > 6.6e9
     assert device < 16 * 2**30 < found.host_argument_size_in_bytes

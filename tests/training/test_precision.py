@@ -15,11 +15,13 @@ import pytest
 from pydantic import ValidationError
 
 import jhpt
-from jhpt.core.config import Config, GPTConfig, MemoryConfig, OptimizerConfig
+from jhpt.core.config import Config, MemoryConfig, OptimizerConfig
 from jhpt.core.errors import InputError
+from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.load import load_config
 from jhpt.core.plan import Offload
 from jhpt.core.state import LEAST
+from jhpt.models.family import Rows, Sums
 from jhpt.sharding.partition import IN_FLOAT32, MATRICES
 from jhpt.training.checkpoint import check_resumable, make_record
 from jhpt.training.clipping import Clipping
@@ -36,7 +38,6 @@ from jhpt.training.moments import (
 )
 from jhpt.training.offloaded_training import OffloadedTraining
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.parts import Rows, Sums
 from jhpt.training.profiling import measure_profile
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
@@ -494,7 +495,7 @@ def test_a_run_from_before_these_settings_goes_on():
 def test_eight_bits_do_not_compute_all_of_a_model(dtype):
     with pytest.raises(ValidationError, match=r"use model.matmul_dtype=float8 with model.dtype=bfloat16"):
         GPTConfig(dtype=dtype)
-    with pytest.raises(InputError, match=f"model.dtype={dtype} is not there"):
+    with pytest.raises(InputError, match=f"model.dtype={dtype} does not exist"):
         load_config("gpt-tiny", {"model.dtype": dtype})
 
 

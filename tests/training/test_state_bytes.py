@@ -12,7 +12,7 @@ from jhpt.core.cluster import Device
 from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.state import state_of
-from jhpt.models.build import build
+from jhpt.models.family import build
 from jhpt.planner.cost.estimate import evaluate, saved_bytes
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile

@@ -8,13 +8,13 @@ import pytest
 
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.load import load_config
-from jhpt.models.build import build
+from jhpt.models.family import Rows, Sums, build
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding.model_parts import ModelParts
 from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import ByteTokenizer
 from jhpt.training.optimizer import decay_mask, learning_rate, make_optimizer
-from jhpt.training.parts import Rows, Sums, make_parts
+from jhpt.training.parts import make_parts
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
 

@@ -10,7 +10,6 @@ from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Plan
-from jhpt.core.shapes import parameter_count
 from jhpt.planner.api import prepare
 from jhpt.planner.cost.estimate import Estimate
 from jhpt.sharding.compiler_options import compiler_options
@@ -76,7 +75,7 @@ def _footprint(name: str, budget: int) -> Footprint:
             continue
         return _compiled(name, budget, config, answer.plan, answer.estimate)
     nothing: dict[str, float] = {}
-    count = parameter_count(load_config(preset, changes).model).total
+    count = load_config(preset, changes).model.parameter_count().total
     return Footprint(
         model=name,
         parameters=count,
@@ -95,7 +94,7 @@ def _compiled(name: str, budget: int, config: Config, plan: Plan, estimate: Esti
     (stage,) = estimate.stages
     return Footprint(
         model=name,
-        parameters=parameter_count(config.model).total,
+        parameters=config.model.parameter_count().total,
         budget=budget,
         batch=plan.batch,
         plan=plan.model_dump(mode="json", exclude_defaults=True),

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jhpt.core.config import divisors
+from jhpt.core.divisors import divisors
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Offload, OffloadKind, Plan

@@ -22,7 +22,7 @@ import numpy as np
 
 from jhpt.core import rules
 from jhpt.core.cluster import Cluster
-from jhpt.core.config import one_of
+from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Stage
 from jhpt.core.plan_check import check_plan

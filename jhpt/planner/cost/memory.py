@@ -172,7 +172,7 @@ def work_bytes(kind: LayerKind, tensor: int, cut: int, *, causal: bool) -> float
     # The tensor that is sent and the one received; with sequence parallelism a product's gathered input and error.
     summed = 2 * max(each.bytes for each in kind.tensors if not each.sharded) if tensor > 1 else 0.0
     named = size_of(kind.tensors, [tensor.name for tensor in kind.tensors]).on(tensor, cut)
-    hidden = max(each.bytes for each in kind.tensors if each.sharded) / tensor
+    hidden = max((each.bytes for each in kind.tensors if each.sharded), default=0.0) / tensor
     stream = max(each.bytes for each in kind.tensors if not each.sharded) / cut
     more, streams = WORK[causal]
     return named + more * hidden + streams * stream + summed

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from jhpt.core.cluster import Link
-from jhpt.core.config import BLOCK_INPUT
+from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.plan import SavedTensors
 from jhpt.core.profile import LayerKind, NamedTensor
 from jhpt.planner.cost.memory import work_bytes

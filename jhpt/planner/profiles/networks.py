@@ -24,17 +24,8 @@ from dataclasses import dataclass
 from jhpt.core.cluster import Device
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.profile import LayerKind, ModelProfile
-from jhpt.planner.profiles.roofline import (
-    ELEMENT_BYTES,
-    STATE_BYTES,
-    UPDATE_BYTES,
-    Operation,
-    Work,
-    check_dtype,
-    stream,
-    timings,
-    transposed,
-)
+from jhpt.core.work import Operation, Work, stream, transposed
+from jhpt.planner.profiles.roofline import ELEMENT_BYTES, STATE_BYTES, UPDATE_BYTES, check_dtype, timings
 
 MAX_DEGREE = 64
 """Largest tensor degree of a layer here: more devices than any of these networks was ever divided over."""

@@ -8,12 +8,12 @@ as read from memory), and slow shapes (thin or unaligned matrices).
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import NamedTuple
 
 from jhpt.core.cluster import Device
-from jhpt.core.config import one_of
+from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
 from jhpt.core.profile import Timing
+from jhpt.core.work import Operation, Work
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of one number of the compute dtypes."""
@@ -30,42 +30,11 @@ UPDATE_BYTES = {"adam": 28.0, "momentum": 20.0}
 (8) and each moment (8); in float32 reads the gradient (4), reads and writes the weight (8) and each moment (8)."""
 
 
-class Operation(NamedTuple):
-    """One kernel: FLOP it executes and bytes it reads and writes."""
-
-    flops: float
-    moved: float
-
-
-class Work(NamedTuple):
-    """What one device executes for one layer and one micro-batch."""
-
-    forward: tuple[Operation, ...]
-    backward: tuple[Operation, ...]
-
-
 def check_dtype(device: Device, dtype: str) -> None:
     """InputError if the device has no rate for `dtype`, or `ELEMENT_BYTES` does not list it."""
     known = [name for name in ELEMENT_BYTES if name in device.peak_flops]
     if dtype not in known:
         raise InputError(f"{device.name} has no rate for dtype={dtype}; use {one_of(known)}")
-
-
-def matmul(rows: float, columns: float, depth: float, element: int, count: float = 1) -> Operation:
-    """`count` products [rows, depth] [depth, columns] in one kernel: 2 count rows columns depth FLOP; every operand is
-    read and the result written once."""
-    touched = rows * depth + depth * columns + rows * columns
-    return Operation(2.0 * count * rows * columns * depth, float(element * count * touched))
-
-
-def stream(moved: float) -> Operation:
-    """Element-wise work that reads and writes so many bytes in all."""
-    return Operation(0.0, float(moved))
-
-
-def transposed(products: Iterable[Operation]) -> tuple[Operation, ...]:
-    """The backward pass of products y = x w: dx = dy w^T and dw = x^T dy, each with the FLOP and bytes of y."""
-    return tuple(product for product in products for _ in range(2))
 
 
 def timings(work: Callable[[int, int], Work], degrees: Iterable[int], device: Device, dtype: str) -> tuple[Timing, ...]:

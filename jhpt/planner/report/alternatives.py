@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from jhpt.core.amounts import gib
-from jhpt.core.config import BLOCK_INPUT, PLAIN_GRADIENTS, Compression
+from jhpt.core.config import PLAIN_GRADIENTS, Compression
 from jhpt.core.errors import InputError
+from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.plan import OffloadKind, Plan, SavedTensors
 from jhpt.planner.cost.activation_offload import waiting
 from jhpt.planner.cost.estimate import price

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jhpt.core.amounts import gib
-from jhpt.core.config import Compression, divisors
+from jhpt.core.config import Compression
+from jhpt.core.divisors import divisors
 from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.estimate import price

@@ -15,7 +15,6 @@ from jhpt.core.cluster import Cluster
 from jhpt.core.config import Config
 from jhpt.core.load import load_config
 from jhpt.core.plan import OffloadKind, Plan, Zero
-from jhpt.core.shapes import parameter_count
 from jhpt.planner.cost.estimate import Estimate, price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
@@ -41,7 +40,7 @@ class Largest:
     @property
     def parameters(self) -> int:
         """Number of parameters of the model."""
-        return parameter_count(self.config.model).total
+        return self.config.model.parameter_count().total
 
 
 def largest_trainable(

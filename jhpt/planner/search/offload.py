@@ -19,7 +19,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jhpt.core.amounts import enough_gib, gib
-from jhpt.core.config import BLOCK_INPUT, divisors
+from jhpt.core.divisors import divisors
+from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.plan import Chunk, Plan, SavedTensors, Stage, Zero, runs_of
 from jhpt.core.rules import conflict
 from jhpt.planner.cost.estimate import price

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jhpt.core.cluster import Cluster, Link
-from jhpt.core.config import BLOCK_INPUT
 from jhpt.core.errors import InputError
+from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.profile import LayerKind, ModelProfile, NamedTensor
 from jhpt.planner.cost.activation_offload import fullest_host, waiting_bytes

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompression, divisors, one_of
+from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompression
+from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
+from jhpt.core.optimizers import optimizer_numbers
 from jhpt.core.plan import OffloadKind, Plan, SavedTensors, Schedule, Zero
 from jhpt.core.plan_by_hand import recomputed
 from jhpt.core.rules import SETTINGS, Choices, check, conflict
@@ -147,7 +149,7 @@ class Incumbent:
 
 def compressions(config: Config) -> tuple[Compression | None, ...]:
     """The choices that `parallel.compression` leaves open, with the rule for important tokens filled in."""
-    section, rule = config.parallel.compression, "own" if config.model.family == "gpt" else "attention"
+    section, rule = config.parallel.compression, "own" if config.model.causal else "attention"
 
     def with_rule(compression: Compression) -> Compression:
         if compression.tokens < 1 and compression.importance == "auto":
@@ -160,9 +162,11 @@ def compressions(config: Config) -> tuple[Compression | None, ...]:
 
 
 def offload_kinds(config: Config) -> tuple[OffloadKind | None, ...]:
-    """The choices that `memory.offload` leaves open.  Low-precision optimizer state cannot be offloaded."""
+    """The choices that `memory.offload` leaves open.  Not every optimizer's state can be offloaded, nor low-precision
+    state."""
     kind = config.memory.offload
-    if kind == "off" or config.optimizer.low_precision:
+    offloads = optimizer_numbers(config.optimizer.name).offloaded
+    if kind == "off" or config.optimizer.low_precision or not offloads:
         return (None,)
     return (None, *get_args(OffloadKind)) if kind == "auto" else (kind,)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jhpt.core.config import BLOCK_INPUT
 from jhpt.core.errors import InputError
+from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.load import load_config
 from jhpt.core.plan import SavedTensors
 from jhpt.planner.api import prepare

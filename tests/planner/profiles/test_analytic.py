@@ -1,4 +1,4 @@
-"""Analytic profiles agree with the exact counts of `jhpt.core.shapes`, and nothing in them comes for free."""
+"""Analytic profiles agree with the exact counts of `jhpt.core.families`, and nothing in them comes for free."""
 
 import itertools
 import math
@@ -7,13 +7,13 @@ import pytest
 
 from jhpt.core.catalogue import device_named
 from jhpt.core.cluster import Device
-from jhpt.core.config import NAMED_TENSORS, BERTConfig
+from jhpt.core.families.bert import BERTConfig
+from jhpt.core.families.family import masked_positions
+from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.presets import PRESETS
 from jhpt.core.profile import load_profile
-from jhpt.core.shapes import flops_per_token, parameter_count
 from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.training.masking import predictions
 
 ENDLESS = Device(name="endless", peak_flops={"bfloat16": 1.0, "float32": 1.0}, memory=1.0, memory_bandwidth=1e300)
 """One FLOP a second, and memory that costs nothing."""
@@ -31,12 +31,12 @@ def predicted_share(config):
     if not isinstance(config.model, BERTConfig):
         return 1.0
     length = config.data.sequence_length
-    return predictions(length, config.data.mask_fraction) / length
+    return masked_positions(length, config.data.mask_fraction) / length
 
 
 def test_parameters_are_those_in_memory(config):
     profile = analytic_profile(config, ENDLESS)
-    count = parameter_count(config.model)
+    count = config.model.parameter_count()
     assert profile.parameters == count.allocated
     assert profile.kinds["block"].parameters == count.per_layer
     table = config.model.padded_vocab * config.model.d_model
@@ -57,7 +57,7 @@ def test_forward_seconds_are_the_exact_flops_where_memory_is_free(config):
     """Of the padded vocabulary, whose columns are multiplied too."""
     profile = analytic_profile(config, ENDLESS)
     model = config.model.model_copy(update={"vocab_size": config.model.padded_vocab})
-    exact = flops_per_token(model, config.data.sequence_length, predicted_share=predicted_share(config))
+    exact = model.flops_per_token(config.data.sequence_length, predicted_share=predicted_share(config))
     seconds = sum(profile.kinds[name].seconds(1, 1)[0] for name in profile.layers)
     assert seconds == pytest.approx(exact.forward * config.data.sequence_length)
 
@@ -192,7 +192,7 @@ def test_utilisation_is_that_of_well_tuned_training(name):
     profile = analytic_profile(config, device)
     length = config.data.sequence_length
     seconds = sum(sum(profile.kinds[kind].seconds(16, 1)) for kind in profile.layers)
-    flops = 16 * length * flops_per_token(config.model, length, predicted_share=predicted_share(config)).total
+    flops = 16 * length * config.model.flops_per_token(length, predicted_share=predicted_share(config)).total
     assert 0.4 < flops / seconds / device.peak_flops["bfloat16"] < 0.75
 
 

@@ -7,7 +7,8 @@ import pytest
 from jhpt.core.catalogue import device_named
 from jhpt.core.cluster import Device
 from jhpt.core.errors import InputError
-from jhpt.planner.profiles.roofline import BATCHES, Operation, Work, check_dtype, matmul, stream, timings, transposed
+from jhpt.core.work import Operation, Work, matmul, stream, transposed
+from jhpt.planner.profiles.roofline import BATCHES, check_dtype, timings
 
 TOY = Device(name="toy", peak_flops={"bfloat16": 10.0}, memory=1.0, memory_bandwidth=2.0)
 

@@ -3,7 +3,6 @@
 import pytest
 
 from jhpt.core.catalogue import find_cluster
-from jhpt.core.shapes import parameter_count
 from jhpt.planner.api import RESERVE, capped
 from jhpt.planner.search.largest_model import largest_trainable
 
@@ -28,8 +27,8 @@ def test_the_leaner_of_both():
     assert offloaded.parameters == pytest.approx(10.02e9, rel=1e-3)
     assert without.parameters == pytest.approx(1.637e9, rel=1e-3)
     (own,), (stage,) = without.estimate.stages, offloaded.estimate.stages
-    assert own.total_bytes + 14 * parameter_count(without.config.model).per_layer > (1 - RESERVE) * DEVICE
-    assert stage.total_host_bytes + 12 * parameter_count(offloaded.config.model).per_layer > HOST
+    assert own.total_bytes + 14 * without.config.model.parameter_count().per_layer > (1 - RESERVE) * DEVICE
+    assert stage.total_host_bytes + 12 * offloaded.config.model.parameter_count().per_layer > HOST
 
 
 def test_five_times_the_parameters(found):
@@ -45,5 +44,5 @@ def test_both_are_as_large_as_memory_is(found):
     without, offloaded = found
     (own,), (stage,) = without.estimate.stages, offloaded.estimate.stages
     assert without.estimate.fits and offloaded.estimate.fits
-    assert own.total_bytes + 18 * parameter_count(without.config.model).per_layer > (1 - RESERVE) * DEVICE
-    assert stage.total_host_bytes + 16 * parameter_count(offloaded.config.model).per_layer > HOST
+    assert own.total_bytes + 18 * without.config.model.parameter_count().per_layer > (1 - RESERVE) * DEVICE
+    assert stage.total_host_bytes + 16 * offloaded.config.model.parameter_count().per_layer > HOST

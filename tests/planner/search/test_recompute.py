@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from jhpt.core.catalogue import find_cluster
-from jhpt.core.config import NAMED_TENSORS
 from jhpt.core.errors import InputError
+from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.plan import SavedTensors
 from jhpt.core.profile import NamedTensor

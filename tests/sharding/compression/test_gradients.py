@@ -23,7 +23,7 @@ from jhpt.core.config import GradientCompression
 from jhpt.core.load import load_config
 from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.segment_quantize import segment_quantize
-from jhpt.models.build import build
+from jhpt.models.family import build
 from jhpt.models.mlp import MLP
 from jhpt.models.vgg import VGG
 from jhpt.sharding.compression.gradients import GradientReduction, Part, backward_order, exchanged

@@ -36,9 +36,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from jhpt.core.cluster import parse
-from jhpt.core.config import NonNegative, Section
 from jhpt.core.errors import InputError
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
+from jhpt.core.section import NonNegative, Section
 from jhpt.planner.profiles.importers.graph import Graph, check, layers
 
 BYTES_PER_WEIGHT = 4

@@ -1,11 +1,23 @@
-"""BERT's corruption of its input (Devlin et al. 2018, section 3.1), on the device, from the step's own key."""
+"""Masking of tokens for BERT (Devlin et al. 2018, section 3.1), on the device, from the step's own key."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jhpt.training.data.tokenizer import Tokenizer
+from jhpt.core.families.family import masked_positions
+
+
+class SpecialTokens(Protocol):
+    """A tokenizer as models see it: how many ids it has, and which of them is `[MASK]`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+
+    @property
+    def mask(self) -> int | None:
+        """The id of `[MASK]`."""
 
 
 class Masked(NamedTuple):
@@ -16,13 +28,8 @@ class Masked(NamedTuple):
     targets: jax.Array
 
 
-def predictions(length: int, fraction: float) -> int:
-    """Predicted tokens of a sequence; `[CLS]` and `[SEP]` are never among them."""
-    return max(1, round(fraction * (length - 2)))
-
-
-def mask_tokens(keys: jax.Array, tokens: jax.Array, fraction: float, tokenizer: Tokenizer) -> Masked:
-    """Chooses `predictions(S, fraction)` positions of each row of tokens[B, S], uniformly without replacement.
+def mask_tokens(keys: jax.Array, tokens: jax.Array, fraction: float, tokenizer: SpecialTokens) -> Masked:
+    """Chooses `masked_positions(S, fraction)` positions of each row of tokens[B, S], uniformly without replacement.
 
     Of the chosen tokens 80 % become `[MASK]`, 10 % a uniformly drawn id, 10 % stay.  The number is the same for every
     row, so the head runs on n positions instead of S.  keys: [B]; a row's masks depend on its own key only.
@@ -30,11 +37,11 @@ def mask_tokens(keys: jax.Array, tokens: jax.Array, fraction: float, tokenizer: 
     return jax.vmap(lambda key, row: _mask_row(key, row, fraction, tokenizer))(keys, tokens)
 
 
-def _mask_row(key: jax.Array, tokens: jax.Array, fraction: float, tokenizer: Tokenizer) -> Masked:
+def _mask_row(key: jax.Array, tokens: jax.Array, fraction: float, tokenizer: SpecialTokens) -> Masked:
     length = len(tokens)
     select_key, kind_key, random_key = jax.random.split(key, 3)
     score = jax.random.uniform(select_key, (length - 2,))
-    positions = jnp.sort(jax.lax.top_k(score, predictions(length, fraction))[1]) + 1
+    positions = jnp.sort(jax.lax.top_k(score, masked_positions(length, fraction))[1]) + 1
     targets = tokens[positions]
 
     kind = jax.random.uniform(kind_key, targets.shape)

@@ -1,0 +1,118 @@
+"""GPT in numbers: a causal decoder; GPT-2 and Llama shapes are settings of this one family."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from jhpt.core.divisors import divisors, one_of
+from jhpt.core.families.family import ParameterCount, register_family
+from jhpt.core.families.transformer import TransformerConfig
+from jhpt.core.layers import ACTIVATIONS, NORMS, check_registered
+from jhpt.core.section import Count, Positive
+
+
+@register_family
+class GPTConfig(TransformerConfig):
+    """A causal decoder: GPT-2 and Llama shapes are settings of this one model."""
+
+    causal: ClassVar[bool] = True
+    generates: ClassVar[bool] = True
+
+    family: Literal["gpt"] = "gpt"
+    num_kv_heads: Count | None = Field(None, description="key/value heads (grouped-query attention); null: num_heads")
+    positions: Literal["learned", "rotary"] = Field("learned", description="position information")
+    rope_theta: Positive = Field(10_000.0, description="base wavelength of rotary positions")
+    norm: str = Field("layernorm", description="norm before each half block: layernorm or rmsnorm")
+    norm_eps: Positive = Field(1e-5, description="added to the variance")
+    activation: str = Field("gelu", description="MLP non-linearity: gelu, gelu_exact or swiglu")
+    bias: bool = Field(True, description="biases in the linear layers")
+    tied: bool = Field(True, description="output head shares the embedding table")
+
+    @field_validator("norm")
+    @classmethod
+    def _norm_is_registered(cls, norm: str) -> str:
+        return check_registered("model.norm", norm, NORMS)
+
+    @field_validator("activation")
+    @classmethod
+    def _activation_is_registered(cls, activation: str) -> str:
+        return check_registered("model.activation", activation, ACTIVATIONS)
+
+    @model_validator(mode="after")
+    def _groups_divide_heads(self) -> "GPTConfig":
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.kv_heads}; "
+                f"use {one_of(divisors(self.num_heads))}"
+            )
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise ValueError(
+                f"rotary positions rotate pairs, but d_model / num_heads = {self.head_dim} is odd; "
+                "choose an even head width or model.positions=learned"
+            )
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """MLP width; 2/3 of 4 d_model for gated activations, whose MLP has three matrices (Shazeer 2020, arXiv
+        2002.05202)."""
+        if self.d_ff is not None:
+            return self.d_ff
+        return 4 * self.d_model if self.gates == 1 else -(-8 * self.d_model // 3 // 256) * 256
+
+    @property
+    def mlp_activation(self) -> str:
+        """As configured; gelu is the tanh form, as in GPT-2."""
+        return self.activation
+
+    @property
+    def biased(self) -> bool:
+        """As configured."""
+        return self.bias
+
+    @property
+    def rotates(self) -> bool:
+        """Whether positions are rotary."""
+        return self.positions == "rotary"
+
+    @property
+    def norm_parameters(self) -> int:
+        """A scale, and for layernorm a bias."""
+        return NORMS[self.norm] * self.d_model
+
+    @property
+    def tied_table(self) -> bool:
+        """As configured."""
+        return self.tied
+
+    def parameter_count(self) -> ParameterCount:
+        """By place; an untied head has a padded table of its own."""
+        d, padding_rows = self.d_model, self.padded_vocab - self.vocab_size
+        tokens = self.vocab_size * d
+        positions = self.max_length * d if self.positions == "learned" else 0
+        return ParameterCount(
+            embedding=tokens + positions,
+            per_layer=self.block_parameters(),
+            num_layers=self.num_layers,
+            head=self.norm_parameters + (0 if self.tied else tokens),
+            padding=padding_rows * d * (1 if self.tied else 2),
+        )
+
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Tables of tokens and positions, and the matrices of blocks."""
+        d, table = self.d_model, self.padded_vocab * self.d_model
+        positions = self.max_length * d if self.positions == "learned" else 0
+        return ((table + positions + (0 if self.tied else table), d), *self.block_matrices())
+
+    def float32_parameters(self) -> int:
+        """Those of norms: two in a block and the head's."""
+        return (2 * self.num_layers + 1) * self.norm_parameters
+
+    def head_products(self) -> int:
+        """The logits."""
+        return self.vocab_size * self.d_model

@@ -1,0 +1,297 @@
+"""The numbers of a transformer, which GPT and BERT share: settings, parameters, FLOPs, and the work of its layers.
+
+    block      qkv [bs, d] [d, (d + 2 kv) / t], attention, projection [bs, d / t] [d / t, d],
+               up [bs, d] [d, g f / t], down [bs, f / t] [f / t, d]; norms, residual sums, activation
+    embedding  rows of the table; backward a gradient of the whole table
+    head       x[bs, d] E^T[d, V / t], softmax over float32 logits, on the predicted positions
+
+with b samples of s tokens, tensor degree t, key/value width kv, MLP width f and g input matrices of the activation (2
+for swiglu).  The division over the tensor axis is Megatron's (Shoeybi et al. 2019, arXiv 1909.08053, section 3), that
+of `jhpt.sharding.partition`.  Saved for the backward pass are the named tensors of a block that it reads; norms,
+activations and attention scores are computed again.
+"""
+
+from functools import cache
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from jhpt.core.divisors import divisors, one_of
+from jhpt.core.families.family import BLOCK_INPUT, LayerCost, ModelConfig, Sizes
+from jhpt.core.layers import ACTIVATIONS
+from jhpt.core.section import Count
+from jhpt.core.work import NamedTensor, Operation, Work, matmul, stream, transposed
+
+NAMED_TENSORS = (BLOCK_INPUT, "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
+"""Names inside a block, in the order in which the forward pass produces them."""
+
+LOGIT_BYTES = 4
+"""Logits are float32 (`jhpt.models.vocabulary`)."""
+
+
+class TransformerConfig(ModelConfig):
+    """The settings and numbers that GPT and BERT share."""
+
+    named_tensors: ClassVar[tuple[str, ...]] = NAMED_TENSORS
+    coded_sizes: ClassVar[tuple[str, ...]] = ("d_ff",)
+    head_transform: ClassVar[bool] = False
+    """Whether the head multiplies its input with a matrix [d, d] before the table."""
+
+    num_heads: Count = Field(4, description="query heads")
+    d_ff: Count | None = Field(
+        None, description="MLP width; null: 4 d_model (8/3 d_model up to a multiple of 256 for swiglu)"
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> "TransformerConfig":
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}; "
+                f"use {one_of(divisors(self.d_model, up_to=2 * self.num_heads))} heads"
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads: all of them."""
+        return self.num_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """MLP width."""
+        return self.d_ff or 4 * self.d_model
+
+    @property
+    def mlp_activation(self) -> str:
+        """The MLP's activation by its registered name."""
+        raise NotImplementedError
+
+    @property
+    def gates(self) -> int:
+        """Input matrices of the MLP: two for swiglu."""
+        return ACTIVATIONS[self.mlp_activation]
+
+    @property
+    def biased(self) -> bool:
+        """Whether linear layers have biases."""
+        return True
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are rotated by their positions."""
+        return False
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm."""
+        raise NotImplementedError
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Heads and hidden units."""
+        return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads, "d_ff": self.ffn_width}
+
+    @property
+    def summary(self) -> str:
+        """The shape in a few words, for the console."""
+        return f"{super().summary}, {self.num_heads} heads"
+
+    def block_parameters(self) -> int:
+        """Parameters of a block."""
+        d, width, kv_width = self.d_model, self.ffn_width, 2 * self.kv_heads * self.head_dim
+        attention = d * (d + kv_width) + d * d + self.biased * ((d + kv_width) + d)
+        mlp = (self.gates + 1) * d * width + self.biased * (self.gates * width + d)
+        return attention + mlp + 2 * self.norm_parameters
+
+    def block_matrices(self) -> tuple[tuple[int, int], ...]:
+        """(numbers, numbers in a row) of the matrices of all blocks."""
+        d, width, layers = self.d_model, self.ffn_width, self.num_layers
+        qkv, up = d * (d + 2 * self.kv_heads * self.head_dim), d * self.gates * width
+        return ((layers * qkv, self.head_dim), (layers * d * d, d), (layers * up, width), (layers * width * d, d))
+
+    def block_products(self, keys: float) -> float:
+        """d (d + 2 kv) + d^2 + (gates + 1) d f + 2 d keys."""
+        d = self.d_model
+        projections = d * (d + 2 * self.kv_heads * self.head_dim) + d * d
+        mlp = (self.gates + 1) * d * self.ffn_width
+        return projections + mlp + 2 * d * keys
+
+    def embedding_cost(self, sizes: Sizes) -> LayerCost:
+        """The table is split by rows: each rank looks up all tokens, and the rows, zero elsewhere, are all-reduced."""
+        residual, has_norm = self._residual(sizes), self.post_norm
+
+        def work(batch: int, tensor: int) -> Work:
+            stream_bytes = batch * residual
+            # Reads rows and writes the stream; a norm reads and writes it once more.
+            forward = stream((4 if has_norm else 2) * stream_bytes)
+            # The table's gradient is as large as the table: zeroed, then rows are added (read and write).
+            table = self.padded_vocab * self.d_model * sizes.element / tensor
+            return Work((forward,), (stream((6 if has_norm else 3) * stream_bytes + table),))
+
+        token_ids = 4.0 * sizes.tokens
+        return LayerCost(
+            work=work,
+            boundary_bytes=residual,
+            replicated_bytes=token_ids + (residual if has_norm else 0.0),
+            tensor_forward_bytes=residual,
+        )
+
+    def block_cost(self, sizes: Sizes) -> LayerCost:
+        """Attention and MLP each end in an all-reduce over the tensor axis, and in the backward pass begin with one."""
+        residual = self._residual(sizes)
+        return LayerCost(
+            work=lambda batch, tensor: self._block_work(sizes, batch, tensor),
+            boundary_bytes=residual,
+            tensor_forward_bytes=2.0 * residual,
+            tensor_backward_bytes=2.0 * residual,
+            tensors=self._tensors(sizes),
+        )
+
+    def head_cost(self, sizes: Sizes) -> LayerCost:
+        """Logits are split by columns; the softmax exchanges three numbers per token, which are left out.
+
+        Saved: the float32 logits, or what became of them in the softmax, and the product's input with what led to it.
+        """
+        transform = self.head_transform
+        stream_bytes = sizes.predicted * self.d_model * sizes.element
+
+        def work(batch: int, tensor: int) -> Work:
+            rows = batch * sizes.predicted
+            logits = rows * self.padded_vocab / tensor
+            products = [matmul(rows, self.padded_vocab / tensor, self.d_model, sizes.element)]
+            if transform:
+                products.append(matmul(rows, self.d_model, self.d_model, sizes.element))
+            norm = batch * stream_bytes * (6 if transform else 2)
+            # Written in float32, read for the maximum, the sum and the target.  Backward: read, gradient written.
+            forward = norm + logits * (LOGIT_BYTES - sizes.element + 2 * LOGIT_BYTES)
+            backward = 2 * norm + logits * (LOGIT_BYTES + sizes.element)
+            return Work((*products, stream(forward)), (*transposed(products), stream(backward)))
+
+        return LayerCost(
+            work=work,
+            activation_bytes=float(sizes.predicted * self.padded_vocab * LOGIT_BYTES),
+            replicated_bytes=float((4 if transform else 2) * stream_bytes),
+            tensor_backward_bytes=float(stream_bytes),
+        )
+
+    def rank_share(self, tensor: int) -> "TransformerConfig":
+        """heads / t, MLP width / t and vocabulary / t; the widths of the residual stream and of heads stay."""
+        share = dict(
+            num_heads=self.num_heads // tensor,
+            d_ff=self.ffn_width // tensor,
+            vocab_size=max(self.vocab_size // tensor, 1),
+            head_width=self.head_dim,
+            rows=self.padded_vocab // tensor,
+        )
+        if "num_kv_heads" in type(self).model_fields:
+            share["num_kv_heads"] = self.kv_heads // tensor
+        return _rank_class(type(self)).model_validate(self.model_dump() | share)
+
+    def _residual(self, sizes: Sizes) -> int:
+        """Bytes of one sample's residual stream."""
+        return sizes.tokens * self.d_model * sizes.element
+
+    def _keys(self, sizes: Sizes) -> float:
+        """Keys that an average query is multiplied with: plain attention computes the masked ones too."""
+        return (sizes.tokens + 1) / 2 if self.causal and sizes.flash else sizes.tokens
+
+    @property
+    def _kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def _block_work(self, sizes: Sizes, batch: int, tensor: int) -> Work:
+        rows, width, element = batch * sizes.tokens, self.d_model, sizes.element
+        weights = (
+            matmul(rows, (width + 2 * self._kv_width) / tensor, width, element),
+            matmul(rows, width, width / tensor, element),
+            matmul(rows, self.gates * self.ffn_width / tensor, width, element),
+            matmul(rows, width, self.ffn_width / tensor, element),
+        )
+        attention_forward, attention_backward = self._attention(sizes, batch, tensor)
+        traffic = self._elementwise(sizes, batch, tensor)
+        return Work(
+            (*weights, *attention_forward, stream(traffic)),
+            # Element-wise work runs again, for it is not saved; its gradient reads two tensors for each one it writes.
+            (*transposed(weights), *attention_backward, stream(3 * traffic)),
+        )
+
+    def _elementwise(self, sizes: Sizes, batch: int, tensor: int) -> float:
+        """Bytes of the forward pass outside products.
+
+        The stream: two norms (read, write) and two sums (read two, write), on every rank.  Divided by the tensor axis:
+        the activation (reads its inputs, writes one) and the rotation of queries and keys (read, write).
+        """
+        hidden = (self.gates + 1) * self.ffn_width + self.rotates * 2 * (self.d_model + self._kv_width)
+        return batch * (10 * self._residual(sizes) + sizes.tokens * hidden * sizes.element / tensor)
+
+    def _attention(self, sizes: Sizes, batch: int, tensor: int) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+        """Two products of s queries with the keys for each head; the backward pass makes five, the scores once more.
+
+        Flash attention (Dao et al. 2022, arXiv 2205.14135; backward of five products: Dao 2023, arXiv 2307.08691,
+        section 3.1) is one kernel that moves queries, keys, values and the result only.
+        """
+        heads, tokens, element = batch * self.num_heads / tensor, sizes.tokens, sizes.element
+        if sizes.flash:
+            product = 2.0 * heads * tokens * self._keys(sizes) * self.head_dim
+            moved = batch * tokens * (2 * self.d_model + 2 * self._kv_width) * element / tensor
+            return (Operation(2 * product, moved),), (Operation(5 * product, 2 * moved),)
+        scores = matmul(tokens, tokens, self.head_dim, element, heads)
+        mixed = matmul(tokens, self.head_dim, tokens, element, heads)
+        # Softmax in float32: reads scores for the maximum and the sum and for the result, which it writes.
+        softmax = stream((4 + 4 + element) * heads * tokens * tokens)
+        return (scores, softmax, mixed), (scores, softmax, *transposed((scores, mixed)), softmax)
+
+    def _tensors(self, sizes: Sizes) -> tuple[NamedTensor, ...]:
+        """What the backward pass of a block may find saved, and the FLOP that make each again.
+
+        It reads all but the last one, which only enters a residual sum unless a norm follows.
+        """
+        tokens, width, element = sizes.tokens, self.d_model, sizes.element
+        residual = float(self._residual(sizes))
+
+        def product(
+            name: str, columns: int, depth: int, inputs: tuple[str, ...], *, summed: bool = False
+        ) -> NamedTensor:
+            return NamedTensor(
+                name=name,
+                bytes=float(tokens * columns * element),
+                flops=2.0 * tokens * columns * depth,
+                sharded=not summed,
+                inputs=inputs,
+                read=name != "mlp_out" or self.post_norm,
+                summed=summed,
+            )
+
+        attention = 4.0 * self.num_heads * tokens * self._keys(sizes) * self.head_dim
+        return (
+            NamedTensor(name=BLOCK_INPUT, bytes=residual, sharded=False),
+            product("qkv", width + 2 * self._kv_width, width, (BLOCK_INPUT,)),
+            NamedTensor(name="attention_out", bytes=residual, flops=attention, inputs=("qkv",)),
+            product("projection_out", width, width, ("attention_out",), summed=True),
+            product("mlp_hidden", self.gates * self.ffn_width, width, (BLOCK_INPUT, "projection_out")),
+            product("mlp_out", width, self.ffn_width, ("mlp_hidden",), summed=True),
+        )
+
+
+@cache
+def _rank_class(settings: type[TransformerConfig]) -> type[TransformerConfig]:
+    """Settings of a family whose head width and table are given, not derived: those of the whole model."""
+
+    class Rank(settings):  # type: ignore[misc, valid-type]
+        head_width: Count = Field(description="width of one head")
+        rows: Count = Field(description="rows of this rank's embedding table")
+
+        @property
+        def head_dim(self) -> Any:
+            return self.head_width
+
+        @property
+        def padded_vocab(self) -> Any:
+            return self.rows
+
+    return Rank

@@ -1,0 +1,161 @@
+"""What a model family is to training: pure functions of a parameter tree, behind a protocol and a registry.
+
+    register_model("mixer", Mixer)      # Mixer(config=..., dtype=..., implementation=..., hooks=...) is a `Model`
+
+The family's settings and numbers are registered with `jhpt.core.families.family.register_family`.  A family of this
+package is the module of its name in this folder, which is imported when the family is first built.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jhpt.core.families.family import ModelConfig
+from jhpt.models.attention import Implementation
+from jhpt.models.hooks import Hooks
+from jhpt.models.layers import Parted
+from jhpt.models.masking import SpecialTokens
+
+Params = Any
+"""A tree of arrays in plain dicts: `{"embedding": ..., "blocks": [L, ...], "head": ...}`."""
+
+PartitionRules = tuple[tuple[str, tuple[str | None, ...]], ...]
+"""(pattern on a parameter's path, mesh axes of its last dimensions); the first match wins."""
+
+
+class Rows(NamedTuple):
+    """Rows of a batch: windows [B, W] of token ids and, for rows that count less, weights [B]."""
+
+    windows: jax.Array
+    weights: jax.Array | None = None
+
+
+class Sums(NamedTuple):
+    """Sums over predicted tokens.  loss: what is minimised; nll: negative log likelihood in nats; tokens: how many."""
+
+    loss: jax.Array
+    nll: jax.Array
+    tokens: jax.Array
+
+
+class Objective(NamedTuple):
+    """What the loss depends on beside the model: the settings of data and optimizer, and the tokenizer's ids."""
+
+    z_loss: float
+    mask_fraction: float
+    tokens: SpecialTokens
+
+
+class Model(Protocol):
+    """A family's functions.
+
+    Parameters named `kernel`, `tokens`, `positions` or `types` are matrices and tables: they decay, can be coded in 8
+    bits and are split by ZeRO.  Those under a name that ends in `norm` are used in float32, all others are cast to
+    `dtype` where they are used.
+
+    A block is cut before each of its two sums over the tensor axis: `attend` up to the first, `feed` from there up to
+    the second, `finish` the rest.  keys: [B], one key a row; None: no dropout.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    """A frozen dataclass, so that the runtime can replace its hooks."""
+
+    @property
+    def config(self) -> Any:
+        """The settings, a `ModelConfig` of the family."""
+
+    @property
+    def dtype(self) -> Any:
+        """What the model computes in."""
+
+    @property
+    def implementation(self) -> Implementation:
+        """The attention kernel."""
+
+    @property
+    def hooks(self) -> Hooks:
+        """How the model is cut over the tensor axis."""
+
+    @property
+    def head_reads(self) -> tuple[str, ...]:
+        """Paths of the parameters that the head reads, such as `embedding/tokens` where it shares the table."""
+
+    @property
+    def partition_rules(self) -> PartitionRules:
+        """Rules for parameters that `jhpt.sharding.partition.RULES` does not know; they come first."""
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh float32 parameters."""
+
+    def init_embedding_and_head(self, key: jax.Array) -> Params:
+        """Those of `init` but for the blocks."""
+
+    def init_block(self, key: jax.Array, layer: Any) -> Params:
+        """Those of `init` of one block."""
+
+    def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
+        """The token ids [B, S] that the model reads of these rows."""
+
+    def embed(self, params: Params, tokens: jax.Array, *, keys: jax.Array | None = None) -> jax.Array:
+        """tokens[B, S] -> x[B, S, D]."""
+
+    def attend(self, layer_params: Params, x: jax.Array, ordering_token: jax.Array | None = None) -> Parted:
+        """A block up to its first sum."""
+
+    def feed(
+        self,
+        layer_params: Params,
+        parted: Parted,
+        keys: jax.Array | None = None,
+        ordering_token: jax.Array | None = None,
+    ) -> Parted:
+        """From there up to its second sum."""
+
+    def finish(self, parted: Parted, keys: jax.Array | None = None) -> jax.Array:
+        """The rest of the block."""
+
+    def logits(self, params: Params, x: jax.Array) -> jax.Array:
+        """x[..., D] -> logits [..., V] in float32."""
+
+    def loss(self, params: Params, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
+        """The sums over the predicted tokens of these rows from x[B, S, D] after the last block."""
+
+    def apply(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """tokens[B, S] -> logits[B, S, V]."""
+
+
+_MODELS: dict[str, Callable[..., Model]] = {}
+
+
+def register_model(family: str, model: Callable[..., Model]) -> None:
+    """Makes `model(config=, dtype=, implementation=, hooks=)` the functions of a family.
+
+    Raises:
+      ValueError: the family has others already.
+    """
+    if _MODELS.setdefault(family, model) is not model:
+        raise ValueError(f"the functions of model family {family!r} are registered twice; give one another name")
+
+
+def build(
+    config: ModelConfig,
+    *,
+    dtype: Any = jnp.float32,
+    implementation: Implementation = "xla",
+    hooks: Hooks | None = None,
+) -> Any:
+    """The model of this configuration, computing in `dtype` with the given attention kernel.
+
+    Raises:
+      ValueError: the family has settings and no functions.
+    """
+    if config.family not in _MODELS:
+        try:
+            module = importlib.import_module(f"jhpt.models.{config.family}")
+        except ModuleNotFoundError:
+            raise ValueError(f"model.family={config.family} has no functions; call register_model") from None
+        register_model(config.family, module.MODEL)
+    return _MODELS[config.family](config=config, dtype=dtype, implementation=implementation, hooks=hooks or Hooks())
