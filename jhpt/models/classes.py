@@ -1,7 +1,8 @@
 """What networks over classes share: dense layers cut by columns, and logits for a softmax over classes.
 
 A layer cut over the tensor axis has some columns of its matrix and of its bias on every shard.  Its input is whole
-(`hooks.copy_to_tensor_axis`), and so is its output where `hooks.join` lays the shards' columns side by side; logits stay apart.
+(`hooks.copy_to_tensor_axis`), and so is its output where `hooks.join` gathers the shards' columns; logits stay
+sharded.
 """
 
 import math

@@ -38,13 +38,15 @@ class Hooks:
     """One shard's view.  Heads, hidden units and vocabulary are divided evenly.
 
     shards: how many there are.
-    rows: into how many pieces the residual stream x[B, S, D] is cut along the sequence; `copy_to_tensor_axis` makes it whole, and
+    rows: into how many pieces the residual stream x[B, S, D] is cut along the sequence; `copy_to_tensor_axis` makes it
+      whole, and
       `reduce_over_tensor_axis` leaves a shard's piece.
     own_rows: what the whole sequence has [B, S, ...] -> this shard's piece of it.
     rank: () -> the number of this one.
     important: (q[B, S, heads, E], k, lengths) of this shard's heads and the residual stream [B, S, D] that they come
       from -> tokens, the positions [B, k] that matter most to all shards; None: sums need not know.
-    copy_to_tensor_axis: (x, whole, tokens or nothing) -> x, before it meets matrices of which each shard has some columns.
+    copy_to_tensor_axis: (x, whole, tokens or nothing) -> x, before it meets matrices of which each shard has some
+      columns.
     enter_before: x -> (x, settle) where tokens are chosen from what follows; settle: (y, tokens) -> y, of any y that
       depends on x.
     depend_on: (x, ordering token or None) -> x, not before the token is there.

@@ -4,8 +4,8 @@
     backward   fetch and gather it again; compute dW[N] {U_dp}; reduce-scatter it to dW[N/dp]; copy it to the host
 
 What the optimizer does with a block's rows, and which rows it reads and writes in either pass, is in `BlockUpdateHooks`
-(`training.offloaded_training`).  All micro-batches pass through a block before the next block is fetched (`stream`), so that
-the bytes copied in a step do not depend on the number of micro-batches.  The embedding and the head stay on the
+(`training.offloaded_training`).  All micro-batches pass through a block before the next block is fetched (`stream`), so
+that the bytes copied in a step do not depend on the number of micro-batches.  The embedding and the head stay on the
 devices, whole.
 """
 
