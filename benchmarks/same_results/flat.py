@@ -35,7 +35,7 @@ def flatten(tree: object, names: Names) -> Flat:
         if keys and keys[-1] in PROSE and isinstance(value, str):
             flat[f"{old}#"] = numbers_in(value)
         else:
-            flat[old] = names.old_word(old, value)  # type: ignore[assignment]
+            flat[old] = names.old_word(old, value)
     return flat
 
 

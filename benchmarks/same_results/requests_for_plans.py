@@ -225,7 +225,12 @@ def refused() -> list[PlanRequest]:
 
 def by_function() -> list[PlanRequest]:
     """The same through Python, which reads settings and budgets on its own."""
-    settings = ({}, {"memory.recompute": "full"}, {"memory.offload": "both"}, {"parallel.compression.bits": "8"})
+    settings: tuple[dict[str, str], ...] = (
+        {},
+        {"memory.recompute": "full"},
+        {"memory.offload": "both"},
+        {"parallel.compression.bits": "8"},
+    )
     asked = [ask(model, cluster, settings=each) for model, cluster in CASES[:3] for each in settings]
     asked.append(ask("resnet50", "v100x4x1", flags={"batch": "64", "space": "general"}))
     asked.append(ask("gpt2-124m", MIXED, flags={"batch": "16", "microbatches": "4", "space": "general"}))

@@ -64,7 +64,7 @@ def given(name: str, *runs: Mapping[str, object], **settings: object) -> Trainin
     return TrainingRun(name=name, plan=plan)
 
 
-ONE = {"parallel__data": 1}
+ONE: dict[str, Any] = {"parallel__data": 1}
 
 RUNS = (
     run("one device", **ONE, stopped=True),
