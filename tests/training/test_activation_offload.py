@@ -47,7 +47,7 @@ def test_where_they_are_wrong_it_is_computed_again_and_said():
     said = []
     found = with_tried_offload(PLAN, said.append, right=lambda: False)
     assert found == PLAN.model_copy(update={"saved": SavedTensors(device=("qkv",))})
-    assert len(said) == 1 and said[0].startswith("warning") and "residual_in and mlp_hidden" in said[0]
+    assert len(said) == 1 and said[0].startswith("warning") and "residual_in, mlp_hidden" in said[0]
 
 
 @pytest.mark.parametrize("saved", [None, SavedTensors(device=("qkv",))])

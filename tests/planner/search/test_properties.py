@@ -70,11 +70,19 @@ def more_nodes(cluster: Cluster, factor: float) -> Cluster:
     return cluster.model_copy(update={"nodes": (*front, last.model_copy(update={"count": last.count + 1}))})
 
 
+def untied(profile: ModelProfile) -> ModelProfile:
+    kinds = {name: kind.model_copy(update={"tied_parameters": 0}) for name, kind in profile.kinds.items()}
+    return profile.model_copy(update={"kinds": kinds})
+
+
 @pytest.mark.parametrize("more", [more_memory, more_bandwidth_inside, more_bandwidth_between, more_nodes])
 @PROPERTY
 @given(instances(), st.floats(1, 20))
 def test_more_is_never_slower(more, instance, factor):
     profile, cluster, asked, space = instance
+    if more is more_nodes:
+        # The exchange of a tied table is priced over the network as soon as there are several nodes.
+        profile = untied(profile)
     # Interleaving takes the balanced chunks, which are not always the fastest ones.
     asked = Request(
         batch=asked.batch,
