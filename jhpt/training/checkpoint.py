@@ -28,6 +28,7 @@ from jhpt.core.config import CheckpointConfig, Config, OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import ModelConfig
 from jhpt.core.load import dotted
+from jhpt.sharding.types import PyTree
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.step import TrainState
 
@@ -151,7 +152,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _with_ranks_of(place: Path, like: Any) -> Any:
+def _with_ranks_of(place: Path, like: PyTree) -> Any:
     """`like` with the number of ranks, its first dim, of what is saved in `place`."""
     there = ocp.StandardCheckpointHandler().metadata(place).tree
     return jax.tree.map(
@@ -240,7 +241,7 @@ SMALL = 1 << 20
 """Bytes; leaves with smaller layers are collected and written whole, because such small chunks would be slow."""
 
 
-def by_layer(leaf: Any) -> ocp.SaveArgs:
+def by_layer(leaf: PyTree) -> ocp.SaveArgs:
     """How a leaf is saved: a `Layered` one with a chunk of the file for each layer, unless layers are small."""
     if not isinstance(leaf, Layered) or leaf.layer_bytes < SMALL:
         return ocp.SaveArgs()

@@ -1,7 +1,7 @@
 """Image and perceptron networks as the runtime executes them: inputs in, softmax cross-entropy out."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jhpt.models.vocabulary import token_nll
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.model_parts import ModelParts
 from jhpt.sharding.step import Execution
+from jhpt.sharding.types import LayerKeys, Params
 from jhpt.training.parts import tensor_hooks
 from jhpt.training.setup import MOST_UNROLLED_LAYERS, layer_policy
 
@@ -29,13 +30,13 @@ class Examples(NamedTuple):
 def class_parts(network: Network) -> ModelParts:
     """loss = sum over rows of -log p(target); `Sums.tokens` counts the rows."""
 
-    def embed(embedding_and_head: Any, rows: Examples, keys: jax.Array) -> jax.Array:
+    def embed(embedding_and_head: Params, rows: Examples, keys: jax.Array) -> jax.Array:
         return network.embed(embedding_and_head, rows.inputs)
 
-    def block(params: Any, x: jax.Array, at: tuple[jax.Array, Any]) -> jax.Array:
+    def block(params: Params, x: jax.Array, at: LayerKeys) -> jax.Array:
         return network.block(params, x)
 
-    def head_loss(embedding_and_head: Any, x: jax.Array, rows: Examples, keys: jax.Array) -> Sums:
+    def head_loss(embedding_and_head: Params, x: jax.Array, rows: Examples, keys: jax.Array) -> Sums:
         nll, _ = token_nll(network.logits(embedding_and_head, x), rows.targets, network.hooks)
         total = jnp.sum(nll)
         return Sums(total, total, jnp.float32(len(nll)))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jhpt.models.family import Rows, Sums
 from jhpt.sharding.compression import feedback
+from jhpt.sharding.types import PyTree
 from jhpt.training.checkpoint import Checkpoints, Record
 from jhpt.training.clipping import clipping
 from jhpt.training.optimizer import learning_rate
@@ -242,7 +243,7 @@ def _converted(convert: Callable[[Params], Params], state: TrainState) -> TrainS
     return converted
 
 
-def _abstract(shapes: Any, shardings: Any) -> Any:
+def _abstract(shapes: PyTree, shardings: PyTree) -> Any:
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )

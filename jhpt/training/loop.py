@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jhpt.core.config import Config
 from jhpt.measure.device import memory_in_use
 from jhpt.models.family import Sums
+from jhpt.sharding.types import Params
 from jhpt.training.console import Display, step_line
 from jhpt.training.data.batches import evaluation_batches, shuffled, training_batches
 from jhpt.training.metrics import MetricsWriter
@@ -175,7 +176,7 @@ def _batches(setup: Setup, first: int) -> Iterator[np.ndarray]:
     return training_batches(shuffled(setup.train_windows, seed), size, setup.layout.own_rows(size), first)
 
 
-def evaluate(setup: Setup, batch_sums: BatchSums, params: Any) -> float:
+def evaluate(setup: Setup, batch_sums: BatchSums, params: Params) -> float:
     """Mean negative log likelihood in nats per predicted token over the held-out batches.
 
     Args:

@@ -34,6 +34,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.state import block_size
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.partition import MATRICES, path_name
+from jhpt.sharding.types import KeyPath, Params, PyTree
 from jhpt.sharding.zero import names_of
 
 SIGNED, UNSIGNED = 127, 255
@@ -90,10 +91,10 @@ def decode_square(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return jnp.square(decode(codes, scales, UNSIGNED))
 
 
-def encoded(tree: Any, one: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]) -> Coded:
+def encoded(tree: PyTree, one: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]) -> Coded:
     """A moment of all parameters in the code of `one`."""
 
-    def coded(path: tuple[Any, ...], leaf: jax.Array) -> tuple[Any, Any]:
+    def coded(path: KeyPath, leaf: jax.Array) -> tuple[Any, Any]:
         block = block_of(path_name(path), leaf.shape)
         return (leaf, None) if block is None else one(leaf, block)
 
@@ -128,7 +129,7 @@ def coded_moments(adam: optax.GradientTransformation) -> optax.GradientTransform
     return optax.GradientTransformation(lambda params: narrow(adam.init(params)), update)
 
 
-def check_blocks(params: Any, layout: Layout) -> None:
+def check_blocks(params: Params, layout: Layout) -> None:
     """Refuses a plan that cuts through blocks.
 
     Args:

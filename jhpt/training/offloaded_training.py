@@ -34,7 +34,7 @@ from jhpt.models.family import Model
 from jhpt.models.family import Rows as TokenRows
 from jhpt.sharding.offload.step import BlockUpdateHooks, OffloadedBlocks, without_blocks
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, HostRows, Rows
-from jhpt.sharding.types import LossSums
+from jhpt.sharding.types import KeyPath, LossSums
 from jhpt.training.checkpoint import Layered
 from jhpt.training.clipping import Clipping, clipping
 from jhpt.training.optimizer import make_optimizer
@@ -386,7 +386,7 @@ class OffloadedTraining:
         return {name: tree(name) for name in SAVED}
 
 
-def _name_of(path: tuple[Any, ...]) -> str | None:
+def _name_of(path: KeyPath) -> str | None:
     """The name of the rows that hold the leaf at this path of a `TrainState`; None for embedding and head."""
     text = jax.tree_util.keystr(path)
     if "['blocks']" not in text:

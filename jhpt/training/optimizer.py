@@ -15,6 +15,7 @@ import optax
 
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.optimizers import OPTIMIZERS, OptimizerNumbers
+from jhpt.sharding.types import Params
 from jhpt.training.moments import coded_moments
 
 DECAYED = {"kernel", "tokens", "positions", "types"}
@@ -41,7 +42,7 @@ def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.A
     return config.learning_rate * jnp.minimum((step + 1) / max(warmup, 1), decay)
 
 
-def decay_mask(params: Any) -> Any:
+def decay_mask(params: Params) -> Any:
     """True for the leaves that weight decay acts on."""
 
     def decays(path: tuple[Any, ...], _: Any) -> bool:

@@ -1,7 +1,6 @@
 """A model and its objective, cut into the parts that the runtime executes (`jhpt.models.family.Model`)."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jhpt.models.layers import Parted, fold, layer_keys
 from jhpt.models.objective import DROPOUT
 from jhpt.sharding import operators
 from jhpt.sharding.model_parts import Halves, ModelParts
+from jhpt.sharding.types import LayerKeys
 from jhpt.training.data.tokenizer import Tokenizer
 
 
@@ -51,10 +51,10 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     def noise(keys: jax.Array) -> jax.Array | None:
         return fold(keys, DROPOUT) if dropout else None
 
-    def own(at: tuple[jax.Array, Any]) -> jax.Array | None:
+    def own(at: LayerKeys) -> jax.Array | None:
         return layer_keys(noise(at[0]), at[1])
 
-    def finish(parted: Parted, at: tuple[jax.Array, Any]) -> jax.Array:
+    def finish(parted: Parted, at: LayerKeys) -> jax.Array:
         tokens = None if parted.tokens is None else parted.tokens.astype(jnp.int32)
         return model.finish(parted._replace(tokens=tokens), own(at))
 

@@ -39,6 +39,7 @@ from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_device_mesh
 from jhpt.sharding.step import Execution
+from jhpt.sharding.types import Params
 from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.windows import check_masked
@@ -241,7 +242,7 @@ class _Running:
         return metrics
 
 
-def _given_gradients(params: Any, gradients: jax.Array, key: jax.Array) -> tuple[Any, Sums]:
+def _given_gradients(params: Params, gradients: jax.Array, key: jax.Array) -> tuple[Any, Sums]:
     """Takes the batch for the gradient, so that only the update remains of a step."""
     leaves, tree = jax.tree.flatten(params)
     ends = np.cumsum([leaf.size for leaf in leaves])
@@ -253,10 +254,10 @@ def _embedding_programs(model: Model, tokens: jax.Array) -> tuple[Callable[..., 
     """Forward, and forward and backward, of the embedding."""
     keys = jax.random.split(jax.random.key(0), len(tokens)) if model.config.dropout else None
 
-    def forward(params: Any, tokens: jax.Array) -> jax.Array:
+    def forward(params: Params, tokens: jax.Array) -> jax.Array:
         return model.embed({"embedding": params}, tokens, keys=keys)
 
-    def both(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    def both(params: Params, tokens: jax.Array) -> tuple[jax.Array, Any]:
         x, backward = jax.vjp(lambda params: forward(params, tokens), params)
         return x, backward(x)
 

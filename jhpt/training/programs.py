@@ -16,6 +16,7 @@ from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.models.family import Sums
 from jhpt.sharding.compiler_options import compiler_options
+from jhpt.sharding.types import PyTree
 from jhpt.training.checkpoint import Checkpoints, Record
 from jhpt.training.setup import Setup
 from jhpt.training.step import Params, RandomStream, StepMetrics, StepState, random_key
@@ -136,7 +137,7 @@ def windows_shape(config: Config, sharding: jax.sharding.Sharding) -> jax.ShapeD
     return jax.ShapeDtypeStruct((config.data.batch_size, window_length(config)), jnp.int32, sharding=sharding)
 
 
-def evaluation_shapes(setup: Setup, params: Any) -> tuple[Any, ...]:
+def evaluation_shapes(setup: Setup, params: PyTree) -> tuple[Any, ...]:
     """Shapes of the arguments of `Step.evaluate`."""
     batch = setup.layout.batch
     weights = jax.ShapeDtypeStruct((setup.config.data.batch_size,), jnp.float32, sharding=batch)

@@ -1,16 +1,15 @@
 """Text from a model that generates: the sample at the end of a run."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jhpt.models.family import Model
+from jhpt.sharding.types import Params
 
 
 def sample(
-    model: Model, params: Any, prompt: np.ndarray, new_tokens: int, key: jax.Array, temperature: float = 0.8
+    model: Model, params: Params, prompt: np.ndarray, new_tokens: int, key: jax.Array, temperature: float = 0.8
 ) -> np.ndarray:
     """Continues `prompt` [n] by `new_tokens` tokens drawn from softmax(logits / temperature); returns all of them.
 
@@ -22,7 +21,7 @@ def sample(
     tokens = jnp.zeros(total, jnp.int32).at[: len(prompt)].set(jnp.asarray(prompt, jnp.int32))
 
     @jax.jit
-    def run(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+    def run(params: Params, tokens: jax.Array, key: jax.Array) -> jax.Array:
         def extend(position: jax.Array, tokens: jax.Array) -> jax.Array:
             first = jnp.maximum(position - window, 0)
             seen = jax.lax.dynamic_slice(tokens, (first,), (window,))

@@ -27,12 +27,13 @@ import jax.numpy as jnp
 
 from jhpt.core.config import WeightStorage
 from jhpt.sharding.partition import IN_FLOAT32, path_name
+from jhpt.sharding.types import KeyPath, Params, PyTree
 
 Keys = Callable[[jax.Array], Any]
 """Key of a step -> a tree like the stored parameters: data of a leaf's key, or of one for each of its rows."""
 
 
-def widened(tree: Any) -> Any:
+def widened(tree: PyTree) -> Any:
     """The same numbers in float32: what gradients, moments and decay are computed from."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
@@ -49,23 +50,23 @@ class Weights:
     storage: WeightStorage = "float32"
     keys: Keys = no_keys
 
-    def stored(self, params: Any) -> Any:
+    def stored(self, params: Params) -> Any:
         """Float32 parameters as they are kept, rounded to nearest."""
         if self.storage == "float32":
             return params
 
-        def narrowed(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        def narrowed(path: KeyPath, leaf: jax.Array) -> jax.Array:
             return leaf if IN_FLOAT32.search(path_name(path)) else leaf.astype(jnp.bfloat16)
 
         return jax.tree_util.tree_map_with_path(narrowed, params)
 
-    def remainder(self, params: Any) -> Any:
+    def remainder(self, params: Params) -> Any:
         """The remainder before the first step, zeros like the parameters; None where none is kept."""
         if self.storage != "bfloat16_kahan":
             return None
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.bfloat16), params)
 
-    def lowered(self, params: Any, by: Any, remainder: Any, key: jax.Array) -> tuple[Any, Any]:
+    def lowered(self, params: Params, by: PyTree, remainder: PyTree, key: jax.Array) -> tuple[Any, Any]:
         """(parameters - by, the remainder that this leaves).
 
         Args:
@@ -111,7 +112,7 @@ def _drawn(stored: jax.Array, by: jax.Array, key: jax.Array) -> jax.Array:
     return jax.vmap(stochastic)(exact, keys) if keys.ndim else stochastic(exact, keys)
 
 
-def rounding_keys(params: Any, stored: Callable[[Any], Any]) -> Keys:
+def rounding_keys(params: Params, stored: Callable[[Any], Any]) -> Keys:
     """A key for every parameter, by its name, and for every block of a stack, laid out like the parameters.
 
     The random bits of a number depend on the step's key, its parameter, its block and its place there, but not on the
