@@ -42,7 +42,7 @@ def _by_shared_degree(question: Question, model: CostModel, limit: float) -> Ite
 
     One SPMD program stores a shared parameter once, so these layers must have the same degree.
     """
-    if model.tied_layer is None or question.strategy.program == "own":
+    if model.tied_layer is None or question.strategy.program == "per_stage":
         yield question
     elif _mixed_bound(question, model) < limit:
         yield from (replace(question, shared=t) for t in question.degrees)

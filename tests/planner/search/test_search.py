@@ -15,7 +15,7 @@ from jhpt.planner.search.layer_degrees import chains
 from jhpt.planner.search.request import Incumbent, Request, request
 from jhpt.planner.search.solve import plan as plan_of
 from jhpt.planner.search.solve import solve
-from jhpt.planner.search.spaces import search
+from jhpt.planner.search.spaces import offer_equal_stages, search
 from tests.planner.brute_force import best, general_plans, spmd_plans
 from tests.planner.cost.test_estimate import between_embedding_and_head, cluster, layer, model, random_plan, stage
 from tests.planner.instances import random_cluster, random_profile
@@ -191,6 +191,10 @@ def test_layers_that_share_a_parameter_have_one_degree():
     asked = request(2, 1, zero=(0,), recompute=(False,))
     for space, seconds in (("spmd", 12.0), ("general", 6.1)):
         assert search(asked, CostModel(model(convolution, dense), cluster(2)), space).seconds == pytest.approx(seconds)
+    # The general search starts from that plan already.
+    start = Incumbent()
+    offer_equal_stages(asked, CostModel(model(convolution, dense), cluster(2)), start)
+    assert start.seconds == pytest.approx(6.1)
     # With another first layer the convolution is free again: 3 + 6 + 0.1.
     found = search(asked, CostModel(model(layer(max_tensor=2), convolution, dense), cluster(2)), "spmd")
     assert found.seconds == pytest.approx(9.1)
