@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flat import Flat, Leaf
 from lines import read_lines
+from renamed import ADDED
 
 COMPARED = (("plans.jsonl", "plans.jsonl"), ("training.jsonl", "training.jsonl"), ("training.jsonl", "resumed.jsonl"))
 """Files of the old recording and of the new one."""
@@ -92,7 +93,9 @@ def differences(name: str, old: Flat | None, new: Flat | None, *, resumed: bool,
 
 
 def _same(old: Flat, new: Flat, path: str) -> bool:
-    if path not in old or path not in new:
+    if path not in old:
+        return any(new[path] == value for end, value in ADDED.items() if f".{path}".endswith(f".{end}"))
+    if path not in new:
         return False
     return repr(old[path]) == repr(new[path])  # 1 and 1.0 are not the same, nor are 0.0 and -0.0
 

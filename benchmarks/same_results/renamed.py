@@ -31,6 +31,9 @@ KEYS: dict[str, str] = {
 WORDS: dict[str, dict[str, str]] = {}
 """Values that are words: the end of an old dotted name -> {old word: new word}; for settings and for JSON alike."""
 
+ADDED: dict[str, str] = {"state.optimizer": "adamw", "optimizer.name": "adamw"}
+"""Ends of dotted names that only the new tree writes -> the only value that the old one could have meant."""
+
 PLACES: dict[str, str] = {
     "prepare": "jhpt.planner.api:prepare",
     "evaluate": "jhpt.planner.cost.estimate:evaluate",
