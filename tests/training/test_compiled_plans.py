@@ -3,6 +3,7 @@
 GPT-1.5B, 6.7B and 13B on one to eight nodes of eight H100; about ten seconds each.
 """
 
+import itertools
 import statistics
 
 import pytest
@@ -22,6 +23,7 @@ from jhpt.planner.search.recompute import with_names
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
 from jhpt.training.compile import compiled_step
+from tests.covers import quick_and_exhaustive
 
 pytestmark = pytest.mark.deviceless
 
@@ -63,6 +65,7 @@ PLANNED = (
     ("gpt-13b", 4, 256),
     ("gpt-13b", 8, 512),
 )
+FEW_PLANNED = tuple(PLANNED[at] for at in (0, 3, 7))
 BY_HAND = {
     "one stage, ZeRO-1": ("gpt2-1.5b", 1, 128, {"data": 8, "zero": 1, "micro_batches": 4}),
     "four stages, tied": ("gpt2-1.5b", 1, 64, {"data": 2, "pipe": 4, "micro_batches": 16}),
@@ -71,10 +74,11 @@ BY_HAND = {
 }
 
 
-def test_plans_hold():
+@pytest.mark.parametrize("plans", [FEW_PLANNED, pytest.param(PLANNED, marks=pytest.mark.exhaustive)], ids=len)
+def test_plans_hold(plans):
     """Memory: within 20 %, half of them within 10 %."""
     ratios = []
-    for preset, nodes, batch in PLANNED:
+    for preset, nodes, batch in plans:
         both = compared(preset, find_cluster(f"h100x8x{nodes}"), batch)
         check_traffic(both)
         ratios.append(both.memory_ratio)
@@ -82,7 +86,7 @@ def test_plans_hold():
     assert max(abs(ratio - 1) for ratio in ratios) <= 0.2, ratios
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", quick_and_exhaustive(BY_HAND, ["four stages, tied", "cut sequence"]))
 def test_plans_by_hand_hold(name):
     preset, nodes, batch, parallel = BY_HAND[name]
     both = compared(preset, find_cluster(f"h100x8x{nodes}"), batch, **parallel)
@@ -90,8 +94,9 @@ def test_plans_by_hand_hold(name):
     assert both.memory_ratio == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("nodes", [1, 8])
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("zero", "nodes"), quick_and_exhaustive(itertools.product((0, 1, 3), (1, 8)), [(0, 1), (1, 8), (3, 8)])
+)
 def test_communication_of_data_ranks_is_hidden(zero, nodes):
     """At least 0.8 of its modelled seconds.  Beside its state a step holds what is predicted, within 5 %: weights and
     gradients as the level has them, activations, and little more.  Without ZeRO no H100 has room for 6.7B: it is
@@ -106,14 +111,14 @@ def test_communication_of_data_ranks_is_hidden(zero, nodes):
     assert both.reading.memory.temporaries == pytest.approx(planned, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "batch", "parallel"),
-    [
-        (1, 8, {"tensor": 8, "micro_batches": 1}),
-        (2, 32, {"tensor": 8, "pipe": 2, "micro_batches": 8}),
-        (1, 8, {"data": 2, "tensor": 4, "zero": 1, "micro_batches": 1}),
-    ],
-)
+IN_CHUNKS = [
+    (1, 8, {"tensor": 8, "micro_batches": 1}),
+    (2, 32, {"tensor": 8, "pipe": 2, "micro_batches": 8}),
+    (1, 8, {"data": 2, "tensor": 4, "zero": 1, "micro_batches": 1}),
+]
+
+
+@pytest.mark.parametrize(("nodes", "batch", "parallel"), quick_and_exhaustive(IN_CHUNKS, IN_CHUNKS[1:]))
 def test_sums_of_chunks_are_hidden(nodes, batch, parallel):
     """At least 0.8 of their modelled seconds, forward and backward."""
     both = compared("gpt-6.7b", find_cluster(f"h100x8x{nodes}"), batch, **parallel, sample_chunks=2)
@@ -126,29 +131,42 @@ BY_ATTENTION = SOME_TOKENS | {"importance": "attention"}
 FORWARD_ALONE = SOME_TOKENS | {"rest_bits": 0, "backward": False}
 
 
+OF_BLOCKS = {
+    "8 bits": {"tensor": 8, "compression": EIGHT_BITS},
+    "tokens, chunks": {"tensor": 8, "sample_chunks": 2, "compression": SOME_TOKENS},
+    "pipeline, chunks": {"tensor": 4, "pipe": 2, "micro_batches": 4, "sample_chunks": 2, "compression": EIGHT_BITS},
+    "dropped, recomputed, forward alone": {
+        "tensor": 4,
+        "data": 2,
+        "memory.recompute": "full",
+        "compression": FORWARD_ALONE,
+    },
+    "by attention, chunks, recomputed": {
+        "tensor": 8,
+        "memory.recompute": "full",
+        "sample_chunks": 2,
+        "compression": BY_ATTENTION,
+    },
+    "as they are, pipeline, chunks, recomputed": {
+        "tensor": 4,
+        "pipe": 2,
+        "micro_batches": 4,
+        "memory.recompute": "full",
+        "sample_chunks": 2,
+    },
+    "BERT, chunks, recomputed": {"preset": "bert-large", "tensor": 8, "memory.recompute": "full", "sample_chunks": 2},
+}
+
+
 @pytest.mark.parametrize(
-    "parallel",
-    [
-        {"tensor": 8, "compression": EIGHT_BITS},
-        {"tensor": 8, "sample_chunks": 2, "compression": SOME_TOKENS},
-        {"tensor": 4, "pipe": 2, "micro_batches": 4, "sample_chunks": 2, "compression": EIGHT_BITS},
-        {"tensor": 4, "data": 2, "memory.recompute": "full", "compression": FORWARD_ALONE},
-        {"tensor": 8, "memory.recompute": "full", "sample_chunks": 2, "compression": BY_ATTENTION},
-        {"tensor": 4, "pipe": 2, "micro_batches": 4, "memory.recompute": "full", "sample_chunks": 2},
-        {"preset": "bert-large", "tensor": 8, "memory.recompute": "full", "sample_chunks": 2},
-    ],
-    ids=(
-        "8 bits",
-        "tokens, chunks",
-        "pipeline, chunks",
-        "dropped, recomputed, forward alone",
-        "by attention, chunks, recomputed",
-        "as they are, pipeline, chunks, recomputed",
-        "BERT, chunks, recomputed",
+    "name",
+    quick_and_exhaustive(
+        OF_BLOCKS, ["pipeline, chunks", "dropped, recomputed, forward alone", "by attention, chunks, recomputed"]
     ),
 )
-def test_sums_of_blocks_send_what_the_formula_says(parallel):
+def test_sums_of_blocks_send_what_the_formula_says(name):
     """Bytes over the tensor axis, of every kind of collective: within 1 %."""
+    parallel = OF_BLOCKS[name]
     preset, small = parallel.get("preset", "gpt2-1.5b"), {"model.num_layers": 10, "data.batch_size": 16}
     small |= {"model.num_heads": 16, "model.d_model": 1024}
     rest = {key: value for key, value in parallel.items() if key != "preset"}
@@ -191,7 +209,7 @@ def sized(devices, memory):
     return cluster.model_copy(update={"nodes": (node,)})
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", quick_and_exhaustive(CHOSEN, ["pipeline"]))
 def test_what_is_chosen_takes_what_is_predicted(name):
     """In three tenths and six tenths of the memory between keeping nothing and everything, and with inputs on the host:
     temporaries within 10 %, of all and of the difference to keeping nothing, where it is a third of that or more; of
@@ -245,7 +263,7 @@ AWAY = {
 }
 
 
-@pytest.mark.parametrize("name", AWAY)
+@pytest.mark.parametrize("name", quick_and_exhaustive(AWAY, ["ZeRO-3"]))
 def test_what_is_chosen_for_the_host_is_there(name):
     """In a tenth of the memory between keeping nothing and everything, and in less than keeping nothing takes: the
     device within 20 %, the host within 5 %."""
@@ -328,9 +346,19 @@ TEMPORARIES = {
     "tensor, cut sequence": ("gpt-6.7b", 8, 4, 8, {"tensor": 4, "zero": 0, "sequence": True}, (NOTHING,)),
     "BERT": ("bert-large", 24, 1, 64, {}, (NOTHING, SavedTensors(device=("qkv", "mlp_out")))),
 }
+QUICK_TEMPORARIES = (
+    "ZeRO-1, 4 micro-batches",
+    "ZeRO-3",
+    "ZeRO-3 pipeline",
+    "ZeRO-1 over one rank",
+    "2 micro-batches",
+    "host and device",
+    "tensor, 2 chunks",
+    "BERT",
+)
 
 
-@pytest.mark.parametrize("name", TEMPORARIES)
+@pytest.mark.parametrize("name", quick_and_exhaustive(TEMPORARIES, QUICK_TEMPORARIES))
 def test_temporaries_are_those_predicted(name):
     """Within 10 % of all of them, whatever is kept.  Of the difference to keeping nothing, where it is a third of that
     or more: within 10 %."""

@@ -15,6 +15,7 @@ from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.compile import lower_step
 from jhpt.training.setup import design_step, fitting_tokenizer
+from tests.covers import quick_and_exhaustive
 
 pytestmark = pytest.mark.deviceless
 
@@ -70,8 +71,10 @@ def products_beside(step, copies):
     return found
 
 
-@pytest.mark.parametrize(("clip", "passes"), [("global", (2, 2)), ("previous", (2, 1))])
-@pytest.mark.parametrize("micro_batches", [1, 4])
+COPIES = [(clip, passes, count) for clip, passes in (("global", (2, 2)), ("previous", (2, 1))) for count in (1, 4)]
+
+
+@pytest.mark.parametrize(("clip", "passes", "micro_batches"), quick_and_exhaustive(COPIES, [COPIES[1], COPIES[2]]))
 def test_products_run_beside_every_copy(clip, passes, micro_batches):
     """In both directions and passes; blocks that step at once write nothing in the forward pass.
 

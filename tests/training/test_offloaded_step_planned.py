@@ -10,6 +10,7 @@ from jhpt.planner.search.largest_model import largest_trainable
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.compile import lower_step
 from jhpt.training.setup import design_step, fitting_tokenizer
+from tests.covers import quick_and_exhaustive
 
 pytestmark = pytest.mark.deviceless
 
@@ -36,13 +37,18 @@ def test_the_plan_for_a_model_larger_than_the_device():
     assert host == pytest.approx(stage.total_host_bytes, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "how"),
-    [((None,), {}), ((None,), {"zero": 3}), (("both",), {}), (("both",), {"update_in_backward": True})],
-    ids=["without", "without, rounded where used", "with", "with, at once"],
-)
-def test_the_largest_models(kinds, how):
+LARGEST = {
+    "without": ((None,), {}),
+    "without, rounded where used": ((None,), {"zero": 3}),
+    "with": (("both",), {}),
+    "with, updated in backward": (("both",), {"update_in_backward": True}),
+}
+
+
+@pytest.mark.parametrize("name", quick_and_exhaustive(LARGEST, ["without", "with, updated in backward"]))
+def test_the_largest_models(name):
     """As large as said, within 5 %: billions of parameters on 24 and 110 GiB."""
+    kinds, how = LARGEST[name]
     largest = largest_trainable(capped(find_cluster("h100x1x1"), DEVICE, HOST), kinds, **how)
     device, host = compiled(largest.config, largest.plan)
     (stage,) = largest.estimate.stages

@@ -28,6 +28,7 @@ from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.training import compile as training_compile
 from jhpt.training.compile import compiled_step, lower_step
 from jhpt.training.setup import design_step, fitting_tokenizer
+from tests.covers import quick_and_exhaustive
 
 CLUSTER = find_cluster("h100x8x1")
 BLOCKS = 9
@@ -221,7 +222,7 @@ COMPILED = (
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", quick_and_exhaustive(COMPILED, ["gradients in 8 bits, ZeRO-1", "ZeRO-3", "1f1b"]))
 def test_steps_compiled_for_gpus_send_and_need_what_the_planner_says(name):
     config, plan = by_hand(name, **LARGER)
     profile = analytic_profile(config, CLUSTER.nodes[0].device)
@@ -238,7 +239,7 @@ def test_steps_compiled_for_gpus_send_and_need_what_the_planner_says(name):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("cluster", ["b200x8x1", "a100x8x1", "h100x8x2"])
+@pytest.mark.parametrize("cluster", quick_and_exhaustive(["b200x8x1", "a100x8x1", "h100x8x2"], ["b200x8x1"]))
 def test_other_devices(cluster):
     config, plan = by_hand("data", **LARGER)
     found = compiled_step(config, plan, find_cluster(cluster))

@@ -13,6 +13,7 @@ from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.compile import lower_step
 from jhpt.training.setup import design_step, fitting_tokenizer
+from tests.covers import quick_and_exhaustive
 
 pytestmark = pytest.mark.deviceless
 
@@ -31,7 +32,7 @@ CASES = {
     "gated": ("llama-8b", 1, {"model.d_model": 512, "model.num_heads": 4, "model.num_kv_heads": 2}),
     "bert": ("bert-base", 1, {}),
     "sequence": ("gpt2-124m", 2, {"parallel.tensor": 2, "parallel.sequence": True}),
-    "hosted": ("gpt2-124m", 1, {"memory.offload": "both", "memory.recompute": "full"}),
+    "offloaded": ("gpt2-124m", 1, {"memory.offload": "both", "memory.recompute": "full"}),
 }
 
 
@@ -51,16 +52,16 @@ def products(designed, **options):
     return Counter(inside) + Counter(re.findall(r'custom_call_target="(__cublas[^"]*)"', text))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_and_exhaustive(CASES, ["gated", "offloaded"]))
 def test_products_and_gradients_of_blocks_are_in_8_bits(name):
     """In the loop over blocks; what is computed again for a backward pass comes on top."""
     found = products(design("h100x8x1", *CASES[name]))
-    assert found["f8e4m3fn x f8e4m3fn"] == (7 if name == "hosted" else 4)
+    assert found["f8e4m3fn x f8e4m3fn"] == (7 if name == "offloaded" else 4)
     assert found["f8e5m2 x f8e4m3fn"] == found["f8e4m3fn x f8e5m2"] == 4
     assert set(found) == {"f8e4m3fn x f8e4m3fn", "f8e5m2 x f8e4m3fn", "f8e4m3fn x f8e5m2", "bf16 x bf16"}
 
 
-@pytest.mark.parametrize("name", ["gpt", "sequence"])
+@pytest.mark.parametrize("name", quick_and_exhaustive(["gpt", "sequence"], ["sequence"]))
 def test_the_library_takes_them_with_their_scales(name):
     found = products(design("h100x8x1", *CASES[name]), **CUBLAS)
     assert found == {"__cublas$lt$matmul$f8": 12, "__cublas$lt$matmul": 3}

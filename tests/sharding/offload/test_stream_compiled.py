@@ -1,5 +1,6 @@
 """Streamed layers, compiled for GPUs that are not here: copies run beside products, and nothing is there twice."""
 
+import itertools
 import re
 from functools import cache
 
@@ -16,6 +17,7 @@ from jhpt.sharding.compiler_options import ROWS_AT_ONCE
 from jhpt.sharding.offload.buckets import bucket_of
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, StreamedLoop
 from jhpt.sharding.recompute import save_nothing
+from tests.covers import quick_and_exhaustive
 
 pytestmark = pytest.mark.deviceless
 
@@ -79,8 +81,7 @@ def program(layers, ranks, ahead, resident):
     return compiled_for(jitted.lower(rows, x), options)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize(("ranks", "ahead"), quick_and_exhaustive(itertools.product((1, 4), (1, 2)), [(1, 2), (4, 1)]))
 def test_the_host_holds_every_row_once(ranks, ahead):
     memory = program(8, ranks, ahead, 0).memory_analysis()
     rows = 3 * 8 * 4 * 2 * WIDTH * HIDDEN // ranks
@@ -88,7 +89,7 @@ def test_the_host_holds_every_row_once(ranks, ahead):
     assert memory.host_temp_size_in_bytes == 0
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", quick_and_exhaustive([1, 4], [4]))
 def test_the_device_holds_as_much_for_any_number_of_layers(ranks):
     """But for what layers keep: their input."""
     few, many = (program(layers, ranks, 1, 0).memory_analysis().temp_size_in_bytes for layers in (8, 24))
@@ -119,7 +120,7 @@ def test_copies_run_beside_products(ranks):
     assert not any(re.search(r"S\(5\)} copy\(", loop) for loop in loops), "the host's arrays are changed in place"
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", quick_and_exhaustive([1, 4], [4]))
 def test_what_stays_is_updated_in_place(ranks):
     """Two of three layers: their rows are there once, beside what streaming needs and weights that are gathered."""
     streamed, mixed = (program(24, ranks, 1, resident).memory_analysis() for resident in (0, 2))
