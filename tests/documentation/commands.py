@@ -36,13 +36,12 @@ RUN = {
     "jhpt train gpt2-124m --data.path 'corpus/*.txt' --data.tokenizer tokenizer.json": flags(
         STEPS | WORDS | {"parallel.data": 1}
     ),
-    "jhpt train bert-tiny --train.steps 2000": TINY,
     "jhpt train my.yaml --out runs/mine": flags(STEPS | WORDS),
     "jhpt train --out runs/mine --train.steps 4000": "--train.steps 3",
     "JAX_NUM_CPU_DEVICES=8 jhpt train --parallel.pipe 2 --parallel.tensor 2 --parallel.micro_batches 4 "
     "--parallel.zero 1": flags(STEPS | ON_CORPUS | {"model.num_layers": 2}),
     "jhpt train my.yaml --plan plan.json --data.batch_size 512": flags(STEPS | WORDS),
-    "jhpt plan gpt-13b --cluster h100x8x8": "--model.num_layers 4",
+    "jhpt plan gpt-13b --cluster h100x8x8": "--model.num_layers 1",
     "jhpt plan my.yaml --cluster cluster.yaml --batch 512 --budget 60GB --out plan.json --svg step.svg": flags(
         MODEL | WORDS
     )
@@ -62,7 +61,9 @@ RUN = {
 
 SLOW = {
     "jhpt profile gpt2-124m": "--quick " + flags(MODEL),
+    "jhpt profile --cluster-out cluster.yaml": "--quick " + flags(MODEL),
     "jhpt train gpt2-124m --optimizer.weights bfloat16_kahan --optimizer.moments int8": TINY,
+    "jhpt train bert-tiny --train.steps 2000": TINY,
     "python examples/train_bert.py": "",
     "python examples/train_gpt.py": "",
     "jhpt bench NAME [--quick] [--json FILE]": "--quick",

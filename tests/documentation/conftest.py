@@ -58,7 +58,7 @@ def small(monkeypatch) -> None:
 
     def small_plan(source=None, *, cluster, overrides=None, **options):
         less = cluster.replace("x8x8", "x4x1")
-        return plan(source, cluster=less, overrides={**(overrides or {}), "model.num_layers": 4}, **options)
+        return plan(source, cluster=less, overrides={**(overrides or {}), "model.num_layers": 1}, **options)
 
     monkeypatch.setattr(jhpt, "train", small_train)
     monkeypatch.setattr(jhpt, "plan", small_plan)

@@ -125,8 +125,16 @@ def test_an_example_runs(name, workplace, small, capsys):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in SLOW if name.startswith("jhpt train")])
+def test_a_slow_run_ends(name, workplace):
+    run_command(Command(place="SLOW", text=name), SLOW[name])
+
+
+@pytest.mark.exhaustive
 def test_measured_layers_and_links_make_a_plan(workplace, capsys):
-    run_command(Command(place="README.md", text="jhpt profile gpt2-124m"), SLOW["jhpt profile gpt2-124m"])
+    for name in SLOW:
+        if name.startswith("jhpt profile"):
+            run_command(Command(place="SLOW", text=name), SLOW[name])
     run_command(Command(place="README.md", text="jhpt plan gpt2-124m"), RUN["jhpt plan gpt2-124m"])
     assert "measured" in capsys.readouterr().out
 
