@@ -2,7 +2,7 @@
 
     python examples/plan_cluster.py
 
-Seconds on any machine.  Every line is a prediction from datasheets; `jhpt profile` measures real layers.
+Less than a minute on two CPU cores.  Every line is a prediction from datasheets; `jhpt profile` measures real layers.
 """
 
 import jhpt

@@ -1,0 +1,110 @@
+"""How each documented command is tested: run with small sizes, run by `.ci/run`, or parsed only."""
+
+import shlex
+
+MODEL = {
+    "model.num_layers": 1,
+    "model.d_model": 16,
+    "model.num_heads": 2,
+    "model.d_ff": 32,
+    "model.dropout": 0.0,
+    "model.max_length": 16,
+    "data.sequence_length": 16,
+}
+STEPS = MODEL | {
+    "data.batch_size": 8,
+    "train.steps": 2,
+    "optimizer.warmup_steps": 1,
+    "evaluation.batches": 1,
+    "evaluation.sample_tokens": 0,
+    "log.every": 1,
+    "log.tensorboard": False,
+}
+ON_CORPUS = {"data.path": "corpus"}
+WORDS = {"model.vocab_size": 128}
+"""As many as the tokenizer of `workplace` has, at most."""
+
+
+def flags(settings: dict[str, object]) -> str:
+    return shlex.join(word for name, value in settings.items() for word in (f"--{name}", str(value)))
+
+
+TINY = flags(STEPS | ON_CORPUS | {"parallel.data": 1})
+
+RUN = {
+    "jhpt train": TINY,
+    "jhpt train gpt2-124m --data.path 'corpus/*.txt' --data.tokenizer tokenizer.json": flags(
+        STEPS | WORDS | {"parallel.data": 1}
+    ),
+    "jhpt train my.yaml --out runs/mine": flags(STEPS | WORDS),
+    "jhpt train --out runs/mine --train.steps 4000": "--train.steps 3",
+    "JAX_NUM_CPU_DEVICES=8 jhpt train --parallel.pipe 2 --parallel.tensor 2 --parallel.micro_batches 4 "
+    "--parallel.zero 1": flags(STEPS | ON_CORPUS | {"model.num_layers": 2}),
+    "jhpt train my.yaml --plan plan.json --data.batch_size 512": flags(STEPS | WORDS),
+    "jhpt plan gpt-13b --cluster h100x8x8": "--model.num_layers 1",
+    "jhpt plan my.yaml --cluster cluster.yaml --batch 512 --budget 60GB --out plan.json --svg step.svg": flags(
+        MODEL | WORDS
+    )
+    + " --batch 8",
+    "jhpt plan vgg16 --cluster v100x4x4-10gbe --batch 256": "--microbatches 4",
+    "jhpt plan gpt2-124m": flags(MODEL),
+    "jhpt plan gpt2-1.5b --cluster h100x8x1 --optimizer.weights bfloat16_kahan --optimizer.moments int8": (
+        "--model.num_layers 4"
+    ),
+    "jhpt plan gpt-6.7b --cluster h100x1x1 --budget 24GiB --batch 16 --svg step.svg": "",
+    "jhpt doctor": "",
+    "jhpt bench": "--help",
+    "python benchmarks/same_results/record.py --help": "",
+    "python examples/plan_cluster.py": "",
+}
+"""Commands that run here, and what is put behind them to make them small."""
+
+SLOW = {
+    "jhpt profile gpt2-124m": "--quick " + flags(MODEL),
+    "jhpt profile --cluster-out cluster.yaml": "--quick " + flags(MODEL),
+    "jhpt train gpt2-124m --optimizer.weights bfloat16_kahan --optimizer.moments int8": TINY,
+    "jhpt train bert-tiny --train.steps 2000": TINY,
+    "python examples/train_bert.py": "",
+    "python examples/train_gpt.py": "",
+    "jhpt bench NAME [--quick] [--json FILE]": "--quick",
+    "jhpt bench comms": "--quick",
+    "jhpt bench convergence": "--quick",
+    "jhpt bench hybrid": "--quick",
+    "jhpt bench memory": "--quick",
+    "jhpt bench planner": "--quick",
+    "jhpt bench precision": "--quick",
+    "jhpt bench train": "--quick",
+}
+"""Commands that run under `-m exhaustive` with what is put behind them; the quick suite parses them as they are."""
+
+PARSED = {
+    "jhpt plan": "a name in a sentence",
+    "jhpt profile": "a name in a sentence",
+    "jhpt plan --compile": "the extra deviceless; `pytest -m deviceless` compiles",
+    "jhpt plan gpt-6.7b --cluster h100x8x1 --compile": "the extra deviceless; `pytest -m deviceless` compiles",
+    "jhpt train --plan plan.json": "a name in a sentence; with a configuration it runs",
+    "jhpt train llama-8b --model.matmul_dtype float8": "a GPU that multiplies in 8 bits",
+    "jhpt bench convergence --out FOLDER": "finished cells",
+    "pip install -e '.[cuda]'": "an NVIDIA GPU",
+    "pip list --format=freeze": "the GPU machine",
+    "pytest -m exhaustive tests/sharding": "hours",
+    "python3.12 -m benchmarks.gpu.prepare": "downloads for the GPU machine",
+    "python3 -m benchmarks.gpu.run STAGE": "an NVIDIA GPU; tests/benchmarks/test_gpu_kit.py runs a stage on a CPU",
+}
+"""Commands that need what is not here, and what: they are parsed, and all their settings are read."""
+
+CI = {
+    "python3 -m venv .venv": '"$1" -m venv "$2"',
+    "source .venv/bin/activate": "source .venv/bin/activate",
+    "pip install -q -e '.[test]'": 'pip install --quiet --disable-pip-version-check --editable ".[$3]"',
+    "pip install -e '.[dev]'": 'environment "$python" .venv dev',
+    "pip install -e '.[deviceless]'": 'environment "$python" .venv-deviceless test,deviceless',
+    ".ci/run": "#!/usr/bin/env bash",
+    "pytest": "pytest",
+    "pytest -m deviceless": ".venv-deviceless/bin/pytest -m deviceless",
+    "ruff check .": "ruff check .",
+    "ruff format .": "ruff format --check .",
+    "mypy": "mypy",
+    "lint-imports": "lint-imports",
+}
+"""Commands that `.ci/run` runs, and the line, or a part of it, that does."""

@@ -1,0 +1,64 @@
+"""The files that the documentation names, and small sizes for its Python."""
+
+import platform
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+import jhpt
+from jhpt.core.catalogue import find_cluster
+from jhpt.core.folders import cache_folder
+from tests.conftest import text
+from tests.documentation.commands import ON_CORPUS, STEPS
+from tests.documentation.extraction import blocks
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch) -> Path:
+    """The files that documented commands name, and a cache in which this machine has been measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "corpus")
+    (block,) = (block for block in blocks() if block.language == "yaml" and "# my.yaml" in block.text)
+    Path("my.yaml").write_text(block.text)
+    cluster = find_cluster("a100x8x1")
+    node = cluster.nodes[0]
+    device = node.device.model_copy(update={"name": "cpu"})
+    cpus = cluster.model_copy(
+        update={"name": f"{platform.node()}: 8 x cpu", "nodes": (node.model_copy(update={"device": device}),)}
+    )
+    measured = cache_folder() / "clusters" / "this machine"
+    measured.mkdir(parents=True)
+    cpus.save(measured / "cluster.json")
+    Path("cluster.yaml").write_text((measured / "cluster.json").read_text())  # JSON is YAML
+    return tmp_path
+
+
+def write_corpus(folder: Path) -> None:
+    """Text and a tokenizer of its words, as README.md names them."""
+    (folder / "more").mkdir(parents=True)
+    for file in ("0.txt", "1.txt", "more/2.txt"):
+        (folder / file).write_text(text(1 << 12))
+    (folder / "a.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in text(1 << 12).splitlines()))
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train([str(folder / "0.txt")], trainers.WordLevelTrainer(vocab_size=100, special_tokens=["[UNK]"]))
+    tokenizer.save("tokenizer.json")
+
+
+@pytest.fixture
+def small(monkeypatch) -> None:
+    """Runs and plans of Python code get small sizes on top of what they ask for."""
+    train, plan = jhpt.train, jhpt.plan
+    fewer = STEPS | ON_CORPUS | {"parallel.data": 1}
+
+    def small_train(source=None, *, overrides=None, **options):
+        return train(source, overrides={**(overrides or {}), **fewer}, **options)
+
+    def small_plan(source=None, *, cluster, overrides=None, **options):
+        less = cluster.replace("x8x8", "x4x1")
+        return plan(source, cluster=less, overrides={**(overrides or {}), "model.num_layers": 1}, **options)
+
+    monkeypatch.setattr(jhpt, "train", small_train)
+    monkeypatch.setattr(jhpt, "plan", small_plan)
