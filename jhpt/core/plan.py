@@ -1,7 +1,7 @@
 """How to train: the one bridge between planning and running.  Plain data, JSON in and out, readable by a person.
 
-`jhpt.core.plan_check` says what is a plan at all, whatever the model and the devices; `jhpt.core.plan_by_hand` makes
-the plan that a configuration lays out.
+`jhpt.core.plan_check` checks what every plan has to satisfy; `jhpt.core.plan_by_hand` makes the plan that a
+configuration lays out.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """What a model costs, layer by layer: seconds by batch and tensor degree, parameters, bytes.
 
-A *sample* is one sequence (one image for the classic networks; one profiled mini-batch where a file says no more).
+A *sample* is one sequence (one image for the classic networks; one profiled mini-batch if a file gives nothing smaller).
 Layers that are equal share one `LayerKind`; a `ModelProfile` is the row of kinds in the order of the forward pass.
 """
 
@@ -22,8 +22,8 @@ _TOKENS = re.compile(r"a sequence of (\d+) tokens")
 class Timing(Section):
     """Seconds of one layer on one device at one tensor degree, over micro-batch sizes in samples.
 
-    Between grid points seconds are linear; below the first the first holds (a kernel does not get faster for being
-    emptier); above the last they grow in proportion, at the rate of the last point.
+    Between grid points seconds are linear.  Below the first point they are those of the first (a kernel does not get
+    faster for being emptier).  Above the last they grow in proportion to the batch, at the rate of the last point.
     """
 
     tensor: Count = 1
@@ -121,7 +121,7 @@ class ModelProfile(Section):
 
     @property
     def used_as_stored(self) -> bool:
-        """Whether weights are kept in the dtype that models compute in, so that there is no copy of them."""
+        """Whether weights are stored in the dtype that models compute in, so that there is no copy of them."""
         if self.state.weights == "float32":
             return self.bytes_per_weight == FLOAT32
         return self.dtype == "bfloat16"
