@@ -39,8 +39,8 @@ class Execution:
 
     parts: the model at every tensor degree in use.  dtype: what it computes in.  tied: whether the head reads the
     embedding's table; None: there is no table.  unroll: blocks stand in the program instead of in a loop.  overlap:
-    communicate block by block, beside the computation of others, instead of before and after all of it.  kernels: of
-    compressed gradients.
+    communicate block by block, beside the computation of other blocks, instead of before and after all computation.
+    kernels: implementation of the kernels for compressed gradients.
     """
 
     layout: Layout
@@ -68,9 +68,9 @@ class Execution:
     ) -> tuple[Gradients, LossSums, Feedback]:
         """`gradients` with the residuals of earlier steps, and the residuals after this one.
 
-        Residuals are in the units in which gradients cross the data axes: gradients of the sum of losses, divided by
-        the size of the batch.  That is a multiple of the mean's gradient, and the same multiple where all batches
-        predict equally many tokens.
+        Residuals have the scale of the gradients that are sent over the data axes: gradients of the sum of losses,
+        divided by the size of the batch.  This is a multiple of the gradient of the mean loss, always the same one if
+        all batches predict equally many tokens.
 
         Args:
           feedback: `residual` and, with momentum, `momentum` (`compression.feedback`); leaves [data ranks, ...].

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.turns import Call, in_turn
+from benchmarks.emulated.timing import Call, in_turn
 from benchmarks.hybrid.models import ClassSubject, Subject
 from benchmarks.hybrid.steps import ready, traced
 from benchmarks.hybrid.task import CHUNKS, Task

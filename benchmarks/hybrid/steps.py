@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.turns import Call
+from benchmarks.emulated.timing import Call
 from benchmarks.hybrid.models import Subject
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan import Plan

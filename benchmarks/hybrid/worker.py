@@ -13,7 +13,7 @@ While programs are compiled, quotas are lifted.
 from typing import Any
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.turns import in_turn
+from benchmarks.emulated.timing import in_turn
 from benchmarks.emulated.worker import take_part
 from benchmarks.hybrid.bubble import run_bubble
 from benchmarks.hybrid.costs import Variant, measured_links, measured_profile, planned

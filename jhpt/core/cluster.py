@@ -21,8 +21,8 @@ SectionT = TypeVar("SectionT", bound=Section)
 Samples = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 HOST_SHARE = 0.9
-"""The share of a host's memory that offloaded blocks may take unless a budget is set.  The rest is for data, checkpoints
-and the system."""
+"""The share of a host's memory that offloaded blocks may take unless a budget is set.  The rest is for data,
+checkpoints and the system."""
 
 
 class Curve(Section):

@@ -29,7 +29,7 @@ def _limits(cgroups: Path, membership: Path) -> Iterator[int]:
         if controllers not in ("", "memory"):
             continue
         root, file = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
-        # Inside a container the path may be that of the host, whose groups are not visible; the container's is the root.
+        # Inside a container the path may be that on the host, whose groups are not visible; then the root counts.
         group = root / path.lstrip("/")
         for folder in [group, *group.parents]:
             yield from _limit(folder / file)

@@ -1,6 +1,7 @@
 """What every plan has to satisfy, whatever the model and the devices; the planner and the runtime check it.
 
-This module checks that stages, chunks and numbers form a plan.  `jhpt.core.rules` says which choices exclude each other.
+This module checks that stages, chunks and numbers form a plan.  `jhpt.core.rules` says which choices exclude each
+other.
 """
 
 from dataclasses import replace

@@ -1,7 +1,8 @@
 """What a model costs, layer by layer: seconds by batch and tensor degree, parameters, bytes.
 
-A *sample* is one sequence (one image for the classic networks; one profiled mini-batch if a file gives nothing smaller).
-Layers that are equal share one `LayerKind`; a `ModelProfile` is the row of kinds in the order of the forward pass.
+A *sample* is one sequence (one image for the classic networks; one profiled mini-batch if a file gives nothing
+smaller).  Layers that are equal share one `LayerKind`; a `ModelProfile` is the row of kinds in the order of the forward
+pass.
 """
 
 import re

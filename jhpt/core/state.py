@@ -88,8 +88,8 @@ def _bfloat16_bytes(model: ModelConfig) -> float:
 
 
 def _decoded_bytes(model: ModelConfig, moments: int) -> float:
-    """Decoded moments of the largest matrix of all blocks, or of the largest table, in bytes per parameter of the model.
-    Programs for an H100 hold 1.5 to 1.9 times one of them (jax 0.10.2)."""
+    """Decoded moments of the largest matrix of all blocks, or of the largest table, in bytes per parameter of the
+    model.  Programs for an H100 hold 1.5 to 1.9 times one of them (jax 0.10.2)."""
     largest = max((numbers for numbers, row in model.matrices() if block_size(row)), default=0)
     return moments * FLOAT32 * largest / model.parameter_count().allocated
 
