@@ -9,7 +9,7 @@ import pytest
 from benchmarks.emulated.launch import rows_of
 from benchmarks.hybrid import run as hybrid
 from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
-from benchmarks.hybrid.costs import asked_of, batches, cluster_of, planned
+from benchmarks.hybrid.costs import batches, cluster_of, planned, request_of
 from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS
 from benchmarks.hybrid.task import CHUNKS, MODELS, Task
@@ -161,9 +161,9 @@ def test_plans_are_ones_that_all_hosts_can_run(name):
 def test_batches_cover_what_a_host_may_work_on():
     mlp, vgg = SUBJECTS["mlp"](), SUBJECTS["vgg"]()
     assert batches(mlp, 1, 4) == [mlp.batch // 32, mlp.batch // 16, mlp.batch // 4, mlp.batch]
-    assert mlp.batch // max(asked_of(mlp).micro_batches) == batches(mlp, 1, 4)[0]
+    assert mlp.batch // max(request_of(mlp).micro_batches) == batches(mlp, 1, 4)[0]
     assert [batches(vgg, t, 4)[-1] for t in (1, 2, 4)] == [vgg.batch // 4, vgg.batch // 2, vgg.batch]
-    assert max(asked_of(vgg).micro_batches) == vgg.batch // 4 // batches(vgg, 1, 4)[0]
+    assert max(request_of(vgg).micro_batches) == vgg.batch // 4 // batches(vgg, 1, 4)[0]
 
 
 @pytest.mark.parametrize(("name", "tensor"), [("vgg", 4), ("mlp", 2), ("gpt", 4), ("bert", 2)])
