@@ -10,8 +10,11 @@ from jhpt.core.catalogue import peak_bf16_flops
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """One device.  memory: bytes, None where the backend does not report it; capability: compute capability of an
-    NVIDIA GPU, None for others."""
+    """One device.
+
+    memory: bytes; None: the backend does not report it.  capability: compute capability of an NVIDIA GPU; None for
+    other devices.
+    """
 
     kind: str
     platform: str

@@ -1,4 +1,4 @@
-"""What attention_importance means."""
+"""The definition of attention_importance."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def importance(
     k = jnp.repeat(k, heads // k.shape[2], 2).astype(jnp.float32)
 
     def paid(at: jax.Array, real: jax.Array) -> jax.Array:
-        """Attention that the queries at positions `at` pay; those that only fill the block are not real."""
+        """Attention that the queries at positions `at` pay.  real: false for those that only fill up the block."""
         scores = jnp.einsum("bqhe,bkhe->bhqk", q[:, at].astype(jnp.float32), k) / width**0.5
         visible = jnp.broadcast_to(seen[:, None, None, :], scores.shape)
         if causal:
@@ -48,7 +48,7 @@ def importance(
 
 
 def viewers(seen: jax.Array, positions: jax.Array) -> jax.Array:
-    """How many of the queries at `positions` see each token of seen[B, S], at least 1."""
+    """The number of queries at `positions` that see each token of seen[B, S], at least 1."""
     length = seen.shape[1]
     pays = jnp.zeros(seen.shape, jnp.int32).at[:, positions].set(seen[:, positions].astype(jnp.int32))
     behind = jnp.flip(jnp.cumsum(jnp.flip(pays, 1), 1), 1)
