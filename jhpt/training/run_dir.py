@@ -1,4 +1,4 @@
-"""The directory of a run: which one, whether the run can be resumed, and that only one process writes to it.
+"""The directory of a run: its name, whether the run can be resumed, and a lock so that only one process writes to it.
 
 config.yaml  plan.json  metrics.jsonl  train.log  checkpoints/  tensorboard/  .lock
 """
