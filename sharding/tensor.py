@@ -43,7 +43,7 @@ def max_over_tensor_axis(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_columns(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
-    """y[..., F/tp] -> y[..., F], an all-gather; backward every rank keeps its columns of the gradient.
+    """y[..., F/tp] -> y[..., F], an all-gather; backward every rank takes its columns of the gradient.
 
     It follows a column-parallel matrix whose result is not the input of a row-parallel one: half of g's traffic.
     """

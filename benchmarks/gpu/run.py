@@ -136,7 +136,7 @@ def install_wheels() -> None:
     """Installs the wheels into `SITE`, once for each set of them."""
     wheels = sorted(WHEELS.glob("*.whl"))
     if not wheels:
-        print(f"no wheels in {WHEELS}; going on with what is installed", file=sys.stderr)
+        print(f"no wheels in {WHEELS}; continuing with the installed packages", file=sys.stderr)
         return
     marker, names = SITE / "wheels.txt", "\n".join(wheel.name for wheel in wheels)
     if marker.is_file() and marker.read_text() == names:

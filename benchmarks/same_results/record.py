@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the recording")
     parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be given again")
     parser.add_argument("--only", default="", help="only the training runs whose names are in this list, with commas")
-    parser.add_argument("--resume", type=Path, help="go on with the stopped runs of this recording instead")
+    parser.add_argument("--resume", type=Path, help="resume the stopped runs of this recording instead")
     parser.add_argument("--translate", action="store_true", help="resume: spell the run's own files as this tree does")
     parser.add_argument("--spelling", choices=("old", "new"), default="new", help="old: a tree from before the renames")
     parser.add_argument("--programs", type=Path, help="folder of compiled programs, to share; default: one in --out")

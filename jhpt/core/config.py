@@ -93,15 +93,16 @@ class OptimizerConfig(Section):
     clip: Literal["global", "previous", "layer"] = Field(
         "global",
         description="which norm: of all gradients; of those of the step before; or of each layer, with its part of "
-        "clip_norm. The last two let blocks on the host take their steps at once, with a quarter less there",
+        "clip_norm. The last two let offloaded blocks be updated in the backward pass, with a quarter less host memory",
     )
     weights: WeightStorage = Field(
         "float32",
-        description="how parameters are kept; bfloat16_kahan: with what rounding took away, in bfloat16 too; "
-        "bfloat16_stochastic: rounded at random; bfloat16: rounded to nearest, which stalls",
+        description="how parameters are stored; bfloat16_kahan: with a remainder in bfloat16 for what rounding removes; "
+        "bfloat16_stochastic: rounded at random; bfloat16: rounded to nearest, which stalls training",
     )
     moments: MomentStorage = Field(
-        "float32", description="how Adam's moments of matrices and tables are kept; int8: in codes with a scale a block"
+        "float32",
+        description="how Adam's moments of matrices and tables are stored; int8: in codes, with a scale for each block",
     )
     z_loss: NonNegative = Field(0.0, description="weight of log(Z)^2, which keeps logits from drifting")
 

@@ -123,7 +123,7 @@ class Plan(Section):
     compression: Compression = Compression()
     gradient_compression: GradientCompression = GradientCompression()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
-    origin: Origin | None = Field(None, description="where a run has it from; null: no run has used it yet")
+    origin: Origin | None = Field(None, description="how a run got the plan; null: no run has used it yet")
     seconds: NonNegative | None = Field(None, description="predicted time of a step")
     lower_bound: NonNegative | None = Field(None, description="no plan of the space is faster")
 

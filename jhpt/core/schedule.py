@@ -102,7 +102,7 @@ def delay(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> i
 
 
 def in_flight(schedule: Schedule, stages: int, stage: int, chunks: int, micro_batches: int) -> int:
-    """Number of micro-batches in flight: the most (micro-batch, chunk) pairs saved at once on device `stage`.
+    """Number of micro-batches in flight: the most (micro-batch, chunk) pairs that device `stage` has saved at a time.
 
     It follows from the table of ticks: the first backward pass of the device follows its forward pass number
     delay + (S-1) - 2 stage, counted from zero.

@@ -284,7 +284,7 @@ class LayeredHandler(ocp.type_handlers.NumpyHandler):
                     writing.append(file[layer].write(piece))
             try:
                 await asyncio.gather(*writing)
-            except Exception as error:  # other processes go on reading layers, so this one must, too
+            except Exception as error:  # other processes continue to read layers, so this one must, too
                 failure, files = error, [None] * len(files)
         if failure:
             raise failure

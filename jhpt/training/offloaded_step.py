@@ -46,7 +46,7 @@ def offloaded_training(design: Design, execution: Execution | None = None) -> Of
 class OffloadedStep:
     """Implements `training.programs.Step`; `OffloadedState` is its state.
 
-    flushing: takes the pending update.  room_for_parameters: whether a device can hold all parameters at once.
+    flushing: makes the pending update.  room_for_parameters: whether a device can hold all parameters.
     """
 
     training: OffloadedTraining
