@@ -97,8 +97,8 @@ class OptimizerConfig(Section):
     )
     weights: WeightStorage = Field(
         "float32",
-        description="how parameters are stored; bfloat16_kahan: with a remainder in bfloat16 for what rounding removes; "
-        "bfloat16_stochastic: rounded at random; bfloat16: rounded to nearest, which stalls training",
+        description="how parameters are stored; bfloat16_kahan: with a remainder in bfloat16 for what rounding "
+        "removes; bfloat16_stochastic: rounded at random; bfloat16: rounded to nearest, which stalls training",
     )
     moments: MomentStorage = Field(
         "float32",

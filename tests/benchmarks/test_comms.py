@@ -173,8 +173,8 @@ def test_a_step_is_the_blocks_gradient(name):
         (at_x, expected_x),
         *zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True),
     ]
-    for found, want in pairs:
-        assert np.linalg.norm(np.asarray(found) - np.asarray(want)) <= close * np.linalg.norm(np.asarray(want))
+    for one, other in pairs:
+        assert np.linalg.norm(np.asarray(one) - np.asarray(other)) <= close * np.linalg.norm(np.asarray(other))
     assert float(value) == pytest.approx(float(expected), abs=close * float(jnp.linalg.norm(error)))
 
 
@@ -232,8 +232,8 @@ def plain_sums():
     _, arguments = DATA_PARALLEL.step(EXCHANGES[gradients.FLOAT32], one_data_lane())
     _, params, x, error = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), arguments())
     run = DATA_PARALLEL.blocks.layers(Hooks(), 1)
-    found = jax.grad(lambda params: jnp.vdot(run(params, x), error))(params)
-    named = jax.tree_util.tree_leaves_with_path(found)
+    grads = jax.grad(lambda params: jnp.vdot(run(params, x), error))(params)
+    named = jax.tree_util.tree_leaves_with_path(grads)
     return [np.asarray(leaf) for path, leaf in named if MATRICES.search(path_name(path))]
 
 
@@ -248,12 +248,12 @@ def test_sums_are_those_of_all_samples(name, plain_sums):
     program, (saved, *given) = lowered().compile(), arguments()
     left, (value, sums) = program(saved, *given)
     assert value.shape == (4,) and len(left) == len(saved)
-    for found, want in zip(sums, plain_sums, strict=True):
-        assert np.linalg.norm(np.asarray(found) - want) <= CLOSE[name] * np.linalg.norm(want)
+    for total, expected in zip(sums, plain_sums, strict=True):
+        assert np.linalg.norm(np.asarray(total) - expected) <= CLOSE[name] * np.linalg.norm(expected)
     assert bool(left) == (name not in (gradients.FLOAT32, gradients.SHORT))
-    for found, own, want in zip(sums, left, plain_sums, strict=bool(left)):
-        missing = np.asarray(own).reshape(4, *want.shape).sum(0)
-        assert np.allclose(np.asarray(found) + missing, want, atol=1e-5 * np.abs(want).max())
+    for total, residuals, expected in zip(sums, left, plain_sums, strict=bool(left)):
+        missing = np.asarray(residuals).reshape(4, *expected.shape).sum(0)
+        assert np.allclose(np.asarray(total) + missing, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_steps_go_on_with_what_was_kept():

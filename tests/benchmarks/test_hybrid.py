@@ -103,8 +103,8 @@ def test_claims_that_were_not_measured_are_absent():
 
 def test_plans_in_words():
     assert hybrid.in_words(plan_of(8, 4, 2)) == "interleaved x8: 2, 1 | 1, 1 | 1, 1 | 1, 2"
-    asked, profile = SUBJECTS["vgg"](), timed(SUBJECTS["vgg"]().profile())
-    plan = planned(asked, profile, LINK, 1e8, 4)[-1].plan
+    subject, profile = SUBJECTS["vgg"](), timed(SUBJECTS["vgg"]().profile())
+    plan = planned(subject, profile, LINK, 1e8, 4)[-1].plan
     assert hybrid.in_words(plan).startswith("one stage x") and " t4" in hybrid.in_words(plan)
 
 
@@ -171,12 +171,12 @@ def test_a_rank_alone_holds_its_share(name, tensor):
     """Shapes of the parameters are those of one of `tensor` ranks, and every layer runs on them."""
     subject = SUBJECTS[name]()
     parts, shapes = subject.parts(alone(tensor)), jax.eval_shape(subject.init, jax.random.key(0))
-    own, whole = shard_of(shapes, tensor), shard_of(shapes, 1)
-    sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (own, whole)]
+    share, whole = shard_of(shapes, tensor), shard_of(shapes, 1)
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (share, whole)]
     assert 1 / tensor <= sizes[0] / sizes[1] < 1.1 / tensor
 
     rows, keys = subject.rows(2), jax.random.split(jax.random.key(0), 2)
-    x = jax.eval_shape(parts.embed, own, rows, keys)
+    x = jax.eval_shape(parts.embed, share, rows, keys)
     assert x.shape == jax.eval_shape(subject.parts(Hooks()).embed, whole, rows, keys).shape
 
 

@@ -28,12 +28,12 @@ def check(name, spec, arguments):
     call = OPERATIONS[name].call
     expected = jax.jit(call(spec, "reference"))(*arguments)
     with interpreted():
-        found = jax.jit(call(spec, "mosaic"))(*arguments)
-    assert_same(found, expected, TOLERANCE.get(name, 0))
+        actual = jax.jit(call(spec, "mosaic"))(*arguments)
+    assert_same(actual, expected, TOLERANCE.get(name, 0))
 
 
-def assert_same(found, expected, tolerance):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same(actual, expected, tolerance):
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         largest = np.max(np.abs(other), initial=0, where=np.isfinite(other))
@@ -152,5 +152,5 @@ def test_importance_with_denominators():
         return attention_importance(q, k, statistics=statistics, **options)
 
     with interpreted():
-        found = run("mosaic")
-    assert_same(found, run("reference"), TOLERANCE["attention_importance"])
+        actual = run("mosaic")
+    assert_same(actual, run("reference"), TOLERANCE["attention_importance"])

@@ -21,8 +21,8 @@ def compiled(config, plan):
     cluster = find_cluster("h100x1x1")
     devices, info = compile_only_devices(cluster), compile_only_info(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, info)
-    found = compiled_for(lower_step(design), compiler_options("gpu", plan)).memory_analysis()
-    return found.argument_size_in_bytes + found.temp_size_in_bytes, found.host_argument_size_in_bytes
+    analysis = compiled_for(lower_step(design), compiler_options("gpu", plan)).memory_analysis()
+    return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes, analysis.host_argument_size_in_bytes
 
 
 def test_the_plan_for_a_model_larger_than_the_device():
@@ -37,13 +37,13 @@ def test_the_plan_for_a_model_larger_than_the_device():
 
 
 @pytest.mark.parametrize(
-    ("kinds", "how"),
+    ("kinds", "settings"),
     [((None,), {}), ((None,), {"zero": 3}), (("both",), {}), (("both",), {"update_in_backward": True})],
     ids=["without", "without, rounded where used", "with", "with, at once"],
 )
-def test_the_largest_models(kinds, how):
+def test_the_largest_models(kinds, settings):
     """As large as said, within 5 %: billions of parameters on 24 and 110 GiB."""
-    largest = largest_trainable(capped(find_cluster("h100x1x1"), DEVICE, HOST), kinds, **how)
+    largest = largest_trainable(capped(find_cluster("h100x1x1"), DEVICE, HOST), kinds, **settings)
     device, host = compiled(largest.config, largest.plan)
     (stage,) = largest.estimate.stages
     assert device == pytest.approx(stage.total_bytes, rel=0.05)
