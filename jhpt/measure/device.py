@@ -28,9 +28,9 @@ class DeviceInfo:
         return self.platform in ("gpu", "cuda", "rocm")
 
 
-def device_info(device: jax.Device | None = None) -> DeviceInfo:
-    """Describes a device; None: the first local one."""
-    device = device or jax.local_devices()[0]
+def device_info() -> DeviceInfo:
+    """Describes the first local device."""
+    device = jax.local_devices()[0]
     capability = getattr(device, "compute_capability", None)
     return DeviceInfo(
         kind=device.device_kind,

@@ -7,7 +7,7 @@ optimizer and step, for models of few blocks.  Bytes and parameters come from `j
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -92,33 +92,14 @@ def planning_grid(config: Config, devices: int) -> Grid:
     return Grid(batches=quick.batches, tensors=tensors, rounds=quick.rounds)
 
 
-def measure_profile(
-    config: Config,
-    *,
-    batches: Sequence[int] | None = None,
-    tensors: Sequence[int] | None = None,
-    rounds: int | None = None,
-) -> ModelProfile:
-    """The profile of the configured model on the first local device.
+def measure_layers(config: Config, grid: Grid, beside: Mapping[str, Call] | None = None) -> LayerSeconds:
+    """The timings of the configured model's layers on the first local device.
 
-    Args:
-      batches: micro-batch sizes, ascending.  tensors: tensor degrees, ascending from 1.  rounds: samples of each
-        timing.  None: as `default_grid`.
+    beside: other calls, timed in turn with them.
 
     Raises:
       InputError: a grid, tokenizer or attention kernel that cannot work, or a model that the device cannot hold.
     """
-    usual = default_grid(config)
-    grid = Grid(
-        batches=usual.batches if batches is None else tuple(batches),
-        tensors=usual.tensors if tensors is None else tuple(tensors),
-        rounds=usual.rounds if rounds is None else rounds,
-    )
-    return assemble(config, grid, measure_layers(config, grid))
-
-
-def measure_layers(config: Config, grid: Grid, beside: Mapping[str, Call] | None = None) -> LayerSeconds:
-    """The timings of `measure_profile`.  beside: other calls, timed in turn with them."""
     for tensor in grid.tensors:
         rank_share(config.model, tensor)  # refuses
     builder = _Builder(config)
@@ -333,7 +314,7 @@ def profile_command(
     """Measures the model and the machine, or reads both from the cache; prints them and writes the requested files.
 
     Raises:
-      InputError: a file cannot be written, or `measure_profile` refuses the configuration.
+      InputError: a file cannot be written, or `measure_layers` refuses the configuration.
     """
     for file in filter(None, (out, cluster_out)):
         if not Path(file).parent.is_dir() or Path(file).is_dir():

@@ -1,6 +1,7 @@
 """Profiles: what is made of given seconds, and the structure of a measured one.  No timing is asserted."""
 
 import math
+from dataclasses import replace
 
 import jax
 import pytest
@@ -18,7 +19,7 @@ from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.mesh import Axes
 from jhpt.sharding.partition import parameter_spec, path_name
 from jhpt.training import profiling
-from jhpt.training.profiling import Grid, cached_profile, default_grid, measure_profile, profile_command
+from jhpt.training.profiling import Grid, assemble, cached_profile, default_grid, measure_layers, profile_command
 
 ANY = Device(name="any", peak_flops={"float32": 1e12}, memory=1e9, memory_bandwidth=1e10)
 
@@ -131,7 +132,8 @@ UNTIED = {"model.tied": False, "model.vocab_size": 300, "model.positions": "rota
 )
 def test_a_measured_profile_is_complete(tiny, tmp_path, preset, changes, batches, tensors):
     config = tiny(preset, **changes)
-    profile = measure_profile(config, batches=batches, tensors=tensors, rounds=1)
+    grid = Grid(batches=batches, tensors=tensors, rounds=1)
+    profile = assemble(config, grid, measure_layers(config, grid))
     assert profile.parameters == config.model.parameter_count().allocated
     assert profile.layers == ("embedding", "block", "block", "head") and profile.source.startswith("measured")
     for kind in profile.kinds.values():
@@ -177,7 +179,7 @@ def test_prediction_adds_layers_pieces_and_update(tiny):
 )
 def test_a_grid_that_cannot_work_is_refused(tiny, grid):
     with pytest.raises(InputError):
-        measure_profile(tiny(), **grid)
+        measure_layers(tiny(), replace(default_grid(tiny()), **grid))
 
 
 def test_default_grid_covers_the_step_on_one_device():

@@ -38,7 +38,7 @@ from jhpt.training.moments import (
 )
 from jhpt.training.offloaded_training import OffloadedTraining
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.profiling import measure_profile
+from jhpt.training.profiling import default_grid, measure_layers
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
 from jhpt.training.weights import Weights, kahan, stochastic, widened
@@ -501,7 +501,7 @@ def test_eight_bits_do_not_compute_all_of_a_model(dtype):
 
 def test_products_in_eight_bits_need_a_device_that_has_them(tiny):
     config = tiny(**{"model.matmul_dtype": "float8"})
-    for refusing in (prepare, measure_profile):
+    for refusing in (prepare, lambda config: measure_layers(config, default_grid(config))):
         with pytest.raises(InputError, match=r"the device is a cpu; use model.matmul_dtype=same"):
             refusing(config)
 
