@@ -17,7 +17,6 @@ numbers that are not finite and decodes to NaN.  A group with such a number has 
 a whole, so that bad numbers stay visible.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -68,16 +67,13 @@ def knee_for(bits: Bits, group: int) -> Knee:
     return (LONG_KNEES if group >= LONG_GROUP else SHORT_KNEES)[bits]
 
 
-def fit_knee(x: jax.Array, bits: Bits, group: int, candidates: Sequence[float] = ()) -> Knee:
-    """The knee of least E[err^2] for these numbers: the best of some r, each with its best C, in one pass.
+def fit_knee(x: jax.Array, bits: Bits, group: int) -> Knee:
+    """The knee of least E[err^2] for x [R, N]: the best r of 1/32, 2/32, ... 31/32, each with its best C, in one pass.
 
     For a given r the error is least at C : N - C = (P r^2)^(1/3) : ((1 - P) (1 - r)^2)^(1/3), where its derivative in C
     is zero.  Groups count by the square of their range.
-
-    Args:
-      x: [R, N].  candidates: of r; default: 1/32, 2/32, ... 31/32.
     """
-    r = jnp.array(candidates or [step / 32 for step in range(1, 32)], jnp.float32)
+    r = jnp.array([step / 32 for step in range(1, 32)], jnp.float32)
     wide = grouped(x, group)
     size = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0)
     largest = jnp.max(size, -1, keepdims=True)

@@ -148,9 +148,9 @@ class Execution:
         total: S = jax.tree.unflatten(tree, summed_together(leaves, axes if self.layout.stages == 1 else (PIPE, *axes)))
         return total
 
-    def storage(self, degree: int, blocks: bool = False) -> Storage:
-        """How parameters of this tensor degree are held between uses."""
-        return self._parameters.storage(degree, blocks)
+    def storage(self, degree: int) -> Storage:
+        """How parameters of this tensor degree outside blocks are held between uses."""
+        return self._parameters.storage(degree)
 
     def _batch_specs(self, batch: Batch) -> Specs:
         specs: Specs = jax.tree.map(lambda _: self.layout.batch.spec, batch)

@@ -77,10 +77,6 @@ class Model(Protocol):
         """The attention kernel."""
 
     @property
-    def hooks(self) -> Hooks:
-        """How the model is cut over the tensor axis."""
-
-    @property
     def head_reads(self) -> tuple[str, ...]:
         """Paths of the parameters that the head reads, such as `embedding/tokens` where it shares the table."""
 

@@ -12,7 +12,6 @@ def attention_importance(
     *,
     causal: bool,
     lengths: jax.Array | None = None,
-    statistics: jax.Array | None = None,
     stride: int = 1,
     implementation: Implementation,
 ) -> jax.Array:
@@ -25,7 +24,7 @@ def attention_importance(
     Args:
       q: [B, S, H, E].  k: [B, S, K, E], H a multiple of K.
       lengths: int32 [B], tokens that are not padding; padding neither pays nor receives attention.
-      statistics: float32 [B, H, S], log of the softmax denominators, as flash attention returns them; None: computed.
+
       stride: only the queries stride - 1, 2 stride - 1, ... pay attention: 1 / stride of the work, an estimate of the
         same order.  The last query is among them if stride divides S; causal tokens that none of them sees have
         importance 0.
@@ -34,4 +33,4 @@ def attention_importance(
         raise ValueError(f"stride={stride} of {q.shape[1]} queries")
     run = {"reference": reference.importance, "mosaic": mosaic.importance}[implementation]
     stop = jax.lax.stop_gradient
-    return run(stop(q), stop(k), causal=causal, lengths=lengths, statistics=statistics, stride=stride)
+    return run(stop(q), stop(k), causal=causal, lengths=lengths, stride=stride)

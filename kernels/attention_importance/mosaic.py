@@ -34,20 +34,16 @@ def importance(
     *,
     causal: bool,
     lengths: jax.Array | None,
-    statistics: jax.Array | None,
     stride: int,
 ) -> jax.Array:
     """See `attention_importance`.  Calls the reference unless q and k are bfloat16 of width 64 or 128."""
     batch, length, _, width = q.shape
     if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16 or width not in (64, 128):
-        return reference.importance(q, k, causal=causal, lengths=lengths, statistics=statistics, stride=stride)
+        return reference.importance(q, k, causal=causal, lengths=lengths, stride=stride)
     lengths = jnp.full(batch, length, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
     q = _filled(q[:, stride - 1 :: stride], 1)
     k = _filled(k, 1)
-    if statistics is None:
-        statistics = _over_blocks(partial(_denominators, causal=causal, stride=stride), q, k, lengths)
-    else:
-        statistics = _filled(statistics[:, :, stride - 1 :: stride], 2)
+    statistics = _over_blocks(partial(_denominators, causal=causal, stride=stride), q, k, lengths)
     received = _over_blocks(partial(_received, causal=causal, stride=stride), k, q, lengths, statistics)
     total = jnp.sum(received, 1)[:, :length]
     seen = jnp.arange(length)[None] < lengths[:, None]

@@ -13,7 +13,6 @@ def importance(
     *,
     causal: bool,
     lengths: jax.Array | None,
-    statistics: jax.Array | None,
     stride: int,
 ) -> jax.Array:
     """See `attention_importance`."""
@@ -29,10 +28,7 @@ def importance(
         if causal:
             visible &= (at[:, None] >= jnp.arange(length)[None])[None, None]
         scores = jnp.where(visible, scores, -jnp.inf)
-        if statistics is None:
-            weights = jax.nn.softmax(scores, -1, where=visible)
-        else:
-            weights = jnp.where(visible, jnp.exp(scores - statistics[:, :, at, None]), 0)
+        weights = jax.nn.softmax(scores, -1, where=visible)
         pays = (seen[:, at] & real[None])[:, None, :, None]
         return jnp.sum(jnp.where(pays, weights, 0), (1, 2))
 
