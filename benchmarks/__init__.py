@@ -1,1 +1,1 @@
-"""Benchmarks that prove jhpt's claims; run them from a checkout with 'jhpt bench NAME'."""
+"""Benchmarks behind jhpt's claims; run them from a checkout with 'jhpt bench NAME'."""

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks would send of a GPT: their parts of every sum, forward and backward, layer by layer."""
+"""The parts that tensor-parallel ranks of a GPT would all-reduce, forward and backward, layer by layer."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,16 +20,17 @@ PLACES = {
     "forward": ("attention projection", "mlp down"),
     "backward": ("error entering attention", "error entering mlp"),
 }
-"""By direction: the sums of a layer, in the order in which a forward pass meets them."""
+"""By direction: the all-reduces of a layer, in the order of the forward pass."""
 
 
 def partial_sums(setup: Setup, params: Any, windows: np.ndarray) -> dict[tuple[int, str], np.ndarray]:
     """(layer, place) -> the ranks' parts [ranks B S, D], float32, of the mean loss over these windows [B, S + 1].
 
-    Errors are what a probe added behind `copy_to_tensor_axis`, where every rank goes its own way, has as its gradient.
+    Errors, the backward parts, are gradients of zeros that are added after `copy_to_tensor_axis`, where the ranks'
+    computations separate.
 
     Args:
-      setup: of a GPT, uncompressed on a tensor axis alone.  params: as its plan stores them.
+      setup: that of a GPT, uncompressed, on a tensor axis alone.  params: as its plan stores them.
     """
     model = setup.model
     assert isinstance(model, GPT)
@@ -69,10 +70,10 @@ def partial_sums(setup: Setup, params: Any, windows: np.ndarray) -> dict[tuple[i
 
     specs = (setup.layout.specs(params), PartitionSpec(), PartitionSpec())
     ranked = partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axes), check_vma=False)
-    found = jax.jit(ranked(run))(params, inputs, targets)
+    parts_and_errors = jax.jit(ranked(run))(params, inputs, targets)
     return {
         (layer, place): np.asarray(kind[2 * layer + index]).reshape(-1, setup.config.model.d_model)
-        for kind, places in zip(found, PLACES.values(), strict=True)
+        for kind, places in zip(parts_and_errors, PLACES.values(), strict=True)
         for layer in range(layers)
         for index, place in enumerate(places)
     }

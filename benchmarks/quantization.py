@@ -6,9 +6,9 @@
     affine      code = round((x - low) / (high - low) * (2^bits - 1)); two ranges per group
     segmented   `jhpt.kernels.segments`; one range per group, and one knee for the tensor where it is fitted
 
-Ranges have 16 bits.  A scheme that spends more bits per number than another one is charged for it: one more bit in the
-codes would have quartered its error, so errors are multiplied by 4^(bits of ranges per number).  With PARAMETERS, the
-.npz file of an uncompressed cell of `jhpt bench convergence` for gpt-tiny, the numbers are what four ranks would send.
+Ranges have 16 bits.  Schemes that spend different numbers of bits on ranges are made comparable: one more bit in the
+codes quarters an error, so errors are multiplied by 4^(bits of ranges per number).  With PARAMETERS, the .npz file of
+an uncompressed cell of `jhpt bench convergence` for gpt-tiny, the numbers are those that four ranks would send.
 """
 
 import math
@@ -43,7 +43,7 @@ ROW = 1024
 
 GROUPS: dict[str, int | None] = {"tensor": None, "row": ROW, "block": BLOCK}
 NARROW: dict[str, int | None] = {"tensor": None, "block": BLOCK, "block of 32": 32}
-"""Numbers that share a range; None: all of a tensor.  Narrow: for tensors whose rows are one block."""
+"""Numbers that share a range; None: the whole tensor.  `NARROW` is for tensors whose rows are one block."""
 
 RANGE_BITS, KNEE_BITS = 16, 64
 """Bits of a bfloat16 range, and of a fitted knee: two float32 numbers."""
@@ -63,20 +63,20 @@ def charged_errors(x: Numbers, bits: Bits, group: int | None) -> dict[str, float
         "affine": (_affine_error(groups, bits), 2 * RANGE_BITS / size),
         "fitted": (_error(groups, bits, fitted), RANGE_BITS / size + KNEE_BITS / x.size),
     }
-    if group is not None:  # tensors differ too much for a fixed knee
+    if group is not None:  # whole tensors differ too much for a fixed knee
         errors["fixed"] = (_error(groups, bits, knee_for(bits, group)), RANGE_BITS / size)
     return {name: error * 4**extra / float(np.mean(np.square(x))) for name, (error, extra) in errors.items()}
 
 
 def relative_errors(distribution: str, bits: Bits, *, numbers: int, seed: int) -> dict[str, float]:
-    """By group: error of segmented quantization (knee fixed, or fitted for a whole tensor) / that of the better uniform
-    one."""
+    """By group: error of segmented quantization (knee fixed, or fitted for a whole tensor) / error of the better
+    uniform quantization."""
     x = DISTRIBUTIONS[distribution](np.random.default_rng(seed), numbers).astype(np.float32).reshape(-1, ROW)
     return {group: relative(charged_errors(x, bits, size)) for group, size in GROUPS.items()}
 
 
 def relative(errors: Mapping[str, float]) -> float:
-    """Error of segmented quantization over that of the better uniform one."""
+    """Error of segmented quantization / error of the better uniform quantization."""
     return errors.get("fixed", errors["fitted"]) / min(errors["symmetric"], errors["affine"])
 
 
@@ -96,7 +96,7 @@ def measure(path: str, *, size: int = 1 << 21, seeds: int = 5) -> list[dict[str,
 
 
 def measure_trained(parameters: str, path: str) -> list[dict[str, Any]]:
-    """The same for what four ranks would send of a trained gpt-tiny, for every layer and a held-out batch.
+    """As `measure`, for the numbers that four ranks would send of a trained gpt-tiny, every layer, a held-out batch.
 
     Args:
       parameters: the .npz file of an uncompressed cell of `jhpt bench convergence` for gpt-tiny.

@@ -78,7 +78,7 @@ class RunOptions:
     """The directory of a run and the processes that take part."""
 
     out: str | None = None
-    """Run directory; a run that is there goes on. Default: runs/NAME-TIME."""
+    """Run directory; a run that is there is continued. Default: runs/NAME-TIME."""
     plan: str | None = None
     """File of a plan (`jhpt plan --out`), which takes the place of the section parallel."""
     coordinator: str | None = None
@@ -91,7 +91,7 @@ class RunOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The step that is planned, and where the plan goes."""
+    """The step that is planned, and the files of the plan."""
 
     cluster: str | None = None
     """A name such as h100x8x8 or a100x8x4-100gbe, or a JSON or YAML file. Default: this machine by `jhpt profile`."""
@@ -119,7 +119,7 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What is measured, and where it goes."""
+    """The extent of the measurement, and the files of its results."""
 
     out: str | None = None
     """File for the profile. Default: the cache."""
@@ -141,7 +141,7 @@ def train_command(arguments: list[str]) -> int:
     if options.plan is not None:
         check_plan_alone([*overrides, *(word.removeprefix("--").partition("=")[0] for word in words)])
 
-    # Only now the second that jax takes to import: a typing mistake is answered at once.
+    # jax takes a second to import, so it is imported only after a typing mistake would have been reported.
     from jhpt.training.loop import TrainingDiverged
     from jhpt.training.processes import Processes
     from jhpt.training.run import train
@@ -205,16 +205,16 @@ def plan_command(arguments: list[str]) -> int:
 
 
 def _decided_by_planner(setting: str) -> bool:
-    """Whether a setting is one of the choices of a plan, not one of what the planner may choose from."""
+    """Whether a setting is a choice of the plan, and not one that limits the planner's choices."""
     read = ("parallel.auto", "parallel.compression", "parallel.gradient_compression")
     return setting.startswith("parallel.") and not setting.startswith(read)
 
 
 def _check_compilable(source: str | None, config: Config | None, options: PlanOptions) -> None:
-    """Refuses --compile before any planning where there is no program to compile."""
+    """Refuses --compile before any planning if there is no program to compile."""
     if config is None:
-        what = f"{source} is a table of layers" if source else "a profile alone has no program"
-        raise InputError(f"--compile: {what}; name a GPT or BERT preset or a YAML file, or leave out --compile")
+        problem = f"{source} is a table of layers" if source else "a profile alone has no program"
+        raise InputError(f"--compile: {problem}; name a GPT or BERT preset or a YAML file, or leave out --compile")
     if options.space != "spmd":
         raise InputError(
             f"--compile: plans of space={options.space} are not run by one program, so there is none to compile; "
@@ -223,10 +223,10 @@ def _check_compilable(source: str | None, config: Config | None, options: PlanOp
 
 
 def _compiled(config: Config, answer: "Answer") -> "Comparison":
-    """The plan's real step, compiled for its cluster, beside the plan's estimate."""
+    """The plan's real step, compiled for its cluster, compared with the plan's estimate."""
     from jhpt.compiled.quiet import quiet
 
-    with quiet():  # jax loads CUDA's libraries, where they are installed
+    with quiet():  # jax loads CUDA's libraries if they are installed
         from jhpt.compiled.comparison import compare
         from jhpt.training.compile import compiled_step
 
@@ -307,8 +307,8 @@ def parse_overrides(
 ) -> tuple[Any, dict[str, Any]]:
     """Flags -> options of this kind, and overrides of `base` by dotted name.
 
-    tyro names, explains and suggests the flags; values stay text here and are read as YAML, so that a flag, a file and
-    a dict are validated by the same code and refused with the same words.
+    tyro names, explains and suggests the flags.  Values stay text here and are read as YAML, so that the same code
+    validates a flag, a file and a dict, with the same messages.
     """
     parsed: Any = tyro.cli(
         _flags_of(base, kind),
@@ -323,7 +323,7 @@ def parse_overrides(
 
 
 class _Default(str):
-    """The text of a flag that is not set: tyro returns the very object that it got as the default."""
+    """The text of a flag that is not set: tyro returns the same object that it was given as the default."""
 
 
 _MEANING = {
@@ -363,7 +363,7 @@ def _source(arguments: list[str]) -> str | None:
 
 
 def _with_family(base: Config, arguments: Sequence[str]) -> Config:
-    """`base` with the model family that a flag names: its settings are the flags that follow."""
+    """`base` with the model family that a flag names, whose settings are then flags."""
     family = _value_of("--model.family", arguments)
     return load_config(base, {"model.family": family}) if family else base
 
@@ -415,9 +415,10 @@ def _kind_of(base: Config | None, name: str) -> Any:
 
 
 def _from_text(text: str, kind: Any) -> Any:
-    """A flag's text as YAML would read it; text that is no YAML stays text.
+    """A flag's text as YAML would read it; text that is not YAML stays text.
 
-    Where text is wanted it is not interpreted, so the prompt `def f():` is no mapping and the folder `2024` no number.
+    The text of a setting that is text is not interpreted, so that the prompt `def f():` does not become a mapping and
+    the folder `2024` does not become a number.
     """
     try:
         value = yaml.safe_load(text) if text.strip() and kind is not str else text

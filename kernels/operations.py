@@ -1,4 +1,4 @@
-"""All operations with their specs, for what tests and benchmarks do to each."""
+"""All operations with their specs, for tests and benchmarks of every one."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -27,7 +27,7 @@ class Operation(NamedTuple):
     call: Callable[[Any, Implementation], Callable[..., Any]]
 
     def shapes(self, spec: Any) -> Any:
-        """Arguments that hold nothing."""
+        """Shapes and dtypes of the arguments."""
         return jax.eval_shape(lambda key: self.specs.arguments(spec, key), jax.random.key(0))
 
 

@@ -1,8 +1,8 @@
-"""What the Mosaic GPU kernels share: how a block lies in a warpgroup's registers, and which of its numbers are largest.
+"""Functions that the Mosaic GPU kernels share: layouts of a block in a warpgroup's registers, and its largest numbers.
 
-A kernel of one warpgroup, 128 threads, takes a block from device memory straight into registers.  A layout says which
-thread holds what; these put `vector` neighbours of a row into one access and neighbouring accesses into neighbouring
-lanes, so that a warp reads whole lines.  Warps are resident in numbers: they, not a pipeline, cover the latency.
+A kernel of one warpgroup, 128 threads, loads a block from device memory directly into registers.  A layout says which
+thread holds which numbers.  These layouts put `vector` neighbours of a row into one access and neighbouring accesses
+into neighbouring lanes, so that a warp reads whole lines.  Many resident warps, not a pipeline, hide the latency.
 """
 
 import inspect
@@ -14,23 +14,23 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-"""The default since jax 0.12, said for older ones."""
+"""The default since jax 0.12, set for older versions."""
 
 WARPS, LANES = 4, 32
 
 _INDEX = inspect.signature(plgpu.load).parameters.get("idx")
 
 WHOLE: dict[str, Any] = {"idx": ()} if _INDEX and _INDEX.default is inspect.Parameter.empty else {}
-"""The index of all of a reference: jax 0.10 requires it, 0.11 deprecates it, and 0.12 no longer has it."""
+"""The index of a whole reference: jax 0.10 requires it, 0.11 deprecates it, and 0.12 no longer has it."""
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """What a reference to device memory holds, in registers."""
+    """Device memory to registers."""
     return plgpu.load(ref, layout=layout, optimized=False, **WHOLE)  # optimized: for shared memory alone
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Registers to device memory, however few bytes a row of them makes."""
+    """Registers to device memory, also if a row has only a few bytes."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:  # before jax 0.12, where no store asks for whole sectors
@@ -38,10 +38,11 @@ def store(ref: Any, value: jax.Array) -> None:
 
 
 def in_blocks(body: Callable[[Any], None], total: int, size: int, axis: str) -> None:
-    """body(start) for the block of this step of a grid of total // size, start ... start + size of `total`.
+    """Calls body(start) for the block of this grid step, start ... start + size of `total`; the grid has total // size
+    steps.
 
-    Where size does not divide, the last step goes on to the last block; what that shares with the block before comes
-    out the same once more.
+    If size does not divide `total`, the last step also computes the last block, which overlaps with the block before
+    and gives the same results there.
     """
     step = jax.lax.axis_index(axis)
     if total % size == 0:
@@ -74,18 +75,18 @@ def by_warpgroup(vector: int) -> Any:
 
 
 def over(row: jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    """One number for every row, [R] -> [R, ...]; or one for all."""
+    """Broadcasts one number for every row, [R] -> [R, ...], or one number for all."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(row, shape, tuple(range(row.ndim))), layout)
 
 
 def largest(keys: jax.Array, k: int, *, bits: int, layout: Any) -> jax.Array:
-    """Which are the k largest of every row of keys[R, N] or [N], int32; of equal ones those at lower positions: bool.
+    """Whether each of keys[R, N] or [N], int32, is among the k largest of its row; of equal keys the first are: bool.
 
-    The least key taken is found bit by bit, by counting the keys that are not less, until every row has k of them.
-    Where all bits leave more, the last keys are equal, and the last position taken is found likewise.
+    The smallest chosen key is found bit by bit, by counting the keys that are not smaller, until every row has k of
+    them.  If more are left after all bits, these keys are equal, and the last chosen position is found in the same way.
 
     Args:
-      bits: 32, or 31 where no key is negative.
+      bits: 32, or 31 if no key is negative.
     """
     *rows, columns = keys.shape
 
@@ -96,11 +97,11 @@ def largest(keys: jax.Array, k: int, *, bits: int, layout: Any) -> jax.Array:
         return jnp.sum(holds.astype(jnp.int32), -1)
 
     def refine(state: Any) -> Any:
-        bit, least, taken, _ = state
+        bit, least, number, _ = state
         candidate = least ^ (jnp.int32(1) << bit)
         counted = count(keys >= over(candidate, keys.shape, layout))
-        least, taken = jnp.where(counted >= k, candidate, least), jnp.where(counted >= k, counted, taken)
-        return bit - 1, least, taken, jnp.max(taken) if rows else taken
+        least, number = jnp.where(counted >= k, candidate, least), jnp.where(counted >= k, counted, number)
+        return bit - 1, least, number, jnp.max(number) if rows else number
 
     lowest = -(1 << 31) if bits == 32 else 0
     _, least, _, most = jax.lax.while_loop(
@@ -113,7 +114,7 @@ def largest(keys: jax.Array, k: int, *, bits: int, layout: Any) -> jax.Array:
     width = (columns - 1).bit_length()
 
     def up_to(last: jax.Array) -> jax.Array:
-        """Keys above the least, and those that equal it up to a position."""
+        """Whether keys are above the smallest chosen key, or equal to it up to a position."""
         return keys > jnp.where(positions <= over(last, keys.shape, layout), least - 1, least)
 
     def narrow(index: jax.Array, last: jax.Array) -> jax.Array:

@@ -1,23 +1,22 @@
 """Segmented quantization: a scale of codes with two step sizes, fine around zero and coarse in the tails.
 
 A group of numbers shares one range m, its largest magnitude.  With b bits a magnitude has codes 0 ... N,
-N = 2^(b-1) - 1: C of them divide the centre [0, r m] evenly and N - C the tail (r m, m].  Code and magnitude are tied
-by the increasing, piecewise linear
+N = 2^(b-1) - 1: C of them divide the centre [0, r m] evenly and N - C the tail (r m, m].  An increasing, piecewise
+linear function relates code and magnitude,
 
     t(a) = C min(a, r) / r + (N - C) max(a - r, 0) / (1 - r),    a = |x| / m,    code = sign(x) round(t(a)),
 
-and decoding is its inverse.  C = r N is uniform symmetric quantization.  With numbers spread evenly inside each step,
-of which a share P lies in the centre,
+and decoding is its inverse.  C = r N is uniform symmetric quantization.  If numbers are spread evenly inside each step
+and a share P of them lies in the centre,
 
     E[err^2] / m^2 = (P (r / C)^2 + (1 - P) ((1 - r) / (N - C))^2) / 12
 
 (PWLQ, Fang et al., ECCV 2020, arXiv 2002.00104, eq. 5, where both segments have the same number of codes; dividing the
-codes freely takes a fifth off the error of a Gaussian).  The one code that symmetry leaves over, -2^(b-1), stands for
-what is not finite and decodes to NaN.  The range of such a group is infinite, so that all of it does: bad numbers stay
-visible.
+codes freely reduces the error of a Gaussian by a fifth).  The one code that symmetry leaves over, -2^(b-1), stands for
+numbers that are not finite and decodes to NaN.  A group with such a number has an infinite range and decodes to NaN as
+a whole, so that bad numbers stay visible.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,9 +26,9 @@ from jhpt.core.compression import Bits
 
 
 class Knee(NamedTuple):
-    """Where the scale bends: r, the centre's share of the range, and C, its share of the codes as a count.
+    """Where the step size changes: r, the centre's share of the range, and C, its number of codes.
 
-    Numbers, or float32 scalars where they were fitted.
+    They are numbers, or float32 scalars if they were fitted.
     """
 
     centre: float | jax.Array
@@ -37,7 +36,7 @@ class Knee(NamedTuple):
 
 
 LONG_GROUP = 512
-"""Numbers from which a group has the knee of long groups."""
+"""Groups of at least this many numbers have the knee of long groups."""
 
 LONG_KNEES: dict[Bits, Knee] = {8: Knee(0.44, 88.0), 4: Knee(0.45, 5.0)}
 SHORT_KNEES: dict[Bits, Knee] = {8: Knee(0.46, 82.0), 4: Knee(0.5, 5.0)}
@@ -64,20 +63,17 @@ def most(bits: int) -> int:
 
 
 def knee_for(bits: Bits, group: int) -> Knee:
-    """The fixed knee for groups of so many numbers."""
+    """The fixed knee for groups of `group` numbers."""
     return (LONG_KNEES if group >= LONG_GROUP else SHORT_KNEES)[bits]
 
 
-def fit_knee(x: jax.Array, bits: Bits, group: int, candidates: Sequence[float] = ()) -> Knee:
-    """The knee of least E[err^2] for these numbers: the best of some r, each with its best C, in one pass.
+def fit_knee(x: jax.Array, bits: Bits, group: int) -> Knee:
+    """The knee of least E[err^2] for x [R, N]: the best r of 1/32, 2/32, ... 31/32, each with its best C, in one pass.
 
     For a given r the error is least at C : N - C = (P r^2)^(1/3) : ((1 - P) (1 - r)^2)^(1/3), where its derivative in C
     is zero.  Groups count by the square of their range.
-
-    Args:
-      x: [R, N].  candidates: of r; default: 1/32, 2/32, ... 31/32.
     """
-    r = jnp.array(candidates or [step / 32 for step in range(1, 32)], jnp.float32)
+    r = jnp.array([step / 32 for step in range(1, 32)], jnp.float32)
     wide = grouped(x, group)
     size = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0)
     largest = jnp.max(size, -1, keepdims=True)
@@ -88,7 +84,7 @@ def fit_knee(x: jax.Array, bits: Bits, group: int, candidates: Sequence[float] =
 
 
 def best_knee(share: jax.Array, r: jax.Array, bits: Bits) -> Knee:
-    """Of centres r, in which such shares of the numbers lie, the one of least error."""
+    """The knee of least error among centres r, in which these shares of the numbers lie."""
     top = most(bits)
     centre, tail = jnp.cbrt(share * r**2), jnp.cbrt((1 - share) * (1 - r) ** 2)
     codes = jnp.clip(jnp.round(top * centre / (centre + tail)), 1, top - 1)
@@ -106,8 +102,9 @@ def decoding(bits: Bits, knee: Knee) -> tuple[jax.Array, jax.Array, jax.Array]:
 def cut(x: jax.Array) -> jax.Array:
     """float32 with its last 8 bits zero.
 
-    Times a code, or a range in bfloat16, such a number is exact in float32.  So it does not matter whether a compiler
-    joins a product to the sum behind it: all programs decode the same bits, and quantize their sums to the same codes.
+    The product of such a number with a code, or with a range in bfloat16, is exact in float32.  So it does not matter
+    whether a compiler fuses a product with the sum that follows: all programs decode the same bits, and quantize their
+    sums to the same codes.
     """
     word = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFFF00)
     return jax.lax.bitcast_convert_type(word, jnp.float32)

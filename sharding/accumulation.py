@@ -70,7 +70,7 @@ class Passes:
     def _accumulated(
         self, params: Params, batch: Batch, keys: Keys, scale: float, specs: Specs, residuals: Feedback
     ) -> tuple[Gradients, LossSums]:
-        """Over all micro-batches of one stage: the first gathers what all use, the last reduces the gradients."""
+        """All micro-batches of one stage: the first gathers the parameters for all, the last reduces the gradients."""
         pick = lambda index: (jax.tree.map(lambda leaf: leaf[index], batch), keys[index])  # noqa: E731
         count, reduces_in_last = len(keys), self.parameters.reduces_in_last_pass
         if count == 1:
@@ -102,10 +102,11 @@ class Passes:
         return one.gradients, jax.tree.map(jnp.add, sums, one.sums)
 
     def _once_known(self, total: Gradients, at: int | jax.Array) -> jax.Array:
-        """The index of a micro-batch, known once the embedding's gradient, the last of those before it, is computed.
+        """The index of a micro-batch, known only once the embedding's gradient, the last one of the micro-batches
+        before it, is computed.
 
-        Otherwise the compiler begins its forward pass, where it is not in the same loop, while the activations of other
-        micro-batches are still held; an optimization_barrier does not prevent that.
+        Otherwise the compiler begins a forward pass that is outside the loop while the activations of other
+        micro-batches are still in memory; an optimization_barrier does not prevent that.
         """
         embedding = jax.tree.leaves(picked(total, self.parts[self._layout.degrees[0]].embed_reads))[0]
         return jnp.where(embedding.ravel()[0] >= jnp.finfo(jnp.float32).max, 0, at)
@@ -142,7 +143,7 @@ class Passes:
         )
 
     def _finish(self, degree: int, specs: Specs, *, last: bool) -> Finish:
-        """What becomes of a layer's gradient in the backward pass; `ParameterStorage.reduced` does the rest."""
+        """What the backward pass does with a layer's gradient; `ParameterStorage.reduced` does the rest."""
         storage, zero = self.parameters.storage(degree, blocks=True), self.parameters.zero
 
         def add(gradient: Tree, total: Tree | None) -> Tree:

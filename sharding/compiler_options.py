@@ -5,9 +5,9 @@ from typing import Any
 from jhpt.core.plan import Plan
 
 COLLECTIVES_AT_ONCE = 8
-"""Collectives under way at a time.  XLA allows one unless it is told otherwise, but a layer that is fetched ahead or
-finished late has several, and the last ones of an iteration would have no computation left to run beside.  GPT-6.7B on
-h100x8, compiled without a GPU: ZeRO-3 hides 57 % of the data axis' communication with 1, 86 % with 4, 96 % with 8."""
+"""Collectives under way at a time.  XLA's default is one, but a layer that is fetched ahead or finished late needs
+several, and the last ones of an iteration would have no computation left to run beside.  GPT-6.7B on h100x8, compiled
+without a GPU: ZeRO-3 hides 57 % of the data axis' communication with 1, 86 % with 4, 96 % with 8."""
 
 ROWS_AT_ONCE = 4
 """Copies under way at a time with offloaded blocks: as many as a block has rows.  With one at a time, XLA's default,
@@ -21,9 +21,9 @@ of them offloaded, compiled without a GPU: with 4 the fifth fetch waits for the 
 def compiler_options(platform: str, plan: Plan) -> dict[str, Any]:
     """XLA's options for a training step on "gpu", also called "cuda", or "cpu".
 
-    Where only tensor ranks communicate and their samples are cut into chunks, one all-reduce at a time is better: with
-    several XLA starts them later, and on h100x8 78 % of GPT-6.7B's communication is hidden instead of 81 % (tensor 8,
-    two chunks).  With data ranks beside them several are better: 93 % instead of 82 % (tensor 4, data 2, ZeRO-1).
+    If only tensor ranks communicate and their samples are cut into chunks, one all-reduce at a time is better: with
+    several, XLA starts them later, and on h100x8 78 % of GPT-6.7B's communication is hidden instead of 81 % (tensor 8,
+    two chunks).  If data ranks communicate too, several are better: 93 % instead of 82 % (tensor 4, data 2, ZeRO-1).
     """
     if platform not in ("gpu", "cuda"):
         return {}

@@ -43,7 +43,7 @@ BackwardCarry = tuple[Activation, tuple[Params, ...], Tree | None, Tree]
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """What a forward pass leaves for the backward pass.
+    """The results of a forward pass that the backward pass needs.
 
     saved: saved activations by layer, in a list or stacked.  fetched: all layers' parameters, with `keep_fetched`.
     ready: fetched parameters of the last layers, last first, with `prefetch`.  close: the backward pass of the
@@ -90,8 +90,7 @@ class LayerLoop:
     def backward(
         self, params: Tree, passed: Passed, error: jax.Array, total: Tree | None = None
     ) -> tuple[Any, jax.Array]:
-        """(gradients stacked [count, ...], gradient of x); total: the sum over
-        earlier micro-batches."""
+        """(gradients stacked [count, ...], gradient of x).  total: the sum over earlier micro-batches."""
         assert passed.close is not None
         gradients, opened = self._backward(params, passed, *passed.close(error), total)
         return gradients, self.stream.opening_error(opened)
@@ -148,7 +147,7 @@ class LayerLoop:
             gradient, error = split.backward(layer, (keys, self.first + at), stacks.taken(passed.saved, (at,)), error)
             if not self.finish_late:
                 return error, ready, None, put(done, at, gradient)
-            # No layer is behind the last one: what its iteration would finish is dropped.
+            # No layer follows the last one: its iteration has no gradient to finish, and drops the result.
             behind = jnp.minimum(at + 1, self.count - 1)
             finished = self.finish(pending, _row(done if added else total, behind))
             finished = jax.tree.map(lambda new, old: jnp.where(back > 0, new, old), finished, _row(done, behind))
@@ -175,7 +174,8 @@ class LayerLoop:
         return ready[0], (*ready[1:], self._fetched(params, self._mirrored(later)))
 
     def _mirrored(self, at: LayerIndex) -> LayerIndex:
-        """The layer that is used there: behind the last one come the last ones again, for the backward pass."""
+        """The layer that is used `at` this position: after the last layer they follow in reverse, for the backward
+        pass."""
         return jnp.clip(jnp.where(at < self.count, at, 2 * self.count - 1 - at), 0, self.count - 1)
 
     def _room(self, one: object, x: Activation) -> Any:

@@ -46,7 +46,7 @@ class Layout:
     """Partition rules of the model's family, before those that all share."""
 
     def __post_init__(self) -> None:
-        """Only what is a plan can be laid out."""
+        """Refuses stages and numbers that do not form a plan."""
         check_plan(self.plan, self.num_layers + 2)
 
     @property
@@ -78,7 +78,7 @@ class Layout:
 
     @cached_property
     def sample_chunks(self) -> tuple[int, ...]:
-        """Into how many chunks every block cuts its samples."""
+        """The number of sample chunks of every block."""
         return tuple(n for chunk in self._in_order for n in chunk.sample_chunks)[1:-1]
 
     @cached_property
@@ -124,7 +124,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(spec, tree)
 
     def rank_specs(self, tree: PyTree) -> Any:
-        """Partitions of what every data rank has for itself, whole: leaves [data ranks, *stored shape]."""
+        """Partitions of trees that every data rank has one of, whole: leaves [data ranks, *stored shape]."""
 
         def spec(path: KeyPath, leaf: jax.Array) -> PartitionSpec:
             name = path_name(path)
@@ -133,7 +133,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(spec, tree)
 
     def data_ranks(self, path: str) -> int:
-        """Over how many ranks the gradient of a stored leaf is summed."""
+        """The number of ranks over which the gradient of a stored leaf is summed."""
         return self.device_mesh.size(self.device_mesh.axes(self.degree(path)).data)
 
     def _spec(self, path: str, shape: tuple[int, ...], over_data: int) -> PartitionSpec:
@@ -148,12 +148,12 @@ class Layout:
         return jax.tree.map(lambda spec: NamedSharding(self.device_mesh.mesh, spec), self.specs(tree))
 
     def stacks(self, tree: PyTree) -> Any:
-        """Of every stored leaf the name of the stack of blocks that it is in; empty: none."""
+        """For every stored leaf the name of the stack of blocks that it is in; empty: none."""
 
         def stack(path: KeyPath, _: jax.Array) -> str:
-            before, found, name = path_name(path).partition("blocks/")
+            before, blocks, name = path_name(path).partition("blocks/")
             run = "" if self.stacked_whole else name.split("/")[0]
-            return before + found + run if found else ""
+            return before + blocks + run if blocks else ""
 
         return jax.tree_util.tree_map_with_path(stack, tree)
 
@@ -216,7 +216,7 @@ class Layout:
         return {**stored, "blocks": blocks}
 
     def model_tree(self, stored: StoredParams, tied: bool | None) -> Any:
-        """What is stored as the model's tree."""
+        """The model's tree of stored parameters."""
         if self.same:
             return stored
         if self.stages == 1:

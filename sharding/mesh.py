@@ -1,11 +1,12 @@
-"""A plan and devices -> mesh.
+"""The device mesh of a plan.
 
     device = first + stage x (devices of a stage) + data rank x t + tensor rank
 
 Stages own consecutive devices.  Inside a stage the tensor axis varies fastest, so a tensor-parallel group is made of
-neighbouring devices: its all-reduces, which are the most frequent communication, stay inside a node where a node has at
-least t devices.  Where layers of one stage differ in their degree, the stage is factorised: of degrees 2 and 8 on 16
-devices it is `data` 2 x `tensor8` 4 x `tensor2` 2, and a layer of degree 2 takes `data` and `tensor8` as data axes.
+neighbouring devices: its all-reduces, which are the most frequent communication, stay inside a node if a node has at
+least t devices.  If layers of one stage differ in their degree, the devices of the stage are factorised: for degrees 2
+and 8 on 16 devices they are `data` 2 x `tensor8` 4 x `tensor2` 2, and a layer of degree 2 uses `data` and `tensor8` as
+data axes.
 """
 
 import itertools
@@ -35,7 +36,7 @@ class Axes:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMesh:
-    """A mesh `pipe x data x tensor...` and who uses which axis."""
+    """A mesh `pipe x data x tensor...`, and which layers use which axis."""
 
     mesh: Mesh
     degrees: tuple[int, ...]
@@ -57,7 +58,7 @@ class DeviceMesh:
         )
 
     def size(self, names: tuple[str, ...]) -> int:
-        """Devices along these axes together."""
+        """The number of devices along these axes."""
         return math.prod(self.mesh.shape[name] for name in names)
 
 

@@ -1,4 +1,4 @@
-"""What the runtime has to know about a model: three functions, and which parameters the outer two read."""
+"""What the runtime has to know about a model: embedding, block and head as functions, and the parameters they read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ BlockFunction = Callable[[Any, Any, LayerKeys], Any]
 """(parameters of one layer, x, (keys [b], layer)) -> x."""
 
 Recompute = Callable[[BlockFunction], BlockFunction]
-"""Wraps a layer to choose which activations its backward pass finds saved."""
+"""Wraps a layer to choose which activations are saved for its backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
     """A layer in two halves, each of which ends before its all-reduce over the tensor axis.
 
-    Other work can begin while that all-reduce is under way.  Each half returns a NamedTuple: its field `part` is to be
-    all-reduced and added to its field `x`, the residual stream; what comes next begins with that.
+    Other work can begin while that all-reduce is under way.  Each half returns a NamedTuple whose field `part` is to be
+    all-reduced and added to its field `x`, the residual stream.  The next half, or `finish`, begins by doing so.
 
     first: (parameters of one layer, x, (keys [b], layer), ordering token or None) -> parted.
     second: (parameters of one layer, parted, (keys, layer), ordering token or None) -> parted.

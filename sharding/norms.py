@@ -26,7 +26,7 @@ from jhpt.sharding.zero import names_of
 class GradientNorms:
     """Norms of stored gradients.
 
-    tied: the head reads the embedding's table, so that the last stage holds a copy, which does not count.
+    tied: the head reads the embedding's table, so the last stage holds a copy, which must not be counted.
     """
 
     layout: Layout

@@ -1,4 +1,4 @@
-"""Tensor parallelism's operators for one rank of mesh axes, by the names under which a model takes them.
+"""The operators of tensor parallelism for one rank of mesh axes, by the names of a model's hooks.
 
     plain        all-reduces of activations (`tensor`), Megatron's f and g
     sequence     all-gathers and reduce-scatters of activations that are cut along the sequence
@@ -30,7 +30,8 @@ Operators = dict[str, Any]
 
 
 def tensor_operators(axes: tuple[str, ...]) -> Operators:
-    """Of layers whose activations are whole on every rank: x[B, S, D] between products, {U_tp} before g."""
+    """The operators of layers whose activations are whole on every rank: x[B, S, D] between products, {U_tp} before
+    g."""
     total = partial(tensor.reduce_over_tensor_axis, axes)
     return {
         "depend_on": ordering.depend_on,
@@ -45,7 +46,7 @@ def tensor_operators(axes: tuple[str, ...]) -> Operators:
 
 
 def sequence_operators(axes: tuple[str, ...]) -> Operators:
-    """Of layers whose activations are cut along the sequence: x[B, S/tp, D] between products."""
+    """The operators of layers whose activations are cut along the sequence: x[B, S/tp, D] between products."""
     return tensor_operators(axes) | {
         "own_rows": partial(tensor.own_rows, axes),
         "copy_to_tensor_axis": lambda x, tokens=None: tensor.all_gather_rows(axes, x),
@@ -57,32 +58,32 @@ def sequence_operators(axes: tuple[str, ...]) -> Operators:
 def compressed_operators(
     axes: tuple[str, ...],
     ranks: int,
-    how: Compression,
+    compression: Compression,
     *,
     causal: bool,
     implementation: Implementation = "reference",
 ) -> Operators:
-    """Of layers whose all-reduces are compressed; `important_tokens` says which tokens matter."""
-    compressed = CompressedAllReduce(axes=axes, ranks=ranks, how=how, implementation=implementation)
+    """The operators of layers whose all-reduces are compressed; `important_tokens` says which tokens matter."""
+    compressed = CompressedAllReduce(axes=axes, ranks=ranks, compression=compression, implementation=implementation)
     operators = tensor_operators(axes) | {
         "copy_to_tensor_axis": compressed.copy_to_tensor_axis,
         "enter_before": lambda x: (compressed.copy_to_tensor_axis(x, None), _unchanged),
         "reduce_over_tensor_axis": lambda part, tokens=None: compressed.reduce_over_tensor_axis(part, tokens),
     }
-    if how.tokens == 1:
+    if compression.tokens == 1:
         return operators
 
     def enter_before(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
-        x, choice = compressed.enter_before(x, tokens_of(how, x.shape[1]))
+        x, choice = compressed.enter_before(x, tokens_of(compression, x.shape[1]))
         return x, lambda y, tokens: settle(y, choice, tokens)
 
-    important = partial(important_tokens, axes, how, causal, implementation)
+    important = partial(important_tokens, axes, compression, causal, implementation)
     return operators | {"important": important, "enter_before": enter_before}
 
 
 def important_tokens(
     axes: tuple[str, ...],
-    how: Compression,
+    compression: Compression,
     causal: bool,
     implementation: Implementation,
     q: jax.Array,
@@ -92,20 +93,20 @@ def important_tokens(
 ) -> jax.Array:
     """Positions [B, k] of the important tokens, ascending and the same on all ranks.
 
-        own         the largest |row of the residual stream|, chosen as tokens come (`compression.token_choice`)
+        own         the largest |row of the residual stream|, chosen causally (`compression.token_choice`)
         attention   the largest sums over heads and queries of the attention that they receive
 
-    The first depends on no later token, and all ranks have it already; attention in a causal model looks ahead.
+    The first does not depend on later tokens, and needs no communication; attention in a causal model looks ahead.
 
     Args:
       q, k: [B, S, heads, E] of this rank's heads.  lengths: of the samples.  residual: the residual stream [B, S, D].
     """
-    count = tokens_of(how, q.shape[1])
-    if not by_attention(how, causal):
+    count = tokens_of(compression, q.shape[1])
+    if not by_attention(compression, causal):
         size = jnp.sum(jnp.square(jax.lax.stop_gradient(residual).astype(jnp.float32)), 2)
         return causal_choice(size, count)
     of_heads = attention_importance(q, k, causal=causal, lengths=lengths, implementation=implementation)
-    scores = jax.lax.psum(of_heads, axes)  # ranks have different heads, and have to agree
+    scores = jax.lax.psum(of_heads, axes)  # ranks have different heads, and all must choose the same tokens
     return token_topk(scores, count, implementation=implementation)
 
 

@@ -1,7 +1,7 @@
-"""What is computed first, where no value says so.
+"""The order of two computations neither of which needs the other's result.
 
 A compiler that may run two computations in any order may run them side by side, and then wait for the all-reduces of
-both.  Here one waits for the other, and in the backward pass the other for the one:
+both.  Here the second waits for the first, and in the backward pass the first for the second:
 
     part, token = emit(part);  y = depend_on(y, token)    forward: y after part    backward: part's gradient after y's
 
@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jhpt.sharding.types import PyTree
 
-ORDERING_TOKEN = "ticket"
-"""Its name for recomputation, which should save it: to recompute a token takes all that it was computed from."""
+ORDERING_TOKEN = "ordering_token"
+"""The name of tokens for recomputation, which should save them: recomputing one needs all that it was computed from."""
 
 
 def emit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -27,12 +27,12 @@ def emit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def depend_on(x: jax.Array, ordering_token: jax.Array | None) -> jax.Array:
-    """x, not before what emitted the token is computed; without a token x itself."""
+    """x, but not before the array that emitted the token is computed; without a token x itself."""
     return x if ordering_token is None else _depend_on(x, ordering_token)
 
 
 def after(x: jax.Array, done: PyTree) -> jax.Array:
-    """x, not before every array of a tree is computed; not to be differentiated."""
+    """x, but not before every array of a tree is computed; it cannot be differentiated."""
     return jax.tree.reduce(lambda x, leaf: x + _zero(leaf).astype(x.dtype), done, x)
 
 

@@ -1,4 +1,4 @@
-"""How a plan's parameters are held between uses, made ready for the passes, and how their gradients come back.
+"""How a plan's parameters are stored between uses and gathered for the passes, and how their gradients are reduced.
 
 In the notation of the scaling book, for a matrix W[D, F] that tensor parallelism cuts by column and ZeRO by row, over
 dp data ranks and tp tensor ranks:
@@ -8,8 +8,8 @@ dp data ranks and tp tensor ranks:
     gradient    dW[D, F/tp] {U_dp}    unreduced: every data rank has the gradient of its own rows of the batch
     stored      dW[D/dp, F/tp]        reduce-scatter over dp; without ZeRO dW[D, F/tp] by all-reduce
 
-Several stages hold the embedding and the head in one slot each (`layout`), of which only the first and the last stage
-have gradients.
+With several stages every stage holds the embedding and the head in a slot (`layout`); only the first and the last stage
+have gradients of them.
 """
 
 from collections.abc import Mapping
@@ -146,7 +146,7 @@ class ParameterStorage:
         return stored
 
     def _in_slot(self, params: StoredParams) -> StoredParams:
-        """The embedding and the head as they lie in this device's slots."""
+        """The embedding and the head in this device's slots."""
         embedding_and_head = {name: part for name, part in params.items() if name != "blocks"}
         if self.layout.stages == 1:
             return embedding_and_head

@@ -1,4 +1,4 @@
-"""Which dimension of which parameter lies on which mesh axis.
+"""The mesh axes over which the dimensions of parameters are cut.
 
 Tensor parallelism is Megatron's (Shoeybi et al. 2019, arXiv 1909.08053): qkv and up are split by column (heads, hidden
 units), projection and down by row, the vocabulary by rows of its table, convolutions and dense layers by their output
@@ -46,22 +46,22 @@ def parameter_spec(
     """The partition of one parameter, or of a leaf of the optimizer state with the same path ending.
 
     Args:
-      stacked: the first dimension counts layers or stages.  pipe: it lies on the pipe axis; else it is whole, for the
-        layer loop slices it.
-      over_data: ZeRO: the data degree; also put the data axes on the first dimension that they divide, inside the
-        tensor axes where those are on it: shares of the first dimension lie one after the other when they are
-        gathered, those of others have to be interleaved.  1: do not.  Biases and norm scales stay whole: they are a
-        thousandth of the memory and would cost a collective each.
+      stacked: the first dimension counts layers or stages.  pipe: it lies on the pipe axis; otherwise it is whole,
+        because the layer loop slices it.
+      over_data: the data degree, with ZeRO; 1: parameters are not cut over the data axes.  The data axes cut the first
+        dimension that they divide, inside the tensor axes if those cut it too: shares of the first dimension lie one
+        after the other when they are gathered, while those of other dimensions have to be interleaved.  Biases and norm
+        scales stay whole: they are a thousandth of the memory and would cost a collective each.
       rules: of a model family, which come before `RULES`.
     """
     trailing = next((dims for pattern, dims in (*rules, *RULES) if re.search(pattern, path)), ())
     first = int(stacked)
-    own = len(shape) - first
-    named = [*(None,) * (own - len(trailing)), *(trailing[-own:] if own else ())]
+    unstacked = len(shape) - first
+    named = [*(None,) * (unstacked - len(trailing)), *(trailing[-unstacked:] if unstacked else ())]
     spec: list[tuple[str, ...] | None] = [axes.tensor if name == TENSOR and axes.tensor else None for name in named]
-    if over_data > 1 and own > 1 and not path.endswith("bias"):
+    if over_data > 1 and unstacked > 1 and not path.endswith("bias"):
         ranks = [over_data * (axes.degree if cut else 1) for cut in spec]
-        dims = [dim for dim in range(own) if shape[first + dim] % ranks[dim] == 0]
+        dims = [dim for dim in range(unstacked) if shape[first + dim] % ranks[dim] == 0]
         if dims:
             spec[dims[0]] = (*(spec[dims[0]] or ()), *axes.data)
     return PartitionSpec(*([PIPE if pipe else None] if stacked else []), *spec)

@@ -4,11 +4,11 @@ Inside `shard_map` each device knows its stage.  In a tick it
 
     1. receives the gradient that its successor sent, while
     2. it runs its forward pass, if it has one, and sends the result on, while
-    3. it runs its backward pass, if it has one; what that yields is sent in the next tick.
+    3. it runs its backward pass, if it has one; the resulting gradient is sent in the next tick.
 
-So a transfer always runs beside a pass that does not need it.  Ticks in which no device has a forward pass, or none a
-backward pass, run without that pass and its transfer.  Saved activations lie in a ring with a slot for every
-micro-batch in flight.  The last stage computes logits and loss in its backward pass, so that they never outlive a tick.
+So a transfer always runs beside a pass that does not need it.  Ticks in which no device has a forward pass, or none has
+a backward pass, omit that pass and its transfer.  Saved activations lie in a ring with a slot for every micro-batch in
+flight.  The last stage computes logits and loss in its backward pass, so that they never outlive a tick.
 The embedding and the head have a slot on every stage, because all devices run one program; only the first stage uses
 the embedding's and only the last the head's.
 """
@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 
 class Carry(NamedTuple):
-    """What goes from tick to tick.
+    """The state that is passed from tick to tick.
 
     arrived: input of the next forward pass.  leaving: gradient to be sent to the predecessor.  ring: saved activations
-    of forward passes, [slots, layers, ...].  closing: what the end of each chunk's stream saves, outputs: x
-    after each chunk, [slots, ...].  blocks, embedding_and_head: gradients so far.
+    of forward passes, [slots, layers, ...].  closing: saved activations of the end of each chunk's stream, and
+    outputs: x after each chunk, both [slots, ...].  blocks, embedding_and_head: gradients so far.
     """
 
     arrived: jax.Array
@@ -59,8 +59,8 @@ class Pipeline:
     stream: how x is handed from block to block.
     first, count: [S, v] the first block and the number of blocks of every chunk; a device holds v x `depth` rows of
       every stacked leaf, chunk after chunk, of which the last may be unused.
-    fetch, finish: what turns a block's stored parameters into used ones, and its gradient into a stored one.
-    unroll: blocks in the program instead of in a loop.  prefetch: how many blocks ahead are fetched.
+    fetch, finish: from a block's stored parameters to those that it uses, and from its gradient to the stored one.
+    unroll: blocks stand in the program instead of in a loop.  prefetch: how many blocks ahead are fetched.
     """
 
     parts: ModelParts
@@ -76,12 +76,12 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """Stages."""
+        """The number of stages."""
         return int(self.first.shape[0])
 
     @property
     def chunks(self) -> int:
-        """Chunks of a stage."""
+        """The number of chunks of a stage."""
         return int(self.first.shape[1])
 
     @property
@@ -145,7 +145,7 @@ class Pipeline:
 def _maybe(predicate: jax.Array, function: Callable[[T], T], carry: T) -> T:
     """function(carry), or the carry as it is.
 
-    It is a loop of one round or none: loops work in place, whereas a conditional copies what it passes on.
+    It is a loop of one iteration or none, because loops work in place and a conditional copies its results.
     """
     once = lambda state: (jnp.zeros((), bool), function(state[1]))  # noqa: E731
     result: T = jax.lax.while_loop(lambda state: state[0], once, (predicate, carry))[1]
@@ -167,7 +167,7 @@ class _Device:
         self.close: SplitLayer = split_layer(lambda _, stream, at: self.stream.closed(stream, at), (), opened, at)
 
     def start(self) -> Carry:
-        """Before the first tick."""
+        """The state before the first tick."""
         slots, depth = self.pipeline.timetable.slots, self.pipeline.depth
         zeros = jnp.zeros(self.shape.shape, self.shape.dtype)
         gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.params)
@@ -184,7 +184,7 @@ class _Device:
         )
 
     def forward(self, carry: Carry, entry: jax.Array) -> Carry:
-        """A forward pass; `arrived` becomes what is to be sent."""
+        """A forward pass; `arrived` becomes the activation to send."""
         micro_batch, chunk, slot = entry
         keys = self.keys[micro_batch]
         x = self._entered(carry.arrived, micro_batch, chunk)
@@ -199,7 +199,7 @@ class _Device:
         return carry._replace(arrived=x, ring=ring, closing=closing, outputs=carry.outputs.at[slot].set(x))
 
     def backward(self, carry: Carry, entry: jax.Array, error: jax.Array) -> Carry:
-        """A backward pass; `leaving` becomes what is to be sent."""
+        """A backward pass; `leaving` becomes the gradient to send."""
         micro_batch, chunk, slot = entry
         keys = self.keys[micro_batch]
 
@@ -259,7 +259,7 @@ class _Device:
     def _exited(
         self, embedding_and_head: Gradients, sums: LossSums, x: jax.Array, micro_batch: jax.Array
     ) -> tuple[Gradients, LossSums, jax.Array]:
-        """The gradients of embedding and head and the sums with those of this micro-batch, and the gradient of x."""
+        """(gradients of embedding and head, sums), both with those of this micro-batch added, and the gradient of x."""
         batch, keys = _at(self.batch, micro_batch), self.keys[micro_batch]
 
         def loss(read: Params, x: jax.Array) -> tuple[jax.Array, LossSums]:
@@ -307,7 +307,7 @@ class _Device:
         return self.stream.opened(self.one, x, (keys, jnp.int32(0)))
 
     def _end(self, keys: jax.Array, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Where the chunk's last block is over."""
+        """(keys, the number of the layer after the chunk's last block)."""
         return keys, self._layer(chunk, jnp.asarray(self.pipeline.count)[self.stage, chunk])
 
     def _layer(self, chunk: jax.Array, at: jax.Array) -> jax.Array:

@@ -10,10 +10,10 @@ FLASH_FORWARD = "dot_product_attention_fwd"
 """cuDNN's forward primitive: its output and softmax statistics carry no name."""
 
 ATTENTION = "attention_out"
-"""The name that stands for both, where attention is that primitive."""
+"""The name under which both are saved, if attention is that primitive."""
 
 NAME = jax.make_jaxpr(lambda x: checkpoint_name(x, ATTENTION))(0.0).eqns[0].primitive
-"""What `checkpoint_name` leaves in a program."""
+"""The primitive of `checkpoint_name`."""
 
 
 def save_named(
@@ -21,16 +21,15 @@ def save_named(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Wraps a layer so that its input and the tensors of these names are saved; the backward pass recomputes the rest.
 
-    With every matrix product among the names none runs twice; only norms, activation functions and residual sums do.
+    If every matrix product is among the names, none runs twice; only norms, activation functions and residual sums do.
     They are cheap to compute and expensive to save: on an H100 (compiled, not run) gpt2-1.5b at batch 16 needs 37 GB of
-    temporary memory instead of 121, the head's own backward pass (`jhpt.models.vocabulary`) included.
+    temporary memory instead of 121, the head's backward pass (`jhpt.models.vocabulary`) included.
 
     Args:
       host: names of tensors that are offloaded to the host's pinned memory.
       flash: attention is cuDNN's.  The named tensor is then the kernel's result in another shape, so the result itself
         is saved, with the softmax's statistics, and nothing is saved twice.
-      loop: the backward pass is in another loop than the forward pass, so that no compiler can find common
-        subexpressions.
+      loop: forward and backward pass are in different loops, so that the compiler cannot find common subexpressions.
     """
     named = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=tuple(names),

@@ -25,11 +25,11 @@ from jhpt.sharding.types import Activation, LayerKeys, Params
 
 
 class ChunkedStream(NamedTuple):
-    """What one layer passes to the next.
+    """The activations that one layer passes to the next.
 
-    whole: x of all chunks but the last.  last: what `Halves.second` returned for the last chunk.
+    whole: x of all chunks but the last.  last: the result of `Halves.second` for the last chunk.
     begun: [1], or [0] before the first layer, where x of the last chunk is `last.x` and nothing is to be all-reduced.
-      It is an array, because layers that are traced with a scalar take it for a constant and save something else.
+      It is an array, because a scalar would be traced as a constant, and other activations would be saved.
     """
 
     whole: tuple[jax.Array, ...]
@@ -39,7 +39,7 @@ class ChunkedStream(NamedTuple):
 
 @dataclass(frozen=True)
 class UnchunkedSamples:
-    """Layers that compute all samples together and pass on x itself."""
+    """Layers that do not cut their samples into chunks and pass on x itself."""
 
     layer: BlockFunction
 

@@ -1,10 +1,10 @@
 """The passes of one stage over one micro-batch.
 
-Layers of a stage may use its devices differently.  Where a run of layers of tensor degree a meets one of degree b, the
-rows of a micro-batch are resharded over the axes that turn from data into tensor axes, X:
+Layers of a stage may use its devices differently.  Between a run of layers of tensor degree a and one of degree b, the
+rows of a micro-batch are resharded over X, the axes that are data axes for one run and tensor axes for the other:
 
-    a < b   forward x[B/X] -> x[B] by all-gather; backward every rank keeps its own rows of the gradient
-    a > b   forward x[B] -> x[B/X], every rank keeps its own rows; backward all-gather of the gradient
+    a < b   forward x[B/X] -> x[B] by all-gather; backward every rank takes its rows of the gradient
+    a > b   forward x[B] -> x[B/X], every rank takes its rows; backward all-gather of the gradient
 
 Activations that are cut along the sequence are gathered before and cut again after.
 """
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def resharded(x: T, device_mesh: DeviceMesh, before: int, after: int) -> T:
-    """Rows as layers of tensor degree `before` hold them -> as those of `after` do; a tree of arrays [b, ...]."""
+    """Rows of layers of tensor degree `before` -> rows of layers of degree `after`; a tree of arrays [b, ...]."""
     low, high = sorted((before, after))
     shared = tuple(name for name in device_mesh.axes(low).data if name not in device_mesh.axes(high).data)
     if not shared or device_mesh.size(shared) == 1:
@@ -45,7 +45,7 @@ def resharded(x: T, device_mesh: DeviceMesh, before: int, after: int) -> T:
 
 
 class MicroBatchGradients(NamedTuple):
-    """Gradients and sums of a micro-batch.  fetched: gathered blocks, of runs that keep them."""
+    """Gradients and sums of a micro-batch.  fetched: gathered blocks, of runs with `keep_fetched`."""
 
     gradients: Gradients
     sums: LossSums
@@ -103,11 +103,11 @@ class OneStage:
         x = self._between(x, degree, self.head_degree)
         _, pull_head_loss, sums = jax.vjp(loss, picked(params, self._last.head_reads), x, has_aux=True)
         embedding_and_head, error = pull_head_loss(jnp.float32(1))
-        # Otherwise the compiler computes the table's gradient when it is needed, at the very end, and keeps the
-        # logits' gradient until then: for gpt2-1.5b with two micro-batches of 8 that is 0.8 GB, 5.4 instead of 4.8 GB
-        # of temporary memory (compiled for an H100).
+        # Otherwise the compiler computes the table's gradient only at the end of the step and holds the logits'
+        # gradient until then: gpt2-1.5b with two micro-batches of 8 needs 5.4 instead of 4.8 GB of temporary memory
+        # (compiled for an H100).
         error = after(error, embedding_and_head)
-        # Not earlier: beside the logits there is room for a gradient in the compute dtype, but hardly in float32.
+        # Not earlier: while the logits exist, a gradient in float32 takes memory that may be missing.
         total = jax.tree.map(lambda leaf: _widened(leaf, error), total)
 
         blocks: dict[str, Any] = {}
@@ -168,5 +168,5 @@ class OneStage:
 
 
 def _widened(leaf: jax.Array, done: jax.Array) -> jax.Array:
-    """In float32, and where it was not, once `done` is computed."""
+    """The leaf in float32; if it has to be converted, then only after `done` is computed."""
     return leaf if leaf.dtype == jnp.float32 else after(leaf.astype(jnp.float32), done)

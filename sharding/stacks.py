@@ -1,9 +1,9 @@
 """Saved activations of layers, in stacks with a row for each layer: on the device, or offloaded to the host.
 
-A stack on the host begins as one of the host's numbers, broadcast: XLA takes host memory for that, and none of the
-device's.  Of a stack that is filled on the device and moved it also keeps the first one, whole.  Rows are put by
-dynamic_update_slice, which XLA turns into a copy that runs beside computation; a scatter would be the host's work.
-(Seen in programs for an H100, jax 0.10.2.)
+A stack on the host begins as a number in host memory that is broadcast: XLA then allocates host memory only.  If the
+stack were filled on the device and moved, XLA would also hold it there.  Rows are written by dynamic_update_slice,
+which XLA turns into a copy that runs beside computation; a scatter would run on the host.  (Seen in programs for an
+H100, jax 0.10.2.)
 """
 
 from typing import Any, TypeVar
@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 
 def room(shapes: PyTree, leading: tuple[int, ...], value: jax.Array) -> Any:
-    """Stacks [*leading, ...] of such rows, each where its rows lie, filled with a value: to be written before read."""
+    """Stacks [*leading, ...] for rows of these shapes, in the memory of the rows; written before they are read.
+
+    value: fills them.
+    """
 
     def one(shape: jax.ShapeDtypeStruct) -> jax.Array:
         whole, filling = (*leading, *shape.shape), value.astype(shape.dtype)
@@ -33,7 +36,7 @@ def room(shapes: PyTree, leading: tuple[int, ...], value: jax.Array) -> Any:
 
 
 def put(stacked: T, at: tuple[Index, ...], rows: PyTree) -> T:
-    """The stacks with rows at [*at], which lie where the stacks do."""
+    """The stacks with these rows at [*at]; both are in the same memory."""
 
     def one(stack: jax.Array, row: jax.Array) -> jax.Array:
         rest = stack.ndim - len(at)
@@ -45,7 +48,7 @@ def put(stacked: T, at: tuple[Index, ...], rows: PyTree) -> T:
 
 
 def taken(stacked: PyTree, at: tuple[Index, ...]) -> Any:
-    """The rows at [*at], where they lie."""
+    """The rows at [*at], in the memory of the stacks."""
 
     def one(stack: jax.Array) -> jax.Array:
         rest = stack.shape[len(at) :]

@@ -39,8 +39,8 @@ class Execution:
 
     parts: the model at every tensor degree in use.  dtype: what it computes in.  tied: whether the head reads the
     embedding's table; None: there is no table.  unroll: blocks stand in the program instead of in a loop.  overlap:
-    communicate block by block, beside the computation of others, instead of before and after all of it.  kernels: of
-    compressed gradients.
+    communicate block by block, beside the computation of other blocks, instead of before and after all computation.
+    kernels: implementation of the kernels for compressed gradients.
     """
 
     layout: Layout
@@ -68,9 +68,9 @@ class Execution:
     ) -> tuple[Gradients, LossSums, Feedback]:
         """`gradients` with the residuals of earlier steps, and the residuals after this one.
 
-        Residuals are in the units in which gradients cross the data axes: gradients of the sum of losses, divided by
-        the size of the batch.  That is a multiple of the mean's gradient, and the same multiple where all batches
-        predict equally many tokens.
+        Residuals have the scale of the gradients that are sent over the data axes: gradients of the sum of losses,
+        divided by the size of the batch.  This is a multiple of the gradient of the mean loss, always the same one if
+        all batches predict equally many tokens.
 
         Args:
           feedback: `residual` and, with momentum, `momentum` (`compression.feedback`); leaves [data ranks, ...].
@@ -148,9 +148,9 @@ class Execution:
         total: S = jax.tree.unflatten(tree, summed_together(leaves, axes if self.layout.stages == 1 else (PIPE, *axes)))
         return total
 
-    def storage(self, degree: int, blocks: bool = False) -> Storage:
-        """How parameters of this tensor degree are held between uses."""
-        return self._parameters.storage(degree, blocks)
+    def storage(self, degree: int) -> Storage:
+        """How parameters of this tensor degree outside blocks are held between uses."""
+        return self._parameters.storage(degree)
 
     def _batch_specs(self, batch: Batch) -> Specs:
         specs: Specs = jax.tree.map(lambda _: self.layout.batch.spec, batch)

@@ -9,8 +9,8 @@ figure 3), in the notation of the scaling book, {U_tp} for what is not reduced y
 With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) activations between them are cut
 along the sequence, x[B, S/tp, D]: f is an all-gather, g a reduce-scatter, and each is the other's transpose.
 
-What every rank has whole has a whole gradient, the same on every rank.  So the transposes are written down and not left
-to autodiff, which would all-reduce once more.
+An array that every rank has whole has a whole gradient, the same on every rank.  Therefore the transposes are written
+out here: autodiff would all-reduce once more.
 """
 
 from functools import partial
@@ -43,9 +43,9 @@ def max_over_tensor_axis(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_columns(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
-    """y[..., F/tp] -> y[..., F], an all-gather; backward every rank keeps its columns of the gradient.
+    """y[..., F/tp] -> y[..., F], an all-gather; backward every rank takes its columns of the gradient.
 
-    After a column-parallel matrix whose result no row-parallel matrix takes: half of g's traffic.
+    It follows a column-parallel matrix whose result is not the input of a row-parallel one: half of g's traffic.
     """
     return jax.lax.all_gather(part, axes, axis=part.ndim - 1, tiled=True)
 

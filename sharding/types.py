@@ -41,10 +41,11 @@ LayerIndex: TypeAlias = int | jax.Array
 """The number of a layer in the model, from 0."""
 
 LayerKeys: TypeAlias = tuple[Keys, LayerIndex]
-"""What a layer draws from: (keys [b], number of the layer)."""
+"""What a layer draws random numbers from: (keys [b], number of the layer)."""
 
 Activation: TypeAlias = jax.Array | tuple[object, ...]
-"""What one layer passes to the next, or its gradient: x[b, ...], or a NamedTuple of arrays (`sample_chunks`)."""
+"""The activations that one layer passes to the next, or their gradient: x[b, ...], or a NamedTuple of arrays
+(`sample_chunks`)."""
 
 KeyPath: TypeAlias = tuple[object, ...]
 """A key path of `jax.tree_util`."""

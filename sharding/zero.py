@@ -1,4 +1,4 @@
-"""How a device holds parameters between uses: whole, or sharded over the data axes (ZeRO, also called FSDP).
+"""Parameters between uses: whole on every device, or sharded over the data axes (ZeRO, also called FSDP).
 
     before use   all-gather       W[D/dp, F] -> W[D, F]
     after use    reduce-scatter   dW[D, F] {U_dp} -> dW[D/dp, F]
@@ -20,17 +20,17 @@ from jhpt.sharding.partition import IN_FLOAT32, MATRICES, path_name
 from jhpt.sharding.types import KeyPath, Specs, Tree
 
 SMALL = 1 << 19
-"""Bytes up to which tensors are all-reduced together with others.  At 100 GB/s half a MiB takes about as long as a
-collective takes to begin, some microseconds; larger tensors are not worth the copy."""
+"""Bytes up to which tensors share an all-reduce with others.  At 100 GB/s half a MiB takes some microseconds, about as
+long as the latency of a collective; larger tensors are not worth the copy."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Of the parameters of one tensor degree: data axes, number of data ranks, and the dtype that models compute in.
+    """The parameters of one tensor degree: their data axes, number of data ranks, and the dtype that models compute in.
 
-    partial: the tensor axes where each rank sees only its rows of a sequence, so that gradients of parameters which are
-    not cut over these axes are unreduced over them, too.
-    apart: gradients of matrices are left to `compression.gradients`, which reduces them in low precision.
+    partial: the tensor axes over which sequences are cut, so that gradients of parameters which are not cut over these
+      axes have to be reduced over them, too.
+    apart: `compression.gradients` reduces the gradients of matrices, in low precision.
     """
 
     data: tuple[str, ...]

@@ -18,10 +18,10 @@ def pairwise(*axes: Sequence, where: Callable[..., bool] = lambda *_: True) -> l
 
     def pairs(case: tuple) -> int:
         """A bit for every pair."""
-        found = 0
+        covered = 0
         for i, j in itertools.combinations(range(len(axes)), 2):
-            found |= 1 << bits.setdefault((i, case[i], j, case[j]), len(bits))
-        return found
+            covered |= 1 << bits.setdefault((i, case[i], j, case[j]), len(bits))
+        return covered
 
     masks = list(map(pairs, cases))
     missing, chosen = (1 << len(bits)) - 1, []

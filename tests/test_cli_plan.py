@@ -58,14 +58,14 @@ def test_compression_is_the_planners_where_it_is_told(words, capsys):
     node = cluster.nodes[0]
     slow = {"inside": node.inside.model_copy(update={"bandwidth": 1e6, "measured": None})}
     cluster.model_copy(update={"nodes": (node.model_copy(update=slow),)}).save("slow.json")
-    asked = "gpt-tiny --cluster slow.json --batch 1 --schedule 1f1b --microbatches 1 --json"
-    assert plan(f"{asked} {words}") == 0
+    options = "gpt-tiny --cluster slow.json --batch 1 --schedule 1f1b --microbatches 1 --json"
+    assert plan(f"{options} {words}") == 0
     chosen = json.loads(capsys.readouterr().out)["plan"]
-    assert plan(f"{asked} --parallel.compression off") == 0
+    assert plan(f"{options} --parallel.compression off") == 0
     plain = json.loads(capsys.readouterr().out)["plan"]
     assert jhpt.Plan.model_validate(plain).compression == Compression()
     assert chosen["seconds"] <= plain["seconds"]
-    assert plan(f"{asked} --parallel.compression.bits 4") == 0
+    assert plan(f"{options} --parallel.compression.bits 4") == 0
     given = jhpt.Plan.model_validate(json.loads(capsys.readouterr().out)["plan"])
     assert given.compression == (Compression(bits=4) if given.degrees[-1] > 1 else Compression())
 
@@ -86,9 +86,9 @@ def test_python_and_the_command_line_agree(capsys):
 
 
 def test_the_request_is_obeyed():
-    found = jhpt.plan("gpt-tiny", cluster="a100x2x1", batch=8, micro_batches=4, schedule="gpipe")
-    assert (found.batch, found.micro_batches) == (8, 4)
-    assert found.schedule == "gpipe" or len(found.stages) == 1
+    plan = jhpt.plan("gpt-tiny", cluster="a100x2x1", batch=8, micro_batches=4, schedule="gpipe")
+    assert (plan.batch, plan.micro_batches) == (8, 4)
+    assert plan.schedule == "gpipe" or len(plan.stages) == 1
     assert jhpt.plan("gpt-tiny", cluster="a100x2x1", batch=4, space="general").space == "general"
 
 

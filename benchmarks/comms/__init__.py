@@ -1,1 +1,1 @@
-"""`jhpt bench comms`: tensor-parallel blocks whose sums overlap with computation, travel in few bits, or both."""
+"""`jhpt bench comms`: tensor-parallel blocks whose all-reduces overlap with computation, are compressed, or both."""

@@ -1,12 +1,13 @@
 """GPT blocks, cut over the hosts by tensor parallelism: their value and gradients, with one lane or several.
 
-XLA's CPU backend runs the collectives of a program in line, so on one device nothing overlaps.  A host has several
-virtual devices, lanes, and each works on a chunk of the samples: lane q's tensor group is device q of every host.
-While one lane waits for the network another computes, under the quota of the same host.  A lane starts when the one
-before it has computed its first half block, as chunks on one device do: lanes that start together would compute and
-then wait together.  From there on nothing holds them in step.  Serial variants run on device 0, with all samples.
+XLA's CPU backend runs the collectives of a program in line, so nothing overlaps on one device.  Therefore a host has
+several virtual devices, called lanes, and each works on a chunk of the samples: the tensor group of lane q is device q
+of every host.  While one lane waits for the network, another computes, under the quota of the same host.  A lane starts
+when the one before it has computed its first half block, as chunks on one device do, because lanes that started at the
+same time would also wait at the same time.  After that, nothing keeps them in step.  Serial variants run on device 0,
+with all samples.
 
-Gradients of weights are left apart by lane: adding them up stays inside a host.
+Gradients of weights are not added up over the lanes, since that would not leave the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,14 +35,14 @@ from jhpt.training.parts import compressed_hooks, tensor_hooks
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Blocks of a shape over so many hosts."""
+    """Blocks of a shape over several hosts."""
 
     shape: Shape
     hosts: int
 
     @cached_property
     def config(self) -> ModelConfig:
-        """Of the model they belong to."""
+        """The settings of their model."""
         shape = self.shape
         model = {
             "family": "gpt",
@@ -54,13 +55,13 @@ class Blocks:
         return load_config({"name": "comms", "model": model, "data": {"sequence_length": shape.length}}).model
 
     def hooks(self, variant: Variant, axes: tuple[str, ...]) -> Hooks:
-        """One rank's view; no axes: a rank alone, which computes what it would and sends nothing."""
-        if variant.how is None:
+        """The hooks of one rank; without axes the rank computes the same alone and sends nothing."""
+        if variant.compression is None:
             return tensor_hooks(axes, self.hosts) if axes else alone(self.hosts)
-        return compressed_hooks(axes, self.hosts, variant.how, causal=True)
+        return compressed_hooks(axes, self.hosts, variant.compression, causal=True)
 
     def layers(self, hooks: Hooks, count: int) -> Callable[[Any, jax.Array], jax.Array]:
-        """(parameters of every layer, x) -> y of so many layers."""
+        """(parameters of every layer, x) -> y after `count` layers."""
         model = build(self.config, hooks=hooks)
 
         def run(params: Any, x: jax.Array) -> jax.Array:
@@ -71,12 +72,12 @@ class Blocks:
         return run
 
     def shapes(self, count: int) -> Any:
-        """Of the whole parameters of so many layers."""
+        """Shapes of the whole parameters of `count` layers."""
         blocks = jax.eval_shape(build(self.config).init, jax.random.key(0))["blocks"]
         return [jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), blocks)] * count
 
     def x_shape(self, lanes: int) -> tuple[int, int, int]:
-        """Of a lane's input."""
+        """The shape of a lane's input."""
         return self.shape.batch // lanes, self.shape.length, self.shape.width
 
     def step(self, variant: Variant, lane: Mesh) -> tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]:
@@ -99,12 +100,12 @@ class Blocks:
         )
 
         def lowered() -> jax.stages.Lowered:
-            given = jax.tree.map(
+            arguments = jax.tree.map(
                 lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(lane, spec)),
                 (shapes, x, x),
                 (specs, whole, whole),
             )
-            return program.lower(*given)
+            return program.lower(*arguments)
 
         def arguments() -> Any:
             params = jax.tree.map(lambda leaf, spec: placed(leaf, lane, spec), shapes, specs)
@@ -128,7 +129,7 @@ class Blocks:
 
 
 def meshes(devices: Sequence[jax.Device], hosts: int) -> list[Mesh]:
-    """One for every lane: the tensor axis over that device of every host."""
+    """A mesh for every lane: the tensor axis over one device of every host."""
     by_host = [[device for device in devices if device.process_index == host] for host in range(hosts)]
     return [Mesh(np.array(lane), (TENSOR,), axis_types=(AxisType.Auto,)) for lane in zip(*by_host, strict=True)]
 
@@ -146,7 +147,7 @@ def _numbers(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 
 
 def placed(leaf: jax.ShapeDtypeStruct, mesh: Mesh, spec: PartitionSpec, seed: int = 0) -> jax.Array:
-    """Random numbers, small in weights (no seed), and ones in vectors; every host keeps its own part of them."""
+    """Random numbers, small in weights (no seed), and ones in vectors; every host has its part of them."""
     vector = len(leaf.shape) == 1
     whole = np.ones(leaf.shape, np.float32) if vector else _numbers(leaf.shape, np.random.default_rng(seed))
     whole = whole if seed or vector else INIT_STD * whole

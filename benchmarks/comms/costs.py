@@ -1,13 +1,13 @@
-"""What a step is predicted to take, from parts measured on the hosts themselves and not from steps.
+"""The predicted seconds of a step, from parts of it that are measured on the hosts.
 
-    work     a layer of a lane's samples, forward and backward, while all hosts compute and nothing is sent, rounding to
-             codes and decoding included
-    travel   what one sum sends, of a lane's samples, on links of the rate with nothing else to do
+    work     a layer of a lane's samples, forward and backward, while all hosts compute and nothing is sent; quantizing
+             and decoding included
+    travel   one all-reduce of a lane's samples, on links of the rate, while nothing is computed
 
-A variant's step is `two_streams.layers_seconds` of these: work and sums in line for one lane, two streams for
-several.  A lane waits for its own sum with all that follows, gradients of weights too (behind=0).  Sending keeps a
-host's processor busy, too (`busy`, counted while sums travel alone): beside work that is more work.  Which tokens are
-important all ranks see by themselves: choosing sends nothing (`Compression.importance`, own in a causal model).
+A variant's step is `two_streams.layers_seconds` of these: work and all-reduces in line for one lane, two streams for
+several.  A lane waits for its all-reduce before anything that follows, gradients of weights too (behind=0).  Sending
+also takes processor time (`busy`, counted while nothing is computed), which is added to the work that it overlaps with.
+Choosing important tokens sends nothing, because all ranks see them (`Compression.importance`, own in a causal model).
 """
 
 import math
@@ -25,43 +25,43 @@ from benchmarks.comms.two_streams import layers_seconds
 from jhpt.core.compression import gathers, wire_bytes
 
 REPEATS = 4
-"""Sums in a program that times them, one after the other."""
+"""All-reduces in a program that times them, one after the other."""
 
 
-def sum_bytes(shape: Shape, hosts: int, how: Any, batch: int) -> float:
-    """Bytes that a rank sends for one sum of so many samples."""
-    if how is None:
+def sum_bytes(shape: Shape, hosts: int, compression: Any, batch: int) -> float:
+    """Bytes that a rank sends for one all-reduce of `batch` samples."""
+    if compression is None:
         return 2 * (hosts - 1) / hosts * 4 * batch * shape.length * shape.width
-    return wire_bytes(hosts, how, batch, shape.length, shape.width)
+    return wire_bytes(hosts, compression, batch, shape.length, shape.width)
 
 
 def step_bytes(shape: Shape, hosts: int, variant: Variant) -> float:
-    """Bytes that a host sends in a step: four sums a layer."""
-    return variant.lanes * shape.layers * 4 * sum_bytes(shape, hosts, variant.how, shape.batch // variant.lanes)
+    """Bytes that a host sends in a step: four all-reduces a layer."""
+    return variant.lanes * shape.layers * 4 * sum_bytes(shape, hosts, variant.compression, shape.batch // variant.lanes)
 
 
 def travel_key(variant: Variant) -> str:
-    """Variants of one key send the same at a time."""
+    """A key of the all-reduces: variants with the same key send the same bytes in each."""
     return f"{variant.sums} / {variant.lanes}"
 
 
 def travel(shape: Shape, hosts: int, variant: Variant, mesh: Mesh) -> tuple[Any, Any]:
-    """The program of `REPEATS` sums of a lane's samples, and its arguments."""
-    how, batch = variant.how, shape.batch // variant.lanes
-    if how is None:
+    """The program of `REPEATS` all-reduces of a lane's samples, and its arguments."""
+    compression, batch = variant.compression, shape.batch // variant.lanes
+    if compression is None:
         return bare_sum(batch * shape.length * shape.width, mesh)
-    assert not gathers(hosts, how), "every variant takes two steps"
-    return two_steps(sum_bytes(shape, hosts, how, batch), mesh)
+    assert not gathers(hosts, compression), "every variant takes two steps"
+    return two_steps(sum_bytes(shape, hosts, compression, batch), mesh)
 
 
 def bare_sum(numbers: int, mesh: Mesh) -> tuple[Any, Any]:
-    """XLA's all-reduce of so many numbers, `REPEATS` times: a program and its arguments."""
+    """XLA's all-reduce of `numbers` numbers, `REPEATS` times: a program and its arguments."""
     (axis,) = mesh.axis_names
     return _chained(lambda x: jax.lax.psum(x, axis), (numbers,), jnp.float32, mesh)
 
 
 def two_steps(sent: float, mesh: Mesh) -> tuple[Any, Any]:
-    """All_to_all and all_gather in which a rank sends so many bytes, `REPEATS` times."""
+    """All-to-all and all-gather in which a rank sends `sent` bytes, `REPEATS` times."""
     (axis,) = mesh.axis_names
 
     def once(x: jax.Array) -> jax.Array:
@@ -71,14 +71,14 @@ def two_steps(sent: float, mesh: Mesh) -> tuple[Any, Any]:
 
 
 def gathering(sent: float, mesh: Mesh) -> tuple[Any, Any]:
-    """All_gather in which a rank sends so many bytes, `REPEATS` times."""
+    """All-gather in which a rank sends `sent` bytes, `REPEATS` times."""
     (axis,) = mesh.axis_names
     words = int(sent) // (mesh.size - 1) // 2
     return _chained(lambda x: jax.lax.all_gather(x[0], axis), (mesh.size, words), jnp.uint16, mesh)
 
 
 def _chained(once: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """A program that does it several times on an array of every rank, and that array."""
+    """A program that calls `once` `REPEATS` times on an array of every rank, and that array."""
 
     def run(x: jax.Array) -> jax.Array:
         for _ in range(REPEATS):
@@ -88,16 +88,17 @@ def _chained(once: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dty
     spec = PartitionSpec(mesh.axis_names)
     program = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     whole, place = (mesh.size * shape[0], *shape[1:]), NamedSharding(mesh, spec)
-    given = jax.ShapeDtypeStruct(whole, dtype, sharding=place)
-    own = np.zeros(shape, dtype)
-    return (lambda: program.lower(given)), (lambda: (jax.make_array_from_callback(whole, place, lambda _: own),))
+    shapes = jax.ShapeDtypeStruct(whole, dtype, sharding=place)
+    zeros = np.zeros(shape, dtype)
+    return (lambda: program.lower(shapes)), (lambda: (jax.make_array_from_callback(whole, place, lambda _: zeros),))
 
 
 def predicted(task: Task, variant: Variant, work: dict[str, float], sum_: dict[str, float]) -> float:
     """Seconds of a step.
 
     Args:
-      work: seconds of a lane's layer, forward and both.  sum_: of one sum, in all and while the processor is busy.
+      work: seconds of a lane's layer, forward and both passes.  sum_: seconds of one all-reduce, and those in which the
+        processor is busy.
     """
     beside = variant.lanes > 1
     busy = 2 * sum_["busy"] / task.cpu if beside else 0.0
@@ -112,7 +113,7 @@ def predicted(task: Task, variant: Variant, work: dict[str, float], sum_: dict[s
 
 
 def sent_bytes() -> int:
-    """Bytes that this host's link has carried away so far, headers included."""
+    """Bytes that this host has sent over its link so far, headers included."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == "eth0":
@@ -120,6 +121,6 @@ def sent_bytes() -> int:
     return 0
 
 
-def relative(found: float, expected: float) -> float:
-    """|found - expected| / expected."""
-    return math.fabs(found - expected) / expected
+def relative(measured: float, expected: float) -> float:
+    """|measured - expected| / expected."""
+    return math.fabs(measured - expected) / expected

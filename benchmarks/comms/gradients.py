@@ -1,19 +1,19 @@
-"""GPT blocks whose hosts work on samples of their own: the value, the gradients, and their sums over the hosts.
+"""Data-parallel GPT blocks: the loss, the gradients of every host's samples, and their all-reduce over the hosts.
 
-Only gradients of matrices are computed and summed; those of biases and norms, a thousandth of the numbers, which travel
-as they are whatever happens to the others, are left out.  A host's device 0 takes part.  Ways to sum:
+Only gradients of matrices are computed and reduced.  Those of biases and norms, a thousandth of the numbers, are never
+compressed and are left out.  Device 0 of every host takes part.  Ways to reduce:
 
     float32              XLA's all-reduce of all gradients as one array
     16 bits              the baseline: bfloat16 in two steps, `CompressedAllReduce`, rows of `COLUMNS` numbers
-    quantize, 8 bits     `jhpt.sharding.compression.gradients`, two steps; rounding errors are kept for the next step
+    quantize, 8 bits     `jhpt.sharding.compression.gradients`, two steps; rounding errors become residuals
     quantize, 4 bits     the same; four ranks gather codes of 4 bits, which are as many bytes as two steps of 8 bits
-    top-k                a share of every block, gathered; what was not sent is kept
+    top-k                a share of every block, gathered; the rest becomes residuals
 
-Computation and sums are in line, so a step is predicted to take
+Computation and communication are in line, so the predicted seconds of a step are the sum of
 
-    work      the program over as many devices of one host alone, without what its collectives alone take there, divided
-              by their number: gradients, and rounding, choosing and adding up of what travels
-    travel    collectives of the same bytes on the hosts, with nothing else to do
+    work      the program over as many devices of one host, less its collectives there, divided by their number:
+              gradients, quantizing or choosing, and adding up
+    travel    collectives of the same bytes on the hosts, while nothing is computed
 """
 
 import math
@@ -39,43 +39,46 @@ from jhpt.sharding.compression.gradients import GradientReduction, Part, exchang
 from jhpt.sharding.partition import MATRICES, path_name
 
 SHARE = 0.1
-"""Of a block's numbers, which top-k sends."""
+"""Share of a block's numbers that top-k sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """A way to sum gradients.  how: None: float32, XLA's own all-reduce; `Compression`: nothing is kept."""
+    """A way to reduce gradients.
+
+    compression: None: XLA's all-reduce in float32; `Compression`: without residuals.
+    """
 
     name: str
-    how: Compression | GradientCompression | None
+    compression: Compression | GradientCompression | None
 
 
 FLOAT32, SHORT, BYTES = "float32", "16 bits", "quantize, 8 bits"
 BASELINE = SHORT
 
 EXCHANGES: tuple[Exchange, ...] = (
-    Exchange(name=FLOAT32, how=None),
-    Exchange(name=SHORT, how=Compression(bits=16)),
-    Exchange(name=BYTES, how=GradientCompression(kind="quantize", bits=8)),
-    Exchange(name="quantize, 4 bits", how=GradientCompression(kind="quantize", bits=4)),
-    Exchange(name="top-k", how=GradientCompression(kind="topk", share=SHARE)),
+    Exchange(name=FLOAT32, compression=None),
+    Exchange(name=SHORT, compression=Compression(bits=16)),
+    Exchange(name=BYTES, compression=GradientCompression(kind="quantize", bits=8)),
+    Exchange(name="quantize, 4 bits", compression=GradientCompression(kind="quantize", bits=4)),
+    Exchange(name="top-k", compression=GradientCompression(kind="topk", share=SHARE)),
 )
-"""In the order of the table."""
+"""All ways, in the order of the table."""
 
 QUICK = (SHORT, BYTES)
-"""Names of those that `--quick` takes."""
+"""Names of the ways that `--quick` measures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """Blocks of a shape, whose batch is that of a host, over so many hosts."""
+    """Data-parallel blocks over several hosts.  shape: its batch is that of one host."""
 
     shape: Shape
     hosts: int
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Whole, as every host has them."""
+        """The blocks, whole on every host."""
         return Blocks(shape=self.shape, hosts=1)
 
     @cached_property
@@ -95,30 +98,30 @@ class DataParallel:
         return [named[at][1] for at in places], whole
 
     def step(self, exchange: Exchange, mesh: Mesh) -> tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]:
-        """(the program, its arguments): (what was kept, parameters, x, error) -> (what is kept, (value, sums)).
+        """The program (residuals, parameters, x, error) -> (residuals, (values, sums)), and its arguments.
 
-        value: of every rank, [ranks].
+        values: of every rank, [ranks].
         """
         shape, ranks = self.shape, self.hosts
         run = self.blocks.layers(Hooks(), shape.layers)
 
         def local(saved: list[jax.Array], params: Any, x: jax.Array, error: jax.Array) -> Any:
             matrices, whole = self._split(params)
-            value, gradients = jax.value_and_grad(lambda own: jnp.vdot(run(whole(own), x), error))(matrices)
+            value, gradients = jax.value_and_grad(lambda each: jnp.vdot(run(whole(each), x), error))(matrices)
             sums, saved = summed(exchange, gradients, saved, ranks)
             return saved, (value[None], sums)
 
         shapes = self.blocks.shapes(shape.layers)
-        matrices = self._split(shapes)[0] if isinstance(exchange.how, GradientCompression) else []
+        matrices = self._split(shapes)[0] if isinstance(exchange.compression, GradientCompression) else []
         rows = jax.ShapeDtypeStruct((ranks * shape.batch, shape.length, shape.width), jnp.float32)
         saved = [jax.ShapeDtypeStruct((ranks * leaf.shape[0], *leaf.shape[1:]), jnp.float32) for leaf in matrices]
-        own, same = PartitionSpec(DATA), PartitionSpec()
+        cut, replicated = PartitionSpec(DATA), PartitionSpec()
         program = jax.jit(
             jax.shard_map(
                 local,
                 mesh=mesh,
-                in_specs=(own, same, own, own),
-                out_specs=(own, (own, same)),
+                in_specs=(cut, replicated, cut, cut),
+                out_specs=(cut, (cut, replicated)),
                 check_vma=False,
             )
         )
@@ -128,33 +131,33 @@ class DataParallel:
                 place = NamedSharding(mesh, spec)
                 return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
 
-            return program.lower(described(saved, own), described(shapes, same), *described((rows, rows), own))
+            return program.lower(described(saved, cut), described(shapes, replicated), *described((rows, rows), cut))
 
         def arguments() -> Any:
-            place = NamedSharding(mesh, own)
+            place = NamedSharding(mesh, cut)
             zeros = [np.zeros(leaf.shape, np.float32) for leaf in saved]
             nothing = [jax.make_array_from_callback(leaf.shape, place, leaf.__getitem__) for leaf in zeros]
-            params = jax.tree.map(lambda leaf: placed(leaf, mesh, same), shapes)
-            return nothing, params, *(placed(rows, mesh, own, seed) for seed in (1, 2))
+            params = jax.tree.map(lambda leaf: placed(leaf, mesh, replicated), shapes)
+            return nothing, params, *(placed(rows, mesh, cut, seed) for seed in (1, 2))
 
         return lowered, arguments
 
     def sent(self, exchange: Exchange) -> float:
         """Bytes that a host sends in a step."""
-        numbers, how = sum(self.sizes), exchange.how
-        if how is None:
+        numbers, compression = sum(self.sizes), exchange.compression
+        if compression is None:
             return 2 * (self.hosts - 1) / self.hosts * 4 * numbers
-        if isinstance(how, Compression):
-            return wire_bytes(self.hosts, how, 1, math.ceil(numbers / COLUMNS), COLUMNS)
-        together = [sum(self.sizes[at] for at in bucket) for bucket in buckets(self.sizes, how.bucket)]
-        return sum(gradient_bytes(self.hosts, how, one) for one in together)
+        if isinstance(compression, Compression):
+            return wire_bytes(self.hosts, compression, 1, math.ceil(numbers / COLUMNS), COLUMNS)
+        sizes = [sum(self.sizes[at] for at in bucket) for bucket in buckets(self.sizes, compression.bucket)]
+        return sum(gradient_bytes(self.hosts, compression, one) for one in sizes)
 
     def travel(self, exchange: Exchange, mesh: Mesh) -> tuple[Any, Any]:
-        """The program of `REPEATS` exchanges of the same bytes with nothing else to do, and its arguments."""
-        how = exchange.how
-        if how is None:
+        """The program of `REPEATS` exchanges of the same bytes, which computes nothing else, and its arguments."""
+        compression = exchange.compression
+        if compression is None:
             return bare_sum(sum(self.sizes), mesh)
-        if isinstance(how, GradientCompression) and gathers_gradients(self.hosts, how):
+        if isinstance(compression, GradientCompression) and gathers_gradients(self.hosts, compression):
             return gathering(self.sent(exchange), mesh)
         return two_steps(self.sent(exchange), mesh)
 
@@ -162,7 +165,8 @@ class DataParallel:
         """Seconds of a step.
 
         Args:
-          on_one: seconds of `step` and `travel` over so many devices of one host.  travel: of an exchange on the hosts.
+          on_one: seconds of `step` and `travel` over as many devices of one host.  travel: seconds of an exchange
+            between the hosts.
         """
         return (on_one["step"] - on_one["travel"] / REPEATS) / self.hosts + travel
 
@@ -170,29 +174,31 @@ class DataParallel:
 def summed(
     exchange: Exchange, gradients: list[jax.Array], saved: list[jax.Array], ranks: int
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """(sums over the ranks, what is kept), on a rank, inside `shard_map`."""
-    how = exchange.how
-    if isinstance(how, GradientCompression):
-        done = exchanged(list(map(Part, gradients, saved)), [GradientReduction((DATA,), ranks)] * len(gradients), how)
+    """(sums over the ranks, residuals), on a rank, inside `shard_map`."""
+    compression = exchange.compression
+    if isinstance(compression, GradientCompression):
+        done = exchanged(
+            list(map(Part, gradients, saved)), [GradientReduction((DATA,), ranks)] * len(gradients), compression
+        )
         return [part.gradient for part in done], [part.residual for part in done]
     flat = jnp.concatenate([gradient.ravel() for gradient in gradients])
-    if how is None:
+    if compression is None:
         total = jax.lax.psum(flat, DATA)
     else:
         rows = jnp.pad(flat, (0, -flat.size % COLUMNS)).reshape(1, -1, COLUMNS)
-        total = CompressedAllReduce(axes=(DATA,), ranks=ranks, how=how).sum(rows, None).ravel()
+        total = CompressedAllReduce(axes=(DATA,), ranks=ranks, compression=compression).sum(rows, None).ravel()
     offsets = np.cumsum([gradient.size for gradient in gradients])
     pieces = jnp.split(total[: offsets[-1]], offsets[:-1])
     return [piece.reshape(one.shape) for piece, one in zip(pieces, gradients, strict=True)], []
 
 
-def going_on(program: Callable[..., Any], saved: Any, *given: Any) -> Callable[[], Any]:
-    """Steps, each with what the one before has kept."""
+def stepping(program: Callable[..., Any], saved: Any, *arguments: Any) -> Callable[[], Any]:
+    """Calls of a step, each with the residuals of the one before."""
 
     def run() -> Any:
         nonlocal saved
-        saved, found = program(saved, *given)
-        return saved, found
+        saved, result = program(saved, *arguments)
+        return saved, result
 
     return run
 

@@ -1,4 +1,4 @@
-"""What both tables are measured with: calls compiled for all hosts, seconds of work, bytes and seconds of processor."""
+"""Measurements for both tables: calls compiled for all hosts, seconds of work, bytes, and seconds of the processor."""
 
 import statistics
 import time
@@ -12,44 +12,49 @@ from jax.sharding import Mesh
 from benchmarks.comms.costs import sent_bytes
 from benchmarks.comms.task import Task
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.turns import Call
+from benchmarks.emulated.timing import Call
 from benchmarks.hybrid.layer_times import typical_seconds
 
 Programs = dict[str, tuple[Callable[[], jax.stages.Lowered], Callable[[], Any]]]
-"""How to lower, how to make arguments."""
+"""By name: a function that lowers a program, and one that makes its arguments."""
 
 Seconds = dict[str, dict[str, float]]
-"""By what is computed and by which call of it."""
+"""Seconds by what is computed and by the name of its call."""
 
 
 def ready(hosts: Hosts[Task], programs: Programs, mesh: Mesh, call: Callable[..., Call] = partial) -> dict[str, Call]:
-    """Calls, compiled for the devices of this mesh.  call: makes one of a program and its arguments."""
+    """Calls, compiled for the devices of this mesh.  call: makes a call from a program and its arguments."""
     compiled = hosts.compiled({name: lower for name, (lower, _) in programs.items()}, list(mesh.devices.flat))
     return {name: call(compiled[name], *make()) for name, (_, make) in programs.items()}
 
 
 def work_seconds(hosts: Hosts[Task], calls: Mapping[str, Callable[[], Mapping[str, Call]]]) -> Seconds:
-    """Typical seconds of calls that need no other host, with the quota on.  Every host makes and times a share of them,
-    so that all are busy at the same time; where there are fewer than hosts, some are timed by several."""
+    """Typical seconds of calls that need no other host, with the quota on.
+
+    Every host times a share of them, so that all are busy at the same time.  If there are fewer calls than hosts,
+    several hosts time the same one.
+    """
     keys = list(calls)
-    own = keys[hosts.rank :: hosts.count] or [keys[hosts.rank % len(keys)]]
-    mine = {key: calls[key]() for key in own}
+    keys_here = keys[hosts.rank :: hosts.count] or [keys[hosts.rank % len(keys)]]
+    mine = {key: calls[key]() for key in keys_here}
     hosts.limit(None)
     named = {f"{key}|{which}": call for key, each in mine.items() for which, call in each.items()}
     samples: dict[str, list[float]] = {}
     for one in hosts.everyone(typical_seconds(named, hosts.task.parts_rounds)):
         for name, value in one.items():
             samples.setdefault(name, []).append(value)
-    found: Seconds = {}
+    means: Seconds = {}
     for name, values in samples.items():
         key, _, which = name.partition("|")
-        found.setdefault(key, {})[which] = statistics.mean(values)
-    return found
+        means.setdefault(key, {})[which] = statistics.mean(values)
+    return means
 
 
 def counted_bytes(hosts: Hosts[Task], steps: dict[str, Call]) -> tuple[dict[str, float], float]:
-    """Bytes that a host sends in each step, on average over the hosts, and those of waiting for each other, which are
-    taken off: on a busy machine waiting may take fewer or more of them than it did alone."""
+    """(bytes that a host sends in each step, bytes that waiting for each other takes), both means over the hosts.
+
+    The bytes of waiting are subtracted from those of the steps; on a busy machine waiting may take fewer or more.
+    """
 
     def sent(call: Call) -> int:
         hosts.wait()
@@ -64,7 +69,7 @@ def counted_bytes(hosts: Hosts[Task], steps: dict[str, Call]) -> tuple[dict[str,
 
 
 def processor_seconds(hosts: Hosts[Task], calls: dict[str, Call]) -> dict[str, float]:
-    """Seconds of processor that each call takes on a host, on average over the hosts."""
+    """Seconds of the processor that each call takes on a host, means over the hosts."""
 
     def spent(call: Call) -> float:
         hosts.wait()

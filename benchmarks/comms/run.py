@@ -1,21 +1,21 @@
 """The benchmark: launches the hosts, prints the tables and the claims.
 
-Real processes of JAX with Gloo, one for each host of `benchmarks.netlab`, half a core each, at several link speeds.  A
-step is the value and the gradients of GPT blocks, in float32; there is no optimizer.  Tensor parallelism over all four,
-in variants (`benchmarks.comms.task`), in turn in one launch:
+Processes of JAX with Gloo, one for each host of `benchmarks.netlab`, half a core each, at several link speeds.  A step
+is the loss and the gradients of GPT blocks, in float32, without an optimizer.  One launch measures tensor parallelism
+over all four hosts in these variants (`benchmarks.comms.task`), in turn:
 
-    serial, float32          XLA's all-reduce, computation and sums in line
-    serial, 16 bits          the baseline: all_to_all of bfloat16, sum in float32, rounded, all_gather
+    serial, float32          XLA's all-reduce, computation and communication in line
+    serial, 16 bits          the baseline: all-to-all of bfloat16, sum in float32, rounded, all-gather
     overlap                  the same on several lanes (`benchmarks.comms.blocks`)
     tokens                   16 bits for the important tokens, nothing for the others
     quantization             8 bits
     tokens + quantization    8 bits for the important tokens, 4 for the others
     all                      the same on several lanes
 
-and, in the same launch, data parallelism over all four, whose gradients are summed in the ways of
+and, in the same launch, data parallelism over all four, whose gradients are reduced in the ways of
 `benchmarks.comms.gradients`, in turn.
 
-XLA's CPU backend widens bfloat16 in collectives, so payloads of 16 bits travel as integers.
+XLA's CPU backend widens bfloat16 in collectives, so payloads of 16 bits are sent as integers.
 """
 
 import statistics
@@ -39,51 +39,51 @@ RATES = (200e6, 500e6, 1000e6)
 """Bits per second."""
 
 COMPRESSION_RATE = 500e6
-"""At which compression alone is claimed."""
+"""The rate of the claim for compression alone."""
 
 SHAPE = Shape(layers=2, width=128, heads=4, length=64, batch=256)
-"""Of tensor-parallel blocks: a head a host.  Two million numbers a sum: beside that, the 10 ms of a quota's period are
-little."""
+"""Tensor-parallel blocks, with a head for each host.  An all-reduce of two million numbers takes long compared with the
+10 ms of a quota's period."""
 
 GRADIENTS_SHAPE = Shape(layers=2, width=384, heads=4, length=64, batch=6)
-"""Of data-parallel blocks, with the batch of a host: n = 3.5 million numbers in matrices, one bucket.  At 500 Mbit/s
-the 3 n bytes of 16 bits take n x 0.07 us, for Gloo fills 70 % of the wire; 384 tokens are 6 x 384 n FLOP, of which half
-a core does 30 to 40 G a second (one core of a busy machine, this very step: 60 to 85 G): n x 0.06 to 0.08 us, about as
+"""Data-parallel blocks, with the batch of a host: n = 3.5 million numbers in matrices, one bucket.  At 500 Mbit/s the 3
+n bytes of 16 bits take n x 0.07 us, because Gloo fills 70 % of the wire.  384 tokens are 6 x 384 n FLOP, of which half
+a core computes 30 to 40 G a second (a core of a busy machine 60 to 85 G in this step): n x 0.06 to 0.08 us, about as
 long."""
 
 QUICK_SHAPE, QUICK_GRADIENTS = replace(SHAPE, layers=1, batch=64), replace(GRADIENTS_SHAPE, layers=1, width=256)
-"""`--quick` also leaves out all rates but one, most rounds, and all ways to sum but those of the claims."""
+"""Shapes of `--quick`, which also measures only one rate, few rounds, and the variants of the claims."""
 
 QUICK_LANES = 2
-"""Each is a program more to compile."""
+"""Few, because each lane is one more program to compile."""
 
 LIMIT_S = 900.0
 """Seconds for a launch."""
 
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
-    """What the rows say."""
-    found, tensor, exchanged = dict[str, Claim](), entries(rows, TENSOR), entries(rows, GRADIENTS)
+    """The claims that follow from the rows."""
+    made, tensor, exchanged = dict[str, Claim](), entries(rows, TENSOR), entries(rows, GRADIENTS)
     lanes = max((row.get("lanes", 1) for row in rows), default=1)
     for name, variant in (("all_vs_serial_max", ALL), ("overlap_vs_serial_max", OVERLAP)):
         if tensor:
             best = max(tensor, key=methodcaller("ratio", variant))
             setup = f"{best}, {lanes} lanes, {PLACE}"
-            found[name] = Claim(value=best.ratio(variant), unit=TENSOR.unit, setup=setup)
+            made[name] = Claim(value=best.ratio(variant), unit=TENSOR.unit, setup=setup)
     for entry in tensor:
         if entry.rate == COMPRESSION_RATE:
-            found["compression_vs_serial_500mbit"] = Claim(
+            made["compression_vs_serial_500mbit"] = Claim(
                 value=entry.ratio(MIXED), unit=TENSOR.unit, setup=f"{MIXED}, {entry}, {PLACE}"
             )
     compressed = [(entry, name) for entry in exchanged for name in entry.samples if name not in (BASELINE, FLOAT32)]
     if compressed:
         best, name = max(compressed, key=lambda one: one[0].ratio(one[1]))
-        found["gradients_vs_16bit_max"] = Claim(
+        made["gradients_vs_16bit_max"] = Claim(
             value=best.ratio(name), unit=GRADIENTS.unit, setup=f"{name}, {best}, {PLACE}"
         )
     errors = [abs(entry.error(name)) for entry in (*tensor, *exchanged) for name in entry.samples]
     if errors:
-        found["prediction_error_median"] = Claim(
+        made["prediction_error_median"] = Claim(
             value=statistics.median(errors),
             unit="|predicted - measured| / measured",
             setup=f"{len(errors)} steps, {PLACE}",
@@ -91,12 +91,12 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     counted = [row for table in TABLES for row in counts(rows, table)]
     if counted:
         worst = max(counted, key=lambda row: relative(row["counted"], row["formula"]))
-        found["wire_bytes_error_max"] = Claim(
+        made["wire_bytes_error_max"] = Claim(
             value=relative(worst["counted"], worst["formula"]),
             unit="|counted - formula| / formula",
             setup=f"bytes at the interface, headers included, {worst['variant']}, the worst of {len(counted)}",
         )
-    return found
+    return made
 
 
 def _names(known: Sequence[Variant] | Sequence[Exchange], few: tuple[str, ...], *, quick: bool) -> tuple[str, ...]:
@@ -104,8 +104,8 @@ def _names(known: Sequence[Variant] | Sequence[Exchange], few: tuple[str, ...], 
 
 
 def measure(*, quick: bool, rates: Sequence[float]) -> list[dict[str, Any]]:
-    """Rows of the launch."""
-    asked = partial(
+    """The rows of a launch."""
+    task_of = partial(
         Task,
         rates=tuple(rates),
         rounds=2 if quick else 5,
@@ -116,7 +116,7 @@ def measure(*, quick: bool, rates: Sequence[float]) -> list[dict[str, Any]]:
         exchanges=_names(EXCHANGES, gradients.QUICK, quick=quick),
         lanes=QUICK_LANES if quick else LANES,
     )
-    return launch("benchmarks.comms.worker", asked, devices=max(LANES, HOSTS), limit_s=LIMIT_S)
+    return launch("benchmarks.comms.worker", task_of, devices=max(LANES, HOSTS), limit_s=LIMIT_S)
 
 
 def run(*, quick: bool, json_path: str | None) -> int:
@@ -135,8 +135,8 @@ def run(*, quick: bool, json_path: str | None) -> int:
         print(f"jhpt bench comms: {error}", file=sys.stderr)
     for table in TABLES:
         print_entries(rows, table)
-    found = claims(rows)
-    print_claims(found)
+    made = claims(rows)
+    print_claims(made)
     if json_path:
         settings = {
             "quick": quick,
@@ -150,5 +150,5 @@ def run(*, quick: bool, json_path: str | None) -> int:
             "gradient_variants": _names(EXCHANGES, gradients.QUICK, quick=quick),
             "failure": failure,
         }
-        write_json(json_path, "comms", settings, rows, found, device=False)
+        write_json(json_path, "comms", settings, rows, made, device=False)
     return 1 if failure else 0

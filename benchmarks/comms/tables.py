@@ -1,4 +1,4 @@
-"""The two tables, of tensor parallelism and of gradients: what their rows are called, ratios and errors, as printed."""
+"""The two tables, of tensor parallelism and of gradients: the names of their rows, ratios, errors, and printing."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from jhpt.bench.results import print_table
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """kind: what the names of its rows begin with.  baseline: the variant that others are compared with."""
+    """A table.  kind: prefix of the names of its rows.  baseline: the variant that others are compared with."""
 
     title: str
     kind: str
@@ -20,7 +20,7 @@ class Table:
 
     @property
     def unit(self) -> str:
-        """Of ratios."""
+        """The unit of ratios."""
         return f"time of {self.baseline} / the variant"
 
 
@@ -31,8 +31,10 @@ TABLES = (TENSOR, GRADIENTS)
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """All variants of a table at one rate: seconds of their steps and predicted ones.  Ratios are medians of the ratios
-    round by round, so that what slows the machine down cancels."""
+    """All variants of a table at one rate: measured and predicted seconds of their steps.
+
+    A ratio is the median of the ratios of the rounds, so that it does not depend on how busy the machine is.
+    """
 
     rate: float
     baseline: str
@@ -43,7 +45,7 @@ class Entry:
         return f"{self.rate / 1e6:.0f} Mbit/s"
 
     def ratio(self, name: str) -> float:
-        """Time of the baseline / of a variant."""
+        """Time of the baseline / time of a variant."""
         pairs = zip(self.samples[self.baseline], self.samples[name], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
@@ -58,18 +60,18 @@ class Entry:
 
 def entries(rows: Iterable[Mapping[str, Any]], table: Table = TENSOR) -> list[Entry]:
     """The entries of a table, from rows of steps."""
-    found: dict[float, list[Mapping[str, Any]]] = {}
+    by_rate: dict[float, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["row"] == f"{table.kind}step":
-            found.setdefault(row["bits_per_s"], []).append(row)
+            by_rate.setdefault(row["bits_per_s"], []).append(row)
     return [
         Entry(
             rate=rate,
             baseline=table.baseline,
-            samples={row["variant"]: row["samples_s"] for row in own},
-            predicted={row["variant"]: row["predicted_s"] for row in own},
+            samples={row["variant"]: row["samples_s"] for row in steps},
+            predicted={row["variant"]: row["predicted_s"] for row in steps},
         )
-        for rate, own in found.items()
+        for rate, steps in by_rate.items()
     ]
 
 

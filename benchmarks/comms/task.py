@@ -1,4 +1,4 @@
-"""What the hosts are asked to measure, and the ways to sum."""
+"""The task of the hosts, and the variants of all-reduces that they measure."""
 
 from dataclasses import dataclass, replace
 
@@ -9,23 +9,23 @@ LANES = 4
 """Chunks of a host's samples, each on a virtual device of its own."""
 
 TOKENS = 0.3
-"""Share of the tokens that is important, where any are."""
+"""Share of important tokens, in variants that choose them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A way to sum over the tensor axis.
+    """A way to all-reduce over the tensor axis.
 
-    how: of the bits; None: float32, XLA's own all-reduce.  lanes: over which the samples are divided.
+    compression: None: XLA's all-reduce in float32.  lanes: over how many the samples are divided.
     """
 
     name: str
-    how: Compression | None
+    compression: Compression | None
     lanes: int = 1
 
     @property
     def sums(self) -> str:
-        """What its sums are called: variants that differ in lanes alone share it."""
+        """The name of its all-reduces, which variants that differ in lanes alone share."""
         return SHORT if self.name == OVERLAP else MIXED if self.name == ALL else self.name
 
 
@@ -34,24 +34,24 @@ QUANTIZED, MIXED, ALL = "quantization", "tokens + quantization", "all"
 BASELINE = SHORT
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant(name=FLOAT32, how=None),
-    Variant(name=SHORT, how=Compression(bits=16)),
-    Variant(name=OVERLAP, how=Compression(bits=16), lanes=LANES),
-    Variant(name=TOKENS_ALONE, how=Compression(bits=16, tokens=TOKENS, rest_bits=0, steps=2)),
-    Variant(name=QUANTIZED, how=Compression(bits=8)),
-    Variant(name=MIXED, how=Compression(bits=8, tokens=TOKENS, rest_bits=4, steps=2)),
-    Variant(name=ALL, how=Compression(bits=8, tokens=TOKENS, rest_bits=4, steps=2), lanes=LANES),
+    Variant(name=FLOAT32, compression=None),
+    Variant(name=SHORT, compression=Compression(bits=16)),
+    Variant(name=OVERLAP, compression=Compression(bits=16), lanes=LANES),
+    Variant(name=TOKENS_ALONE, compression=Compression(bits=16, tokens=TOKENS, rest_bits=0, steps=2)),
+    Variant(name=QUANTIZED, compression=Compression(bits=8)),
+    Variant(name=MIXED, compression=Compression(bits=8, tokens=TOKENS, rest_bits=4, steps=2)),
+    Variant(name=ALL, compression=Compression(bits=8, tokens=TOKENS, rest_bits=4, steps=2), lanes=LANES),
 )
-"""In the order of the table.  Where it is left to itself, a sum of four ranks in 5.2 bits is gathered, which rounds
-once and moves twice the bytes of two steps (`core.compression.gathers`): here all take two."""
+"""All variants, in the order of the table.  All take two steps: with steps=auto, an all-reduce of four ranks in 5.2
+bits would be gathered, which rounds once and moves twice the bytes (`core.compression.gathers`)."""
 
 QUICK = (SHORT, OVERLAP, MIXED, ALL)
-"""Names of those that `--quick` takes: what claims are made of."""
+"""Names of the variants that `--quick` measures: those of the claims."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """GPT blocks and what they are given.  batch: samples.  length: tokens of each."""
+    """GPT blocks and their input.  batch: samples.  length: tokens of each."""
 
     layers: int
     width: int
@@ -65,11 +65,11 @@ class Task(Launch):
     """One launch.
 
     rates: bits per second.
-    blocks: of tensor parallelism.  gradients: of data parallelism, with the batch of a host.
-    variants, exchanges: names of the ways to sum over the tensor axis, and to sum gradients
+    blocks: those of tensor parallelism.  gradients: those of data parallelism, with the batch of a host.
+    variants, exchanges: names of the ways to reduce over the tensor axis, and to reduce gradients
       (`benchmarks.comms.gradients`).
-    lanes: most of a variant.
-    rounds: samples of a step.  parts_rounds: of what predictions are made of.
+    lanes: the most that a variant may use.
+    rounds: how often a step is timed.  parts_rounds: how often the parts of predictions are.
     """
 
     rates: tuple[float, ...]
@@ -83,6 +83,6 @@ class Task(Launch):
 
     @property
     def ways(self) -> tuple[Variant, ...]:
-        """To sum over the tensor axis."""
+        """The variants of this launch."""
         chosen = (one for one in VARIANTS if one.name in self.variants)
         return tuple(replace(one, lanes=min(one.lanes, self.lanes)) for one in chosen)

@@ -1,5 +1,7 @@
-"""Seconds of operations on two streams, played chunk by chunk: what the additive costs of `jhpt.planner.cost.overlap`
-stand for, and what the benchmark predicts its variants with."""
+"""Seconds of operations on two streams, simulated chunk by chunk.
+
+The benchmark predicts its variants with them, and the additive costs of `jhpt.planner.cost.overlap` approximate them.
+"""
 
 from collections.abc import Sequence
 

@@ -1,9 +1,9 @@
-"""What every emulated host runs (`benchmarks.emulated.worker`), for tensor parallelism and then for gradients:
+"""The program of every emulated host (`benchmarks.emulated.worker`), for tensor parallelism and then for gradients:
 
-    work     timed on one host with the quota on, every host a share: of tensor parallelism a layer of each variant
-             without communication, of gradients the whole step over devices of its own, and what its collectives take
-    bytes    sent by a step of each variant, counted at the interface
-    travel   sums alone, at every rate
+    work     timed on single hosts with the quota on, a share on each: for tensor parallelism a layer of each variant
+             without communication, for gradients the whole step over devices of one host, and its collectives alone
+    bytes    sent in a step of each variant, counted at the interface
+    travel   all-reduces alone, at every rate
     steps    of all variants, in turn, at every rate
 
 All programs are compiled first, with quotas lifted.
@@ -20,11 +20,11 @@ from jax.sharding import Mesh
 
 from benchmarks.comms.blocks import Blocks, meshes
 from benchmarks.comms.costs import REPEATS, predicted, step_bytes, travel, travel_key
-from benchmarks.comms.gradients import EXCHANGES, DataParallel, Exchange, data_mesh, going_on
+from benchmarks.comms.gradients import EXCHANGES, DataParallel, Exchange, data_mesh, stepping
 from benchmarks.comms.measured import Seconds, counted_bytes, processor_seconds, ready, work_seconds
 from benchmarks.comms.task import Task, Variant
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.turns import Call, in_turn
+from benchmarks.emulated.timing import Call, in_turn
 from benchmarks.emulated.worker import take_part
 from jhpt.measure.timer import steady
 
@@ -32,16 +32,16 @@ from jhpt.measure.timer import steady
 def lane_calls(hosts: Hosts[Task], blocks: Blocks, lanes: Sequence[Mesh]) -> dict[str, list[Call]]:
     """The step of every variant, a call for each of its lanes."""
     ways = hosts.task.ways
-    found: dict[str, list[Call]] = {variant.name: [] for variant in ways}
+    calls: dict[str, list[Call]] = {variant.name: [] for variant in ways}
     for index, lane in enumerate(lanes):
-        own = {one.name: blocks.step(one, lane) for one in ways if index < one.lanes}
-        for name, call in ready(hosts, own, lane).items():
-            found[name].append(call)
-    return found
+        programs = {one.name: blocks.step(one, lane) for one in ways if index < one.lanes}
+        for name, call in ready(hosts, programs, lane).items():
+            calls[name].append(call)
+    return calls
 
 
-def together(calls: Sequence[Call], apart: float, pool: ThreadPoolExecutor) -> Call:
-    """All calls as one, each so many seconds after the one before."""
+def staggered(calls: Sequence[Call], apart: float, pool: ThreadPoolExecutor) -> Call:
+    """One call that runs all calls, each `apart` seconds after the one before."""
 
     def late(call: Call, seconds: float) -> Any:
         time.sleep(seconds)
@@ -67,17 +67,17 @@ def tensor_rows(hosts: Hosts[Task], lanes: Sequence[Mesh]) -> list[dict[str, Any
     work = work_seconds(hosts, {key: partial(blocks.work, variant) for key, variant in kinds.items()})
     hosts.say("work timed")
     pool = ThreadPoolExecutor(len(lanes))
-    steps = {one.name: together(calls[one.name], work[travel_key(one)]["forward"] / 2, pool) for one in ways}
+    steps = {one.name: staggered(calls[one.name], work[travel_key(one)]["forward"] / 2, pool) for one in ways}
     hosts.limit(None)
     for call in steps.values():
         jax.block_until_ready(call())
-    found, waiting = counted_bytes(hosts, steps)
+    counted, waiting = counted_bytes(hosts, steps)
     rows: list[dict[str, Any]] = [{"row": "work", "what": key, **seconds} for key, seconds in work.items()]
     rows += [
         {
             "row": "bytes",
             "variant": variant.name,
-            "counted": found[variant.name],
+            "counted": counted[variant.name],
             "waiting": waiting,
             "formula": step_bytes(shape, hosts.count, variant),
         }
@@ -110,7 +110,7 @@ def _step_row(
         "bits_per_s": rate,
         "variant": variant.name,
         "lanes": variant.lanes,
-        "compression": variant.how.model_dump(mode="json") if variant.how else None,
+        "compression": variant.compression.model_dump(mode="json") if variant.compression else None,
         "predicted_s": predicted(task, variant, work[key], sums[key]),
         "samples_s": samples[variant.name],
     }
@@ -122,7 +122,7 @@ def gradient_rows(hosts: Hosts[Task], devices: Sequence[jax.Device]) -> list[dic
     chosen = {one.name: one for one in EXCHANGES if one.name in task.exchanges}
     model = DataParallel(shape=task.gradients, hosts=hosts.count)
     hosts.free()
-    steps = ready(hosts, {name: model.step(one, mesh) for name, one in chosen.items()}, mesh, going_on)
+    steps = ready(hosts, {name: model.step(one, mesh) for name, one in chosen.items()}, mesh, stepping)
     messages = ready(hosts, {name: model.travel(one, mesh) for name, one in chosen.items()}, mesh)
     hosts.say("steps of gradients compiled")
     inside = data_mesh(jax.local_devices()[: hosts.count])
@@ -130,12 +130,12 @@ def gradient_rows(hosts: Hosts[Task], devices: Sequence[jax.Device]) -> list[dic
     rows: list[dict[str, Any]] = [{"row": "gradient work", "what": name, **seconds} for name, seconds in work.items()]
     for call in steps.values():
         jax.block_until_ready(call())
-    found, waiting = counted_bytes(hosts, steps)
+    counted, waiting = counted_bytes(hosts, steps)
     rows += [
         {
             "row": "gradient bytes",
             "variant": name,
-            "counted": found[name],
+            "counted": counted[name],
             "waiting": waiting,
             "formula": model.sent(one),
         }
@@ -155,7 +155,7 @@ def gradient_rows(hosts: Hosts[Task], devices: Sequence[jax.Device]) -> list[dic
                 "row": "gradient step",
                 "bits_per_s": rate,
                 "variant": name,
-                "compression": one.how.model_dump(mode="json") if one.how else None,
+                "compression": one.compression.model_dump(mode="json") if one.compression else None,
                 "predicted_s": model.predicted(work[name], alone[name]),
                 "samples_s": samples[name],
             }
@@ -168,7 +168,7 @@ def gradient_rows(hosts: Hosts[Task], devices: Sequence[jax.Device]) -> list[dic
 def _inside(model: DataParallel, exchange: Exchange, mesh: Mesh) -> dict[str, Call]:
     """A step, and its collectives alone, over the devices of one host."""
     (step, given), (bare, sent) = model.step(exchange, mesh), model.travel(exchange, mesh)
-    return {"step": going_on(step().compile(), *given()), "travel": partial(bare().compile(), *sent())}
+    return {"step": stepping(step().compile(), *given()), "travel": partial(bare().compile(), *sent())}
 
 
 def run(hosts: Hosts[Task]) -> list[dict[str, Any]]:

@@ -1,2 +1,2 @@
-"""`jhpt bench convergence`: what compression costs in loss; `jhpt bench precision`: what state in few bits does, and
-products in 8."""
+"""The cost in loss of compression (`jhpt bench convergence`) and of low-precision state and matrix products
+(`jhpt bench precision`)."""

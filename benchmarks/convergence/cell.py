@@ -1,10 +1,10 @@
-"""One cell in a process of its own: trains, evaluates twice, writes what it found.
+"""One cell in a process of its own: trains, evaluates twice, writes its results.
 
     python -m benchmarks.convergence.cell SETTINGS FILE
 
-Its losses are those of the run itself; `validation` is that of the final parameters with compression off, `own` with
-the compression they were trained with.  Final parameters of an uncompressed cell lie beside its file.  Text, order of
-batches, initial parameters and masks are those of every other cell of the same preset and seed.
+The key `training` has the losses of the run, `validation` the loss of the final parameters with compression off, and
+`own` their loss with the compression of the training.  The final parameters of an uncompressed cell lie beside its
+file.  All cells of one preset and seed share text, order of batches, initial parameters and masks.
 """
 
 import json
@@ -35,7 +35,7 @@ MATMULS = "model.matmul_dtype"
 
 
 def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What the cell finds, and its final parameters, the model's own tree, by path."""
+    """(results of the cell, its final parameters by their paths in the model's tree)."""
     start = time.perf_counter()
     config = load_config(cell.preset, {"seed": cell.seed, **cell.changes})
     setup = prepared(config)
@@ -45,7 +45,7 @@ def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     state, progress = fit(unseen, step, step.init(), save=lambda step, state: None, writer=None, display=display)
     if progress.interrupted:
         raise SystemExit(f"{cell.name}: stopped by a signal")
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
@@ -54,17 +54,19 @@ def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         "skipped": int(state.skipped),
     }
     plain = prepared(load_config(config, {f"{COMPRESSION}bits": 16, f"{COMPRESSION}tokens": 1.0}))
-    found["validation"] = evaluate(plain, evaluate_program(plain), state.params)
-    found["own"] = evaluate(setup, step.evaluate, state.params) if setup.plan.compression.on else found["validation"]
+    results["validation"] = evaluate(plain, evaluate_program(plain), state.params)
+    results["own"] = (
+        evaluate(setup, step.evaluate, state.params) if setup.plan.compression.on else results["validation"]
+    )
     if looks_at_leaks(setup):
-        found["leaks"] = {kind: leak(other, state.params) for kind, other in by_rule(setup).items()}
+        results["leaks"] = {kind: leak(other, state.params) for kind, other in by_rule(setup).items()}
     params = step.parameters(state)
     assert params is not None
-    return found | {"seconds": time.perf_counter() - start}, flat(params)
+    return results | {"seconds": time.perf_counter() - start}, flat(params)
 
 
 def prepared(config: Config) -> Setup:
-    """The setup of a run; products in 8 bits, which a CPU is refused, are computed there by conversion."""
+    """The setup of a run.  Products in 8 bits, which a run refuses on a CPU, are computed there by conversion."""
     setup = prepare(load_config(config, {MATMULS: "same"}))
     model = build(config.model, dtype=setup.model.dtype, implementation=setup.model.implementation)
     training, evaluation = (
@@ -75,19 +77,19 @@ def prepared(config: Config) -> Setup:
 
 
 def looks_at_leaks(setup: Setup) -> bool:
-    """Of causal models and the headline's share of tokens."""
-    how = setup.plan.compression
-    return setup.config.model.causal and (how.tokens, how.bits) == (HEADLINE.tokens, HEADLINE.bits)
+    """Whether leaks are measured: for causal models with the headline's share of tokens."""
+    compression = setup.plan.compression
+    return setup.config.model.causal and (compression.tokens, compression.bits) == (HEADLINE.tokens, HEADLINE.bits)
 
 
 def by_rule(setup: Setup) -> dict[str, Setup]:
-    """The same with other choices of tokens, and with the rest of them dropped or not: for the same parameters."""
-    found = {}
+    """Setups for the same parameters with each choice of tokens, and with the other tokens dropped or sent."""
+    setups = {}
     for importance in ("own", "attention"):
         for rest_bits in (0, 4):
             changes = {f"{COMPRESSION}importance": importance, f"{COMPRESSION}rest_bits": rest_bits}
-            found[f"{importance}, {rest_bits} bits"] = prepare(load_config(setup.config, changes))
-    return found
+            setups[f"{importance}, {rest_bits} bits"] = prepare(load_config(setup.config, changes))
+    return setups
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, np.ndarray]:
@@ -99,7 +101,7 @@ def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, np.ndarray]:
 
 
 def unflat(leaves: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The tree whose leaves these are."""
+    """The inverse of `flat`."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *folders, name = path.split("/")
@@ -115,11 +117,11 @@ def main(arguments: list[str]) -> int:
     configure_runtime()
     settings, out = arguments
     cell = Cell(**json.loads(settings))
-    found, params = run(cell)
+    results, params = run(cell)
     if cell.plain:
         np.savez(Path(out).with_suffix(".npz"), allow_pickle=False, **params)
     beside = Path(f"{out}.part")
-    beside.write_text(json.dumps(found, indent=1) + "\n")
+    beside.write_text(json.dumps(results, indent=1) + "\n")
     beside.rename(out)
     return 0
 

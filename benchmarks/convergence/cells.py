@@ -9,15 +9,15 @@ from typing import Any
 from jhpt.core.config import Compression
 
 TENSOR, DATA = 4, 4
-"""Degrees of what is compressed: virtual CPU devices."""
+"""Tensor and data degrees of the compressed runs, on virtual CPU devices."""
 
 HEADLINE = Compression(tokens=0.3, bits=8, rest_bits=4, steps=2)
-"""What `jhpt bench comms` is fastest with: two steps round twice."""
+"""The fastest settings of `jhpt bench comms`.  Two steps round twice."""
 
 GRADIENTS = "parallel.gradient_compression"
 
 SHARES = (0.1, 0.01)
-"""Of gradients, that top-k sends."""
+"""Shares of a gradient that top-k sends."""
 
 SEEDS = (0, 1, 2)
 STEPS = 400
@@ -40,12 +40,12 @@ QUICK = {
     "optimizer.warmup_steps": 2,
     "evaluation.batches": 2,
 }
-"""The same cells as something that ends within a minute: it shows that they run, and nothing about losses."""
+"""Changes that let the cells end within a minute.  They show that cells run, and nothing about losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run.  group: what it is compared under; changes: from the preset, by dotted name."""
+    """One run.  group: the part of the comparison that it belongs to.  changes: from the preset, by dotted name."""
 
     group: str
     preset: str
@@ -67,34 +67,36 @@ class Cell:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that decides what it finds."""
+        """Everything that decides its results."""
         return {"group": self.group, "preset": self.preset, "seed": self.seed, "changes": dict(self.changes)}
 
     @property
     def name(self) -> str:
-        """Of its file: readable, and another one for other settings."""
+        """The name of its file: readable, and different for different settings."""
         digest = hashlib.blake2b(json.dumps(self.settings, sort_keys=True).encode(), digest_size=4).hexdigest()
         return f"{self.preset}-{self.group.replace(' ', '-')}-{self.seed}-{digest}"
 
 
 def cells(*, quick: bool) -> list[Cell]:
-    """All of them."""
+    """All cells, the most important first."""
     seeds = SEEDS[:1] if quick else SEEDS
     base = {preset: _base(preset, quick=quick) for preset in PRESETS}
 
     def cell(group: str, preset: str, seed: int, changes: Mapping[str, Any]) -> Cell:
         return Cell(group=group, preset=preset, seed=seed, changes={**base[preset], **changes})
 
-    def compressed(group: str, preset: str, seed: int, how: Compression) -> Cell:
-        given = {f"{COMPRESSION}{name}": value for name, value in how.model_dump(exclude_defaults=True).items()}
-        return cell(group, preset, seed, {"parallel.tensor": TENSOR, **given})
+    def compressed(group: str, preset: str, seed: int, compression: Compression) -> Cell:
+        changes = {
+            f"{COMPRESSION}{name}": value for name, value in compression.model_dump(exclude_defaults=True).items()
+        }
+        return cell(group, preset, seed, {"parallel.tensor": TENSOR, **changes})
 
-    found = []
+    chosen = []
     for preset in PRESETS:
-        found += [cell("plain", preset, seed, {}) for seed in seeds]
-        found += [compressed("headline", preset, seed, HEADLINE) for seed in seeds]
-    found += [cell("gradients", "gpt-tiny", seed, {"parallel.data": DATA, GRADIENTS: "quantize"}) for seed in seeds]
-    found += [
+        chosen += [cell("plain", preset, seed, {}) for seed in seeds]
+        chosen += [compressed("headline", preset, seed, HEADLINE) for seed in seeds]
+    chosen += [cell("gradients", "gpt-tiny", seed, {"parallel.data": DATA, GRADIENTS: "quantize"}) for seed in seeds]
+    chosen += [
         cell(
             "gradients",
             "gpt-tiny",
@@ -104,16 +106,17 @@ def cells(*, quick: bool) -> list[Cell]:
         for share in (SHARES[:1] if quick else SHARES)
     ]
     if not quick:
-        found += [compressed("table", "gpt-tiny", 0, how) for how in table()]
+        chosen += [compressed("table", "gpt-tiny", 0, compression) for compression in table()]
         once = HEADLINE.model_copy(update={"steps": 1})
-        found += [compressed("one step", preset, seed, once) for preset in PRESETS for seed in seeds]
-    return found
+        chosen += [compressed("one step", preset, seed, once) for preset in PRESETS for seed in seeds]
+    return chosen
 
 
 def table() -> list[Compression]:
-    """tokens x bits x rest_bits without the headline, and two that look ahead; what is missed least comes last.
+    """tokens x bits x rest_bits without the headline, and two choices that look ahead; the least important come last.
 
-    Where all tokens are important there is no rest, and where all travel at 4 bits it does not matter which are.
+    If all tokens are important there are no others, and if all are sent in 4 bits it does not matter which are
+    important.
     """
     some = (0.3, 0.5, 0.1)
     dropped = [Compression(tokens=tokens, bits=bits, rest_bits=0, steps=2) for tokens in some for bits in (8, 4)]
@@ -132,16 +135,23 @@ def kind_of(cell: Cell) -> str:
         return "gradients: 8 bits"
     if f"{GRADIENTS}.share" in changes:
         return f"gradients: the largest {changes[f'{GRADIENTS}.share']:.0%}"
-    given = {name.removeprefix(COMPRESSION): value for name, value in changes.items() if name.startswith(COMPRESSION)}
-    return in_words(Compression(**given))
+    settings = {
+        name.removeprefix(COMPRESSION): value for name, value in changes.items() if name.startswith(COMPRESSION)
+    }
+    return in_words(Compression(**settings))
 
 
-def in_words(how: Compression) -> str:
+def in_words(compression: Compression) -> str:
     """`"30% of tokens at 8 bits, the rest at 4"`."""
-    rest = f", the rest at {how.rest_bits}" if how.rest_bits else ", the rest dropped"
-    by = "" if how.importance == "auto" else f", by {how.importance}"
-    once = ", in one step" if how.steps == 1 else ""
-    return f"{how.tokens:.0%} of tokens at {how.bits} bits" + (rest if how.tokens < 1 else "") + by + once
+    rest = f", the rest at {compression.rest_bits}" if compression.rest_bits else ", the rest dropped"
+    by = "" if compression.importance == "auto" else f", by {compression.importance}"
+    once = ", in one step" if compression.steps == 1 else ""
+    return (
+        f"{compression.tokens:.0%} of tokens at {compression.bits} bits"
+        + (rest if compression.tokens < 1 else "")
+        + by
+        + once
+    )
 
 
 def _base(preset: str, *, quick: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What a causal model knows of later tokens: how far logits of earlier positions move when only later tokens change.
+"""Leaks of a causal model: how far logits of earlier positions move when only later tokens change.
 
-Attention is causal, so without compression nothing moves.  What moves is the choice of important tokens, where it looks
-ahead: a row before the change then travels in other bits, or no longer travels.
+Attention is causal, so nothing moves without compression.  With compression, a choice of important tokens that looks
+ahead may change: an earlier row is then sent in other bits, or not sent.
 """
 
 from dataclasses import replace
@@ -45,9 +45,11 @@ def leak(setup: Setup, params: Any) -> dict[str, float]:
 
 
 def _logits(setup: Setup, params: Any, windows: np.ndarray) -> np.ndarray:
-    """[B, S, V], from a forward pass as the plan lays it out."""
+    """[B, S, V], from a forward pass under the plan."""
     execution = setup.evaluation
-    parts = {degree: replace(own, head_loss=lambda params, x, rows, keys: x) for degree, own in execution.parts.items()}
+    parts = {
+        degree: replace(part, head_loss=lambda params, x, rows, keys: x) for degree, part in execution.parts.items()
+    }
     forward = replace(execution, parts=parts)
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Two pictures as SVG: losses while training, and what every setting costs at the end."""
+"""Two figures as SVG: losses during training, and the cost of every setting at the end."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 from benchmarks.convergence.cells import Cell
 from benchmarks.convergence.compare import gap, groups
 
-Found = Mapping[str, Any]
+Result = Mapping[str, Any]
 Line = Mapping[int, float]
 
 WIDTH, HEIGHT = 640, 360
@@ -17,21 +17,21 @@ COLOURS = ("#222222", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8
 SHOWN = ("plain", "headline", "gradients")
 """Groups with a curve."""
 ROW, LABELS, BARS, DIGITS = 22, 400, 240, 70
-"""Of a bar: its height, the room for words before it, for itself and for a figure on either side."""
+"""Sizes of a bar: its height, and the widths of the label before it, of itself, and of a figure on either side."""
 
 
-def pages(found: Mapping[Cell, Found]) -> dict[str, str]:
+def pages(results: Mapping[Cell, Result]) -> dict[str, str]:
     """File name -> picture."""
-    drawn = {f"{preset}-loss.svg": curves(found, preset) for preset in {cell.preset: None for cell in found}}
-    return drawn | {"gaps.svg": bars(found)}
+    drawn = {f"{preset}-loss.svg": curves(results, preset) for preset in {cell.preset: None for cell in results}}
+    return drawn | {"gaps.svg": bars(results)}
 
 
-def curves(found: Mapping[Cell, Found], preset: str) -> str:
-    """Training loss of a preset's kinds of cells, mean over their seeds, over the step."""
+def curves(results: Mapping[Cell, Result], preset: str) -> str:
+    """Training loss by step of a preset's kinds of cells, means over their seeds."""
     lines = {
-        kind: _mean([found[cell]["training"] for cell in group])
-        for (own, kind), group in groups(found).items()
-        if own == preset and group[0].group in SHOWN
+        kind: _mean([results[cell]["training"] for cell in group])
+        for (of_preset, kind), group in groups(results).items()
+        if of_preset == preset and group[0].group in SHOWN
     }
     steps = [step for line in lines.values() for step in line]
     losses = [loss for line in lines.values() for loss in line.values()]
@@ -53,11 +53,11 @@ def curves(found: Mapping[Cell, Found], preset: str) -> str:
     return _page(f"{preset}: training loss, nats per predicted token", WIDTH, HEIGHT, body)
 
 
-def bars(found: Mapping[Cell, Found]) -> str:
+def bars(results: Mapping[Cell, Result]) -> str:
     """Validation loss with compression off against uncompressed training, percent."""
     gaps = {
-        f"{preset}, {kind}": 100 * gap(found, group)
-        for (preset, kind), group in groups(found).items()
+        f"{preset}, {kind}": 100 * gap(results, group)
+        for (preset, kind), group in groups(results).items()
         if not group[0].plain
     }
     least, most = min(0.0, *gaps.values()), max(0.0, *gaps.values())

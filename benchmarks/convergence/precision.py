@@ -1,9 +1,9 @@
-"""`jhpt bench precision`: what training state and matrix products in few bits cost in loss.
+"""`jhpt bench precision`: the cost in loss of low-precision training state and matrix products.
 
-One run for every way to keep parameters and moments (`training.weights`, `training.moments`), and one with products in
-8 bits (`models.products`), on one device, from the same initial parameters, on the same batches.  Computation is the
-device's: float32 on CPU, whatever parameters are kept in.  Batches of `BATCH` sequences instead of the preset's 32, for
-a run that ends within minutes on one core.
+There is one run for every way to store parameters and moments (`training.weights`, `training.moments`), and one with
+products in 8 bits (`models.products`); all run on one device, from the same initial parameters, on the same batches.
+The compute dtype is the device's, float32 on CPU, however parameters are stored.  Batches have `BATCH` sequences
+instead of the preset's 32, so that a run ends within minutes on one core.
 """
 
 import os
@@ -30,16 +30,16 @@ KINDS: dict[str, dict[str, str]] = {
     "bfloat16_kahan, int8 moments": {"optimizer.weights": "bfloat16_kahan", "optimizer.moments": "int8"},
     "float8 products": {"model.matmul_dtype": "float8"},
 }
-"""What is in few bits -> changes of the preset."""
+"""What is in low precision -> changes of the preset."""
 
-Found = Mapping[str, Any]
-"""What a cell's file says."""
+Result = Mapping[str, Any]
+"""The content of a cell's file."""
 
 COLUMNS = ("in few bits", "validation loss", "against float32")
 
 
 def cells(*, quick: bool) -> dict[str, Cell]:
-    """By kind."""
+    """The cells by kind."""
     base = {"train.steps": STEPS, "evaluation.batches": BATCHES, "data.batch_size": BATCH}
     base |= {"log.tensorboard": False, "parallel.data": 1, **(QUICK if quick else {})}
     return {
@@ -48,28 +48,28 @@ def cells(*, quick: bool) -> dict[str, Cell]:
     }
 
 
-def gap(found: Mapping[str, Found], kind: str) -> float:
+def gap(results: Mapping[str, Result], kind: str) -> float:
     """Validation loss / that of float32 - 1."""
-    return found[kind]["validation"] / found["float32"]["validation"] - 1
+    return results[kind]["validation"] / results["float32"]["validation"] - 1
 
 
-def lines(found: Mapping[str, Found]) -> list[tuple[str, ...]]:
+def lines(results: Mapping[str, Result]) -> list[tuple[str, ...]]:
     """A line for every kind that has been run."""
-    against = {kind: f"{100 * gap(found, kind):+.2f} %" for kind in found if "float32" in found}
-    return [(kind, f"{one['validation']:.4f}", against.get(kind, "")) for kind, one in found.items()]
+    against = {kind: f"{100 * gap(results, kind):+.2f} %" for kind in results if "float32" in results}
+    return [(kind, f"{one['validation']:.4f}", against.get(kind, "")) for kind, one in results.items()]
 
 
-def claims_of(found: Mapping[str, Found]) -> dict[str, Claim]:
-    """Only of what has been run."""
-    steps = {one["settings"]["changes"]["train.steps"] for one in found.values()}
+def claims_of(results: Mapping[str, Result]) -> dict[str, Claim]:
+    """Claims about the kinds that have been run."""
+    steps = {one["settings"]["changes"]["train.steps"] for one in results.values()}
     return {
         f"{kind.replace(', ', '_').replace(' ', '_')}_loss_gap": Claim(
-            value=gap(found, kind),
+            value=gap(results, kind),
             unit="validation loss / that with everything in float32 - 1",
             setup=f"{PRESET}, {kind}, {max(steps)} steps, 1 seed",
         )
-        for kind in found
-        if kind != "float32" and "float32" in found
+        for kind in results
+        if kind != "float32" and "float32" in results
     }
 
 
@@ -84,11 +84,11 @@ def run(*, quick: bool, json_path: str | None, folder: str | None) -> int:
 
 
 def report(wanted: Mapping[str, Cell], folder: Path, settings: Mapping[str, Any], json_path: str | None) -> None:
-    """Table, claims and a file of the cells that are there."""
+    """Table, claims and a file of the cells that have been run."""
     there = finished(list(wanted.values()), folder)
-    found = {kind: there[cell] for kind, cell in wanted.items() if cell in there}
-    print_table("bench precision", COLUMNS, lines(found), words=1)
-    claims = claims_of(found)
+    results = {kind: there[cell] for kind, cell in wanted.items() if cell in there}
+    print_table("bench precision", COLUMNS, lines(results), words=1)
+    claims = claims_of(results)
     print_claims(claims)
     if json_path:
-        write_json(json_path, "precision", settings, list(found.values()), claims, device=False)
+        write_json(json_path, "precision", settings, list(results.values()), claims, device=False)

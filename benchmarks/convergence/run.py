@@ -1,10 +1,10 @@
-"""The benchmark: runs the cells that are not there yet, side by side, and reports all of them.
+"""The benchmark: runs the cells that have no results yet, side by side, and reports all of them.
 
-Every cell is a process with a core of its own: two of them side by side do more steps than one with two cores.  Its
-results are a file in a folder; where a file with the same settings lies there, the cell is not run again.
+Every cell is a process with a core of its own, because two of them side by side run more steps than one with two cores.
+Its results are a file in a folder; if a file with the same settings lies there, the cell is not run again.
 
-Losses are held-out losses of the final parameters *with compression off*; beside them the loss with the compression
-they were trained with.  Uncompressed runs use one device: tensor- and data-parallel ones equal them to rounding
+Losses are held-out losses of the final parameters *with compression off*; the loss with the compression of the training
+is reported beside them.  Uncompressed runs use one device: tensor- and data-parallel ones equal them to rounding
 (`tests/sharding/test_parity.py`).
 """
 
@@ -27,14 +27,14 @@ from jhpt.core.errors import InputError
 FOLDER = "runs/convergence"
 
 FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-"""Of XLA, which otherwise ends a process whose devices, on a busy core, come 40 s late to a collective."""
+"""Flags of XLA, which otherwise ends a process whose devices reach a collective 40 s late, as on a busy core."""
 
 QUICK_FLAGS = f"{FLAGS} --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Slower programs, sooner: a quick cell compiles longer than it runs."""
+"""Programs that compile faster and run slower, because a quick cell spends most of its time on compiling."""
 
 
 class CellError(RuntimeError):
-    """A cell did not end well."""
+    """A cell failed."""
 
 
 def run(*, quick: bool, json_path: str | None, folder: str | None) -> int:
@@ -59,34 +59,34 @@ def opened(folder: str) -> Path:
 
 
 def report(wanted: Sequence[Cell], folder: Path, settings: Mapping[str, Any], json_path: str | None) -> None:
-    """Tables, claims, pictures and a file of the cells that are there."""
-    found = finished(wanted, folder)
-    print_table("bench convergence", COLUMNS, lines(found), words=2)
-    print_table("what earlier positions know of later tokens", LEAK_COLUMNS, leak_lines(found), words=2)
-    claims = claims_of(found)
+    """Tables, claims, figures and a file of the cells that have been run."""
+    results = finished(wanted, folder)
+    print_table("bench convergence", COLUMNS, lines(results), words=2)
+    print_table("what earlier positions know of later tokens", LEAK_COLUMNS, leak_lines(results), words=2)
+    claims = claims_of(results)
     print_claims(claims)
-    for name, text in plots.pages(found).items():
+    for name, text in plots.pages(results).items():
         (folder / name).write_text(text, encoding="utf-8")
     if json_path:
-        write_json(json_path, "convergence", settings, list(found.values()), claims, device=False)
+        write_json(json_path, "convergence", settings, list(results.values()), claims, device=False)
 
 
 def finished(wanted: Sequence[Cell], folder: Path) -> dict[Cell, Any]:
-    """What those of these cells have found that are there."""
+    """The results of the cells that have been run."""
     there = {cell: file_of(cell, folder) for cell in wanted}
     return {cell: json.loads(file.read_text()) for cell, file in there.items() if file.is_file()}
 
 
 def file_of(cell: Cell, folder: Path) -> Path:
-    """Where its results lie."""
+    """The file of a cell's results."""
     return folder / f"{cell.name}.json"
 
 
 def complete(wanted: Sequence[Cell], folder: Path, cores: Sequence[int], flags: str = FLAGS) -> None:
-    """Runs the cells whose files are not there, one on each core at a time, with these flags of XLA.
+    """Runs the cells that have no file, one on each core at a time, with these flags of XLA.
 
     Raises:
-      CellError: some did not end well; all others have been run.
+      CellError: some cells failed; all others have been run.
     """
     missing = [cell for cell in wanted if not file_of(cell, folder).is_file()]
     free: SimpleQueue[int] = SimpleQueue()
@@ -108,11 +108,11 @@ def complete(wanted: Sequence[Cell], folder: Path, cores: Sequence[int], flags: 
 
 
 def _run_cell(cell: Cell, folder: Path, core: int, flags: str = FLAGS) -> str | None:
-    """Runs it on this core; what it said if it failed."""
-    given = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.devices), "XLA_FLAGS": flags}
+    """Runs a cell on a core; its output if it failed."""
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(cell.devices), "XLA_FLAGS": flags}
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.convergence.cell", json.dumps(cell.settings), str(file_of(cell, folder))],
-        env={**os.environ, **given},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

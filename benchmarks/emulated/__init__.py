@@ -1,1 +1,1 @@
-"""Benchmarks on emulated hosts: what all of them share, from the launch to the rows."""
+"""The parts that all benchmarks on emulated hosts share, from the launch to the rows."""

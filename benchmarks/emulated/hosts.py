@@ -1,4 +1,4 @@
-"""The lab as one of its hosts sees it: waiting for the others, sharing with them, setting links and quotas."""
+"""One host of the lab: it waits for the others, exchanges results with them, and sets links and quotas."""
 
 import json
 import pickle
@@ -22,7 +22,7 @@ AnyTask = TypeVar("AnyTask", bound=Launch)
 
 
 class Hosts(Generic[AnyTask]):
-    """This process among those of all hosts.  Every method but `say` has to be called by all."""
+    """This process among those of all hosts.  All of them have to call every method except `say`."""
 
     def __init__(self, task: AnyTask) -> None:
         self.task, self.rank, self.count = task, jax.process_index(), jax.process_count()
@@ -30,7 +30,7 @@ class Hosts(Generic[AnyTask]):
         self.programs = 0
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Waits until all hosts have called it."""
         gathered(np.int32(self.rank))
 
     def free(self) -> None:
@@ -38,7 +38,7 @@ class Hosts(Generic[AnyTask]):
         self._set(COMPILING, None)
 
     def limit(self, rate: float | None) -> None:
-        """Quotas on, links of this rate."""
+        """Sets quotas, and links to this rate."""
         self._set(None, rate)
 
     def _set(self, cores: float | None, rate: float | None) -> None:
@@ -49,7 +49,7 @@ class Hosts(Generic[AnyTask]):
         self.wait()
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What every host has, by rank; as JSON can hold it."""
+        """The values `mine` of all hosts, by rank; JSON has to be able to hold them."""
         text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
         sizes = gathered(np.int64(len(text)))
         padded = np.zeros(sizes.max(), np.uint8)
@@ -62,8 +62,9 @@ class Hosts(Generic[AnyTask]):
     ) -> dict[str, Any]:
         """Programs over these devices, by default all; every host compiles its share of them.
 
-        All load what was written, also whoever wrote it: a program that is compiled and one that is loaded may run what
-        is independent in another order, and two hosts that wait for each other in different sums wait forever.
+        Every host loads all programs from files, also those that it compiled: a compiled and a loaded program may run
+        independent operations in different orders, and two hosts that wait for each other in different collectives wait
+        forever.
         """
         files = [Path(self.task.folder, f"{self.programs + index}.program") for index in range(len(programs))]
         self.programs += len(programs)
@@ -75,6 +76,6 @@ class Hosts(Generic[AnyTask]):
         return {name: load(*pickle.loads(file.read_bytes())) for name, file in zip(programs, files, strict=True)}
 
     def say(self, line: str) -> None:
-        """Progress on stderr, of which an error shows the end."""
+        """Prints progress to stderr, whose end is part of error messages."""
         if self.rank == 0:
             print(f"{time.process_time():6.1f} s of processor  {line}", file=sys.stderr, flush=True)

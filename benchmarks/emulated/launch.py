@@ -1,4 +1,4 @@
-"""Hosts are started with a task, and what they found is read."""
+"""Starts the hosts with a task and reads their results."""
 
 import sys
 import tempfile
@@ -9,10 +9,10 @@ from benchmarks.emulated.task import Launch
 from benchmarks.netlab import Lab
 
 HOSTS, CPU = 4, 0.5
-"""Hosts, and the cores of each."""
+"""Number of hosts, and cores of each."""
 
 PLACE = f"{HOSTS} emulated hosts of {CPU:g} cores"
-"""Of a claim."""
+"""The set-up of a claim."""
 
 COMPILING = 2.0
 """Cores that a host may use while nothing is measured."""
@@ -22,20 +22,20 @@ def launch(module: str, task: Callable[..., Launch], *, devices: int = 1, limit_
     """Rows of one launch of all hosts.
 
     Args:
-      module: what every host runs (`benchmarks.emulated.worker`).
-      task: makes the task, of tag, cpu and folder.
-      devices: of a host.
-      limit_s: seconds for everything.
+      module: the program of every host (`benchmarks.emulated.worker`).
+      task: makes the task from tag, cpu and folder.
+      devices: how many a host has.
+      limit_s: seconds for the whole launch.
     """
-    # What begins with the tag is removed with the lab, also when this process is killed.
+    # Everything whose name begins with the tag is removed with the lab, also when this process is killed.
     with Lab(hosts=HOSTS, cpu=CPU) as lab, tempfile.TemporaryDirectory(prefix=f"{lab.tag}-") as folder:
         lab.quota(COMPILING)
-        own = task(tag=lab.tag, cpu=CPU, folder=folder)
-        return rows_of(lab, own, ["-m", module], devices=devices, limit_s=limit_s)
+        made = task(tag=lab.tag, cpu=CPU, folder=folder)
+        return rows_of(lab, made, ["-m", module], devices=devices, limit_s=limit_s)
 
 
 def rows_of(lab: Lab, task: Launch, program: Sequence[str], *, devices: int, limit_s: float) -> list[dict[str, Any]]:
-    """What the lab's hosts leave of a task.  program: as Python's command line names it."""
+    """The rows that the lab's hosts measure for a task.  program: arguments of Python."""
     lab.run(
         lambda rank, hosts, coordinator: [sys.executable, *program, str(rank), str(hosts), coordinator, task.text()],
         timeout_s=limit_s,

@@ -1,4 +1,4 @@
-"""What the hosts are asked to measure, as text on their command line, and where they leave what they found."""
+"""The task of the hosts, as text on their command line, and the file of their results."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,9 +10,9 @@ from pydantic import TypeAdapter
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One launch; every benchmark adds what it measures.
+    """One launch; every benchmark adds fields of its own.
 
-    tag, cpu: of the lab.  folder: for files that all hosts see.
+    tag, cpu: those of the lab.  folder: for files that all hosts see.
     """
 
     tag: str
@@ -20,18 +20,18 @@ class Launch:
     folder: str
 
     def text(self) -> str:
-        """JSON."""
+        """The task as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`text` backwards."""
+        """The inverse of `text`."""
         return TypeAdapter(cls).validate_json(text)
 
     def leave(self, rows: list[dict[str, Any]]) -> None:
-        """Writes what was found."""
+        """Writes the rows to the folder."""
         Path(self.folder, "rows.json").write_text(json.dumps(rows))
 
     def result(self) -> list[dict[str, Any]]:
-        """What `leave` wrote."""
+        """The rows that `leave` has written."""
         return json.loads(Path(self.folder, "rows.json").read_text())

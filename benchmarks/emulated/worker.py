@@ -1,6 +1,6 @@
-"""What every emulated host does: `python -m MODULE RANK HOSTS COORDINATOR TASK`.
+"""The program of every emulated host: `python -m MODULE RANK HOSTS COORDINATOR TASK`.
 
-It joins the other hosts, measures with them, and host 0 leaves the rows in the task's folder.
+It joins the other hosts and measures with them; host 0 writes the rows to the task's folder.
 """
 
 import os
@@ -16,8 +16,10 @@ from jhpt.training.runtime import keep_heap
 
 
 def take_part(kind: type[AnyTask], measure: Callable[[Hosts[AnyTask]], list[dict[str, Any]]]) -> NoReturn:
-    """Ends the process with what `measure` does of a task of this kind: one of jax.distributed that raises would wait
-    for the others."""
+    """Measures a task of this kind and ends the process.
+
+    It ends without Python's clean-up, because a process of jax.distributed that raises would wait for the others.
+    """
     status = 1
     try:
         _joined(kind, measure, sys.argv[1:])
@@ -35,7 +37,7 @@ def _joined(
 ) -> None:
     rank, count, coordinator, text = arguments
     keep_heap()
-    # A program that comes out of the cache cannot be written for the other hosts: it would lack functions.
+    # A program from the cache cannot be serialized for the other hosts: it would lack functions.
     jax.config.update("jax_enable_compilation_cache", False)
     jax.distributed.initialize(coordinator, int(count), int(rank))
     task = kind.parse(text)
@@ -44,4 +46,4 @@ def _joined(
     hosts.wait()
     if hosts.rank == 0:
         task.leave(rows)
-    jax.distributed.shutdown()  # together: a host that finds host 0 gone would end with an error
+    jax.distributed.shutdown()  # at the same time: a host that finds host 0 gone would end with an error

@@ -1,6 +1,6 @@
-"""Parts of the GPU kit that are no commands of jhpt: `python -m benchmarks.gpu.checks NAME --result FILE`.
+"""Parts of the GPU kit that are not commands of jhpt: `python -m benchmarks.gpu.checks NAME --result FILE`.
 
-Every check writes what it knows as soon as it knows it, so that one that is stopped leaves the rest.
+Every check writes each result as soon as it has it, so that a check that is stopped leaves those that it had.
 """
 
 import argparse
@@ -50,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Result:
-    """A file of what has been found so far."""
+    """A file of the results so far."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.values = path, dict[str, Any]()
@@ -92,7 +92,7 @@ def grow_memory(result: Result, options: argparse.Namespace) -> None:
     """Touches memory until the machine reports no more: some virtual machines grow only as memory is used."""
     result.note(before_gib=memory_gib())
     most, held, before = (1 if options.dry else 112), list[mmap.mmap](), time.perf_counter()
-    # Never the last 3 GiB that are free: where memory does not grow, the kernel would end this process.
+    # Never the last 3 GiB that are free: if memory does not grow, the kernel would end this process.
     while len(held) < most and memory_gib("MemAvailable") > 3 and time.perf_counter() - before < 60:
         block = mmap.mmap(-1, 1 << 30)
         for page in range(0, 1 << 30, mmap.PAGESIZE * (1024 if options.dry else 1)):
@@ -102,7 +102,7 @@ def grow_memory(result: Result, options: argparse.Namespace) -> None:
 
 
 def copies(result: Result, options: argparse.Namespace) -> None:
-    """Bytes per second between pinned memory and the device: there, back, and both at once."""
+    """Bytes per second between pinned memory and the device: in either direction, and in both at the same time."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
@@ -126,7 +126,7 @@ def copies(result: Result, options: argparse.Namespace) -> None:
         calls["both"] = lambda pair=(to_device, to_host): [copy() for copy in pair]  # type: ignore[misc]
         seconds = {name: spread(samples)[0] for name, samples in interleaved(calls, 3 if options.dry else 7).items()}
         result.note(
-            **{f"{mib} MiB": {name: x.nbytes * (1 + (name == "both")) / taken for name, taken in seconds.items()}}
+            **{f"{mib} MiB": {name: x.nbytes * (1 + (name == "both")) / each for name, each in seconds.items()}}
         )
 
 
@@ -136,7 +136,7 @@ def losses(preset: str, overrides: dict[str, Any], *, steps: int) -> list[float]
 
     import jhpt
 
-    if overrides.get("model.dtype") == "float32":  # else products of float32 are rounded to TF32, three digits
+    if overrides.get("model.dtype") == "float32":  # otherwise products are rounded to TF32, which has three digits
         jax.config.update("jax_default_matmul_precision", "highest")
     settings = QUIET | {"train.steps": steps, "optimizer.warmup_steps": 2} | overrides
     with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +182,7 @@ def variants(result: Result, options: argparse.Namespace) -> None:
         start = time.perf_counter()
         try:
             series = losses("gpt-tiny", small | changes, steps=3 if options.dry else 8)
-        except Exception as error:  # the others are measured all the same
+        except Exception as error:  # the other variants are still measured
             result.note(**{name: {"failed": f"{type(error).__name__}: {error}"[:2000]}})
             continue
         expected = expected or series

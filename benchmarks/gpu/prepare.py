@@ -1,8 +1,8 @@
 """Downloads the wheels that a GPU machine without network lacks: `python -m benchmarks.gpu.prepare`.
 
-Run it with the GPU machine's version of Python, which needs nothing but pip.  pip resolves jhpt's requirements, with
-the packages that the machine has held at their versions (machine.txt), so whatever does not fit together fails here.
-Only what the machine lacks is downloaded.
+Run it with the GPU machine's version of Python, which needs nothing but pip.  pip resolves jhpt's requirements and
+holds the packages that the machine has at their versions (machine.txt), so that conflicts show up here.  Only packages
+that the machine lacks are downloaded.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.gpu.run import ROOT, WHEELS
 
 GLIBC = (35, 34, 31, 28, 27, 24, 17)
-"""Minor versions of the GNU C library whose wheels run on a machine with 2.35."""
+"""Minor versions of the GNU C library whose wheels run on a machine that has 2.35."""
 
 
 def canonical(name: str) -> str:
@@ -29,19 +29,19 @@ def canonical(name: str) -> str:
 
 
 def installed(text: str) -> dict[str, str | None]:
-    """{name: version} of lines NAME==VERSION; None: of lines NAME, packages in a version that nobody has read off."""
+    """{name: version} of lines NAME==VERSION; None for lines NAME, packages whose version is not known."""
     lines = (line.partition("#")[0].strip().partition("==") for line in text.splitlines())
     return {canonical(name): version or None for name, _, version in lines if name}
 
 
 def requirements() -> list[str]:
-    """What pyproject.toml asks for, to run and to test."""
+    """The requirements of pyproject.toml, to run and to test."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [*project["dependencies"], *project["optional-dependencies"]["test"]]
 
 
 def lacking(report: dict[str, Any], machine: dict[str, str | None]) -> list[str]:
-    """NAME==VERSION of what pip would install and the machine does not have."""
+    """NAME==VERSION of the packages that pip would install and the machine does not have."""
     packages = [(canonical(item["metadata"]["name"]), item["metadata"]["version"]) for item in report["install"]]
     return [f"{name}=={version}" for name, version in packages if machine.get(name, "") not in (None, version)]
 

@@ -1,7 +1,7 @@
 """Runs one stage of the GPU kit: `python3 -m benchmarks.gpu.run STAGE`, in the checkout's root on the GPU machine.
 
-Needs nothing but Python and pip: the wheels that `benchmarks.gpu.prepare` downloaded are installed first, into a folder
-of the checkout.
+It needs nothing but Python and pip.  First it installs the wheels that `benchmarks.gpu.prepare` has downloaded, into a
+folder of the checkout.
 """
 
 import argparse
@@ -27,10 +27,10 @@ TAIL = 4000
 """Characters of a log in its line of results."""
 
 LEAST_S = 15.0
-"""Seconds without which a part is not begun."""
+"""A part is not begun with fewer seconds left."""
 
 NOT_BEGUN, TIMED_OUT = 125, 124
-"""Exit statuses of parts that were not begun and that took too long, as timeout(1) has them."""
+"""Exit statuses of parts that were not begun, and of parts that took too long, as for timeout(1)."""
 
 UNSET = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAX_ENABLE_COMPILATION_CACHE")
 """Variables of the caller that would change what is measured."""
@@ -48,7 +48,7 @@ def run_stage(
     """Runs parts one after the other, and writes a line of `out`/NAME.jsonl as soon as each one ends.
 
     Returns:
-      What the file holds: part, command, status (0: done), seconds, result (None: it left none), end of the log.
+      The lines of the file: part, command, status (0: done), seconds, result (None: it wrote none), end of the log.
     """
     out.mkdir(parents=True, exist_ok=True)
     lines, start = [], time.monotonic()
@@ -87,7 +87,7 @@ def _run_part(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a part with all that it started: a process that lives on would hold the GPU."""
+    """Ends a part with all processes that it started, because one that survives would hold the GPU."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -102,7 +102,7 @@ def _read(file: Path) -> Any:
     text = file.read_text()
     try:
         return json.loads(text)
-    except ValueError:  # the part was ended as it wrote
+    except ValueError:  # the part was ended while it was writing
         return {"unreadable": text[:TAIL]}
 
 
@@ -119,7 +119,7 @@ def environment(*, dry: bool) -> dict[str, str]:
 
 
 def cuda_toolkit() -> Path | None:
-    """The folder of the CUDA toolkit on the path, if it has what XLA's compiler needs.
+    """The folder of the CUDA toolkit on the path, if it has the files that XLA's compiler needs.
 
     Without the wheel nvidia-cuda-nvcc, jax 0.11 takes the text "None" for this folder.
     """
@@ -136,7 +136,7 @@ def install_wheels() -> None:
     """Installs the wheels into `SITE`, once for each set of them."""
     wheels = sorted(WHEELS.glob("*.whl"))
     if not wheels:
-        print(f"no wheels in {WHEELS}; going on with what is installed", file=sys.stderr)
+        print(f"no wheels in {WHEELS}; continuing with the installed packages", file=sys.stderr)
         return
     marker, names = SITE / "wheels.txt", "\n".join(wheel.name for wheel in wheels)
     if marker.is_file() and marker.read_text() == names:

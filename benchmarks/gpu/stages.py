@@ -1,4 +1,4 @@
-"""The stages of the GPU kit: what runs, in which order, and for how long at most."""
+"""The stages of the GPU kit: their parts, the order, and the time limits."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ LIMIT_S = 560.0
 class Part:
     """One process of a stage.
 
-    seconds: its time limit.  arguments: of Python; "{result}" is the file for what it finds, "{folder}" a folder that
-    the parts of a stage share.  dry: the arguments on a CPU, if others.
+    seconds: its time limit.  arguments: of Python; "{result}" is the file for its results, "{folder}" a folder that the
+    parts of a stage share.  dry: the arguments on a CPU, if they differ.
     """
 
     name: str
@@ -87,4 +87,4 @@ STAGES: dict[str, tuple[Part, ...]] = {
     "variants": (_check("variants", 420),),
     "large": (_check("grow-memory", 70), _check("steps", 400, "--setup", "2")),
 }
-"""By name, in the order that a day on a GPU should follow."""
+"""The stages by name, in the order in which they should run."""

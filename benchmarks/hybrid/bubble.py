@@ -1,8 +1,9 @@
-"""The idle share of pipelines, without a network to blame.
+"""The idle share (bubble) of pipelines on links without a limit.
 
-A perceptron of equal blocks and small ends lies on as many stages as there are hosts.  T: seconds of the gradients of M
-micro-batches.  W: of the same M through the blocks of one stage, ends included, on one host with no one to talk to, all
-hosts at the same time.  idle = 1 - W / T, which for 1F1B is (S-1) / (M+S-1) at best.
+A perceptron of equal blocks with a small embedding and head is divided into as many stages as there are hosts.  T:
+seconds of the gradients of M micro-batches.  W: seconds of the same M micro-batches through the blocks of one stage,
+with embedding and head, without communication, on all hosts at the same time.  idle = 1 - W / T, which for 1F1B is
+(S-1) / (M+S-1) at best.
 """
 
 import itertools
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.turns import Call, in_turn
+from benchmarks.emulated.timing import Call, in_turn
 from benchmarks.hybrid.models import ClassSubject, Subject
 from benchmarks.hybrid.steps import ready, traced
 from benchmarks.hybrid.task import CHUNKS, Task
@@ -21,17 +22,17 @@ from jhpt.sharding.mesh import make_device_mesh
 
 MICRO_BATCHES = 8
 BLOCKS = 2
-"""Of a stage."""
+"""Blocks of a stage."""
 
 
 def subject_of(blocks: int) -> ClassSubject:
-    """The perceptron with so many blocks."""
+    """The perceptron with this number of blocks."""
     network = MLP(inputs=32, width=256, hidden=2048, num_blocks=blocks, classes=32)
     return ClassSubject(name="bubble", batch=128 * MICRO_BATCHES, network=network)
 
 
 def plan_of(blocks: int, stages: int, chunks: int) -> Plan:
-    """Equal chunks, the ends with the first and the last."""
+    """A plan of equal chunks, the embedding with the first and the head with the last."""
     each = blocks // (stages * chunks)
     edges = [0, *(1 + each * part for part in range(1, stages * chunks)), blocks + 2]
     parts = [Chunk(first=first, runs=runs_of([1] * (stop - first))) for first, stop in itertools.pairwise(edges)]
@@ -46,7 +47,7 @@ def plan_of(blocks: int, stages: int, chunks: int) -> Plan:
 
 
 def run_bubble(hosts: Hosts[Task]) -> list[dict[str, Any]]:
-    """A row for every schedule and one for the work alone."""
+    """A row for every schedule, and one for the work without communication."""
     hosts.free()
     blocks = BLOCKS * hosts.count
     names = {"1f1b": 1, "interleaved": CHUNKS}

@@ -1,4 +1,4 @@
-"""What plans are made of: seconds of layers and the network, measured on the hosts themselves; and the plans."""
+"""The plans of all competitors, and their inputs: seconds of layers and of the network, measured on the hosts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,19 +28,20 @@ from jhpt.training.optimizer import make_optimizer
 from jhpt.training.step import init_state
 
 LINK_SIZES = tuple(1 << exponent for exponent in range(14, 23, 2))
-"""Bytes that are summed: 16 KiB ... 4 MiB."""
+"""Bytes of the all-reduces that are timed: 16 KiB ... 4 MiB."""
 
 MOST_MICRO_BATCHES = 32
-"""Of a pipeline's step: GPT and BERT then have one sequence in each, and four stages idle 9 % of the time at best."""
+"""The most micro-batches of a pipeline's step: GPT and BERT then have one sequence in each, and four stages idle 9 % of
+the time at best."""
 
 MEMORY = float(1 << 40)
-"""Bytes of a device: nothing here is short of memory."""
+"""Bytes of a device: more than any plan needs."""
 
 
 def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile, list[dict[str, Any]]]:
-    """The subject's profile with the seconds of its layers, and these as rows.
+    """(the subject's profile with the seconds of its layers, these seconds as rows).
 
-    Every host times a share of the layers, so that all are busy at the same time and no time is wasted.
+    Every host times a share of the layers, so that all are busy at the same time.
     """
     hosts.free()
     profile = subject.profile()
@@ -50,12 +51,12 @@ def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile
     everything: dict[str, float] = {}
     for one in hosts.everyone(typical_seconds(calls, hosts.task.layer_rounds)):
         everything |= one
-    found: dict[tuple[str, int, int], tuple[float, float]] = {}
+    seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
     for name, forward in everything.items():
         if name.endswith(" forward"):
             kind, tensor, batch = name.removesuffix(" forward").split("|")
-            found[kind, int(tensor), int(batch)] = forward, everything[name.removesuffix("forward") + "both"]
-    measured = timings(found)
+            seconds[kind, int(tensor), int(batch)] = forward, everything[name.removesuffix("forward") + "both"]
+    measured = timings(seconds)
     kinds = {name: kind.model_copy(update={"timings": measured[name]}) for name, kind in profile.kinds.items()}
     changes = {
         "kinds": kinds,
@@ -64,7 +65,7 @@ def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile
     }
     rows = [
         {"row": "layer", "model": subject.name, "layer": kind, "tensor": t, "batch": b, "forward_s": f, "both_s": both}
-        for (kind, t, b), (f, both) in found.items()
+        for (kind, t, b), (f, both) in seconds.items()
     ]
     return profile.model_copy(update=changes), rows
 
@@ -79,17 +80,17 @@ def _calls(hosts: Hosts[Task], subject: Subject, profile: ModelProfile) -> dict[
             names = [kind for kind in profile.kinds if profile.kinds[kind].max_tensor % tensor == 0]
             mine = {kind for index, kind in enumerate(names, number) if index % hosts.count == hosts.rank}
             number += len(names)
-            found = layer_calls(parts, params, subject.rows(batch), profile.layers, mine)
-            for name, call in found.items():
-                kind, _, which = name.rpartition(" ")
-                calls[f"{kind}|{tensor}|{batch} {which}"] = call
+            of_layers = layer_calls(parts, params, subject.rows(batch), profile.layers, mine)
+            for name, call in of_layers.items():
+                kind, _, passes = name.rpartition(" ")
+                calls[f"{kind}|{tensor}|{batch} {passes}"] = call
     if hosts.rank == number % hosts.count:
         calls["update"] = _update(subject)
     return calls
 
 
 def batches(subject: Subject, tensor: int, hosts: int) -> list[int]:
-    """Rows that a host works on at once: those of many small micro-batches, and of few."""
+    """Numbers of rows that a host computes in one pass: with many small micro-batches, and with few large ones."""
     if not subject.piped:  # one stage: its rows are divided by hosts / tensor
         most = subject.batch * tensor // hosts
         return [most // 4, most]
@@ -104,7 +105,7 @@ def counts_of(subject: Subject) -> tuple[int, ...]:
 
 
 def _update(subject: Subject) -> Callable[[], Any]:
-    """What a step does once gradients are there, for all parameters."""
+    """The optimizer's update of all parameters."""
     state = jax.jit(lambda key: init_state(subject.init(key), make_optimizer(OptimizerConfig())))(jax.random.key(0))
     gradients = jax.tree.map(lambda leaf: 1e-3 * jnp.ones_like(leaf), state.params)
     zero, one = jnp.zeros(()), jnp.ones(())
@@ -120,7 +121,7 @@ def _update(subject: Subject) -> Callable[[], Any]:
 
 
 def measured_links(hosts: Hosts[Task]) -> dict[float, Link]:
-    """The network at every rate: an all-reduce over all hosts, read as a ring."""
+    """The network at every rate, from an all-reduce over all hosts, taken for a ring."""
     links = {}
     for rate in hosts.task.rates:
         hosts.limit(rate)
@@ -129,9 +130,9 @@ def measured_links(hosts: Hosts[Task]) -> dict[float, Link]:
 
 
 def no_faster(link: Link, bandwidth: float) -> Link:
-    """The same link where no size is faster than the wire.
+    """The same link with rates of at most `bandwidth`.
 
-    A message after a pause is: the link has saved up a burst.  Those of a step follow each other.
+    A message after a pause is faster, because the link allows a burst; the messages of a step have no pauses.
     """
     assert link.measured is not None
     values = tuple(min(value, bandwidth) for value in link.measured.values)
@@ -148,7 +149,7 @@ def cluster_of(link: Link, hosts: int) -> Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A competitor at one rate: its plan and the seconds that it is predicted to take."""
+    """A competitor at one rate: its plan and its predicted seconds."""
 
     rate: float
     name: str
@@ -157,31 +158,31 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """Equal where plans run equally."""
+        """A key that is equal for plans that run the same."""
         return run_key(self.plan)
 
     def to_json(self) -> dict[str, Any]:
-        """A row without samples."""
+        """The variant as a row without samples."""
         plan = self.plan.model_dump(mode="json", exclude_none=True)
         return {"bits_per_s": self.rate, "competitor": self.name, "plan": plan, "predicted_s": self.predicted}
 
     @staticmethod
     def from_json(tree: dict[str, Any]) -> "Variant":
-        """`to_json` backwards."""
+        """The inverse of `to_json`."""
         plan = Plan.model_validate(tree["plan"])
         return Variant(rate=tree["bits_per_s"], name=tree["competitor"], plan=plan, predicted=tree["predicted_s"])
 
 
 def planned(subject: Subject, profile: ModelProfile, link: Link, rate: float, hosts: int) -> list[Variant]:
-    """Competitors at one rate, the first of them twice; the plan is what `parallel: auto` would run on all hosts."""
-    asked, model = asked_of(subject), CostModel(profile, cluster_of(link, hosts))
-    whole = [m for m in asked.micro_batches if subject.batch // m % hosts == 0]
-    found = {one.name: one.plan for one in baselines(replace(asked, micro_batches=tuple(whole)), model)}
-    plans = {"data parallel": found["data parallel"], "data parallel again": found["data parallel"]}
+    """Competitors at one rate, the first of them twice; the plan is the one that `parallel: auto` would run."""
+    wanted, model = request_of(subject), CostModel(profile, cluster_of(link, hosts))
+    even = [m for m in wanted.micro_batches if subject.batch // m % hosts == 0]
+    by_name = {one.name: one.plan for one in baselines(replace(wanted, micro_batches=tuple(even)), model)}
+    plans = {"data parallel": by_name["data parallel"], "data parallel again": by_name["data parallel"]}
     if subject.piped:
-        found = {one.name: one.plan for one in baselines(asked, model)}
-        plans["gpipe"] = found["gpipe, equal layers"]
-    plans["plan"] = plan_to_run(solve(profile, model.cluster, asked, "spmd"), asked, hosts)
+        by_name = {one.name: one.plan for one in baselines(wanted, model)}
+        plans["gpipe"] = by_name["gpipe, equal layers"]
+    plans["plan"] = plan_to_run(solve(profile, model.cluster, wanted, "spmd"), wanted, hosts)
     return [
         Variant(rate=rate, name=name, plan=plan, predicted=price(plan, model).seconds)
         for name, plan in plans.items()
@@ -189,8 +190,8 @@ def planned(subject: Subject, profile: ModelProfile, link: Link, rate: float, ho
     ]
 
 
-def asked_of(subject: Subject) -> Request:
-    """ZeRO and recomputation save memory, of which there is enough."""
+def request_of(subject: Subject) -> Request:
+    """The request to the planner, without ZeRO and recomputation, because there is enough memory."""
     return request(
         subject.batch, counts_of(subject), zero=(0,), recompute=(False,), max_stages=1 << 30 if subject.piped else 1
     )

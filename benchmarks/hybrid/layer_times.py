@@ -1,14 +1,14 @@
-"""Seconds of a model's layers on one device, each timed alone, from the very parts that the runtime executes.
+"""Seconds of a model's layers on one device, each timed alone, with the functions that the runtime executes.
 
     forward    y = layer(parameters, x)
     both       y, and from its gradient those of the parameters and of x;   backward = both - forward
 
-The head's forward pass ends in the loss.  One rank of a tensor axis runs on its own shard, and what it would hear from
-the others is replaced by its own part (`alone`): the seconds leave out communication only.
+The head's forward pass ends in the loss.  One rank of a tensor axis runs on its shard and uses its part in place of the
+other ranks' (`alone`), so that only communication is left out.
 
-A device that has a quota of a core runs and stands still in turn, for some milliseconds each.  So a sample is as many
-calls as take `SAMPLE_S` together.  Simpler than `jhpt.measure.profile`, and right for any network; left out: what XLA
-fuses across layers, and that buffers of a whole step may not fit the caches.
+A device with a quota of a core runs and stands still in turn, for some milliseconds each.  Therefore a sample is as
+many calls as take `SAMPLE_S` seconds.  This is simpler than `jhpt.measure.profile` and works for any network.  It does
+not see what XLA fuses across layers, nor that buffers of a whole step may not fit the caches.
 """
 
 import time
@@ -34,7 +34,7 @@ SAMPLE_S = 0.06
 
 
 def alone(shards: int) -> Hooks:
-    """The view of shard 0 when nobody else is there."""
+    """The hooks of shard 0 without other ranks."""
     return Hooks(shards=shards, rank=lambda: 0, join=lambda part: jnp.concatenate([part] * shards, axis=-1))
 
 
@@ -43,23 +43,23 @@ def shard_of(params: Any, tensor: int) -> Any:
     axes = Axes(data=(), tensor=(TENSOR,) if tensor > 1 else (), degree=tensor)
     rng = np.random.default_rng(0)
 
-    def own(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+    def shard(path: tuple[Any, ...], leaf: Any) -> jax.Array:
         name = path_name(path)
         spec = parameter_spec(name, leaf.shape, axes, stacked="blocks/" in name, pipe=False, over_data=1)
         names = [*spec, *(None,) * (len(leaf.shape) - len(spec))]
         shape = [size // tensor if name else size for size, name in zip(leaf.shape, names, strict=True)]
         return jnp.asarray(0.02 * rng.standard_normal(shape), leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(own, params)
+    return jax.tree_util.tree_map_with_path(shard, params)
 
 
 def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str], wanted: Set[str]) -> dict[str, Call]:
     """`{"KIND forward": call, "KIND both": call}` for every kind of layer, compiled.
 
     Args:
-      params: of one rank, as `shard_of` gives them.  rows: of a micro-batch, a tree of [b, ...].
-      kinds: of entry, every block and exit, in the order of the forward pass; of equal ones the first is timed, if it
-        is among those wanted.
+      params: one rank's, from `shard_of`.  rows: of a micro-batch, a tree of [b, ...].
+      kinds: of the embedding, every block and the head, in the order of the forward pass.
+      wanted: kinds to time; of several layers of a kind the first is timed.
     """
     batch = len(jax.tree.leaves(rows)[0])
     keys = jax.random.split(jax.random.key(0), batch)
@@ -74,9 +74,9 @@ def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str],
         moving = (0,) if x is None else (0, x)
 
         def both(error: jax.Array, *args: Any) -> Any:
-            def of(*given: Any) -> Any:
-                changed = dict(zip(moving, given, strict=True))
-                return forward(*[changed.get(index, own) for index, own in enumerate(args)])
+            def of(*changes: Any) -> Any:
+                changed = dict(zip(moving, changes, strict=True))
+                return forward(*[changed.get(index, arg) for index, arg in enumerate(args)])
 
             y, pull = jax.vjp(of, *[args[index] for index in moving])
             return y, pull(error)
@@ -86,9 +86,9 @@ def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str],
         return shape
 
     shape = add(kinds[0], parts.embed, (picked(params, parts.embed_reads), rows, keys), None)
-    for kind, own in zip(kinds[1:-1], _each_block(params["blocks"]), strict=True):
+    for kind, layer in zip(kinds[1:-1], _each_block(params["blocks"]), strict=True):
         at = (keys, jnp.int32(0))
-        shape = add(kind, lambda own, x, at: parts.block(own, x, at), (own, _like(shape), at), 1)
+        shape = add(kind, lambda layer, x, at: parts.block(layer, x, at), (layer, _like(shape), at), 1)
     loss = lambda params, x, rows, keys: parts.head_loss(params, x, rows, keys).loss  # noqa: E731
     add(kinds[-1], loss, (picked(params, parts.head_reads), _like(shape), rows, keys), 1)
     return calls
@@ -96,18 +96,18 @@ def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str],
 
 def timings(seconds: Mapping[tuple[str, int, int], tuple[float, float]]) -> dict[str, tuple[Timing, ...]]:
     """{(kind, tensor, batch): (forward, both)} -> every kind's timings."""
-    found: dict[str, tuple[Timing, ...]] = {}
+    by_kind: dict[str, tuple[Timing, ...]] = {}
     for kind in dict.fromkeys(kind for kind, _, _ in seconds):
         degrees = sorted({tensor for name, tensor, _ in seconds if name == kind})
-        found[kind] = tuple(
+        by_kind[kind] = tuple(
             _timing(tensor, {b: s for (k, t, b), s in seconds.items() if (k, t) == (kind, tensor)})
             for tensor in degrees
         )
-    return found
+    return by_kind
 
 
 def _timing(tensor: int, seconds: Mapping[int, tuple[float, float]]) -> Timing:
-    """A larger batch never takes less time than a smaller one: noise that says so is levelled."""
+    """The timing of one degree, made monotonic: noise must not let a larger batch take less time than a smaller one."""
     batches = sorted(seconds)
     forward = np.maximum.accumulate([min(seconds[b]) for b in batches])
     both = np.maximum.accumulate([max(seconds[b]) for b in batches])
@@ -144,7 +144,7 @@ def _times(call: Call, count: int) -> Call:
 
 
 def _each_block(blocks: Any) -> list[Any]:
-    """Parameters of every block, in order, whether they are one stack or a stack each."""
+    """Parameters of every block, in order, from one stack of all blocks or from a stack for each."""
     stacks = [blocks[name] for name in sorted(blocks, key=int)] if "0" in blocks else [blocks]
     return [
         jax.tree.map(lambda leaf, at=at: leaf[at], stack)

@@ -1,12 +1,12 @@
-"""The models of `jhpt bench hybrid`: small enough for half a core, each with the shape that decides how to divide it.
+"""The models of `jhpt bench hybrid`: small enough for half a core, with shapes that favour different plans.
 
-    vgg   thirteen convolutions with a fifth of the parameters, three dense layers with the rest (VGG-16 in narrow)
-    mlp   residual blocks, all work in wide matrices and few bytes between blocks
-    gpt   a vocabulary as dear as all blocks together, at both ends
-    bert  blocks and little else
+    vgg   thirteen convolutions with a fifth of the parameters, three dense layers with the rest (a narrow VGG-16)
+    mlp   residual blocks of wide matrices with few bytes between blocks
+    gpt   an embedding and a head that take as long as all blocks
+    bert  almost all of the time is that of blocks
 
-Bytes are those that the runtime moves, in float32.  The planner prices sums over the tensor axis as all-reduces; an
-all-gather of s bytes takes half as long as an all-reduce of s, so s / 2 stands for it.
+Bytes are those that the runtime moves, in float32.  The planner prices collectives over the tensor axis as all-reduces.
+An all-gather of s bytes takes half as long as an all-reduce of s bytes, so it is counted as s / 2.
 """
 
 import math
@@ -48,7 +48,7 @@ class Subject(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name in tables."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class Subject(Protocol):
 
     @property
     def piped(self) -> bool:
-        """Whether it can be a pipeline."""
+        """Whether it can run as a pipeline."""
         ...
 
     def init(self, key: jax.Array) -> Any:
@@ -84,7 +84,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassSubject:
-    """A network over classes."""
+    """A network that classifies."""
 
     name: str
     batch: int
@@ -92,7 +92,7 @@ class ClassSubject:
 
     @property
     def piped(self) -> bool:
-        """Stages are alike where blocks are."""
+        """Whether blocks are alike, as one SPMD program needs."""
         return self.network.alike
 
     def init(self, key: jax.Array) -> Any:
@@ -111,7 +111,7 @@ class ClassSubject:
         )
 
     def rows(self, count: int) -> Examples:
-        """Normal inputs of random classes."""
+        """Normally distributed inputs with random classes."""
         rng, network = np.random.default_rng(0), self.network
         shape = (network.size, network.size, network.channels) if isinstance(network, VGG) else (network.inputs,)
         inputs = rng.standard_normal((count, *shape), np.float32)
@@ -137,7 +137,7 @@ class TextSubject:
 
     @property
     def piped(self) -> bool:
-        """Blocks are alike."""
+        """True, because blocks are alike."""
         return True
 
     @cached_property
@@ -187,7 +187,7 @@ def _profile(name: str, kinds: dict[str, LayerKind], layers: tuple[str, ...], sa
 
 
 def _layer(inputs: int, outputs: int, parameters: int, channels: int, *, first: bool, last: bool = False) -> LayerKind:
-    """A layer cut by its output channels: outputs are laid together, gradients of the input summed."""
+    """A layer cut by its output channels: outputs are all-gathered, gradients of the input all-reduced."""
     return LayerKind(
         parameters=parameters,
         boundary_bytes=ELEMENT * outputs * (not last),
@@ -218,8 +218,8 @@ def _mlp_layers(network: MLP) -> list[tuple[str, LayerKind]]:
 
 
 def _vgg_layers(network: VGG) -> list[tuple[str, LayerKind]]:
-    """Equal shapes are one kind."""
-    found: list[tuple[str, LayerKind]] = []
+    """The layers of the network by name; equal shapes are one kind."""
+    layers: list[tuple[str, LayerKind]] = []
     side, inputs = network.size, network.size**2 * network.channels
     for index, (kind, shape) in enumerate(network.shapes):
         channels = shape[-1]
@@ -234,9 +234,9 @@ def _vgg_layers(network: VGG) -> list[tuple[str, LayerKind]]:
             first=index == 0,
             last=index == len(network.shapes) - 1,
         )
-        found.append((name, layer))
+        layers.append((name, layer))
         inputs = outputs
-    return found
+    return layers
 
 
 def _vgg() -> ClassSubject:
@@ -264,4 +264,4 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "gpt": lambda: _text("gpt", "gpt", vocab_size=24576, num_layers=4, tied=False),
     "bert": lambda: _text("bert", "bert", vocab_size=1024, num_layers=6),
 }
-"""By name."""
+"""The models by name."""

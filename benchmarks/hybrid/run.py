@@ -1,16 +1,17 @@
 """The benchmark: launches the hosts, prints the table and the claims.
 
-Real processes of JAX with Gloo, one for each host of `benchmarks.netlab`, half a core each, at several link speeds.
-Competitors, in turn in one launch for each model:
+Processes of JAX with Gloo, one for each host of `benchmarks.netlab`, half a core each, at several link speeds.  One
+launch for each model measures these competitors, in turn:
 
-    data parallel          every host a share of the rows, one all-reduce of all gradients
-    data parallel again    the same once more: how far two measurements of one thing lie apart (A/A)
+    data parallel          a share of the rows on every host, one all-reduce of all gradients
+    data parallel again    the same once more, to show how far two measurements of one plan lie apart (A/A)
     gpipe                  a stage of equally many layers on each host, GPipe's schedule and the number of micro-batches
                            (up to 32) that is predicted to be its best; not for VGG, whose stages would not be alike
-    plan                   what the planner makes (space=spmd) of layers and links measured on the hosts before
+    plan                   the planner's plan (space=spmd), from layers and links measured on the hosts before
 
-Everything travels as float32.  No one may use ZeRO or recomputation: there is memory enough, and Gloo's reduce-scatter
-is slower than its all-reduce.  XLA's CPU backend runs communication in line, and plans know it.
+All data are sent as float32.  No competitor may use ZeRO or recomputation: there is enough memory, and Gloo's
+reduce-scatter is slower than its all-reduce.  XLA's CPU backend runs communication in line, which plans take into
+account.
 """
 
 import itertools
@@ -41,8 +42,10 @@ BASELINES = ("data parallel", "gpipe")
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A model at one rate: seconds of each competitor's steps, predicted ones, and plans.  Ratios are medians of the
-    ratios round by round, so that what slows the machine down cancels."""
+    """A model at one rate: measured and predicted seconds of each competitor's steps, and plans.
+
+    A ratio is the median of the ratios of the rounds, so that it does not depend on how busy the machine is.
+    """
 
     model: str
     rate: float
@@ -54,7 +57,7 @@ class Entry:
         return f"{self.model} at {self.rate / 1e6:.0f} Mbit/s"
 
     def ratio(self, one: str, other: str) -> float:
-        """Time of one competitor / of the other."""
+        """Time of one competitor / time of the other."""
         pairs = zip(self.samples[one], self.samples[other], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
@@ -73,8 +76,8 @@ class Entry:
 
     @property
     def spread(self) -> float:
-        """How far competitors that run the same lie apart, at most: data parallelism twice, and a plan that is a
-        baseline."""
+        """The largest relative difference between competitors that run the same: data parallelism twice, and a plan
+        that equals a baseline."""
         pairs = itertools.permutations(self.samples, 2)
         return max(self.ratio(one, other) - 1 for one, other in pairs if self.alike(one, other))
 
@@ -85,62 +88,62 @@ class Entry:
 
 def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
     """The entries of the table, from rows of steps."""
-    found: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    by_entry: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["row"] == "step":
-            found.setdefault((row["model"], row["bits_per_s"]), []).append(row)
+            by_entry.setdefault((row["model"], row["bits_per_s"]), []).append(row)
     return [
         Entry(
             model=model,
             rate=rate,
-            samples={row["competitor"]: row["samples_s"] for row in own},
-            predicted={row["competitor"]: row["predicted_s"] for row in own},
-            plans={row["competitor"]: Plan.model_validate(row["plan"]) for row in own},
+            samples={row["competitor"]: row["samples_s"] for row in steps},
+            predicted={row["competitor"]: row["predicted_s"] for row in steps},
+            plans={row["competitor"]: Plan.model_validate(row["plan"]) for row in steps},
         )
-        for (model, rate), own in found.items()
+        for (model, rate), steps in by_entry.items()
     ]
 
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
-    """What the rows say."""
-    found, table = dict[str, Claim](), entries(rows)
+    """The claims that follow from the rows."""
+    made, table = dict[str, Claim](), entries(rows)
     for name, other in (("vs_data_parallel_max", "data parallel"), ("vs_gpipe_max", "gpipe")):
-        having = [entry for entry in table if other in entry.samples]
-        if having:
-            best = max(having, key=lambda entry: entry.ratio(other, "plan"))
-            found[name] = Claim(value=best.ratio(other, "plan"), unit=UNIT, setup=f"{best}, {PLACE}")
+        measured = [entry for entry in table if other in entry.samples]
+        if measured:
+            best = max(measured, key=lambda entry: entry.ratio(other, "plan"))
+            made[name] = Claim(value=best.ratio(other, "plan"), unit=UNIT, setup=f"{best}, {PLACE}")
     if table:
         worst = max(table, key=lambda entry: entry.ratio("plan", entry.baseline))
-        found["worst_vs_best_baseline"] = Claim(
+        made["worst_vs_best_baseline"] = Claim(
             value=worst.ratio("plan", worst.baseline),
             unit=f"time of the plan / {worst.baseline}",
             setup=f"{worst}, the worst of {len(table)}, {PLACE}",
         )
         widest = max(table, key=lambda entry: entry.spread)
-        found["spread_max"] = Claim(
+        made["spread_max"] = Claim(
             value=widest.spread, unit="relative, one competitor against itself", setup=f"{widest}, {PLACE}"
         )
     for name, competitors in (("", (*BASELINES, "plan")), ("_baselines", BASELINES), ("_plan", ("plan",))):
         errors = [abs(entry.error(one)) for entry in table for one in competitors if one in entry.samples]
         if errors:
-            found[f"prediction_error{name}_median"] = Claim(
+            made[f"prediction_error{name}_median"] = Claim(
                 value=statistics.median(errors),
                 unit="|predicted - measured| / measured",
                 setup=f"{len(errors)} steps, {PLACE}",
             )
-    return found | bubble_claims(rows)
+    return made | bubble_claims(rows)
 
 
 def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
-    """Idle shares of the pipelines, and the least they can have: (S-1) / (vM + S-1), with v chunks a stage."""
-    own = {row["competitor"]: row for row in rows if row["row"] == "bubble"}
-    if not own:
+    """Idle shares of the pipelines, and the smallest possible ones: (S-1) / (vM + S-1), with v chunks per stage."""
+    steps = {row["competitor"]: row for row in rows if row["row"] == "bubble"}
+    if not steps:
         return {}
-    stages, pieces = own["1f1b"]["stages"], own["1f1b"]["micro_batches"]
+    stages, pieces = steps["1f1b"]["stages"], steps["1f1b"]["micro_batches"]
     setup = f"{stages} stages, {pieces} micro-batches, links without a limit, {PLACE}"
     idle = {
         name: statistics.median(
-            1 - work / step for work, step in zip(own["alone"]["samples_s"], own[name]["samples_s"], strict=True)
+            1 - work / step for work, step in zip(steps["alone"]["samples_s"], steps[name]["samples_s"], strict=True)
         )
         for name in ("1f1b", "interleaved")
     }
@@ -224,9 +227,9 @@ def run(*, quick: bool, json_path: str | None) -> int:
             print(f"jhpt bench hybrid: {error}", file=sys.stderr)
             break
     print_entries(entries(rows))
-    found = claims(rows)
-    print_claims(found)
+    made = claims(rows)
+    print_claims(made)
     if json_path:
         settings = {"quick": quick, "hosts": HOSTS, "cpu": CPU, "bits_per_s": list(rates), "failure": failure}
-        write_json(json_path, "hybrid", settings, rows, found, device=False)
+        write_json(json_path, "hybrid", settings, rows, made, device=False)
     return 1 if failure else 0

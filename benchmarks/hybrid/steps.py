@@ -1,4 +1,4 @@
-"""Whole steps of plans, compiled once."""
+"""Whole steps of plans, each compiled once."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.turns import Call
+from benchmarks.emulated.timing import Call
 from benchmarks.hybrid.models import Subject
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan import Plan
@@ -35,13 +35,13 @@ def train_step(gradients: Callable[..., Any], norm: Callable[[Any], jax.Array] |
 class Traced:
     """A plan's programs, to be compiled: `fresh` makes the state, `step` takes it and a batch.
 
-    gives: whether the step returns the next state, and the state is given to it.
+    updates: whether the step returns the next state and is donated the last one.
     """
 
     fresh: Callable[[], jax.stages.Lowered]
     step: Callable[[], jax.stages.Lowered]
     rows: Callable[[], Any]
-    gives: bool
+    updates: bool
 
 
 def traced(subject: Subject, plan: Plan, *, update: bool = True) -> Traced:
@@ -76,12 +76,12 @@ def traced(subject: Subject, plan: Plan, *, update: bool = True) -> Traced:
         fresh=lambda: jax.jit(fresh, out_shardings=shardings).lower(jax.eval_shape(lambda: key)),
         step=lambda: step.lower(state, rows),
         rows=place,
-        gives=update,
+        updates=update,
     )
 
 
 def ready(hosts: Hosts[Any], programs: Mapping[str, Traced]) -> dict[str, Call]:
-    """Steps with a state of their own, compiled."""
+    """Compiled steps, each with a state of its own."""
 
     def lowered() -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
         for name, one in programs.items():
@@ -90,15 +90,15 @@ def ready(hosts: Hosts[Any], programs: Mapping[str, Traced]) -> dict[str, Call]:
 
     compiled = hosts.compiled(dict(lowered()))
     return {
-        name: _running(compiled[f"{name} step"], compiled[f"{name} fresh"](jax.random.key(0)), one.rows(), one.gives)
+        name: _running(compiled[f"{name} step"], compiled[f"{name} fresh"](jax.random.key(0)), one.rows(), one.updates)
         for name, one in programs.items()
     }
 
 
-def _running(program: Any, state: Any, rows: Any, gives: bool) -> Call:
+def _running(program: Any, state: Any, rows: Any, updates: bool) -> Call:
     def run() -> Any:
         nonlocal state
-        if not gives:
+        if not updates:
             return program(state, rows)
         state, metrics = program(state, rows)
         return metrics

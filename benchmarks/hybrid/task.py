@@ -1,4 +1,4 @@
-"""What the hosts are asked to measure."""
+"""The task of the hosts."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,14 @@ from benchmarks.emulated.task import Launch
 from jhpt.core.plan import Plan
 
 MODELS = ("vgg", "mlp", "gpt", "bert")
-"""In the order of the table (`benchmarks.hybrid.models`)."""
+"""Names of the models (`benchmarks.hybrid.models`), in the order of the table."""
 
 CHUNKS = 2
-"""Of a stage, where the bubble of interleaved 1F1B is measured."""
+"""Chunks of a stage in the measurement of the bubble of interleaved 1F1B."""
 
 
 def run_key(plan: Plan) -> str:
-    """Equal where plans run equally."""
+    """A key that is equal for plans that run the same."""
     return plan.model_dump_json(exclude={"seconds", "lower_bound", "device", "origin"})
 
 
@@ -22,8 +22,8 @@ class Task(Launch):
     """One launch.
 
     rates: bits per second.
-    rounds: samples of a step.  layer_rounds, link_rounds: of a layer, of a message.
-    bubble: whether to measure that of a pipeline too.
+    rounds: how often a step is timed.  layer_rounds, link_rounds: how often a layer, a message is.
+    bubble: whether the bubble of a pipeline is measured too.
     """
 
     models: tuple[str, ...]

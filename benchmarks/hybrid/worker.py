@@ -1,10 +1,10 @@
-"""What every emulated host runs (`benchmarks.emulated.worker`).
+"""The program of every emulated host (`benchmarks.emulated.worker`).
 
-For each model, all hosts together:
+For each model, all hosts measure or compute:
 
     layers     timed with the quota on
     links      timed at every rate
-    plans      made of both
+    plans      made from both
     steps      of all plans, compiled once, run in turn at every rate
 
 While programs are compiled, quotas are lifted.
@@ -13,7 +13,7 @@ While programs are compiled, quotas are lifted.
 from typing import Any
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.turns import in_turn
+from benchmarks.emulated.timing import in_turn
 from benchmarks.emulated.worker import take_part
 from benchmarks.hybrid.bubble import run_bubble
 from benchmarks.hybrid.costs import Variant, measured_links, measured_profile, planned
@@ -27,17 +27,17 @@ def run_model(hosts: Hosts[Task], subject: Subject, links: dict[float, Link]) ->
     """Rows of one model: of its layers, and of every competitor at every rate."""
     profile, rows = measured_profile(hosts, subject)
     mine = [one for rate, link in links.items() for one in planned(subject, profile, link, rate, hosts.count)]
-    # Links have been measured a little differently everywhere: host 0's plans count.
-    found = [Variant.from_json(tree) for tree in hosts.everyone([one.to_json() for one in mine])[0]]
+    # Every host has measured the links a little differently, so all use the plans of host 0.
+    variants = [Variant.from_json(tree) for tree in hosts.everyone([one.to_json() for one in mine])[0]]
     hosts.free()
-    plans = {variant.key: variant.plan for variant in found}
+    plans = {variant.key: variant.plan for variant in variants}
     hosts.say(f"{subject.name}: {len(plans)} steps")
     steps = ready(hosts, {key: traced(subject, plan) for key, plan in plans.items()})
     for rate in links:
         hosts.limit(rate)
         hosts.say(f"{subject.name} at {rate / 1e6:.0f} Mbit/s")
-        own = {variant.name: variant for variant in found if variant.rate == rate}
-        samples = in_turn(hosts, {name: steps[variant.key] for name, variant in own.items()}, hosts.task.rounds)
+        competitors = {variant.name: variant for variant in variants if variant.rate == rate}
+        samples = in_turn(hosts, {name: steps[variant.key] for name, variant in competitors.items()}, hosts.task.rounds)
         rows += [
             {
                 "row": "step",
@@ -45,7 +45,7 @@ def run_model(hosts: Hosts[Task], subject: Subject, links: dict[float, Link]) ->
                 **variant.to_json(),
                 "samples_s": samples[name],
             }
-            for name, variant in own.items()
+            for name, variant in competitors.items()
         ]
     return [*rows, {"row": "update", "model": subject.name, "seconds": profile.update_seconds * profile.parameters}]
 

@@ -1,4 +1,4 @@
-"""What goes wrong with a lab itself; what goes wrong in its hosts is in `processes`."""
+"""Errors of a lab; those of its hosts are in `processes`."""
 
 
 class LabError(RuntimeError):

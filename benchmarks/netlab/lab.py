@@ -1,4 +1,4 @@
-"""The lab: what a user enters."""
+"""The lab, a context manager."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ Command = Callable[[int, int, str], Sequence[str]]
 
 
 def why_not() -> str | None:
-    """What keeps this machine from emulating hosts, as a sentence; None when a lab of one host has just worked."""
+    """The reason why this machine cannot emulate hosts, as a sentence; None after a lab of one host has worked."""
     if sys.platform != "linux":
         return "emulated hosts are network namespaces, which only Linux has"
     for program in ("ip", "tc"):
@@ -47,11 +47,11 @@ class Lab:
     """Emulated hosts, which exist while it is entered.
 
     Attributes:
-      bits_per_s: what a host's link carries each way, headers included; None does not limit it.
+      bits_per_s: rate of a host's link in each direction, headers included; None does not limit it.
       cpu: cores of each host, such as 0.5; None lets all of them compete for those of the machine.  A host never gets
-        more, and hardly less where other programs keep the machine busy.
-      tag: what the names of all its namespaces and control groups start with.  A temporary folder whose name starts
-        with it and a hyphen is removed with the lab.
+        more, and hardly less if other programs keep the machine busy.
+      tag: prefix of the names of all its namespaces and control groups.  A temporary folder whose name starts with the
+        tag and a hyphen is removed with the lab.
 
     While it is entered, in the main thread, SIGTERM and SIGHUP raise `Ended` where they would end this process and
     leave the hosts running.
@@ -96,14 +96,14 @@ class Lab:
         return f"{self.tag}-switch"
 
     def address(self, rank: int) -> str:
-        """Where the other hosts find it."""
+        """The address under which the other hosts reach a host."""
         return links.address(rank)
 
     def limit(self, bits_per_s: float | None) -> None:
-        """Sets the rate of every link, each way, at once; None lifts it.
+        """Sets the rate of every link in each direction; None lifts the limit.
 
-        While hosts run, let them wait for each other first: the links follow one by one, in a hundredth of a second
-        for four hosts, and what waits in a queue is lost where a limit is lifted.
+        While hosts run, let them wait for each other first: the links are set one by one, which takes a hundredth of a
+        second for four hosts, and packets in a queue are lost when a limit is lifted.
 
         Raises: InputError for a rate that no link can have; LabError where the kernel refuses.
         """
@@ -111,18 +111,18 @@ class Lab:
         links.limit(self.switch, self._names, bits_per_s)
 
     def quota(self, cpu: float | None) -> None:
-        """Sets the quota of every host at once; None gives back that of `Lab.cpu`, and `cpu` may be above it: for what
-        nobody measures, such as compiling.
+        """Sets the quota of every host; None restores that of `Lab.cpu`.  While nothing is measured, such as during
+        compilation, `cpu` may be larger.
 
-        Raises: InputError for less than the kernel's least; LabError for a lab without quotas, for one that is gone,
-        and where the kernel refuses.
+        Raises: InputError for less than the kernel's minimum; LabError for a lab without quotas, for one that is gone,
+        and if the kernel refuses.
         """
         if self.cpu is None:
             raise LabError("this lab has no quotas to set: it was made without cpu")
         cores = self.cpu if cpu is None else cpu
         quotas.check_cpu(cores)
         process = maker(self.tag)
-        # Inside a host there are no control groups to be seen, but through the process that made the lab there are.
+        # A host does not see the control groups; the process that made the lab does.
         controller = quotas.seen_by(process) if process is not None else None
         if controller is None:
             raise LabError(f"there are no quotas of {self.tag} (any more)")
@@ -130,17 +130,17 @@ class Lab:
             controller.limit(host, cores)
 
     def run(self, command: Command, *, timeout_s: float, env: Mapping[str, str] | None = None) -> list[HostResult]:
-        """Runs a command on all hosts at once, and returns what they wrote, by rank.
+        """Runs a command on all hosts at the same time, and returns their results by rank.
 
         Args:
-          command: gives the arguments of each rank.
-          timeout_s: seconds for all of them together.
-          env: variables besides this process's own (without proxies, which no host can reach).
+          command: returns the arguments of each rank.
+          timeout_s: seconds after which all hosts must have ended.
+          env: variables besides those of this process (without proxies, which no host can reach).
 
-        Whatever the hosts have started is killed before it returns.
+        All processes that the hosts have started are killed before it returns.
 
         Raises: HostError as soon as a host fails, HostTimeout if one runs too long.  A process of `jax.distributed`
-        that raises does not end: it waits for the others, minutes long, unless it leaves by `os._exit`.
+        that raises waits for the others for minutes, unless it ends by `os._exit`.
         """
         with TemporaryDirectory(prefix=f"{self.tag}-") as name:
             folder, running = Path(name), list[subprocess.Popen[bytes]]()
@@ -166,7 +166,7 @@ class Lab:
 
 @contextlib.contextmanager
 def _made(lab: Lab) -> Iterator[None]:
-    """The lab's network and groups, and nothing of them afterwards."""
+    """Makes the lab's network and groups, and removes them afterwards."""
     with OrderlyEnd():
         try:
             remove_dead()

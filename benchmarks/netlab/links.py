@@ -11,39 +11,40 @@ from jhpt.core.errors import InputError
 
 NETWORK = "10.77.0"
 MAX_HOSTS = 250
-"""One network of 24 bits."""
+"""As many as one /24 network can hold."""
 
 PORT = 5599
-"""Of the coordinator; every lab has all ports to itself."""
+"""The port of the coordinator; every lab has all ports to itself."""
 
 MTU = 9000
-"""Bytes, the jumbo frames of clusters: 66 bytes of headers are 0.7 % of a full one, against 4.4 % of one of 1500."""
+"""Bytes, the jumbo frames of clusters: 66 bytes of headers are 0.7 % of a full frame, and 4.4 % of one of 1500."""
 
 PACKET = 1 << 15
-"""Bytes that TCP hands to a link at a time, to be cut into frames; and as many of a connection wait in a link's queue.
-The rest waits in the connection, so that the few bytes with which a peer says that it is ready do not wait behind it:
-a queue is first come, first served, where network cards take turns.  With the kernel's own figures, 64 KiB and 4 MiB,
-passing 1 MiB round a ring at 500 Mbit/s took 24.8 ms instead of 17.2 (16.8 by the rate); with half of this one, an
-all-reduce at 2 Gbit/s took 38 ms instead of 28, for want of processor time."""
+"""Bytes that TCP hands to a link at a time, to be cut into frames, and bytes of a connection that may wait in a link's
+queue.  The rest waits in the connection, so that the few bytes with which a peer reports that it is ready do not wait
+behind it: a queue is first come, first served, whereas network cards alternate between connections.  With the kernel's
+defaults, 64 KiB and 4 MiB, passing 1 MiB round a ring at 500 Mbit/s took 24.8 ms instead of 17.2 (16.8 by the rate).
+With half of this size, an all-reduce at 2 Gbit/s took 38 ms instead of 28, because of processor time."""
 
 TCP = {"tcp_congestion_control": "reno", "tcp_limit_output_bytes": PACKET}
-"""Reno is in every kernel, and without losses it leaves the rate to the link.  A machine's default may look for a rate
-of its own: with BBR passing 1 MiB at 2 Gbit/s took 5.9 ms instead of 4.3."""
+"""Reno is in every kernel, and without losses it leaves the rate to the link.  A machine's default may choose a rate
+itself: with BBR, passing 1 MiB at 2 Gbit/s took 5.9 ms instead of 4.3."""
 
 BURST_S = 1e-3
-"""Seconds of sending that an idle link saves up: little of a transfer worth measuring, and more than a timer of a busy
-machine comes late, which is rate lost."""
+"""Seconds of sending that an idle link allows as a burst.  It is short beside a transfer worth measuring, and longer
+than the delay of a timer on a busy machine, which would lower the rate."""
 
 QUEUE = 1 << 26
-"""Bytes a link holds back before it drops: more than the windows of the connections to a host, so that nothing is
-lost.  Fabrics of clusters have flow control; a packet sent again after 200 ms would be all that a benchmark sees."""
+"""Bytes that a link queues before it drops packets: more than the windows of the connections to a host, so that nothing
+is lost.  Fabrics of clusters have flow control.  A single packet that is sent again after 200 ms would dominate a
+measurement."""
 
 NAMESPACES, SETTINGS = Path("/run/netns"), Path("/etc/netns")
-"""Where ip(8) keeps namespaces, and the files that replace those of /etc inside one."""
+"""Where ip(8) has namespaces, and the files that replace those of /etc inside them."""
 
 
 def address(rank: int) -> str:
-    """Where the other hosts find one."""
+    """The address under which the other hosts reach a host."""
     return f"{NETWORK}.{rank + 1}"
 
 
@@ -54,7 +55,7 @@ def check_rate(bits_per_s: float | None) -> None:
 
 
 def queue_discipline(bits_per_s: float | None) -> str:
-    """What tc(8) is to put at the sending end of a link: a token bucket, or nothing."""
+    """The queue discipline of tc(8) for the sending end of a link: a token bucket, or none."""
     if bits_per_s is None:
         return "noqueue"
     burst = max(int(bits_per_s / 8 * BURST_S), 2 * MTU)
@@ -62,19 +63,19 @@ def queue_discipline(bits_per_s: float | None) -> str:
 
 
 def make_network(switch: str, hosts: Sequence[str]) -> None:
-    """Makes the namespaces of these names, and the links between them, which nothing limits yet."""
+    """Makes the namespaces of these names, and links without a limit between them."""
     for name in (switch, *hosts):
         call("ip", "netns", "add", name)
     batch("ip", switch, ["link add switch type bridge", "link set switch up"])
     for rank, host in enumerate(hosts):
-        own = [
+        commands = [
             f"link add eth0 mtu {MTU} type veth peer name port{rank} mtu {MTU} netns {switch}",
             f"link set eth0 gso_max_size {PACKET}",
             f"address add {address(rank)}/24 dev eth0",
             "link set lo up",
             "link set eth0 up",
         ]
-        batch("ip", host, own)
+        batch("ip", host, commands)
         tune = " && ".join(f"echo {value} >/proc/sys/net/ipv4/{name}" for name, value in TCP.items())
         call(*inside(host), "sh", "-c", tune)
         # A library that binds the address of the host name, as Gloo does, would bind the machine's loopback.
@@ -85,7 +86,7 @@ def make_network(switch: str, hosts: Sequence[str]) -> None:
 
 
 def limit(switch: str, hosts: Sequence[str], bits_per_s: float | None) -> None:
-    """Sets the rate of every link, each way; None lifts it."""
+    """Sets the rate of every link in each direction; None lifts the limit."""
     queue = queue_discipline(bits_per_s)
     for host in hosts:
         batch("tc", host, [f"qdisc replace dev eth0 root {queue}"])
@@ -93,7 +94,7 @@ def limit(switch: str, hosts: Sequence[str], bits_per_s: float | None) -> None:
 
 
 def inside(namespace: str) -> list[str]:
-    """The words before a command that is to run in a namespace."""
+    """The arguments before a command that is to run in a namespace."""
     return ["ip", "netns", "exec", namespace]
 
 
@@ -105,10 +106,10 @@ def batch(program: str, namespace: str, lines: Sequence[str]) -> None:
 def call(*line: str, text: str = "") -> None:
     """Runs a program that configures the kernel.
 
-    Raises: LabError with what it said, if it fails.
+    Raises: LabError with its message, if it fails.
     """
     with unbroken():
         done = subprocess.run(line, input=text, capture_output=True, text=True)
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise LabError(f"`{' '.join([*line, *text.splitlines()])}` failed: {said}")
+        message = " ".join((done.stderr or done.stdout).split())
+        raise LabError(f"`{' '.join([*line, *text.splitlines()])}` failed: {message}")

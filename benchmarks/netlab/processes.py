@@ -1,4 +1,4 @@
-"""The commands that run in hosts: started together, waited for, and ended together."""
+"""The commands that run in hosts: starting them, waiting for them and ending them."""
 
 import os
 import signal
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 POLL_S = 0.02
-"""Seconds between two looks at the hosts."""
+"""Seconds between two polls of the hosts."""
 
 TAIL_LINES = 30
-"""Of a host's stderr, in an error."""
+"""Lines of a host's stderr in an error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostResult:
-    """What one host's command left: its exit status, negative for a signal, None if it had to be ended; its output."""
+    """The result of one host's command: its exit status, negative for a signal, None if it had to be ended; its
+    output."""
 
     rank: int
     status: int | None
@@ -26,7 +27,7 @@ class HostResult:
 
 
 class HostError(RuntimeError):
-    """A host's command failed, and the others were killed.  `results` holds what all had written by then."""
+    """A host's command failed, and the others were killed.  `results`: those of all hosts until then."""
 
     def __init__(self, message: str, results: Sequence[HostResult]) -> None:
         super().__init__(message)
@@ -38,15 +39,16 @@ class HostTimeout(HostError):
 
 
 def start(line: Sequence[str], rank: int, folder: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """One host's command, its output in files: nobody has to read pipes, and children may keep them open."""
+    """Starts one host's command.  Its output goes to files, since pipes would have to be read, and children may keep
+    them open."""
     with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
         return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, start_new_session=True)
 
 
 def environment(more: Mapping[str, str] | None) -> dict[str, str]:
-    """This process's variables and some more, without proxies, which no host can reach."""
-    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    return own | dict(more or {})
+    """This process's variables, without proxies, which no host can reach, and `more`."""
+    variables = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return variables | dict(more or {})
 
 
 def wait(running: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
@@ -60,7 +62,7 @@ def wait(running: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[i
 
 
 def kill(running: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends those that still run, and waits for them."""
+    """Ends the processes that still run, and waits for all."""
     for process in running:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -69,7 +71,7 @@ def kill(running: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def result(rank: int, status: int | None, folder: Path) -> HostResult:
-    """What `start` has been told to write to this folder."""
+    """The result of a command whose output `start` has directed to this folder."""
     out, err = ((folder / f"{rank}.{kind}").read_text(errors="replace") for kind in ("out", "err"))
     return HostResult(rank=rank, status=status, stdout=out, stderr=err)
 
@@ -86,10 +88,10 @@ def raise_failures(results: Sequence[HostResult], timeout_s: float) -> None:
 
 def _failure(result: HostResult, hosts: int) -> str:
     status = result.status or 0
-    how = (
+    end = (
         f"was ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"exited with status {status}"
     )
-    return f"host {result.rank} of {hosts} {how}{_tail(result.stderr)}"
+    return f"host {result.rank} of {hosts} {end}{_tail(result.stderr)}"
 
 
 def _delay(result: HostResult, hosts: int, timeout_s: float) -> str:

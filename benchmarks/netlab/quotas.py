@@ -1,4 +1,4 @@
-"""Cores: how many this process may use, and control groups that give each host its share."""
+"""Cores: how many this process may use, and control groups that limit those of each host."""
 
 import math
 import os
@@ -10,17 +10,17 @@ from benchmarks.netlab.errors import LabError
 from jhpt.core.errors import InputError
 
 QUOTA_PERIOD = 10_000
-"""Microseconds over which a CPU quota holds: how long a host may run ahead, or stand still at the end of its share."""
+"""Microseconds over which a CPU quota holds.  Within a period a host uses up its quota and then stands still."""
 
 MIN_QUOTA = 1_000
-"""Microseconds, the kernel's least (Documentation/scheduler/sched-bwc.rst)."""
+"""Microseconds, the kernel's minimum (Documentation/scheduler/sched-bwc.rst)."""
 
 MIN_CPU = MIN_QUOTA / QUOTA_PERIOD
-"""Cores."""
+"""The least cores of a host."""
 
 WEIGHT = {1: ("cpu.shares", 1 << 18), 2: ("cpu.weight", 10_000)}
-"""By the controller's version, the file and its largest figure: what a host has left of its quota it gets before other
-programs do.  With the usual weight, beside three busy programs, hosts got 27 % of a core where 50 % were theirs."""
+"""By the controller's version, the file and its largest value, with which a host gets its quota before other programs
+get the core.  With the usual weight, hosts with a quota of 50 % of a core got 27 % beside three busy programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class CpuController:
     def cores(self, groups: str) -> float:
         """Cores that a process may use by the text of its /proc/PID/cgroup: no group has more than those above it.
 
-        In a container the path may be the one outside, of which nothing is to be seen but the root, its own group.
+        In a container the path may be that on the host, of which only the root, the container's group, is visible.
         """
         folder = self.root / self._group(groups).lstrip("/")
         return min(self._most(group) for group in (folder, *folder.parents) if group.is_relative_to(self.root))
@@ -74,8 +74,8 @@ class CpuController:
 
 
 def cpu_controller(mounts: str, root: Path = Path("/")) -> CpuController | None:
-    """The CPU controller in the text of /proc/mounts, whose paths are those below `root`.  It belongs to one hierarchy
-    only, of version 1 or 2."""
+    """The CPU controller in the text of /proc/mounts, whose paths are below `root`.  It belongs to one hierarchy only,
+    of version 1 or 2."""
     for line in mounts.splitlines():
         _, path, kind, options, *_ = line.split()
         folder = root / path.lstrip("/")
@@ -97,13 +97,13 @@ def seen_by(process: int) -> CpuController | None:
 
 
 def cores() -> float:
-    """Cores that this process may use: those it may run on, or less by the quota of a container or service."""
+    """Cores that this process may use: those that it may run on, or fewer by the quota of a container or service."""
     controller, processors = here(), len(os.sched_getaffinity(0))
     return min(processors, controller.cores(Path("/proc/self/cgroup").read_text())) if controller else processors
 
 
 def check_cpu(cpu: float) -> None:
-    """Raises: InputError for a quota that the kernel has no figure for."""
+    """Raises: InputError for a quota that the kernel cannot express."""
     if not MIN_CPU <= cpu < math.inf:
         raise InputError(f"cpu={cpu:g}: a host needs at least {MIN_CPU:g} cores, and not infinitely many")
 

@@ -1,4 +1,4 @@
-"""What there is of a lab: all that the kernel and the file system keep under its tag, found again and removed."""
+"""The remains of a lab: finding and removing everything in the kernel and the file system under its tag."""
 
 import contextlib
 import itertools
@@ -17,11 +17,11 @@ from benchmarks.netlab.links import NAMESPACES, SETTINGS, call
 from benchmarks.netlab.quotas import here
 
 TAG = re.compile(r"jhpt-lab-(\d+)-(\d+)-\d+")
-"""With the process that made the lab, and when it started: the kernel gives a number of a process to another one later.
-No two living labs have the same."""
+"""A tag holds the number of the process that made the lab and its start time, because the kernel reuses the numbers of
+processes.  No two living labs have the same tag."""
 
 POLL_S, KILL_S = 0.02, 10.0
-"""Seconds between two tries, and that the kernel has to end a killed process."""
+"""Seconds between two tries, and seconds that the kernel has to end a killed process."""
 
 _numbers = itertools.count()
 
@@ -51,14 +51,14 @@ def started(process: int) -> int | None:
 
 
 def remove_dead() -> None:
-    """Removes the labs of processes that are gone, which had no time to do it."""
+    """Removes the labs of processes that are gone and could not remove them."""
     for tag in tags():
         if maker(tag) is None:
             remove(tag)
 
 
 def remove(tag: str) -> None:
-    """Kills what runs in a lab's hosts and removes whatever there is of it: temporary folders named by its tag, too."""
+    """Kills the processes in a lab's hosts and removes all of the lab, also temporary folders named by its tag."""
     empty(tag)
     for namespace in NAMESPACES.glob(f"{tag}-*"):
         until_gone(namespace, partial(call, "ip", "netns", "delete", namespace.name))
@@ -70,7 +70,7 @@ def remove(tag: str) -> None:
 
 
 def tags() -> set[str]:
-    """Every lab of which there is anything."""
+    """The tags of all labs of which anything exists."""
     controller = here()
     folders = [NAMESPACES, SETTINGS, Path(gettempdir()), *([controller.root] if controller else [])]
     names = [path.name for folder in folders if folder.is_dir() for path in folder.iterdir()]
@@ -84,7 +84,7 @@ def groups(tag: str) -> list[Path]:
 
 
 def until_gone(path: Path, delete: Callable[[], object]) -> None:
-    """Deletes again while it fails: the kernel takes a moment to forget a group's last process, and another process
+    """Repeats `delete` while it fails: the kernel takes a moment to forget a group's last process, and another process
     may be removing the same dead lab."""
     deadline = time.monotonic() + KILL_S
     while path.exists():
@@ -97,32 +97,32 @@ def until_gone(path: Path, delete: Callable[[], object]) -> None:
 
 
 def empty(tag: str) -> None:
-    """Kills every process of a lab until there is none: those of other sessions and of dead parents too."""
+    """Kills the processes of a lab until there are none, also those of other sessions and of dead parents."""
     deadline = time.monotonic() + KILL_S
-    while found := processes(tag):
-        for process in found:
+    while alive := processes(tag):
+        for process in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         if time.monotonic() > deadline:
-            raise LabError(f"processes {sorted(found)} of {tag} outlive SIGKILL")
+            raise LabError(f"processes {sorted(alive)} of {tag} outlive SIGKILL")
         time.sleep(POLL_S)
 
 
 def processes(tag: str) -> set[int]:
-    """Whoever is in a namespace or a control group of a lab."""
-    found = set()
+    """The processes in a namespace or a control group of a lab."""
+    inside = set()
     for group in groups(tag):
         with contextlib.suppress(OSError):  # gone by now
-            found |= set(map(int, (group / "cgroup.procs").read_text().split()))
+            inside |= set(map(int, (group / "cgroup.procs").read_text().split()))
     namespaces = {identity(path) for path in NAMESPACES.glob(f"{tag}-*")} - {None}
     for folder in Path("/proc").glob("[0-9]*") if namespaces else ():
         if identity(folder / "ns" / "net") in namespaces:
-            found.add(int(folder.name))
-    return found
+            inside.add(int(folder.name))
+    return inside
 
 
 def identity(namespace: Path) -> tuple[int, int] | None:
-    """What a file of a namespace stands for: the same for all of its files; None if there is no such file any more."""
+    """The namespace of a file, equal for all files of one namespace; None if the file is gone."""
     try:
         status = namespace.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP as exceptions: hosts run in sessions of their own, and would go on without their parent."""
+"""SIGTERM and SIGHUP as exceptions: hosts run in sessions of their own, and would survive their parent."""
 
 import contextlib
 import signal
@@ -9,8 +9,8 @@ from types import FrameType, TracebackType
 
 
 class Ended(SystemExit, KeyboardInterrupt):
-    """SIGTERM or SIGHUP came.  Like Ctrl-C it is an interruption to those who catch it, as the command line does
-    (status 130); a program that does not exits with 128 + the signal's number, as shells have it."""
+    """SIGTERM or SIGHUP came.  Code that catches Ctrl-C catches it too, as the command line does (status 130); a
+    program that does not exits with 128 + the signal's number, as in shells."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -19,37 +19,37 @@ class Ended(SystemExit, KeyboardInterrupt):
 class OrderlyEnd:
     """While it is entered, in the main thread, the first SIGTERM or SIGHUP raises `Ended`.
 
-    Only where the process would die at once: a signal that is ignored, as by nohup(1), or that somebody handles stays
-    as it is.  The first counts: timeout(1) sends two, and the second must not disturb what the first has set off.
+    A signal that is ignored, as by nohup(1), or that has a handler is left alone.  Only the first signal counts:
+    timeout(1) sends two, and the second must not disturb the clean-up that the first has started.
     """
 
     def __init__(self) -> None:
-        self._taken: list[signal.Signals] = []
+        self._handled: list[signal.Signals] = []
 
     def __enter__(self) -> "OrderlyEnd":
         if _in_main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) == signal.SIG_DFL:
-                    self._taken.append(number)
+                    self._handled.append(number)
                     signal.signal(number, _note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number in self._taken:
+        for number in self._handled:
             signal.signal(number, signal.SIG_DFL)
-        if self._taken:
+        if self._handled:
             came, _state.came = _state.came, None
-            # Python drops what is raised while it collects garbage, for example.
+            # Python drops exceptions that are raised during garbage collection, for example.
             if came and not isinstance(error, Ended):
                 raise Ended(came)
 
 
 @contextlib.contextmanager
 def unbroken() -> Iterator[None]:
-    """For what a signal must not tear apart: it raises afterwards.  A process that is being started, for example, is
-    not known yet, and would not be ended."""
+    """Delays the exception of a signal until the block is over.  A process that is being started, for example, is not
+    known yet, and would not be ended."""
     if not _in_main_thread():
         yield
         return
@@ -64,7 +64,8 @@ def unbroken() -> Iterator[None]:
 
 @dataclass
 class _State:
-    """Of the main thread: the first signal, whether it has not been raised yet, and how many `unbroken` there are."""
+    """Of the main thread.  came: the first signal.  waits: it has not been raised yet.  depth: how many `unbroken`
+    blocks are entered."""
 
     came: int | None = None
     waits: bool = False

@@ -1,6 +1,6 @@
-"""Every plan of a decision set, written down one by one.
+"""Every plan of a decision set, one by one.
 
-The decision sets are those that `jhpt.planner.search.spmd` and `jhpt.planner.search.general.search` state.
+The decision sets are those of `jhpt.planner.search.spmd` and `jhpt.planner.search.general.search`.
 """
 
 import itertools
@@ -17,10 +17,10 @@ from jhpt.planner.search.request import Request
 from jhpt.planner.search.solve import Space
 
 ChunkDraft = tuple[int, tuple[int, ...]]
-"""First layer, tensor degree of every layer."""
+"""(first layer, tensor degree of every layer)."""
 
 StageDraft = tuple[int, int, tuple[ChunkDraft, ...]]
-"""First device, devices, chunks."""
+"""(first device, number of devices, chunks)."""
 
 
 class Draft(NamedTuple):
@@ -33,11 +33,11 @@ class Draft(NamedTuple):
     stages: tuple[StageDraft, ...]
 
 
-def drafts(asked: Request, model: CostModel, space: Space) -> Iterator[Draft]:
+def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
     """All plans of a space."""
     of_space = _spmd_stages if space == "spmd" else _general_stages
-    for m, zero, recompute in itertools.product(asked.micro_batches, asked.zero, asked.recompute):
-        for schedule, stages in of_space(model, LayerStrategy(asked.batch // m, zero, recompute), m):
+    for m, zero, recompute in itertools.product(request.micro_batches, request.zero, request.recompute):
+        for schedule, stages in of_space(model, LayerStrategy(request.batch // m, zero, recompute), m):
             yield Draft(m, zero, recompute, schedule, stages)
 
 
@@ -63,7 +63,7 @@ def _spmd_stages(
 
 
 def _one_mesh(degrees: Iterable[int]) -> bool:
-    """Whether of any two degrees one divides the other."""
+    """Whether one of any two degrees divides the other."""
     return all(high % low == 0 for low, high in itertools.pairwise(sorted(degrees)))
 
 
@@ -73,7 +73,7 @@ def _spmd_row(edges: tuple[int, ...], s: int, devices: int, t: int) -> tuple[Sta
 
 
 def _balanced_edges(model: CostModel, strategy: LayerStrategy, devices: int, t: int, parts: int) -> tuple[int, ...]:
-    """The smallest largest range; of several the one whose ranges, from the first, are longest."""
+    """The cut whose largest range is smallest; of several such cuts, the one whose first ranges are longest."""
     rows = [pipelined_layer(model, 0, devices, t, strategy, layer) for layer in range(model.num_layers)]
     work = [row.forward + row.backward for row in rows]
     every = [
@@ -111,17 +111,17 @@ def _common_degrees(model: CostModel) -> list[int]:
 
 
 def _degrees(model: CostModel, first: int, stop: int, devices: int, even: int | None = None) -> list[list[int]]:
-    """What each layer may choose on so many devices; even: a micro-batch that the data degree must divide."""
+    """The tensor degrees of each layer on `devices` devices.  even: a micro-batch that the data degree must divide."""
     fit = [t for t in range(1, devices + 1) if devices % t == 0 and (even is None or even % (devices // t) == 0)]
     return [[t for t in fit if model.allowed(layer, t)] for layer in range(first, stop)]
 
 
-def count(asked: Request, model: CostModel, space: Space) -> int:
-    """How many drafts there are, without writing them down."""
-    treatments = len(asked.zero) * len(asked.recompute)
+def count(request: Request, model: CostModel, space: Space) -> int:
+    """The number of drafts, without making them."""
+    treatments = len(request.zero) * len(request.recompute)
     if space == "general":
-        return len(asked.micro_batches) * treatments * _count_general(model)
-    return sum(treatments * _count_spmd(model, asked.batch // m, m) for m in asked.micro_batches)
+        return len(request.micro_batches) * treatments * _count_general(model)
+    return sum(treatments * _count_spmd(model, request.batch // m, m) for m in request.micro_batches)
 
 
 def _count_spmd(model: CostModel, b: int, m: int) -> int:
@@ -137,27 +137,27 @@ def _count_spmd(model: CostModel, b: int, m: int) -> int:
 
 def _count_single(model: CostModel, choices: list[list[int]]) -> int:
     """Assignments of degrees to the layers of one stage, by the degrees in use and that of the first layer."""
-    ways: dict[tuple[frozenset[int], int], int] = {(frozenset(), t): 1 for t in choices[0]}
+    counts: dict[tuple[frozenset[int], int], int] = {(frozenset(), t): 1 for t in choices[0]}
     for layer, degrees in enumerate(choices):
         grown: dict[tuple[frozenset[int], int], int] = defaultdict(int)
-        for ((used, first), count), t in itertools.product(ways.items(), degrees):
+        for ((used, first), count), t in itertools.product(counts.items(), degrees):
             bound_to_first = layer in (0, model.tied_layer)
             if _one_mesh(used | {t}) and not (bound_to_first and t != first):
                 grown[used | {t}, first] += count
-        ways = grown
-    return sum(ways.values())
+        counts = grown
+    return sum(counts.values())
 
 
 def _count_general(model: CostModel) -> int:
-    """ways[i, o]: rows of stages for layers i.. on devices o..; two schedules for all but single stages."""
+    """counts[i, o]: rows of stages for layers i.. on devices o..; two schedules for all but single stages."""
     n, k = model.num_layers, model.cluster.num_devices
-    each = {devices: [len(found) for found in _degrees(model, 0, n, devices)] for devices in range(1, k + 1)}
-    ways = {(n, o): 1 for o in range(k + 1)}
+    each = {devices: [len(degrees) for degrees in _degrees(model, 0, n, devices)] for devices in range(1, k + 1)}
+    counts = {(n, o): 1 for o in range(k + 1)}
     for o in range(k, -1, -1):
         for i in range(n):
-            ways[i, o] = sum(
-                math.prod(each[devices][i:stop]) * ways[stop, o + devices]
+            counts[i, o] = sum(
+                math.prod(each[devices][i:stop]) * counts[stop, o + devices]
                 for stop in range(i + 1, n + 1)
                 for devices in range(1, k - o + 1)
             )
-    return 2 * ways[0, 0] - sum(math.prod(each[devices]) for devices in range(1, k + 1))
+    return 2 * counts[0, 0] - sum(math.prod(each[devices]) for devices in range(1, k + 1))

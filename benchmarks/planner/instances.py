@@ -14,13 +14,14 @@ from jhpt.planner.search.request import Request, request
 from jhpt.planner.search.solve import Space
 
 DEGREES = (1, 2, 4, 6)
-"""What a layer's largest tensor degree may be."""
+"""The possible largest tensor degrees of a layer."""
 
 WIDTHS: tuple[tuple[tuple[int, ...], bool], ...] = ((DEGREES, False), (DEGREES, True), ((1, 2), True), ((1,), True))
-"""Degrees, and whether micro-batches, ZeRO and recomputation are decided: fewer plans from one to the next."""
+"""(degrees, whether there is one choice of micro-batches, ZeRO and recomputation); each entry has fewer plans than the
+one before."""
 
 ATTEMPTS = 8
-"""Draws before the next of them is tried."""
+"""Draws with one entry of `WIDTHS` before the next is tried."""
 
 
 TIED_ELSEWHERE = 0.2
@@ -29,7 +30,7 @@ TIED_ELSEWHERE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """One planning problem and how many plans it has."""
+    """One planning problem.  plans: how many it has."""
 
     space: Space
     asked: Request
@@ -40,16 +41,16 @@ class Instance:
 def random_instance(
     rng: np.random.Generator, space: Space, *, layers: int, devices: int, plans: int, mixed: bool = False
 ) -> Instance:
-    """A problem of so many layers, on so many devices, with at most `plans` plans."""
+    """A problem of `layers` layers, on `devices` devices, with at most `plans` plans."""
     for degrees, single in WIDTHS:
         for _ in range(ATTEMPTS):
             profile = random_profile(rng, layers, min_layers=layers, degrees=degrees)
             if rng.random() < TIED_ELSEWHERE:
                 profile = _tied_anywhere(rng, profile)
             model = CostModel(profile, random_cluster(rng, devices, min_devices=devices, mixed=mixed))
-            asked = random_request(rng, single=single)
-            if (found := count(asked, model, space)) <= plans:
-                return Instance(space=space, asked=asked, model=model, plans=found)
+            drawn = random_request(rng, single=single)
+            if (number := count(drawn, model, space)) <= plans:
+                return Instance(space=space, asked=drawn, model=model, plans=number)
     raise ValueError(f"{layers} layers on {devices} devices always have more than {plans} plans of space {space}")
 
 
@@ -63,7 +64,7 @@ def _tied_anywhere(rng: np.random.Generator, profile: ModelProfile) -> ModelProf
 
 
 def random_request(rng: np.random.Generator, *, single: bool = False) -> Request:
-    """A batch, and which of its divisors, ZeRO levels and recomputation are open; `single`: one of each."""
+    """A batch, and the micro-batches, ZeRO levels and recomputation to choose from.  single: one of each."""
     batch = int(rng.choice([1, 2, 3, 4, 6, 8, 12]))
     levels: tuple[Zero, ...] = (0, 1, 3)
     zero, recompute = _some(rng, levels, single), _some(rng, (False, True), single)
@@ -77,7 +78,7 @@ def _some(rng: np.random.Generator, values: tuple, single: bool) -> tuple:
 
 
 def random_cluster(rng: np.random.Generator, max_devices: int, *, min_devices: int = 1, mixed: bool = False) -> Cluster:
-    """Up to `max_devices` in nodes of equal size; cheap or dear links, roomy or tight memory."""
+    """Up to `max_devices` in nodes of equal size, with fast or slow links and much or little memory."""
     sizes = [
         (g, n)
         for g in range(1, max_devices + 1)

@@ -1,6 +1,6 @@
-"""What one layer costs a plan, derived anew for the oracle.
+"""The cost of one layer in a plan, derived independently for the oracle.
 
-Seconds and bytes come from those of the plain layer and from collectives.
+Seconds and bytes follow from those of the plain layer and from collectives.
 """
 
 from dataclasses import replace
@@ -13,8 +13,12 @@ from jhpt.planner.cost.model import CostModel
 
 
 class LayerCost(NamedTuple):
-    """Seconds of a micro-batch in each pass, with their communication; of gradients beside the last backward; of all
-    that is done once after it; bytes: for good, by micro-batch in flight, while it runs."""
+    """Seconds and bytes of a layer.
+
+    forward, backward: seconds of a micro-batch, with its communication.  gradients: seconds of their communication
+    beside the last backward pass.  once: seconds of everything that follows it.
+    state: bytes throughout the step.  saved: bytes of each micro-batch in flight.  working: bytes while it runs.
+    """
 
     forward: float
     backward: float
@@ -38,7 +42,10 @@ def separate_layer(
 def single_stage_layer(
     model: CostModel, device: int, devices: int, t: int, strategy: LayerStrategy, layer: int, *, late: bool = False
 ) -> LayerCost:
-    """A layer in a program of a single stage.  late: parameters travel before and after the passes, not beside them."""
+    """A layer in a program of a single stage.
+
+    late: parameters and gradients are communicated before and after the passes, not beside them.
+    """
     place, kind, data = model.places.at(device, devices), model.kinds[model.index[layer]], devices // t
     piped, late = late, late or not model.cluster.overlap
     end = layer in (0, model.num_layers - 1)
@@ -55,14 +62,14 @@ def single_stage_layer(
         saved = float(model.boundary[layer - 1]) * local
     if kind.tensors:
         working = local * work_bytes(kind, t, 1, causal=model.profile.causal)
-    # Its gradient, and that of the layer before on its way to the other ranks; ZeRO-3: its weights as they are read, of
-    # which half are gone when that comes, and where they come from others the next ones.
-    given = not end and not late and data > 1
-    working += size + (size if given else 0)
+    # The layer's gradient, and the gradient of the layer before while it is reduced.  With ZeRO-3 also the gathered
+    # weights, half of which are freed by then, and on several ranks those of the next layer.
+    sent = not end and not late and data > 1
+    working += size + (size if sent else 0)
     if zero == 3:
         working += size / 2 + (size if data > 1 else 0)
     if zero == 3 and data == 1:
-        # Nothing comes from others, but nobody rounded the weights before.
+        # Nothing is gathered, but the weights have not been rounded before.
         rounded = 0.0 if model.profile.used_as_stored else _rounded(model, kind.parameters / t, place.slowdown)
         forward, backward = forward + rounded, backward + rounded
     elif zero == 3:
@@ -73,14 +80,14 @@ def single_stage_layer(
         else:
             forward, backward = max(forward, gather), max(backward, gather + scatter)
     once = _updated(model, kind.parameters / t, zero, data, place.slowdown) + gathered
-    state = kind.parameters / t * stored_bytes(model, strategy, data, given=given, slot=piped, end=end and not piped)
+    state = kind.parameters / t * stored_bytes(model, strategy, data, sent=sent, slot=piped, end=end and not piped)
     if layer == model.num_layers - 1:
-        # Beside what it keeps its gradient, in the compute dtype; with one stage, before all other gradients come.
+        # Beside its saved activations the gradient, in the compute dtype; on one stage, before all other gradients.
         at_work = saved + local * kind.activation_bytes / t * model.profile.bytes_per_weight / 4
         if piped:  # its gradient is the slot's
             working = at_work
         else:
-            coming = _coming(model, strategy, t, data, given=data > 1 and not late)
+            coming = _coming(model, strategy, t, data, sent=data > 1 and not late)
             working, saved = max(working, at_work - coming), 0.0
     if late:
         return LayerCost(forward, backward, 0.0, once + gradients, state, saved, working)
@@ -90,7 +97,8 @@ def single_stage_layer(
 def pipelined_layer(
     model: CostModel, device: int, devices: int, t: int, strategy: LayerStrategy, layer: int
 ) -> LayerCost:
-    """A layer in one program of several stages; of embedding and head only the passes, as every stage has the rest."""
+    """A layer in one program of several stages.  Embedding and head have only their passes here: every stage has the
+    rest."""
     row = single_stage_layer(model, device, devices, t, strategy, layer, late=True)
     if layer not in (0, model.num_layers - 1):
         return row
@@ -100,7 +108,11 @@ def pipelined_layer(
 
 
 class EmbeddingAndHeadCost(NamedTuple):
-    """Embedding and head on a stage of a pipeline: seconds on every stage and on those that use them, and bytes."""
+    """Embedding and head on a stage of a pipeline.
+
+    once: seconds on every stage.  used: further seconds on the stages that use them.  state, saved: bytes on every
+    stage.
+    """
 
     once: float
     used: float
@@ -111,19 +123,19 @@ class EmbeddingAndHeadCost(NamedTuple):
 def embedding_and_head_cost(
     model: CostModel, device: int, devices: int, t: int, strategy: LayerStrategy
 ) -> EmbeddingAndHeadCost:
-    """What every stage of a pipeline holds for the embedding and the head, and what their gradients cost."""
+    """The cost of embedding and head on a stage of a pipeline."""
     place, data = model.places.at(device, devices), devices // t
     first, last = (model.kinds[model.index[layer]] for layer in (0, -1))
     parameters = max(first.parameters, last.parameters + last.tied_parameters) / t
     size, group = parameters * model.profile.bytes_per_weight, place.data_group(t)
     zero = 1 if strategy.zero and data > 1 else 0
-    # Between two devices alone: what ZeRO-3 leaves of it.
+    # ZeRO-3 leaves only the exchange of a tied parameter between two devices.
     plain = model.layer_costs(place, t, LayerStrategy(strategy.micro_batch, 3, False))
     return EmbeddingAndHeadCost(
         once=_updated(model, parameters, zero, data, place.slowdown) + (all_gather(group, size) if zero else 0.0),
         used=(reduce_scatter(group, size) if zero else all_reduce(group, size)) + float(plain.tied[-1]),
         state=parameters
-        * stored_bytes(model, replace(strategy, zero=min(strategy.zero, 1)), data, given=False, slot=True),
+        * stored_bytes(model, replace(strategy, zero=min(strategy.zero, 1)), data, sent=False, slot=True),
         saved=-(-strategy.micro_batch // data) * max(map(float, model.boundary[:-1])),
     )
 
@@ -133,56 +145,60 @@ def _updated(model: CostModel, parameters: float, zero: int, data: int, slowdown
 
 
 def _rounded(model: CostModel, parameters: float, slowdown: float) -> float:
-    """Seconds to read weights of one of both widths and to write them in the other: 4 bytes and 2."""
+    """Seconds to read weights of 4 bytes and to write them in 2."""
     return parameters * (4 + 2) / model.cluster.nodes[0].device.memory_bandwidth * slowdown
 
 
 def stored_bytes(
-    model: CostModel, how: LayerStrategy, data: int, *, given: bool, slot: bool, end: bool = False
+    model: CostModel, strategy: LayerStrategy, data: int, *, sent: bool, slot: bool, end: bool = False
 ) -> float:
     """Bytes of a parameter's weight, gradient and optimizer's state in one SPMD program, which stores them in float32.
 
-    given: gradients go to their rank layer by layer.  slot: in a pipeline.  end: embedding or head of a single stage.
+    sent: gradients are reduced layer by layer.  slot: in a pipeline.  end: embedding or head of a single stage.
     """
     width = model.profile.bytes_per_weight
-    zero = min(how.zero, 1) if end else how.zero
+    zero = min(strategy.zero, 1) if end else strategy.zero
     share = model.profile.state_bytes - 2 * width + (4 if width == 4 else 0)
-    # With one or two micro-batches the embedding and head have freed theirs when all other gradients are there.
-    gone = end and (how.two_micro_batches or not how.several_micro_batches)
+    # With one or two micro-batches, embedding and head have freed their copies when all other gradients are there.
+    gone = end and (strategy.two_micro_batches or not strategy.several_micro_batches)
     used = 0.0 if gone else _copied(model, zero, data)
-    return used + share / (data if zero else 1) + _gradient(model, how, data, given=given, slot=slot, end=end)
+    return used + share / (data if zero else 1) + _gradient(model, strategy, data, sent=sent, slot=slot, end=end)
 
 
 def _copied(model: CostModel, zero: int, data: int) -> float:
-    """Bytes of a weight to compute with: over one rank ZeRO-1 is as none, ZeRO-3 has it of no layer but one at work."""
+    """Bytes of a weight's copy in the compute dtype.  ZeRO-1 over one rank is like none; with ZeRO-3 only the layer
+    that is computed has a copy."""
     width = model.profile.bytes_per_weight
     return width if zero < 3 and (width != 4 or (zero == 1 and data > 1)) else 0.0
 
 
-def _gradient(model: CostModel, how: LayerStrategy, data: int, *, given: bool, slot: bool, end: bool) -> float:
-    """Of several micro-batches added up in float32, of one as it was computed, but in float32 too without ZeRO, as
-    ZeRO-1 over one rank is; ZeRO-3 over one rank is not."""
+def _gradient(model: CostModel, strategy: LayerStrategy, data: int, *, sent: bool, slot: bool, end: bool) -> float:
+    """Bytes of a gradient.  Several micro-batches are added up in float32.  One micro-batch has the compute dtype, but
+    float32 without ZeRO and with ZeRO-1 over one rank (not with ZeRO-3 over one rank)."""
     width = model.profile.bytes_per_weight
     if end:
-        return 4 + width if how.several_micro_batches else width
-    if how.zero == 3:
-        return (4 if how.several_micro_batches or slot else width) / data
-    if how.zero == 0 or data == 1:
+        return 4 + width if strategy.several_micro_batches else width
+    if strategy.zero == 3:
+        return (4 if strategy.several_micro_batches or slot else width) / data
+    if strategy.zero == 0 or data == 1:
         return 4.0
-    return (4 if how.several_micro_batches else 0.0 if given else width) + (width / data if given else 0.0)
+    return (4 if strategy.several_micro_batches else 0.0 if sent else width) + (width / data if sent else 0.0)
 
 
-def _coming(model: CostModel, how: LayerStrategy, t: int, data: int, *, given: bool) -> float:
-    """Bytes that are not there while the last layer runs: of one micro-batch gradients, of two what widening the first
-    one's takes.  Of an end this micro-batch's gradient; in its place there is the copy that is gone later."""
-    width, embedding_and_head, found = model.profile.bytes_per_weight, (0, model.num_layers - 1), 0.0
-    few = how.two_micro_batches or not how.several_micro_batches
+def _coming(model: CostModel, strategy: LayerStrategy, t: int, data: int, *, sent: bool) -> float:
+    """Bytes that are allocated only after the last layer has run.
+
+    With one micro-batch these are gradients, with two the bytes by which those of the first are widened.  Embedding and
+    head have the gradient of this micro-batch instead, less the copy in the compute dtype that is freed later.
+    """
+    width, embedding_and_head, total = model.profile.bytes_per_weight, (0, model.num_layers - 1), 0.0
+    few = strategy.two_micro_batches or not strategy.several_micro_batches
     for layer, index in enumerate(model.index):
         if layer in embedding_and_head:
-            one = width - (_copied(model, min(how.zero, 1), data) if few else 0.0)
-        elif how.several_micro_batches:
-            one = (4 - width) / (data if how.zero == 3 else 1) if how.two_micro_batches else 0.0
+            one = width - (_copied(model, min(strategy.zero, 1), data) if few else 0.0)
+        elif strategy.several_micro_batches:
+            one = (4 - width) / (data if strategy.zero == 3 else 1) if strategy.two_micro_batches else 0.0
         else:
-            one = _gradient(model, how, data, given=given, slot=False, end=False)
-        found += model.kinds[index].parameters / t * one
-    return found
+            one = _gradient(model, strategy, data, sent=sent, slot=False, end=False)
+        total += model.kinds[index].parameters / t * one
+    return total

@@ -1,4 +1,4 @@
-"""Small random problems: the search against every plan of the decision set."""
+"""Small random problems: the search compared with every plan of the decision set."""
 
 import math
 import time
@@ -15,10 +15,10 @@ from jhpt.planner.search.solve import Space
 from jhpt.planner.search.spaces import search
 
 AGREE = 1e-9
-"""Relative; the search and the oracle add the same numbers in different orders."""
+"""Relative tolerance: the search and the oracle add the same numbers in different orders."""
 
 SHOWN = 5
-"""Mismatches that are printed; the file has all."""
+"""Mismatches that are printed, at most; the file has all."""
 
 
 def _finite(seconds: float) -> float | None:
@@ -45,7 +45,7 @@ class OracleRow:
 
 
 def brute_force(settings: Settings) -> tuple[list[OracleRow], dict[str, Claim]]:
-    """Searches and enumerates random problems, and prints where both disagree."""
+    """Searches and enumerates random problems, and prints where the two disagree."""
     tasks = [(settings, index) for index in range(settings.instances)]
     rows = in_parallel(compare, tasks, settings.workers)
     lines = []
@@ -77,7 +77,7 @@ def brute_force(settings: Settings) -> tuple[list[OracleRow], dict[str, Claim]]:
 
 
 def compare(task: tuple[Settings, int]) -> OracleRow:
-    """One problem, drawn from its number alone, searched and enumerated."""
+    """One problem, which depends on its number alone, searched and enumerated."""
     settings, index = task
     rng = np.random.default_rng([settings.seed, index])
     space: Space = "general" if index % 2 else "spmd"
@@ -85,19 +85,19 @@ def compare(task: tuple[Settings, int]) -> OracleRow:
     layers = int(rng.integers(settings.layers[0], settings.layers[1] + 1))
     devices = int(rng.integers(settings.devices[0], settings.devices[1] + 1))
     instance = random_instance(rng, space, layers=layers, devices=devices, plans=settings.plans, mixed=mixed)
-    asked, model = instance.asked, instance.model
+    request, model = instance.asked, instance.model
     start = time.perf_counter()
-    truth = optimum(asked, model, space)
+    truth = optimum(request, model, space)
     middle = time.perf_counter()
-    found = search(asked, model, space)
+    answer = search(request, model, space)
     end = time.perf_counter()
     if truth.draft is None:
-        agrees = found.plan is None
+        agrees = answer.plan is None
     else:
-        estimate = price(plan_of(truth.draft, asked, model, space), model)
-        times = (found.seconds, estimate.seconds)
+        estimate = price(plan_of(truth.draft, request, model, space), model)
+        times = (answer.seconds, estimate.seconds)
         agrees = estimate.fits and all(abs(seconds - truth.seconds) <= AGREE * truth.seconds for seconds in times)
-        agrees = bool(agrees and found.lower_bound <= truth.seconds * (1 + AGREE))
+        agrees = bool(agrees and answer.lower_bound <= truth.seconds * (1 + AGREE))
     return OracleRow(
         instance=index,
         space=space,
@@ -106,8 +106,8 @@ def compare(task: tuple[Settings, int]) -> OracleRow:
         devices=devices,
         plans=truth.plans,
         optimum=_finite(truth.seconds),
-        found=_finite(found.seconds),
-        lower_bound=_finite(found.lower_bound),
+        found=_finite(answer.seconds),
+        lower_bound=_finite(answer.lower_bound),
         agrees=agrees,
         oracle_s=middle - start,
         search_s=end - middle,

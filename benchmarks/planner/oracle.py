@@ -1,7 +1,7 @@
-"""The fastest of all plans of a decision set, found without any of the planner's shortcuts.
+"""The fastest of all plans of a decision set, without any of the planner's shortcuts.
 
 A stage is summed up layer by layer, once for all plans that have it; whole plans are timed by the schedule, many at a
-time.  Tests show that the seconds are what `jhpt.planner.cost.estimate.price` says of each plan.
+time.  Tests show that the seconds equal those of `jhpt.planner.cost.estimate.price` for each plan.
 """
 
 import itertools
@@ -34,20 +34,20 @@ from jhpt.planner.search.solve import Space
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
-    """Seconds of the fastest plan that fits (inf: none does), the plan, and how many there were."""
+    """Seconds of the fastest plan that fits (inf: none does), the plan, and the number of plans."""
 
     seconds: float
     draft: Draft | None
     plans: int
 
 
-def optimum(asked: Request, model: CostModel, space: Space) -> Optimum:
+def optimum(request: Request, model: CostModel, space: Space) -> Optimum:
     """The fastest of all plans of a space."""
     groups: dict[tuple[object, ...], list[Draft]] = defaultdict(list)
     plans = 0
-    for plans, draft in enumerate(drafts(asked, model, space), 1):  # noqa: B007
+    for plans, draft in enumerate(drafts(request, model, space), 1):  # noqa: B007
         groups[*draft[:4], len(draft.stages), len(draft.stages[0][2])].append(draft)
-    pricer = _Pricer(asked, model, space)
+    pricer = _Pricer(request, model, space)
     least, chosen = math.inf, None
     for group in groups.values():
         seconds = pricer.seconds(group)
@@ -58,7 +58,7 @@ def optimum(asked: Request, model: CostModel, space: Space) -> Optimum:
 
 
 def best(plans: Iterable[Plan], model: CostModel) -> tuple[float, Plan | None, int]:
-    """(seconds, plan, how many were priced) of the fastest that fits, each priced by itself."""
+    """(seconds of the fastest plan that fits, the plan, number of plans), each plan priced by itself."""
     least, chosen, priced = math.inf, None, 0
     for plan in plans:
         priced += 1
@@ -68,23 +68,23 @@ def best(plans: Iterable[Plan], model: CostModel) -> tuple[float, Plan | None, i
     return least, chosen, priced
 
 
-def spmd_plans(asked: Request, model: CostModel) -> Iterator[Plan]:
+def spmd_plans(request: Request, model: CostModel) -> Iterator[Plan]:
     """All plans of space="spmd"."""
-    return (plan_of(draft, asked, model, "spmd") for draft in drafts(asked, model, "spmd"))
+    return (plan_of(draft, request, model, "spmd") for draft in drafts(request, model, "spmd"))
 
 
-def general_plans(asked: Request, model: CostModel) -> Iterator[Plan]:
+def general_plans(request: Request, model: CostModel) -> Iterator[Plan]:
     """All plans of space="general"."""
-    return (plan_of(draft, asked, model, "general") for draft in drafts(asked, model, "general"))
+    return (plan_of(draft, request, model, "general") for draft in drafts(request, model, "general"))
 
 
-def plan_of(draft: Draft, asked: Request, model: CostModel, space: Space) -> Plan:
-    """The plan that a draft means."""
+def plan_of(draft: Draft, request: Request, model: CostModel, space: Space) -> Plan:
+    """The plan of a draft."""
     return Plan(
         model=model.profile.name,
         cluster=model.cluster.name,
         space=space,
-        batch=asked.batch,
+        batch=request.batch,
         micro_batches=draft.micro_batches,
         schedule=draft.schedule,
         zero=draft.zero,
@@ -101,7 +101,7 @@ def plan_of(draft: Draft, asked: Request, model: CostModel, space: Space) -> Pla
 
 
 class _Sum(NamedTuple):
-    """One stage: seconds by chunk, seconds at the end, bytes.  bytes: all but the activations of micro-batches."""
+    """One stage: seconds by chunk, seconds at the end, bytes.  bytes: all except the activations of micro-batches."""
 
     forward: list[float]
     backward: list[float]
@@ -113,10 +113,10 @@ class _Sum(NamedTuple):
 
 
 class _Pricer:
-    """Seconds of drafts; every distinct stage and transfer is summed up once."""
+    """Prices drafts; every distinct stage and transfer is summed up once."""
 
-    def __init__(self, asked: Request, model: CostModel, space: Space) -> None:
-        self.asked, self.model, self.space = asked, model, space
+    def __init__(self, request: Request, model: CostModel, space: Space) -> None:
+        self.request, self.model, self.space = request, model, space
         self._tables: dict[tuple[object, ...], LayerCost] = {}
         self._sums: dict[tuple[object, ...], _Sum] = {}
         self._cuts: dict[tuple[object, ...], float] = {}
@@ -126,7 +126,7 @@ class _Pricer:
         draft = group[0]
         m, s, v = draft.micro_batches, len(draft.stages), len(draft.stages[0][2])
         strategy = LayerStrategy(
-            self.asked.batch // m,
+            self.request.batch // m,
             draft.zero,
             draft.recompute,
             several_micro_batches=m > 1,
@@ -200,7 +200,8 @@ class _Pricer:
         return _Sum(forward, backward, sync, update, fixed, activations, place.memory)
 
     def _tied(self, stage: StageDraft, strategy: LayerStrategy) -> tuple[float, float]:
-        """(seconds, bytes) of a parameter that the first layer shares with a layer of another stage, no end in spmd."""
+        """(seconds, bytes) of a parameter that the first layer shares with a layer of another stage; in spmd zeros for
+        the head."""
         device, devices, chunks = stage
         tied = self.model.tied_layer
         degree = {layer: t for first, degrees in chunks for layer, t in enumerate(degrees, first)}
@@ -213,7 +214,7 @@ class _Pricer:
         copy = float(costs.tied_bytes[tied])
         if self.space == "spmd":
             parameters = self.model.kinds[self.model.index[tied]].tied_parameters / t
-            copy = parameters * stored_bytes(self.model, strategy, devices // t, given=False, slot=True)
+            copy = parameters * stored_bytes(self.model, strategy, devices // t, sent=False, slot=True)
         return float(costs.tied[tied]), copy if tied in degree else 0.0
 
     def _row_cuts(self, stages: tuple[StageDraft, ...], strategy: LayerStrategy) -> list[float]:
@@ -224,7 +225,7 @@ class _Pricer:
     def _cut(
         self, stages: tuple[StageDraft, ...], at: tuple[int, int], to: tuple[int, int], strategy: LayerStrategy
     ) -> float:
-        """From chunk and stage `at` to chunk and stage `to`."""
+        """Seconds of the transfer from (chunk, stage) `at` to (chunk, stage) `to`."""
         sender, receiver = stages[at[1]], stages[to[1]]
         (_, degrees), (start, their_degrees) = sender[2][at[0]], receiver[2][to[0]]
         sides = (

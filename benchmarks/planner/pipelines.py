@@ -1,4 +1,4 @@
-"""Random pipelines: the closed loop of `schedule.step_seconds` against events played one by one."""
+"""Random pipelines: the closed form of `schedule.step_seconds` compared with the simulation of single events."""
 
 import itertools
 import statistics
@@ -15,7 +15,7 @@ from jhpt.planner.report.simulation import simulate
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorRow:
-    """One random pipeline; error: relative."""
+    """One random pipeline.  error: relative."""
 
     part: str = "simulator"
     schedule: Schedule
@@ -29,7 +29,7 @@ class SimulatorRow:
 
 
 def simulator(settings: Settings) -> tuple[list[SimulatorRow], dict[str, Claim]]:
-    """Times random pipelines in both ways, and prints the errors."""
+    """Times random pipelines both ways, and prints the errors."""
     tasks = [(settings, index) for index in range(settings.pipelines)]
     rows = in_parallel(play, tasks, settings.workers)
     lines = []
@@ -50,7 +50,8 @@ def simulator(settings: Settings) -> tuple[list[SimulatorRow], dict[str, Claim]]
 
 
 def play(task: tuple[Settings, int]) -> SimulatorRow:
-    """One pipeline, drawn from its number alone: stage times within a factor of 4, backward 0.3 to 3 x forward."""
+    """One pipeline, which depends on its number alone: stage times within a factor of 4, backward 0.3 to 3 x
+    forward."""
     settings, index = task
     rng = np.random.default_rng([settings.seed, index])
     schedule: Schedule = ("gpipe", "1f1b", "interleaved")[index % 3]

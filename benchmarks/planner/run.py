@@ -1,9 +1,9 @@
-"""`jhpt bench planner`: whether plans are the best there are, how long finding them takes, and what they are worth.
+"""`jhpt bench planner`: whether plans are optimal, how long planning takes, and how much plans gain over baselines.
 
-    brute force   small random problems: the search against every plan of the decision set
-    simulator     random pipelines: the closed loop of `schedule.step_seconds` against events played one by one
+    brute force   small random problems: the search compared with every plan of the decision set
+    simulator     random pipelines: the closed form of `schedule.step_seconds` compared with simulated events
     speed         seconds to plan large models on large clusters, and how they grow
-    worth         known networks on usual clusters: the plan against what one would run without a planner
+    worth         known networks on usual clusters: the plan compared with the usual layouts
 
 Nothing runs on a device: the last table compares predicted seconds with predicted seconds.
 """
@@ -33,7 +33,7 @@ def run(*, quick: bool, json_path: str | None) -> int:
 
 
 def measure(settings: Settings) -> tuple[list[Any], dict[str, Claim]]:
-    """All four parts, printed as they come."""
+    """Runs all four parts and prints each when it is done."""
     rows: list[Any] = []
     claims: dict[str, Claim] = {}
     for part in (brute_force, simulator, speed, worth):

@@ -1,4 +1,4 @@
-"""How much `jhpt bench planner` measures, and what its parts share."""
+"""The settings of `jhpt bench planner`, and functions that its parts share."""
 
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
@@ -56,8 +56,8 @@ GROWTH = {
 }
 """Sizes that double; the exponent of growth is log2 of the ratio of the last two times.
 
-The layers are narrow enough for the deepest model to fit without recomputation: else the largest problem would be of
-another kind than the smaller ones (as wide as gpt-13b, 256 layers on 32 devices have to be recomputed).
+The layers are narrow enough for the deepest model to fit without recomputation.  Otherwise the largest problem would
+differ in kind from the smaller ones (as wide as gpt-13b, 256 layers on 32 devices have to be recomputed).
 """
 
 
@@ -92,7 +92,7 @@ QUICK = Settings(
 
 
 def in_parallel(function: Callable[[T], R], tasks: Sequence[T], workers: int) -> list[R]:
-    """Results in the order of the tasks, of so many processes; 1: of this one."""
+    """Results in the order of the tasks, from `workers` processes; 1: from this process."""
     if workers == 1:
         return [function(task) for task in tasks]
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -100,6 +100,6 @@ def in_parallel(function: Callable[[T], R], tasks: Sequence[T], workers: int) ->
 
 
 def planned_seconds(answer: Answer) -> tuple[float, float]:
-    """Seconds and lower bound of a plan that was searched for."""
+    """(seconds, lower bound) of the plan of an answer."""
     assert answer.plan.seconds is not None and answer.plan.lower_bound is not None
     return answer.plan.seconds, answer.plan.lower_bound

@@ -17,7 +17,7 @@ from jhpt.planner.search.solve import Space, solve
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedRow:
-    """One planning problem: wall-clock and processor seconds of every repeat, and what was found."""
+    """One planning problem: wall-clock and processor seconds of every repeat, and the plan's seconds."""
 
     part: str = "speed"
     space: Space

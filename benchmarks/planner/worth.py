@@ -1,4 +1,4 @@
-"""Known models on usual clusters: the plan against what one would run without a planner."""
+"""Known models on usual clusters: the plan compared with the layouts that are usual without a planner."""
 
 import itertools
 import time
@@ -23,7 +23,7 @@ from jhpt.planner.search.solve import Space, solve
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A baseline beside the plan: its seconds over the plan's."""
+    """A baseline.  ratio: its seconds / the plan's."""
 
     seconds: float | None
     ratio: float | None
@@ -32,7 +32,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class WorthRow:
-    """One model on one cluster.  reason: why nothing fits, else empty."""
+    """One model on one cluster.  reason: why nothing fits; empty if there is a plan."""
 
     part: str = "worth"
     model: str
@@ -49,7 +49,7 @@ class WorthRow:
 
     @property
     def best(self) -> float | None:
-        """The fastest baseline's seconds over the plan's."""
+        """Seconds of the fastest baseline / the plan's."""
         return min(
             (alternative.ratio for alternative in self.others.values() if alternative.ratio is not None), default=None
         )
@@ -62,11 +62,11 @@ SHORT = {
     "1f1b, equal layers": "1f1b",
     "best 3-D grid": "3-D",
 }
-"""Baselines as the table's columns name them."""
+"""Names of the baselines in the table's columns."""
 
 
 def worth(settings: Settings) -> tuple[list[WorthRow], dict[str, Claim]]:
-    """Plans known models for usual clusters, and prints the plans beside the baselines."""
+    """Plans known models for usual clusters, and prints the plans with their baselines."""
     tasks = list(itertools.product(settings.models, settings.clusters, settings.spaces))
     rows = in_parallel(weigh, tasks, settings.workers)
     lines = [
@@ -114,12 +114,12 @@ def weigh(task: tuple[str, str, Space]) -> WorthRow:
     """One model on one cluster, planned and compared."""
     name, place, space = task
     cluster, batch = cluster_named(place), BATCHES[name]
-    profile, asked = _profile(name, cluster.nodes[0].device), request(batch)
+    profile, wanted = _profile(name, cluster.nodes[0].device), request(batch)
     start = time.perf_counter()
     seconds = bound = gap = None
     plan = reason = ""
     try:
-        answer = solve(profile, cluster, asked, space)
+        answer = solve(profile, cluster, wanted, space)
         seconds, bound = planned_seconds(answer)
         gap, plan = answer.gap, _described(answer.plan)
     except InputError as error:
@@ -131,7 +131,7 @@ def weigh(task: tuple[str, str, Space]) -> WorthRow:
             ratio=alternative.seconds / seconds if alternative.seconds and seconds else None,
             reason=alternative.reason,
         )
-        for alternative in baselines(asked, CostModel(profile, cluster), space)
+        for alternative in baselines(wanted, CostModel(profile, cluster), space)
     }
     return WorthRow(
         model=name,

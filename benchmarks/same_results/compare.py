@@ -1,9 +1,9 @@
-"""Compares two recordings of `record.py`: lists every difference, and exits with 1 where there is one.
+"""Compares two recordings of `record.py`: lists every difference, and exits with 1 if there is one.
 
     python benchmarks/same_results/compare.py OLD_FOLDER NEW_FOLDER
 
-Runs that the new recording resumed from the old one are held against the old one's uninterrupted runs.  Paths that end
-in # are the numbers of a text for people; --ignore-text leaves them out where only texts were rewritten.
+Runs that the new recording resumed from the old one are compared with the old one's uninterrupted runs.  Paths that end
+in # are the numbers of a text for people; --ignore-text leaves them out, for changes that only rewrote texts.
 """
 
 import argparse
@@ -24,7 +24,7 @@ MISSING = "nothing"
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One value that is not the same."""
+    """One value that differs."""
 
     name: str
     path: str
@@ -36,7 +36,7 @@ class Difference:
 
 
 def main() -> int:
-    """Compares what both folders have; returns the exit status."""
+    """Compares the recordings of both folders; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
@@ -44,48 +44,50 @@ def main() -> int:
     parser.add_argument("--ignore-text", action="store_true", help="leave out numbers in texts for people")
     parser.add_argument("--most", type=int, default=20, help="differences to print of each request, at most")
     arguments = parser.parse_args()
-    found = compared = 0
+    differing = compared = 0
     for old_file, new_file in COMPARED:
         old, new = arguments.old / old_file, arguments.new / new_file
         if not old.is_file() or not new.is_file():
             if new_file != "resumed.jsonl" and (old.is_file() or new.is_file()) and not arguments.common:
                 print(f"{new_file}: recorded in one folder only")
-                found += 1
+                differing += 1
             continue
         compared += 1
         resumed = old_file != new_file
-        found += _report(read_lines(old), read_lines(new), new_file, arguments, resumed=resumed)
+        differing += _report(read_lines(old), read_lines(new), new_file, arguments, resumed=resumed)
     if not compared:
         print("there is nothing to compare")
-    return int(found > 0 or not compared)
+    return int(differing > 0 or not compared)
 
 
 def _report(
     old: Mapping[str, Flat], new: Mapping[str, Flat], title: str, arguments: argparse.Namespace, *, resumed: bool
 ) -> int:
-    """Prints what is equal and what is not; returns how many are not."""
+    """Prints how many records are equal and which differ; returns how many differ."""
     names = [name for name in {**old, **new} if (name in old and name in new) or not (arguments.common or resumed)]
     equal, unlike = 0, []
     for name in names:
-        found = list(differences(name, old.get(name), new.get(name), resumed=resumed, text=not arguments.ignore_text))
-        if found:
-            unlike.append(found)
+        differing = list(
+            differences(name, old.get(name), new.get(name), resumed=resumed, text=not arguments.ignore_text)
+        )
+        if differing:
+            unlike.append(differing)
         else:
             equal += 1
     print(f"{title}: {equal} of {len(names)} equal")
-    for found in unlike:
-        print(*found[: arguments.most], sep="\n")
-        if len(found) > arguments.most:
-            print(f"    and {len(found) - arguments.most} more differences of it")
+    for differing in unlike:
+        print(*differing[: arguments.most], sep="\n")
+        if len(differing) > arguments.most:
+            print(f"    and {len(differing) - arguments.most} more differences of it")
     return len(unlike)
 
 
 def differences(name: str, old: Flat | None, new: Flat | None, *, resumed: bool, text: bool) -> Iterator[Difference]:
-    """What differs between two records.  resumed: the new one lacks the steps before its start, and the plan."""
+    """The differences between two records.  resumed: the new one lacks the steps before its start, and the plan."""
     if old is None or new is None:
         yield Difference(name=name, path="recorded", old=_yes(old is not None), new=_yes(new is not None))
         return
-    # Of a run that was gone on with, what its own record has counts, and all of the final state.
+    # For a resumed run, everything in the new record is compared, and all of the final state.
     paths = [path for path in {**old, **new} if not resumed or path in new or path.startswith("final.")]
     for path in paths:
         if (text or not path.endswith("#")) and not _same(old, new, path):

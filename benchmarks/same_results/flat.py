@@ -1,4 +1,4 @@
-"""Trees as {dotted path: value}, in the old names: what is recorded, digested and compared."""
+"""Trees as {dotted path: value}, in the old names, as they are recorded, digested and compared."""
 
 import hashlib
 import json
@@ -12,10 +12,10 @@ Leaf = str | int | float | bool | None
 Flat = dict[str, Leaf]
 
 PROSE = {"why", "name", "names", "source", "sample", "message"}
-"""Keys of text for people: only its numbers are kept, at `path#`."""
+"""Keys of text for people: only its numbers are recorded, at `path#`."""
 
 LEFT_OUT = {"sources"}
-"""Keys of text without results."""
+"""Keys of text that is no result."""
 
 LONG = 16
 """Lists of more numbers than this are recorded as one digest."""
@@ -56,7 +56,7 @@ def leaves(tree: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def plain_leaves(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of all leaves as they are; `nested` makes the tree of them."""
+    """(dotted path, value) of all leaves, unchanged; `nested` is the inverse."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
             yield from plain_leaves(value, f"{path}.{key}" if path else str(key))
@@ -68,7 +68,7 @@ def plain_leaves(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nested(flat: Mapping[str, Any]) -> Any:
-    """A tree of its leaves: a dict whose keys are all positions becomes a list."""
+    """The tree of these leaves; a dict whose keys are all positions becomes a list."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *sections, key = path.split(".")
@@ -80,7 +80,7 @@ def nested(flat: Mapping[str, Any]) -> Any:
 
 
 def spelled(tree: object, names: Names) -> Any:
-    """A tree of JSON that is written in the old names, as this one spells it."""
+    """A tree of JSON in the old names, translated into the names of this tree."""
     return nested({names.key(path): names.word(path, value) for path, value in plain_leaves(tree)})
 
 
@@ -90,7 +90,7 @@ def numbers_in(text: str) -> str:
 
 
 def digest_of(value: object) -> str:
-    """Of anything that JSON can write; floats count to the last digit."""
+    """A digest of anything that JSON can write, to the last digit of floats."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -1,6 +1,6 @@
-"""Plans written by hand, drawn from a fixed seed: what each costs, or that it is no plan.
+"""Plans drawn from a fixed seed, to record what each costs or that it is refused.
 
-They reach what the planner seldom chooses: gpipe, uneven cuts, several tensor degrees, tensors kept on the host.
+They include what the planner seldom chooses: gpipe, uneven cuts, several tensor degrees, tensors saved on the host.
 """
 
 import random
@@ -15,7 +15,7 @@ NAMES = ("qkv", "attention_out", "projection_out", "mlp_hidden")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model on a cluster, for which plans are written."""
+    """A model on a cluster, for which plans are drawn."""
 
     model: str
     blocks: int
@@ -36,7 +36,7 @@ Plan = dict[str, Any]
 
 
 def hand_plans(case: Case, count: int = 60) -> Iterator[Plan]:
-    """Plans in the keys of the old tree; a third of them goes wrong somewhere."""
+    """Plans in the keys of the old tree; about a third of them is refused."""
     rng = random.Random(f"{case.model} {case.cluster}")
     for _ in range(count):
         yield _general(case, rng) if case.space == "general" else _spmd(case, rng)
@@ -88,15 +88,15 @@ def _common(case: Case, rng: random.Random) -> Plan:
 
 
 def _decisions(rng: random.Random) -> Plan:
-    """What a program does beside dividing layers."""
-    kept = rng.sample(NAMES, rng.choice((1, 2, 3)))
-    cut = rng.randint(0, len(kept))
+    """Choices beside the division of layers."""
+    saved = rng.sample(NAMES, rng.choice((1, 2, 3)))
+    cut = rng.randint(0, len(saved))
     memory: list[Plan] = [
         {},
         {},
         {"recompute": True},
-        {"recompute": True, "kept": {"device": kept[cut:], "host": kept[:cut]}},
-        {"recompute": True, "kept": {"device": kept, "host": ["residual_in"]}},
+        {"recompute": True, "kept": {"device": saved[cut:], "host": saved[:cut]}},
+        {"recompute": True, "kept": {"device": saved, "host": ["residual_in"]}},
         {
             "recompute": rng.random() < 0.5,
             "offload": {

@@ -8,7 +8,7 @@ from flat import Flat, digest_of
 
 
 def write_lines(path: Path, results: Iterable[tuple[str, Flat]]) -> int:
-    """Writes results as they come; returns how many."""
+    """Writes each result as soon as it is there; returns how many there were."""
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for name, values in results:

@@ -1,4 +1,4 @@
-"""Asks the planner, and records each answer as numbers by path."""
+"""Calls the planner, and records each answer as numbers by path."""
 
 import io
 import json
@@ -20,7 +20,7 @@ import jhpt
 from jhpt.cli import main
 
 REFUSED = 2
-"""Exit status of what the planner says no to."""
+"""Exit status of requests that the planner refuses."""
 
 Line = tuple[str, Flat]
 
@@ -38,9 +38,9 @@ def _by_command(request: PlanRequest, folder: Path, names: Names) -> Flat:
     flags = {names.flag(key): value for key, value in _placed(request, folder).items()}
     settings = {names.setting(key): names.word(key, value) for key, value in request.settings.items()}
     words = [f"--{key}={value}" for key, value in {**flags, **settings}.items()]
-    out, said = io.StringIO(), io.StringIO()
+    out, errors = io.StringIO(), io.StringIO()
     try:
-        with redirect_stdout(out), redirect_stderr(said):
+        with redirect_stdout(out), redirect_stderr(errors):
             status = main(["plan", *filter(None, [request.source]), *words, "--json"])
     except SystemExit as error:  # a flag that is not there
         return {"outcome": f"unknown flag, exit status {error.code}"}
@@ -48,7 +48,7 @@ def _by_command(request: PlanRequest, folder: Path, names: Names) -> Flat:
         return _failed(error)
     if status == 0:
         return {"outcome": "answered"} | flatten(json.loads(out.getvalue()), names)
-    return _refused(said.getvalue(), folder) if status == REFUSED else {"outcome": f"exit status {status}"}
+    return _refused(errors.getvalue(), folder) if status == REFUSED else {"outcome": f"exit status {status}"}
 
 
 def _by_function(request: PlanRequest, folder: Path, names: Names) -> Flat:
@@ -59,12 +59,12 @@ def _by_function(request: PlanRequest, folder: Path, names: Names) -> Flat:
         names.setting(key): yaml.safe_load(str(names.word(key, value))) for key, value in request.settings.items()
     }
     try:
-        found = jhpt.plan(request.source, overrides=settings or None, **arguments)
+        answer = jhpt.plan(request.source, overrides=settings or None, **arguments)
     except jhpt.InputError as error:
         return _refused(str(error), folder)
     except Exception as error:
         return _failed(error)
-    return {"outcome": "answered"} | flatten(found.model_dump(mode="json"), names)
+    return {"outcome": "answered"} | flatten(answer.model_dump(mode="json"), names)
 
 
 def _by_hand(case: Case, folder: Path, names: Names) -> Iterator[Line]:
@@ -85,13 +85,13 @@ def _by_hand(case: Case, folder: Path, names: Names) -> Iterator[Line]:
 
 
 def _placed(request: PlanRequest, folder: Path) -> dict[str, str]:
-    """The flags, with the place of the cluster that was written."""
+    """The flags, with the path of the cluster's file."""
     flags = dict(request.flags)
     return flags | {"cluster": str(folder / MIXED)} if flags.get("cluster") == MIXED else flags
 
 
 def _argument(flag: str) -> str:
-    """The command line says microbatches, the function micro_batches."""
+    """The argument of the function for an option: the command line has microbatches, the function micro_batches."""
     return {"microbatches": "micro_batches"}.get(flag, flag)
 
 
@@ -100,7 +100,7 @@ def _refused(message: str, folder: Path) -> Flat:
 
 
 def _failed(error: Exception) -> Flat:
-    """Something that should have been refused with words of our own: of it only the kind counts."""
+    """An exception other than InputError, which should not happen: only its type is recorded."""
     return {"outcome": f"failed with {type(error).__name__}"}
 
 

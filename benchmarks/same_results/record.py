@@ -1,6 +1,6 @@
-"""Records results of jhpt to the last bit, so that a refactoring can be shown to change none.
+"""Records results of jhpt to the last bit, to show that a refactoring changes none of them.
 
-Make a worktree of the commit before the refactoring, record in both trees with this very script, and compare:
+Make a worktree of the commit before the refactoring, record in both trees with this script, and compare:
 
     git worktree add ../before COMMIT
     PYTHONPATH=../before python benchmarks/same_results/record.py --out /tmp/before --spelling old
@@ -9,9 +9,9 @@ Make a worktree of the commit before the refactoring, record in both trees with 
     python benchmarks/same_results/compare.py /tmp/before /tmp/after
 
 Four parts: `plans` (answers of the planner, about 5 minutes), `training` (losses, norms and final states of small runs
-on 8 virtual CPU devices, about 10 minutes), `checkpoints` (of some of these runs, what lay there after half of the
-steps), and with --resume what comes of going on with them in another tree.  Both recordings have to be made on one kind
-of machine with the same packages.  After a rename, put it into `renamed.py`; nothing else needs to change.
+on 8 virtual CPU devices, about 10 minutes), `checkpoints` (run directories of some of these runs after half of the
+steps), and with --resume the results of continuing these runs in another tree.  Both recordings have to be made on the
+same kind of machine with the same packages.  Enter a rename in `renamed.py`; nothing else needs to change.
 """
 
 import argparse
@@ -26,12 +26,12 @@ PARTS = ("plans", "training", "checkpoints")
 
 
 def main() -> None:
-    """Reads the arguments, records, and says how much there is."""
+    """Reads the arguments, records, and prints how much was recorded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the recording")
     parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be given again")
     parser.add_argument("--only", default="", help="only the training runs whose names are in this list, with commas")
-    parser.add_argument("--resume", type=Path, help="go on with the stopped runs of this recording instead")
+    parser.add_argument("--resume", type=Path, help="resume the stopped runs of this recording instead")
     parser.add_argument("--translate", action="store_true", help="resume: spell the run's own files as this tree does")
     parser.add_argument("--spelling", choices=("old", "new"), default="new", help="old: a tree from before the renames")
     parser.add_argument("--programs", type=Path, help="folder of compiled programs, to share; default: one in --out")
@@ -72,7 +72,7 @@ def _virtual_devices(programs: Path) -> None:
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs.absolute())
-    # Where other programs want the processor too, a device may come to a collective late.
+    # If other programs use the processor too, a device may reach a collective late.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=240")
 
 

@@ -1,7 +1,7 @@
-"""What is spelled differently since the reference was recorded: the only file to edit after a rename.
+"""Names that have changed since the reference was recorded: the only file to edit after a rename.
 
-Requests are written in the old names, and recorded answers are translated back into them.  So both recordings speak
-the same language, and a rename alone is no difference.  In a dotted name `*` stands for any position in a list, and the
+Requests are written in the old names, and recorded answers are translated back into them.  So both recordings use the
+same names, and a rename alone is no difference.  In a dotted name `*` stands for any position in a list, and the
 longest entry that matches counts.
 
 Example:
@@ -38,20 +38,20 @@ PLACES: dict[str, str] = {
     "prepare": "jhpt.planner.api:prepare",
     "evaluate": "jhpt.planner.cost.estimate:evaluate",
 }
-"""The only functions that are not public: what reads a request, and what prices a plan."""
+"""The functions that are called and not public: one reads a request, the other prices a plan."""
 
 OLD_PLACES = {
     "prepare": "jhpt.planner.front:prepare",
     "evaluate": "jhpt.planner.estimate:evaluate",
 }
-"""Where they were when the reference was recorded.  Stays as it is."""
+"""Where these functions were when the reference was recorded.  Do not edit."""
 
 Spelling = Literal["old", "new"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """How one tree spells things."""
+    """The names of one tree."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -72,26 +72,26 @@ class Names:
         return replaced(path, self.keys)
 
     def old_key(self, path: str) -> str:
-        """The other way round."""
+        """The inverse of `key`."""
         return replaced(path, {new: old for old, new in self.keys.items()})
 
     def word(self, path: str, value: object) -> object:
-        """A value in this tree; path: the old name of what has it.  Words joined by commas are taken one by one."""
+        """A value in this tree.  path: its old name.  Words joined by commas are translated one by one."""
         words = self._words(path)
         if not isinstance(value, str) or not words:
             return value
         return ",".join(words.get(word, word) for word in value.split(","))
 
     def old_word(self, path: str, value: object) -> object:
-        """The other way round, one word at a time."""
+        """The inverse of `word`, for a single word."""
         words = {new: old for old, new in self._words(path).items()}
         return words.get(value, value) if isinstance(value, str) else value
 
     def place(self, name: str) -> Callable[..., Any]:
         """A function of this tree that is not public."""
         module, _, attribute = self.places[name].partition(":")
-        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-        return found
+        function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        return function
 
     def _words(self, path: str) -> Mapping[str, str]:
         plain = "." + ".".join(part for part in path.split(".") if not part.isdigit())
@@ -106,24 +106,24 @@ def names_of(spelling: Spelling) -> Names:
 
 
 def replaced(path: str, table: Mapping[str, str]) -> str:
-    """The path with every part that stands in the table replaced, from left to right."""
-    parts, found = path.split("."), list[str]()
+    """The path with every part that is in the table replaced, from left to right."""
+    parts, path_parts = path.split("."), list[str]()
     entries = sorted(table.items(), key=lambda entry: -len(entry[0].split(".")))
     while parts:
         for pattern, other in entries:
             wanted = pattern.split(".")
             if matches(parts[: len(wanted)], wanted):
                 positions = iter([part for part, want in zip(parts, wanted, strict=False) if want == "*"])
-                found += [next(positions) if part == "*" else part for part in other.split(".")]
+                path_parts += [next(positions) if part == "*" else part for part in other.split(".")]
                 del parts[: len(wanted)]
                 break
         else:
-            found.append(parts.pop(0))
-    return ".".join(found)
+            path_parts.append(parts.pop(0))
+    return ".".join(path_parts)
 
 
 def matches(parts: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether the parts are those of the pattern."""
+    """Whether the parts match the pattern."""
     return len(parts) == len(wanted) and all(
         part.isdigit() if want == "*" else part == want for part, want in zip(parts, wanted, strict=True)
     )

@@ -1,6 +1,6 @@
-"""What the planner is asked: models x clusters, every setting on its own, settings at random, and what is refused.
+"""Requests to the planner: models x clusters, single settings, random settings, and requests that are refused.
 
-All in the names of the old tree; `renamed` translates them.
+All are in the names of the old tree; `renamed` translates them.
 """
 
 import random
@@ -34,7 +34,7 @@ CASES = (
     ("llama-8b", "h100x8x1"),
     ("gpt-6.7b", "h100x1x1"),
 )
-"""Where every setting is tried on its own."""
+"""The models and clusters on which every setting is tried on its own."""
 
 SETTINGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("memory.offload", ("off", "auto", "parameters", "optimizer", "both")),
@@ -64,7 +64,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """One question.  settings: of the configuration; flags: of `jhpt plan`; function: ask `jhpt.plan` instead."""
+    """One request.  settings: of the configuration.  flags: of `jhpt plan`.  function: call `jhpt.plan` instead."""
 
     source: str | None
     settings: Options = field(default_factory=dict)
@@ -73,14 +73,14 @@ class PlanRequest:
 
     @property
     def name(self) -> str:
-        """What tells it apart: as one would type it."""
+        """The name of the request: the command line."""
         words = [self.source or "", *(f"--{key} {value}" for key, value in {**self.flags, **self.settings}.items())]
         return ("jhpt.plan: " if self.function else "") + " ".join(words)
 
 
 def plan_requests() -> list[PlanRequest]:
-    """All of them, each once."""
-    found = [
+    """All requests, each once."""
+    requests = [
         *every_model(),
         *networks(),
         *single_settings(),
@@ -91,7 +91,7 @@ def plan_requests() -> list[PlanRequest]:
         *refused(),
         *by_function(),
     ]
-    return list({each.name: each for each in found}.values())
+    return list({each.name: each for each in requests}.values())
 
 
 def every_model() -> list[PlanRequest]:
@@ -128,23 +128,23 @@ def single_settings() -> list[PlanRequest]:
 
 
 def offloaded() -> list[PlanRequest]:
-    """Models larger than their devices: what lives on the host, how gradients are clipped, what is computed again."""
+    """Models larger than their devices: CPU offload, gradient clipping, and recomputation."""
     return [
         ask(
             model,
             "h100x1x1",
             settings={
-                "memory.offload": what,
+                "memory.offload": offload,
                 "optimizer.clip": clip,
-                "memory.recompute": again,
+                "memory.recompute": recompute,
                 "data.batch_size": "8",
             },
             flags={"budget": budget},
         )
         for model, budget in (("gpt2-1.5b", "16GiB"), ("llama-8b", "48GiB"))
-        for what in ("auto", "optimizer", "both")
+        for offload in ("auto", "optimizer", "both")
         for clip in ("global", "layer")
-        for again in ("auto", "full", "qkv,attention_out")
+        for recompute in ("auto", "full", "qkv,attention_out")
     ]
 
 
@@ -163,7 +163,7 @@ def general() -> list[PlanRequest]:
 
 
 def large() -> list[PlanRequest]:
-    """Few of many devices, which take longest."""
+    """A few requests for many devices, which take longest."""
     return [
         ask("gpt-13b", "h100x8x8"),
         ask("llama-8b", "a100x4x4-25gbe", flags={"batch": "64"}),
@@ -177,20 +177,20 @@ def large() -> list[PlanRequest]:
 
 
 def at_random(count: int = 110) -> list[PlanRequest]:
-    """Three settings at once, drawn from a fixed seed."""
+    """Three settings in each request, drawn from a fixed seed."""
     rng = random.Random("settings of plans")
     models = ("gpt-tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "bert-base", "llama-8b")
     clusters = ("h100x1x1", "h100x4x1", "v100x2x2-10gbe", "a100x4x1", "a100pciex4x1", "h100pciex2x2-25gbe")
-    found = []
+    requests = []
     for _ in range(count):
         chosen = {name: rng.choice(values) for name, values in rng.sample(SETTINGS, 3)}
         flags = {name: rng.choice(values) for name, values in rng.sample(FLAGS, rng.choice((0, 0, 1)))}
-        found.append(ask(rng.choice(models), rng.choice(clusters), settings=chosen, flags=flags))
-    return found
+        requests.append(ask(rng.choice(models), rng.choice(clusters), settings=chosen, flags=flags))
+    return requests
 
 
 def refused() -> list[PlanRequest]:
-    """What cannot be."""
+    """Requests that are refused."""
     return [
         ask("gpt-13b", "v100x1x1", settings={"memory.offload": "off"}),
         ask("gpt-13b", "v100x1x1", flags={"budget": "1GiB"}),
@@ -224,17 +224,19 @@ def refused() -> list[PlanRequest]:
 
 
 def by_function() -> list[PlanRequest]:
-    """The same through Python, which reads settings and budgets on its own."""
+    """Requests through Python, which has its own code for settings and budgets."""
     settings: tuple[dict[str, str], ...] = (
         {},
         {"memory.recompute": "full"},
         {"memory.offload": "both"},
         {"parallel.compression.bits": "8"},
     )
-    asked = [ask(model, cluster, settings=each) for model, cluster in CASES[:3] for each in settings]
-    asked.append(ask("resnet50", "v100x4x1", flags={"batch": "64", "space": "general"}))
-    asked.append(ask("gpt2-124m", MIXED, flags={"batch": "16", "microbatches": "4", "space": "general"}))
-    return [PlanRequest(source=each.source, settings=each.settings, flags=each.flags, function=True) for each in asked]
+    requests = [ask(model, cluster, settings=each) for model, cluster in CASES[:3] for each in settings]
+    requests.append(ask("resnet50", "v100x4x1", flags={"batch": "64", "space": "general"}))
+    requests.append(ask("gpt2-124m", MIXED, flags={"batch": "16", "microbatches": "4", "space": "general"}))
+    return [
+        PlanRequest(source=each.source, settings=each.settings, flags=each.flags, function=True) for each in requests
+    ]
 
 
 def ask(source: str, cluster: str, *, settings: Options | None = None, flags: Options | None = None) -> PlanRequest:

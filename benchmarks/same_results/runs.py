@@ -1,6 +1,6 @@
-"""Which small models are trained, and how: every way of sharing and saving that a run can take, on eight devices.
+"""The small models that are trained: every parallel layout and memory option that a run can have, on eight devices.
 
-In the names of the old tree.  `stopped`: the run is also gone on with from its middle, in another tree.
+They are in the names of the old tree.  `stopped`: the run is also resumed from its middle, in another tree.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ COMMON: dict[str, object] = {
     "evaluation.sample_tokens": 0,
     "evaluation.batches": 2,
 }
-"""Of all runs: the gradients of the first steps are clipped."""
+"""Settings of all runs; the gradients of the first steps are clipped."""
 
 LLAMA: dict[str, object] = {
     "model.positions": "rotary",
@@ -42,7 +42,7 @@ LLAMA: dict[str, object] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """One run.  plan: JSON of a plan, in the place of the settings under `parallel`."""
+    """One run.  plan: JSON of a plan, in place of the settings under `parallel`."""
 
     name: str
     preset: str = "gpt-tiny"
@@ -52,13 +52,13 @@ class TrainingRun:
 
 
 def run(name: str, preset: str = "gpt-tiny", *, stopped: bool = False, **settings: object) -> TrainingRun:
-    """A run of settings whose sections are cut off by two underscores."""
+    """A run with these settings, whose sections are separated by two underscores."""
     named = {key.replace("__", "."): value for key, value in settings.items()}
     return TrainingRun(name=name, preset=preset, settings=named, stopped=stopped)
 
 
-def given(name: str, *runs: Mapping[str, object], **settings: object) -> TrainingRun:
-    """A run by a plan of one stage on eight devices.  runs: neighbouring layers, the two ends included."""
+def planned(name: str, *runs: Mapping[str, object], **settings: object) -> TrainingRun:
+    """A run of a plan of one stage on eight devices.  runs: neighbouring layers, embedding and head included."""
     stage = {"device": 0, "devices": 8, "chunks": [{"first": 0, "runs": list(runs)}]}
     plan = {"model": "any", "cluster": "any", "batch": 16, "micro_batches": 1, "stages": [stage], **settings}
     return TrainingRun(name=name, plan=plan)
@@ -159,14 +159,14 @@ RUNS = (
         parallel__micro_batches=2,
         model__dropout=0.1,
     ),
-    given(
+    planned(
         "plan of two tensor degrees",
         {"layers": 2, "tensor": 2},
         {"layers": 1, "tensor": 4},
         {"layers": 1, "tensor": 2},
         zero=1,
     ),
-    given(
+    planned(
         "plan that keeps on the host",
         {"layers": 4, "tensor": 2},
         recompute=True,

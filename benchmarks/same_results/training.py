@@ -1,4 +1,4 @@
-"""Trains small models with `jhpt.train`, and records what their run directories hold afterwards."""
+"""Trains small models with `jhpt.train`, and records the contents of their run directories."""
 
 import hashlib
 import io
@@ -21,7 +21,7 @@ from runs import COMMON, MIDDLE, RUNS, STEPS, TrainingRun
 import jhpt
 
 METRICS = ("loss", "grad_norm", "learning_rate", "skipped", "validation_loss")
-"""Of a step, by their old names; the others are times."""
+"""Metrics of a step that are recorded, by their old names; the others are times."""
 
 WORDS = ("the mesh", "maps every layer", "to a device", "and each step", "adds up", "what the others", "have seen")
 
@@ -37,10 +37,10 @@ def recorded_runs(folder: Path, names: Names, only: Sequence[str] = ()) -> Itera
 
 
 def stopped_runs(folder: Path, names: Names, only: Sequence[str] = ()) -> int:
-    """Leaves runs in `stopped` as they lay there after half of the steps; returns how many.
+    """Writes run directories to `stopped` as they are after half of the steps; returns how many.
 
-    A run that is cut off leaves its newest checkpoint and metrics that may go beyond it.  The same is made of a whole
-    run, which is trained here where it has not been before.
+    A run that is interrupted leaves its newest checkpoint, and metrics that may go beyond it.  The same is made from a
+    whole run, which is trained here if it has not been trained before.
     """
     runs = [each for each in chosen(only) if each.stopped]
     for each in runs:
@@ -69,7 +69,7 @@ def resumed_runs(
 
 
 def chosen(only: Sequence[str]) -> list[TrainingRun]:
-    """The runs of these names, with or without blanks and commas; of none: all."""
+    """The runs of these names, with or without blanks and commas; without names, all."""
     wanted = {name.replace(" ", "-") for name in only}
     if unknown := wanted - {slug(each) for each in RUNS}:
         raise SystemExit(f"there is no run {', '.join(unknown)}; runs: {', '.join(map(slug, RUNS))}")
@@ -77,7 +77,7 @@ def chosen(only: Sequence[str]) -> list[TrainingRun]:
 
 
 def trained(each: TrainingRun, place: Path, folder: Path, names: Names, first: int = 0) -> Flat:
-    """Trains, or goes on, to the last step; what came of it after step `first`."""
+    """Trains or resumes to the last step; returns the results of the steps after `first`."""
     data = {"data.path": str(corpus(folder)), "data.cache_dir": str(folder / "cache")}
     settings = {**data, **COMMON, **each.settings}
     overrides = {names.setting(key): names.word(key, value) for key, value in settings.items()}
@@ -97,27 +97,27 @@ def trained(each: TrainingRun, place: Path, folder: Path, names: Names, first: i
 
 def metrics(place: Path, names: Names, first: int) -> Flat:
     """Losses and norms of the steps after `first`, by step."""
-    found: Flat = {}
+    numbers: Flat = {}
     for line in (place / "metrics.jsonl").read_text().splitlines():
         values = flatten(json.loads(line), names)
         step = values.pop("step")
         if isinstance(step, int) and step > first:
-            found |= {f"step {step}.{name}": values[name] for name in METRICS if name in values}
-    return found
+            numbers |= {f"step {step}.{name}": values[name] for name in METRICS if name in values}
+    return numbers
 
 
 def final_state(place: Path, names: Names) -> Flat:
-    """A digest of every array in the last checkpoint: parameters, moments, what compression left."""
-    found: Flat = {}
+    """A digest of every array in the last checkpoint: parameters, moments, residuals of compression."""
+    numbers: Flat = {}
     for item in sorted((place / "checkpoints" / str(STEPS)).iterdir()):
         if (item / "_METADATA").is_file():
             for path, array in arrays(item):
-                found[names.old_key(f"final.{item.name}.{path}")] = described(array)
-    return found
+                numbers[names.old_key(f"final.{item.name}.{path}")] = described(array)
+    return numbers
 
 
 def arrays(item: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """(dotted path, array) of an item of a checkpoint, whoever wrote it."""
+    """(dotted path, array) of all arrays in an item of a checkpoint."""
     handler = ocp.PyTreeCheckpointHandler()
     shapes = handler.metadata(item).tree
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
@@ -144,7 +144,7 @@ def corpus(folder: Path) -> Path:
 
 
 def translated(place: Path, names: Names) -> None:
-    """Spells a run's configuration, plan and record as this tree does, where it does not read the old names."""
+    """Translates a run's configuration, plan and record into the names of this tree, if it cannot read the old ones."""
     config = place / "config.yaml"
     config.write_text(yaml.safe_dump(_settings(yaml.safe_load(config.read_text()), names), sort_keys=False))
     plan = place / "plan.json"
@@ -159,5 +159,5 @@ def _settings(tree: Any, names: Names) -> Any:
 
 
 def slug(each: TrainingRun) -> str:
-    """A folder's name."""
+    """The name of the run's folder."""
     return each.name.replace(",", "").replace(" ", "-")

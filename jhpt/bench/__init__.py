@@ -1,1 +1,1 @@
-"""One file per benchmark; each runs its competitors in turn, keeps raw samples and prints medians with spread."""
+"""One module per benchmark, which runs its competitors in turn, keeps raw samples and prints medians with spread."""

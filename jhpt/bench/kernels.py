@@ -1,12 +1,12 @@
-"""Kernels against what XLA makes of their references, and against a copy of the same bytes; on an NVIDIA GPU.
+"""Kernels compared with their references, compiled by XLA, and with a copy of the same bytes; on an NVIDIA GPU.
 
     mosaic       the Pallas kernel
-    reference    the definition, as XLA fuses it
-    top_k, approx_max_k    jax's own, of scores alone
-    copy         a gigabyte from device memory to device memory: the rate that there is
+    reference    the definition, fused by XLA
+    top_k, approx_max_k    jax's functions, for scores only
+    copy         a gigabyte from device memory to device memory: the highest rate
 
-A sample is the time of many calls, one behind the other in the device's queue, over their number: a single one would
-be hidden by its launch.  Without a GPU the kernels are compiled for an H100, and what they need is printed.
+A sample is the time of many calls, queued on the device one after the other, divided by their number: the launch would
+dominate that of a single call.  Without a GPU the kernels are compiled for an H100, and their memory is printed.
 """
 
 import inspect
@@ -29,16 +29,17 @@ from jhpt.measure.device import device_info
 from jhpt.measure.timer import interleaved
 
 CALLS = 20
-"""In a sample."""
+"""Calls in a sample."""
 
 COPIED = 1 << 30
 """Bytes of the copy."""
 
 BANDWIDTH_BOUND = ("segment_quantize", "dequantize_sum")
-"""Judged by the share of the copy's bandwidth; the others by their speed against the best baseline."""
+"""Operations whose claim is the share of the copy's bandwidth; that of others is the speed against the best
+baseline."""
 
 ANY_ORDER: dict[str, Any] = {"is_stable": False} if "is_stable" in inspect.signature(jax.lax.top_k).parameters else {}
-"""Of equal scores: what the fast implementation wants, from jax 0.11 on."""
+"""Lets equal scores come in any order, which the fast implementation needs from jax 0.11 on."""
 
 Call = Callable[[], Any]
 
@@ -80,20 +81,20 @@ def _measured(operations: Sequence[str], rounds: int, most: int | None) -> Itera
 
 
 def competitors(operation: Operation, spec: Any) -> dict[str, Callable[..., Any]]:
-    """Programs of the same arguments."""
-    found: dict[str, Callable[..., Any]] = {
+    """Programs by name, for the same arguments."""
+    programs: dict[str, Callable[..., Any]] = {
         "mosaic": jax.jit(operation.call(spec, "mosaic")),
         "reference": jax.jit(operation.call(spec, "reference")),
     }
     if isinstance(spec, Scores):
         k = spec.k
-        found["top_k"] = jax.jit(lambda scores, _: jax.lax.top_k(scores, k, **ANY_ORDER))
-        found["approx_max_k"] = jax.jit(lambda scores, _: jax.lax.approx_max_k(scores, k))
-    return found
+        programs["top_k"] = jax.jit(lambda scores, _: jax.lax.top_k(scores, k, **ANY_ORDER))
+        programs["approx_max_k"] = jax.jit(lambda scores, _: jax.lax.approx_max_k(scores, k))
+    return programs
 
 
 def moved(operation: Operation, spec: Any) -> int:
-    """Bytes that have to be read and written: arguments (of gathered rows those that are wanted) and results."""
+    """Bytes that have to be read and written: arguments (only the rows that are gathered) and results."""
     arguments = operation.shapes(spec)
     results = jax.eval_shape(operation.call(spec, "reference"), *arguments)
     size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size"))  # noqa: E731
@@ -105,19 +106,19 @@ def moved(operation: Operation, spec: Any) -> int:
 def claims(rows: list[dict[str, Any]]) -> dict[str, Claim]:
     """A claim for every operation and size."""
     copy = _rate(rows[0])
-    found = {}
+    made = {}
     for row in rows:
         if row["competitor"] != "mosaic":
             continue
         others = [o for o in rows if (o["operation"], o["spec"]) == (row["operation"], row["spec"]) and o is not row]
         name = f"{row['operation']}[{row['spec']}]"
         if row["operation"] in BANDWIDTH_BOUND:
-            found[name] = Claim(value=_rate(row) / copy, unit="of the copy's bandwidth", setup=row["spec"])
+            made[name] = Claim(value=_rate(row) / copy, unit="of the copy's bandwidth", setup=row["spec"])
         else:
             best = min(others, key=_median)
             unit = f"time of {best['competitor']} / the kernel"
-            found[name] = Claim(value=_median(best) / _median(row), unit=unit, setup=row["spec"])
-    return found
+            made[name] = Claim(value=_median(best) / _median(row), unit=unit, setup=row["spec"])
+    return made
 
 
 def _rows(operation: str, spec: str, calls: dict[str, Call], size: int, rounds: int) -> Iterator[dict[str, Any]]:
@@ -148,7 +149,7 @@ def _words(spec: Any) -> str:
 
 
 def _compiled_only(kind: str) -> int:
-    """What the kernels need, compiled for an H100."""
+    """Prints the memory of the kernels, compiled for an H100."""
     try:
         mesh = Mesh(np.array(compile_only_devices(find_cluster("h100x8x1"))[:1]), "data")
         there = NamedSharding(mesh, PartitionSpec())

@@ -1,7 +1,7 @@
-"""`jhpt bench predict`: the step that a measured profile predicts, against the step that training takes.
+"""`jhpt bench predict`: the time of a step predicted from a measured profile, compared with that of the real step.
 
-The real compiled training step (`jhpt.training.compile`) of one device, blocked on, runs in turn with the programs
-that the profile is made of, in one process, so that both see the same machine.
+The compiled training step (`jhpt.training.compile`) of one device is timed in turn with the programs from which the
+profile is made, in one process, so that both are measured under the same conditions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from jhpt.training.setup import Setup, prepare
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A configuration: a preset and what is changed of it."""
+    """A configuration: a preset and changes of it."""
 
     preset: str
     changes: Mapping[str, Any]
@@ -44,7 +44,7 @@ CPU_CASES = (
     Case(preset="bert-tiny", changes={"model.num_layers": 6}),
     Case(preset="gpt2-124m", changes=SHORT),
 )
-"""Models of up to four blocks are timed whole; the deeper ones show how far the straight line carries."""
+"""Models of up to four blocks are timed whole; deeper ones show whether the straight line holds beyond."""
 
 GPU_CASES = (
     Case(preset="gpt2-124m", changes={}),

@@ -1,7 +1,7 @@
 """The benchmarks of `jhpt bench` by name: some are part of the package, others exist in a checkout only.
 
-What users time on their own machines belongs to the package.  What proves a claim of the project (oracles, emulated
-hosts, trained comparisons) lies in the folder `benchmarks` of its source, beside the package.
+Benchmarks that users run on their machines belong to the package.  Evidence for claims of the project (oracles,
+emulated hosts, trained comparisons) is in the folder `benchmarks` of its source, beside the package.
 """
 
 import importlib
@@ -22,7 +22,7 @@ PACKAGED = {
     "kernels": "jhpt.bench.kernels",
     "memory": "jhpt.bench.memory.run",
 }
-"""Modules of the package.  They are imported when asked for: some need software that not every machine has."""
+"""Modules of the package.  They are imported on use, because some need software that not every machine has."""
 
 EVIDENCE = {
     "planner": "benchmarks.planner.run",
@@ -47,7 +47,7 @@ def load(name: Benchmark, checkout: Path = CHECKOUT) -> ModuleType:
     """
     if name in PACKAGED:
         return importlib.import_module(PACKAGED[name])
-    # Another project may have a package of that name in site-packages: the settings file tells ours from theirs.
+    # Another project may have a package of that name in site-packages; pyproject.toml shows that this is a checkout.
     if not ((checkout / "pyproject.toml").is_file() and (checkout / "benchmarks" / "planner" / "run.py").is_file()):
         raise NotHere(
             f"benchmark {name!r} is not part of the installed package, which has {', '.join(PACKAGED)}; run "
@@ -58,7 +58,7 @@ def load(name: Benchmark, checkout: Path = CHECKOUT) -> ModuleType:
 
 
 def _make_importable(root: str) -> None:
-    """Puts a folder first on the path of this process and of all that it starts."""
+    """Puts a folder first on the path of this process and of all processes that it starts."""
     if root not in sys.path:
         sys.path.insert(0, root)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)

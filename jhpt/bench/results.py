@@ -1,4 +1,4 @@
-"""What every benchmark writes: `{bench, date, machine, versions, settings, rows, claims}`."""
+"""The file of every benchmark: `{bench, date, machine, versions, settings, rows, claims}`."""
 
 import json
 import os
@@ -21,7 +21,7 @@ PACKAGES = ("jhpt", "jax", "jaxlib", "flax", "optax", "numpy", "torch")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a timing benchmark: one competitor at one set-up, seconds of every trial, and what one trial does."""
+    """A row of a timing benchmark: one competitor at one set-up, seconds of every trial, and the work of one trial."""
 
     setup: str
     competitor: str
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A figure that others may quote, with the set-up it holds for."""
+    """A figure that others may quote, with the set-up for which it holds."""
 
     value: float
     unit: str
@@ -41,7 +41,7 @@ class Claim:
 
 @dataclass(kw_only=True)
 class Report:
-    """What a benchmark has measured so far.  The file is written anew with every part, so that a failure loses one."""
+    """The results of a benchmark so far.  The file is rewritten after every part, so that a failure loses only one."""
 
     path: str | None
     bench: str
@@ -54,7 +54,7 @@ class Report:
             check_writable(self.path)
 
     def add(self, rows: Iterable[Any], claims: Mapping[str, Claim] | None = None) -> None:
-        """Adds a part; a claim of the same name takes the place of the one before."""
+        """Adds a part; a claim replaces an earlier one of the same name."""
         self.rows += rows
         self.claims |= claims or {}
         if self.path:
@@ -62,7 +62,7 @@ class Report:
 
 
 def chosen(parts: Sequence[str], only: Sequence[str]) -> tuple[str, ...]:
-    """The parts of a benchmark that `--only` asks for, in their own order; all where it names none.
+    """The parts of a benchmark that `--only` names, in the order of `parts`; all if it names none.
 
     Raises:
       InputError: there is no such part.
@@ -73,7 +73,7 @@ def chosen(parts: Sequence[str], only: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_writable(path: str) -> None:
-    """Refuses a file that could not be written after all the measuring."""
+    """Refuses a file that could not be written at the end."""
     try:
         with Path(path).open("a"):
             pass
@@ -109,10 +109,10 @@ def write_json(
 
 
 def machine(*, device: bool = True) -> dict[str, Any]:
-    """Processor, cores and device; without one, both of its entries are None."""
+    """Processor, cores and device; without a device, both of its entries are None."""
     kind = platform_name = None
     if device:
-        # Only here the second that jax takes to import, which benchmarks of plain arithmetic do without.
+        # Imported here, because jax takes a second to import, which benchmarks of plain arithmetic need not wait for.
         from jhpt.measure.device import device_info
 
         info = device_info()
@@ -126,14 +126,14 @@ def machine(*, device: bool = True) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what takes part."""
-    found = {"python": platform.python_version()}
+    """Installed versions of Python and of packages that matter."""
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def print_rows(title: str, rows: Sequence[Row]) -> None:
@@ -168,12 +168,12 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str
 
 
 def print_claims(claims: Mapping[str, Claim]) -> None:
-    """One line a claim."""
+    """One line for each claim."""
     for name, claim in claims.items():
         print(f"{name} = {claim.value:.4g} {claim.unit}  [{claim.setup}]")
 
 
 def _console() -> Console:
-    """As wide as the terminal; into a file or a pipe wide enough for every table."""
+    """A console as wide as the terminal; for a file or a pipe, wide enough for every table."""
     console = Console()
     return console if console.is_terminal else Console(width=180)

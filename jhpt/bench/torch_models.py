@@ -1,4 +1,4 @@
-"""The same models and AdamW step in PyTorch, as a yardstick; needs the package `torch`."""
+"""The same models and AdamW step in PyTorch, for comparison; needs the package `torch`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -102,7 +102,8 @@ class BERT(nn.Module):
 def make_step(
     config: GPTConfig | BERTConfig, data: DataConfig, tokenizer: Tokenizer, *, compiled: bool
 ) -> Callable[[np.ndarray], Any]:
-    """One training step on numpy windows; on a GPU compiled, in bfloat16 under autocast, else eager in float32."""
+    """One training step on numpy windows: on a GPU compiled, in bfloat16 under autocast; otherwise eager, in
+    float32."""
     device = "cuda" if compiled else "cpu"
     torch.manual_seed(0)
     model: Any = (GPT(config) if isinstance(config, GPTConfig) else BERT(config, data, tokenizer)).to(device)

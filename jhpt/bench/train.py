@@ -1,9 +1,9 @@
-"""`jhpt bench train`: the loop of `jhpt.train` against a hand-written minimal loop of the same model.
+"""`jhpt bench train`: the loop of `jhpt.train` compared with a hand-written minimal loop of the same model.
 
 One trial runs a fixed number of steps.  jhpt's trial is its real loop (`jhpt.training.loop.fit`: data pipeline, step,
-metrics); the minimal loop feeds ready-made batches to one jitted step.  On a CPU competitors take turns in one process;
-on a GPU each has a process of its own.  Where PyTorch is installed, the same model in PyTorch (eager on CPU, compiled
-on GPU) runs too; it is BERT's only competitor.
+metrics); the minimal loop feeds prepared batches to one jitted step.  On a CPU competitors run in turn in one process;
+on a GPU each has a process of its own.  If PyTorch is installed, the same model in PyTorch (eager on CPU, compiled on
+GPU) runs too; it is BERT's only competitor.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from jhpt.training.runtime import configure_runtime
 from jhpt.training.setup import Setup, prepare
 
 GPU_PRESETS: dict[str, dict[str, Any]] = {"bert-base": {}, "gpt2-124m": {}, "gpt2-1.5b": {"data.batch_size": 8}}
-"""Presets and what differs from them: at batch 16 the minimal loop of gpt2-1.5b needs 127 GB."""
+"""Presets and changes of them: at batch 16 the minimal loop of gpt2-1.5b needs 127 GB."""
 
 CPU_PRESETS: dict[str, dict[str, Any]] = {"gpt-tiny": {}}
 
@@ -54,7 +54,7 @@ def run(*, quick: bool, json_path: str | None, only: Sequence[str] = ()) -> int:
     for preset in chosen(list(presets), only):
         setup = _setup(preset, presets[preset], steps)
         samples = (_in_processes if on_gpu else _in_turn)(setup, preset, presets[preset], rounds, steps)
-        # Claims are those of the last, largest preset; the rows hold all.
+        # Claims are those of the last, largest preset; rows are those of all.
         report.add(_rows(setup, preset, steps, samples), _claims(setup, preset, steps, samples))
     print_rows("bench train", report.rows)
     print_claims(report.claims)
@@ -67,7 +67,7 @@ def _setup(preset: str, changes: dict[str, Any], steps: int) -> Setup:
 
 
 def _competitors(setup: Setup, steps: int) -> dict[str, Callable[[], Trial]]:
-    """What makes the trial of each competitor."""
+    """Functions that make the trial of each competitor."""
     competitors = {"jhpt": lambda: _jhpt_trial(setup, steps)}
     if isinstance(setup.config.model, GPTConfig):
         competitors["minimal"] = lambda: _minimal_trial(setup, steps)
@@ -85,9 +85,9 @@ def _in_turn(setup: Setup, preset: str, changes: dict[str, Any], rounds: int, st
 def _in_processes(
     setup: Setup, preset: str, changes: dict[str, Any], rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Seconds of every competitor's trials, each in a process of its own: a GPU may not hold all of them at once.
+    """Seconds of every competitor's trials, each in a process of its own, because a GPU may not have room for all.
 
-    One that fails is named on stderr and left out.
+    A competitor that fails is named on stderr and left out.
     """
     samples: dict[str, list[float]] = {}
     for name in _competitors(setup, steps):
@@ -187,7 +187,8 @@ def _rows(setup: Setup, preset: str, steps: int, samples: dict[str, list[float]]
 
 
 def _claims(setup: Setup, preset: str, steps: int, samples: dict[str, list[float]]) -> dict[str, Claim]:
-    """Ratios are medians of the ratios round by round, so that drift of the machine cancels where trials take turns."""
+    """Claims of a preset.  A ratio is the median of the ratios of the rounds, so that drift of the machine cancels if
+    trials run in turn."""
     if "jhpt" not in samples:
         return {}
     tokens, place = _tokens(setup, steps), f"{preset} on {setup.device.kind}, batch {setup.config.data.batch_size}"

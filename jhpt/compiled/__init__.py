@@ -1,1 +1,1 @@
-"""Compiled programs: what they hold in memory, send between devices and hide behind computation."""
+"""Compiled programs: their memory, their communication, and how much of it is hidden behind computation."""

@@ -1,7 +1,7 @@
-"""A compiled step beside what the planner said of it: bytes in memory, bytes on the wire, and what is hidden.
+"""A compiled step compared with the planner's estimate: bytes in memory, bytes on the wire, hidden communication.
 
-A plan's stages differ, the program is one: memory is compared with the fullest stage.  Of traffic the stage that sends
-most is shown; numbers of collectives differ where the compiler joins or splits them, bytes should not.
+A plan's stages differ and the program is one, so memory is compared with the fullest stage.  Traffic is shown for the
+stage that sends most.  Numbers of collectives differ if the compiler joins or splits them; bytes should not differ.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ COPIES = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A reading and the predictions for it; `predicted`: by stage."""
+    """A reading and its predictions.  predicted: by stage."""
 
     reading: Reading
     estimate: Estimate
@@ -43,18 +43,18 @@ class Comparison:
 
     @property
     def memory_ratio(self) -> float:
-        """Estimated over compiled bytes of a device."""
+        """Estimated / compiled bytes of a device."""
         return self.fullest.total_bytes / self.reading.memory.device
 
     def ways(self, stage: int) -> list[tuple[Way, Traffic, Sent]]:
         """Compiled and predicted traffic of a stage, most bytes first."""
-        own, predicted = self.reading.stages[stage].traffic, self.predicted[stage]
-        ways = {*own, *(Way(*way) for way in predicted)}
-        rows = [(way, own.get(way, Traffic()), predicted.get(way, Sent(0, 0))) for way in ways]
+        compiled, predicted = self.reading.stages[stage].traffic, self.predicted[stage]
+        ways = {*compiled, *(Way(*way) for way in predicted)}
+        rows = [(way, compiled.get(way, Traffic()), predicted.get(way, Sent(0, 0))) for way in ways]
         return sorted(rows, key=lambda row: (-max(row[1].bytes, row[2].bytes), row[0]))
 
     def print(self, console: Console) -> None:
-        """Both tables, and what is hidden of the communication along every axis."""
+        """Both tables, and the hidden share of the communication along every axis."""
         console.print(memory_table(self))
         console.print(traffic_table(self))
         for line in hidden_lines(self.reading):
@@ -79,7 +79,7 @@ class Comparison:
 
 
 def compare(reading: Reading, plan: Plan, estimate: Estimate, profile: ModelProfile) -> Comparison:
-    """The reading of a plan's step beside the plan's estimate and traffic."""
+    """The reading of a plan's step, compared with the plan's estimate and traffic."""
     return Comparison(reading=reading, estimate=estimate, predicted=traffic(plan, profile))
 
 
@@ -87,7 +87,7 @@ def memory_table(comparison: Comparison) -> Table:
     """Bytes of a device by cause, planned and compiled."""
     memory, stage = comparison.reading.memory, comparison.fullest
     planned = [*stage.bytes.items(), ("total", stage.total_bytes)]
-    found = [
+    compiled = [
         ("arguments", memory.arguments),
         ("temporaries", memory.temporaries),
         ("outputs", memory.outputs),
@@ -95,9 +95,9 @@ def memory_table(comparison: Comparison) -> Table:
         ("in the host's memory", memory.host),
     ]
     table = _table("planned", "GiB", "compiled", "GiB", title="the compiled step: GiB on a device")
-    for index in range(max(len(planned), len(found))):
+    for index in range(max(len(planned), len(compiled))):
         row: list[str] = []
-        for name, size in (part[index] if index < len(part) else ("", None) for part in (planned, found)):
+        for name, size in (part[index] if index < len(part) else ("", None) for part in (planned, compiled)):
             row += [name, "" if size is None else f"{size / 2**30:,.2f}"]
         table.add_row(*row)
     table.caption = f"planned / compiled {comparison.memory_ratio:.2f}"
@@ -106,28 +106,28 @@ def memory_table(comparison: Comparison) -> Table:
 
 
 def traffic_table(comparison: Comparison) -> Table:
-    """What a device of the busiest stage sends."""
+    """The traffic of a device of the busiest stage."""
     stage = comparison.busiest
-    whole: Tally = comparison.reading.stages[stage]
-    where = f"stage {stage}, " if len(comparison.reading.stages) > 1 else ""
+    tally: Tally = comparison.reading.stages[stage]
+    place = f"stage {stage}, " if len(comparison.reading.stages) > 1 else ""
     columns = ("collective", "axis", "planned", "compiled", "MB planned", "MB compiled", "ratio", "seconds", "hidden")
-    table = _table(*columns, title=f"{where}sent by a device in a step", words=(0, 1))
-    for way, found, planned in comparison.ways(stage):
-        if max(found.bytes, planned.bytes) < SHOWN * whole.bytes:
+    table = _table(*columns, title=f"{place}sent by a device in a step", words=(0, 1))
+    for way, compiled, planned in comparison.ways(stage):
+        if max(compiled.bytes, planned.bytes) < SHOWN * tally.bytes:
             continue
         table.add_row(
             way.kind,
             way.axis,
             f"{planned.count:,.0f}",
-            f"{found.count:,.0f}",
+            f"{compiled.count:,.0f}",
             f"{planned.bytes / 1e6:,.1f}",
-            f"{found.bytes / 1e6:,.1f}",
-            _ratio(planned.bytes, found.bytes),
-            f"{found.seconds:.3f}",
-            f"{100 * found.hidden / found.seconds:.0f} %" if found.seconds else "",
+            f"{compiled.bytes / 1e6:,.1f}",
+            _ratio(planned.bytes, compiled.bytes),
+            f"{compiled.seconds:.3f}",
+            f"{100 * compiled.hidden / compiled.seconds:.0f} %" if compiled.seconds else "",
         )
     total = sum(sent.bytes for sent in comparison.predicted[stage].values())
-    sums = (f"{total / 1e6:,.1f}", f"{whole.bytes / 1e6:,.1f}", _ratio(total, whole.bytes))
+    sums = (f"{total / 1e6:,.1f}", f"{tally.bytes / 1e6:,.1f}", _ratio(total, tally.bytes))
     table.add_row("total", "", "", "", *sums, "", "")
     return table
 
@@ -142,8 +142,8 @@ def hidden_lines(reading: Reading) -> list[str]:
         share = 100 * again / sum(stage.flops for stage in reading.stages)
         lines.append(f"the compiler computes {share:.1f} % of the matrix products' FLOP once more, to save memory")
     if guessed := sum(stage.guessed for stage in reading.stages):
-        what = "branches, loops, products or transfers could not be followed or priced"
-        lines.append(f"{guessed} {what}: counts and shares are a guess")
+        problems = "branches, loops, products or transfers could not be followed or priced"
+        lines.append(f"{guessed} {problems}: counts and shares are a guess")
     return lines
 
 
@@ -162,14 +162,14 @@ def _stage_json(comparison: Comparison, stage: int) -> dict[str, Any]:
             {
                 "kind": way.kind,
                 "axis": way.axis,
-                "count": found.count,
-                "bytes": found.bytes,
-                "seconds": found.seconds,
-                "hidden_seconds": found.hidden,
+                "count": compiled.count,
+                "bytes": compiled.bytes,
+                "seconds": compiled.seconds,
+                "hidden_seconds": compiled.hidden,
                 "planned_count": planned.count,
                 "planned_bytes": planned.bytes,
             }
-            for way, found, planned in comparison.ways(stage)
+            for way, compiled, planned in comparison.ways(stage)
         ],
     }
 

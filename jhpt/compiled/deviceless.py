@@ -1,10 +1,10 @@
-"""Devices that are not there: jax's CUDA plugin compiles for a cluster on a machine without a GPU.
+"""Devices that are not attached: jax's CUDA plugin compiles for a cluster on a machine without a GPU.
 
 The plugin is told which chip to compile for (`targets`) and how many there are.  Nothing runs: such devices can be put
-into a mesh, and programs for it lowered and compiled.  It needs the wheels of the extra `deviceless`.
+into a mesh, and programs for it can be lowered and compiled.  It needs the wheels of the extra `deviceless`.
 
-Kernel choice differs a little from that on a real device, where candidates are timed: without one there is nothing to
-time them on, so autotuning is off.
+Kernels differ a little from those on a real device, which times candidates: autotuning is off, because there is no
+device to time them on.
 """
 
 import importlib.util
@@ -30,17 +30,17 @@ PINNED_HOST = "pinned_host"
 
 
 class OnHost(NamedSharding):
-    """A sharding in pinned memory of the hosts.  Devices that are not there list no kinds of memory, and a plain
-    sharding on them would forget it."""
+    """A sharding in pinned memory of the hosts.  Devices that are not attached list no kinds of memory, so that a plain
+    sharding on them would lose it."""
 
     @property
     def memory_kind(self) -> str:
-        """Always the same."""
+        """Pinned host memory."""
         return PINNED_HOST
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """One that was made in pinned memory: itself, or for devices that are not there one that has not forgotten it."""
+    """A sharding that was made in pinned memory: the same one, or an `OnHost` for devices that are not attached."""
     return sharding if _lists_memory(sharding.mesh.devices.flat[0]) else OnHost(sharding.mesh, sharding.spec)
 
 
@@ -52,13 +52,14 @@ def _lists_memory(device: jax.Device) -> bool:
 
 
 def shape_on_host(shape: tuple[int, ...], dtype: Any, sharding: OnHost) -> jax.ShapeDtypeStruct:
-    """An argument there, to lower a function with whose `in_shardings` say the same: its type knows where it lies."""
+    """The shape of an argument in pinned memory, to lower a function whose `in_shardings` are `sharding`; its type
+    includes the memory."""
     abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=PINNED_HOST)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=abstract)
 
 
 COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_autotune_level": "0"}
-"""For `compile(compiler_options=...)`."""
+"""Options for `compile(compiler_options=...)`."""
 
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 
@@ -80,11 +81,11 @@ def compile_only_devices(cluster: Cluster) -> tuple[jax.Device, ...]:
     config = target_config(node.device)
     if not any(_installed(name) for name in PLUGINS):
         raise NotHere(f"jax's CUDA plugin is missing; {INSTALL}")
-    # The plugin asks for a driver when it is found, unless it is told not to.
+    # Otherwise the plugin looks for a driver.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         with quiet():
-            found = topologies.get_topology_desc(
+            devices = topologies.get_topology_desc(
                 platform="cuda",
                 topology_name="",
                 topology=f"1x{cluster.num_nodes}x{node.devices}",  # slices x hosts x devices of a host
@@ -92,11 +93,11 @@ def compile_only_devices(cluster: Cluster) -> tuple[jax.Device, ...]:
             ).devices
     except (NotImplementedError, RuntimeError) as error:
         raise NotHere(f"jax's CUDA plugin cannot compile here ({_first_line(error)}); {INSTALL}") from None
-    return tuple(found)
+    return tuple(devices)
 
 
 def compile_only_info(cluster: Cluster) -> DeviceInfo:
-    """What is known of such a device."""
+    """The description of a device of this cluster."""
     device = cluster.nodes[0].device
     major, minor = chip_of(device).capability
     return DeviceInfo(
@@ -109,10 +110,10 @@ def compile_only_info(cluster: Cluster) -> DeviceInfo:
 
 
 def compiled_for(lowered: jax.stages.Lowered, options: Mapping[str, Any] = MappingProxyType({})) -> jax.stages.Compiled:
-    """Compiles a program for devices that are not there; options: the compiler's, beside `COMPILER_OPTIONS`.
+    """Compiles a program for devices that are not attached.  options: the compiler's, beside `COMPILER_OPTIONS`.
 
-    One that was compiled for them before is in the cache of programs and cannot be loaded from there, for they cannot
-    hold it; jax warns and compiles it again.
+    A program that was compiled before is in the cache, but cannot be loaded without its devices; jax warns and compiles
+    it again.
 
     Raises:
       NotHere: the compiler lacks a library.
@@ -128,16 +129,16 @@ def compiled_for(lowered: jax.stages.Lowered, options: Mapping[str, Any] = Mappi
 
 
 LIBRARIES = {"cudnn": "cuDNN", "dnn library": "cuDNN", "ptxas": "ptxas", "libdevice": "libdevice", "nvvm": "NVVM"}
-"""What messages of the compiler call what it needs."""
+"""Words of the compiler's messages for the libraries that it needs."""
 
 ABSENT = re.compile(
     r"not found|no such file|(cannot|can't|could not|couldn't|unable to|failed to) (be )?(find|found|load|open|launch)"
 )
-"""How they say that it is not there."""
+"""Words of the compiler's messages for a library that is absent."""
 
 
 def missing_library(message: str) -> str | None:
-    """The library that a line of the compiler's message calls absent; None: the message is about something else."""
+    """The library that the compiler's message calls absent; None: the message is about something else."""
     for line in filter(ABSENT.search, message.lower().splitlines()):
         for word, name in LIBRARIES.items():
             if word in line:
@@ -152,5 +153,5 @@ def _first_line(error: Exception) -> str:
 def _installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # its parent package is missing, too
         return False

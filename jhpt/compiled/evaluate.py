@@ -1,8 +1,8 @@
 """The integers of a compiled program, computed for one device: which branches it takes, how often its loops run.
 
-Control flow depends on few numbers: the device's index, loop counters, and tables such as a schedule, which the
-program holds as constants.  Values are computed on demand, backwards from where they are needed, and wrap around as
-their element type does.  Everything that does not consist of integers alone is UNKNOWN.
+Control flow depends on few numbers: the device's index, loop counters, and tables such as a schedule, which are
+constants of the program.  Values are computed on demand, backwards from where they are needed, and wrap around as their
+element type does.  Everything that does not consist of integers is UNKNOWN.
 """
 
 import re
@@ -56,11 +56,11 @@ class Frame:
     values: dict[str, Value] = field(default_factory=dict)
 
     def reference(self, name: str) -> "Reference":
-        """A value to be computed when it is asked for."""
+        """A reference to a value, which is computed when it is read."""
         return Reference(self, name)
 
     def value(self, name: str) -> Value:
-        """What an instruction comes to, in its own element type."""
+        """The value of an instruction, in its element type."""
         if name not in self.values:
             instruction = self.computation[name]
             self.values[name] = _typed(self._value(instruction), instruction)
@@ -71,7 +71,7 @@ class Frame:
         return Frame(self.module, self.module[computation], arguments, self.device)
 
     def branch(self, conditional: Instruction) -> tuple[str, "Reference"] | None:
-        """The computation that a conditional runs, and its argument; None where nobody knows."""
+        """The computation that a conditional runs, and its argument; None if it is not known."""
         chosen = self.value(conditional.operands[0])
         if chosen is UNKNOWN:
             return None
@@ -98,8 +98,8 @@ class Frame:
                 called = instruction.called("calls") or instruction.called("to_apply")
                 return self._result(called, [self.reference(name) for name in instruction.operands])
             case "conditional":
-                found = self.branch(instruction)
-                return UNKNOWN if found is None else self._result(found[0], [found[1]])
+                branch = self.branch(instruction)
+                return UNKNOWN if branch is None else self._result(branch[0], [branch[1]])
             case "while":
                 return self._after(instruction)
             case "partition-id":
@@ -111,12 +111,12 @@ class Frame:
         return self._computed(instruction)
 
     def _result(self, computation: str, arguments: Sequence["Reference"]) -> Value:
-        """What a computation returns."""
+        """The result of a computation."""
         inner = self.inner(computation, arguments)
         return inner.value(inner.computation.root)
 
     def _computed(self, instruction: Instruction) -> Value:
-        """What one of `OPERATIONS` makes of its operands."""
+        """The result of one of `OPERATIONS`."""
         operation = OPERATIONS.get(instruction.opcode)
         if operation is None:
             return UNKNOWN
@@ -128,7 +128,7 @@ class Frame:
             return operation(instruction, arrays, *operands)
 
     def _after(self, loop: Instruction) -> Value:
-        """What a loop hands through unchanged; the rest is not needed to find one's way."""
+        """The state after a loop: the elements that it does not change; control flow does not need the others."""
         state = self.value(loop.operands[0])
         if state is UNKNOWN:
             return UNKNOWN
@@ -138,7 +138,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Reference:
-    """A value of a frame, or (no frame) of nobody."""
+    """A value of a frame; without a frame it is unknown."""
 
     frame: Frame | None
     name: str
@@ -152,14 +152,14 @@ KNOWN_BY_NOBODY = Reference(None, "")
 
 
 class Unclear(Exception):
-    """Nobody knows how often a loop goes round."""
+    """The number of iterations of a loop is not known."""
 
 
 def rounds(outer: Frame, loop: Instruction) -> Iterator[Frame]:
     """The executions of a loop's body, one after the other.
 
     Raises:
-      Unclear: the loop ends on a condition that is not made of whole numbers, or after too many rounds to follow.
+      Unclear: the loop's condition does not depend on integers alone, or the loop has too many iterations to follow.
     """
     body = outer.module[loop.called("body")]
     same, root, trips = unchanged(body), body[body.root], trip_count(loop)
@@ -171,7 +171,7 @@ def rounds(outer: Frame, loop: Instruction) -> Iterator[Frame]:
             return
         frame = outer.inner(body.name, argument)
         yield frame
-        # Counters are worked out now: a chain of references back to the first round would grow with every round.
+        # Counters are computed now, because a chain of references to the first iteration would grow with every one.
         state = tuple(
             old if index in same else _settled(frame, name)
             for index, (old, name) in enumerate(zip(state, root.operands, strict=True))
@@ -193,7 +193,7 @@ def _holding(like: Frame, computation: Computation, name: str, value: Value) -> 
 
 
 def _settled(frame: Frame, name: str) -> Reference:
-    """The value itself where it is a single whole number."""
+    """A reference to the value itself, if it is a single integer."""
     one = frame.computation[name]
     if one.is_tuple or not _followed(one.arrays[0]) or one.arrays[0].elements != 1:
         return KNOWN_BY_NOBODY
@@ -201,23 +201,23 @@ def _settled(frame: Frame, name: str) -> Reference:
 
 
 def unchanged(body: Computation) -> frozenset[int]:
-    """The elements of a loop's state that its body hands on as they are."""
+    """The elements of a loop's state that its body does not change."""
     root = body[body.root]
     if root.opcode != "tuple":
         return frozenset()
     (parameter,) = body.parameters
-    found = set()
+    indices = set()
     for index, name in enumerate(root.operands):
         one = body[name]
         while one.opcode in ("copy", "bitcast") and one.shape == body[one.operands[0]].shape:
             one = body[one.operands[0]]
         if one.opcode == "get-tuple-element" and one.operands == (parameter,) and one.numbers("index") == (index,):
-            found.add(index)
-    return frozenset(found)
+            indices.add(index)
+    return frozenset(indices)
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """How often the compiler says that a loop goes round."""
+    """The number of iterations of a loop, if the compiler states it."""
     count = loop.config.get("known_trip_count", {}).get("n")
     return None if count is None else int(count)
 
@@ -249,7 +249,7 @@ def _literal(instruction: Instruction) -> Value:
     return np.array(numbers, DTYPES[array.dtype]).reshape(array.dims)
 
 
-# Operations: (instruction, shapes of the operands, values of the operands) -> value, of which `_typed` makes the
+# Operations: (instruction, shapes of the operands, values of the operands) -> value, which `_typed` converts to the
 # instruction's element type.
 
 Operation = Callable[..., Value]
@@ -260,17 +260,17 @@ def _each(function: Callable[..., Any]) -> Operation:
 
 
 def _quotient(a: Any, b: Any) -> Any:
-    """Towards zero; by zero all ones."""
+    """The quotient, rounded towards zero; all ones for a division by zero."""
     return np.where(b == 0, np.invert(np.zeros_like(a)), (a - np.fmod(a, b)) // b)
 
 
 def _remainder(a: Any, b: Any) -> Any:
-    """What `_quotient` leaves, which has the sign of `a`."""
+    """The remainder of `_quotient`, which has the sign of `a`."""
     return np.where(b == 0, a, np.fmod(a, b))
 
 
 def _shifted_as(kind: str) -> Operation:
-    """To the right, of bits that are taken for unsigned ("u": zeros come from the left) or signed ones ("i": signs)."""
+    """A shift to the right of unsigned integers ("u", which fills with zeros) or signed ones ("i", with the sign)."""
 
     def shifted(a: Any, b: Any) -> Any:
         dtype = np.dtype(f"{kind}{a.dtype.itemsize}")
@@ -295,8 +295,8 @@ def _reshape(instruction: Instruction, arrays: Sequence[Array], value: Any) -> V
 
 
 def _broadcast(instruction: Instruction, arrays: Any, value: Any) -> Value:
-    dims, saved = instruction.arrays[0].dims, instruction.numbers("dimensions")
-    shape = [dims[dim] if dim in saved else 1 for dim in range(len(dims))]
+    dims, mapped = instruction.arrays[0].dims, instruction.numbers("dimensions")
+    shape = [dims[dim] if dim in mapped else 1 for dim in range(len(dims))]
     return np.broadcast_to(value.reshape(shape), dims)
 
 
@@ -312,7 +312,7 @@ def _slice(instruction: Instruction, arrays: Any, value: Any) -> Value:
 
 
 def _starts(dims: Sequence[int], sizes: Sequence[int], starts: Sequence[Any]) -> tuple[slice, ...]:
-    """As XLA clamps them."""
+    """The slices at these starts, clamped as in XLA."""
     first = [min(max(int(s.item()), 0), d - n) for d, n, s in zip(dims, sizes, starts, strict=True)]
     return tuple(slice(at, at + n) for at, n in zip(first, sizes, strict=True))
 

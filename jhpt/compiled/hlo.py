@@ -1,7 +1,7 @@
 """The text of a compiled program (HLO), read into computations and instructions.
 
-Only what the text says is kept: an attribute is read when it is asked for.  Format: `HloModule::ToString`, as printed
-by jaxlib 0.10 and newer; in a scheduled module the order of instructions is the order in which they are issued.
+Attributes are kept as text and parsed when they are read.  Format: `HloModule::ToString`, as printed by jaxlib 0.10 and
+newer; in a scheduled module the order of instructions is the order in which they are issued.
 """
 
 import json
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 ELEMENT_BYTES = {"pred": 1.0, "token": 0.0, "c64": 8.0, "c128": 16.0}
-"""By the name of an element type; of the others the first number in the name is their bits."""
+"""Bytes by the name of an element type; for other types the first number in the name is their bits."""
 
 _LEAF = re.compile(r"(\w+)\[([^\]]*)\](?:\{([\d,]*))?")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.$-]+) \(.*\{$")
@@ -25,7 +25,7 @@ _OPCODE = re.compile(r"\s*([\w-]+)\(")
 
 @dataclass(frozen=True)
 class Array:
-    """One array of a shape; order: minor to major, empty where the text does not say."""
+    """One array of a shape.  order: minor to major; empty if the text has none."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -33,30 +33,30 @@ class Array:
 
     @property
     def elements(self) -> int:
-        """How many."""
+        """The number of elements."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> float:
-        """Of all elements."""
+        """Bytes of all elements."""
         return self.elements * element_bytes(self.dtype)
 
     @property
     def row_major(self) -> bool:
-        """Whether the last dimension varies fastest, as far as more than one entry can tell."""
+        """Whether the last dimension varies fastest, not counting dimensions of one entry."""
         wide = [dim for dim in self.order if self.dims[dim] > 1]
         return wide == sorted(wide, reverse=True)
 
 
 def element_bytes(dtype: str) -> float:
-    """4.0 of `f32`."""
+    """Bytes of an element, such as 4.0 for `f32`."""
     bits = re.search(r"\d+", dtype)
     return ELEMENT_BYTES[dtype] if dtype in ELEMENT_BYTES else int(bits[0]) / 8 if bits else 0.0
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line.  inside: what stands between the brackets behind the opcode; tail: the attributes."""
+    """One line.  inside: the text between the brackets after the opcode.  tail: the attributes."""
 
     name: str
     opcode: str
@@ -66,7 +66,7 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """The arrays of its result, those of a tuple one after the other."""
+        """The arrays of its result; those of a tuple in order."""
         return tuple(
             Array(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), _numbers(order or ""))
             for dtype, dims, order in _LEAF.findall(self.shape)
@@ -74,16 +74,16 @@ class Instruction:
 
     @property
     def is_tuple(self) -> bool:
-        """Whether its result is one."""
+        """Whether its result is a tuple."""
         return self.shape.startswith("(")
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names."""
+        """Names of the operands."""
         return tuple(_NAME.findall(self.inside))
 
     def attribute(self, name: str) -> str | None:
-        """The text behind `name=`, brackets and all; None where there is no such attribute."""
+        """The text after `name=`, with its brackets; None if there is no such attribute."""
         match = re.search(rf"(?:^|[,\s]){name}=", self.tail)
         return None if match is None else value_at(self.tail, match.end())
 
@@ -97,14 +97,14 @@ class Instruction:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """What the backend noted."""
+        """The backend's configuration of the instruction."""
         text = self.attribute("backend_config")
         return json.loads(text) if text and text.startswith("{") else {}
 
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions in their order, the last-named root among them."""
+    """Instructions in order.  root: the name of the one whose value is the result."""
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -118,7 +118,7 @@ class Computation:
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """Names by number."""
+        """Names of the parameters, by number."""
         numbered = {int(i.inside): i.name for i in self if i.opcode == "parameter"}
         return tuple(numbered[n] for n in sorted(numbered))
 
@@ -154,7 +154,7 @@ def read(text: str) -> Module:
 
 
 def text_of(compiled: Any) -> str:
-    """The text of a `jax.stages.Compiled`, with all its constants: `as_text` leaves the tables out."""
+    """The text of a `jax.stages.Compiled`, with all its constants; `as_text` leaves large ones out."""
     (module,) = compiled.runtime_executable().hlo_modules()
     options = sys.modules[type(module).__module__].HloPrintOptions()  # moved between jaxlib's modules more than once
     options.print_large_constants = True

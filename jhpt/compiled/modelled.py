@@ -1,8 +1,8 @@
-"""Modelled seconds of what a compiled program does, by the planner's own formulas for the same cluster.
+"""Modelled seconds of a compiled program, by the planner's formulas for the same cluster.
 
-A matrix product takes max(FLOP / rate at that many FLOP, bytes moved / memory bandwidth), a collective what
-`jhpt.planner.cost.communication` says for its group; no plan has all-to-all, which is priced here.  Only the FLOP of
-matrix products and fused attention count: everything between them is left out.
+A matrix product takes max(FLOP / rate at that many FLOP, bytes moved / memory bandwidth).  A collective takes the
+seconds of `jhpt.planner.cost.communication` for its group; all-to-all, which no plan has, is priced here.  Only matrix
+products and fused attention are counted, and everything between them is left out.
 """
 
 from collections import Counter
@@ -14,10 +14,10 @@ from jhpt.core.cluster import Cluster, Device
 from jhpt.planner.cost.communication import Group, all_gather, all_reduce, transfer_seconds
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-"""HLO's names for what a device's rates are given by."""
+"""HLO's names of the dtypes for which a device has rates."""
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
-"""Of fused attention (Dao 2023, arXiv 2307.08691, section 3.1); each is 2 x scores x head width FLOP."""
+"""Products of fused attention (Dao 2023, arXiv 2307.08691, section 3.1); each has 2 x scores x head width FLOP."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Clock:
         return DTYPES.get(product.dtype) in self.device.peak_flops
 
     def product_seconds(self, product: Product) -> float:
-        """Of one kernel's matrix products; at the first rate there is where the right one is not known."""
+        """Seconds of one kernel's matrix products, at the device's first rate if that of the dtype is not known."""
         dtype = DTYPES[product.dtype] if self.has_rate(product) else next(iter(self.device.peak_flops))
         return self.device.seconds(product.flops, product.moved, dtype)
 
     def collective_seconds(self, kind: str, groups: Groups, size: float) -> float:
-        """Of a collective into which every member puts `size` bytes (all_gather: its share)."""
+        """Seconds of a collective to which every member contributes `size` bytes (for an all-gather, its share)."""
         if kind == "collective-permute":
             return self._permute_seconds(groups, size)
         group = self._group(groups)
@@ -68,7 +68,7 @@ class Clock:
         return transfer_seconds((self.cluster.network, max(Counter(crossing).values())), size)
 
     def _group(self, groups: Groups) -> Group:
-        """The group that touches most nodes, as `jhpt.planner.cost.communication` finds it for stages."""
+        """The group that spans most nodes, as in `jhpt.planner.cost.communication` for stages."""
         here = [Counter(self.node_of[device] for device in group) for group in groups]
         inside, network, size = self.cluster.nodes[0].inside, self.cluster.network, len(groups[0])
         leaving = [nodes for nodes in here if len(nodes) > 1]
@@ -80,9 +80,9 @@ class Clock:
 
 
 def all_to_all(group: Group, size: float) -> float:
-    """Seconds until every one of n members has sent each other one an nth of its `size` bytes.
+    """Seconds until each of n members has sent an nth of its `size` bytes to every other member.
 
-    What stays in the node and what leaves it through the node's ports travel at the same time.
+    Messages inside a node and messages through the node's ports are sent at the same time.
     """
     n, here, message = group.size, group.fewest, size / group.size
     inside = (here - 1) * message / group.inside.rate(message)

@@ -1,8 +1,8 @@
-"""What a compiled program needs and sends: bytes in memory, collectives, and how much of them products hide.
+"""A compiled program's bytes in memory, its collectives, and how much of them matrix products hide.
 
-The optimized program is followed as one device of every pipeline stage executes it: loops as often as they run, of
-every conditional the branch that this device takes (`jhpt.compiled.evaluate`).  Bytes on the wire are those
-that a device sends when rings are used (n devices, s bytes that each puts in):
+The optimized program is followed as one device of every pipeline stage executes it: loops as often as they run, and the
+branch of every conditional that this device takes (`jhpt.compiled.evaluate`).  Bytes on the wire are those that a
+device sends if rings are used (n devices, each of which contributes s bytes):
 
     all-reduce           2 (n-1)/n s             all-gather         (n-1) s
     reduce-scatter, all-to-all   (n-1)/n s       collective-permute s, if it is a sender
@@ -11,9 +11,9 @@ A collective that is started and awaited in two places is hidden as far as matri
 
     hidden share = sum of min(modelled seconds of those products, its own modelled seconds) / sum of its own seconds
 
-Products hide the collectives of one axis one after the other, in the order in which these were started; those inside a
-loop hide the loop's own first, then those in progress around it.  Left out: everything but matrix products (norms,
-copies), and that communication slows down what hides it.
+Products hide the collectives of one axis one after the other, in the order in which these were started; products in a
+loop first hide collectives of the loop, then those in progress around it.  Everything except matrix products (norms,
+copies) is left out, and so is the slowdown of products by communication beside them.
 """
 
 import math
@@ -35,7 +35,7 @@ UNPRICED = ("send", "recv", "collective-broadcast", "ragged-all-to-all")
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on a device, and in the host's memory.  What is donated counts once, among the arguments."""
+    """Bytes on a device, and in the host's memory.  Donated buffers count once, among the arguments."""
 
     arguments: int
     temporaries: int
@@ -49,7 +49,7 @@ class Memory:
 
 
 class Way(NamedTuple):
-    """What tells one kind of traffic from another; axes of the mesh joined by +."""
+    """A kind of traffic: the collective, and the axes of the mesh, joined by +."""
 
     kind: str
     axis: str
@@ -57,7 +57,8 @@ class Way(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Collectives of one kind, in a step of one device; bytes on the wire, modelled seconds, of these hidden."""
+    """Collectives of one kind in a step of one device: their count, bytes on the wire, modelled seconds, and how many
+    of these are hidden."""
 
     count: float = 0.0
     bytes: float = 0.0
@@ -74,12 +75,12 @@ class Traffic:
 
 @dataclass
 class Tally:
-    """What a device does in a step, or in a part of it.
+    """The work and traffic of a device in a step, or in a part of it.
 
-    seconds, flops: modelled seconds of matrix products, and their FLOP.  again: FLOP among them that the compiler
-    spends to save memory, by computing a product once more.  copied: bytes of plain copies, as of buffers that the
-    compiler cannot update in place; each is read and written.  guessed: conditionals and loops that could not be
-    followed (the branch with most FLOP was taken, the loop once), products in an element type of which the device has
+    seconds, flops: modelled seconds of matrix products, and their FLOP.  again: FLOP among them of products that the
+    compiler computes once more to save memory.  copied: bytes of plain copies, such as those of buffers that the
+    compiler cannot update in place; each byte is read and written.  guessed: conditionals and loops that could not be
+    followed (the branch with most FLOP was taken, the loop once), products in an element type for which the device has
     no rate, and communication that is `UNPRICED`.
     """
 
@@ -101,24 +102,25 @@ class Tally:
         self.guessed += other.guessed
 
     def free(self, axis: str) -> float:
-        """Seconds of products that hide nothing along an axis yet."""
+        """Seconds of products that do not hide communication along an axis yet."""
         return self.seconds - sum(traffic.hidden for way, traffic in self.traffic.items() if way.axis == axis)
 
     @property
     def bytes(self) -> float:
-        """On the wire."""
+        """Bytes on the wire."""
         return sum(traffic.bytes for traffic in self.traffic.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A compiled step.  stages: what the first device of every pipeline stage does."""
+    """A compiled step.  stages: the tally of the first device of every pipeline stage."""
 
     memory: Memory
     stages: tuple[Tally, ...]
 
     def hidden_shares(self) -> dict[str, float]:
-        """Of the modelled seconds of communication along every axis, over all stages; axes without any are left out."""
+        """Hidden shares of the modelled seconds of communication by axis, over all stages; axes without communication
+        are left out."""
         totals: dict[str, Traffic] = {}
         for stage in self.stages:
             for way, traffic in stage.traffic.items():
@@ -142,14 +144,14 @@ def read_compiled(compiled: Any, sizes: Mapping[str, int], clock: Clock) -> Read
 
 
 def read_stages(module: Module, sizes: Mapping[str, int], clock: Clock) -> tuple[Tally, ...]:
-    """What the first device of every stage does."""
+    """The tally of the first device of every stage."""
     devices, stages = math.prod(sizes.values()), sizes.get(PIPE, 1)
     return tuple(_Walk(module, sizes, clock, stage * devices // stages).whole() for stage in range(stages))
 
 
 @dataclass
 class _Flight:
-    """A collective on its way: seconds, of which some are hidden so far."""
+    """A collective that is in progress: its seconds, and how many of them are hidden so far."""
 
     way: Way
     seconds: float
@@ -157,7 +159,7 @@ class _Flight:
 
 
 class _Walk:
-    """One device's way through a program."""
+    """One device's execution of a program."""
 
     def __init__(self, module: Module, sizes: Mapping[str, int], clock: Clock, device: int) -> None:
         self.module, self.sizes, self.clock, self.device = module, sizes, clock, device
@@ -173,7 +175,7 @@ class _Walk:
         return self._run(Frame(self.module, entry, [KNOWN_BY_NOBODY] * len(entry.parameters), self.device))
 
     def _run(self, frame: Frame) -> Tally:
-        """One execution of a computation; those that never differ are walked through once."""
+        """One execution of a computation; one whose executions are all alike is followed only once."""
         name = frame.computation.name
         if not self._is_fixed(name):
             return self._walked(frame)
@@ -187,8 +189,8 @@ class _Walk:
             opcode = instruction.opcode
             if opcode.endswith("-done"):
                 _land(tally, flights.pop(instruction.operands[0], []))
-            elif opcode.endswith("-start") and (found := self._collectives(frame.computation, instruction)):
-                flights[instruction.name] = [_send(tally, *one) for one in found]
+            elif opcode.endswith("-start") and (sent := self._collectives(frame.computation, instruction)):
+                flights[instruction.name] = [_send(tally, *one) for one in sent]
             elif opcode in KINDS:
                 for one in self._collectives(frame.computation, instruction):
                     _send(tally, *one)
@@ -196,12 +198,12 @@ class _Walk:
                 inner = self._called(frame, instruction)
                 tally.add(inner)
                 _hide(flights, inner)
-        for left in flights.values():
-            _land(tally, left)
+        for unfinished in flights.values():
+            _land(tally, unfinished)
         return tally
 
     def _called(self, frame: Frame, instruction: Instruction) -> Tally:
-        """What an instruction comes to that calls others, multiplies, copies, or communicates without a price."""
+        """The tally of an instruction that calls others, multiplies, copies, or communicates without a price."""
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in UNPRICED:
             return Tally(guessed=1)
@@ -232,14 +234,14 @@ class _Walk:
         try:
             for each in rounds(frame, loop):
                 tally.add(self._run(each))
-        except Unclear:  # perhaps after some rounds
+        except Unclear:  # perhaps after some iterations
             tally = Tally(guessed=1)
             tally.add(self._run(any_round))
         return tally
 
     def _branched(self, frame: Frame, conditional: Instruction) -> Tally:
-        if (found := frame.branch(conditional)) is not None:
-            return self._run(frame.inner(found[0], [found[1]]))
+        if (chosen := frame.branch(conditional)) is not None:
+            return self._run(frame.inner(chosen[0], [chosen[1]]))
         arguments = [frame.reference(name) for name in conditional.operands[1:]]
         options = zip(branches_of(conditional), arguments, strict=True)
         tallies = [self._run(frame.inner(name, [argument])) for name, argument in options]
@@ -248,11 +250,11 @@ class _Walk:
         return guess
 
     def _collectives(self, computation: Computation, instruction: Instruction) -> list[tuple[Way, float, float]]:
-        """(way, bytes on the wire, modelled seconds) of what an instruction sends from this device."""
+        """(way, bytes on the wire, modelled seconds) of each collective in which this device sends."""
         kind = instruction.opcode.removesuffix("-start")
-        if kind not in KINDS:  # perhaps a computation around one
+        if kind not in KINDS:  # perhaps it calls a computation with collectives
             inner = self.module.computations.get(instruction.called("calls") or instruction.called("to_apply"))
-            return [] if inner is None else [found for one in inner for found in self._collectives(inner, one)]
+            return [] if inner is None else [sent for one in inner for sent in self._collectives(inner, one)]
         size = sum(array.bytes for name in instruction.operands for array in computation[name].arrays)
         permuted = kind == "collective-permute"
         groups = permuted_pairs(instruction.tail) if permuted else replica_groups(instruction.tail, self.devices)
@@ -264,7 +266,7 @@ class _Walk:
         return [(way, wire_bytes(kind, len(groups[0]), size), self.clock.collective_seconds(kind, groups, size))]
 
     def _is_fixed(self, name: str) -> bool:
-        """Whether every execution of a computation is like every other."""
+        """Whether all executions of a computation are alike."""
         if name not in self._fixed:
             self._fixed[name] = all(self._step_is_fixed(one) for one in self.module[name])
         return self._fixed[name]
@@ -292,14 +294,14 @@ class _Walk:
 
 
 def _copied(one: Instruction) -> float:
-    """Bytes that an instruction copies and does nothing else with."""
+    """Bytes of an instruction that only copies."""
     return one.arrays[0].bytes if one.opcode in ("copy", "copy-start") else 0.0
 
 
 def _is_repeated(computation: Computation, one: Instruction) -> bool:
-    """Whether XLA made this instruction out of another one to save memory (`HloRematerialization`'s names).
+    """Whether XLA made this instruction from another one to save memory (by `HloRematerialization`'s names).
 
-    The first one that is left of a family counts as the original, which itself may be gone.
+    The first remaining instruction of a family counts as the original, which may be gone.
     """
     original = one.name.split(".remat")[0]
     family = [name for name in computation.instructions if name.split(".remat")[0] == original]
@@ -307,7 +309,7 @@ def _is_repeated(computation: Computation, one: Instruction) -> bool:
 
 
 def wire_bytes(kind: str, members: int, size: float) -> float:
-    """Bytes that a member of a ring sends when everybody puts in `size`."""
+    """Bytes that a member of a ring sends if every member contributes `size` bytes."""
     if kind == "collective-permute":
         return size
     if kind == "all-gather":
@@ -321,13 +323,13 @@ def _send(tally: Tally, way: Way, size: float, seconds: float) -> _Flight:
 
 
 def _hide(flights: Mapping[str, list[_Flight]], inner: Tally) -> None:
-    """`inner` is done while these are on their way."""
-    left: dict[str, float] = {}
+    """Hides the collectives that are in progress behind the products of `inner`."""
+    remaining: dict[str, float] = {}
     for flight in (flight for each in flights.values() for flight in each):
-        free = left.setdefault(flight.way.axis, inner.free(flight.way.axis))
+        free = remaining.setdefault(flight.way.axis, inner.free(flight.way.axis))
         used = min(free, flight.seconds - flight.hidden)
         flight.hidden += used
-        left[flight.way.axis] = free - used
+        remaining[flight.way.axis] = free - used
 
 
 def _land(tally: Tally, flights: Iterable[_Flight]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discards what is written to standard error inside; where an exception is raised, it is written after all.
+    """Discards everything that is written to standard error inside, unless an exception is raised.
 
     CUDA's libraries report a missing driver there.  They write to the file descriptor, not to `sys.stderr`.
     """

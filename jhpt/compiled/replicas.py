@@ -1,11 +1,11 @@
-"""Which devices take part in a collective, and along which axes of the mesh they lie.
+"""The devices of a collective, and the axes of the mesh along which they lie.
 
     {{0,1},{2,3}}                          groups one by one
     [4,2]<=[2,4]T(1,0)                     numbers 0 .. 7 as [2, 4], transposed, in 4 rows of 2
     mesh['a'=4,'b'=2] {'a'}                a mesh of numbers in order, groups along some of its axes; an axis `a:(2)2`
-                                           is the part of size 2 of `a`, inside its first 2; behind the mesh there may
-                                           be its own order, `device_ids=([2,4]T(1,0))`
-    {{0,2},{1,3}} of source_target_pairs   who sends to whom
+                                           is the part of size 2 of `a`, inside its first 2; the mesh may be followed
+                                           by the order of its devices, `device_ids=([2,4]T(1,0))`
+    {{0,2},{1,3}} of source_target_pairs   (sender, receiver) pairs
 
 Numbers are those of the program's partitions: places in the mesh, counted with the last axis fastest.
 """
@@ -25,7 +25,7 @@ _AXIS = re.compile(r"'?([^',:=\s]+)'?(?:=(\d+))?(?::\((\d+)\)(\d+))?")
 
 
 def replica_groups(tail: str, devices: int) -> Groups:
-    """The groups among `devices` partitions that an instruction's attributes name; no groups: all of them."""
+    """The groups of an instruction's attributes; without groups, one of all `devices` partitions."""
     start = tail.find("replica_groups=")
     if start < 0:
         return (tuple(range(devices)),)
@@ -61,7 +61,7 @@ def spanned_axes(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
 def _mesh_groups(axes: str, order: str | None, along: str) -> Groups:
     sizes = {match[1]: int(match[2]) for match in _AXIS.finditer(axes)}
     devices = _ordered(order, math.prod(sizes.values()))
-    # Axes that are used in part fall into three: what is outside of the part, the part, what is inside.
+    # An axis of which a part is used becomes three: outside of the part, the part, and inside of it.
     parts = {match[1]: (int(match[3] or 1), int(match[4] or sizes[match[1]])) for match in _AXIS.finditer(along)}
     shape, inside = list[int](), list[int]()
     for name, size in sizes.items():

@@ -1,8 +1,8 @@
 """Descriptions of the chips that jax's CUDA compiler can compile for, in the format of XLA.
 
-What every multiprocessor of a compute capability has is here (CUDA C++ Programming Guide, "Technical specifications per
-compute capability"), a chip's own figures are in the catalogue; memory and its bandwidth are those of the cluster's
-device.  OpenXLA keeps such descriptions among its target configurations, read off real devices: these agree with them.
+Figures of a multiprocessor by compute capability are here (CUDA C++ Programming Guide, "Technical specifications per
+compute capability"), those of a chip are in the catalogue; memory and its bandwidth are those of the cluster's device.
+OpenXLA has such descriptions of real devices among its target configurations, with which these agree.
 """
 
 import re
@@ -27,7 +27,7 @@ MULTIPROCESSORS = {
     (9, 0): Multiprocessor(float32_units=128, shared_memory=228 << 10),
     (10, 0): Multiprocessor(float32_units=128, shared_memory=228 << 10),
 }
-"""By compute capability."""
+"""Multiprocessors by compute capability."""
 
 ALIKE = {
     "threads_per_block_limit": 1024,
@@ -46,7 +46,7 @@ ALIKE = {
     "ecc_enabled": "true",
     "device_vendor": '"NVIDIA Corporation"',
 }
-"""What all of these have in common."""
+"""Figures that all of these devices share."""
 
 VERSIONS = {
     "driver_version": '"13.0.0"',
@@ -59,8 +59,8 @@ VERSIONS = {
 DNN_VERSION = "dnn_version_info { major: 9 minor: 10 patch: 0 }"
 
 RECKONED = 0.8
-"""Share of a device's memory that XLA plans for where no allocator reports more (`GetSchedulerMemoryLimit`).  Beyond
-that it recomputes tensors instead of keeping them, and overlaps less."""
+"""Share of a device's memory that XLA plans for if no allocator reports more (`GetSchedulerMemoryLimit`).  If a program
+needs more, XLA recomputes tensors instead of storing them, and overlaps less."""
 
 TOO_OLD = re.compile(r"\bV100\b")
 
@@ -69,7 +69,7 @@ def chip_of(device: Device) -> Chip:
     """The chip behind a cluster's device.
 
     Raises:
-      InputError: no chip of which the compiler has a description here.
+      InputError: a chip for which there is no description here.
     """
     if chip := chip_by_driver(device.name):
         return chip

@@ -1,1 +1,1 @@
-"""What everything else speaks about: configuration, model shapes, errors.  No jax."""
+"""The words that all other packages share: configuration, model shapes, clusters, plans, errors.  No jax."""

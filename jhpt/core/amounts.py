@@ -7,7 +7,7 @@ UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 
 LEAST = 1024
-"""Bytes; who says less has left out the unit."""
+"""The smallest amount that is accepted, in bytes.  A smaller number has lost its unit."""
 
 _SIZE = re.compile(r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
@@ -33,7 +33,7 @@ def gib(count: float) -> str:
 
 
 def enough_gib(count: float) -> str:
-    """`gib`, rounded up: who takes it at its word has enough."""
+    """As `gib`, but rounded up: whoever makes this much available has enough."""
     if count >= 0.1 * 2**30:
         return f"{math.ceil(10 * count / 2**30) / 10:.1f} GiB"
     return f"{math.ceil(10 * count / 2**20) / 10:.1f} MiB"

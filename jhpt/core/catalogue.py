@@ -7,8 +7,8 @@ A cluster's name is KINDxDEVICESxNODES[-NETWORK]: `h100x8x4` is 4 nodes of 8 H10
     ports of a node on InfiniBand = one per device (DGX A100 and later), one per two (DGX-1 with V100), one per node
                                     for servers with PCIe cards; on Ethernet always one
 
-A network named explicitly has as many ports as the kind's own would have.  Peak rates and InfiniBand rates are the
-vendors' nominal ones; NVLink and PCIe rates are the smaller ones that NCCL reckons with.
+A network that the name gives has as many ports as the kind's usual network.  Peak rates and InfiniBand rates are the
+vendors' nominal ones; NVLink and PCIe rates are the smaller ones that NCCL assumes.
 """
 
 import functools
@@ -32,7 +32,7 @@ MATMUL_SIZES = tuple(2.0 ** (exponent / 2) for exponent in range(2 * 16, 2 * 42 
 Half octaves: straight lines between whole ones would make a product up to 6 % faster for being larger."""
 
 FILES = (".json", ".yaml", ".yml")
-"""A name with one of these endings is a file's."""
+"""Endings by which the name of a file is told from the name of a cluster."""
 
 FLOAT8_CAPABILITY = 8.9
 """The least compute capability whose tensor cores multiply e4m3 and e5m2: Ada, Hopper and newer (PTX ISA, `mma`)."""
@@ -45,9 +45,10 @@ _NAME = re.compile(r"(?P<kind>[a-z0-9]+?)x(?P<devices>[1-9]\d*)x(?P<nodes>[1-9]\
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What a compiler asks of a device beside what planning does, as the chip is sold.
+    """What the compiler has to know of a device and the planner does not, for the chip as it is sold.
 
-    capability: of computing, (major, minor).  l2_bytes: of the last cache.  clock: Hz.  links: of NVLink.
+    capability: compute capability, (major, minor).  l2_bytes: size of the L2 cache.  clock: in Hz.  links: number of
+    NVLink links.
     """
 
     capability: tuple[int, int]
@@ -73,13 +74,13 @@ def cluster_named(name: str) -> Cluster:
     """KINDxDEVICESxNODES[-NETWORK], e.g. `h100x8x4` or `a100x8x2-100gbe`.
 
     Raises:
-      InputError: unknown kind or network, more devices than such a node takes, or no such form.
+      InputError: unknown kind or network, more devices than such a node takes, or a name of another form.
     """
     match = _NAME.fullmatch(name.lower())
     if match is None:
-        meant = did_you_mean(name.lower(), [f"{kind}x8x1" for kind in kinds()])
+        hint = did_you_mean(name.lower(), [f"{kind}x8x1" for kind in kinds()])
         raise InputError(
-            f"there is no cluster {name!r}{meant}: give the path of a JSON or YAML file, "
+            f"there is no cluster {name!r}{hint}: give the path of a JSON or YAML file, "
             f"or KINDxDEVICESxNODES[-NETWORK] as in h100x8x4 or v100x4x4-10gbe; {_known()}"
         )
     kind, devices, nodes = match["kind"], int(match["devices"]), int(match["nodes"])
@@ -168,14 +169,14 @@ def known_to_differ(first: str, second: str) -> bool:
 
 
 def _chip(name: str) -> str | None:
-    """What the drivers' names of one chip have in common; None: not known."""
+    """The part that all drivers' names of one chip share; None: not known."""
     patterns = [driver["pattern"] for driver in _data()["drivers"] if re.search(driver["pattern"], name)]
     listed = [kind for kind, entry in _data()["kinds"].items() if entry["name"][0] == name]
     return next(iter((*patterns, *listed)), None)
 
 
 def _by_driver(name: str) -> dict[str, Any]:
-    """What is known of a device by the driver's name for it: all of a kind, single figures, or nothing."""
+    """What the catalogue has on a device by the driver's name for it: a kind's entry, single figures, or nothing."""
     for driver in _data()["drivers"]:
         if re.search(driver["pattern"], name):
             return _kind(driver["kind"]) if "kind" in driver else driver
@@ -184,7 +185,7 @@ def _by_driver(name: str) -> dict[str, Any]:
 
 @functools.cache
 def _data() -> dict[str, Any]:
-    """The catalogue, read when first asked for: most runs need none of it."""
+    """The catalogue, read at the first use: most runs need none of it."""
     text = importlib.resources.files("jhpt.core").joinpath("catalogue.yaml").read_text(encoding="utf-8")
     tree: dict[str, Any] = yaml.safe_load(text)
     return tree

@@ -21,7 +21,8 @@ SectionT = TypeVar("SectionT", bound=Section)
 Samples = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 HOST_SHARE = 0.9
-"""Of a host's memory, what blocks may take where nobody says; the rest is for data, checkpoints and the system."""
+"""The share of a host's memory that offloaded blocks may take unless a budget is set.  The rest is for data,
+checkpoints and the system."""
 
 
 class Curve(Section):
@@ -147,7 +148,7 @@ def read_tree(path: str | Path) -> Any:
     """The tree in a JSON or YAML file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        # JSON apart: it is read faster, and YAML 1.1 takes 1e-05 for text.
+        # JSON has a parser of its own because it is faster, and because YAML 1.1 reads 1e-05 as text.
         return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None

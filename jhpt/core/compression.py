@@ -1,4 +1,4 @@
-"""What compressed all-reduces send: rows, bits, blocks and bytes.
+"""The sizes of compressed all-reduces: rows, bits, blocks and bytes.
 
 `jhpt.sharding.compression.all_reduce` sends activations over the tensor axis, `jhpt.sharding.compression.gradients`
 sends gradients over the data axes.
@@ -27,30 +27,32 @@ LINE = 64
 """Bytes of a line.  Pieces of a payload begin at a line; the codes of a block in 4 bits fill one."""
 
 
-def wire_bits(how: Compression) -> tuple[WireBits, Bits | None]:
+def wire_bits(compression: Compression) -> tuple[WireBits, Bits | None]:
     """Bits of a number of an important token and of any other; None: others are not sent."""
-    return how.bits, how.rest_bits or None
+    return compression.bits, compression.rest_bits or None
 
 
-def tokens_of(how: Compression, length: int) -> int:
+def tokens_of(compression: Compression, length: int) -> int:
     """Number of important tokens among `length`: at least one."""
-    return max(1, math.ceil(how.tokens * length - 1e-9))
+    return max(1, math.ceil(compression.tokens * length - 1e-9))
 
 
-def by_attention(how: Compression, causal: bool) -> bool:
+def by_attention(compression: Compression, causal: bool) -> bool:
     """Whether tokens are chosen by the attention they receive, which needs an all-reduce; else by their own rows."""
-    return how.tokens < 1 and (how.importance == "attention" or (how.importance == "auto" and not causal))
+    if compression.tokens == 1:
+        return False
+    return compression.importance == "attention" or (compression.importance == "auto" and not causal)
 
 
-def gathers(ranks: int, how: Compression) -> bool:
+def gathers(ranks: int, compression: Compression) -> bool:
     """Whether codes are all-gathered, instead of reduced in two steps.
 
-    With steps=auto that is where t beta < 32, beta the bits of a number on average: it rounds once and moves no more
+    With steps=auto they are if t beta < 32, where beta is the mean number of bits: this rounds once and moves no more
     than an all-reduce in 16 bits does, though t / 2 times as much as two steps.
     """
-    if how.steps != "auto":
-        return how.steps == 1
-    return ranks * (how.tokens * how.bits + (1 - how.tokens) * how.rest_bits) < 32
+    if compression.steps != "auto":
+        return compression.steps == 1
+    return ranks * (compression.tokens * compression.bits + (1 - compression.tokens) * compression.rest_bits) < 32
 
 
 def codes_in_row(columns: int, group: int = BLOCK) -> int:
@@ -86,17 +88,17 @@ def _whole_lines(size: int) -> int:
     return -(-size // LINE) * LINE
 
 
-def wire_bytes(ranks: int, how: Compression, batch: int, length: int, columns: int) -> int:
+def wire_bytes(ranks: int, compression: Compression, batch: int, length: int, columns: int) -> int:
     """Bytes that a rank sends, and receives, for one all-reduce of [batch, length, columns].
 
-    For n numbers of beta bits: (t-1) n beta / 8 where codes are all-gathered, 2 (t-1)/t n beta / 8 in two steps; with
-    ranges, padding rows of a rank's share and padding of lines on top.
+    For n numbers of beta bits: (t-1) n beta / 8 if codes are all-gathered, 2 (t-1)/t n beta / 8 in two steps.  Ranges,
+    padding rows of a rank's share and padding of lines are added.
     """
-    count, (bits, rest_bits) = tokens_of(how, length), wire_bits(how)
+    count, (bits, rest_bits) = tokens_of(compression, length), wire_bits(compression)
     kinds: list[tuple[int, WireBits]] = [(batch * count, bits)]
     if count < length and rest_bits:
         kinds.append((batch * (length - count), rest_bits))
-    if gathers(ranks, how):
+    if gathers(ranks, compression):
         return (ranks - 1) * payload_bytes(kinds, columns)
     return 2 * (ranks - 1) * payload_bytes([(-(-rows // ranks), bits) for rows, bits in kinds], columns)
 
@@ -111,9 +113,9 @@ SPARSE_BYTES = 4
 
 
 def buckets(sizes: Sequence[int], capacity: int) -> list[range]:
-    """Gradients that travel together: neighbours, joined until they have `capacity` numbers or more.
+    """Gradients that one collective sends: neighbours, joined until they have `capacity` numbers or more.
 
-    Every gradient is in exactly one bucket, and the order stays.
+    Every gradient is in exactly one bucket, and their order does not change.
     """
     joined, start, numbers = [], 0, 0
     for at, size in enumerate(sizes):
@@ -124,38 +126,37 @@ def buckets(sizes: Sequence[int], capacity: int) -> list[range]:
     return joined
 
 
-def sent_of_block(how: GradientCompression) -> int:
+def sent_of_block(compression: GradientCompression) -> int:
     """Number of entries that top-k sends of a block: at least one."""
-    return max(1, math.ceil(how.share * how.block - 1e-9))
+    return max(1, math.ceil(compression.share * compression.block - 1e-9))
 
 
-def gathers_gradients(ranks: int, how: GradientCompression) -> bool:
-    """Whether gradients are all-gathered and added up by every rank: top-k, and codes where t beta < 32."""
-    return how.kind == "topk" or ranks * how.bits < 32
+def gathers_gradients(ranks: int, compression: GradientCompression) -> bool:
+    """Whether gradients are all-gathered and added up by every rank: top-k, and codes if t beta < 32."""
+    return compression.kind == "topk" or ranks * compression.bits < 32
 
 
-def share_of_bucket(numbers: int, parts: int, how: GradientCompression) -> int:
+def share_of_bucket(numbers: int, parts: int, compression: GradientCompression) -> int:
     """Numbers in one of `parts` equal parts of a bucket: whole rows of codes, or whole blocks."""
-    unit = COLUMNS if how.kind == "quantize" else how.block
+    unit = COLUMNS if compression.kind == "quantize" else compression.block
     return -(-numbers // (parts * unit)) * unit
 
 
-def gradient_bytes(ranks: int, how: GradientCompression, numbers: int, *, shares: bool = False) -> int:
+def gradient_bytes(ranks: int, compression: GradientCompression, numbers: int, *, shares: bool = False) -> int:
     """Bytes that a rank sends, and receives, for the all-reduce of a bucket of n numbers.
 
-    With ranges and the padding of rows, blocks and lines on top:
-
-        quantize    2 (t-1)/t n bits / 8, or (t-1) n bits / 8 where codes are all-gathered (`gathers_gradients`)
+        quantize    2 (t-1)/t n bits / 8, or (t-1) n bits / 8 if codes are all-gathered (`gathers_gradients`)
         topk        (t-1) n share 4
 
-    With ZeRO a reduce-scatter is enough: (t-1)/t of n bits / 8, or of n share 4.
+    Ranges and the padding of rows, blocks and lines are added.  With ZeRO a reduce-scatter is enough: (t-1)/t of
+    n bits / 8, or of n share 4.
 
     Args:
       shares: whether a rank needs only its share of the sum, as with ZeRO.
     """
-    gathered = gathers_gradients(ranks, how) and not shares
-    part = share_of_bucket(numbers, 1 if gathered else ranks, how)
-    if how.kind == "topk":
-        return (ranks - 1) * part // how.block * sent_of_block(how) * SPARSE_BYTES
-    once = (ranks - 1) * payload_bytes([(part // COLUMNS, how.bits)], COLUMNS)
+    gathered = gathers_gradients(ranks, compression) and not shares
+    part = share_of_bucket(numbers, 1 if gathered else ranks, compression)
+    if compression.kind == "topk":
+        return (ranks - 1) * part // compression.block * sent_of_block(compression) * SPARSE_BYTES
+    once = (ranks - 1) * payload_bytes([(part // COLUMNS, compression.bits)], COLUMNS)
     return once if gathered or shares else 2 * once

@@ -83,8 +83,8 @@ class GradientCompression(Section):
     )
     bucket: Count = Field(
         1 << 22,
-        description="least numbers that travel together: sending them should take ten times as long as a collective "
-        "takes to begin",
+        description="least numbers in one collective: sending them should take ten times as long as the latency of a "
+        "collective",
     )
 
     @property

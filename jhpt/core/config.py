@@ -49,10 +49,10 @@ __all__ = [
 ]
 
 WeightStorage = Literal["float32", "bfloat16", "bfloat16_kahan", "bfloat16_stochastic"]
-"""How parameters are kept between steps."""
+"""How parameters are stored between steps."""
 
 MomentStorage = Literal["float32", "int8"]
-"""How Adam's moments are."""
+"""How Adam's moments are stored between steps."""
 
 
 class DataConfig(Section):
@@ -93,15 +93,16 @@ class OptimizerConfig(Section):
     clip: Literal["global", "previous", "layer"] = Field(
         "global",
         description="which norm: of all gradients; of those of the step before; or of each layer, with its part of "
-        "clip_norm. The last two let blocks on the host take their steps at once, with a quarter less there",
+        "clip_norm. The last two let offloaded blocks be updated in the backward pass, with a quarter less host memory",
     )
     weights: WeightStorage = Field(
         "float32",
-        description="how parameters are kept; bfloat16_kahan: with what rounding took away, in bfloat16 too; "
-        "bfloat16_stochastic: rounded at random; bfloat16: rounded to nearest, which stalls",
+        description="how parameters are stored; bfloat16_kahan: with a remainder in bfloat16 for what rounding "
+        "removes; bfloat16_stochastic: rounded at random; bfloat16: rounded to nearest, which stalls training",
     )
     moments: MomentStorage = Field(
-        "float32", description="how Adam's moments of matrices and tables are kept; int8: in codes with a scale a block"
+        "float32",
+        description="how Adam's moments of matrices and tables are stored; int8: in codes, with a scale for each block",
     )
     z_loss: NonNegative = Field(0.0, description="weight of log(Z)^2, which keeps logits from drifting")
 
@@ -115,12 +116,12 @@ class OptimizerConfig(Section):
 
     @property
     def low_precision(self) -> bool:
-        """Whether parameters or moments are kept in less than float32."""
+        """Whether parameters or moments are stored in less than float32."""
         return self.weights != "float32" or self.moments != "float32"
 
     @property
     def update_in_backward(self) -> bool:
-        """Whether a layer's step needs no gradient but its own."""
+        """Whether a layer can be updated as soon as its gradient is known, before those of other layers are."""
         return self.clip_norm is None or self.clip != "global"
 
 
@@ -155,7 +156,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is kept on disk."""
+    """Which checkpoints are written and kept."""
 
     every: Count = Field(500, description="steps between checkpoints; the last step is always saved")
     keep: Count = Field(2, description="newest checkpoints to keep")
@@ -163,7 +164,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """What a person and a dashboard see."""
+    """How often metrics are reported, and where."""
 
     every: Count = Field(10, description="steps between metric lines")
     tensorboard: bool = Field(True, description="write TensorBoard events beside metrics.jsonl")

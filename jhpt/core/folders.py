@@ -1,4 +1,4 @@
-"""Where jhpt keeps what it can make again: tokens, compiled programs, measurements."""
+"""The folder for what jhpt can make again: tokens, compiled programs, measurements."""
 
 import os
 from pathlib import Path

@@ -4,24 +4,24 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def host_memory(cgroups: Path = CGROUPS, own: Path = OWN) -> int:
-    """Bytes: what the machine has, or less where a container may have less.
+def host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Bytes that the machine has, or that its container may use if that is less.
 
     Args:
-      cgroups: where the kernel mounts them, version 1 or 2.
-      own: says which ones this process is in, lines of `number:controllers:/path`.
+      cgroups: where the kernel mounts control groups, version 1 or 2.
+      membership: the file that lists the groups of this process, in lines of `number:controllers:/path`.
     """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([machine, *_limits(cgroups, own)])
+    return min([machine, *_limits(cgroups, membership)])
 
 
-def _limits(cgroups: Path, own: Path) -> Iterator[int]:
-    """Of this process' groups and all above them, that are written down where they can be read."""
+def _limits(cgroups: Path, membership: Path) -> Iterator[int]:
+    """The limits, as far as they can be read, of this process' groups and of all groups above them."""
     try:
-        lines = own.read_text().splitlines()
+        lines = membership.read_text().splitlines()
     except OSError:
         return
     for line in lines:
@@ -29,7 +29,7 @@ def _limits(cgroups: Path, own: Path) -> Iterator[int]:
         if controllers not in ("", "memory"):
             continue
         root, file = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
-        # Inside a container the path may be that of the host, whose groups are not there; its own one is the root.
+        # Inside a container the path may be that on the host, whose groups are not visible; then the root counts.
         group = root / path.lstrip("/")
         for folder in [group, *group.parents]:
             yield from _limit(folder / file)

@@ -30,7 +30,7 @@ def load_config(source: Source = None, overrides: Mapping[str, Any] | None = Non
       overrides: values by dotted name, `{"train.steps": 20}`.
 
     Raises:
-      InputError: unknown preset, key or file, wrong type, impossible value; all faults at once, one a line.
+      InputError: unknown preset, key or file, wrong type, impossible value; one line for each fault.
     """
     changes: dict[str, Any] = {}
     for name, value in (overrides or {}).items():
@@ -39,14 +39,14 @@ def load_config(source: Source = None, overrides: Mapping[str, Any] | None = Non
 
 
 def run_config(source: Source, out: str | os.PathLike[str] | None) -> Config:
-    """The configuration of a run in directory `out`: without a source, an existing run keeps its own."""
+    """The configuration of a run in directory `out`; without a source, that of the run that lies there."""
     if source is None and out is not None and goes_on(out):
         source = Path(out) / CONFIG_FILE
     return load_config(source)
 
 
 def goes_on(out: str | os.PathLike[str] | None) -> bool:
-    """Whether a run lies in directory `out`, which then goes on."""
+    """Whether a run lies in directory `out`, which training would then continue."""
     return out is not None and (Path(out) / CONFIG_FILE).is_file()
 
 

@@ -14,8 +14,8 @@ from jhpt.core.section import Bytes, Section
 class MemoryConfig(Section):
     """How much memory may be used, and what is done where a step needs more.
 
-    `auto` is the planner's choice.  Where `parallel` lays a step out by hand and it fits, or the device is not known,
-    `auto` changes nothing.
+    With `auto` the planner chooses.  If `parallel` lays a step out by hand, `auto` changes nothing as long as the step
+    fits or the device is not known.
     """
 
     budget_bytes: Literal["auto"] | Bytes = Field(
@@ -43,7 +43,7 @@ class MemoryConfig(Section):
     @field_validator("recompute", mode="before")
     @classmethod
     def _names_with_commas(cls, recompute: Any) -> Any:
-        """On a command line names are one word; earlier versions said yes and no."""
+        """On a command line the names are one word; earlier versions had true and false."""
         if isinstance(recompute, bool):
             return "full" if recompute else "none"
         if not isinstance(recompute, str):
@@ -75,7 +75,8 @@ class MemoryConfig(Section):
 def check_names(names: Sequence[str], where: str, known: Sequence[str] | None = None, also: Sequence[str] = ()) -> None:
     """Raises ValueError where a block has no tensor of such a name.
 
-    known: None: the named tensors of all families.  also: words that are allowed, not in a list.
+    known: the named tensors to choose from; None: those of all families.  also: words that may stand alone in place of
+    names.
     """
     known = known_tensors() if known is None else known
     for name in names:

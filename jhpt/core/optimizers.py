@@ -1,4 +1,4 @@
-"""Optimizers by name, in numbers: what the planner and the configuration have to know of an update rule.
+"""Optimizers by name, in numbers: what the planner and the configuration have to know about an update rule.
 
 The rules themselves are registered with `jhpt.training.optimizer.register_optimizer`, which also fills this table.
 """
@@ -11,11 +11,11 @@ from jhpt.core.errors import did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerNumbers:
-    """What an update rule keeps and can do.
+    """What an update rule stores and what it allows.
 
-    moments: numbers that it keeps for every parameter from step to step.
-    coded: its moments can be kept in 8 bits.
-    offloaded: blocks can take its steps while they stream from host memory (`memory.offload`).
+    moments: numbers that it stores for every parameter from step to step.
+    coded: its moments can be stored in 8 bits.
+    offloaded: it can update blocks while they stream from host memory (`memory.offload`).
     """
 
     moments: int

@@ -1,7 +1,7 @@
 """How to train: the one bridge between planning and running.  Plain data, JSON in and out, readable by a person.
 
-`jhpt.core.plan_check` says what is a plan at all, whatever the model and the devices; `jhpt.core.plan_by_hand` makes
-the plan that a configuration lays out.
+`jhpt.core.plan_check` checks what every plan has to satisfy; `jhpt.core.plan_by_hand` makes the plan that a
+configuration lays out.
 """
 
 import itertools
@@ -123,7 +123,7 @@ class Plan(Section):
     compression: Compression = Compression()
     gradient_compression: GradientCompression = GradientCompression()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
-    origin: Origin | None = Field(None, description="where a run has it from; null: no run has used it yet")
+    origin: Origin | None = Field(None, description="how a run got the plan; null: no run has used it yet")
     seconds: NonNegative | None = Field(None, description="predicted time of a step")
     lower_bound: NonNegative | None = Field(None, description="no plan of the space is faster")
 

@@ -14,8 +14,8 @@ from jhpt.core.rules import check
 def plan_by_hand(config: Config, devices: int) -> Plan:
     """The plan that the section `parallel` describes, on so many devices.
 
-    Blocks are divided evenly; where they do not divide, the first chunks take one more.  Embedding and head go with
-    the first and the last block.
+    Blocks are divided evenly; if they do not divide, the first chunks have one more.  The embedding is in the chunk of
+    the first block, and the head in that of the last.
 
     Raises:
       InputError: a broken rule, more devices than there are, a batch that does not divide, or a choice that is left to

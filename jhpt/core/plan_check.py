@@ -1,6 +1,7 @@
-"""What is a plan at all, whatever the model and the devices: asked by the planner, by its prices and by the runtime.
+"""What every plan has to satisfy, whatever the model and the devices; the planner and the runtime check it.
 
-What does not go with what is in `jhpt.core.rules`; here is what makes stages, chunks and numbers a plan.
+This module checks that stages, chunks and numbers form a plan.  `jhpt.core.rules` says which choices exclude each
+other.
 """
 
 from dataclasses import replace
@@ -105,7 +106,7 @@ def _check_program(plan: Plan) -> None:
 
 
 def _check_groups(plan: Plan, offload: Offload) -> None:
-    """Blocks fall into groups of one that is offloaded and `resident` that are not."""
+    """Blocks divide into groups of one block that is offloaded and `resident` blocks that are not."""
     blocks, group = plan.stages[0].chunks[0].stop - 2, 1 + offload.resident
     if offload.ahead > (groups := max(blocks // group, 1)):
         raise InputError(

@@ -12,7 +12,7 @@ DEFAULT = "gpt-tiny"
 
 
 SHARDED = dict(zero=3, micro_batches=2)
-"""Models whose state fills one GPU several times over start out with ZeRO-3."""
+"""Models whose state is several times as large as a GPU's memory start out with ZeRO-3."""
 
 
 def _gpt(layers: int, width: int, heads: int, learning_rate: float, batch: int, length: int = 1024) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What a model costs, layer by layer: seconds by batch and tensor degree, parameters, bytes.
 
-A *sample* is one sequence (one image for the classic networks; one profiled mini-batch where a file says no more).
-Layers that are equal share one `LayerKind`; a `ModelProfile` is the row of kinds in the order of the forward pass.
+A *sample* is one sequence (one image for the classic networks; one profiled mini-batch if a file gives nothing
+smaller).  Layers that are equal share one `LayerKind`; a `ModelProfile` is the row of kinds in the order of the forward
+pass.
 """
 
 import re
@@ -22,8 +23,8 @@ _TOKENS = re.compile(r"a sequence of (\d+) tokens")
 class Timing(Section):
     """Seconds of one layer on one device at one tensor degree, over micro-batch sizes in samples.
 
-    Between grid points seconds are linear; below the first the first holds (a kernel does not get faster for being
-    emptier); above the last they grow in proportion, at the rate of the last point.
+    Between grid points seconds are linear.  Below the first point they are those of the first (a kernel does not get
+    faster for being emptier).  Above the last they grow in proportion to the batch, at the rate of the last point.
     """
 
     tensor: Count = 1
@@ -55,10 +56,10 @@ class LayerKind(Section):
         0, description="parameters shared with the first layer: a copy, and a sum of gradients, if its stage is another"
     )
     boundary_bytes: NonNegative = Field(description="output, which the next layer reads")
-    activation_bytes: NonNegative = Field(description="kept for the backward pass, divided by the tensor degree")
-    replicated_bytes: NonNegative = Field(0.0, description="kept for the backward pass on every tensor rank")
-    tensor_forward_bytes: NonNegative = Field(0.0, description="summed over the tensor axis in the forward pass")
-    tensor_backward_bytes: NonNegative = Field(0.0, description="summed over the tensor axis in the backward pass")
+    activation_bytes: NonNegative = Field(description="saved for the backward pass, divided by the tensor degree")
+    replicated_bytes: NonNegative = Field(0.0, description="saved for the backward pass on every tensor rank")
+    tensor_forward_bytes: NonNegative = Field(0.0, description="all-reduced over the tensor axis in the forward pass")
+    tensor_backward_bytes: NonNegative = Field(0.0, description="all-reduced over the tensor axis in the backward pass")
     max_tensor: Count = Field(1, description="largest tensor degree; every divisor of it works")
     timings: Annotated[tuple[Timing, ...], Field(min_length=1)]
     tensors: tuple[NamedTensor, ...] = ()
@@ -93,15 +94,15 @@ class ModelProfile(Section):
     device: str = Field(description="the device the seconds hold for")
     source: str = Field(description="measured (how, when) or analytic (from what)")
     sample: str = Field("one sample", description="what one sample is, e.g. a sequence of 1024 tokens")
-    causal: bool = Field(False, description="tokens see those before them only")
+    causal: bool = Field(False, description="tokens see only those before them")
     dtype: str = "bfloat16"
-    products: Literal["same", "float8"] = Field("same", description="what matrices of blocks are multiplied in")
+    products: Literal["same", "float8"] = Field("same", description="dtype of the matrix products of blocks")
     bytes_per_weight: Positive = Field(2.0, description="of a gradient and of a gathered weight on the wire")
     state_bytes: Positive = Field(
         16.0,
-        description="per parameter: weight and gradient (2 + 2 bytes), and what is kept (12) where that is another",
+        description="per parameter: weight and gradient (2 + 2 bytes), and the state between steps (12)",
     )
-    state: State = Field(State(), description="how weights and moments are kept from step to step")
+    state: State = Field(State(), description="how weights and moments are stored from step to step")
     update_seconds: NonNegative = Field(0.0, description="optimizer, per parameter on one device")
     kinds: dict[str, LayerKind]
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -121,7 +122,7 @@ class ModelProfile(Section):
 
     @property
     def used_as_stored(self) -> bool:
-        """Whether weights are kept in the dtype that models compute in, so that there is no copy of them."""
+        """Whether weights are stored in the dtype that models compute in, so that there is no copy of them."""
         if self.state.weights == "float32":
             return self.bytes_per_weight == FLOAT32
         return self.dtype == "bfloat16"

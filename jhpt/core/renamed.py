@@ -1,4 +1,4 @@
-"""Keys that were renamed: files of earlier versions are read, and whoever still writes an old key hears the new one."""
+"""Keys that were renamed: files of earlier versions are still read, and a message names the new key for an old one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ def with_plan_keys_of_today(tree: Any, path: str | Path) -> Any:
     """The tree of a plan file with the keys that plans have now.
 
     Raises:
-      InputError: a key stands there under both of its names, with the file's name.
+      InputError: the file has a key under both of its names; the message names the file.
     """
     if not isinstance(tree, dict):
         return tree

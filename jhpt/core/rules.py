@@ -1,8 +1,8 @@
-"""What does not go with what: every such rule once, in `RULES`.
+"""Which choices exclude each other: every such rule once, in `RULES`.
 
 A configuration by hand, a plan, a request to the planner and the program that runs all describe themselves as
-`Choices`; `conflict` answers with the first rule that they break, as a message with the values and a remedy.  A choice
-that is still open is `None`, and a rule that depends on it does not apply.
+`Choices`.  `conflict` returns the message of the first rule that they break, with the values and a remedy.  A choice
+that is still open is `None`, and rules that depend on it do not apply.
 
 `jhpt.core.unused` lists the settings that nothing reads.
 """
@@ -30,7 +30,7 @@ SETTINGS: Mapping[str, str] = {
     "offload": "memory.offload",
     "saved": "memory.recompute",
 }
-"""What the settings of a configuration are called; in a plan a choice is called by its own name."""
+"""The setting of a configuration for each choice; a plan uses the names of `Choices`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Choices:
         return self.names.get(choice, choice)
 
     def off(self, choice: str) -> str:
-        """How the user does without it: settings have a word for that, in a plan the key is left out."""
+        """What the user does to turn it off: set a word in a configuration, leave out the key in a plan."""
         if not self.names:
             return f"take {choice} out of the plan"
         return f"set {self.name(choice)}={'auto' if choice == 'saved' else 'off'}"
@@ -93,7 +93,7 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One thing that does not go with another.
+    """Choices that exclude each other.
 
     broken_by: whether these choices break it.  message: the values that clash and the remedy.
     """
@@ -142,7 +142,7 @@ def _general_remedy(c: Choices) -> str:
 
 
 def _offload_partners(c: Choices) -> list[str]:
-    """What CPU offload does not go with, as it is chosen.  Over one tensor rank compression changes nothing."""
+    """The choices made that exclude CPU offload.  Over one tensor rank compression changes nothing."""
     partners = {
         f"{c.stages} pipeline stages": _several_stages(c),
         f"tensor parallelism ({c.name('tensor')}={max(c.tensor, default=1)})": c.tensor not in ((), (1,)),
@@ -360,7 +360,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def conflict(choices: Choices) -> str | None:
-    """What the first rule that these choices break says; None: they go together."""
+    """The message of the first rule that these choices break; None: they break no rule."""
     return next((rule.message(choices) for rule in RULES if rule.broken_by(choices)), None)
 
 

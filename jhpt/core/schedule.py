@@ -2,7 +2,7 @@
 
 This is the one place that decides the order.  The runtime walks through the table (`jhpt.sharding.pipeline`), and the
 planner prices the same ticks (`jhpt.planner.cost.schedule`).  The simulation takes the order of passes from the table
-and finds the times by itself (`jhpt.planner.report.simulation`).
+and computes the times itself (`jhpt.planner.report.simulation`).
 
 A device walks through ticks; in each it may run one forward pass and then one backward pass, of one micro-batch through
 one of its chunks.  What it sends in a tick its neighbour uses in the next.  With S devices, v chunks each and M
@@ -30,7 +30,7 @@ Index = TypeVar("Index", int, npt.NDArray[Any])
 
 
 class Pass(NamedTuple):
-    """One entry of a timetable.  slot: of the ring of saved activations.  micro_batch -1: nothing to do."""
+    """One entry of a timetable.  slot: where its saved activations lie.  micro_batch -1: nothing to do."""
 
     micro_batch: int
     chunk: int
@@ -50,7 +50,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timetable:
-    """forward, backward: [ticks, S, 3], a `Pass` for every tick and device.  slots: number that a device needs."""
+    """forward, backward: [ticks, S, 3], a `Pass` for every tick and device.  slots: how many a device needs."""
 
     forward: Table
     backward: Table
@@ -102,9 +102,9 @@ def delay(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> i
 
 
 def in_flight(schedule: Schedule, stages: int, stage: int, chunks: int, micro_batches: int) -> int:
-    """Number of micro-batches in flight: the most (micro-batch, chunk) pairs saved at once on device `stage`.
+    """Number of micro-batches in flight: the most (micro-batch, chunk) pairs that device `stage` has saved at a time.
 
-    It is what the table of ticks comes to: the first backward pass of the device follows its forward pass number
+    It follows from the table of ticks: the first backward pass of the device follows its forward pass number
     delay + (S-1) - 2 stage, counted from zero.
     """
     ahead = delay(schedule, stages, chunks, micro_batches) + stages - 1 - 2 * stage

@@ -1,4 +1,4 @@
-"""Bytes per parameter of what training keeps from step to step, as the section `optimizer` says.
+"""Bytes per parameter of the state that training stores from step to step, as the section `optimizer` says.
 
     weights   float32: 4; bfloat16, whatever its rounding: 2, and 4 of what models use in float32; bfloat16_kahan:
               with a remainder of 2
@@ -26,7 +26,7 @@ FLOAT32, BFLOAT16, CODE = 4, 2, 1
 
 
 class State(Section):
-    """How weights and moments are kept, and their bytes per parameter."""
+    """How weights and moments are stored, and their bytes per parameter."""
 
     optimizer: str = "adamw"
     weights: WeightStorage = "float32"
@@ -43,7 +43,7 @@ class State(Section):
 
     @property
     def low_precision(self) -> bool:
-        """Whether anything is kept in less than float32."""
+        """Whether anything is stored in less than float32."""
         return self.weights != "float32" or self.moments != "float32"
 
     @property
@@ -88,14 +88,14 @@ def _bfloat16_bytes(model: ModelConfig) -> float:
 
 
 def _decoded_bytes(model: ModelConfig, moments: int) -> float:
-    """All moments of all blocks' largest matrix, or of the largest table, spread over all parameters.  Programs for an
-    H100 hold 1.5 to 1.9 times one of them (jax 0.10.2)."""
+    """Decoded moments of the largest matrix of all blocks, or of the largest table, in bytes per parameter of the
+    model.  Programs for an H100 hold 1.5 to 1.9 times one of them (jax 0.10.2)."""
     largest = max((numbers for numbers, row in model.matrices() if block_size(row)), default=0)
     return moments * FLOAT32 * largest / model.parameter_count().allocated
 
 
 def _coded_bytes(model: ModelConfig) -> float:
-    """Of one moment: what is not coded is float32."""
+    """Bytes per parameter of one moment; what is not coded is float32."""
     coded = [(numbers, block) for numbers, row in model.matrices() if (block := block_size(row))]
     saved = sum(numbers * (FLOAT32 - CODE - FLOAT32 / block) for numbers, block in coded)
     return FLOAT32 - saved / model.parameter_count().allocated

@@ -1,7 +1,7 @@
 """Settings that nothing reads in some configurations: `UNUSED`.
 
-A new run refuses them, so that nobody waits for what was never going to happen.  A run that goes on names them in a
-note instead: its configuration may be of an earlier version, which did not refuse them.
+A new run refuses them, so that nobody waits for an effect that cannot come.  A run that is continued only names them in
+a note, because an earlier version, which did not refuse them, may have written its configuration.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from jhpt.core.errors import InputError
 class Unused:
     """A setting that nothing reads in some configurations.
 
-    unread: whether nothing reads it.  why: what to do about it.
+    unread: whether nothing reads it.  why: the reason, and what to do about it.
     """
 
     setting: str

@@ -1,4 +1,4 @@
-"""What a layer does, in numbers without a device: operations with their FLOP and bytes, and the tensors it names."""
+"""The work of a layer in numbers, whatever the device: operations with their FLOP and bytes, and named tensors."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,1 +1,1 @@
-"""This machine: its devices and links, and how fast a model's layers run on it."""
+"""Measurements of this machine: its devices and links, and the seconds of a model's layers on it."""

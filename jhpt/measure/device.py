@@ -10,8 +10,11 @@ from jhpt.core.catalogue import peak_bf16_flops
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """One device.  memory: bytes, None where the backend does not report it; capability: compute capability of an
-    NVIDIA GPU, None for others."""
+    """One device.
+
+    memory: bytes; None: the backend does not report it.  capability: compute capability of an NVIDIA GPU; None for
+    other devices.
+    """
 
     kind: str
     platform: str
@@ -25,9 +28,9 @@ class DeviceInfo:
         return self.platform in ("gpu", "cuda", "rocm")
 
 
-def device_info(device: jax.Device | None = None) -> DeviceInfo:
-    """Describes a device; None: the first local one."""
-    device = device or jax.local_devices()[0]
+def device_info() -> DeviceInfo:
+    """Describes the first local device."""
+    device = jax.local_devices()[0]
     capability = getattr(device, "compute_capability", None)
     return DeviceInfo(
         kind=device.device_kind,

@@ -1,4 +1,4 @@
-"""`jhpt doctor`: what this machine can do, and which fallbacks it uses."""
+"""`jhpt doctor`: the abilities of this machine, and its fallbacks."""
 
 import os
 import shutil

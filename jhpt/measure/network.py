@@ -1,4 +1,4 @@
-"""The network between the nodes of one cluster, measured by all processes together."""
+"""The network between the nodes of a cluster, measured by all processes."""
 
 import jax
 import numpy as np
@@ -12,9 +12,9 @@ ROUNDS = 5
 
 
 def spanning(node: Cluster) -> Cluster:
-    """A cluster of as many nodes like `node` as there are processes, joined by the network that is measured here.
+    """A cluster of as many nodes like `node` as there are processes, with the network measured between them.
 
-    Every process counts as a node.  All processes must call this; all get the same cluster.
+    Every process counts as a node.  All processes must call this, and all get the same cluster.
     """
     count = jax.process_count()
     if count == 1:
@@ -27,7 +27,7 @@ def spanning(node: Cluster) -> Cluster:
 
 
 def _of_main(link: Link) -> Link:
-    """The link as the main process measured it, for all processes."""
+    """The link that the main process has measured, for all processes."""
     assert link.measured is not None
     figures = np.array([link.bandwidth, link.latency, *link.measured.sizes, *link.measured.values], np.float64)
     bandwidth, latency, *curve = gathered(figures)[0].tolist()

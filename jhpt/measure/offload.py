@@ -1,8 +1,8 @@
-"""A test on the device itself: are gradients right when saved activations are offloaded to the host?
+"""A test on the device: whether gradients are right when saved activations are offloaded to the host.
 
 Some versions of XLA, such as that of jax 0.11.0, build GPU programs that silently compute wrong gradients when a loop's
-saved activations are offloaded.  So a few layers are differentiated with and without offload before a run relies on
-it.
+saved activations are offloaded.  Therefore a few layers are differentiated with and without offload before a run relies
+on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ NAMES = ("entered", "product")
 """Names of the tensors that the test layers save."""
 
 LAYERS, ROWS, WIDTH = 4, 256, 256
-"""Small enough to compile at once; one row of the stacked activations is 256 KiB."""
+"""Small enough to compile quickly; one row of the stacked activations is 256 KiB."""
 
 TOLERANCE = 1e-4
 """Relative to the largest entry.  Two programs may round differently, by 1e-6; wrong gradients differ everywhere."""
@@ -43,8 +43,10 @@ def offload_is_right(gradients: Callable[[Sequence[str]], Any] | None = None) ->
 
 
 def layer_gradients(host: Sequence[str]) -> Any:
-    """Gradients of x + tanh(x w) w, layer after layer, by the loop that training uses, on the first device of this
-    process.  host: names of saved tensors that wait on the host."""
+    """Gradients of layers x + tanh(x w) w, by the loop that training uses, on the first device of this process.
+
+    host: names of saved tensors that are offloaded to the host.
+    """
     device = jax.local_devices()[0]
     loop = LayerLoop(
         stream=UnchunkedSamples(_layer),

@@ -1,12 +1,12 @@
 """The local machine as a `Cluster`: rates that small programs reach on it.
 
     matrix products   n x n, chained inside one program: FLOP/s, and each size's share of the best
-    device memory     y = x + 1 on an array beyond every cache: read and written once each
-    host              copies from host memory (pinned where the device offers it) to the device, by size
-    inside            all-reduce over all local devices by size, read as a ring: 2 (n - 1) messages of size / n
+    device memory     y = x + 1 on an array larger than every cache: read once and written once
+    host              copies from host memory (pinned if the device offers it) to the device, by size
+    inside            all-reduce over all local devices by size, taken for a ring: 2 (n - 1) messages of size / n
 
-A copy or message of s bytes takes latency + s / rate(s): the smallest gives the latency, the others rates.  Measured
-alone, on an idle machine: neither programs beside each other nor directions in parallel.
+A copy or message of s bytes takes latency + s / rate(s): the smallest gives the latency, the others give rates.  Every
+rate is measured alone, on an idle machine, without other programs or directions at the same time.
 """
 
 import itertools
@@ -29,10 +29,10 @@ PRODUCTS = {False: (64, 128, 256, 512, 1024), True: (256, 512, 1024, 2048, 4096,
 """Widths n of the products, on CPU and on GPU."""
 
 CHAIN_FLOP = {False: 4e9, True: 1e13}
-"""FLOP in one chain of products: about 20 ms, far beyond the cost of a launch, on CPU and on GPU."""
+"""FLOP in one chain of products, on CPU and on GPU: about 20 ms, much more than a launch."""
 
 STREAM_BYTES = {False: 1 << 27, True: 1 << 30}
-"""Size of the array that is read and written, beyond the caches, on CPU and on GPU."""
+"""Size of the array that is read and written, larger than the caches, on CPU and on GPU."""
 
 SMALLEST = 1 << 10
 SIZES = tuple(1 << exponent for exponent in range(16, 27, 2))
@@ -40,9 +40,9 @@ SIZES = tuple(1 << exponent for exponent in range(16, 27, 2))
 
 
 def probe_cluster(rounds: int = 5) -> Cluster:
-    """Measures the first local device, and the links of all; a few seconds on CPU.
+    """Measures the first local device, and the links of all devices; a few seconds on CPU.
 
-    `sources` says which figures one device or one node cannot give.
+    `sources` says which figures cannot be measured with one device or one node.
 
     Raises:
       InputError: rounds below 1.
@@ -101,8 +101,8 @@ def _products(info: DeviceInfo, rounds: int) -> tuple[dict[str, float], Curve]:
 def _chain(dtype: str, width: int, flop: float) -> tuple[Callable[[], Any], float]:
     """(x w w ... w as one program, its FLOP)."""
     length = max(round(flop / (2.0 * width**3)), 1)
-    # Random numbers: GPUs draw less power for constant ones and multiply them faster.  Of variance 1 / width, so that
-    # powers neither grow nor vanish.
+    # Random numbers, because GPUs need less power for constants and multiply them faster.  Their variance of 1 / width
+    # lets powers neither grow nor vanish.
     weights = (jax.random.normal(jax.random.key(0), (width, width)) * width**-0.5).astype(dtype)
     program = jax.jit(lambda x, w: jax.lax.fori_loop(0, length, lambda _, y: y @ w, x))
     return lambda: program(weights, weights), length * 2.0 * width**3
@@ -134,7 +134,7 @@ def _host_copies(device: jax.Device, rounds: int) -> Link:
 
 
 def ring_link(devices: Sequence[jax.Device], rounds: int, sizes: Sequence[int] | None = None) -> Link:
-    """The link that explains an all-reduce over all devices as a ring; they may belong to several processes."""
+    """The link of an all-reduce over all devices, taken for a ring; the devices may belong to several processes."""
     count = len(devices)
     mesh = Mesh(np.asarray(devices), ("all",))
     spec = PartitionSpec("all")
@@ -158,13 +158,13 @@ def _timed(calls: Mapping[int, Callable[[], Any]], rounds: int) -> dict[float, f
 
 
 def _link(seconds: Mapping[float, float]) -> Link:
-    """Latency from the smallest size, rates from the others; a rate counts at least a tenth of its time.
+    """Latency from the smallest size, rates from the others; latency counts for at most nine tenths of a time.
 
-    Noise that would let a larger message arrive before a smaller one is levelled: it takes as long.
+    A larger message never takes less time than a smaller one: times with such noise are raised.
     """
     smallest, *sizes = sorted(seconds)
     latency = seconds[smallest]
     moving = itertools.accumulate((max(seconds[size] - latency, seconds[size] / 10) for size in sizes), max)
-    rates = [size / taken for size, taken in zip(sizes, moving, strict=True)]
+    rates = [size / time for size, time in zip(sizes, moving, strict=True)]
     measured = Curve(sizes=tuple(sizes), values=tuple(rates))
     return Link(bandwidth=rates[-1], latency=latency, measured=measured)

@@ -1,9 +1,9 @@
 """Seconds of a model's layers, from whole training steps of shallow models.
 
-A layer alone does not run as it does inside a step: XLA fuses across layers, a step's buffers outgrow the caches, and
-a program of its own costs a launch.  So nothing is timed alone that can be avoided.  The model is cut to `shallow` and
-to `deep` blocks, everything else left as it is, and its forward pass F and its whole training step T (forward,
-backward, update) are timed for both, in turn:
+A layer alone runs differently than inside a step: XLA fuses across layers, a step's buffers do not fit the caches, and
+a separate program costs a launch.  So as little as possible is timed alone.  The model is cut to `shallow` and to
+`deep` blocks, without other changes, and its forward pass F and its whole training step T (forward, backward, update)
+are timed for both, in turn:
 
     block      forward  = (F[deep] - F[shallow]) / (deep - shallow)                         the slope
                backward = (T[deep] - T[shallow]) / (deep - shallow) - forward - own parameters x u
@@ -11,13 +11,13 @@ backward, update) are timed for both, in turn:
     embedding  timed alone (it is small), at most the rest;   head = the rest - embedding
     u          the step's tail on given gradients / parameters: norm, clipping, AdamW, the choice to skip
 
-A step of L blocks is then predicted by a straight line through two measured steps; only the split between the parts
-rests on smaller timings.  No part is below zero: a slope is at most what the deep model's time leaves room for.
+A step of L blocks is then predicted by a straight line through two measured steps; only the division into parts depends
+on smaller timings.  No part is below zero: a slope is limited by the deep model's time.
 
 One rank of a tensor axis t is a model with heads / t, MLP width / t and vocabulary / t, without its communication.
 
-Left out: accumulation of gradients over micro-batches, and that a block between other stages' communication competes
-for memory bandwidth with it.
+Not measured: gradient accumulation over micro-batches, and the memory bandwidth that a block loses to communication
+beside it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +57,7 @@ Build = Callable[[int, int, int], Shallow | None]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """Timings by kind of layer, seconds of the update per parameter, and by tensor degree every raw sample."""
+    """Timings by kind of layer, seconds of the update per parameter, and all raw samples by tensor degree."""
 
     timings: Mapping[str, tuple[Timing, ...]]
     update: float
@@ -67,8 +67,8 @@ class LayerSeconds:
 def depths(num_layers: int) -> tuple[int, int]:
     """Blocks of the two models.
 
-    Far enough apart that noise of the slope, carried on to the whole depth, stays small: the deep one is the whole
-    model where it has four blocks or fewer, else two thirds of it, at most 8.
+    They differ enough to keep the noise of the slope small when it is extended to the whole depth: the deep one is the
+    whole model if that has four blocks or fewer, otherwise two thirds of it, at most 8.
     """
     if num_layers <= 2:
         return 1, 2
@@ -86,9 +86,9 @@ def layer_seconds(
     """Times `embedding`, `block` and `head` over micro-batch sizes and tensor degrees.
 
     Args:
-      build: makes the shallow models; those of one degree are alive together.
-      batches, tensors: ascending; a batch that does not fit the device ends its row.
-      beside: further calls, timed in turn with those of the first degree; their samples keep their names.
+      build: makes the shallow models; all models of one degree exist at the same time.
+      batches, tensors: ascending; larger batches than the first that does not fit the device are left out.
+      beside: further calls, timed in turn with those of the first degree; their samples have the same names.
 
     Raises:
       InputError: not even the smallest batch fits.
@@ -139,14 +139,14 @@ def _calls(models: Mapping[tuple[int, int], Shallow]) -> dict[str, Call]:
 def _split(
     models: Mapping[tuple[int, int], Shallow], seconds: Mapping[str, float], tensor: int, update: float
 ) -> dict[str, Timing]:
-    """From seconds of the models to seconds of their parts: the equations above."""
+    """The seconds of the parts from those of the models, by the equations above."""
     batches = sorted({batch for _, batch in models})
     shallow, deep = sorted({depth for depth, _ in models})
     rows: dict[str, list[tuple[float, float]]] = {"embedding": [], "block": [], "head": []}
     for batch in batches:
-        whole = {depth: seconds[f"step {depth} {batch}"] for depth in (shallow, deep)}
+        steps = {depth: seconds[f"step {depth} {batch}"] for depth in (shallow, deep)}
         forward = {depth: seconds[f"forward {depth} {batch}"] for depth in (shallow, deep)}
-        both = {depth: whole[depth] - models[depth, batch].parameters * update for depth in (shallow, deep)}
+        both = {depth: steps[depth] - models[depth, batch].parameters * update for depth in (shallow, deep)}
 
         block_both = _slope(both, shallow, deep)
         block_forward = min(_slope(forward, shallow, deep), block_both)
@@ -171,7 +171,7 @@ def _split(
 
 
 def _slope(seconds: Mapping[int, float], shallow: int, deep: int) -> float:
-    """Seconds of one block, at most those that leave nothing for the rest of the deep model."""
+    """Seconds of one block, at most the deep model's seconds divided by its blocks."""
     slope = (seconds[deep] - seconds[shallow]) / (deep - shallow)
     return max(min(slope, seconds[deep] / deep), 0.0)
 

@@ -1,4 +1,4 @@
-"""The timer of every benchmark: variants take turns, every call is waited for, raw samples are returned."""
+"""The timer of every benchmark: it calls variants in turn, waits for every call, and returns raw samples."""
 
 import statistics
 import time
@@ -9,9 +9,9 @@ import jax
 
 
 def interleaved(variants: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of every call, `rounds` per variant, taken in turn so that drift of the machine affects all alike.
+    """Seconds of every call, `rounds` per variant, called in turn so that drift of the machine affects all alike.
 
-    Each call is blocked on until its result is ready.  The order is reversed every other round.
+    Every call is timed until its result is ready.  The order is reversed every other round.
     """
     for _ in range(warmup):
         for call in variants.values():
@@ -33,7 +33,7 @@ def spread(samples: list[float]) -> tuple[float, float, float]:
 
 
 def steady(samples: Mapping[str, list[float]]) -> dict[str, float]:
-    """Typical seconds of every variant of one `interleaved` run, fit to be added and subtracted.
+    """Typical seconds of every variant of one `interleaved` run, which can be added and subtracted.
 
         seconds[v] = median over rounds r of (samples[v][r] / g[r])  x  median of g;   g[r]: geometric mean of round r
 

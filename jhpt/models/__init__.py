@@ -1,1 +1,1 @@
-"""Model families as pure functions of a parameter tree.  No mesh: parallelism is injected (`jhpt.models.hooks`)."""
+"""Model families as pure functions of a parameter tree, without a mesh: `jhpt.models.hooks` inject parallelism."""

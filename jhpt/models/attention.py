@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, and which kernel computes it."""
+"""Scaled dot-product attention, and the choice of its kernel."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ Implementation = Literal["cudnn", "xla"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChoice:
-    """The kernel in use, and why: printed once at the start of a run."""
+    """The kernel in use and the reason, printed once at the start of a run."""
 
     implementation: Implementation
     reason: str

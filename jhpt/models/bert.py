@@ -154,7 +154,7 @@ class BERT:
 
     @property
     def partition_rules(self) -> PartitionRules:
-        """None of its own: all parameters are those of shared layers."""
+        """Empty, because all parameters are those of shared layers."""
         return ()
 
     def _masked(self, rows: Rows, keys: jax.Array, objective: Objective) -> Masked:
@@ -165,7 +165,7 @@ class BERT:
         return self._masked(rows, keys, objective).tokens
 
     def loss(self, params: Any, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
-        """Masked-language modelling: the masked positions predict what was there."""
+        """Masked-language modelling: the masked positions predict their original tokens."""
         masked = self._masked(rows, keys, objective)
         predicted = jnp.take_along_axis(x, masked.positions[..., None], axis=1)
         return summed_loss(self.logits(params, predicted), masked.targets, rows.weights, objective.z_loss, self.hooks)
@@ -220,7 +220,7 @@ class BERT:
     def feed(
         self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ordering_token: jax.Array | None = None
     ) -> Parted:
-        """From there up to the second all-reduce."""
+        """From the first all-reduce up to the second."""
         x = collected(parted, self.config.dropout, keys, 0, self.hooks, "projection_out")
         return apply(self._feed_forward, layer_params, self._normed(x, parted), parted.tokens, ordering_token)
 
@@ -269,4 +269,4 @@ class BERT:
 
 
 MODEL = BERT
-"""What `jhpt.models.family.build` registers."""
+"""The functions of the family, which `jhpt.models.family.build` registers."""

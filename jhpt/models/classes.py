@@ -1,8 +1,7 @@
-"""What image and perceptron networks share: dense layers split by column, and logits for a softmax over classes.
+"""Layers that image and perceptron networks share: dense layers split by column, and logits for a softmax over classes.
 
 Every shard of the tensor axis has some columns of a layer's matrix and bias.  The input is whole
-(`hooks.copy_to_tensor_axis`), and so is the output where `hooks.join` puts the shards' columns side by side; logits
-stay split.
+(`hooks.copy_to_tensor_axis`), and so is the output if `hooks.join` gathers the shards' columns; logits stay split.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What a model family is to training: pure functions of a parameter tree, behind a protocol and a registry.
+"""Model families as training sees them: pure functions of a parameter tree, behind a protocol and a registry.
 
     register_model("mixer", Mixer)      # Mixer(config=..., dtype=..., implementation=..., hooks=...) is a `Model`
 
@@ -34,7 +34,8 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over predicted tokens.  loss: what is minimised; nll: negative log likelihood in nats; tokens: how many."""
+    """Sums over predicted tokens.  loss: to be minimised.  nll: negative log likelihood in nats.  tokens: their
+    number."""
 
     loss: jax.Array
     nll: jax.Array
@@ -42,7 +43,7 @@ class Sums(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What the loss depends on beside the model: the settings of data and optimizer, and the tokenizer's ids."""
+    """What the loss depends on, beside the model: the settings of data and optimizer, and the tokenizer's ids."""
 
     z_loss: float
     mask_fraction: float
@@ -56,8 +57,8 @@ class Model(Protocol):
     bits and are split by ZeRO.  Those under a name that ends in `norm` are used in float32, all others are cast to
     `dtype` where they are used.
 
-    A block is cut before each of its two sums over the tensor axis: `attend` up to the first, `feed` from there up to
-    the second, `finish` the rest.  keys: [B], one key a row; None: no dropout.
+    A block is cut before each of its two all-reduces over the tensor axis: `attend` up to the first, `feed` from there
+    up to the second, `finish` the rest.  keys: [B], a key for each row; None: no dropout.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -69,15 +70,11 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """What the model computes in."""
+        """The compute dtype."""
 
     @property
     def implementation(self) -> Implementation:
         """The attention kernel."""
-
-    @property
-    def hooks(self) -> Hooks:
-        """How the model is cut over the tensor axis."""
 
     @property
     def head_reads(self) -> tuple[str, ...]:
@@ -91,19 +88,19 @@ class Model(Protocol):
         """Fresh float32 parameters."""
 
     def init_embedding_and_head(self, key: jax.Array) -> Params:
-        """Those of `init` but for the blocks."""
+        """The parameters of `init`, except those of blocks."""
 
     def init_block(self, key: jax.Array, layer: Any) -> Params:
-        """Those of `init` of one block."""
+        """The parameters of `init` of one block."""
 
     def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
-        """The token ids [B, S] that the model reads of these rows."""
+        """The token ids [B, S] of these rows that the model reads."""
 
     def embed(self, params: Params, tokens: jax.Array, *, keys: jax.Array | None = None) -> jax.Array:
         """tokens[B, S] -> x[B, S, D]."""
 
     def attend(self, layer_params: Params, x: jax.Array, ordering_token: jax.Array | None = None) -> Parted:
-        """A block up to its first sum."""
+        """A block up to its first all-reduce."""
 
     def feed(
         self,
@@ -112,7 +109,7 @@ class Model(Protocol):
         keys: jax.Array | None = None,
         ordering_token: jax.Array | None = None,
     ) -> Parted:
-        """From there up to its second sum."""
+        """A block from its first all-reduce up to its second."""
 
     def finish(self, parted: Parted, keys: jax.Array | None = None) -> jax.Array:
         """The rest of the block."""
@@ -131,10 +128,10 @@ _MODELS: dict[str, Callable[..., Model]] = {}
 
 
 def register_model(family: str, model: Callable[..., Model]) -> None:
-    """Makes `model(config=, dtype=, implementation=, hooks=)` the functions of a family.
+    """Registers `model(config=, dtype=, implementation=, hooks=)` as the functions of a family.
 
     Raises:
-      ValueError: the family has others already.
+      ValueError: other functions are registered for the family.
     """
     if _MODELS.setdefault(family, model) is not model:
         raise ValueError(f"the functions of model family {family!r} are registered twice; give one another name")

@@ -37,7 +37,8 @@ from jhpt.models.vocabulary import embed, project_to_vocabulary
 
 
 def residual_std(config: GPTConfig) -> float:
-    """GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L)."""
+    """The standard deviation of matrices whose products are added to the residual stream: GPT-2 scales it by
+    1 / sqrt(2 L)."""
     return INIT_STD / (2 * config.num_layers) ** 0.5
 
 
@@ -152,7 +153,7 @@ class GPT:
 
     @property
     def partition_rules(self) -> PartitionRules:
-        """None of its own: all parameters are those of shared layers."""
+        """Empty, because all parameters are those of shared layers."""
         return ()
 
     def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
@@ -202,7 +203,7 @@ class GPT:
     def feed(
         self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ordering_token: jax.Array | None = None
     ) -> Parted:
-        """From there up to the second all-reduce."""
+        """From the first all-reduce up to the second."""
         x = collected(parted, self.config.dropout, keys, 0, self.hooks, "projection_out")
         return apply(self._feed_forward, layer_params, x, parted.tokens, ordering_token)
 
@@ -221,4 +222,4 @@ class GPT:
 
 
 MODEL = GPT
-"""What `jhpt.models.family.build` registers."""
+"""The functions of the family, which `jhpt.models.family.build` registers."""

@@ -10,7 +10,7 @@ Settle = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """x itself: it is not cut."""
+    """x itself, which is not cut."""
     return x
 
 
@@ -29,7 +29,7 @@ def all_alike(q: jax.Array, k: jax.Array, lengths: jax.Array | None, residual: j
 
 
 def only_shard() -> int:
-    """0, the number of the only shard."""
+    """0, the number of a single shard."""
     return 0
 
 
@@ -42,13 +42,13 @@ class Hooks:
       `copy_to_tensor_axis` makes x whole and `reduce_over_tensor_axis` returns this shard's piece.
     own_rows: an array [B, S, ...] over the whole sequence -> this shard's piece of it.
     rank: () -> the number of this shard.
-    important: (q[B, S, heads, E], k, lengths) of this shard's heads and the residual stream [B, S, D] that they were
-      made from -> the positions [B, k] of the tokens that are most important to all shards; None where all-reduces do
-      not distinguish tokens.
+    important: (q[B, S, heads, E], k, lengths) of this shard's heads and the residual stream [B, S, D] that they depend
+      on -> the positions [B, k] of the tokens that are most important to all shards; None if all-reduces do not
+      distinguish tokens.
     copy_to_tensor_axis: (x, important tokens or None) -> x, before it is multiplied with matrices that are split by
       column; its backward pass is an all-reduce.
-    enter_before: x -> (x, settle), the same where the important tokens are only chosen later; settle: (y, tokens) -> y
-      for any y that depends on x.
+    enter_before: x -> (x, settle), as `copy_to_tensor_axis`, if the important tokens are chosen only later.  settle:
+      (y, tokens) -> y for any y that depends on x.
     depend_on: (x, ordering token or None) -> x, available only once the token is.
     reduce_over_tensor_axis: (part, important tokens or None) -> the all-reduce of the shards' parts [..., D].
     join: this shard's part of the last dimension -> the whole dimension.

@@ -22,7 +22,7 @@ from jhpt.models.products import PRODUCTS, Product, plain_product
 from jhpt.models.repeated import plus
 
 CHOICE = "important_tokens"
-"""Name of the important tokens: a few bytes, which cost communication to compute again."""
+"""The name of the important tokens: a few bytes, whose recomputation would need communication."""
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2 and BERT released code)."""
@@ -49,7 +49,7 @@ _NORMS: dict[str, Callable[..., nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm
 
 
 def register_activation(name: str, function: Activation, *, matrices: int = 1) -> None:
-    """Makes an activation of the MLP known; matrices: input matrices that it takes, 2 where it is gated.
+    """Registers an activation of the MLP.  matrices: its input matrices, 2 if it is gated.
 
     Raises:
       ValueError: the name is taken.
@@ -60,11 +60,11 @@ def register_activation(name: str, function: Activation, *, matrices: int = 1) -
 
 
 def register_norm(name: str, module: Callable[..., nn.Module], *, parameters: int) -> None:
-    """Makes a norm known.
+    """Registers a norm.
 
     Args:
       module: called with `epsilon`, `dtype`, `use_fast_variance` and `name`.
-      parameters: how many it has for every number that is normalised: 2 for a scale and a bias.
+      parameters: how many it has for every number that is normalised, such as 2 for a scale and a bias.
 
     Raises:
       ValueError: the name is taken.
@@ -95,10 +95,10 @@ class Linear(nn.Module):
 
 
 class Parted(NamedTuple):
-    """Half a block, up to a shard's part of a product, before the all-reduce over the shards and what follows it.
+    """The result of half a block up to the all-reduce over the shards.
 
-    x: the residual stream, to which the sum is added.  part: [B, S, D].  tokens: the important ones, or None.
-    bias, norm: parameters.
+    x: the residual stream, to which the sum of the parts is added.  part: this shard's part of a product, [B, S, D].
+    tokens: the important ones, or None.  bias, norm: parameters of what follows the all-reduce.
     """
 
     x: jax.Array
@@ -109,7 +109,7 @@ class Parted(NamedTuple):
 
 
 def collected(parted: Parted, rate: float, keys: jax.Array | None, use: int, hooks: Hooks, name: str) -> jax.Array:
-    """x + dropout(the sum + bias); the sum is called `name` for recomputation."""
+    """x + dropout(sum of the parts + bias); recomputation knows sum + bias as `name`."""
     out = hooks.reduce_over_tensor_axis(parted.part, parted.tokens)
     out = checkpoint_name(out if parted.bias is None else plus(out, parted.bias), name)
     return parted.x + dropout(out, rate, keys, use, hooks)
@@ -134,10 +134,10 @@ class PartedLinear(nn.Module):
 
 
 class AttentionHalf(nn.Module):
-    """Multi-head attention on an already normalised input; qkv is one matrix [D, K, G + 2, E], grouped by key head,
-    so that a tensor axis over K keeps every query beside its key and value.
+    """Multi-head attention on a normalised input; qkv is one matrix [D, K, G + 2, E], grouped by key head, so that a
+    tensor axis over K does not separate queries from their keys and values.
 
-    residual: the rows of the residual stream that x was made of.  ordering_token: what the half waits for
+    residual: the rows of the residual stream that x depends on.  ordering_token: the half waits for it
     (`hooks.depend_on`).  Returns (part of the result, its bias, the important tokens: `hooks.important`).
     """
 
@@ -181,7 +181,7 @@ class AttentionHalf(nn.Module):
 class MLPHalf(nn.Module):
     """down(activation(up(x))), or down(silu(gate(x)) * up(x)) for swiglu, with gate and up in one matrix [D, 2, F].
 
-    tokens: the important ones.  ordering_token: what the half waits for.  Returns (part of the result, its bias).
+    tokens: the important ones.  ordering_token: the half waits for it.  Returns (part of the result, its bias).
     """
 
     features: int
@@ -242,8 +242,8 @@ def fold(keys: jax.Array, number: int | jax.Array) -> jax.Array:
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None, use: int, hooks: Hooks) -> jax.Array:
     """Zeroes entries of x[B, S, D] with probability `rate` and scales the rest by 1 / (1 - rate); no keys: x itself.
 
-    keys: [B].  A row has its own, so what it loses does not depend on the rows it shares a device or micro-batch with.
-    use: tells apart the layer's dropouts.
+    keys: [B].  Every row has its own key, so its dropout does not depend on other rows of its device or micro-batch.
+    use: the number of the dropout in its layer.
     """
     if keys is None or rate == 0:
         return x
@@ -262,7 +262,7 @@ BlockFunction = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
 
 
 def layer_keys(keys: jax.Array | None, layer: int | jax.Array) -> jax.Array | None:
-    """The dropout keys of a layer; number 0 is the embedding's."""
+    """The dropout keys of a layer; the keys with number 0 are the embedding's."""
     return None if keys is None else fold(keys, layer + 1)
 
 

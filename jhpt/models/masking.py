@@ -1,4 +1,4 @@
-"""Masking of tokens for BERT (Devlin et al. 2018, section 3.1), on the device, from the step's own key."""
+"""Masking of tokens for BERT (Devlin et al. 2018, section 3.1), on the device, from the key of the step."""
 
 from typing import NamedTuple, Protocol
 
@@ -9,7 +9,7 @@ from jhpt.core.families.family import masked_positions
 
 
 class SpecialTokens(Protocol):
-    """A tokenizer as models see it: how many ids it has, and which of them is `[MASK]`."""
+    """A tokenizer as models see it: the number of its ids, and the id of `[MASK]`."""
 
     @property
     def vocab_size(self) -> int:
@@ -21,7 +21,8 @@ class SpecialTokens(Protocol):
 
 
 class Masked(NamedTuple):
-    """tokens [B, S]: what the model reads; positions [B, n]: where it must predict, ascending; targets [B, n]: what."""
+    """tokens [B, S]: what the model reads.  positions [B, n]: where it predicts, ascending.  targets [B, n]: the tokens
+    to predict."""
 
     tokens: jax.Array
     positions: jax.Array

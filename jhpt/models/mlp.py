@@ -34,7 +34,7 @@ class MLP:
 
     @property
     def alike(self) -> bool:
-        """Blocks are stacked."""
+        """True, because blocks are stacked."""
         return True
 
     def init(self, key: jax.Array) -> Any:
@@ -51,7 +51,7 @@ class MLP:
         return {
             "mlp": {
                 "up": kernel_and_bias(up, (self.width, self.hidden), 2.0),
-                # As GPT-2 does: what all blocks add stays as large as x.
+                # As in GPT-2, so that the sum of what all blocks add is about as large as x.
                 "down": kernel_and_bias(down, (self.hidden, self.width), 1.0 / self.num_blocks),
             }
         }

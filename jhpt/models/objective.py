@@ -1,9 +1,9 @@
-"""What training minimises, summed over predicted tokens.
+"""The loss of training, summed over predicted tokens.
 
     loss = sum(nll) + z_loss sum(log(Z)^2)      (z-loss: Chowdhery et al. 2022, arXiv 2204.02311, section 5)
 
-Losses are *sums*, so that micro-batches and devices add up to exactly the mean over the whole batch.  Every row draws
-its masks and its dropout from its own key.
+Losses are *sums*, so that those of micro-batches and devices add up to exactly the mean over the whole batch.  Every
+row draws its masks and its dropout from its own key.
 """
 
 import jax
@@ -14,7 +14,7 @@ from jhpt.models.hooks import Hooks
 from jhpt.models.vocabulary import token_nll
 
 MASKS, DROPOUT = 0, 1
-"""What a row's key is used for."""
+"""Numbers of the uses of a row's key."""
 
 
 def summed_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array | None, z_loss: float, hooks: Hooks) -> Sums:

@@ -9,11 +9,11 @@ in the forward pass with the precision of the tensor cores:
 
     y = x w    e4m3, e4m3          dx = dy w^T    e5m2, e4m3          dw = x^T dy    e4m3, e5m2
 
-No state is kept from step to step.  Flax's `fp8_ops` takes its scales from the maxima of earlier steps, which are state
-beside the parameters, and clips infinities.  The price here is one more reading of every operand.
+No state is stored from step to step.  Flax's `fp8_ops` takes its scales from the maxima of earlier steps, which are
+state beside the parameters, and clips infinities.  The cost here is that every operand is read once more.
 
 Scales are powers of two, so they change no digit: numbers of at least 2^-6 s (2^-14 s for e5m2) are rounded in the same
-way whatever else is on the device, and a scale may be applied before or after a sum, in bfloat16 too.
+way whatever other numbers are on the device, and a scale may be applied before or after a sum, in bfloat16 too.
 
 The error of an operand's entry is at most max(u |x|, eta s) with u = 2^-4 and eta = 2^-10 (e5m2: 2^-3 and 2^-17).
 """
@@ -34,11 +34,11 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 OPERANDS, ERRORS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 SMALLEST_EXPONENT = -126
-"""Of a normal float32: smaller scales would be flushed to zero."""
+"""The smallest exponent of a normal float32: smaller scales would be flushed to zero."""
 
 
 class Scaled(NamedTuple):
-    """numbers * scale.  numbers: in 8 bits.  scale: a float32 scalar; NaN where an input was not finite."""
+    """numbers * scale.  numbers: in 8 bits.  scale: a float32 scalar; NaN if an input was not finite."""
 
     numbers: jax.Array
     scale: jax.Array
@@ -63,7 +63,7 @@ def plain_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def product_in_8_bits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x w with 8-bit operands, in the backward pass too.
 
-    One entry that is not finite makes the whole product NaN.  Where the product of the two scales is below 2^-126 the
+    One entry that is not finite makes the whole product NaN.  If the product of the two scales is below 2^-126, the
     result is zero.
     """
     return _forward(x, kernel)[0]
@@ -111,7 +111,7 @@ def obstacle_to_8_bits(platform: str, capability: float | None) -> str | None:
 
 
 def check_products(model: ModelConfig, platform: str, capability: float | None) -> None:
-    """InputError where the device cannot do `model.matmul_dtype`."""
+    """Raises InputError if the device cannot do `model.matmul_dtype`."""
     obstacle = obstacle_to_8_bits(platform, capability)
     if model.matmul_dtype == "float8" and obstacle is not None:
         raise InputError(

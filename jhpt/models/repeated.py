@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 PIECES = 16
-"""A table's columns are summed in this many pieces: a float32 copy of all of it would be a step's largest array."""
+"""A table's columns are summed in this many pieces, because a float32 copy of the table would be a step's largest
+array."""
 
 
 @jax.custom_vjp
@@ -28,7 +29,7 @@ def _looked_up_backward(saved: tuple[jax.Array, jax.Array], gradient: jax.Array)
         sums = jnp.zeros((rows, width), jnp.float32).at[ids].add(part.astype(jnp.float32))
         return jax.lax.dynamic_update_slice_in_dim(total, sums.astype(table.dtype), piece * width, 1)
 
-    # All of it is overwritten.  It is not zeros, because the compiler would allocate those early, beside the logits.
+    # All of it is overwritten.  The compiler would allocate zeros early, while the logits exist.
     room = jnp.full(table.shape, gradient.ravel()[0].astype(table.dtype))
     return jax.lax.fori_loop(0, pieces, add, room), None
 

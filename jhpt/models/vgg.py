@@ -35,7 +35,7 @@ class VGG:
 
     @property
     def alike(self) -> bool:
-        """Every block has its own shape."""
+        """False, because every block has a shape of its own."""
         return False
 
     @property
@@ -46,17 +46,17 @@ class VGG:
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """(kind, shape of the kernel) of every layer."""
-        found: list[tuple[str, tuple[int, ...]]] = []
+        layers: list[tuple[str, tuple[int, ...]]] = []
         width = self.channels
         for stage in self.stages:
             for index, outputs in enumerate(stage, 1):
-                found.append(("conv_pooled" if index == len(stage) else "conv", (3, 3, width, outputs)))
+                layers.append(("conv_pooled" if index == len(stage) else "conv", (3, 3, width, outputs)))
                 width = outputs
         width *= (self.size // 2 ** len(self.stages)) ** 2
         for outputs in (*self.dense, self.classes):
-            found.append(("dense", (width, outputs)))
+            layers.append(("dense", (width, outputs)))
             width = outputs
-        return found
+        return layers
 
     def init(self, key: jax.Array) -> Any:
         """Fresh float32 parameters, of the whole model."""
@@ -72,12 +72,14 @@ class VGG:
 
     def block(self, layer_params: Any, x: jax.Array) -> jax.Array:
         """One layer, ReLU and pooling included."""
-        ((kind, own),) = layer_params.items()
+        ((kind, layer),) = layer_params.items()
         if kind == "dense":
-            y = jax.nn.relu(columns(own, x.reshape(len(x), -1), self.hooks, self.dtype))
+            y = jax.nn.relu(columns(layer, x.reshape(len(x), -1), self.hooks, self.dtype))
         else:
             y = jax.nn.relu(
-                biased(_convolved(self.hooks.copy_to_tensor_axis(x), own["kernel"].astype(self.dtype)), own, self.dtype)
+                biased(
+                    _convolved(self.hooks.copy_to_tensor_axis(x), layer["kernel"].astype(self.dtype)), layer, self.dtype
+                )
             )
             y = _pooled(y) if kind == "conv_pooled" else y
         return self.hooks.join(y)

@@ -11,7 +11,8 @@ from jhpt.models.repeated import looked_up
 
 
 def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype, hooks: Hooks) -> jax.Array:
-    """table[tokens]: ids [B, S] -> [B, S, D]; a shard looks up its own ids, the others are zero there."""
+    """table[tokens]: ids [B, S] -> [B, S, D]; a shard looks up the ids of its rows, and the shards' results are
+    added."""
     if hooks.shards == 1:
         return looked_up(table.astype(dtype), tokens)
     rows = table.shape[0]
@@ -51,8 +52,8 @@ def token_nll(logits: jax.Array, targets: jax.Array, hooks: Hooks | None = None)
 def _product(x: jax.Array, table: jax.Array) -> jax.Array:
     """x[..., D] table[V, D]^T -> [..., V], accumulated and returned in float32.
 
-    Its own backward pass rounds the incoming gradient to the compute dtype first.  Left to autodiff, both products of
-    the backward pass would run in float32, at half the rate or less, over a float32 copy of the logits' gradient.
+    The backward pass rounds the incoming gradient to the compute dtype first.  With autodiff both of its products would
+    run in float32, at half the rate or less, over a float32 copy of the logits' gradient.
     """
     return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
 

@@ -1,4 +1,4 @@
-"""Checkpoints through Orbax: asynchronous, rotated, restorable onto any mesh, and refused if they are of another run.
+"""Checkpoints through Orbax: asynchronous, rotated, restorable onto any mesh; those of another run are refused.
 
 A checkpoint holds the training state (parameters stacked `[L, ...]`, whatever the mesh) and a record of what produced
 it: configuration, content key of the tokens, versions.  Keys and the data position follow from seed and step.
@@ -38,14 +38,14 @@ PLACES = ("data.path", "data.validation_path", "data.tokenizer", "data.cache_dir
 
 FREE = ("model.attention", "model.dtype", *PLACES)
 """Exceptions from `BOUND`, the settings that a resumed run may not change.  Text and tokenizer are compared by content,
-the compute dtype as it was resolved."""
+the compute dtype after "auto" is resolved."""
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a checkpoint says about its run."""
+    """The description of its run in a checkpoint."""
 
     config: Mapping[str, Any]
     data_key: str
@@ -60,7 +60,7 @@ def make_record(config: Config, data_key: str, dtype: str) -> Record:
 
 
 class Checkpoints:
-    """The checkpoints of one run; leaving the context waits until all are written."""
+    """The checkpoints of one run; leaving the context waits until all of them are written."""
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         options = ocp.CheckpointManagerOptions(
@@ -126,7 +126,7 @@ class Checkpoints:
     def _read(self, step: int, item: str, arguments: ocp.args.CheckpointArgs) -> dict[str, Any]:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: arguments}))[item]
-        except Exception as error:  # Orbax raises bare Exceptions, too; their cause says what is wrong
+        except Exception as error:  # Orbax raises bare Exceptions, too; their cause has the reason
             reason = str(error.__cause__ or error).partition("\n")[0]
             raise InputError(
                 f"the {item} in checkpoint {self._folder / str(step)} cannot be read: {reason}; "
@@ -153,7 +153,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 
 def _with_ranks_of(place: Path, like: PyTree) -> Any:
-    """`like` with the number of ranks, its first dim, of what is saved in `place`."""
+    """`like` with the number of ranks, the first dim, of the leaves that are saved in `place`."""
     there = ocp.StandardCheckpointHandler().metadata(place).tree
     return jax.tree.map(
         lambda leaf, saved: jax.ShapeDtypeStruct((saved.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding),
@@ -163,12 +163,13 @@ def _with_ranks_of(place: Path, like: PyTree) -> Any:
 
 
 def _without_feedback(state: TrainState) -> dict[str, Any]:
-    """Feedback is saved as separate items: without them, a checkpoint is that of a run without compression."""
+    """The state without feedback, which is saved as separate items: without them, a checkpoint equals that of a run
+    without compression."""
     return {name: part for name, part in _as_dict(state).items() if name != "feedback" and part is not None}
 
 
 def check_resumable(saved: Record, now: Record, place: str) -> None:
-    """Refuses to go on with another model, text, optimizer or seed.
+    """Refuses to resume with another model, text, optimizer or seed.
 
     Raises:
       InputError: lists every difference with both values.
@@ -198,7 +199,7 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
 
 
 def changes_of_note(saved: Record, now: Record, step: int) -> list[str]:
-    """Notes on allowed differences that may surprise."""
+    """Notes on differences that are allowed but may surprise."""
     notes = []
     pairs = {name: (saved.versions.get(name), current) for name, current in now.versions.items()}
     different = [f"{name} {before} -> {after}" for name, (before, after) in pairs.items() if before != after]
@@ -228,7 +229,7 @@ class Layered:
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """The number of its entries."""
         return math.prod(self.shape)
 
     @property
@@ -242,7 +243,7 @@ SMALL = 1 << 20
 
 
 def by_layer(leaf: PyTree) -> ocp.SaveArgs:
-    """How a leaf is saved: a `Layered` one with a chunk of the file for each layer, unless layers are small."""
+    """How a leaf is saved: a `Layered` leaf with a chunk of the file for each layer, unless layers are small."""
     if not isinstance(leaf, Layered) or leaf.layer_bytes < SMALL:
         return ocp.SaveArgs()
     return ocp.SaveArgs(chunk_byte_size=leaf.layer_bytes, shard_axes=(0,))
@@ -283,12 +284,12 @@ class LayeredHandler(ocp.type_handlers.NumpyHandler):
                     writing.append(file[layer].write(piece))
             try:
                 await asyncio.gather(*writing)
-            except Exception as error:  # other processes go on reading layers, so this one must, too
+            except Exception as error:  # other processes continue to read layers, so this one must, too
                 failure, files = error, [None] * len(files)
         if failure:
             raise failure
-        whole = [file.write(small) for file, small in zip(files, gathered, strict=True) if file and small is not None]
-        await asyncio.gather(*whole)
+        rest = [file.write(small) for file, small in zip(files, gathered, strict=True) if file and small is not None]
+        await asyncio.gather(*rest)
 
 
 def item_handlers(layers: LayeredHandler) -> ocp.handlers.CheckpointHandlerRegistry:

@@ -3,8 +3,8 @@
     global      limit / max(limit, |g_t|), with the norm of all gradients of this step (Pascanu et al. 2013, arXiv
                 1211.5063)
     previous    limit / max(limit, |g_s|), with the norm at s, the last applied update; the first update is not clipped
-    layer       limit / max(limit, sqrt(n) |g_group|) for each of n groups: each block is one, everything outside blocks
-                another; the norm of all of them together is at most the limit
+    layer       limit / max(limit, sqrt(n) |g_group|) for each of n groups: every block is a group, and everything
+                outside blocks is one more; the norm of all groups is at most the limit
 
 The first needs every gradient before any can be used.  With the others an offloaded block can be updated as soon as its
 gradient is known (`training.offloaded_training`).
@@ -27,7 +27,7 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True, kw_only=True)
 class Clipping:
-    """How a run clips.
+    """The clipping of a run.
 
     limit: `clip_norm`; None: no clipping.  norm: gradients as they are stored -> their global norm.  groups: number of
     groups for `layer`.  by_group: gradients -> a tree of the same structure with the norm of each leaf's group: () or,

@@ -1,4 +1,4 @@
-"""From a plan to its compiled step: here, or for a cluster that is not here."""
+"""From a plan to its compiled step, for the devices here or for a cluster that is not attached."""
 
 from typing import Any
 
@@ -37,13 +37,13 @@ def lower_step(design: Design) -> jax.stages.Lowered:
 
 
 def compiled_step(config: Config, plan: Plan, cluster: Cluster) -> Reading:
-    """What the compiler makes of the step that `jhpt.train` would run by this plan on this cluster; needs no data.
+    """The compiled form of the step that `jhpt.train` would run under this plan on this cluster; needs no data.
 
-    If a step needs more memory than there is, the compiler makes one that computes more (`Reading`).
+    If a step needs more memory than there is, the compiler makes it compute some products twice (`Reading`).
 
     Raises:
       InputError: the plan is invalid, needs several programs, or is not for this model or cluster.
-      NotHere: what compiling needs is not installed.
+      NotHere: a package that compiling needs is not installed.
     """
     config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": plan.batch})})
     check_fits_model(plan, config)

@@ -1,4 +1,4 @@
-"""What a person sees: one table at the start, a line per logging interval, a summary at the end."""
+"""The output of a run: one table at the start, a line per logging interval, a summary at the end."""
 
 import io
 import math
@@ -84,7 +84,7 @@ def recompute_text(plan: Plan) -> str:
 
 
 def plan_change(before: Plan, now: Plan) -> str:
-    """How the plan differs from the one that the run had, in one line."""
+    """The difference between the plan and the one that the run had before, in one line."""
     first, second = plan_text(before), plan_text(now)
     if first == second:
         return f"note: the plan has changed in the placement or the strategy of layers: {second}"

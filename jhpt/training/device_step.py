@@ -1,4 +1,4 @@
-"""The step of a plan that keeps parameters, gradients and optimizer state on the devices."""
+"""The step of a plan whose parameters, gradients and optimizer state are on the devices."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -34,10 +34,10 @@ Fitting = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Between the state of a plan and the one that a checkpoint holds.
+    """The conversion between the state of a plan and that of a checkpoint.
 
     checkpoint: shapes, dtypes and shardings of the checkpoint's state.
-    saved: a plan's state -> the checkpoint's.  loaded: the way back.
+    saved: a plan's state -> the checkpoint's.  loaded: the inverse.
     parameters: a plan's parameters -> the model's own tree.
     """
 
@@ -118,7 +118,7 @@ def lower_device_step(design: Design) -> jax.stages.Lowered:
     execution = design.training
     gradients = execution.gradients if state.feedback is None else execution.compressed_gradients
     step = make_train_step(
-        lambda params, windows, *rest: gradients(params, Rows(windows), *rest),
+        lambda params, windows, *key_and_feedback: gradients(params, Rows(windows), *key_and_feedback),
         design.optimizer,
         partial(learning_rate, config.optimizer, config.train.steps),
         seed=config.seed,
@@ -158,11 +158,11 @@ def make_conversion(setup: Setup, state: TrainState, fitting: Fitting) -> Conver
     checkpoint, saved, loaded = _feedback_conversion(setup, state.feedback, fitting)
 
     def beside(
-        convert: Callable[[TrainState], TrainState], rest: Callable[[Feedback], Feedback]
+        convert: Callable[[TrainState], TrainState], convert_feedback: Callable[[Feedback], Feedback]
     ) -> Callable[[TrainState], TrainState]:
         def both(state: TrainState) -> TrainState:
             assert state.feedback is not None
-            return replace(convert(replace(state, feedback=None)), feedback=rest(state.feedback))
+            return replace(convert(replace(state, feedback=None)), feedback=convert_feedback(state.feedback))
 
         return both
 
@@ -175,14 +175,14 @@ def make_conversion(setup: Setup, state: TrainState, fitting: Fitting) -> Conver
 
 
 def _same(core: TrainState) -> Conversion:
-    """Of a plan that stores the model's own tree."""
+    """The conversion of a plan that stores the model's own tree."""
     return Conversion(
         checkpoint=core, saved=lambda state: state, loaded=lambda state: state, parameters=lambda params: params
     )
 
 
 def _restacked(setup: Setup, core: TrainState, fitting: Fitting) -> Conversion:
-    """Of a plan that stacks, splits or pads the blocks of the model's tree."""
+    """The conversion of a plan that stacks, splits or pads the blocks of the model's tree."""
     layout = setup.layout
     model_tree = partial(layout.model_tree, tied=setup.training.tied)
     unstack, stack = partial(_converted, model_tree), partial(_converted, layout.stored)

@@ -32,7 +32,7 @@ class TrainingDiverged(RuntimeError):
 
 @dataclass
 class Progress:
-    """What the loop has seen so far.  rates: tokens per second of every logging interval but the first."""
+    """The results of the loop so far.  rates: tokens per second of every logging interval except the first."""
 
     losses: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
@@ -129,7 +129,7 @@ def evaluation_due(config: Config, step: int) -> bool:
 
 
 Follows = Literal["metrics", "checkpoint", "evaluation"]
-"""What may be due after a step."""
+"""What can be due after a step."""
 
 
 def _due(config: Config, step: int, *, final: bool, stop: bool) -> Set[Follows]:

@@ -1,4 +1,4 @@
-"""What a run records about itself: `metrics.jsonl`, TensorBoard events and a plain log file."""
+"""The records of a run: `metrics.jsonl`, TensorBoard events and a plain log file."""
 
 import json
 import math
@@ -25,7 +25,7 @@ class MetricsWriter:
         )
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Writes one record without values that are None or, which JSON cannot hold, not finite."""
+        """Writes one record, without values that are None or not finite, which JSON cannot hold."""
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         self._records.write(json.dumps({"step": step, **known}) + "\n")
         self._records.flush()
@@ -79,7 +79,7 @@ def _whole_records(path: Path) -> list[dict[str, float]]:
 def _drop_records_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
-    saved = [record for record in _whole_records(path) if record["step"] <= step]
+    remaining = [record for record in _whole_records(path) if record["step"] <= step]
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(f"{json.dumps(record)}\n" for record in saved))
+    partial.write_text("".join(f"{json.dumps(record)}\n" for record in remaining))
     partial.rename(path)

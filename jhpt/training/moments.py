@@ -4,19 +4,19 @@
     second moment   sqrt(v) ~ scale (c / 255)^2,     c uint8
 
 where the scale, a float32, is the largest |m| or sqrt(v) of the block.  Squares put more codes near zero, where most
-numbers lie, as the dynamic map of Dettmers et al. (2021, arXiv 2110.02861) does; v is coded by its root, which is what
-Adam divides by.  With L = 127 or 255 and x = m or sqrt(v), to rounding,
+numbers lie, as the dynamic map of Dettmers et al. (2021, arXiv 2110.02861) does; v is coded by its root, by which Adam
+divides.  With L = 127 or 255 and x = m or sqrt(v), up to rounding,
 
     |decoded - x| <= sqrt(|x| scale) / L + scale / (4 L^2)
 
-which is at most 0.79 % of the block's scale for m, 0.4 % for sqrt(v).  Scales reach to 8.5e37; below 1.2e-38 they count
-as zero.  A v > 0 never gets code 0, lest an update be divided by nothing: what lies below scale / (4 L^2) is decoded as
-scale / L^2.
+which is at most 0.79 % of the block's scale for m, and 0.4 % for sqrt(v).  Scales can be as large as 8.5e37; below
+1.2e-38 they count as zero.  A v > 0 never gets code 0, because an update would then be divided by zero: numbers below
+scale / (4 L^2) are decoded as scale / L^2.
 
-Codes have the parameter's shape, scales too but for the last dim, which counts blocks: partitions by path and shape
-apply to both.  A block is the largest divisor of the last dim up to 64, whatever the plan, so a checkpoint
-restores under any.  Matrices and tables alone are coded; biases and scales of norms, a thousandth of all numbers, keep
-float32 moments, and so do matrices whose last dim has no divisor that is a block's (`core.state`).
+Codes have the parameter's shape, and so have scales except for the last dim, which counts blocks: partitions by path
+and shape apply to both.  A block is the largest divisor of the last dim up to 64, whatever the plan, so a checkpoint
+restores under any plan.  Only matrices and tables are coded.  Biases and scales of norms, a thousandth of all numbers,
+have float32 moments, and so have matrices whose last dim has no suitable divisor (`core.state`).
 """
 
 import math
@@ -61,7 +61,7 @@ def block_of(path: str, shape: tuple[int, ...]) -> int | None:
 def encode(x: jax.Array, block: int, levels: int) -> tuple[jax.Array, jax.Array]:
     """Float32 [..., D] -> (codes [..., D], scales [..., D / block]).  levels: `SIGNED`, or `UNSIGNED` for x >= 0.
 
-    Only a zero, or what is below `levels`^-2 / 4 of the scale, gets code 0; of `UNSIGNED` ones only a zero.
+    Only zeros and numbers below `levels`^-2 / 4 of the scale get code 0; with `UNSIGNED` only zeros do.
     """
     blocks = x.reshape(*x.shape[:-1], -1, block)
     scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
@@ -76,18 +76,18 @@ def encode(x: jax.Array, block: int, levels: int) -> tuple[jax.Array, jax.Array]
 
 
 def decode(codes: jax.Array, scales: jax.Array, levels: int) -> jax.Array:
-    """`encode` backwards, to its bound."""
+    """The inverse of `encode`, up to the error above."""
     blocks = codes.reshape(*scales.shape, -1).astype(jnp.float32) / levels
     return (scales[..., None] * blocks * jnp.abs(blocks)).reshape(codes.shape)
 
 
 def encode_square(v: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Of v >= 0: `encode` of its root."""
+    """`encode` of the root of v >= 0."""
     return encode(jnp.sqrt(v), block, UNSIGNED)
 
 
 def decode_square(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """`encode_square` backwards."""
+    """The inverse of `encode_square`."""
     return jnp.square(decode(codes, scales, UNSIGNED))
 
 
@@ -104,7 +104,7 @@ def encoded(tree: PyTree, one: Callable[[jax.Array, int], tuple[jax.Array, jax.A
 
 
 def decoded(moment: Coded, one: Callable[[jax.Array, jax.Array], jax.Array]) -> Any:
-    """`encoded` backwards."""
+    """The inverse of `encoded`."""
     return jax.tree.map(
         lambda codes, scales: codes if scales is None else one(codes, scales), moment.codes, moment.scales
     )
@@ -113,7 +113,7 @@ def decoded(moment: Coded, one: Callable[[jax.Array, jax.Array], jax.Array]) -> 
 def coded_moments(adam: optax.GradientTransformation) -> optax.GradientTransformation:
     """`optax.scale_by_adam` whose moments are coded between updates.
 
-    An update decodes what the last one has left, and its own direction is that of moments which are not yet coded.
+    An update decodes the moments of the last one; its direction is computed from moments that are not yet coded.
     """
 
     def narrow(state: Any) -> Any:
@@ -136,7 +136,7 @@ def check_blocks(params: Params, layout: Layout) -> None:
       params: shapes, as the plan stores them.
 
     Raises:
-      InputError: names the parameter and what would fit.
+      InputError: the message names the parameter and degrees that would fit.
     """
     moment = jax.eval_shape(lambda tree: encoded(tree, encode_square), params)
     codes, scales = (

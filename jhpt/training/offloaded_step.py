@@ -1,4 +1,4 @@
-"""The step of a plan whose blocks live in host memory, wholly or in part."""
+"""The step of a plan whose blocks are in host memory, wholly or in part."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def offloaded_training(design: Design, execution: Execution | None = None) -> Of
 class OffloadedStep:
     """Implements `training.programs.Step`; `OffloadedState` is its state.
 
-    flushing: takes the pending update.  room_for_parameters: whether a device can hold all parameters at once.
+    flushing: makes the pending update.  room_for_parameters: whether a device can hold all parameters.
     """
 
     training: OffloadedTraining
@@ -140,9 +140,9 @@ def abstract_state(design: Design) -> OffloadedState:
     def laid(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    rest = jax.tree.map(lambda leaf: laid(leaf, everywhere), shapes)
+    places = jax.tree.map(lambda leaf: laid(leaf, everywhere), shapes)
     rows = {name: laid(leaf, training.blocks.sharding(name)) for name, leaf in shapes.rows.items()}
-    return OffloadedState(**vars(rest) | {"rows": rows})
+    return OffloadedState(**vars(places) | {"rows": rows})
 
 
 def check_host(setup: Setup, training: OffloadedTraining) -> None:

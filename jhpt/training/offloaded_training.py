@@ -1,20 +1,20 @@
 """Training with blocks in host memory: the state, its step, and conversion from and to the state of a checkpoint.
 
-When a block that lives on the host takes its step:
+There are two times at which an offloaded block can be updated:
 
-    deferred            The backward pass leaves the gradient on the host.  The step is taken when the next forward
-                        pass fetches the block.  By then every gradient is known, so clipping by the global norm is
-                        exact, and a gradient that is not finite leaves everything as it was.
+    deferred            The backward pass writes the gradient to the host.  The block is updated when the next forward
+                        pass fetches it.  By then every gradient is known, so clipping by the global norm is exact, and
+                        a gradient that is not finite changes nothing.
     update_in_backward  The backward pass fetches the optimizer state of a block with its weights and writes both back,
-                        updated.  No gradient lives on the host (12 bytes per parameter instead of 16), and the forward
-                        pass fetches only weights.  The loss is known before the first update, gradients are not: from
-                        the first block whose gradient is not finite, no further block is updated, but those that
-                        already were stay updated.
+                        updated.  No gradient is on the host (12 bytes per parameter instead of 16), and the forward
+                        pass fetches only weights.  The loss is known before the first update, but not all gradients:
+                        after the first block whose gradient is not finite no further block is updated, but earlier
+                        updates remain.
 
 `BlockUpdateHooks` say what a block reads and writes in either pass.
 
-Between two deferred steps, the state holds the last gradient beside the parameters it belongs to.  `flushed` takes the
-step that is pending; the result is what a run without offload holds at the same time, and what a checkpoint holds.
+Between two deferred steps, the state holds the parameters and the gradient of their pending update.  `flushed` makes
+that update; the result equals the state of a run without offload, and of a checkpoint.
 """
 
 from collections.abc import Callable, Mapping
@@ -199,7 +199,7 @@ class OffloadedTraining:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the rows that live between two steps."""
+        """Names of the rows that exist between two steps."""
         return SAVED if self.update_in_backward else (*SAVED, GRADIENT)
 
     @property
@@ -222,8 +222,8 @@ class OffloadedTraining:
     def step(self, state: OffloadedState, windows: TokenRows) -> tuple[OffloadedState, StepMetrics]:
         """One step.
 
-        A loss or gradient that is not finite leaves everything as it was, except that `update_in_backward` may have
-        updated some blocks before it meets the gradient.
+        A loss or gradient that is not finite changes nothing, except that `update_in_backward` may have updated some
+        blocks before it meets the gradient.
         """
         key, clip, rate = (
             random_key(self.seed, RandomStream.STEP, state.step),
@@ -301,7 +301,7 @@ class OffloadedTraining:
         """A flushed state as a checkpoint holds it.  Leaves of blocks are read from rows while they are written."""
         adam, decayed = state.optimizer
         blocks = self._layered(state.rows)
-        mu, nu = ({**own, "blocks": blocks[name]} for own, name in ((adam.mu, MEAN), (adam.nu, SQUARES)))
+        mu, nu = ({**moments, "blocks": blocks[name]} for moments, name in ((adam.mu, MEAN), (adam.nu, SQUARES)))
         return TrainState(
             step=state.step,
             skipped=state.skipped,
@@ -327,29 +327,30 @@ class OffloadedTraining:
         def only(wanted: str | None) -> TrainState:
             sharding = place if wanted is None else None
 
-            def leaf(path: Any, own: Any) -> Any:
+            def chosen(path: Any, leaf: Any) -> Any:
                 is_wanted = _name_of(path) == wanted
-                return jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=sharding) if is_wanted else ...
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if is_wanted else ...
 
-            return read(jax.tree_util.tree_map_with_path(leaf, like))
+            return read(jax.tree_util.tree_map_with_path(chosen, like))
 
         state, rows = only(None), dict[str, jax.Array]()
         adam, decayed = state.optimizer
-        own = adam._replace(mu=without_blocks(adam.mu), nu=without_blocks(adam.nu))
+        outer = adam._replace(mu=without_blocks(adam.mu), nu=without_blocks(adam.nu))
         for name in SAVED:
-            found = only(name)
-            trees = {WEIGHTS: found.params, MEAN: found.optimizer[0].mu, SQUARES: found.optimizer[0].nu}
+            part = only(name)
+            trees = {WEIGHTS: part.params, MEAN: part.optimizer[0].mu, SQUARES: part.optimizer[0].nu}
             rows |= self.blocks.rows(name, trees[name]["blocks"])
-            del found, trees
-        rows |= self.blocks.empty([name for name in self.names if name not in SAVED])  # when nothing is there twice
-        return self._joined(rows, replace(state, params=without_blocks(state.params), optimizer=(own, decayed)))
+            del part, trees
+        # Only now, when nothing is in memory twice.
+        rows |= self.blocks.empty([name for name in self.names if name not in SAVED])
+        return self._joined(rows, replace(state, params=without_blocks(state.params), optimizer=(outer, decayed)))
 
     def parameters(self, params: tuple[HostRows, Params]) -> Params:
         """The model's own tree, on the devices, from `OffloadedState.params`."""
         rows, embedding_and_head = params
         bucket, count = self.blocks.bucket, self.blocks.count
-        whole = [bucket.views(self.blocks.row(WEIGHTS, rows, block)) for block in range(count)]
-        leaves = [jnp.asarray(np.stack(own)) for own in zip(*whole, strict=True)]
+        views = [bucket.views(self.blocks.row(WEIGHTS, rows, block)) for block in range(count)]
+        leaves = [jnp.asarray(np.stack(leaf)) for leaf in zip(*views, strict=True)]
         return {**embedding_and_head, "blocks": jax.tree.unflatten(bucket.tree, leaves)}
 
     def _initial(self, params: Params) -> TrainState:
@@ -372,7 +373,7 @@ class OffloadedTraining:
         """By name, a tree of the blocks with leaves [L, ...] that are read layer by layer."""
         bucket, count = self.blocks.bucket, self.blocks.count
 
-        @lru_cache(maxsize=len(SAVED))  # leaves are asked for layer by layer, all of a row one after the other
+        @lru_cache(maxsize=len(SAVED))  # leaves are read layer by layer, all leaves of a row one after the other
         def views(name: str, layer: int) -> list[np.ndarray]:
             return bucket.views(self.blocks.row(name, rows, layer))
 
@@ -395,7 +396,7 @@ def _name_of(path: KeyPath) -> str | None:
 
 
 def _one_group(tree: Params) -> Params:
-    """A tree of the same structure whose leaves are all the norm of this one."""
+    """A tree of the same structure, each of whose leaves is the norm of the whole tree."""
     norm = optax.tree.norm(tree)
     return jax.tree.map(lambda _: norm, tree)
 

@@ -1,4 +1,4 @@
-"""Update rules by name, what they decay, and learning-rate schedules.
+"""Update rules by name, weight decay, and learning-rate schedules.
 
     register_optimizer("lion", lion, numbers=OptimizerNumbers(moments=1))
 
@@ -69,7 +69,7 @@ _RULES: dict[str, UpdateRule] = {"adamw": adamw}
 
 
 def register_optimizer(name: str, rule: UpdateRule, *, numbers: OptimizerNumbers) -> None:
-    """Makes an update rule known to training, and its numbers to configurations and the planner.
+    """Registers an update rule with training, and its numbers with configurations and the planner.
 
     Raises:
       ValueError: the name is taken.

@@ -18,12 +18,12 @@ from jhpt.training.data.tokenizer import Tokenizer
 
 
 def tensor_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
-    """A model's view from one rank of these mesh axes."""
+    """The hooks of a model on one rank of these mesh axes."""
     return Hooks() if shards == 1 else replace(Hooks(shards=shards), **operators.tensor_operators(axes))
 
 
 def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
-    """The same for blocks whose activations are cut along the sequence."""
+    """As `tensor_hooks`, for blocks whose activations are cut along the sequence."""
     if shards == 1:
         return Hooks()
     return replace(Hooks(shards=shards, rows=shards), **operators.sequence_operators(axes))
@@ -32,15 +32,15 @@ def sequence_hooks(axes: tuple[str, ...], shards: int) -> Hooks:
 def compressed_hooks(
     axes: tuple[str, ...],
     shards: int,
-    how: Compression,
+    compression: Compression,
     *,
     causal: bool,
     implementation: Implementation = "reference",
 ) -> Hooks:
-    """The same for blocks whose all-reduces are compressed."""
+    """As `tensor_hooks`, for blocks whose all-reduces are compressed."""
     if shards == 1:
         return Hooks()
-    compressed = operators.compressed_operators(axes, shards, how, causal=causal, implementation=implementation)
+    compressed = operators.compressed_operators(axes, shards, compression, causal=causal, implementation=implementation)
     return replace(Hooks(shards=shards), **compressed)
 
 
@@ -51,16 +51,16 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     def noise(keys: jax.Array) -> jax.Array | None:
         return fold(keys, DROPOUT) if dropout else None
 
-    def own(at: LayerKeys) -> jax.Array | None:
+    def keys_of(at: LayerKeys) -> jax.Array | None:
         return layer_keys(noise(at[0]), at[1])
 
     def finish(parted: Parted, at: LayerKeys) -> jax.Array:
         tokens = None if parted.tokens is None else parted.tokens.astype(jnp.int32)
-        return model.finish(parted._replace(tokens=tokens), own(at))
+        return model.finish(parted._replace(tokens=tokens), keys_of(at))
 
     halves = Halves(
         first=lambda params, x, at, ordering_token: model.attend(params, x, ordering_token),
-        second=lambda params, parted, at, ordering_token: model.feed(params, parted, own(at), ordering_token),
+        second=lambda params, parted, at, ordering_token: model.feed(params, parted, keys_of(at), ordering_token),
         finish=finish,
     )
 

@@ -1,11 +1,11 @@
-"""Which plan a run executes: a given one, the one it had before, one made for the devices at hand, or one by hand.
+"""The plan that a run executes: a given one, the one it had before, one made for the devices here, or one by hand.
 
 --plan FILE        that plan
 otherwise          the run's plan.json, if it was given or made by the planner, and the sections `parallel` and
                    `memory` have not changed; else
 parallel: auto     the planner's, for this machine as measured (`jhpt profile`; cached between runs) or for
                    `parallel.cluster`
-by hand            what the sections `parallel` and `memory` say; if that does not fit a known device, the planner
+by hand            the layout of the sections `parallel` and `memory`; if it does not fit a known device, the planner
                    decides what `memory` leaves open
 """
 
@@ -58,7 +58,7 @@ from jhpt.training.setup import check_data, compute_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """The plan and settings of the run in a directory; None if it does not say.  The same on every process."""
+    """The plan and settings of the run in a directory; None if there are none.  The same on every process."""
 
     run_dir: Path
     plan: Plan | None = None
@@ -67,7 +67,7 @@ class Past:
 
 
 def read_past(run_dir: Path, say: Callable[[str], None]) -> Past:
-    """What has been executed in `run_dir`.  A plan that cannot be read is reported through `say`."""
+    """The plan and settings of the run in `run_dir`.  `say` reports a plan that cannot be read."""
     plan, parallel, memory = "", "", ""
     with raise_on_all_processes():
         if is_main() and (run_dir / PLAN_FILE).is_file():
@@ -86,18 +86,18 @@ def read_past(run_dir: Path, say: Callable[[str], None]) -> Past:
     )
 
 
-def choose_plan(config: Config, given: Plan | None, past: Past, say: Callable[[str], None]) -> Plan:
+def choose_plan(config: Config, requested: Plan | None, past: Past, say: Callable[[str], None]) -> Plan:
     """The plan that a run with this past executes.
 
     Raises:
       InputError: the plan is invalid, or not for this model, batch or hardware; or there is no plan.
     """
-    if given is not None:
+    if requested is not None:
         with raise_on_all_processes():
-            check_fits(given, config)
-        if unread := _unread(given, config):
+            check_fits(requested, config)
+        if unread := _unread(requested, config):
             say(f"note: the plan decides, so these settings are not used: {', '.join(unread)}")
-        return given.model_copy(update={"origin": "given"})
+        return requested.model_copy(update={"origin": "given"})
     if (plan := _previous_plan(config, past, say)) is not None:
         return plan
     if config.parallel.auto:
@@ -156,7 +156,7 @@ def _previous_plan(config: Config, past: Past, say: Callable[[str], None]) -> Pl
 
 
 def _unread(plan: Plan, config: Config) -> list[str]:
-    """What the sections `parallel` and `memory` say otherwise than a plan that takes their place."""
+    """Settings of the sections `parallel` and `memory` that differ from a plan that takes their place."""
     memory, saved = config.memory, plan.saved or SavedTensors()
     names = {name for name in (*saved.device, *saved.host) if name != BLOCK_INPUT}
     offload = plan.offload.kind if plan.offload else "off"
@@ -169,7 +169,7 @@ def _unread(plan: Plan, config: Config) -> list[str]:
 
 
 def _unread_parallel(plan: Plan, parallel: ParallelConfig) -> dict[str, Any]:
-    """Settings that are not the default and not what the plan does."""
+    """Settings that are neither the default nor those of the plan."""
     planned: dict[str, Any] = {
         "pipe": len(plan.stages),
         "chunks": plan.chunks,
@@ -257,19 +257,19 @@ def same_work(first: Plan, second: Plan) -> bool:
 
 
 def _planned(config: Config, say: Callable[[str], None]) -> Plan:
-    """The plan of the planner: measure, ask, solve, broadcast."""
+    """The plan of the planner: measures, solves on the main process and broadcasts."""
     profile, cluster = _measured(config, say)
     text, processes = "", processes_here()
     with raise_on_all_processes():
         if is_main():
-            text = _solved(config, profile, cluster, _asked(config), processes).model_dump_json()
+            text = _solved(config, profile, cluster, _request(config), processes).model_dump_json()
     return _broadcast(text)
 
 
 def _measured(config: Config, say: Callable[[str], None]) -> tuple[ModelProfile, Cluster]:
     """Seconds of the layers, and the cluster: the named one, or this machine and its network as measured.
 
-    Measuring takes minutes, so what is refused whatever the plan may be is refused before.
+    Measuring takes minutes, so everything that does not depend on the plan is checked before.
     """
     with raise_on_all_processes():
         check_data(config)
@@ -286,8 +286,8 @@ def _measured(config: Config, say: Callable[[str], None]) -> tuple[ModelProfile,
     return profile, cluster
 
 
-def _asked(config: Config) -> Request:
-    """What the configuration lets the planner choose from."""
+def _request(config: Config) -> Request:
+    """The request to the planner: what the configuration lets it choose from."""
     return request(
         config.data.batch_size,
         sample_chunks=SAMPLE_CHUNKS,
@@ -299,12 +299,12 @@ def _asked(config: Config) -> Request:
     )
 
 
-def _solved(config: Config, profile: ModelProfile, cluster: Cluster, asked: Request, processes: int) -> Plan:
+def _solved(config: Config, profile: ModelProfile, cluster: Cluster, wanted: Request, processes: int) -> Plan:
     """The plan to run.  processes: on this host, among which its memory is divided."""
     room = budgeted(_with_kind(cluster), config, host_budget(config.memory) / processes)
-    solution = solve(profile, room, asked, "spmd")
+    solution = solve(profile, room, wanted, "spmd")
     devices = jax.device_count() if jax.process_count() > 1 else None
-    return plan_to_run(solution, asked, devices)
+    return plan_to_run(solution, wanted, devices)
 
 
 def _broadcast(text: str) -> Plan:
@@ -331,7 +331,7 @@ def _named_cluster(config: Config) -> Cluster | None:
 
 
 def _with_kind(cluster: Cluster) -> Cluster:
-    """The cluster with its devices named as the driver names them: the catalogue's may be shorter."""
+    """The cluster with its devices named as the driver names them; the catalogue's names may be shorter."""
     kind = device_info().kind
     nodes = tuple(
         node.model_copy(update={"device": node.device.model_copy(update={"name": kind})}) for node in cluster.nodes

@@ -1,4 +1,4 @@
-"""One or many processes: who starts them, how they find each other, and how they agree."""
+"""One or many processes: their launcher, how they connect, and how they agree."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class Processes:
 def launcher(environment: Mapping[str, str]) -> str | None:
     """The launcher that started this process as one of several, or None.
 
-    Only variables that are set for the *tasks* of a parallel job count; a shell inside an allocation is not a task.
+    Only variables that are set for the *tasks* of a parallel job count; a shell inside an allocation is no task.
     """
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return "SLURM"
@@ -52,20 +52,20 @@ def join(processes: Processes) -> None:
     """
     if jax.distributed.is_initialized():
         return
-    given = (processes.coordinator, processes.process_id, processes.num_processes)
+    settings = (processes.coordinator, processes.process_id, processes.num_processes)
     started_by = launcher(os.environ)
-    if any(value is not None for value in given):
-        if any(value is None for value in given):
+    if any(value is not None for value in settings):
+        if any(value is None for value in settings):
             raise InputError("give --coordinator HOST:PORT, --process-id and --num-processes together, or none of them")
         if not 0 <= int(processes.process_id or 0) < int(processes.num_processes or 0):
             raise InputError(
                 f"--process-id {processes.process_id} is not below --num-processes {processes.num_processes}"
             )
         _initialize(
-            f"check that process 0 listens at {given[0]} and that all {given[2]} processes were started",
-            coordinator_address=given[0],
-            process_id=given[1],
-            num_processes=given[2],
+            f"check that process 0 listens at {settings[0]} and that all {settings[2]} processes were started",
+            coordinator_address=settings[0],
+            process_id=settings[1],
+            num_processes=settings[2],
         )
     elif started_by == "Kubernetes":
         _initialize(f"jax reads the job through the package kubernetes (pip install 'jax[k8s]'); else {BY_HAND}")
@@ -119,7 +119,7 @@ def check_agreed(settings: Mapping[str, object]) -> None:
       settings: by name, values that JSON can hold.
 
     Raises:
-      InputError: names what differs, with both values, on the process that differs.
+      InputError: on the process that differs; the message names the settings with both values.
     """
     main = json.loads(text_from_main(json.dumps(settings)))
     with raise_on_all_processes():

@@ -1,13 +1,13 @@
 """`jhpt profile`: the seconds of a model's layers and the rates of this machine, measured once and cached.
 
-`jhpt.measure.profile` says how layers are timed; here are the training steps that it times: the real objective,
-hooks, optimizer and step of a model of few blocks.  Bytes and parameters come from `jhpt.planner.profiles.analytic`.
+`jhpt.measure.profile` times layers; this module makes the training steps that it times, with the real objective, hooks,
+optimizer and step, for models of few blocks.  Bytes and parameters come from `jhpt.planner.profiles.analytic`.
 """
 
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -58,7 +58,7 @@ MOST_TENSOR = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is measured: micro-batch sizes, tensor degrees, and the number of rounds."""
+    """The grid of a measurement: micro-batch sizes, tensor degrees, and the number of rounds."""
 
     batches: tuple[int, ...]
     tensors: tuple[int, ...]
@@ -85,39 +85,21 @@ def default_grid(config: Config, quick: bool = False) -> Grid:
 
 
 def planning_grid(config: Config, devices: int) -> Grid:
-    """What a plan for this many devices needs, in a fraction of the time: few sizes and rounds, degrees that fit."""
+    """The grid that a plan for this many devices needs, with few sizes and rounds, which take a fraction of the
+    time."""
     quick = default_grid(config, quick=True)
     tensors = tuple(t for t in default_grid(config).tensors if t <= devices)
     return Grid(batches=quick.batches, tensors=tensors, rounds=quick.rounds)
 
 
-def measure_profile(
-    config: Config,
-    *,
-    batches: Sequence[int] | None = None,
-    tensors: Sequence[int] | None = None,
-    rounds: int | None = None,
-) -> ModelProfile:
-    """The profile of the configured model on the first local device.
+def measure_layers(config: Config, grid: Grid, beside: Mapping[str, Call] | None = None) -> LayerSeconds:
+    """The timings of the configured model's layers on the first local device.
 
-    Args:
-      batches: micro-batch sizes, ascending.  tensors: tensor degrees, ascending from 1.  rounds: samples of each
-        timing.  None: as `default_grid`.
+    beside: other calls, timed in turn with them.
 
     Raises:
       InputError: a grid, tokenizer or attention kernel that cannot work, or a model that the device cannot hold.
     """
-    usual = default_grid(config)
-    grid = Grid(
-        batches=usual.batches if batches is None else tuple(batches),
-        tensors=usual.tensors if tensors is None else tuple(tensors),
-        rounds=usual.rounds if rounds is None else rounds,
-    )
-    return assemble(config, grid, measure_layers(config, grid))
-
-
-def measure_layers(config: Config, grid: Grid, beside: Mapping[str, Call] | None = None) -> LayerSeconds:
-    """The timings behind `measure_profile`; `beside`: other calls, timed in turn with them."""
     for tensor in grid.tensors:
         rank_share(config.model, tensor)  # refuses
     builder = _Builder(config)
@@ -237,16 +219,16 @@ class _Running:
         return self._gradients
 
     def step(self, program: Callable[..., Any], batch: jax.Array) -> Any:
-        """One step; its metrics."""
+        """Takes one step; returns its metrics."""
         self.state, metrics = program(self.state, batch)
         return metrics
 
 
 def _given_gradients(params: Params, gradients: jax.Array, key: jax.Array) -> tuple[Any, Sums]:
-    """Takes the batch for the gradient, so that only the update remains of a step."""
+    """Returns its second argument, the batch of a step, as the gradient, so that only the update remains."""
     leaves, tree = jax.tree.flatten(params)
-    ends = np.cumsum([leaf.size for leaf in leaves])
-    pieces = [gradients[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
+    stops = np.cumsum([leaf.size for leaf in leaves])
+    pieces = [gradients[stop - leaf.size : stop].reshape(leaf.shape) for leaf, stop in zip(leaves, stops, strict=True)]
     return jax.tree.unflatten(tree, pieces), Sums(jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
 
 
@@ -309,9 +291,9 @@ def cached_cluster(rounds: int, again: bool = False) -> tuple[Cluster, Path, boo
     return cluster, path, False
 
 
-def _cache_path(folder: str, what: Mapping[str, Any], name: str) -> Path:
-    """A path that is unique to everything that a measurement depends on, including this machine."""
-    everything = [FORMAT, dict(what), device_info().kind, platform.node(), jax.__version__]
+def _cache_path(folder: str, measured: Mapping[str, Any], name: str) -> Path:
+    """A path that is different for everything that a measurement depends on, including this machine."""
+    everything = [FORMAT, dict(measured), device_info().kind, platform.node(), jax.__version__]
     key = hashlib.blake2b(json.dumps(everything).encode(), digest_size=16).hexdigest()
     return cache_folder() / folder / key / name
 
@@ -332,7 +314,7 @@ def profile_command(
     """Measures the model and the machine, or reads both from the cache; prints them and writes the requested files.
 
     Raises:
-      InputError: a file that cannot be written, or what `measure_profile` refuses.
+      InputError: a file cannot be written, or `measure_layers` refuses the configuration.
     """
     for file in filter(None, (out, cluster_out)):
         if not Path(file).parent.is_dir() or Path(file).is_dir():
@@ -349,8 +331,8 @@ def profile_command(
     console.print(_profile_table(profile))
     console.print(f"one step on one device: {predict_step(profile, config) * 1e3:.1f} ms predicted")
     console.print(_cluster_table(cluster))
-    for path, found in ((out or profile_path, known), (cluster_out or cluster_path, known_cluster)):
-        console.print(f"{path}{'  (from the cache; --again measures again)' if found else ''}", soft_wrap=True)
+    for path, cached in ((out or profile_path, known), (cluster_out or cluster_path, known_cluster)):
+        console.print(f"{path}{'  (from the cache; --again measures again)' if cached else ''}", soft_wrap=True)
     return 0
 
 

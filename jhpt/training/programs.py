@@ -1,6 +1,6 @@
-"""What a run compiles: the protocol `Step`, and the checks that its programs fit the devices.
+"""The programs of a run: the protocol `Step`, and checks that they fit the devices.
 
-Two implementations stand behind the protocol: `training.device_step`, with everything on the devices, and
+The protocol has two implementations: `training.device_step`, with everything on the devices, and
 `training.offloaded_step`, with blocks wholly or partly in host memory.  `training.compile` decides between them.
 """
 
@@ -25,7 +25,7 @@ State = TypeVar("State", bound=StepState)
 
 
 class Step(Protocol[State]):
-    """The compiled programs of a run, and the way between their state and a checkpoint."""
+    """The compiled programs of a run, and the conversion between their state and a checkpoint."""
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -63,7 +63,7 @@ def compiled_within_memory(
     """(the program, its bytes on each device by cause).
 
     Args:
-      purpose: what the program is for, as the subject of a message.
+      purpose: of the program, as the subject of a message.
       besides: bytes of state on the device that are not among the program's arguments.
 
     Raises:
@@ -118,7 +118,7 @@ LESS_MEMORY = {
 
 
 def check_memory(setup: Setup, purpose: str, memory: Mapping[str, int]) -> None:
-    """Refuses what cannot fit according to the compiler, before the device runs out of memory in the middle of it.
+    """Refuses a program that does not fit according to the compiler, before the device runs out of memory.
 
     Raises:
       InputError: with the bytes by cause, the device's memory and a remedy.

@@ -79,7 +79,7 @@ def closing_lines(result: RunResult, config: Config) -> list[str]:
 
 
 def _promise(result: RunResult) -> list[str]:
-    """Predicted against measured."""
+    """A line with the predicted and the measured time of a step."""
     if result.predicted_seconds is None or result.step_seconds is None:
         return []
     ratio = result.predicted_seconds / result.step_seconds
@@ -120,11 +120,11 @@ def train(
         allow_pinned_memory(config.memory)
         if plan is not None:
             check_plan_alone(overrides or {})
-        given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
+        requested = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
         unused = unused_settings(config)
         if unused and not goes_on(out):
             raise InputError("\n".join(unused))
-    check_agreed(_settings(config, given))
+    check_agreed(_settings(config, requested))
     run_dir = Path(out) if out is not None else new_run_dir(config)
     display = Display(config.train.steps)
     for line in unused:
@@ -132,17 +132,17 @@ def train(
     if accelerator_present() and jax.default_backend() == "cpu":
         display.say("warning: this machine has a GPU, but jax runs on the CPU; `jhpt doctor` says what to install")
     with claimed(run_dir):
-        run = _resolved(config, given, run_dir, display)
+        run = _resolved(config, requested, run_dir, display)
         if run.step >= config.train.steps:
             return _already_done(run, display)
         return _executed(run, display)
 
 
-def _settings(config: Config, given: Plan | None) -> dict[str, Any]:
-    """What must be the same on all processes.  Paths of files may differ; the content of the files is compared."""
+def _settings(config: Config, requested: Plan | None) -> dict[str, Any]:
+    """Settings that must be the same on all processes.  Paths of files may differ; the content of files is compared."""
     settings = dotted(config.model_dump(mode="json"))
-    content = given.model_dump_json() if given else ""
-    plan = f"content {hashlib.blake2b(content.encode(), digest_size=4).hexdigest()}" if given else None
+    content = requested.model_dump_json() if requested else ""
+    plan = f"content {hashlib.blake2b(content.encode(), digest_size=4).hexdigest()}" if requested else None
     return {name: value for name, value in settings.items() if name not in PLACES} | {"--plan": plan}
 
 
@@ -160,9 +160,9 @@ class _Run:
     notes: tuple[str, ...]
 
 
-def _resolved(config: Config, given: Plan | None, run_dir: Path, display: Display) -> _Run:
+def _resolved(config: Config, requested: Plan | None, run_dir: Path, display: Display) -> _Run:
     past = read_past(run_dir, display.say)
-    plan = with_tried_offload(choose_plan(config, given, past, display.say), display.say)
+    plan = with_tried_offload(choose_plan(config, requested, past, display.say), display.say)
     check_host_room(plan, config)
     with raise_on_all_processes():
         setup = prepare(config, plan, say=display.say)

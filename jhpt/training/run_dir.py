@@ -1,4 +1,4 @@
-"""The directory of a run: which one, whether the run can be resumed, and that only one process writes to it.
+"""The directory of a run: its name, whether the run can be resumed, and a lock so that only one process writes to it.
 
 config.yaml  plan.json  metrics.jsonl  train.log  checkpoints/  tensorboard/  .lock
 """
@@ -104,9 +104,9 @@ def _lock(run_dir: Path) -> int:
     return lock
 
 
-def _wait_until_seen(run_dir: Path, seconds: float = 30.0) -> None:
+def _wait_until_seen(run_dir: Path) -> None:
     """Waits, because network file systems show a new folder to other hosts only after a while."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 30
     while not (run_dir / ".lock").exists():
         if time.monotonic() > deadline:
             raise InputError(

@@ -7,11 +7,12 @@ import numpy as np
 from jhpt.models.family import Model
 from jhpt.sharding.types import Params
 
+TEMPERATURE = 0.8
+"""Logits are divided by it: below 1, likely tokens become likelier."""
 
-def sample(
-    model: Model, params: Params, prompt: np.ndarray, new_tokens: int, key: jax.Array, temperature: float = 0.8
-) -> np.ndarray:
-    """Continues `prompt` [n] by `new_tokens` tokens drawn from softmax(logits / temperature); returns all of them.
+
+def sample(model: Model, params: Params, prompt: np.ndarray, new_tokens: int, key: jax.Array) -> np.ndarray:
+    """Continues `prompt` [n] by `new_tokens` tokens drawn from softmax(logits / TEMPERATURE); returns all of them.
 
     Every token reads the last `max_length` positions again, without a key/value cache: this is for a short look, not
     for serving.
@@ -26,7 +27,7 @@ def sample(
             first = jnp.maximum(position - window, 0)
             seen = jax.lax.dynamic_slice(tokens, (first,), (window,))
             logits = model.apply(params, seen[None])[0, position - 1 - first]
-            drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / temperature)
+            drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / TEMPERATURE)
             return tokens.at[position].set(drawn.astype(jnp.int32))
 
         return jax.lax.fori_loop(len(prompt), total, extend, tokens)

@@ -1,6 +1,6 @@
 """Everything that is decided before the first step: data, mesh, model, objective, optimizer.
 
-Nothing is written here except token caches, so a configuration that cannot work leaves nothing behind.
+Only token caches are written here, so a configuration that cannot work leaves nothing behind.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ from jhpt.training.weights import Weights, rounding_keys
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """What a step is made of, without data.
+    """The parts of a step, without data.
 
     model: the unsharded model, as it is initialised, saved and sampled from.  training, evaluation: its parts, laid out
     by the plan.
@@ -67,7 +67,7 @@ class Design:
 
     @property
     def plan(self) -> Plan:
-        """How the devices share the work."""
+        """The plan of the layout."""
         return self.layout.plan
 
 
@@ -81,10 +81,10 @@ class Setup(Design):
 
 
 def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None] = lambda line: None) -> Setup:
-    """Opens the data, builds the mesh and chooses kernels; `say` reports what takes long.
+    """Opens the data, builds the mesh and chooses kernels; `say` reports steps that take long.
 
     Args:
-      plan: None: as the section `parallel` describes it.
+      plan: None: the one that the section `parallel` describes.
 
     Raises:
       InputError: data, tokenizer, plan, device count, sequence length or attention kernel do not fit the configuration.
@@ -189,13 +189,13 @@ def execution(
         axes = device_mesh.axes(degree).tensor
 
         def cut(hooks: Hooks) -> ModelParts:
-            own = replace(model, hooks=hooks)
-            return make_parts(own, config.data, tokenizer, config.optimizer.z_loss, train=train)
+            hooked = replace(model, hooks=hooks)
+            return make_parts(hooked, config.data, tokenizer, config.optimizer.z_loss, train=train)
 
         parts = cut(tensor_hooks(axes, degree))
         if layout.plan.compression.on and degree > 1:
-            how, causal = layout.plan.compression, config.model.causal
-            hooks = compressed_hooks(axes, degree, how, causal=causal, implementation=kernels)
+            compression, causal = layout.plan.compression, config.model.causal
+            hooks = compressed_hooks(axes, degree, compression, causal=causal, implementation=kernels)
             compressed = cut(hooks)
             parts = replace(parts, block=compressed.block, halves=compressed.halves)
         if layout.plan.sequence and degree > 1:
@@ -231,7 +231,7 @@ def compute_dtype(config: Config, device: DeviceInfo) -> jnp.dtype:
 
 
 MOST_UNROLLED_LAYERS = 8
-"""Compile time grows with unrolled layers; beyond this many the layer loop stays a loop."""
+"""With more layers the layer loop is not unrolled, because compile time grows with unrolled layers."""
 
 
 def unrolled(config: Config, *, on_gpu: bool) -> bool:

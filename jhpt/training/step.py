@@ -1,4 +1,4 @@
-"""One optimizer step as a pure function, `(state, batch) -> (state, metrics)`, and what it reads and writes."""
+"""One optimizer step as a pure function, `(state, batch) -> (state, metrics)`, and its state and metrics."""
 
 import enum
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class StepMetrics(NamedTuple):
 
 
 class RandomStream(enum.IntEnum):
-    """What randomness is used for."""
+    """The uses of randomness."""
 
     INIT = 0
     STEP = 1
@@ -132,14 +132,14 @@ def make_train_step(
     clip: Clipping = UNCLIPPED,
     weights: Weights = FLOAT32,
 ) -> TrainStep:
-    """The step.  If a loss or gradient is not finite, parameters, optimizer state and feedback stay as they were.
+    """The step.  If a loss or gradient is not finite, parameters, optimizer state and feedback do not change.
 
     The optimizer sees parameters in float32, however they are stored.
 
     Args:
       learning_rate: step -> learning rate.
-      max_bad_steps: after this many skipped updates in a row, the state stays frozen.  The host looks only from time to
-        time, and this way it cannot miss them.
+      max_bad_steps: after this many skipped updates in a row, the state does not change any more.  The host reads it
+        only from time to time, and so cannot miss them.
       clip: how gradients, as they are stored, are clipped by their norm.
       weights: how parameters are stored.
     """

@@ -1,16 +1,16 @@
 """How parameters are stored between steps, and how a step changes them.
 
 A bfloat16 has 8 significant bits: a change of less than 1/512 of a parameter is rounded away, and most changes are
-smaller.  With w a parameter as it is stored, u the change that the optimizer asks for, everything in float32 and
-`round` what makes a number storable,
+smaller.  With w the stored parameter, u the change by the optimizer, all arithmetic in float32, and `round` to the
+dtype of storage,
 
     bfloat16              w' = round(w + u), to nearest: training stalls as soon as changes are small
     bfloat16_kahan        w' = round(w + u + c),  c' = round((u + c) - (w' - w))
-                          c, the remainder, is what rounding has taken away so far; it is a bfloat16, too
+                          c, the remainder, is the sum of what rounding has removed so far; it is a bfloat16, too
     bfloat16_stochastic   w' = w + u rounded up or down, with probabilities that make its mean w + u
 
-Kahan's sum (1965, Communications of the ACM 8(1): 40) with a remainder in 8 bits: a step loses at most 2^-17 of the
-parameter, so that n steps end within n 2^-17 max|w| of the exact sum.  Stochastic rounding keeps no state; its
+With Kahan's sum (1965, Communications of the ACM 8(1): 40) and a remainder of 8 significant bits, a step loses at most
+2^-17 of the parameter, so n steps end within n 2^-17 max|w| of the exact sum.  Stochastic rounding has no state; its
 variance adds up to at most n 2^-16 max|w|^2, a standard deviation of 2^-8 max|w| sqrt(n).  (Both for training with
 pure bfloat16: Zamirai et al. 2020, arXiv 2010.06192.)
 
@@ -30,11 +30,11 @@ from jhpt.sharding.partition import IN_FLOAT32, path_name
 from jhpt.sharding.types import KeyPath, Params, PyTree
 
 Keys = Callable[[jax.Array], Any]
-"""Key of a step -> a tree like the stored parameters: data of a leaf's key, or of one for each of its rows."""
+"""Key of a step -> a tree like the stored parameters, with the data of a key for each leaf or for each of its rows."""
 
 
 def widened(tree: PyTree) -> Any:
-    """The same numbers in float32: what gradients, moments and decay are computed from."""
+    """The same numbers in float32, from which moments and decay are computed."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
@@ -51,7 +51,7 @@ class Weights:
     keys: Keys = no_keys
 
     def stored(self, params: Params) -> Any:
-        """Float32 parameters as they are kept, rounded to nearest."""
+        """Float32 parameters as they are stored, rounded to nearest."""
         if self.storage == "float32":
             return params
 
@@ -61,13 +61,13 @@ class Weights:
         return jax.tree_util.tree_map_with_path(narrowed, params)
 
     def remainder(self, params: Params) -> Any:
-        """The remainder before the first step, zeros like the parameters; None where none is kept."""
+        """The remainder before the first step, zeros like the parameters; None without Kahan summation."""
         if self.storage != "bfloat16_kahan":
             return None
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.bfloat16), params)
 
     def lowered(self, params: Params, by: PyTree, remainder: PyTree, key: jax.Array) -> tuple[Any, Any]:
-        """(parameters - by, the remainder that this leaves).
+        """(parameters - by, the new remainder).
 
         Args:
           params, remainder: as they are stored.  by: like them, in float32.  key: of this step.
@@ -93,14 +93,14 @@ def kahan(stored: jax.Array, by: jax.Array, remainder: jax.Array) -> tuple[jax.A
 
 
 def stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Float32 [...] -> bfloat16, up with probability (x - below) / (above - below), else down.
+    """Float32 [...] -> bfloat16, rounded up with probability (x - below) / (above - below), otherwise down.
 
-    A random 16-bit number is added to the 16 bits that are cut off.  What is representable stays, and so does what is
-    not finite; above the largest bfloat16 is infinity.
+    A random 16-bit number is added to the 16 bits that are cut off.  Representable numbers do not change, nor do
+    numbers that are not finite; the number above the largest bfloat16 is infinity.
     """
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    saved = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
-    drawn = jax.lax.bitcast_convert_type(saved, jnp.float32)
+    word = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
+    drawn = jax.lax.bitcast_convert_type(word, jnp.float32)
     return jnp.where(jnp.isfinite(x), drawn, x).astype(jnp.bfloat16)
 
 

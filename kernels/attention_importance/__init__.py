@@ -12,25 +12,25 @@ def attention_importance(
     *,
     causal: bool,
     lengths: jax.Array | None = None,
-    statistics: jax.Array | None = None,
     stride: int = 1,
     implementation: Implementation,
 ) -> jax.Array:
     """sig(j) = sum over heads h and queries i of A_h[i, j], A = softmax(q k^T / sqrt(E)): float32 [B, S].
 
-    (PoWER-BERT, Goyal et al. 2020, arXiv 2001.08950, eq. 1.)  With `causal`, position j is seen by the queries i >= j
-    alone and its sum is divided by how many those are.  No matrix [S, S] is held: queries come in blocks.  No gradient
-    passes.
+    (PoWER-BERT, Goyal et al. 2020, arXiv 2001.08950, eq. 1.)  With `causal`, only queries i >= j see position j, and
+    its sum is divided by their number.  No matrix [S, S] is stored, because queries are processed in blocks.  No
+    gradient passes.
 
     Args:
       q: [B, S, H, E].  k: [B, S, K, E], H a multiple of K.
-      lengths: int32 [B], tokens that are not padding; what is padding neither pays nor receives attention.
-      statistics: float32 [B, H, S], log of the softmax denominators (as flash attention leaves them); None: found here.
-      stride: only the queries stride - 1, 2 stride - 1, ... pay: 1 / stride of the work, an estimate of the same order.
-        The last query is among them where stride divides S; causal tokens that none of them sees have importance 0.
+      lengths: int32 [B], tokens that are not padding; padding neither pays nor receives attention.
+
+      stride: only the queries stride - 1, 2 stride - 1, ... pay attention: 1 / stride of the work, an estimate of the
+        same order.  The last query is among them if stride divides S; causal tokens that none of them sees have
+        importance 0.
     """
     if not 1 <= stride <= q.shape[1]:
         raise ValueError(f"stride={stride} of {q.shape[1]} queries")
     run = {"reference": reference.importance, "mosaic": mosaic.importance}[implementation]
     stop = jax.lax.stop_gradient
-    return run(stop(q), stop(k), causal=causal, lengths=lengths, statistics=statistics, stride=stride)
+    return run(stop(q), stop(k), causal=causal, lengths=lengths, stride=stride)

@@ -1,7 +1,7 @@
 """The Pallas kernels: softmax denominators of every query, then attention summed for every key, on tensor cores.
 
-Both hold 64 rows of one operand in shared memory while blocks of the other stream past, and reduce scores
-[rows, columns] over the columns in registers: over keys for the denominators, over queries for what a key receives.
+Both hold 64 rows of one operand in shared memory, stream blocks of the other, and reduce scores [rows, columns] over
+the columns in registers: over keys for the denominators, over queries for the attention that a key receives.
 """
 
 import math
@@ -25,7 +25,7 @@ STAGES = 2
 
 TOKENS = plgpu.Layout.WGMMA
 LOWEST = -1e30
-"""Below every score, and finite: rows without a visible key have weights 0 instead of NaN."""
+"""A finite number below every score, so that rows without a visible key have weights 0 instead of NaN."""
 
 
 def importance(
@@ -34,20 +34,16 @@ def importance(
     *,
     causal: bool,
     lengths: jax.Array | None,
-    statistics: jax.Array | None,
     stride: int,
 ) -> jax.Array:
-    """See `attention_importance`.  What is not bfloat16 of width 64 or 128 is left to the reference."""
+    """See `attention_importance`.  Calls the reference unless q and k are bfloat16 of width 64 or 128."""
     batch, length, _, width = q.shape
     if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16 or width not in (64, 128):
-        return reference.importance(q, k, causal=causal, lengths=lengths, statistics=statistics, stride=stride)
+        return reference.importance(q, k, causal=causal, lengths=lengths, stride=stride)
     lengths = jnp.full(batch, length, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
     q = _filled(q[:, stride - 1 :: stride], 1)
     k = _filled(k, 1)
-    if statistics is None:
-        statistics = _over_blocks(partial(_denominators, causal=causal, stride=stride), q, k, lengths)
-    else:
-        statistics = _filled(statistics[:, :, stride - 1 :: stride], 2)
+    statistics = _over_blocks(partial(_denominators, causal=causal, stride=stride), q, k, lengths)
     received = _over_blocks(partial(_received, causal=causal, stride=stride), k, q, lengths, statistics)
     total = jnp.sum(received, 1)[:, :length]
     seen = jnp.arange(length)[None] < lengths[:, None]
@@ -56,14 +52,14 @@ def importance(
 
 
 def _filled(x: jax.Array, dim: int) -> jax.Array:
-    """Whole blocks of tokens; what fills them is masked by its position."""
+    """x filled up to whole blocks of tokens; the filling is masked by its position."""
     padding = [(0, 0)] * x.ndim
     padding[dim] = (0, -x.shape[dim] % COLUMNS)
     return jnp.pad(x, padding)
 
 
 def _over_blocks(body: Callable[..., None], rows: jax.Array, columns: jax.Array, *others: jax.Array) -> jax.Array:
-    """A number for every row and head, float32 [B, H, rows]: body's, for 64 rows at a time."""
+    """A number for every row and head, float32 [B, H, rows], which `body` computes for 64 rows at a time."""
     batch, length, _, width = rows.shape
     heads = max(rows.shape[2], columns.shape[2])
     return plgpu.kernel(
@@ -89,7 +85,7 @@ def _denominators(
     causal: bool,
     stride: int,
 ) -> None:
-    """log sum_j exp(score[i, j]) of 64 queries, the largest score carried beside the sum."""
+    """log sum_j exp(score[i, j]) of 64 queries; the largest score is carried with the sum."""
     sample, head, first = _block(heads)
     length = lengths_ref[sample]
     steps = k_ref.shape[1] // COLUMNS
@@ -166,7 +162,7 @@ def _stream(
     blocks: Any,
     carry: Any,
 ) -> Any:
-    """carry = step(scores, their first column, carry) for so many blocks of columns; scores are in powers of two."""
+    """carry = step(scores, their first column, carry) for `blocks` blocks of columns; scores are in powers of two."""
     sample, head, first = _block(heads)
     width = rows_ref.shape[3]
     scale = math.log2(math.e) / width**0.5

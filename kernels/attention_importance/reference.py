@@ -1,4 +1,4 @@
-"""What attention_importance means."""
+"""The definition of attention_importance."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ def importance(
     *,
     causal: bool,
     lengths: jax.Array | None,
-    statistics: jax.Array | None,
     stride: int,
 ) -> jax.Array:
     """See `attention_importance`."""
@@ -23,16 +22,13 @@ def importance(
     k = jnp.repeat(k, heads // k.shape[2], 2).astype(jnp.float32)
 
     def paid(at: jax.Array, real: jax.Array) -> jax.Array:
-        """Attention that the queries at positions `at` pay; those that only fill the block are not real."""
+        """Attention that the queries at positions `at` pay.  real: false for those that only fill up the block."""
         scores = jnp.einsum("bqhe,bkhe->bhqk", q[:, at].astype(jnp.float32), k) / width**0.5
         visible = jnp.broadcast_to(seen[:, None, None, :], scores.shape)
         if causal:
             visible &= (at[:, None] >= jnp.arange(length)[None])[None, None]
         scores = jnp.where(visible, scores, -jnp.inf)
-        if statistics is None:
-            weights = jax.nn.softmax(scores, -1, where=visible)
-        else:
-            weights = jnp.where(visible, jnp.exp(scores - statistics[:, :, at, None]), 0)
+        weights = jax.nn.softmax(scores, -1, where=visible)
         pays = (seen[:, at] & real[None])[:, None, :, None]
         return jnp.sum(jnp.where(pays, weights, 0), (1, 2))
 
@@ -48,7 +44,7 @@ def importance(
 
 
 def viewers(seen: jax.Array, positions: jax.Array) -> jax.Array:
-    """How many of the queries at `positions` see each token of seen[B, S], at least 1."""
+    """The number of queries at `positions` that see each token of seen[B, S], at least 1."""
     length = seen.shape[1]
     pays = jnp.zeros(seen.shape, jnp.int32).at[:, positions].set(seen[:, positions].astype(jnp.int32))
     behind = jnp.flip(jnp.cumsum(jnp.flip(pays, 1), 1), 1)

@@ -20,7 +20,7 @@ def dequantize_sum(
     """The sum over T of T payloads of [R, columns] numbers each, in float32, in the order of the payloads.
 
     Args:
-      payloads: codes [T, R, W] and ranges [T, ...], as `segment_quantize` makes them of [R, columns].
+      payloads: codes [T, R, W] and ranges [T, ...], from `segment_quantize` of [R, columns].
       knee: the same for all payloads; None: the fixed one.
     """
     knee = knee if knee is not None else knee_for(bits, group)

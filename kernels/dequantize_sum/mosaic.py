@@ -13,20 +13,20 @@ from jhpt.kernels.pallas import LANES, PARAMS, WARPS, in_blocks, load, over, row
 from jhpt.kernels.segments import Knee, Quantized, cut, decoding, most
 
 BLOCK = 2048
-"""Sums that a warpgroup holds at a time, if it does not have to hold more groups: 16 in a thread (32 at most), which
-leaves room for the codes that are on their way."""
+"""Sums that a warpgroup holds at a time, unless the smallest block has more: 16 in a thread (32 at most), which leaves
+registers for the codes that are being loaded."""
 VECTOR = 4
-"""Sums of a thread side by side: 16 bytes, the widest access."""
-TOGETHER = 8
-"""Payloads on their way at the same time, at most."""
+"""Neighbouring sums of a thread: 16 bytes, the widest access."""
+IN_FLIGHT = 8
+"""Payloads that are loaded at the same time, at most."""
 PIECE = 128
-"""Bytes at a time of groups of more than `WHOLE`."""
+"""Bytes that are decoded at a time of groups of more than `WHOLE`."""
 WHOLE = 1024
 """Members of the largest group that is decoded in one piece."""
 
 
 class Scale(NamedTuple):
-    """C and what `segments.decoding` gives."""
+    """C, and the results of `segments.decoding`."""
 
     codes: jax.Array
     centre: jax.Array
@@ -47,10 +47,10 @@ def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: int,
     if pieces == 1 and group_bytes < LANES * VECTOR:
         lanes = 1 << (-(-group_bytes // VECTOR) - 1).bit_length()
         piece = lanes * VECTOR
-    together = WARPS * LANES // lanes  # groups of the smallest block
+    smallest = WARPS * LANES // lanes  # groups of the smallest block
     groups = rows * in_row // group
-    resident = max(groups * pieces, together)
-    step_groups = max(min(BLOCK // (parts * piece), resident) // together, 1) * together
+    resident = max(groups * pieces, smallest)
+    step_groups = max(min(BLOCK // (parts * piece), resident) // smallest, 1) * smallest
 
     codes = payloads.codes.reshape(count, groups, group_bytes)
     codes = jnp.pad(codes, ((0, 0), (0, 0), (0, pieces * piece - group_bytes)))
@@ -76,10 +76,10 @@ def dequantize_sum(payloads: Quantized, *, columns: int, bits: Bits, group: int,
 def _body(
     codes_ref: Any, ranges_ref: Any, scale_ref: Any, total_ref: Any, *, bits: Bits, shape: tuple[int, int], lanes: int
 ) -> None:
-    """Bytes [step_groups, bytes]; total_ref: what they hold, [groups, codes of a byte, bytes]."""
+    """Decodes and sums bytes [step_groups, bytes].  total_ref: sums [groups, codes of a byte, bytes]."""
     layout = row_per_warp(VECTOR, lanes)
     payloads, parts = codes_ref.shape[0], 8 // bits
-    together = max(count for count in range(1, TOGETHER + 1) if payloads % count == 0)
+    unroll = max(count for count in range(1, IN_FLIGHT + 1) if payloads % count == 0)
     scale = Scale(*(scale_ref[index] for index in range(len(Scale._fields))))
 
     def work(start: jax.Array) -> None:
@@ -93,7 +93,7 @@ def _body(
             return tuple(total + _decoded(codes, bits, scale) * wide for total, codes in zip(totals, each, strict=True))
 
         nothing = plgpu.layout_cast(jnp.full(shape, -0.0, jnp.float32), layout)  # -0 + x is x, -0 too
-        totals = jax.lax.fori_loop(0, payloads, add, (nothing,) * parts, unroll=together)
+        totals = jax.lax.fori_loop(0, payloads, add, (nothing,) * parts, unroll=unroll)
         for part, total in enumerate(totals):
             store(total_ref.at[here, part], total)
 
@@ -101,7 +101,7 @@ def _body(
 
 
 def _decoded(codes: jax.Array, bits: Bits, scale: Scale) -> jax.Array:
-    """Shares of the range, the reference's bits."""
+    """Shares of the range, equal to the reference's to the last bit."""
     size = jnp.abs(codes)
     tail = scale.centre + (size - scale.codes) * scale.outer
     share = cut(jnp.where(size <= scale.codes, size * scale.inner, tail))

@@ -1,4 +1,4 @@
-"""What dequantize_sum means."""
+"""The definition of dequantize_sum."""
 
 import jax
 import jax.numpy as jnp

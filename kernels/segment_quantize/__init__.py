@@ -23,7 +23,7 @@ def segment_quantize(
     Args:
       x: float32 or bfloat16.
       group: how many neighbours in a row share a range.
-      knee: None: the fixed one for such groups.
+      knee: None: the fixed one for groups of this size.
       rows: int32 [K]; only these rows, in this order, gathered in the same pass.
       seed: uint32 scalar; rounds up with the probability of the fraction instead of to the nearest (ties to even), so
         that the mean is right.  Draws depend on the seed and on the position in the result.

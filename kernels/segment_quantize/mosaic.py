@@ -1,4 +1,4 @@
-"""The Pallas kernel: gather, range, codes and packing of groups while they lie in registers."""
+"""The Pallas kernel: gather, range, codes and packing of groups in registers."""
 
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -16,13 +16,13 @@ from jhpt.kernels.segments import Knee, Quantized
 BLOCK = 4096
 """Numbers that a warpgroup holds at a time: 32 in a thread."""
 WARP_GROUP = 1024
-"""Larger parts of groups are shared by the four warps."""
+"""The four warps share larger parts of groups."""
 MOST = 8192
 """Larger groups do not fit in registers."""
 
 
 class Placement(NamedTuple):
-    """A layout for parts of groups, and its smallest block: so many of so many numbers."""
+    """A layout for parts of groups.  groups, members: parts in its smallest block, and numbers in each."""
 
     groups: int
     members: int
@@ -34,9 +34,9 @@ def quantize(
 ) -> Quantized:
     """See `segment_quantize`; `rows` have to be rows of x.
 
-    At 8 bits a group is one part, at 4 bits two halves, of which bytes take a code each.
+    At 8 bits a group is one part; at 4 bits it is two halves, and a byte takes a code from each.
 
-    Groups of more than 8,192 numbers do not fit in registers and are left to the reference.
+    It calls the reference for groups of more than 8,192 numbers, which do not fit in registers.
     """
     width = codes_in_row(x.shape[1], group)
     if group > MOST or not x.size or (rows is not None and not rows.size):
@@ -85,7 +85,7 @@ def quantize(
 
 
 def placement(part: int, dtype: Any) -> Placement:
-    """Parts of groups over warps."""
+    """The placement of parts of groups on warps."""
     vector = 16 // jnp.dtype(dtype).itemsize  # bytes of the widest access
     if part > WARP_GROUP:
         return Placement(1, WARPS * LANES * vector, row_per_warpgroup(vector))
@@ -135,13 +135,13 @@ def _body(
 
 
 def _largest(x: jax.Array) -> jax.Array:
-    """The largest magnitude of every row; infinite where a number is beyond `LARGEST` or NaN, which a maximum might
-    lose."""
+    """The largest magnitude of every row; infinite if a number is NaN, which a maximum might lose, or beyond
+    `LARGEST`."""
     size = jnp.abs(x)
     return jnp.max(jnp.where(size <= reference.LARGEST, size, jnp.inf), -1)
 
 
 def _offsets(shape: tuple[int, ...], pitch: int, layout: Any) -> jax.Array:
-    """Where every number of a block lies from its first one, groups being `pitch` apart."""
+    """The distance of every number of a block from its first, if groups are `pitch` numbers apart."""
     axes = [plgpu.broadcasted_iota(jnp.uint32, shape, dim, layout=layout) for dim in range(2)]
     return jnp.uint32(pitch) * axes[0] + axes[1]

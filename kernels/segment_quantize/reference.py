@@ -1,4 +1,4 @@
-"""What segment_quantize means."""
+"""The definition of segment_quantize."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ from jhpt.core.compression import Bits, codes_in_row
 from jhpt.kernels.segments import Knee, Quantized, most
 
 SHIFT = 1.5 * 2**23
-"""Added to a float32 it leaves integers of up to 22 bits in the low bits of the word."""
+"""Adding it to a float32 integer of up to 22 bits puts the integer into the low bits of the word."""
 
 LARGEST = 2.0**126
-"""The reciprocal of what is larger counts as zero on some devices."""
+"""On some devices the reciprocals of larger numbers count as zero."""
 
 
 def quantize(
@@ -31,22 +31,22 @@ def quantize(
 def largest(x: jax.Array) -> jax.Array:
     """The largest magnitude along the last dimension; infinite where a number is NaN or beyond `LARGEST`.
 
-    Reductions of x itself, and not one of |x|: XLA's CPU backend would compute x a second time for that.  Its maxima
-    may lose a NaN, and what came before it; a sum does not.
+    It reduces x, not |x|, for which XLA's CPU backend would compute x a second time.  Maxima there may lose a NaN and
+    the numbers before it; a sum does not.
     """
     size = jnp.maximum(jnp.max(x, -1, initial=0), -jnp.min(x, -1, initial=0))
     return jnp.where(jnp.isnan(jnp.sum(x, -1)) | (size > LARGEST), jnp.inf, size)
 
 
 def encode(x: jax.Array, ranges: jax.Array, bits: Bits, knee: Knee, noise: jax.Array | None) -> jax.Array:
-    """Signed codes, int32; -N - 1 for what is not finite.
+    """Signed codes, int32; -N - 1 for numbers that are not finite.
 
-    The two segments are rounded apart: no product meets a sum before it is rounded, so whether a compiler fuses them
-    cannot change a code.  Selections stand where minima would mind NaN, and `integer` where a conversion would mind
-    what int8 does not hold: together they take XLA's CPU backend twice as long.
+    The two segments are rounded separately, so that no product is added to anything before it is rounded, and a
+    compiler's fusion cannot change a code.  Selections and `integer` replace minima and a conversion, which would also
+    handle NaN and numbers beyond int8 and take XLA's CPU backend twice as long.
     """
     top = most(bits)
-    tiny = jnp.finfo(jnp.float32).tiny  # what is smaller may count as zero on some devices, and has no reciprocal
+    tiny = jnp.finfo(jnp.float32).tiny  # smaller numbers may count as zero on some devices, and have no reciprocal
     size = jnp.abs(x)
     share = size * jnp.where(ranges >= tiny, 1 / jnp.maximum(ranges, tiny), 0)
     inner = jnp.where(share < knee.centre, share, knee.centre) * (knee.codes / knee.centre)
@@ -55,7 +55,7 @@ def encode(x: jax.Array, ranges: jax.Array, bits: Bits, knee: Knee, noise: jax.A
     )
     if noise is None:
         code = jnp.round(inner) + jnp.round(outer)
-    else:  # the bounds hold anyhow: they stand between product and sum
+    else:  # the minima change no value; they separate product and sum
         inner, outer = jnp.minimum(inner, knee.codes), jnp.minimum(outer, top - knee.codes)
         code = jnp.where(share >= knee.centre, knee.codes + whole(outer + noise), whole(inner + noise))
     number = integer(jnp.where(code < top, code, top))
@@ -69,7 +69,7 @@ def integer(x: jax.Array) -> jax.Array:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """The integer part of what is not negative; GPU kernels have no floor."""
+    """The integer part of numbers that are not negative; GPU kernels have no floor."""
     return x.astype(jnp.int32).astype(jnp.float32)
 
 
@@ -82,7 +82,7 @@ def packed(codes: jax.Array, bits: Bits) -> jax.Array:
 
 
 def rounded_up(x: jax.Array) -> jax.Array:
-    """float32, not negative -> the next bfloat16 that is not less."""
+    """float32, not negative -> the smallest bfloat16 that is not less."""
     word = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     word = (word + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
     return jax.lax.bitcast_convert_type(word, jnp.float32).astype(jnp.bfloat16)

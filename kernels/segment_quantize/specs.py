@@ -9,7 +9,8 @@ from jhpt.core.compression import BLOCK, Bits
 
 
 class Spec(NamedTuple):
-    """x[rows, columns]; chosen: how many rows are gathered, 0: all, as they lie; stochastic: rounded at random."""
+    """x[rows, columns].  chosen: how many rows are gathered; 0: all, without a gather.  stochastic: rounded at
+    random."""
 
     rows: int
     columns: int

@@ -14,15 +14,15 @@ from jhpt.kernels.token_topk import reference
 VECTOR = 4
 UNIT = WARPS * LANES * VECTOR
 MOST = 16384
-"""128 numbers in a thread, all that registers hold beside what counting needs."""
+"""128 numbers in a thread, which is what registers can hold beside those for counting."""
 
 
 def topk(scores: jax.Array, k: int) -> jax.Array:
-    """See `token_topk`.  Rows of more than 16,384 tokens are left to the reference."""
+    """See `token_topk`.  Calls the reference for rows of more than 16,384 tokens."""
     batch, length = scores.shape
     if length > MOST or not batch or not k:
         return reference.topk(scores, k)
-    # What fills a row up comes after everything that is as small.
+    # The filling comes after tokens with an equal score.
     filled = jnp.pad(scores, ((0, 0), (0, -length % UNIT)), constant_values=-jnp.inf)
     chosen = plgpu.kernel(
         partial(_body, k=k),
@@ -36,7 +36,7 @@ def topk(scores: jax.Array, k: int) -> jax.Array:
 
 
 def _body(scores_ref: Any, chosen_ref: Any, *, k: int) -> None:
-    """One row: 1 where the token is kept."""
+    """One row: 1 where the token is chosen."""
     here, layout = jax.lax.axis_index("row"), by_warpgroup(VECTOR)
     keys = ordered(load(scores_ref.at[here], layout))
     store(chosen_ref.at[here], largest(keys, k, bits=32, layout=layout).astype(jnp.int8))

@@ -1,4 +1,4 @@
-"""What token_topk means."""
+"""The definition of token_topk."""
 
 import jax
 import jax.numpy as jnp

@@ -6,7 +6,7 @@ import jax
 
 
 class Spec(NamedTuple):
-    """scores[batch, length], of which k are wanted; levels: so many different values; 0: any."""
+    """scores[batch, length], of which k are chosen.  levels: the number of different values; 0: any."""
 
     batch: int
     length: int

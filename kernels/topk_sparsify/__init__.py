@@ -1,4 +1,4 @@
-"""The largest entries of every block of a gradient, and what is left for the next step."""
+"""The largest entries of every block of a gradient, and the residual for the next step."""
 
 import jax
 
@@ -16,7 +16,8 @@ def topk_sparsify(
         sent = the `keep` entries of largest |e| in every block, as bfloat16
         residual' = e - sent
 
-    Every number is either sent or kept: sent + residual' = e to float32's rounding, what bfloat16 rounds off included.
+    Nothing is lost: sent + residual' = e up to the rounding of float32, since residual' includes what bfloat16 rounds
+    off.
 
     Args:
       gradient: [N], float32 or bfloat16.  residual: float32 [N].
@@ -24,11 +25,11 @@ def topk_sparsify(
 
     Returns:
       values bfloat16 [blocks, keep], positions uint16 in the block [blocks, keep], ascending; residual float32 [N].  Of
-      equal magnitudes the lower position is sent; NaN is sent first, so that it shows in the sum (and stays in the
-      residual: a step that is skipped has to keep the one before).
+      equal magnitudes the lower position is sent; NaN is sent first, so that it shows in the sum.  It also stays in the
+      residual, so a step that is skipped has to restore the residual before it.
     """
     if gradient.ndim != 1 or gradient.shape != residual.shape:
-        raise ValueError(f"gradient {gradient.shape} and residual {residual.shape} are to be [N]")
+        raise ValueError(f"gradient {gradient.shape} and residual {residual.shape} must have one shape [N]")
     if not 0 < keep <= block <= 1 << 16:
         raise ValueError(f"keep={keep} of block={block}: 1 ... block, and a block has at most 65,536")
     run = {"reference": reference.sparsify, "mosaic": mosaic.sparsify}[implementation]

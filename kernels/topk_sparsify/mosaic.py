@@ -1,4 +1,4 @@
-"""The Pallas kernel: error, threshold, selection and residual of a block while it lies in registers."""
+"""The Pallas kernel: error, threshold, selection and residual of a block in registers."""
 
 from functools import partial
 from typing import Any
@@ -26,13 +26,13 @@ from jhpt.kernels.topk_sparsify.reference import Sparse
 
 VECTOR = 4
 WARP_BLOCK = 1024
-"""A block up to here has 32 numbers in a lane of one warp; larger ones are shared by a warpgroup."""
+"""A block of at most this size has 32 numbers in a lane of one warp; a warpgroup shares larger ones."""
 MOST = 8192
-"""64 numbers in a thread: more no longer fit in registers beside their keys."""
+"""64 numbers in a thread; more do not fit in registers with their keys."""
 
 
 def sparsify(gradient: jax.Array, residual: jax.Array, *, keep: int, block: int) -> Sparse:
-    """See `topk_sparsify`.  Blocks of more than 8,192 are left to the reference."""
+    """See `topk_sparsify`.  Calls the reference for blocks of more than 8,192 numbers."""
     size = gradient.size
     if block > MOST or not size:
         return reference.sparsify(gradient, residual, keep=keep, block=block)
@@ -45,7 +45,7 @@ def sparsify(gradient: jax.Array, residual: jax.Array, *, keep: int, block: int)
         x = jnp.pad(x, (0, blocks * block - size)).reshape(blocks, block)
         return jnp.pad(x, ((0, resident - blocks), (0, columns - block)))
 
-    words, left = plgpu.kernel(
+    words, rest = plgpu.kernel(
         partial(_body, keep=keep, rows=rows, layout=(row_per_warp if by_warp else by_warpgroup)(VECTOR)),
         out_type=(
             jax.ShapeDtypeStruct((keep, resident), jnp.uint32),
@@ -59,7 +59,7 @@ def sparsify(gradient: jax.Array, residual: jax.Array, *, keep: int, block: int)
     words = words[:, :blocks].T
     values = jax.lax.bitcast_convert_type((words & 0xFFFF).astype(jnp.uint16), jnp.bfloat16)
     positions = (0xFFFF - (words >> 16)).astype(jnp.uint16)
-    return Sparse(values, positions, left[:blocks, :block].reshape(-1)[:size])
+    return Sparse(values, positions, rest[:blocks, :block].reshape(-1)[:size])
 
 
 def _body(
@@ -74,18 +74,18 @@ def _body(
 ) -> None:
     """Blocks, `rows` at a time.
 
-    What is sent leaves as words, the position counted from the end above the bits of the value: the largest word is the
-    first entry, and the next one is the largest below it.
+    Entries that are sent are written as words: the position, counted from the end, above the bits of the value.  The
+    largest word is the first entry, and the next entry is the largest word below it.
     """
 
     def work(start: jax.Array) -> None:
         here = pl.ds(start, rows) if rows > 1 else start
-        whole = load(gradient_ref.at[here], layout).astype(jnp.float32) + load(residual_ref.at[here], layout)
-        chosen = largest(ordered(jnp.abs(whole)), keep, bits=31, layout=layout)
-        sent = whole.astype(jnp.bfloat16).astype(jnp.float32)
-        store(left_ref.at[here], jnp.where(chosen, whole - sent, whole))
+        error = load(gradient_ref.at[here], layout).astype(jnp.float32) + load(residual_ref.at[here], layout)
+        chosen = largest(ordered(jnp.abs(error)), keep, bits=31, layout=layout)
+        sent = error.astype(jnp.bfloat16).astype(jnp.float32)
+        store(left_ref.at[here], jnp.where(chosen, error - sent, error))
 
-        positions = plgpu.broadcasted_iota(jnp.uint32, whole.shape, whole.ndim - 1, layout=layout)
+        positions = plgpu.broadcasted_iota(jnp.uint32, error.shape, error.ndim - 1, layout=layout)
         words = ((0xFFFF - positions) << 16) | (jax.lax.bitcast_convert_type(sent, jnp.uint32) >> 16)
         words = jnp.where(chosen, words, jnp.uint32(0))
 

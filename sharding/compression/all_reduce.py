@@ -1,15 +1,15 @@
 """All-reduces over the tensor axis in low precision: token-level top-k and segmented quantization (AccTFM).
 
-Of x[B, S, D] {U_tp} the rows of important tokens are sent at `bits`, the others at `rest_bits`; with 0 bits they are
-not sent, and their sum is zero on every rank.  Numbers of 16 bits are bfloat16, of 8 and 4 bits codes.  All ranks
-compute the sum from the same codes, so that the residual stream is the same on all of them, bit for bit.  There are two
-algorithms; for n numbers at beta bits over t ranks a rank receives
+Of x[B, S, D] {U_tp} the rows of important tokens are sent in `bits`, the others in `rest_bits`; with 0 bits the others
+are not sent, and their sum is zero on every rank.  Numbers of 16 bits are bfloat16; numbers of 8 and 4 bits are codes.
+All ranks compute the sum from the same codes, so the residual stream is the same on all of them, bit for bit.  There
+are two algorithms; for n numbers of beta bits over t ranks a rank receives
 
     two steps   2 (t-1)/t n beta / 8 bytes   all-to-all of codes, sum of a rank's rows, quantized again, all-gather
     gathered    (t-1) n beta / 8 bytes       all-gather of codes, summed on every rank
 
-The second rounds once instead of twice.  Unless `steps` says otherwise it is chosen where t beta < 32: there it sends
-no more than an all-reduce in 16 bits.
+The second rounds once instead of twice.  Unless `steps` says otherwise, it is chosen if t beta < 32, because it then
+sends no more than an all-reduce in 16 bits.
 
     g  reduce_over_tensor_axis   forward the compressed sum    backward the gradient, zero where a row was not sent
     f  copy_to_tensor_axis       forward x                     backward the compressed sum of the ranks' gradients
@@ -33,9 +33,9 @@ from jhpt.sharding.compression.token_choice import positions_where
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of x[R, D] that are sent alike: how many, their indices, int32 [count], and the bits that each number takes.
+    """Rows of x[R, D] whose numbers are sent in the same number of bits.
 
-    numbers: the indices; None: all rows, in order.
+    count: how many rows.  numbers: their indices, int32 [count]; None: all rows, in order.  bits: of each number.
     """
 
     count: int
@@ -45,15 +45,16 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedAllReduce:
-    """How all-reduces over these mesh axes are sent.
+    """All-reduces over these mesh axes, compressed.
 
-    axes: empty: one rank alone, to be timed without communication, as if the others sent what it has.
+    axes: empty on one rank alone, which is timed without communication: it computes as if the other ranks sent the
+      same numbers as it has.
     implementation: of the kernels.
     """
 
     axes: tuple[str, ...]
     ranks: int
-    how: Compression
+    compression: Compression
     implementation: Implementation = "reference"
 
     def reduce_over_tensor_axis(self, parts: jax.Array, tokens: jax.Array | None) -> jax.Array:
@@ -65,20 +66,21 @@ class CompressedAllReduce:
         return _enter(self, x, tokens)
 
     def enter_before(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-        """f where `count` tokens are chosen from what x leads to: (x, placeholder of the choice, for `settle`)."""
+        """f before `count` tokens are chosen, since the choice depends on x: (x, placeholder of the choice, for
+        `settle`)."""
         return _enter_before(self, x, jnp.zeros((x.shape[0], count), jnp.float32))
 
     @property
     def gathered(self) -> bool:
         """Whether codes are gathered, instead of summed in two steps."""
-        return gathers(self.ranks, self.how)
+        return gathers(self.ranks, self.compression)
 
     @property
     def word(self) -> jnp.dtype:
-        """What a payload is an array of: bytes, or of nothing but bfloat16, whose bytes XLA's CPU backend splits at a
-        fifth of the speed, words."""
-        bits, rest_bits = wire_bits(self.how)
-        return jnp.dtype(jnp.uint16 if bits == 16 and (self.how.tokens == 1 or not rest_bits) else jnp.uint8)
+        """The dtype of a payload: bytes, or words of 16 bits if all numbers are bfloat16, because XLA's CPU backend
+        splits these into bytes at a fifth of the speed."""
+        bits, rest_bits = wire_bits(self.compression)
+        return jnp.dtype(jnp.uint16 if bits == 16 and (self.compression.tokens == 1 or not rest_bits) else jnp.uint8)
 
     def sum(self, parts: jax.Array, tokens: jax.Array | None) -> jax.Array:
         """The compressed sum, in the dtype of the parts."""
@@ -89,8 +91,8 @@ class CompressedAllReduce:
         return total.astype(parts.dtype).reshape(parts.shape)
 
     def groups(self, batch: int, length: int, tokens: jax.Array | None) -> list[Rows]:
-        """Which of the batch x length rows are sent, and at how many bits."""
-        bits, rest_bits = wire_bits(self.how)
+        """The rows, of batch x length, that are sent, by the bits of their numbers."""
+        bits, rest_bits = wire_bits(self.compression)
         if tokens is None:
             return [Rows(batch * length, None, bits)]
         groups = [Rows(tokens.size, _flat(tokens, length), bits)]
@@ -107,36 +109,36 @@ class CompressedAllReduce:
             for group, share in zip(groups, shares, strict=True)
             for piece in self._packed(*_filled(x, group, share * self.ranks), group.bits)
         ]
-        received = self._dealt(joined(sent))
+        received = self._all_to_all(joined(sent))
         sums_of_rank = self._sums(received, groups, shares, columns)
         again = [
             piece[None]
             for sums, group in zip(sums_of_rank, groups, strict=True)
             for piece in self._packed(sums, None, group.bits)
         ]
-        everyone = self._split(self._collected(joined(again)[0]), groups, shares, columns)
+        of_all_ranks = self._split(self._all_gathered(joined(again)[0]), groups, shares, columns)
         return [
             self._added([in_a_row(piece) for piece in parts], group.bits, columns)[: group.count]
-            for parts, group in zip(everyone, groups, strict=True)
+            for parts, group in zip(of_all_ranks, groups, strict=True)
         ]
 
     def _gathered_sums(self, x: jax.Array, groups: Sequence[Rows]) -> list[jax.Array]:
         sent = [piece[None] for group in groups for piece in self._packed(x, group.numbers, group.bits)]
-        everyone = self._collected(joined(sent)[0])
-        return self._sums(everyone, groups, [group.count for group in groups], x.shape[1])
+        of_all_ranks = self._all_gathered(joined(sent)[0])
+        return self._sums(of_all_ranks, groups, [group.count for group in groups], x.shape[1])
 
-    def _dealt(self, payload: jax.Array) -> jax.Array:
-        """payload[t, ...]: the r-th of every rank to rank r."""
+    def _all_to_all(self, payload: jax.Array) -> jax.Array:
+        """payload[t, ...]: entry r of every rank is sent to rank r."""
         return jax.lax.all_to_all(payload, self.axes, 0, 0, tiled=True) if self.axes else _opaque(payload)
 
-    def _collected(self, payload: jax.Array) -> jax.Array:
+    def _all_gathered(self, payload: jax.Array) -> jax.Array:
         """payload[...] of every rank, [t, ...]."""
         if self.axes:
             return jax.lax.all_gather(payload, self.axes)
         return _opaque(jnp.stack([payload] * self.ranks))
 
     def _sums(self, payload: jax.Array, groups: Sequence[Rows], counts: Sequence[int], columns: int) -> list[jax.Array]:
-        """Sums over the first dimension of lines [t, ...] of so many rows of every group."""
+        """Sums over the first dimension of lines [t, ...], which hold `counts` rows of the groups."""
         parts = self._split(payload, groups, counts, columns)
         return [self._added(one, group.bits, columns) for one, group in zip(parts, groups, strict=True)]
 
@@ -152,11 +154,11 @@ class CompressedAllReduce:
         return [[next(each) for _ in of_group] for of_group in shapes]
 
     def _words(self, columns: int, bits: WireBits) -> tuple[int, ...]:
-        """Of a row in each of its pieces: its codes and its ranges, or its bfloat16."""
+        """Words that a row takes in each of its pieces: codes and ranges, or bfloat16 alone."""
         return (2 * columns // self.word.itemsize,) if bits == 16 else row_words(columns, bits)
 
     def _packed(self, x: jax.Array, numbers: jax.Array | None, bits: WireBits) -> list[jax.Array]:
-        """Rows of x[R, D], all or those of some numbers, on the wire: pieces [n, words of a row]."""
+        """Rows of x[R, D], all or those with these indices, as they are sent: pieces [n, words of a row]."""
         if bits == 16:
             short = (x if numbers is None else x[numbers]).astype(jnp.bfloat16)
             return [jax.lax.bitcast_convert_type(short, self.word).reshape(len(short), -1)]
@@ -174,29 +176,29 @@ class CompressedAllReduce:
 
 
 def _filled(x: jax.Array, group: Rows, count: int) -> tuple[jax.Array, jax.Array | None]:
-    """The group's rows and some more, `count` in all: (x, numbers)."""
+    """The group's rows, filled up to `count` rows: (x, numbers)."""
     if group.numbers is None:
         return jnp.pad(x, ((0, count - group.count), (0, 0))), None
     return x, jnp.pad(group.numbers, (0, count - group.count))
 
 
 def _in_place(sums: Sequence[jax.Array], groups: Sequence[Rows], count: int) -> jax.Array:
-    """The groups' sums where their rows were, of so many; zero where none travelled.
+    """[count, D] with the groups' sums in the places of their rows, and zero in the rows that were not sent.
 
-    Gathered, for that takes XLA's CPU backend half the time of a scatter.
+    It is computed by a gather, because that takes XLA's CPU backend half the time of a scatter.
     """
     numbers = [group.numbers for group in groups if group.numbers is not None]
     if not numbers:
         return sums[0]
-    travelled = jnp.concatenate(numbers)
-    places = jnp.full(count, len(travelled), jnp.int32)  # behind the last one: zeros
-    places = places.at[travelled].set(jnp.arange(len(travelled), dtype=jnp.int32), unique_indices=True)
+    sent = jnp.concatenate(numbers)
+    places = jnp.full(count, len(sent), jnp.int32)  # behind the last one: zeros
+    places = places.at[sent].set(jnp.arange(len(sent), dtype=jnp.int32), unique_indices=True)
     return jnp.concatenate([*sums, jnp.zeros((1, sums[0].shape[1]), jnp.float32)])[places]
 
 
 def _opaque(payload: jax.Array) -> jax.Array:
-    """payload[t, ...] in this order or backwards, which a compiler cannot know: as with what comes from a
-    network it has to compute all of it before, and what depends on it after."""
+    """payload[t, ...] in this order or reversed; the compiler cannot know which.  As with data from a network, it has
+    to compute the whole payload first, and what depends on it afterwards."""
     odd = payload[0, 0, 0] % 2 == 1
     return jax.lax.cond(odd, lambda rows: rows[::-1], lambda rows: rows, payload)
 
@@ -220,13 +222,13 @@ def travelled(x: jax.Array, tokens: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _reduce_over_tensor_axis(compressed: CompressedAllReduce, parts: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    return compressed.sum(parts, tokens) if compressed.how.forward else jax.lax.psum(parts, compressed.axes)
+    return compressed.sum(parts, tokens) if compressed.compression.forward else jax.lax.psum(parts, compressed.axes)
 
 
 def _sum_parts_backward(
     compressed: CompressedAllReduce, tokens: jax.Array | None, gradient: jax.Array
 ) -> tuple[jax.Array, None]:
-    drops = compressed.how.forward and tokens is not None and not compressed.how.rest_bits
+    drops = compressed.compression.forward and tokens is not None and not compressed.compression.rest_bits
     return (travelled(gradient, tokens) if drops and tokens is not None else gradient), None
 
 
@@ -236,7 +238,9 @@ _reduce_over_tensor_axis.defvjp(
 
 
 def _summed_error(compressed: CompressedAllReduce, gradient: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    return compressed.sum(gradient, tokens) if compressed.how.backward else jax.lax.psum(gradient, compressed.axes)
+    if compressed.compression.backward:
+        return compressed.sum(gradient, tokens)
+    return jax.lax.psum(gradient, compressed.axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -250,9 +254,8 @@ _enter.defvjp(
 )
 
 
-# The attention half applies f before its tokens are chosen, which depend on its own queries and keys.  Its backward
-# pass runs after the choice, and the gradient of the placeholder, which is a function of nothing, brings the choice
-# there.
+# The attention half applies f before its tokens are chosen, because the choice depends on its queries and keys.  The
+# backward pass of f runs after the choice: it receives the choice as the gradient of a placeholder.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -271,7 +274,7 @@ _enter_before.defvjp(
 
 @jax.custom_vjp
 def settle(y: jax.Array, choice: jax.Array, tokens: jax.Array) -> jax.Array:
-    """y itself; backward the placeholder's gradient is the choice, tokens[B, k]."""
+    """y itself; in the backward pass the placeholder's gradient is the choice, tokens[B, k]."""
     return y
 
 

@@ -1,8 +1,8 @@
 """Rows of numbers as bytes on the wire and back: codes of segmented quantization, then the ranges of their blocks.
 
-What ranks send each other are pieces [t, n, words of a row], one after the other in lines of `core.compression.LINE`
-bytes: [t, lines, words of a line].  As one long row instead XLA's CPU backend computes them five times as slowly: it
-vectorizes the rows of what it writes, if they are rows of what it reads.
+Ranks send each other pieces [t, n, words of a row], one after the other in lines of `core.compression.LINE` bytes:
+[t, lines, words of a line].  XLA's CPU backend takes five times as long for one long row instead, because it vectorizes
+the rows that it writes only if they are rows that it reads.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,20 @@ from jhpt.kernels.segments import Quantized
 def joined(parts: Sequence[jax.Array]) -> jax.Array:
     """Pieces [t, n, words of a row] -> [t, lines, words of a line]; zeros fill up each piece's last line.
 
-    A single piece is as it is."""
+    A single piece is returned unchanged.
+    """
     return parts[0] if len(parts) == 1 else jnp.concatenate([_in_lines(part) for part in parts], 1)
 
 
 def split(payload: jax.Array, shapes: Sequence[tuple[int, int]]) -> list[jax.Array]:
-    """`joined` backwards.  shapes: of every piece, rows and words of a row."""
+    """The inverse of `joined`.  shapes: (rows, words of a row) of every piece."""
     if len(shapes) == 1:
         return [payload]
     words = payload.shape[2]
-    stops = list(accumulate(-(-rows * own // words) for rows, own in shapes))
+    stops = list(accumulate(-(-rows * in_row // words) for rows, in_row in shapes))
     return [
-        part.reshape(len(payload), -1)[:, : rows * own].reshape(len(payload), rows, own)
-        for part, (rows, own) in zip(jnp.split(payload, stops[:-1], 1), shapes, strict=True)
+        part.reshape(len(payload), -1)[:, : rows * in_row].reshape(len(payload), rows, in_row)
+        for part, (rows, in_row) in zip(jnp.split(payload, stops[:-1], 1), shapes, strict=True)
     ]
 
 
@@ -53,7 +54,7 @@ def in_a_row(piece: jax.Array) -> jax.Array:
 def pieces(
     x: jax.Array, bits: Bits, implementation: Implementation, numbers: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows of x[R, D], all or those of these numbers, int32 [n]: codes and ranges, uint8 [n, bytes of a row's]."""
+    """(codes, ranges) of rows of x[R, D], all or those with the indices `numbers`, int32 [n]: uint8 [n, bytes]."""
     quantized = segment_quantize(x, bits=bits, rows=numbers, implementation=implementation)
     ranges = jax.lax.bitcast_convert_type(quantized.ranges, jnp.uint8)
     return quantized.codes, ranges.reshape(len(ranges), -1)

@@ -1,11 +1,12 @@
-"""What compressed gradient reductions carry from step to step: `residual` and, with momentum, `momentum`.
+"""The state that compressed gradient reductions carry from step to step: `residual` and, with momentum, `momentum`.
 
-Trees like the stored parameters with None where these are not compressed: only matrices and tables are.  Leaves are
-float32 [R, *stored shape]: every data rank has its own, so that R differs from leaf to leaf where degrees do.
+Both are trees like the stored parameters, with None for leaves that are not compressed: only matrices and tables are.
+Leaves are float32 [R, *stored shape], one entry for each of R data ranks; R differs from leaf to leaf where tensor
+degrees do.
 
-A checkpoint holds them as [R, *shape in the model's tree], R the ranks of the smallest degree; ranks that a leaf does
-not have are zero.  Under the same plan they come back bit for bit.  On R' ranks rank i gets the sum of those that were
-i, i + R', i + 2 R' ...: what counts is the sum over the ranks, and it stays.
+A checkpoint holds them as [R, *shape in the model's tree], where R is the number of data ranks at the smallest degree;
+entries of ranks that a leaf does not have are zero.  Under the same plan they are restored bit for bit.  On R' ranks,
+rank i gets the sum of the entries i, i + R', i + 2 R' ...: only the sum over the ranks matters, and it does not change.
 """
 
 from typing import Any
@@ -20,21 +21,21 @@ from jhpt.sharding.partition import MATRICES, path_name
 from jhpt.sharding.types import Feedback, KeyPath, Params, StoredParams
 
 
-def fresh(layout: Layout, params: StoredParams, how: GradientCompression) -> dict[str, Any] | None:
-    """Before the first step: zeros; None: nothing is compressed.  params: as they are stored."""
-    if not how.on:
+def fresh(layout: Layout, params: StoredParams, compression: GradientCompression) -> dict[str, Any] | None:
+    """Zeros, before the first step; None: nothing is compressed.  params: as they are stored."""
+    if not compression.on:
         return None
 
     def zeros(path: KeyPath, leaf: jax.Array) -> jax.Array | None:
         name = path_name(path)
         return jnp.zeros((layout.data_ranks(name), *leaf.shape), jnp.float32) if MATRICES.search(name) else None
 
-    kinds = ("residual", "momentum") if how.momentum else ("residual",)
+    kinds = ("residual", "momentum") if compression.momentum else ("residual",)
     return {kind: jax.tree_util.tree_map_with_path(zeros, params) for kind in kinds}
 
 
 def saved(layout: Layout, feedback: Feedback, tied: bool | None) -> dict[str, Any]:
-    """As a checkpoint holds it."""
+    """Training's feedback in the form of a checkpoint."""
     ranks = _most_ranks(layout)
 
     def filled(leaf: jax.Array) -> jax.Array:
@@ -45,14 +46,14 @@ def saved(layout: Layout, feedback: Feedback, tied: bool | None) -> dict[str, An
 
 
 def loaded(layout: Layout, feedback: Feedback) -> dict[str, Any]:
-    """From a checkpoint, whatever the number of ranks was."""
+    """The feedback of a checkpoint in the form of training, whatever the number of ranks was."""
 
-    def own(path: KeyPath, leaf: jax.Array) -> jax.Array:
+    def for_its_ranks(path: KeyPath, leaf: jax.Array) -> jax.Array:
         return folded(leaf, layout.data_ranks(path_name(path)))
 
     def stored(tree: Params) -> Any:
         at_most = jax.tree.map(lambda leaf: folded(leaf, _most_ranks(layout)), tree)
-        return jax.tree_util.tree_map_with_path(own, jax.vmap(layout.stored)(at_most))
+        return jax.tree_util.tree_map_with_path(for_its_ranks, jax.vmap(layout.stored)(at_most))
 
     return {name: stored(tree) for name, tree in feedback.items()}
 
@@ -66,17 +67,19 @@ def folded(leaf: jax.Array, ranks: int) -> jax.Array:
 
 
 def shardings(layout: Layout, feedback: Feedback) -> dict[str, Any]:
-    """Where it lies during training."""
+    """Where feedback lies during training."""
     place = lambda spec: NamedSharding(layout.device_mesh.mesh, spec)  # noqa: E731
     return {name: jax.tree.map(place, layout.rank_specs(tree)) for name, tree in feedback.items()}
 
 
 def saved_shardings(layout: Layout, feedback: Feedback) -> dict[str, Any]:
-    """Where it lies on its way from or to a checkpoint: leaves cut over all devices, whatever the number of ranks."""
+    """Where feedback lies on its way from or to a checkpoint: leaves cut over all devices, whatever the number of
+    ranks."""
     one_rank = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
-    beside = lambda own: NamedSharding(own.mesh, PartitionSpec(None, *own.spec))  # noqa: E731
+    all_ranks = lambda one: NamedSharding(one.mesh, PartitionSpec(None, *one.spec))  # noqa: E731
     return {
-        name: jax.tree.map(beside, layout.model_shares(jax.tree.map(one_rank, tree))) for name, tree in feedback.items()
+        name: jax.tree.map(all_ranks, layout.model_shares(jax.tree.map(one_rank, tree)))
+        for name, tree in feedback.items()
     }
 
 

@@ -1,28 +1,30 @@
 """Compressed gradient reduction over the data axes, in low precision or sparse, with residuals for the next step.
 
-Of every rank's gradient g_r of a matrix or table, dW {U_dp}, a part is sent and the rest is added to the next step's
-gradient (error feedback; Seide et al., Interspeech 2014; Stich et al. 2018, arXiv 1809.07599):
+Every rank r sends a part of its gradient g_r of a matrix or table, dW {U_dp}, and adds the rest to the gradient of the
+next step (error feedback; Seide et al., Interspeech 2014; Stich et al. 2018, arXiv 1809.07599):
 
-    e_r = g_r + residual_r        what this rank wants to send
-    s_r = Q(e_r)                  what it sends
+    e_r = g_r + residual_r        the numbers that this rank has to send
+    s_r = Q(e_r)                  the numbers that it sends
     residual_r' = e_r - s_r
 
-`quantize` sends everything in 8 or 4 bits (`kernels.segments`), `topk` the largest of every block as bfloat16
-(`kernels.topk_sparsify`).  Every rank computes the sum from the same bytes, so that all have the same, bit for bit.
+`quantize` sends all numbers in 8 or 4 bits (`kernels.segments`), `topk` the largest of every block as bfloat16
+(`kernels.topk_sparsify`).  Every rank computes the sum from the same bytes, so the sum is the same on all of them, bit
+for bit.
 
-    two steps   all_to_all of codes, sum of a rank's share, quantized again, all_gather: the second rounding's error is
-                added to the residual of the rank that owns the share
-    gathered    all_gather, summed everywhere in the order of the ranks: top-k, and codes where t beta < 32
-    shares      all_to_all alone, for ZeRO: the first of the two steps, in which only one rounding is made
+    two steps   all-to-all of codes, sum of a rank's share, quantized again, all-gather; the second rounding's error
+                is added to the residual of the rank that owns the share
+    gathered    all-gather, summed on every rank in the order of the ranks: top-k, and codes if t beta < 32
+    shares      all-to-all alone, for ZeRO: the first of the two steps, which rounds only once
 
-In every case nothing is lost: sum over steps of what was applied + sum over ranks of residuals = sum of all gradients.
+Nothing is lost in any case: sum over steps of applied gradients + sum over ranks of residuals = sum of all gradients.
 
-With momentum m top-k is Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): u_r = m u_r + g_r takes the
-place of g_r, and u_r is zeroed where its number was sent (factor masking).  Sums then grow to as much as 1 / (1 - m)
-times the gradients.  The paper's optimizer is plain descent, for the momentum is in u; AdamW stays what it is here and
-averages what arrives once more, unless optimizer.b1 is 0.  Warm-up of the share and local clipping are left out.
+With momentum m, top-k is Deep Gradient Compression (Lin et al. 2018, arXiv 1712.01887): u_r = m u_r + g_r takes the
+place of g_r, and u_r is set to zero where its number was sent (factor masking).  Sums then grow to as much as
+1 / (1 - m) times the gradients.  The optimizer of the paper is plain descent, because the momentum is in u.  Here AdamW
+does not change, so it averages the sums once more, unless optimizer.b1 is 0.  Warm-up of the share and local clipping
+are not implemented.
 
-Gradients travel in buckets (`core.compression.buckets`), in the order in which the backward pass produces them.
+Gradients are sent in buckets (`core.compression.buckets`), in the order in which the backward pass produces them.
 """
 
 import itertools
@@ -43,9 +45,10 @@ from jhpt.sharding.types import Feedback, KeyPath, Tree
 
 
 class GradientReduction(NamedTuple):
-    """Over which mesh axes a gradient is summed, how many ranks those are, and for ZeRO the dim that is cut in shares.
+    """How a gradient is summed.
 
-    dim: None: every rank needs the whole sum.
+    axes: the mesh axes of the sum.  ranks: how many ranks these axes have.  dim: with ZeRO, the dim that is cut into
+    shares; None: every rank needs the whole sum.
     """
 
     axes: tuple[str, ...]
@@ -70,7 +73,7 @@ def backward_order(rows: Mapping[str, int | None]) -> list[tuple[str, int | None
     Within a layer: the MLP before the attention.
 
     Args:
-      rows: by path, how many layers are stacked in a leaf; None: it is no stack.
+      rows: by path, how many layers are stacked in a leaf; None: the leaf is not a stack.
     """
 
     def when(one: tuple[str, int | None]) -> tuple[int, int, int]:
@@ -88,7 +91,7 @@ def exchanged_tree(
     gradients: Tree,
     residuals: Feedback,
     reductions: Mapping[str, GradientReduction],
-    how: GradientCompression,
+    compression: GradientCompression,
     kernels: Implementation = "reference",
 ) -> tuple[Any, dict[str, Any]]:
     """(gradients, of which those that have a residual are reduced, new residuals); inside `shard_map`.
@@ -107,18 +110,18 @@ def exchanged_tree(
     def part(path: str, row: int | None) -> Part:
         return Part(**{name: of[path] if row is None else of[path][row] for name, of in leaves.items()})
 
-    done = exchanged([part(*at) for at in order], [reductions[path] for path, _ in order], how, kernels)
+    done = exchanged([part(*at) for at in order], [reductions[path] for path, _ in order], compression, kernels)
     by_place = dict(zip(order, done, strict=True))
 
     def replaced(tree: Tree, name: str) -> Any:
-        def one(path: KeyPath, leaf: jax.Array) -> jax.Array:
-            own = path_name(path)
-            if own not in rows:
+        def one(key_path: KeyPath, leaf: jax.Array) -> jax.Array:
+            path = path_name(key_path)
+            if path not in rows:
                 return leaf
-            count = rows[own]
+            count = rows[path]
             if count is None:
-                return getattr(by_place[own, None], name)
-            return jnp.stack([getattr(by_place[own, row], name) for row in range(count)])
+                return getattr(by_place[path, None], name)
+            return jnp.stack([getattr(by_place[path, row], name) for row in range(count)])
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -128,7 +131,7 @@ def exchanged_tree(
 def exchanged(
     parts: Sequence[Part],
     reductions: Sequence[GradientReduction],
-    how: GradientCompression,
+    compression: GradientCompression,
     kernels: Implementation = "reference",
 ) -> list[Part]:
     """The reduced gradients and new residuals, bucket by bucket in the order of `parts`."""
@@ -137,32 +140,33 @@ def exchanged(
         zip(parts, reductions, strict=True), lambda one: (one[1].axes, one[1].dim is None)
     ):
         group = list(alike)
-        for bucket in buckets([part.gradient.size for part, _ in group], how.bucket):
-            done += _bucket([group[at] for at in bucket], group[0][1], how, kernels)
+        for bucket in buckets([part.gradient.size for part, _ in group], compression.bucket):
+            done += _bucket([group[at] for at in bucket], group[0][1], compression, kernels)
     return done
 
 
 def _bucket(
     parts: Sequence[tuple[Part, GradientReduction]],
     reduction: GradientReduction,
-    how: GradientCompression,
+    compression: GradientCompression,
     kernels: Implementation,
 ) -> list[Part]:
-    if reduction.ranks == 1:  # everything arrives
+    if reduction.ranks == 1:  # all numbers arrive
         return [_arrived(part) for part, _ in parts]
-    shape = _Shape([part.gradient.shape for part, _ in parts], [own.dim for _, own in parts], reduction.ranks, how)
-    gradient = shape.laid([part.gradient.astype(jnp.float32) for part, _ in parts])
-    residual = shape.laid([part.residual for part, _ in parts])
-    if how.kind == "quantize":
-        total, residual = _quantized(gradient + residual, reduction, how, kernels)
+    shapes, dims = [part.gradient.shape for part, _ in parts], [each.dim for _, each in parts]
+    shape = _Shape(shapes, dims, reduction.ranks, compression)
+    gradient = shape.packed([part.gradient.astype(jnp.float32) for part, _ in parts])
+    residual = shape.packed([part.residual for part, _ in parts])
+    if compression.kind == "quantize":
+        total, residual = _quantized(gradient + residual, reduction, compression, kernels)
         momentum = None
     else:
         old = [part.momentum for part, _ in parts if part.momentum is not None]
-        velocity = how.momentum * shape.laid(old) + gradient if old else None
-        own = gradient if velocity is None else velocity
-        total, residual, momentum = _sparse(own, residual, reduction, how, velocity, kernels)
-    momenta = [None] * len(parts) if momentum is None else shape.taken(momentum)
-    return list(map(Part, shape.sums(total), shape.taken(residual), momenta))
+        velocity = compression.momentum * shape.packed(old) + gradient if old else None
+        sources = gradient if velocity is None else velocity
+        total, residual, momentum = _sparse(sources, residual, reduction, compression, velocity, kernels)
+    momenta = [None] * len(parts) if momentum is None else shape.unpacked(momentum)
+    return list(map(Part, shape.sums(total), shape.unpacked(residual), momenta))
 
 
 def _arrived(part: Part) -> Part:
@@ -172,11 +176,18 @@ def _arrived(part: Part) -> Part:
 
 
 class _Shape:
-    """How a bucket's gradients lie as [parts, numbers]: one part after the other where every rank needs the whole sum;
-    with ZeRO the r-th part is the r-th shares of all of them.  Zeros fill up rows of codes, or blocks."""
+    """How a bucket's gradients lie in an array [parts, numbers].
+
+    If every rank needs the whole sum, they lie one after the other.  With ZeRO part r holds share r of each gradient.
+    Zeros fill up rows of codes, or blocks.
+    """
 
     def __init__(
-        self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int | None], ranks: int, how: GradientCompression
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dims: Sequence[int | None],
+        ranks: int,
+        compression: GradientCompression,
     ) -> None:
         self.dims, self.ranks, self.shared = dims, ranks, dims[0] is not None
         self.shapes = [
@@ -185,10 +196,10 @@ class _Shape:
         ]
         self.sizes = [math.prod(shape) // (ranks if self.shared else 1) for shape in shapes]
         numbers = sum(map(math.prod, shapes))
-        self.parts = 1 if not self.shared and gathers_gradients(ranks, how) else ranks
-        self.numbers = share_of_bucket(numbers, self.parts, how)
+        self.parts = 1 if not self.shared and gathers_gradients(ranks, compression) else ranks
+        self.numbers = share_of_bucket(numbers, self.parts, compression)
 
-    def laid(self, leaves: Sequence[jax.Array]) -> jax.Array:
+    def packed(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """[parts, numbers]"""
         if not self.shared:
             flat = jnp.concatenate([leaf.ravel() for leaf in leaves])
@@ -197,20 +208,20 @@ class _Shape:
         rows = jnp.concatenate([leaf.reshape(self.ranks, -1) for leaf in turned], 1)
         return jnp.pad(rows, ((0, 0), (0, self.numbers - rows.shape[1])))
 
-    def taken(self, rows: jax.Array) -> list[jax.Array]:
-        """What `laid` was given."""
+    def unpacked(self, rows: jax.Array) -> list[jax.Array]:
+        """The inverse of `packed`."""
         if not self.shared:
             return [one.reshape(shape) for one, shape in zip(self._split(rows.ravel()), self.shapes, strict=True)]
         whole = [one.reshape(shape) for one, shape in zip(self._split(rows), self.shapes, strict=True)]
         return [jnp.moveaxis(leaf, 0, dim) for leaf, dim in zip(whole, self.dims, strict=True) if dim is not None]
 
     def sums(self, total: jax.Array) -> list[jax.Array]:
-        """The sum of all parts, or of this rank's -> every gradient's sum, or this rank's share of it."""
+        """The sum of all parts, or of this rank's part -> every gradient's sum, or this rank's share of it."""
         pieces = self._split(total.ravel())
         if not self.shared:
             return [one.reshape(shape) for one, shape in zip(pieces, self.shapes, strict=True)]
-        own = [(shape[0] // self.ranks, *shape[1:]) for shape in self.shapes]
-        each = [one.reshape(shape) for one, shape in zip(pieces, own, strict=True)]
+        shares = [(shape[0] // self.ranks, *shape[1:]) for shape in self.shapes]
+        each = [one.reshape(shape) for one, shape in zip(pieces, shares, strict=True)]
         return [jnp.moveaxis(leaf, 0, dim) for leaf, dim in zip(each, self.dims, strict=True) if dim is not None]
 
     def _split(self, rows: jax.Array) -> list[jax.Array]:
@@ -219,44 +230,44 @@ class _Shape:
 
 
 def _quantized(
-    wanted: jax.Array, reduction: GradientReduction, how: GradientCompression, kernels: Implementation
+    wanted: jax.Array, reduction: GradientReduction, compression: GradientCompression, kernels: Implementation
 ) -> tuple[jax.Array, jax.Array]:
     """(sum over the ranks of wanted[parts, numbers], or with ZeRO of this rank's part; residual [parts, numbers])."""
     parts, rows = len(wanted), wanted.shape[1] // COLUMNS
-    shapes = [(rows, words) for words in row_words(COLUMNS, how.bits)]
+    shapes = [(rows, words) for words in row_words(COLUMNS, compression.bits)]
 
     def decoded(parts: Sequence[jax.Array]) -> jax.Array:
         codes, ranges = parts
-        return sum_of_pieces(codes, ranges, COLUMNS, how.bits, kernels)
+        return sum_of_pieces(codes, ranges, COLUMNS, compression.bits, kernels)
 
-    sent = pieces(wanted.reshape(-1, COLUMNS), how.bits, kernels)
+    sent = pieces(wanted.reshape(-1, COLUMNS), compression.bits, kernels)
     residual = wanted - decoded([piece[None] for piece in sent]).reshape(wanted.shape)
     payload = joined([piece.reshape(parts, rows, -1) for piece in sent])
     if parts == 1:
         return decoded(split(jax.lax.all_gather(payload[0], reduction.axes), shapes)), residual
-    own = decoded(split(jax.lax.all_to_all(payload, reduction.axes, 0, 0, tiled=True), shapes))
+    share = decoded(split(jax.lax.all_to_all(payload, reduction.axes, 0, 0, tiled=True), shapes))
     if reduction.dim is not None:
-        return own, residual
-    again = [piece[None] for piece in pieces(own, how.bits, kernels)]
-    residual = residual.at[jax.lax.axis_index(reduction.axes)].add((own - decoded(again)).ravel())
-    everyone = split(jax.lax.all_gather(joined(again)[0], reduction.axes), shapes)
-    return decoded([in_a_row(piece) for piece in everyone]), residual
+        return share, residual
+    again = [piece[None] for piece in pieces(share, compression.bits, kernels)]
+    residual = residual.at[jax.lax.axis_index(reduction.axes)].add((share - decoded(again)).ravel())
+    of_all_ranks = split(jax.lax.all_gather(joined(again)[0], reduction.axes), shapes)
+    return decoded([in_a_row(piece) for piece in of_all_ranks]), residual
 
 
 def _sparse(
     gradient: jax.Array,
     residual: jax.Array,
     reduction: GradientReduction,
-    how: GradientCompression,
+    compression: GradientCompression,
     velocity: jax.Array | None,
     kernels: Implementation,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """(the sum as in `_quantized`, residual, velocity without what was sent)."""
-    parts, keep = len(gradient), sent_of_block(how)
-    sent = topk_sparsify(gradient.ravel(), residual.ravel(), keep=keep, block=how.block, implementation=kernels)
+    parts, keep = len(gradient), sent_of_block(compression)
+    sent = topk_sparsify(gradient.ravel(), residual.ravel(), keep=keep, block=compression.block, implementation=kernels)
     residual = sent.residual.reshape(residual.shape)
     if velocity is not None:
-        blocks = velocity.reshape(-1, how.block)
+        blocks = velocity.reshape(-1, compression.block)
         rows, columns = _where(sent.positions)
         velocity = blocks.at[rows, columns].set(0, unique_indices=True).reshape(velocity.shape)
     values = jax.lax.bitcast_convert_type(sent.values, jnp.uint16)
@@ -272,7 +283,7 @@ def _sparse(
         rows, columns = _where(one[:, 1])
         return total.at[rows, columns].add(values, unique_indices=True), None
 
-    empty = jnp.zeros((received.shape[1], how.block), jnp.float32)
+    empty = jnp.zeros((received.shape[1], compression.block), jnp.float32)
     return jax.lax.scan(add, empty, received)[0], residual, velocity
 
 

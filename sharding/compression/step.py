@@ -1,10 +1,10 @@
-"""Compressed gradient reduction in a step: which gradients go through it, when, and where their residuals lie.
+"""Compressed gradient reduction in a step: which gradients it reduces, when, and where their residuals lie.
 
 `gradients.exchanged_tree` reduces some gradients with their residuals.  A step calls it
 
-    block by block   in the last backward pass, where the plan overlaps: the pass adds to pairs of (gradient so far,
-                     the block's residuals) instead of gradients, and returns (reduced gradient, new residuals)
-    after the passes for everything else; with several stages the embedding and the head only on the first and the last
+    block by block     in the last backward pass, if communication overlaps: the pass adds to pairs (gradient so far,
+                       the block's residuals) instead of gradients, and returns (reduced gradient, new residuals)
+    after the passes   for everything else; of several stages, only the first and the last reduce embedding and head
 """
 
 from collections.abc import Callable, Mapping
@@ -48,7 +48,7 @@ class CompressedReduction:
         return self.parameters.compresses and self.parameters.reduces_in_last_pass
 
     def with_residuals(self, total: Gradients | None, residuals: Feedback) -> Gradients | None:
-        """What the last backward pass adds to: pairs with the blocks' residuals where it reduces them itself."""
+        """The sums that the last backward pass adds to; with the blocks' residuals, if it reduces the blocks itself."""
         if not self._in_last_pass:
             return total
         runs = {kind: self.parameters.runs(tree["blocks"]) for kind, tree in residuals.items()}
@@ -114,7 +114,7 @@ class CompressedReduction:
         return done
 
     def _reductions(self, specs: Specs, degree: int | None = None) -> dict[str, GradientReduction]:
-        """By path.  degree: of all leaves; None: as each path says."""
+        """The reductions of leaves by path.  degree: of all leaves; None: each leaf has the degree of its path."""
         leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         named = [(path_name(path), spec) for path, spec in leaves]
         degree_of = self.parameters.layout.degree

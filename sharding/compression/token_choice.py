@@ -1,12 +1,12 @@
-"""Which tokens matter, chosen as they come: whether a token is chosen depends on no token after it.
+"""A causal choice of important tokens: whether a token is chosen does not depend on the tokens after it.
 
-A row's k places are spread evenly over windows of neighbours.  Inside a window the first tokens that stand out among
-the scores seen lately take the places, and the last tokens what is left of them:
+The k choices of a row are spread evenly over windows of neighbouring tokens.  In a window, the first tokens whose
+scores stand out among recent ones are chosen; the last tokens of the window make up for choices that are left:
 
-    taken after position p of a window of m tokens and q places = max(min(C(p), q), q - (m - 1 - p))
+    number chosen up to position p, of q choices in a window of m tokens = max(min(C(p), q), q - (m - 1 - p))
 
-where C(p) counts those that stood out up to p.  Both terms grow by 0 or 1 with p, so their maximum does, and it ends
-at q: a token is chosen where it grows.
+where C(p) counts the tokens up to p that stand out.  Both terms grow by 0 or 1 with p, and so does their maximum, which
+is q at the end of the window.  A token is chosen where the maximum grows.
 """
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 WINDOW = 32
-"""Tokens that share places, and scores that a token is compared with."""
+"""Number of tokens in a window, and of scores that a token is compared with."""
 
 
 def causal_choice(scores: jax.Array, k: int, window: int = WINDOW) -> jax.Array:
@@ -30,20 +30,20 @@ def causal_choice(scores: jax.Array, k: int, window: int = WINDOW) -> jax.Array:
         raise ValueError(f"k={k} of {length} tokens")
     stops = np.minimum(np.arange(window, length + window, window), length)  # of windows
     sizes = np.diff(stops, prepend=0)
-    places = np.diff((2 * k * stops + length) // (2 * length), prepend=0)  # rounded, so that they add up to k
+    of_windows = np.diff((2 * k * stops + length) // (2 * length), prepend=0)  # rounded, so that they add up to k
     after = np.repeat(stops, sizes) - 1 - np.arange(length)  # tokens that follow in the same window
-    quota = np.repeat(places, sizes)[None]
+    quota = np.repeat(of_windows, sizes)[None]
 
-    found = stands_out(scores, k, window).astype(jnp.int32)
-    windows = jnp.pad(found, ((0, 0), (0, -length % window))).reshape(len(scores), -1, window)
+    outstanding = stands_out(scores, k, window).astype(jnp.int32)
+    windows = jnp.pad(outstanding, ((0, 0), (0, -length % window))).reshape(len(scores), -1, window)
     count = jnp.cumsum(windows, 2).reshape(len(scores), -1)[:, :length]
-    taken = jnp.maximum(jnp.minimum(count, quota), quota - after[None])
-    before = jnp.pad(taken, ((0, 0), (1, 0)))[:, :-1] * (np.arange(length) % window > 0)[None]
-    return positions_where(taken > before, k)
+    chosen = jnp.maximum(jnp.minimum(count, quota), quota - after[None])
+    before = jnp.pad(chosen, ((0, 0), (1, 0)))[:, :-1] * (np.arange(length) % window > 0)[None]
+    return positions_where(chosen > before, k)
 
 
 def positions_where(holds: jax.Array, count: int) -> jax.Array:
-    """Where holds[B, S], which it does `count` times in every row, ascending: int32 [B, count]."""
+    """The positions, ascending, where holds[B, S] is true, which is `count` times in every row: int32 [B, count]."""
     rows, length = jnp.arange(len(holds))[:, None], holds.shape[1]
     place = jnp.where(holds, jnp.cumsum(holds, 1, jnp.int32) - 1, count)  # count: outside, and dropped
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), holds.shape)
@@ -51,7 +51,7 @@ def positions_where(holds: jax.Array, count: int) -> jax.Array:
 
 
 def stands_out(scores: jax.Array, k: int, window: int) -> jax.Array:
-    """Whether fewer than k/S of the last `window` scores, its own among them, are larger: bool [B, S]."""
+    """Whether fewer than k/S of the last `window` scores, the token's included, are larger: bool [B, S]."""
     length = scores.shape[1]
     earlier = jnp.arange(length)[:, None] - jnp.arange(min(window, length))[None]
     larger = (scores[:, jnp.maximum(earlier, 0)] > scores[:, :, None]) & (earlier >= 0)[None]

@@ -1,8 +1,8 @@
 """A layer's parameters as one contiguous array, a bucket: one copy to or from the host instead of one for each leaf.
 
-Leaves lie one after the other, each from a multiple of `ALIGN` numbers on; zeros fill the gaps, and optimizers that
-work number by number leave them zero.  Those that decay come first, so that one comparison with a position says which
-do.  Copying there and back is exact.
+Leaves lie one after the other, each from a multiple of `ALIGN` numbers on.  Zeros fill the gaps, and optimizers that
+work number by number leave them zero.  Leaves with weight decay come first, so that one comparison with a position says
+which numbers decay.  Packing and unpacking are exact.
 """
 
 import math
@@ -18,15 +18,15 @@ from jhpt.sharding.partition import path_name
 from jhpt.sharding.types import Params
 
 ALIGN = 128
-"""Numbers: 512 bytes of float32, more than any access of a GPU is wide."""
+"""Numbers; 512 bytes of float32, wider than any access of a GPU."""
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Where every leaf of a layer lies.
 
-    tree: of the leaves.  shapes, offsets: by leaf, in numbers.  size: of all of them.  decayed: numbers before this one
-    decay.
+    tree: the tree structure.  shapes, offsets: of the leaves, in numbers.  size: numbers in the bucket.
+    decayed: weight decay acts on the numbers before this position.
     """
 
     tree: Any
@@ -48,7 +48,7 @@ class Bucket:
         return jnp.concatenate(pieces)
 
     def unpacked(self, flat: jax.Array) -> Any:
-        """`packed` backwards."""
+        """The inverse of `packed`."""
         leaves = [
             jax.lax.slice_in_dim(flat, offset, offset + math.prod(shape)).reshape(shape)
             for shape, offset in zip(self.shapes, self.offsets, strict=True)
@@ -56,15 +56,16 @@ class Bucket:
         return jax.tree.unflatten(self.tree, leaves)
 
     def stacked(self, layers: Params, columns: slice) -> np.ndarray:
-        """These numbers of `packed` of many layers, in the host's memory: leaves [*L, ...] -> [*L, columns]."""
+        """A slice of `packed` of many layers, in the host's memory: leaves [*L, ...] -> [*L, columns]."""
         leaves, (start, stop, _) = self.tree.flatten_up_to(layers), columns.indices(self.size)
         leading = leaves[0].shape[: leaves[0].ndim - len(self.shapes[0])]
         rows = np.zeros((*leading, stop - start), leaves[0].dtype)
         for leaf, offset, shape in zip(leaves, self.offsets, self.shapes, strict=True):
             first, last = max(offset, start), min(offset + math.prod(shape), stop)
             if first < last:
-                own = leaf.reshape(*leading, -1)[..., first - offset : last - offset]
-                rows[..., first - start : last - start] = own
+                rows[..., first - start : last - start] = leaf.reshape(*leading, -1)[
+                    ..., first - offset : last - offset
+                ]
         return rows
 
     def views(self, row: np.ndarray) -> list[np.ndarray]:
@@ -94,7 +95,7 @@ def bucket_of(layer: Params, decays: Callable[[str], bool] = lambda path: False,
     named = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(layer)]
     dtypes = {jnp.dtype(leaf.dtype) for _, leaf in named}
     if len(dtypes) > 1:
-        raise ValueError(f"one bucket holds numbers of one kind, these are {', '.join(sorted(map(str, dtypes)))}")
+        raise ValueError(f"one bucket holds numbers of one dtype, these are {', '.join(sorted(map(str, dtypes)))}")
     order = sorted(range(len(named)), key=lambda at: not decays(named[at][0]))
     offsets, end, decayed = [0] * len(named), 0, 0
     for at in order:

@@ -17,7 +17,7 @@ from jhpt.sharding.types import Params, Tree
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadedRows:
-    """The blocks of a plan with `offload` as rows: one array [blocks, N] for each name, N the numbers of a block.
+    """The blocks of a plan with `offload` as rows: one array [blocks, N] for each name, where N is the size of a block.
 
     Rows are cut over the data axes, [L, N/dp], as ZeRO cuts parameters.
 
@@ -116,7 +116,7 @@ class OffloadedRows:
         return {key: placed(key, shape) for key, shape in self.shapes([name]).items()}
 
     def row(self, name: str, rows: HostRows, block: int) -> np.ndarray:
-        """A block's whole row of this name in host memory; a call of all processes, for it travels over the devices."""
+        """A block's whole row of this name in host memory; all processes call it, because devices exchange the row."""
         prefix, index = self.place(block)
         return np.asarray(_fetched(rows[prefix + name], index, self.execution.layout.replicated))
 

@@ -3,7 +3,7 @@
     forward    fetch a block's row, W[N/dp]; all-gather it to W[N]; compute the block
     backward   fetch and gather it again; compute dW[N] {U_dp}; reduce-scatter it to dW[N/dp]; copy it to the host
 
-What the optimizer does with a block's rows, and which rows it reads and writes in either pass, is in `BlockUpdateHooks`
+`BlockUpdateHooks` say what the optimizer does with a block's rows, and which rows it reads and writes in either pass
 (`training.offloaded_training`).  All micro-batches pass through a block before the next block is fetched (`stream`), so
 that the bytes copied in a step do not depend on the number of micro-batches.  The embedding and the head stay on the
 devices, whole.
@@ -38,11 +38,11 @@ T = TypeVar("T")
 class BlockUpdateHooks:
     """What an optimizer does with a block's rows in the two passes of a step.
 
-    before_forward: (pending, rows) -> rows, before the block's forward pass; None: nothing is done.  It receives the
-      rows of `forward_reads`, the weights among them, and those of `forward_writes` are written back.
+    before_forward: (pending, rows) -> rows, before the block's forward pass; None: rows are used as they are.  It
+      receives the rows of `forward_reads`, the weights among them; `forward_writes` are written back.
     start_backward: (sums of the whole batch, pending) -> carry of the last block.
     after_backward: (pending, rows, gradient, carry) -> (carry of the block before it, rows), once the block's gradient
-      is there.  It receives the weights and the rows of `backward_reads`; `backward_writes` are written back.
+      is known.  It receives the weights and the rows of `backward_reads`; `backward_writes` are written back.
     finish_backward: carry that the first block returns -> the same value on every rank.
     """
 
@@ -57,10 +57,10 @@ class BlockUpdateHooks:
 
 
 class OffloadedGradients(NamedTuple):
-    """What a step computes.
+    """The results of a step.
 
-    rows: of the blocks, as the hooks left them.  embedding_and_head: gradient of the mean loss.  carry: of the hooks,
-    the same on every rank.
+    rows: of the blocks, as the hooks left them.  embedding_and_head: their gradient of the mean loss.  carry: that of
+    the hooks, the same on every rank.
     """
 
     rows: HostRows
@@ -91,7 +91,7 @@ class OffloadedBlocks(OffloadedRows):
         hooks: BlockUpdateHooks,
         pending: T,
     ) -> OffloadedGradients:
-        """The gradient of the mean loss over predicted tokens, and what the hooks make of the blocks' gradients.
+        """The gradient of the mean loss over predicted tokens, and the rows and carry of the hooks.
 
         Args:
           offloaded: rows by name.
@@ -133,7 +133,7 @@ class OffloadedBlocks(OffloadedRows):
         return self._mapped(run, inputs, outputs)(offloaded, embedding_and_head, batch, key, pending)
 
     def sums(self, offloaded: HostRows, embedding_and_head: Params, batch: Batch, key: jax.Array) -> LossSums:
-        """The sums alone, forward only, of blocks without a pending update."""
+        """The sums alone, by forward passes only, of blocks without a pending update."""
 
         def run(offloaded: HostRows, embedding_and_head: Params, batch: Batch, key: jax.Array) -> LossSums:
             batch, keys = self.execution.micro_batches(batch, key)

@@ -3,22 +3,22 @@
 An array on the host is [L, N], one row for each layer.  One pass over the layers, forward or backward, is one loop,
 with the steps of every loop over layers (`layer_loop`).  Its iteration for layer l
 
-    writes      what it computes first, such as an optimizer's update; or, where that comes last, as gradients do, what
-                the iteration before has computed (`write_late`)
+    writes      the rows that it computes first, such as an optimizer's update; with `write_late`, the rows that the
+                iteration before has computed last, such as gradients
     fetches     the rows of the layer that is used `prefetch` iterations later
     computes    layer l, on rows that an earlier iteration has fetched
 
 A compiler that copies asynchronously (XLA on GPUs) then runs copies in both directions beside the computation.  The
 device holds the rows of `prefetch + 1` layers and those on their way back, however many layers there are.
 
-The host's arrays are carried through the loop and changed in place.  XLA does so only if nothing reads an array as it
-was before a write.  Therefore a fetch reads the array as it has just been written: a row is written first and then
-another is fetched, so that writes run beside the first half of a layer's computation and fetches beside the second.
-XLA finds that order by itself where it sees the operations of a layer.  Where they are in inner loops, over
-micro-batches or other layers, the two halves are passed separately (`Layer`).
+The loop carries the host's arrays and changes them in place.  XLA does so only if nothing reads an array as it was
+before a write.  Therefore a row is written first, and then another is fetched from the array that results, so that
+writes run beside the first half of a layer's computation and fetches beside the second.  XLA finds that order itself if
+it sees the operations of a layer.  If they are in inner loops, over micro-batches or other layers, the two halves are
+passed separately (`Layer`).
 
-Some layers may stay on the device: after each layer that is streamed come k that are resident, so that its copies have
-the computation of k + 1 layers to run beside.  An iteration is then such a group.
+Some layers may stay on the device: k resident layers follow each layer that is streamed, so that its copies run beside
+the computation of k + 1 layers.  An iteration is then such a group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +49,7 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 WEIGHTS, GRADIENT = "weights", "gradient"
-"""Names that a step knows; an optimizer adds those of its state."""
+"""Names of rows that every step uses; an optimizer adds the names of its state."""
 
 RESIDENT = "resident "
 """Prefix of the names of resident layers' rows, [groups k, N] on the device."""
@@ -59,9 +59,10 @@ RESIDENT = "resident "
 class Layer:
     """A layer's computation in two halves.
 
-    first: (layer, its rows, carry) -> (carry, what the second half needs, what is written now).
-    second: (layer, what it needs, carry, rows of `late_reads`) -> (carry, what the next iteration writes).
-    ordered: fetches wait for the first half.  Without it they need not.
+    first: (layer, its rows, carry) -> (carry, what the second half needs, rows to write now).
+    second: (layer, what the first half returned for it, carry, rows of `late_reads`) -> (carry, rows for the next
+      iteration to write).
+    ordered: fetches wait for the first half; otherwise they need not.
     """
 
     first: Callable[[jax.Array, Rows, Any], tuple[Any, Any, Rows]]
@@ -69,7 +70,7 @@ class Layer:
     ordered: bool = False
 
     def whole(self, layer: jax.Array, rows: Rows, carry: C, late_rows: Rows) -> tuple[C, Rows]:
-        """(carry, all that is written), one half after the other."""
+        """(carry, all rows to write), one half after the other."""
         carry, between, now = self.first(layer, rows, carry)
         carry, late = self.second(layer, between, carry, late_rows)
         return carry, now | late
@@ -86,9 +87,9 @@ class Transfers:
     reads: names of rows that are fetched for an iteration.  writes: names of rows that it writes.
     late_reads: names of rows that an iteration fetches itself, whatever `prefetch` says, for its second half.
     reverse: from the last layer to the first.
-    prefetch: iterations between a fetch and its use; 0: an iteration fetches what it uses itself.
-    write_late: an iteration writes what the second half of the one before has computed, otherwise what its own first
-      half has.
+    prefetch: iterations between a fetch and its use; 0: an iteration fetches the rows that it uses.
+    write_late: an iteration writes the rows that the second half of the iteration before has computed; otherwise those
+      that its first half has computed.
     """
 
     reads: Sequence[str]
@@ -104,7 +105,7 @@ class Transfers:
         return [name for name in self.writes if name in (*self.reads, *self.late_reads)]
 
     def layer(self, offloaded: HostRows, step: Index) -> jax.Array:
-        """The layer of an iteration; those before the first and behind the last are these two."""
+        """The layer of an iteration; outside the pass, the first or the last one."""
         count = len(next(iter(offloaded.values())))
         at = jnp.clip(jnp.asarray(step, jnp.int32), 0, count - 1)
         return count - 1 - at if self.reverse else at
@@ -118,7 +119,7 @@ class Transfers:
         return {name: jax.device_put(row, DEVICE) for name, row in rows.items()}
 
     def written(self, offloaded: HostRows, step: Index, rows: Rows) -> HostRows:
-        """The arrays with `rows` of an iteration's layer copied to where they lie."""
+        """The arrays after `rows` of an iteration's layer are copied into them."""
 
         def put(name: str) -> jax.Array:
             row = jax.device_put(rows[name], jax.typeof(offloaded[name]).memory_space)
@@ -127,9 +128,9 @@ class Transfers:
         return {**offloaded, **{name: put(name) for name in self.writes}}
 
     def before_first(self, offloaded: HostRows) -> Rows:
-        """What the first iteration writes with `write_late`, when nothing has been computed yet.
+        """The rows that the first iteration writes with `write_late`, before anything has been computed.
 
-        It is what its row holds; or anything, where nobody reads the row before the second iteration has written it.
+        They are the rows as they are; or zeros, if nothing reads them before the second iteration has written them.
         """
         first = self.fetched(offloaded, 0, self.read_and_written)
         zeros = lambda name: jnp.zeros(offloaded[name].shape[1:], offloaded[name].dtype)  # noqa: E731
@@ -137,7 +138,7 @@ class Transfers:
 
 
 def over_layers(offloaded: Mapping[str, jax.Array], layer: Layer, carry: C, transfers: Transfers) -> tuple[C, HostRows]:
-    """One pass: (carry, what is on the host) after every layer."""
+    """One pass over all layers: (carry, arrays on the host) after it."""
     prefetch, reads = transfers.prefetch, transfers.reads
 
     def iteration(
@@ -165,7 +166,7 @@ def over_layers(offloaded: Mapping[str, jax.Array], layer: Layer, carry: C, tran
     count = len(next(iter(host.values())))
     ready = tuple(transfers.fetched(host, step, reads) for step in range(prefetch))
     before = transfers.before_first(host) if transfers.write_late else {}
-    # XLA removes a loop that it knows to have one iteration.  Its layer would be compiled, and rounded, unlike others.
+    # XLA removes a loop that it knows to have one iteration, and would then compile, and round, its layer differently.
     stop = count if count > 1 else jax.lax.optimization_barrier(jnp.int32(count))
     carry, _, done, host = jax.lax.fori_loop(0, stop, iteration, (carry, ready, before, host))
     return carry, transfers.written(host, count - 1, done) if transfers.write_late else host
@@ -173,7 +174,7 @@ def over_layers(offloaded: Mapping[str, jax.Array], layer: Layer, carry: C, tran
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """What a forward pass leaves for the backward pass.
+    """The results of a forward pass that the backward pass needs.
 
     saved: activations of every layer and micro-batch, stacked [L, M, ...].
     """
@@ -188,8 +189,8 @@ class StreamedLoop:
     """Layers `[first, first + L)` of one kind, whose rows are on the host or, some of them, resident.
 
     function: one layer.  bucket: how its leaves lie in a row.  prefetch: how many groups ahead rows are fetched.
-    gather: a row, or this rank's shard of it -> the row.  cast: parameters -> as the layer uses them.
-    finish: gradient [N] -> as `after_backward` receives it.
+    gather: a row, or this rank's shard of it -> the row.  cast: parameters -> the parameters that the layer uses.
+    finish: gradient [N] -> the gradient that `after_backward` receives.
     """
 
     function: BlockFunction
@@ -209,13 +210,13 @@ class StreamedLoop:
         reads: Sequence[str] = (WEIGHTS,),
         writes: Sequence[str] = (),
     ) -> tuple[Any, Streamed, HostRows]:
-        """(x after the last layer, what `backward` needs, what is on the host).
+        """(x after the last layer, what `backward` needs, arrays on the host).
 
         Args:
           keys: [M, ...].
-          update: of a layer's rows before the layer is computed, such as the optimizer step with the last gradient;
-            its result is used, and the rows of `writes` are written back.
-          reads, writes: names; of resident layers as well.
+          update: changes a layer's rows before the layer is computed, such as the optimizer step with the last
+            gradient; the layer uses its result, and the rows of `writes` are written back.
+          reads, writes: names of rows, also for resident layers.
         """
         split = self._split(offloaded, x, keys)
         count = len(offloaded[WEIGHTS]) * group_size(offloaded), len(keys)
@@ -269,12 +270,12 @@ class StreamedLoop:
         reads: Sequence[str] = (),
         writes: Sequence[str] = (GRADIENT,),
     ) -> tuple[Any, C, HostRows]:
-        """(gradient of the first layer's input, carry from the first layer, what is on the host).
+        """(gradient of the first layer's input, carry from the first layer, arrays on the host).
 
         Args:
-          after_backward: of a layer's rows once its gradient is there; the rows of `writes` are written back.
+          after_backward: changes a layer's rows once its gradient is known; the rows of `writes` are written back.
           carry: for the last layer.
-          reads, writes: names, beside the weights; of resident layers as well.
+          reads, writes: names of rows beside the weights, also for resident layers.
         """
         split, keys = passed.split, passed.keys
 
@@ -318,7 +319,7 @@ class StreamedLoop:
         return error, carry, offloaded
 
     def filled(self, offloaded: HostRows, row: Callable[[jax.Array], jax.Array]) -> HostRows:
-        """What is on the host with the weights that `row`, layer -> [N], returns."""
+        """The arrays on the host with the weights that `row`, layer -> [N], returns."""
         one = Layer(
             first=lambda layer, _, carry: (carry, None, {WEIGHTS: row(layer)}),
             second=lambda _, __, carry, ___: (carry, {}),
@@ -326,7 +327,7 @@ class StreamedLoop:
         return self._pass(offloaded, one, None, Transfers(reads=(), writes=(WEIGHTS,), prefetch=self.prefetch))[1]
 
     def _pass(self, offloaded: HostRows, layer: Layer, carry: C, transfers: Transfers) -> tuple[C, HostRows]:
-        """(carry, what is on the host) after every layer, streamed or resident."""
+        """One pass over all layers, streamed and resident: (carry, arrays on the host) after it."""
         streamed, resident = apart(offloaded)
         others = group_size(offloaded) - 1
         if not others:
@@ -381,7 +382,7 @@ def _halves(count: int) -> tuple[range, range]:
 
 
 def _each(pieces: range, piece: Callable[[Index, T], T], carry: T) -> T:
-    """A loop over micro-batches, where there are several."""
+    """Calls `piece` for each micro-batch, in a loop if there are several."""
     if len(pieces) < 2:
         return piece(pieces.start, carry) if pieces else carry
     done: T = jax.lax.fori_loop(pieces.start, pieces.stop, piece, carry)

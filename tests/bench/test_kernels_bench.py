@@ -19,10 +19,10 @@ def test_claims():
         row("token_topk", "reference", 8.0),
         row("token_topk", "top_k", 3.0),
     ]
-    found = kernels.claims(rows)
-    assert found["segment_quantize[s]"].value == pytest.approx(0.75)
-    assert found["token_topk[s]"].value == pytest.approx(3.0) and "top_k" in found["token_topk[s]"].unit
-    assert len(found) == 2
+    claims = kernels.claims(rows)
+    assert claims["segment_quantize[s]"].value == pytest.approx(0.75)
+    assert claims["token_topk[s]"].value == pytest.approx(3.0) and "top_k" in claims["token_topk[s]"].unit
+    assert len(claims) == 2
 
 
 def test_bytes_are_those_of_arguments_and_results():
@@ -38,5 +38,5 @@ def test_times_nothing_here(monkeypatch, capsys):
 
     monkeypatch.setattr(kernels, "compile_only_devices", missing)
     assert kernels.run(quick=True, json_path=None) == 3
-    said = capsys.readouterr().err
-    assert "plugin is missing" in said and "needs an NVIDIA GPU" in said
+    messages = capsys.readouterr().err
+    assert "plugin is missing" in messages and "needs an NVIDIA GPU" in messages

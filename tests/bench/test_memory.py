@@ -28,20 +28,20 @@ def test_competitors_are_what_people_do():
 
 def test_a_step_in_a_process_of_its_own(tiny, corpus):
     overrides = tiny_overrides(corpus) | {"memory.offload": "both", "parallel.data": 1}
-    found = in_process("gpt-tiny", overrides, plan_by_hand(tiny(**overrides), 1), steps=3, share=None)
-    assert "failed" not in found, found
-    assert len(found["seconds"]) == len(found["peaks"]) == 3 and found["host"] > 0
+    result = in_process("gpt-tiny", overrides, plan_by_hand(tiny(**overrides), 1), steps=3, share=None)
+    assert "failed" not in result, result
+    assert len(result["seconds"]) == len(result["peaks"]) == 3 and result["host"] > 0
 
 
 def test_why_a_process_failed(tiny, corpus):
     overrides = tiny_overrides(corpus) | {"parallel.data": 1}
     plan = plan_by_hand(tiny(**overrides), 1)
-    found = in_process("gpt-tiny", overrides | {"data.path": "/nowhere"}, plan, steps=1, share=None)
-    assert "/nowhere" in found["failed"]
+    result = in_process("gpt-tiny", overrides | {"data.path": "/nowhere"}, plan, steps=1, share=None)
+    assert "/nowhere" in result["failed"]
 
 
 def test_errors_are_relative():
-    own = Footprint(
+    footprint = Footprint(
         model="any",
         parameters=1,
         budget=10,
@@ -52,4 +52,6 @@ def test_errors_are_relative():
         predicted_host=0.0,
         host=0.0,
     )
-    assert own.error == pytest.approx(0.1) and replace(own, predicted={"a": 9.0}).error == pytest.approx(0.1)
+    assert footprint.error == pytest.approx(0.1) and replace(footprint, predicted={"a": 9.0}).error == pytest.approx(
+        0.1
+    )

@@ -15,7 +15,7 @@ from benchmarks.comms import run as comms
 from benchmarks.comms.blocks import Blocks, meshes
 from benchmarks.comms.costs import REPEATS, predicted, step_bytes, sum_bytes, travel, travel_key
 from benchmarks.comms.task import ALL, BASELINE, FLOAT32, LANES, MIXED, OVERLAP, SHORT, VARIANTS, Shape, Task
-from benchmarks.comms.worker import together
+from benchmarks.comms.worker import staggered
 from benchmarks.emulated.launch import rows_of
 from benchmarks.netlab import Lab, why_not
 from jhpt.models.hooks import Hooks
@@ -111,9 +111,10 @@ def test_a_task_is_its_text():
 
 
 def test_variants_differ_in_what_they_are_named_for():
-    assert BY_NAME[OVERLAP].how == BY_NAME[SHORT].how and BY_NAME[ALL].how == BY_NAME[MIXED].how
+    assert BY_NAME[OVERLAP].compression == BY_NAME[SHORT].compression
+    assert BY_NAME[ALL].compression == BY_NAME[MIXED].compression
     assert [variant.name for variant in VARIANTS if variant.lanes > 1] == [OVERLAP, ALL]
-    assert BY_NAME[FLOAT32].how is None and not BY_NAME[SHORT].how.on
+    assert BY_NAME[FLOAT32].compression is None and not BY_NAME[SHORT].compression.on
     assert travel_key(BY_NAME[ALL]) == f"{MIXED} / {LANES}" and travel_key(BY_NAME[SHORT]) == f"{SHORT} / 1"
 
 
@@ -124,7 +125,7 @@ def test_bytes_of_a_step():
     assert step_bytes(SHAPE, 4, BY_NAME[SHORT]) == 4 * SHAPE.layers * 1.5 * numbers * 2
     assert step_bytes(SHAPE, 4, BY_NAME[OVERLAP]) == step_bytes(SHAPE, 4, BY_NAME[SHORT])
     mixed = step_bytes(SHAPE, 4, BY_NAME[MIXED])
-    assert mixed == 4 * SHAPE.layers * sum_bytes(SHAPE, 4, BY_NAME[MIXED].how, SHAPE.batch)
+    assert mixed == 4 * SHAPE.layers * sum_bytes(SHAPE, 4, BY_NAME[MIXED].compression, SHAPE.batch)
 
 
 def test_predictions_are_two_streams():
@@ -172,8 +173,8 @@ def test_a_step_is_the_blocks_gradient(name):
         (at_x, expected_x),
         *zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True),
     ]
-    for found, want in pairs:
-        assert np.linalg.norm(np.asarray(found) - np.asarray(want)) <= close * np.linalg.norm(np.asarray(want))
+    for one, other in pairs:
+        assert np.linalg.norm(np.asarray(one) - np.asarray(other)) <= close * np.linalg.norm(np.asarray(other))
     assert float(value) == pytest.approx(float(expected), abs=close * float(jnp.linalg.norm(error)))
 
 
@@ -195,7 +196,7 @@ def test_travelling_is_the_bytes_of_a_sum(name):
     assert result.shape == given.shape
     words = given.nbytes // 4  # of a rank
     batch = SHAPE.batch // BY_NAME[name].lanes
-    assert 2 * 3 * words // 4 == sum_bytes(SHAPE, 4, BY_NAME[name].how, batch)
+    assert 2 * 3 * words // 4 == sum_bytes(SHAPE, 4, BY_NAME[name].compression, batch)
 
 
 DATA_PARALLEL = gradients.DataParallel(shape=replace(SHAPE, layers=1, batch=1), hosts=4)
@@ -231,8 +232,8 @@ def plain_sums():
     _, arguments = DATA_PARALLEL.step(EXCHANGES[gradients.FLOAT32], one_data_lane())
     _, params, x, error = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), arguments())
     run = DATA_PARALLEL.blocks.layers(Hooks(), 1)
-    found = jax.grad(lambda params: jnp.vdot(run(params, x), error))(params)
-    named = jax.tree_util.tree_leaves_with_path(found)
+    grads = jax.grad(lambda params: jnp.vdot(run(params, x), error))(params)
+    named = jax.tree_util.tree_leaves_with_path(grads)
     return [np.asarray(leaf) for path, leaf in named if MATRICES.search(path_name(path))]
 
 
@@ -247,16 +248,16 @@ def test_sums_are_those_of_all_samples(name, plain_sums):
     program, (saved, *given) = lowered().compile(), arguments()
     left, (value, sums) = program(saved, *given)
     assert value.shape == (4,) and len(left) == len(saved)
-    for found, want in zip(sums, plain_sums, strict=True):
-        assert np.linalg.norm(np.asarray(found) - want) <= CLOSE[name] * np.linalg.norm(want)
+    for total, expected in zip(sums, plain_sums, strict=True):
+        assert np.linalg.norm(np.asarray(total) - expected) <= CLOSE[name] * np.linalg.norm(expected)
     assert bool(left) == (name not in (gradients.FLOAT32, gradients.SHORT))
-    for found, own, want in zip(sums, left, plain_sums, strict=bool(left)):
-        missing = np.asarray(own).reshape(4, *want.shape).sum(0)
-        assert np.allclose(np.asarray(found) + missing, want, atol=1e-5 * np.abs(want).max())
+    for total, residuals, expected in zip(sums, left, plain_sums, strict=bool(left)):
+        missing = np.asarray(residuals).reshape(4, *expected.shape).sum(0)
+        assert np.allclose(np.asarray(total) + missing, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_steps_go_on_with_what_was_kept():
-    steps = gradients.going_on(lambda saved, given: (saved + given, saved), 1, 2)
+    steps = gradients.stepping(lambda saved, given: (saved + given, saved), 1, 2)
     assert [steps() for _ in range(3)] == [(3, 1), (5, 3), (7, 5)]
 
 
@@ -281,7 +282,7 @@ def test_lanes_run_one_after_the_other():
     calls = [lambda index=index: began.__setitem__(index, time.perf_counter()) for index in range(3)]
     with ThreadPoolExecutor(3) as pool:
         start = time.perf_counter()
-        together(calls, 0.05, pool)()
+        staggered(calls, 0.05, pool)()
     assert all(at - start >= 0.05 * index for index, at in enumerate(began)) and min(began) > start
 
 

@@ -18,8 +18,8 @@ from jhpt.training.setup import prepare
 def invented(cell):
     """Losses of 2.0 without, 2.02 with the headline, 2.1 with anything else; odd seeds have 0.5 more."""
     loss = {"plain": 2.0, "headline": 2.02}.get(cell.group, 2.1) + 0.5 * (cell.seed % 2)
-    found = {"settings": cell.settings, "validation": loss, "own": loss, "training": {"10": 3.0, "20": loss}}
-    return found | {"leaks": {"own, 0 bits": dict(logits=0.0, rms=0.0, positions=0.0, spread=1.0)}}
+    result = {"settings": cell.settings, "validation": loss, "own": loss, "training": {"10": 3.0, "20": loss}}
+    return result | {"leaks": {"own, 0 bits": dict(logits=0.0, rms=0.0, positions=0.0, spread=1.0)}}
 
 
 def test_cells():
@@ -32,9 +32,9 @@ def test_cells():
         assert config.train.steps == STEPS >= 400
         assert config.parallel.compression.how.on or cell.group in ("plain", "gradients")
     for preset in PRESETS:
-        found = [cell for cell in wanted if (cell.preset, cell.group) == (preset, "headline")]
-        assert [cell.seed for cell in found] == list(SEEDS)
-        for cell in found:
+        headline = [cell for cell in wanted if (cell.preset, cell.group) == (preset, "headline")]
+        assert [cell.seed for cell in headline] == list(SEEDS)
+        for cell in headline:
             assert load_config(preset, cell.changes).parallel.compression.how == HEADLINE
     assert {cell.group for cell in cells(quick=True)} == {cell.group for cell in wanted} - {"table", "one step"}
 
@@ -62,14 +62,14 @@ def test_a_finished_cell_is_not_run_again(tmp_path, monkeypatch):
 
 
 def test_claims_are_of_means_over_seeds():
-    found = {cell: invented(cell) for cell in cells(quick=False) if cell.group in ("plain", "headline")}
-    claims = claims_of(found)
+    results = {cell: invented(cell) for cell in cells(quick=False) if cell.group in ("plain", "headline")}
+    claims = claims_of(results)
     assert claims.keys() == {"headline_loss_gap", "bert_loss_gap"}
     mean = (2.0 + 2.5 + 2.0) / 3
     for claim in claims.values():
         assert claim.value == pytest.approx(0.02 / mean) and "3 seed(s)" in claim.setup
-    assert not claims_of({cell: result for cell, result in found.items() if cell.plain})
-    assert [line[2] for line in lines(found)] == ["3"] * 4
+    assert not claims_of({cell: result for cell, result in results.items() if cell.plain})
+    assert [line[2] for line in lines(results)] == ["3"] * 4
 
 
 def test_a_report_is_of_what_is_there(tmp_path, capsys):
@@ -87,11 +87,11 @@ def test_a_report_is_of_what_is_there(tmp_path, capsys):
 
 
 def test_pictures_hold_every_line():
-    found = {cell: invented(cell) for cell in cells(quick=False)}
-    curves, bars = (pages(found)[name] for name in ("gpt-tiny-loss.svg", "gaps.svg"))
-    shown = {kind_of(cell) for cell in found if cell.preset == "gpt-tiny" and cell.group in SHOWN}
+    results = {cell: invented(cell) for cell in cells(quick=False)}
+    curves, bars = (pages(results)[name] for name in ("gpt-tiny-loss.svg", "gaps.svg"))
+    shown = {kind_of(cell) for cell in results if cell.preset == "gpt-tiny" and cell.group in SHOWN}
     assert curves.count("<polyline") == len(shown)
-    kinds = {(cell.preset, kind_of(cell)) for cell in found if not cell.plain}
+    kinds = {(cell.preset, kind_of(cell)) for cell in results if not cell.plain}
     assert bars.count('fill="#1f77b4"') == len(kinds)
 
 
@@ -99,20 +99,20 @@ def test_a_cell(corpus):
     """Small, but whole: trained with compression, evaluated without and with it."""
     changes = corpus | {"model.num_layers": 1, "model.d_model": 32, "data.sequence_length": 16, "data.batch_size": 8}
     changes |= {"train.steps": 3, "optimizer.warmup_steps": 2, "evaluation.batches": 2, "log.every": 1}
-    how = HEADLINE.model_copy(update={"tokens": 0.5})
-    changes |= {f"parallel.compression.{name}": value for name, value in how.model_dump().items()}
+    compression = HEADLINE.model_copy(update={"tokens": 0.5})
+    changes |= {f"parallel.compression.{name}": value for name, value in compression.model_dump().items()}
     changes |= {"parallel.tensor": 4, "parallel.data": 1}
-    found, params = run(Cell(group="table", preset="gpt-tiny", seed=1, changes=changes))
-    assert list(found["training"]) == ["1", "2", "3"] and "leaks" not in found
-    assert found["validation"] != found["own"] == pytest.approx(found["validation"], rel=0.01)
+    result, params = run(Cell(group="table", preset="gpt-tiny", seed=1, changes=changes))
+    assert list(result["training"]) == ["1", "2", "3"] and "leaks" not in result
+    assert result["validation"] != result["own"] == pytest.approx(result["validation"], rel=0.01)
     assert params["blocks/mlp/up/kernel"].shape == (1, 32, 128)
     again = flat(unflat(params))
     assert again.keys() == params.keys() and all(np.array_equal(again[name], params[name]) for name in params)
 
 
 def test_leaks_are_of_both_rules(tiny):
-    how = {f"parallel.compression.{name}": value for name, value in HEADLINE.model_dump().items()}
-    setup = prepare(tiny(**{"parallel.tensor": 4, "parallel.data": 1}, **how))
+    compression = {f"parallel.compression.{name}": value for name, value in HEADLINE.model_dump().items()}
+    setup = prepare(tiny(**{"parallel.tensor": 4, "parallel.data": 1}, **compression))
     assert looks_at_leaks(setup)
     rules = {kind: other.plan.compression for kind, other in by_rule(setup).items()}
     assert rules == {

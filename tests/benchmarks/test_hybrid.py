@@ -9,7 +9,7 @@ import pytest
 from benchmarks.emulated.launch import rows_of
 from benchmarks.hybrid import run as hybrid
 from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
-from benchmarks.hybrid.costs import asked_of, batches, cluster_of, planned
+from benchmarks.hybrid.costs import batches, cluster_of, planned, request_of
 from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS
 from benchmarks.hybrid.task import CHUNKS, MODELS, Task
@@ -103,8 +103,8 @@ def test_claims_that_were_not_measured_are_absent():
 
 def test_plans_in_words():
     assert hybrid.in_words(plan_of(8, 4, 2)) == "interleaved x8: 2, 1 | 1, 1 | 1, 1 | 1, 2"
-    asked, profile = SUBJECTS["vgg"](), timed(SUBJECTS["vgg"]().profile())
-    plan = planned(asked, profile, LINK, 1e8, 4)[-1].plan
+    subject, profile = SUBJECTS["vgg"](), timed(SUBJECTS["vgg"]().profile())
+    plan = planned(subject, profile, LINK, 1e8, 4)[-1].plan
     assert hybrid.in_words(plan).startswith("one stage x") and " t4" in hybrid.in_words(plan)
 
 
@@ -161,9 +161,9 @@ def test_plans_are_ones_that_all_hosts_can_run(name):
 def test_batches_cover_what_a_host_may_work_on():
     mlp, vgg = SUBJECTS["mlp"](), SUBJECTS["vgg"]()
     assert batches(mlp, 1, 4) == [mlp.batch // 32, mlp.batch // 16, mlp.batch // 4, mlp.batch]
-    assert mlp.batch // max(asked_of(mlp).micro_batches) == batches(mlp, 1, 4)[0]
+    assert mlp.batch // max(request_of(mlp).micro_batches) == batches(mlp, 1, 4)[0]
     assert [batches(vgg, t, 4)[-1] for t in (1, 2, 4)] == [vgg.batch // 4, vgg.batch // 2, vgg.batch]
-    assert max(asked_of(vgg).micro_batches) == vgg.batch // 4 // batches(vgg, 1, 4)[0]
+    assert max(request_of(vgg).micro_batches) == vgg.batch // 4 // batches(vgg, 1, 4)[0]
 
 
 @pytest.mark.parametrize(("name", "tensor"), [("vgg", 4), ("mlp", 2), ("gpt", 4), ("bert", 2)])
@@ -171,12 +171,12 @@ def test_a_rank_alone_holds_its_share(name, tensor):
     """Shapes of the parameters are those of one of `tensor` ranks, and every layer runs on them."""
     subject = SUBJECTS[name]()
     parts, shapes = subject.parts(alone(tensor)), jax.eval_shape(subject.init, jax.random.key(0))
-    own, whole = shard_of(shapes, tensor), shard_of(shapes, 1)
-    sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (own, whole)]
+    share, whole = shard_of(shapes, tensor), shard_of(shapes, 1)
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (share, whole)]
     assert 1 / tensor <= sizes[0] / sizes[1] < 1.1 / tensor
 
     rows, keys = subject.rows(2), jax.random.split(jax.random.key(0), 2)
-    x = jax.eval_shape(parts.embed, own, rows, keys)
+    x = jax.eval_shape(parts.embed, share, rows, keys)
     assert x.shape == jax.eval_shape(subject.parts(Hooks()).embed, whole, rows, keys).shape
 
 

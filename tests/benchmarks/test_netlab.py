@@ -61,12 +61,12 @@ def disciplines(lab: Lab) -> dict[str, str]:
     """The kind and, of a token bucket, the rate at both ends of every link."""
     endpoints = {f"{lab.host(rank)} eth0" for rank in range(lab.hosts)}
     endpoints |= {f"{lab.switch} port{rank}" for rank in range(lab.hosts)}
-    found = {}
+    kinds = {}
     for namespace, device in map(str.split, endpoints):
         line = ["tc", "-n", namespace, "qdisc", "show", "dev", device]
         words = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
-        found[f"{namespace} {device}"] = words[words.index("rate") + 1] if "rate" in words else words[1]
-    return found
+        kinds[f"{namespace} {device}"] = words[words.index("rate") + 1] if "rate" in words else words[1]
+    return kinds
 
 
 NEIGHBOUR = """

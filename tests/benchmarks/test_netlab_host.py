@@ -253,16 +253,16 @@ def test_signals_of_others_are_left_to_them(defaults):
 
 
 def test_only_the_main_thread_takes_signals(defaults):
-    found = []
+    handlers = []
 
     def enter() -> None:
         with OrderlyEnd():
-            found.append(signal.getsignal(signal.SIGTERM))
+            handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert found == [signal.SIG_DFL]
+    assert handlers == [signal.SIG_DFL]
 
 
 def test_a_command_that_a_signal_ended_was_interrupted(monkeypatch, capsys):

@@ -82,17 +82,17 @@ ALONE = (132, 175, 177, 182, 183, 206)
 """Seeds of small problems that an oracle without ZeRO-3 over one data rank got wrong."""
 
 
-def check_oracle(asked, model, space):
+def check_oracle(requested, model, space):
     """The optimum over summed-up stages is that over whole plans, priced one by one; the fastest plan, and how many."""
-    found = optimum(asked, model, space)
-    seconds, plan, plans = best(PLANS[space](asked, model), model)
-    assert found.plans == plans
+    fastest = optimum(requested, model, space)
+    seconds, plan, plans = best(PLANS[space](requested, model), model)
+    assert fastest.plans == plans
     if plan is None:
-        assert found.draft is None and found.seconds == math.inf
+        assert fastest.draft is None and fastest.seconds == math.inf
     else:
-        assert found.seconds == pytest.approx(seconds, rel=1e-12)
-        own = price(plan_of(found.draft, asked, model, space), model)
-        assert own.fits and own.seconds == pytest.approx(seconds, rel=1e-12)
+        assert fastest.seconds == pytest.approx(seconds, rel=1e-12)
+        result = price(plan_of(fastest.draft, requested, model, space), model)
+        assert result.fits and result.seconds == pytest.approx(seconds, rel=1e-12)
     return plan, plans
 
 
@@ -143,8 +143,8 @@ def test_oracle_prices_zero_3_on_one_device(micro_batches):
     # It is the only plan where the copies of all layers have no room.
     least = {}
     for zero in (0, 3):
-        asked = request(4, micro_batches, zero=(zero,), recompute=(False,))
-        plan, _ = check_oracle(asked, model, "spmd")
+        requested = request(4, micro_batches, zero=(zero,), recompute=(False,))
+        plan, _ = check_oracle(requested, model, "spmd")
         least[zero] = price(plan, model).stages[0].total_bytes
     assert least[3] < least[0]
     tight = lone_device((least[0] + least[3]) / 2)

@@ -36,17 +36,17 @@ def test_cells_differ_in_what_is_in_few_bits_alone():
 
 def test_losses_stand_against_float32():
     losses = {"float32": 2.0, "bfloat16": 2.1, "int8 moments": 1.99}
-    found = {kind: invented(kind, loss) for kind, loss in losses.items()}
-    assert precision.lines(found) == [
+    results = {kind: invented(kind, loss) for kind, loss in losses.items()}
+    assert precision.lines(results) == [
         ("float32", "2.0000", "+0.00 %"),
         ("bfloat16", "2.1000", "+5.00 %"),
         ("int8 moments", "1.9900", "-0.50 %"),
     ]
-    claims = precision.claims_of(found)
+    claims = precision.claims_of(results)
     assert set(claims) == {"bfloat16_loss_gap", "int8_moments_loss_gap"}
     assert claims["bfloat16_loss_gap"].value == pytest.approx(0.05)
-    del found["float32"]
-    assert precision.claims_of(found) == {} and precision.lines(found)[0] == ("bfloat16", "2.1000", "")
+    del results["float32"]
+    assert precision.claims_of(results) == {} and precision.lines(results)[0] == ("bfloat16", "2.1000", "")
 
 
 def test_the_report_is_of_cells_that_are_there(tmp_path, capsys):
@@ -54,17 +54,17 @@ def test_the_report_is_of_cells_that_are_there(tmp_path, capsys):
     for kind, loss in (("float32", 2.0), ("bfloat16_kahan", 2.01)):
         file_of(wanted[kind], tmp_path).write_text(json.dumps(invented(kind, loss)))
     precision.report(wanted, tmp_path, {"quick": False}, str(tmp_path / "report.json"))
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert found["bench"] == "precision" and len(found["rows"]) == 2
-    assert found["claims"]["bfloat16_kahan_loss_gap"]["value"] == pytest.approx(0.005)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["bench"] == "precision" and len(report["rows"]) == 2
+    assert report["claims"]["bfloat16_kahan_loss_gap"]["value"] == pytest.approx(0.005)
     assert "+0.50 %" in capsys.readouterr().out
 
 
 def test_a_cell_runs(corpus):
     cell = precision.cells(quick=True)["bfloat16_kahan, int8 moments"]
     changes = {**cell.changes, "train.steps": 2, **corpus}
-    found, params = run(type(cell)(group=cell.group, preset=cell.preset, seed=cell.seed, changes=changes))
-    assert 3 < found["validation"] < 7 and params["embedding/tokens"].dtype.name == "bfloat16"
+    result, params = run(type(cell)(group=cell.group, preset=cell.preset, seed=cell.seed, changes=changes))
+    assert 3 < result["validation"] < 7 and params["embedding/tokens"].dtype.name == "bfloat16"
 
 
 def test_products_in_8_bits_are_computed_where_they_are_refused_as_a_setting(corpus):

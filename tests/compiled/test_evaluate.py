@@ -59,18 +59,18 @@ def test_arithmetic_is_that_of_the_element_type(opcode, dtype):
     a, b = edges(dtype)
     shape = f"{dtype}[{len(a)}]{{0}}"
     operands = "%a" if opcode in UNARY else "%a, %b"
-    found = evaluated(constant("a", dtype, a), constant("b", dtype, b), f"%r = {shape} {opcode}({operands})")
+    actual = evaluated(constant("a", dtype, a), constant("b", dtype, b), f"%r = {shape} {opcode}({operands})")
     expected = jax.jit(UNARY[opcode])(a) if opcode in UNARY else jax.jit(BINARY[opcode])(a, b)
-    assert found.dtype == expected.dtype
-    np.testing.assert_array_equal(found, expected)
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("source", WHOLE)
 def test_conversions_wrap(source):
     (a, _) = edges(source)
     for target in (*WHOLE, "pred"):
-        found = evaluated(constant("a", source, a), f"%r = {target}[{len(a)}]{{0}} convert(%a)")
-        np.testing.assert_array_equal(found, jax.lax.convert_element_type(a, DTYPES[target]))
+        actual = evaluated(constant("a", source, a), f"%r = {target}[{len(a)}]{{0}} convert(%a)")
+        np.testing.assert_array_equal(actual, jax.lax.convert_element_type(a, DTYPES[target]))
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def test_a_schedule_in_a_table_is_followed():
         return jnp.tanh(x), None
 
     for stage, tally in enumerate(stages(lambda x: jax.lax.scan(tick, x, jnp.asarray(table))[0], (ROWS,))):
-        found = {way[1]: count for way, (count, _) in counted(tally).items()}
-        assert found == {"data": (table[:, stage] == 1).sum(), "tensor": (table[:, stage] == 2).sum()}
+        counts = {way[1]: count for way, (count, _) in counted(tally).items()}
+        assert counts == {"data": (table[:, stage] == 1).sum(), "tensor": (table[:, stage] == 2).sum()}
         assert tally.guessed == 0
 
 
@@ -143,10 +143,10 @@ def test_flop_of_matrix_products():
     def layer(x, w):
         return jnp.tanh(jax.lax.psum(x @ w, "tensor")), None
 
-    found = read_compiled(compiled(lambda x, w: jax.lax.scan(layer, x, w)[0], (8, 32), (5, 32, 32)), SIZES, CLOCK)
-    assert found.stages[0].flops == 5 * 2 * 8 * 32 * 32
-    assert found.memory.arguments == 4 * (8 * 32 + 5 * 32 * 32)
-    assert found.memory.device == found.memory.arguments + found.memory.temporaries + found.memory.outputs
+    reading = read_compiled(compiled(lambda x, w: jax.lax.scan(layer, x, w)[0], (8, 32), (5, 32, 32)), SIZES, CLOCK)
+    assert reading.stages[0].flops == 5 * 2 * 8 * 32 * 32
+    assert reading.memory.arguments == 4 * (8 * 32 + 5 * 32 * 32)
+    assert reading.memory.device == reading.memory.arguments + reading.memory.temporaries + reading.memory.outputs
 
 
 # What a GPU's program says, in the compiler's own words.
@@ -202,8 +202,10 @@ def test_products_between_start_and_done_hide_one_collective_of_an_axis_after_th
     sizes = {"pipe": 2, "data": 2, "tensor": 1}
     tally = read_stages(read(ASYNCHRONOUS), sizes, Clock(small_cluster()))[0]
     assert tally.flops == 2e8
-    found = {tuple(way): (traffic.count, traffic.seconds, traffic.hidden) for way, traffic in tally.traffic.items()}
-    assert found == {
+    traffic_of = {
+        tuple(way): (traffic.count, traffic.seconds, traffic.hidden) for way, traffic in tally.traffic.items()
+    }
+    assert traffic_of == {
         ("all-reduce", "data"): (1, pytest.approx(200e-6), pytest.approx(100e-6)),
         ("all-gather", "data"): (1, pytest.approx(200e-6), pytest.approx(100e-6)),
         ("collective-permute", "pipe"): (1, pytest.approx(200e-6), pytest.approx(200e-6)),
@@ -249,8 +251,10 @@ def test_what_hides_a_loops_own_collectives_does_not_hide_those_around_it_as_wel
     sizes = {"pipe": 2, "data": 2, "tensor": 1}
     tally = read_stages(read(NESTED.replace("GRADIENTS", "250000")), sizes, Clock(small_cluster()))[0]
     assert tally.seconds == pytest.approx(600e-6)
-    found = {tuple(way): (traffic.count, traffic.seconds, traffic.hidden) for way, traffic in tally.traffic.items()}
-    assert found == {
+    traffic_of = {
+        tuple(way): (traffic.count, traffic.seconds, traffic.hidden) for way, traffic in tally.traffic.items()
+    }
+    assert traffic_of == {
         ("all-reduce", "data"): (4, pytest.approx(1300e-6), pytest.approx(600e-6)),
         ("collective-permute", "pipe"): (1, pytest.approx(1000e-6), pytest.approx(600e-6)),
     }

@@ -36,9 +36,9 @@ def test_a_block_has_the_tensors_of_the_analytic_profile(name):
     keys = jax.random.split(jax.random.key(2), 3), jnp.int32(3)
     expected = analytic_profile(config, device_named("h100")).kinds["block"].tensors
     sharded = [tensor.name for tensor in expected if tensor.sharded]
-    found = traced_tensors(block, params, x, keys, sharded=sharded)
+    traced = traced_tensors(block, params, x, keys, sharded=sharded)
     # One device sums nothing.
-    assert found == tuple(tensor.model_copy(update={"summed": False}) for tensor in expected)
+    assert traced == tuple(tensor.model_copy(update={"summed": False}) for tensor in expected)
 
 
 def test_branches_and_calls():
@@ -56,10 +56,10 @@ def test_branches_and_calls():
         return x + checkpoint_name(jnp.square(d) @ w, "e")
 
     x, w = jnp.ones((2, 3, 8)), jnp.ones((8, 8))
-    found = {tensor.name: tensor for tensor in traced_tensors(layer, w, x, None, sharded=("a",))}
+    traced = {tensor.name: tensor for tensor in traced_tensors(layer, w, x, None, sharded=("a",))}
     product = 2.0 * 3 * 8 * 8
-    assert [tensor.inputs for tensor in found.values()] == [(), ("a",), ("a",), ("b", "c"), ("d",)]
-    assert [tensor.flops / product for tensor in found.values()] == [1, 1, 2, 1, 1]
-    assert {tensor.bytes for tensor in found.values()} == {3 * 8 * 4.0}
-    assert [name for name, tensor in found.items() if tensor.read] == ["a", "b", "c", "d"]
-    assert [name for name, tensor in found.items() if tensor.sharded] == ["a"]
+    assert [tensor.inputs for tensor in traced.values()] == [(), ("a",), ("a",), ("b", "c"), ("d",)]
+    assert [tensor.flops / product for tensor in traced.values()] == [1, 1, 2, 1, 1]
+    assert {tensor.bytes for tensor in traced.values()} == {3 * 8 * 4.0}
+    assert [name for name, tensor in traced.items() if tensor.read] == ["a", "b", "c", "d"]
+    assert [name for name, tensor in traced.items() if tensor.sharded] == ["a"]

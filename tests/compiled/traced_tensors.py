@@ -52,10 +52,10 @@ def traced_tensors(
     _collect(program, graph, alias)
     samples = jax.tree.leaves(x)[0].shape[0]
     read = set().union(*(_names_before(graph, _of(var, alias))[0] for var in program.outvars))
-    found = []
+    tensors = []
     for var, name in graph.names.items():
         above, flops = _behind(graph, var)
-        found.append(
+        tensors.append(
             NamedTensor(
                 name=name,
                 bytes=math.prod(var.aval.shape) * var.aval.dtype.itemsize / samples,
@@ -65,7 +65,7 @@ def traced_tensors(
                 read=name in read,
             )
         )
-    return tuple(found)
+    return tuple(tensors)
 
 
 def _collect(program: Any, graph: _Graph, alias: dict[Any, Any]) -> None:
@@ -82,7 +82,7 @@ def _collect(program: Any, graph: _Graph, alias: dict[Any, Any]) -> None:
             )
             _collect(inner, graph, alias)
             outer = zip(equation.outvars, inner.outvars, strict=True)
-            alias.update({var: _of(own, alias) for var, own in outer if not isinstance(own, Literal)})
+            alias.update({var: _of(inner_var, alias) for var, inner_var in outer if not isinstance(inner_var, Literal)})
             continue
         for var in equation.outvars:
             graph.made[var] = (_flops(equation), inputs)
@@ -115,8 +115,8 @@ def _names_before(graph: _Graph, *start: Any) -> tuple[set[str], float]:
             names.add(graph.names[var])
         elif var not in seen and var in graph.made:
             seen.add(var)
-            own, inputs = graph.made[var]
-            flops += own
+            own_flops, inputs = graph.made[var]
+            flops += own_flops
             waiting.extend(inputs)
     return names, flops
 

@@ -36,5 +36,5 @@ def test_enough_is_never_less():
     for power in range(10 * 16, 10 * 45):
         count = 1.001 * 2 ** (power / 10)
         unit = 2**20 if count < 0.1 * 2**30 else 2**30
-        found = parse_bytes(enough_gib(count))
-        assert count <= found <= math.ceil(count + 0.1 * unit)
+        parsed = parse_bytes(enough_gib(count))
+        assert count <= parsed <= math.ceil(count + 0.1 * unit)

@@ -67,9 +67,9 @@ def test_every_pair_in_the_file_is_a_figure_and_its_source():
             for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
                 yield from pairs(child)
 
-    found = list(pairs(catalogue._data()))
-    assert len(found) > 100
-    for value, source in found:
+    figures = list(pairs(catalogue._data()))
+    assert len(figures) > 100
+    for value, source in figures:
         assert isinstance(source, str)
         assert not isinstance(value, str) or not re.match(r"[-+.\d]+e", value), f"{value} is text"
 

@@ -192,8 +192,8 @@ def test_a_sequence_is_no_longer_than_the_model():
 @given(sizes=st.lists(st.integers(1, 400), min_size=1, max_size=4))
 @PROPERTY
 def test_common_divisors_are_those_and_no_others(sizes):
-    found = common_divisors(sizes)
-    assert found == [d for d in range(1, 401) if all(size % d == 0 for size in sizes)]
+    divisors = common_divisors(sizes)
+    assert divisors == [d for d in range(1, 401) if all(size % d == 0 for size in sizes)]
 
 
 @pytest.mark.parametrize(("choices", "text"), [([1], "1"), ([1, 2], "1 or 2"), ([1, 2, 4], "1, 2 or 4")])
@@ -202,7 +202,7 @@ def test_choices_read_as_a_sentence(choices, text):
 
 
 @pytest.mark.parametrize(
-    ("given", "auto", "how"),
+    ("given", "auto", "compression"),
     [
         ("off", False, Compression()),
         (False, False, Compression()),  # as YAML reads off
@@ -211,9 +211,9 @@ def test_choices_read_as_a_sentence(choices, text):
         ({"bits": 8, "tokens": 0.5}, False, Compression(bits=8, tokens=0.5)),
     ],
 )
-def test_compression_is_a_word_or_a_section(given, auto, how):
-    found = ParallelConfig.model_validate({"compression": given}).compression
-    assert (found.auto, found.how) == (auto, how)
+def test_compression_is_a_word_or_a_section(given, auto, compression):
+    section = ParallelConfig.model_validate({"compression": given}).compression
+    assert (section.auto, section.how) == (auto, compression)
 
 
 def test_what_is_left_to_the_planner_is_not_laid_out_by_hand():
@@ -242,7 +242,7 @@ def test_configurations_of_before_say_recomputation_elsewhere(tmp_path, before, 
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (["full"], "full is a word, not a list; write full without brackets"),
         (["qkv", "full"], "'full' cannot stand beside names"),
@@ -253,8 +253,8 @@ def test_configurations_of_before_say_recomputation_elsewhere(tmp_path, before, 
         ("qkv,qkv", "a name twice"),
     ],
 )
-def test_what_names_no_tensors_of_a_block(given, said):
-    with pytest.raises(InputError, match=re.escape(said)):
+def test_what_names_no_tensors_of_a_block(given, message):
+    with pytest.raises(InputError, match=re.escape(message)):
         load_config({"memory": {"recompute": given}})
 
 

@@ -32,9 +32,9 @@ def written(folder, files):
 )
 def test_a_container_has_what_it_may_have(tmp_path, groups, files, expected):
     folder = written(tmp_path / "groups", files)
-    own = tmp_path / "own"
-    own.write_text(groups)
-    assert host_memory(folder, own) == expected
+    membership = tmp_path / "own"
+    membership.write_text(groups)
+    assert host_memory(folder, membership) == expected
 
 
 def test_what_cannot_be_read_limits_nothing(tmp_path):

@@ -122,7 +122,7 @@ def test_what_is_no_plan_is_refused(parallel, change, words):
 
 
 @pytest.mark.parametrize(
-    ("how", "recompute", "saved"),
+    ("recomputed", "recompute", "saved"),
     [
         ("auto", False, None),
         ("none", False, None),
@@ -132,8 +132,8 @@ def test_what_is_no_plan_is_refused(parallel, change, words):
         (["attention_out"], True, SavedTensors(device=("attention_out",))),
     ],
 )
-def test_recomputation_by_hand(tmp_path, how, recompute, saved):
-    config = load_config("gpt-tiny", {"memory.recompute": how})
+def test_recomputation_by_hand(tmp_path, recomputed, recompute, saved):
+    config = load_config("gpt-tiny", {"memory.recompute": recomputed})
     plan = plan_by_hand(config, 8)
     assert (plan.recompute, plan.saved) == (recompute, saved)
     check_plan(plan, config.model.num_layers + 2)

@@ -16,13 +16,13 @@ CASES = [*PLAIN, *CHUNKED]
 
 def ticks_of(table, device):
     """(micro-batch, chunk) -> (tick, slot), of everything that the device does; twice is a mistake."""
-    found = {}
+    ticks = {}
     for tick, entry in enumerate(table[:, device]):
         micro_batch, chunk, slot = map(int, entry)
         if micro_batch >= 0:
-            assert (micro_batch, chunk) not in found
-            found[micro_batch, chunk] = tick, slot
-    return found
+            assert (micro_batch, chunk) not in ticks
+            ticks[micro_batch, chunk] = tick, slot
+    return ticks
 
 
 @pytest.mark.parametrize(("schedule", "stages", "chunks", "micro_batches"), CASES)

@@ -149,9 +149,9 @@ def test_payloads_are_summed_in_order():
     x = jax.random.normal(jax.random.key(1), (3, 4, 256))
     payloads = [segment_quantize(each, **REFERENCE) for each in x]
     together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *payloads)
-    found = dequantize_sum(together, columns=256, **REFERENCE)
+    actual = dequantize_sum(together, columns=256, **REFERENCE)
     parts = [decoded(payload, columns=256) for payload in payloads]
-    assert np.array_equal(found, (parts[0] + parts[1]) + parts[2])
+    assert np.array_equal(actual, (parts[0] + parts[1]) + parts[2])
 
 
 def test_refusals():
@@ -169,6 +169,6 @@ MOST = {8: (0.62, 0.32, 0.13), 4: (0.90, 0.40, 0.16)}
 @pytest.mark.parametrize("bits", MOST)
 def test_segments_beat_uniform_quantization_at_equal_total_bits(bits):
     for name, most_of_uniform in zip(DISTRIBUTIONS, MOST[bits], strict=True):
-        found = relative_errors(name, bits, numbers=1 << 18, seed=0)
-        assert found["tensor"] <= most_of_uniform, name
-        assert found["row"] < 1 and found["block"] < 1, name
+        errors = relative_errors(name, bits, numbers=1 << 18, seed=0)
+        assert errors["tensor"] <= most_of_uniform, name
+        assert errors["row"] < 1 and errors["block"] < 1, name

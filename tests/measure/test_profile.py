@@ -1,6 +1,7 @@
 """Profiles: what is made of given seconds, and the structure of a measured one.  No timing is asserted."""
 
 import math
+from dataclasses import replace
 
 import jax
 import pytest
@@ -18,7 +19,7 @@ from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.mesh import Axes
 from jhpt.sharding.partition import parameter_spec, path_name
 from jhpt.training import profiling
-from jhpt.training.profiling import Grid, cached_profile, default_grid, measure_profile, profile_command
+from jhpt.training.profiling import Grid, assemble, cached_profile, default_grid, measure_layers, profile_command
 
 ANY = Device(name="any", peak_flops={"float32": 1e12}, memory=1e9, memory_bandwidth=1e10)
 
@@ -69,11 +70,11 @@ def known_seconds(calls, rounds):
 def test_seconds_are_split_by_the_equations(monkeypatch):
     monkeypatch.setattr(measured, "interleaved", known_seconds)
     monkeypatch.setattr(measured, "depths", lambda layers: (2, 6))
-    found = layer_seconds(known_model, 12, (1, 4), (1,), rounds=3)
+    seconds = layer_seconds(known_model, 12, (1, 4), (1,), rounds=3)
     expected = {"embedding": (2, 3), "block": (5, 11), "head": (1, 4)}
-    assert found.update == pytest.approx(0.1)
+    assert seconds.update == pytest.approx(0.1)
     for kind, (forward, backward) in expected.items():
-        (timing,) = found.timings[kind]
+        (timing,) = seconds.timings[kind]
         assert timing.batches == (1, 4)
         assert timing.forward == pytest.approx((forward, 4 * forward))
         assert timing.backward == pytest.approx((backward, 4 * backward))
@@ -85,8 +86,8 @@ def test_noise_leaves_the_time_of_the_deep_model_as_it_is(monkeypatch):
     seconds |= {"embedding 1": 1.0, "embedding both 1": 0.5}
     monkeypatch.setattr(measured, "interleaved", lambda calls, rounds: {name: [seconds[name]] for name in calls})
     monkeypatch.setattr(measured, "steady", lambda samples: {name: times[0] for name, times in samples.items()})
-    found = layer_seconds(known_model, 4, (1,), (1,), rounds=1)
-    parts = {kind: timing.at(1) for kind, (timing,) in found.timings.items()}
+    profiled = layer_seconds(known_model, 4, (1,), (1,), rounds=1)
+    parts = {kind: timing.at(1) for kind, (timing,) in profiled.timings.items()}
     assert min(second for part in parts.values() for second in part) >= 0
     assert sum(parts["embedding"]) + 4 * sum(parts["block"]) + sum(parts["head"]) == pytest.approx(12.0)
 
@@ -94,8 +95,8 @@ def test_noise_leaves_the_time_of_the_deep_model_as_it_is(monkeypatch):
 def test_a_batch_that_does_not_fit_ends_the_row(monkeypatch):
     monkeypatch.setattr(measured, "interleaved", known_seconds)
     monkeypatch.setattr(measured, "depths", lambda layers: (2, 6))
-    found = layer_seconds(lambda d, t, b: known_model(d, t, b) if b < 4 else None, 12, (1, 2, 4), (1,), rounds=1)
-    assert found.timings["block"][0].batches == (1, 2)
+    seconds = layer_seconds(lambda d, t, b: known_model(d, t, b) if b < 4 else None, 12, (1, 2, 4), (1,), rounds=1)
+    assert seconds.timings["block"][0].batches == (1, 2)
     with pytest.raises(InputError, match="do not fit"):
         layer_seconds(lambda *_: None, 12, (1,), (1,), rounds=1)
 
@@ -110,11 +111,11 @@ def test_a_rank_computes_its_share_of_every_divided_parameter(preset):
         jax.tree_util.tree_leaves_with_path(jax.eval_shape(build(m).init, jax.random.key(0)))
         for m in (model, rank_share(model, tensor))
     )
-    for (path, leaf), (own_path, own) in zip(whole, share, strict=True):
+    for (path, leaf), (own_path, shard) in zip(whole, share, strict=True):
         assert path == own_path
         name = path_name(path)
         spec = parameter_spec(name, leaf.shape, axes, stacked="blocks/" in name, pipe=False, over_data=1)
-        assert own.shape == tuple(size // (tensor if dim else 1) for size, dim in zip(leaf.shape, spec, strict=True))
+        assert shard.shape == tuple(size // (tensor if dim else 1) for size, dim in zip(leaf.shape, spec, strict=True))
 
 
 def test_a_degree_that_divides_nothing_is_refused():
@@ -131,7 +132,8 @@ UNTIED = {"model.tied": False, "model.vocab_size": 300, "model.positions": "rota
 )
 def test_a_measured_profile_is_complete(tiny, tmp_path, preset, changes, batches, tensors):
     config = tiny(preset, **changes)
-    profile = measure_profile(config, batches=batches, tensors=tensors, rounds=1)
+    grid = Grid(batches=batches, tensors=tensors, rounds=1)
+    profile = assemble(config, grid, measure_layers(config, grid))
     assert profile.parameters == config.model.parameter_count().allocated
     assert profile.layers == ("embedding", "block", "block", "head") and profile.source.startswith("measured")
     for kind in profile.kinds.values():
@@ -177,7 +179,7 @@ def test_prediction_adds_layers_pieces_and_update(tiny):
 )
 def test_a_grid_that_cannot_work_is_refused(tiny, grid):
     with pytest.raises(InputError):
-        measure_profile(tiny(), **grid)
+        measure_layers(tiny(), replace(default_grid(tiny()), **grid))
 
 
 def test_default_grid_covers_the_step_on_one_device():
@@ -190,15 +192,15 @@ def test_default_grid_covers_the_step_on_one_device():
 def counted(monkeypatch, tmp_path):
     """An empty cache folder, and measurements that are only counted."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    asked = []
+    configs = []
 
     def measure(config, grid):
-        asked.append(config)
-        timing = Timing(batches=(1.0,), forward=(float(len(asked)),), backward=(1.0,))
+        configs.append(config)
+        timing = Timing(batches=(1.0,), forward=(float(len(configs)),), backward=(1.0,))
         return LayerSeconds(timings=dict.fromkeys(("embedding", "block", "head"), (timing,)), update=1e-9, samples={})
 
     monkeypatch.setattr(profiling, "measure_layers", measure)
-    return asked
+    return configs
 
 
 def test_the_cache_is_found_again_and_by_what_decides(tiny, tmp_path, counted):

@@ -54,7 +54,7 @@ def test_products_in_8_bits_are_of_rounded_operands():
         y, backward = jax.vjp(product_in_8_bits, x, kernel)
         return y, *backward(error)
 
-    found = jax.jit(both)(x, kernel, error)
+    actual = jax.jit(both)(x, kernel, error)
     assert all(np.isnan(one).all() for one in jax.jit(both)(x.at[0, 0, 0].set(jnp.inf), kernel, error)[::2])
     kinds = (x, OPERANDS), (kernel, OPERANDS), (error, ERRORS)
     x, kernel, error = (rounded(float64(a), kind) for a, kind in kinds)
@@ -63,5 +63,5 @@ def test_products_in_8_bits_are_of_rounded_operands():
         np.einsum("bshe,dhe->bsd", error, kernel),
         np.einsum("bsd,bshe->dhe", x, error),
     )
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert np.linalg.norm(float64(one) - other) <= 2.0**-8 * np.linalg.norm(other)

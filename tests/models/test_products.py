@@ -92,10 +92,10 @@ def operands(entries, size, dtype=jnp.float32, seed=0):
 def test_an_operand_is_rounded_within_its_bound(entries, size, dtype):
     x, _ = operands(entries, size)
     numbers, scale = scaled(x, dtype)
-    found = float64(numbers) * float(scale)
+    product = float64(numbers) * float(scale)
     assert numbers.dtype == dtype and float(scale) == scale_of(float64(x), dtype)
-    np.testing.assert_array_equal(found, rounded(float64(x), dtype))
-    assert np.all(np.abs(found - float64(x)) <= most(float64(x), dtype))
+    np.testing.assert_array_equal(product, rounded(float64(x), dtype))
+    assert np.all(np.abs(product - float64(x)) <= most(float64(x), dtype))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -103,16 +103,16 @@ def test_an_operand_is_rounded_within_its_bound(entries, size, dtype):
 def test_a_product_is_within_its_bound(entries, size):
     """|x^ w^ - x w| <= sum of |x| E_w + E_x |w| + E_x E_w, and what float32 sums lose: 48 2^-24 sum of |x^| |w^|."""
     x, kernel = operands(entries, size)
-    found = product_in_8_bits(x, kernel)
+    actual = product_in_8_bits(x, kernel)
     x, kernel = float64(x), float64(kernel)
     off_x, off_kernel = most(x, OPERANDS), most(kernel, OPERANDS)
     total = np.tensordot(np.abs(x) + off_x, np.abs(kernel) + off_kernel, 1)
     bound = total - np.tensordot(np.abs(x), np.abs(kernel), 1) + 48 * 2.0**-24 * total
-    assert found.dtype == jnp.float32 and found.shape == (2, 8, 3, 16)
-    assert np.all(np.abs(found - np.tensordot(x, kernel, 1)) <= bound)
+    assert actual.dtype == jnp.float32 and actual.shape == (2, 8, 3, 16)
+    assert np.all(np.abs(actual - np.tensordot(x, kernel, 1)) <= bound)
     # And it is no further from the product of the rounded operands than float32 is.
     exact = np.tensordot(rounded(x, OPERANDS), rounded(kernel, OPERANDS), 1)
-    assert np.all(np.abs(found - exact) <= 48 * 2.0**-24 * total)
+    assert np.all(np.abs(actual - exact) <= 48 * 2.0**-24 * total)
 
 
 def test_of_normal_numbers_it_is_four_percent_off():
@@ -127,11 +127,11 @@ def test_of_normal_numbers_it_is_four_percent_off():
 def test_gradients_are_products_of_rounded_operands_and_errors(entries, dtype):
     x, kernel = operands(entries, 1.0, dtype)
     error = jnp.asarray(1e-6 * np.random.default_rng(1).normal(size=(2, 8, 3, 16)), dtype)
-    found = jax.vjp(product_in_8_bits, x, kernel)[1](error)
+    actual = jax.vjp(product_in_8_bits, x, kernel)[1](error)
     x, kernel, error = (rounded(float64(a), kind) for a, kind in ((x, OPERANDS), (kernel, OPERANDS), (error, ERRORS)))
     expected = np.einsum("bshe,dhe->bsd", error, kernel), np.einsum("bsd,bshe->dhe", x, error)
     tolerance = 2e-6 if dtype == jnp.float32 else 2.0**-8
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert one.dtype == dtype and one.shape == other.shape
         assert np.abs(float64(one) - other).max() <= tolerance * np.abs(other).max()
 
@@ -191,12 +191,12 @@ def test_four_products_of_a_block_are_in_8_bits(config):
     blocks = jax.eval_shape(model.init, jax.random.key(0))["blocks"]
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), blocks)
     x = jax.ShapeDtypeStruct((2, 16, config.d_model), jnp.float32)
-    found = list(
+    products = list(
         dots(jax.make_jaxpr(jax.grad(lambda layer, x: jnp.sum(model.block(layer, x)), (0, 1)))(layer, x).jaxpr)
     )
-    assert found.count(("float8_e4m3fn", "float8_e4m3fn")) == 4
-    assert found.count(("float8_e5m2", "float8_e4m3fn")) == found.count(("float8_e4m3fn", "float8_e5m2")) == 4
-    assert found.count(("float32", "float32")) == len(found) - 12 == 6
+    assert products.count(("float8_e4m3fn", "float8_e4m3fn")) == 4
+    assert products.count(("float8_e5m2", "float8_e4m3fn")) == products.count(("float8_e4m3fn", "float8_e5m2")) == 4
+    assert products.count(("float32", "float32")) == len(products) - 12 == 6
 
 
 @pytest.mark.parametrize("name", GPTS)

@@ -32,21 +32,21 @@ def in_bfloat16(setup_of, kind):
 @pytest.mark.parametrize("kind", quick_and_exhaustive(PLANS, ["ZeRO-1, several degrees", "pipeline x tensor"]))
 def test_gradients_are_near_those_in_float32(setup_of, kind):
     name, setup = in_bfloat16(setup_of, kind)
-    found, loss, _ = gradients(setup)
+    actual, loss, _ = gradients(setup)
     expected, expected_loss, *_ = definition(setup_of, name, 3)
     assert loss == pytest.approx(expected_loss, rel=1e-2)
     for path, leaf in expected.items():
         # Products are XLA's: on CPU with jax 0.12 those of some shapes are 4 % off, with 0.10 1 %.
         most = 0.06 if path.endswith("kernel") else 0.02
-        assert np.linalg.norm(found[path] - leaf) <= most * np.linalg.norm(leaf), path
+        assert np.linalg.norm(actual[path] - leaf) <= most * np.linalg.norm(leaf), path
 
 
 def test_rows_of_tables_add_up_in_float32():
     """4,096 times the same row: a running sum in bfloat16 would stop at 256 times its summand."""
     table, ids = jnp.ones((4, 8), jnp.bfloat16), jnp.zeros((4, 1024), jnp.int32)
-    (found,) = jax.vjp(lambda table: looked_up(table, ids), table)[1](jnp.ones((4, 1024, 8), jnp.bfloat16))
-    assert found.dtype == jnp.bfloat16
-    assert np.array_equal(np.asarray(found, np.float32), [[4096.0] * 8, *[[0.0] * 8] * 3])
+    (gradient,) = jax.vjp(lambda table: looked_up(table, ids), table)[1](jnp.ones((4, 1024, 8), jnp.bfloat16))
+    assert gradient.dtype == jnp.bfloat16
+    assert np.array_equal(np.asarray(gradient, np.float32), [[4096.0] * 8, *[[0.0] * 8] * 3])
 
 
 def test_biases_add_up_in_float32():
@@ -92,8 +92,8 @@ def undivided(setup, windows, overlap=False, **plan):
     # one program and not in the other.
     run = jax.jit(setup.training.gradients, compiler_options={"xla_allow_excess_precision": False})
     rows = Rows(jax.device_put(windows, setup.layout.batch))
-    found, sums = on_host(run(stored(setup, random_params(setup)), rows, jax.random.key(0)))
-    return {path: leaf * float(sums.tokens) for path, leaf in by_path(found).items()}
+    total, sums = on_host(run(stored(setup, random_params(setup)), rows, jax.random.key(0)))
+    return {path: leaf * float(sums.tokens) for path, leaf in by_path(total).items()}
 
 
 def halves(setup, windows, data):
@@ -101,7 +101,7 @@ def halves(setup, windows, data):
     if data not in _halves:
         of_rank = windows.reshape(data, 2, ROWS, -1)
         each = [of_rank[:, part].reshape(data * ROWS, -1) for part in range(2)]
-        _halves[data] = [undivided(setup, own, data=data) for own in each]
+        _halves[data] = [undivided(setup, half, data=data) for half in each]
     return _halves[data]
 
 
@@ -117,9 +117,9 @@ def test_gradients_of_two_micro_batches_add_up_in_float32(untouched, data, zero,
     """
     windows = batch(untouched, data * 2 * ROWS)
     first, second = halves(untouched, windows, data)
-    found = undivided(untouched, windows, data=data, zero=zero, overlap=overlap, micro_batches=2)
-    assert found.keys() == first.keys()
-    for path, leaf in found.items():
+    total = undivided(untouched, windows, data=data, zero=zero, overlap=overlap, micro_batches=2)
+    assert total.keys() == first.keys()
+    for path, leaf in total.items():
         expected = first[path] + second[path]
         error, largest = np.abs(leaf - expected).max(), np.abs(expected).max()
         in_float32 = IN_FLOAT32.search(path) is not None

@@ -28,16 +28,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jhpt.sharding import gather
 from jhpt.sharding.gather import gathered
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-told = set()
-asked, gather._to_all = gather._to_all, lambda everywhere: told.add(everywhere) or asked(everywhere)
+shardings = set()
+to_all, gather._to_all = gather._to_all, lambda everywhere: shardings.add(everywhere) or to_all(everywhere)
 mesh = jax.make_mesh((4,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
 shares = jax.make_array_from_callback((4, 384), NamedSharding(mesh, PartitionSpec("all")), lambda at: np.ones((1, 384)))
 total = jax.jit(lambda shares: shares.sum(0), out_shardings=NamedSharding(mesh, PartitionSpec()))
 for turn in range(100):
-    found = gathered(np.float64(rank + turn / 3))
-    assert found.tolist() == [turn / 3, 1 + turn / 3], found
+    result = gathered(np.float64(rank + turn / 3))
+    assert result.tolist() == [turn / 3, 1 + turn / 3], result
     assert np.all(np.asarray(total(shares).addressable_data(1)) == 4)
-(sharding,) = told
+(sharding,) = shardings
 assert [device.process_index for device in sharding.mesh.devices.flat] == [0, 1], "one device of each process"
 assert gathered(np.array([[rank, 2**53 + rank]])).tolist() == [[[0, 2**53]], [[1, 2**53 + 1]]]
 sys.stdout.flush()
@@ -47,9 +47,9 @@ os._exit(0)
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{value.dtype}{list(value.shape)}")
 def test_one_process_tells_itself(value):
-    found = gathered(value)
-    assert (found.shape, found.dtype) == ((1, *value.shape), value.dtype)
-    assert np.array_equal(found[0], value)
+    result = gathered(value)
+    assert (result.shape, result.dtype) == ((1, *value.shape), value.dtype)
+    assert np.array_equal(result[0], value)
 
 
 def test_two_processes_of_two_devices():

@@ -87,8 +87,8 @@ def doubled(stored):
 
 def thirds(gradient, total):
     """Gradients are stored as thirds."""
-    own = jax.tree.map(lambda leaf: leaf / 3, gradient)
-    return own if total is None else jax.tree.map(jnp.add, own, total)
+    third = jax.tree.map(lambda leaf: leaf / 3, gradient)
+    return third if total is None else jax.tree.map(jnp.add, third, total)
 
 
 def in_order(params, x, keys):
@@ -121,8 +121,8 @@ def test_a_loop_is_autodiff_of_its_layers(way, wrapped, stream, adds):
     y, pull = jax.vjp(lambda params, x: in_order(params, x, keys), params, x)
     gradient, down = pull(error)
     gradient = jax.tree.map(lambda leaf: leaf / 3 + adds, gradient)
-    found = both(halves, x, keys, error, total)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves((y, gradient, down, params)), strict=True):
+    actual = both(halves, x, keys, error, total)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves((y, gradient, down, params)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -141,10 +141,10 @@ def test_layers_draw_by_their_number_in_the_model():
 @pytest.mark.parametrize(("ahead", "order"), [(0, [0, 1, 2, 2, 1, 0]), (1, [0, 1, 2, 2, 1, 0, 0])])
 def test_nothing_is_fetched_twice_on_one_way(ahead, order):
     """Ahead, the last fetch of the forward pass is the first of the backward pass; the very last one is not used."""
-    asked = []
+    fetched = []
 
     def noted(stored):
-        jax.debug.callback(lambda at: asked.append(int(at)), stored["at"], ordered=True)
+        jax.debug.callback(lambda at: fetched.append(int(at)), stored["at"], ordered=True)
         return stored["w"]
 
     loop = LayerLoop(
@@ -153,7 +153,7 @@ def test_nothing_is_fetched_twice_on_one_way(ahead, order):
         count=COUNT,
         unroll=False,
         fetch=noted,
-        finish=lambda own, total: own,
+        finish=lambda gradient, total: gradient,
         prefetch=ahead,
     )
     params = {"w": jnp.arange(1.0, COUNT + 1), "at": jnp.arange(COUNT)}
@@ -166,7 +166,7 @@ def test_nothing_is_fetched_twice_on_one_way(ahead, order):
     x, keys, _ = inputs()
     y, gradient, down = both(params, x, keys)
     jax.effects_barrier()
-    assert asked == order
+    assert fetched == order
     np.testing.assert_allclose(y, 6 * x, rtol=1e-6)
     np.testing.assert_allclose(down, jnp.full_like(x, 6), rtol=1e-6)
     np.testing.assert_allclose(gradient, 6 * jnp.sum(x) / params["w"], rtol=1e-4)

@@ -113,15 +113,15 @@ def test_inputs_in_chunks_are_kept_once(name, host):
     chunked, (x, at) = ChunkedSamples(halves=halves, chunks=2, in_turn=True), inputs()
     params = layer_of(name)[1]
     split = split_layer(policy(chunked.layer), params, chunked.opened(params, x, at), at)
-    of_samples = [own for own in split.shapes if len(own.shape) == x.ndim]
-    assert {own.shape for own in of_samples} == {(ROWS // 2, LENGTH, WIDTH)}
-    here = [own for own in of_samples if own.memory_space == jax.memory.Space.Device]
+    of_samples = [tensor for tensor in split.shapes if len(tensor.shape) == x.ndim]
+    assert {tensor.shape for tensor in of_samples} == {(ROWS // 2, LENGTH, WIDTH)}
+    here = [tensor for tensor in of_samples if tensor.memory_space == jax.memory.Space.Device]
     cluster = find_cluster("h100x1x1")
     profile = analytic_profile(load_config("bert-tiny" if name == "bert" else "gpt-tiny"), cluster.nodes[0].device)
     costs = CostModel(profile, cluster)
     assert len(here) / 2 == costs.activations.input_shares(2)[bool(host)]
     assert len(of_samples) - len(here) == (2 if host else 0)
-    assert all(len(own.shape) == 1 for own in split.shapes if own not in of_samples)
+    assert all(len(tensor.shape) == 1 for tensor in split.shapes if tensor not in of_samples)
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
@@ -137,8 +137,8 @@ def test_forward_and_backward_are_autodiff(name, wrapped):
         expected, pull = jax.vjp(lambda params, x: block(params, x, keys), params, x)
         return (y, *split.backward(params, keys, saved, error)), (expected, *pull(error))
 
-    found, expected = compiled(both, params, x, keys, error)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    actual, expected = compiled(both, params, x, keys, error)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 

@@ -212,10 +212,10 @@ def test_rows_lie_device_after_device_chunk_after_chunk():
         "blocks": {"w": jnp.arange(1.0, 6.0)},
         "head": {"tokens": jnp.full((2, 1), 9.0)},
     }
-    found = layout.stored(tree)
-    assert found["blocks"]["w"].tolist() == [1, 2, 4, 0, 3, 0, 5, 0]
-    assert found["embedding"]["tokens"][:, 0, 0].tolist() == [7, 9]  # the head's own table has the last slot
-    assert "tokens" not in found["head"]
+    stored = layout.stored(tree)
+    assert stored["blocks"]["w"].tolist() == [1, 2, 4, 0, 3, 0, 5, 0]
+    assert stored["embedding"]["tokens"][:, 0, 0].tolist() == [7, 9]  # the head's own table has the last slot
+    assert "tokens" not in stored["head"]
 
 
 def test_runs_are_neighbours_of_one_degree():

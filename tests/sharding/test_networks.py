@@ -31,8 +31,8 @@ def make_plan(network, degrees, *, devices=4, micro_batches=1, zero=0, schedule=
     edges = [0, *cuts, layers]
     parts = [Chunk(first=a, runs=runs_of(degrees[a:b])) for a, b in itertools.pairwise(edges)]
     pipe = len(parts) // chunks
-    own = devices // pipe
-    stages = tuple(Stage(device=s * own, devices=own, chunks=tuple(parts[s::pipe])) for s in range(pipe))
+    per_stage = devices // pipe
+    stages = tuple(Stage(device=s * per_stage, devices=per_stage, chunks=tuple(parts[s::pipe])) for s in range(pipe))
     return Plan(
         model="network",
         cluster="test",
@@ -65,9 +65,9 @@ def gradients(network, plan):
 
     @jax.jit
     def run(stored):
-        found, sums = execution.gradients(stored, rows, jax.random.key(7))
+        grads, sums = execution.gradients(stored, rows, jax.random.key(7))
         alone = execution.sums(stored, rows, jax.random.key(7))
-        return layout.model_tree(found, execution.tied), sums, alone, execution.norm(found)
+        return layout.model_tree(grads, execution.tied), sums, alone, execution.norm(grads)
 
     back, sums, alone, norm = run(stored)
     leaves = {path_name(path): np.asarray(leaf, np.float64) for path, leaf in jax.tree_util.tree_leaves_with_path(back)}
@@ -85,15 +85,15 @@ def reference(network):
 
 
 def check(network, plan):
-    found, loss, norm, alone = gradients(network, plan)
+    actual, loss, norm, alone = gradients(network, plan)
     expected, expected_loss, expected_norm, _ = reference(network)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert alone == pytest.approx(expected_loss, rel=1e-5)
     assert norm == pytest.approx(expected_norm, rel=1e-5)
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for path, leaf in expected.items():
         assert np.abs(leaf).max() > 0, path
-        assert np.abs(found[path] - leaf).max() <= 2e-5 * np.abs(leaf).max(), path
+        assert np.abs(actual[path] - leaf).max() <= 2e-5 * np.abs(leaf).max(), path
 
 
 VGG_PLANS = {

@@ -17,9 +17,9 @@ def both(part, y):
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
 def test_values_and_gradients_are_as_they_were(dtype):
     part, y = jnp.asarray([3.0, -1.0], dtype), jnp.asarray([[0.5], [jnp.finfo(dtype).max]], dtype)
-    found, pull = jax.vjp(jax.jit(both), part, y)
+    values, pull = jax.vjp(jax.jit(both), part, y)
     errors = jnp.asarray([2.0, 7.0], dtype), jnp.asarray([[1.0], [-4.0]], dtype)
-    for one, other in zip((*found, *pull(errors)), (part, y, *errors), strict=True):
+    for one, other in zip((*values, *pull(errors)), (part, y, *errors), strict=True):
         assert one.dtype == dtype
         np.testing.assert_array_equal(one, other)
 

@@ -93,12 +93,12 @@ def _definition(setup):
     noise = fold(keys, DROPOUT) if config.model.dropout else None
 
     def run(params):
-        loss, found = jax.value_and_grad(lambda params: jnp.mean(nll(params, noise)))(params)
-        return found, loss, nll(params, None)
+        loss, grads = jax.value_and_grad(lambda params: jnp.mean(nll(params, noise)))(params)
+        return grads, loss, nll(params, None)
 
-    found, loss, each = compiled(run, params)
+    grads, loss, each = compiled(run, params)
     each = np.asarray(each, np.float64)
-    return by_path(found), float(loss), np.sum(each * WEIGHTS[:, None]), np.sum(WEIGHTS) * each.shape[1]
+    return by_path(grads), float(loss), np.sum(each * WEIGHTS[:, None]), np.sum(WEIGHTS) * each.shape[1]
 
 
 # What is found.
@@ -110,22 +110,22 @@ def gradients(setup):
     rows = Rows(jax.device_put(batch(setup, BATCH), setup.layout.batch))
 
     def run(params, rows):
-        found, sums = setup.training.gradients(params, rows, jax.random.key(KEY))
-        return found, sums.nll / sums.tokens, setup.training.norm(found)
+        grads, sums = setup.training.gradients(params, rows, jax.random.key(KEY))
+        return grads, sums.nll / sums.tokens, setup.training.norm(grads)
 
-    found, loss, norm = compiled(run, params, rows)
-    return by_path(setup.layout.model_tree(found, setup.training.tied)), float(loss), float(norm)
+    grads, loss, norm = compiled(run, params, rows)
+    return by_path(setup.layout.model_tree(grads, setup.training.tied)), float(loss), float(norm)
 
 
 def check_gradients(setup_of, name, blocks, unrolled, plan, **changes):
-    found, loss, norm = gradients(laid_out(setup_of(name, blocks, unrolled), plan, **changes))
+    actual, loss, norm = gradients(laid_out(setup_of(name, blocks, unrolled), plan, **changes))
     expected, expected_loss, *_ = definition(setup_of, name, blocks)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert norm == pytest.approx(sum(np.sum(leaf**2) for leaf in expected.values()) ** 0.5, rel=1e-5)
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     largest = max(np.abs(leaf).max() for leaf in expected.values())
     for path, leaf in expected.items():
-        error = np.abs(found[path] - leaf).max()
+        error = np.abs(actual[path] - leaf).max()
         assert error <= 1e-5 * largest, path
         if path in ZERO_GRADIENT:
             assert error == 0 and not leaf.any(), path
@@ -138,10 +138,10 @@ def check_sums(setup_of, name, blocks, plan, **changes):
     setup = laid_out(setup_of(name, blocks, NONE), plan, **changes)
     params = stored(setup, random_params(setup))
     rows = Rows(*(jax.device_put(leaf, setup.layout.batch) for leaf in (batch(setup, BATCH), WEIGHTS)))
-    found = compiled(lambda params, rows: setup.evaluation.sums(params, rows, jax.random.key(KEY)), params, rows)
+    sums = compiled(lambda params, rows: setup.evaluation.sums(params, rows, jax.random.key(KEY)), params, rows)
     *_, nll, tokens = definition(setup_of, name, blocks)
-    assert found.tokens == tokens
-    assert [found.nll, found.loss] == pytest.approx([nll, nll], rel=1e-5)
+    assert sums.tokens == tokens
+    assert [sums.nll, sums.loss] == pytest.approx([nll, nll], rel=1e-5)
 
 
 # Plans of one tensor degree.
@@ -183,7 +183,7 @@ def fits(stages, schedule, data, tensor, pieces, zero, name, saved, ahead, seque
     return stages * data * tensor <= 8 and shape in BLOCKS[chunks_of(stages, schedule)]
 
 
-def how(saved, ahead, sequence, chunks):
+def variant(saved, ahead, sequence, chunks):
     """(layers that are unrolled at most, settings of the plan, changes of the execution)"""
     plan = {"recompute": "input" in saved, "prefetch": ahead, "sequence": sequence, "sample_chunks": chunks}
     return NONE if "loop" in saved else ALL, plan, {"overlap": ahead > 0}
@@ -191,7 +191,7 @@ def how(saved, ahead, sequence, chunks):
 
 def check_case(setup_of, stages, schedule, data, tensor, pieces, zero, name, saved, ahead, sequence, chunks, shape):
     blocks = BLOCKS[chunks_of(stages, schedule)][shape]
-    unrolled, settings, changes = how(saved, ahead, sequence, chunks)
+    unrolled, settings, changes = variant(saved, ahead, sequence, chunks)
     settings |= {"schedule": schedule, "zero": zero, "micro_batches": pieces * stages, "batch": BATCH}
     layers = spread(blocks, chunks_of(stages, schedule), shape)
     plan = piped(layers, stages, data=data, tensor=tensor, **settings)
@@ -327,11 +327,11 @@ def test_chunks_compute_what_the_whole_does(setup_of, name, stages, chunks):
         n: piped(layers, stages, tensor=4, batch=BATCH, micro_batches=stages, sample_chunks=n) for n in (1, chunks)
     }
     expected, expected_loss, _ = gradients(laid_out(setup_of(name, 3, NONE), plans[1]))
-    found, loss, _ = gradients(laid_out(setup_of(name, 3, NONE), plans[chunks], overlap=stages == 1))
+    actual, loss, _ = gradients(laid_out(setup_of(name, 3, NONE), plans[chunks], overlap=stages == 1))
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     largest = max(np.abs(leaf).max() for leaf in expected.values())
     for path, leaf in expected.items():
-        assert np.abs(found[path] - leaf).max() <= 1e-6 * largest, path
+        assert np.abs(actual[path] - leaf).max() <= 1e-6 * largest, path
 
 
 # Plans of one stage whose layers differ.
@@ -356,7 +356,7 @@ MIXED = [
 
 def check_mixed(setup_of, layers, micro_batches, zero, saved, ahead, sequence, chunks):
     name, degrees = DEGREES[layers]
-    unrolled, settings, changes = how(saved, ahead, sequence, chunks)
+    unrolled, settings, changes = variant(saved, ahead, sequence, chunks)
     plan = mixed(degrees, batch=BATCH, micro_batches=micro_batches, zero=zero, **settings)
     check_gradients(setup_of, name, len(degrees) - 2, unrolled, plan, **changes)
 

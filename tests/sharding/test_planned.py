@@ -66,14 +66,14 @@ def drawn_problem(rng, config):
     network = cluster.network.model_copy(update={"bandwidth": scale * cluster.network.bandwidth, "latency": 1e-5})
     cluster = cluster.model_copy(update={"nodes": nodes, "network": network})
     profile = drawn_profile(rng, analytic_profile(config, device, "float32"))
-    asked = request(
+    requested = request(
         BATCH,
         tuple(rng.choice([2, 4, 8, 16], 2, replace=False).tolist()),
         zero=tuple(rng.choice([0, 1, 3], 2, replace=False).tolist()),
         recompute=(bool(rng.integers(2)),),
         schedules=tuple(rng.choice(["gpipe", "1f1b", "interleaved"], 2, replace=False).tolist()),
     )
-    return profile, cluster, asked
+    return profile, cluster, requested
 
 
 def check(setup_of, seed):

@@ -41,7 +41,7 @@ def test_plans_agree(setup_of, kind):
     name, plan = PLANS[kind]
     expected, expected_loss, *_ = definition(setup_of, name, 3)
     one, loss, _ = gradients(in_8_bits(setup_of, name, ALL, ONE))
-    found, other, _ = gradients(in_8_bits(setup_of, name, NONE, plan))
+    actual, other, _ = gradients(in_8_bits(setup_of, name, NONE, plan))
     off = distance(one, expected)
     assert loss == pytest.approx(expected_loss, rel=1e-2) and 0.01 < off < 0.2
-    assert other == pytest.approx(loss, rel=1e-4) and distance(found, one) < off / 5
+    assert other == pytest.approx(loss, rel=1e-4) and distance(actual, one) < off / 5

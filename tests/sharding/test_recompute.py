@@ -25,7 +25,7 @@ def read_by_backward(name):
 def wrapped(name, places):
     """(the block, its parameters); places: of the named tensors."""
     block, params = layer_of(name)
-    at = {place: [tensor for tensor, own in places.items() if own == place] for place in PLACES}
+    at = {place: [tensor for tensor, chosen in places.items() if chosen == place] for place in PLACES}
     return save_named(at["device"], at["host"])(block), block, params
 
 
@@ -50,8 +50,8 @@ def test_what_is_named_is_kept_where_it_is_to_be(name, seed):
     each = {}
     for tensor in places:
         alone, _, _ = wrapped(name, {tensor: "device", "residual_in": "device"})
-        own = [shape.size for shape in split_layer(alone, params, x, at).shapes]
-        each[tensor] = sum(own) - x.size if tensor != "residual_in" else x.size
+        sizes = [shape.size for shape in split_layer(alone, params, x, at).shapes]
+        each[tensor] = sum(sizes) - x.size if tensor != "residual_in" else x.size
     assert sum(each.values()) == sum(shape.size for shape in whole)
     spaces = {"device": stacks.DEVICE, "host": stacks.HOST}
     expected = [
@@ -75,8 +75,8 @@ def test_gradients_are_the_same(name, seed):
         expected, pull = jax.vjp(lambda params, x: plain(params, x, at), params, x)
         return (y, *split.backward(params, at, saved, error)), (expected, *pull(error))
 
-    found, expected = compiled(both, params, x, at, error)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    actual, expected = compiled(both, params, x, at, error)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
 
 
@@ -90,8 +90,8 @@ def test_stacks_lie_where_their_rows_do():
         stacked = stacks.room(jax.tree.map(jax.typeof, rows), (2, 5), jnp.float32(7))
 
         def write(at, stacked):
-            own = here + at, jax.device_put(there + at.astype(there.dtype), stacks.HOST)
-            return stacks.put(stacked, (1, at), own)
+            numbers = here + at, jax.device_put(there + at.astype(there.dtype), stacks.HOST)
+            return stacks.put(stacked, (1, at), numbers)
 
         stacked = jax.lax.fori_loop(1, 5, write, stacked)
         return stacked, stacks.taken(stacked, (1, jnp.int32(4)))

@@ -38,16 +38,16 @@ def test_wrong_gradients_are_noticed(wrong):
 
 
 def test_where_they_are_right_the_plan_stays():
-    said = []
-    assert with_tried_offload(PLAN, said.append, right=lambda: True) == PLAN
-    assert not said
+    messages = []
+    assert with_tried_offload(PLAN, messages.append, right=lambda: True) == PLAN
+    assert not messages
 
 
 def test_where_they_are_wrong_it_is_computed_again_and_said():
-    said = []
-    found = with_tried_offload(PLAN, said.append, right=lambda: False)
-    assert found == PLAN.model_copy(update={"saved": SavedTensors(device=("qkv",))})
-    assert len(said) == 1 and said[0].startswith("warning") and "residual_in, mlp_hidden" in said[0]
+    messages = []
+    plan = with_tried_offload(PLAN, messages.append, right=lambda: False)
+    assert plan == PLAN.model_copy(update={"saved": SavedTensors(device=("qkv",))})
+    assert len(messages) == 1 and messages[0].startswith("warning") and "residual_in, mlp_hidden" in messages[0]
 
 
 @pytest.mark.parametrize("saved", [None, SavedTensors(device=("qkv",))])

@@ -52,13 +52,13 @@ def test_layers_are_clipped_alike_under_any_plan(tiny, preset, plan):
     blocks, rest = norms_of(gradients)
     limit = float(np.median(blocks)) * np.sqrt(BLOCKS + 1)
     rule = clipping(config.optimizer.model_copy(update={"clip_norm": limit}), setup.training)
-    found = compiled(lambda own: rule.clipped(own, jnp.float32(0), None), stored(setup, gradients))
-    found = by_path(on_host(setup.layout.model_tree(jax.tree.map(jnp.asarray, found), setup.training.tied)))
+    clipped = compiled(lambda tree: rule.clipped(tree, jnp.float32(0), None), stored(setup, gradients))
+    clipped = by_path(on_host(setup.layout.model_tree(jax.tree.map(jnp.asarray, clipped), setup.training.tied)))
     part = limit / np.sqrt(BLOCKS + 1)
     for path, leaf in by_path(gradients).items():
         norm = blocks.reshape(-1, *(1,) * (leaf.ndim - 1)) if group_of(path) else rest
-        np.testing.assert_allclose(found[path], leaf * part / np.maximum(norm, part), rtol=2e-6, err_msg=path)
-    assert np.sqrt(sum((leaf**2).sum() for leaf in found.values())) <= limit * (1 + 1e-6)
+        np.testing.assert_allclose(clipped[path], leaf * part / np.maximum(norm, part), rtol=2e-6, err_msg=path)
+    assert np.sqrt(sum((leaf**2).sum() for leaf in clipped.values())) <= limit * (1 + 1e-6)
 
 
 def quadratic_steps(clip, gradients, limit=0.5):
@@ -72,11 +72,11 @@ def quadratic_steps(clip, gradients, limit=0.5):
 
     rate = partial(learning_rate, config, 100)
     step = jax.jit(make_train_step(gradient, optimizer, rate, seed=0, max_bad_steps=9, clip=rule))
-    state, found = init_state({"kernel": jnp.ones(3)}, optimizer, clip=rule), []
-    for own in gradients:
-        state, metrics = step(state, jnp.asarray(own, jnp.float32))
-        found.append((float(metrics.grad_norm), np.asarray(state.params["kernel"]), state.norm))
-    return found
+    state, steps = init_state({"kernel": jnp.ones(3)}, optimizer, clip=rule), []
+    for vector in gradients:
+        state, metrics = step(state, jnp.asarray(vector, jnp.float32))
+        steps.append((float(metrics.grad_norm), np.asarray(state.params["kernel"]), state.norm))
+    return steps
 
 
 def test_previous_takes_the_norm_of_the_last_step_that_was_taken():
@@ -86,14 +86,14 @@ def test_previous_takes_the_norm_of_the_last_step_that_was_taken():
     params, last = {"kernel": jnp.ones(3)}, 0.0
     reference = optax.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.1)
     moments = reference.init(params)
-    for at, (norm, found, saved) in enumerate(quadratic_steps("previous", rows)):
+    for at, (norm, kernel, saved) in enumerate(quadratic_steps("previous", rows)):
         if at != 3:
             clipped = {"kernel": jnp.asarray(rows[at] * 0.5 / max(0.5, last), jnp.float32)}
             updates, moments = reference.update(clipped, moments, params)
             params, last = optax.apply_updates(params, updates), np.linalg.norm(rows[at])
             assert norm == pytest.approx(last, rel=1e-6)
         assert float(saved) == pytest.approx(last, rel=1e-6)
-        np.testing.assert_allclose(found, params["kernel"], rtol=1e-5)
+        np.testing.assert_allclose(kernel, params["kernel"], rtol=1e-5)
 
 
 def test_only_previous_keeps_a_norm():
@@ -116,15 +116,15 @@ def test_a_step_clipped_by_layers_is_a_step_of_clipped_gradients(tiny, stages):
     after, _ = compiled(step, state, rows)
 
     def reference(state):
-        own, _ = gradients(state.params, rows, jax.random.key(0))
-        tree = setup.layout.model_tree(own, setup.training.tied)
+        grads, _ = gradients(state.params, rows, jax.random.key(0))
+        tree = setup.layout.model_tree(grads, setup.training.tied)
         blocks = jax.tree.map(lambda leaf: (leaf**2).reshape(BLOCKS, -1).sum(1), tree["blocks"])
         norm = jnp.sqrt(sum(jax.tree.leaves(blocks)))
         rest = optax.tree.norm({name: part for name, part in tree.items() if name != "blocks"})
         part = 0.3 / (BLOCKS + 1) ** 0.5
         cut = lambda leaf, norm: leaf * (part / jnp.maximum(norm, part)).reshape(-1, *(1,) * (leaf.ndim - 1))  # noqa: E731
         clipped = {
-            name: jax.tree.map(lambda leaf: leaf * part / jnp.maximum(rest, part), own) for name, own in tree.items()
+            name: jax.tree.map(lambda leaf: leaf * part / jnp.maximum(rest, part), each) for name, each in tree.items()
         }
         clipped["blocks"] = jax.tree.map(lambda leaf: cut(leaf, norm), tree["blocks"])
         whole = setup.layout.model_tree(state.params, setup.training.tied)
@@ -132,8 +132,8 @@ def test_a_step_clipped_by_layers_is_a_step_of_clipped_gradients(tiny, stages):
         return jax.tree.map(lambda p, d: p - 1e-2 * d, whole, directions)
 
     expected = by_path(compiled(reference, state))
-    found = by_path(on_host(setup.layout.model_tree(jax.tree.map(jnp.asarray, after.params), setup.training.tied)))
+    actual = by_path(on_host(setup.layout.model_tree(jax.tree.map(jnp.asarray, after.params), setup.training.tied)))
     moved = by_path(random_params(setup))
     for path, leaf in expected.items():
         if not path.endswith("qkv/bias"):  # keys' have no gradient but rounding
-            np.testing.assert_allclose(found[path] - moved[path], leaf - moved[path], atol=2e-4, err_msg=path)
+            np.testing.assert_allclose(actual[path] - moved[path], leaf - moved[path], atol=2e-4, err_msg=path)

@@ -46,10 +46,10 @@ def compared(preset, cluster, batch, **parallel):
 
 def check_traffic(both):
     """Bytes on the wire within 5 %, of every kind that carries more than 2 % of them within 10 %."""
-    for stage, (found, expected) in enumerate(zip(both.reading.stages, both.predicted, strict=True)):
+    for stage, (actual, expected) in enumerate(zip(both.reading.stages, both.predicted, strict=True)):
         total = sum(sent.bytes for sent in expected.values())
-        assert found.bytes == pytest.approx(total, rel=0.05)
-        assert found.guessed == 0
+        assert actual.bytes == pytest.approx(total, rel=0.05)
+        assert actual.guessed == 0
         for way, compiled, planned in both.ways(stage):
             if max(compiled.bytes, planned.bytes) > 0.02 * total:
                 assert compiled.bytes == pytest.approx(planned.bytes, rel=0.1), way
@@ -186,11 +186,11 @@ def test_sums_of_blocks_send_what_the_formula_says(name):
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages():
     """Of two sequences each: 0.30.  Of one, weights and gradients are a larger part of both, and it is 0.36."""
     parallel = {"data": 2, "pipe": 4, "micro_batches": 32}
-    found = {
+    readings = {
         schedule: compared("gpt2-1.5b", find_cluster("h100x8x1"), 128, **parallel, schedule=schedule)
         for schedule in ("1f1b", "gpipe")
     }
-    temporaries = {name: both.reading.memory.temporaries for name, both in found.items()}
+    temporaries = {name: both.reading.memory.temporaries for name, both in readings.items()}
     assert temporaries["1f1b"] <= 0.35 * temporaries["gpipe"]
 
 
@@ -243,14 +243,14 @@ def test_what_is_chosen_takes_what_is_predicted(name):
     )
     differs = []
     for plan in plans:
-        found = compiled_step(config, plan, cluster)
-        assert temporaries(plan, profile, cluster) == pytest.approx(found.memory.temporaries, rel=0.1)
-        more = found.memory.device - first.memory.device
+        reading = compiled_step(config, plan, cluster)
+        assert temporaries(plan, profile, cluster) == pytest.approx(reading.memory.temporaries, rel=0.1)
+        more = reading.memory.device - first.memory.device
         differs.append(abs(more) >= first.memory.temporaries / 3)
         assert not differs[-1] or more == pytest.approx(planned(plan) - least, rel=0.1)
         host = sum(one.bytes for one in tensors if one.name in plan.saved.host)
-        assert (found.memory.host > 0) == (host > 0)
-        again = sum(stage.flops for stage in found.stages) - flops[1]
+        assert (reading.memory.host > 0) == (host > 0)
+        again = sum(stage.flops for stage in reading.stages) - flops[1]
         share = repeated(tensors, plan.saved).seconds / whole
         assert again == pytest.approx(share * (flops[0] - flops[1]), rel=0.02)
     assert any(differs)
@@ -284,12 +284,12 @@ def test_what_is_chosen_for_the_host_is_there(name):
     for memory in (least + 0.1 * (most - least), least - 0.5 * (least - nothing)):
         plan = with_names(bare, CostModel(profile, sized(devices, memory)), host=True)
         assert plan is not None and plan.saved is not None and plan.saved.host
-        found = compiled_step(config, plan, cluster)
-        assert planned(plan) == pytest.approx(found.memory.device, rel=0.2)
+        reading = compiled_step(config, plan, cluster)
+        assert planned(plan) == pytest.approx(reading.memory.device, rel=0.2)
         stages = evaluate(plan, profile, cluster).stages
         # The program is one, and its stacks are as long on every stage.
         fullest = devices * max(waiting_bytes(plan, profile, plan.saved))
-        assert found.memory.host * devices == pytest.approx(fullest, rel=0.05)
+        assert reading.memory.host * devices == pytest.approx(fullest, rel=0.05)
         assert max(stage.total_host_bytes for stage in stages) <= fullest
 
 
@@ -367,14 +367,14 @@ def test_temporaries_are_those_predicted(name):
     config = load_config(preset, {"data.batch_size": batch, "model.num_layers": layers} | by_hand)
     cluster = sized(devices, 80e9)
     profile, bare = analytic_profile(config, cluster.nodes[0].device), plan_by_hand(config, devices)
-    found = []
+    reading = []
     for saved in policies:
         plan = bare.model_copy(update={"recompute": saved is not None, "saved": saved if saved != NOTHING else None})
         compiled = compiled_step(config, plan, cluster).memory.temporaries
         planned = temporaries(plan, profile, cluster)
         assert planned == pytest.approx(compiled, rel=0.1), saved
-        found.append((planned, compiled))
-    for planned, compiled in found[1:]:
-        least_planned, least = found[0]
+        reading.append((planned, compiled))
+    for planned, compiled in reading[1:]:
+        least_planned, least = reading[0]
         if abs(compiled - least) >= least / 3:
             assert planned - least_planned == pytest.approx(compiled - least, rel=0.1)

@@ -35,9 +35,9 @@ PLANS = {
 }
 
 
-def found(setup_of, name, plan, how, **changes):
+def compressed_gradients(setup_of, name, plan, compression, **changes):
     """(gradients by path, loss)"""
-    plan = plan.model_copy(update={"compression": how})
+    plan = plan.model_copy(update={"compression": compression})
     return gradients(laid_out(setup_of(name, 3, NONE), plan, **changes))[:2]
 
 
@@ -55,11 +55,11 @@ NEAR = [
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "how", "most"),
+    ("name", "kind", "compression", "most"),
     quick_and_exhaustive(NEAR, NEAR[:2]),
 )
-def test_gradients_are_near_the_uncompressed_ones(setup_of, name, kind, how, most):
-    grads, loss = found(setup_of, name, PLANS[kind], how)
+def test_gradients_are_near_the_uncompressed_ones(setup_of, name, kind, compression, most):
+    grads, loss = compressed_gradients(setup_of, name, PLANS[kind], compression)
     expected, expected_loss, *_ = definition(setup_of, name, 3)
     assert loss == pytest.approx(expected_loss, rel=1e-2)
     assert 1e-4 < distance(grads, expected) < most
@@ -67,18 +67,18 @@ def test_gradients_are_near_the_uncompressed_ones(setup_of, name, kind, how, mos
 
 def test_recomputation_and_pipelines_choose_the_same_tokens(setup_of):
     """Another choice of tokens would be another loss."""
-    how = Compression(bits=8, tokens=0.4, rest_bits=0)
-    grads, loss = found(setup_of, "bert", PLANS["tensor 4"], how)
+    compression = Compression(bits=8, tokens=0.4, rest_bits=0)
+    grads, loss = compressed_gradients(setup_of, "bert", PLANS["tensor 4"], compression)
     for kind in ("tensor 4, recomputed", "pipeline x tensor"):
-        again, same_loss = found(setup_of, "bert", PLANS[kind], how)
+        again, same_loss = compressed_gradients(setup_of, "bert", PLANS[kind], compression)
         assert same_loss == pytest.approx(loss, rel=1e-4)
         assert distance(again, grads) < 0.02
 
 
 def test_directions_can_be_switched_off(setup_of):
     expected, expected_loss, *_ = definition(setup_of, "gpt-untied", 3)
-    forward = found(setup_of, "gpt-untied", PLANS["tensor 4"], Compression(bits=4, backward=False))
-    backward = found(setup_of, "gpt-untied", PLANS["tensor 4"], Compression(bits=4, forward=False))
+    forward = compressed_gradients(setup_of, "gpt-untied", PLANS["tensor 4"], Compression(bits=4, backward=False))
+    backward = compressed_gradients(setup_of, "gpt-untied", PLANS["tensor 4"], Compression(bits=4, forward=False))
     assert abs(forward[1] / expected_loss - 1) > 1e-6
     assert backward[1] == pytest.approx(expected_loss, rel=1e-6) and distance(backward[0], expected) > 1e-3
 
@@ -112,12 +112,12 @@ def test_refusals(tiny, overrides, words):
 def test_a_causal_choice_knows_no_later_token(setup_of, ranks, rest_bits):
     """Logits stay what they are, bit for bit, when only later tokens change; by attention received they do not."""
     plan = piped([5], 1, tensor=ranks, batch=BATCH)
-    how = Compression(bits=8, tokens=0.5, rest_bits=rest_bits)
-    assert gathers(ranks, how) == (ranks == 4)
+    compression = Compression(bits=8, tokens=0.5, rest_bits=rest_bits)
+    assert gathers(ranks, compression) == (ranks == 4)
     setup = setup_of("gpt-tied", 3, NONE)
     moved = {}
     for importance in ("own", "attention"):
-        changes = {"compression": how.model_copy(update={"importance": importance})}
+        changes = {"compression": compression.model_copy(update={"importance": importance})}
         other = laid_out(setup, plan.model_copy(update=changes))
         moved[importance] = leak(other, stored(other, random_params(setup)))
     assert moved["own"]["logits"] == 0 < moved["attention"]["logits"]
@@ -132,14 +132,14 @@ def test_all_ranks_choose_by_the_rule(causal):
     residual = jax.random.normal(keys[2], (2, 24, 16))
 
     def chosen(importance):
-        how = DROPS.model_copy(update={"importance": importance})
-        hooks = compressed_hooks(("t",), ranks, how, causal=causal)
+        compression = DROPS.model_copy(update={"importance": importance})
+        hooks = compressed_hooks(("t",), ranks, compression, causal=causal)
         return np.asarray(on_ranks(ranks, lambda q, k: hooks.important(q, k, None, residual), q, k))
 
-    own, attention, auto = (chosen(importance) for importance in ("own", "attention", "auto"))
+    own_sums, attention, auto = (chosen(importance) for importance in ("own", "attention", "auto"))
     count = tokens_of(DROPS, 24)
     heads = jnp.concatenate([*q], 2), jnp.concatenate([*k], 2)
     received = attention_importance(*heads, causal=causal, implementation="reference")
-    assert np.array_equal(own, [causal_choice(jnp.sum(residual**2, 2), count)] * ranks)
+    assert np.array_equal(own_sums, [causal_choice(jnp.sum(residual**2, 2), count)] * ranks)
     assert np.array_equal(attention, [token_topk(received, count, implementation="reference")] * ranks)
-    assert np.array_equal(auto, own if causal else attention) and not np.array_equal(own, attention)
+    assert np.array_equal(auto, own_sums if causal else attention) and not np.array_equal(own_sums, attention)

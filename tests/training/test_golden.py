@@ -44,15 +44,15 @@ def losses(name: str, corpus, out) -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_are_the_golden_ones(name, corpus, tmp_path):
     golden = json.loads(Path(__file__).with_name("golden.json").read_text())[name]
-    found = losses(name, corpus, tmp_path / "run")
+    recorded = losses(name, corpus, tmp_path / "run")
     for kind in ("loss", "validation"):
-        assert found[kind] == pytest.approx(golden[kind], rel=2e-5)  # machines and jax versions add up differently
+        assert recorded[kind] == pytest.approx(golden[kind], rel=2e-5)  # machines and jax versions add up differently
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         corpus = conftest.write_corpus(Path(folder) / "corpus")
         stdout, sys.stdout = sys.stdout, sys.stderr
-        found = {name: losses(name, corpus, Path(folder) / name) for name in RUNS}
+        recorded = {name: losses(name, corpus, Path(folder) / name) for name in RUNS}
         sys.stdout = stdout
-    print(json.dumps(found, indent=1))
+    print(json.dumps(recorded, indent=1))

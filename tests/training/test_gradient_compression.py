@@ -77,19 +77,19 @@ QUICK = (
 @pytest.mark.parametrize("kind", quick_and_exhaustive(PLANS, QUICK))
 def test_what_is_applied_and_what_is_left_are_the_gradient(setup_of, kind):
     """In two steps, the second of which has what the first has left; biases and scales of norms are exact."""
-    name, how, plan, changes = PLANS[kind]
-    setup = laid_out(setup_of(name, 3, NONE), plan.model_copy(update={"gradient_compression": how}), **changes)
+    name, compression, plan, changes = PLANS[kind]
+    setup = laid_out(setup_of(name, 3, NONE), plan.model_copy(update={"gradient_compression": compression}), **changes)
     layout, tied, params = setup.layout, setup.training.tied, stored(setup, random_params(setup))
     rows = Rows(jax.device_put(batch(setup, BATCH), layout.batch))
     run = jax.jit(lambda left: setup.training.compressed_gradients(params, rows, jax.random.key(KEY), left))
-    left = feedback.fresh(layout, params, how)
+    left = feedback.fresh(layout, params, compression)
     left = jax.device_put(left, feedback.shardings(layout, left))
     expected, *_ = definition(setup_of, name, 3)
     largest = max(np.abs(leaf).max() for leaf in expected.values())
     before = dict.fromkeys(expected, 0.0)
     for _ in range(2):
-        found, sums, left = run(left)
-        total = by_path(layout.model_tree(on_host(found), tied))
+        grads, sums, left = run(left)
+        total = by_path(layout.model_tree(on_host(grads), tied))
         units = rows.windows.size / float(sums.tokens)
         saved = by_path(jax.tree.map(lambda leaf: leaf.sum(0), _saved(layout, left, tied)["residual"]))
         saved = {path: units * leaf for path, leaf in saved.items()}
@@ -115,9 +115,9 @@ KINDS = {
 }
 
 
-def overrides(corpus, how, **parallel):
+def overrides(corpus, compression, **parallel):
     parallel = {f"parallel.{name}": value for name, value in ({"data": 4} | parallel).items()}
-    return tiny_overrides(corpus) | {"parallel.gradient_compression": how} | parallel
+    return tiny_overrides(corpus) | {"parallel.gradient_compression": compression} | parallel
 
 
 def trained(config, steps, state=None, spoil=()):
@@ -210,8 +210,8 @@ PLACES = [
 
 def test_on_other_ranks_the_sum_of_what_is_left_stays(tmp_path, corpus):
     """From checkpoint to checkpoint under other plans, whatever the number of ranks and stages."""
-    how = KINDS["topk"]
-    config = load_config("gpt-tiny", overrides(corpus, how) | {"data.batch_size": 24})
+    compression = KINDS["topk"]
+    config = load_config("gpt-tiny", overrides(corpus, compression) | {"data.batch_size": 24})
     setup, step, state, _ = trained(config, 2)
     expected = None
     for place, settings in enumerate(PLACES):
@@ -221,7 +221,7 @@ def test_on_other_ranks_the_sum_of_what_is_left_stays(tmp_path, corpus):
         assert expected is None or all(np.allclose(here[path], leaf, rtol=1e-6, atol=1e-9) for path, leaf in expected)
         expected = list(here.items())
         assert all(np.abs(leaf).max() > 0 for _, leaf in expected)
-        config = load_config("gpt-tiny", overrides(corpus, how, **settings) | {"data.batch_size": 24})
+        config = load_config("gpt-tiny", overrides(corpus, compression, **settings) | {"data.batch_size": 24})
         setup = prepare(config)
         step = compile_step(setup)
         with Checkpoints(tmp_path / str(place), CheckpointConfig()) as checkpoints:
@@ -248,9 +248,11 @@ def test_compression_may_begin_and_end_with_any_checkpoint(tmp_path, corpus):
         "record",
         "state",
     }
-    for steps, how in ((4, "quantize"), (6, KINDS["topk"]), (8, "off")):
+    for steps, compression in ((4, "quantize"), (6, KINDS["topk"]), (8, "off")):
         jhpt.train(
-            "gpt-tiny", out=tmp_path / "run", overrides=overrides(corpus, how) | settings | {"train.steps": steps}
+            "gpt-tiny",
+            out=tmp_path / "run",
+            overrides=overrides(corpus, compression) | settings | {"train.steps": steps},
         )
     log = (tmp_path / "run" / "train.log").read_text()
     assert log.count("are dropped") == 1

@@ -55,8 +55,8 @@ def made(tiny):
             clip=clipping(config.optimizer, execution),
         )
         params = jax.tree.map(jnp.asarray, random_params(setup))
-        own = Offload(update_in_backward=config.optimizer.update_in_backward, **offload)
-        offloaded = laid_out(prepared, plan.model_copy(update={"offload": own}))
+        settings = Offload(update_in_backward=config.optimizer.update_in_backward, **offload)
+        offloaded = laid_out(prepared, plan.model_copy(update={"offload": settings}))
         state = init_state(params, setup.optimizer, clip=clipping(config.optimizer, execution))
         state = jax.device_put(state, setup.layout.shardings(state))
         return setup, jax.jit(plain), state, offloaded_training(offloaded)
@@ -84,8 +84,8 @@ def start(training, state):
     there, place = on_host(state), training.blocks.execution.layout.replicated
 
     def read(like):
-        def leaf(wanted, own):
-            return ... if wanted is ... else own if wanted.sharding is None else jax.device_put(own, place)
+        def leaf(wanted, numbers):
+            return ... if wanted is ... else numbers if wanted.sharding is None else jax.device_put(numbers, place)
 
         return jax.tree.map(leaf, like, there)
 
@@ -107,7 +107,7 @@ def tree_of(training, name, rows):
     """Rows of this name as a tree of stacked leaves."""
     bucket = training.blocks.bucket
     leaves = zip(*(bucket.views(training.blocks.row(name, rows, at)) for at in range(BLOCKS)), strict=True)
-    return jax.tree.unflatten(bucket.tree, [np.stack(own) for own in leaves])
+    return jax.tree.unflatten(bucket.tree, [np.stack(shards) for shards in leaves])
 
 
 STEPPED = [
@@ -135,10 +135,10 @@ def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, mi
     offloaded, step = start(training, state), offloaded_step(training)
     for windows in windows_of(setup):
         state, expected = plain(state, windows)
-        offloaded, found = step(offloaded, windows)
-        assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-6)
-        assert float(found.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-6)
-        assert float(found.learning_rate) == float(expected.learning_rate)
+        offloaded, actual = step(offloaded, windows)
+        assert float(actual.loss) == pytest.approx(float(expected.loss), rel=1e-6)
+        assert float(actual.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-6)
+        assert float(actual.learning_rate) == float(expected.learning_rate)
     kinds = {name: leaf.sharding.memory_kind for name, leaf in offloaded.rows.items()}
     names = {*SAVED} if clip != "global" or clip_norm is None else {*SAVED, GRADIENT}
     moved = {"both": names, "optimizer": {MEAN, SQUARES}, "parameters": {WEIGHTS, GRADIENT} & names}[kind]
@@ -173,10 +173,10 @@ def test_gradients_are_those_of_a_plain_run(made, preset, ranks):
         key = random_key(setup.config.seed, RandomStream.STEP, jnp.int32(at))
         expected = gradients(state.params, windows, key)
         offloaded, _ = step(offloaded, windows)
-        found = by_path(tree_of(training, GRADIENT, offloaded.rows))
+        actual = by_path(tree_of(training, GRADIENT, offloaded.rows))
         largest = max(np.abs(leaf).max() for leaf in by_path(expected).values())
         for path, leaf in by_path(expected["blocks"]).items():
-            assert np.abs(found[path] - leaf).max() <= 1e-6 * largest, (at, path)
+            assert np.abs(actual[path] - leaf).max() <= 1e-6 * largest, (at, path)
         state, _ = plain(state, windows)
 
 
@@ -234,16 +234,18 @@ def test_blocks_step_at_once_down_to_the_first_gradient_that_is_not_finite(made,
     broken = 1
 
     def poisoned(*args):
-        turns = update_in_backward(*args)
+        update = update_in_backward(*args)
 
-        def after_backward(pending, rows, gradient, told):
-            told, left = told
-            told, rows = turns.after_backward(pending, rows, gradient * jnp.where(left == broken, jnp.nan, 1.0), told)
-            return (told, left - 1), rows
+        def after_backward(pending, rows, gradient, state):
+            state, left = state
+            state, rows = update.after_backward(
+                pending, rows, gradient * jnp.where(left == broken, jnp.nan, 1.0), state
+            )
+            return (state, left - 1), rows
 
-        first = lambda sums, pending: (turns.start_backward(sums, pending), jnp.int32(BLOCKS - 1))  # noqa: E731
-        last = lambda told: turns.finish_backward(told[0])  # noqa: E731
-        return replace(turns, start_backward=first, after_backward=after_backward, finish_backward=last)
+        first = lambda sums, pending: (update.start_backward(sums, pending), jnp.int32(BLOCKS - 1))  # noqa: E731
+        last = lambda state: update.finish_backward(state[0])  # noqa: E731
+        return replace(update, start_backward=first, after_backward=after_backward, finish_backward=last)
 
     monkeypatch.setattr("jhpt.training.offloaded_training.update_in_backward", poisoned)
     setup, _, state, training = made("gpt-tiny", 4, clip=clip)

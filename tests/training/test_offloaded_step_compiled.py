@@ -49,26 +49,26 @@ def memory(preset, layers, clip="global"):
 @pytest.mark.parametrize(("clip", "numbers"), [("global", 4), ("previous", 3)])
 def test_the_host_holds_every_number_of_a_parameter_once(clip, numbers):
     """Weights, two moments, and a gradient that waits for the next step: in place, and what fills up rows."""
-    config, found = memory("gpt2-1.5b", 48, clip)
+    config, analysis = memory("gpt2-1.5b", 48, clip)
     count = config.model.parameter_count()
-    assert found.host_argument_size_in_bytes == found.host_alias_size_in_bytes
-    assert found.host_argument_size_in_bytes == pytest.approx(
+    assert analysis.host_argument_size_in_bytes == analysis.host_alias_size_in_bytes
+    assert analysis.host_argument_size_in_bytes == pytest.approx(
         4 * numbers * count.per_layer * count.num_layers, rel=1e-3
     )
-    assert found.host_temp_size_in_bytes == 0
+    assert analysis.host_temp_size_in_bytes == 0
 
 
 def products_beside(step, copies):
     """Of every loop with such copies: whether products are computed, here or in loops within, beside each of them."""
-    found = []
+    beside = []
     for loop in re.split(r"\n(?=%|ENTRY)", step.as_text()):
         names = [match[1] for line in loop.splitlines() if (match := re.match(r"\s*(?:ROOT )?%([\w.-]+) = ", line))]
         work = [at for at, name in enumerate(names) if "gemm" in name or name.startswith("while")]
         starts = [at for at, name in enumerate(names) if name.startswith(f"{copies}-start")]
         embedding_and_head = [names.index(names[at].replace("-start", "-done")) for at in starts]
         if starts and work and not loop.startswith("ENTRY"):
-            found.append(all(any(a < at < b for at in work) for a, b in zip(starts, embedding_and_head, strict=True)))
-    return found
+            beside.append(all(any(a < at < b for at in work) for a, b in zip(starts, embedding_and_head, strict=True)))
+    return beside
 
 
 COPIES = [(clip, passes, count) for clip, passes in (("global", (2, 2)), ("previous", (2, 1))) for count in (1, 4)]
@@ -95,7 +95,7 @@ def test_the_device_does_not_grow_with_the_blocks():
 
 def test_six_billion_parameters_fit_sixteen_gigabytes():
     """107 GB of state; with 16 bytes a parameter on the device, the rest of it would be 13 times too small."""
-    config, found = memory("gpt-6.7b", 32)
-    device = found.argument_size_in_bytes + found.temp_size_in_bytes
+    config, analysis = memory("gpt-6.7b", 32)
+    device = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     assert config.model.parameter_count().total > 6.6e9
-    assert device < 16 * 2**30 < found.host_argument_size_in_bytes
+    assert device < 16 * 2**30 < analysis.host_argument_size_in_bytes

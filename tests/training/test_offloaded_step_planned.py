@@ -22,8 +22,8 @@ def compiled(config, plan):
     cluster = find_cluster("h100x1x1")
     devices, info = compile_only_devices(cluster), compile_only_info(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, info)
-    found = compiled_for(lower_step(design), compiler_options("gpu", plan)).memory_analysis()
-    return found.argument_size_in_bytes + found.temp_size_in_bytes, found.host_argument_size_in_bytes
+    analysis = compiled_for(lower_step(design), compiler_options("gpu", plan)).memory_analysis()
+    return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes, analysis.host_argument_size_in_bytes
 
 
 def test_the_plan_for_a_model_larger_than_the_device():
@@ -48,8 +48,8 @@ LARGEST = {
 @pytest.mark.parametrize("name", quick_and_exhaustive(LARGEST, ["without", "with, updated in backward"]))
 def test_the_largest_models(name):
     """As large as said, within 5 %: billions of parameters on 24 and 110 GiB."""
-    kinds, how = LARGEST[name]
-    largest = largest_trainable(capped(find_cluster("h100x1x1"), DEVICE, HOST), kinds, **how)
+    kinds, settings = LARGEST[name]
+    largest = largest_trainable(capped(find_cluster("h100x1x1"), DEVICE, HOST), kinds, **settings)
     device, host = compiled(largest.config, largest.plan)
     (stage,) = largest.estimate.stages
     assert device == pytest.approx(stage.total_bytes, rel=0.05)

@@ -42,15 +42,15 @@ def here(devices: int = 8) -> Cluster:
 @pytest.fixture
 def measured(monkeypatch):
     """Planning without measuring; counts how often it is asked."""
-    asked = []
+    measured_for = []
 
     def profile(config, device_mesh):
-        asked.append(config.name)
+        measured_for.append(config.name)
         return analytic_profile(config, here().nodes[0].device, "float32"), None, False
 
     monkeypatch.setattr(planning, "cached_profile", profile)
     monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (here(), None, False))
-    return asked
+    return measured_for
 
 
 def test_auto_plans_once_and_keeps_the_plan(tiny, tmp_path, measured):
@@ -66,9 +66,9 @@ def test_auto_plans_once_and_keeps_the_plan(tiny, tmp_path, measured):
 
 def test_a_given_plan_is_executed_and_reported(tiny, tmp_path):
     config = tiny(**QUICK | {"train.steps": 4})
-    asked = request(config.data.batch_size, 4, schedules=("1f1b",))
+    requested = request(config.data.batch_size, 4, schedules=("1f1b",))
     profile = analytic_profile(config, here().nodes[0].device, "float32")
-    plan = solve(profile, here(), asked).plan
+    plan = solve(profile, here(), requested).plan
     plan.save(tmp_path / "plan.json")
     result = jhpt.train(config, out=tmp_path / "run", plan=tmp_path / "plan.json")
     assert Plan.load(tmp_path / "run" / "plan.json") == plan.model_copy(update={"origin": "given"})
@@ -93,11 +93,11 @@ def test_a_given_plan_is_executed_and_reported(tiny, tmp_path):
 )
 def test_what_a_given_plan_does_not_follow_is_said(settings, unread, tmp_path):
     """In one line; the plan is the more special."""
-    own = {"memory.offload": "both", "memory.recompute": "qkv", "data.batch_size": 8}
-    plan, said = plan_by_hand(load_config("gpt-tiny", own), 1), []
+    changes = {"memory.offload": "both", "memory.recompute": "qkv", "data.batch_size": 8}
+    plan, messages = plan_by_hand(load_config("gpt-tiny", changes), 1), []
     nothing = Past(run_dir=tmp_path, plan=None, parallel=None, memory=None)
-    choose_plan(load_config("gpt-tiny", {"data.batch_size": 8} | settings), plan, nothing, said.append)
-    assert len(said) == bool(unread) and all(one in said[0] for one in unread)
+    choose_plan(load_config("gpt-tiny", {"data.batch_size": 8} | settings), plan, nothing, messages.append)
+    assert len(messages) == bool(unread) and all(one in messages[0] for one in unread)
 
 
 def test_a_plan_for_something_else_is_refused_with_the_difference(tiny, tmp_path):
@@ -187,8 +187,8 @@ def test_what_is_no_plan_is_refused(tiny, tmp_path, name):
 def test_the_padded_vocabulary_must_divide(tiny):
     """BERT-base's, 30522 rows padded to 30592, at degree 3."""
     shape = {"model.num_heads": 6, "model.d_model": 96, "model.d_ff": 96, "model.vocab_size": 30522}
-    found = differences(piped([4], 1, tensor=3, batch=16), tiny("bert-tiny", **shape))
-    assert found == ["the plan has tensor degree 3, which does not divide 30592 rows of the padded vocabulary"]
+    unlike = differences(piped([4], 1, tensor=3, batch=16), tiny("bert-tiny", **shape))
+    assert unlike == ["the plan has tensor degree 3, which does not divide 30592 rows of the padded vocabulary"]
 
 
 # From one call to the next.
@@ -319,11 +319,11 @@ def test_a_step_that_is_too_large(origin, words):
 def test_all_that_may_not_fit_is_compiled_before_the_first_step(tiny, monkeypatch):
     """Where a device's memory is known: evaluating and saving, too, are refused at the start or run later."""
     setup = prepare(tiny(**{"parallel.pipe": 2, "parallel.micro_batches": 2, "model.num_layers": 3}))
-    asked, known = [], replace(setup, device=replace(setup.device, memory=1 << 40))
-    monkeypatch.setattr(programs, "check_memory", lambda setup, what, memory: asked.append((what, memory)))
+    checked, known = [], replace(setup, device=replace(setup.device, memory=1 << 40))
+    monkeypatch.setattr(programs, "check_memory", lambda setup, what, memory: checked.append((what, memory)))
     step = compile_step(known)
-    assert [what for what, _ in asked] == ["a step", "evaluating", "saving a checkpoint"]
-    assert asked[2][1]["temporary"] >= asked[2][1]["state"] / 2, "the copy that is saved counts"
+    assert [what for what, _ in checked] == ["a step", "evaluating", "saving a checkpoint"]
+    assert checked[2][1]["temporary"] >= checked[2][1]["state"] / 2, "the copy that is saved counts"
     state = step.init()
     assert np.isfinite(evaluate(known, step.evaluate, state.params))
 
@@ -370,25 +370,27 @@ def test_a_plan_by_hand_that_does_not_fit_is_made_to(monkeypatch):
     """On a device that the catalogue knows; on others, and where the section memory decides, it stays."""
     monkeypatch.setattr("jhpt.training.runtime.host_memory", lambda: 200 << 30)
     config = load_config("gpt-6.7b", {"data.batch_size": 8, "memory.host_budget_bytes": "200GiB"})
-    plan, said = plan_by_hand(config, 1), list[str]()
+    plan, messages = plan_by_hand(config, 1), list[str]()
     info = DeviceInfo(
         kind="NVIDIA H100 80GB HBM3", platform="gpu", memory=70 << 30, peak_bf16_flops=None, capability=9.0
     )
-    found = planning.within_memory(plan, config, info, said.append)
-    assert found.offload is not None and found.stages == plan.stages and "70.0 GiB" in said[0]
-    assert planning.within_memory(plan, config, replace(info, kind="abacus"), said.append) is plan
+    changed = planning.within_memory(plan, config, info, messages.append)
+    assert changed.offload is not None and changed.stages == plan.stages and "70.0 GiB" in messages[0]
+    assert planning.within_memory(plan, config, replace(info, kind="abacus"), messages.append) is plan
     closed = load_config(config, {"memory.offload": "off", "memory.recompute": "none"})
-    assert planning.within_memory(plan, closed, info, said.append) is plan
+    assert planning.within_memory(plan, closed, info, messages.append) is plan
     many = plan_by_hand(load_config(config, {"data.batch_size": 32, "parallel.data": 16}), 16)
-    assert planning.within_memory(many, config, info, said.append) is many, "more than a node of the catalogue has"
-    assert len(said) == 1
+    assert planning.within_memory(many, config, info, messages.append) is many, "more than a node of the catalogue has"
+    assert len(messages) == 1
     few = {"optimizer.weights": "bfloat16_stochastic", "optimizer.moments": "int8"}
     shorter = planning.within_memory(plan, load_config(config, few), info, lambda line: None)
     assert shorter == plan.model_copy(update={"recompute": True}), "state in few bits fits where float32 does not"
     small = load_config(config, {"memory.host_budget_bytes": "20GiB"})
-    assert planning.within_memory(plan, small, info, said.append) is plan, "no room on the host"
+    assert planning.within_memory(plan, small, info, messages.append) is plan, "no room on the host"
     monkeypatch.setattr("jhpt.training.runtime.host_memory", lambda: 20 << 30)
-    assert planning.within_memory(plan, config, info, said.append) is plan, "nor where the host has less than is said"
+    assert planning.within_memory(plan, config, info, messages.append) is plan, (
+        "nor where the host has less than is said"
+    )
 
 
 def test_auto_lets_activations_wait_on_the_host(tiny, tmp_path, measured, monkeypatch):

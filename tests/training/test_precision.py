@@ -38,7 +38,7 @@ from jhpt.training.moments import (
 )
 from jhpt.training.offloaded_training import OffloadedTraining
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.profiling import measure_profile
+from jhpt.training.profiling import default_grid, measure_layers
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
 from jhpt.training.weights import Weights, kahan, stochastic, widened
@@ -149,9 +149,9 @@ def test_the_optimizer_sees_parameters_in_float32():
     rules = {"seed": 0, "max_bad_steps": 1, "weights": keep}
     step = jax.jit(make_train_step(nothing, make_optimizer(config), lambda step: jnp.float32(0.3), **rules))
     state, _ = step(init_state(params, make_optimizer(config), weights=keep), jnp.zeros((1, 1), jnp.int32))
-    found = by_path(state.params)["kernel"] + by_path(state.remainder)["kernel"]
+    moved = by_path(state.params)["kernel"] + by_path(state.remainder)["kernel"]
     start = by_path(params)["kernel"]
-    assert np.all(np.abs(found - start * (1 - 0.3 * 0.7)) <= 2.0**-17 * np.abs(start))
+    assert np.all(np.abs(moved - start * (1 - 0.3 * 0.7)) <= 2.0**-17 * np.abs(start))
 
 
 def by_type(tree):
@@ -191,17 +191,17 @@ def test_codes_keep_their_bound(name, levels):
     codes, scales = jax.jit(partial(encode, levels=levels), static_argnums=1)(x, 64)
     assert codes.dtype == (jnp.int8 if levels == SIGNED else jnp.uint8)
     assert codes.shape == x.shape and scales.shape == (len(x), 2) and scales.dtype == jnp.float32
-    found = np.asarray(jax.jit(partial(decode, levels=levels))(codes, scales), np.float64)
+    decoded = np.asarray(jax.jit(partial(decode, levels=levels))(codes, scales), np.float64)
     exact, scale = x.astype(np.float64), np.repeat(np.abs(x).reshape(len(x), 2, 64).max(-1), 64, -1).astype(np.float64)
     bound = np.sqrt(np.abs(exact) * scale) / levels + scale / (4 * levels**2)
     if levels == UNSIGNED:
         bound = np.maximum(bound, scale / levels**2)
-    assert np.all(np.abs(found - exact) <= bound * (1 + 1e-4) + TINY)
+    assert np.all(np.abs(decoded - exact) <= bound * (1 + 1e-4) + TINY)
     largest = np.abs(exact) == scale
-    assert np.allclose(found[largest & (scale >= TINY)], exact[largest & (scale >= TINY)], rtol=3e-7, atol=0)
-    assert not found[exact == 0].any()
+    assert np.allclose(decoded[largest & (scale >= TINY)], exact[largest & (scale >= TINY)], rtol=3e-7, atol=0)
+    assert not decoded[exact == 0].any()
     if levels == UNSIGNED:
-        assert np.all(found[(exact > 0) & (scale > 1e-30)] > 0)
+        assert np.all(decoded[(exact > 0) & (scale > 1e-30)] > 0)
 
 
 def test_codes_are_not_better_than_their_bound_by_far():
@@ -215,9 +215,9 @@ def test_codes_are_not_better_than_their_bound_by_far():
 def test_a_second_moment_is_coded_by_its_root():
     """Relative error of the root of what is at least a hundredth of the largest root: at most 4 %."""
     v = np.random.default_rng(0).uniform(1e-4, 1, (64, 128)).astype(np.float32) ** 2
-    found = np.sqrt(decode_square(*encode_square(v, 64)))
+    decoded = np.sqrt(decode_square(*encode_square(v, 64)))
     near = np.sqrt(v) > 0.01 * np.sqrt(v.reshape(64, 2, 64).max(-1)).repeat(64, -1)
-    assert near.mean() > 0.9 and np.abs(found / np.sqrt(v) - 1)[near].max() <= 0.04
+    assert near.mean() > 0.9 and np.abs(decoded / np.sqrt(v) - 1)[near].max() <= 0.04
 
 
 def test_what_is_coded_and_in_which_blocks():
@@ -250,9 +250,9 @@ def test_directions_with_coded_moments_are_adams():
     """The first has nothing to decode; of forty, entries whose gradients differ in size a hundredfold, within 5 %."""
     rng = np.random.default_rng(0)
     gradients = rng.normal(size=(40, 32, 128)) * 10.0 ** rng.uniform(-1, 1, (32, 128))
-    exact, found = adam_directions(gradients, False), adam_directions(gradients, True)
-    assert np.array_equal(exact[0], found[0]) and not np.array_equal(exact[1], found[1])
-    assert np.sqrt(np.mean((found - exact) ** 2) / np.mean(exact**2)) <= 0.05
+    exact, coded = adam_directions(gradients, False), adam_directions(gradients, True)
+    assert np.array_equal(exact[0], coded[0]) and not np.array_equal(exact[1], coded[1])
+    assert np.sqrt(np.mean((coded - exact) ** 2) / np.mean(exact**2)) <= 0.05
 
 
 def test_no_direction_explodes():
@@ -262,8 +262,8 @@ def test_no_direction_explodes():
     gradients = rng.normal(size=(60, 16, 128)) * 10.0 ** rng.uniform(-18, -10, (16, 128))
     gradients[:, :, ::64] = rng.normal(size=(60, 16, 2))
     gradients *= rng.uniform(size=gradients.shape) < 0.2
-    exact, found = adam_directions(gradients, False), adam_directions(gradients, True)
-    assert np.isfinite(found).all() and np.abs(found).max() <= 1.1 * np.abs(exact).max()
+    exact, coded = adam_directions(gradients, False), adam_directions(gradients, True)
+    assert np.isfinite(coded).all() and np.abs(coded).max() <= 1.1 * np.abs(exact).max()
     assert np.abs(exact).max() < 5
 
 
@@ -292,8 +292,8 @@ def update(setup):
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setup))
 
     def gradients(params, windows, key):
-        found = jax.tree.map(lambda p: jnp.sin(37 * p.astype(jnp.float32)), params)
-        return found, Sums(jnp.float32(1), jnp.float32(1), jnp.float32(1))
+        grads = jax.tree.map(lambda p: jnp.sin(37 * p.astype(jnp.float32)), params)
+        return grads, Sums(jnp.float32(1), jnp.float32(1), jnp.float32(1))
 
     step = make_train_step(
         gradients,
@@ -338,22 +338,22 @@ def test_a_step_is_that_of_one_device(tiny, plan, mode):
     setup = prepare(tiny(**{"optimizer.weights": weights, "optimizer.moments": moments, "parallel.data": 1}))
     conversion, state = taken(laid_out(setup, PLANS[plan]))
     saved = conversion.saved(state)
-    found, expected = on_host(saved), serial(setup, mode)
-    assert by_type(found) == by_type(expected)
+    actual, expected = on_host(saved), serial(setup, mode)
+    assert by_type(actual) == by_type(expected)
     different, numbers = 0, 0
-    for (path, own), other in zip(by_path(found).items(), by_path(expected).values(), strict=True):
+    for (path, leaf), other in zip(by_path(actual).items(), by_path(expected).values(), strict=True):
         scale = np.abs(other).max(initial=1e-30)
-        most = {"uint8": 1, "int8": 1, "bfloat16": 2.0**-7 * scale}.get(by_type(found)[path], 1e-5 * scale)
-        assert np.abs(own - other).max(initial=0) <= most, path
-        if by_type(found)[path] != "float32":
-            different, numbers = different + np.sum(own != other), numbers + own.size
+        most = {"uint8": 1, "int8": 1, "bfloat16": 2.0**-7 * scale}.get(by_type(actual)[path], 1e-5 * scale)
+        assert np.abs(leaf - other).max(initial=0) <= most, path
+        if by_type(actual)[path] != "float32":
+            different, numbers = different + np.sum(leaf != other), numbers + leaf.size
     assert numbers > 50_000 and different <= 1e-3 * numbers
 
     again = conversion.loaded(saved)
     here = abstract_state(laid_out(setup, PLANS[plan]))
     assert jax.tree.map(lambda leaf: leaf.sharding, again) == jax.tree.map(lambda leaf: leaf.sharding, here)
     saved_again = on_host(conversion.saved(again))
-    assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), saved_again, found))
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), saved_again, actual))
 
 
 COLLECTIVES = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
@@ -374,10 +374,10 @@ def test_gradients_are_float32_and_those_of_the_widened_parameters(tiny, plan):
     params = stored(setup, Weights(storage="bfloat16").stored(jax.tree.map(jnp.asarray, random_params(setup))))
     rows = Rows(jax.device_put(batch(setup, 16), setup.layout.batch))
     run = jax.jit(lambda params: setup.training.gradients(params, rows, jax.random.key(7))[0])
-    found, expected = on_host(run(params)), on_host(run(widened(params)))
-    assert set(by_type(found).values()) == {"float32"} and max(map(np.max, jax.tree.leaves(found))) > 0
+    actual, expected = on_host(run(params)), on_host(run(widened(params)))
+    assert set(by_type(actual).values()) == {"float32"} and max(map(np.max, jax.tree.leaves(actual))) > 0
     for path, leaf in by_path(expected).items():
-        assert np.abs(by_path(found)[path] - leaf).max() <= 1e-6 * np.abs(leaf).max(), path
+        assert np.abs(by_path(actual)[path] - leaf).max() <= 1e-6 * np.abs(leaf).max(), path
 
 
 def test_a_tied_table_draws_the_same_on_both_stages(tiny):
@@ -430,7 +430,7 @@ def test_a_step_that_is_not_finite_leaves_every_bit(weights):
     state, _ = step(init_state(params, make_optimizer(config), weights=keep), jnp.zeros((1, 1), jnp.int32))
     skipped, metrics = step(state, jnp.ones((1, 1), jnp.int32))
     assert int(metrics.skipped) == 1
-    before, after = (on_host((own.params, own.optimizer, own.remainder)) for own in (state, skipped))
+    before, after = (on_host((each.params, each.optimizer, each.remainder)) for each in (state, skipped))
     assert jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), before, after))
     further, _ = step(skipped, jnp.zeros((1, 1), jnp.int32))
     assert not np.array_equal(further.params["kernel"], state.params["kernel"])
@@ -501,7 +501,7 @@ def test_eight_bits_do_not_compute_all_of_a_model(dtype):
 
 def test_products_in_eight_bits_need_a_device_that_has_them(tiny):
     config = tiny(**{"model.matmul_dtype": "float8"})
-    for refusing in (prepare, measure_profile):
+    for refusing in (prepare, lambda config: measure_layers(config, default_grid(config))):
         with pytest.raises(InputError, match=r"the device is a cpu; use model.matmul_dtype=same"):
             refusing(config)
 

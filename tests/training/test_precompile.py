@@ -87,10 +87,10 @@ def check_traffic(stages, predicted, share: float = 0.04):
         assert (1 - share) * total <= stage.bytes <= (1 + share) * total, (number, stage.bytes, total)
         assert stage.guessed == 0
         for way in {*expected, *stage.traffic}:
-            found = stage.traffic[way].bytes if way in stage.traffic else 0.0
+            compiled = stage.traffic[way].bytes if way in stage.traffic else 0.0
             planned = expected[way].bytes if way in expected else 0.0
-            if max(found, planned) > 0.02 * total:
-                assert 0.9 * planned <= found <= 1.1 * planned, (number, way, found, planned)
+            if max(compiled, planned) > 0.02 * total:
+                assert 0.9 * planned <= compiled <= 1.1 * planned, (number, way, compiled, planned)
 
 
 def read_here(config, plan):
@@ -114,8 +114,8 @@ def test_steps_send_what_the_planner_says(name):
     # Norms and biases, which are left out, weigh four times as much beside codes.
     config, plan = by_hand(name, **({"model.d_model": 512} if "gradients" in name else {}))
     profile = analytic_profile(config, CLUSTER.nodes[0].device, "float32")
-    found = read_here(config, plan)
-    check_traffic(found.stages, traffic(plan, profile, overlap=False))
+    reading = read_here(config, plan)
+    check_traffic(reading.stages, traffic(plan, profile, overlap=False))
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_quiet_keeps_to_itself_what_libraries_write_unless_something_fails(capfd
 def test_comparison_as_rows_and_json():
     config, plan = by_hand("ZeRO-1")
     profile = analytic_profile(config, CLUSTER.nodes[0].device, "float32")
-    found = read_here(config, plan)
-    both = compare(found, plan, evaluate(plan, profile, CLUSTER), profile)
+    reading = read_here(config, plan)
+    both = compare(reading, plan, evaluate(plan, profile, CLUSTER), profile)
     tree = json.loads(json.dumps(both.to_json()))
-    assert tree["memory"]["device"] == found.memory.device
+    assert tree["memory"]["device"] == reading.memory.device
     (stage,) = tree["stages"]
     assert stage["wire_bytes"] == pytest.approx(sum(one["bytes"] for one in stage["collectives"]))
     assert {"kind", "axis", "count", "planned_bytes", "hidden_seconds"} <= set(stage["collectives"][0])
@@ -226,14 +226,14 @@ COMPILED = (
 def test_steps_compiled_for_gpus_send_and_need_what_the_planner_says(name):
     config, plan = by_hand(name, **LARGER)
     profile = analytic_profile(config, CLUSTER.nodes[0].device)
-    found = compiled_step(config, plan, CLUSTER)
-    both = compare(found, plan, evaluate(plan, profile, CLUSTER), profile)
-    check_traffic(found.stages, both.predicted)
+    reading = compiled_step(config, plan, CLUSTER)
+    both = compare(reading, plan, evaluate(plan, profile, CLUSTER), profile)
+    check_traffic(reading.stages, both.predicted)
     assert 0.3 <= both.memory_ratio <= 2  # of a small model most is what an estimate leaves out
     # Parameters and two moments in float32, of the fullest stage.
-    assert found.memory.arguments == pytest.approx(both.fullest.bytes["optimizer"], rel=0.15)
-    assert found.memory.host == 0
-    work = sum(stage.flops for stage in found.stages) * plan.stages[0].devices
+    assert reading.memory.arguments == pytest.approx(both.fullest.bytes["optimizer"], rel=0.15)
+    assert reading.memory.host == 0
+    work = sum(stage.flops for stage in reading.stages) * plan.stages[0].devices
     tokens = plan.batch * config.data.sequence_length
     assert work >= 6 * 0.9 * tokens * sum(profile.kinds["block"].parameters for _ in range(BLOCKS))
 
@@ -242,18 +242,18 @@ def test_steps_compiled_for_gpus_send_and_need_what_the_planner_says(name):
 @pytest.mark.parametrize("cluster", quick_and_exhaustive(["b200x8x1", "a100x8x1", "h100x8x2"], ["b200x8x1"]))
 def test_other_devices(cluster):
     config, plan = by_hand("data", **LARGER)
-    found = compiled_step(config, plan, find_cluster(cluster))
-    assert found.memory.device > 0 and found.stages[0].flops > 0
+    reading = compiled_step(config, plan, find_cluster(cluster))
+    assert reading.memory.device > 0 and reading.stages[0].flops > 0
 
 
 @pytest.mark.deviceless
 def test_the_command_prints_and_writes_both(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = []
+    readings = []
 
     def once(*arguments):
-        found.append(found[0] if found else compiled_step(*arguments))
-        return found[-1]
+        readings.append(readings[0] if readings else compiled_step(*arguments))
+        return readings[-1]
 
     monkeypatch.setattr(training_compile, "compiled_step", once)
     arguments = ["plan", "gpt-tiny", "--cluster", "h100x8x1", "--batch", "64", "--compile", "--model.num_heads", "8"]

@@ -68,9 +68,9 @@ def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor
         assert worker.returncode == 0, error
     records = read_metrics(tmp_path / "two")
     for name, expected in (("loss", one.losses), ("validation_loss", one.validation_losses)):
-        found = {record["step"]: record[name] for record in records if name in record}
-        assert found == pytest.approx(expected, rel=1e-5)
-        assert len(found) == (6 if name == "loss" else 2)
+        values = {record["step"]: record[name] for record in records if name in record}
+        assert values == pytest.approx(expected, rel=1e-5)
+        assert len(values) == (6 if name == "loss" else 2)
     if offload != "off":
         jhpt.train(out=tmp_path / "one", overrides={"train.steps": 7})
         for worker in start_two(tmp_path, settings | {"memory.offload": offload, "train.steps": 7}):
@@ -81,14 +81,14 @@ def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor
         assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-5) and runs[0].step == 8
 
 
-@pytest.mark.parametrize("told", [(signal.SIGTERM, None), (signal.SIGINT, signal.SIGINT)], ids=["sigterm", "ctrl-c"])
-def test_two_processes_save_and_stop_together(tmp_path, corpus, told):
+@pytest.mark.parametrize("signals", [(signal.SIGTERM, None), (signal.SIGINT, signal.SIGINT)], ids=["sigterm", "ctrl-c"])
+def test_two_processes_save_and_stop_together(tmp_path, corpus, signals):
     """SIGTERM to one process, as a scheduler sends it, or Ctrl-C, which reaches all."""
     settings = tiny_overrides(corpus) | {"parallel.data": 2, "train.steps": 100_000, "checkpoint.every": 100_000}
     workers = start_two(tmp_path, settings)
     metrics = tmp_path / "two" / "metrics.jsonl"
     wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") > 3, workers)
-    for worker, number in zip(workers, told, strict=True):
+    for worker, number in zip(workers, signals, strict=True):
         if number is not None:
             worker.send_signal(number)
     steps = set()

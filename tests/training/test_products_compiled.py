@@ -37,10 +37,10 @@ CASES = {
 
 
 def design(cluster, preset, devices, changes):
-    found = find_cluster(cluster)
-    found = found.model_copy(update={"nodes": (found.nodes[0].model_copy(update={"devices": devices}),)})
+    whole = find_cluster(cluster)
+    node = whole.model_copy(update={"nodes": (whole.nodes[0].model_copy(update={"devices": devices}),)})
     config = load_config(preset, SMALL | {"model.matmul_dtype": "float8"} | changes)
-    where = compile_only_devices(found), compile_only_info(found)
+    where = compile_only_devices(node), compile_only_info(node)
     return design_step(config, plan_by_hand(config, devices), fitting_tokenizer(config), *where)
 
 
@@ -55,16 +55,16 @@ def products(designed, **options):
 @pytest.mark.parametrize("name", quick_and_exhaustive(CASES, ["gated", "offloaded"]))
 def test_products_and_gradients_of_blocks_are_in_8_bits(name):
     """In the loop over blocks; what is computed again for a backward pass comes on top."""
-    found = products(design("h100x8x1", *CASES[name]))
-    assert found["f8e4m3fn x f8e4m3fn"] == (7 if name == "offloaded" else 4)
-    assert found["f8e5m2 x f8e4m3fn"] == found["f8e4m3fn x f8e5m2"] == 4
-    assert set(found) == {"f8e4m3fn x f8e4m3fn", "f8e5m2 x f8e4m3fn", "f8e4m3fn x f8e5m2", "bf16 x bf16"}
+    counts = products(design("h100x8x1", *CASES[name]))
+    assert counts["f8e4m3fn x f8e4m3fn"] == (7 if name == "offloaded" else 4)
+    assert counts["f8e5m2 x f8e4m3fn"] == counts["f8e4m3fn x f8e5m2"] == 4
+    assert set(counts) == {"f8e4m3fn x f8e4m3fn", "f8e5m2 x f8e4m3fn", "f8e4m3fn x f8e5m2", "bf16 x bf16"}
 
 
 @pytest.mark.parametrize("name", quick_and_exhaustive(["gpt", "sequence"], ["sequence"]))
 def test_the_library_takes_them_with_their_scales(name):
-    found = products(design("h100x8x1", *CASES[name]), **CUBLAS)
-    assert found == {"__cublas$lt$matmul$f8": 12, "__cublas$lt$matmul": 3}
+    counts = products(design("h100x8x1", *CASES[name]), **CUBLAS)
+    assert counts == {"__cublas$lt$matmul$f8": 12, "__cublas$lt$matmul": 3}
 
 
 def test_an_a100_is_refused():

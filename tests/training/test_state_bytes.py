@@ -33,12 +33,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("how", [FEW, FEWEST, {"optimizer.weights": "bfloat16"}, {}], ids=str)
+@pytest.mark.parametrize("settings", [FEW, FEWEST, {"optimizer.weights": "bfloat16"}, {}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_bytes_are_those_of_the_state(name, how):
+def test_bytes_are_those_of_the_state(name, settings):
     """Weights, remainders and moments of a run, number by number."""
     preset, changes = MODELS[name]
-    config = load_config(preset, changes | how)
+    config = load_config(preset, changes | settings)
     model = build(config.model, dtype=jnp.dtype("float32"), implementation="xla")
     weights = stored_weights(config.optimizer.weights, model)
     fresh = partial(init_state, optimizer=make_optimizer(config.optimizer), weights=weights)
@@ -62,11 +62,11 @@ WIDE = {"model.d_model": 128, "model.d_ff": 512}
 CASES = [("ZeRO-1", FEWEST), ("data", {}), *((name, FEW) for name in PARALLEL)]
 
 
-@pytest.mark.parametrize(("name", "how"), CASES, ids=str)
-def test_arguments_of_a_step_are_what_is_planned(tiny, name, how):
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=str)
+def test_arguments_of_a_step_are_what_is_planned(tiny, name, settings):
     """On CPU, each device: within 10 %.  Norms and biases, which ZeRO leaves whole, are more of a smaller model."""
     by_hand = {f"parallel.{key}": value for key, value in PARALLEL[name].items()}
-    config = tiny(**WIDE, **by_hand, **how)
+    config = tiny(**WIDE, **by_hand, **settings)
     setup = prepare(config)
     arguments = lower_step(setup).compile().memory_analysis().argument_size_in_bytes
     machine = find_cluster("h100x8x1")
@@ -83,15 +83,15 @@ def test_a_copy_to_compute_with_is_made_of_what_is_kept_otherwise():
     """Of a device without ZeRO: bfloat16 computes with bfloat16 as it is kept, and float32 with float32.  Gradients of
     the ends are in the dtype of computation, of one micro-batch, others in float32; the copy of the ends is gone."""
     machine = find_cluster("h100x8x1")
-    found = {}
+    shares = {}
     for dtype in ("bfloat16", "float32"):
         for weights in ("float32", "bfloat16_kahan"):
             config = load_config("gpt2-124m", {"data.batch_size": 8, "optimizer.weights": weights})
             profile = analytic_profile(config, CPU.model_copy(update={"peak_flops": {dtype: 1e11}}), dtype)
             (stage,) = evaluate(plan_by_hand(config, 8), profile, machine).stages
-            found[dtype, weights] = stage.bytes["weights and gradients"] / profile.parameters
+            shares[dtype, weights] = stage.bytes["weights and gradients"] / profile.parameters
     embedding_and_head = sum(profile.kinds[profile.layers[at]].parameters for at in (0, -1)) / profile.parameters
-    assert found == pytest.approx(
+    assert shares == pytest.approx(
         {
             ("bfloat16", "float32"): 2 + 4 - 4 * embedding_and_head,
             ("bfloat16", "bfloat16_kahan"): 4 - 2 * embedding_and_head,
@@ -105,8 +105,8 @@ def test_an_update_moves_what_is_kept():
     """Gradient 2 and its norm 2; all that is kept there and back; a weight in 16 bits where no such one is kept."""
     device = find_cluster("h100x1x1").nodes[0].device
     moved = {}
-    for name, how in {"float32": {}, "few": FEW}.items():
-        profile = analytic_profile(load_config("gpt2-124m", how), device)
+    for name, settings in {"float32": {}, "few": FEW}.items():
+        profile = analytic_profile(load_config("gpt2-124m", settings), device)
         moved[name] = profile.update_seconds * device.memory_bandwidth - 2 * profile.state.bytes
     assert moved == {"float32": pytest.approx(2 + 2 + 2), "few": pytest.approx(2 + 2)}
 
@@ -115,8 +115,8 @@ def test_tensor_degrees_leave_blocks_of_codes_whole():
     """11,008 numbers of the MLP are 172 blocks, which 4 divides and 8 does not: that would be refused."""
     changes = {"model.d_ff": 11008, "optimizer.moments": "int8"}
     device = find_cluster("h100x1x1").nodes[0].device
-    for how, most in (("int8", 4), ("float32", 8)):
-        config = load_config("llama-8b", changes | {"optimizer.moments": how})
+    for moments, most in (("int8", 4), ("float32", 8)):
+        config = load_config("llama-8b", changes | {"optimizer.moments": moments})
         assert {kind.max_tensor for kind in analytic_profile(config, device).kinds.values()} == {most}
 
 

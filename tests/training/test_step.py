@@ -88,7 +88,7 @@ def test_rows_count_by_their_weight_and_add_up(tiny, preset):
     together = run(Rows(windows, weights), keys)
     alone = [run(Rows(windows[row : row + 1]), keys[row : row + 1]) for row in range(3)]
     for name in Sums._fields:
-        expected = sum(weight * getattr(own, name) for weight, own in zip(weights, alone, strict=True))
+        expected = sum(weight * getattr(sums, name) for weight, sums in zip(weights, alone, strict=True))
         np.testing.assert_allclose(getattr(together, name), expected, rtol=1e-5)
 
 

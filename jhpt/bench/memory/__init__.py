@@ -1,1 +1,1 @@
-"""What memory costs: choices against the best, bytes against the compiler's, and on a GPU steps in a budget."""
+"""Benchmarks of memory: choices against the best, bytes against the compiler's, and on a GPU steps in a budget."""

@@ -1,8 +1,9 @@
-"""Steps of a plan in a process of its own, whose share of the device's memory its environment says.
+"""Steps of a plan in a process of its own, whose environment sets its share of the device's memory.
 
     python -m jhpt.bench.memory.cell SPEC FILE
 
-SPEC is JSON: preset, overrides, plan, steps.  Writes seconds of every step and the bytes in use at most after each.
+SPEC is JSON: preset, overrides, plan, steps.  The process writes the seconds of every step and the peak bytes after
+each.
 """
 
 import json
@@ -24,7 +25,7 @@ from jhpt.training.setup import prepare
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """What the process writes."""
+    """The results that the process writes."""
     config, plan = load_config(spec["preset"], spec["overrides"]), Plan.model_validate(spec["plan"])
     allow_pinned_memory(config.memory)
     setup = prepare(config, plan)

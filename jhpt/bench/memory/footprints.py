@@ -1,4 +1,4 @@
-"""Bytes of planned steps, as predicted and as the compiler of an H100 that is not here counts them."""
+"""Bytes of planned steps, predicted and as compiled for an H100 that is not attached."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,18 +25,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-6.7b": ("gpt-6.7b", {}),
     "gpt-13b": ("gpt-13b", {}),
 }
-"""Preset and what differs from it."""
+"""Presets and changes of them."""
 
 BUDGETS = (16 << 30, 24 << 30, 40 << 30, 80 << 30)
-"""Bytes of the device."""
+"""Bytes of the device that a plan may use."""
 
 BATCHES = (8, 4, 2, 1)
-"""The largest for which there is a plan."""
+"""Batches; the largest for which there is a plan is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Of a plan: bytes on the device and on its host.  plan: None: there is none for any batch."""
+    """Bytes of a plan on the device and on its host.  plan: None: there is no plan for any batch."""
 
     model: str
     parameters: int
@@ -50,15 +50,15 @@ class Footprint:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative."""
+        """Relative error of the prediction."""
         return abs(sum(self.predicted.values()) / self.device - 1)
 
 
 def footprints(models: tuple[str, ...], budgets: tuple[int, ...]) -> Iterator[Footprint]:
-    """Of every model in every budget.
+    """The footprint of every model in every budget.
 
     Raises:
-      NotHere: what compiling needs is not installed.
+      NotHere: a package that compiling needs is not installed.
     """
     for name in models:
         for budget in budgets:
@@ -106,14 +106,15 @@ def _compiled(name: str, budget: int, config: Config, plan: Plan, estimate: Esti
 
 
 def compiled_bytes(config: Config, plan: Plan) -> tuple[float, float]:
-    """Of the training step, (arguments and temporaries on the device, arguments on the host)."""
+    """(arguments and temporaries on the device, arguments on the host) of the training step."""
     cluster = find_cluster(CLUSTER)
     devices, info = compile_only_devices(cluster), compile_only_info(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, info)
-    found: Any = compiled_for(lower_step(design), compiler_options("gpu", plan)).memory_analysis()
-    return float(found.argument_size_in_bytes + found.temp_size_in_bytes), float(found.host_argument_size_in_bytes)
+    analysis: Any = compiled_for(lower_step(design), compiler_options("gpu", plan)).memory_analysis()
+    device = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    return float(device), float(analysis.host_argument_size_in_bytes)
 
 
-def as_row(found: Footprint) -> dict[str, Any]:
-    """For a results file."""
-    return {"kind": "bytes", **asdict(found)}
+def as_row(footprint: Footprint) -> dict[str, Any]:
+    """The footprint as a row of a results file."""
+    return {"kind": "bytes", **asdict(footprint)}

@@ -1,4 +1,4 @@
-"""Random layers on a random link, and the best choice of what lives on the host, found by trying all."""
+"""Random layers on a random link, and the best choice of what to offload, by trying all choices."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from jhpt.planner.search.offload_buckets import Budget
 
 
 def drawn(seed: int, layers: int) -> tuple[list[Bucket], Link]:
-    """Up to so many layers, some large, some slow; a link that copies about as fast as they compute."""
+    """Up to `layers` layers, some large, some slow, and a link that copies about as fast as they compute."""
     rng = np.random.default_rng(seed)
     buckets = []
     for _ in range(int(rng.integers(1, layers + 1))):
@@ -30,7 +30,11 @@ def drawn(seed: int, layers: int) -> tuple[list[Bucket], Link]:
 
 
 def instance(seed: int) -> tuple[list[Bucket], Link, Budget]:
-    """Budgets between what all on the host needs and what nothing does, now and then too small; every other host is."""
+    """Layers, a link and budgets.
+
+    The device's budget lies between the needs of offloading everything and of offloading nothing, and is sometimes too
+    small.  In every other instance the host has too little memory for everything.
+    """
     buckets, link = drawn(seed, 8)
     rng = np.random.default_rng(seed + 5000)
     peaks = [stream(buckets, link, [home] * len(buckets)).peak[0] for home in (Home.BOTH, Home.RESIDENT)]
@@ -41,7 +45,7 @@ def instance(seed: int) -> tuple[list[Bucket], Link, Budget]:
 
 
 def best(buckets: Sequence[Bucket], link: Link, budget: Budget) -> float | None:
-    """The shortest step of all that fit, in seconds; None: none does."""
+    """Seconds of the shortest step that fits; None: none does."""
     homes = np.array(list(itertools.product(range(3), repeat=len(buckets))))
     steps = stream(buckets, link, homes)
     return min(steps.seconds[(steps.peak <= budget.device) & (steps.host <= budget.host)].tolist(), default=None)

@@ -1,9 +1,9 @@
-"""What memory costs: `jhpt bench memory`.
+"""`jhpt bench memory`: benchmarks of plans that save memory.
 
 choices   what to offload, chosen greedily with repair, against the best choice (300 random instances)
 largest   the largest model that trains on 24 GiB of an H100 and 110 GiB of its host, with CPU offload and without
-steps     on an NVIDIA GPU: the planned step in a budget against what people do without a planner
-bytes     of planned steps in budgets, as predicted and as compiled for an H100; needs `jhpt[deviceless]`
+steps     on an NVIDIA GPU: the planned step in a budget against the usual choices without a planner
+bytes     of planned steps in budgets, predicted and as compiled for an H100; needs `jhpt[deviceless]`
 """
 
 import os
@@ -39,12 +39,12 @@ LARGEST: dict[str, dict[str, Any]] = {
 
 
 PARTS = ("choices", "largest", "steps", "bytes")
-"""In the order in which they run: compiling 20 plans takes a minute each."""
+"""Parts in the order in which they run; the last compiles 20 plans, each of which takes a minute."""
 
 
 def run(*, quick: bool, json_path: str | None, only: Sequence[str] = ()) -> int:
     """Runs the benchmark; returns the exit status.  only: of `PARTS`."""
-    # The device's name in the file starts a backend in this process, which must leave the memory to the others.
+    # Writing the device's name starts a backend in this process, which must leave the memory to other processes.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     report = Report(path=json_path, bench="memory", settings={"quick": quick, "device": DEVICE, "host": HOST})
     for part in chosen(PARTS, only):

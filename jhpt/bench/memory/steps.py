@@ -1,11 +1,11 @@
-"""On a GPU: steps of the planned step in a budget, in turn with what people do without a planner.
+"""The planned step in a budget on a GPU, measured in turn with the usual choices without a planner.
 
     planned       the plan for the budget
-    synchronous   everything on the host, nothing fetched ahead, in the most micro-batches that are fastest
-    optimizer     the optimizer's state on the host as a whole
-    resident      everything on the device, where that fits
+    synchronous   everything on the host, nothing fetched ahead, with the number of micro-batches that is fastest
+    optimizer     the whole optimizer state on the host
+    resident      everything on the device, if it fits
 
-Every one runs in processes of its own, which may use no more of the device than the budget.
+Each runs in processes of its own, which may use no more of the device's memory than the budget.
 """
 
 import json
@@ -26,37 +26,38 @@ from jhpt.planner.api import Task, prepare
 from jhpt.planner.cost.estimate import price
 
 SETUPS = (("gpt2-1.5b", 8, 16 << 30), ("gpt2-1.5b", 16, 24 << 30), ("gpt-6.7b", 16, 24 << 30))
-"""Preset, batch, budget."""
+"""(preset, batch, budget)."""
 
 STEPS, WARM = 12, 2
-"""Of a process, and how many of them are not counted."""
+"""Steps of a process, and how many of them are not counted."""
 
 TIMEOUT = 900.0
-"""Seconds of a process: one that hangs must not hold the device."""
+"""Seconds after which a process is ended, so that one that hangs does not hold the device."""
 
 
 def competitors(task: Task) -> dict[str, Plan]:
-    """Plans by name; what fits nowhere is left out."""
+    """Plans by name; those that do not fit are left out."""
     answer = task.solve()
-    found = {"planned": answer.plan}
+    plans = {"planned": answer.plan}
     others: dict[str, OffloadKind | None] = {"synchronous": "both", "optimizer": "optimizer", "resident": None}
     for name, kind in others.items():
         try:
             plan = replace(task, request=replace(task.request, offload=(kind,))).solve().plan
         except InputError:
             continue
-        found[name] = plan
-    if "synchronous" in found:
-        found["synchronous"] = _synchronous(found["synchronous"], answer.model)
-    if "optimizer" in found:
-        found["optimizer"] = found["optimizer"].model_copy(update={"offload": Offload(kind="optimizer")})
+        plans[name] = plan
+    if "synchronous" in plans:
+        plans["synchronous"] = _synchronous(plans["synchronous"], answer.model)
+    if "optimizer" in plans:
+        plans["optimizer"] = plans["optimizer"].model_copy(update={"offload": Offload(kind="optimizer")})
     return {
-        name: plan.model_copy(update={"seconds": price(plan, answer.model).seconds}) for name, plan in found.items()
+        name: plan.model_copy(update={"seconds": price(plan, answer.model).seconds}) for name, plan in plans.items()
     }
 
 
 def device_memory() -> float | None:
-    """All bytes of an NVIDIA GPU, asked for in a process of its own: this one would keep what it takes; None: none."""
+    """All bytes of an NVIDIA GPU; None: there is none.  Another process reads them, because it has to reserve
+    memory."""
     ask = "import jax; d = jax.local_devices()[0]; print(d.platform, (d.memory_stats() or {}).get('bytes_limit', 0))"
     half = os.environ | {"XLA_CLIENT_MEM_FRACTION": "0.5"}
     done = subprocess.run([sys.executable, "-c", ask], env=half, capture_output=True, text=True, timeout=TIMEOUT)
@@ -65,11 +66,12 @@ def device_memory() -> float | None:
 
 
 def _synchronous(plan: Plan, model: Any) -> Plan:
-    """Nothing ahead, nothing resident: of all micro-batches that fit those that are predicted to be fastest."""
+    """The plan without prefetch and without resident blocks, with the micro-batches that are predicted to be
+    fastest."""
     bare = plan.model_copy(update={"offload": Offload(ahead=0)})
     plans = [bare.model_copy(update={"micro_batches": count}) for count in divisors(plan.batch)]
-    fitting = [own for own in plans if price(own, model).fits] or [bare]
-    return min(fitting, key=lambda own: price(own, model).seconds)
+    fitting = [each for each in plans if price(each, model).fits] or [bare]
+    return min(fitting, key=lambda each: price(each, model).seconds)
 
 
 def measured(
@@ -113,7 +115,7 @@ def _row(preset: str, batch: int, budget: int, name: str, plan: Plan) -> dict[st
 
 
 def in_process(preset: str, overrides: dict[str, Any], plan: Plan, steps: int, share: float | None) -> dict[str, Any]:
-    """What `cell` found, or why it failed.  share: of the device's memory that the process may take."""
+    """The results of `cell`, or why it failed.  share: of the device's memory that the process may take."""
     spec = {"preset": preset, "overrides": overrides, "plan": plan.model_dump(mode="json"), "steps": steps}
     limit = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"} | ({"XLA_CLIENT_MEM_FRACTION": f"{share:.4f}"} if share else {})
     with tempfile.TemporaryDirectory() as folder:
@@ -125,5 +127,5 @@ def in_process(preset: str, overrides: dict[str, Any], plan: Plan, steps: int, s
             return {"failed": f"took longer than {TIMEOUT:.0f} s"}
         if done.returncode:
             return {"failed": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "ended early"}
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result

@@ -4,8 +4,8 @@ A family is a subclass of `ModelConfig`, registered under the name that `model.f
 
     register_family(MixerConfig)        # class MixerConfig(ModelConfig): family: Literal["mixer"] = "mixer"; ...
 
-Whatever depends on the family is asked of its settings; nobody else looks at which family it is.  The functions, with
-jax, are registered with `jhpt.models.family.register_model`.
+Whatever depends on the family is a property of its settings; no other code asks which family it is.  The functions,
+with jax, are registered with `jhpt.models.family.register_model`.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,7 +61,7 @@ class FlopsPerToken:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the cost of a layer depends on beside the model.
+    """What the cost of a layer depends on, beside the model.
 
     tokens: of a sample.  predicted: positions of a sample on which the head runs.  element: bytes of a number in the
     compute dtype.  flash: attention runs in one fused kernel.
@@ -79,7 +79,7 @@ class LayerCost:
 
     work: (samples, tensor degree) -> the operations of one of that many devices.
     boundary_bytes: of the output, which the next layer reads.
-    activation_bytes: saved for the backward pass and divided by the tensor degree; of a block its `tensors` say it.
+    activation_bytes: saved for the backward pass and divided by the tensor degree; a block has `tensors` instead.
     replicated_bytes: saved for the backward pass on every tensor rank.
     tensor_forward_bytes, tensor_backward_bytes: all-reduced over the tensor axis in the forward and backward pass.
     """
@@ -99,7 +99,7 @@ def masked_positions(length: int, fraction: float) -> int:
 
 
 class ModelConfig(Section):
-    """The settings that all families have, and the numbers that each has to give.
+    """The settings that all families have, and the numbers that each family has to provide.
 
     Class variables of a family:
       causal: tokens see only those before them.
@@ -196,15 +196,15 @@ class ModelConfig(Section):
         raise NotImplementedError
 
     def embedding_cost(self, sizes: Sizes) -> LayerCost:
-        """The embedding's."""
+        """The cost of the embedding."""
         raise NotImplementedError
 
     def block_cost(self, sizes: Sizes) -> LayerCost:
-        """A block's."""
+        """The cost of a block."""
         raise NotImplementedError
 
     def head_cost(self, sizes: Sizes) -> LayerCost:
-        """The head's, with its loss."""
+        """The cost of the head, with its loss."""
         raise NotImplementedError
 
     def rank_share(self, tensor: int) -> "ModelConfig":
@@ -249,7 +249,7 @@ _FAMILIES: dict[str, type[ModelConfig]] = {}
 
 
 def register_family(settings: type[ModelConfig]) -> type[ModelConfig]:
-    """Makes a family known under the default of its field `family`; usable as a decorator.
+    """Registers a family under the default of its field `family`; usable as a decorator.
 
     Raises:
       ValueError: another class has that name already.

@@ -1,1 +1,1 @@
-"""Files -> documents -> tokens -> memory-mapped cache -> windows -> batches; each step is one file here."""
+"""Files -> documents -> tokens -> memory-mapped cache -> windows -> batches; there is a module for each step."""

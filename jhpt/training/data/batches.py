@@ -1,4 +1,4 @@
-"""Windows -> batches: a pure function of (seed, step), so any step can be resumed by any number of processes."""
+"""Windows -> batches: a pure function of (seed, step), so that any number of processes can resume at any step."""
 
 from collections.abc import Iterator
 
@@ -11,33 +11,34 @@ PREFETCHED_BATCHES = 4
 
 
 def shuffled(windows: Windows, seed: int) -> grain.MapDataset:
-    """An endless sequence of windows: epoch after epoch, each in its own random order that `seed` decides."""
+    """An endless sequence of windows: epoch after epoch, each in another random order, which depends on `seed`."""
     return grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
 
 
-def training_batches(rows: grain.MapDataset, batch_size: int, own: slice, first_step: int) -> Iterator[np.ndarray]:
+def training_batches(rows: grain.MapDataset, batch_size: int, local: slice, first_step: int) -> Iterator[np.ndarray]:
     """Batches from `first_step` on, read ahead by a thread.
 
     The batch of step t is rows `t * batch_size ... (t + 1) * batch_size - 1` of the endless sequence; a process reads
-    only its `own` slice of each.  Yields int32 [own rows, window length].
+    only its `local` slice of each.  Yields int32 [local rows, window length].
     """
 
     def read(step: int) -> np.ndarray:
         first = step * batch_size
-        return np.stack([rows[row] for row in range(first + own.start, first + own.stop)])
+        return np.stack([rows[row] for row in range(first + local.start, first + local.stop)])
 
     steps = grain.MapDataset.range(first_step, 2**62).map(read)
     return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED_BATCHES)))
 
 
 def evaluation_batches(
-    windows: Windows, batch_size: int, own: slice, batches: int
+    windows: Windows, batch_size: int, local: slice, batches: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The first `batches` held-out batches, in order, the same at every call.
 
-    The last one is filled up with repeated rows of weight 0.  Yields (int32 [own rows, length], float32 [own rows]).
+    The last batch is filled up with repeated rows of weight 0.  Yields (int32 [local rows, length], float32 [local
+    rows]).
     """
     total = min(len(windows), batches * batch_size)
     for first in range(0, total, batch_size):
-        rows = range(first + own.start, first + own.stop)
+        rows = range(first + local.start, first + local.stop)
         yield np.stack([windows[row % total] for row in rows]), np.asarray([row < total for row in rows], np.float32)

@@ -1,8 +1,8 @@
-"""Token ids on disk, memory-mapped: built once, atomically, found again by content and tokenizer.
+"""Token ids on disk, memory-mapped: built once, atomically, and identified by content and tokenizer.
 
 A cache is a folder `<key>/` with `train.bin`, `validation.bin` (little-endian uint8, uint16 or uint32) and
-`index.json`.  It is written beside its final place and renamed, so a reader never sees half of one.  `key` hashes the
-content of every file, the tokenizer and the split.  Files are hashed again only when path, size or time changed.
+`index.json`.  It is written under another name and renamed, so that readers never see an incomplete one.  `key` hashes
+the content of every file, the tokenizer and the split.  Files are hashed again only if path, size or time have changed.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ from jhpt.training.data.corpus import digest, documents, find_files, split_files
 from jhpt.training.data.tokenizer import Tokenizer
 
 FORMAT = 3
-"""Raised when the same input would give other tokens."""
+"""Increased when the same input would give other tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class TokenCache:
 
 
 BATCH_CHARS = 1 << 23
-"""Pieces of about this many characters together are tokenised at once, on all cores."""
+"""About this many characters are tokenised in one call, on all cores."""
 
 
 def token_cache(data: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = lambda line: None) -> TokenCache:
-    """The cache for this data and tokenizer, built where it does not exist; `say` hears of that.
+    """The cache for this data and tokenizer, built if it does not exist, which `say` reports.
 
     Raises:
       InputError: missing, empty or malformed files; a damaged cache; a cache folder that cannot be written.
@@ -62,7 +62,8 @@ def token_cache(data: DataConfig, tokenizer: Tokenizer, say: Callable[[str], Non
             if built:
                 size = sum(file.stat().st_size for file in (*files, *(held_files or [])))
                 say(f"tokenising {size / 2**20:,.1f} MiB of text, once, into {root / key}")
-                # The key knows content and no names, so the order of the files must not follow from names either.
+                # The key depends on content and not on names, so the order of the files must not depend on names
+                # either.
                 files = sorted(files, key=digest)
                 if held_files is None:
                     files, held_files = split_files(files, data.validation_fraction)
@@ -75,7 +76,7 @@ def token_cache(data: DataConfig, tokenizer: Tokenizer, say: Callable[[str], Non
 
 
 def _content_key(root: Path, files: Sequence[Path], held: Sequence[Path], settings: list) -> str:
-    """Hash of content and settings, remembered under the files' names, sizes and times."""
+    """Hash of content and settings, stored under the files' names, sizes and times."""
     stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in (*files, *held)]
     memo = root / "seen" / _hash([stats, len(files), settings])
     if memo.is_file() and (key := memo.read_text()) and (root / key).is_dir():
@@ -97,13 +98,13 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _unique() -> str:
-    """A name for what is not finished; process ids repeat where containers share a file system."""
+    """A name for an unfinished file or folder.  Process ids would repeat if containers share a file system."""
     return uuid.uuid4().hex
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """One builder at a time on this file system; the rename keeps readers right even where locks do not work."""
+    """One builder at a time on this file system; because of the rename, readers are safe even if locks do not work."""
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
@@ -132,7 +133,7 @@ def _build(
 def _publish(partial: Path, folder: Path) -> None:
     try:
         partial.rename(folder)
-    except OSError:  # where locks do not work, another builder may have been first: its cache is as good
+    except OSError:  # if locks do not work, another builder may have been first, whose cache is as good
         if not folder.is_dir():
             raise
 
@@ -173,12 +174,12 @@ def _batches(pieces: Iterable[str | None]) -> Iterator[list[str | None]]:
 
 
 def _hold_out_tail(folder: Path, total: int, fraction: float, dtype: np.dtype) -> dict[str, int]:
-    """Where no whole file could be held out, the last part of the tokens is."""
-    saved = total - int(total * fraction)
+    """Holds out the last part of the tokens, for text of which no whole file could be held out."""
+    remaining = total - int(total * fraction)
     tokens = np.memmap(folder / "train.bin", dtype, mode="r")
-    tokens[saved:].tofile(folder / "validation.bin")
-    os.truncate(folder / "train.bin", saved * dtype.itemsize)
-    return {"train": saved, "validation": total - saved}
+    tokens[remaining:].tofile(folder / "validation.bin")
+    os.truncate(folder / "train.bin", remaining * dtype.itemsize)
+    return {"train": remaining, "validation": total - remaining}
 
 
 def _open(folder: Path, built: bool) -> TokenCache:

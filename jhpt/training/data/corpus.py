@@ -1,4 +1,4 @@
-"""Which files a run reads, and their text."""
+"""The files that a run reads, and their text."""
 
 import glob
 import hashlib
@@ -15,7 +15,7 @@ PIECE_CHARS = 1 << 20
 
 JSONL = ".jsonl"
 TEXT_SUFFIXES = (".txt", ".md", JSONL)
-"""What a folder contributes."""
+"""Suffixes of the files that are read from a folder."""
 
 STDLIB = "stdlib"
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -53,7 +53,7 @@ def _expand(name: str, setting: str) -> list[Path]:
 
 
 def _has_content(file: Path) -> bool:
-    """Whether this is a file with something in it: no folder of that name, no dangling link."""
+    """Whether this is a file that is not empty: not a folder of that name, and not a dangling link."""
     return file.is_file() and file.stat().st_size > 0
 
 
@@ -76,7 +76,7 @@ def _is_utf8(file: Path) -> bool:
 
 
 def digest(file: Path) -> str:
-    """What a file contributes, as a hash: its bytes, and whether they are read as text or as JSONL.
+    """A hash of a file's bytes, and of whether they are read as text or as JSONL.
 
     Raises:
       InputError: a file that cannot be read.
@@ -93,18 +93,18 @@ def digest(file: Path) -> str:
 def split_files(files: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
     """(training, validation) files.
 
-    Going through the files, given in the order of their content hash, each is held out that still fits into `fraction`
-    of the bytes.  So the split does not depend on where the files lie; where all files are larger than that (a single
-    one always is) none is held out here.
+    The files are given in the order of their content hash.  In this order, each file that still fits into `fraction` of
+    the bytes is held out, so the split does not depend on where the files lie.  If all files are larger than that, as a
+    single one always is, none is held out here.
     """
-    left = fraction * sum(file.stat().st_size for file in files)
-    saved: list[Path] = []
+    room = fraction * sum(file.stat().st_size for file in files)
+    training: list[Path] = []
     held: list[Path] = []
     for file in files:
         size = file.stat().st_size
-        (held if size <= left else saved).append(file)
-        left -= size if size <= left else 0
-    return saved, held
+        (held if size <= room else training).append(file)
+        room -= size if size <= room else 0
+    return training, held
 
 
 def documents(file: Path, text_key: str) -> Iterator[Iterator[str]]:
@@ -137,7 +137,7 @@ def _json_text(line: str, text_key: str, place: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    r"""JSON can escape what no text contains and UTF-8 cannot write: `"\ud800"`."""
+    r"""Whether UTF-8 can write the text; JSON can escape half of a surrogate pair, `"\ud800"`, which it cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -13,7 +13,7 @@ from jhpt.core.errors import InputError
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer; special ids are None where the vocabulary has none."""
+    """A tokenizer as the data pipeline sees it; special ids are None if the vocabulary has none."""
 
     vocab_size: int
     fingerprint: str
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         ...
 
 
@@ -72,7 +72,7 @@ class FileTokenizer:
             raise InputError(f"data.tokenizer={path}: no such file; give a tokenizers JSON file or 'bytes'") from None
         except Exception as error:  # the library raises bare Exception on malformed JSON
             raise InputError(f"data.tokenizer={path}: not a tokenizers JSON file: {error}") from None
-        # Not get_vocab_size(): that counts tokens, and ids may have gaps.
+        # Not get_vocab_size(), which counts tokens: ids may have gaps.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         if not self.vocab_size:
             raise InputError(f"data.tokenizer={path}: its vocabulary is empty; give a trained tokenizer")

@@ -34,13 +34,13 @@ SHAPES = [(8, 40), (24, 8, 16), (64, 130)]
 """Of one bucket.  Eight divides the dims of `DIMS`."""
 DIMS = (0, 1, 0)
 
-HOW = {
+COMPRESSIONS = {
     "8 bits": GradientCompression(kind="quantize"),
     "4 bits": GradientCompression(kind="quantize", bits=4),
     "top 5 %": GradientCompression(kind="topk", share=0.05, block=256),
     "top 5 %, momentum": GradientCompression(kind="topk", share=0.05, block=256, momentum=0.7),
 }
-WAYS = [(name, ranks, shares) for name in HOW for ranks in (2, 4) for shares in (False, True)]
+WAYS = [(name, ranks, shares) for name in COMPRESSIONS for ranks in (2, 4) for shares in (False, True)]
 
 
 def gradients_of(ranks, seed=0):
@@ -49,29 +49,29 @@ def gradients_of(ranks, seed=0):
     return [np.float32(10.0**-n * rng.standard_t(5, (ranks, *shape))) for n, shape in enumerate(SHAPES)]
 
 
-def nothing(how, gradients):
+def nothing(compression, gradients):
     """(residuals, momenta) before the first step."""
     zeros = [np.zeros_like(g) for g in gradients]
-    return zeros, (zeros if how.momentum else None)
+    return zeros, (zeros if compression.momentum else None)
 
 
 def on_ranks(ranks, run, *arguments):
     """run(this rank's arguments) -> what every rank returns, stacked."""
     mesh = jax.make_mesh((ranks,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks])
 
-    def own(*parts):
+    def on_rank(*parts):
         return jax.tree.map(lambda x: x[None], run(*jax.tree.map(lambda x: x[0], parts)))
 
-    return jax.shard_map(own, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)(*arguments)
+    return jax.shard_map(on_rank, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)(*arguments)
 
 
-def step(how, ranks, shares, kernels="reference"):
+def step(compression, ranks, shares, kernels="reference"):
     """(gradients, residuals, momenta) of all ranks -> the same, sums in the place of gradients."""
     reductions = [GradientReduction(("d",), ranks, dim if shares else None) for dim in DIMS]
 
     def run(gradients, residuals, momenta):
         parts = list(map(Part, gradients, residuals, momenta or [None] * len(gradients)))
-        done = exchanged(parts, reductions, how, kernels)
+        done = exchanged(parts, reductions, compression, kernels)
         return [p.gradient for p in done], [p.residual for p in done], [p.momentum for p in done] if momenta else None
 
     return jax.jit(partial(on_ranks, ranks, run))
@@ -89,24 +89,24 @@ def whole(sums, shares):
 # Laid out by hand: a bucket as [ranks, parts, numbers].
 
 
-def laid(leaves, ranks, how, shares):
-    parts = 1 if gathers_gradients(ranks, how) and not shares else ranks
+def laid(leaves, ranks, compression, shares):
+    parts = 1 if gathers_gradients(ranks, compression) and not shares else ranks
     if shares:
         turned = [np.moveaxis(np.asarray(x), dim + 1, 1) for x, dim in zip(leaves, DIMS, strict=True)]
         rows = np.concatenate([x.reshape(ranks, ranks, -1) for x in turned], 2)
     else:
         rows = np.concatenate([np.asarray(x).reshape(ranks, -1) for x in leaves], 1)[:, None]
-    numbers = share_of_bucket(sum(x[0].size for x in leaves), parts, how)
+    numbers = share_of_bucket(sum(x[0].size for x in leaves), parts, compression)
     if shares:
         return np.pad(rows, ((0, 0), (0, 0), (0, numbers - rows.shape[2])))
     return np.pad(rows[:, 0], ((0, 0), (0, parts * numbers - rows.shape[2]))).reshape(ranks, parts, numbers)
 
 
-def expected_codes(wanted, how, ranks, shares):
+def expected_codes(wanted, compression, ranks, shares):
     """(sum, residuals) from the same codes, on one device."""
     rows = wanted.reshape(ranks, -1, COLUMNS)
-    quantize = partial(segment_quantize, bits=how.bits, implementation="reference")
-    decode_all = partial(dequantize_sum, columns=COLUMNS, bits=how.bits, implementation="reference")
+    quantize = partial(segment_quantize, bits=compression.bits, implementation="reference")
+    decode_all = partial(dequantize_sum, columns=COLUMNS, bits=compression.bits, implementation="reference")
 
     def decode(payload):
         return decode_all(jax.tree.map(lambda leaf: leaf[None], payload))
@@ -115,7 +115,7 @@ def expected_codes(wanted, how, ranks, shares):
     residual = wanted - np.stack([decode(c) for c in codes]).reshape(wanted.shape)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *codes)
     total = np.asarray(decode_all(stacked))
-    if not shares and not gathers_gradients(ranks, how):
+    if not shares and not gathers_gradients(ranks, compression):
         again = np.asarray(decode(quantize(jnp.asarray(total))))
         for owner, missed in enumerate((total - again).reshape(ranks, -1)):
             residual[owner, owner] += missed
@@ -123,10 +123,10 @@ def expected_codes(wanted, how, ranks, shares):
     return total.reshape(wanted.shape[1:]), residual
 
 
-def expected_largest(wanted, how):
+def expected_largest(wanted, compression):
     """(sum, residuals, where nothing was sent) by sorting."""
-    blocks = wanted.reshape(len(wanted), -1, how.block)
-    order = np.argsort(-np.abs(blocks), -1, kind="stable")[..., : sent_of_block(how)]
+    blocks = wanted.reshape(len(wanted), -1, compression.block)
+    order = np.argsort(-np.abs(blocks), -1, kind="stable")[..., : sent_of_block(compression)]
     sent = np.zeros_like(blocks)
     values = np.asarray(jnp.asarray(np.take_along_axis(blocks, order, -1)).astype(jnp.bfloat16).astype(jnp.float32))
     np.put_along_axis(sent, order, values, -1)
@@ -138,27 +138,27 @@ def expected_largest(wanted, how):
 @pytest.mark.parametrize(("name", "ranks", "shares"), WAYS)
 def test_three_steps_are_those_of_the_codes(name, ranks, shares):
     """The second and third with what the one before has left."""
-    how, run = HOW[name], step(HOW[name], ranks, shares)
-    residuals, momenta = nothing(how, gradients_of(ranks))
-    saved, velocity = laid(residuals, ranks, how, shares), laid(residuals, ranks, how, shares)
+    compression, run = COMPRESSIONS[name], step(COMPRESSIONS[name], ranks, shares)
+    residuals, momenta = nothing(compression, gradients_of(ranks))
+    saved, velocity = laid(residuals, ranks, compression, shares), laid(residuals, ranks, compression, shares)
     for seed in range(3):
         gradients = gradients_of(ranks, seed)
         sums, residuals, momenta = run(gradients, residuals, momenta)
-        own = laid(gradients, ranks, how, shares)
-        if how.momentum:
-            own = velocity = how.momentum * velocity + own
-        if how.kind == "quantize":
-            total, saved = expected_codes(own + saved, how, ranks, shares)
+        numbers = laid(gradients, ranks, compression, shares)
+        if compression.momentum:
+            numbers = velocity = compression.momentum * velocity + numbers
+        if compression.kind == "quantize":
+            total, saved = expected_codes(numbers + saved, compression, ranks, shares)
         else:
-            total, saved, unsent = expected_largest(own + saved, how)
+            total, saved, unsent = expected_largest(numbers + saved, compression)
             velocity = velocity * unsent
-        found = laid([x[None] for x in whole(sums, shares)], 1, how, False).ravel()
+        total_here = laid([x[None] for x in whole(sums, shares)], 1, compression, False).ravel()
         expected = [x[None] for x in taken(total, shares)]
-        expected = laid(expected, 1, how, False).ravel()
-        assert np.abs(found - expected).max() <= 1e-6 * np.abs(expected).max()
-        assert np.abs(laid(residuals, ranks, how, shares) - saved).max() <= 1e-6 * np.abs(saved).max()
-        if how.momentum:
-            assert np.abs(laid(momenta, ranks, how, shares) - velocity).max() <= 1e-6 * np.abs(velocity).max()
+        expected = laid(expected, 1, compression, False).ravel()
+        assert np.abs(total_here - expected).max() <= 1e-6 * np.abs(expected).max()
+        assert np.abs(laid(residuals, ranks, compression, shares) - saved).max() <= 1e-6 * np.abs(saved).max()
+        if compression.momentum:
+            assert np.abs(laid(momenta, ranks, compression, shares) - velocity).max() <= 1e-6 * np.abs(velocity).max()
 
 
 def taken(total, shares):
@@ -175,11 +175,11 @@ def taken(total, shares):
 
 @pytest.mark.parametrize(
     ("name", "ranks", "shares"),
-    [*((name, 4, s) for name in list(HOW)[:3] for s in (False, True)), ("8 bits", 8, False)],
+    [*((name, 4, s) for name in list(COMPRESSIONS)[:3] for s in (False, True)), ("8 bits", 8, False)],
 )
 def test_what_was_applied_and_what_is_left_are_all_gradients(name, ranks, shares):
-    how, run = HOW[name], step(HOW[name], ranks, shares)
-    residuals, momenta = nothing(how, gradients_of(ranks))
+    compression, run = COMPRESSIONS[name], step(COMPRESSIONS[name], ranks, shares)
+    residuals, momenta = nothing(compression, gradients_of(ranks))
     given_, applied = 0.0, 0.0
     for seed in range(20):
         gradients = gradients_of(ranks, seed)
@@ -192,60 +192,62 @@ def test_what_was_applied_and_what_is_left_are_all_gradients(name, ranks, shares
         assert np.abs(missing).max() > 1e-4 * np.abs(all_).max(), "and something was left"
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize("name", COMPRESSIONS)
 def test_alone_everything_arrives(name):
-    how = HOW[name]
+    compression = COMPRESSIONS[name]
     gradients = gradients_of(1)
-    left, momenta = gradients_of(1, 1), gradients_of(1, 2) if how.momentum else None
-    sums, residuals, momenta = step(how, 1, False)(gradients, left, momenta)
+    left, momenta = gradients_of(1, 1), gradients_of(1, 2) if compression.momentum else None
+    sums, residuals, momenta = step(compression, 1, False)(gradients, left, momenta)
     for total, gradient, before, after in zip(sums, gradients, left, residuals, strict=True):
         assert np.array_equal(total, gradient + before) and not after.any()
 
 
-@pytest.mark.parametrize(("name", "shares"), [(name, shares) for name in HOW for shares in (False, True)])
+@pytest.mark.parametrize(("name", "shares"), [(name, shares) for name in COMPRESSIONS for shares in (False, True)])
 def test_not_a_number_is_seen_by_all(name, shares):
     """With all that shares its range, where it has one."""
-    how, gradients = HOW[name], gradients_of(4)
+    compression, gradients = COMPRESSIONS[name], gradients_of(4)
     gradients[1][2, 3, 7, 5] = np.nan
-    sums, *_ = step(how, 4, shares)(gradients, *nothing(how, gradients))
-    found = [np.isnan(total) for total in whole(sums, shares)]
-    assert found[1][3, 7, 5] and sum(each.sum() for each in found) <= (BLOCK if how.kind == "quantize" else 1)
+    sums, *_ = step(compression, 4, shares)(gradients, *nothing(compression, gradients))
+    missing = [np.isnan(total) for total in whole(sums, shares)]
+    assert missing[1][3, 7, 5] and sum(each.sum() for each in missing) <= (
+        BLOCK if compression.kind == "quantize" else 1
+    )
 
 
 @pytest.mark.parametrize(("name", "ranks", "shares"), [*WAYS, ("8 bits", 8, False), ("top 5 %", 8, True)])
 def test_bytes_are_those_of_the_formula(name, ranks, shares):
     """Of the collectives' results on the wire: (t-1)/t of an all_to_all, t-1 shares of an all_gather."""
-    how, gradients = HOW[name].model_copy(update={"bucket": 3000}), gradients_of(ranks)
-    traced = jax.make_jaxpr(step(how, ranks, shares))(gradients, *nothing(how, gradients))
-    found = 0.0
+    compression, gradients = COMPRESSIONS[name].model_copy(update={"bucket": 3000}), gradients_of(ranks)
+    traced = jax.make_jaxpr(step(compression, ranks, shares))(gradients, *nothing(compression, gradients))
+    sent = 0.0
     for equation in every_equation(traced.jaxpr):
         assert equation.primitive.name not in ("psum", "psum2", "psum_invariant", "reduce_scatter", "ppermute")
         if equation.primitive.name in ("all_to_all", "all_gather"):
-            found += equation.outvars[0].aval.size * equation.outvars[0].aval.dtype.itemsize * (ranks - 1) / ranks
+            sent += equation.outvars[0].aval.size * equation.outvars[0].aval.dtype.itemsize * (ranks - 1) / ranks
     sizes = [int(np.prod(shape)) for shape in SHAPES]
     together = [sum(sizes[at] for at in bucket) for bucket in buckets(sizes, 3000)]
     assert len(together) == 2
-    assert found == sum(gradient_bytes(ranks, how, numbers, shares=shares) for numbers in together)
+    assert sent == sum(gradient_bytes(ranks, compression, numbers, shares=shares) for numbers in together)
 
 
 def test_bytes_worked_out_by_hand():
     """2^20 numbers in 4 ranks: rows of 1,024 numbers are 1,024 or 512 bytes of codes and 8 ranges of 2 bytes."""
-    assert gradient_bytes(4, HOW["8 bits"], 1 << 20) == 2 * 3 * 256 * (1024 + 16)
-    assert gradient_bytes(4, HOW["8 bits"], 1 << 20, shares=True) == 3 * 256 * (1024 + 16)
-    assert gradient_bytes(4, HOW["4 bits"], 1 << 20) == 3 * 1024 * (512 + 16), "4 x 4 < 32: gathered"
-    assert gradient_bytes(8, HOW["4 bits"], 1 << 20) == 2 * 7 * 128 * (512 + 16)
-    assert gradient_bytes(4, HOW["top 5 %"], 1 << 20) == 3 * 4096 * 13 * 4
-    assert gradient_bytes(1, HOW["8 bits"], 1 << 20) == 0
+    assert gradient_bytes(4, COMPRESSIONS["8 bits"], 1 << 20) == 2 * 3 * 256 * (1024 + 16)
+    assert gradient_bytes(4, COMPRESSIONS["8 bits"], 1 << 20, shares=True) == 3 * 256 * (1024 + 16)
+    assert gradient_bytes(4, COMPRESSIONS["4 bits"], 1 << 20) == 3 * 1024 * (512 + 16), "4 x 4 < 32: gathered"
+    assert gradient_bytes(8, COMPRESSIONS["4 bits"], 1 << 20) == 2 * 7 * 128 * (512 + 16)
+    assert gradient_bytes(4, COMPRESSIONS["top 5 %"], 1 << 20) == 3 * 4096 * 13 * 4
+    assert gradient_bytes(1, COMPRESSIONS["8 bits"], 1 << 20) == 0
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 100))
 @settings(deadline=None, derandomize=True)
 def test_buckets_cover_everything_once_in_order_and_are_no_larger_than_needed(sizes, capacity):
-    found = buckets(sizes, capacity)
-    assert [at for bucket in found for at in bucket] == list(range(len(sizes)))
-    for bucket in found:
+    cut = buckets(sizes, capacity)
+    assert [at for bucket in cut for at in bucket] == list(range(len(sizes)))
+    for bucket in cut:
         assert sum(sizes[at] for at in bucket[:-1]) < capacity
-    assert all(sum(sizes[at] for at in bucket) >= capacity for bucket in found[:-1])
+    assert all(sum(sizes[at] for at in bucket) >= capacity for bucket in cut[:-1])
 
 
 def test_order_is_that_of_the_backward_pass():
@@ -283,5 +285,5 @@ def test_kernels_of_a_gpu_lower_inside_an_exchange(name, count):
     """Quantized, decoded for the residual, added, quantized again, decoded for the residual again, and decoded in the
     end: six; or selected."""
     gradients = gradients_of(4)
-    traced = step(HOW[name], 4, False, "mosaic").trace(gradients, *nothing(HOW[name], gradients))
+    traced = step(COMPRESSIONS[name], 4, False, "mosaic").trace(gradients, *nothing(COMPRESSIONS[name], gradients))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == count

@@ -20,9 +20,9 @@ def scores(kind, rows=3, length=LENGTH, seed=0):
 
 
 def chosen(scores, k, window=16):
-    found = np.asarray(causal_choice(jnp.asarray(scores), k, window))
-    assert found.dtype == np.int32 and found.shape == (len(scores), k)
-    return found
+    choice = np.asarray(causal_choice(jnp.asarray(scores), k, window))
+    assert choice.dtype == np.int32 and choice.shape == (len(scores), k)
+    return choice
 
 
 def one_by_one(scores, k, window):
@@ -45,9 +45,9 @@ def one_by_one(scores, k, window):
 @pytest.mark.parametrize("k", [0, 1, 14, 44, 45])
 def test_is_the_rule_token_by_token(kind, k):
     drawn = scores(kind)
-    found = chosen(drawn, k)
-    assert found.tolist() == [one_by_one(row, k, 16) for row in drawn]
-    assert np.all(np.diff(found, axis=1) > 0) and np.all(found < LENGTH)
+    choice = chosen(drawn, k)
+    assert choice.tolist() == [one_by_one(row, k, 16) for row in drawn]
+    assert np.all(np.diff(choice, axis=1) > 0) and np.all(choice < LENGTH)
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, 16), (15, 16), (16, 16), (33, 32), (128, 32)])
@@ -59,10 +59,10 @@ def test_any_length(length, window):
 
 def test_later_scores_decide_nothing_about_earlier_tokens():
     drawn, others, k = scores("any"), scores("any", seed=1), 14
-    found = chosen(drawn, k)
+    choice = chosen(drawn, k)
     for cut in range(1, LENGTH):
         again = chosen(np.concatenate([drawn[:, :cut], 9 * others[:, cut:]], 1), k)
-        for row, other in zip(found, again, strict=True):
+        for row, other in zip(choice, again, strict=True):
             assert row[row < cut].tolist() == other[other < cut].tolist()
 
 

@@ -53,23 +53,23 @@ def test_rows_come_and_go_in_order(ahead, reverse, late, apart):
         assert not soon
         return computed(layer, rows, carry) if late else (carry, {})
 
-    own = Layer(first=first, second=second, ordered=apart)
+    made = Layer(first=first, second=second, ordered=apart)
 
     def run(offloaded):
         return over_layers(
             offloaded,
-            own,
+            made,
             jnp.float32(1),
             Transfers(reads=("a",), writes=("a", "b"), reverse=reverse, prefetch=ahead, write_late=late),
         )
 
-    found, offloaded = jax.jit(run, donate_argnums=0)(on_host({"a": a, "b": b, "c": c}))
+    actual, offloaded = jax.jit(run, donate_argnums=0)(on_host({"a": a, "b": b, "c": c}))
     assert {leaf.sharding.memory_kind for leaf in offloaded.values()} == {"pinned_host"}
     total, written = np.float32(1), np.zeros_like(b)
     for layer in range(COUNT)[:: -1 if reverse else 1]:
         total = total * 2 + a[layer].sum() + layer
         written[layer] = a[layer] * total
-    assert np.allclose(found, total, rtol=1e-6)
+    assert np.allclose(actual, total, rtol=1e-6)
     assert np.array_equal(offloaded["a"], a + 1) and np.allclose(offloaded["b"], written, rtol=1e-5)
     assert np.array_equal(offloaded["c"], c)
 
@@ -113,7 +113,7 @@ def test_a_pass_is_that_of_a_plain_loop(ahead, pieces, wrap):
 
     loop, rows = streamed_loop(ahead, wrap)
 
-    def found(offloaded, x, keys, error):
+    def run(offloaded, x, keys, error):
         y, passed, offloaded = loop.forward(offloaded, cut(x, pieces), cut(keys, pieces))
         down, squares, offloaded = loop.backward(offloaded, passed, cut(error, pieces), left, ZERO)
         through = loop.through(offloaded, cut(x, pieces), cut(keys, pieces))
@@ -121,15 +121,15 @@ def test_a_pass_is_that_of_a_plain_loop(ahead, pieces, wrap):
 
     y, gradients, down = jax.jit(expected)(params, x, keys, error)
     offloaded = on_host({WEIGHTS: rows, GRADIENT: jnp.full_like(rows, jnp.nan)})
-    own_y, own_down, squares, offloaded, through = jax.jit(found, donate_argnums=0)(offloaded, x, keys, error)
+    own_y, own_down, squares, offloaded, through = jax.jit(run, donate_argnums=0)(offloaded, x, keys, error)
     assert np.allclose(through, y, rtol=1e-6, atol=1e-6) and np.allclose(own_y, y, rtol=1e-6, atol=1e-6)
     assert np.allclose(own_down, down, rtol=1e-5, atol=1e-6)
     assert np.array_equal(offloaded[WEIGHTS], rows)
     size = sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(gradients))
     assert float(squares) == pytest.approx(size, rel=1e-5)
     for at in range(COUNT):
-        own = loop.bucket.unpacked(jnp.asarray(np.asarray(offloaded[GRADIENT][at])))
-        for name, leaf in own.items():
+        leaves = loop.bucket.unpacked(jnp.asarray(np.asarray(offloaded[GRADIENT][at])))
+        for name, leaf in leaves.items():
             assert np.abs(leaf - gradients[name][at]).max() <= 1e-6 * np.abs(gradients[name]).max()
 
 
@@ -178,7 +178,7 @@ def test_what_is_needed_last_comes_as_it_lay_there(ahead, late):
         done = {"m": soon["m"] * 2 + rows["a"]} if late else {}
         return carry + soon["m"].sum(), done
 
-    own = Layer(
+    made = Layer(
         first=lambda layer, rows, carry: (carry, rows, {} if late else {"m": rows["a"]}), second=second, ordered=True
     )
 
@@ -186,11 +186,11 @@ def test_what_is_needed_last_comes_as_it_lay_there(ahead, late):
         transfers = Transfers(
             reads=("a",), writes=("m",), late_reads=("m",), reverse=True, prefetch=ahead, write_late=late
         )
-        return over_layers(offloaded, own, jnp.float32(0), transfers)
+        return over_layers(offloaded, made, jnp.float32(0), transfers)
 
-    found, offloaded = jax.jit(run, donate_argnums=0)(on_host({"a": a, "m": m}))
+    actual, offloaded = jax.jit(run, donate_argnums=0)(on_host({"a": a, "m": m}))
     assert np.array_equal(offloaded["m"], m * 2 + a if late else a) and np.array_equal(offloaded["a"], a)
-    assert np.allclose(found, (m if late else a).sum(), rtol=1e-5)
+    assert np.allclose(actual, (m if late else a).sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -201,9 +201,9 @@ def test_a_layer_that_leaves_changed_is_one_that_is_changed_afterwards(ahead, re
     loop, rows = streamed_loop(ahead, save_nothing)
     momentum = jax.random.normal(jax.random.key(9), rows.shape)
 
-    def leave(own, gradient, told):
-        momentum = 0.9 * own["momentum"] + gradient
-        return told + 1, {WEIGHTS: own[WEIGHTS] - 0.1 * momentum, "momentum": momentum}
+    def leave(rows, gradient, count):
+        momentum = 0.9 * rows["momentum"] + gradient
+        return count + 1, {WEIGHTS: rows[WEIGHTS] - 0.1 * momentum, "momentum": momentum}
 
     def plain(offloaded, x, keys, error):
         _, passed, offloaded = loop.forward(offloaded, x[None], keys[None])
@@ -212,17 +212,17 @@ def test_a_layer_that_leaves_changed_is_one_that_is_changed_afterwards(ahead, re
     def run(offloaded, x, keys, error):
         _, passed, offloaded = loop.forward(offloaded, cut(x, pieces), cut(keys, pieces))
         names = ("momentum",), (WEIGHTS, "momentum")
-        _, told, offloaded = loop.backward(offloaded, passed, cut(error, pieces), leave, jnp.int32(0), *names)
-        return told, offloaded
+        _, count, offloaded = loop.backward(offloaded, passed, cut(error, pieces), leave, jnp.int32(0), *names)
+        return count, offloaded
 
     gradient = jax.jit(plain)(on_host({WEIGHTS: rows, GRADIENT: rows}), x, keys, error)
     expected = 0.9 * momentum + np.asarray(gradient)
     stays = np.arange(COUNT) % (1 + resident) > 0
     offloaded = {WEIGHTS: rows[~stays], "momentum": momentum[~stays]}
     there = {RESIDENT + WEIGHTS: rows[stays], RESIDENT + "momentum": momentum[stays]} if resident else {}
-    told, found = jax.jit(run, donate_argnums=0)(on_host(offloaded) | there, x, keys, error)
-    assert int(told) == COUNT
+    count, offloaded_after = jax.jit(run, donate_argnums=0)(on_host(offloaded) | there, x, keys, error)
+    assert int(count) == COUNT
     for prefix, which in (("", ~stays), (RESIDENT, stays)) if resident else (("", ~stays),):
         for name, whole in (("momentum", expected), (WEIGHTS, rows - 0.1 * expected)):
-            own = np.asarray(found[prefix + name])
-            assert np.abs(own - whole[which]).max() <= 2e-6 * np.abs(whole).max(), prefix + name
+            actual = np.asarray(offloaded_after[prefix + name])
+            assert np.abs(actual - whole[which]).max() <= 2e-6 * np.abs(whole).max(), prefix + name

@@ -23,8 +23,8 @@ def numbers(rows) -> list[int]:
     return [int(row[0]) // 3 for row in rows]
 
 
-def batches(steps, *, seed=0, first=0, own=slice(0, BATCH), count=WINDOWS) -> list[np.ndarray]:
-    source = training_batches(shuffled(windows(count), seed), BATCH, own, first)
+def batches(steps, *, seed=0, first=0, local=slice(0, BATCH), count=WINDOWS) -> list[np.ndarray]:
+    source = training_batches(shuffled(windows(count), seed), BATCH, local, first)
     return list(itertools.islice(source, steps))
 
 
@@ -55,7 +55,7 @@ def test_resuming_is_the_tail_of_an_uninterrupted_run(uninterrupted, first):
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_the_rows_of_all_processes_are_the_global_batch(uninterrupted, processes):
-    shares = [batches(6, own=own) for own in parts(processes)]
+    shares = [batches(6, local=local) for local in parts(processes)]
     together = [np.concatenate(rows) for rows in zip(*shares, strict=True)]
     np.testing.assert_array_equal(together, uninterrupted[:6])
 
@@ -90,11 +90,11 @@ def test_a_far_step_is_reached_without_the_way_there():
     [(1, 8), (2, 16), (3, 21), (100, 21)],  # 21 windows fill two batches and five rows of a third
 )
 def test_evaluation_reads_the_first_windows_in_order_each_weighted_once(limit, total):
-    found = list(evaluation_batches(windows(), BATCH, slice(0, BATCH), limit))
-    assert len(found) == -(-total // BATCH)
-    rows, weights = (np.concatenate(part) for part in zip(*found, strict=True))
+    batches = list(evaluation_batches(windows(), BATCH, slice(0, BATCH), limit))
+    assert len(batches) == -(-total // BATCH)
+    rows, weights = (np.concatenate(part) for part in zip(*batches, strict=True))
     assert rows.dtype == np.int32 and weights.dtype == np.float32
-    assert all(batch.shape == (BATCH, 4) for batch, _ in found)
+    assert all(batch.shape == (BATCH, 4) for batch, _ in batches)
     assert numbers(rows[:total]) == list(range(total))
     assert weights.tolist() == [1.0] * total + [0.0] * (len(rows) - total)
 
@@ -110,7 +110,7 @@ def test_evaluation_is_the_same_at_every_call():
 def test_evaluation_is_split_over_processes(processes):
     """Every process yields as many batches as the others, or the last ones would wait forever."""
     whole = list(evaluation_batches(windows(), BATCH, slice(0, BATCH), 3))
-    shares = [list(evaluation_batches(windows(), BATCH, own, 3)) for own in parts(processes)]
+    shares = [list(evaluation_batches(windows(), BATCH, local, 3)) for local in parts(processes)]
     for index, (rows, weights) in enumerate(whole):
         np.testing.assert_array_equal(np.concatenate([share[index][0] for share in shares]), rows)
         np.testing.assert_array_equal(np.concatenate([share[index][1] for share in shares]), weights)

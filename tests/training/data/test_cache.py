@@ -87,9 +87,9 @@ def decoded(tokens) -> list[str]:
 
 
 def test_tokens_are_those_of_all_documents_separated(texts, root):
-    found = open_cache(texts, root)
-    assert len(decoded(found.validation)) == 1  # one of five equal files is a fifth
-    documents = decoded(found.train) + decoded(found.validation)
+    cache = open_cache(texts, root)
+    assert len(decoded(cache.validation)) == 1  # one of five equal files is a fifth
+    documents = decoded(cache.train) + decoded(cache.validation)
     assert sorted(documents) == sorted(file.read_text() for file in texts.iterdir())
 
 
@@ -170,9 +170,9 @@ def test_text_and_jsonl_of_the_same_bytes_are_different(root, tmp_path):
 
 def test_given_validation_files_are_held_out_whole(texts, root, tmp_path):
     held = write(tmp_path / "held", {"b.txt": "held out"})
-    found = open_cache(texts, root, validation_path=str(held))
-    assert decoded(found.validation) == ["held out"]
-    assert len(decoded(found.train)) == 5
+    cache = open_cache(texts, root, validation_path=str(held))
+    assert decoded(cache.validation) == ["held out"]
+    assert len(decoded(cache.train)) == 5
 
 
 @given(length=st.integers(1, 300), fraction=st.floats(0, 0.99))
@@ -180,21 +180,21 @@ def test_given_validation_files_are_held_out_whole(texts, root, tmp_path):
 def test_of_a_single_file_the_tail_is_held_out(tmp_path_factory, length, fraction):
     folder = tmp_path_factory.mktemp("single")
     content = "".join(chr(97 + index % 26) for index in range(length))
-    found = open_cache(write(folder / "text", {"a.txt": content}), folder / "cache", validation_fraction=fraction)
-    assert decoded(np.concatenate([found.train, found.validation])) == [content]
-    assert len(found.validation) == int((length + 1) * fraction)
+    cache = open_cache(write(folder / "text", {"a.txt": content}), folder / "cache", validation_fraction=fraction)
+    assert decoded(np.concatenate([cache.train, cache.validation])) == [content]
+    assert len(cache.validation) == int((length + 1) * fraction)
 
 
 def test_a_wide_vocabulary_keeps_its_ids(texts, root):
-    found = open_cache(texts, root, WideTokenizer())
-    assert found.train.dtype == np.uint32
-    assert found.train.min() >= 70_000
-    assert bytes((found.validation - 70_000).tolist()).decode() in {file.read_text() for file in texts.iterdir()}
+    cache = open_cache(texts, root, WideTokenizer())
+    assert cache.train.dtype == np.uint32
+    assert cache.train.min() >= 70_000
+    assert bytes((cache.validation - 70_000).tolist()).decode() in {file.read_text() for file in texts.iterdir()}
 
 
 def test_text_without_tokens_is_an_empty_cache(root, tmp_path):
-    found = open_cache(write(tmp_path / "blank", {"a.jsonl": "\n\n"}), root)
-    assert (found.train.size, found.validation.size) == (0, 0)
+    cache = open_cache(write(tmp_path / "blank", {"a.jsonl": "\n\n"}), root)
+    assert (cache.train.size, cache.validation.size) == (0, 0)
 
 
 def test_a_failure_halfway_leaves_nothing(texts, root):
@@ -225,11 +225,11 @@ def test_concurrent_builders_end_with_one(texts, root, monkeypatch, locked):
         return open_cache(texts, root)
 
     with ThreadPoolExecutor(builders) as pool:
-        found = list(pool.map(build, range(builders)))
-    assert finished(root) == [found[0].key]
-    assert sum(one.built for one in found) == (1 if locked else builders)
-    for one in found[1:]:
-        np.testing.assert_array_equal(one.train, found[0].train)
+        caches = list(pool.map(build, range(builders)))
+    assert finished(root) == [caches[0].key]
+    assert sum(one.built for one in caches) == (1 if locked else builders)
+    for one in caches[1:]:
+        np.testing.assert_array_equal(one.train, caches[0].train)
 
 
 def damage_index(change):

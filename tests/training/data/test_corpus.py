@@ -90,8 +90,8 @@ def test_a_folder_gives_its_text_files_at_any_depth(tmp_path):
 def test_globs_and_lists_name_each_file_once(tmp_path):
     for name in ("a.txt", "b.txt", "c.log"):
         (tmp_path / name).write_text("x")
-    found = find_files([str(tmp_path / "*.txt"), str(tmp_path / "a.txt"), str(tmp_path / "c.log")])
-    assert [file.name for file in found] == ["a.txt", "b.txt", "c.log"]
+    files = find_files([str(tmp_path / "*.txt"), str(tmp_path / "a.txt"), str(tmp_path / "c.log")])
+    assert [file.name for file in files] == ["a.txt", "b.txt", "c.log"]
 
 
 def test_the_users_home_is_understood(tmp_path, monkeypatch):

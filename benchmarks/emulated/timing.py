@@ -1,4 +1,4 @@
-"""Calls of all hosts together, timed in turn."""
+"""Times calls that all hosts make at the same time, one call after the other."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +12,10 @@ Call = Callable[[], Any]
 
 
 def in_turn(hosts: Hosts[Any], steps: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step, until the last host has done it.  All begin together; every other round is backwards."""
+    """Seconds of every step until the last host has finished it.
+
+    All hosts begin at the same time; every other round runs the steps in reverse order.
+    """
     names, samples = list(steps), {name: list[float]() for name in steps}
     for name in names:
         hosts.say(f"first step of {name}")
