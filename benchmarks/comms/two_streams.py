@@ -1,9 +1,9 @@
-"""Seconds of operations on two streams, played chunk by chunk: what the additive costs of `jhpt.planner.cost.overlap`
-stand for, and what the benchmark predicts its variants with."""
+"""Seconds of operations on two streams, played chunk by chunk: the additive costs of `jhpt.planner.cost.collectives`
+stand for them, and the benchmark predicts its variants with them."""
 
 from collections.abc import Sequence
 
-from jhpt.planner.cost.overlap import Operation, chunk_sizes
+from jhpt.planner.cost.collectives import Operation, chunk_sizes
 
 
 def makespan(operations: Sequence[Operation], chunks: Sequence[int], samples: int, *, overlap: bool = True) -> float:

@@ -1,6 +1,6 @@
 """Every plan of a decision set, written down one by one.
 
-The decision sets are those that `jhpt.planner.search.spmd` and `jhpt.planner.search.general.search` state.
+The decision sets are those that `jhpt.planner.search.spmd` and `jhpt.planner.search.general` state.
 """
 
 import itertools

@@ -22,11 +22,9 @@ from jhpt.core.presets import PRESETS
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import SETTINGS, Choices, check
 from jhpt.planner.cost.layers import Space
-from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.planner.profiles.importers import read_profile
-from jhpt.planner.profiles.measured import local_cluster, local_profile
+from jhpt.planner.profiles.analytic import ELEMENT_BYTES, analytic_profile
+from jhpt.planner.profiles.importers import local_cluster, local_profile, read_profile
 from jhpt.planner.profiles.networks import TABLES, network_profile
-from jhpt.planner.profiles.roofline import ELEMENT_BYTES
 from jhpt.planner.search.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, recomputations
 from jhpt.planner.search.request import request as request_of
 from jhpt.planner.search.solve import Answer, solve

@@ -33,12 +33,11 @@ from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.network import spanning
 from jhpt.measure.offload import offload_is_right
 from jhpt.planner.api import budgeted, capped, dtype_of
-from jhpt.planner.cost.activation_offload import fullest_host, waiting, waiting_bytes
+from jhpt.planner.cost.activations import fullest_host, waiting, waiting_bytes
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.words import shape_text
-from jhpt.planner.search.choice import plan_to_run
-from jhpt.planner.search.fitted import fitted
+from jhpt.planner.search.choice import fitted, plan_to_run
 from jhpt.planner.search.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, recomputations, request
 from jhpt.planner.search.solve import solve
 from jhpt.sharding.mesh import check_runnable

@@ -13,10 +13,9 @@ from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.plan import SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
-from jhpt.planner.cost.activation_offload import waiting_bytes
+from jhpt.planner.cost.activations import repeated, waiting_bytes
 from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.recompute import repeated
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.recompute import with_names
 from jhpt.planner.search.request import request

@@ -28,14 +28,12 @@ from jhpt.core.plan import Chunk, Plan, Stage
 from jhpt.core.plan_check import check_plan
 from jhpt.core.profile import ModelProfile
 from jhpt.core.schedule import in_flight
-from jhpt.planner.cost.activation_offload import fullest_host, waiting, waiting_bytes
-from jhpt.planner.cost.communication import Place
-from jhpt.planner.cost.compression import residual_bytes
+from jhpt.planner.cost.activations import fullest_host, waiting, waiting_bytes
+from jhpt.planner.cost.communication import Place, residual_bytes
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, select_layers, strategy_of
 from jhpt.planner.cost.memory import EMBEDDING_AND_HEAD, Slot
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.offload import offloaded_step
-from jhpt.planner.cost.offload_memory import device_bytes, host_bytes
+from jhpt.planner.cost.offload import device_bytes, host_bytes, offloaded_step
 from jhpt.planner.cost.schedule import Array, step_seconds
 
 

@@ -47,9 +47,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from jhpt.core.profile import LayerKind
+from jhpt.core.work import size_of
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy
 from jhpt.planner.cost.schedule import Array
-from jhpt.planner.profiles.named_tensors import size_of
 
 EMBEDDING_AND_HEAD = [0, -1]
 

@@ -51,10 +51,10 @@ from jhpt.core.compression import by_attention, gathers, gathers_gradients, grad
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan
 from jhpt.core.profile import LayerKind, ModelProfile
-from jhpt.planner.cost.compression import SCORE_BYTES, Stream, sent_bytes, stream_of
+from jhpt.planner.cost.activations import NOTHING, repeated
+from jhpt.planner.cost.collectives import chunk_sizes
+from jhpt.planner.cost.communication import SCORE_BYTES, Stream, sent_bytes, stream_of
 from jhpt.planner.cost.memory import FLOAT32
-from jhpt.planner.cost.overlap import chunk_sizes
-from jhpt.planner.cost.recompute import NOTHING, repeated
 
 
 @dataclass(frozen=True)

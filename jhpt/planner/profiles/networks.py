@@ -2,7 +2,7 @@
 
 A table states for each layer, per sample: multiply-accumulates (MAC), parameters, numbers that it reads and writes, and
 numbers saved for the backward pass.  `network_profile` turns it into a `ModelProfile` with
-`jhpt.planner.profiles.roofline`.
+`jhpt.planner.profiles.analytic`.
 
     vgg16     Simonyan & Zisserman 2015 (arXiv 1409.1556), table 1, column D; 224 x 224: 138.36 M parameters, 15.5 GMAC
     resnet50  He et al. 2016 (arXiv 1512.03385), table 1, with the stride in the 3 x 3 convolution of a block, as usual
@@ -25,7 +25,7 @@ from jhpt.core.cluster import Device
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.core.work import Operation, Work, stream, transposed
-from jhpt.planner.profiles.roofline import ELEMENT_BYTES, STATE_BYTES, UPDATE_BYTES, check_dtype, timings
+from jhpt.planner.profiles.analytic import ELEMENT_BYTES, STATE_BYTES, UPDATE_BYTES, check_dtype, timings
 
 MAX_DEGREE = 64
 """Largest tensor degree of a layer here: more devices than any of these networks was ever divided over."""

@@ -1,15 +1,26 @@
-"""Which plan to run: the simplest of the plans that are about as fast as the fastest.
+"""Which plan to run: the simplest of the plans that are about as fast as the fastest, or a plan by hand that is made to
+fit.
 
 Predicted seconds are off by more than a few percent (`jhpt bench hybrid`, `jhpt bench predict`).  A plan that promises
-less than that is not worth its stages and degrees: the gain may not exist, the complication does.
+less than that is not worth its stages and degrees: the gain may not exist, but the complication does.
+
+A plan by hand keeps the settings of `parallel`, with one exception: on one data rank weights may be rounded when they
+are used (ZeRO-3), which shards nothing there.  If the plan does not fit, the decisions that `memory` leaves open
+(`auto`) become those of the fastest plan that fits.  Blocks are then recomputed either completely or not at all; only
+the full search chooses activations by name.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 
+from jhpt.core.config import Config
+from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
-from jhpt.planner.cost.estimate import price
+from jhpt.planner.cost.estimate import Estimate, price
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.offload import offloads
 from jhpt.planner.search.baselines import baselines
-from jhpt.planner.search.request import Request
+from jhpt.planner.search.request import Request, offload_kinds
 from jhpt.planner.search.solve import Answer
 
 MARGIN = 0.05
@@ -59,3 +70,40 @@ def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
 def _seconds(plan: Plan) -> float:
     assert plan.seconds is not None
     return plan.seconds
+
+
+def fitted(plan: Plan, model: CostModel, config: Config) -> Plan:
+    """The plan itself if it fits the whole memory or if nothing fits; else one that fits and leaves the reserve."""
+    reserve = model.cluster.nodes[0].device.reserve
+    if all((1 - reserve) * stage.total_bytes <= stage.capacity for stage in price(plan, model).stages):
+        return plan
+    priced = [
+        (estimate.seconds, candidate)
+        for candidate in _open(plan, model, config)
+        if (estimate := _priced(candidate, model))
+    ]
+    return min(priced, key=lambda pair: pair[0])[1] if priced else plan
+
+
+def _open(plan: Plan, model: CostModel, config: Config) -> Iterator[Plan]:
+    recompute = (False, True) if config.memory.recompute == "auto" else (plan.recompute,)
+    blocks, kinds = plan.stages[-1].chunks[-1].stop - 2, offload_kinds(config)
+    more = (
+        offloads(blocks, tuple(kind for kind in kinds if kind), config.optimizer.update_in_backward)
+        if config.memory.offload == "auto"
+        else []
+    )
+    for choice, offload in itertools.product(recompute, [plan.offload, *more]):
+        yield plan.model_copy(update={"recompute": choice, "offload": offload})
+    if plan.replicas == 1 and plan.offload is None:
+        for choice, zero in itertools.product(recompute, model.levels((3,), 1, plan.space)):
+            yield plan.model_copy(update={"recompute": choice, "zero": zero})
+
+
+def _priced(plan: Plan, model: CostModel) -> Estimate | None:
+    """The estimate; None if the plan does not fit or cannot be run."""
+    try:
+        estimate = price(plan, model)
+    except InputError:
+        return None
+    return estimate if estimate.fits else None

@@ -1,13 +1,18 @@
-"""Inside a stage: which layers use its devices as data, which as tensor ranks; exact over all assignments.
+"""Inside a stage: which layers use its devices as data ranks, and which as tensor ranks; exact over all assignments.
 
 Layers are visited from last to first, as gradients appear.  A label is what a partial assignment costs,
 
-    (forward, backward, errors, reduced, update, kept bytes, working bytes)
+    (forward, backward, errors, reduced, update, saved bytes, working bytes)
 
-all of which only grow, and a step's time grows in each.  So a label that is nowhere better than another of the same
-degree at its front can be dropped (Hansen's label setting; exact), and what remains at the first layer is every
-assignment that can be part of an optimal plan.  `errors` and `reduced` carry the gradient stream of
+A step's time grows in each of these, and they only grow.  So a label that is nowhere better than another one with the
+same degree at its first layer can be dropped (Hansen's label setting; exact).  The labels that remain at the first
+layer are all assignments that can be part of an optimal plan.  `errors` and `reduced` carry the gradient stream of
 `estimate.sync_seconds`: reduced = max(reduced, errors) + gradients of the layer.
+
+A `Group` stands for assignments that are nearly alike until it matters which of them a stage takes.  A step's time
+grows in every stage's forward, backward, sync and update seconds.  So an assignment with the least of each over a group
+stands for all of it: no plan with a member is faster than the one with this stand-in.  In stages that are not the
+slowest hardly anything depends on the choice, and most groups are never opened.
 """
 
 from collections.abc import Iterator, Sequence
@@ -237,3 +242,48 @@ def _collect(fronts: dict[int, Array], history: list[dict[int, npt.NDArray[np.in
         sync = max(backward, reduced + (backward - errors))
         found.append(Option(forward, backward, sync, update, tuple(path)))
     return found
+
+
+@dataclass(frozen=True)
+class Group:
+    """Options of one stage with the same degrees at both ends, which transfers depend on; `least` of each time."""
+
+    least: Option
+    members: tuple[Option, ...]
+
+
+def single(option: Option) -> Group:
+    """A group of one."""
+    return Group(option, (option,))
+
+
+def groups(options: list[Option], m: int, tolerance: float) -> list[Group]:
+    """Options in order of their time alone, each put to the first group that it differs from by so little of it."""
+    found: list[Group] = []
+    for option in sorted(options, key=lambda option: _alone(option, m)):
+        for at, group in enumerate(found):
+            joined = _joined(group, option)
+            if joined and _alone(option, m) - _alone(joined.least, m) <= tolerance * _alone(option, m):
+                found[at] = joined
+                break
+        else:
+            found.append(single(option))
+    return found
+
+
+def _alone(option: Option, m: int) -> float:
+    return m * option.forward + (m - 1) * option.backward + option.sync + option.update
+
+
+def _joined(group: Group, option: Option) -> Group | None:
+    least = group.least
+    if (least.degrees[0], least.degrees[-1]) != (option.degrees[0], option.degrees[-1]):
+        return None
+    both = Option(
+        forward=min(least.forward, option.forward),
+        backward=min(least.backward, option.backward),
+        sync=min(least.sync, option.sync),
+        update=min(least.update, option.update),
+        degrees=least.degrees,
+    )
+    return Group(both, (*group.members, option))

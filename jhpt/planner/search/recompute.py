@@ -25,14 +25,13 @@ from jhpt.core.errors import InputError
 from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.profile import LayerKind, ModelProfile, NamedTensor
-from jhpt.planner.cost.activation_offload import fullest_host, waiting_bytes
+from jhpt.core.work import all_reduce_shares, flops_shares
+from jhpt.planner.cost.activations import Copies, Fate, Tensor, fullest_host, graph, waiting_bytes
 from jhpt.planner.cost.estimate import StageEstimate, price, stage_layers
 from jhpt.planner.cost.layers import strategy_of
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.recompute import Copies, Fate, Tensor, graph
-from jhpt.planner.profiles.named_tensors import all_reduce_shares, flops_shares
-from jhpt.planner.search.recompute_block import Choice, choose
 from jhpt.planner.search.request import Incumbent, Request
+from jhpt.planner.search.saved_tensors import Choice, choose
 from jhpt.planner.search.spmd import search_spmd
 
 SHAPES = 8

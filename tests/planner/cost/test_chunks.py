@@ -15,17 +15,15 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, Stage, runs_of
 from jhpt.planner.api import prepare
-from jhpt.planner.cost.communication import all_gather, all_to_all
-from jhpt.planner.cost.compression import all_reduce_seconds, kernel_seconds, stream_of
+from jhpt.planner.cost.collectives import Operation
+from jhpt.planner.cost.communication import all_gather, all_reduce_seconds, all_to_all, kernel_seconds, stream_of
 from jhpt.planner.cost.estimate import evaluate, price, stage_times
 from jhpt.planner.cost.layers import layer_strategy, strategy_of
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.overlap import Operation
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.choice import plan_to_run
 from jhpt.planner.search.request import COMPRESSIONS, SAMPLE_CHUNKS, compressions, request
-from jhpt.planner.search.solve import solve
-from jhpt.planner.search.spaces import search
+from jhpt.planner.search.solve import search, solve
 
 EIGHT = Compression(bits=8)
 

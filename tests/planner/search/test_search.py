@@ -14,8 +14,7 @@ from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.search.layer_degrees import chains
 from jhpt.planner.search.request import Incumbent, Request, request
 from jhpt.planner.search.solve import plan as plan_of
-from jhpt.planner.search.solve import solve
-from jhpt.planner.search.spaces import search
+from jhpt.planner.search.solve import search, solve
 from tests.planner.brute_force import best, general_plans, spmd_plans
 from tests.planner.cost.test_estimate import between_embedding_and_head, cluster, layer, model, random_plan, stage
 from tests.planner.instances import random_cluster, random_profile

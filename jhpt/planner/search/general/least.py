@@ -1,24 +1,40 @@
-"""The least that a stage can cost, whatever degrees its layers choose: bounds for `general`.
+"""The least that a stage can cost, whatever tensor degrees its layers choose: bounds for the general space.
 
-Seconds are shortest paths (`chains`), because a layer's best degree may be one that its neighbours cannot share: then
-it pays for resharding.  What a stage needs for x micro-batches until its parameters are updated,
+Seconds of ranges.  A layer's best degree may be one that its neighbours cannot share, and then it pays for resharding.
+A range [i, j) at degrees t costs, in any quantity that is a sum over its layers and the borders between them,
+
+    q(i, j) = min over t of  sum over l of node[l, t_l]  +  sum over l of edge[l, t_l, t_{l+1}]  +  end[j-1, t_{j-1}]
+
+This is a shortest path through (layer, degree), found by Viterbi's recurrence in O(T^2) per layer.  Ranges that are
+equal layer by layer (the same kinds in the same order) count as one: a model of N equal blocks between embedding and
+head has O(N) different ranges instead of O(N^2).  All places with the same degrees, all quantities and all ranges of
+one length take a step together.
+
+Seconds of stages.  What a stage needs for x micro-batches until its parameters are updated,
 
     g(x) = min over degrees of  x (F + B) - B + sync + update         sync >= last layer's errors + all gradients
 
-is the minimum of linear functions of x, so it is concave, and between 1 and M it lies above the line through g(1) and
-g(M): two shortest paths bound it for every x.  Bytes are sums of every layer's own least.
+is the minimum of linear functions of x.  So it is concave, and between 1 and M it lies above the line through g(1) and
+g(M): two shortest paths bound it for every x.  Bytes are sums over layers, each at its least.
+
+Transfers.  Of the next stage only the first device is known.  A receiver of k' devices takes ceil(b / min(d, k'))
+samples from each of min(k, k') senders, which share the ports of a node.  With few receivers messages are large; with
+many, the ports are crowded.  Every k' up to the number of devices left counts.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from jhpt.planner.cost.communication import Place
+from jhpt.core.cluster import Link
+from jhpt.planner.cost.activations import NOTHING
+from jhpt.planner.cost.communication import Place, transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.recompute import NOTHING
 from jhpt.planner.cost.schedule import Array
-from jhpt.planner.search.general.chains import Index, Spans, shortest, spans
+
+Index = npt.NDArray[np.int64]
 
 USED = (
     "forward",
@@ -33,6 +49,65 @@ USED = (
     "working",
 )
 """Costs that bounds are made of."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Ranges of one length: the range without its last layer, the kind of that layer and of the one before it."""
+
+    parent: Index
+    last: Index
+    before: Index
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Ranges of layers that differ in kinds or order, shortest first."""
+
+    levels: tuple[Level, ...]
+    number: Index
+    """[N, N + 1] which of them [i, stop) is; -1 where stop <= i."""
+
+
+def spans(kinds: Index) -> Spans:
+    """Distinct ranges of a row of layers of such kinds."""
+    n = len(kinds)
+    number = np.full((n, n + 1), -1)
+    levels: list[Level] = []
+    base = 0
+    shorter = np.zeros(n, np.int64)  # which range of the length before starts at i
+    for length in range(1, n + 1):
+        starts = np.arange(n - length + 1)
+        pairs = shorter[starts] * (kinds.max() + 1) + kinds[starts + length - 1]
+        _, first, which = np.unique(pairs, return_index=True, return_inverse=True)
+        last = first + length - 1
+        levels.append(Level(parent=shorter[first], last=kinds[last], before=kinds[np.maximum(last - 1, 0)]))
+        number[starts, starts + length] = base + which
+        base += len(first)
+        shorter = which
+    return Spans(tuple(levels), number)
+
+
+def shortest(ranges: Spans, nodes: Array, edges: Array, ends: Array) -> Array:
+    """[..., spans] the least cost of every range.
+
+    Args:
+      nodes: [..., kinds, T] costs of a layer; infinite where it does not allow the degree.
+      edges: [..., kinds, T, T] costs of the border after a layer of that kind.
+      ends: [..., kinds, T] costs of being the last layer.
+    """
+    degrees = range(nodes.shape[-1])
+    least = []
+    path = nodes[..., ranges.levels[0].last, :]
+    for length, level in enumerate(ranges.levels):
+        if length:
+            ahead, border = path[..., level.parent, :], edges[..., level.before, :, :]
+            path = ahead[..., 0, None] + border[..., 0, :]
+            for t in degrees[1:]:
+                path = np.minimum(path, ahead[..., t, None] + border[..., t, :])
+            path = path + nodes[..., level.last, :]
+        least.append((path + ends[..., level.last, :]).min(axis=-1))
+    return np.concatenate(least, axis=-1)
 
 
 @dataclass(frozen=True)
@@ -198,3 +273,68 @@ def _share(c: dict[str, Array], m: int) -> Array:
     """M F + (M-1) B + gradients + update."""
     f, b = c["forward"] + c["forward_tensor"], c["backward"] + c["backward_tensor"]
     return m * f + (m - 1) * b + c["gradients"] + c["update"]
+
+
+class Transfers:
+    """Least transfer seconds between stages, for one micro-batch size."""
+
+    def __init__(self, model: CostModel, micro_batch: int) -> None:
+        self.model, self.micro_batch = model, micro_batch
+        self.places, self.k = model.places, model.cluster.num_devices
+        self.sizes, self.which = np.unique(model.boundary, return_inverse=True)
+        self._inside: dict[int, Array] = {}
+        self._across: dict[int, Array] = {}
+        self._known: dict[tuple[int, int, int, int], float] = {}
+
+    def rows(self, offset: int) -> Array:
+        """[devices, N] after every layer of stages of 1, 2, ... data parallel devices from `offset`; 0 for the last."""
+        index = self.places.node_of[offset]
+        node, devices = self.places.nodes[index], np.arange(1, self.k - offset)
+        room = self.places.first_device[index] + node.devices - offset - devices
+        found = np.zeros((self.k - offset, self.model.num_layers))
+        # With d = k everything depends on min(k, k') alone; beyond the node k' may be 1.
+        table = np.minimum.accumulate(self._across_table(node.devices))
+        found[:-1] = table[np.minimum(devices, self.k - offset - devices) - 1][:, self.which]
+        for at in np.flatnonzero(room > 0):
+            found[at] = self._within(index, int(devices[at]), int(room[at]), self.k - offset - int(devices[at]))
+        found[:, -1] = 0.0
+        return found
+
+    def least(self, offset: int, devices: int, data: int, layer: int) -> float:
+        """After `layer` at data degree `data`."""
+        size = int(self.which[layer])
+        key = (offset, devices, data, size)
+        if key not in self._known:
+            links = (
+                (self.places.transfer(offset, devices, offset + devices, to), -(-self.micro_batch // min(data, to)))
+                for to in range(1, self.k - offset - devices + 1)
+            )
+            self._known[key] = min(transfer_seconds(link, float(self.sizes[size]) * local) for link, local in links)
+        return self._known[key]
+
+    def _within(self, index: int, devices: int, room: int, left: int) -> Array:
+        """[N] where the next stage may lie in the node that this one ends in: on up to `room` devices."""
+        best = self._inside_table(index)[: min(devices, room)].min(axis=0)
+        if room < left:
+            across = self._across_table(self.places.nodes[index].devices)
+            best = np.minimum(best, across[min(devices, room + 1) - 1 : min(devices, left)].min(axis=0))
+        return best[self.which]
+
+    def _inside_table(self, node: int) -> Array:
+        """[min(k, k'), sizes] inside a node."""
+        if node not in self._inside:
+            inside = self.places.nodes[node]
+            self._inside[node] = np.array([self._seconds(inside.inside, 1, q) for q in range(1, inside.devices + 1)])
+        return self._inside[node]
+
+    def _across_table(self, per_node: int) -> Array:
+        """[min(k, k'), sizes] between nodes."""
+        if per_node not in self._across:
+            network = self.model.cluster.network
+            rows = [self._seconds(network, min(q, per_node), q) for q in range(1, self.k + 1)]
+            self._across[per_node] = np.array(rows)
+        return self._across[per_node]
+
+    def _seconds(self, link: Link, senders: int, data: int) -> list[float]:
+        local = -(-self.micro_batch // data)
+        return [transfer_seconds((link, senders), float(size) * local) for size in self.sizes]

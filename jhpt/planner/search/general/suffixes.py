@@ -1,37 +1,158 @@
 """The least time of every suffix of the layers on every suffix of the devices, by dynamic programming.
 
-`bound` for stages whose devices, and whose layers' degrees, are open: of each stage only the least is known, F, B,
-F + B, g(1) and g(M) of `least`.  Every term of a stage's own time has the form x (F + B) + y with 1 <= x <= M and a y
-that is what other stages and transfers take; with it back = x (F + B) + y and everything is done at g(x) + y, where
-x (F + B) and g(x) are bounded together over the degrees of all its layers.  With w micro-batches in flight, M > w,
-a transfer of c seconds, the least round trip D of all later stages and D' = D + 2 c:
+`Choices` are the stages that can be part of a plan faster than the best known one, each with the least that it can
+cost.  Their devices, and the degrees of their layers, are open: of each stage only the least F, B, F + B, g(1) and g(M)
+are known (`least`).  Every bound on the time of one stage has the form x (F + B) + y with 1 <= x <= M, where y is what
+other stages and transfers take.  The stage's last backward pass ends at x (F + B) + y, and its update at g(x) + y.
+x (F + B) and g(x) are bounded together over the degrees of all its layers.  With w micro-batches in flight, M > w, a
+transfer of c seconds, the least round trip D of all later stages and D' = D + 2 c:
 
     x            y
     M            0                      its own work
-    M - w + 1    2 D'                   first and last micro-batch go all the way
+    M - w + 1    2 D'                   the first and the last micro-batch go all the way
     M - w + 1    D' + (w-1) F or B      one of them does, the other waits for the rest of the stage's queue
     1            (M + 1) c + D          the link alone
-    1            2 c + back of the next stage
-    M - 2 j k    (k + 1) R              k + 1 turns with j later stages (`bound.turns`), R their least round trip
+    1            2 c + the least time until the next stage's last backward pass ends
+    M - 2 j k    (k + 1) R              k + 1 turns with j later stages (`stages.turns`), R their least round trip
 
-and under gpipe, whose forward passes, and then its backward passes, wait M - 1 times for the slowest on their way:
+Under gpipe the forward passes, and after them the backward passes, wait M - 1 times for the slowest stage or link on
+their way:
 
     M            D'                     this stage in both directions
     1            D' + (M-1)(max(F, c) + c) or D' + (M-1)(c + max(B, c))        the link in one of them
 """
+
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.plan import Schedule
 from jhpt.core.schedule import in_flight
+from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
-from jhpt.planner.search.bounds import turns
-from jhpt.planner.search.general.chains import Index
-from jhpt.planner.search.general.stages import Choices
+from jhpt.planner.search.general.least import Index, Least, Spans
+from jhpt.planner.search.stages import prefix, turns
 
 NEAR = 2
 """Stages ahead whose round trip is told apart from that of all later stages."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Stages [i, stop) on `devices` from one offset: flat arrays, sorted by i."""
+
+    i: Index
+    stop: Index
+    devices: Index
+    forward: Array
+    backward: Array
+    both: Array
+    once: Array
+    whole: Array
+    transfer: Array
+    state: Array
+    activations: Array
+    memory: Array
+
+    def take(self, chosen: slice | npt.NDArray[np.bool_]) -> "Choices":
+        """Some of them."""
+        return Choices(*(getattr(self, part.name)[chosen] for part in fields(self)))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """[N] least device-seconds and bytes of every layer, on any devices."""
+
+    both: Array
+    share: Array
+    """Of the whole step: `Least.share`."""
+    bytes: Array
+
+    def bound(self, m: int, devices: int) -> float:
+        """K devices together have K T seconds; a stage of k takes k times its own."""
+        return max(m * float(self.both.sum()), float(self.share.sum())) / devices
+
+
+SLACK = 1e-9
+"""Relative; sums of the same numbers in other orders."""
+
+
+def device_memory(model: CostModel) -> Array:
+    """[K] bytes of every device that a plan may fill."""
+    return np.array([node.device.usable for node in model.places.nodes for _ in range(node.devices)])
+
+
+def needs(leasts: list[Least], spans: Spans, device_bytes: Array) -> Needs:
+    """Every layer alone, wherever it is cheapest."""
+    alone = np.diagonal(spans.number, offset=1)
+    both = share = np.full(len(alone), np.inf)
+    for least in {id(least): least for least in leasts}.values():
+        devices = np.arange(1, len(least.both) + 1)[:, None]
+        both = np.minimum(both, (devices * least.both[:, alone]).min(axis=0))
+        share = np.minimum(share, (devices * least.share).min(axis=0))
+    return Needs(both, share, device_bytes)
+
+
+def stage_choices(
+    offset: int, least: Least, transfers: Array, spans: Spans, needed: Needs, m: int, limit: float, memory: Array
+) -> Choices:
+    """Stages from `offset` where they, what is before and what is after them fit into `limit` seconds and the memory.
+
+    Args:
+      transfers: [devices, N] least seconds of the transfer to a next stage.
+      memory: [K] bytes of every device.
+    """
+    n, k = len(needed.both), len(memory)
+    limit = min(limit * (1 + SLACK), np.finfo(float).max / k)
+    seconds, sizes, room = m * prefix(needed.both), prefix(needed.bytes), prefix(memory * (1 + SLACK))
+    counts = np.arange(1, k - offset + 1)
+    before = (seconds[:-1] <= limit * offset) & (sizes[:-1] <= room[offset])
+    starts = np.flatnonzero(before) if offset else np.array([0])
+    low = np.maximum(
+        np.searchsorted(seconds, seconds[-1] - limit * (k - offset - counts)),
+        np.searchsorted(sizes, sizes[-1] * (1 - SLACK) - (room[-1] - room[offset + counts])),
+    )
+    low[-1] = n
+    high = _reach(least, starts, len(counts), limit / m)
+    first = np.maximum(starts[:, None] + 1, low[None, :])  # [starts, devices]
+    many = np.maximum(0, high.T - first + 1).ravel()
+    at, row = (np.repeat(index.ravel(), many) for index in np.indices(first.shape))
+    stop = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many) + np.repeat(first.ravel(), many)
+    i = starts[at]
+    saved = least.whole[row, spans.number[i, stop]] <= limit
+    i, stop, row = i[saved], stop[saved], row[saved]
+    which = spans.number[i, stop]
+    working = np.maximum(least.working[row, i], least.working[row, stop - 1])
+    return Choices(
+        i=i,
+        stop=stop,
+        devices=row + 1,
+        forward=least.forward[row, which],
+        backward=least.backward[row, which],
+        both=least.both[row, which],
+        once=least.once[row, which],
+        whole=least.whole[row, which],
+        transfer=transfers[row, stop - 1],
+        state=least.state[row, stop] - least.state[row, i] + working,
+        activations=least.activations[row, stop] - least.activations[row, i],
+        memory=least.memory[row],
+    )
+
+
+def _reach(least: Least, starts: Index, devices: int, limit: float) -> Index:
+    """[devices, starts] the last stop up to which layers from each start take no more seconds and bytes than there are.
+
+    Layers each at their best: no range is faster.
+    """
+    rows = [
+        np.minimum(
+            np.searchsorted(seconds, seconds[starts] + limit, side="right"),
+            np.searchsorted(sizes, sizes[starts] + memory * (1 + SLACK), side="right"),
+        )
+        for seconds, sizes, memory in zip(least.summed, least.sizes, least.memory[:devices], strict=False)
+    ]
+    return np.array(rows) - 1
 
 
 class Suffixes:

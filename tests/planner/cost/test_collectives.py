@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.comms.two_streams import layers_seconds, makespan
-from jhpt.planner.cost.overlap import Operation, chunk_sizes, filling, partition, period
+from jhpt.planner.cost.collectives import Operation, chunk_sizes, filling, partition, period
 
 
 def operation(work, travel, behind=0.0, least=0.0, latency=0.0):

@@ -13,17 +13,14 @@ from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.profiles.networks import network_profile
-from jhpt.planner.search.bounds import StageTerms, in_line_seconds, pair_in_line_seconds
-from jhpt.planner.search.general.chains import shortest, spans
-from jhpt.planner.search.general.groups import groups, single
-from jhpt.planner.search.general.least import Minima
-from jhpt.planner.search.general.prefixes import Ahead, Prefix, turning
-from jhpt.planner.search.general.search import search_general
-from jhpt.planner.search.general.stages import needs
-from jhpt.planner.search.general.transfers import Transfers
-from jhpt.planner.search.layer_degrees import Option
+from jhpt.planner.search.general import search_general
+from jhpt.planner.search.general.best_first import Ahead, Prefix, turning
+from jhpt.planner.search.general.least import Minima, Transfers, shortest, spans
+from jhpt.planner.search.general.suffixes import needs
+from jhpt.planner.search.layer_degrees import Option, groups, single
 from jhpt.planner.search.request import Incumbent, request
 from jhpt.planner.search.solve import solve
+from jhpt.planner.search.stages import StageTerms, in_line_seconds, pair_in_line_seconds
 from tests.planner.brute_force import optimum, plan_of
 from tests.planner.instances import random_cluster, random_instance, random_profile
 
