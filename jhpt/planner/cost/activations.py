@@ -218,13 +218,13 @@ class Activations:
         return np.array([share.seconds for share in shares]), np.array([share.all_reduces for share in shares])
 
 
-def waiting(plan: Plan) -> SavedTensors:
-    """What the plan saves.  Without recomputation nothing is offloaded."""
+def saved_tensors_of(plan: Plan) -> SavedTensors:
+    """What the plan saves by name.  Without recomputation it names nothing, and offloads nothing."""
     return (plan.saved or NOTHING) if plan.recompute else NOTHING
 
 
-def waiting_bytes(plan: Plan, profile: ModelProfile, saved: SavedTensors) -> list[float]:
-    """Bytes that each device of the plan, in order, has on its host."""
+def offloaded_activation_bytes(plan: Plan, profile: ModelProfile, saved: SavedTensors) -> list[float]:
+    """Bytes that each device of the plan, in order, offloads to its host."""
     slots = in_flight(plan.schedule, len(plan.stages), 0, plan.chunks, plan.micro_batches)
     names, samples = saved.host, plan.batch // plan.micro_batches
 

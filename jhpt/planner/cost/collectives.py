@@ -48,13 +48,13 @@ from jhpt.planner.cost.communication import (
     Place,
     Places,
     all_reduce,
-    all_reduce_seconds,
-    choice_seconds,
+    compressed_all_reduce_seconds,
+    compression_kernel_seconds,
     gradient_kernel_seconds,
     gradient_seconds,
-    kernel_seconds,
     reduce_scatter,
     stream_of,
+    token_choice_seconds,
     transfer_seconds,
 )
 from jhpt.planner.cost.layers import LayerStrategy
@@ -185,19 +185,19 @@ class TensorAllReduce:
 
     def operation(self, place: Place, tensor: int, strategy: LayerStrategy, direction: Direction) -> Operation:
         """[kinds] a pass of a layer as a single operation, whose all-reduces count as one."""
-        group, how = place.tensor_group(tensor), strategy.compression if tensor > 1 else None
+        group, compression = place.tensor_group(tensor), strategy.compression if tensor > 1 else None
         again = 1.5 if strategy.sequence and direction == BACKWARD else 1.0
-        on = how is not None and (how.forward, how.backward)[direction]
+        on = compression is not None and (compression.forward, compression.backward)[direction]
 
         def work(samples: int) -> Array:
             seconds = self.work(samples, tensor)[direction]
-            if how is not None:
-                seconds = seconds + self._coding_seconds(group, samples, how)[direction]
+            if compression is not None:
+                seconds = seconds + self._coding_seconds(group, samples, compression)[direction]
             return seconds * place.slowdown
 
         def travel(samples: int) -> Array:
-            if on and how is not None:
-                return self._compressed_seconds(group, samples, how)[direction]
+            if on and compression is not None:
+                return self._compressed_seconds(group, samples, compression)[direction]
             return self._plain_seconds(group, samples)[direction] * again
 
         return Operation(work=work, travel=travel)
@@ -222,31 +222,38 @@ class TensorAllReduce:
             self._plain[key] = forward, backward
         return self._plain[key]
 
-    def _compressed_seconds(self, group: Group, samples: int, how: Compression) -> Pair:
+    def _compressed_seconds(self, group: Group, samples: int, compression: Compression) -> Pair:
         """[kinds] seconds on the links with compression."""
-        key = (group, samples, how)
+        key = (group, samples, compression)
         if key not in self._compressed:
             assert self.stream is not None, "checked by estimate.check"
             stream = self.stream
             forward, backward = (
-                np.array([all_reduce_seconds(group, how, stream, samples, size / stream.bytes) for size in sizes])
+                np.array(
+                    [
+                        compressed_all_reduce_seconds(group, compression, stream, samples, size / stream.bytes)
+                        for size in sizes
+                    ]
+                )
                 for sizes in map(self._bytes, DIRECTIONS)
             )
             self._compressed[key] = forward, backward
         return self._compressed[key]
 
-    def _coding_seconds(self, group: Group, samples: int, how: Compression) -> Pair:
+    def _coding_seconds(self, group: Group, samples: int, compression: Compression) -> Pair:
         """[kinds] seconds of the kernels, and in the forward pass of the choice of tokens."""
-        key = (group, samples, how)
+        key = (group, samples, compression)
         if key not in self._coding:
             assert self.stream is not None, "checked by estimate.check"
             device = self.cluster.nodes[0].device
-            one = kernel_seconds(group.size, how, self.stream, samples, device)
+            one = compression_kernel_seconds(group.size, compression, self.stream, samples, device)
             profile = self.profile
-            chosen = choice_seconds(group, how, profile.causal, self.stream, samples, device, profile.dtype)
+            chosen = token_choice_seconds(
+                group, compression, profile.causal, self.stream, samples, device, profile.dtype
+            )
             forward, backward = (
                 np.array([size / self.stream.bytes * one * on for size in self._bytes(direction)])
-                for direction, on in zip(DIRECTIONS, (how.forward, how.backward), strict=True)
+                for direction, on in zip(DIRECTIONS, (compression.forward, compression.backward), strict=True)
             )
             self._coding[key] = np.where(forward + backward > 0, forward + chosen, forward), backward
         return self._coding[key]

@@ -294,7 +294,9 @@ def sent_bytes(ranks: int, compression: Compression, stream: Stream, samples: in
     return wire_bytes(ranks, compression, samples, stream.tokens, stream.width)
 
 
-def all_reduce_seconds(group: Group, compression: Compression, stream: Stream, samples: int, count: float) -> float:
+def compressed_all_reduce_seconds(
+    group: Group, compression: Compression, stream: Stream, samples: int, count: float
+) -> float:
     """Seconds on the links of `count` compressed all-reduces, priced as one."""
     whole = count * sent_bytes(group.size, compression, stream, samples) * group.size / (group.size - 1)
     if gathers(group.size, compression):
@@ -302,7 +304,9 @@ def all_reduce_seconds(group: Group, compression: Compression, stream: Stream, s
     return all_to_all(group, whole / 2) + all_gather(group, whole / 2)
 
 
-def kernel_seconds(ranks: int, compression: Compression, stream: Stream, samples: int, device: Device) -> float:
+def compression_kernel_seconds(
+    ranks: int, compression: Compression, stream: Stream, samples: int, device: Device
+) -> float:
     """Seconds of the kernels that quantize, sum and dequantize for one all-reduce."""
     share = 1.0 if compression.rest_bits else tokens_of(compression, stream.tokens) / stream.tokens
     numbers = samples * stream.tokens * stream.width
@@ -316,7 +320,7 @@ def kernel_seconds(ranks: int, compression: Compression, stream: Stream, samples
     return moved / device.memory_bandwidth
 
 
-def choice_seconds(
+def token_choice_seconds(
     group: Group, compression: Compression, causal: bool, stream: Stream, samples: int, device: Device, dtype: str
 ) -> float:
     """Seconds in which the ranks choose the important tokens of a block, in the forward pass."""

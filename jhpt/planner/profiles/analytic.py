@@ -46,14 +46,6 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Micro-batch sizes of the grid, in samples; `Timing` extrapolates in proportion above the last."""
 
-STATE_BYTES = {"adam": 16.0, "momentum": 12.0}
-"""Bytes of state per parameter: weight and gradient (2 + 2), float32 master weight (4) and moments (4 each); in float32
-the weight is its own master, weight and gradient (4 + 4), and the sum is the same."""
-
-UPDATE_BYTES = {"adam": 28.0, "momentum": 20.0}
-"""Traffic of an update per parameter: reads the gradient (2), writes the weight (2), reads and writes the master weight
-(8) and each moment (8); in float32 reads the gradient (4), reads and writes the weight (8) and each moment (8)."""
-
 
 def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") -> ModelProfile:
     """The profile of `config` on `device`; one sample is a sequence of `data.sequence_length` tokens.

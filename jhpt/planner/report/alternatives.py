@@ -16,7 +16,7 @@ from jhpt.core.config import PLAIN_GRADIENTS, Compression
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.plan import Chunk, OffloadKind, Plan, SavedTensors, runs_of
-from jhpt.planner.cost.activations import waiting
+from jhpt.planner.cost.activations import saved_tensors_of
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import offloads
@@ -102,7 +102,7 @@ def _changes(plan: Plan, model: CostModel) -> Iterator[tuple[str, dict[str, Any]
     yield ("no recomputation" if plan.recompute else "recomputation"), {"recompute": not plan.recompute, "saved": None}
     if plan.saved is not None:
         yield "full recomputation", {"saved": None}
-    if (saved := waiting(plan)).host and plan.offload is None:
+    if (saved := saved_tensors_of(plan)).host and plan.offload is None:
         named = tuple(name for name in (*saved.device, *saved.host) if name != BLOCK_INPUT)
         yield "no offloaded activations", {"saved": SavedTensors(device=named)}
     if plan.offload is not None:
@@ -128,8 +128,8 @@ def _changes(plan: Plan, model: CostModel) -> Iterator[tuple[str, dict[str, Any]
 class Saving:
     """What a way to reduce tensor communication is worth.
 
-    seconds: that it saves per step; negative where it would cost time.  sent, plain: bytes that a device sends over the
-    tensor axis per step, with it and without it.
+    taken: whether the plan uses it.  seconds: that it saves per step; negative if it would cost time.  sent, plain:
+    bytes that a device sends over the tensor axis per step, with it and without it.
     """
 
     name: str
@@ -202,6 +202,6 @@ def cut_samples(plan: Plan, chunks: int) -> Plan:
 
 
 def _tensor_bytes(plan: Plan, answer: Answer) -> float:
-    """Bytes that a device sends over the tensor axis, of the stage that sends most."""
+    """Bytes that a device sends over the tensor axis, in the stage that sends the most."""
     stages = traffic(plan, answer.model.profile, overlap=answer.model.cluster.overlap)
     return max(sum(sent.bytes for (_, axis), sent in stage.items() if axis.startswith(TENSOR)) for stage in stages)

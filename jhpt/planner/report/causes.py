@@ -19,7 +19,7 @@ from jhpt.core.amounts import gib
 from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.profile import ModelProfile
 from jhpt.core.state import State
-from jhpt.planner.cost.activations import waiting
+from jhpt.planner.cost.activations import saved_tensors_of
 from jhpt.planner.cost.estimate import Estimate, price, slot_of, stage_layers
 from jhpt.planner.cost.layers import LayerStrategy, strategy_of
 from jhpt.planner.cost.model import CostModel
@@ -42,7 +42,7 @@ def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel
     gathered = seconds["compute"] - unsharded + once
     copies = _copied(plan, position, model)
     split = {"compute": bare, "recomputation": unsharded - bare - copies, "weights gathered": gathered}
-    split |= {"copies": copies} if waiting(plan).host else {}
+    split |= {"copies": copies} if saved_tensors_of(plan).host else {}
     return split | {cause: value for cause, value in seconds.items() if cause != "compute"}
 
 
@@ -63,7 +63,7 @@ def _passes(plan: Plan, position: int, strategy: LayerStrategy, model: CostModel
 
 def _copied(plan: Plan, position: int, model: CostModel) -> float:
     """Seconds that offloaded activations add, compared with the same activations saved on the device."""
-    saved = waiting(plan)
+    saved = saved_tensors_of(plan)
     if not saved.host:
         return 0.0
     strategy = replace(strategy_of(plan), zero=0)
@@ -111,7 +111,7 @@ def _why_on_host(answer: Answer) -> str:
 
 def saved_tensors_lines(answer: Answer) -> tuple[str, ...]:
     """Which saved activations are offloaded, and what that costs."""
-    plan, saved = answer.plan, waiting(answer.plan)
+    plan, saved = answer.plan, saved_tensors_of(answer.plan)
     if not saved.host or plan.offload is not None:
         return ()
     stage = max(answer.estimate.stages, key=lambda stage: stage.total_host_bytes)

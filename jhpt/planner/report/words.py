@@ -18,7 +18,7 @@ def percent(ratio: float) -> str:
 
 
 def duration(seconds: float, sign: bool = False) -> str:
-    """`263.4 ms`, `1.23 s`, `85 us`."""
+    """Seconds as text: `263.4 ms`, `1.23 s`, `85 us`."""
     size = abs(seconds)
     factor, unit, digits = (1, "s", 3) if size >= 1 else (1e3, "ms", 1) if size >= 1e-4 else (1e6, "us", 1)
     return f"{seconds * factor:{'+' if sign else ''},.{digits}f} {unit}"
@@ -41,12 +41,12 @@ def spans(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def spans_text(ranges: Iterable[tuple[int, int]]) -> str:
-    """`0-7, 12`."""
+    """Inclusive ranges as text: `0-7, 12`."""
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
 
 
 def devices_text(stage: Stage) -> str:
-    """`8-15`."""
+    """The devices of a stage: `8-15`."""
     return spans_text([(stage.device, stage.device + stage.devices - 1)])
 
 
@@ -106,7 +106,7 @@ def gradients_text(compression: GradientCompression) -> str:
 
 
 OFFLOADED = {"parameters": "weights and gradients", "optimizer": "optimizer state", "both": "all state"}
-"""What of the blocks is offloaded, by kind of offload."""
+"""Which state of the blocks is offloaded, by kind of offload."""
 
 
 def offload_text(plan: Plan) -> str:
@@ -148,7 +148,7 @@ def layer_runs(stage: Stage, profile: ModelProfile) -> tuple[LayerRun, ...]:
 
 
 def compressed(names: Iterable[str]) -> tuple[str, ...]:
-    """Equal neighbours joined: `("embedding", "block x 12")`."""
+    """Names with equal neighbours joined: `("embedding", "block x 12")`."""
     groups = [(name, len(list(group))) for name, group in itertools.groupby(names)]
     return tuple(name if count == 1 else f"{name} x {count}" for name, count in groups)
 

@@ -57,11 +57,11 @@ def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
 
     def complexity(plan: Plan) -> tuple[float, ...]:
         late = len(plan.stages) > 1 and plan.schedule != "gpipe"
-        piped, tensor = len(plan.stages) > 1, plan.degrees[-1]
-        kinds = piped + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
+        pipelined, tensor = len(plan.stages) > 1, plan.degrees[-1]
+        kinds = pipelined + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
         on_host = plan.offload is not None or (plan.saved is not None and bool(plan.saved.host))
         exact = on_host, plan.compression.on
-        order = *exact, piped, kinds, len(plan.degrees), plan.chunks, plan.recompute, plan.zero, tensor
+        order = *exact, pipelined, kinds, len(plan.degrees), plan.chunks, plan.recompute, plan.zero, tensor
         return *order, late, _seconds(plan)
 
     return min((plan for plan in candidates if _seconds(plan) <= limit), key=complexity)
@@ -73,19 +73,20 @@ def _seconds(plan: Plan) -> float:
 
 
 def fitted(plan: Plan, model: CostModel, config: Config) -> Plan:
-    """The plan itself if it fits the whole memory or if nothing fits; else one that fits and leaves the reserve."""
+    """The plan itself if it fits the whole memory or if nothing fits; else the fastest that fits beside the reserve."""
     reserve = model.cluster.nodes[0].device.reserve
     if all((1 - reserve) * stage.total_bytes <= stage.capacity for stage in price(plan, model).stages):
         return plan
     priced = [
         (estimate.seconds, candidate)
-        for candidate in _open(plan, model, config)
-        if (estimate := _priced(candidate, model))
+        for candidate in _variants(plan, model, config)
+        if (estimate := _fitting_estimate(candidate, model))
     ]
     return min(priced, key=lambda pair: pair[0])[1] if priced else plan
 
 
-def _open(plan: Plan, model: CostModel, config: Config) -> Iterator[Plan]:
+def _variants(plan: Plan, model: CostModel, config: Config) -> Iterator[Plan]:
+    """The plan with every choice that `memory` leaves open."""
     recompute = (False, True) if config.memory.recompute == "auto" else (plan.recompute,)
     blocks, kinds = plan.stages[-1].chunks[-1].stop - 2, offload_kinds(config)
     more = (
@@ -100,7 +101,7 @@ def _open(plan: Plan, model: CostModel, config: Config) -> Iterator[Plan]:
             yield plan.model_copy(update={"recompute": choice, "zero": zero})
 
 
-def _priced(plan: Plan, model: CostModel) -> Estimate | None:
+def _fitting_estimate(plan: Plan, model: CostModel) -> Estimate | None:
     """The estimate; None if the plan does not fit or cannot be run."""
     try:
         estimate = price(plan, model)

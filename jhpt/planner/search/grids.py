@@ -31,12 +31,12 @@ from jhpt.planner.search.stages import (
     Ranges,
     StageTerms,
     after,
-    in_line_seconds,
-    own_gpipe_seconds,
-    own_seconds,
-    pair_in_line_seconds,
-    prefix,
+    pair_seconds_in_line,
+    prefix_sums,
     ranges,
+    stage_seconds,
+    stage_seconds_gpipe,
+    stage_seconds_in_line,
 )
 
 CHUNKS = (2, 3, 4)
@@ -101,7 +101,7 @@ def bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator[
             for data in (d for d in range(1, min(b, available // tensor) + 1) if b % d == 0):
                 levels = model.levels(request.zero, data, space)
                 for zero, recompute in itertools.product(levels, request.recompute):
-                    # One tensor rank has no all-reduce to compress or to hide.
+                    # With one tensor rank there is no all-reduce to compress or to hide.
                     for compression in request.compression if tensor > 1 else (None,):
                         cuts = request.sample_chunks if tensor > 1 else (1,)
                         grid = Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
@@ -111,10 +111,10 @@ def bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator[
 
 @dataclass(frozen=True)
 class _Work:
-    """Least costs of all layers together.
+    """The least costs of all layers together.
 
-    passes: seconds of one micro-batch, forward and backward.  once: further seconds per step.
-    state, activations: bytes.
+    passes: seconds of one micro-batch, forward and backward.  once: further seconds per step.  state, activations:
+    bytes.
     """
 
     passes: float
@@ -149,9 +149,9 @@ def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple
     """Bounds for S = 2, 3, ... stages.
 
     Let t_s be the seconds of stage s per micro-batch and W their sum.  Then T >= max over s of
-    (t_0 + .. + t_{s-1} + M t_s).  This is least where all terms are equal: t_s = (M-1)/M t_{s-1} and
-    T = M W / sum of ((M-1)/M)^s; the first stage then still updates its slot.  A second bound: the largest finishing
-    time of the stages is at least their mean.  The mean of the bytes over the stages must fit, too.
+    (t_0 + .. + t_{s-1} + M t_s).  This is least if all terms are equal: t_s = (M-1)/M t_{s-1} and
+    T = M W / sum of ((M-1)/M)^s; the first stage then still has to update its slot.  A second bound: the largest
+    finishing time of the stages is at least their mean.  The mean of the bytes over the stages must fit, too.
     """
     size, m, available = grid.per_stage, grid.micro_batches, model.cluster.num_devices
     most = min(model.num_layers, available // size, request.max_stages)
@@ -179,7 +179,7 @@ def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple
 
 
 def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> Plan:
-    """The plan of a grid.  cuts: the first layer of every chunk after the first, in order."""
+    """The plan of a grid.  cuts: the first layer of every chunk but the first, in order."""
     edges = (0, *cuts, model.num_layers)
     degrees = (grid.tensor,) * model.num_layers
     samples = model.sample_chunks(grid.per_stage, grid.tensor, grid.strategy(request.batch))
@@ -212,7 +212,7 @@ def balanced(work: Array, parts: int) -> tuple[int, ...]:
     Among equal partitions, each part in turn takes as many layers as it can: its sum must not exceed the largest part,
     and at least one layer must remain for each later part.
     """
-    n, total = len(work), prefix(work)
+    n, total = len(work), prefix_sums(work)
     least = total[1:].copy()  # least[j]: the smallest largest part of layers 0..j
     for part in range(1, parts):
         best = np.full(n, np.inf)
@@ -237,7 +237,7 @@ class CutSearch:
         slots = in_flight(grid.schedule, self.s, 0, 1, self.m)
         tables: dict[int, Ranges] = {}
         self.stage: list[Ranges] = []
-        # [s, stop]: seconds of the transfer from stage s to the next one when stage s ends before layer `stop`
+        # [s, stop]: seconds of the transfer from stage s to the next one if stage s ends before layer `stop`
         self.cut = np.zeros((self.s, self.n + 1))
         for s in range(self.s):
             first = s * grid.per_stage
@@ -258,7 +258,7 @@ class CutSearch:
         self._tables()
 
     def _choices(self, s: int) -> tuple[StageTerms, Array, slice]:
-        """(terms [i, stop] of stage s, transfers after it, stops).  Each later stage keeps at least one layer."""
+        """(terms [i, stop] of stage s, transfers after it, stops).  At least one layer is left for each later stage."""
         stops = slice(s + 1, self.n - (self.s - 1 - s) + 1) if s + 1 < self.s else slice(self.n, self.n + 1)
         columns = slice(stops.start - 1, stops.stop - 1)
         table = self.stage[s]
@@ -266,14 +266,14 @@ class CutSearch:
         return terms, self.cut[s, stops], stops
 
     def _tables(self) -> None:
-        """V, Z, D of `bounds`, [S + 1, N + 1]: of stages s, s + 1, ... when stage s starts at layer i."""
+        """V, Z and D of `stages`, [S + 1, N + 1]: of stages s, s + 1, ... if stage s starts at layer i."""
         shape = (self.s + 1, self.n + 1)
         self.back, self.done, self.trip = (np.full(shape, np.inf) for _ in range(3))
         self.back[-1, -1] = self.done[-1, -1] = self.trip[-1, -1] = 0.0
         started = np.arange(self.n)[:, None]
         for s in reversed(range(self.s)):
             terms, transfer, stops = self._choices(s)
-            # An empty range is infinite: i must be below stop.
+            # i must be below stop: an empty range is infinite.
             forward = np.where(started < np.arange(stops.start, stops.stop)[None, :], terms.forward, np.inf)
             terms = replace(terms, forward=forward)
             both = forward + terms.backward + 2 * transfer
@@ -285,11 +285,11 @@ class CutSearch:
     def _stage_bound(self, s: int, terms: StageTerms, transfer: Array, stops: slice | npt.NDArray[np.int64]) -> Array:
         """Least seconds from the start of stage s to the end of its last backward pass."""
         beyond = self.trip[s + 1, stops]
-        seconds = own_seconds(terms, transfer, beyond, self.window[s], self.m)
+        seconds = stage_seconds(terms, transfer, beyond, self.window[s], self.m)
         if self.grid.schedule == "gpipe":
-            seconds = np.maximum(seconds, own_gpipe_seconds(terms, transfer, beyond, self.m))
+            seconds = np.maximum(seconds, stage_seconds_gpipe(terms, transfer, beyond, self.m))
         if not self.model.cluster.overlap:
-            seconds = np.maximum(seconds, in_line_seconds(terms, transfer, self.m, self.s - 1 - s))
+            seconds = np.maximum(seconds, stage_seconds_in_line(terms, transfer, self.m, self.s - 1 - s))
         return seconds
 
     def run(self) -> None:
@@ -332,15 +332,15 @@ class CutSearch:
             yield float(bounds[at]), -s, (*cuts, int(stop[at])), float(heads[at]), float(tails[at])
 
     def _pair(self, cuts: tuple[int, ...], row: StageTerms, head: float, tail: float) -> Array:
-        """Bounds from the last two stages, whose transfers are part of the program of both."""
+        """Bounds from the last two stages, if transfers between them are part of both programs."""
         s, first, stop = len(cuts) - 1, (0, *cuts)[-2], cuts[-1]
         table, transfer = self.stage[s], self.cut[s, stop]
         before = StageTerms(*(a[first, stop - 1] for a in (table.forward, table.backward, table.sync, table.update)))
-        seconds = pair_in_line_seconds(before, row, transfer, self.m, self.s - 1 - s)
+        seconds = pair_seconds_in_line(before, row, transfer, self.m, self.s - 1 - s)
         return head + tail - (before.forward + before.backward + 2 * transfer) + seconds
 
     def _leaves(self, cuts: tuple[int, ...]) -> None:
-        """Prices all positions of the last cut at once, exactly."""
+        """Prices all positions of the last cut at once and exactly; offers the best one."""
         start = cuts[-1] if cuts else 0
         lasts = np.arange(start + 1, self.n)
         edges = np.array([(0, *cuts, int(last), self.n) for last in lasts]).reshape(len(lasts), self.s + 1)

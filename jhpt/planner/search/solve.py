@@ -174,7 +174,7 @@ def _nearest(request: Request, model: CostModel, space: Space) -> list[str]:
 
 
 def _least_nodes(request: Request, model: CostModel, space: Space) -> int | None:
-    """The least factor on the nodes that fits, up to `MOST_NODES`: doubled until one fits, then bisected."""
+    """The least factor on the nodes that fits, at most `MOST_NODES`: doubled until one fits, then bisected."""
 
     def fits(nodes: int) -> bool:
         return _fits(request, _with_nodes(model.cluster, nodes), model, space, offloaded=True)
@@ -214,7 +214,7 @@ def _with_nodes(cluster: Cluster, factor: int) -> Cluster:
 
 
 def _fits(request: Request, cluster: Cluster, model: CostModel, space: Space, *, offloaded: bool = False) -> bool:
-    """Whether any plan fits another cluster.  offloaded: plans of space="spmd" with CPU offload count, too."""
+    """Whether any plan fits this cluster.  offloaded: whether plans of space="spmd" with CPU offload count, too."""
     costs, incumbent = CostModel(model.profile, cluster, model.gradient_compression, model.saved), Incumbent()
     if space == "spmd":
         search_spmd(request, costs, incumbent)
@@ -229,8 +229,8 @@ def _fits(request: Request, cluster: Cluster, model: CostModel, space: Space, *,
 def search(request: Request, model: CostModel, space: Space) -> Incumbent:
     """The best plan of a space.
 
-    `general` starts from the best plan that one SPMD program can run without interleaving, priced as programs of the
-    stages' own.  One program may cost more or less (`estimate`): neither space is always at least as fast.
+    `general` starts from the best plan that one SPMD program can run without interleaving, priced with a program for
+    each stage.  One SPMD program may cost more or less (`estimate`), so neither space is always at least as fast.
     """
     best = Incumbent()
     if space == "spmd":

@@ -43,14 +43,14 @@ from jhpt.planner.search.layer_degrees import Option, Question, chains, costs_at
 from jhpt.planner.search.request import Incumbent, Request
 
 LABELS, EXACT_LAYERS = 48, 24
-"""Partial assignments of degrees that are kept per layer where a model has more layers than `EXACT_LAYERS`."""
+"""Partial assignments of degrees that are kept per layer if a model has more than `EXACT_LAYERS` layers."""
 
 
 def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space: Space = "spmd") -> None:
     """Improves `incumbent` to the best plan of the space, and notes the bound of all plans that were not visited.
 
     Args:
-      space: "general" prices the same plans as programs of the stages' own, as space="general" runs them.
+      space: "general" prices the same plans with a program for each stage, as space="general" runs them.
     """
     if space == "general":
         request = replace(request, sample_chunks=(1,), compression=(None,))
@@ -80,7 +80,7 @@ def _interleaved_cuts(grid: Grid, request: Request, model: CostModel) -> tuple[i
 
 
 def mixed_stages(request: Request, model: CostModel, space: Space, limit: float) -> Iterator[tuple[float, Question]]:
-    """Every one-stage question whose lower bound is below `limit`; in the bound every layer has its best degree."""
+    """The questions about one stage whose lower bound is below `limit`.  The bound takes each layer's best degree."""
     if model.cluster.mixed:
         return
     for devices in range(2, model.cluster.num_devices + 1):
@@ -92,7 +92,7 @@ def mixed_stages(request: Request, model: CostModel, space: Space, limit: float)
             for degrees, zero, recompute, compression in decisions:
                 strategy = layer_strategy(space, 1, request.batch, m, zero, recompute, compression=compression)
                 strategy = replace(strategy, sample_chunks=request.sample_chunks)
-                question = Question(place, strategy, 0, model.num_layers, 1, m, degrees, piped=False)
+                question = Question(place, strategy, 0, model.num_layers, 1, m, degrees, in_pipeline=False)
                 for part in _by_shared_degree(question, model, limit):
                     if (bound := _mixed_bound(part, model)) < limit:
                         yield bound, part
@@ -103,7 +103,7 @@ def _by_shared_degree(question: Question, model: CostModel, limit: float) -> Ite
 
     One SPMD program stores a shared parameter once, so these layers must have the same degree.
     """
-    if model.tied_layer is None or question.strategy.program == "own":
+    if model.tied_layer is None or question.strategy.program == "per_stage":
         yield question
     elif _mixed_bound(question, model) < limit:
         yield from (replace(question, shared=t) for t in question.degrees)
@@ -142,9 +142,9 @@ def try_mixed(
 
 
 def _sample_chunks(option: Option, question: Question, model: CostModel) -> list[int]:
-    """Sample chunks of every layer."""
+    """The number of sample chunks of every layer."""
     by_degree = {t: model.sample_chunks(question.place.devices, t, question.strategy) for t in set(option.degrees)}
     samples = [by_degree[t][layer] for layer, t in enumerate(option.degrees)]
-    if len(samples) > 2:  # Embedding and head never cut samples; equal neighbours make shorter plans.
+    if len(samples) > 2:  # Embedding and head never cut samples; their neighbours' numbers make for fewer runs.
         samples[0], samples[-1] = samples[1], samples[-2]
     return samples

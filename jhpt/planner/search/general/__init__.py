@@ -29,21 +29,22 @@ from jhpt.planner.search.general.suffixes import SLACK, Suffixes, device_memory
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.spmd import search_spmd
 
-SAVED = 1_000_000
-"""Choices of stages, about 100 bytes each, that are kept between the two passes."""
+KEPT_CHOICES = 1_000_000
+"""Most choices of stages, about 100 bytes each, that are kept from the first pass of the search to the second."""
 
 
 def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> None:
-    """Improves `incumbent` to the best plan of the space, and its bound.
+    """Improves `incumbent` to the best plan of the space, and notes the bound of all plans that were not visited.
 
-    First comes a bound, and one quick plan, of everything that may hold the best plan; then the search, where bounds
-    are least first and with a plan to beat that is nearly as good as it gets.
+    The first pass bounds every combination of micro-batches, layer strategy and schedule, and finds one plan quickly
+    for each that may contain the best plan.  The second pass searches them in the order of their bounds, with a plan
+    to beat that is already nearly the best.
     """
     minima = Minima(model)
     if incumbent.plan is None:
         _seed(request, model, minima, incumbent)
     promising: list[tuple[float, Problem, Schedule, Suffixes | None]] = []
-    room = SAVED
+    room = KEPT_CHOICES
     for bound, m, strategy in sorted(_bounded(request, model, minima), key=lambda entry: entry[:2]):
         if bound >= incumbent.cutoff:
             incumbent.note_unexplored_bound(bound)
@@ -66,14 +67,14 @@ def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> 
 
 
 def pipelines(request: Request) -> list[Schedule]:
-    """Schedules of the space: interleaved is for stages of equal size."""
+    """Schedules of the space.  Interleaving needs stages of equal size."""
     return [name for name in request.schedules if name != "interleaved"]
 
 
 def _bounded(request: Request, model: CostModel, minima: Minima) -> Iterator[tuple[float, int, LayerStrategy]]:
-    """Bounds without cuts: K devices cannot compute faster than if each were as busy as the best-used one.
+    """Bounds that hold for all cuts: K devices cannot be faster than if each computed as efficiently as the best one.
 
-    Left out is what cannot fit, were all memory one.
+    Combinations that would not fit even if all devices shared their memory are left out.
     """
     memory = float(device_memory(model).sum())
     for m, recompute in itertools.product(request.micro_batches, request.recompute):
@@ -86,7 +87,7 @@ def _bounded(request: Request, model: CostModel, minima: Minima) -> Iterator[tup
 
 
 def _seed(request: Request, model: CostModel, minima: Minima, incumbent: Incumbent) -> None:
-    """A first plan where there is none yet, so that the search has something to beat: equal stages, data parallel."""
+    """Offers plans of equal data parallel stages, so that the search has a plan to beat from the beginning."""
     n, k = model.num_layers, model.cluster.num_devices
     schedule = pipelines(request)[0]
     for m, zero, recompute in itertools.product(request.micro_batches, request.zero, request.recompute):
@@ -101,10 +102,9 @@ def _seed(request: Request, model: CostModel, minima: Minima, incumbent: Incumbe
 
 
 def offer_equal_stages(request: Request, model: CostModel, best: Incumbent) -> None:
-    """Offers `best` the fastest plan of space="general" whose stages have equally many devices, if there is one."""
+    """Offers `best` the fastest plan of space="general" whose stages all have the same number of devices, if any."""
     if not model.cluster.mixed:
         start = Incumbent()
-        schedules = tuple(name for name in request.schedules if name != "interleaved")
-        search_spmd(replace(request, schedules=schedules), model, start, "general")
+        search_spmd(replace(request, schedules=tuple(pipelines(request))), model, start, "general")
         if start.plan is not None:
             best.offer(start.plan, model)
