@@ -5,7 +5,7 @@
     travel   what one sum sends, of a lane's samples, on links of the rate with nothing else to do
 
 A variant's step is `two_streams.layers_seconds` of these: work and sums in line for one lane, two streams for
-several.  A lane waits for its own sum with all that follows, gradients of weights too (behind=0).  Sending keeps a
+several.  A lane waits for its own sum with all that follows, gradients of weights too.  Sending keeps a
 host's processor busy, too (`busy`, counted while sums travel alone): beside work that is more work.  Which tokens are
 important all ranks see by themselves: choosing sends nothing (`Compression.importance`, own in a causal model).
 """

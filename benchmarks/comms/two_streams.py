@@ -28,7 +28,7 @@ def makespan(operations: Sequence[Operation], chunks: Sequence[int], samples: in
             end = computed
             if (travel := operation.travel(size)) > 0:
                 end = reduced = max(reduced, computed) + travel
-            computed = (computed if overlap else end) + operation.behind(size)
+            computed = computed if overlap else end
             finished.append((stop, end))
         done = finished
     return max(computed, reduced)

@@ -4,18 +4,18 @@ computation, and reductions of gradients and all-gathers of weights over the dat
 Sample chunks.  The samples of a device are cut into chunks, and the all-reduce of one chunk runs beside the computation
 of another.  An operation is computation that ends in an all-reduce over the tensor axis; a block is two operations,
 attention and MLP.  The samples are cut into c chunks of sizes n_q, as equal as possible.  There are two streams, and
-each runs the operations in order, chunk by chunk.  With f the seconds of the computation, a those of the all-reduce,
-and g those of computation that nothing waits for (weight gradients):
+each runs the operations in order, chunk by chunk.  With f the seconds of the computation and a those of the all-reduce:
 
-    Cs(o, q) = max(end of the computation before it, Me(o-1, q))     Ce(o, q) = Cs(o, q) + f_o(n_q), then g_o(n_q)
+    Cs(o, q) = max(end of the computation before it, Me(o-1, q))     Ce(o, q) = Cs(o, q) + f_o(n_q)
     Ms(o, q) = max(end of the all-reduce before it, Ce(o, q))        Me(o, q) = Ms(o, q) + a_o(n_q)
 
-This goes on across the borders of layers.  Where operations differ in their number of chunks, a chunk waits for all
-chunks that hold any of its samples.  The backward pass is the same with the operations in reverse and g > 0.
+This goes on across the borders of layers.  If operations differ in their number of chunks, a chunk waits for all chunks
+that hold any of its samples.  The backward pass is the same with the operations in reverse.  Left out: other chunks
+could also hide behind weight gradients, for which nothing waits (Wang et al. 2024: Domino, arXiv 2409.15241).
 
 Equal operations follow each other every
 
-    T(c) = max(sum of f(n_q) + g(n_q),  sum of a(n_q),  f(n_0) + a(n_0))
+    T(c) = max(sum of f(n_q),  sum of a(n_q),  f(n_0) + a(n_0))
 
 seconds, where n_0 is the largest size, and the first of them takes `filling` seconds more.  More chunks hide more,
 until computation in small pieces and the latencies of many all-reduces cost more than is hidden.
@@ -24,13 +24,13 @@ until computation in small pieces and the latencies of many all-reduces cost mor
 equal numbers takes the sum of their T, plus the filling of its first layer in the forward pass and of its last layer in
 the backward pass, as if it began after everything before it is done:
 
-    D[l][c] = min over c' of  D[l-1][c'] + T_l(c) + (0 where c' = c, else last_{l-1}(c') + first_l(c))
+    D[l][c] = min over c' of  D[l-1][c'] + T_l(c) + (0 if c' = c, else last_{l-1}(c') + first_l(c))
 
 For equal layers with equal numbers of chunks, as blocks are, this equals the length of the schedule above; with
 different numbers the schedule takes no longer.  For any other layers the cost lies between half and twice the length of
 the schedule (the tests play it).
 
-Zeng et al. 2022 (TPDS, doi 10.1109/TPDS.2022.3187815); weight gradients: Wang et al. 2024 (Domino, arXiv 2409.15241).
+Zeng et al. 2022 (TPDS, doi 10.1109/TPDS.2022.3187815).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -73,21 +73,15 @@ Pair = tuple[Array, Array]
 """[kinds] arrays of the forward and of the backward pass."""
 
 
-def _none(samples: int) -> float:
-    return 0.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Operation:
     """Computation that ends in an all-reduce over the tensor axis.
 
-    work: the computation.  travel: the all-reduce.  behind: computation after the start of the all-reduce that nothing
-    waits for (weight gradients).
+    work: the computation.  travel: the all-reduce.
     """
 
     work: Seconds
     travel: Seconds
-    behind: Seconds = _none
 
 
 def chunk_sizes(samples: int, chunks: int) -> tuple[int, ...]:
@@ -100,7 +94,7 @@ def chunk_sizes(samples: int, chunks: int) -> tuple[int, ...]:
 def period(operation: Operation, samples: int, chunks: int) -> Any:
     """T(c): seconds from one operation to the next among many equal ones."""
     sizes = chunk_sizes(samples, chunks)
-    computed = sum(operation.work(n) + operation.behind(n) for n in sizes)
+    computed = sum(map(operation.work, sizes))
     longest = operation.work(sizes[0]) + operation.travel(sizes[0])  # no chunk is larger than the first
     return np.maximum(np.maximum(computed, sum(map(operation.travel, sizes))), longest)
 
@@ -112,7 +106,6 @@ def filling(operation: Operation, samples: int, chunks: int) -> Any:
     for n in chunk_sizes(samples, chunks):
         computed = computed + operation.work(n)
         reduced = np.maximum(reduced, computed) + operation.travel(n)
-        computed = computed + operation.behind(n)
     return np.maximum(computed, reduced) - period(operation, samples, chunks)
 
 
@@ -120,9 +113,9 @@ def partition(periods: Array, first: Array, last: Array) -> tuple[float, tuple[i
     """The least cost of a row of layers, and each layer's choice.
 
     Args:
-      periods: [L, C] seconds of a layer under every choice; infinite where the choice is not allowed.
-      first: [L, C] additional seconds where there is no layer before or it has another choice.
-      last: [L, C] the same for the layer behind.
+      periods: [L, C] seconds of a layer with every choice; infinite if the choice is not allowed.
+      first: [L, C] additional seconds if there is no layer before it, or one with another choice.
+      last: [L, C] additional seconds if there is no layer after it, or one with another choice.
     """
     if all((costs == costs[0]).all() for costs in (periods, first, last)):
         # Equal layers are best cut equally: another number anywhere adds a filling, or is slower everywhere.

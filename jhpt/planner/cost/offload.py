@@ -72,14 +72,13 @@ WIDEST = 1 / 3
 class OffloadedStep:
     """Seconds of a step on a device.
 
-    block: one block, all micro-batches.  home: of a group's first block; the other size - 1 are resident.  copies: of a
-    group.  passes: forward and backward over all groups.  entry, exit: embedding and head, forward and backward, all
-    micro-batches.  finish: reduction of the gradients of embedding and head, and their update.  causes: seconds by
-    cause, whose sum is `seconds`.
+    block: one block, all micro-batches.  size: number of blocks in a group, of which one is copied and the others are
+    resident.  copies: of a group.  passes: forward and backward over all groups.  entry, exit: embedding and head,
+    forward and backward, all micro-batches.  finish: reduction of the gradients of embedding and head, and their
+    update.  causes: seconds by cause, whose sum is `seconds`.
     """
 
     block: Bucket
-    home: Home
     groups: int
     size: int
     copies: Copies
@@ -133,7 +132,6 @@ def offloaded_step(plan: Plan, model: CostModel) -> OffloadedStep:
     summed = all_reduce(group, embedding_and_head * profile.bytes_per_weight)
     return OffloadedStep(
         block=bucket,
-        home=home,
         groups=groups,
         size=size,
         copies=copies,

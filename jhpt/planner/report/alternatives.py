@@ -78,9 +78,9 @@ def alternative(name: str, plan: Plan, answer: Answer) -> Alternative:
     )
 
 
-def alternatives(answer: Answer, count: int = ALTERNATIVES) -> tuple[Alternative, ...]:
+def alternatives(answer: Answer) -> tuple[Alternative, ...]:
     """The fastest plans of other shapes."""
-    return tuple(alternative(shape_text(plan), plan, answer) for plan in answer.alternatives[:count])
+    return tuple(alternative(shape_text(plan), plan, answer) for plan in answer.alternatives[:ALTERNATIVES])
 
 
 def changed(answer: Answer) -> tuple[Alternative, ...]:

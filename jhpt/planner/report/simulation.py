@@ -100,11 +100,6 @@ class Timeline:
         """Share of all device-seconds without computation: ramps, and waiting for transfers and gradients."""
         return 1 - sum(map(self.busy, range(self.devices))) / self.devices
 
-    def in_flight(self, device: int) -> int:
-        """The most (micro-batch, chunk) pairs at a time whose forward has started and whose backward has not ended."""
-        steps = (1 if span.kind == "forward" else -1 for span in self.rows[device] if span.stream == "compute")
-        return max(itertools.accumulate(steps))
-
 
 def simulate(
     schedule: str,

@@ -41,8 +41,8 @@ def plan_to_run(answer: Answer, request: Request, devices: int | None = None) ->
     return plainest(whole or plans).model_copy(update=same)
 
 
-def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
-    """The simplest of the plans whose seconds are within `margin` of the fastest.
+def plainest(plans: Iterable[Plan]) -> Plan:
+    """The simplest of the plans whose seconds are within `MARGIN` of the fastest.
 
     Simpler means, in this order: no CPU offload, no compression, one stage, fewer kinds of parallelism, fewer tensor
     degrees, fewer chunks, no recomputation, a lower ZeRO level, a smaller tensor degree, gpipe.  Of equally simple
@@ -53,7 +53,7 @@ def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
     against 716 ms).
     """
     candidates = list(plans)
-    limit = (1 + margin) * min(map(_seconds, candidates))
+    limit = (1 + MARGIN) * min(map(_seconds, candidates))
 
     def complexity(plan: Plan) -> tuple[float, ...]:
         late = len(plan.stages) > 1 and plan.schedule != "gpipe"

@@ -71,11 +71,6 @@ class Grid:
         """Devices of one stage."""
         return self.data * self.tensor
 
-    @property
-    def devices(self) -> int:
-        """Devices that the plan uses."""
-        return self.stages * self.per_stage
-
     def strategy(self, batch: int) -> LayerStrategy:
         """The strategy that all layers share."""
         strategy = layer_strategy(
