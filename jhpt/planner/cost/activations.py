@@ -100,7 +100,7 @@ def seconds_of(tensors: Sequence[Tensor], fates: Sequence[Fate], copies: Copies 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """Shares of a layer's forward pass that its backward pass repeats: of its computation, of its all-reduces."""
+    """What a layer's backward pass repeats: shares of the forward pass's computation and of its all-reduces."""
 
     seconds: float
     all_reduces: float
@@ -108,7 +108,7 @@ class Repeated:
 
 @lru_cache(maxsize=1024)
 def repeated(tensors: tuple[NamedTensor, ...], saved: SavedTensors) -> Repeated:
-    """The shares that the backward pass repeats if `saved` is saved.  A layer without named tensors repeats all."""
+    """The shares that the backward pass repeats if it finds `saved`.  A layer without named tensors repeats all."""
     if not tensors:
         return Repeated(seconds=1.0, all_reduces=1.0)
     shares = flops_shares(tensors), all_reduce_shares(tensors)

@@ -10,8 +10,8 @@ each runs the operations in order, chunk by chunk.  With f the seconds of the co
     Ms(o, q) = max(end of the all-reduce before it, Ce(o, q))        Me(o, q) = Ms(o, q) + a_o(n_q)
 
 This goes on across the borders of layers.  If operations differ in their number of chunks, a chunk waits for all chunks
-that hold any of its samples.  The backward pass is the same with the operations in reverse.  Left out: other chunks
-could also hide behind weight gradients, for which nothing waits (Wang et al. 2024: Domino, arXiv 2409.15241).
+that hold any of its samples.  The backward pass is the same with the operations in reverse.  Left out: all-reduces
+could also run beside weight gradients, for which nothing waits (Wang et al. 2024: Domino, arXiv 2409.15241).
 
 Equal operations follow each other every
 
@@ -61,7 +61,7 @@ from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.schedule import Array
 
 Seconds = Callable[[int], Any]
-"""Of a number of samples; an array for several operations at once."""
+"""Seconds by number of samples; arrays for several operations at once."""
 
 Direction = Literal[0, 1]
 
@@ -256,8 +256,8 @@ class DataCollectives:
     """Collectives of the parameters of each kind of layer, each computed once.
 
     Args:
-      wire: bytes of a number that is sent.
-      compression: of gradients; its kernels take time.
+      wire: bytes of a number as it is sent.
+      compression: of gradients.
 
     Attributes:
       parameters, tied: [kinds] parameters of a layer, and those that it shares with the first layer.

@@ -70,8 +70,8 @@ SCORE_BYTES = 4
 class Group:
     """Devices that communicate.
 
-    size: members.  nodes: nodes that they are on.  groups: such groups that share the ports of a node.  fewest: members
-    on the node that has fewest of them.
+    size: number of members.  nodes: number of nodes that they are on.  groups: number of such groups that share the
+    ports of a node.  fewest: members on the node that has the fewest of them.
     """
 
     size: int
@@ -156,7 +156,7 @@ class Place:
     slowdown: float
     memory: float
     crossing: tuple[int, ...]
-    """Devices of the stage on each node it touches."""
+    """Number of the stage's devices on each node that it touches."""
     inside: Link = field(hash=False)
     network: Link = field(hash=False)
 
@@ -197,7 +197,7 @@ def _spread(crossing: tuple[int, ...], size: int, stride: int) -> tuple[int, int
 
 
 class Places:
-    """The places of stages on a cluster.  The profile's seconds hold for the first node's device."""
+    """The places of stages on a cluster.  The seconds of the profile are those of the first node's device."""
 
     def __init__(self, cluster: Cluster, dtype: str) -> None:
         self.cluster = cluster
@@ -251,7 +251,7 @@ class Places:
         return self.node_of[first] == self.node_of[stop - 1]
 
     def transfer(self, first: int, devices: int, to: int, others: int) -> tuple[Link, int]:
-        """The link from `devices` devices at `first` to `others` at `to`, and how many senders share a node's ports."""
+        """(the link from `devices` devices at `first` to `others` at `to`, how many senders share a node's ports)."""
         node = self.nodes[self.node_of[first]]
         if self.same_node(min(first, to), max(first + devices, to + others)):
             return node.inside, 1
@@ -259,7 +259,7 @@ class Places:
 
 
 def transfer_seconds(transfer: tuple[Link, int], size: float) -> float:
-    """Seconds to move `size` bytes per device from one stage to the next over such a `Places.transfer`."""
+    """Seconds to move `size` bytes per device from one stage to the next.  transfer: as `Places.transfer` states it."""
     link, senders = transfer
     if size == 0:
         return 0.0
@@ -356,7 +356,7 @@ def gradient_seconds(group: Group, compression: GradientCompression, numbers: fl
 def gradient_kernel_seconds(
     ranks: int, compression: GradientCompression, numbers: float, device: Device, *, shares: bool = False
 ) -> float:
-    """Seconds of the kernels that compress this gradient and sum what is received."""
+    """Seconds of the kernels that compress such a gradient and sum what is received."""
     count = round(numbers)
     if ranks == 1 or not count:
         return 0.0

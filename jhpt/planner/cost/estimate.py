@@ -57,8 +57,8 @@ class StageEstimate:
     """One stage.
 
     seconds: by cause, over a whole step.  bytes: by cause, on each device.  capacity: usable bytes of a device.
-    in_flight: micro-batches (with chunks: pairs of both) whose activations have memory.  host_bytes: offloaded bytes by
-    cause, on the stage's fullest host.
+    in_flight: micro-batches (with chunks: pairs of both) for whose activations there is memory.  host_bytes: offloaded
+    bytes by cause, on the stage's fullest host.
     """
 
     seconds: dict[str, float]
@@ -172,7 +172,7 @@ def stage_layers(plan: Plan, position: int, strategy: LayerStrategy, model: Cost
 
 
 def sync_seconds(backward: Array, gradients: Array) -> float:
-    """Seconds from the start of the last backward until the last gradient is reduced.
+    """Seconds from the start of the last backward pass until the last gradient is reduced.
 
     The backward pass visits layers from last to first.  A layer's reduction starts when its backward pass and the
     previous reduction have ended: max over l of (sum of backward from the end to l + sum of gradients from l to the
@@ -381,7 +381,7 @@ def _check_degrees(chunk: Chunk, model: CostModel) -> None:
 
 
 def _choices_of(plan: Plan, model: CostModel) -> rules.Choices:
-    """What the plan chooses of this model and cluster, as the rules see it."""
+    """What the plan decides for this model and cluster, as the rules see it."""
     tied = model.tied_layer if plan.space == "spmd" and len(plan.stages) == 1 else None
     return rules.Choices(
         space=plan.space,

@@ -120,7 +120,7 @@ def _gradient(strategy: LayerStrategy, data: int, wire: float, *, late: bool) ->
 
 @dataclass(frozen=True)
 class Slot:
-    """What a stage of a pipeline reserves beside its blocks.  Seconds are once per step, bytes on a device."""
+    """What a stage of a pipeline reserves for embedding or head.  Seconds are per step, bytes on a device."""
 
     weights: float = 0.0
     optimizer: float = 0.0

@@ -285,7 +285,7 @@ def _timeline(answer: Answer, width: int) -> str:
 
 
 def _table(*columns: str, title: str, numbers: int | None = None) -> Table:
-    """numbers: the first column that holds figures."""
+    """An empty table.  numbers: the first column that holds figures; None: there is none."""
     table = Table(
         box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), title=f"\n{title}", title_justify="left"
     )

@@ -28,6 +28,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array, step_seconds
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.stages import (
+    SLACK,
     Ranges,
     StageTerms,
     after,
@@ -41,9 +42,6 @@ from jhpt.planner.search.stages import (
 
 CHUNKS = (2, 3, 4)
 """Numbers of chunks per device that interleaved schedules may have."""
-
-SLACK = 1e-9
-"""Relative tolerance for sums of the same numbers in a different order."""
 
 EXPANSIONS = 300
 """Most prefixes that the search opens for one grid.  Only large models with uneven layers need as many."""

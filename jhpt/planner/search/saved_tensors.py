@@ -107,7 +107,7 @@ class _Programme:
             unit = self._unit(host_sizes)
             self.constraints.append(LinearConstraint(self.offloaded[None] / unit, ub=copies.budget / unit))
 
-    def least(self, objective: NDArray[np.float64], at_most: float | None = None) -> NDArray[np.float64]:
+    def least(self, objective: Array, at_most: float | None = None) -> Array:
         """The point of least objective.  at_most: bound on its seconds."""
         constraints = self.constraints
         if at_most is not None:
@@ -125,7 +125,7 @@ class _Programme:
         assert solution.x is not None, solution.message  # saving nothing is always feasible
         return np.where(self.integrality > 0, np.round(solution.x), solution.x)
 
-    def choice(self, point: NDArray[np.float64]) -> Choice:
+    def choice(self, point: Array) -> Choice:
         """The choice that the variables describe.  Tensors that nothing needs count as recomputed, at no cost."""
         count = len(self.tensors)
         saved, offloaded = point[:count] > 0.5, point[count : 2 * count] > 0.5
@@ -138,13 +138,13 @@ class _Programme:
             host=sum(tensor.on_host for tensor, fate in pairs if fate == Fate.OFFLOADED),
         )
 
-    def _unit(self, values: NDArray[np.float64]) -> float:
+    def _unit(self, values: Array) -> float:
         """The largest value.  Dividing by it makes the solver's absolute tolerances relative."""
         return float(np.abs(values).max()) or 1.0
 
     def _available(self) -> list[LinearConstraint]:
         """What the backward pass reads, and the inputs of what it recomputes, are saved, offloaded or recomputed."""
-        count, rows, least = len(self.tensors), list[NDArray[np.float64]](), list[float]()
+        count, rows, least = len(self.tensors), list[Array](), list[float]()
         for position, tensor in enumerate(self.tensors):
             if tensor.read:
                 rows.append(self._present(position))
@@ -156,7 +156,7 @@ class _Programme:
                 least.append(0.0)
         return [LinearConstraint(np.array(rows), lb=np.array(least))] if rows else []
 
-    def _present(self, position: int) -> NDArray[np.float64]:
+    def _present(self, position: int) -> Array:
         count = len(self.tensors)
         row = np.zeros(3 * count + 2)
         row[[position, count + position, 2 * count + position]] = 1
@@ -166,7 +166,7 @@ class _Programme:
         count = len(self.tensors)
         return LinearConstraint(np.hstack([np.eye(count), np.eye(count), np.zeros((count, count + 2))]), ub=1)
 
-    def _within(self, sizes: NDArray[np.float64], budget: float) -> LinearConstraint:
+    def _within(self, sizes: Array, budget: float) -> LinearConstraint:
         unit = self._unit(sizes)
         return LinearConstraint(self.bytes[None] / unit, ub=budget / unit)
 

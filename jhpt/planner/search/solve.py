@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def gap(self) -> float:
-        """By how much a plan of the space could be faster at most, relative; 0 means proven optimal."""
+        """By how much a plan of the space could be faster at most, relative to the bound; 0: proven optimal."""
         if not self.plan.lower_bound:
             return 0.0 if not self.estimate.seconds else math.inf
         return self.estimate.seconds / self.plan.lower_bound - 1

@@ -38,9 +38,10 @@ import numpy as np
 from jhpt.core.plan import Chunk, Stage, runs_of
 from jhpt.planner.cost.layers import Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.search.grids import SLACK, CutSearch, Grid, balanced, bounded_grids, grid_plan
+from jhpt.planner.search.grids import CutSearch, Grid, balanced, bounded_grids, grid_plan
 from jhpt.planner.search.layer_degrees import Option, Question, chains, costs_at, options
 from jhpt.planner.search.request import Incumbent, Request
+from jhpt.planner.search.stages import SLACK
 
 LABELS, EXACT_LAYERS = 48, 24
 """Partial assignments of degrees that are kept per layer if a model has more than `EXACT_LAYERS` layers."""

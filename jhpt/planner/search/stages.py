@@ -48,6 +48,9 @@ from jhpt.planner.cost.memory import Slot
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 
+SLACK = 1e-9
+"""Relative tolerance for sums of the same numbers in a different order."""
+
 
 @dataclass(frozen=True)
 class Ranges:

@@ -25,9 +25,10 @@ from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.general.best_first import Problem, Search, suffixes_of
 from jhpt.planner.search.general.least import Minima
-from jhpt.planner.search.general.suffixes import SLACK, Suffixes, device_memory
+from jhpt.planner.search.general.suffixes import Suffixes, device_memory
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.spmd import search_spmd
+from jhpt.planner.search.stages import SLACK
 
 KEPT_CHOICES = 1_000_000
 """Most choices of stages, about 100 bytes each, that are kept from the first pass of the search to the second."""

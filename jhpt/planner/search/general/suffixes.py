@@ -32,7 +32,7 @@ from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.general.least import Index, Least, Spans
-from jhpt.planner.search.stages import prefix_sums, turns
+from jhpt.planner.search.stages import SLACK, prefix_sums, turns
 
 NEAR = 2
 """How many next stages have a bound of their round trip beside the bound for all later stages."""
@@ -72,10 +72,6 @@ class Needs:
     def bound(self, m: int, devices: int) -> float:
         """Least seconds of a step: K devices have K T device-seconds, a stage on k takes k times its own."""
         return max(m * float(self.both.sum()), float(self.share.sum())) / devices
-
-
-SLACK = 1e-9
-"""Relative tolerance for sums of the same numbers in a different order."""
 
 
 def device_memory(model: CostModel) -> Array:
