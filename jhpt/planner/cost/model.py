@@ -111,7 +111,7 @@ class CostModel(CostBasis):
         return self._slots[key]
 
     def sample_chunks(self, devices: int, tensor: int, strategy: LayerStrategy) -> tuple[int, ...]:
-        """The number of chunks into which every layer cuts its samples, on so many devices (`overlap.partition`).
+        """The number of chunks into which every layer cuts its samples, on so many devices (`collectives.partition`).
 
         In a pipeline all layers have the same number.  No number is chosen that makes a layer by itself slower than one
         chunk does, in either direction.  So plans with these chunks are never slower than plans without; with ZeRO-1 by
