@@ -103,6 +103,21 @@ def solve(profile: ModelProfile, cluster: Cluster, request: Request, space: Spac
     return _answer(best, best.plan, model, on_devices)
 
 
+def search(request: Request, model: CostModel, space: Space) -> Incumbent:
+    """The best plan of a space.
+
+    `general` starts from the best plan that one SPMD program can run without interleaving, priced with a program for
+    each stage.  One SPMD program may cost more or less (`estimate`), so neither space is always at least as fast.
+    """
+    best = Incumbent()
+    if space == "spmd":
+        search_spmd(request, model, best)
+        return best
+    offer_equal_stages(request, model, best)
+    search_general(request, model, best)
+    return best
+
+
 def _answer(best: Incumbent, plan: Plan, model: CostModel, on_devices: float | None) -> Answer:
     device = None if model.cluster.mixed else model.cluster.nodes[0].device.name
     gradients = {"gradient_compression": model.gradient_compression}
@@ -224,18 +239,3 @@ def _fits(request: Request, cluster: Cluster, model: CostModel, space: Space, *,
     if incumbent.plan is None:
         search_general(request, costs, incumbent)
     return incumbent.plan is not None
-
-
-def search(request: Request, model: CostModel, space: Space) -> Incumbent:
-    """The best plan of a space.
-
-    `general` starts from the best plan that one SPMD program can run without interleaving, priced with a program for
-    each stage.  One SPMD program may cost more or less (`estimate`), so neither space is always at least as fast.
-    """
-    best = Incumbent()
-    if space == "spmd":
-        search_spmd(request, model, best)
-        return best
-    offer_equal_stages(request, model, best)
-    search_general(request, model, best)
-    return best
