@@ -102,6 +102,31 @@ def _added(parts: Iterator[Collectives]) -> StageTraffic:
 
 
 @dataclass(frozen=True)
+class _Axes:
+    """Axes of a plan's mesh: `data`, and `tensor` or, if layers differ in degree, one axis for every degree."""
+
+    plan: Plan
+
+    def between(self, low: int, high: int) -> str:
+        """The axes of a group that spans the degrees above `low` up to `high`."""
+        devices = self.plan.stages[0].devices
+        degrees = {t for stage in self.plan.stages for chunk in stage.chunks for t in chunk.tensor}
+        cut = [t for t in sorted(degrees) if t > 1]
+        names = [TENSOR if len(cut) == 1 else f"{TENSOR}{t}" for t in cut if low < t <= high]
+        whole = [DATA] if high == devices and devices > max(degrees) else []
+        return "+".join([*whole, *reversed(names)])
+
+    def tensor(self, t: int) -> str:
+        """The axes of the tensor ranks of a layer of degree t."""
+        degrees = [run.tensor for stage in self.plan.stages for chunk in stage.chunks for run in chunk.runs]
+        return self.between(1, min(t, max(degrees)))
+
+    def data(self, t: int) -> str:
+        """The axes of the data ranks of a layer of tensor degree t."""
+        return self.between(t, self.plan.stages[0].devices)
+
+
+@dataclass(frozen=True)
 class _Step:
     """A plan for a model.  Every method yields the collectives that it adds."""
 
@@ -138,6 +163,10 @@ class _Step:
         return self.plan.stages[0].devices
 
     @property
+    def _axes(self) -> _Axes:
+        return _Axes(self.plan)
+
+    @property
     def residual(self) -> float:
         """Bytes of one sample's activation between layers."""
         return self.profile.kinds[self.profile.layers[0]].boundary_bytes
@@ -149,30 +178,11 @@ class _Step:
         """Samples of a micro-batch on a device, for a layer of tensor degree t."""
         return self.plan.batch / self.plan.micro_batches * t / self.devices
 
-    # Axes of the mesh: `data`, and `tensor` or, where layers differ in degree, one axis for every degree.
-
-    def _axes(self, low: int, high: int) -> str:
-        """The axes of a group that spans the degrees above `low` up to `high`."""
-        degrees = {t for stage in self.plan.stages for chunk in stage.chunks for t in chunk.tensor}
-        cut = [t for t in sorted(degrees) if t > 1]
-        names = [TENSOR if len(cut) == 1 else f"{TENSOR}{t}" for t in cut if low < t <= high]
-        whole = [DATA] if high == self.devices and self.devices > max(degrees) else []
-        return "+".join([*whole, *reversed(names)])
-
-    def _tensor_axis(self, t: int) -> str:
-        degrees = [run.tensor for stage in self.plan.stages for chunk in stage.chunks for run in chunk.runs]
-        return self._axes(1, min(t, max(degrees)))
-
-    def _data_axis(self, t: int) -> str:
-        return self._axes(t, self.devices)
-
-    # Collectives.
-
     def _activations(self, layer: int, t: int, cut: int, *, begins: bool) -> Iterator[Collectives]:
         """All-reduces over the tensor axis, in `cut` sample chunks.  begins: whether the layer begins a run."""
         if t == 1:
             return
-        kind, axis = self.profile.kinds[self.profile.layers[layer]], self._tensor_axis(t)
+        kind, axis = self.profile.kinds[self.profile.layers[layer]], self._axes.tensor(t)
         forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
         again = self._repeated_share(kind) * forward if self._is_block(layer) else 0.0
         if self._is_block(layer) and (self.plan.compression.on or (cut > 1 and not self.plan.sequence)):
@@ -210,11 +220,11 @@ class _Step:
             saved = self.plan.saved is not None or (self.profile.causal and self.plan.sample_chunks != (1,))
             times = self.plan.micro_batches * (2 if self.plan.recompute and not saved else 1)
             scores = SCORE_BYTES * self._stream.tokens * sum(samples)
-            yield ("all-reduce", self._tensor_axis(t)), Sent(times * len(samples), 2 * (t - 1) / t * times * scores)
+            yield ("all-reduce", self._axes.tensor(t)), Sent(times * len(samples), 2 * (t - 1) / t * times * scores)
 
     def _all_reduces(self, size: float, t: int, samples: tuple[int, ...], compressed: bool) -> Iterator[Collectives]:
         """All-reduces over t ranks of `size` bytes per sample in all, for each chunk of samples and micro-batch."""
-        sums, axis = self.plan.micro_batches * size / self.residual, self._tensor_axis(t)
+        sums, axis = self.plan.micro_batches * size / self.residual, self._axes.tensor(t)
         count = sums * len(samples)
         if not compressed:
             yield ("all-reduce", axis), Sent(count, 2 * (t - 1) / t * sums * self.residual * sum(samples))
@@ -256,7 +266,7 @@ class _Step:
     def _gathered(self, size: float, t: int, times: float) -> Iterator[Collectives]:
         ranks = self.devices // t
         if times:
-            yield ("all-gather", self._data_axis(t)), Sent(times, (ranks - 1) / ranks * times * size)
+            yield ("all-gather", self._axes.data(t)), Sent(times, (ranks - 1) / ranks * times * size)
 
     def _reduced(self, size: float, t: int, times: float) -> Iterator[Collectives]:
         ranks = self.devices // t
@@ -264,11 +274,11 @@ class _Step:
             yield from self._compressed(size, t, times)
             return
         kind, rounds = ("reduce-scatter", 1) if self.plan.zero else ("all-reduce", 2)
-        yield (kind, self._data_axis(t)), Sent(times, rounds * (ranks - 1) / ranks * times * size)
+        yield (kind, self._axes.data(t)), Sent(times, rounds * (ranks - 1) / ranks * times * size)
 
     def _compressed(self, size: float, t: int, times: float) -> Iterator[Collectives]:
         """Compressed reduction of gradients that would have so many bytes in the compute dtype."""
-        ranks, axis, compression = self.devices // t, self._data_axis(t), self.plan.gradient_compression
+        ranks, axis, compression = self.devices // t, self._axes.data(t), self.plan.gradient_compression
         shares = self.plan.zero > 0
         sent = times * gradient_bytes(ranks, compression, round(size / self.profile.bytes_per_weight), shares=shares)
         if shares:
@@ -304,7 +314,7 @@ class _Step:
         """Collectives of offloaded blocks, whose rows are sharded over the ranks."""
         size, ranks = self._parameter_bytes(1, 1) / self.profile.bytes_per_weight * FLOAT32, self.devices
         yield from self._gathered(size, 1, 2 * self._depth)
-        yield ("reduce-scatter", self._data_axis(1)), Sent(self._depth, (ranks - 1) / ranks * self._depth * size)
+        yield ("reduce-scatter", self._axes.data(1)), Sent(self._depth, (ranks - 1) / ranks * self._depth * size)
 
     def _padding(self, t: int) -> Iterator[Collectives]:
         """Collectives of a chunk without blocks: its room for as many blocks as the longest chunk has is sent too."""
@@ -333,7 +343,7 @@ class _Step:
         low, high = sorted((before, after))
         ranks, count = high // low, self.plan.micro_batches
         size = self.profile.kinds[self.profile.layers[layer]].boundary_bytes * self._rows(high)
-        yield ("all-gather", self._axes(low, high)), Sent(count, (ranks - 1) / ranks * count * size)
+        yield ("all-gather", self._axes.between(low, high)), Sent(count, (ranks - 1) / ranks * count * size)
 
     def _slots(self, position: int) -> Iterator[Collectives]:
         """Collectives of the slot for embedding and head."""

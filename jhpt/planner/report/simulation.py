@@ -121,18 +121,15 @@ def simulate(
         cut: `[S * v - 1]` seconds of the transfer between virtual stages i and i + 1, the same in both directions.
         sync: `[S]` seconds from the *start* of the last backward pass until the gradients are reduced.
         update: `[S]` seconds of the optimizer.
-        overlap: whether transfers overlap computation; if not, an exchange takes as long as the slowest transfer
-            between the two devices.
+        overlap: whether transfers overlap computation; if not, an exchange takes as long as its slowest transfer.
 
-    A link joins neighbours in the ring of devices.  Each direction of training (activations forward, errors backward)
-    has a link of its own, which serves transfers in the order in which they become ready and does not slow down
-    computation.  A device is done at max(end of its last backward, start of its last backward + sync) + update, and
-    the step is done when all devices are.  Collectives inside a stage are part of `forward` and `backward`.  Left out:
-    what communication takes from computation on the same chip, and jitter.  O(S v M log S) time.
+    Neighbours in the ring of devices have a link for each direction of training (activations forward, errors backward).
+    It serves transfers in the order in which they become ready and does not slow down computation.  A device is done
+    at max(end of its last backward, start of its last backward + sync) + update, and the step when all devices are.
+    Collectives inside a stage are part of `forward` and `backward`.  Left out: what communication takes from
+    computation on the same chip, and jitter.  O(S v M log S) time.
 
-    Raises:
-        InputError: the schedule does not exist or does not fit the counts.
-        ValueError: an array has a wrong shape or wrong values.
+    Raises InputError for a schedule that does not exist or does not fit the counts, ValueError for wrong arrays.
     """
     times = {"forward": _times("forward", forward, 2), "backward": _times("backward", backward, 2)}
     times |= {"cut": _times("cut", cut, 1), "sync": _times("sync", sync, 1), "update": _times("update", update, 1)}
