@@ -160,8 +160,7 @@ def train_command(arguments: list[str]) -> int:
 def plan_command(arguments: list[str]) -> int:
     """`jhpt plan`: the first argument, if it is no flag, names a preset, a YAML file or a network."""
     from jhpt.planner.api import network_of, prepare
-    from jhpt.planner.report.answer import timeline, to_json
-    from jhpt.planner.report.text import make_console, print_answer
+    from jhpt.planner.report.answer import make_console, print_answer, timeline, to_json
     from jhpt.planner.report.timeline import svg_timeline
     from jhpt.planner.search.baselines import baselines
 

@@ -1,6 +1,8 @@
 """`jhpt plan` and `jhpt.plan`: what they print and write, what they refuse, and that they need no jax."""
 
+import inspect
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from jhpt.core.catalogue import find_cluster
 from jhpt.core.config import Compression
 from jhpt.core.folders import cache_folder
 from jhpt.core.load import load_config
+from jhpt.planner.api import Options
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.profiles.networks import TABLES
 from tests.test_cli import status_of, tree
@@ -90,6 +93,21 @@ def test_the_request_is_obeyed():
     assert (plan.batch, plan.micro_batches) == (8, 4)
     assert plan.schedule == "gpipe" or len(plan.stages) == 1
     assert jhpt.plan("gpt-tiny", cluster="a100x2x1", batch=4, space="general").space == "general"
+
+
+def test_unknown_arguments_are_refused_by_name():
+    with pytest.raises(TypeError, match="'buget'; did you mean budget"):
+        jhpt.plan("gpt-tiny", cluster="a100x2x1", buget="1GiB")
+    with pytest.raises(TypeError) as error:
+        jhpt.plan("gpt-tiny", cluster="a100x2x1", micro_batch=2, xyz=None)
+    first, second = str(error.value).splitlines()
+    assert first.endswith("'micro_batch'; did you mean micro_batches?")
+    assert "'xyz'; use cluster" in second and "overrides" in second
+
+
+def test_every_argument_is_documented():
+    arguments = re.findall(r"^  (\w+): ", inspect.getdoc(jhpt.plan).split("Raises:")[0], re.MULTILINE)
+    assert arguments == ["config", *Options.__annotations__]
 
 
 def test_a_smaller_budget_is_never_faster():

@@ -1,11 +1,11 @@
 """Seconds of operations on two streams, simulated chunk by chunk.
 
-The benchmark predicts its variants with them, and the additive costs of `jhpt.planner.cost.overlap` approximate them.
+The benchmark predicts its variants with them, and the additive costs of `jhpt.planner.cost.collectives` approximate them.
 """
 
 from collections.abc import Sequence
 
-from jhpt.planner.cost.overlap import Operation, chunk_sizes
+from jhpt.planner.cost.collectives import Operation, chunk_sizes
 
 
 def makespan(operations: Sequence[Operation], chunks: Sequence[int], samples: int, *, overlap: bool = True) -> float:
@@ -30,7 +30,7 @@ def makespan(operations: Sequence[Operation], chunks: Sequence[int], samples: in
             end = computed
             if (travel := operation.travel(size)) > 0:
                 end = reduced = max(reduced, computed) + travel
-            computed = (computed if overlap else end) + operation.behind(size)
+            computed = computed if overlap else end
             finished.append((stop, end))
         done = finished
     return max(computed, reduced)

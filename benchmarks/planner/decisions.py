@@ -1,6 +1,6 @@
 """Every plan of a decision set, one by one.
 
-The decision sets are those of `jhpt.planner.search.spmd` and `jhpt.planner.search.general.search`.
+The decision sets are those of `jhpt.planner.search.spmd` and `jhpt.planner.search.general`.
 """
 
 import itertools

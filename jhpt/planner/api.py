@@ -5,7 +5,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_args
@@ -22,11 +22,9 @@ from jhpt.core.presets import PRESETS
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import SETTINGS, Choices, check
 from jhpt.planner.cost.layers import Space
-from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.planner.profiles.importers import read_profile
-from jhpt.planner.profiles.measured import local_cluster, local_profile
+from jhpt.planner.profiles.analytic import ELEMENT_BYTES, analytic_profile
+from jhpt.planner.profiles.importers import local_cluster, local_profile, read_profile
 from jhpt.planner.profiles.networks import TABLES, network_profile
-from jhpt.planner.profiles.roofline import ELEMENT_BYTES
 from jhpt.planner.search.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, recomputations
 from jhpt.planner.search.request import request as request_of
 from jhpt.planner.search.solve import Answer, solve
@@ -56,7 +54,7 @@ class Task:
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of `plan`, which documents them."""
+    """The keyword arguments of `plan`, which documents each of them."""
 
     cluster: Cluster | str | os.PathLike[str] | None
     profile: ModelProfile | str | os.PathLike[str] | None
@@ -68,54 +66,35 @@ class Options(TypedDict, total=False):
     overrides: Mapping[str, Any] | None
 
 
-def plan(
-    config: Source = None,
-    *,
-    cluster: Cluster | str | os.PathLike[str] | None = None,
-    profile: ModelProfile | str | os.PathLike[str] | None = None,
-    batch: int | None = None,
-    micro_batches: int | None = None,
-    space: Space = "spmd",
-    schedule: Schedule | None = None,
-    budget: float | str | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> Plan:
+def plan(config: Source = None, **options: Unpack[Options]) -> Plan:
     """The fastest plan for one training step.
 
     Args:
       config: as for `jhpt.train`, or the name of a classic network (vgg16, resnet50, gnmt).  Of the section `parallel`
         only `compression` and `gradient_compression` count; `compression: auto` leaves the choice to the planner.  The
         section `memory` says how much memory plans may use, what they may recompute and what they may offload.
-      cluster: a name such as h100x8x8, a file, or a `Cluster`; None: this machine, as `jhpt profile` measured it.
-      profile: the costs of the layers, or a file of them.  None: as `jhpt profile` measured them if the cluster is this
-        machine, else from the datasheet of the cluster's devices.
-      batch: samples per step; None: data.batch_size.
-      micro_batches: number of micro-batches (gradient accumulation); None: the planner decides.
+      cluster: a name such as h100x8x8, a file, or a `Cluster`; None (default): this machine, as `jhpt profile` measured
+        it.
+      profile: the costs of the layers, or a file of them.  None (default): as `jhpt profile` measured them if the
+        cluster is this machine, else from the datasheet of the cluster's devices.
+      batch: samples per step; None (default): data.batch_size.
+      micro_batches: number of micro-batches (gradient accumulation); None (default): the planner decides.
       space: "spmd" (default), plans that one program can run, or "general", stages of any size.
-      schedule: of the pipeline; None: the planner decides.
-      budget: bytes that a plan may use per device, or text such as 24GiB; None: memory.budget_bytes.  Plans leave 3 %
-        of it free.
+      schedule: of the pipeline; None (default): the planner decides.
+      budget: bytes that a plan may use per device, or text such as 24GiB; None (default): memory.budget_bytes.  Plans
+        leave 3 % of it free.
       overrides: settings by dotted name, `{"data.sequence_length": 4096}`.
 
     Raises:
       InputError: a name is unknown, settings contradict each other, or no plan fits; the message says what would fit.
+      TypeError: a keyword argument is none of these.
     """
-    task = prepare(
-        config,
-        cluster=cluster,
-        profile=profile,
-        batch=batch,
-        micro_batches=micro_batches,
-        space=space,
-        schedule=schedule,
-        budget=budget,
-        overrides=overrides,
-    )
-    return task.solve().plan
+    return prepare(config, **options).solve().plan
 
 
 def prepare(config: Source = None, **options: Unpack[Options]) -> Task:
     """The arguments of `plan`, read and checked."""
+    _check_names(options)
     space, schedule = options.get("space", "spmd"), options.get("schedule")
     _check_choices(space, schedule)
     profile, overrides = options.get("profile"), options.get("overrides")
@@ -141,6 +120,18 @@ def prepare(config: Source = None, **options: Unpack[Options]) -> Task:
         request=replace(request, schedules=(schedule,)) if schedule else request,
         space=space,
     )
+
+
+def _check_names(options: Iterable[str]) -> None:
+    """Refuses keyword arguments that `plan` does not have, which a call through `**options` would accept."""
+    names = tuple(Options.__annotations__)
+    lines = [
+        f"plan() got an unexpected keyword argument {name!r}{did_you_mean(name, names) or f'; use {one_of(names)}'}"
+        for name in options
+        if name not in names
+    ]
+    if lines:
+        raise TypeError("\n".join(lines))
 
 
 def _check_choices(space: Space, schedule: Schedule | None) -> None:

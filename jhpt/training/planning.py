@@ -33,12 +33,11 @@ from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.network import spanning
 from jhpt.measure.offload import offload_is_right
 from jhpt.planner.api import budgeted, capped, dtype_of
-from jhpt.planner.cost.activation_offload import fullest_host, waiting, waiting_bytes
+from jhpt.planner.cost.activations import fullest_host, offloaded_activation_bytes, saved_tensors_of
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.words import shape_text
-from jhpt.planner.search.choice import plan_to_run
-from jhpt.planner.search.fitted import fitted
+from jhpt.planner.search.choice import fitted, plan_to_run
 from jhpt.planner.search.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, recomputations, request
 from jhpt.planner.search.solve import solve
 from jhpt.sharding.mesh import check_runnable
@@ -363,12 +362,12 @@ def check_host_room(plan: Plan, config: Config) -> None:
     Raises:
       InputError: with the bytes needed and available, and a remedy.
     """
-    saved = waiting(plan)
+    saved = saved_tensors_of(plan)
     if not saved.host or plan.offload is not None:
         return
     dtype = compute_dtype(config, device_info()).name
     nominal = Device(name=device_info().kind, peak_flops={dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
-    by_device = waiting_bytes(plan, analytic_profile(config, nominal, dtype), saved)
+    by_device = offloaded_activation_bytes(plan, analytic_profile(config, nominal, dtype), saved)
     need, room = fullest_host(by_device, jax.local_device_count() * processes_here()), host_budget(config.memory)
     with raise_on_all_processes():
         _refuse(saved, need, room)

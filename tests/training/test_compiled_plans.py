@@ -14,10 +14,9 @@ from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.plan import SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
-from jhpt.planner.cost.activation_offload import waiting_bytes
+from jhpt.planner.cost.activations import offloaded_activation_bytes, repeated
 from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.recompute import repeated
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.recompute import with_names
 from jhpt.planner.search.request import request
@@ -288,7 +287,7 @@ def test_what_is_chosen_for_the_host_is_there(name):
         assert planned(plan) == pytest.approx(reading.memory.device, rel=0.2)
         stages = evaluate(plan, profile, cluster).stages
         # The program is one, and its stacks are as long on every stage.
-        fullest = devices * max(waiting_bytes(plan, profile, plan.saved))
+        fullest = devices * max(offloaded_activation_bytes(plan, profile, plan.saved))
         assert reading.memory.host * devices == pytest.approx(fullest, rel=0.05)
         assert max(stage.total_host_bytes for stage in stages) <= fullest
 

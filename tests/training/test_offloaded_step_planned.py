@@ -2,11 +2,11 @@
 
 import pytest
 
+from jhpt.bench.memory.largest_model import largest_trainable
 from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, compiled_for
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.load import load_config
 from jhpt.planner.api import capped, prepare
-from jhpt.planner.search.largest_model import largest_trainable
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.training.compile import lower_step
 from jhpt.training.setup import design_step, fitting_tokenizer

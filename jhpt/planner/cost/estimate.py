@@ -1,5 +1,4 @@
-"""What a plan costs, whoever made it: seconds of the schedule that the runtime executes, and bytes on devices and
-hosts.
+"""What any plan costs: seconds of the schedule that the runtime executes, and bytes on devices and hosts.
 
 A plan becomes five arrays (`StageTimes`); the longest path through the micro-batch loop is its step time.  The memory
 of a device consists of the state (weights, gradients, optimizer), the activations of all micro-batches in flight, the
@@ -9,7 +8,7 @@ what an update decodes beyond these.
 A plan of space="spmd" is one program.  Its layers cost what `memory` makes of them; in a pipeline every stage has a
 `Slot` for embedding and head and as large a ring of activations as the first stage.  The stages of space="general" are
 separate programs, which run and allocate only what they need.  So the same stages may cost more or less in the other
-space.  Plans with offloaded blocks cost what `offload` and `offload_memory` state.  Left out: the compiler's
+space.  Plans with offloaded blocks cost what `offload` states.  Left out: the compiler's
 temporaries inside a layer, and fragmentation.
 """
 
@@ -28,14 +27,12 @@ from jhpt.core.plan import Chunk, Plan, Stage
 from jhpt.core.plan_check import check_plan
 from jhpt.core.profile import ModelProfile
 from jhpt.core.schedule import in_flight
-from jhpt.planner.cost.activation_offload import fullest_host, waiting, waiting_bytes
-from jhpt.planner.cost.communication import Place
-from jhpt.planner.cost.compression import residual_bytes
+from jhpt.planner.cost.activations import fullest_host, offloaded_activation_bytes, saved_tensors_of
+from jhpt.planner.cost.communication import Place, residual_bytes
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, select_layers, strategy_of
 from jhpt.planner.cost.memory import EMBEDDING_AND_HEAD, Slot
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.offload import offloaded_step
-from jhpt.planner.cost.offload_memory import device_bytes, host_bytes
+from jhpt.planner.cost.offload import device_bytes, host_bytes, offloaded_step
 from jhpt.planner.cost.schedule import Array, step_seconds
 
 
@@ -60,8 +57,8 @@ class StageEstimate:
     """One stage.
 
     seconds: by cause, over a whole step.  bytes: by cause, on each device.  capacity: usable bytes of a device.
-    in_flight: micro-batches (with chunks: pairs of both) whose activations have memory.  host_bytes: offloaded bytes by
-    cause, on the stage's fullest host.
+    in_flight: micro-batches (with chunks: pairs of both) for whose activations there is memory.  host_bytes: offloaded
+    bytes by cause, on the stage's fullest host.
     """
 
     seconds: dict[str, float]
@@ -148,7 +145,7 @@ class ChunkCosts:
 
 
 def chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: CostModel) -> ChunkCosts:
-    """Selects every layer's entry from the table of its tensor degree and number of sample chunks.
+    """The costs of every layer, taken from the table of its tensor degree and number of sample chunks.
 
     Embedding and head never have several sample chunks.
     """
@@ -175,7 +172,7 @@ def stage_layers(plan: Plan, position: int, strategy: LayerStrategy, model: Cost
 
 
 def sync_seconds(backward: Array, gradients: Array) -> float:
-    """Seconds from the start of the last backward until the last gradient is reduced.
+    """Seconds from the start of the last backward pass until the last gradient is reduced.
 
     The backward pass visits layers from last to first.  A layer's reduction starts when its backward pass and the
     previous reduction have ended: max over l of (sum of backward from the end to l + sum of gradients from l to the
@@ -196,18 +193,18 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
         for c, chunk in reversed(list(enumerate(stage.chunks))):
             costs = chunk_costs(chunk, place, strategy, model)
             layers = costs.layers
-            # Half of the resharding counts in each pass: gathers in the forward pass, or their transposes in the
+            # Half of the resharding counts in each pass: all-gathers in the forward pass, or their transposes in the
             # backward pass.
             forward[s, c] = (layers.forward + layers.forward_tensor).sum() + costs.reshard / 2
             errors = layers.backward + layers.backward_tensor
             backward[s, c] = errors.sum() + costs.reshard / 2
-            # Backward passes take chunks in reverse: gradients that a later chunk could not reduce in time delay this
-            # one's.
-            waiting = max(0.0, sync[s] - stages * backward[s, c + 1]) if c + 1 < plan.chunks else 0.0
+            # Backward passes take chunks in reverse.  Gradients of a later chunk that are not reduced in time delay
+            # those of this one.
+            delayed = max(0.0, sync[s] - stages * backward[s, c + 1]) if c + 1 < plan.chunks else 0.0
             sync[s] = max(
                 backward[s, c],
                 sync_seconds(errors, layers.gradients) + costs.reshard / 2,
-                waiting + layers.gradients.sum(),
+                delayed + layers.gradients.sum(),
             )
             update[s] += layers.update.sum()
         update[s] += _tied(stage, place, strategy, model)[0]
@@ -280,7 +277,7 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     local = -(-strategy.micro_batch // (stage.devices // degree)) / (degree if plan.sequence else 1)
     tied, slot = _tied(stage, place, strategy, model)[1], slot_of(plan, position, model)
     saved = sum(part.optimizer.sum() for part in parts) + slot.optimizer + tied
-    byte = {
+    sizes = {
         "weights and gradients": sum(part.weights.sum() for part in parts) + slot.weights,
         **saved_bytes(saved, model),
         "activations": ring * (max(part.activations.sum() for part in parts) + slot.output),
@@ -288,7 +285,7 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
         "transfers": max(buffer_bytes(model, c.first, c.stop, local) for c in stage.chunks) if many else 0.0,
     }
     if model.profile.state.decoded_bytes:
-        byte["update"] = _decoded_bytes(plan, saved, byte, parts, stage, model)
+        sizes["update"] = _decoded_bytes(plan, saved, sizes, parts, stage, model)
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
     tensor = sum((part.forward_tensor + part.backward_tensor).sum() for part in parts)
     reshard = sum(c.reshard for c in costs)
@@ -296,18 +293,18 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     in_line += slot.reduced if position in (0, len(plan.stages) - 1) else 0.0
     exposed = float(times.sync[position] - times.backward[position, 0]) + in_line
     update = float(times.update[position]) - in_line
-    own = count * (forward + backward) + exposed + update
-    second = {
+    working = count * (forward + backward) + exposed + update
+    seconds = {
         "compute": count * (forward + backward - tensor - reshard),
         "tensor communication": count * tensor,
         "resharding": count * reshard,
         "gradients exposed": exposed,
         "update": update,
-        "waiting": step - own,
+        "waiting": step - working,
     }
     return StageEstimate(
-        seconds={cause: float(value) for cause, value in second.items()},
-        bytes={cause: float(value) for cause, value in byte.items()},
+        seconds={cause: float(value) for cause, value in seconds.items()},
+        bytes={cause: float(value) for cause, value in sizes.items()},
         capacity=place.memory,
         in_flight=ring,
         **_activations_on_host(plan, position, model),
@@ -315,36 +312,37 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
 
 
 def _decoded_bytes(
-    plan: Plan, saved: float, byte: dict[str, float], parts: list[LayerCosts], stage: Stage, model: CostModel
+    plan: Plan, saved: float, sizes: dict[str, float], parts: list[LayerCosts], stage: Stage, model: CostModel
 ) -> float:
     """Bytes of the moments that an update decodes, beyond the memory that is free by then.
 
     Args:
       saved: bytes of stored state.
-      byte: bytes by other causes.
+      sizes: bytes by other causes.
     """
     data, state = stage.devices // stage.chunks[0].tensor[0], model.profile.state
     share = state.bytes / (data if plan.zero else 1)
-    share /= share + residual_bytes(
-        model.gradient_compression
-    )  # of the stored state, without the residual of compression
+    # The share of the stored bytes that is state, not the residual of compression.
+    share /= share + residual_bytes(model.gradient_compression)
     freed = 0.0
     if strategy_of(plan).frees_copy_after_head:
         freed = sum(part.optimizer[EMBEDDING_AND_HEAD].sum() for part in parts)
     copied = _used_bytes(share * (saved - freed), plan.zero, data, model)
-    free = byte["activations"] + byte["working set"] + copied
+    free = sizes["activations"] + sizes["working set"] + copied
     return max(0.0, share * saved * state.decoded_bytes / state.bytes - free)
 
 
 def _activations_on_host(plan: Plan, position: int, model: CostModel) -> dict[str, Any]:
     """Fields of `StageEstimate` for the stage's fullest host, on which other stages may have devices too."""
-    saved = waiting(plan)
+    saved = saved_tensors_of(plan)
     if not saved.host:
         return {}
     stage, each = plan.stages[position], model.places.per_node
     first, stop = stage.device // each * each, -(-(stage.device + stage.devices) // each) * each
     return {
-        "host_bytes": {"activations": fullest_host(waiting_bytes(plan, model.profile, saved)[first:stop], each)},
+        "host_bytes": {
+            "activations": fullest_host(offloaded_activation_bytes(plan, model.profile, saved)[first:stop], each)
+        },
         "host_capacity": min(node.host_memory for node in model.cluster.nodes),
     }
 
@@ -354,7 +352,7 @@ def saved_bytes(size: float, model: CostModel) -> dict[str, float]:
     state = model.profile.state
     if not state.low_precision or model.gradient_compression.on:
         return {"optimizer": size}
-    return {cause: size * own / state.bytes for cause, own in state.causes.items()}
+    return {cause: size * part / state.bytes for cause, part in state.causes.items()}
 
 
 def _used_bytes(saved: float, zero: int, data: int, model: CostModel) -> float:
@@ -383,7 +381,7 @@ def _check_degrees(chunk: Chunk, model: CostModel) -> None:
 
 
 def _choices_of(plan: Plan, model: CostModel) -> rules.Choices:
-    """What the plan chooses of this model and cluster, as the rules see it."""
+    """What the plan decides for this model and cluster, as the rules see it."""
     tied = model.tied_layer if plan.space == "spmd" and len(plan.stages) == 1 else None
     return rules.Choices(
         space=plan.space,

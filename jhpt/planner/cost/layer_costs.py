@@ -1,6 +1,8 @@
 """Costs of each kind of layer under one strategy: seconds of compute and communication, and bytes.
 
-A stage has k = d t devices; a layer has tensor degree t, and a micro-batch b samples.
+`CostBasis` holds what every cost is computed from: a model's profile, a cluster, and the options that hold for the
+whole plan.  `KindCosts` computes the costs.  A stage has k = d t devices; a layer has tensor degree t, and a
+micro-batch b samples.
 
     cost           when                            seconds
     compute        per micro-batch                 profiled at ceil(b / d) samples and degree t
@@ -13,14 +15,14 @@ A stage has k = d t devices; a layer has tensor degree t, and a micro-batch b sa
     ZeRO-1         once, in the first forward      all-gather of weights; the part that the forward pass does not hide
     update         once, at the end                optimizer, on a device's share of the state
 
-Chunked samples reduce the tensor seconds.  A layer then takes the period of `overlap`, and the first layer of a run its
-filling as well; whatever exceeds the plain compute counts as tensor seconds.  Weight gradients are not assumed to hide
-anything, since other chunks already do.  Compressed all-reduces cost what `compression` states.  In one SPMD program
-both apply to the blocks only, not to embedding and head.  Left out: contention of all-gathers and all-reduces on a
-shared link, and the memory of a chunk's all-reduce.
+Sample chunks reduce the tensor seconds.  A layer then takes the period of `collectives`, and the first layer of a run
+its filling as well; whatever exceeds the plain compute counts as tensor seconds.  Weight gradients are not assumed to
+hide anything, since other chunks already do.  Compressed all-reduces cost what `communication` states.  In one SPMD
+program both apply to the blocks only, not to embedding and head.  Left out: contention of all-gathers and all-reduces
+on a shared link, and the memory of a chunk's all-reduce.
 
-Compressed gradients (`compression.gradient_seconds`) replace all-reduce and reduce-scatter.  Their kernels count
-as update seconds and the residual that each rank keeps counts as optimizer state.  ZeRO-3 excludes them.
+Compressed gradients (`communication.gradient_seconds`) replace all-reduce and reduce-scatter.  Their kernels count as
+update seconds, and the residual that each rank keeps counts as optimizer state.  ZeRO-3 excludes them.
 
 ZeRO-3 on a single data rank communicates nothing, but both passes convert weights to the compute dtype.  That takes the
 memory bandwidth's time for reading 4 and writing 2 bytes.  The other levels convert once per step, in the update.  Left
@@ -31,15 +33,16 @@ plus communication, ZeRO-1 its whole all-gather, and gradients are reduced after
 exposed once per step counts as update seconds.
 
 With recomputation a layer saves only its input and the tensors that `SavedTensors` names.  The backward pass repeats
-the part of the forward pass, and of its all-reduces, that it needs (`recompute.repeated`; all of it for layers without
-named tensors).  Offloaded tensors are copied to the host beside the forward pass and back beside the backward pass, one
-by one; the copy seconds that exceed the pass are added to it, and all of them without overlap.  Left out: communication
-slows down the computation beside it.
+the part of the forward pass, and of its all-reduces, that it needs (`activations.repeated`; all of it for layers
+without named tensors).  Offloaded tensors are copied to the host beside the forward pass and back beside the backward
+pass, one by one; the copy seconds that exceed the pass are added to it, and all of them without overlap.  Left out:
+communication slows down the computation beside it.
 
 Sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) cuts what lies between the products over
 the tensor ranks: a device holds 1 / t of replicated activations, of a layer's input and of what it sends to the next
 stage.  An all-reduce becomes a reduce-scatter and an all-gather of the same bytes, and the backward pass gathers the
-inputs of the products again: its tensor seconds x 1.5.  Left out: one all-gather each at embedding and head.
+inputs of the products again, so its tensor seconds are 1.5 times as many.  Left out: one all-gather each at embedding
+and head.
 
 These are the costs of an ideal program.  `memory` describes what the single SPMD program of space="spmd" does instead.
 Its pipelines hide less of the parameters' communication:
@@ -49,19 +52,137 @@ Its pipelines hide less of the parameters' communication:
     ZeRO-1         exposed, before the first forward pass
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jhpt.planner.cost.basis import CostBasis
-from jhpt.planner.cost.communication import Place, all_gather
-from jhpt.planner.cost.layers import LayerStrategy
-from jhpt.planner.cost.memory import Slot
+from jhpt.core.cluster import Cluster
+from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
+from jhpt.core.plan import SavedTensors, Zero
+from jhpt.core.profile import LayerKind, ModelProfile
+from jhpt.planner.cost.activations import NOTHING, Activations
+from jhpt.planner.cost.collectives import BACKWARD, FORWARD, DataCollectives, TensorAllReduce
+from jhpt.planner.cost.communication import Place, Places, all_gather, residual_bytes
+from jhpt.planner.cost.layers import LayerStrategy, Space
+from jhpt.planner.cost.memory import FLOAT32, ParameterBytes, Slot, parameter_bytes
 from jhpt.planner.cost.schedule import Array
-from jhpt.planner.cost.tensor_all_reduce import BACKWARD, FORWARD
 
 CAST = 6.0
 """Bytes read and written to convert a weight between float32 and a 16-bit type: 4 + 2."""
+
+
+class CostBasis:
+    """A model on a cluster.
+
+    Args:
+      profile: costs of the model's layers on the first node's device.
+      gradient_compression: of the gradients' all-reduces over the data ranks.
+      saved: what plans that recompute save where their strategy names nothing; None: the layers' inputs only.
+
+    Attributes:
+      kinds: the distinct kinds of layers.  index: [layers] the position of each layer's kind.
+      boundary, inputs: [layers] bytes of a layer's output and of its input, per sample.
+      tied_layer: the layer that shares a parameter with the first one, or None.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        gradient_compression: GradientCompression = PLAIN_GRADIENTS,
+        saved: SavedTensors | None = None,
+    ) -> None:
+        self.profile, self.cluster, self.gradient_compression, self.saved = (
+            profile,
+            cluster,
+            gradient_compression,
+            saved,
+        )
+        self.places = Places(cluster, profile.dtype)
+        names = list(profile.kinds)
+        self.kinds: list[LayerKind] = [profile.kinds[name] for name in names]
+        self.index = np.array([names.index(layer) for layer in profile.layers])
+        self.boundary = np.array([self.kinds[i].boundary_bytes for i in self.index])
+        self.inputs = np.concatenate([[0.0], self.boundary[:-1]])
+        tied = [layer for layer, kind in enumerate(self.index) if self.kinds[kind].tied_parameters]
+        self.tied_layer: int | None = tied[0] if tied else None
+        self.activations = Activations(self.kinds, self.index, self.inputs, profile.causal, cluster.nodes[0].host)
+        self.tensor_all_reduce = TensorAllReduce(profile, cluster, self.kinds, self.compute_seconds)
+        self.data_collectives = DataCollectives(
+            cluster, self.places, self.kinds, profile.bytes_per_weight, gradient_compression
+        )
+        self._max_tensor = np.array([kind.max_tensor for kind in self.kinds])
+        self._seconds: dict[tuple[float, int], tuple[Array, Array]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, embedding and head included."""
+        return len(self.index)
+
+    def allowed(self, layer: int, tensor: int) -> bool:
+        """Whether the layer can be cut into `tensor` shards."""
+        return self.kinds[self.index[layer]].max_tensor % tensor == 0
+
+    def kinds_allowed(self, tensor: int) -> Array:
+        """[kinds] whether a layer of each kind can be cut into `tensor` shards."""
+        return self._max_tensor % tensor == 0
+
+    def common_degrees(self, devices: int) -> list[int]:
+        """Tensor degrees up to `devices` that every layer allows."""
+        common = math.gcd(*(kind.max_tensor for kind in self.kinds))
+        return [t for t in range(1, min(common, devices) + 1) if common % t == 0]
+
+    def degrees(self, devices: int) -> list[int]:
+        """Tensor degrees that divide `devices` and that some layer allows."""
+        largest = max(kind.max_tensor for kind in self.kinds)
+        return [
+            t
+            for t in range(1, min(largest, devices) + 1)
+            if devices % t == 0 and any(kind.max_tensor % t == 0 for kind in self.kinds)
+        ]
+
+    def levels(self, requested: tuple[Zero, ...], data: int, space: Space) -> tuple[Zero, ...]:
+        """The requested ZeRO levels that differ from each other on this number of data ranks.
+
+        A single rank shards nothing, so ZeRO-1 is the same as ZeRO-0.  ZeRO-3 is the same too, except in one SPMD
+        program whose weights are not stored in the compute dtype (`memory`).  ZeRO-3 excludes gradient compression.
+        """
+        if data > 1:
+            return requested
+        rounds = space == "spmd" and (self.profile.bytes_per_weight < FLOAT32 or not self.profile.used_as_stored)
+        rounds = rounds and not self.gradient_compression.on
+        first = [level for level in requested if level < 3 or not rounds][:1]
+        return (*first, *(level for level in requested if level == 3 and rounds))
+
+    def compute_seconds(self, local: float, tensor: int) -> tuple[Array, Array]:
+        """[kinds] seconds of the forward and of the backward pass of `local` samples on a device of the profile."""
+        key = (local, tensor)
+        if key not in self._seconds:
+            pairs = np.array([kind.seconds(local, tensor) for kind in self.kinds])
+            self._seconds[key] = pairs[:, 0], pairs[:, 1]
+        return self._seconds[key]
+
+    def update_seconds(self, zero: int, data: int, place: Place) -> float:
+        """Seconds of the optimizer per parameter of the model; with ZeRO a device updates 1 / data of them."""
+        return self.profile.update_seconds * place.slowdown / (data if zero else 1)
+
+    def parameter_bytes(self, strategy: LayerStrategy, data: int) -> ParameterBytes:
+        """Bytes on a device per parameter, the residual of gradient compression included."""
+        profile = self.profile
+        size = parameter_bytes(
+            strategy,
+            data,
+            profile.bytes_per_weight,
+            profile.state_bytes,
+            as_stored=profile.used_as_stored,
+            overlap=self.cluster.overlap,
+        )
+        return replace(size, optimizer=size.optimizer + residual_bytes(self.gradient_compression))
+
+    def saved_tensors(self, strategy: LayerStrategy) -> SavedTensors:
+        """What a strategy with recomputation saves."""
+        return strategy.saved or self.saved or NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)

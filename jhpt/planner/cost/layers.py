@@ -45,9 +45,9 @@ class LayerStrategy:
     compression: Compression | None = None
     """Of the all-reduces over the tensor axis; None: off."""
     sample_chunks: tuple[int, ...] = (1,)
-    """Candidate numbers of chunks of a device's samples; every layer gets the best one."""
+    """Candidate numbers of chunks of a device's samples; every layer gets the best of them."""
     saved: SavedTensors | None = None
-    """With recomputation: what is saved beside the input; None: nothing."""
+    """With recomputation: what a layer saves beside its input; None: nothing."""
     embedding_or_head: bool = False
     """Whether this is the strategy of embedding and head in one SPMD program."""
 
@@ -123,7 +123,7 @@ class LayerCosts:
     gradients_in_update: Array
     """Reduction of gradients that nothing hides; part of the update."""
     gathered: Array
-    """All-gather of weights once per step, as far as nothing hides it; part of the update."""
+    """The exposed part of the all-gather of weights once per step; part of the update."""
     weights: Array
     """Bytes of weights and gradients."""
     optimizer: Array
@@ -133,7 +133,7 @@ class LayerCosts:
     forward_filling: Array
     """Additional forward seconds of a layer whose predecessor has a different number of chunks, or none."""
     backward_filling: Array
-    """The same in the backward pass, with respect to the layer behind."""
+    """Additional backward seconds of a layer whose successor has a different number of chunks, or none."""
     tied: Array
     """Seconds to sum a shared parameter's gradient over the first and the last stage, if these are different."""
     tied_bytes: Array

@@ -1,13 +1,13 @@
 """Bytes of parameters and of temporary tensors, and what one SPMD program makes of the layers' costs.
 
-The first and the last layer, embedding and head, lie outside the loop over layers that `jhpt.sharding` runs:
+Embedding and head, the first and the last layer, lie outside the loop over layers that `jhpt.sharding` runs:
 
     - they are never recomputed;
-    - under ZeRO-3 they are held as under ZeRO-1: their weights are gathered once a step and stay whole for its length,
-      and their gradients are scattered once.
+    - under ZeRO-3 they are treated as under ZeRO-1: their weights are gathered once per step and stay whole until its
+      end, and their gradients are scattered once.
 
-Bytes per parameter on one of d data ranks, with w bytes in the compute dtype; o: the stored weight, its rounding
-remainder and the moments (`core.state`):
+Bytes per parameter on one of d data ranks, with w bytes in the compute dtype and o bytes for the stored weight, its
+rounding remainder and the moments (`core.state`):
 
     ZeRO                         0                            1                                3
     optimizer state              o                            o / d                            o / d
@@ -17,29 +17,30 @@ remainder and the moments (`core.state`):
       of embedding and head      4 + w; with one micro-batch w; in a pipeline 4
 
 With several micro-batches embedding and head have a gradient of the current micro-batch beside the accumulated one.
-After the head's last use the copy of their weights is freed: with one or two micro-batches the backward passes of the
-other layers find gradients only.  With one stage and one micro-batch no gradient exists before the backward pass; while
-the head, which starts it, is at work, that much room is free for its tensors (`in_one_stage`).  With two micro-batches
-the first one's gradient is widened to float32 only then.
+After the head's last use the copy of their weights is freed: with one or two micro-batches only gradients remain during
+the backward passes of the other layers.  With one stage and one micro-batch no gradient exists before the backward
+pass.  While the head, which starts it, is at work, that much room is free for its tensors (`in_one_stage`).  With two
+micro-batches the first one's gradient is widened to float32 only then.
 
 On a single data rank ZeRO-1 is the same as ZeRO-0.  ZeRO-3 shards nothing either, but it reads every layer's weights as
 they are stored and converts them where they are used: there is no copy of all weights, and with one micro-batch the
 gradients stay in the compute dtype.
 
-While a layer runs it needs, beside what it saves, its weights as they are read, with ZeRO-3 the prefetched weights both
-sharded and gathered, the gradient of the layer before if that is reduced late, and the tensors of `work_bytes`.  The
+Beside what it saves, a running layer needs its weights as they are read; with ZeRO-3 the prefetched weights, both
+sharded and gathered; the gradient of the previous layer, if that is reduced late; and the tensors of `work_bytes`.  The
 head needs, beside what it saves, the gradient of its logits in the compute dtype.
 
 With several stages, moreover:
 
     - the head runs forward and backward within the backward pass of the last stage: its forward seconds count there;
-    - what embedding and head save lives for one pass only: it is working set, whatever the micro-batches in flight;
+    - what embedding and head save lives for one pass only, so it is working set, however many micro-batches are in
+      flight;
     - every micro-batch in flight saves the output of its stage, in a ring whose slots have equal sizes on all stages;
     - every stage reserves a slot for parameters, gradients and optimizer state of embedding or head: the first stage
       uses it for the embedding, the last one for the head and its copy of a shared parameter.  All stages gather and
       update the slot; the first and the last one reduce its gradients;
-    - gradients are reduced after the last backward pass, beside nothing; ZeRO-1 gathers weights before the first
-      forward pass.
+    - gradients are reduced after the last backward pass, where nothing hides them; ZeRO-1 gathers weights before the
+      first forward pass.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -47,9 +48,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from jhpt.core.profile import LayerKind
+from jhpt.core.work import size_of
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy
 from jhpt.planner.cost.schedule import Array
-from jhpt.planner.profiles.named_tensors import size_of
 
 EMBEDDING_AND_HEAD = [0, -1]
 
@@ -119,7 +120,7 @@ def _gradient(strategy: LayerStrategy, data: int, wire: float, *, late: bool) ->
 
 @dataclass(frozen=True)
 class Slot:
-    """What a stage of a pipeline reserves beside its blocks.  Seconds are once per step, bytes on a device."""
+    """What a stage of a pipeline reserves for embedding or head.  Seconds are per step, bytes on a device."""
 
     weights: float = 0.0
     optimizer: float = 0.0

@@ -13,14 +13,12 @@ from jhpt.core.cluster import Cluster
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
 from jhpt.core.plan import SavedTensors
 from jhpt.core.profile import ModelProfile
-from jhpt.planner.cost.basis import CostBasis
+from jhpt.planner.cost.collectives import DIRECTIONS, FORWARD, partition
 from jhpt.planner.cost.communication import Place, all_gather, transfer_seconds
-from jhpt.planner.cost.layer_costs import KindCosts, slot
+from jhpt.planner.cost.layer_costs import CostBasis, KindCosts, slot
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, select_layers
 from jhpt.planner.cost.memory import FLOAT32, Slot, in_one_stage, in_pipeline, with_embedding_and_head
-from jhpt.planner.cost.overlap import partition
 from jhpt.planner.cost.schedule import Array
-from jhpt.planner.cost.tensor_all_reduce import DIRECTIONS, FORWARD
 
 _Key = tuple[Place, int, LayerStrategy]
 
@@ -113,7 +111,7 @@ class CostModel(CostBasis):
         return self._slots[key]
 
     def sample_chunks(self, devices: int, tensor: int, strategy: LayerStrategy) -> tuple[int, ...]:
-        """The number of chunks into which every layer cuts its samples, on so many devices (`overlap.partition`).
+        """The number of chunks into which every layer cuts its samples, on so many devices (`collectives.partition`).
 
         In a pipeline all layers have the same number.  No number is chosen that makes a layer by itself slower than one
         chunk does, in either direction.  So plans with these chunks are never slower than plans without; with ZeRO-1 by

@@ -1,13 +1,13 @@
 """Seconds of the micro-batch loop that the runtime executes: the ticks of `jhpt.core.schedule`, priced.
 
-Every device (pipeline position) walks through the ticks of the table, the forward pass first where it has both in one.
-v = 1 is the eager form of 1F1B: a device is up to 2 (S-1-d) micro-batches ahead, twice as many as it needs
-to be, so that a transfer hides behind a whole tick (Zhuang et al. 2022, arXiv 2211.05322, section 3.3).  With v > 1
-it is Narayanan et al. 2021, arXiv 2104.04473, section 2.2, with the same look-ahead.
+Every device (pipeline position) walks through the ticks of the table.  If a tick has both passes, the forward pass
+comes first.  v = 1 is the eager form of 1F1B: a device is up to 2 (S-1-d) micro-batches ahead, twice as many as it
+needs to be, so that a transfer hides behind a whole tick (Zhuang et al. 2022, arXiv 2211.05322, section 3.3).  v > 1 is
+the schedule of Narayanan et al. 2021, arXiv 2104.04473, section 2.2, with the same look-ahead.
 
 A device waits only for what it reads: a pass starts when the device's previous pass has ended and its input has
-arrived.  A transfer starts when its producer has ended and its link, one for each direction, is free; computation goes
-on meanwhile.
+arrived.  A transfer starts when its producer has ended and its link is free (each direction has a link); computation
+goes on meanwhile.
 
 Without overlap transfers are part of the program.  In every tick from the first backward pass on, devices exchange
 errors before the forward pass, and until the last forward pass they exchange activations after it.  An exchange between
@@ -57,7 +57,7 @@ def step_seconds(
 
 
 class _Loop:
-    """The loop with overlapped transfers.  Its state between two ticks are end times, [S, ...] seconds."""
+    """The loop with overlapped transfers.  Between two ticks its state consists of end times, [S, ...] seconds."""
 
     def __init__(self, schedule: Schedule, micro_batches: int, forward: Array, backward: Array, cut: Array) -> None:
         stages, chunks = forward.shape[-2:]
@@ -66,8 +66,7 @@ class _Loop:
         self.period = 1 if chunks == 1 else stages * chunks
         shape = forward.shape[:-2]
         none = np.zeros(shape + (1,))
-        # The transfer of a chunk's output follows its virtual stage; the transfer of its error is that of the cut
-        # before.
+        # A chunk's output crosses the cut after its virtual stage, and its error the cut before it.
         ahead = np.concatenate([cut, none], axis=-1).reshape(shape + (chunks, stages)).swapaxes(-1, -2)
         behind = np.concatenate([none, cut], axis=-1).reshape(shape + (chunks, stages)).swapaxes(-1, -2)
         self.forward, self.backward, self.ahead, self.behind = (
@@ -99,8 +98,7 @@ class _Loop:
         return (np.maximum(self.free, self.last_start + sync) + update).max(axis=0)
 
     def _skip(self, growth: Array, periods: int) -> bool:
-        """Skips periods once all ends grow equally over one period: the loop is linear in (max, +), so they go on
-        to."""
+        """Skips periods once all ends grow equally over one: as the loop is linear in (max, +), they always will."""
         wrap = self.chunks > 1
         used = [growth[0], growth[1] if wrap else growth[1][:-1], growth[2] if wrap else growth[2][1:]]
         low, high = (f([f(part, axis=0) for part in used], axis=0) for f in (np.min, np.max))

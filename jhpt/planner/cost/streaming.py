@@ -19,10 +19,10 @@ or, with updates in the backward pass,
     forward      fetches weights, computes
     backward     fetches what a layer has on the host, computes, updates, writes back what has changed
 
-In that case no gradient is stored anywhere.
+In the second case no gradient is stored anywhere.
 
 A layer that is fetched forms a group with the resident layers behind it; resident layers before all others form a
-group too.  A pass goes from group to group, and no copy outlasts the group in which it began.  Where a pass reads and
+group, too.  A pass goes from group to group, and no copy outlasts the group in which it began.  Where a pass reads and
 writes the same rows, it writes beside the first half of a group's computation and fetches beside the second half: A(g)
 is the fetched layer, B(g) the resident ones; without resident layers each is half of the fetched layer.  In a backward
 pass the resident layers come first.  With F and W the seconds to fetch and to write a group, a group takes
@@ -32,9 +32,9 @@ pass the resident layers come first.  With F and W the seconds to fetch and to w
     backward, with updates in it      max(B(g), W(g + 1)) + max(A(g), F)        F: weights of g - 1, and state of g
 
 as programs for an H100 are scheduled (jax 0.10.2).  The group that begins a backward pass has no group behind it; with
-updates in the backward pass it writes its own rows unchanged.  Before everything else come F of the group that begins a
-pass, and the resident layers before all others beside it; at the end comes W of the group that ends the backward pass.
-`offload` prices plans with this.  The runtime's groups are equal; here they need not be.
+updates in the backward pass it writes its own rows unchanged.  A pass begins with F of its first group, beside which
+the resident layers before all others are computed; the backward pass ends with W of its last group.  `offload` prices
+plans with this.  The runtime's groups are equal; here they need not be.
 
 Left out: the memory bandwidth that copies take, and the last fetch of a pass, which nothing needs.
 """
@@ -54,7 +54,7 @@ Homes = NDArray[np.int64]
 
 
 class Home(IntEnum):
-    """What of a bucket is on the host."""
+    """Which part of a bucket is on the host."""
 
     RESIDENT = 0
     OPTIMIZER = 1
@@ -128,13 +128,16 @@ def copy_seconds(link: Link, size: Array) -> Array:
 def forward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Array:
     """[C] seconds: each group writes beside its fetched layer, and the next fetch runs beside its resident layers."""
     fetched, written = _copies(buckets, link, homes, ON_HOST), _copies(buckets, link, homes, CHANGED)
-    total, came, stay, writing = (np.zeros(len(homes)) for _ in range(4))
+    total, first, resident, writing = (np.zeros(len(homes)) for _ in range(4))
     for layer, bucket in enumerate(buckets):
         begins = homes[:, layer] != Home.RESIDENT
-        total += np.where(begins, _halves(came, stay, writing, fetched[:, layer]), 0.0)
-        came, stay = np.where(begins, bucket.forward, came), np.where(begins, 0.0, stay + bucket.forward)
+        total += np.where(begins, _halves(first, resident, writing, fetched[:, layer]), 0.0)
+        first, resident = (
+            np.where(begins, bucket.forward, first),
+            np.where(begins, 0.0, resident + bucket.forward),
+        )
         writing = np.where(begins, written[:, layer], writing)
-    return total + _halves(came, stay, writing, 0.0)
+    return total + _halves(first, resident, writing, 0.0)
 
 
 def _halves(early: Any, late: Any, first: Any, second: Any) -> Any:
@@ -147,7 +150,8 @@ def _halves(early: Any, late: Any, first: Any, second: Any) -> Any:
 def backward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Array:
     """[C] seconds: each group runs beside the fetch of the next one and the write of the one before."""
     copies = _copies(buckets, link, homes, AGAIN)
-    # `computed`: layers since the last complete group; `complete`: that group; then the writes beside and after it.
+    # computed: layers since the last complete group.  complete: that group.  beside, afterwards: writes during it and
+    # after it.
     total, computed, complete, beside, afterwards = (np.zeros(len(homes)) for _ in range(5))
     for layer in reversed(range(len(buckets))):
         ends_group, copy = AGAIN[homes[:, layer], 0] > 0, copies[:, layer]
@@ -165,7 +169,7 @@ def backward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Arr
 
 
 class Copies(NamedTuple):
-    """Seconds of a layer's copies in both passes.  first: of the first fetch of the backward pass."""
+    """Seconds of a group's copies: fetches and writes of both passes.  first: the first fetch of the backward pass."""
 
     forward_in: float
     forward_out: float
@@ -190,18 +194,18 @@ def periodic(
     block: Bucket, copies: Copies, groups: int, size: int, update_in_backward: bool = False
 ) -> tuple[float, float]:
     """(forward, backward) seconds of passes over equal groups, each of one copied block and size - 1 resident ones."""
-    others, came = size - 1, copies.forward_in
+    residents, fetch = size - 1, copies.forward_in
 
-    def forward_of(coming: float) -> float:
-        return float(_halves(block.forward, others * block.forward, copies.forward_out, coming))
+    def forward_of(next_fetch: float) -> float:
+        return float(_halves(block.forward, residents * block.forward, copies.forward_out, next_fetch))
 
-    forward = came + (groups - 1) * forward_of(came) + forward_of(0.0)
+    forward = fetch + (groups - 1) * forward_of(fetch) + forward_of(0.0)
     if update_in_backward:
-        own = float(_halves(others * block.backward, block.backward, copies.backward_out, copies.backward_in))
-        return forward, copies.first + groups * own + copies.backward_out
-    backward, again = size * block.backward, copies.backward_in
-    last = max(backward, again) if groups > 1 else backward
-    return forward, 2 * again + (groups - 1) * max(backward, again) + last
+        group = float(_halves(residents * block.backward, block.backward, copies.backward_out, copies.backward_in))
+        return forward, copies.first + groups * group + copies.backward_out
+    backward, copy = size * block.backward, copies.backward_in
+    last = max(backward, copy) if groups > 1 else backward
+    return forward, 2 * copy + (groups - 1) * max(backward, copy) + last
 
 
 def in_line(block: Bucket, copies: Copies, groups: int, size: int) -> tuple[float, float]:
@@ -216,13 +220,13 @@ def held(buckets: Sequence[Bucket], homes: Homes) -> Array:
     A group holds its own rows and those that are fetched for the next group; in the backward pass also its gradient and
     the one being written.  Rows are written from the buffer that they were fetched into.
     """
-    rows, again = bytes_of(buckets, homes, ON_HOST), bytes_of(buckets, homes, AGAIN)
-    stays = sum(2 * bucket.weights + bucket.state for bucket in buckets) - rows.sum(1)
-    _, own, following = _around(rows)
-    forward = own + following
-    preceding, own, following = _around(again)
-    backward = preceding + 2 * own + following
-    return stays[:, None] + activations(buckets) + np.concatenate([forward, backward[:, ::-1]], 1)
+    rows, weights = bytes_of(buckets, homes, ON_HOST), bytes_of(buckets, homes, AGAIN)
+    resident = sum(2 * bucket.weights + bucket.state for bucket in buckets) - rows.sum(1)
+    _, current, following = _around(rows)
+    forward = current + following
+    preceding, current, following = _around(weights)
+    backward = preceding + 2 * current + following
+    return resident[:, None] + activations(buckets) + np.concatenate([forward, backward[:, ::-1]], 1)
 
 
 def activations(buckets: Sequence[Bucket]) -> Array:
@@ -233,17 +237,17 @@ def activations(buckets: Sequence[Bucket]) -> Array:
 
 
 def _around(sizes: Array) -> tuple[Array, Array, Array]:
-    """[C, L] copied bytes -> those of the previous group, of the layer's own and of the next group, each [C, L]."""
-    before, own, behind = (np.zeros_like(sizes) for _ in range(3))
+    """[C, L] copied bytes -> those of the group before each layer's group, of its group and of the next one, [C, L]."""
+    preceding, current, following = (np.zeros_like(sizes) for _ in range(3))
     last, now, coming = (np.zeros(len(sizes)) for _ in range(3))
     for layer in range(sizes.shape[1]):
         begins = sizes[:, layer] > 0
         last, now = np.where(begins, now, last), np.where(begins, sizes[:, layer], now)
-        before[:, layer], own[:, layer] = last, now
+        preceding[:, layer], current[:, layer] = last, now
     for layer in reversed(range(sizes.shape[1])):
-        behind[:, layer] = coming
+        following[:, layer] = coming
         coming = np.where(sizes[:, layer] > 0, sizes[:, layer], coming)
-    return before, own, behind
+    return preceding, current, following
 
 
 def _copies(buckets: Sequence[Bucket], link: Link, homes: Homes, parts: Array) -> Array:

@@ -21,13 +21,13 @@ all-gathers fetch the inputs of the products again for the backward pass; embedd
 goes to the next stage.
 
 With compression the all-reduces of a block, in the compressed directions, are an all-to-all and an all-gather of codes,
-or an all-gather alone (`core.compression`).  Where attention chooses the tokens, scores of 4 bytes per token are
+or an all-gather alone (`core.compression`).  If attention chooses the tokens, scores of 4 bytes per token are
 all-reduced whenever the attention half runs forward.  With sample chunks every chunk has all-reduces of its own.  The
 last all-reduce of the last chunk is postponed into the next block, so the first block of a run has one too many, of
 zeros.  Its result is saved with the block's input, so recomputation does not repeat it.
 
-Where communication overlaps computation, loops prefetch `prefetch` layers and reduce gradients one layer late, and the
-surplus is sent too: a run of neighbouring blocks of one degree gathers `prefetch` more blocks (forward and backward
+If communication overlaps computation, loops prefetch `prefetch` layers and reduce gradients one layer late, and the
+surplus is sent, too: a run of neighbouring blocks of one degree gathers `prefetch` more blocks (forward and backward
 pass together) and reduces one more.  A chunk of a pipeline has room for as many blocks as the longest chunk.  With
 ZeRO-0 and ZeRO-1 all of this room is sent; with ZeRO-3 and prefetching every pass gathers all of it and the surplus.
 
@@ -51,10 +51,10 @@ from jhpt.core.compression import by_attention, gathers, gathers_gradients, grad
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan
 from jhpt.core.profile import LayerKind, ModelProfile
-from jhpt.planner.cost.compression import SCORE_BYTES, Stream, sent_bytes, stream_of
+from jhpt.planner.cost.activations import NOTHING, repeated
+from jhpt.planner.cost.collectives import chunk_sizes
+from jhpt.planner.cost.communication import SCORE_BYTES, Stream, sent_bytes, stream_of
 from jhpt.planner.cost.memory import FLOAT32
-from jhpt.planner.cost.overlap import chunk_sizes
-from jhpt.planner.cost.recompute import NOTHING, repeated
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Sent:
 StageTraffic = dict[tuple[str, str], Sent]
 """By (kind of collective, axes joined by +)."""
 
-One = tuple[tuple[str, str], Sent]
+Collectives = tuple[tuple[str, str], Sent]
+"""One entry of `StageTraffic`."""
 
 
 def traffic(plan: Plan, profile: ModelProfile, *, overlap: bool = True) -> tuple[StageTraffic, ...]:
@@ -86,19 +87,43 @@ def traffic(plan: Plan, profile: ModelProfile, *, overlap: bool = True) -> tuple
     if plan.space != "spmd":
         raise InputError(f"a plan of the space {plan.space} is not run by one program; plan with space=spmd")
     if plan.offload is not None:
-        plan = plan.model_copy(
-            update={"zero": 0}
-        )  # blocks are sharded anyway; embedding and head are whole on every rank
+        # Blocks are sharded anyway, and embedding and head are whole on every rank.
+        plan = plan.model_copy(update={"zero": 0})
     step = _Step(plan, profile, overlap)
     return tuple(_added(step.stage(position)) for position in range(len(plan.stages)))
 
 
-def _added(parts: Iterator[One]) -> StageTraffic:
+def _added(parts: Iterator[Collectives]) -> StageTraffic:
     total: StageTraffic = {}
     for way, sent in parts:
         if sent.bytes:
             total[way] = total.get(way, Sent(0, 0)) + sent
     return total
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Axes of a plan's mesh: `data`, and `tensor` or, if layers differ in degree, one axis for every degree."""
+
+    plan: Plan
+
+    def between(self, low: int, high: int) -> str:
+        """The axes of a group that spans the degrees above `low` up to `high`."""
+        devices = self.plan.stages[0].devices
+        degrees = {t for stage in self.plan.stages for chunk in stage.chunks for t in chunk.tensor}
+        cut = [t for t in sorted(degrees) if t > 1]
+        names = [TENSOR if len(cut) == 1 else f"{TENSOR}{t}" for t in cut if low < t <= high]
+        whole = [DATA] if high == devices and devices > max(degrees) else []
+        return "+".join([*whole, *reversed(names)])
+
+    def tensor(self, t: int) -> str:
+        """The axes of the tensor ranks of a layer of degree t."""
+        degrees = [run.tensor for stage in self.plan.stages for chunk in stage.chunks for run in chunk.runs]
+        return self.between(1, min(t, max(degrees)))
+
+    def data(self, t: int) -> str:
+        """The axes of the data ranks of a layer of tensor degree t."""
+        return self.between(t, self.plan.stages[0].devices)
 
 
 @dataclass(frozen=True)
@@ -109,7 +134,7 @@ class _Step:
     profile: ModelProfile
     overlap: bool
 
-    def stage(self, position: int) -> Iterator[One]:
+    def stage(self, position: int) -> Iterator[Collectives]:
         """All collectives of a stage."""
         for chunk in self.plan.stages[position].chunks:
             layers = range(chunk.first, chunk.stop)
@@ -138,6 +163,10 @@ class _Step:
         return self.plan.stages[0].devices
 
     @property
+    def _axes(self) -> _Axes:
+        return _Axes(self.plan)
+
+    @property
     def residual(self) -> float:
         """Bytes of one sample's activation between layers."""
         return self.profile.kinds[self.profile.layers[0]].boundary_bytes
@@ -149,30 +178,11 @@ class _Step:
         """Samples of a micro-batch on a device, for a layer of tensor degree t."""
         return self.plan.batch / self.plan.micro_batches * t / self.devices
 
-    # Axes of the mesh: `data`, and `tensor` or, where layers differ in degree, one axis for every degree.
-
-    def _axes(self, low: int, high: int) -> str:
-        """The axes of a group that spans the degrees above `low` up to `high`."""
-        degrees = {t for stage in self.plan.stages for chunk in stage.chunks for t in chunk.tensor}
-        cut = [t for t in sorted(degrees) if t > 1]
-        names = [TENSOR if len(cut) == 1 else f"{TENSOR}{t}" for t in cut if low < t <= high]
-        whole = [DATA] if high == self.devices and self.devices > max(degrees) else []
-        return "+".join([*whole, *reversed(names)])
-
-    def _tensor_axis(self, t: int) -> str:
-        degrees = [run.tensor for stage in self.plan.stages for chunk in stage.chunks for run in chunk.runs]
-        return self._axes(1, min(t, max(degrees)))
-
-    def _data_axis(self, t: int) -> str:
-        return self._axes(t, self.devices)
-
-    # Collectives.
-
-    def _activations(self, layer: int, t: int, cut: int, *, begins: bool) -> Iterator[One]:
+    def _activations(self, layer: int, t: int, cut: int, *, begins: bool) -> Iterator[Collectives]:
         """All-reduces over the tensor axis, in `cut` sample chunks.  begins: whether the layer begins a run."""
         if t == 1:
             return
-        kind, axis = self.profile.kinds[self.profile.layers[layer]], self._tensor_axis(t)
+        kind, axis = self.profile.kinds[self.profile.layers[layer]], self._axes.tensor(t)
         forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
         again = self._repeated_share(kind) * forward if self._is_block(layer) else 0.0
         if self._is_block(layer) and (self.plan.compression.on or (cut > 1 and not self.plan.sequence)):
@@ -192,31 +202,35 @@ class _Step:
             return 0.0
         return repeated(kind.tensors, self.plan.saved or NOTHING).all_reduces if kind.tensors else 0.5
 
-    def _chunked(self, kind: LayerKind, t: int, cut: int, begins: bool) -> Iterator[One]:
+    def _chunked(self, kind: LayerKind, t: int, cut: int, begins: bool) -> Iterator[Collectives]:
         """All-reduces of a block, chunk by chunk.  begins: whether the block is the first one of its run."""
-        how = self.plan.compression
+        compression = self.plan.compression
         samples = chunk_sizes(-(-self.plan.batch * t // (self.plan.micro_batches * self.devices)), cut)
         forward, backward = kind.tensor_forward_bytes, kind.tensor_backward_bytes
-        yield from self._all_reduces((1 + self._repeated_share(kind)) * forward, t, samples, how.on and how.forward)
+        yield from self._all_reduces(
+            (1 + self._repeated_share(kind)) * forward, t, samples, compression.on and compression.forward
+        )
         if len(samples) > 1:
-            yield from self._all_reduces(self.residual * begins, t, samples[-1:], how.on and how.forward)
-        yield from self._all_reduces(backward, t, samples, how.on and how.backward)
-        if how.on and by_attention(how, self.profile.causal):
+            yield from self._all_reduces(
+                self.residual * begins, t, samples[-1:], compression.on and compression.forward
+            )
+        yield from self._all_reduces(backward, t, samples, compression.on and compression.backward)
+        if compression.on and by_attention(compression, self.profile.causal):
             # The choice of tokens is saved if anything else is, such as a chunked GPT's inputs (`layer_policy`).
             saved = self.plan.saved is not None or (self.profile.causal and self.plan.sample_chunks != (1,))
             times = self.plan.micro_batches * (2 if self.plan.recompute and not saved else 1)
             scores = SCORE_BYTES * self._stream.tokens * sum(samples)
-            yield ("all-reduce", self._tensor_axis(t)), Sent(times * len(samples), 2 * (t - 1) / t * times * scores)
+            yield ("all-reduce", self._axes.tensor(t)), Sent(times * len(samples), 2 * (t - 1) / t * times * scores)
 
-    def _all_reduces(self, size: float, t: int, samples: tuple[int, ...], compressed: bool) -> Iterator[One]:
+    def _all_reduces(self, size: float, t: int, samples: tuple[int, ...], compressed: bool) -> Iterator[Collectives]:
         """All-reduces over t ranks of `size` bytes per sample in all, for each chunk of samples and micro-batch."""
-        sums, axis, how = self.plan.micro_batches * size / self.residual, self._tensor_axis(t), self.plan.compression
+        sums, axis = self.plan.micro_batches * size / self.residual, self._axes.tensor(t)
         count = sums * len(samples)
         if not compressed:
             yield ("all-reduce", axis), Sent(count, 2 * (t - 1) / t * sums * self.residual * sum(samples))
             return
-        sent = sums * sum(sent_bytes(t, how, self._stream, n) for n in samples)
-        if gathers(t, how):
+        sent = sums * sum(sent_bytes(t, self.plan.compression, self._stream, n) for n in samples)
+        if gathers(t, self.plan.compression):
             yield ("all-gather", axis), Sent(count, sent)
             return
         yield ("all-to-all", axis), Sent(count, sent / 2)
@@ -249,33 +263,33 @@ class _Step:
             divided = 0 if last.tied_parameters else table
         return (divided / t + parameters - divided) * self.profile.bytes_per_weight
 
-    def _gathered(self, size: float, t: int, times: float) -> Iterator[One]:
+    def _gathered(self, size: float, t: int, times: float) -> Iterator[Collectives]:
         ranks = self.devices // t
         if times:
-            yield ("all-gather", self._data_axis(t)), Sent(times, (ranks - 1) / ranks * times * size)
+            yield ("all-gather", self._axes.data(t)), Sent(times, (ranks - 1) / ranks * times * size)
 
-    def _reduced(self, size: float, t: int, times: float) -> Iterator[One]:
-        ranks, how = self.devices // t, self.plan.gradient_compression
-        if how.on and ranks > 1:
+    def _reduced(self, size: float, t: int, times: float) -> Iterator[Collectives]:
+        ranks = self.devices // t
+        if self.plan.gradient_compression.on and ranks > 1:
             yield from self._compressed(size, t, times)
             return
         kind, rounds = ("reduce-scatter", 1) if self.plan.zero else ("all-reduce", 2)
-        yield (kind, self._data_axis(t)), Sent(times, rounds * (ranks - 1) / ranks * times * size)
+        yield (kind, self._axes.data(t)), Sent(times, rounds * (ranks - 1) / ranks * times * size)
 
-    def _compressed(self, size: float, t: int, times: float) -> Iterator[One]:
+    def _compressed(self, size: float, t: int, times: float) -> Iterator[Collectives]:
         """Compressed reduction of gradients that would have so many bytes in the compute dtype."""
-        ranks, axis, how = self.devices // t, self._data_axis(t), self.plan.gradient_compression
+        ranks, axis, compression = self.devices // t, self._axes.data(t), self.plan.gradient_compression
         shares = self.plan.zero > 0
-        sent = times * gradient_bytes(ranks, how, round(size / self.profile.bytes_per_weight), shares=shares)
+        sent = times * gradient_bytes(ranks, compression, round(size / self.profile.bytes_per_weight), shares=shares)
         if shares:
             yield ("all-to-all", axis), Sent(times, sent)
-        elif gathers_gradients(ranks, how):
+        elif gathers_gradients(ranks, compression):
             yield ("all-gather", axis), Sent(times, sent)
         else:
             yield ("all-to-all", axis), Sent(times, sent / 2)
             yield ("all-gather", axis), Sent(times, sent / 2)
 
-    def _blocks(self, chunk: Chunk) -> Iterator[One]:
+    def _blocks(self, chunk: Chunk) -> Iterator[Collectives]:
         """Parameters of a chunk's blocks and their gradients, run by run."""
         if self.plan.offload is not None:
             yield from self._offloaded()
@@ -296,13 +310,13 @@ class _Step:
         if not layers and self.stages > 1 and (self.plan.zero < 3 or self._ahead):
             yield from self._padding(chunk.tensor[0])
 
-    def _offloaded(self) -> Iterator[One]:
+    def _offloaded(self) -> Iterator[Collectives]:
         """Collectives of offloaded blocks, whose rows are sharded over the ranks."""
         size, ranks = self._parameter_bytes(1, 1) / self.profile.bytes_per_weight * FLOAT32, self.devices
         yield from self._gathered(size, 1, 2 * self._depth)
-        yield ("reduce-scatter", self._data_axis(1)), Sent(self._depth, (ranks - 1) / ranks * self._depth * size)
+        yield ("reduce-scatter", self._axes.data(1)), Sent(self._depth, (ranks - 1) / ranks * self._depth * size)
 
-    def _padding(self, t: int) -> Iterator[One]:
+    def _padding(self, t: int) -> Iterator[Collectives]:
         """Collectives of a chunk without blocks: its room for as many blocks as the longest chunk has is sent too."""
         size = self._parameter_bytes(1, t)
         if self.plan.zero == 3:
@@ -322,19 +336,19 @@ class _Step:
         chunks = (chunk for stage in self.plan.stages for chunk in stage.chunks)
         return max(sum(map(self._is_block, range(chunk.first, chunk.stop))) for chunk in chunks)
 
-    def _resharded(self, layer: int, before: int, after: int) -> Iterator[One]:
+    def _resharded(self, layer: int, before: int, after: int) -> Iterator[Collectives]:
         """All-gathers between layers: in the forward pass towards a larger degree, else in the backward pass."""
         if before == after:
             return
         low, high = sorted((before, after))
         ranks, count = high // low, self.plan.micro_batches
         size = self.profile.kinds[self.profile.layers[layer]].boundary_bytes * self._rows(high)
-        yield ("all-gather", self._axes(low, high)), Sent(count, (ranks - 1) / ranks * count * size)
+        yield ("all-gather", self._axes.between(low, high)), Sent(count, (ranks - 1) / ranks * count * size)
 
-    def _slots(self, position: int) -> Iterator[One]:
+    def _slots(self, position: int) -> Iterator[Collectives]:
         """Collectives of the slot for embedding and head."""
         last, t = self.profile.kinds[self.profile.layers[-1]], self.plan.stages[0].chunks[0].tensor[0]
-        # The table of an untied head uses the slot of the embedding's table; apart from it the head has a norm.
+        # The table of an untied head uses the slot of the embedding's table; beside the table the head has only a norm.
         size = self._parameter_bytes(0, t)
         size += self._parameter_bytes(self.profile.num_layers - 1, t) if last.tied_parameters else 0
         yield from self._gathered(size, t, 1 if self.plan.zero else 0)
@@ -343,7 +357,7 @@ class _Step:
             share = self.devices // t if self.plan.zero else 1
             yield ("collective-permute", PIPE), Sent(1, last.tied_parameters * FLOAT32 / t / share)
 
-    def _transfers(self, position: int) -> Iterator[One]:
+    def _transfers(self, position: int) -> Iterator[Collectives]:
         """Transfers of activations and errors, in every tick in which any stage runs a pass of that direction."""
         around, t = self.plan.chunks > 1, self.plan.stages[0].chunks[0].tensor[0]
         ticks = self.stages - 1 + self.plan.micro_batches * self.plan.chunks

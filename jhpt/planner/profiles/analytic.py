@@ -1,24 +1,32 @@
 """A model's `ModelProfile` from its configuration and a device's datasheet, without running anything.
 
-Layers: embedding, L blocks, head.  Their operations are the family's own (`jhpt.core.families`), their seconds those of
-the roofline (`jhpt.planner.profiles.roofline`).  Saved for the backward pass are the named tensors of a block that it
-reads, as in the runtime: norms, activations and attention scores are recomputed.
+Layers: embedding, L blocks, head.  The model's family states the operations of each layer (`jhpt.core.families`).
+Operations run one after the other, and the roofline model gives their seconds:
 
-Left out: dropout, masks, softmax statistics of flash attention (0.2 % of what is saved), and the conversion of float32
-weights to the compute dtype, since the profile counts a 16-bit copy of the weights as part of the state.
+    seconds of a layer = sum over its operations of max(FLOP / (peak * efficiency(FLOP)), bytes / memory bandwidth)
+
+A block saves those of its named tensors that the backward pass reads, as in the runtime.  Norms, activations and
+attention scores are recomputed.
+
+Left out: launches of element-wise kernels; caches (operands in the L2 cache count as read from memory); slow shapes
+(thin or unaligned matrices); dropout and masks; the softmax statistics of flash attention (0.2 % of what is saved); and
+the conversion of float32 weights to the compute dtype, since the profile counts a 16-bit copy of the weights as part of
+the state.
 """
 
 import math
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 from jhpt.core.catalogue import capability_by_driver
 from jhpt.core.cluster import Device
 from jhpt.core.config import Config
-from jhpt.core.divisors import divisors
+from jhpt.core.divisors import divisors, one_of
+from jhpt.core.errors import InputError
 from jhpt.core.families.family import LayerCost, ModelConfig, ParameterCount, Sizes
-from jhpt.core.profile import LayerKind, ModelProfile
+from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.core.state import State, most_cuts, state_of
-from jhpt.planner.profiles.named_tensors import size_of
-from jhpt.planner.profiles.roofline import ELEMENT_BYTES, check_dtype, timings
+from jhpt.core.work import Operation, Work, size_of
 
 MAX_DEGREE = 64
 """Largest tensor degree with timings of its own; for larger degrees `LayerKind.seconds` divides the last ones."""
@@ -31,6 +39,12 @@ FLASH_CAPABILITY = 8.0
 
 EIGHT_BITS = {"float8": "; products in 8 bits count as that, and may take less"}
 """Note in a profile's source, by `model.matmul_dtype`: no 8-bit rates have been measured."""
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of one number of the compute dtypes."""
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+"""Micro-batch sizes of the grid, in samples; `Timing` extrapolates in proportion above the last."""
 
 
 def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") -> ModelProfile:
@@ -140,3 +154,34 @@ def _kinds(
         "block": kind("block", model.block_cost(sizes)),
         "head": kind("head", model.head_cost(sizes)),
     }
+
+
+def check_dtype(device: Device, dtype: str) -> None:
+    """InputError if the device has no rate for `dtype`, or `ELEMENT_BYTES` does not list it."""
+    known = [name for name in ELEMENT_BYTES if name in device.peak_flops]
+    if dtype not in known:
+        raise InputError(f"{device.name} has no rate for dtype={dtype}; use {one_of(known)}")
+
+
+def timings(work: Callable[[int, int], Work], degrees: Iterable[int], device: Device, dtype: str) -> tuple[Timing, ...]:
+    """The timings of `work(batch, tensor)` over `BATCHES` and ascending tensor `degrees`.
+
+    A larger micro-batch is never faster and a larger degree never slower.  Where a tabulated efficiency implies
+    otherwise between two of its sizes, the neighbouring value is used.
+    """
+    table: list[Timing] = []
+    for tensor in degrees:
+        works = [work(batch, tensor) for batch in BATCHES]
+        forward, backward = (
+            list(accumulate((_seconds(part, device, dtype) for part in parts), max))
+            for parts in zip(*works, strict=True)
+        )
+        if table:
+            forward = list(map(min, forward, table[-1].forward))
+            backward = list(map(min, backward, table[-1].backward))
+        table.append(Timing(tensor=tensor, batches=BATCHES, forward=tuple(forward), backward=tuple(backward)))
+    return tuple(table)
+
+
+def _seconds(operations: Iterable[Operation], device: Device, dtype: str) -> float:
+    return sum(device.seconds(operation.flops, operation.moved, dtype) for operation in operations)

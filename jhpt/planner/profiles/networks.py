@@ -2,7 +2,7 @@
 
 A table states for each layer, per sample: multiply-accumulates (MAC), parameters, numbers that it reads and writes, and
 numbers saved for the backward pass.  `network_profile` turns it into a `ModelProfile` with
-`jhpt.planner.profiles.roofline`.
+`jhpt.planner.profiles.analytic`.
 
     vgg16     Simonyan & Zisserman 2015 (arXiv 1409.1556), table 1, column D; 224 x 224: 138.36 M parameters, 15.5 GMAC
     resnet50  He et al. 2016 (arXiv 1512.03385), table 1, with the stride in the 3 x 3 convolution of a block, as usual
@@ -25,10 +25,18 @@ from jhpt.core.cluster import Device
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.core.work import Operation, Work, stream, transposed
-from jhpt.planner.profiles.roofline import ELEMENT_BYTES, STATE_BYTES, UPDATE_BYTES, check_dtype, timings
+from jhpt.planner.profiles.analytic import ELEMENT_BYTES, check_dtype, timings
+
+STATE_BYTES = {"adam": 16.0, "momentum": 12.0}
+"""Bytes of state per parameter: weight and gradient (2 + 2), float32 master weight (4) and moments (4 each); in float32
+the weight is its own master, weight and gradient (4 + 4), and the sum is the same."""
+
+UPDATE_BYTES = {"adam": 28.0, "momentum": 20.0}
+"""Traffic of an update per parameter: reads the gradient (2), writes the weight (2), reads and writes the master weight
+(8) and each moment (8); in float32 reads the gradient (4), reads and writes the weight (8) and each moment (8)."""
 
 MAX_DEGREE = 64
-"""Largest tensor degree of a layer here: more devices than any of these networks was ever divided over."""
+"""Largest tensor degree of a layer here: more devices than any of these networks has ever been divided over."""
 
 VGG_STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 """Output channels of the 3 x 3 convolutions; a 2 x 2 pooling ends each stage."""
@@ -61,7 +69,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer of a table.  saved: numbers per sample that the backward pass reads."""
+    """One layer of a table.  saved: how many numbers per sample the backward pass reads."""
 
     kind: str
     products: tuple[Product, ...]

@@ -1,18 +1,32 @@
-"""An answer as a whole: how close to optimal, how fast, as a timeline and as JSON."""
+"""An answer as text on a console and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from jhpt.planner.cost.estimate import StageEstimate
 from jhpt.planner.cost.offload import offloaded_step
-from jhpt.planner.report.alternatives import Alternative, alternative, alternatives, changed
-from jhpt.planner.report.causes import stage_causes
-from jhpt.planner.report.layers import idle_devices, layer_runs, streamed_layers
-from jhpt.planner.report.memory import offload_lines, saved_tensors_lines
+from jhpt.planner.report.alternatives import Alternative, alternative, alternatives, changed, savings
+from jhpt.planner.report.causes import offload_lines, saved_tensors_lines, stage_causes, state_lines
 from jhpt.planner.report.offload_timeline import offload_timeline
-from jhpt.planner.report.savings import savings
 from jhpt.planner.report.simulation import Timeline, simulate
+from jhpt.planner.report.timeline import MIN_WIDTH, text_timeline
+from jhpt.planner.report.words import (
+    devices_text,
+    duration,
+    idle_devices,
+    layer_runs,
+    names_text,
+    percent,
+    shape_text,
+    spans,
+    spans_text,
+    streamed_layers,
+)
 from jhpt.planner.search.baselines import Baseline
 from jhpt.planner.search.solve import Answer
 
@@ -21,6 +35,18 @@ FORMAT = 1
 
 OPTIMAL = 1e-9
 """Relative.  A smaller gap is rounding."""
+
+PLAIN_WIDTH = 120
+"""Columns if the output is not a terminal."""
+
+WIDEST_TIMELINE = 120
+"""Most columns of the timeline."""
+
+SHOWN = 0.5e-4
+"""Seconds.  A cause that is below this on every stage (0.0 ms) has no column."""
+
+MOST_SIMULATED = 30_000
+"""Most forward passes of a step with a timeline.  Of longer steps it would show only the beginning and the end."""
 
 
 def verdict(answer: Answer) -> str:
@@ -144,3 +170,126 @@ def _alternative_json(each: Alternative) -> dict[str, Any]:
         "causes": each.causes,
         "why": each.why,
     }
+
+
+def make_console() -> Console:
+    """A console as wide as the terminal.  Output to a file is not folded at 80 columns."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def print_answer(console: Console, answer: Answer, baselines: Sequence[Baseline] = ()) -> None:
+    """Prints the plan, its costs and its alternatives."""
+    for line in summary(answer):
+        console.print(line, markup=False)
+    console.print(seconds_table(answer))
+    console.print(memory_table(answer))
+    if any(stage.host_bytes for stage in answer.estimate.stages):
+        console.print(host_table(answer))
+    console.print(alternatives_table(answer, baselines))
+    if text := _timeline(answer, min(console.width, WIDEST_TIMELINE)):
+        console.print("\n" + text, markup=False, soft_wrap=True)
+
+
+def summary(answer: Answer) -> list[str]:
+    """The plan in four lines, and further lines about tensor communication, state and offload where they matter."""
+    plan, profile, cluster = answer.plan, answer.model.profile, answer.model.cluster
+    rate, unit = throughput(answer)
+    count = f"{plan.batch} sample{'s' if plan.batch > 1 else ''}"
+    idle = idle_devices(plan, cluster.num_devices)
+    bound = "" if plan.lower_bound is None else f", lower bound {duration(plan.lower_bound)}"
+    return [
+        f"{profile.name} on {cluster.name}: {count} per step, each {profile.sample}; {profile.source}",
+        f"plan: {shape_text(plan, explained=True)}",
+        f"step: {duration(answer.estimate.seconds)}, {rate:,.0f} {unit}; {verdict(answer)}{bound}",
+        *(f"{saving.name}: {saving.why}" for saving in savings(answer)),
+        *state_lines(profile),
+        *offload_lines(answer),
+        *saved_tensors_lines(answer),
+        f"devices: {plan.devices} of {cluster.num_devices} work"
+        + (f"; idle: {spans_text(spans(idle))}" if idle else ""),
+    ]
+
+
+def seconds_table(answer: Answer) -> Table:
+    """For every stage: its layers, how they are sharded, and where the seconds of a step go."""
+    plan, model = answer.plan, answer.model
+    rows = [stage_causes(plan, position, answer.estimate, model) for position in range(len(plan.stages))]
+    causes = [cause for cause in rows[0] if max(row[cause] for row in rows) >= SHOWN]
+    table = _table("stage", "devices", "layers", "data x tensor", *causes, title="milliseconds per step", numbers=4)
+    table.columns[2].no_wrap = True
+    for position, (stage, seconds) in enumerate(zip(plan.stages, rows, strict=True)):
+        figures = [f"{max(seconds[cause], 0.0) * 1e3:,.1f}" for cause in causes]
+        for run in layer_runs(stage, model.profile):
+            layers = (f"chunk {run.chunk}: " if plan.chunks > 1 else "") + names_text(run.names)
+            first = run.chunk == 0 and run.first == stage.chunks[0].first
+            about = (str(position), devices_text(stage)) if first else ("", "")
+            table.add_row(*about, escape(layers), f"{run.data} x {run.tensor}", *(figures if first else ()))
+    return table
+
+
+def memory_table(answer: Answer) -> Table:
+    """For every stage: the bytes on each of its devices, by cause."""
+    stages = answer.estimate.stages
+    causes = [cause for cause in stages[0].bytes if max(stage.bytes[cause] for stage in stages) > 0]
+    columns = ("stage", *causes, "in flight", "total", "capacity", "full")
+    table = _table(*columns, title="GiB per device", numbers=1)
+    for position, stage in enumerate(stages):
+        figures = [f"{stage.bytes[cause] / 2**30:,.2f}" for cause in causes]
+        sums = [f"{size / 2**30:,.2f}" for size in (stage.total_bytes, stage.capacity)]
+        share = f"{100 * stage.total_bytes / stage.capacity:.0f} %"
+        table.add_row(str(position), *figures, str(stage.in_flight), *sums, share)
+    return table
+
+
+def host_table(answer: Answer) -> Table:
+    """The bytes on the fullest host, by cause."""
+    stage = max(answer.estimate.stages, key=lambda stage: stage.total_host_bytes)
+    table = _table(*stage.host_bytes, "total", "capacity", "full", title="GiB per host", numbers=0)
+    sizes = [*stage.host_bytes.values(), stage.total_host_bytes, stage.host_capacity]
+    share = f"{100 * stage.total_host_bytes / stage.host_capacity:.0f} %"
+    table.add_row(*(f"{size / 2**30:,.2f}" for size in sizes), share)
+    return table
+
+
+def alternatives_table(answer: Answer, baselines: Sequence[Baseline] = ()) -> Table:
+    """Baselines, the plan with one decision changed, and other shapes; why each was not chosen."""
+    table = _table("not chosen", "plan", "step", "why", title="compared with this plan, mean over working devices")
+    for baseline in baselines:
+        if baseline.plan is None:
+            table.add_row(baseline.name, "", "", baseline.reason)
+        else:
+            why = alternative(baseline.name, baseline.plan, answer).why
+            same = baseline.plan.stages == answer.plan.stages and why == percent(1.0)
+            table.add_row(
+                baseline.name,
+                shape_text(baseline.plan),
+                duration(baseline.seconds or 0.0),
+                "the plan itself" if same else why,
+            )
+    table.add_section()
+    for each in changed(answer):
+        table.add_row(each.name, "otherwise the same", duration(each.seconds), each.why)
+    table.add_section()
+    for number, each in enumerate(alternatives(answer), 1):
+        table.add_row(f"other shape {number}", each.name, duration(each.seconds), each.why)
+    return table
+
+
+def _timeline(answer: Answer, width: int) -> str:
+    """The step as text; empty if there is no pipeline."""
+    plan = answer.plan
+    if len(plan.stages) == 1 or len(plan.stages) * plan.chunks * plan.micro_batches > MOST_SIMULATED:
+        return ""
+    return "device n: the devices of stage n\n" + text_timeline(timeline(answer), max(width, MIN_WIDTH))
+
+
+def _table(*columns: str, title: str, numbers: int | None = None) -> Table:
+    """An empty table.  numbers: the first column that holds figures; None: there is none."""
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), title=f"\n{title}", title_justify="left"
+    )
+    for index, column in enumerate(columns):
+        figure = numbers is not None and index >= numbers
+        table.add_column(column, overflow="fold", justify="right" if figure else "left")
+    return table

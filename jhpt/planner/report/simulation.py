@@ -1,22 +1,22 @@
 """Simulates one pipelined step event by event: what every device and every link does, and when.
 
-Every device runs a fixed program, in the order of the table of ticks (`jhpt.core.schedule`).  With S devices, v chunks
-per device (virtual stage s = chunk * S + device) and M micro-batches, only the order counts: an operation starts when
-its device is free and its input there.
+Every device runs a fixed program, in the order of the tick table (`jhpt.core.schedule`).  Only the order counts, not
+the ticks: an operation starts when its device is free and its input has arrived.  With S devices, v chunks per device
+(virtual stage s = chunk * S + device) and M micro-batches:
 
     S = 2, M = 4, "1f1b"        device 0   F0 F1 F2 B0 F3 B1 B2 B3
                                 device 1   F0 B0 F1 B1 F2 B2 F3 B3
     S = 2, M = 4, "gpipe"       device 0   F0 F1 F2 F3 B0 B1 B2 B3
                                 device 1   F0 F1 F2 F3 B0 B1 B2 B3
 
-Without overlap exchanges of neighbours are part of the programs: `e` of errors, from the tick of the first backward on,
-`a` of activations, until the tick of the last forward.  All devices have all of them; one begins when both neighbours
-are there, and neither goes on before it has ended.
+Without overlap exchanges between neighbours are part of the programs: `e` of errors, from the tick of the first
+backward pass on, and `a` of activations, until the tick of the last forward pass.  All devices take part in all of
+them.  An exchange begins when both neighbours have reached it, and neither goes on before it has ended.
 
     S = 2, M = 2, "1f1b"        device 0   F0 a e F1 a e a B0 e B1
                                 device 1   a e F0 a B0 e F1 a B1 e
 
-The closed formulas of the cost model are checked against this simulation.  It is far too slow to search with.
+Tests check the cost model's closed formulas against this simulation, which is far too slow to search with.
 """
 
 import heapq
@@ -44,8 +44,8 @@ Floats = NDArray[np.float64]
 class Span:
     """One piece of work and when it ran, in seconds from the start of the step.
 
-    A transfer belongs to the device that sends, and has the kind, micro-batch and chunk of the operation whose result
-    it carries.  Gradients, updates and empty exchanges have neither micro-batch nor chunk.  With CPU offload all spans,
+    A transfer belongs to the sending device, and has the kind, micro-batch and chunk of the operation whose result it
+    carries.  Gradients, updates and empty exchanges have neither micro-batch nor chunk.  With CPU offload all spans,
     fetches and writes included, have a name instead.
     """
 
@@ -60,12 +60,12 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """How long the work took."""
         return self.end - self.start
 
     @property
     def label(self) -> str:
-        """`F3`, `B3`; `F3.1` in chunk 1; the name or the kind where there is no micro-batch."""
+        """`F3`, `B3`; `F3.1` in chunk 1; without a micro-batch the name or the kind."""
         if self.micro_batch is None:
             return self.name or self.kind
         return f"{self.kind[0].upper()}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
@@ -73,7 +73,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step.  `spans` are sorted by start; those of one stream of one device follow each other."""
+    """One step.  `spans` are sorted by start; those of one stream of a device do not overlap."""
 
     schedule: Schedule
     devices: int
@@ -97,14 +97,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of all device-seconds in which nothing computes: the pipeline's ramps, waiting for transfers and for
-        gradients."""
+        """Share of all device-seconds without computation: ramps, and waiting for transfers and gradients."""
         return 1 - sum(map(self.busy, range(self.devices))) / self.devices
-
-    def in_flight(self, device: int) -> int:
-        """The most (micro-batch, chunk) pairs at once whose forward has started and whose backward has not ended."""
-        steps = (1 if span.kind == "forward" else -1 for span in self.rows[device] if span.stream == "compute")
-        return max(itertools.accumulate(steps))
 
 
 def simulate(
@@ -122,22 +116,20 @@ def simulate(
 
     Args:
         schedule: "gpipe", "1f1b" or "interleaved".
-        micro_batches: M; a multiple of S when there are several chunks.
+        micro_batches: M; a multiple of S if there are several chunks.
         forward, backward: `[S, v]` seconds of one micro-batch in chunk c of device d.
-        cut: `[S * v - 1]` seconds of the transfer between virtual stages i and i + 1, alike in both directions.
+        cut: `[S * v - 1]` seconds of the transfer between virtual stages i and i + 1, the same in both directions.
         sync: `[S]` seconds from the *start* of the last backward pass until the gradients are reduced.
         update: `[S]` seconds of the optimizer.
-        overlap: whether transfers overlap computation; if not, an exchange takes as long as the slowest transfer
-            between the two devices.
+        overlap: whether transfers overlap computation; if not, an exchange takes as long as its slowest transfer.
 
-    A link joins neighbours in the ring of devices; each direction of training (activations forward, errors backward)
-    has it to itself, serves transfers in the order in which they become ready, and leaves compute alone.  A device is
-    done at max(end of its last backward, start of its last backward + sync) + update; the step, when all are.
-    Collectives inside a stage are part of `forward` and `backward`.  Left out: what compute loses to communication on
-    the same chip, and jitter.  O(S v M log S) time.
+    Neighbours in the ring of devices have a link for each direction of training (activations forward, errors backward).
+    It serves transfers in the order in which they become ready and does not slow down computation.  A device is done
+    at max(end of its last backward, start of its last backward + sync) + update, and the step when all devices are.
+    Collectives inside a stage are part of `forward` and `backward`.  Left out: what communication takes from
+    computation on the same chip, and jitter.  O(S v M log S) time.
 
-    Raises InputError for a schedule that does not exist or does not fit the counts, ValueError for wrong shapes and
-    values.
+    Raises InputError for a schedule that does not exist or does not fit the counts, ValueError for wrong arrays.
     """
     times = {"forward": _times("forward", forward, 2), "backward": _times("backward", backward, 2)}
     times |= {"cut": _times("cut", cut, 1), "sync": _times("sync", sync, 1), "update": _times("update", update, 1)}
@@ -181,7 +173,7 @@ def _check_shapes(times: dict[str, Floats], devices: int, chunks: int) -> None:
 
 
 class _Op(NamedTuple):
-    """A pass of one micro-batch through one chunk, or the transfer of its result; or an exchange, in its tick."""
+    """A pass of one micro-batch through one chunk, the transfer of its result, or the exchange of a tick."""
 
     stream: Stream
     device: int
@@ -191,7 +183,7 @@ class _Op(NamedTuple):
     tick: int | None = None
 
     def span(self, start: float, end: float) -> Span:
-        """When it ran."""
+        """The operation with the time at which it ran."""
         return Span(
             device=self.device,
             stream=self.stream,
@@ -204,7 +196,7 @@ class _Op(NamedTuple):
 
 
 class _Stop(NamedTuple):
-    """An instant in a device's program: it is there for the exchanges of this kind and tick, or at the end."""
+    """A point in a device's program: the device has reached the exchanges of this kind and tick, or its end."""
 
     stream: Stream
     device: int
@@ -213,7 +205,7 @@ class _Stop(NamedTuple):
 
 
 Followers = dict[_Op | _Stop, list[_Op | _Stop]]
-"""Who waits for the end of each operation."""
+"""The operations that wait for the end of each operation."""
 
 
 def _seconds(op: _Op | _Stop, times: dict[str, Floats], overlap: bool) -> float:
@@ -231,7 +223,7 @@ def _seconds(op: _Op | _Stop, times: dict[str, Floats], overlap: bool) -> float:
 
 
 def _passes(table: Timetable, device: int) -> dict[tuple[int, Kind], _Op]:
-    """What one device computes in which tick, in order."""
+    """The passes of one device by tick and kind, in order."""
     kinds: tuple[tuple[Kind, Table], ...] = (("forward", table.forward), ("backward", table.backward))
     passes = {}
     for tick, (kind, rows) in itertools.product(range(table.ticks), kinds):
@@ -242,7 +234,7 @@ def _passes(table: Timetable, device: int) -> dict[tuple[int, Kind], _Op]:
 
 
 def _followers(devices: int, chunks: int, micro_batches: int) -> Followers:
-    """Where transfers run beside the devices' programs."""
+    """The followers of every operation if transfers run beside the devices' programs."""
     stages = [(stage % devices, stage // devices) for stage in range(devices * chunks)]
     followers: Followers = defaultdict(list)
     for micro_batch in range(micro_batches):
@@ -261,7 +253,7 @@ def _followers(devices: int, chunks: int, micro_batches: int) -> Followers:
 
 
 def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[list[list[_Op | _Stop]], Followers]:
-    """Programs with exchanges in them, and who waits for whom.  Between two chunks the ring of devices is closed."""
+    """Programs that contain the exchanges, and their followers.  With several chunks the ring of devices is closed."""
     devices = len(passes)
     ticks: dict[Kind, list[int]] = {
         kind: [tick for program in passes for tick, other in program if other == kind]
@@ -270,7 +262,7 @@ def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[li
     first_backward, last_forward, last = min(ticks["backward"]), max(ticks["forward"]), max(ticks["backward"])
     programs: list[list[_Op | _Stop]] = [[] for _ in passes]
     followers: Followers = defaultdict(list)
-    held: list[list[_Op]] = [[] for _ in passes]  # the exchanges that a device has to see end before it goes on
+    held: list[list[_Op]] = [[] for _ in passes]  # the exchanges that have to end before a device goes on
 
     def run(op: _Op | _Stop | None) -> None:
         if op is not None:
@@ -314,11 +306,11 @@ def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[li
 def _play(
     programs: list[list[_Op | _Stop]], followers: Followers, seconds: Callable[[_Op | _Stop], float]
 ) -> Iterator[tuple[_Op | _Stop, float, float]]:
-    """Every operation with its start and end, by start.
+    """Every operation with its start and end, in the order of their starts.
 
-    A stream works on one thing at a time, from the head of its queue: a device's holds its program from the beginning,
-    a link's what is ready to be sent.  All that a link carries comes from one device, one result after another, so
-    simultaneous events in any order give the same times.
+    A stream runs one operation at a time, from the head of its queue.  A device's queue holds its whole program from
+    the beginning; a link's queue holds what is ready to be sent.  Everything on a link comes from one device, one
+    result after another, so the order of simultaneous events does not change the times.
     """
     missing = Counter(follower for waiting in followers.values() for follower in waiting)
     queues: dict[tuple[Stream, int], deque[_Op | _Stop]] = defaultdict(deque)
@@ -350,7 +342,7 @@ def _play(
 
 
 def _closing(last: Span, free: float, sync: float, update: float) -> tuple[Span, Span]:
-    """The gradients' reduction, which begins with the last backward, and the update, when that and all else is over."""
+    """The reduction of gradients, which begins with the last backward pass, and the update, which follows all else."""
     reduced = last.start + sync
     ready = max(free, reduced)
     return (
@@ -370,7 +362,7 @@ def _times(name: str, values: ArrayLike, ndim: int) -> Floats:
 
 
 def _checked(schedule: str, micro_batches: int, devices: int, chunks: int) -> Schedule:
-    """`schedule`, if it exists and fits the counts."""
+    """The schedule, which has to exist and to fit the counts."""
     names = get_args(Schedule)
     if schedule not in names:
         raise InputError(f"there is no schedule {schedule!r}; use {', '.join(names)}{did_you_mean(schedule, names)}")

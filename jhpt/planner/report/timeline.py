@@ -10,8 +10,8 @@ from xml.sax.saxutils import escape
 from jhpt.planner.report.simulation import Span, Timeline
 
 MIN_WIDTH = 40
-TEXT_ROWS = 16  # most devices that get a row; of more devices the first and the last are shown
-MAX_BARS = 20_000  # a browser still scrolls this many smoothly
+TEXT_ROWS = 16  # most devices with a row; of more devices only the first and the last are shown
+MAX_BARS = 20_000  # browsers still scroll this many smoothly
 
 GAP = " ... "
 FORWARD, BACKWARD = "0123456789", "abcdefghij"
@@ -33,18 +33,21 @@ COLOURS = {
     "write": "#d55e00",
 }
 LEFT, RIGHT, TOP = 90, 30, 84  # pixels: device names, margin, title and legend
-LANE = 8  # pixels of a link or the gradients; compute has three times that
-OPERATION = 26  # pixels of an average operation, as far as the widths allow
+LANE = 8  # pixels of the lane of a link or of the gradients; the lane of compute is three times as high
+OPERATION = 26  # pixels of an average operation, as far as the limits of the width allow
 NARROWEST, WIDEST = 900, 12_000
-BREAK = 40  # pixels of the mark for time that is left out
+BREAK = 40  # pixels of the gap that marks time left out
 
 
 def text_timeline(timeline: Timeline, width: int = 100) -> str:
     """One row per device, no line longer than `width`, plain ASCII.
 
-    Where a column would be longer than an average operation, only the beginning and the end of the step are shown, two
-    columns to an operation, with dots between.  Of many devices the first and the last are shown.  Chunks look alike.
-    The share behind a row is how much of the step the device computes.  Raises ValueError if `width` is less than 40.
+    If a column would stand for more than an average operation, only the beginning and the end of the step are shown,
+    with two columns to an operation and dots between them.  Of many devices only the first and the last are shown.
+    Chunks look alike.  The share after a row is the part of the step in which the device computes.
+
+    Raises:
+      ValueError: `width` is less than 40.
     """
     if width < MIN_WIDTH:
         raise ValueError(f"width={width}; use {MIN_WIDTH} or more")
@@ -70,10 +73,11 @@ def text_timeline(timeline: Timeline, width: int = 100) -> str:
 
 
 def svg_timeline(timeline: Timeline, title: str) -> str:
-    """A page of its own: for every device a lane of compute and update and, where there are any, thin lanes of what it
-    sends forward, what it sends backward, the reduction of gradients, and what comes from the host and goes there.
-    Later chunks are lighter.  Pointing at a bar tells what it is.  Beyond `MAX_BARS` bars the middle of the step is
-    left out.
+    """An SVG page.
+
+    Every device has a lane for compute and update.  Thin lanes show what it sends forward and backward, the reduction
+    of gradients, and what comes from the host and goes there, if there is any of it.  Later chunks are lighter.
+    Pointing at a bar tells what it is.  With more than `MAX_BARS` bars the middle of the step is left out.
     """
     bars = [span for span in timeline.spans if span.end > span.start]
     lanes = _lanes(bars)
@@ -130,13 +134,13 @@ class _Piece:
 
 
 def _average(spans: tuple[Span, ...]) -> float:
-    """Seconds of an average forward or backward; 0 if none takes time."""
+    """Seconds of an average forward or backward pass; 0 if none takes time."""
     lengths = [span.seconds for span in spans if span.stream == "compute" and span.seconds > 0]
     return math.fsum(lengths) / len(lengths) if lengths else 0.0
 
 
 def _rows_shown(devices: int) -> tuple[list[int], range | None]:
-    """The devices with a row, and those without."""
+    """The devices with a row, and the devices without."""
     if devices <= TEXT_ROWS:
         return list(range(devices)), None
     skipped = range(TEXT_ROWS * 3 // 4, devices - TEXT_ROWS // 4)
@@ -157,7 +161,7 @@ def _text_pieces(timeline: Timeline, columns: int) -> list[_Piece]:
 def _text_row(spans: tuple[Span, ...], piece: _Piece) -> str:
     columns = round(piece.right)
     row = [IDLE] * columns
-    # What computes hides what is reduced meanwhile.
+    # Later streams overwrite earlier ones: computation hides the reduction beside it.
     for stream in ("gradients", "update", "compute"):
         ran = [span for span in spans if span.stream == stream and span.end > span.start]
         starts = [span.start for span in ran]
@@ -195,7 +199,7 @@ def _svg_pieces(timeline: Timeline, bars: list[Span]) -> list[_Piece]:
         return [_Piece(0.0, total, LEFT, LEFT + pixels)]
     head = bars[MAX_BARS // 2].start
     tail = sorted(span.end for span in bars)[-MAX_BARS // 2]
-    if head <= 0 or tail >= total or head >= tail:  # a few operations last almost as long as the step
+    if head <= 0 or tail >= total or head >= tail:  # a few operations last almost the whole step
         return [_Piece(0.0, total, LEFT, LEFT + pixels)]
     shown = head + total - tail
     pixels = min(max(shown / average * OPERATION, NARROWEST), WIDEST)
@@ -216,7 +220,7 @@ def _lanes(bars: list[Span]) -> dict[str, tuple[int, int]]:
 
 
 def _svg_bar(span: Span, piece: _Piece, y: int, height: int, chunks: int) -> Iterator[str]:
-    """The part of a bar that lies in `piece`, with its label if there is room."""
+    """The part of a bar inside `piece`, with its label if there is room."""
     start, stop = max(span.start, piece.start), min(span.end, piece.stop)
     if start >= stop:
         return
@@ -247,7 +251,7 @@ def _svg_legend(timeline: Timeline, bars: list[Span]) -> Iterator[str]:
             yield f'<text x="{x + 17}" y="64">{name}</text>'
             x += 40 + 7 * len(name)
     if timeline.chunks > 1:
-        yield f'<text x="{x}" y="64">the lighter, the later the chunk</text>'
+        yield f'<text x="{x}" y="64">later chunks are lighter</text>'
 
 
 def _svg_axis(pieces: list[_Piece], bottom: int) -> Iterator[str]:
@@ -290,12 +294,12 @@ def _ticks(piece: _Piece, step: float) -> Iterator[float]:
 
 
 def _number(seconds: float, step: float, factor: float) -> str:
-    """`seconds` in the unit, with the decimals that the steps between ticks need."""
+    """`seconds` in the unit, with as many decimals as the steps between ticks need."""
     return f"{seconds * factor:.{max(0, -math.floor(math.log10(step * factor) + 1e-9))}f}"
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """The unit that suits a length of time, and how many of it are in a second."""
+    """The unit that suits a length of time, and how many of this unit make a second."""
     return next((unit for unit in (("s", 1.0), ("ms", 1e3)) if seconds * unit[1] >= 1), ("us", 1e6))
 
 
@@ -309,5 +313,5 @@ def _count(number: int, one: str, several: str = "") -> str:
 
 
 def _xml(text: str) -> str:
-    """Escaped, without the control characters that XML forbids."""
+    """The text escaped, without the control characters that XML forbids."""
     return escape("".join(character for character in text if character.isprintable() or character in "\t\n"))

@@ -1,9 +1,12 @@
-"""Plans and amounts as text."""
+"""Plans and amounts as text, and which layers are on which devices."""
 
+import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from jhpt.core.config import Compression, GradientCompression
 from jhpt.core.plan import Plan, Stage
+from jhpt.core.profile import ModelProfile
 
 NAMES = 4
 """Most names in the text of a run of layers.  Of more names, only the first and the last are shown."""
@@ -15,7 +18,7 @@ def percent(ratio: float) -> str:
 
 
 def duration(seconds: float, sign: bool = False) -> str:
-    """`263.4 ms`, `1.23 s`, `85 us`."""
+    """Seconds as text: `263.4 ms`, `1.23 s`, `85 us`."""
     size = abs(seconds)
     factor, unit, digits = (1, "s", 3) if size >= 1 else (1e3, "ms", 1) if size >= 1e-4 else (1e6, "us", 1)
     return f"{seconds * factor:{'+' if sign else ''},.{digits}f} {unit}"
@@ -38,12 +41,12 @@ def spans(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def spans_text(ranges: Iterable[tuple[int, int]]) -> str:
-    """`0-7, 12`."""
+    """Inclusive ranges as text: `0-7, 12`."""
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
 
 
 def devices_text(stage: Stage) -> str:
-    """`8-15`."""
+    """The devices of a stage: `8-15`."""
     return spans_text([(stage.device, stage.device + stage.devices - 1)])
 
 
@@ -103,7 +106,7 @@ def gradients_text(compression: GradientCompression) -> str:
 
 
 OFFLOADED = {"parameters": "weights and gradients", "optimizer": "optimizer state", "both": "all state"}
-"""What of the blocks is offloaded, by kind of offload."""
+"""Which state of the blocks is offloaded, by kind of offload."""
 
 
 def offload_text(plan: Plan) -> str:
@@ -115,3 +118,49 @@ def offload_text(plan: Plan) -> str:
     size = 1 + plan.offload.resident
     blocks = f"1 block in {size}" if size > 1 else "every block"
     return f"CPU offload of {OFFLOADED[plan.offload.kind]} of {blocks}"
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Neighbouring layers `[first, stop)` of one chunk at one degree."""
+
+    chunk: int
+    first: int
+    stop: int
+    names: tuple[str, ...]
+    data: int
+    tensor: int
+    sample_chunks: int
+
+
+def layer_runs(stage: Stage, profile: ModelProfile) -> tuple[LayerRun, ...]:
+    """The layers of a stage, chunk by chunk.  Neighbours with equal degrees are joined."""
+    runs = []
+    for number, chunk in enumerate(stage.chunks):
+        first = chunk.first
+        for run in chunk.runs:
+            stop = first + run.layers
+            names = compressed(profile.layers[first:stop])
+            data = stage.devices // run.tensor
+            runs.append(LayerRun(number, first, stop, names, data, run.tensor, run.sample_chunks))
+            first = stop
+    return tuple(runs)
+
+
+def compressed(names: Iterable[str]) -> tuple[str, ...]:
+    """Names with equal neighbours joined: `("embedding", "block x 12")`."""
+    groups = [(name, len(list(group))) for name, group in itertools.groupby(names)]
+    return tuple(name if count == 1 else f"{name} x {count}" for name, count in groups)
+
+
+def streamed_layers(plan: Plan) -> tuple[int, ...]:
+    """The layers whose state is offloaded to the host."""
+    if plan.offload is None:
+        return ()
+    return tuple(range(1, plan.stages[0].chunks[0].stop - 1, 1 + plan.offload.resident))
+
+
+def idle_devices(plan: Plan, available: int) -> tuple[int, ...]:
+    """Numbers of the devices that the plan does not use."""
+    working = {device for stage in plan.stages for device in range(stage.device, stage.device + stage.devices)}
+    return tuple(device for device in range(available) if device not in working)

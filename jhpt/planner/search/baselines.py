@@ -4,13 +4,13 @@
     tensor parallel         one stage; the largest tensor degree that every layer allows
     gpipe, equal layers     as many stages as layers and devices allow, replicated over what is left; GPipe's schedule
     1f1b, equal layers      the same stages with 1f1b
-    best 3-D grid           every stages x data x tensor grid with equal layers and 1f1b: the best picked by hand
+    best 3-D grid           the best stages x data x tensor grid with equal layers and 1f1b: the best choice by hand
 
 Equal layers: stages differ by at most one layer, and the longer ones come first.  Samples are not split into chunks.
 All-reduces are compressed only where the request insists on it.  Each baseline has its best number of micro-batches,
 ZeRO level and recomputation.  Its devices start at the first one of the cluster, and `estimate` prices it as any other
-plan.  All baselines lie in the decision set of their space, or would with split samples and be no slower.  So a plan
-that is proven optimal is never slower than a baseline.
+plan.  Every baseline is in the decision set of its space, or would be with sample chunks, which do not make it slower.
+So a plan that is proven optimal is never slower than a baseline.
 """
 
 import itertools
@@ -46,7 +46,7 @@ class Baseline:
 
 
 def baselines(request: Request, model: CostModel, space: Space | None = None) -> tuple[Baseline, ...]:
-    """All baselines, in the order of the table above.  `request.schedules` is left aside: each has its own.
+    """All baselines, in the order of the table above.  Each has its own schedule; `request.schedules` does not count.
 
     Args:
       space: in which they are priced; None: "spmd", but on a mixed cluster "general".
@@ -107,7 +107,7 @@ class _Grid:
 
     @property
     def devices(self) -> int:
-        """Of one stage."""
+        """Devices of one stage."""
         return self.data * self.tensor
 
 
@@ -120,8 +120,8 @@ def _grids(
     for m in request.micro_batches:
         for stages, data, tensor in shapes(request.batch // m):
             for zero, recompute in itertools.product(levels(data), request.recompute):
-                how = request.compression[0] if tensor > 1 else None
-                yield _Grid(stages, data, tensor, schedule, request.batch, m, zero, recompute, how)
+                compression = request.compression[0] if tensor > 1 else None
+                yield _Grid(stages, data, tensor, schedule, request.batch, m, zero, recompute, compression)
 
 
 def _best(name: str, grids: Iterable[_Grid], table: "_Table") -> Baseline:
@@ -161,7 +161,7 @@ class _Sums:
 
 
 class _Table:
-    """Bounds of grids, from prefix sums that are computed once for each place, tensor degree and treatment."""
+    """Bounds of grids, from prefix sums that are computed once for each place, tensor degree and strategy."""
 
     def __init__(self, model: CostModel, space: Space) -> None:
         self.model, self.space = model, space
@@ -175,9 +175,9 @@ class _Table:
         return "a pipeline needs two devices and two layers"
 
     def least_seconds(self, grid: _Grid) -> float:
-        """A bound without cuts: work W at the best place, S stages of which the s-th waits for those before it.
+        """A bound that ignores the cuts: all work W at the best place, in S stages that wait for those before them.
 
-        With stage times t_s, T >= t_0 + .. + t_{s-1} + M t_s, least where all are equal: W / (1 - (1 - 1/M)^S).
+        With stage times t_s, T >= t_0 + .. + t_{s-1} + M t_s.  This is least if all are equal: W / (1 - (1 - 1/M)^S).
         """
         offsets = self._offsets(grid)
         key = (len(offsets), grid.devices, grid.tensor, self._strategy(grid))
@@ -187,7 +187,7 @@ class _Table:
         return self._work[key] / (1 - (1 - 1 / grid.micro_batches) ** grid.stages)
 
     def stage_bounds(self, grid: _Grid) -> tuple[float, float]:
-        """With the cuts: a bound of the step's seconds, and of the bytes by which the fullest device overflows."""
+        """Bounds with the cuts: of the step's seconds, and of the bytes by which the fullest device overflows."""
         edges, before, seconds, lacking = _equal(self.model.num_layers, grid.stages), 0.0, 0.0, -math.inf
         for s, (first, stop) in enumerate(itertools.pairwise(edges)):
             sums = self._at(s * grid.devices, grid)

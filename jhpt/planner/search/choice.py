@@ -1,15 +1,26 @@
-"""Which plan to run: the simplest of the plans that are about as fast as the fastest.
+"""Which plan to run: the simplest of the plans that are about as fast as the fastest, or a plan by hand that is made to
+fit.
 
 Predicted seconds are off by more than a few percent (`jhpt bench hybrid`, `jhpt bench predict`).  A plan that promises
-less than that is not worth its stages and degrees: the gain may not exist, the complication does.
+less than that is not worth its stages and degrees: the gain may not exist, but the complication does.
+
+A plan by hand keeps the settings of `parallel`, with one exception: on one data rank weights may be rounded when they
+are used (ZeRO-3), which shards nothing there.  If the plan does not fit, the decisions that `memory` leaves open
+(`auto`) become those of the fastest plan that fits.  Blocks are then recomputed either completely or not at all; only
+the full search chooses activations by name.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 
+from jhpt.core.config import Config
+from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
-from jhpt.planner.cost.estimate import price
+from jhpt.planner.cost.estimate import Estimate, price
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.offload import offloads
 from jhpt.planner.search.baselines import baselines
-from jhpt.planner.search.request import Request
+from jhpt.planner.search.request import Request, offload_kinds
 from jhpt.planner.search.solve import Answer
 
 MARGIN = 0.05
@@ -30,8 +41,8 @@ def plan_to_run(answer: Answer, request: Request, devices: int | None = None) ->
     return plainest(whole or plans).model_copy(update=same)
 
 
-def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
-    """The simplest of the plans whose seconds are within `margin` of the fastest.
+def plainest(plans: Iterable[Plan]) -> Plan:
+    """The simplest of the plans whose seconds are within `MARGIN` of the fastest.
 
     Simpler means, in this order: no CPU offload, no compression, one stage, fewer kinds of parallelism, fewer tensor
     degrees, fewer chunks, no recomputation, a lower ZeRO level, a smaller tensor degree, gpipe.  Of equally simple
@@ -42,15 +53,15 @@ def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
     against 716 ms).
     """
     candidates = list(plans)
-    limit = (1 + margin) * min(map(_seconds, candidates))
+    limit = (1 + MARGIN) * min(map(_seconds, candidates))
 
     def complexity(plan: Plan) -> tuple[float, ...]:
         late = len(plan.stages) > 1 and plan.schedule != "gpipe"
-        piped, tensor = len(plan.stages) > 1, plan.degrees[-1]
-        kinds = piped + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
+        pipelined, tensor = len(plan.stages) > 1, plan.degrees[-1]
+        kinds = pipelined + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
         on_host = plan.offload is not None or (plan.saved is not None and bool(plan.saved.host))
         exact = on_host, plan.compression.on
-        order = *exact, piped, kinds, len(plan.degrees), plan.chunks, plan.recompute, plan.zero, tensor
+        order = *exact, pipelined, kinds, len(plan.degrees), plan.chunks, plan.recompute, plan.zero, tensor
         return *order, late, _seconds(plan)
 
     return min((plan for plan in candidates if _seconds(plan) <= limit), key=complexity)
@@ -59,3 +70,41 @@ def plainest(plans: Iterable[Plan], margin: float = MARGIN) -> Plan:
 def _seconds(plan: Plan) -> float:
     assert plan.seconds is not None
     return plan.seconds
+
+
+def fitted(plan: Plan, model: CostModel, config: Config) -> Plan:
+    """The plan itself if it fits the whole memory or if nothing fits; else the fastest that fits beside the reserve."""
+    reserve = model.cluster.nodes[0].device.reserve
+    if all((1 - reserve) * stage.total_bytes <= stage.capacity for stage in price(plan, model).stages):
+        return plan
+    priced = [
+        (estimate.seconds, candidate)
+        for candidate in _variants(plan, model, config)
+        if (estimate := _fitting_estimate(candidate, model))
+    ]
+    return min(priced, key=lambda pair: pair[0])[1] if priced else plan
+
+
+def _variants(plan: Plan, model: CostModel, config: Config) -> Iterator[Plan]:
+    """The plan with every choice that `memory` leaves open."""
+    recompute = (False, True) if config.memory.recompute == "auto" else (plan.recompute,)
+    blocks, kinds = plan.stages[-1].chunks[-1].stop - 2, offload_kinds(config)
+    more = (
+        offloads(blocks, tuple(kind for kind in kinds if kind), config.optimizer.update_in_backward)
+        if config.memory.offload == "auto"
+        else []
+    )
+    for choice, offload in itertools.product(recompute, [plan.offload, *more]):
+        yield plan.model_copy(update={"recompute": choice, "offload": offload})
+    if plan.replicas == 1 and plan.offload is None:
+        for choice, zero in itertools.product(recompute, model.levels((3,), 1, plan.space)):
+            yield plan.model_copy(update={"recompute": choice, "zero": zero})
+
+
+def _fitting_estimate(plan: Plan, model: CostModel) -> Estimate | None:
+    """The estimate; None if the plan does not fit or cannot be run."""
+    try:
+        estimate = price(plan, model)
+    except InputError:
+        return None
+    return estimate if estimate.fits else None

@@ -1,29 +1,50 @@
-"""Grids of stages x data x tensor devices: every decision of an SPMD plan except its cuts, with a lower bound each.
+"""Plans whose stages have equally many devices: grids of stages x data x tensor devices, and where to cut the layers.
 
-A grid leaves open only where the layers are cut into stages.  The bounds here hold for all cuts, so the search can
-visit the most promising grids first and stop as soon as no other grid can be faster than the best plan.
+A grid is every decision of an SPMD plan except where the layers are cut into stages.  Every grid has a lower bound that
+holds for all cuts.  So the search can visit the most promising grids first and stop as soon as no other grid can be
+faster than the best plan.
+
+`CutSearch` finds the cuts of one grid, best-first over prefixes of stages.  The dynamic programme of `stages` gives a
+lower bound for every suffix of the layers.  A prefix of fixed stages and the bound of the suffix that follows give a
+lower bound of the whole step.  The search always extends the prefix with the least bound, and it prices the last cut of
+a prefix exactly for all layers at once.
 """
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from jhpt.core.config import Compression
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, Zero, runs_of
 from jhpt.core.schedule import in_flight
-from jhpt.planner.cost.communication import Place
+from jhpt.planner.cost.communication import Place, transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.search.request import Request
+from jhpt.planner.cost.schedule import Array, step_seconds
+from jhpt.planner.search.request import Incumbent, Request
+from jhpt.planner.search.stages import (
+    SLACK,
+    Ranges,
+    StageTerms,
+    after,
+    pair_seconds_in_line,
+    prefix_sums,
+    ranges,
+    stage_seconds,
+    stage_seconds_gpipe,
+    stage_seconds_in_line,
+)
 
 CHUNKS = (2, 3, 4)
 """Numbers of chunks per device that interleaved schedules may have."""
 
-SLACK = 1e-9
-"""Relative tolerance for sums of the same numbers in a different order."""
+EXPANSIONS = 300
+"""Most prefixes that the search opens for one grid.  Only large models with uneven layers need as many."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +68,6 @@ class Grid:
     def per_stage(self) -> int:
         """Devices of one stage."""
         return self.data * self.tensor
-
-    @property
-    def devices(self) -> int:
-        """Devices that the plan uses."""
-        return self.stages * self.per_stage
 
     def strategy(self, batch: int) -> LayerStrategy:
         """The strategy that all layers share."""
@@ -78,7 +94,7 @@ def bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator[
             for data in (d for d in range(1, min(b, available // tensor) + 1) if b % d == 0):
                 levels = model.levels(request.zero, data, space)
                 for zero, recompute in itertools.product(levels, request.recompute):
-                    # One tensor rank has no all-reduce to compress or to hide.
+                    # With one tensor rank there is no all-reduce to compress or to hide.
                     for compression in request.compression if tensor > 1 else (None,):
                         cuts = request.sample_chunks if tensor > 1 else (1,)
                         grid = Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
@@ -88,10 +104,10 @@ def bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator[
 
 @dataclass(frozen=True)
 class _Work:
-    """Least costs of all layers together.
+    """The least costs of all layers together.
 
-    passes: seconds of one micro-batch, forward and backward.  once: further seconds per step.
-    state, activations: bytes.
+    passes: seconds of one micro-batch, forward and backward.  once: further seconds per step.  state, activations:
+    bytes.
     """
 
     passes: float
@@ -126,9 +142,9 @@ def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple
     """Bounds for S = 2, 3, ... stages.
 
     Let t_s be the seconds of stage s per micro-batch and W their sum.  Then T >= max over s of
-    (t_0 + .. + t_{s-1} + M t_s).  This is least where all terms are equal: t_s = (M-1)/M t_{s-1} and
-    T = M W / sum of ((M-1)/M)^s; the first stage then still updates its slot.  A second bound: the largest finishing
-    time of the stages is at least their mean.  The mean of the bytes over the stages must fit, too.
+    (t_0 + .. + t_{s-1} + M t_s).  This is least if all terms are equal: t_s = (M-1)/M t_{s-1} and
+    T = M W / sum of ((M-1)/M)^s; the first stage then still has to update its slot.  A second bound: the largest
+    finishing time of the stages is at least their mean.  The mean of the bytes over the stages must fit, too.
     """
     size, m, available = grid.per_stage, grid.micro_batches, model.cluster.num_devices
     most = min(model.num_layers, available // size, request.max_stages)
@@ -156,7 +172,7 @@ def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple
 
 
 def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> Plan:
-    """The plan of a grid.  cuts: the first layer of every chunk after the first, in order."""
+    """The plan of a grid.  cuts: the first layer of every chunk but the first, in order."""
     edges = (0, *cuts, model.num_layers)
     degrees = (grid.tensor,) * model.num_layers
     samples = model.sample_chunks(grid.per_stage, grid.tensor, grid.strategy(request.batch))
@@ -181,3 +197,159 @@ def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostMo
         compression=grid.compression or Compression(),
         stages=stages,
     )
+
+
+def balanced(work: Array, parts: int) -> tuple[int, ...]:
+    """First layers of parts 2, 3, ... of the contiguous partition with the smallest largest part.
+
+    Among equal partitions, each part in turn takes as many layers as it can: its sum must not exceed the largest part,
+    and at least one layer must remain for each later part.
+    """
+    n, total = len(work), prefix_sums(work)
+    least = total[1:].copy()  # least[j]: the smallest largest part of layers 0..j
+    for part in range(1, parts):
+        best = np.full(n, np.inf)
+        for j in range(part, n):
+            best[j] = np.min(np.maximum(least[part - 1 : j], total[j + 1] - total[part : j + 1]))
+        least = best
+    limit, cuts, start = least[-1] * (1 + 1e-12), [], 0
+    for remaining in range(parts - 1, 0, -1):
+        stop = int(np.searchsorted(total, total[start] + limit, side="right")) - 1
+        start = max(start + 1, min(stop, n - remaining))
+        cuts.append(start)
+    return tuple(cuts)
+
+
+class CutSearch:
+    """The best cuts of one grid with several stages of one chunk each."""
+
+    def __init__(self, grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
+        self.grid, self.request, self.model, self.incumbent = grid, request, model, incumbent
+        self.n, self.s, self.m = model.num_layers, grid.stages, grid.micro_batches
+        strategy = grid.strategy(request.batch)
+        slots = in_flight(grid.schedule, self.s, 0, 1, self.m)
+        tables: dict[int, Ranges] = {}
+        self.stage: list[Ranges] = []
+        # [s, stop]: seconds of the transfer from stage s to the next one if stage s ends before layer `stop`
+        self.cut = np.zeros((self.s, self.n + 1))
+        for s in range(self.s):
+            first = s * grid.per_stage
+            kind = model.places.offset_class(first)
+            if kind not in tables:
+                place = model.places.at(first, grid.per_stage)
+                costs = model.layer_costs(place, grid.tensor, strategy)
+                slot = model.slot(place, grid.tensor, strategy)
+                table = ranges(costs, slot, model, strategy.micro_batch // grid.data)
+                fits = table.bytes(slots) <= place.memory
+                tables[kind] = replace(table, forward=np.where(fits, table.forward, np.inf))
+            self.stage.append(tables[kind])
+            if s + 1 < self.s:
+                transfer = model.places.transfer(first, grid.per_stage, first + grid.per_stage, grid.per_stage)
+                local = strategy.micro_batch // grid.data
+                self.cut[s, 1:-1] = [transfer_seconds(transfer, size * local) for size in model.boundary[:-1]]
+        self.window = [in_flight(grid.schedule, self.s, s, 1, self.m) for s in range(self.s)]
+        self._tables()
+
+    def _choices(self, s: int) -> tuple[StageTerms, Array, slice]:
+        """(terms [i, stop] of stage s, transfers after it, stops).  At least one layer is left for each later stage."""
+        stops = slice(s + 1, self.n - (self.s - 1 - s) + 1) if s + 1 < self.s else slice(self.n, self.n + 1)
+        columns = slice(stops.start - 1, stops.stop - 1)
+        table = self.stage[s]
+        terms = StageTerms(*(a[:, columns] for a in (table.forward, table.backward, table.sync, table.update)))
+        return terms, self.cut[s, stops], stops
+
+    def _tables(self) -> None:
+        """V, Z and D of `stages`, [S + 1, N + 1]: of stages s, s + 1, ... if stage s starts at layer i."""
+        shape = (self.s + 1, self.n + 1)
+        self.back, self.done, self.trip = (np.full(shape, np.inf) for _ in range(3))
+        self.back[-1, -1] = self.done[-1, -1] = self.trip[-1, -1] = 0.0
+        started = np.arange(self.n)[:, None]
+        for s in reversed(range(self.s)):
+            terms, transfer, stops = self._choices(s)
+            # i must be below stop: an empty range is infinite.
+            forward = np.where(started < np.arange(stops.start, stops.stop)[None, :], terms.forward, np.inf)
+            terms = replace(terms, forward=forward)
+            both = forward + terms.backward + 2 * transfer
+            back = np.maximum(self._stage_bound(s, terms, transfer, stops), both + self.back[s + 1, stops])
+            done = np.maximum(back + after(terms), forward + transfer + self.done[s + 1, stops])
+            self.trip[s, :-1] = (both + self.trip[s + 1, stops]).min(axis=1)
+            self.back[s, :-1], self.done[s, :-1] = back.min(axis=1), done.min(axis=1)
+
+    def _stage_bound(self, s: int, terms: StageTerms, transfer: Array, stops: slice | npt.NDArray[np.int64]) -> Array:
+        """Least seconds from the start of stage s to the end of its last backward pass."""
+        beyond = self.trip[s + 1, stops]
+        seconds = stage_seconds(terms, transfer, beyond, self.window[s], self.m)
+        if self.grid.schedule == "gpipe":
+            seconds = np.maximum(seconds, stage_seconds_gpipe(terms, transfer, beyond, self.m))
+        if not self.model.cluster.overlap:
+            seconds = np.maximum(seconds, stage_seconds_in_line(terms, transfer, self.m, self.s - 1 - s))
+        return seconds
+
+    def run(self) -> None:
+        """Searches best-first over prefixes of stages; exact if it opens fewer than `EXPANSIONS` of them."""
+        bound = float(max(self.back[0, 0], self.done[0, 0]))
+        heap: list[tuple[float, int, tuple[int, ...], float, float]] = [(bound, 0, (), 0.0, 0.0)]
+        for _ in range(EXPANSIONS):
+            if not heap or heap[0][0] >= self.incumbent.cutoff:
+                break
+            bound, _, cuts, head, tail = heapq.heappop(heap)
+            if len(cuts) == self.s - 2:
+                self._leaves(cuts)
+                continue
+            for child in self._children(bound, cuts, head, tail):
+                heapq.heappush(heap, child)
+        if heap:
+            self.incumbent.note_unexplored_bound(heap[0][0])
+
+    def _children(
+        self, bound: float, cuts: tuple[int, ...], head: float, tail: float
+    ) -> Iterator[tuple[float, int, tuple[int, ...], float, float]]:
+        s, i = len(cuts), cuts[-1] if cuts else 0
+        terms, transfer, stops = self._choices(s)
+        keep = np.arange(stops.start, stops.stop) > i
+        row = StageTerms(*(a[i][keep] for a in (terms.forward, terms.backward, terms.sync, terms.update)))
+        transfer, stop = transfer[keep], np.arange(stops.start, stops.stop)[keep]
+        back = np.maximum(tail, after(row))
+        heads, tails = head + row.forward + transfer, back + row.backward + transfer
+        bounds = np.maximum.reduce(
+            [
+                np.full(len(stop), bound),
+                head + self._stage_bound(s, row, transfer, stop) + back,
+                heads + tails + self.back[s + 1, stop],
+                heads + self.done[s + 1, stop],
+            ]
+        )
+        if s and not self.model.cluster.overlap:
+            bounds = np.maximum(bounds, self._pair(cuts, row, head, tail))
+        for at in np.flatnonzero(bounds < self.incumbent.cutoff):
+            yield float(bounds[at]), -s, (*cuts, int(stop[at])), float(heads[at]), float(tails[at])
+
+    def _pair(self, cuts: tuple[int, ...], row: StageTerms, head: float, tail: float) -> Array:
+        """Bounds from the last two stages, if transfers between them are part of both programs."""
+        s, first, stop = len(cuts) - 1, (0, *cuts)[-2], cuts[-1]
+        table, transfer = self.stage[s], self.cut[s, stop]
+        before = StageTerms(*(a[first, stop - 1] for a in (table.forward, table.backward, table.sync, table.update)))
+        seconds = pair_seconds_in_line(before, row, transfer, self.m, self.s - 1 - s)
+        return head + tail - (before.forward + before.backward + 2 * transfer) + seconds
+
+    def _leaves(self, cuts: tuple[int, ...]) -> None:
+        """Prices all positions of the last cut at once and exactly; offers the best one."""
+        start = cuts[-1] if cuts else 0
+        lasts = np.arange(start + 1, self.n)
+        edges = np.array([(0, *cuts, int(last), self.n) for last in lasts]).reshape(len(lasts), self.s + 1)
+        at, stop = edges[:, :-1], edges[:, 1:] - 1
+        terms = [
+            np.stack([getattr(self.stage[s], name)[at[:, s], stop[:, s]] for s in range(self.s)], axis=1)
+            for name in ("forward", "backward", "sync", "update")
+        ]
+        fits = np.isfinite(terms[0]).all(axis=1)
+        if not fits.any():
+            return
+        forward, backward, sync, update = (a[fits] for a in terms)
+        cut = np.stack([self.cut[s, edges[fits, s + 1]] for s in range(self.s - 1)], axis=1)
+        times = forward[..., None], backward[..., None], cut, sync, update
+        seconds = step_seconds(self.grid.schedule, self.m, *times, overlap=self.model.cluster.overlap)
+        best = int(np.argmin(seconds))
+        if seconds[best] < self.incumbent.cutoff:
+            chosen = tuple(int(c) for c in edges[fits][best, 1:-1])
+            self.incumbent.offer(grid_plan(self.grid, chosen, self.request, self.model), self.model)

@@ -1,13 +1,18 @@
-"""Inside a stage: which layers use its devices as data, which as tensor ranks; exact over all assignments.
+"""Inside a stage: which layers use its devices as data ranks, and which as tensor ranks; exact over all assignments.
 
 Layers are visited from last to first, as gradients appear.  A label is what a partial assignment costs,
 
-    (forward, backward, errors, reduced, update, kept bytes, working bytes)
+    (forward, backward, errors, reduced, update, saved bytes, working bytes)
 
-all of which only grow, and a step's time grows in each.  So a label that is nowhere better than another of the same
-degree at its front can be dropped (Hansen's label setting; exact), and what remains at the first layer is every
-assignment that can be part of an optimal plan.  `errors` and `reduced` carry the gradient stream of
+A step's time grows in each of these, and they only grow.  So a label that is nowhere better than another one with the
+same degree at its first layer can be dropped (Hansen's label setting; exact).  The labels that remain at the first
+layer are all assignments that can be part of an optimal plan.  `errors` and `reduced` carry the gradient stream of
 `estimate.sync_seconds`: reduced = max(reduced, errors) + gradients of the layer.
+
+A `Group` stands for assignments that are nearly alike until it matters which of them a stage takes.  A step's time
+grows in every stage's forward, backward, sync and update seconds.  So an assignment with the least of each over a group
+stands for all of it: no plan with a member is faster than the one with this stand-in.  In stages that are not the
+slowest hardly anything depends on the choice, and most groups are never opened.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +42,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Question:
-    """One stage: layers [first, stop) at a place, with so many micro-batches in flight."""
+    """Which degrees the layers [first, stop) of a stage should have.  slots: micro-batches in flight."""
 
     place: Place
     strategy: LayerStrategy
@@ -46,8 +51,8 @@ class Question:
     slots: int
     micro_batches: int
     degrees: tuple[int, ...]
-    """Between which layers choose."""
-    piped: bool
+    """What layers choose from."""
+    in_pipeline: bool
     shared: int | None = None
     """The degree of the two layers that share a parameter; None: each chooses its own."""
 
@@ -67,7 +72,7 @@ def chains(degrees: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def costs_at(question: Question, model: CostModel) -> dict[int, LayerCosts]:
-    """The tables of every degree, infinite where the question leaves no choice."""
+    """The tables of every degree, infinite where the question rules a degree out."""
     tables = {t: model.layer_costs(question.place, t, question.strategy) for t in question.degrees}
     if question.shared is None or model.tied_layer is None:
         return tables
@@ -79,10 +84,12 @@ def costs_at(question: Question, model: CostModel) -> dict[int, LayerCosts]:
 
 
 def options(question: Question, model: CostModel, cap: int, limit: float = np.inf) -> tuple[list[Option], float]:
-    """Undominated options that fit, and a bound of those that are missing: infinite where at most `cap` labels did.
+    """The undominated options that fit, and a lower bound of those that are missing.
+
+    Options are missing, and the bound is finite, if a layer had more than `cap` labels.
 
     Args:
-      limit: options of a stage that needs this many seconds for a step, or more, are not wanted.
+      limit: options with which the stage takes this many seconds for a step, or more, are left out.
     """
     degrees, costs = question.degrees, costs_at(question, model)
     rest = _Rest(question, list(costs.values()))
@@ -91,7 +98,7 @@ def options(question: Question, model: CostModel, cap: int, limit: float = np.in
     history: list[dict[int, npt.NDArray[np.int64]]] = []
     for layer in reversed(range(question.first, question.stop)):
         grown: dict[int, Array] = {}
-        came: dict[int, npt.NDArray[np.int64]] = {}
+        origins: dict[int, npt.NDArray[np.int64]] = {}
         for t in (t for t in degrees if model.allowed(layer, t)):
             labels, origin = _extended(fronts, layer, t, costs, question, model)
             keep = np.flatnonzero(rest.allows(labels, layer, limit))
@@ -104,14 +111,14 @@ def options(question: Question, model: CostModel, cap: int, limit: float = np.in
                 missing = min(missing, float(seconds[order[cap]]))
                 labels, origin = labels[order[:cap]], origin[order[:cap]]
             if len(labels):
-                grown[t], came[t] = labels, origin
+                grown[t], origins[t] = labels, origin
         fronts = grown
-        history.append(came)
+        history.append(origins)
     return _collect(fronts, history, rest), missing
 
 
 class _Rest:
-    """What the layers still to be visited cost at least, and with it which labels are worth keeping."""
+    """The least costs of the layers that have not been visited, and which labels are therefore worth keeping."""
 
     def __init__(self, question: Question, tables: list[LayerCosts]) -> None:
         m, span = question.micro_batches, slice(question.first, question.stop)
@@ -125,11 +132,11 @@ class _Rest:
             for quantity in (m * f + (m - 1) * b + once, m * (f + b), saved)
         )
         most = saved.max(axis=0).sum() + max(c.working[span].max() for c in tables)
-        # With room for the largest assignment (and twice that, for transfers and tied copies) bytes decide nothing.
-        self.roomy = 2 * most <= question.place.memory and not question.piped
+        # If there is room for twice the largest assignment (transfers and tied copies included), bytes do not matter.
+        self.roomy = 2 * most <= question.place.memory and not question.in_pipeline
 
     def seconds(self, labels: Array, layer: int) -> Array:
-        """Least seconds of a step of the stage, with layers before `layer` at their best."""
+        """Least seconds of a step of the stage, with the layers before `layer` at their best."""
         m, done = self.question.micro_batches, layer - self.first
         steps = m * labels[:, FORWARD] + (m - 1) * labels[:, BACKWARD] + labels[:, UPDATE]
         reduced = steps + labels[:, REDUCED] + self.until_reduced[done]
@@ -145,8 +152,11 @@ class _Rest:
         return fits & (seconds < limit) & np.isfinite(seconds)
 
     def criteria(self, labels: Array) -> Array:
-        """What decides between labels.  Alone, a stage needs M forward + (M-1) backward + update, then its stream."""
-        if self.question.piped:
+        """What decides between labels.
+
+        A stage alone takes M forward + (M-1) backward + update, followed by the stream of gradients.
+        """
+        if self.question.in_pipeline:
             return labels
         m = self.question.micro_batches
         reshard = labels[:, BACKWARD] - labels[:, ERRORS]
@@ -158,7 +168,7 @@ class _Rest:
 def _extended(
     fronts: dict[int, Array], layer: int, t: int, tables: dict[int, LayerCosts], question: Question, model: CostModel
 ) -> tuple[Array, npt.NDArray[np.int64]]:
-    """Labels with `layer` at degree t put before them; origin: (degree, index) of the label each came from."""
+    """The labels extended by `layer` at degree t, and for each the (degree, index) of the label it extends."""
     costs = tables[t]
     if layer == question.stop - 1:
         start, origin = np.zeros((1, 8)), np.array([[0, 0]])
@@ -171,7 +181,7 @@ def _extended(
             moved = labels.copy()
             reshard = model.reshard_seconds(question.place, layer, t, after, question.strategy.micro_batch) / 2
             moved[:, [FORWARD, BACKWARD]] += reshard
-            if after != t:  # the chunks of neither layer go on in the other
+            if after != t:  # sample chunks do not continue from one layer to the other
                 moved[:, FORWARD] += tables[after].forward_filling[layer + 1]
                 moved[:, [BACKWARD, ERRORS]] += costs.backward_filling[layer]
             parts.append(moved)
@@ -185,13 +195,13 @@ def _extended(
     start[:, UPDATE] += costs.update[layer]
     start[:, SAVED] += costs.state[layer] + question.slots * costs.activations[layer]
     start[:, WORKING] = np.maximum(start[:, WORKING], costs.working[layer])
-    if question.piped:
+    if question.in_pipeline:
         _add_ends(start, layer, t, costs, question, model)
     return start, origin
 
 
 def _add_ends(start: Array, layer: int, t: int, costs: LayerCosts, question: Question, model: CostModel) -> None:
-    """Transfer buffers, counted at the first layer's degree; a tied parameter's second copy and its sum."""
+    """Adds transfer buffers, counted at the first layer's degree, and a tied parameter's second copy and its sum."""
     last, tied = model.num_layers - 1, model.tied_layer
     if tied is not None and layer == tied and question.first > 0:
         start[:, SAVED] += costs.tied_bytes[tied]
@@ -200,22 +210,22 @@ def _add_ends(start: Array, layer: int, t: int, costs: LayerCosts, question: Que
         start[:, UPDATE] += costs.tied[tied]
     if layer == question.first:
         local = -(-question.strategy.micro_batch * t // question.place.devices)
-        come = model.boundary[layer - 1] if layer else 0.0
-        leave = model.boundary[question.stop - 1] if question.stop <= last else 0.0
-        start[:, SAVED] += 2 * local * (come + leave)
+        received = model.boundary[layer - 1] if layer else 0.0
+        sent = model.boundary[question.stop - 1] if question.stop <= last else 0.0
+        start[:, SAVED] += 2 * local * (received + sent)
 
 
 def _undominated(labels: Array) -> npt.NDArray[np.int64]:
-    """Indices of labels that no other is at least as good as in everything; of equal ones the first."""
+    """Indices of the labels for which no other label is as good in everything; of equal labels the first."""
     order = np.lexsort(labels.T[::-1])
-    ahead, count = np.empty_like(labels), 0
-    saved = []
+    best, count = np.empty_like(labels), 0
+    kept = []
     for index in order:
-        if not (ahead[:count] <= labels[index]).all(axis=1).any():
-            ahead[count] = labels[index]
+        if not (best[:count] <= labels[index]).all(axis=1).any():
+            best[count] = labels[index]
             count += 1
-            saved.append(int(index))
-    return np.array(sorted(saved), dtype=np.int64)
+            kept.append(int(index))
+    return np.array(sorted(kept), dtype=np.int64)
 
 
 def _collect(fronts: dict[int, Array], history: list[dict[int, npt.NDArray[np.int64]]], rest: _Rest) -> list[Option]:
@@ -223,17 +233,68 @@ def _collect(fronts: dict[int, Array], history: list[dict[int, npt.NDArray[np.in
     if not entries:
         return []
     labels = np.array([fronts[t][index] for t, index in entries])
-    found = []
+    collected = []
     criteria = rest.criteria(labels)
-    if rest.question.first:  # the transfer to this stage is the dearer, the higher its first layer's degree
+    if rest.question.first:  # a higher degree of the first layer makes the transfer to this stage slower
         criteria = np.column_stack([criteria, [t for t, _ in entries]])
     for at in _undominated(criteria):
         t, index = entries[at]
         path = []
-        for came in reversed(history):
+        for origins in reversed(history):
             path.append(t)
-            t, index = (int(x) for x in came[t][index])
+            t, index = (int(x) for x in origins[t][index])
         forward, backward, errors, reduced, update = (float(x) for x in labels[at][: UPDATE + 1])
         sync = max(backward, reduced + (backward - errors))
-        found.append(Option(forward, backward, sync, update, tuple(path)))
-    return found
+        collected.append(Option(forward, backward, sync, update, tuple(path)))
+    return collected
+
+
+@dataclass(frozen=True)
+class Group:
+    """Options of one stage with the same degrees at both ends, on which transfers depend.
+
+    least: the least forward, backward, sync and update seconds of the members.
+    """
+
+    least: Option
+    members: tuple[Option, ...]
+
+
+def single(option: Option) -> Group:
+    """A group of one."""
+    return Group(option, (option,))
+
+
+def groups(options: list[Option], m: int, tolerance: float) -> list[Group]:
+    """The options grouped, in the order of the seconds that the stage alone takes for a step of m micro-batches.
+
+    An option joins the first group whose least seconds differ from its own by at most `tolerance`, relative.
+    """
+    collected: list[Group] = []
+    for option in sorted(options, key=lambda option: _alone(option, m)):
+        for at, group in enumerate(collected):
+            joined = _joined(group, option)
+            if joined and _alone(option, m) - _alone(joined.least, m) <= tolerance * _alone(option, m):
+                collected[at] = joined
+                break
+        else:
+            collected.append(single(option))
+    return collected
+
+
+def _alone(option: Option, m: int) -> float:
+    return m * option.forward + (m - 1) * option.backward + option.sync + option.update
+
+
+def _joined(group: Group, option: Option) -> Group | None:
+    least = group.least
+    if (least.degrees[0], least.degrees[-1]) != (option.degrees[0], option.degrees[-1]):
+        return None
+    both = Option(
+        forward=min(least.forward, option.forward),
+        backward=min(least.backward, option.backward),
+        sync=min(least.sync, option.sync),
+        update=min(least.update, option.update),
+        degrees=least.degrees,
+    )
+    return Group(both, (*group.members, option))

@@ -23,11 +23,11 @@ from jhpt.core.divisors import divisors
 from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.plan import Chunk, Plan, SavedTensors, Stage, Zero, runs_of
 from jhpt.core.rules import conflict
+from jhpt.core.work import size_of
+from jhpt.planner.cost.activations import NOTHING, repeated
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import blocks_of, offloaded_step, offloads
-from jhpt.planner.cost.recompute import NOTHING, repeated
-from jhpt.planner.profiles.named_tensors import size_of
 from jhpt.planner.search.request import Incumbent, Request
 
 

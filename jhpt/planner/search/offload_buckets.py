@@ -1,9 +1,10 @@
-"""Not called by plans yet; it will choose which buckets to offload, where buckets differ.
+"""Not called by plans yet: which buckets to offload if buckets differ, and where streamed rows lie on the device.
 
-The choice is greedy and then repaired.  At first everything is resident.  While a step needs more memory than the
-device has, one bucket moves one home on (resident, optimizer, both): the bucket that frees the most bytes per second
-that the move costs.  Among moves that cost nothing, the one that frees most wins.  A move never makes an operation need
-more (`stream.held`), so this ends with a step that fits or with everything offloaded, which proves that nothing fits.
+`choose` is greedy and then repairs its choice.  At first everything is resident.  While a step needs more memory than
+the device has, one bucket moves one home on (resident, optimizer, both): the bucket that frees the most bytes per
+second that the move costs.  Among moves that cost nothing, the one that frees most wins.  A move never makes an
+operation need more (`streaming.held`), so this ends with a step that fits or with everything offloaded, which proves
+that nothing fits.
 
 Repair moves one bucket or two buckets to other homes, as long as that brings the step nearer to both budgets or makes a
 fitting step shorter.  It starts from several choices: the greedy one; the greedy one by host bytes instead of seconds,
@@ -11,15 +12,22 @@ for small hosts; everything offloaded; and the best of those with every n-th buc
 because resident buckets between two offloaded ones hide the copies, which single moves do not find.
 
 Parameters alone are no home here: for the same bytes, optimizer state moves fewer of them in a step.
+
+`slots` places rows in memory that is allocated once.  A row is on the device from the operation that fetches or
+computes it until the operation that writes it back: an interval of operations.  Overlapping intervals need different
+slots.  If intervals are taken in the order of their beginning and each gets the lowest free slot, as many slots are
+needed as intervals overlap at a time.  No colouring of an interval graph needs fewer.
 """
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from jhpt.core.cluster import Link
-from jhpt.planner.cost.streaming import Array, Bucket, Home, Homes, Streamed, stream
+from jhpt.planner.cost.streaming import AGAIN, Array, Bucket, Home, Homes, Streamed, stream
 
 TOLERANCE = 1e-9
 """Relative.  A smaller difference is rounding."""
@@ -28,6 +36,9 @@ MOVED = (Home.OPTIMIZER, Home.BOTH)
 """Homes of a bucket that is offloaded."""
 
 Steps = Callable[[Homes], Streamed]
+
+Part = Literal["rows", "weights", "gradient"]
+"""What a forward pass fetches ("rows"), and the weights and the gradient of a backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,3 +158,51 @@ def _with(homes: Homes, at: int, home: int) -> Homes:
     moved = homes.copy()
     moved[at] = home
     return moved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residency:
+    """A part of a layer's offloaded state is on the device during the operations first ... last."""
+
+    layer: int
+    part: Part
+    first: int
+    last: int
+
+
+def residencies(homes: Sequence[Home]) -> tuple[Residency, ...]:
+    """The residencies of everything that is streamed, in order of arrival; `stream` says when that is."""
+    last, residencies = 2 * len(homes) - 1, list[Residency]()
+
+    def add(layer: int, part: Part, first: int, stop: int) -> None:
+        if first < stop:
+            residencies.append(Residency(layer=layer, part=part, first=first, last=stop - 1))
+
+    forward = [layer for layer, home in enumerate(homes) if home != Home.RESIDENT]
+    for before, layer, behind in zip([0, *forward], forward, [*forward[1:], len(homes)], strict=False):
+        add(layer, "rows", before, behind)
+    # In the backward pass a group ends with its first layer; operations are counted from the last layer on.
+    backward = [last - layer for layer in reversed(range(len(homes))) if AGAIN[homes[layer], 0]]
+    starts = [len(homes), len(homes), *(operation + 1 for operation in backward)]
+    stops = [*(operation + 1 for operation in backward), last + 1]
+    for at, operation in enumerate(backward):
+        add(last - operation, "weights", starts[at], stops[at])
+        add(last - operation, "gradient", starts[at + 1], stops[at + 1])
+    return tuple(sorted(residencies, key=lambda entry: (entry.first, entry.last, entry.layer, entry.part)))
+
+
+def slots(intervals: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """A slot for every interval (both ends included), with as few slots as possible."""
+    order = sorted(range(len(intervals)), key=lambda at: intervals[at])
+    free, busy, used, chosen = list[int](), list[tuple[int, int]](), 0, [0] * len(intervals)
+    for at in order:
+        first, last = intervals[at]
+        while busy and busy[0][0] < first:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            slot = heapq.heappop(free)
+        else:
+            slot, used = used, used + 1
+        chosen[at] = slot
+        heapq.heappush(busy, (last, slot))
+    return tuple(chosen)

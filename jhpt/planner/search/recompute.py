@@ -2,7 +2,7 @@
 
 All blocks save activations of the same names, because one program runs them.  A plan that recomputes everything leaves
 some free memory on every stage.  A name takes its bytes in all blocks of the stage's fullest chunk, times the number of
-micro-batches in flight.  The stage with the least free memory decides, by the integer programme of `recompute_block`.
+micro-batches in flight.  The stage with the least free memory decides, by the integer programme of `saved_tensors`.
 
 A relaxed search finds the plans that are worth it.  It plans for a model whose tensors are recomputed in no time: its
 plans are as fast as if they saved everything and as small as if they saved nothing.  So no choice of names is faster
@@ -25,14 +25,13 @@ from jhpt.core.errors import InputError
 from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.profile import LayerKind, ModelProfile, NamedTensor
-from jhpt.planner.cost.activation_offload import fullest_host, waiting_bytes
+from jhpt.core.work import all_reduce_shares, flops_shares
+from jhpt.planner.cost.activations import Copies, Fate, Tensor, fullest_host, graph, offloaded_activation_bytes
 from jhpt.planner.cost.estimate import StageEstimate, price, stage_layers
 from jhpt.planner.cost.layers import strategy_of
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.recompute import Copies, Fate, Tensor, graph
-from jhpt.planner.profiles.named_tensors import all_reduce_shares, flops_shares
-from jhpt.planner.search.recompute_block import Choice, choose
 from jhpt.planner.search.request import Incumbent, Request
+from jhpt.planner.search.saved_tensors import Choice, choose
 from jhpt.planner.search.spmd import search_spmd
 
 SHAPES = 8
@@ -146,17 +145,17 @@ def _anywhere(plan: Plan, model: CostModel, names: tuple[str, ...] | None) -> Pl
     started, room = start
     forward, sums, backward = _passes(started, room, model)
     seconds, sizes = _seconds(kind, forward, sums), room.sizes(kind)
-    travel = {tensor.name: room.copies(tensor.name, model, plan.sequence) for tensor in kind.tensors}
+    copied = {tensor.name: room.copies(tensor.name, model, plan.sequence) for tensor in kind.tensors}
     needed = {BLOCK_INPUT, *(names or ())}
-    # More than the cost of any choice that does not recompute these.
-    prohibitive = 2 * (sum(seconds.values()) + 2 * sum(travel.values())) or 1.0
+    # This is more than any choice costs that does not recompute these tensors.
+    prohibitive = 2 * (sum(seconds.values()) + 2 * sum(copied.values())) or 1.0
     inner = [
         replace(tensor, name=None) if names is not None and tensor.name not in needed else tensor
         for tensor in graph(kind.tensors, {n: prohibitive if n in needed else s for n, s in seconds.items()}, sizes)
     ]
     whole = sizes[BLOCK_INPUT]
     entry = [Tensor(name=BLOCK_INPUT, bytes=room.entry * whole, host_bytes=whole, seconds=prohibitive)]
-    tensors = [replace(tensor, copy_seconds=travel.get(tensor.name or "")) for tensor in inner + entry]
+    tensors = [replace(tensor, copy_seconds=copied.get(tensor.name or "")) for tensor in inner + entry]
     beside = model.cluster.overlap
     copies = Copies(
         rate=model.cluster.nodes[0].host.bandwidth,
@@ -169,24 +168,24 @@ def _anywhere(plan: Plan, model: CostModel, names: tuple[str, ...] | None) -> Pl
     if choice.seconds >= prohibitive:
         return None
     device, host = _names(choice, sorted(kind.tensors, key=lambda tensor: tensor.name == BLOCK_INPUT))
-    if names is not None:  # Also names that nothing reads, which the choice leaves out.
+    if names is not None:  # The choice leaves out names that nothing reads.
         device = tuple(name for name in names if name not in host)
         return started.model_copy(update={"saved": SavedTensors(device=device, host=host)})
     return _saving(started, SavedTensors(device=tuple(n for n in device if n != BLOCK_INPUT), host=host), kind)
 
 
 def _host_room(plan: Plan, sizes: dict[str, float], model: CostModel) -> float:
-    """Bytes of tensors of these sizes that the fullest host has room for."""
+    """Bytes that the fullest host has room for, if it holds tensors of these sizes."""
     most = 0.0
     for name, size in sizes.items():
-        by_device = waiting_bytes(plan, model.profile, SavedTensors(host=(name,)))
+        by_device = offloaded_activation_bytes(plan, model.profile, SavedTensors(host=(name,)))
         most = max(most, fullest_host(by_device, model.places.per_node) / (size or 1.0))
     capacity = min(node.host_memory for node in model.cluster.nodes)
     return capacity / most if most else math.inf
 
 
 def _started(plan: Plan, saved: SavedTensors, model: CostModel) -> "tuple[Plan, _Room] | None":
-    """The plan that saves only these, and its stage with the least room; None if it does not fit."""
+    """The plan that saves only these, and its stage with the least memory left; None if it does not fit."""
     started = plan.model_copy(update={"recompute": True, "saved": saved, "seconds": None, "lower_bound": None})
     estimate = price(started, model)
     if any(stage.total_bytes > stage.capacity for stage in estimate.stages):
@@ -207,10 +206,11 @@ def _seconds(kind: LayerKind, forward: float, sums: float) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Room:
-    """What a stage has for the names of one micro-batch in the blocks of its fullest chunk.
+    """The memory that a stage has for saved tensors of one micro-batch in the blocks of its fullest chunk.
 
-    left: bytes.  divided, whole: samples whose tensors take that, of tensors that the tensor axis divides or not.
-    entry: share of a block's input that leaves the device with it.  blocks: (tensor degree, samples) of each.
+    left: bytes.  divided, whole: how many samples' bytes of a tensor all blocks save, if the tensor axis divides it and
+    if not.  entry: share of a block's input that offloading it frees on the device.  blocks: (tensor degree, samples)
+    of each.
     """
 
     stage: int
@@ -245,7 +245,7 @@ def _room(plan: Plan, position: int, estimate: StageEstimate, model: CostModel) 
         left = (estimate.capacity - estimate.total_bytes) / estimate.in_flight
         whole = divided if plan.sequence else float(sum(local))
         blocks = tuple(zip(degrees, local, strict=True))
-        here, there = model.activations.input_shares(
+        on_device, beside_offload = model.activations.input_shares(
             min(max(chunk.sample_chunks), *local, samples) if max(degrees, default=1) > 1 else 1
         )
         rooms.append(
@@ -255,7 +255,7 @@ def _room(plan: Plan, position: int, estimate: StageEstimate, model: CostModel) 
                 left=left,
                 divided=divided,
                 whole=whole,
-                entry=here - there,
+                entry=on_device - beside_offload,
                 blocks=blocks,
             )
         )

@@ -49,7 +49,7 @@ class Request:
     gradient_compression: GradientCompression = PLAIN_GRADIENTS
     """How the all-reduce of gradients is compressed.  This one is given, not chosen."""
     offload: tuple[OffloadKind | None, ...] = (None,)
-    """What state of the blocks may be offloaded to the host; None: nothing."""
+    """Which state of the blocks may be offloaded to the host; None: nothing."""
     update_in_backward: bool = False
     """Whether offloaded blocks are updated in the backward pass, which `optimizer.clip` decides."""
     saved: SavedTensors | None = None
@@ -96,18 +96,18 @@ def request(batch: int, micro_batches: int | Iterable[int] | None = None, **opti
     return Request(batch=batch, micro_batches=counts, **options)
 
 
-def choices_of(asked: Request, model: CostModel, space: Space) -> Choices:
-    """What the request leaves no choice about, as the rules see it."""
+def choices_of(request: Request, model: CostModel, space: Space) -> Choices:
+    """What the request decides for every plan, as the rules see it."""
     return Choices(
         space=space,
         mixed=model.cluster.mixed,
         place=model.cluster.name,
-        schedule="interleaved" if set(asked.schedules) == {"interleaved"} else None,
+        schedule="interleaved" if set(request.schedules) == {"interleaved"} else None,
         sample=model.profile.sample if model.tensor_all_reduce.stream is None else None,
-        compression=None not in asked.compression,
-        gradient_compression=asked.gradient_compression.on,
-        offload=None if None in asked.offload else asked.offload[0],
-        saved=asked.saved is not None,
+        compression=None not in request.compression,
+        gradient_compression=request.gradient_compression.on,
+        offload=None if None in request.offload else request.offload[0],
+        saved=request.saved is not None,
         names=SETTINGS,
     )
 
@@ -143,7 +143,7 @@ class Incumbent:
         return estimate
 
     def note_unexplored_bound(self, bound: float) -> None:
-        """Notes that some plans were not visited, none of which is faster than `bound` seconds."""
+        """Notes that some plans were not visited, and that none of them is faster than `bound` seconds."""
         self.unvisited = min(self.unvisited, bound)
 
 
@@ -184,7 +184,7 @@ def recomputations(config: Config) -> dict[str, Any]:
 
 
 def shape_of(plan: Plan) -> tuple[object, ...]:
-    """What tells alternatives apart.
+    """What distinguishes alternatives.
 
     Plans of one shape may differ in cuts, micro-batches, sample chunks, ZeRO level and recomputation.
     """

@@ -9,39 +9,49 @@ Decision set of space="spmd":
                     each other, because they share a mesh, and two layers that share a parameter have the same degree
     cuts            any S contiguous non-empty ranges of layers
     schedule        1f1b, gpipe, or interleaved with v = 2, 3 or 4 chunks per device.  Interleaving requires M to be
-                    divisible by S and cuts the layers into S v balanced ranges (`cuts.balanced`)
-    ZeRO            0, 1 or 3 where d > 1, else 0 or 3.  ZeRO-3 on one data rank keeps no compute copy of the weights
+                    divisible by S and cuts the layers into S v balanced ranges (`grids.balanced`)
+    ZeRO            0, 1 or 3 if d > 1, else 0 or 3.  ZeRO-3 on one data rank has no compute-dtype copy of the weights
     recomputation   off or on
-    compression     one of those requested, where a tensor degree is above 1
+    compression     one of those requested, if a tensor degree is above 1
 
 The number of sample chunks is looked up instead of searched (`CostModel.sample_chunks`).  With one stage every layer
 has the number that is best in a row of all layers at its degree; in a pipeline all layers have the number that is best
 for all of them together.
 
-Costs of layers are described at the head of `jhpt.planner.cost.memory`.  gpipe is faster than 1f1b on the same stages
-only where the gradients of a late stage take longer to reduce than the pipeline takes to drain (tested), and it never
-needs less memory.
+The head of `jhpt.planner.cost.memory` describes the costs of layers.  gpipe is faster than 1f1b on the same stages only
+if the gradients of a late stage take longer to reduce than the pipeline takes to drain (tested), and it never needs
+less memory.
 
-Grids are visited in the order of a bound that holds for all cuts (`grids`).  For each grid, best-first search finds the
-cuts, guided by a tighter bound (`cuts`, `bounds`).  The plan is proven optimal if no unvisited plan has a bound below
-its seconds, which is the rule.  Otherwise the least bound of the unvisited plans is reported with the plan.
+The search visits grids in the order of a bound that holds for all cuts.  For each grid, best-first search finds the
+cuts, guided by a tighter bound (`grids`, `stages`).  `layer_degrees` finds the plans of one stage whose layers differ
+in tensor degree.  The plan is proven optimal if no unvisited plan has a bound below its seconds, which is the rule.
+Otherwise the least bound of the unvisited plans is reported with the plan.
 """
 
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
-from jhpt.planner.cost.layers import Space
+import numpy as np
+
+from jhpt.core.plan import Chunk, Stage, runs_of
+from jhpt.planner.cost.layers import Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.search.cuts import CutSearch, balanced
-from jhpt.planner.search.grids import Grid, bounded_grids, grid_plan
-from jhpt.planner.search.mixed_degrees import mixed_stages, try_mixed
+from jhpt.planner.search.grids import CutSearch, Grid, balanced, bounded_grids, grid_plan
+from jhpt.planner.search.layer_degrees import Option, Question, chains, costs_at, options
 from jhpt.planner.search.request import Incumbent, Request
+from jhpt.planner.search.stages import SLACK
+
+LABELS, EXACT_LAYERS = 48, 24
+"""Partial assignments of degrees that are kept per layer if a model has more than `EXACT_LAYERS` layers."""
 
 
 def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space: Space = "spmd") -> None:
     """Improves `incumbent` to the best plan of the space, and notes the bound of all plans that were not visited.
 
     Args:
-      space: "general" prices the same plans as programs of the stages' own, as space="general" runs them.
+      space: "general" prices the same plans with a program for each stage, as space="general" runs them.
     """
     if space == "general":
         request = replace(request, sample_chunks=(1,), compression=(None,))
@@ -68,3 +78,74 @@ def _interleaved_cuts(grid: Grid, request: Request, model: CostModel) -> tuple[i
     costs = model.layer_costs(place, grid.tensor, grid.strategy(request.batch))
     work = costs.forward + costs.forward_tensor + costs.backward + costs.backward_tensor
     return balanced(work, grid.stages * grid.chunks)
+
+
+def mixed_stages(request: Request, model: CostModel, space: Space, limit: float) -> Iterator[tuple[float, Question]]:
+    """The questions about one stage whose lower bound is below `limit`.  The bound takes each layer's best degree."""
+    if model.cluster.mixed:
+        return
+    for devices in range(2, model.cluster.num_devices + 1):
+        place, divisors = model.places.at(0, devices), model.degrees(devices)
+        for m in request.micro_batches:
+            even = [t for t in divisors if request.batch // m % (devices // t) == 0]
+            sets = [chain for chain in (chains(even) if space == "spmd" else [tuple(even)]) if len(chain) > 1]
+            decisions = itertools.product(sets, request.zero, request.recompute, request.compression)
+            for degrees, zero, recompute, compression in decisions:
+                strategy = layer_strategy(space, 1, request.batch, m, zero, recompute, compression=compression)
+                strategy = replace(strategy, sample_chunks=request.sample_chunks)
+                question = Question(place, strategy, 0, model.num_layers, 1, m, degrees, in_pipeline=False)
+                for part in _by_shared_degree(question, model, limit):
+                    if (bound := _mixed_bound(part, model)) < limit:
+                        yield bound, part
+
+
+def _by_shared_degree(question: Question, model: CostModel, limit: float) -> Iterator[Question]:
+    """The question once per degree of the layers that share a parameter.
+
+    One SPMD program stores a shared parameter once, so these layers must have the same degree.
+    """
+    if model.tied_layer is None or question.strategy.program == "per_stage":
+        yield question
+    elif _mixed_bound(question, model) < limit:
+        yield from (replace(question, shared=t) for t in question.degrees)
+
+
+def _mixed_bound(question: Question, model: CostModel) -> float:
+    """Least seconds of a step; infinite if even the least bytes do not fit."""
+    m, tables = question.micro_batches, list(costs_at(question, model).values())
+    forward = np.array([c.forward + c.forward_tensor for c in tables])
+    backward = np.array([c.backward + c.backward_tensor for c in tables])
+    once = np.array([c.gradients + c.update for c in tables])
+    busy = (m * (forward + backward)).min(axis=0).sum()
+    reduced = (m * forward + (m - 1) * backward + once).min(axis=0).sum()
+    least_bytes = np.array([c.state + c.activations for c in tables]).min(axis=0).sum()
+    fits = least_bytes <= question.place.memory * (1 + SLACK)
+    return max(float(busy), float(reduced)) if fits else math.inf
+
+
+def try_mixed(
+    bound: float, question: Question, space: Space, request: Request, model: CostModel, incumbent: Incumbent
+) -> None:
+    """Offers every assignment of degrees that could be faster than the incumbent."""
+    m, strategy, devices = question.micro_batches, question.strategy, question.place.devices
+    cap = LABELS if model.num_layers > EXACT_LAYERS else 1 << 20
+    candidates, missing = options(question, model, cap, incumbent.cutoff)
+    incumbent.note_unexplored_bound(max(bound, missing))
+    for option in candidates:
+        seconds = m * (option.forward + option.backward) - option.backward + option.sync + option.update
+        if seconds < incumbent.cutoff:
+            chunk = Chunk(first=0, runs=runs_of(option.degrees, _sample_chunks(option, question, model)))
+            compression = strategy.compression if max(option.degrees) > 1 else None
+            grid = Grid(1, 1, devices, m, strategy.zero, strategy.recompute, "1f1b", 1, space, compression)
+            stage = Stage(device=0, devices=devices, chunks=(chunk,))
+            plan = grid_plan(grid, (), request, model)
+            incumbent.offer(plan.model_copy(update={"stages": (stage,)}), model)
+
+
+def _sample_chunks(option: Option, question: Question, model: CostModel) -> list[int]:
+    """The number of sample chunks of every layer."""
+    by_degree = {t: model.sample_chunks(question.place.devices, t, question.strategy) for t in set(option.degrees)}
+    samples = [by_degree[t][layer] for layer, t in enumerate(option.degrees)]
+    if len(samples) > 2:  # Embedding and head never cut samples; their neighbours' numbers make for fewer runs.
+        samples[0], samples[-1] = samples[1], samples[-2]
+    return samples

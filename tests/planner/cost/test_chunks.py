@@ -15,17 +15,21 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, Stage, runs_of
 from jhpt.planner.api import prepare
-from jhpt.planner.cost.communication import all_gather, all_to_all
-from jhpt.planner.cost.compression import all_reduce_seconds, kernel_seconds, stream_of
+from jhpt.planner.cost.collectives import Operation
+from jhpt.planner.cost.communication import (
+    all_gather,
+    all_to_all,
+    compressed_all_reduce_seconds,
+    compression_kernel_seconds,
+    stream_of,
+)
 from jhpt.planner.cost.estimate import evaluate, price, stage_times
 from jhpt.planner.cost.layers import layer_strategy, strategy_of
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.overlap import Operation
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.choice import plan_to_run
 from jhpt.planner.search.request import COMPRESSIONS, SAMPLE_CHUNKS, compressions, request
-from jhpt.planner.search.solve import solve
-from jhpt.planner.search.spaces import search
+from jhpt.planner.search.solve import search, solve
 
 EIGHT = Compression(bits=8)
 
@@ -253,15 +257,17 @@ def test_compressed_sums_by_hand():
     link, stream = group.inside, replace(stream_of(model.profile), tokens=4, width=128)
     steps = Compression(bits=8, steps=2)
     half = 320 / link.rate(320) + link.latency
-    assert all_reduce_seconds(group, steps, stream, 1, 1) == pytest.approx(2 * half)
+    assert compressed_all_reduce_seconds(group, steps, stream, 1, 1) == pytest.approx(2 * half)
     assert all_to_all(group, 640.0) == pytest.approx(half) == all_gather(group, 640.0)
     once = Compression(bits=8, steps=1)
-    assert all_reduce_seconds(group, once, stream, 1, 3) == pytest.approx(3 * 576 / link.rate(3 * 576) + link.latency)
+    assert compressed_all_reduce_seconds(group, once, stream, 1, 3) == pytest.approx(
+        3 * 576 / link.rate(3 * 576) + link.latency
+    )
     device = model.cluster.nodes[0].device
     moved = 1024 + 640 + (640 + 4 * 256) + (4 * 256 + 320) + (640 + 1024)
-    assert kernel_seconds(2, steps, stream, 1, device) == pytest.approx(moved / device.memory_bandwidth)
+    assert compression_kernel_seconds(2, steps, stream, 1, device) == pytest.approx(moved / device.memory_bandwidth)
     moved = 1024 + 576 + (2 * 576 + 1024)
-    assert kernel_seconds(2, once, stream, 1, device) == pytest.approx(moved / device.memory_bandwidth)
+    assert compression_kernel_seconds(2, once, stream, 1, device) == pytest.approx(moved / device.memory_bandwidth)
 
 
 def test_compression_is_off_unless_asked_for():

@@ -14,6 +14,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.report.simulation import simulate
 from tests.planner.brute_force import spmd_plans
 from tests.planner.instances import random_cluster, random_instance, random_profile
+from tests.planner.report.test_simulation import in_flight
 
 
 def layer(forward=1.0, backward=2.0, **costs) -> LayerKind:
@@ -538,7 +539,7 @@ def checked(drawn: Plan, costs: CostModel) -> None:
         assert sum(part.seconds.values()) == pytest.approx(estimate.seconds, rel=1e-9)
         assert all(value >= -1e-9 * estimate.seconds for value in part.seconds.values())
         assert all(value >= 0 for value in part.bytes.values())
-        assert part.in_flight >= played.in_flight(position)
+        assert part.in_flight >= in_flight(played, position)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])

@@ -10,8 +10,7 @@ from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Run, Stage
 from jhpt.planner.api import prepare
-from jhpt.planner.cost.communication import all_reduce
-from jhpt.planner.cost.compression import gradient_kernel_seconds, gradient_seconds, residual_bytes
+from jhpt.planner.cost.communication import all_reduce, gradient_kernel_seconds, gradient_seconds, residual_bytes
 from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.report.alternatives import changed

@@ -8,9 +8,8 @@ from jhpt.core.load import load_config
 from jhpt.core.profile import load_profile
 from jhpt.planner.api import prepare
 from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.planner.profiles.measured import is_of
-from jhpt.planner.report.answer import to_json
-from jhpt.planner.report.text import make_console, memory_table, summary
+from jhpt.planner.profiles.importers import is_of
+from jhpt.planner.report.answer import make_console, memory_table, summary, to_json
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
 

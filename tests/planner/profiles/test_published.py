@@ -24,8 +24,7 @@ from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.importers import read_profile
 from jhpt.planner.search.request import request
-from jhpt.planner.search.solve import solve
-from jhpt.planner.search.spaces import search
+from jhpt.planner.search.solve import search, solve
 
 FOLDER = Path(__file__).parents[3] / "shared" / "profiles"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="PipeDream's profiles are not there")

@@ -14,13 +14,20 @@ from jhpt.core.plan import Chunk, Plan, Run, Stage
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.planner.report.alternatives import alternative, alternatives, changed
-from jhpt.planner.report.answer import timeline, to_json, verdict
+from jhpt.planner.report.alternatives import alternative, alternatives, changed, savings
+from jhpt.planner.report.answer import print_answer, summary, timeline, to_json, verdict
 from jhpt.planner.report.causes import mean_causes, stage_causes
-from jhpt.planner.report.layers import compressed, idle_devices, layer_runs
-from jhpt.planner.report.savings import savings
-from jhpt.planner.report.text import print_answer, summary
-from jhpt.planner.report.words import compression_text, duration, names_text, percent, spans, spans_text
+from jhpt.planner.report.words import (
+    compressed,
+    compression_text,
+    duration,
+    idle_devices,
+    layer_runs,
+    names_text,
+    percent,
+    spans,
+    spans_text,
+)
 from jhpt.planner.search.baselines import baselines
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import Answer

@@ -12,7 +12,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.networks import network_profile
 from jhpt.planner.search.baselines import baselines
 from jhpt.planner.search.request import request
-from jhpt.planner.search.spaces import search
+from jhpt.planner.search.solve import search
 from tests.planner.instances import random_cluster, random_profile
 
 NAMES = ("data parallel", "tensor parallel", "gpipe, equal layers", "1f1b, equal layers", "best 3-D grid")

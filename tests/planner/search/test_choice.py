@@ -1,14 +1,26 @@
-"""The plan to run: plain where plain is about as fast."""
+"""The plan to run: the plainest of those that are about as fast, or one by hand in a budget.
+
+The latter keeps what `parallel` says and chooses what `memory` leaves open.
+"""
+
+import itertools
 
 import pytest
 
 from jhpt.core.catalogue import find_cluster
 from jhpt.core.load import load_config
+from jhpt.core.plan import Offload, SavedTensors
+from jhpt.core.plan_by_hand import plan_by_hand
+from jhpt.planner.api import capped, prepare
+from jhpt.planner.cost.estimate import price
+from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.planner.search.choice import MARGIN, plainest, plan_to_run
+from jhpt.planner.search.choice import MARGIN, fitted, plainest, plan_to_run
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
 from tests.sharding.plans import mixed, piped
+
+GIB = 1 << 30
 
 
 def of(plan, seconds):
@@ -53,3 +65,84 @@ def test_the_plan_to_run_is_about_as_fast_as_the_fastest_and_uses_all_devices():
     assert plan.devices == cluster.num_devices
     assert plan.device == answer.plan.device
     assert answer.plan.seconds <= plan.seconds <= (1 + MARGIN) * answer.plan.seconds
+
+
+def asked(preset, budget, devices=1, **settings):
+    """(plan by hand, cost model, configuration) on so many H100."""
+    config = load_config(preset, {"data.batch_size": 8} | settings)
+    cluster = capped(find_cluster(f"h100x{devices}x1"), budget)
+    model = CostModel(analytic_profile(config, cluster.nodes[0].device), cluster)
+    return plan_by_hand(config, devices), model, config
+
+
+def test_what_fits_stays_as_it_is():
+    plan, model, config = asked("gpt2-124m", 60 * GIB)
+    assert fitted(plan, model, config) is plan
+
+
+def test_what_is_said_by_hand_may_fill_the_device():
+    """A reserve is left by what takes its place."""
+    plan, model, _ = asked("gpt2-1.5b", 80 * GIB)
+    need = price(plan, model).stages[0].total_bytes
+    plan, model, config = asked("gpt2-1.5b", 1.001 * need)
+    assert fitted(plan, model, config) is plan and not price(plan, model).fits
+    plan, model, config = asked("gpt2-1.5b", 0.999 * need)
+    found = price(fitted(plan, model, config), model)
+    assert found.fits and found.stages[0].total_bytes <= 0.999 * 0.97 * need
+
+
+@pytest.mark.parametrize(
+    ("preset", "budget"), [("gpt2-1.5b", 24 * GIB), ("gpt2-1.5b", 30 * GIB), ("gpt-6.7b", 24 * GIB)]
+)
+def test_the_fastest_that_fits(preset, budget):
+    """Of all that is left open, by trying all."""
+    plan, model, config = asked(preset, budget)
+    found = fitted(plan, model, config)
+    assert price(found, model).fits and not price(plan, model).fits
+    sizes = [size for size in range(1, 49) if (len(model.profile.layers) - 2) % size == 0]
+    hosts = [None, *(Offload(kind=w, resident=s - 1) for w in ("parameters", "optimizer", "both") for s in sizes)]
+    every = (
+        price(plan.model_copy(update={"recompute": again, "offload": offload, "zero": zero}), model)
+        for again, (offload, zero) in itertools.product(
+            (False, True), [*((host, plan.zero) for host in hosts), (None, 3)]
+        )
+    )
+    assert price(found, model).seconds == min(own.seconds for own in every if own.fits)
+    assert (found.stages, found.micro_batches) == (plan.stages, plan.micro_batches)
+    assert (found.zero != plan.zero) == (preset == "gpt2-1.5b" and budget == 24 * GIB)
+
+
+def test_what_is_said_is_done():
+    plan, model, config = asked("gpt-6.7b", 24 * GIB, **{"memory.offload": "off"})
+    assert fitted(plan, model, config) is plan, "nothing fits then, and the compiler says so"
+    plan, model, config = asked("gpt-6.7b", 24 * GIB, **{"memory.recompute": "none"})
+    assert not fitted(plan, model, config).recompute
+    plan, model, config = asked("gpt-6.7b", 24 * GIB, **{"memory.offload": "both"})
+    assert fitted(plan, model, config).offload == Offload()
+
+
+def test_pipelines_can_only_compute_again():
+    plan, model, config = asked("gpt2-1.5b", 16.5 * GIB, 2, **{"parallel.pipe": 2, "parallel.micro_batches": 2})
+    found = fitted(plan, model, config)
+    assert found.offload is None and found.recompute
+
+
+def test_state_in_few_bits_stays_on_the_device():
+    few = {"optimizer.weights": "bfloat16_stochastic", "optimizer.moments": "int8"}
+    plan, model, config = asked("gpt-6.7b", 40 * GIB, **few)
+    assert fitted(plan, model, config).offload is None
+    answer = prepare("gpt2-1.5b", cluster="h100x1x1", batch=8, overrides=few).solve()
+    assert answer.plan.offload is None
+
+
+def test_names_that_are_kept_are_priced():
+    """With blocks on the host as without: what is kept takes room, and is not computed again."""
+    plan, model, _ = asked("gpt2-1.5b", 80 * GIB)
+    offloaded = plan.model_copy(update={"offload": Offload(), "recompute": True})
+    named = offloaded.model_copy(update={"saved": SavedTensors(device=("qkv", "mlp_hidden"))})
+    bare, own = price(offloaded, model), price(named, model)
+    block = model.profile.kinds["block"]
+    saved = sum(tensor.bytes for tensor in block.tensors if tensor.name in ("qkv", "mlp_hidden"))
+    more = own.stages[0].bytes["activations"] - bare.stages[0].bytes["activations"]
+    assert more == pytest.approx(48 * 8 * saved)
+    assert own.stages[0].seconds["recomputation"] < bare.stages[0].seconds["recomputation"]

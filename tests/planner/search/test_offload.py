@@ -22,12 +22,11 @@ from jhpt.planner.cost.offload import offloaded_step, offloads
 from jhpt.planner.cost.traffic import traffic
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.alternatives import changed
-from jhpt.planner.report.layers import streamed_layers
-from jhpt.planner.report.memory import offload_lines
+from jhpt.planner.report.answer import print_answer
+from jhpt.planner.report.causes import offload_lines
 from jhpt.planner.report.offload_timeline import offload_timeline
-from jhpt.planner.report.text import print_answer
 from jhpt.planner.report.timeline import svg_timeline
-from jhpt.planner.report.words import shape_text
+from jhpt.planner.report.words import shape_text, streamed_layers
 from jhpt.planner.search.offload import offloaded_plans
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve

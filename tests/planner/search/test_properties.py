@@ -13,7 +13,7 @@ from jhpt.core.profile import ModelProfile, load_profile
 from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.request import Incumbent, Request, request
-from jhpt.planner.search.spaces import search
+from jhpt.planner.search.solve import search
 from tests.planner.instances import random_cluster, random_profile
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=25)

@@ -11,9 +11,9 @@ from jhpt.core.load import load_config
 from jhpt.core.plan import SavedTensors
 from jhpt.core.profile import NamedTensor
 from jhpt.planner.api import prepare
+from jhpt.planner.cost.activations import NOTHING, repeated
 from jhpt.planner.cost.estimate import evaluate, price
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.recompute import NOTHING, repeated
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.causes import stage_causes
 from jhpt.planner.report.words import shape_text

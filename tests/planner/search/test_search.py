@@ -14,8 +14,8 @@ from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.search.layer_degrees import chains
 from jhpt.planner.search.request import Incumbent, Request, request
 from jhpt.planner.search.solve import plan as plan_of
-from jhpt.planner.search.solve import solve
-from jhpt.planner.search.spaces import offer_equal_stages, search
+from jhpt.planner.search.solve import search, solve
+from jhpt.planner.search.spmd import mixed_stages
 from tests.planner.brute_force import best, general_plans, spmd_plans
 from tests.planner.cost.test_estimate import between_embedding_and_head, cluster, layer, model, random_plan, stage
 from tests.planner.instances import random_cluster, random_profile
@@ -191,14 +191,23 @@ def test_layers_that_share_a_parameter_have_one_degree():
     asked = request(2, 1, zero=(0,), recompute=(False,))
     for space, seconds in (("spmd", 12.0), ("general", 6.1)):
         assert search(asked, CostModel(model(convolution, dense), cluster(2)), space).seconds == pytest.approx(seconds)
-    # The general search starts from that plan already.
-    start = Incumbent()
-    offer_equal_stages(asked, CostModel(model(convolution, dense), cluster(2)), start)
-    assert start.seconds == pytest.approx(6.1)
     # With another first layer the convolution is free again: 3 + 6 + 0.1.
     found = search(asked, CostModel(model(layer(max_tensor=2), convolution, dense), cluster(2)), "spmd")
     assert found.seconds == pytest.approx(9.1)
     assert found.plan.stages[0].chunks[0].tensor == (2, 1, 2)
+
+
+def test_only_one_program_needs_one_degree_of_layers_that_share_a_parameter():
+    """Where every stage has a program, each of these layers chooses its own degree."""
+    costs = CostModel(
+        model(layer(max_tensor=2), layer(max_tensor=2), layer(max_tensor=2, tied_parameters=1)), cluster(2)
+    )
+    asked = request(2, 1, zero=(0,), recompute=(False,))
+    shared = {
+        space: {question.shared for _, question in mixed_stages(asked, costs, space, math.inf)}
+        for space in ("spmd", "general")
+    }
+    assert shared == {"spmd": {1, 2}, "general": {None}}
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,23 @@
-"""Reads profiles of other tools as `ModelProfile`: PipeDream's `graph.txt`, Piper's JSON, and jhpt's own files.
+"""Reads profiles from files: those of other tools, jhpt's own, and what `jhpt profile` measured on this machine.
 
-`graph` turns profiled graphs into rows of layers; `pipedream` and `piper` document what is read from a file, in which
-units, and what is dropped.
+`pipedream` and `piper` document what is read from a file of these tools, in which units, and what is dropped.  `graph`
+turns their graphs into rows of layers.
+
+A measured profile is the analytic one with measured seconds (`jhpt.training.profiling.assemble`).  It is a profile of
+the configured model if everything else agrees.  No jax is needed to read it from the cache.
 """
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
-from jhpt.core.cluster import parse, read_tree
+from jhpt.core.cluster import Cluster, Device, load_cluster, parse, read_tree
+from jhpt.core.config import Config
 from jhpt.core.errors import InputError
-from jhpt.core.profile import ModelProfile
+from jhpt.core.folders import cache_folder
+from jhpt.core.profile import LayerKind, ModelProfile, load_profile
+from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.profiles.importers import pipedream, piper
 
 FORMATS = (
@@ -58,3 +65,48 @@ def _tree(text: str, path: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return read_tree(path)
+
+
+def local_cluster() -> Cluster | None:
+    """This machine as last measured; None if it never was."""
+    prefix = f"{platform.node() or 'local'}: "  # several machines may share a home folder
+    for path in _newest("clusters", "cluster.json"):
+        try:
+            cluster = load_cluster(path)
+        except InputError:  # written by another version
+            continue
+        if cluster.name.startswith(prefix):
+            return cluster
+    return None
+
+
+def local_profile(config: Config, device: str) -> ModelProfile | None:
+    """The most recent measured profile of the configured model on a device of this name; None if there is none."""
+    for path in _newest("profiles", "profile.json"):
+        try:
+            profile = load_profile(path)
+        except InputError:
+            continue
+        if profile.device == device and is_of(profile, config):
+            return profile.model_copy(update={"name": config.name})
+    return None
+
+
+def is_of(profile: ModelProfile, config: Config) -> bool:
+    """Whether the profile's layers and state are those of the configured model."""
+    if config.model.dtype not in ("auto", profile.dtype):
+        return False
+    nominal = Device(name=profile.device, peak_flops={profile.dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
+    expected = analytic_profile(config, nominal, profile.dtype)
+    alike = ("layers", "state", "products")
+    return all(getattr(expected, name) == getattr(profile, name) for name in alike) and _untimed(expected) == _untimed(
+        profile
+    )
+
+
+def _untimed(profile: ModelProfile) -> dict[str, LayerKind]:
+    return {name: kind.model_copy(update={"timings": ()}) for name, kind in profile.kinds.items()}
+
+
+def _newest(folder: str, name: str) -> list[Path]:
+    return sorted((cache_folder() / folder).glob(f"*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)

@@ -1,24 +1,25 @@
 """A profiled graph of operators as a row of layers, between which a linear pipeline may be cut.
 
-Order.  The nodes are put into one topological order; every prefix of it is closed under predecessors, so every
-position is a legal cut.  Layers are the runs between cuts.
+Order.  The nodes are put into one topological order.  Every prefix of it is closed under predecessors, so every
+position is a legal cut.  Layers are the runs of nodes between cuts.
 
-Price.  The bytes that cross a cut are those of the tensors made before it and read after it, each once:
+Price.  The bytes that cross a cut are those of the tensors made before it and read after it, each counted once:
 
     boundary(P) = sum over u in P of  max { bytes(u, v) : edge (u, v), v not in P }
 
-This is exact for a linear pipeline: a stage talks to its neighbours only, so a tensor that a later stage reads passes
-through every stage between (PipeDream's generated stages do so, and its states of several nodes are priced so), and
-a tensor with several readers is sent once.  Where one node separates all before it from all after it, the sum is that
-node's output alone.  The pure rule "cut only there" would be one instance; it would merge the decoder of GNMT, into
-whose every layer the attention feeds, to a single layer.
+This is exact for a linear pipeline.  A stage communicates with its neighbours only, so a tensor that a later stage
+reads passes through every stage between (PipeDream generates such stages and prices several nodes in this way), and a
+tensor with several readers is sent once.  If one node separates all nodes before it from all nodes after it, the sum is
+that node's output alone.  Cutting only at such nodes would merge the decoder of GNMT, into whose every layer the
+attention feeds, to a single layer.
 
-Free nodes.  A node without time and parameters makes no layer of its own: cuts on either side of it split work and
-weights alike and differ in bytes only, so of a run of free nodes just the cheapest cut stays (the first of equals).
+Free nodes.  A node without time and parameters does not become a layer.  Cuts on either side of it split work and
+weights in the same way and differ in bytes only, so of a run of free nodes only the cheapest cut remains (of equal
+ones the first).
 
-What is exact and what is chosen: sums of seconds, parameters and activation bytes are those of the graph, and each
-cut has its exact price.  The order is a choice.  Parallel branches are laid one after the other, the longest
-first (`sequence`): a cut that has part of the shorter one before it and part of the longer one after it is not offered.
+Sums of seconds, parameters and activation bytes are those of the graph, and each cut has its exact price.  The order is
+a choice.  Parallel branches follow each other, the longest first (`sequence`): no cut has a part of the shorter branch
+before it and a part of the longer branch after it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +39,7 @@ class Graph:
     """Nodes by name, in the order of the file, and what their edges carry."""
 
     nodes: Mapping[str, LayerKind]
-    """Costs of each node; its `boundary_bytes` is not read, the edges say more."""
+    """Costs of each node.  Its `boundary_bytes` is not read, since the edges say more."""
 
     edges: Mapping[tuple[str, str], float]
     """(producer, consumer) -> bytes of the tensor, per sample."""
@@ -89,7 +90,7 @@ def check(graph: Graph, path: Path) -> None:
 
 
 def _apart(graph: Graph) -> list[str]:
-    """The nodes that edges, in whatever direction, do not join to the first node."""
+    """The nodes that no edges, in either direction, connect to the first node."""
     reached, front = set(), list(graph.nodes)[:1]
     while front:
         node = front.pop()
@@ -104,7 +105,7 @@ def _few(names: list[str]) -> str:
 
 
 def live_bytes(graph: Graph, done: set[str]) -> float:
-    """Bytes of the tensors made in `done` and read outside of it, each once: the price of the cut after `done`."""
+    """The price of the cut after `done`: bytes of the tensors made in it and read outside of it, each once."""
     live: dict[str, float] = {}
     for (producer, consumer), size in graph.edges.items():
         if producer in done and consumer not in done:
@@ -115,10 +116,10 @@ def live_bytes(graph: Graph, done: set[str]) -> float:
 def sequence(graph: Graph) -> list[str]:
     """The topological order in which the nodes run.
 
-    Depth first from the deepest sink, of several producers the deepest first: a chain stays together, and what hangs
-    on no long chain (the embedding of a decoder, the shortcut of a residual block) comes just before its reader, so
-    it is not carried through stages that do not need it.  What leads to other sinks follows its last producer.  Ties
-    go to the node that the file names first.
+    Depth first from the deepest sink, and among several producers the deepest first.  So a chain stays together, and
+    what does not belong to a long chain (the embedding of a decoder, the shortcut of a residual block) comes just
+    before its reader: it is not carried through stages that do not need it.  What leads to other sinks follows its last
+    producer.  Ties go to the node that the file names first.
     """
     depth: dict[str, int] = {}
     for node in TopologicalSorter(graph.before).static_order():
@@ -136,7 +137,7 @@ def sequence(graph: Graph) -> list[str]:
 
 
 def _with_ancestors(node: str, before: Mapping[str, list[str]], placed: set[str]) -> list[str]:
-    """`node` after all it needs that is not in `placed`, depth first; they are added to `placed`."""
+    """`node` and before it all that it needs and `placed` lacks, depth first.  They are added to `placed`."""
     order, stack = [], [(node, False)]
     while stack:
         current, ready = stack.pop()
@@ -152,9 +153,9 @@ def _with_ancestors(node: str, before: Mapping[str, list[str]], placed: set[str]
 
 
 def _settle(graph: Graph, order: list[str]) -> list[str]:
-    """`order` with free nodes moved up behind their producers where no more bytes are live then.
+    """`order` with free nodes moved up behind their producers if this does not increase the live bytes.
 
-    Selecting two of the five outputs of a node, for one, costs nothing and halves what the next cut carries.
+    For example, selecting two of the five outputs of a node costs nothing and halves the bytes of the next cut.
     """
     settled: list[str] = []
     done: set[str] = set()
@@ -173,7 +174,7 @@ def _settle(graph: Graph, order: list[str]) -> list[str]:
 
 
 def segments(graph: Graph) -> list[Segment]:
-    """The layers of `graph`: one for each node that costs anything, with the free nodes around it."""
+    """The layers of `graph`: one for each node that is not free, with the free nodes around it."""
     order = sequence(graph)
     costly = [index for index, node in enumerate(order) if not graph.free(node)]
     price = [live_bytes(graph, set(order[:size])) for size in range(len(order) + 1)]
@@ -196,7 +197,7 @@ def layers(graph: Graph, path: Path) -> tuple[dict[str, LayerKind], tuple[str, .
 
 
 def merge(kinds: Iterable[LayerKind], boundary: float) -> LayerKind:
-    """One layer of several: sums, at the tensor degrees that work for all (the divisors of the gcd of the largest)."""
+    """Several layers as one: their sums, at the tensor degrees that all of them allow."""
     kinds = list(kinds)
     degree = gcd(*(kind.max_tensor for kind in kinds))
     return LayerKind(

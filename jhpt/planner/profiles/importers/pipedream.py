@@ -6,13 +6,13 @@
 Taken: milliseconds of one mini-batch, which is the sample here; bytes of the output (a list `[a; b]` is summed) and of
 the parameters, both float32.  Larger batches take proportionally longer, smaller ones no less: one size was profiled.
 
-Dropped, as PipeDream's own optimizer does: sources described as `Input`, `Input0`, ...  Their time is that of loading
-data (18.9 ms of ResNet-50's), which is no work of a device, and every stage can read the batch.  A trailing
-`stage_id=`, a plan's and not a profile's, is dropped too.
+Dropped: sources described as `Input`, `Input0`, ..., which PipeDream's own optimizer drops as well.  Their time is that
+of loading data (18.9 ms of ResNet-50's), which is no work of a device, and every stage can read the batch.  A trailing
+`stage_id=` belongs to a plan and not to a profile, and is dropped, too.
 
-Not in the file: how layers split (`max_tensor` is 1), which outputs are kept for the backward pass (all are counted,
-those of in-place operators and views too: an upper bound), and the optimizer: Adam in float32 is assumed, 16 bytes a
-parameter (weight, gradient, two moments).
+Not in the file: how layers split (`max_tensor` is 1); which outputs are saved for the backward pass (all are counted,
+those of in-place operators and views included: an upper bound); and the optimizer (Adam in float32 is assumed: 16 bytes
+per parameter for weight, gradient and two moments).
 """
 
 import math

@@ -8,16 +8,17 @@
 A node lists, for each tensor degree t, the configurations it can run in (TMPCs).  A sample is what one forward pass of
 the file takes: a micro-batch.
 
-Taken, from the configuration called `vanilla` (the first, where none is):
-- seconds p(t), forward and backward together.  The one called `activation recomp` runs the forward pass twice, so the
-  forward pass takes p_recomp - p; where it is missing, a third (two matrix products of the backward pass for each of
-  the forward pass).  What a node sends between its t devices is inside p: `tensor_*_bytes` are 0.
+Taken from the configuration called `vanilla`, or from the first one if none is called so:
+- seconds p(t), forward and backward together.  The configuration called `activation recomp` runs the forward pass
+  twice, so the forward pass takes p_recomp - p.  If it is missing, the forward pass takes a third of p (the backward
+  pass has two matrix products for each one of the forward pass).  p includes what a node sends between its t devices,
+  so `tensor_*_bytes` are 0.
 - parameters w(1) / 4 (float32; other widths keep their bytes), the state a parameter needs as
   4 sum b(1) / sum w(1), which is 8 bytes in the published files: weight and gradient, no optimizer.
 - memory a(t) of each micro-batch in flight, as  a(t) = split / t + replicated,  exact at degree 1 and at the largest
   (within 1 % between, for the published transformer layers).
-- the bytes of each edge; `graph` makes cuts of them.  Piper has no pipeline that passes tensors on: it charges an edge
-  to its two ends only, and each reader of a tensor anew.
+- the bytes of each edge, from which `graph` computes cuts.  In Piper stages do not pass tensors on: it charges an edge
+  to its two ends only, and charges it again for each reader of a tensor.
 - tensor degrees: the divisors of the largest degree all of whose divisors are listed.
 
 Dropped: w(t) and b(t) for t > 1 (a sharded layer is priced as w(1) / t: without the biases and norms each rank holds);
@@ -47,7 +48,7 @@ Degree = Annotated[int, Field(ge=1)]
 
 
 class _Open(Section):
-    """Files hold more than is read here, notes for debugging included."""
+    """Fields that are not listed are ignored: files hold more than is read here, such as notes for debugging."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -75,7 +76,7 @@ class _Edge(_Open):
 
 
 class Piper(_Open):
-    """What is read of a file."""
+    """The part of a file that is read."""
 
     nodes: Annotated[tuple[_Node, ...], Field(min_length=1)]
     edges: tuple[_Edge, ...]
@@ -140,7 +141,7 @@ def _divisors(degree: int) -> set[int]:
 
 
 def _plain(node: _Node, degree: int) -> _Configuration:
-    """The configuration that keeps all activations."""
+    """The configuration that saves all activations."""
     return _named(node, degree, "vanilla") or node.TMPCs[degree][0]
 
 
@@ -150,8 +151,8 @@ def _named(node: _Node, degree: int, name: str) -> _Configuration | None:
 
 def _timing(node: _Node, degree: int) -> Timing:
     seconds = _plain(node, degree).timePerSample
-    again = _named(node, degree, "activation recomp")
-    forward = min(max(again.timePerSample - seconds, 0.0), seconds) if again else seconds / 3
+    recomputing = _named(node, degree, "activation recomp")
+    forward = min(max(recomputing.timePerSample - seconds, 0.0), seconds) if recomputing else seconds / 3
     return Timing(tensor=degree, batches=(1.0,), forward=(forward,), backward=(seconds - forward,))
 
 
@@ -163,7 +164,7 @@ def _memory(one: float, many: float, degree: int) -> tuple[float, float]:
 
 
 def _state_bytes(file: Piper) -> float:
-    """Bytes of memory a parameter takes whatever the batch: 4 sum b / sum w, or weight, gradient and Adam's moments."""
+    """Bytes of a parameter for any batch: 4 sum b / sum w, or those of weight, gradient and Adam's moments."""
     plain = [_plain(node, 1) for node in file.nodes]
     fixed, weights = sum(one.memoryUsageB for one in plain), sum(one.parameterSize for one in plain)
     return BYTES_PER_WEIGHT * fixed / weights if fixed and weights else 4.0 * BYTES_PER_WEIGHT

@@ -1,1 +1,111 @@
-"""Search over stages with different numbers of devices (Zeng et al. 2021)."""
+"""The best plan where stages may have different numbers of devices: the search space of Zeng et al. 2021.
+
+Decision set of space="general":
+
+    micro-batches   every divisor M of the batch
+    cuts            any contiguous non-empty ranges of layers
+    devices         every stage has any number of the next devices in order; those left over at the end stay idle
+    layers          each layer of a stage of k devices chooses its own tensor degree among the divisors of k that it
+                    allows; the other devices are data parallel; uneven samples are priced at the fullest device
+    schedule        1f1b, gpipe
+    ZeRO            0, 1 or 3, for the whole plan
+    recomputation   off or on, for the whole plan
+
+`least` bounds what stages cost.  From these bounds a dynamic programme over (layers, devices) suffixes, O(N^2 K^2) for
+each number of stages left, computes bounds of whole plans (`suffixes`).  Guided by them, `best_first` fixes one stage
+after the other.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jhpt.core.plan import Chunk, Schedule, Stage, runs_of
+from jhpt.planner.cost.layers import LayerStrategy
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.search.general.best_first import Problem, Search, suffixes_of
+from jhpt.planner.search.general.least import Minima
+from jhpt.planner.search.general.suffixes import Suffixes, device_memory
+from jhpt.planner.search.request import Incumbent, Request
+from jhpt.planner.search.spmd import search_spmd
+from jhpt.planner.search.stages import SLACK
+
+KEPT_CHOICES = 1_000_000
+"""Most choices of stages, about 100 bytes each, that are kept from the first pass of the search to the second."""
+
+
+def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> None:
+    """Improves `incumbent` to the best plan of the space, and notes the bound of all plans that were not visited.
+
+    The first pass bounds every combination of micro-batches, layer strategy and schedule, and finds one plan quickly
+    for each that may contain the best plan.  The second pass searches them in the order of their bounds, with a plan
+    to beat that is already nearly the best.
+    """
+    minima = Minima(model)
+    if incumbent.plan is None:
+        _seed(request, model, minima, incumbent)
+    promising: list[tuple[float, Problem, Schedule, Suffixes | None]] = []
+    room = KEPT_CHOICES
+    for bound, m, strategy in sorted(_bounded(request, model, minima), key=lambda entry: entry[:2]):
+        if bound >= incumbent.cutoff:
+            incumbent.note_unexplored_bound(bound)
+            break
+        problem = Problem(m, strategy, request, model, minima)
+        choices = problem.choices(incumbent)
+        for schedule in pipelines(request):
+            if suffixes := suffixes_of(problem, choices, schedule, incumbent):
+                Search(problem, suffixes, incumbent).dive()
+                room -= suffixes.size
+                promising.append((suffixes.least, problem, schedule, suffixes if room > 0 else None))
+    for bound, problem, schedule, suffixes in sorted(promising, key=lambda entry: entry[0]):
+        if bound >= incumbent.cutoff:
+            incumbent.note_unexplored_bound(bound)
+            continue
+        if suffixes is None or suffixes.limit != incumbent.cutoff:
+            suffixes = suffixes_of(problem, problem.choices(incumbent), schedule, incumbent)
+        if suffixes:
+            Search(problem, suffixes, incumbent).run()
+
+
+def pipelines(request: Request) -> list[Schedule]:
+    """Schedules of the space.  Interleaving needs stages of equal size."""
+    return [name for name in request.schedules if name != "interleaved"]
+
+
+def _bounded(request: Request, model: CostModel, minima: Minima) -> Iterator[tuple[float, int, LayerStrategy]]:
+    """Bounds that hold for all cuts: K devices cannot be faster than if each computed as efficiently as the best one.
+
+    Combinations that would not fit even if all devices shared their memory are left out.
+    """
+    memory = float(device_memory(model).sum())
+    for m, recompute in itertools.product(request.micro_batches, request.recompute):
+        strategy = LayerStrategy(request.batch // m, 0, recompute)
+        if minima.device_bytes(strategy).sum() > memory * (1 + SLACK):
+            continue
+        bound = m * float(minima.device_seconds(strategy).sum()) / model.cluster.num_devices
+        for zero in request.zero:
+            yield bound, m, LayerStrategy(request.batch // m, zero, recompute)
+
+
+def _seed(request: Request, model: CostModel, minima: Minima, incumbent: Incumbent) -> None:
+    """Offers plans of equal data parallel stages, so that the search has a plan to beat from the beginning."""
+    n, k = model.num_layers, model.cluster.num_devices
+    schedule = pipelines(request)[0]
+    for m, zero, recompute in itertools.product(request.micro_batches, request.zero, request.recompute):
+        for s in sorted({min(s, n, k, request.max_stages) for s in (1, 2, 4, 8)}):
+            edges = [n * i // s for i in range(s + 1)]
+            stages = tuple(
+                Stage(device=i * (k // s), devices=k // s, chunks=(Chunk(first=a, runs=runs_of([1] * (b - a))),))
+                for i, (a, b) in enumerate(itertools.pairwise(edges))
+            )
+            strategy = LayerStrategy(request.batch // m, zero, recompute)
+            incumbent.offer(Problem(m, strategy, request, model, minima).plan(stages, schedule), model)
+
+
+def offer_equal_stages(request: Request, model: CostModel, best: Incumbent) -> None:
+    """Offers `best` the fastest plan of space="general" whose stages all have the same number of devices, if any."""
+    if not model.cluster.mixed:
+        start = Incumbent()
+        search_spmd(replace(request, schedules=tuple(pipelines(request))), model, start, "general")
+        if start.plan is not None:
+            best.offer(start.plan, model)

@@ -1,8 +1,9 @@
-"""Best-first search over the first stages of plans, guided by `suffixes`.
+"""Best-first search over the first stages of plans, guided by the bounds of `suffixes`.
 
-A stage is fixed in three steps: first its layers and devices, then the group of its assignments of degrees (`groups` of
-the undominated options of `layer_degrees`), and when all stages are fixed, which member of each group.  States that
-cannot be part of a plan faster than the best known one are never built.
+A prefix is the first stages of a plan, fixed.  Bounds of the stages after it give bounds of every plan that begins with
+it.  A stage is fixed in three steps: first its layers and devices; then the group of its assignments of degrees
+(`layer_degrees.groups` of the undominated options); and once all stages are fixed, the member of each group.  States
+that cannot be part of a plan faster than the best known one are never built.
 """
 
 import heapq
@@ -18,29 +19,149 @@ from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import step_seconds
-from jhpt.planner.search.bounds import StageTerms, after, own_seconds
-from jhpt.planner.search.general.groups import Group, groups
-from jhpt.planner.search.general.least import Minima
-from jhpt.planner.search.general.prefixes import Ahead, Prefix, turning
-from jhpt.planner.search.general.stages import Choices, device_memory, needs, stage_choices
-from jhpt.planner.search.general.suffixes import Suffixes
-from jhpt.planner.search.general.transfers import Transfers
-from jhpt.planner.search.layer_degrees import Option, Question, options
+from jhpt.planner.search.general.least import Minima, Transfers
+from jhpt.planner.search.general.suffixes import Choices, Suffixes, device_memory, needs, stage_choices
+from jhpt.planner.search.layer_degrees import Group, Option, Question, groups, options, single
 from jhpt.planner.search.request import Incumbent, Request
+from jhpt.planner.search.stages import StageTerms, after, stage_seconds, turns
 
 EXACT_STATES = 600
-"""Up to so many layers x devices^2 everything is visited; beyond, the limits below hold."""
+"""Up to so many layers x devices^2 the search visits everything.  In larger problems the limits below hold."""
 
 STAGES, EXPANSIONS, LABELS = 16, 4000, 64
-"""Stages that are told apart, prefixes that are opened, assignments of degrees that are kept per layer."""
+"""Numbers of stages that have bounds of their own, prefixes that the search opens, assignments of degrees per layer."""
 
 ALIKE = 0.1
-"""Relative; assignments of degrees within so much are told apart only in plans that are otherwise complete."""
+"""Relative.  Assignments of degrees that differ by less are distinguished only once all else in a plan is fixed."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A stage whose layers and devices are fixed."""
+
+    device: int
+    devices: int
+    group: Group
+    transfer: float
+    """Seconds of the transfer to this stage; 0 for the first."""
+    head: float
+    """Seconds from the start of the step to the stage's first forward pass."""
+    tail: float
+    """Seconds from the end of the stage's last backward pass until it and all earlier stages are updated."""
+
+    @property
+    def option(self) -> Option:
+        """The stage's assignment of degrees; while several are open, their least seconds."""
+        return self.group.least
+
+    @property
+    def both(self) -> float:
+        """Seconds of a micro-batch's forward and backward pass."""
+        return self.option.forward + self.option.backward
+
+    @property
+    def sender(self) -> tuple[int, int, int]:
+        """(first device, devices, data degree) of the stage as a sender."""
+        return self.device, self.devices, self.devices // self.option.degrees[-1]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What the stages after a prefix take at least.
+
+    transfer: seconds of the transfer to the first of them.  trip: round trip of all of them.  near: round trips of the
+    next one, the next two, ...  stages: how many there are.
+    """
+
+    transfer: float = 0.0
+    trip: float = 0.0
+    near: tuple[float, ...] = ()
+    stages: int = 0
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The first stages of plans.  stop, device: the first layer and the first device after them."""
+
+    stages: tuple[Fixed, ...] = ()
+    stop: int = 0
+    device: int = 0
+
+    @property
+    def head(self) -> float:
+        """Seconds forward through all stages, without the transfer that follows."""
+        last = self.stages[-1] if self.stages else None
+        return last.head + last.option.forward if last else 0.0
+
+    @property
+    def tail(self) -> float:
+        """Seconds backward through all stages until they are updated, without the transfer before."""
+        last = self.stages[-1] if self.stages else None
+        return last.option.backward + last.tail if last else 0.0
+
+    @property
+    def open(self) -> int | None:
+        """The first stage whose assignment of degrees is still open."""
+        return next((at for at, stage in enumerate(self.stages) if len(stage.group.members) > 1), None)
+
+    def grown(self, devices: int, group: Group, transfer: float) -> "Prefix":
+        """The prefix with one more stage, on the next devices."""
+        option = group.least
+        updated = option.sync - option.backward + option.update
+        stage = Fixed(self.device, devices, group, transfer, self.head + transfer, max(self.tail + transfer, updated))
+        return Prefix((*self.stages, stage), self.stop + len(option.degrees), self.device + devices)
+
+    def settled(self, at: int) -> Iterator["Prefix"]:
+        """The prefix with each of the assignments of degrees that are open for stage `at`."""
+        for option in self.stages[at].group.members:
+            prefix = Prefix()
+            for index, stage in enumerate(self.stages):
+                prefix = prefix.grown(stage.devices, single(option) if index == at else stage.group, stage.transfer)
+            yield prefix
+
+
+def loop_bound(prefix: Prefix, ahead: Ahead, schedule: Schedule, m: int) -> float:
+    """Least seconds of a step, by the turns that micro-batches make through the prefix and the stages after it.
+
+    1f1b: `stages.turns` from every stage to the last fixed one, to the next stages after it, and to the last of all.
+    gpipe: a round trip, and in each direction M - 1 times the slowest stage or link on the way.
+    """
+    if schedule == "gpipe":
+        return _gpipe_loop_bound(prefix, ahead, m)
+    beyond = 2 * ahead.transfer + ahead.trip
+    targets = [(0, 0.0)]
+    if ahead.stages:
+        targets += [(j, 2 * ahead.transfer + near) for j, near in enumerate(ahead.near, 1) if j < ahead.stages]
+        targets.append((ahead.stages, beyond))
+    worst = 0.0
+    for further, turn in targets:
+        transfer = 0.0
+        for distance, stage in enumerate(reversed(prefix.stages)):
+            turn += 2 * transfer + stage.both
+            transfer, j, left = stage.transfer, distance + further, distance + ahead.stages + 1
+            if j and (k := turns(m, left, j)):
+                seconds = (k + 1) * turn + (m - 1 - k * (2 * j + 1)) * stage.both
+                worst = max(worst, stage.head + seconds + stage.tail)
+    return worst
+
+
+def _gpipe_loop_bound(prefix: Prefix, ahead: Ahead, m: int) -> float:
+    forward = backward = ahead.transfer
+    turn, transfer, worst = 2 * ahead.transfer + ahead.trip, 0.0, 0.0
+    for stage in reversed(prefix.stages):
+        forward, backward = max(forward, transfer, stage.option.forward), max(backward, transfer, stage.option.backward)
+        turn += 2 * transfer + stage.both
+        transfer = stage.transfer
+        worst = max(worst, stage.head + turn + (m - 1) * (forward + backward) + stage.tail)
+    return worst
 
 
 @dataclass(frozen=True)
 class Ways:
-    """Ways to run a stage in less than `limit` seconds, and a bound of those that are missing."""
+    """Assignments of degrees with which a step of a stage takes less than `limit` seconds.
+
+    missing: a lower bound of those that are not listed.
+    """
 
     groups: list[Group]
     missing: float
@@ -57,11 +178,11 @@ class Problem:
     model: CostModel
     minima: Minima
     ways: dict[tuple[Place, int, int, int], Ways] = field(default_factory=dict, repr=False)
-    """Of stages that were looked at, by place, first layer, stop and micro-batches in flight."""
+    """Of the stages visited so far, by place, first layer, stop and micro-batches in flight."""
 
     @property
     def most(self) -> int:
-        """Stages that there can be."""
+        """Most stages that a plan can have."""
         return min(self.model.num_layers, self.model.cluster.num_devices, self.request.max_stages)
 
     @property
@@ -75,7 +196,7 @@ class Problem:
         return Transfers(self.model, self.strategy.micro_batch)
 
     def choices(self, incumbent: Incumbent) -> list[Choices]:
-        """Stages from every device that can be part of a faster plan; none where all the work takes too long."""
+        """For every first device, the stages that can be part of a faster plan; empty if no plan can be faster."""
         model, minima = self.model, self.minima
         leasts, memory = minima.of(self.strategy, self.m), device_memory(model)
         needed = needs(leasts, minima.spans, minima.device_bytes(self.strategy))
@@ -105,13 +226,16 @@ class Problem:
 
 
 def suffixes_of(problem: Problem, choices: list[Choices], schedule: Schedule, incumbent: Incumbent) -> Suffixes | None:
-    """Bounds that tell as many stages apart as they need to; none where nothing is faster than the incumbent."""
+    """The bounds of suffixes; None if no plan can be faster than the incumbent.
+
+    They distinguish a few numbers of stages first, and more only if plans with as many stages can be faster.
+    """
     if not choices:
         return None
     most = problem.most
-    for told in (most,) if problem.exact else sorted({min(told, most) for told in (1, 5, STAGES)}):
-        suffixes = Suffixes(choices, problem.model.num_layers, problem.m, schedule, told, most, incumbent.cutoff)
-        if suffixes.root(told) >= incumbent.cutoff:
+    for distinct in (most,) if problem.exact else sorted({min(count, most) for count in (1, 5, STAGES)}):
+        suffixes = Suffixes(choices, problem.model.num_layers, problem.m, schedule, distinct, most, incumbent.cutoff)
+        if suffixes.root(distinct) >= incumbent.cutoff:
             break
     if suffixes.least >= incumbent.cutoff:
         incumbent.note_unexplored_bound(suffixes.least)
@@ -121,16 +245,18 @@ def suffixes_of(problem: Problem, choices: list[Choices], schedule: Schedule, in
 
 @dataclass(frozen=True, order=True)
 class Node:
-    """A prefix of plans of `stages` stages, and maybe layers and devices of its next stage; in order of visit."""
+    """A prefix of plans with `stages` stages.  Nodes are visited in ascending order.
+
+    chosen: (stop, devices) of the next stage, if they are fixed but its degrees are not.
+    """
 
     bound: float
     depth: int
-    """The more is fixed, the sooner, among equal bounds."""
+    """Of equal bounds, the node with more decisions fixed comes first."""
     count: int
     stages: int
     prefix: Prefix = field(compare=False)
     chosen: tuple[int, int] | None = field(compare=False)
-    """(stop, devices)"""
 
 
 Child = tuple[float, Prefix, tuple[int, int] | None]
@@ -138,7 +264,7 @@ Child = tuple[float, Prefix, tuple[int, int] | None]
 
 
 class Search:
-    """One number of micro-batches, layer strategy and schedule."""
+    """The search for one number of micro-batches, layer strategy and schedule."""
 
     def __init__(self, problem: Problem, suffixes: Suffixes, incumbent: Incumbent) -> None:
         self.problem, self.suffixes, self.incumbent = problem, suffixes, incumbent
@@ -146,7 +272,7 @@ class Search:
         self.schedule, self._count = suffixes.schedule, itertools.count()
 
     def dive(self) -> None:
-        """Down to one plan, always on to the child of least bound; nothing is left unvisited by it."""
+        """Finds one plan quickly: follows the child with the least bound.  Notes no bounds of unvisited plans."""
         unvisited = self.incumbent.unvisited
         nodes = self._roots()
         while nodes:
@@ -155,7 +281,7 @@ class Search:
         self.incumbent.unvisited = unvisited
 
     def run(self) -> None:
-        """Best-first over prefixes."""
+        """Searches best-first over prefixes."""
         heap = self._roots()
         heapq.heapify(heap)
         opened = 0
@@ -169,9 +295,9 @@ class Search:
 
     def _roots(self) -> list[Node]:
         suffixes, nodes = self.suffixes, []
-        for s in range(1, suffixes.told + 1):
+        for s in range(1, suffixes.distinct + 1):
             bound = suffixes.root(s)
-            if suffixes.beyond and s == suffixes.told:
+            if suffixes.open_ended and s == suffixes.distinct:
                 self.incumbent.note_unexplored_bound(bound)
             elif bound < self.incumbent.cutoff:
                 nodes.append(Node(bound, 0, next(self._count), s, Prefix(), None))
@@ -193,12 +319,12 @@ class Search:
         return self._priced(list(node.prefix.settled(at)))
 
     def _next_stages(self, node: Node) -> Iterator[Child]:
-        """Layers and devices of the next stage, its degrees still open."""
+        """Layers and devices of the next stage, whose degrees are still open."""
         prefix = node.prefix
-        found = self.suffixes.next_stages(node.stages - len(prefix.stages), prefix.stop, prefix.device)
-        if found is None:
+        next_stages = self.suffixes.next_stages(node.stages - len(prefix.stages), prefix.stop, prefix.device)
+        if next_stages is None:
             return
-        choices, back, done = found
+        choices, back, done = next_stages
         transfer = self._pending_transfer(prefix)
         head, tail = prefix.head + transfer, prefix.tail + transfer
         bounds = np.maximum.reduce([np.full(len(back), node.bound), head + back + tail, head + done])
@@ -206,10 +332,10 @@ class Search:
             yield float(bounds[at]), prefix, (int(choices.stop[at]), int(choices.devices[at]))
 
     def _pending_transfer(self, prefix: Prefix) -> float:
-        return self.problem.transfers.least(*prefix.stages[-1].data, prefix.stop - 1) if prefix.stages else 0.0
+        return self.problem.transfers.least(*prefix.stages[-1].sender, prefix.stop - 1) if prefix.stages else 0.0
 
     def _resolved(self, node: Node) -> Iterator[Child]:
-        """Groups of undominated assignments of degrees to the chosen stage."""
+        """The chosen stage with each group of its undominated assignments of degrees."""
         assert node.chosen is not None
         (stop, devices), prefix = node.chosen, node.prefix
         left = node.stages - len(prefix.stages) - 1
@@ -229,45 +355,47 @@ class Search:
             yield from self._priced(whole)
 
     def _bound(self, prefix: Prefix, left: int, window: int) -> float:
-        """A bound of plans with these stages and `left` more."""
+        """A bound of the plans that have these stages and `left` more."""
         last, to = prefix.stages[-1], (left, prefix.stop, prefix.device)
         suffixes = self.suffixes
         transfer = self._pending_transfer(prefix) if left else 0.0
         back, done, trip, *near = (float(t[to]) for t in (suffixes.back, suffixes.done, suffixes.trip, *suffixes.near))
         option = last.option
         terms = StageTerms(*(np.array(x) for x in (option.forward, option.backward, option.sync, option.update)))
-        own = float(own_seconds(terms, np.array(transfer), np.array(trip), window, self.m))
+        seconds = float(stage_seconds(terms, np.array(transfer), np.array(trip), window, self.m))
         return max(
-            last.head + own + max(last.tail, float(after(terms))),
+            last.head + seconds + max(last.tail, float(after(terms))),
             prefix.head + transfer + prefix.tail + transfer + back,
             prefix.head + transfer + done,
-            turning(prefix, Ahead(transfer, trip, tuple(near), left), self.schedule, self.m),
+            loop_bound(prefix, Ahead(transfer, trip, tuple(near), left), self.schedule, self.m),
         )
 
     def _transfer(self, prefix: Prefix, devices: int, option: Option) -> float:
-        """Seconds of the transfer from the last stage of the prefix to a stage run like this."""
+        """Seconds of the transfer from the last stage of the prefix to a next stage with this option."""
         if not prefix.stages:
             return 0.0
         receiver = prefix.device, devices, devices // option.degrees[0]
-        return self.model.cut_seconds(prefix.stop - 1, prefix.stages[-1].data, receiver, self.strategy.micro_batch)
+        return self.model.cut_seconds(prefix.stop - 1, prefix.stages[-1].sender, receiver, self.strategy.micro_batch)
 
-    def _stage_groups(self, place: Place, first: int, stop: int, window: int, piped: bool, bound: float) -> list[Group]:
+    def _stage_groups(
+        self, place: Place, first: int, stop: int, window: int, in_pipeline: bool, bound: float
+    ) -> list[Group]:
         key, cutoff = (place, first, stop, window), self.incumbent.cutoff
         ways = self.problem.ways.get(key)
-        # Where some are missing that could matter, a tighter limit may have room for them.
+        # If missing assignments could matter, a tighter limit may leave room for them.
         if ways is None or ways.missing < cutoff < ways.limit:
             degrees = tuple(self.model.degrees(place.devices))
-            question = Question(place, self.strategy, first, stop, window, self.m, degrees, piped=piped)
-            found, missing = options(question, self.model, 1 << 20 if self.problem.exact else LABELS, cutoff)
-            ways = self.problem.ways[key] = Ways(groups(found, self.m, ALIKE), missing, cutoff)
+            question = Question(place, self.strategy, first, stop, window, self.m, degrees, in_pipeline=in_pipeline)
+            listed, missing = options(question, self.model, 1 << 20 if self.problem.exact else LABELS, cutoff)
+            ways = self.problem.ways[key] = Ways(groups(listed, self.m, ALIKE), missing, cutoff)
         self.incumbent.note_unexplored_bound(max(bound, ways.missing))
         return ways.groups
 
     def _priced(self, plans: list[Prefix]) -> Iterator[Child]:
-        """The exact times of complete plans: offered where nothing is open, else bounds."""
-        found = [[stage.option for stage in plan.stages] for plan in plans]
+        """The exact seconds of complete plans, which are bounds of those with open degrees; offers the others."""
+        rows = [[stage.option for stage in plan.stages] for plan in plans]
         forward, backward, sync, update = (
-            np.array([[getattr(option, name) for option in row] for row in found])
+            np.array([[getattr(option, name) for option in row] for row in rows])
             for name in ("forward", "backward", "sync", "update")
         )
         cut = np.array([[stage.transfer for stage in plan.stages[1:]] for plan in plans]).reshape(len(plans), -1)

@@ -1,24 +1,40 @@
-"""The least that a stage can cost, whatever degrees its layers choose: bounds for `general`.
+"""The least that a stage can cost, whatever tensor degrees its layers choose: bounds for the general space.
 
-Seconds are shortest paths (`chains`), because a layer's best degree may be one that its neighbours cannot share: then
-it pays for resharding.  What a stage needs for x micro-batches until its parameters are updated,
+Seconds of ranges.  A layer's best degree may be one that its neighbours cannot share, and then it pays for resharding.
+A range [i, j) at degrees t costs, in any quantity that is a sum over its layers and the borders between them,
+
+    q(i, j) = min over t of  sum over l of node[l, t_l]  +  sum over l of edge[l, t_l, t_{l+1}]  +  end[j-1, t_{j-1}]
+
+This is a shortest path through (layer, degree), found by Viterbi's recurrence in O(T^2) per layer.  Ranges that are
+equal layer by layer (the same kinds in the same order) count as one: a model of N equal blocks between embedding and
+head has O(N) different ranges instead of O(N^2).  All places with the same degrees, all quantities and all ranges of
+one length take a step together.
+
+Seconds of stages.  What a stage needs for x micro-batches until its parameters are updated,
 
     g(x) = min over degrees of  x (F + B) - B + sync + update         sync >= last layer's errors + all gradients
 
-is the minimum of linear functions of x, so it is concave, and between 1 and M it lies above the line through g(1) and
-g(M): two shortest paths bound it for every x.  Bytes are sums of every layer's own least.
+is the minimum of linear functions of x.  So it is concave, and between 1 and M it lies above the line through g(1) and
+g(M): two shortest paths bound it for every x.  Bytes are sums over layers, each at its least.
+
+Transfers.  Of the next stage only the first device is known.  A receiver of k' devices takes ceil(b / min(d, k'))
+samples from each of min(k, k') senders, which share the ports of a node.  With few receivers messages are large; with
+many, the ports are crowded.  Every k' up to the number of devices left counts.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from jhpt.planner.cost.communication import Place
+from jhpt.core.cluster import Link
+from jhpt.planner.cost.activations import NOTHING
+from jhpt.planner.cost.communication import Place, transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.cost.recompute import NOTHING
 from jhpt.planner.cost.schedule import Array
-from jhpt.planner.search.general.chains import Index, Spans, shortest, spans
+
+Index = npt.NDArray[np.int64]
 
 USED = (
     "forward",
@@ -32,7 +48,69 @@ USED = (
     "activations",
     "working",
 )
-"""Costs that bounds are made of."""
+"""The costs that bounds are computed from."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The distinct ranges of one length.
+
+    parent: the range without its last layer.  last, before: kinds of the last layer and of the layer before it.
+    """
+
+    parent: Index
+    last: Index
+    before: Index
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Ranges of layers that differ in kinds or in their order, shortest first."""
+
+    levels: tuple[Level, ...]
+    number: Index
+    """[N, N + 1] position of the range [i, stop) among them; -1 if stop <= i."""
+
+
+def spans(kinds: Index) -> Spans:
+    """The distinct ranges of a row of layers.  kinds: [N] kind of each layer."""
+    n = len(kinds)
+    number = np.full((n, n + 1), -1)
+    levels: list[Level] = []
+    base = 0
+    shorter = np.zeros(n, np.int64)  # position of the range that starts at i, among those one layer shorter
+    for length in range(1, n + 1):
+        starts = np.arange(n - length + 1)
+        pairs = shorter[starts] * (kinds.max() + 1) + kinds[starts + length - 1]
+        _, first, which = np.unique(pairs, return_index=True, return_inverse=True)
+        last = first + length - 1
+        levels.append(Level(parent=shorter[first], last=kinds[last], before=kinds[np.maximum(last - 1, 0)]))
+        number[starts, starts + length] = base + which
+        base += len(first)
+        shorter = which
+    return Spans(tuple(levels), number)
+
+
+def shortest(ranges: Spans, nodes: Array, edges: Array, ends: Array) -> Array:
+    """[..., spans] the least cost of every range.
+
+    Args:
+      nodes: [..., kinds, T] costs of a layer; infinite if it does not allow the degree.
+      edges: [..., kinds, T, T] costs of the border after a layer of that kind.
+      ends: [..., kinds, T] costs of being the last layer.
+    """
+    degrees = range(nodes.shape[-1])
+    least = []
+    path = nodes[..., ranges.levels[0].last, :]
+    for length, level in enumerate(ranges.levels):
+        if length:
+            ahead, border = path[..., level.parent, :], edges[..., level.before, :, :]
+            path = ahead[..., 0, None] + border[..., 0, :]
+            for t in degrees[1:]:
+                path = np.minimum(path, ahead[..., t, None] + border[..., t, :])
+            path = path + nodes[..., level.last, :]
+        least.append((path + ends[..., level.last, :]).min(axis=-1))
+    return np.concatenate(least, axis=-1)
 
 
 @dataclass(frozen=True)
@@ -47,19 +125,19 @@ class Least:
     whole: Array
     """g(M)"""
     share: Array
-    """[devices, N] what a layer adds to g(M): without errors, behind which other layers' gradients may hide."""
+    """[devices, N] what a layer adds to g(M), without its errors: other layers' gradients may hide behind these."""
     summed: Array
-    """[devices, N + 1] F + B of the first layers, each at its best."""
+    """[devices, N + 1] F + B of the first layers, each at its best degree."""
     state: Array
-    """[devices, N + 1], sums over the first layers."""
+    """[devices, N + 1] sums over the first layers."""
     activations: Array
-    """[devices, N + 1], likewise."""
+    """[devices, N + 1] sums over the first layers."""
     working: Array
     """[devices, N]"""
     sizes: Array
     """[devices, N + 1] state and one micro-batch's activations."""
     memory: Array
-    """[devices] of the smallest device."""
+    """[devices] usable bytes of the smallest device."""
 
 
 class Minima:
@@ -74,7 +152,7 @@ class Minima:
         self._reshard: dict[tuple[Place, int], Array] = {}
 
     def of(self, strategy: LayerStrategy, m: int) -> list[Least]:
-        """Least costs from every offset on; offsets of one class share them."""
+        """The least costs of stages from every offset; offsets of one class share them."""
         model, k = self.model, self.model.cluster.num_devices
         kinds = [model.places.offset_class(offset) for offset in range(k)]
         rows = {
@@ -87,8 +165,8 @@ class Minima:
         shares = {place: _share(table, m).min(axis=0)[model.index] for place, table in tables.items()}
         sizes = {place: self._bytes(place, table, strategy) for place, table in tables.items()}
         alone = np.diagonal(self.spans.number, offset=1)
-        found = {kind: _stack(places, seconds, shares, sizes, alone) for kind, places in rows.items()}
-        return [found[kind] for kind in kinds]
+        leasts = {kind: _stack(places, seconds, shares, sizes, alone) for kind, places in rows.items()}
+        return [leasts[kind] for kind in kinds]
 
     def _table(self, place: Place, strategy: LayerStrategy) -> dict[str, Array]:
         """[T, kinds] costs at every degree."""
@@ -100,15 +178,15 @@ class Minima:
         groups: dict[tuple[int, ...], list[Place]] = {}
         for place in tables:
             groups.setdefault(tuple(self.model.degrees(place.devices)), []).append(place)
-        found: dict[Place, Array] = {}
+        seconds: dict[Place, Array] = {}
         for degrees, group in groups.items():
             c = {name: np.array([tables[place][name] for place in group]).swapaxes(1, 2) for name in USED}
             border = np.array([self._border(place, degrees, strategy.micro_batch) for place in group])
-            found.update(zip(group, shortest(self.spans, *_graph(c, border, m)), strict=True))
-        return found
+            seconds.update(zip(group, shortest(self.spans, *_graph(c, border, m)), strict=True))
+        return seconds
 
     def _border(self, place: Place, degrees: tuple[int, ...], micro_batch: int) -> Array:
-        """[kinds, T, T] seconds to reshard what a layer of each kind hands on."""
+        """[kinds, T, T] seconds to reshard the output of a layer of each kind."""
         key = (place, micro_batch)
         if key not in self._reshard:
             shape = (len(self._sizes), len(degrees), len(degrees))
@@ -137,14 +215,14 @@ class Minima:
     def device_bytes(self, strategy: LayerStrategy) -> Array:
         """[N] least bytes of a layer on all devices of a stage together, with one micro-batch in flight.
 
-        However they are divided, at tensor degree t and over d replicas: nothing is kept less than once.
+        Whatever the tensor degree and the number of replicas, everything exists at least once.
         """
         one = self.model.places.at(0, 1)
         state, activations, _ = self._bytes(one, self._table(one, strategy), strategy)
         return state + activations
 
     def device_seconds(self, strategy: LayerStrategy) -> Array:
-        """[N] least k x seconds of computing a layer's micro-batch on any number k of devices."""
+        """[N] least device-seconds to compute a layer's micro-batch on any number of devices."""
         model, least = self.model, np.full(len(self.model.kinds), np.inf)
         again = model.activations.repeated(NOTHING)[0] if strategy.recompute else np.zeros(len(model.kinds))
         fastest = min(model.places.slowdowns)
@@ -195,6 +273,74 @@ def _graph(c: dict[str, Array], border: Array, m: int) -> tuple[Array, Array, Ar
 
 
 def _share(c: dict[str, Array], m: int) -> Array:
-    """M F + (M-1) B + gradients + update."""
+    """Of each layer: M F + (M-1) B + gradients + update."""
     f, b = c["forward"] + c["forward_tensor"], c["backward"] + c["backward_tensor"]
     return m * f + (m - 1) * b + c["gradients"] + c["update"]
+
+
+class Transfers:
+    """Least seconds of the transfer to a next stage, for one size of micro-batch."""
+
+    def __init__(self, model: CostModel, micro_batch: int) -> None:
+        self.model, self.micro_batch = model, micro_batch
+        self.places, self.k = model.places, model.cluster.num_devices
+        self.sizes, self.which = np.unique(model.boundary, return_inverse=True)
+        self._inside: dict[int, Array] = {}
+        self._across: dict[int, Array] = {}
+        self._known: dict[tuple[int, int, int, int], float] = {}
+
+    def rows(self, offset: int) -> Array:
+        """[devices, N] after every layer, for data parallel stages on 1, 2, ... devices from `offset`.
+
+        0 after the last layer.
+        """
+        index = self.places.node_of[offset]
+        node, devices = self.places.nodes[index], np.arange(1, self.k - offset)
+        room = self.places.first_device[index] + node.devices - offset - devices
+        seconds = np.zeros((self.k - offset, self.model.num_layers))
+        # With d = k everything depends on min(k, k') alone, and a receiver on another node may have a single device.
+        table = np.minimum.accumulate(self._across_table(node.devices))
+        seconds[:-1] = table[np.minimum(devices, self.k - offset - devices) - 1][:, self.which]
+        for at in np.flatnonzero(room > 0):
+            seconds[at] = self._within(index, int(devices[at]), int(room[at]), self.k - offset - int(devices[at]))
+        seconds[:, -1] = 0.0
+        return seconds
+
+    def least(self, offset: int, devices: int, data: int, layer: int) -> float:
+        """After `layer`, from a stage whose last layer has data degree `data`."""
+        size = int(self.which[layer])
+        key = (offset, devices, data, size)
+        if key not in self._known:
+            links = (
+                (self.places.transfer(offset, devices, offset + devices, to), -(-self.micro_batch // min(data, to)))
+                for to in range(1, self.k - offset - devices + 1)
+            )
+            self._known[key] = min(transfer_seconds(link, float(self.sizes[size]) * local) for link, local in links)
+        return self._known[key]
+
+    def _within(self, index: int, devices: int, room: int, left: int) -> Array:
+        """[N] if the next stage may lie on the node on which this one ends, on up to `room` devices of it."""
+        best = self._inside_table(index)[: min(devices, room)].min(axis=0)
+        if room < left:
+            across = self._across_table(self.places.nodes[index].devices)
+            best = np.minimum(best, across[min(devices, room + 1) - 1 : min(devices, left)].min(axis=0))
+        return best[self.which]
+
+    def _inside_table(self, node: int) -> Array:
+        """[min(k, k'), sizes] seconds inside a node."""
+        if node not in self._inside:
+            inside = self.places.nodes[node]
+            self._inside[node] = np.array([self._seconds(inside.inside, 1, q) for q in range(1, inside.devices + 1)])
+        return self._inside[node]
+
+    def _across_table(self, per_node: int) -> Array:
+        """[min(k, k'), sizes] seconds between nodes."""
+        if per_node not in self._across:
+            network = self.model.cluster.network
+            rows = [self._seconds(network, min(q, per_node), q) for q in range(1, self.k + 1)]
+            self._across[per_node] = np.array(rows)
+        return self._across[per_node]
+
+    def _seconds(self, link: Link, senders: int, data: int) -> list[float]:
+        local = -(-self.micro_batch // data)
+        return [transfer_seconds((link, senders), float(size) * local) for size in self.sizes]

@@ -1,43 +1,164 @@
 """The least time of every suffix of the layers on every suffix of the devices, by dynamic programming.
 
-`bound` for stages whose devices, and whose layers' degrees, are open: of each stage only the least is known, F, B,
-F + B, g(1) and g(M) of `least`.  Every term of a stage's own time has the form x (F + B) + y with 1 <= x <= M and a y
-that is what other stages and transfers take; with it back = x (F + B) + y and everything is done at g(x) + y, where
-x (F + B) and g(x) are bounded together over the degrees of all its layers.  With w micro-batches in flight, M > w,
-a transfer of c seconds, the least round trip D of all later stages and D' = D + 2 c:
+`Choices` are the stages that can be part of a plan faster than the best known one, each with the least that it can
+cost.  Their devices, and the degrees of their layers, are open: of each stage only the least F, B, F + B, g(1) and g(M)
+are known (`least`).  Every bound on the time of one stage has the form x (F + B) + y with 1 <= x <= M, where y is what
+other stages and transfers take.  The stage's last backward pass ends at x (F + B) + y, and its update at g(x) + y.
+x (F + B) and g(x) are bounded together over the degrees of all its layers.  With w micro-batches in flight, M > w, a
+transfer of c seconds, the least round trip D of all later stages and D' = D + 2 c:
 
     x            y
     M            0                      its own work
-    M - w + 1    2 D'                   first and last micro-batch go all the way
+    M - w + 1    2 D'                   the first and the last micro-batch go all the way
     M - w + 1    D' + (w-1) F or B      one of them does, the other waits for the rest of the stage's queue
     1            (M + 1) c + D          the link alone
-    1            2 c + back of the next stage
-    M - 2 j k    (k + 1) R              k + 1 turns with j later stages (`bound.turns`), R their least round trip
+    1            2 c + the least time until the next stage's last backward pass ends
+    M - 2 j k    (k + 1) R              k + 1 turns with j later stages (`stages.turns`), R their least round trip
 
-and under gpipe, whose forward passes, and then its backward passes, wait M - 1 times for the slowest on their way:
+Under gpipe the forward passes, and after them the backward passes, wait M - 1 times for the slowest stage or link on
+their way:
 
     M            D'                     this stage in both directions
     1            D' + (M-1)(max(F, c) + c) or D' + (M-1)(c + max(B, c))        the link in one of them
 """
+
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.plan import Schedule
 from jhpt.core.schedule import in_flight
+from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
-from jhpt.planner.search.bounds import turns
-from jhpt.planner.search.general.chains import Index
-from jhpt.planner.search.general.stages import Choices
+from jhpt.planner.search.general.least import Index, Least, Spans
+from jhpt.planner.search.stages import SLACK, prefix_sums, turns
 
 NEAR = 2
-"""Stages ahead whose round trip is told apart from that of all later stages."""
+"""How many next stages have a bound of their round trip beside the bound for all later stages."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Stages of layers [i, stop) on `devices` devices from one offset: flat arrays, sorted by i."""
+
+    i: Index
+    stop: Index
+    devices: Index
+    forward: Array
+    backward: Array
+    both: Array
+    once: Array
+    whole: Array
+    transfer: Array
+    state: Array
+    activations: Array
+    memory: Array
+
+    def take(self, chosen: slice | npt.NDArray[np.bool_]) -> "Choices":
+        """A selection of the stages."""
+        return Choices(*(getattr(self, part.name)[chosen] for part in fields(self)))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """[N] least device-seconds and bytes of every layer, on whichever devices."""
+
+    both: Array
+    share: Array
+    """Of the whole step: `Least.share`."""
+    bytes: Array
+
+    def bound(self, m: int, devices: int) -> float:
+        """Least seconds of a step: K devices have K T device-seconds, a stage on k takes k times its own."""
+        return max(m * float(self.both.sum()), float(self.share.sum())) / devices
+
+
+def device_memory(model: CostModel) -> Array:
+    """[K] usable bytes of every device."""
+    return np.array([node.device.usable for node in model.places.nodes for _ in range(node.devices)])
+
+
+def needs(leasts: list[Least], spans: Spans, device_bytes: Array) -> Needs:
+    """The needs of every layer alone, where it is cheapest."""
+    alone = np.diagonal(spans.number, offset=1)
+    both = share = np.full(len(alone), np.inf)
+    for least in {id(least): least for least in leasts}.values():
+        devices = np.arange(1, len(least.both) + 1)[:, None]
+        both = np.minimum(both, (devices * least.both[:, alone]).min(axis=0))
+        share = np.minimum(share, (devices * least.share).min(axis=0))
+    return Needs(both, share, device_bytes)
+
+
+def stage_choices(
+    offset: int, least: Least, transfers: Array, spans: Spans, needed: Needs, m: int, limit: float, memory: Array
+) -> Choices:
+    """Stages from `offset` with which `limit` seconds and the memory suffice for the layers before, in and after them.
+
+    Args:
+      transfers: [devices, N] least seconds of the transfer to a next stage.
+      memory: [K] bytes of every device.
+    """
+    n, k = len(needed.both), len(memory)
+    limit = min(limit * (1 + SLACK), np.finfo(float).max / k)
+    seconds, sizes, room = m * prefix_sums(needed.both), prefix_sums(needed.bytes), prefix_sums(memory * (1 + SLACK))
+    counts = np.arange(1, k - offset + 1)
+    before = (seconds[:-1] <= limit * offset) & (sizes[:-1] <= room[offset])
+    starts = np.flatnonzero(before) if offset else np.array([0])
+    low = np.maximum(
+        np.searchsorted(seconds, seconds[-1] - limit * (k - offset - counts)),
+        np.searchsorted(sizes, sizes[-1] * (1 - SLACK) - (room[-1] - room[offset + counts])),
+    )
+    low[-1] = n
+    high = _reach(least, starts, len(counts), limit / m)
+    first = np.maximum(starts[:, None] + 1, low[None, :])  # [starts, devices]
+    many = np.maximum(0, high.T - first + 1).ravel()
+    at, row = (np.repeat(index.ravel(), many) for index in np.indices(first.shape))
+    stop = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many) + np.repeat(first.ravel(), many)
+    i = starts[at]
+    saved = least.whole[row, spans.number[i, stop]] <= limit
+    i, stop, row = i[saved], stop[saved], row[saved]
+    which = spans.number[i, stop]
+    working = np.maximum(least.working[row, i], least.working[row, stop - 1])
+    return Choices(
+        i=i,
+        stop=stop,
+        devices=row + 1,
+        forward=least.forward[row, which],
+        backward=least.backward[row, which],
+        both=least.both[row, which],
+        once=least.once[row, which],
+        whole=least.whole[row, which],
+        transfer=transfers[row, stop - 1],
+        state=least.state[row, stop] - least.state[row, i] + working,
+        activations=least.activations[row, stop] - least.activations[row, i],
+        memory=least.memory[row],
+    )
+
+
+def _reach(least: Least, starts: Index, devices: int, limit: float) -> Index:
+    """[devices, starts] the last stop with which the layers from each start stay within the seconds and the memory.
+
+    Each layer is taken at its best degree; no range is faster.
+    """
+    rows = [
+        np.minimum(
+            np.searchsorted(seconds, seconds[starts] + limit, side="right"),
+            np.searchsorted(sizes, sizes[starts] + memory * (1 + SLACK), side="right"),
+        )
+        for seconds, sizes, memory in zip(least.summed, least.sizes, least.memory[:devices], strict=False)
+    ]
+    return np.array(rows) - 1
 
 
 class Suffixes:
-    """back, done, trip, near[j] [p, i, o]: suffixes from layer i on the devices from o, with p stages.
+    """Bounds [p, i, o] of suffixes: p stages of the layers from i on the devices from o.
 
-    With more stages than are told apart, the last p stands for "so many or more": without look-ahead terms.
+    back: seconds from the start of the first stage to the end of its last backward pass.  done: until all stages are
+    updated.  trip: the round trip through all stages.  near[j]: through the first j + 1 stages.
+
+    If a plan may have more than `distinct` stages, the last p stands for "so many or more".  Its bounds then lack the
+    terms that depend on the number of stages.
     """
 
     def __init__(
@@ -46,42 +167,42 @@ class Suffixes:
         layers: int,
         m: int,
         schedule: Schedule,
-        told: int,
+        distinct: int,
         most: int,
         limit: float,
     ) -> None:
-        """`limit`: suffixes that need so many seconds count as impossible."""
-        self.choices, self.m, self.schedule, self.told = choices, m, schedule, told
-        self.beyond, self.limit = told < most, limit
-        shape = (told + 1, layers + 1, len(choices) + 1)
+        """most: stages that a plan can have.  limit: suffixes that need so many seconds count as impossible."""
+        self.choices, self.m, self.schedule, self.distinct = choices, m, schedule, distinct
+        self.open_ended, self.limit = distinct < most, limit
+        shape = (distinct + 1, layers + 1, len(choices) + 1)
         self.back, self.done, self.trip, *self.near = (np.full(shape, np.inf) for _ in range(3 + NEAR))
         for table in (self.back, self.done, self.trip, *self.near):
             table[0, layers, :] = 0.0
         for offset, row in reversed(list(enumerate(choices))):
             if len(row.i):
-                for p in range(1, told + 1):
+                for p in range(1, distinct + 1):
                     self._fill(p, offset, row)
 
     def root(self, stages: int) -> float:
-        """A bound of plans with so many stages."""
+        """A bound of the plans with so many stages."""
         return float(max(self.back[stages, 0, 0], self.done[stages, 0, 0]))
 
     @property
     def size(self) -> int:
-        """Choices in all."""
+        """Number of choices."""
         return sum(len(choices.i) for choices in self.choices)
 
     @property
     def least(self) -> float:
         """A bound of all plans."""
-        return min(self.root(stages) for stages in range(1, self.told + 1))
+        return min(self.root(stages) for stages in range(1, self.distinct + 1))
 
     def window(self, p: int) -> int:
         """Micro-batches in flight with p stages left."""
         return in_flight(self.schedule, p, 0, 1, self.m)
 
     def next_stages(self, p: int, layer: int, offset: int) -> tuple[Choices, Array, Array] | None:
-        """Every choice for the first of p stages, with (back, done)."""
+        """The choices for the first of p stages, with their bounds: (choices, back, done)."""
         if offset == len(self.choices):
             return None
         choices = self.choices[offset]
@@ -95,40 +216,41 @@ class Suffixes:
     def _fill(self, p: int, offset: int, c: Choices) -> None:
         to = (c.stop, offset + c.devices)
         possible = self._fits(p, c) & np.isfinite(self.trip[p - 1][to])
-        if self._open_end(p):
+        if self._or_more(p):
             possible |= self._fits(p, c) & np.isfinite(self.trip[p][to])
         count = np.count_nonzero(possible)
         if count == 0:
             return
         if 2 * count < len(possible):
             c = c.take(possible)
-        found = self._bounds(p, offset, c)
-        slow = (found[0] >= self.limit) | (found[1] >= self.limit)
+        bounds = self._bounds(p, offset, c)
+        slow = (bounds[0] >= self.limit) | (bounds[1] >= self.limit)
         borders = np.flatnonzero(np.diff(c.i, prepend=-1))
         tables = (self.back, self.done, self.trip, *self.near)
-        for table, values in zip(tables, found, strict=True):
+        for table, values in zip(tables, bounds, strict=True):
             values[slow] = np.inf
             table[p, c.i[borders], offset] = np.minimum.reduceat(values, borders)
 
     def _fits(self, p: int, c: Choices) -> npt.NDArray[np.bool_]:
         return c.state + self.window(p) * c.activations <= c.memory
 
-    def _open_end(self, p: int) -> bool:
-        return self.beyond and p == self.told
+    def _or_more(self, p: int) -> bool:
+        """Whether p stands for "so many stages or more"."""
+        return self.open_ended and p == self.distinct
 
     def _bounds(self, p: int, offset: int, c: Choices) -> list[Array]:
         """(back, done, trip, *near) of every choice as the first of p stages."""
         to = (c.stop, offset + c.devices)
         back, done, trip = (table[p - 1][to] for table in (self.back, self.done, self.trip))
-        open_end = self._open_end(p)
-        if open_end:
+        or_more = self._or_more(p)
+        if or_more:
             back, done, trip = (
                 np.minimum(a, t[p][to]) for a, t in ((back, self.back), (done, self.done), (trip, self.trip))
             )
         transfer = c.transfer if p > 1 else np.zeros_like(c.transfer)
         terms: list[tuple[int, Array | float]] = [(self.m, 0.0), (1, 2 * transfer + back)]
-        if not open_end:
-            terms += self._own_terms(p, c, transfer, trip, to)
+        if not or_more:
+            terms += self._look_ahead_terms(p, c, transfer, trip, to)
         fits = self._fits(p, c)
         both, once, forward = (np.where(fits, a, np.inf) for a in (c.both, c.once, c.forward))
         slope = (c.whole - c.once) / max(1, self.m - 1)
@@ -140,10 +262,10 @@ class Suffixes:
             *near,
         ]
 
-    def _own_terms(
+    def _look_ahead_terms(
         self, p: int, c: Choices, transfer: Array, trip: Array, to: tuple[Index, Index]
     ) -> list[tuple[int, Array | float]]:
-        """(x, y) of the head of this file, as far as they need to know how many stages come."""
+        """The (x, y) at the head of this file that depend on the number of later stages."""
         m, w, beyond = self.m, self.window(p), 2 * transfer + trip
         if self.schedule == "gpipe":
             slow_forward, slow_backward = np.maximum(c.forward, transfer), np.maximum(c.backward, transfer)

@@ -10,8 +10,7 @@ from jhpt.core.errors import InputError
 from jhpt.planner.api import prepare
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.request import Request, request
-from jhpt.planner.search.solve import plan, solve
-from jhpt.planner.search.spaces import search
+from jhpt.planner.search.solve import plan, search, solve
 from tests.planner.cost.test_estimate import between_embedding_and_head, cluster, layer, model
 from tests.planner.instances import random_cluster, random_profile
 

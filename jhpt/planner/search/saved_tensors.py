@@ -1,8 +1,8 @@
-"""What a block saves of its forward pass under a memory budget, in the least time: an exact integer programme.
+"""What a forward pass saves under a memory budget, in the least time: exactly, for a block or for a chain of layers.
 
-Each tensor of the forward pass is saved on the device, offloaded to the host, or dropped.  The backward pass recomputes
-the dropped tensors that it reads, and whatever those are computed from.  Tensor i has b bytes and takes c seconds to
-compute.  The binary variables are saved s, offloaded o and recomputed r:
+A block: an integer programme (`choose`).  Each tensor of the forward pass is saved on the device, offloaded to the
+host, or dropped.  The backward pass recomputes the dropped tensors that it reads, and whatever those are computed from.
+Tensor i has b bytes and takes c seconds to compute.  The binary variables are saved s, offloaded o and recomputed r:
 
     minimise    sum c r  +  e_f  +  e_b
     subject to  s + o + r >= 1                   for every tensor that the backward pass reads
@@ -18,6 +18,16 @@ A tensor may state the seconds of its own copy, which then replace b / rate.
 Among the choices that take the least time, the one with the fewest bytes is returned.  A dynamic programme over a chain
 (Chen et al. 2016, arXiv 1604.06174) would not do, because a block is not a chain; the integer programme handles
 branches without special cases.
+
+A chain: `choose_in_chain`.  Not called by plans yet; it will choose what each layer saves if layers differ.  A dynamic
+programme over the layers finds the fastest choice within one budget.  Every option of a layer has saved bytes, working
+bytes that its backward pass needs while it recomputes, and seconds.  With f micro-batches in flight a device holds
+
+    f sum of saved  +  max of working
+
+bytes, and the seconds add up.  For each limit on the working bytes (one of the options' values), the labels
+(saved, seconds) of the first layers are extended by the options of the next layer.  A label that another one beats in
+both is dropped, because no optimum needs it.
 """
 
 from collections.abc import Sequence
@@ -28,10 +38,12 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from jhpt.core.errors import InputError
-from jhpt.planner.cost.recompute import Copies, Fate, Tensor, seconds_of
+from jhpt.planner.cost.activations import Copies, Fate, Tensor, seconds_of
 
 TOLERANCE = 1e-9
 """Relative; smaller differences are rounding."""
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +107,7 @@ class _Programme:
             unit = self._unit(host_sizes)
             self.constraints.append(LinearConstraint(self.offloaded[None] / unit, ub=copies.budget / unit))
 
-    def least(self, objective: NDArray[np.float64], at_most: float | None = None) -> NDArray[np.float64]:
+    def least(self, objective: Array, at_most: float | None = None) -> Array:
         """The point of least objective.  at_most: bound on its seconds."""
         constraints = self.constraints
         if at_most is not None:
@@ -113,7 +125,7 @@ class _Programme:
         assert solution.x is not None, solution.message  # saving nothing is always feasible
         return np.where(self.integrality > 0, np.round(solution.x), solution.x)
 
-    def choice(self, point: NDArray[np.float64]) -> Choice:
+    def choice(self, point: Array) -> Choice:
         """The choice that the variables describe.  Tensors that nothing needs count as recomputed, at no cost."""
         count = len(self.tensors)
         saved, offloaded = point[:count] > 0.5, point[count : 2 * count] > 0.5
@@ -126,13 +138,13 @@ class _Programme:
             host=sum(tensor.on_host for tensor, fate in pairs if fate == Fate.OFFLOADED),
         )
 
-    def _unit(self, values: NDArray[np.float64]) -> float:
+    def _unit(self, values: Array) -> float:
         """The largest value.  Dividing by it makes the solver's absolute tolerances relative."""
         return float(np.abs(values).max()) or 1.0
 
     def _available(self) -> list[LinearConstraint]:
         """What the backward pass reads, and the inputs of what it recomputes, are saved, offloaded or recomputed."""
-        count, rows, least = len(self.tensors), list[NDArray[np.float64]](), list[float]()
+        count, rows, least = len(self.tensors), list[Array](), list[float]()
         for position, tensor in enumerate(self.tensors):
             if tensor.read:
                 rows.append(self._present(position))
@@ -144,7 +156,7 @@ class _Programme:
                 least.append(0.0)
         return [LinearConstraint(np.array(rows), lb=np.array(least))] if rows else []
 
-    def _present(self, position: int) -> NDArray[np.float64]:
+    def _present(self, position: int) -> Array:
         count = len(self.tensors)
         row = np.zeros(3 * count + 2)
         row[[position, count + position, 2 * count + position]] = 1
@@ -154,7 +166,7 @@ class _Programme:
         count = len(self.tensors)
         return LinearConstraint(np.hstack([np.eye(count), np.eye(count), np.zeros((count, count + 2))]), ub=1)
 
-    def _within(self, sizes: NDArray[np.float64], budget: float) -> LinearConstraint:
+    def _within(self, sizes: Array, budget: float) -> LinearConstraint:
         unit = self._unit(sizes)
         return LinearConstraint(self.bytes[None] / unit, ub=budget / unit)
 
@@ -166,3 +178,69 @@ class _Programme:
             unit = self._unit(row[:-2])
             constraints.append(LinearConstraint(row[None] / unit, ub=window / unit))
         return constraints
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOption:
+    """What a layer may save.
+
+    saved: bytes from its forward pass until its backward pass.  working: further bytes during its backward pass.
+    seconds: of recomputation.
+    """
+
+    saved: float
+    working: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainChoice:
+    """options: position of the option of every layer.  bytes: most bytes at a time."""
+
+    options: tuple[int, ...]
+    seconds: float
+    bytes: float
+
+
+def choose_in_chain(layers: Sequence[Sequence[LayerOption]], budget: float, in_flight: int = 1) -> ChainChoice | None:
+    """The fastest choice that fits, and among equally fast ones the smallest; None if none fits."""
+    limits = sorted({option.working for options in layers for option in options}) or [0.0]
+    choices = [choice for limit in limits if (choice := _fastest_within(layers, budget, in_flight, limit))]
+    return min(choices, key=lambda choice: (choice.seconds, choice.bytes), default=None)
+
+
+def _fastest_within(
+    layers: Sequence[Sequence[LayerOption]], budget: float, in_flight: int, limit: float
+) -> ChainChoice | None:
+    """The fastest choice among options whose working bytes are at most `limit`."""
+    saved, seconds = np.zeros(1), np.zeros(1)
+    steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []  # label before, option
+    for options in layers:
+        allowed = [at for at, option in enumerate(options) if option.working <= limit]
+        if not allowed:
+            return None
+        sizes, costs = (np.array([getattr(options[at], name) for at in allowed]) for name in ("saved", "seconds"))
+        sums, times = (saved[:, None] + in_flight * sizes).ravel(), (seconds[:, None] + costs).ravel()
+        best = _undominated(sums, times)
+        best = best[sums[best] + limit <= budget * (1 + 1e-12)]
+        if not len(best):
+            return None
+        saved, seconds = sums[best], times[best]
+        before, which = np.divmod(best, len(allowed))
+        steps.append((before, np.array(allowed)[which]))
+    label = int(np.lexsort((saved, seconds))[0])
+    end, chosen = label, list[int]()
+    for before, option in reversed(steps):
+        chosen.append(int(option[label]))
+        label = int(before[label])
+    chosen.reverse()
+    working = max((options[at].working for options, at in zip(layers, chosen, strict=True)), default=0.0)
+    return ChainChoice(options=tuple(chosen), seconds=float(seconds[end]), bytes=float(saved[end]) + working)
+
+
+def _undominated(sizes: Array, times: Array) -> NDArray[np.intp]:
+    """Positions of the labels that no other label beats in both."""
+    order = np.lexsort((times, sizes))
+    sofar = np.minimum.accumulate(times[order])
+    better = np.concatenate([[True], times[order][1:] < sofar[:-1] * (1 - 1e-12)])
+    return order[better]

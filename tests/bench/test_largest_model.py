@@ -2,9 +2,9 @@
 
 import pytest
 
+from jhpt.bench.memory.largest_model import largest_trainable
 from jhpt.core.catalogue import find_cluster
 from jhpt.planner.api import RESERVE, capped
-from jhpt.planner.search.largest_model import largest_trainable
 
 DEVICE, HOST = 24 * 2**30, 110 * 2**30
 

@@ -7,23 +7,21 @@ import numpy as np
 import pytest
 
 from benchmarks.comms.two_streams import layers_seconds, makespan
-from jhpt.planner.cost.overlap import Operation, chunk_sizes, filling, partition, period
+from jhpt.planner.cost.collectives import Operation, chunk_sizes, filling, partition, period
 
 
-def operation(work, travel, behind=0.0, least=0.0, latency=0.0):
+def operation(work, travel, least=0.0, latency=0.0):
     """Seconds of a sample; a chunk takes `least` at least, a sum `latency` more."""
     return Operation(
         work=lambda n: max(least, work * n),
         travel=lambda n: latency + travel * n,
-        behind=lambda n: behind * n,
     )
 
 
 def drawn(r):
     """An operation with all that makes more chunks worse."""
     least, latency = r.choice([0.0, r.uniform(0, 2)]), r.choice([0.0, r.uniform(0, 1)])
-    behind = r.choice([0.0, r.uniform(0, 1)])
-    return operation(r.uniform(0, 1), r.choice([0.0, r.uniform(0.01, 2)]), behind, least, latency)
+    return operation(r.uniform(0, 1), r.choice([0.0, r.uniform(0.01, 2)]), least, latency)
 
 
 @pytest.mark.parametrize("samples", range(1, 12))
@@ -63,13 +61,6 @@ def test_a_new_chunk_waits_for_the_old_ones_that_hold_its_samples():
     late = operation(0.0, 1.0)  # sums of the first two of four end at 2, of all at 4
     assert makespan([late, operation(1.0, 0.0)], [4, 2], 4) == pytest.approx(6)
     assert makespan([late, operation(1.0, 0.0)], [4, 1], 4) == pytest.approx(8)
-
-
-def test_gradients_of_weights_hide_a_chunks_own_sum():
-    """Work 1, then 2 nobody waits for, beside a sum of 2: even one chunk takes 3 a layer instead of 5."""
-    one = operation(1.0, 2.0, behind=2.0)
-    assert makespan([one] * 3, [1] * 3, 1) == pytest.approx(9)
-    assert makespan([one] * 3, [1] * 3, 1, overlap=False) == pytest.approx(15)
 
 
 def test_one_stream_adds_up():

@@ -1,10 +1,13 @@
 """What layers save for the backward pass, in bytes, and what recomputing or offloading the rest costs, in seconds.
 
 A layer's kind lists its named tensors: their bytes, what they are computed from, and with how many FLOP
-(`jhpt.core.profile.NamedTensor`).  The profile gives the seconds of the whole forward pass, measured or analytic.
-Recomputing tensor i takes f_i / (sum of all f) of these seconds, and of the all-reduces over the tensor axis as many as
-there are among the recomputed tensors.  What lies between named tensors (norms, activations, attention scores) is
-always recomputed; the seconds of the backward pass include it.
+(`jhpt.core.work.NamedTensor`).  The profile gives the seconds of the whole forward pass, measured or analytic.
+Recomputing tensor i takes f_i / (sum of all f) of these seconds, and as many all-reduces over the tensor axis as there
+are among the recomputed tensors.  What lies between named tensors (norms, activations, attention scores) is always
+recomputed; the seconds of the backward pass include it.
+
+Offloaded activations stay on the hosts from a block's forward pass to its backward pass.  As on the devices, every
+micro-batch in flight holds the tensors of the largest chunk, in a ring that is equally long on all stages.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,12 +19,13 @@ import numpy as np
 
 from jhpt.core.cluster import Link
 from jhpt.core.families.family import BLOCK_INPUT
-from jhpt.core.plan import SavedTensors
-from jhpt.core.profile import LayerKind, NamedTensor
+from jhpt.core.plan import Chunk, Plan, SavedTensors
+from jhpt.core.profile import LayerKind, ModelProfile, NamedTensor
+from jhpt.core.schedule import in_flight
+from jhpt.core.work import all_reduce_shares, flops_shares, size_of
 from jhpt.planner.cost.memory import work_bytes
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.cost.streaming import copy_seconds
-from jhpt.planner.profiles.named_tensors import all_reduce_shares, flops_shares, size_of
 
 NOTHING = SavedTensors()
 """Full recomputation: only the input of each layer is saved."""
@@ -96,7 +100,7 @@ def seconds_of(tensors: Sequence[Tensor], fates: Sequence[Fate], copies: Copies 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """Shares of a layer's forward pass that its backward pass repeats: of its computation, of its all-reduces."""
+    """What a layer's backward pass repeats: shares of the forward pass's computation and of its all-reduces."""
 
     seconds: float
     all_reduces: float
@@ -104,7 +108,7 @@ class Repeated:
 
 @lru_cache(maxsize=1024)
 def repeated(tensors: tuple[NamedTensor, ...], saved: SavedTensors) -> Repeated:
-    """The shares that the backward pass repeats if `saved` is saved.  A layer without named tensors repeats all."""
+    """The shares that the backward pass repeats if it finds `saved`.  A layer without named tensors repeats all."""
     if not tensors:
         return Repeated(seconds=1.0, all_reduces=1.0)
     shares = flops_shares(tensors), all_reduce_shares(tensors)
@@ -212,3 +216,32 @@ class Activations:
         """[kinds] shares of the forward pass that the backward pass repeats: of computation, of all-reduces."""
         shares = [repeated(kind.tensors, saved) for kind in self.kinds]
         return np.array([share.seconds for share in shares]), np.array([share.all_reduces for share in shares])
+
+
+def saved_tensors_of(plan: Plan) -> SavedTensors:
+    """What the plan saves by name.  Without recomputation it names nothing, and offloads nothing."""
+    return (plan.saved or NOTHING) if plan.recompute else NOTHING
+
+
+def offloaded_activation_bytes(plan: Plan, profile: ModelProfile, saved: SavedTensors) -> list[float]:
+    """Bytes that each device of the plan, in order, offloads to its host."""
+    slots = in_flight(plan.schedule, len(plan.stages), 0, plan.chunks, plan.micro_batches)
+    names, samples = saved.host, plan.batch // plan.micro_batches
+
+    def of_chunk(chunk: Chunk, devices: int) -> float:
+        total = 0.0
+        for layer, tensor in zip(range(chunk.first, chunk.stop), chunk.tensor, strict=True):
+            size = size_of(profile.kinds[profile.layers[layer]].tensors, names)
+            total += size.on(tensor, tensor if plan.sequence else 1) * -(-samples * tensor // devices)
+        return total
+
+    return [
+        slots * max(of_chunk(chunk, stage.devices) for chunk in stage.chunks)
+        for stage in plan.stages
+        for _ in range(stage.devices)
+    ]
+
+
+def fullest_host(by_device: Sequence[float], each: int) -> float:
+    """Bytes on the fullest host, where `each` neighbouring devices share a host."""
+    return max(float(np.sum(by_device[first : first + each])) for first in range(0, len(by_device), each))

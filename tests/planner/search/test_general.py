@@ -13,17 +13,14 @@ from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.profiles.networks import network_profile
-from jhpt.planner.search.bounds import StageTerms, in_line_seconds, pair_in_line_seconds
-from jhpt.planner.search.general.chains import shortest, spans
-from jhpt.planner.search.general.groups import groups, single
-from jhpt.planner.search.general.least import Minima
-from jhpt.planner.search.general.prefixes import Ahead, Prefix, turning
-from jhpt.planner.search.general.search import search_general
-from jhpt.planner.search.general.stages import needs
-from jhpt.planner.search.general.transfers import Transfers
-from jhpt.planner.search.layer_degrees import Option
+from jhpt.planner.search.general import search_general
+from jhpt.planner.search.general.best_first import Ahead, Prefix, loop_bound
+from jhpt.planner.search.general.least import Minima, Transfers, shortest, spans
+from jhpt.planner.search.general.suffixes import needs
+from jhpt.planner.search.layer_degrees import Option, groups, single
 from jhpt.planner.search.request import Incumbent, request
 from jhpt.planner.search.solve import solve
+from jhpt.planner.search.stages import StageTerms, pair_seconds_in_line, stage_seconds_in_line
 from tests.planner.brute_force import optimum, plan_of
 from tests.planner.instances import random_cluster, random_instance, random_profile
 
@@ -155,7 +152,7 @@ def test_no_step_is_faster_than_the_turns_of_its_first_stages(schedule, seed, ov
         trips = np.cumsum(both[s + 1 :]) + 2 * np.concatenate([[0.0], np.cumsum(cut[s + 1 :])])[: stages - s - 1]
         left = stages - s - 1
         ahead = Ahead(cut[s], trips[-1], tuple(trips[:2]), left) if left else Ahead()
-        assert turning(prefix, ahead, schedule, m) <= seconds * BELOW
+        assert loop_bound(prefix, ahead, schedule, m) <= seconds * BELOW
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -172,10 +169,10 @@ def test_no_step_in_line_is_faster_than_its_exchanges(schedule, seed):
     head, tail = 0.0, update[0]
     for s, transfer in enumerate(cut):
         left = stages - 1 - s
-        assert head + float(in_line_seconds(terms[s], transfer, m, left)) + tail <= seconds * BELOW
-        assert head + float(pair_in_line_seconds(terms[s], terms[s + 1], transfer, m, left)) + tail <= seconds * BELOW
+        assert head + float(stage_seconds_in_line(terms[s], transfer, m, left)) + tail <= seconds * BELOW
+        assert head + float(pair_seconds_in_line(terms[s], terms[s + 1], transfer, m, left)) + tail <= seconds * BELOW
         head, tail = head + forward[s] + transfer, max(tail + backward[s] + transfer, update[s + 1])
-    assert head + float(in_line_seconds(terms[-1], np.array(0.0), m, 0)) + tail <= seconds * BELOW
+    assert head + float(stage_seconds_in_line(terms[-1], np.array(0.0), m, 0)) + tail <= seconds * BELOW
 
 
 def test_two_stages_in_line():
@@ -184,8 +181,8 @@ def test_two_stages_in_line():
     first, second = (StageTerms(*map(np.array, row)) for row in ((1.0, 5.0, 5.0, 0.0), (4.0, 2.0, 2.0, 0.0)))
     arrays = np.array([[1.0], [4.0]]), np.array([[5.0], [2.0]]), np.ones(1), np.array([5.0, 2.0]), np.zeros(2)
     exact = float(step_seconds("1f1b", 3, *arrays, overlap=False))
-    assert float(pair_in_line_seconds(first, second, np.array(1.0), 3, 1)) == exact == 38
-    assert float(in_line_seconds(first, np.array(1.0), 3, 1)) == 26
+    assert float(pair_seconds_in_line(first, second, np.array(1.0), 3, 1)) == exact == 38
+    assert float(stage_seconds_in_line(first, np.array(1.0), 3, 1)) == 26
 
 
 def test_turns_see_what_no_stage_alone_does():
@@ -197,7 +194,7 @@ def test_turns_see_what_no_stage_alone_does():
         prefix = prefix.grown(1, single(option), transfer)
     ones = np.ones((2, 1))
     exact = float(step_seconds("1f1b", 61, ones, ones, np.ones(1), np.ones(2), np.zeros(2)))
-    assert turning(prefix, Ahead(), "1f1b", 61) == exact == 21 * 6
+    assert loop_bound(prefix, Ahead(), "1f1b", 61) == exact == 21 * 6
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.05, 10.0])

@@ -20,7 +20,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.offload import search_offloaded
 from jhpt.planner.search.request import Incumbent, Request, request
-from jhpt.planner.search.spaces import search
+from jhpt.planner.search.solve import search
 
 WIDTHS = {1536: 16, 2048: 16, 2560: 32, 4096: 32, 5120: 40}
 """Number of attention heads for each width."""
