@@ -1,6 +1,7 @@
 """Seconds of operations on two streams, simulated chunk by chunk.
 
-The benchmark predicts its variants with them, and the additive costs of `jhpt.planner.cost.collectives` approximate them.
+The benchmark predicts its variants with them, and the additive costs of `jhpt.planner.cost.collectives` approximate
+them.
 """
 
 from collections.abc import Sequence

@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jhpt.core.compression_config import CompressionConfig, GradientCompression
 from jhpt.core.rules import SETTINGS, Choices, conflict
+from jhpt.core.schedule import OneChunk
 from jhpt.core.section import Count, Section
 
 
@@ -38,9 +39,7 @@ class ParallelConfig(Section):
     micro_batches: Count = Field(
         1, description="micro-batches (gradient accumulation steps) that the batch of a step is cut into"
     )
-    schedule: Literal["gpipe", "1f1b"] = Field(
-        "1f1b", description="pipeline schedule: the order of forward and backward passes"
-    )
+    schedule: OneChunk = Field("1f1b", description="pipeline schedule: the order of forward and backward passes")
     chunks: Count = Field(1, description="chunks of blocks per stage (virtual stages); more than one: interleaved 1f1b")
     sample_chunks: Count = Field(
         1,

@@ -14,9 +14,9 @@ from pydantic import Field
 from jhpt.core.cluster import parse, read_tree, write_json
 from jhpt.core.compression_config import Compression, GradientCompression
 from jhpt.core.renamed import with_plan_keys_of_today
+from jhpt.core.schedule import Schedule
 from jhpt.core.section import Count, NonNegative, NonNegativeInt, Section
 
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Zero = Literal[0, 1, 3]
 Origin = Literal["hand", "auto", "given"]
 OffloadKind = Literal["parameters", "optimizer", "both"]

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.config import Compression
-from jhpt.core.plan import Chunk, Plan, Schedule, Stage, Zero, runs_of
-from jhpt.core.schedule import in_flight
+from jhpt.core.plan import Chunk, Plan, Stage, Zero, runs_of
+from jhpt.core.schedule import ONE_CHUNK, Schedule, in_flight
 from jhpt.planner.cost.communication import Place, transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
@@ -161,7 +161,7 @@ def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple
         ramp += ratio ** (s - 1)
         mean = (m * work.passes + work.once + (s - 2) * each + 2 * used) / s
         bounds: list[tuple[Schedule, int, float]] = []
-        bounds += [(name, 1, m * work.passes / ramp + used) for name in ("1f1b", "gpipe") if name in request.schedules]
+        bounds += [(name, 1, m * work.passes / ramp + used) for name in ONE_CHUNK if name in request.schedules]
         if "interleaved" in request.schedules and m % s == 0:
             bounds += [("interleaved", v, mean) for v in CHUNKS if s * v <= model.num_layers]
         for name, v, bound in bounds:

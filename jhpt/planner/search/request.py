@@ -9,9 +9,10 @@ from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompr
 from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.optimizers import optimizer_numbers
-from jhpt.core.plan import OffloadKind, Plan, SavedTensors, Schedule, Zero
+from jhpt.core.plan import OffloadKind, Plan, SavedTensors, Zero
 from jhpt.core.plan_by_hand import recomputed
 from jhpt.core.rules import SETTINGS, Choices, check, conflict
+from jhpt.core.schedule import Schedule
 from jhpt.planner.cost.estimate import Estimate, price
 from jhpt.planner.cost.layers import Space
 from jhpt.planner.cost.model import CostModel
@@ -19,7 +20,7 @@ from jhpt.planner.cost.model import CostModel
 SAMPLE_CHUNKS = (1, 2, 4)
 """Numbers of sample chunks that the planner chooses from for models whose samples are sequences of tokens."""
 
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "interleaved")
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 """Schedules that the planner chooses from, in order of preference."""
 
 COMPRESSIONS = (Compression(bits=8), Compression(tokens=0.3, bits=8, rest_bits=4, steps=2))

@@ -20,7 +20,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jhpt.core.plan import Chunk, Schedule, Stage, runs_of
+from jhpt.core.plan import Chunk, Stage, runs_of
+from jhpt.core.schedule import ONE_CHUNK, Schedule
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.general.best_first import Problem, Search, suffixes_of
@@ -69,7 +70,7 @@ def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> 
 
 def pipelines(request: Request) -> list[Schedule]:
     """Schedules of the space.  Interleaving needs stages of equal size."""
-    return [name for name in request.schedules if name != "interleaved"]
+    return [name for name in request.schedules if name in ONE_CHUNK]
 
 
 def _bounded(request: Request, model: CostModel, minima: Minima) -> Iterator[tuple[float, int, LayerStrategy]]:
