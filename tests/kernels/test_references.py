@@ -135,5 +135,5 @@ def test_not_a_number_is_sent_first():
 def test_buckets_are_refused():
     with pytest.raises(ValueError, match="keep=9"):
         topk_sparsify(jnp.zeros(8), jnp.zeros(8), keep=9, block=8, **REFERENCE)
-    with pytest.raises(ValueError, match="to be"):
+    with pytest.raises(ValueError, match="must have one shape"):
         topk_sparsify(jnp.zeros((2, 4)), jnp.zeros((2, 4)), keep=1, **REFERENCE)
