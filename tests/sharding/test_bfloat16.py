@@ -29,7 +29,7 @@ def in_bfloat16(setup_of, kind):
     return name, laid_out(setup_of(name, 3, NONE, **{"model.dtype": "bfloat16"}), plan, overlap=True)
 
 
-@pytest.mark.parametrize("kind", quick_and_exhaustive(PLANS, ["ZeRO-1, several degrees", "pipeline x tensor"]))
+@pytest.mark.parametrize("kind", quick_and_exhaustive(PLANS, ["ZeRO-1, several degrees"]))
 def test_gradients_are_near_those_in_float32(setup_of, kind):
     name, setup = in_bfloat16(setup_of, kind)
     actual, loss, _ = gradients(setup)
@@ -109,7 +109,7 @@ def rounded(x):
     return np.asarray(x.astype(jnp.bfloat16), np.float64)
 
 
-@pytest.mark.parametrize(("data", "zero", "overlap"), quick_and_exhaustive(ADDED, [(1, 1, False), (2, 0, True)]))
+@pytest.mark.parametrize(("data", "zero", "overlap"), quick_and_exhaustive(ADDED, [(2, 0, True)]))
 def test_gradients_of_two_micro_batches_add_up_in_float32(untouched, data, zero, overlap):
     """To 1e-6 of the largest entry, and so that bfloat16 could not hold a quarter of the entries.
 

@@ -6,6 +6,7 @@ from jhpt.core.plan import SavedTensors
 from jhpt.core.schedule import in_flight
 from jhpt.training.compile import lower_step
 from jhpt.training.setup import prepare
+from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import laid_out, piped, spread
 
 STAGES, MICRO_BATCHES, ROWS = 4, 32, 2
@@ -39,7 +40,7 @@ def test_recomputation_holds_inputs_alone(temporary):
     assert temporary("gpipe", recompute=True) <= 0.35 * temporary("gpipe")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", quick_and_exhaustive(["gpipe", "1f1b"], ["1f1b"]))
 def test_names_hold_what_they_say(temporary, schedule):
     """Of every block and micro-batch in flight their bytes more than others: within 10 %.
 

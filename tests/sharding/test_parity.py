@@ -21,7 +21,7 @@ from jhpt.models.masking import mask_tokens
 from jhpt.models.objective import DROPOUT, MASKS
 from jhpt.training import setup as training_setup
 from jhpt.training.setup import prepare
-from tests.covers import pairwise
+from tests.covers import pairwise, quick_and_exhaustive
 from tests.sharding.plans import batch, by_path, compiled, laid_out, mixed, piped, random_params, spread, stored
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -246,9 +246,10 @@ def check_overlapped(setup_of, name, zero, micro_batches, ahead, chunks):
     check_gradients(setup_of, name, 3, NONE, piped([5], 1, data=4, tensor=2, batch=BATCH, **settings), overlap=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), list(zip(itertools.cycle(MODELS), pairwise(*OVERLAPPED.values()), strict=False)), ids=str
-)
+LOOPS = list(zip(itertools.cycle(MODELS), pairwise(*OVERLAPPED.values()), strict=False))
+
+
+@pytest.mark.parametrize(("name", "case"), quick_and_exhaustive(LOOPS, LOOPS[::2]), ids=str)
 def test_gradients_of_overlapped_loops(setup_of, name, case):
     check_overlapped(setup_of, name, *case)
 
@@ -309,7 +310,9 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("case", SAVED)
+@pytest.mark.parametrize(
+    "case", quick_and_exhaustive(SAVED, ("given late", "tensor, chunks", "pipeline", "interleaved"))
+)
 def test_gradients_with_names_of_what_is_kept(setup_of, case):
     name, saved, unrolled, (layers, stages), settings = SAVED[case]
     plan = piped(layers, stages, batch=BATCH, recompute=True, saved=saved, **settings)
@@ -361,7 +364,7 @@ def check_mixed(setup_of, layers, micro_batches, zero, saved, ahead, sequence, c
     check_gradients(setup_of, name, len(degrees) - 2, unrolled, plan, **changes)
 
 
-@pytest.mark.parametrize(MIXED_NAMES, MIXED)
+@pytest.mark.parametrize(MIXED_NAMES, quick_and_exhaustive(MIXED, MIXED[::2]))
 def test_degrees_may_differ_from_layer_to_layer(setup_of, layers, micro_batches, zero, saved, ahead, sequence, chunks):
     check_mixed(setup_of, layers, micro_batches, zero, saved, ahead, sequence, chunks)
 

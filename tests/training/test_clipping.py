@@ -14,6 +14,7 @@ from jhpt.training.clipping import Clipping, clipping
 from jhpt.training.optimizer import learning_rate, make_optimizer
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
+from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import by_path, compiled, laid_out, mixed, on_host, piped, random_params, spread, stored
 
 BLOCKS = 4
@@ -102,7 +103,7 @@ def test_only_previous_keeps_a_norm():
     assert Clipping(limit=None, kind="previous").first is None
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", quick_and_exhaustive([1, 2], [2]))
 def test_a_step_clipped_by_layers_is_a_step_of_clipped_gradients(tiny, stages):
     """Of training itself: the same parameters as optax makes of the gradient, clipped as the formula says."""
     config = tiny(**{"model.num_layers": BLOCKS, "optimizer.clip": "layer", "optimizer.clip_norm": 0.3})

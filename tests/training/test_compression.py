@@ -56,7 +56,7 @@ NEAR = [
 
 @pytest.mark.parametrize(
     ("name", "kind", "compression", "most"),
-    quick_and_exhaustive(NEAR, NEAR[:2]),
+    quick_and_exhaustive(NEAR, NEAR[:1]),
 )
 def test_gradients_are_near_the_uncompressed_ones(setup_of, name, kind, compression, most):
     grads, loss = compressed_gradients(setup_of, name, PLANS[kind], compression)
@@ -65,14 +65,16 @@ def test_gradients_are_near_the_uncompressed_ones(setup_of, name, kind, compress
     assert 1e-4 < distance(grads, expected) < most
 
 
-def test_recomputation_and_pipelines_choose_the_same_tokens(setup_of):
+@pytest.mark.parametrize(
+    "kind", quick_and_exhaustive(["tensor 4, recomputed", "pipeline x tensor"], ["pipeline x tensor"])
+)
+def test_recomputation_and_pipelines_choose_the_same_tokens(setup_of, kind):
     """Another choice of tokens would be another loss."""
     compression = Compression(bits=8, tokens=0.4, rest_bits=0)
     grads, loss = compressed_gradients(setup_of, "bert", PLANS["tensor 4"], compression)
-    for kind in ("tensor 4, recomputed", "pipeline x tensor"):
-        again, same_loss = compressed_gradients(setup_of, "bert", PLANS[kind], compression)
-        assert same_loss == pytest.approx(loss, rel=1e-4)
-        assert distance(again, grads) < 0.02
+    again, same_loss = compressed_gradients(setup_of, "bert", PLANS[kind], compression)
+    assert same_loss == pytest.approx(loss, rel=1e-4)
+    assert distance(again, grads) < 0.02
 
 
 def test_directions_can_be_switched_off(setup_of):
@@ -107,7 +109,7 @@ def test_refusals(tiny, overrides, words):
 
 @pytest.mark.parametrize(
     ("ranks", "rest_bits"),
-    [(4, 0), (4, 4), (8, 4)],  # the last in two steps
+    quick_and_exhaustive([(4, 0), (4, 4), (8, 4)], [(8, 4)]),  # the last in two steps
 )
 def test_a_causal_choice_knows_no_later_token(setup_of, ranks, rest_bits):
     """Logits stay what they are, bit for bit, when only later tokens change; by attention received they do not."""

@@ -75,8 +75,11 @@ def offloaded_step(training, **options):
     return jax.jit(lambda state, windows: training.step(state, Rows(windows)), donate_argnums=0, **options)
 
 
-AS_EVER = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-"""What XLA does unless tests tell it otherwise (`conftest`)."""
+FUSED = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+"""Loops are fused as for users: as `conftest` has XLA compile, a loop and its unrolled form differ in their bits."""
+
+AS_EVER = FUSED | {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+"""All that XLA does unless tests tell it otherwise."""
 
 
 def start(training, state):
@@ -95,7 +98,7 @@ def start(training, state):
 
 def flushed(training):
     """To the state of any run, as if it were saved."""
-    flush = jax.jit(training.flushed)
+    flush = jax.jit(training.flushed, compiler_options=FUSED)
 
     def whole(leaf):
         return np.stack([leaf.layer(at) for at in range(BLOCKS)]) if isinstance(leaf, Layered) else leaf
@@ -124,7 +127,7 @@ STEPPED = [
 
 @pytest.mark.parametrize(
     ("preset", "ranks", "clip_norm", "clip", "micro_batches", "resident", "kind"),
-    quick_and_exhaustive(STEPPED, [STEPPED[case] for case in (0, 1, 6, 7)]),
+    quick_and_exhaustive(STEPPED, [STEPPED[case] for case in (0, 7)]),
 )
 def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, micro_batches, resident, kind):
     """Over five of them: losses and norms to 1e-6, means of gradients to 1e-6 of the largest, parameters to 0.05 of
@@ -162,7 +165,7 @@ def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, mi
 
 
 @pytest.mark.parametrize(
-    ("preset", "ranks"), quick_and_exhaustive(itertools.product(MODELS, (1, 4)), [("gpt-tiny", 4), ("bert-tiny", 1)])
+    ("preset", "ranks"), quick_and_exhaustive(itertools.product(MODELS, (1, 4)), [("gpt-tiny", 4)])
 )
 def test_gradients_are_those_of_a_plain_run(made, preset, ranks):
     """In each of five steps: to 1e-6 of the largest entry."""
@@ -185,7 +188,7 @@ def test_how_far_ahead_blocks_are_fetched_changes_no_bit(made, clip):
     runs = []
     for ahead in (0, 1, 2):
         setup, _, state, training = made("gpt-tiny", 4, ahead=ahead, clip=clip)
-        offloaded, step = start(training, state), offloaded_step(training)
+        offloaded, step = start(training, state), offloaded_step(training, compiler_options=FUSED)
         for windows in windows_of(setup)[:3]:
             offloaded, metrics = step(offloaded, windows)
         rows = [tree_of(training, name, offloaded.rows) for name in training.names]
@@ -194,11 +197,11 @@ def test_how_far_ahead_blocks_are_fetched_changes_no_bit(made, clip):
         assert jax.tree.all(jax.tree.map(np.array_equal, other, runs[0]))
 
 
-@pytest.mark.parametrize("clip", ["global", "previous"])
+@pytest.mark.parametrize("clip", quick_and_exhaustive(["global", "previous"], ["global"]))
 def test_a_flushed_run_goes_on_bit_for_bit(made, clip):
     """As one saved and loaded does: flushed, turned into the state of any run and back."""
     setup, _, state, training = made("gpt-tiny", 4, clip_norm=0.5, clip=clip)
-    step, windows = offloaded_step(training), windows_of(setup)
+    step, windows = offloaded_step(training, compiler_options=FUSED), windows_of(setup)
     offloaded, other = start(training, state), start(training, state)
     saved = flushed(training)
     for at, batch in enumerate(windows):
@@ -209,7 +212,7 @@ def test_a_flushed_run_goes_on_bit_for_bit(made, clip):
     assert jax.tree.all(jax.tree.map(np.array_equal, on_host(saved(offloaded)), on_host(saved(other))))
 
 
-@pytest.mark.parametrize("clip", ["global", "previous", "layer"])
+@pytest.mark.parametrize("clip", quick_and_exhaustive(["global", "previous", "layer"], ["previous"]))
 def test_a_bad_step_leaves_everything_as_it_was(made, clip):
     setup, _, state, training = made("gpt-tiny", 4, clip=clip)
     step, windows = offloaded_step(training), windows_of(setup)
@@ -228,7 +231,7 @@ def test_a_bad_step_leaves_everything_as_it_was(made, clip):
         assert float(after.norm) == float(before.norm) > 0
 
 
-@pytest.mark.parametrize("clip", ["previous", "layer"])
+@pytest.mark.parametrize("clip", quick_and_exhaustive(["previous", "layer"], ["layer"]))
 def test_blocks_step_at_once_down_to_the_first_gradient_that_is_not_finite(made, monkeypatch, clip):
     """With a finite loss: blocks behind it have stepped, it and those before it have not; the step is a bad one."""
     broken = 1
@@ -326,7 +329,7 @@ def test_a_host_without_room_is_refused(tiny, tmp_path):
     ("preset", "clip"),
     quick_and_exhaustive(
         [("gpt-tiny", "global"), ("gpt-tiny", "previous"), ("gpt-tiny", "layer"), ("bert-tiny", "global")],
-        [("gpt-tiny", "previous"), ("bert-tiny", "global")],
+        [("gpt-tiny", "previous")],
     ),
 )
 def test_what_stays_on_the_devices_changes_no_bit(made, preset, clip):
