@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from jhpt.core.errors import did_you_mean
 from jhpt.core.families.family import BLOCK_INPUT, known_tensors
 from jhpt.core.families.transformer import NAMED_TENSORS
+from jhpt.core.plan import OffloadKind
 from jhpt.core.section import Bytes, Section
 
 
@@ -28,7 +29,7 @@ class MemoryConfig(Section):
         description="memory of each host for CPU offload, never more than it has; where it is set, saved activations "
         "may be offloaded too; auto: nine tenths of what the host has",
     )
-    offload: Literal["auto", "off", "parameters", "optimizer", "both"] = Field(
+    offload: Literal["auto", "off", OffloadKind] = Field(
         "auto",
         description="CPU offload of blocks: their weights, the state of the optimizer, or both; of as many blocks as "
         "is fastest where the planner decides, of all where `parallel` is laid out by hand",

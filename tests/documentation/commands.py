@@ -54,6 +54,7 @@ RUN = {
     "jhpt plan gpt-6.7b --cluster h100x1x1 --budget 24GiB --batch 16 --svg step.svg": "",
     "jhpt doctor": "",
     "jhpt bench": "--help",
+    "python benchmarks/hand_made_bugs/run.py --help": "",
     "python benchmarks/same_results/record.py --help": "",
     "python examples/plan_cluster.py": "",
 }
@@ -101,7 +102,7 @@ CI = {
     "pip install -e '.[deviceless]'": 'environment "$python" .venv-deviceless test,deviceless',
     ".ci/run": "#!/usr/bin/env bash",
     "pytest": "pytest",
-    "pytest -m deviceless": ".venv-deviceless/bin/pytest -m deviceless",
+    "pytest -m deviceless": '.venv-deviceless/bin/pytest -m "deviceless and not exhaustive"',
     "ruff check .": "ruff check .",
     "ruff format .": "ruff format --check .",
     "mypy": "mypy",

@@ -16,6 +16,7 @@ from jhpt.kernels.dequantize_sum.reference import unpacked
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.kernels.segment_quantize.reference import packed, rounded_up, uniform
 from jhpt.kernels.segments import Knee, fit_knee, knee_for, most
+from tests.covers import quick_and_exhaustive
 
 REFERENCE = {"implementation": "reference"}
 GROUPS = (512, 128, 2)
@@ -166,7 +167,7 @@ MOST = {8: (0.62, 0.32, 0.13), 4: (0.90, 0.40, 0.16)}
 """Of uniform quantization's error with one range for the tensor: Gaussian, Laplace, Student-t(5)."""
 
 
-@pytest.mark.parametrize("bits", MOST)
+@pytest.mark.parametrize("bits", quick_and_exhaustive(MOST, [4]))
 def test_segments_beat_uniform_quantization_at_equal_total_bits(bits):
     for name, most_of_uniform in zip(DISTRIBUTIONS, MOST[bits], strict=True):
         errors = relative_errors(name, bits, numbers=1 << 18, seed=0)

@@ -20,6 +20,7 @@ from jhpt.sharding.mesh import Axes
 from jhpt.sharding.partition import parameter_spec, path_name
 from jhpt.training import profiling
 from jhpt.training.profiling import Grid, assemble, cached_profile, default_grid, measure_layers, profile_command
+from tests.covers import quick_and_exhaustive
 
 ANY = Device(name="any", peak_flops={"float32": 1e12}, memory=1e9, memory_bandwidth=1e10)
 
@@ -126,10 +127,10 @@ def test_a_degree_that_divides_nothing_is_refused():
 UNTIED = {"model.tied": False, "model.vocab_size": 300, "model.positions": "rotary"}
 
 
-@pytest.mark.parametrize(
-    "preset, changes, batches, tensors",
-    [("gpt-tiny", UNTIED, (2,), (1, 2)), ("bert-tiny", {}, (1,), (1,))],
-)
+MEASURED = [("gpt-tiny", UNTIED, (2,), (1, 2)), ("bert-tiny", {}, (1,), (1,))]
+
+
+@pytest.mark.parametrize(("preset", "changes", "batches", "tensors"), quick_and_exhaustive(MEASURED, MEASURED[1:]))
 def test_a_measured_profile_is_complete(tiny, tmp_path, preset, changes, batches, tensors):
     config = tiny(preset, **changes)
     grid = Grid(batches=batches, tensors=tensors, rounds=1)

@@ -15,6 +15,7 @@ from jhpt.core.presets import PRESETS
 from jhpt.models.family import build
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import dropout, layer_keys
+from tests.covers import quick_and_exhaustive
 from tests.models import naive
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -104,7 +105,7 @@ def test_gradients_are_slopes_of_the_float64_definition(name):
         assert slope == pytest.approx((ahead - behind) / 2e-6, rel=2e-4)
 
 
-@pytest.mark.parametrize("name", GPTS)
+@pytest.mark.parametrize("name", quick_and_exhaustive(GPTS, ["mixed"]))
 def test_gradients_of_gpt_do_not_reach_future_positions(name):
     """d (logits[i] projected at random) / d x[j] is exactly 0 for j > i, and not for j <= i."""
     model = build(GPTS[name])

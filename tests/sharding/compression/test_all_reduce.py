@@ -14,6 +14,7 @@ from jhpt.core.config import Compression
 from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.sharding.compression.all_reduce import CompressedAllReduce, others, settle, travelled
+from tests.covers import quick_and_exhaustive
 from tests.sharding.equations import every_equation
 
 BATCH, LENGTH, WIDTH = 3, 10, 200
@@ -81,15 +82,13 @@ def expected_sum(parts, compression, tokens):
     return total
 
 
+REDUCED = [(4, compression) for compression in (*COMPRESSIONS, *SHORT, *STEPS, *NO_REST)]
+REDUCED += [(2, COMPRESSIONS[3]), (8, COMPRESSIONS[0]), (8, COMPRESSIONS[2]), (8, SHORT[3])]
+
+
 @pytest.mark.parametrize(
     ("ranks", "compression"),
-    [
-        *((4, compression) for compression in (*COMPRESSIONS, *SHORT, *STEPS, *NO_REST)),
-        (2, COMPRESSIONS[3]),
-        (8, COMPRESSIONS[0]),
-        (8, COMPRESSIONS[2]),
-        (8, SHORT[3]),
-    ],
+    quick_and_exhaustive(REDUCED, REDUCED[::2]),
     ids=str,
 )
 def test_sum_is_that_of_the_codes_on_every_rank(ranks, compression):

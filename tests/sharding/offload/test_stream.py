@@ -1,5 +1,7 @@
 """Layers that come from the host and go there are the layers of a plain loop."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jhpt.sharding.offload.buckets import bucket_of
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, Layer, StreamedLoop, Transfers, over_layers
 from jhpt.sharding.recompute import everything, save_named, save_nothing
 from jhpt.sharding.sample_chunks import UnchunkedSamples
+from tests.covers import pairwise, quick_and_exhaustive
 from tests.sharding.test_layer_loop import COUNT, FIRST, block, inputs, stack
 
 AHEAD = (0, 1, 2, COUNT + 1)
@@ -31,10 +34,13 @@ def left(_, gradient, squares):
 ZERO = jnp.float32(0)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("ahead", AHEAD)
+ORDERS = list(itertools.product(AHEAD, (False, True), (False, True), (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("ahead", "reverse", "late", "apart"),
+    quick_and_exhaustive(ORDERS, pairwise(AHEAD, (False, True), (False, True), (False, True))),
+)
 def test_rows_come_and_go_in_order(ahead, reverse, late, apart):
     """What is read is what lay there before the pass; what is written lies there after it, and nowhere else."""
     a, b, c = (np.random.default_rng(seed).normal(size=(COUNT, 4)).astype(np.float32) for seed in range(3))
@@ -91,12 +97,14 @@ def whole(tree):
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
 
 
-@pytest.mark.parametrize(
-    "wrap", [everything, save_nothing, save_named((), ("inside",))], ids=("everything", "input", "on the host")
-)
-@pytest.mark.parametrize(("ahead", "pieces"), [(0, 1), (1, 5), (2, 1), (COUNT + 1, 5)])
-def test_a_pass_is_that_of_a_plain_loop(ahead, pieces, wrap):
+WRAPS = {"everything": everything, "input": save_nothing, "on the host": save_named((), ("inside",))}
+PASSES = [(*at, name) for at in ((0, 1), (1, 5), (2, 1), (COUNT + 1, 5)) for name in WRAPS]
+
+
+@pytest.mark.parametrize(("ahead", "pieces", "saved"), quick_and_exhaustive(PASSES, PASSES[::4]))
+def test_a_pass_is_that_of_a_plain_loop(ahead, pieces, saved):
     """In micro-batches of any number."""
+    wrap = WRAPS[saved]
     params, (x, keys, error) = stack(), inputs()
     plain = LayerLoop(
         stream=UnchunkedSamples(wrap(block)),
@@ -193,8 +201,10 @@ def test_what_is_needed_last_comes_as_it_lay_there(ahead, late):
     assert np.allclose(actual, (m if late else a).sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize(("resident", "pieces"), [(0, 1), (0, 5), (2, 1), (2, 5)])
+LEAVING = list(itertools.product((0, 1, 2), (0, 2), (1, 5)))
+
+
+@pytest.mark.parametrize(("ahead", "resident", "pieces"), quick_and_exhaustive(LEAVING, LEAVING[1::3]))
 def test_a_layer_that_leaves_changed_is_one_that_is_changed_afterwards(ahead, resident, pieces):
     """The step is taken in the backward pass, with rows that come for it; whatever stays on the device."""
     x, keys, error = inputs()

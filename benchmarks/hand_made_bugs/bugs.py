@@ -1,0 +1,123 @@
+"""The bugs: one line of the program each, changed as a tired programmer might, and the tests that have to fail."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    """`right` stands once in `file`, and `wrong` takes its place.  tests: arguments of pytest."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+BUGS = (
+    Bug(
+        name="planner: bytes of a data-parallel all-reduce without (n - 1) / n",
+        file="jhpt/planner/cost/traffic.py",
+        right="rounds * (ranks - 1) / ranks * times * size",
+        wrong="rounds * times * size",
+        tests=("tests/planner/cost/test_traffic.py",),
+    ),
+    Bug(
+        name="planner: a bound that is no bound prunes cuts that may be the best",
+        file="jhpt/planner/search/grids.py",
+        right="for at in np.flatnonzero(bounds < self.incumbent.cutoff):",
+        wrong="for at in np.flatnonzero(1.05 * bounds < self.incumbent.cutoff):",
+        tests=("tests/planner/search/test_search.py",),
+    ),
+    Bug(
+        name="planner: a link between stages carries two transfers at a time",
+        file="jhpt/planner/cost/schedule.py",
+        right="link[on[send]] = np.maximum(link[on[send]], end[send]) + transfer[on[send], chunk[send]]",
+        wrong="link[on[send]] = end[send] + transfer[on[send], chunk[send]]",
+        tests=("tests/planner/report/test_simulation.py",),
+    ),
+    Bug(
+        name="planner: saved activations of one micro-batch in flight are forgotten",
+        file="jhpt/core/schedule.py",
+        right="return min(micro_batches * chunks, ahead + 1)",
+        wrong="return min(micro_batches * chunks, ahead)",
+        tests=("tests/core/test_schedule.py",),
+    ),
+    Bug(
+        name="schedule: interleaved 1F1B begins its backward passes one tick early",
+        file="jhpt/core/schedule.py",
+        right="else stages * (chunks - 1))",
+        wrong="else stages * (chunks - 1) - (chunks > 1))",
+        tests=("tests/core/test_schedule.py",),
+    ),
+    Bug(
+        name="sharding: no all-reduce in the backward pass of f (tensor parallelism)",
+        file="sharding/tensor.py",
+        right="lambda axes, _, gradient: (jax.lax.psum(gradient, axes),))\nreduce_over_tensor_axis",
+        wrong="lambda axes, _, gradient: (gradient,))\nreduce_over_tensor_axis",
+        tests=("tests/sharding/test_parity.py", "-k", "overlapped_loops"),
+    ),
+    Bug(
+        name="sharding: ZeRO averages gradients that are sums already",
+        file="sharding/zero.py",
+        right="return jax.lax.psum_scatter(leaf.astype(self.dtype), self.data, scatter_dimension=dim, tiled=True)",
+        wrong="return jax.lax.psum_scatter(leaf.astype(self.dtype), self.data, scatter_dimension=dim, tiled=True) / 2",
+        tests=("tests/sharding/test_parity.py", "-k", "overlapped_loops"),
+    ),
+    Bug(
+        name="sharding: the last micro-batch but one is not accumulated",
+        file="sharding/accumulation.py",
+        right="stop = count - 1 if reduces_in_last else count",
+        wrong="stop = count - 1 - (count > 2)",
+        tests=("tests/sharding/test_parity.py", "-k", "overlapped_loops"),
+    ),
+    Bug(
+        name="compression: what was not sent of the residual is lost",
+        file="sharding/compression/gradients.py",
+        right="residual = wanted - decoded([piece[None] for piece in sent]).reshape(wanted.shape)",
+        wrong="residual = 0.5 * (wanted - decoded([piece[None] for piece in sent]).reshape(wanted.shape))",
+        tests=("tests/sharding/compression/test_gradients.py",),
+    ),
+    Bug(
+        name="offload: the last layer's rows are never fetched",
+        file="sharding/offload/stream.py",
+        right="at = jnp.clip(jnp.asarray(step, jnp.int32), 0, count - 1)",
+        wrong="at = jnp.clip(jnp.asarray(step, jnp.int32), 0, count - 2)",
+        tests=("tests/sharding/offload/test_stream.py",),
+    ),
+    Bug(
+        name="offload: bias correction of the update after",
+        file="jhpt/training/offloaded_training.py",
+        right="(1 - decay ** count.astype(jnp.float32))",
+        wrong="(1 - decay ** (1 + count.astype(jnp.float32)))",
+        tests=("tests/training/test_offloaded_step.py", "-k", "steps_are_those_of_a_plain_run"),
+    ),
+    Bug(
+        name="data: a process's batches advance by its own rows instead of the whole batch",
+        file="jhpt/training/data/batches.py",
+        right="first = step * batch_size",
+        wrong="first = step * (local.stop - local.start)",
+        tests=("tests/training/data/test_batches.py",),
+    ),
+    Bug(
+        name="data: the last target of a sequence is missing from its window",
+        file="jhpt/training/data/windows.py",
+        right="self.tokens[first : first + self.stride + self.overlap]",
+        wrong="self.tokens[first : first + self.stride]",
+        tests=("tests/training/data/test_windows.py",),
+    ),
+    Bug(
+        name="checkpoint: another optimizer than the run's goes unnoticed",
+        file="jhpt/training/checkpoint.py",
+        right="before = defaults | before",
+        wrong="before = before | defaults",
+        tests=("tests/training/test_precision.py", "-k", "goes_on"),
+    ),
+    Bug(
+        name="checkpoint: residuals of compressed gradients are not restored",
+        file="jhpt/training/checkpoint.py",
+        right="return replace(state, feedback=feedback)",
+        wrong="return replace(state, feedback=jax.tree.map(jnp.zeros_like, feedback))",
+        tests=("tests/training/test_gradient_compression.py", "-k", "resumed"),
+    ),
+)
