@@ -4,6 +4,7 @@ import os
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 
+import gc
 import random
 import shutil
 import tempfile
@@ -15,6 +16,15 @@ import pytest
 from jhpt.core.load import load_config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tracing and compiling make millions of objects, few of them garbage: a tenth of the suite's time went into looking.
+gc.set_threshold(100_000, 20, 20)
+
+# Another tenth went into giving memory back to the system after a program and taking it again.  glibc reads these where
+# a process starts, so they hold for the workers.
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 29))
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 25))
+os.environ.setdefault("MALLOC_TOP_PAD_", str(1 << 26))
 
 # The same programs, compiled in less than half of the time.  Where other programs want the processor too, a device may
 # come to a collective late: XLA ends the process when it has waited for 40 s.

@@ -212,8 +212,9 @@ def every_case():
 NAMES = (*CORE, *REST, "shape")
 
 
-FEWER = {"stages": (1, 2), "pieces": (1, 2), "saved": ("all", "input, loop"), "ahead": (0, 1), "chunks": (1, 2)}
-"""What the quick suite pairs; every value of every axis is in the product of `-m exhaustive`."""
+FEWER = {"stages": (1, 2), "pieces": (1, 2), "saved": ("all, loop", "input, loop"), "ahead": (0, 1), "chunks": (1, 2)}
+"""What the quick suite pairs; every value of every axis is in the product of `-m exhaustive`.  Unrolled
+layers, which take long to compile, are in the quick `test_layer_loop`."""
 
 
 @pytest.mark.parametrize(NAMES, pairwise(*(CORE | REST | {"shape": SHAPES} | FEWER).values(), where=fits))
@@ -350,11 +351,14 @@ DEGREES = {
 
 MIXED_CORE = {"micro_batches": (1, 4), "zero": (0, 1, 3)}
 MIXED_NAMES = ("layers", *MIXED_CORE, *REST)
-FEW = {"saved": ("all", "input, loop"), "ahead": (0, 1), "sequence": (False, True), "chunks": (None, (1, 2, 2, 3, 1))}
-MIXED = [
-    (layers, *rest)
-    for layers, rest in zip(itertools.cycle(DEGREES), pairwise(*MIXED_CORE.values(), *FEW.values()), strict=False)
-]
+FEW = {
+    "saved": ("all", "input, loop"),
+    "ahead": (0, 1),
+    "sequence": (False, True),
+    "chunks": (None, (1, 2, 2, 3, 1)),
+}
+QUICK = MIXED_CORE | FEW | {"saved": ("all, loop", "input, loop")}
+MIXED = [(layers, *rest) for layers, rest in zip(itertools.cycle(DEGREES), pairwise(*QUICK.values()), strict=False)]
 
 
 def check_mixed(setup_of, layers, micro_batches, zero, saved, ahead, sequence, chunks):

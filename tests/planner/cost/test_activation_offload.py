@@ -86,8 +86,11 @@ def every_kept(profile, names=None):
         yield SavedTensors(device=device, host=(*host, BLOCK_INPUT) if away else host)
 
 
-@pytest.mark.parametrize(("share", "factor", "room"), [(-0.1, 1, 1.0), (0.0, 3, 0.45), (0.2, 0.5, 1.0), (0.5, 3, 1.0)])
-@pytest.mark.parametrize("name", [name for name in PLANS if name != "mixed"])
+HOSTS = [(-0.1, 1, 1.0), (0.0, 3, 0.45), (0.2, 0.5, 1.0), (0.5, 3, 1.0)]
+CHOICES = [(name, *host) for name in PLANS if name != "mixed" for host in HOSTS]
+
+
+@pytest.mark.parametrize(("name", "share", "factor", "room"), quick_and_exhaustive(CHOICES, CHOICES[::3]))
 def test_no_choice_with_the_host_is_faster(name, share, factor, room):
     """share: of the memory between keeping nothing and everything; factor: of the link; room: on the host, of what all
     tensors take.  Less than keeping nothing takes leaves inputs no place but the host."""
