@@ -16,8 +16,8 @@ from benchmarks.emulated.timing import Call, in_turn
 from benchmarks.hybrid.models import ClassSubject, Subject
 from benchmarks.hybrid.steps import ready, traced
 from benchmarks.hybrid.task import CHUNKS, Task
+from benchmarks.networks.mlp import MLP
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
-from jhpt.models.mlp import MLP
 from jhpt.sharding.mesh import make_device_mesh
 
 MICRO_BATCHES = 8

@@ -18,6 +18,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from benchmarks.networks.execution import Examples, Network, class_execution, class_parts
+from benchmarks.networks.mlp import MLP
+from benchmarks.networks.vgg import VGG
 from jhpt.core.cluster import Device
 from jhpt.core.config import Config
 from jhpt.core.load import load_config
@@ -25,14 +28,11 @@ from jhpt.core.plan import Plan
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.models.family import Rows, build
 from jhpt.models.hooks import Hooks
-from jhpt.models.mlp import MLP
-from jhpt.models.vgg import VGG
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import DeviceMesh
 from jhpt.sharding.model_parts import ModelParts
 from jhpt.sharding.step import Execution
-from jhpt.training.classes import Examples, Network, class_execution, class_parts
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.parts import make_parts
 from jhpt.training.setup import execution

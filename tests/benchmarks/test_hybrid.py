@@ -217,7 +217,7 @@ def test_says_why_it_cannot_run(monkeypatch, capsys):
 SMALL = """
 from dataclasses import replace
 from benchmarks.hybrid import models, worker
-from jhpt.models.mlp import MLP
+from benchmarks.networks.mlp import MLP
 network = MLP(inputs=8, width=16, hidden=32, num_blocks=2, classes=8)
 models.SUBJECTS["mlp"] = lambda: models.ClassSubject(name="mlp", batch=16, network=network)
 worker.take_part(worker.Task, worker.run)

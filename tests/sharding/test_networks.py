@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.networks.execution import Examples, class_execution
+from benchmarks.networks.mlp import MLP
+from benchmarks.networks.vgg import VGG
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
-from jhpt.models.mlp import MLP
-from jhpt.models.vgg import VGG
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_device_mesh
 from jhpt.sharding.partition import path_name
-from jhpt.training.classes import Examples, class_execution
 from tests.covers import quick_and_exhaustive
 
 pytestmark = pytest.mark.usefixtures("strict")

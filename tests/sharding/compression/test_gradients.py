@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.networks.mlp import MLP
+from benchmarks.networks.vgg import VGG
 from jhpt.core.compression import (
     BLOCK,
     COLUMNS,
@@ -24,8 +26,6 @@ from jhpt.core.load import load_config
 from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.models.family import build
-from jhpt.models.mlp import MLP
-from jhpt.models.vgg import VGG
 from jhpt.sharding.compression.gradients import GradientReduction, Part, backward_order, exchanged
 from jhpt.sharding.partition import MATRICES, path_name
 from tests.covers import quick_and_exhaustive

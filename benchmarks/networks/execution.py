@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.networks.mlp import MLP, NAMED_TENSORS
+from benchmarks.networks.vgg import VGG
 from jhpt.models.family import Sums
-from jhpt.models.mlp import MLP, NAMED_TENSORS
-from jhpt.models.vgg import VGG
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.model_parts import ModelParts

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jhpt.models.classes import biased, class_logits, columns, kernel_and_bias
+from benchmarks.networks.layers import biased, class_logits, columns, kernel_and_bias
 from jhpt.models.hooks import Hooks
 
 

@@ -1,0 +1,1 @@
+"""Classic networks that the hybrid benchmark trains: a perceptron and VGG."""
