@@ -20,7 +20,6 @@ from benchmarks.emulated.launch import rows_of
 from benchmarks.netlab import Lab, why_not
 from jhpt.models.hooks import Hooks
 from jhpt.sharding.partition import MATRICES, path_name
-from tests.covers import quick_and_exhaustive
 
 SHAPE = Shape(layers=2, width=128, heads=4, length=8, batch=4)
 TASK = Task(
@@ -293,12 +292,11 @@ def test_says_why_it_cannot_run(monkeypatch, capsys):
     assert "emulated hosts need root" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("count", quick_and_exhaustive([2, 4], [2]))
-def test_small_run(tmp_path, count):
-    """On so many emulated hosts."""
+@pytest.mark.exhaustive
+def test_small_run_on_four_hosts(tmp_path):
     if reason := why_not():
         pytest.skip(reason)
-    with Lab(hosts=count, cpu=0.25) as lab:
+    with Lab(hosts=4, cpu=0.25) as lab:
         lab.quota(1.0)
         changes = {"tag": lab.tag, "cpu": 0.25, "folder": str(tmp_path), "blocks": replace(SHAPE, layers=1)}
         task = replace(TASK, **changes)

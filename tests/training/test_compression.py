@@ -48,7 +48,7 @@ def distance(one, other):
 
 
 NEAR = [
-    ("gpt-tied", "data x tensor, ZeRO-3", SOME, 0.3),
+    ("gpt-tied, no dropout", "data x tensor, ZeRO-3", SOME, 0.3),
     ("bert", "pipeline x tensor", ALL, 0.03),
     ("gpt-untied", "several degrees", ALL, 0.03),
 ]
@@ -66,13 +66,13 @@ def test_gradients_are_near_the_uncompressed_ones(setup_of, name, kind, compress
 
 
 @pytest.mark.parametrize(
-    "kind", quick_and_exhaustive(["tensor 4, recomputed", "pipeline x tensor"], ["pipeline x tensor"])
+    "kind", quick_and_exhaustive(["tensor 4, recomputed", "pipeline x tensor"], ["tensor 4, recomputed"])
 )
 def test_recomputation_and_pipelines_choose_the_same_tokens(setup_of, kind):
     """Another choice of tokens would be another loss."""
     compression = Compression(bits=8, tokens=0.4, rest_bits=0)
-    grads, loss = compressed_gradients(setup_of, "bert", PLANS["tensor 4"], compression)
-    again, same_loss = compressed_gradients(setup_of, "bert", PLANS[kind], compression)
+    grads, loss = compressed_gradients(setup_of, "bert, no dropout", PLANS["tensor 4"], compression)
+    again, same_loss = compressed_gradients(setup_of, "bert, no dropout", PLANS[kind], compression)
     assert same_loss == pytest.approx(loss, rel=1e-4)
     assert distance(again, grads) < 0.02
 

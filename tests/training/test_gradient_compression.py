@@ -56,7 +56,12 @@ PLANS = {
         mixed((2, 1, 2, 2, 2), batch=BATCH, zero=1, micro_batches=2),
         {"overlap": True},
     ),
-    "pipeline, tied": ("gpt-tied", FEW, piped([3, 2], 2, data=2, tensor=2, batch=BATCH, micro_batches=2), {}),
+    "pipeline, tied": (
+        "gpt-tied, no dropout",
+        FEW,
+        piped([3, 2], 2, data=2, tensor=2, batch=BATCH, micro_batches=2),
+        {},
+    ),
     "pipeline, untied, ZeRO-1": (
         "gpt-untied",
         EIGHT,
