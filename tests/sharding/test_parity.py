@@ -337,7 +337,10 @@ def test_gradients_with_names_of_what_is_kept(setup_of, case):
 # Samples in chunks.
 
 
-@pytest.mark.parametrize(("name", "stages", "chunks"), [("gpt-tied", 1, 3), ("bert, no dropout", 2, 2)])
+CUT = [("gpt-tied", 1, 3), ("bert", 2, 2)]
+
+
+@pytest.mark.parametrize(("name", "stages", "chunks"), quick_and_exhaustive(CUT, CUT[:1]))
 def test_chunks_compute_what_the_whole_does(setup_of, name, stages, chunks):
     """To 1e-6 of the largest entry, whether the chunks are even or not and take turns or not."""
     layers = {1: [5], 2: [3, 2]}[stages]

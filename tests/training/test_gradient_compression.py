@@ -210,13 +210,14 @@ PLACES = [
 ]
 
 
-def test_on_other_ranks_the_sum_of_what_is_left_stays(tmp_path, corpus):
+@pytest.mark.parametrize("places", [PLACES[1:3], pytest.param(PLACES, marks=pytest.mark.exhaustive)], ids=len)
+def test_on_other_ranks_the_sum_of_what_is_left_stays(tmp_path, corpus, places):
     """From checkpoint to checkpoint under other plans, whatever the number of ranks and stages."""
     compression = KINDS["topk"]
     config = load_config("gpt-tiny", overrides(corpus, compression) | {"data.batch_size": 24})
     setup, step, state, _ = trained(config, 2)
     expected = None
-    for place, settings in enumerate(PLACES):
+    for place, settings in enumerate(places):
         with Checkpoints(tmp_path / str(place), CheckpointConfig()) as checkpoints:
             step.save(checkpoints, 2, state, _record(config))
         here = total(setup, state)
@@ -241,6 +242,7 @@ def _record(config):
     return make_record(config, "key", "float32")
 
 
+@pytest.mark.exhaustive
 def test_compression_may_begin_and_end_with_any_checkpoint(tmp_path, corpus):
     """A plain run's checkpoint has nothing that is left; what a compressed run has left, a plain one drops."""
     settings = {"checkpoint.every": 2, "optimizer.schedule": "constant"}
