@@ -83,8 +83,8 @@ class GradientCompression(Section):
     )
     bucket: Count = Field(
         1 << 22,
-        description="least numbers in one collective: sending them should take ten times as long as the latency of a "
-        "collective",
+        description="minimum number of elements in one collective; choose it so that sending them takes ten times the "
+        "latency",
     )
 
     @property

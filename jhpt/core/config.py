@@ -92,8 +92,9 @@ class OptimizerConfig(Section):
     clip_norm: Positive | None = Field(1.0, description="largest gradient norm; null: no clipping")
     clip: Literal["global", "previous", "layer"] = Field(
         "global",
-        description="which norm: of all gradients; of those of the step before; or of each layer, with its part of "
-        "clip_norm. The last two let offloaded blocks be updated in the backward pass, with a quarter less host memory",
+        description="global: by the norm of all gradients of this step; previous: by that of the step before; layer: "
+        "every layer by its own norm, against its share of clip_norm. With the last two, offloaded blocks can be "
+        "updated in the backward pass, with a quarter less host memory",
     )
     weights: WeightStorage = Field(
         "float32",

@@ -21,8 +21,8 @@ class MemoryConfig(Section):
 
     budget_bytes: Literal["auto"] | Bytes = Field(
         "auto",
-        description="memory of each device that may be used, such as 24GiB; plans leave 3 % of it free; auto: all it "
-        "has, on CPU no limit",
+        description="memory of each device that may be used, such as 24GiB; plans leave 3 % of it free; auto: all "
+        "device memory, and no limit on CPU",
     )
     host_budget_bytes: Literal["auto"] | Bytes = Field(
         "auto",
@@ -31,8 +31,8 @@ class MemoryConfig(Section):
     )
     offload: Literal["auto", "off", OffloadKind] = Field(
         "auto",
-        description="CPU offload of blocks: their weights, the state of the optimizer, or both; of as many blocks as "
-        "is fastest where the planner decides, of all where `parallel` is laid out by hand",
+        description="CPU offload of blocks: their weights and gradients (parameters), their optimizer state "
+        "(optimizer), or both. The planner offloads as many blocks as is fastest; a layout by hand offloads all",
     )
     recompute: Literal["auto", "none", "full"] | tuple[str, ...] = Field(
         "auto",

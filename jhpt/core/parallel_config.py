@@ -34,7 +34,7 @@ class ParallelConfig(Section):
     zero: Literal[0, 1, 3] = Field(
         0,
         description="ZeRO, what is sharded over the data ranks: 0 nothing; 1 optimizer state; 3 parameters too (FSDP); "
-        "on one data rank, 3 rounds weights to the compute dtype layer by layer, without a copy of all of them",
+        "on one data rank 3 shards nothing, but casts weights layer by layer, which saves a copy of all of them",
     )
     micro_batches: Count = Field(
         1, description="micro-batches (gradient accumulation steps) that the batch of a step is cut into"

@@ -147,8 +147,8 @@ def _offload_partners(c: Choices) -> list[str]:
         f"{c.stages} pipeline stages": _several_stages(c),
         f"tensor parallelism ({c.name('tensor')}={max(c.tensor, default=1)})": c.tensor not in ((), (1,)),
         f"sequence parallelism ({c.name('sequence')}=true)": c.sequence,
-        "compression": c.compression and c.tensor != (1,),
-        "gradient_compression": c.gradient_compression,
+        c.name("compression"): c.compression and c.tensor != (1,),
+        c.name("gradient_compression"): c.gradient_compression,
         f"saved activations in host memory ({', '.join(c.saved_in_host_memory)})": bool(c.saved_in_host_memory),
     }
     return [name for name, is_chosen in partners.items() if is_chosen]
@@ -205,7 +205,7 @@ RULES: tuple[Rule, ...] = (
         name="compression and sequence parallelism",
         broken_by=lambda c: c.compression and c.sequence,
         message=lambda c: (
-            f"{c.name('compression')} all-reduces whole sequences, and {c.name('sequence')}=true cuts them; leave out "
+            f"{c.name('compression')} needs whole sequences, and {c.name('sequence')}=true shards them; leave out "
             f"{c.name('sequence')} or {c.name('compression')}"
         ),
     ),
@@ -267,8 +267,8 @@ RULES: tuple[Rule, ...] = (
         name="CPU offload alone",
         broken_by=lambda c: c.offload is not None and bool(_offload_partners(c)),
         message=lambda c: (
-            f"CPU offload ({c.name('offload')}={c.offload}) does not go with {' and '.join(_offload_partners(c))}; "
-            f"leave that out, or {c.off('offload')}"
+            f"CPU offload ({c.name('offload')}={c.offload}) cannot be combined with "
+            f"{' and '.join(_offload_partners(c))}; leave that out, or {c.off('offload')}"
         ),
     ),
     Rule(
@@ -313,8 +313,8 @@ RULES: tuple[Rule, ...] = (
         name="saved activations need recomputation",
         broken_by=lambda c: c.saved and c.recompute is False,
         message=lambda c: (
-            "saved names what recomputation (activation checkpointing) leaves out, and recompute is false; set "
-            "recompute to true, or leave saved out"
+            "saved lists tensors that recomputation (activation checkpointing) does not compute again, and recompute "
+            "is false; set recompute to true, or leave saved out"
         ),
     ),
     Rule(
