@@ -22,8 +22,8 @@ from jhpt.core.config import GRADIENT_SETTINGS, Config
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import dotted, load_config, run_config
+from jhpt.core.plan import Schedule
 from jhpt.core.presets import DEFAULT, PRESETS
-from jhpt.core.schedule import Schedule
 from jhpt.core.unused import check_plan_alone
 
 if TYPE_CHECKING:

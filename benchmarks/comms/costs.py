@@ -5,7 +5,7 @@
     travel   one all-reduce of a lane's samples, on links of the rate, while nothing is computed
 
 A variant's step is `two_streams.layers_seconds` of these: work and all-reduces in line for one lane, two streams for
-several.  A lane waits for its all-reduce before anything that follows, gradients of weights too (behind=0).  Sending
+several.  A lane waits for its all-reduce before anything that follows, gradients of weights too.  Sending
 also takes processor time (`busy`, counted while nothing is computed), which is added to the work that it overlaps with.
 Choosing important tokens sends nothing, because all ranks see them (`Compression.importance`, own in a causal model).
 """

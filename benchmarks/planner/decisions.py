@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from benchmarks.planner.layer_costs import pipelined_layer
-from jhpt.core.plan import Zero
-from jhpt.core.schedule import Schedule
+from jhpt.core.plan import Schedule, Zero
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.request import Request

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.planner.settings import Settings, in_parallel
 from jhpt.bench.results import Claim, print_table
-from jhpt.core.schedule import Schedule
+from jhpt.core.plan import Schedule
 from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.report.simulation import simulate
 

@@ -5,8 +5,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jhpt.core.compression_config import CompressionConfig, GradientCompression
+from jhpt.core.plan import OneChunk
 from jhpt.core.rules import SETTINGS, Choices, conflict
-from jhpt.core.schedule import OneChunk
 from jhpt.core.section import Count, Section
 
 

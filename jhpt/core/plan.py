@@ -7,15 +7,20 @@ configuration lays out.
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
 from jhpt.core.cluster import parse, read_tree, write_json
 from jhpt.core.compression_config import Compression, GradientCompression
 from jhpt.core.renamed import with_plan_keys_of_today
-from jhpt.core.schedule import Schedule
 from jhpt.core.section import Count, NonNegative, NonNegativeInt, Section
+
+OneChunk = Literal["1f1b", "gpipe"]
+Schedule = Literal[OneChunk, "interleaved"]
+
+ONE_CHUNK: tuple[Schedule, ...] = get_args(OneChunk)
+"""Schedules of one chunk per device.  Interleaving needs several."""
 
 Zero = Literal[0, 1, 3]
 Origin = Literal["hand", "auto", "given"]

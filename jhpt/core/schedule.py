@@ -18,16 +18,12 @@ reverse (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with v = 1 every 
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-OneChunk = Literal["1f1b", "gpipe"]
-Schedule = Literal[OneChunk, "interleaved"]
-
-ONE_CHUNK: tuple[Schedule, ...] = get_args(OneChunk)
-"""Schedules of one chunk per device.  Interleaving needs several."""
+from jhpt.core.plan import Schedule
 
 Table = npt.NDArray[np.int32]
 Index = TypeVar("Index", int, npt.NDArray[Any])

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jhpt.core.schedule import Schedule, chunk_of, delay
+from jhpt.core.plan import Schedule
+from jhpt.core.schedule import chunk_of, delay
 
 Array = npt.NDArray[np.float64]
 

@@ -31,8 +31,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jhpt.core.errors import InputError, did_you_mean
+from jhpt.core.plan import Schedule
 from jhpt.core.rules import Choices, check
-from jhpt.core.schedule import Schedule, Table, Timetable, timetable
+from jhpt.core.schedule import Table, Timetable, timetable
 
 Stream = Literal["compute", "forward link", "backward link", "gradients", "update", "fetch", "write"]
 Kind = Literal["forward", "backward", "gradients", "update"]

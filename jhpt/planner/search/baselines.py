@@ -23,8 +23,8 @@ import numpy as np
 from jhpt.core.amounts import gib
 from jhpt.core.config import Compression
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import Chunk, Plan, Run, Stage, Zero
-from jhpt.core.schedule import Schedule, in_flight
+from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero
+from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel

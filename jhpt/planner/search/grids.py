@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.config import Compression
-from jhpt.core.plan import Chunk, Plan, Stage, Zero, runs_of
-from jhpt.core.schedule import ONE_CHUNK, Schedule, in_flight
+from jhpt.core.plan import ONE_CHUNK, Chunk, Plan, Schedule, Stage, Zero, runs_of
+from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.communication import Place, transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel

@@ -9,10 +9,9 @@ from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompr
 from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.optimizers import optimizer_numbers
-from jhpt.core.plan import OffloadKind, Plan, SavedTensors, Zero
+from jhpt.core.plan import OffloadKind, Plan, SavedTensors, Schedule, Zero
 from jhpt.core.plan_by_hand import recomputed
 from jhpt.core.rules import SETTINGS, Choices, check, conflict
-from jhpt.core.schedule import Schedule
 from jhpt.planner.cost.estimate import Estimate, price
 from jhpt.planner.cost.layers import Space
 from jhpt.planner.cost.model import CostModel

@@ -10,10 +10,9 @@ from typing import get_args
 from jhpt.core.amounts import enough_gib, gib
 from jhpt.core.cluster import Cluster
 from jhpt.core.errors import InputError
-from jhpt.core.plan import OffloadKind, Plan, Zero
+from jhpt.core.plan import OffloadKind, Plan, Schedule, Zero
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import check
-from jhpt.core.schedule import Schedule
 from jhpt.core.state import FLOAT32, State
 from jhpt.planner.cost.estimate import Estimate, price
 from jhpt.planner.cost.layers import Space

@@ -20,8 +20,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jhpt.core.plan import Chunk, Stage, runs_of
-from jhpt.core.schedule import ONE_CHUNK, Schedule
+from jhpt.core.plan import ONE_CHUNK, Chunk, Schedule, Stage, runs_of
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.general.best_first import Problem, Search, suffixes_of

@@ -14,8 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jhpt.core.plan import Chunk, Plan, Stage, runs_of
-from jhpt.core.schedule import Schedule
+from jhpt.core.plan import Chunk, Plan, Schedule, Stage, runs_of
 from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel

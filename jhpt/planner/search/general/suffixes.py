@@ -27,7 +27,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from jhpt.core.schedule import Schedule, in_flight
+from jhpt.core.plan import Schedule
+from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.general.least import Index, Least, Spans
