@@ -50,8 +50,8 @@ def test_what_is_named_is_kept_where_it_is_to_be(name, seed):
     each = {}
     for tensor in places:
         alone, _, _ = wrapped(name, {tensor: "device", "residual_in": "device"})
-        sizes = [shape.size for shape in split_layer(alone, params, x, at).shapes]
-        each[tensor] = sum(sizes) - x.size if tensor != "residual_in" else x.size
+        counts = [shape.size for shape in split_layer(alone, params, x, at).shapes]
+        each[tensor] = sum(counts) - x.size if tensor != "residual_in" else x.size
     assert sum(each.values()) == sum(shape.size for shape in whole)
     spaces = {"device": stacks.DEVICE, "host": stacks.HOST}
     expected = [
