@@ -141,7 +141,7 @@ def test_steps_are_those_of_a_plain_run(made, preset, ranks, clip_norm, clip, mi
         micro_batches=micro_batches,
         resident=resident,
         kind=kind,
-        dropout=0.1,
+        dropout=0.1 if preset == "gpt-tiny" else 0.0,
     )
     offloaded, step = start(training, state), offloaded_step(training)
     for windows in windows_of(setup):
