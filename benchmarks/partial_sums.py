@@ -56,7 +56,7 @@ def partial_sums(setup: Setup, params: Any, windows: np.ndarray) -> dict[tuple[i
                 hooks,
                 reduce_over_tensor_axis=reduce_over_tensor_axis,
                 copy_to_tensor_axis=copy_to_tensor_axis,
-                enter_before=lambda x: (copy_to_tensor_axis(x), same),
+                copy_before_choice=lambda x: (copy_to_tensor_axis(x), same),
             )
             blocks = replace(model, hooks=probed)
             x = plain.embed(params, inputs)

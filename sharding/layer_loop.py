@@ -114,7 +114,7 @@ class LayerLoop:
             x, ready, stacked = carry
             layer, ready = self._next(params, at, ready, at + self.prefetch)
             x, saved = split.forward(layer, x, (keys, self.first + at))
-            return x, ready, stacks.put(stacked, (at,), (saved, layer if self.keep_fetched else None))
+            return x, ready, stacks.write(stacked, (at,), (saved, layer if self.keep_fetched else None))
 
         start = tuple(self._fetched(params, self._mirrored(at)) for at in range(self.prefetch))
         layer = jax.eval_shape(self._fetched, params, 0) if self.keep_fetched else None
@@ -138,20 +138,20 @@ class LayerLoop:
 
         def put(done: Tree, at: LayerIndex, gradient: Tree) -> Tree:
             so_far = _row(done if added else total, at)
-            return stacks.put(done, (at,), self.finish(gradient, so_far))
+            return stacks.write(done, (at,), self.finish(gradient, so_far))
 
         def step(back: jax.Array, carry: BackwardCarry) -> BackwardCarry:
             error, ready, pending, done = carry
             at = self.count - 1 - back
             layer, ready = self._next(params, at, ready, at - self.prefetch)
-            gradient, error = split.backward(layer, (keys, self.first + at), stacks.taken(passed.saved, (at,)), error)
+            gradient, error = split.backward(layer, (keys, self.first + at), stacks.read(passed.saved, (at,)), error)
             if not self.finish_late:
                 return error, ready, None, put(done, at, gradient)
             # No layer follows the last one: its iteration has no gradient to finish, and drops the result.
             behind = jnp.minimum(at + 1, self.count - 1)
             finished = self.finish(pending, _row(done if added else total, behind))
             finished = jax.tree.map(lambda new, old: jnp.where(back > 0, new, old), finished, _row(done, behind))
-            return error, ready, gradient, stacks.put(done, (behind,), finished)
+            return error, ready, gradient, stacks.write(done, (behind,), finished)
 
         done = total if added else self._room(shapes, error)
         start = error, passed.ready if self.prefetch else (), one if self.finish_late else None, done
@@ -184,7 +184,7 @@ class LayerLoop:
         They are filled with a value of x, so that they cannot be allocated before x is computed.  If they were zeros,
         the compiler would keep one stack of zeros for all micro-batches throughout, and copy it.
         """
-        return stacks.room(one, (self.count,), jax.tree.leaves(x)[0].ravel()[0])
+        return stacks.empty(one, (self.count,), jax.tree.leaves(x)[0].ravel()[0])
 
 
 def _alike(one: Tree, other: Tree) -> bool:

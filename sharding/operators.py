@@ -37,7 +37,7 @@ def tensor_operators(axes: tuple[str, ...]) -> Operators:
         "depend_on": ordering.depend_on,
         "rank": lambda: jax.lax.axis_index(axes),
         "copy_to_tensor_axis": lambda x, tokens=None: tensor.copy_to_tensor_axis(axes, x),
-        "enter_before": lambda x: (tensor.copy_to_tensor_axis(axes, x), _unchanged),
+        "copy_before_choice": lambda x: (tensor.copy_to_tensor_axis(axes, x), _unchanged),
         "reduce_over_tensor_axis": lambda part, tokens=None: total(part),
         "join": partial(tensor.gather_columns, axes),
         "total": total,
@@ -50,7 +50,7 @@ def sequence_operators(axes: tuple[str, ...]) -> Operators:
     return tensor_operators(axes) | {
         "own_rows": partial(tensor.own_rows, axes),
         "copy_to_tensor_axis": lambda x, tokens=None: tensor.all_gather_rows(axes, x),
-        "enter_before": lambda x: (tensor.all_gather_rows(axes, x), _unchanged),
+        "copy_before_choice": lambda x: (tensor.all_gather_rows(axes, x), _unchanged),
         "reduce_over_tensor_axis": lambda part, tokens=None: tensor.reduce_scatter_rows(axes, part),
     }
 
@@ -67,18 +67,18 @@ def compressed_operators(
     compressed = CompressedAllReduce(axes=axes, ranks=ranks, compression=compression, implementation=implementation)
     operators = tensor_operators(axes) | {
         "copy_to_tensor_axis": compressed.copy_to_tensor_axis,
-        "enter_before": lambda x: (compressed.copy_to_tensor_axis(x, None), _unchanged),
+        "copy_before_choice": lambda x: (compressed.copy_to_tensor_axis(x, None), _unchanged),
         "reduce_over_tensor_axis": lambda part, tokens=None: compressed.reduce_over_tensor_axis(part, tokens),
     }
     if compression.tokens == 1:
         return operators
 
-    def enter_before(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
-        x, choice = compressed.enter_before(x, tokens_of(compression, x.shape[1]))
+    def copy_before_choice(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
+        x, choice = compressed.copy_before_choice(x, tokens_of(compression, x.shape[1]))
         return x, lambda y, tokens: settle(y, choice, tokens)
 
     important = partial(important_tokens, axes, compression, causal, implementation)
-    return operators | {"important": important, "enter_before": enter_before}
+    return operators | {"important": important, "copy_before_choice": copy_before_choice}
 
 
 def important_tokens(

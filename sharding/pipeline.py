@@ -175,8 +175,8 @@ class _Device:
         return Carry(
             arrived=zeros,
             leaving=zeros,
-            ring=stacks.room(self.split.shapes, (slots, depth), jnp.zeros(())),
-            closing=stacks.room(self.close.shapes, (slots,), jnp.zeros(())),
+            ring=stacks.empty(self.split.shapes, (slots, depth), jnp.zeros(())),
+            closing=stacks.empty(self.close.shapes, (slots,), jnp.zeros(())),
             outputs=jnp.zeros((slots, *self.shape.shape), self.shape.dtype),
             blocks=gradients.pop("blocks")["0"],
             embedding_and_head=gradients,
@@ -191,11 +191,11 @@ class _Device:
 
         def block(at: jax.Array, layer: Params, x: Activation, ring: Saved) -> tuple[Activation, Saved]:
             y, saved = self.split.forward(layer, x, (keys, self._layer(chunk, at)))
-            return y, stacks.put(ring, (slot, at), saved)
+            return y, stacks.write(ring, (slot, at), saved)
 
         stream, ring = self._blocks(chunk, block, (self._opened(x, keys), carry.ring))
         x, saved = self.close.forward((), stream, self._end(keys, chunk))
-        closing = stacks.put(carry.closing, (slot,), saved)
+        closing = stacks.write(carry.closing, (slot,), saved)
         return carry._replace(arrived=x, ring=ring, closing=closing, outputs=carry.outputs.at[slot].set(x))
 
     def backward(self, carry: Carry, entry: jax.Array, error: jax.Array) -> Carry:
@@ -212,12 +212,12 @@ class _Device:
 
         def block(at: jax.Array, layer: Params, error: Activation, blocks: Tree) -> tuple[Activation, Tree]:
             row = chunk * self.pipeline.depth + at
-            saved = stacks.taken(carry.ring, (slot, at))
+            saved = stacks.read(carry.ring, (slot, at))
             gradient, error = self.split.backward(layer, (keys, self._layer(chunk, at)), saved, error)
             finished = self.pipeline.finish(gradient)
             return error, jax.tree.map(lambda total, one: total.at[row].add(one), blocks, finished)
 
-        saved = stacks.taken(carry.closing, (slot,))
+        saved = stacks.read(carry.closing, (slot,))
         _, opened = self.close.backward((), self._end(keys, chunk), saved, error)
         opened, blocks = self._blocks(chunk, block, (opened, carry.blocks), reverse=True)
         error = self.stream.opening_error(opened)

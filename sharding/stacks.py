@@ -20,10 +20,10 @@ Index = int | jax.Array
 T = TypeVar("T")
 
 
-def room(shapes: PyTree, leading: tuple[int, ...], value: jax.Array) -> Any:
-    """Stacks [*leading, ...] for rows of these shapes, in the memory of the rows; written before they are read.
+def empty(shapes: PyTree, leading: tuple[int, ...], value: jax.Array) -> Any:
+    """Stacks [*leading, ...] for rows of these shapes, in the memory of the rows, to be written before they are read.
 
-    value: fills them.
+    value: what they hold until then.
     """
 
     def one(shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -35,7 +35,7 @@ def room(shapes: PyTree, leading: tuple[int, ...], value: jax.Array) -> Any:
     return jax.tree.map(one, shapes)
 
 
-def put(stacked: T, at: tuple[Index, ...], rows: PyTree) -> T:
+def write(stacked: T, at: tuple[Index, ...], rows: PyTree) -> T:
     """The stacks with these rows at [*at]; both are in the same memory."""
 
     def one(stack: jax.Array, row: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ def put(stacked: T, at: tuple[Index, ...], rows: PyTree) -> T:
     return stacks
 
 
-def taken(stacked: PyTree, at: tuple[Index, ...]) -> Any:
+def read(stacked: PyTree, at: tuple[Index, ...]) -> Any:
     """The rows at [*at], in the memory of the stacks."""
 
     def one(stack: jax.Array) -> jax.Array:

@@ -359,7 +359,7 @@ def test_a_run_leaves_its_config_its_metrics_and_a_checkpoint(finished):
     assert (finished / "checkpoints" / "2").is_dir()
 
 
-def test_a_run_of_before_goes_on_and_says_what_is_not_used(finished, tmp_path, capsys):
+def test_a_run_of_before_resumes_and_says_what_is_not_used(finished, tmp_path, capsys):
     """Its configuration may have what a new run refuses."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)

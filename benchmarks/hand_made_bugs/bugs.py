@@ -111,7 +111,7 @@ BUGS = (
         file="jhpt/training/checkpoint.py",
         right="before = defaults | before",
         wrong="before = before | defaults",
-        tests=("tests/training/test_precision.py", "-k", "goes_on"),
+        tests=("tests/training/test_precision.py", "-k", "resumes"),
     ),
     Bug(
         name="checkpoint: residuals of compressed gradients are not restored",

@@ -25,6 +25,7 @@ KEYS: dict[str, str] = {
     "kept": "saved",
     "offload.what": "offload.kind",
     "offload.at_once": "offload.update_in_backward",
+    "gradients of the ends": "gradients of embedding and head",
 }
 """Keys of JSON (plans, answers, clusters, metrics) and names in a training state, old -> new, anywhere in a tree."""
 

@@ -50,10 +50,10 @@ class CompressionConfig(Compression):
     )
 
     @property
-    def how(self) -> Compression:
+    def settings(self) -> Compression:
         """The settings by hand; with `auto` nothing is compressed."""
-        settings = {} if self.auto else {name: getattr(self, name) for name in Compression.model_fields}
-        return Compression(**settings)
+        chosen = {} if self.auto else {name: getattr(self, name) for name in Compression.model_fields}
+        return Compression(**chosen)
 
 
 GRADIENT_SETTINGS: dict[str, tuple[str, ...]] = {

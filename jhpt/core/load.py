@@ -40,12 +40,12 @@ def load_config(source: Source = None, overrides: Mapping[str, Any] | None = Non
 
 def run_config(source: Source, out: str | os.PathLike[str] | None) -> Config:
     """The configuration of a run in directory `out`; without a source, that of the run that lies there."""
-    if source is None and out is not None and goes_on(out):
+    if source is None and out is not None and resumes(out):
         source = Path(out) / CONFIG_FILE
     return load_config(source)
 
 
-def goes_on(out: str | os.PathLike[str] | None) -> bool:
+def resumes(out: str | os.PathLike[str] | None) -> bool:
     """Whether a run lies in directory `out`, which training would then continue."""
     return out is not None and (Path(out) / CONFIG_FILE).is_file()
 

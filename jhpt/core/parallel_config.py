@@ -84,7 +84,7 @@ class ParallelConfig(Section):
             tensor=(self.tensor,),
             zero=self.zero,
             sequence=self.sequence,
-            compression=self.compression.how.on,
+            compression=self.compression.settings.on,
             gradient_compression=self.gradient_compression.on,
             names=SETTINGS,
         )

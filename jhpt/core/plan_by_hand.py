@@ -53,7 +53,7 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
         zero=parallel.zero,
         **recomputed(config.memory),
         offload=offload,
-        compression=parallel.compression.how,
+        compression=parallel.compression.settings,
         gradient_compression=parallel.gradient_compression,
         sequence=parallel.sequence,
         origin="hand",

@@ -45,7 +45,9 @@ UNUSED: tuple[Unused, ...] = (
     ),
     Unused(
         setting="parallel.compression",
-        unread=lambda config: _by_hand(config) and config.parallel.tensor == 1 and config.parallel.compression.how.on,
+        unread=lambda config: (
+            _by_hand(config) and config.parallel.tensor == 1 and config.parallel.compression.settings.on
+        ),
         why="it compresses all-reduces over the tensor axis, and parallel.tensor=1; raise parallel.tensor, or leave it "
         "out",
     ),

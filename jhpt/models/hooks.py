@@ -19,7 +19,7 @@ def same(x: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
     return x
 
 
-def enter_at_once(x: jax.Array) -> tuple[jax.Array, Settle]:
+def copied_and_settled(x: jax.Array) -> tuple[jax.Array, Settle]:
     """(x, a `settle` that returns its argument)."""
     return x, same
 
@@ -47,8 +47,8 @@ class Hooks:
       distinguish tokens.
     copy_to_tensor_axis: (x, important tokens or None) -> x, before it is multiplied with matrices that are split by
       column; its backward pass is an all-reduce.
-    enter_before: x -> (x, settle), as `copy_to_tensor_axis`, if the important tokens are chosen only later.  settle:
-      (y, tokens) -> y for any y that depends on x.
+    copy_before_choice: x -> (x, settle), as `copy_to_tensor_axis`, if the important tokens are chosen only later.
+      settle: (y, tokens) -> y for any y that depends on x.
     depend_on: (x, ordering token or None) -> x, available only once the token is.
     reduce_over_tensor_axis: (part, important tokens or None) -> the all-reduce of the shards' parts [..., D].
     join: this shard's part of the last dimension -> the whole dimension.
@@ -62,7 +62,7 @@ class Hooks:
     rank: Callable[[], jax.Array | int] = only_shard
     important: Callable[[jax.Array, jax.Array, jax.Array | None, jax.Array], jax.Array | None] = all_alike
     copy_to_tensor_axis: Callable[..., jax.Array] = same
-    enter_before: Callable[[jax.Array], tuple[jax.Array, Settle]] = enter_at_once
+    copy_before_choice: Callable[[jax.Array], tuple[jax.Array, Settle]] = copied_and_settled
     depend_on: Callable[[jax.Array, jax.Array | None], jax.Array] = same
     reduce_over_tensor_axis: Callable[..., jax.Array] = same
     join: Callable[[jax.Array], jax.Array] = whole

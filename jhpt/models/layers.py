@@ -163,7 +163,7 @@ class AttentionHalf(nn.Module):
         bias = config.biased
         product = PRODUCTS[config.matmul_dtype]
 
-        x, settle = self.hooks.enter_before(x)
+        x, settle = self.hooks.copy_before_choice(x)
         x = self.hooks.depend_on(x, ordering_token)
         qkv = checkpoint_name(Linear((kv_heads, group + 2, width), self.dtype, bias, product, name="qkv")(x), "qkv")
         q = qkv[..., :group, :].reshape(*x.shape[:2], heads, width)

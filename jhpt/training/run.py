@@ -12,7 +12,7 @@ import numpy as np
 
 from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
-from jhpt.core.load import Source, dotted, goes_on, load_config, run_config
+from jhpt.core.load import Source, dotted, load_config, resumes, run_config
 from jhpt.core.plan import Plan
 from jhpt.core.unused import check_plan_alone, unused_settings
 from jhpt.training.checkpoint import PLACES, Checkpoints, Record, make_record
@@ -122,7 +122,7 @@ def train(
             check_plan_alone(overrides or {})
         requested = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
         unused = unused_settings(config)
-        if unused and not goes_on(out):
+        if unused and not resumes(out):
             raise InputError("\n".join(unused))
     check_agreed(_settings(config, requested))
     run_dir = Path(out) if out is not None else new_run_dir(config)

@@ -65,10 +65,10 @@ class CompressedAllReduce:
         """f: x[B, S, D] itself."""
         return _enter(self, x, tokens)
 
-    def enter_before(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    def copy_before_choice(self, x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         """f before `count` tokens are chosen, since the choice depends on x: (x, placeholder of the choice, for
         `settle`)."""
-        return _enter_before(self, x, jnp.zeros((x.shape[0], count), jnp.float32))
+        return _copy_before_choice(self, x, jnp.zeros((x.shape[0], count), jnp.float32))
 
     @property
     def gathered(self) -> bool:
@@ -259,11 +259,13 @@ _enter.defvjp(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _enter_before(compressed: CompressedAllReduce, x: jax.Array, choice: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _copy_before_choice(
+    compressed: CompressedAllReduce, x: jax.Array, choice: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     return x, choice
 
 
-_enter_before.defvjp(
+_copy_before_choice.defvjp(
     lambda compressed, x, choice: ((x, choice), None),
     lambda compressed, _, gradients: (
         _summed_error(compressed, gradients[0], gradients[1].astype(jnp.int32)),

@@ -220,7 +220,7 @@ class StreamedLoop:
         """
         split = self._split(offloaded, x, keys)
         count = len(offloaded[WEIGHTS]) * group_size(offloaded), len(keys)
-        room = stacks.room(split.shapes, count, jnp.zeros(()))
+        room = stacks.empty(split.shapes, count, jnp.zeros(()))
 
         def first(layer: jax.Array, rows: Rows, carry: tuple[Activation, Saved]) -> tuple[Any, Params, Rows]:
             rows = update(rows) if update else rows
@@ -236,7 +236,7 @@ class StreamedLoop:
             def piece(at: Index, carry: tuple[Activation, Saved]) -> tuple[Activation, Saved]:
                 x, stacked = carry
                 y, saved = split.forward(params, _at(x, at), (keys[at], self.first + layer))
-                return _put(x, at, y), stacks.put(stacked, (layer, at), saved)
+                return _put(x, at, y), stacks.write(stacked, (layer, at), saved)
 
             return _each(pieces, piece, carry)
 
@@ -300,7 +300,7 @@ class StreamedLoop:
             def piece(at: Index, state: tuple[Activation, jax.Array | None]) -> tuple[Activation, jax.Array | None]:
                 error, total = state
                 inputs = params, (keys[at], self.first + layer)
-                gradient, down = split.backward(*inputs, stacks.taken(passed.saved, (layer, at)), _at(error, at))
+                gradient, down = split.backward(*inputs, stacks.read(passed.saved, (layer, at)), _at(error, at))
                 row = self.bucket.packed(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient))
                 return _put(error, at, down), row if total is None else total + row
 

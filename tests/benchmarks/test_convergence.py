@@ -30,12 +30,12 @@ def test_cells():
         config, preset = load_config(cell.preset, {"seed": cell.seed, **cell.changes}), load_config(cell.preset)
         assert config.data == preset.data and config.optimizer == preset.optimizer
         assert config.train.steps == STEPS >= 400
-        assert config.parallel.compression.how.on or cell.group in ("plain", "gradients")
+        assert config.parallel.compression.settings.on or cell.group in ("plain", "gradients")
     for preset in PRESETS:
         headline = [cell for cell in wanted if (cell.preset, cell.group) == (preset, "headline")]
         assert [cell.seed for cell in headline] == list(SEEDS)
         for cell in headline:
-            assert load_config(preset, cell.changes).parallel.compression.how == HEADLINE
+            assert load_config(preset, cell.changes).parallel.compression.settings == HEADLINE
     assert {cell.group for cell in cells(quick=True)} == {cell.group for cell in wanted} - {"table", "one step"}
 
 

@@ -213,7 +213,7 @@ def test_choices_read_as_a_sentence(choices, text):
 )
 def test_compression_is_a_word_or_a_section(given, auto, compression):
     section = ParallelConfig.model_validate({"compression": given}).compression
-    assert (section.auto, section.how) == (auto, compression)
+    assert (section.auto, section.settings) == (auto, compression)
 
 
 def test_what_is_left_to_the_planner_is_not_laid_out_by_hand():

@@ -87,14 +87,14 @@ def test_stacks_lie_where_their_rows_do():
     @jax.jit
     def there_and_back():
         rows = here, jax.device_put(there, stacks.HOST)
-        stacked = stacks.room(jax.tree.map(jax.typeof, rows), (2, 5), jnp.float32(7))
+        stacked = stacks.empty(jax.tree.map(jax.typeof, rows), (2, 5), jnp.float32(7))
 
         def write(at, stacked):
             numbers = here + at, jax.device_put(there + at.astype(there.dtype), stacks.HOST)
-            return stacks.put(stacked, (1, at), numbers)
+            return stacks.write(stacked, (1, at), numbers)
 
         stacked = jax.lax.fori_loop(1, 5, write, stacked)
-        return stacked, stacks.taken(stacked, (1, jnp.int32(4)))
+        return stacked, stacks.read(stacked, (1, jnp.int32(4)))
 
     stacked, (first, second) = there_and_back()
     kinds = [leaf.sharding.memory_kind for leaf in (*stacked, first, second)]

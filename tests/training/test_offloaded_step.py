@@ -208,7 +208,7 @@ def test_how_far_ahead_blocks_are_fetched_changes_no_bit(made, clip, ahead):
 
 
 @pytest.mark.parametrize("clip", quick_and_exhaustive(["global", "previous"], ["global"]))
-def test_a_flushed_run_goes_on_bit_for_bit(made, clip):
+def test_a_flushed_run_resumes_bit_for_bit(made, clip):
     """As one saved and loaded does: flushed, turned into the state of any run and back."""
     setup, _, state, training = made("gpt-tiny", 4, clip_norm=0.5, clip=clip)
     step, windows = offloaded_step(training, compiler_options=FUSED), windows_of(setup)
@@ -313,7 +313,7 @@ def test_runs_go_on_wherever_blocks_live(tiny, tmp_path):
     assert result.validation_losses == pytest.approx(whole.validation_losses, rel=1e-6)
 
 
-def test_a_run_with_blocks_on_the_host_goes_on_bit_for_bit(tiny, tmp_path):
+def test_a_run_with_blocks_on_the_host_resumes_bit_for_bit(tiny, tmp_path):
     """Killed after its fourth step, and one that was not: the same bits in the last checkpoint."""
     options = QUICK | {"model.num_layers": BLOCKS, "train.steps": 6, "memory.offload": "both", "parallel.data": 2}
     states = []

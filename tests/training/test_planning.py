@@ -198,7 +198,7 @@ def log_of(folder) -> str:
     return (folder / "train.log").read_text()
 
 
-def test_a_run_goes_on_with_the_plan_it_was_given(tiny, tmp_path, capsys):
+def test_a_run_resumes_with_the_plan_it_was_given(tiny, tmp_path, capsys):
     config, out = tiny(**QUICK), tmp_path / "run"
     plan = piped([2, 2], 2, data=2, batch=16, micro_batches=4)
     jhpt.train(config, out=out, plan=plan)

@@ -440,7 +440,7 @@ def test_a_step_that_is_not_finite_leaves_every_bit(weights):
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_a_run_goes_on_bit_for_bit_and_only_as_it_was_kept(tmp_path, corpus):
+def test_a_run_resumes_bit_for_bit_and_only_with_its_settings(tmp_path, corpus):
     """With every kind of state: remainders and codes; in two pieces, the second of which draws as the whole does."""
     for weights in ("bfloat16_kahan", "bfloat16_stochastic"):
         settings = tiny_overrides(corpus) | {
@@ -471,7 +471,7 @@ def saved_state(run_dir, step):
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
-def test_a_run_from_before_these_settings_goes_on():
+def test_a_run_from_before_these_settings_resumes():
     """What it does not name had the meaning that is the default now."""
     now = make_record(Config(), "key", "float32")
     optimizer = {name: value for name, value in now.config["optimizer"].items() if name not in ("weights", "moments")}

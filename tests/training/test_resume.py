@@ -90,7 +90,7 @@ def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, name):
             assert len(losses(tmp_path / "whole" / "run", name)) == (2 if name == "validation_loss" else 20)
 
 
-def test_a_step_is_saved_before_it_is_evaluated_and_evaluated_when_the_run_goes_on(tmp_path, corpus, monkeypatch):
+def test_a_step_is_saved_before_it_is_evaluated_and_evaluated_when_the_run_resumes(tmp_path, corpus, monkeypatch):
     """An evaluation that fails loses neither the step nor, in the end, its own record."""
     settings = tiny_overrides(corpus) | {"parallel.data": 1, "train.steps": 4}
     settings |= {"checkpoint.every": 2, "evaluation.every": 2}
@@ -129,7 +129,7 @@ def mesh(data, tensor, zero=0):
     return {"parallel.data": data, "parallel.tensor": tensor, "parallel.zero": zero}
 
 
-def test_a_run_goes_on_on_another_mesh(tmp_path, corpus):
+def test_a_run_resumes_on_another_mesh(tmp_path, corpus):
     """Ten steps on 4 x 2 with ZeRO-3, then on 2 x 4 with ZeRO-1, on one device, and for reference on 4 x 2 again."""
     settings = tiny_overrides(corpus) | {"train.steps": 10, "checkpoint.every": 10}
     first = tmp_path / "first"
@@ -152,7 +152,7 @@ PLANS = {
 }
 
 
-def test_a_run_goes_on_under_any_plan(tmp_path, corpus):
+def test_a_run_resumes_under_any_plan(tmp_path, corpus):
     """Three steps under each, from checkpoint to checkpoint, are the steps of one device in one go."""
     settings = tiny_overrides(corpus) | {"model.num_layers": 4, "optimizer.schedule": "constant"}
     settings |= {"optimizer.learning_rate": 5e-4}  # no spike that would enlarge what is rounded differently

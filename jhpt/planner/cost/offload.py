@@ -283,7 +283,7 @@ def _head(sizes: Sizes, offload: Offload) -> dict[str, float]:
     return {
         "rows at work": rows * sizes.row,
         "logits": logits,
-        "gradients of the ends": 2 * _accumulated_embedding_and_head(sizes),
+        "gradients of embedding and head": 2 * _accumulated_embedding_and_head(sizes),
     }
 
 
@@ -297,7 +297,7 @@ def _backward(sizes: Sizes, offload: Offload) -> dict[str, float]:
     return {
         "rows at work": rows * sizes.row + max(offload.ahead - 1, 0) * sizes.row,
         "working set": max(work, sizes.row if used else packed) + (copy + sizes.whole if several else 0.0),
-        "gradients of the ends": _accumulated_embedding_and_head(sizes),
+        "gradients of embedding and head": _accumulated_embedding_and_head(sizes),
     }
 
 

@@ -158,7 +158,7 @@ def compressions(config: Config) -> tuple[Compression | None, ...]:
 
     if section.auto:
         return (None, *map(with_rule, COMPRESSIONS))
-    return (with_rule(section.how) if section.on else None,)
+    return (with_rule(section.settings) if section.on else None,)
 
 
 def offload_kinds(config: Config) -> tuple[OffloadKind | None, ...]:

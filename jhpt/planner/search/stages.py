@@ -12,9 +12,9 @@ forward passes, then pairs, then w backward passes).  So
 
 Under 1f1b the device of stage e runs backward pass n - 2 (S-1-e) right after forward pass n.  So these passes form a
 chain: forward n of stage s, forward n of stage e = s + j, the backward pass that follows on e, the backward pass of the
-same micro-batch on s, and the forward pass that follows on s.  The last of them is forward n + 2 j + 1: one turn of R
-seconds, the round trip from s to e, takes s on by W = 2 j + 1 micro-batches.  With p stages left, the first 2 (p-1-j)
-forward passes of s come before the first turn, and as many backward passes follow the last one.  After k more turns,
+same micro-batch on s, and the forward pass that follows on s.  The last of them is forward n + 2 j + 1: one round trip
+from s to e takes R seconds and advances s by W = 2 j + 1 micro-batches.  With p stages left, the first 2 (p-1-j)
+forward passes of s come before the first round trip, and as many backward passes follow the last one.  After k more,
 M - 1 - k W steps of t are left to do in between:
 
     E >= (k + 1) R + (M - 1 - k W) t = (M - 2 j k) t + (k + 1)(R - t)        0 < k, 2 (p-1-j) + k W < M
@@ -154,8 +154,8 @@ def after(stage: StageTerms) -> Array:
     return stage.sync - stage.backward + stage.update
 
 
-def turns(micro_batches: int, stages_left: int, ahead: int) -> int:
-    """Most turns k after the first, under 1f1b, between a stage and the stage that comes `ahead` stages later."""
+def round_trips(micro_batches: int, stages_left: int, ahead: int) -> int:
+    """Most round trips k after the first, under 1f1b, between a stage and the stage that comes `ahead` stages later."""
     return max(0, (micro_batches - 1 - 2 * (stages_left - 1 - ahead)) // (2 * ahead + 1))
 
 

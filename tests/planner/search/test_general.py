@@ -137,7 +137,7 @@ def drawn_option(rng: np.random.Generator) -> Option:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("seed", range(20))
-def test_no_step_is_faster_than_the_turns_of_its_first_stages(schedule, seed, overlap):
+def test_no_step_is_faster_than_the_round_trips_of_its_first_stages(schedule, seed, overlap):
     rng = np.random.default_rng(seed)
     stages, m = int(rng.integers(2, 7)), int(rng.integers(1, 30))
     found = [drawn_option(rng) for _ in range(stages)]
@@ -185,9 +185,10 @@ def test_two_stages_in_line():
     assert float(stage_seconds_in_line(first, np.array(1.0), 3, 1)) == 26
 
 
-def test_turns_see_what_no_stage_alone_does():
-    # Two equal stages of 1 + 1 s, transfers of 1 s, 61 micro-batches.  Alone each needs 61 (1 + 1) s.  A turn, forward
-    # on 0 to the end of its backward, takes 1 + 1 + 2 + 1 + 1 s and moves three micro-batches on: 21 turns.
+def test_round_trips_see_what_no_stage_alone_does():
+    # Two equal stages of 1 + 1 s, transfers of 1 s, 61 micro-batches.  Alone each needs 61 (1 + 1) s.  A round trip,
+    # from the forward pass on 0 to the end of its backward pass, takes 1 + 1 + 2 + 1 + 1 s and advances three
+    # micro-batches: 21 round trips.
     prefix = Prefix()
     option = Option(1.0, 1.0, 1.0, 0.0, (1,))
     for transfer in (0.0, 1.0):

@@ -160,7 +160,7 @@ def test_a_choice_may_come_after_the_input():
     compressed, tokens = CompressedAllReduce(axes=("t",), ranks=ranks, compression=compression), chosen(compression)
 
     def late(x):
-        x, placeholder = compressed.enter_before(x, tokens.shape[1])
+        x, placeholder = compressed.copy_before_choice(x, tokens.shape[1])
         y = jnp.sin(x)
         return settle(y, placeholder, tokens)
 

@@ -23,7 +23,7 @@ from jhpt.planner.search.general.least import Minima, Transfers
 from jhpt.planner.search.general.suffixes import Choices, Suffixes, device_memory, needs, stage_choices
 from jhpt.planner.search.layer_degrees import Group, Option, Question, groups, options, single
 from jhpt.planner.search.request import Incumbent, Request
-from jhpt.planner.search.stages import StageTerms, after, stage_seconds, turns
+from jhpt.planner.search.stages import StageTerms, after, round_trips, stage_seconds
 
 EXACT_STATES = 600
 """Up to so many layers x devices^2 the search visits everything.  In larger problems the limits below hold."""
@@ -121,9 +121,9 @@ class Prefix:
 
 
 def loop_bound(prefix: Prefix, ahead: Ahead, schedule: Schedule, m: int) -> float:
-    """Least seconds of a step, by the turns that micro-batches make through the prefix and the stages after it.
+    """Least seconds of a step, by the round trips of micro-batches through the prefix and the stages after it.
 
-    1f1b: `stages.turns` from every stage to the last fixed one, to the next stages after it, and to the last of all.
+    1f1b: `stages.round_trips` from every stage to the last fixed one, to the next stages after it, and to the last.
     gpipe: a round trip, and in each direction M - 1 times the slowest stage or link on the way.
     """
     if schedule == "gpipe":
@@ -134,25 +134,25 @@ def loop_bound(prefix: Prefix, ahead: Ahead, schedule: Schedule, m: int) -> floa
         targets += [(j, 2 * ahead.transfer + near) for j, near in enumerate(ahead.near, 1) if j < ahead.stages]
         targets.append((ahead.stages, beyond))
     worst = 0.0
-    for further, turn in targets:
+    for further, trip in targets:
         transfer = 0.0
         for distance, stage in enumerate(reversed(prefix.stages)):
-            turn += 2 * transfer + stage.both
+            trip += 2 * transfer + stage.both
             transfer, j, left = stage.transfer, distance + further, distance + ahead.stages + 1
-            if j and (k := turns(m, left, j)):
-                seconds = (k + 1) * turn + (m - 1 - k * (2 * j + 1)) * stage.both
+            if j and (k := round_trips(m, left, j)):
+                seconds = (k + 1) * trip + (m - 1 - k * (2 * j + 1)) * stage.both
                 worst = max(worst, stage.head + seconds + stage.tail)
     return worst
 
 
 def _gpipe_loop_bound(prefix: Prefix, ahead: Ahead, m: int) -> float:
     forward = backward = ahead.transfer
-    turn, transfer, worst = 2 * ahead.transfer + ahead.trip, 0.0, 0.0
+    trip, transfer, worst = 2 * ahead.transfer + ahead.trip, 0.0, 0.0
     for stage in reversed(prefix.stages):
         forward, backward = max(forward, transfer, stage.option.forward), max(backward, transfer, stage.option.backward)
-        turn += 2 * transfer + stage.both
+        trip += 2 * transfer + stage.both
         transfer = stage.transfer
-        worst = max(worst, stage.head + turn + (m - 1) * (forward + backward) + stage.tail)
+        worst = max(worst, stage.head + trip + (m - 1) * (forward + backward) + stage.tail)
     return worst
 
 

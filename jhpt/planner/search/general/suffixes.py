@@ -13,7 +13,7 @@ transfer of c seconds, the least round trip D of all later stages and D' = D + 2
     M - w + 1    D' + (w-1) F or B      one of them does, the other waits for the rest of the stage's queue
     1            (M + 1) c + D          the link alone
     1            2 c + the least time until the next stage's last backward pass ends
-    M - 2 j k    (k + 1) R              k + 1 turns with j later stages (`stages.turns`), R their least round trip
+    M - 2 j k    (k + 1) R              k + 1 round trips over j later stages (`stages.round_trips`), R the least
 
 Under gpipe the forward passes, and after them the backward passes, wait M - 1 times for the slowest stage or link on
 their way:
@@ -32,7 +32,7 @@ from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.general.least import Index, Least, Spans
-from jhpt.planner.search.stages import SLACK, prefix_sums, turns
+from jhpt.planner.search.stages import SLACK, prefix_sums, round_trips
 
 NEAR = 2
 """How many next stages have a bound of their round trip beside the bound for all later stages."""
@@ -283,7 +283,7 @@ class Suffixes:
             terms.append((m - w + 1, 2 * beyond))
         for j in range(1, p):
             if j <= NEAR or j == p - 1:
-                count = turns(m, p, j)
+                count = round_trips(m, p, j)
                 ahead = trip if j == p - 1 else self.near[j - 1][p - 1][to]
                 if count:
                     terms.append((m - 2 * j * count, (count + 1) * (2 * transfer + ahead)))
