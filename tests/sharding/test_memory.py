@@ -6,7 +6,6 @@ from jhpt.core.plan import SavedTensors
 from jhpt.core.schedule import in_flight
 from jhpt.training.compile import lower_step
 from jhpt.training.setup import prepare
-from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import laid_out, piped, spread
 
 STAGES, MICRO_BATCHES, ROWS = 4, 32, 2
@@ -14,9 +13,18 @@ NAMES = ("qkv", "mlp_hidden")
 WIDE = {"model.d_model": 128, "model.d_ff": 512, "model.max_length": 128, "data.sequence_length": 128}
 
 
+_known: dict[str, int] = {}
+
+
 @pytest.fixture
 def temporary(tiny):
     """Temporary bytes of a device in a training step of this schedule, nothing recomputed."""
+
+    def known(schedule: str, **settings) -> int:
+        name = f"{schedule}, {settings}"
+        if name not in _known:
+            _known[name] = compile_(schedule, **settings)
+        return _known[name]
 
     def compile_(schedule: str, **settings) -> int:
         batch = MICRO_BATCHES * ROWS
@@ -26,21 +34,25 @@ def temporary(tiny):
         design = laid_out(setup, piped(spread(8, chunks), STAGES, **settings))
         return lower_step(design).compile().memory_analysis().temp_size_in_bytes
 
-    return compile_
+    return known
 
 
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages(temporary):
-    """Not M: at most 0.35 of what GPipe holds with S = 4, M = 32.  Interleaved stages are shorter, and hold no more."""
-    gpipe, one_f_one_b = temporary("gpipe"), temporary("1f1b")
-    assert one_f_one_b <= 0.35 * gpipe
-    assert temporary("interleaved") <= one_f_one_b
+    """Not M: at most 0.35 of what GPipe holds with S = 4, M = 32."""
+    assert temporary("1f1b") <= 0.35 * temporary("gpipe")
+
+
+@pytest.mark.exhaustive
+def test_interleaved_stages_are_shorter_and_hold_no_more(temporary):
+    assert temporary("interleaved") <= temporary("1f1b")
 
 
 def test_recomputation_holds_inputs_alone(temporary):
     assert temporary("gpipe", recompute=True) <= 0.35 * temporary("gpipe")
 
 
-@pytest.mark.parametrize("schedule", quick_and_exhaustive(["gpipe", "1f1b"], ["1f1b"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_names_hold_what_they_say(temporary, schedule):
     """Of every block and micro-batch in flight their bytes more than others: within 10 %.
 

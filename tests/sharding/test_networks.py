@@ -109,7 +109,7 @@ VGG_PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", quick_and_exhaustive(VGG_PLANS, ["hybrid, 8 devices, ZeRO-1", "hybrid, back"]))
+@pytest.mark.parametrize("name", quick_and_exhaustive(VGG_PLANS, ["hybrid, back"]))
 def test_vgg(name):
     check(VGG_NETWORK, make_plan(VGG_NETWORK, **VGG_PLANS[name]))
 
@@ -130,9 +130,7 @@ MLP_PLANS = {
 
 @pytest.mark.parametrize(
     "name",
-    quick_and_exhaustive(
-        MLP_PLANS, ["hybrid", "pipe 2, uneven, tensor, gpipe", "pipe 4, head alone, ZeRO-3", "pipe 2, interleaved"]
-    ),
+    quick_and_exhaustive(MLP_PLANS, ["hybrid", "pipe 4, head alone, ZeRO-3", "pipe 2, interleaved"]),
 )
 def test_mlp(name):
     check(MLP_NETWORK, make_plan(MLP_NETWORK, **MLP_PLANS[name]))

@@ -10,6 +10,7 @@ from jhpt.core.profile import ModelProfile
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
+from tests.covers import quick_and_exhaustive
 from tests.sharding.test_parity import BATCH, MODELS, check_gradients, setup_of
 
 __all__ = ["setup_of"]
@@ -82,7 +83,7 @@ def check(setup_of, seed):
     check_gradients(setup_of, name, BLOCKS, 99 * (seed % 2), plan)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", quick_and_exhaustive(range(3), [1]))
 def test_planned_gradients_equal_one_device(setup_of, seed):
     check(setup_of, seed)
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jhpt.models.family import build
-from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import laid_out, mixed, piped
 from tests.sharding.test_parity import ALL, BATCH, NONE, definition, gradients, setup_of
 
@@ -35,7 +34,8 @@ def distance(one, other):
     return norm({path: one[path] - leaf for path, leaf in other.items()}) / norm(other)
 
 
-@pytest.mark.parametrize("kind", quick_and_exhaustive(PLANS, ["sequence, chunks", "pipeline, recomputed"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", PLANS)
 def test_plans_agree(setup_of, kind):
     """Up to sums whose order tips some number in 8 bits over to the next: far less than 8 bits take away."""
     name, plan = PLANS[kind]

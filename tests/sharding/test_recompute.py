@@ -11,10 +11,12 @@ from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.sharding import stacks
 from jhpt.sharding.layer_vjp import split_layer
 from jhpt.sharding.recompute import save_named
+from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import compiled
 from tests.sharding.test_layer_vjp import MODELS, inputs, layer_of
 
 PLACES = ("device", "host", "nowhere")
+DRAWS = list(itertools.product(MODELS, range(4)))
 
 
 def read_by_backward(name):
@@ -39,7 +41,7 @@ def sizes(shapes):
     return sorted((str(shape.memory_space), shape.size) for shape in shapes)
 
 
-@pytest.mark.parametrize(("name", "seed"), list(itertools.product(MODELS, range(4))))
+@pytest.mark.parametrize(("name", "seed"), quick_and_exhaustive(DRAWS, DRAWS[::5]))
 def test_what_is_named_is_kept_where_it_is_to_be(name, seed):
     """That, and the block's input, whether it is named or not."""
     places = drawn(name, seed)
@@ -62,7 +64,7 @@ def test_what_is_named_is_kept_where_it_is_to_be(name, seed):
     assert sizes(split_layer(some, params, x, at).shapes) == sorted(expected)
 
 
-@pytest.mark.parametrize(("name", "seed"), list(itertools.product(MODELS, range(2))))
+@pytest.mark.parametrize(("name", "seed"), quick_and_exhaustive(DRAWS, DRAWS[::4]))
 def test_gradients_are_the_same(name, seed):
     """To 1e-6 of the largest entry, whatever is kept wherever."""
     some, plain, params = wrapped(name, drawn(name, seed))

@@ -88,7 +88,7 @@ REDUCED += [(2, COMPRESSIONS[3]), (8, COMPRESSIONS[0]), (8, COMPRESSIONS[2]), (8
 
 @pytest.mark.parametrize(
     ("ranks", "compression"),
-    quick_and_exhaustive(REDUCED, REDUCED[::2]),
+    quick_and_exhaustive(REDUCED, [REDUCED[index] for index in (2, 4, 8, 10, 13, 16)]),
     ids=str,
 )
 def test_sum_is_that_of_the_codes_on_every_rank(ranks, compression):
@@ -108,7 +108,11 @@ def test_sum_is_that_of_the_codes_on_every_rank(ranks, compression):
 
 
 @pytest.mark.parametrize(
-    "compression", (COMPRESSIONS[0], COMPRESSIONS[2], COMPRESSIONS[3], SHORT[1], SHORT[3]), ids=str
+    "compression",
+    quick_and_exhaustive(
+        (COMPRESSIONS[0], COMPRESSIONS[2], COMPRESSIONS[3], SHORT[1], SHORT[3]), (COMPRESSIONS[2], COMPRESSIONS[3])
+    ),
+    ids=str,
 )
 def test_gradients_take_the_same_rows(compression):
     """g passes the error on to the rows that travelled; f sums errors as g sums activations."""
