@@ -171,7 +171,7 @@ BAD = {
         "it would fit with",
         "such devices",
     ),
-    "nothing fits the budget": (f"{SMALL} --budget 1MiB", "fits no plan", "it would fit with"),
+    "nothing fits the budget": (f"{SMALL} --microbatches 1 --budget 1MiB", "fits no plan", "it would fit with"),
     "budget without a number": (f"{SMALL} --budget lots", "budget='lots'", "24GiB"),
     "budget in another unit": (f"{SMALL} --budget 24GHz", "budget='24GHz'"),
     "budget of nothing": (f"{SMALL} --budget 0GiB", "budget='0GiB'"),
@@ -194,10 +194,15 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def profile():
+    return analytic_profile(load_config("gpt-tiny"), find_cluster("a100x2x1").nodes[0].device)
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_work_is_refused(name, tmp_path, capsys):
+def test_what_cannot_work_is_refused(name, profile, tmp_path, capsys):
     (tmp_path / "here" / "bad.json").write_text('{"kinds": ')
-    analytic_profile(load_config("gpt-tiny"), find_cluster("a100x2x1").nodes[0].device).save("p.json")
+    profile.save("p.json")
     before = tree(tmp_path)
     arguments, *words = BAD[name]
     assert plan(arguments + ("" if "--out" in arguments or "--svg" in arguments else " --out plan.json")) == 2

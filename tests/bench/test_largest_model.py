@@ -2,21 +2,32 @@
 
 import pytest
 
-from jhpt.bench.memory.largest_model import largest_trainable
+from jhpt.bench.memory import largest_model
+from jhpt.bench.memory.largest_model import WIDTHS, largest_trainable
 from jhpt.core.catalogue import find_cluster
 from jhpt.planner.api import RESERVE, capped
+from tests.covers import quick_and_exhaustive
 
 DEVICE, HOST = 24 * 2**30, 110 * 2**30
 
 
+@pytest.fixture(scope="module", params=quick_and_exhaustive(["extreme widths", "all widths"], ["extreme widths"]))
+def widths(request):
+    """The largest models have them: the least without blocks on the host, the greatest with them."""
+    some = list(WIDTHS)[::4] if request.param == "extreme widths" else WIDTHS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(largest_model, "WIDTHS", {width: WIDTHS[width] for width in some})
+        yield
+
+
 @pytest.fixture(scope="module")
-def found():
+def found(widths):
     """(without, with) blocks on the host of one H100 of which 24 GiB may be used."""
     cluster = capped(find_cluster("h100x1x1"), DEVICE, HOST)
     return largest_trainable(cluster, (None,)), largest_trainable(cluster, ("both",))
 
 
-def test_the_leaner_of_both():
+def test_the_leaner_of_both(widths):
     """14 bytes a parameter of the device, 12 of the host."""
     cluster = capped(find_cluster("h100x1x1"), DEVICE, HOST)
     without, offloaded = (

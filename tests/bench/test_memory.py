@@ -26,6 +26,7 @@ def test_competitors_are_what_people_do():
     assert ahead < plans["synchronous"].seconds, "nothing runs beside copies that are not ahead"
 
 
+@pytest.mark.exhaustive
 def test_a_step_in_a_process_of_its_own(tiny, corpus):
     overrides = tiny_overrides(corpus) | {"memory.offload": "both", "parallel.data": 1}
     result = in_process("gpt-tiny", overrides, plan_by_hand(tiny(**overrides), 1), steps=3, share=None)

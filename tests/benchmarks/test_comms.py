@@ -20,6 +20,7 @@ from benchmarks.emulated.launch import rows_of
 from benchmarks.netlab import Lab, why_not
 from jhpt.models.hooks import Hooks
 from jhpt.sharding.partition import MATRICES, path_name
+from tests.covers import quick_and_exhaustive
 
 SHAPE = Shape(layers=2, width=128, heads=4, length=8, batch=4)
 TASK = Task(
@@ -155,19 +156,22 @@ def test_lanes_take_a_device_of_every_host():
     assert list(lane.devices.flat) == [devices[0]] and list(other.devices.flat) == [devices[1]]
 
 
-@pytest.mark.parametrize("name", (FLOAT32, SHORT, MIXED))
-def test_a_step_is_the_blocks_gradient(name):
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    quick_and_exhaustive([(FLOAT32, 2), (MIXED, 1), (SHORT, 2), (MIXED, 2)], [(FLOAT32, 2), (MIXED, 1)]),
+)
+def test_a_step_is_the_blocks_gradient(name, layers):
     """Against the same blocks on one device."""
-    blocks = Blocks(shape=SHAPE, hosts=4)
+    shape = replace(SHAPE, layers=layers)
+    blocks = Blocks(shape=shape, hosts=4)
     lowered, arguments = blocks.step(BY_NAME[name], one_lane())
     given = arguments()
     value, (gradients, at_x) = lowered().compile()(*given)
     params, x, error = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), given)
-    whole = Blocks(shape=SHAPE, hosts=1)
-    run = whole.layers(whole.hooks(BY_NAME[FLOAT32], ()), SHAPE.layers)
-    expected, (expected_gradients, expected_x) = jax.value_and_grad(lambda *at: jnp.vdot(run(*at), error), (0, 1))(
-        params, x
-    )
+    whole = Blocks(shape=shape, hosts=1)
+    run = whole.layers(whole.hooks(BY_NAME[FLOAT32], ()), layers)
+    both = jax.jit(jax.value_and_grad(lambda *at: jnp.vdot(run(*at), error), (0, 1)))
+    expected, (expected_gradients, expected_x) = both(params, x)
     close = {FLOAT32: 1e-5, SHORT: 2**-8, MIXED: 0.2}[name]
     pairs = [
         (at_x, expected_x),
@@ -232,7 +236,7 @@ def plain_sums():
     _, arguments = DATA_PARALLEL.step(EXCHANGES[gradients.FLOAT32], one_data_lane())
     _, params, x, error = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), arguments())
     run = DATA_PARALLEL.blocks.layers(Hooks(), 1)
-    grads = jax.grad(lambda params: jnp.vdot(run(params, x), error))(params)
+    grads = jax.jit(jax.grad(lambda params: jnp.vdot(run(params, x), error)))(params)
     named = jax.tree_util.tree_leaves_with_path(grads)
     return [np.asarray(leaf) for path, leaf in named if MATRICES.search(path_name(path))]
 

@@ -98,12 +98,12 @@ def test_pictures_hold_every_line():
 def test_a_cell(corpus):
     """Small, but whole: trained with compression, evaluated without and with it."""
     changes = corpus | {"model.num_layers": 1, "model.d_model": 32, "data.sequence_length": 16, "data.batch_size": 8}
-    changes |= {"train.steps": 3, "optimizer.warmup_steps": 2, "evaluation.batches": 2, "log.every": 1}
+    changes |= {"train.steps": 2, "optimizer.warmup_steps": 1, "evaluation.batches": 2, "log.every": 1}
     compression = HEADLINE.model_copy(update={"tokens": 0.5})
     changes |= {f"parallel.compression.{name}": value for name, value in compression.model_dump().items()}
     changes |= {"parallel.tensor": 4, "parallel.data": 1}
     result, params = run(Cell(group="table", preset="gpt-tiny", seed=1, changes=changes))
-    assert list(result["training"]) == ["1", "2", "3"] and "leaks" not in result
+    assert list(result["training"]) == ["1", "2"] and "leaks" not in result
     assert result["validation"] != result["own"] == pytest.approx(result["validation"], rel=0.01)
     assert params["blocks/mlp/up/kernel"].shape == (1, 32, 128)
     again = flat(unflat(params))

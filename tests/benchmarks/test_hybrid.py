@@ -224,6 +224,7 @@ worker.take_part(worker.Task, worker.run)
 """
 
 
+@pytest.mark.exhaustive
 def test_small_run_on_two_hosts(tmp_path):
     if reason := why_not():
         pytest.skip(reason)

@@ -16,6 +16,7 @@ from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.request import request
+from tests.covers import quick_and_exhaustive
 
 PLANS = {"spmd": spmd_plans, "general": general_plans}
 
@@ -96,7 +97,7 @@ def check_oracle(requested, model, space):
     return plan, plans
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", quick_and_exhaustive(range(10), range(4)))
 @pytest.mark.parametrize(("space", "mixed"), [("spmd", False), ("general", False), ("general", True)])
 def test_oracle_prices_as_the_estimate_does(space, mixed, seed):
     rng = np.random.default_rng(seed)

@@ -60,6 +60,7 @@ def test_the_report_is_of_cells_that_are_there(tmp_path, capsys):
     assert "+0.50 %" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_cell_runs(corpus):
     cell = precision.cells(quick=True)["bfloat16_kahan, int8 moments"]
     changes = {**cell.changes, "train.steps": 2, **corpus}
@@ -67,12 +68,20 @@ def test_a_cell_runs(corpus):
     assert 3 < result["validation"] < 7 and params["embedding/tokens"].dtype.name == "bfloat16"
 
 
-def test_products_in_8_bits_are_computed_where_they_are_refused_as_a_setting(corpus):
+def in_8_bits(corpus):
     cell = precision.cells(quick=True)["float8 products"]
-    cell = replace(cell, changes={**cell.changes, "train.steps": 2, **corpus})
+    return replace(cell, changes={**cell.changes, "train.steps": 2, **corpus})
+
+
+def test_products_in_8_bits_are_prepared_where_they_are_refused_as_a_setting(corpus):
+    cell = in_8_bits(corpus)
     config = load_config(cell.preset, cell.changes)
     with pytest.raises(InputError, match="the device is a cpu"):
         prepare(config)
     setup = prepared(config)
     assert setup.config == config and setup.model.config == config.model and setup.training.dtype == "float32"
-    assert 3 < run(cell)[0]["validation"] < 7
+
+
+@pytest.mark.exhaustive
+def test_products_in_8_bits_are_computed(corpus):
+    assert 3 < run(in_8_bits(corpus))[0]["validation"] < 7

@@ -23,6 +23,7 @@ STEPS = MODEL | {
 ON_CORPUS = {"data.path": "corpus"}
 WORDS = {"model.vocab_size": 128}
 """As many as the tokenizer of `workplace` has, at most."""
+ONE_DEVICE = {"parallel.data": 1, "parallel.tensor": 1, "parallel.zero": 0, "parallel.micro_batches": 1}
 
 
 def flags(settings: dict[str, object]) -> str:
@@ -33,20 +34,15 @@ TINY = flags(STEPS | ON_CORPUS | {"parallel.data": 1})
 
 RUN = {
     "jhpt train": TINY,
-    "jhpt train gpt2-124m --data.path 'corpus/*.txt' --data.tokenizer tokenizer.json": flags(
-        STEPS | WORDS | {"parallel.data": 1}
-    ),
-    "jhpt train my.yaml --out runs/mine": flags(STEPS | WORDS),
+    "jhpt train my.yaml --out runs/mine": flags(STEPS | WORDS | ONE_DEVICE),
     "jhpt train --out runs/mine --train.steps 4000": "--train.steps 3",
-    "JAX_NUM_CPU_DEVICES=8 jhpt train --parallel.pipe 2 --parallel.tensor 2 --parallel.micro_batches 4 "
-    "--parallel.zero 1": flags(STEPS | ON_CORPUS | {"model.num_layers": 2}),
     "jhpt train my.yaml --plan plan.json --data.batch_size 512": flags(STEPS | WORDS),
-    "jhpt plan gpt-13b --cluster h100x8x8": "--model.num_layers 1",
+    "jhpt plan gpt-13b --cluster h100x8x8": "--model.num_layers 1 --batch 8",
     "jhpt plan my.yaml --cluster cluster.yaml --batch 512 --budget 60GB --out plan.json --svg step.svg": flags(
         MODEL | WORDS
     )
     + " --batch 8",
-    "jhpt plan vgg16 --cluster v100x4x4-10gbe --batch 256": "--microbatches 4",
+    "jhpt plan vgg16 --cluster v100x4x4-10gbe --batch 256": "--microbatches 1",
     "jhpt plan gpt2-124m": flags(MODEL),
     "jhpt plan gpt2-1.5b --cluster h100x8x1 --optimizer.weights bfloat16_kahan --optimizer.moments int8": (
         "--model.num_layers 4"
@@ -63,6 +59,11 @@ RUN = {
 SLOW = {
     "jhpt profile gpt2-124m": "--quick " + flags(MODEL),
     "jhpt profile --cluster-out cluster.yaml": "--quick " + flags(MODEL),
+    "jhpt train gpt2-124m --data.path 'corpus/*.txt' --data.tokenizer tokenizer.json": flags(
+        STEPS | WORDS | {"parallel.data": 1}
+    ),
+    "JAX_NUM_CPU_DEVICES=8 jhpt train --parallel.pipe 2 --parallel.tensor 2 --parallel.micro_batches 4 "
+    "--parallel.zero 1": flags(STEPS | ON_CORPUS | {"model.num_layers": 2}),
     "jhpt train gpt2-124m --optimizer.weights bfloat16_kahan --optimizer.moments int8": TINY,
     "jhpt train bert-tiny --train.steps 2000": TINY,
     "python examples/train_bert.py": "",

@@ -22,7 +22,7 @@ from jhpt.bench import registry
 from jhpt.core.load import load_config
 from jhpt.planner import api
 from jhpt.training import profiling, run
-from tests.documentation.commands import CI, PARSED, RUN, SLOW
+from tests.documentation.commands import CI, PARSED, RUN, SLOW, STEPS, WORDS, flags
 from tests.documentation.extraction import (
     ROOT,
     Command,
@@ -125,9 +125,14 @@ def test_an_example_runs(name, workplace, small, capsys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in SLOW if name.startswith("jhpt train")])
+@pytest.mark.parametrize("name", [name for name in SLOW if without_environment(name).startswith("jhpt train")])
 def test_a_slow_run_ends(name, workplace):
     run_command(Command(place="SLOW", text=name), SLOW[name])
+
+
+@pytest.mark.exhaustive
+def test_the_documented_configuration_runs_on_its_devices(workplace):
+    run_command(Command(place="README.md", text="jhpt train my.yaml --out runs/mine"), flags(STEPS | WORDS))
 
 
 @pytest.mark.exhaustive
@@ -186,7 +191,7 @@ def before_the_work(workplace, monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", [*SLOW, *PARSED])
 def test_what_is_not_run_is_parsed(name, before_the_work):
-    for command in spelled_out(name):
+    for command in spelled_out(without_environment(name)):
         parse(shlex.split(command))
 
 

@@ -21,14 +21,17 @@ sparsified = jax.jit(partial(topk_sparsify, **REFERENCE), static_argnames=("keep
 
 # Tokens.
 
+taken = jax.jit(partial(token_topk, **REFERENCE), static_argnums=1)
 
-@given(
-    st.lists(st.sampled_from((-np.inf, -1.0, -0.0, 0.0, 0.5, 2.0, np.inf, np.nan)), min_size=1, max_size=12), st.data()
-)
+
+@given(st.data())
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_the_largest_are_taken_and_lower_positions_first(scores, data):
-    k = data.draw(st.integers(0, len(scores)))
-    choice = token_topk(jnp.array([scores], jnp.float32), k, **REFERENCE)[0].tolist()
+def test_the_largest_are_taken_and_lower_positions_first(data):
+    """Of few lengths: a program each."""
+    length, k = data.draw(st.sampled_from(((1, 0), (1, 1), (12, 1), (12, 5), (12, 12))))
+    some = st.sampled_from((-np.inf, -1.0, -0.0, 0.0, 0.5, 2.0, np.inf, np.nan))
+    scores = data.draw(st.lists(some, min_size=length, max_size=length))
+    choice = taken(jnp.array([scores], jnp.float32), k)[0].tolist()
     key = lambda at: (-np.inf if np.isnan(scores[at]) else -scores[at], not np.isnan(scores[at]), at)  # noqa: E731
     assert choice == sorted(sorted(range(len(scores)), key=key)[:k])
 
@@ -99,8 +102,22 @@ def test_importance_holds_no_square_and_passes_no_gradient():
     st.sampled_from(("float32", "bfloat16")),
     st.integers(0, 9),
 )
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=24, deadline=None, derandomize=True)
+@pytest.mark.exhaustive
 def test_what_is_not_sent_is_kept(size, block, keep, dtype, seed):
+    check_sparsified(size, block, keep, dtype, seed)
+
+
+@pytest.mark.parametrize(
+    ("size", "block", "keep", "dtype"),
+    [(1, 128, 1, "float32"), (300, 128, 17, "bfloat16"), (512, 256, 64, "bfloat16"), (130, 64, 64, "float32")],
+)
+def test_what_is_not_sent_of_some_sizes_is_kept(size, block, keep, dtype):
+    for seed in range(3):
+        check_sparsified(size, block, keep, dtype, seed)
+
+
+def check_sparsified(size, block, keep, dtype, seed):
     of_gradient, of_residual = jax.random.split(jax.random.key(seed))
     gradient = jax.random.normal(of_gradient, (size,)).astype(dtype)
     residual = jax.random.normal(of_residual, (size,))

@@ -9,22 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.quantization import DISTRIBUTIONS, relative_errors
-from jhpt.core.compression import codes_in_row
+from benchmarks.quantization import DISTRIBUTIONS, charged_errors, relative, relative_errors
+from jhpt.core.compression import BLOCK, codes_in_row
 from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.dequantize_sum.reference import unpacked
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.kernels.segment_quantize.reference import packed, rounded_up, uniform
 from jhpt.kernels.segments import Knee, fit_knee, knee_for, most
-from tests.covers import quick_and_exhaustive
 
 REFERENCE = {"implementation": "reference"}
 GROUPS = (512, 128, 2)
 
 
+summed = jax.jit(partial(dequantize_sum, **REFERENCE), static_argnames=("columns", "bits", "group"))
+
+
 def decoded(payload, **options):
     """The numbers of one payload."""
-    return dequantize_sum(jax.tree.map(lambda leaf: leaf[None], payload), **options, **REFERENCE)
+    return summed(jax.tree.map(lambda leaf: leaf[None], payload), **options)
+
+
+quantized = jax.jit(partial(segment_quantize, **REFERENCE), static_argnames=("bits", "group"))
 
 
 @partial(jax.jit, static_argnames=("bits", "group"))
@@ -41,8 +46,22 @@ def there_and_back(x, bits, group, seed=None):
     st.sampled_from(("float32", "bfloat16")),
     st.integers(0, 9),
 )
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=24, deadline=None, derandomize=True)
+@pytest.mark.exhaustive
 def test_errors_are_at_most_half_the_coarse_step(rows, columns, bits, group, dtype, seed):
+    check_errors(rows, columns, bits, group, dtype, seed)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "bits", "group", "dtype"),
+    [(5, 300, 4, 128, "float32"), (2, 130, 8, 512, "bfloat16"), (1, 1, 4, 2, "bfloat16"), (3, 257, 8, 2, "float32")],
+)
+def test_errors_of_some_shapes_are_at_most_half_the_coarse_step(rows, columns, bits, group, dtype):
+    for seed in range(4):
+        check_errors(rows, columns, bits, group, dtype, seed)
+
+
+def check_errors(rows, columns, bits, group, dtype, seed):
     x = jax.random.t(jax.random.key(seed), 3, (rows, columns)).astype(dtype)
     payload, back = there_and_back(x, bits, group)
     assert payload.codes.shape == (rows, codes_in_row(columns, group) * bits // 8)
@@ -59,7 +78,7 @@ def test_errors_are_at_most_half_the_coarse_step(rows, columns, bits, group, dty
 def test_uniform_quantization_is_a_bend_on_the_diagonal(bits):
     top = most(bits)
     x = jnp.arange(-top, top + 1, dtype=jnp.float32)[None]
-    codes = unpacked(segment_quantize(x, bits=bits, group=256, knee=Knee(1 / top, 1.0), **REFERENCE).codes, bits)
+    codes = unpacked(quantized(x, bits=bits, group=256, knee=Knee(1 / top, 1.0)).codes, bits)
     assert np.array_equal(codes[0, : x.size], x[0])
 
 
@@ -113,8 +132,7 @@ def test_ranges_are_rounded_up_to_bfloat16():
 def test_rows_are_gathered_before():
     x = jax.random.normal(jax.random.key(0), (6, 256))
     rows = jnp.array([4, 0, 0])
-    gathered = segment_quantize(x, rows=rows, **REFERENCE)
-    expected = segment_quantize(x[rows], **REFERENCE)
+    gathered, expected = quantized(x, rows=rows), quantized(x[rows])
     assert np.array_equal(gathered.codes, expected.codes) and np.array_equal(gathered.ranges, expected.ranges)
 
 
@@ -140,17 +158,17 @@ def test_a_fitted_knee_is_better_for_its_numbers():
     x = jax.random.t(jax.random.key(0), 5, (1, 4096))
 
     def error(knee):
-        payload = segment_quantize(x, bits=4, group=4096, knee=knee, **REFERENCE)
+        payload = quantized(x, bits=4, group=4096, knee=knee)
         return np.mean(np.square(decoded(payload, columns=4096, bits=4, group=4096, knee=knee) - x))
 
-    assert error(fit_knee(x, 4, 4096)) < error(knee_for(4, 4096))
+    assert error(jax.jit(fit_knee, static_argnums=(1, 2))(x, 4, 4096)) < error(knee_for(4, 4096))
 
 
 def test_payloads_are_summed_in_order():
     x = jax.random.normal(jax.random.key(1), (3, 4, 256))
-    payloads = [segment_quantize(each, **REFERENCE) for each in x]
+    payloads = [quantized(each) for each in x]
     together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *payloads)
-    actual = dequantize_sum(together, columns=256, **REFERENCE)
+    actual = summed(together, columns=256)
     parts = [decoded(payload, columns=256) for payload in payloads]
     assert np.array_equal(actual, (parts[0] + parts[1]) + parts[2])
 
@@ -167,7 +185,14 @@ MOST = {8: (0.62, 0.32, 0.13), 4: (0.90, 0.40, 0.16)}
 """Of uniform quantization's error with one range for the tensor: Gaussian, Laplace, Student-t(5)."""
 
 
-@pytest.mark.parametrize("bits", quick_and_exhaustive(MOST, [4]))
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_segments_of_blocks_beat_uniform_quantization(name):
+    x = DISTRIBUTIONS[name](np.random.default_rng(0), 1 << 16).astype(np.float32).reshape(-1, BLOCK)
+    assert relative(charged_errors(x, 4, BLOCK)) < 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bits", MOST)
 def test_segments_beat_uniform_quantization_at_equal_total_bits(bits):
     for name, most_of_uniform in zip(DISTRIBUTIONS, MOST[bits], strict=True):
         errors = relative_errors(name, bits, numbers=1 << 18, seed=0)

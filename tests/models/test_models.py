@@ -79,7 +79,7 @@ def test_bert_is_its_float64_definition():
         close(pooled[row], vector)
 
 
-@pytest.mark.parametrize("name", [*GPTS, "bert"])
+@pytest.mark.parametrize("name", quick_and_exhaustive([*GPTS, "bert"], ["llama", "bert"]))
 def test_gradients_are_slopes_of_the_float64_definition(name):
     """<gradient, direction> against a central difference of the definition."""
     config = BERT if name == "bert" else GPTS[name]
@@ -118,7 +118,7 @@ def test_gradients_of_gpt_do_not_reach_future_positions(name):
             x = model.block(naive.layer(params["blocks"], index), x)
         return model.logits(params, x)[0, :, :200] @ mix
 
-    reach = np.abs(jax.jacrev(projected)(x)[:, 0]).max(-1)
+    reach = np.abs(jax.jit(jax.jacrev(projected))(x)[:, 0]).max(-1)
     assert np.all(reach[np.triu_indices(8, 1)] == 0)
     assert np.all(reach[np.tril_indices(8)] > 0)
 
@@ -126,11 +126,11 @@ def test_gradients_of_gpt_do_not_reach_future_positions(name):
 @pytest.mark.parametrize("name", GPTS)
 def test_future_tokens_do_not_change_past_logits(name):
     model = build(GPTS[name])
-    params, ids = random_params(model), tokens(rows=2)
+    params, ids = random_params(model), tokens()
     logits = jax.jit(model.apply)(params, ids)[..., :200]
     for cut in (1, 7, 15):
         changed = ids.copy()
-        changed[:, cut:] = (changed[:, cut:] + 1 + tokens(2, 16 - cut, seed=cut) % 100) % 200
+        changed[:, cut:] = (changed[:, cut:] + 1 + tokens(3, 16 - cut, seed=cut) % 100) % 200
         other = jax.jit(model.apply)(params, changed)[..., :200]
         np.testing.assert_array_equal(other[:, :cut], logits[:, :cut])
         assert np.all(np.abs(other[:, cut:] - logits[:, cut:]).max(-1) > 0)
@@ -243,11 +243,12 @@ def test_layers_lose_different_entries():
         assert 0.3 < np.mean(np.asarray(first) != np.asarray(second)) < 0.7
 
 
-def test_bfloat16_is_close_to_float32():
-    for config in (*GPTS.values(), BERT):
-        params = jax.jit(build(config).init)(jax.random.key(0))
-        exact = jax.jit(build(config).apply)(params, tokens())[..., :200]
-        with jax.numpy_dtype_promotion("standard"):  # Flax promotes in its norms
-            rounded = jax.jit(build(config, dtype=jnp.bfloat16).apply)(params, tokens())[..., :200]
-        assert rounded.dtype == jnp.float32
-        assert np.abs(exact - rounded).max() <= 2**-6 * np.abs(exact).max()
+@pytest.mark.parametrize("name", quick_and_exhaustive([*GPTS, "bert"], ["mixed", "bert"]))
+def test_bfloat16_is_close_to_float32(name):
+    config = BERT if name == "bert" else GPTS[name]
+    params = jax.jit(build(config).init)(jax.random.key(0))
+    exact = jax.jit(build(config).apply)(params, tokens())[..., :200]
+    with jax.numpy_dtype_promotion("standard"):  # Flax promotes in its norms
+        rounded = jax.jit(build(config, dtype=jnp.bfloat16).apply)(params, tokens())[..., :200]
+    assert rounded.dtype == jnp.float32
+    assert np.abs(exact - rounded).max() <= 2**-6 * np.abs(exact).max()

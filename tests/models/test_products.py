@@ -20,6 +20,7 @@ from jhpt.models.products import (
     product_in_8_bits,
     scaled,
 )
+from tests.covers import quick_and_exhaustive
 from tests.models.test_models import BERT, GPTS, random_params, tokens
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -184,7 +185,7 @@ def dots(jaxpr):
                 yield from dots(inner)
 
 
-@pytest.mark.parametrize("config", [*GPTS.values(), BERT], ids=[*GPTS, "bert"])
+@pytest.mark.parametrize("config", quick_and_exhaustive([*GPTS.values(), BERT], [GPTS["llama"], BERT]))
 def test_four_products_of_a_block_are_in_8_bits(config):
     """And so are both gradients of each; attention's two, and their gradients, are not."""
     model = build(config.model_copy(update={"matmul_dtype": "float8"}))
@@ -199,7 +200,7 @@ def test_four_products_of_a_block_are_in_8_bits(config):
     assert products.count(("float32", "float32")) == len(products) - 12 == 6
 
 
-@pytest.mark.parametrize("name", GPTS)
+@pytest.mark.parametrize("name", quick_and_exhaustive(GPTS, ["llama"]))
 def test_a_model_in_8_bits_is_near_itself(name):
     plain, few = build(GPTS[name]), build(GPTS[name].model_copy(update={"matmul_dtype": "float8"}))
     params, ids = random_params(plain), tokens()

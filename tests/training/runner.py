@@ -5,12 +5,28 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main(path: str) -> None:
-    """SPEC: {preset, overrides, out, kill_after: step or null, kill_when: "written" | "writing", processes: {...}}."""
-    spec = json.loads(Path(path).read_text())
+    """SPEC: {preset, overrides, out, kill_after: step or null, kill_when: "written" | "writing", processes: {...}}.
 
+    Prints a line of JSON.  A list of them is done one after the other, and what is refused is a line, too.
+    """
+    specs = json.loads(Path(path).read_text())
+    if not isinstance(specs, list):
+        return execute(specs)
+    from jhpt.core.errors import InputError
+
+    for spec in specs:
+        try:
+            execute(spec)
+        except InputError as error:
+            print(json.dumps({"refused": str(error)}), flush=True)
+
+
+def execute(spec: dict[str, Any]) -> None:
+    """A run."""
     from jhpt.training import checkpoint
     from jhpt.training.processes import Processes
     from jhpt.training.run import train
@@ -24,11 +40,13 @@ def main(path: str) -> None:
                 self._manager.wait_until_finished()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.Checkpoints.save = save_and_die
+    if spec.get("kill_after"):
+        checkpoint.Checkpoints.save = save_and_die
     result = train(
         spec["preset"], out=spec["out"], overrides=spec["overrides"], processes=Processes(**spec.get("processes", {}))
     )
-    print(json.dumps({"step": result.step, "losses": result.losses, "interrupted": result.interrupted}))
+    outcome = {"step": result.step, "losses": result.losses, "interrupted": result.interrupted}
+    print(json.dumps(outcome), flush=True)
 
 
 if __name__ == "__main__":

@@ -347,9 +347,7 @@ TEMPORARIES = {
 }
 QUICK_TEMPORARIES = (
     "ZeRO-1, 4 micro-batches",
-    "ZeRO-3",
     "ZeRO-3 pipeline",
-    "ZeRO-1 over one rank",
     "2 micro-batches",
     "host and device",
     "tensor, 2 chunks",

@@ -13,6 +13,7 @@ import pytest
 
 import jhpt
 from tests import conftest
+from tests.covers import quick_and_exhaustive
 
 RUNS = {
     "gpt": ("gpt-tiny", {}),
@@ -41,7 +42,7 @@ def losses(name: str, corpus, out) -> dict[str, list[float]]:
     return {"loss": list(result.losses.values()), "validation": list(result.validation_losses.values())}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", quick_and_exhaustive(RUNS, ["llama", "bert"]))
 def test_losses_are_the_golden_ones(name, corpus, tmp_path):
     golden = json.loads(Path(__file__).with_name("golden.json").read_text())[name]
     recorded = losses(name, corpus, tmp_path / "run")

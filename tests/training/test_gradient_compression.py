@@ -1,5 +1,6 @@
 """Training with compressed sums of gradients: under any plan nothing is lost, nor when a run goes on."""
 
+import shutil
 from dataclasses import replace
 
 import jax
@@ -71,11 +72,7 @@ PLANS = {
 }
 
 
-QUICK = (
-    "data x tensor, cut sequence, ZeRO-1",
-    "layer by layer",
-    "pipeline, tied",
-)
+QUICK = ("layer by layer", "pipeline, tied")
 
 
 @pytest.mark.parametrize("kind", quick_and_exhaustive(PLANS, QUICK))
@@ -124,11 +121,11 @@ def overrides(corpus, compression, **parallel):
     return tiny_overrides(corpus) | {"parallel.gradient_compression": compression} | parallel
 
 
-def trained(config, steps, state=None, spoil=()):
-    """(setup, step, state, losses) after so many steps; those in `spoil` have parameters that are not finite."""
+def trained(config, steps):
+    """(setup, step, state, losses) after so many steps."""
     setup = prepare(config)
     step = compile_step(setup)
-    state = step.init() if state is None else state
+    state = step.init()
     batches, losses = _batches(setup, int(state.step)), []
     for _ in range(steps):
         state, metrics = step.step(state, global_batch(setup, next(batches)))
@@ -136,21 +133,35 @@ def trained(config, steps, state=None, spoil=()):
     return setup, step, state, losses
 
 
-@pytest.mark.parametrize(("kind", "most"), quick_and_exhaustive([("4 bits", 0.01), ("topk", 0.1)], [("topk", 0.1)]))
-def test_losses_are_near_those_of_plain_sums(tiny, corpus, kind, most):
+FOLLOWED = {"train.steps": 30, "optimizer.learning_rate": 5e-3, "data.batch_size": 24}
+
+
+def followed(corpus, compression):
+    """A configuration with four ranks, of which all tests of steps that are taken here make use."""
+    return load_config("gpt-tiny", overrides(corpus, compression) | FOLLOWED)
+
+
+@pytest.fixture(scope="module")
+def stepped(corpus):
+    """(setup, step, state after two steps, on the host, and its place on the devices)."""
+    setup, step, state, _ = trained(followed(corpus, KINDS["topk"]), 2)
+    return setup, step, on_host(state), jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "most"), [("4 bits", 0.01), ("topk", 0.1)])
+def test_losses_are_near_those_of_plain_sums(corpus, kind, most):
     """30 steps; top-k sends a tenth of the numbers and lags behind at first."""
-    settings = {"train.steps": 30, "optimizer.learning_rate": 5e-3}
-    *_, plain = trained(load_config("gpt-tiny", overrides(corpus, "off") | settings), 30)
+    *_, plain = trained(followed(corpus, "off"), 30)
     assert plain[-1] < plain[0] - 2
-    *_, losses = trained(load_config("gpt-tiny", overrides(corpus, KINDS[kind]) | settings), 30)
+    *_, losses = trained(followed(corpus, KINDS[kind]), 30)
     assert losses[0] == pytest.approx(plain[0], rel=1e-6)
     assert 0 < abs(np.mean(losses[-5:]) / np.mean(plain[-5:]) - 1) < most
 
 
-def test_a_step_that_is_not_finite_leaves_everything_as_it_was(corpus):
-    config = load_config("gpt-tiny", overrides(corpus, KINDS["topk"]))
-    setup, step, state, _ = trained(config, 2)
-    saved = on_host(state)
+def test_a_step_that_is_not_finite_leaves_everything_as_it_was(stepped):
+    setup, step, saved, places = stepped
+    state = jax.device_put(saved, places)
     spoilt = jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
     after, metrics = step.step(_replaced(state, spoilt), global_batch(setup, next(_batches(setup, 2))))
     assert metrics.bad_steps == 1 and not np.isfinite(metrics.loss)
@@ -179,17 +190,18 @@ RESUMED = {
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.parametrize(
     ("plan", "kind"),
-    quick_and_exhaustive(zip(RESUMED, ("topk", "4 bits", "topk"), strict=True), [("pipeline", "topk")]),
+    quick_and_exhaustive(zip(RESUMED, ("topk", "4 bits", "topk"), strict=True), [("data", "topk")]),
 )
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path, corpus, plan, kind):
     settings = overrides(corpus, KINDS[kind], **RESUMED[plan]) | {
-        "optimizer.schedule": "constant",
         "checkpoint.every": 2,
+        "data.validation_fraction": 0.0,
     }
-    whole = jhpt.train("gpt-tiny", out=tmp_path / "whole", overrides=settings | {"train.steps": 4})
-    jhpt.train("gpt-tiny", out=tmp_path / "parts", overrides=settings | {"train.steps": 2})
-    parts = jhpt.train("gpt-tiny", out=tmp_path / "parts", overrides=settings | {"train.steps": 4})
-    assert parts.losses == whole.losses
+    whole = jhpt.train("gpt-tiny", out=tmp_path / "whole", overrides=settings)
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "4")  # as if it had been killed before
+    parts = jhpt.train(out=tmp_path / "parts")
+    assert parts.losses == whole.losses and set(whole.losses) == {1, 2, 3, 4}
     names = ("state", "residual", "momentum") if kind == "topk" else ("state", "residual")
     same_bits(read(tmp_path / "parts", 4, names), read(tmp_path / "whole", 4, names))
 
@@ -210,25 +222,25 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("places", [PLACES[1:3], pytest.param(PLACES, marks=pytest.mark.exhaustive)], ids=len)
-def test_on_other_ranks_the_sum_of_what_is_left_stays(tmp_path, corpus, places):
+@pytest.mark.parametrize("places", [PLACES[1:2], pytest.param(PLACES, marks=pytest.mark.exhaustive)], ids=len)
+def test_on_other_ranks_the_sum_of_what_is_left_stays(tmp_path, corpus, stepped, places):
     """From checkpoint to checkpoint under other plans, whatever the number of ranks and stages."""
-    compression = KINDS["topk"]
-    config = load_config("gpt-tiny", overrides(corpus, compression) | {"data.batch_size": 24})
-    setup, step, state, _ = trained(config, 2)
-    expected = None
-    for place, settings in enumerate(places):
-        with Checkpoints(tmp_path / str(place), CheckpointConfig()) as checkpoints:
+    setup, step, saved, shardings = stepped
+    config, state = setup.config, jax.device_put(saved, shardings)
+    expected = total(setup, state)
+    assert expected and all(np.abs(leaf).max() > 0 for leaf in expected.values())
+    for number, place in enumerate(places):
+        with Checkpoints(tmp_path / str(number), CheckpointConfig()) as checkpoints:
             step.save(checkpoints, 2, state, _record(config))
-        here = total(setup, state)
-        assert expected is None or all(np.allclose(here[path], leaf, rtol=1e-6, atol=1e-9) for path, leaf in expected)
-        expected = list(here.items())
-        assert all(np.abs(leaf).max() > 0 for _, leaf in expected)
-        config = load_config("gpt-tiny", overrides(corpus, compression, **settings) | {"data.batch_size": 24})
+        parallel = {f"parallel.{name}": value for name, value in ({"tensor": 1, "zero": 0} | place).items()}
+        config = load_config(followed(corpus, KINDS["topk"]), parallel)
         setup = prepare(config)
         step = compile_step(setup)
-        with Checkpoints(tmp_path / str(place), CheckpointConfig()) as checkpoints:
+        with Checkpoints(tmp_path / str(number), CheckpointConfig()) as checkpoints:
             state = step.load(checkpoints, 2)
+        here = total(setup, state)
+        assert here.keys() == expected.keys()
+        assert all(np.allclose(here[path], leaf, rtol=1e-6, atol=1e-9) for path, leaf in expected.items())
     step.step(state, global_batch(setup, next(_batches(setup, 2))))
 
 

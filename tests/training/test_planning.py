@@ -12,7 +12,7 @@ import pytest
 import jhpt
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.errors import InputError
-from jhpt.core.load import load_config
+from jhpt.core.load import load_config, run_config
 from jhpt.core.plan import Chunk, Plan, Run
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.measure.device import DeviceInfo, device_info
@@ -24,12 +24,25 @@ from jhpt.planner.search.solve import solve
 from jhpt.training import planning, programs, run
 from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.compile import compile_step
+from jhpt.training.console import Display, plan_text
+from jhpt.training.device_step import abstract_state
 from jhpt.training.loop import evaluate
+from jhpt.training.metrics import read_metrics
 from jhpt.training.planning import Past, choose_plan, differences
+from jhpt.training.run_dir import write_config, write_plan
+from jhpt.training.sampling import sample
 from jhpt.training.setup import prepare
+from jhpt.training.step import RandomStream, random_key
 from tests.sharding.plans import piped
 
 QUICK = {"train.steps": 2, "checkpoint.every": 100, "evaluation.every": 100}
+SHORT = QUICK | {
+    "model.num_layers": 1,
+    "train.steps": 1,
+    "data.validation_fraction": 0.0,
+    "optimizer.schedule": "constant",  # a program does not depend on the number of steps
+}
+"""Of runs that are trained for what they write."""
 
 
 def here(devices: int = 8) -> Cluster:
@@ -53,28 +66,77 @@ def measured(monkeypatch):
     return measured_for
 
 
-def test_auto_plans_once_and_keeps_the_plan(tiny, tmp_path, measured):
-    config = tiny(**QUICK, parallel="auto")
-    result = jhpt.train(config, out=tmp_path / "run")
-    plan = Plan.load(tmp_path / "run" / "plan.json")
+def decided(source, out, plan=None, overrides=None):
+    """What `jhpt.train` decides, says and writes before it compiles."""
+    decision = run._resolved(load_config(run_config(source, out), overrides), plan, out, Display(1))
+    print(*decision.notes, sep="\n")
+    out.mkdir(exist_ok=True)
+    write_config(out, decision.setup.config)
+    write_plan(out, decision.setup.plan)
+
+
+def trained(source, out, plan=None, overrides=None):
+    """The run itself, which goes on where it stopped."""
+    jhpt.train(source, out=out, plan=plan, overrides=overrides)
+
+
+@pytest.fixture(params=[decided, pytest.param(trained, marks=pytest.mark.exhaustive)], ids=lambda way: way.__name__)
+def go(request):
+    """Decides as a run does; in the exhaustive suite also trains."""
+    return request.param
+
+
+@pytest.fixture
+def said(capsys):
+    """Lines with these words among all that was printed since the last time."""
+    return lambda words: [line for line in capsys.readouterr().out.splitlines() if words in line]
+
+
+def test_auto_plans_once_and_keeps_the_plan(tiny, tmp_path, measured, go):
+    config, out = tiny(**QUICK, parallel="auto"), tmp_path / "run"
+    go(config, out)
+    plan = Plan.load(out / "plan.json")
     assert (plan.devices, plan.device, plan.batch) == (8, "cpu", 16) and plan.seconds
-    assert result.predicted_seconds == plan.seconds and len(measured) == 1
-    again = jhpt.train(config, out=tmp_path / "run", overrides={"train.steps": 3})
-    assert again.step == 3 and len(measured) == 1
-    assert Plan.load(tmp_path / "run" / "plan.json") == plan
+    assert plan.origin == "auto" and len(measured) == 1
+    go(config, out, overrides={"train.steps": 3})
+    assert Plan.load(out / "plan.json") == plan and len(measured) == 1
 
 
-def test_a_given_plan_is_executed_and_reported(tiny, tmp_path):
-    config = tiny(**QUICK | {"train.steps": 4})
-    requested = request(config.data.batch_size, 4, schedules=("1f1b",))
+def test_a_run_trains_with_the_plan_of_auto_and_resumes_with_it(tiny, tmp_path, measured, monkeypatch):
+    monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (here(1), None, False))
+    config, out = tiny(**SHORT, parallel="auto"), tmp_path / "run"
+    result = jhpt.train(config, out=out)
+    plan = Plan.load(out / "plan.json")
+    assert (plan.origin, plan.devices) == ("auto", 1) and result.predicted_seconds == plan.seconds > 0
+    again = jhpt.train(config, out=out, overrides={"train.steps": 2})
+    assert again.step == 2 and set(again.losses) == {1, 2} and len(measured) == 1
+    assert Plan.load(out / "plan.json") == plan
+
+
+def test_a_given_plan_is_executed_and_reported(tiny, tmp_path, said):
+    config, out = tiny(**SHORT | {"train.steps": 3}), tmp_path / "run"
+    requested = request(config.data.batch_size, 2, schedules=("1f1b",))
     profile = analytic_profile(config, here().nodes[0].device, "float32")
-    plan = solve(profile, here(), requested).plan
+    plan = solve(profile, here(2), requested).plan
     plan.save(tmp_path / "plan.json")
-    result = jhpt.train(config, out=tmp_path / "run", plan=tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "run" / "plan.json") == plan.model_copy(update={"origin": "given"})
+    result = jhpt.train(config, out=out, plan=tmp_path / "plan.json")
+    saved = Plan.load(out / "plan.json")
+    assert saved == plan.model_copy(update={"origin": "given"}) and saved.devices == 2
     assert result.step_seconds and result.predicted_seconds == plan.seconds
-    log = (tmp_path / "run" / "train.log").read_text()
+    log = log_of(out)
     assert "step time: predicted" in log and "predicted / measured" in log
+    assert plan_text(plan) in log and "compiling gpt-tiny for 2 x cpu" in "".join(said("compiling"))
+    again = jhpt.train(out=out, overrides={"train.steps": 4})
+    assert said("resuming with the plan that this run was given")
+    assert again.step == 4 and set(again.losses) == {1, 2, 3, 4} and Plan.load(out / "plan.json") == saved
+
+
+@pytest.mark.exhaustive
+def test_losses_under_a_given_plan_are_those_of_one_device(tiny, tmp_path):
+    config = tiny(**QUICK | {"train.steps": 4})
+    profile = analytic_profile(config, here().nodes[0].device, "float32")
+    plan = solve(profile, here(), request(config.data.batch_size, 4, schedules=("1f1b",))).plan
+    result = jhpt.train(config, out=tmp_path / "run", plan=plan)
     same = jhpt.train(tiny(**QUICK | {"train.steps": 4, "parallel.data": 1}), out=tmp_path / "alone")
     assert result.losses == pytest.approx(same.losses, rel=1e-4)
 
@@ -198,58 +260,58 @@ def log_of(folder) -> str:
     return (folder / "train.log").read_text()
 
 
-def test_a_run_resumes_with_the_plan_it_was_given(tiny, tmp_path, capsys):
+def test_a_run_resumes_with_the_plan_it_was_given(tiny, tmp_path, said, go):
     config, out = tiny(**QUICK), tmp_path / "run"
     plan = piped([2, 2], 2, data=2, batch=16, micro_batches=4)
-    jhpt.train(config, out=out, plan=plan)
+    go(config, out, plan)
     saved = Plan.load(out / "plan.json")
     assert saved == plan.model_copy(update={"origin": "given"})
+    said("")
     for steps, source in ((3, None), (4, config)):
-        capsys.readouterr()
-        assert jhpt.train(source, out=out, overrides={"train.steps": steps}).step == steps
+        go(source, out, overrides={"train.steps": steps})
         assert Plan.load(out / "plan.json") == saved
-        assert "resuming with the plan that this run was given" in capsys.readouterr().out
-    assert "the plan has changed" not in log_of(out)
+        lines = "".join(said("the plan"))
+        assert "resuming with the plan that this run was given" in lines and "has changed" not in lines
     # Another section `parallel` is another wish; so is another plan.
-    changed = jhpt.train(out=out, overrides={"train.steps": 5, "parallel.data": 4})
-    assert changed.step == 5 and Plan.load(out / "plan.json").devices == 4
-    lines = [line for line in log_of(out).splitlines() if "the plan has changed" in line]
-    assert lines == [
+    go(None, out, overrides={"train.steps": 5, "parallel.data": 4})
+    assert Plan.load(out / "plan.json").devices == 4
+    assert said("the plan has changed") == [
         "note: the plan has changed: data 4 x tensor 1, zero 0, 1 micro-batch; "
         "before pipe 2 x data 2 x tensor 1, 1f1b, zero 0, 4 micro-batches"
     ]
-    jhpt.train(out=out, plan=plan.model_copy(update={"prefetch": 2}), overrides={"train.steps": 6})
-    jhpt.train(out=out, plan=plan, overrides={"train.steps": 7})
-    lines = [line for line in log_of(out).splitlines() if "the plan has changed" in line]
-    assert len(lines) == 3 and "in the placement or the strategy of layers" in lines[-1]
+    go(None, out, plan.model_copy(update={"prefetch": 2}), {"train.steps": 6})
+    assert len(said("the plan has changed")) == 1
+    go(None, out, plan, {"train.steps": 7})
+    (line,) = said("the plan has changed")
+    assert "in the placement or the strategy of layers" in line
 
 
-def test_a_run_whose_given_plan_does_not_fit_any_more_is_refused(tiny, tmp_path):
+def test_a_run_whose_given_plan_does_not_fit_any_more_is_refused(tiny, tmp_path, go):
     config, out = tiny(**QUICK), tmp_path / "run"
-    jhpt.train(config, out=out, plan=piped([4], 1, data=2, batch=16))
+    go(config, out, piped([4], 1, data=2, batch=16))
     tree = json.loads((out / "plan.json").read_text())
     (out / "plan.json").write_text(json.dumps(tree | {"device": "NVIDIA H100"}))
     with pytest.raises(InputError, match=r"does not fit any more(.|\n)*NVIDIA H100(.|\n)*--plan"):
         jhpt.train(out=out, overrides={"train.steps": 3})
 
 
-def test_a_plan_by_hand_is_no_plan_for_auto(tiny, tmp_path, measured):
+def test_a_plan_by_hand_is_no_plan_for_auto(tiny, tmp_path, measured, said, go):
     config, out = tiny(**QUICK, **{"parallel.data": 2}), tmp_path / "run"
-    jhpt.train(config, out=out)
-    jhpt.train(out=out, overrides={"train.steps": 3, "parallel.auto": True})
+    go(config, out)
+    go(None, out, overrides={"train.steps": 3, "parallel.auto": True})
     assert len(measured) == 1 and Plan.load(out / "plan.json").origin == "auto"
-    assert "the plan has changed" in log_of(out)
+    assert said("the plan has changed")
 
 
 @pytest.mark.parametrize("content", ["{", "", '{"model": "x"}', "[]"])
-def test_a_damaged_plan_is_made_anew(tiny, tmp_path, measured, capsys, content):
+def test_a_damaged_plan_is_made_anew(tiny, tmp_path, measured, monkeypatch, said, go, content):
+    monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (here(1), None, False))
     config, out = tiny(**QUICK, parallel="auto"), tmp_path / "run"
-    jhpt.train(config, out=out)
+    go(config, out)
     plan = Plan.load(out / "plan.json")
     (out / "plan.json").write_text(content)
-    jhpt.train(out=out, overrides={"train.steps": 3})
-    out_text = capsys.readouterr().out
-    (line,) = [line for line in out_text.splitlines() if "it is ignored" in line]
+    go(None, out, overrides={"train.steps": 3})
+    (line,) = said("it is ignored")
     assert str(out / "plan.json") in line
     assert Plan.load(out / "plan.json") == plan and len(measured) == 2
 
@@ -318,7 +380,7 @@ def test_a_step_that_is_too_large(origin, words):
 
 def test_all_that_may_not_fit_is_compiled_before_the_first_step(tiny, monkeypatch):
     """Where a device's memory is known: evaluating and saving, too, are refused at the start or run later."""
-    setup = prepare(tiny(**{"parallel.pipe": 2, "parallel.micro_batches": 2, "model.num_layers": 3}))
+    setup = prepare(tiny(**{"parallel.pipe": 2, "parallel.data": 1}))
     checked, known = [], replace(setup, device=replace(setup.device, memory=1 << 40))
     monkeypatch.setattr(programs, "check_memory", lambda setup, what, memory: checked.append((what, memory)))
     step = compile_step(known)
@@ -340,7 +402,7 @@ def test_a_sequence_that_is_cut_unevenly(tiny):
 
 
 def test_the_sample_needs_the_parameters_alone(tiny, tmp_path, monkeypatch):
-    """The whole state is converted for the one checkpoint."""
+    """The whole state is converted for the one checkpoint, whose parameters the sample is drawn with."""
     converted, saved = [], []
 
     def counted(setup):
@@ -351,17 +413,21 @@ def test_the_sample_needs_the_parameters_alone(tiny, tmp_path, monkeypatch):
     save = Checkpoints.save
     monkeypatch.setattr(run, "compile_step", counted)
     monkeypatch.setattr(Checkpoints, "save", lambda *arguments: saved.append(1) or save(*arguments))
-    piped_config = tiny(**QUICK, **{"evaluation.sample_tokens": 4, "parallel.pipe": 2, "parallel.data": 1})
-    result = jhpt.train(piped_config, out=tmp_path / "run")
+    piped_in_two = {"model.num_layers": 2, "parallel.pipe": 2, "parallel.data": 1}
+    config = tiny(**SHORT | piped_in_two, **{"evaluation.sample_tokens": 4})
+    result = jhpt.train(config, out=tmp_path / "run")
     assert len(converted) == len(saved) == 1
-    alone = jhpt.train(tiny(**QUICK, **{"evaluation.sample_tokens": 4, "parallel.data": 1}), out=tmp_path / "alone")
-    assert result.sample == alone.sample is not None
+    setup = prepare(load_config(config, {"parallel.pipe": 1}))
+    with Checkpoints(tmp_path / "run" / "checkpoints", config.checkpoint) as checkpoints:
+        params = checkpoints.restore(1, abstract_state(setup)).params
+    key, prompt = random_key(config.seed, RandomStream.SAMPLE), setup.tokenizer.encode(config.evaluation.prompt)
+    assert result.sample == setup.tokenizer.decode(sample(setup.model, params, prompt, 4, key).tolist())
 
 
-def test_auto_plans_with_blocks_on_the_host(tiny, tmp_path, measured):
+def test_auto_plans_with_blocks_on_the_host(tiny, tmp_path, measured, go):
     """Where the configuration says that they live there."""
     config, out = tiny(**QUICK, parallel="auto", **{"memory.offload": "both"}), tmp_path / "run"
-    jhpt.train(config, out=out)
+    go(config, out)
     plan = Plan.load(out / "plan.json")
     assert plan.origin == "auto" and plan.offload is not None and plan.offload.kind == "both"
 
@@ -393,8 +459,8 @@ def test_a_plan_by_hand_that_does_not_fit_is_made_to(monkeypatch):
     )
 
 
-def test_auto_lets_activations_wait_on_the_host(tiny, tmp_path, measured, monkeypatch):
-    """On a device with less memory than any plan takes that does not: a run by it learns what others do."""
+def test_auto_lets_activations_wait_on_the_host(tiny, tmp_path, measured, monkeypatch, go):
+    """On a device with less memory than any plan takes that does not."""
     changes = {"model.num_layers": 4, "data.batch_size": 4}
     config = tiny(**QUICK, **changes, parallel="auto", **{"memory.host_budget_bytes": "1GiB", "memory.offload": "off"})
     profile = analytic_profile(config, here().nodes[0].device, "float32")
@@ -404,13 +470,18 @@ def test_auto_lets_activations_wait_on_the_host(tiny, tmp_path, measured, monkey
     device = here(1).nodes[0].device.model_copy(update={"memory": memory / (1 - RESERVE)})
     small = here(1).model_copy(update={"nodes": (here(1).nodes[0].model_copy(update={"device": device}),)})
     monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (small, None, False))
-    result = jhpt.train(config, out=tmp_path / "run")
+    go(config, tmp_path / "run")
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert plan.origin == "auto" and plan.saved is not None and "residual_in" in plan.saved.host
-    alone = jhpt.train(tiny(**QUICK, **changes, **{"parallel.data": 1}), out=tmp_path / "alone")
-    assert result.losses == pytest.approx(alone.losses, rel=1e-4)
     with pytest.raises(InputError, match="fits no plan"):
         jhpt.train(load_config(config, {"memory.host_budget_bytes": "auto"}), out=tmp_path / "none")
     with pytest.raises(InputError, match=r"residual_in.*need .* MiB on each host.*host_budget_bytes"):
         jhpt.train(load_config(config, {"memory.host_budget_bytes": "1KiB"}), out=tmp_path / "less", plan=plan)
     assert not (tmp_path / "less").exists() and not (tmp_path / "none").exists()
+    if go is trained:  # it learns what others do
+        jhpt.train(tiny(**QUICK, **changes, **{"parallel.data": 1}), out=tmp_path / "alone")
+        losses, alone = (
+            [record["loss"] for record in read_metrics(tmp_path / name) if "loss" in record]
+            for name in ("run", "alone")
+        )
+        assert losses == pytest.approx(alone, rel=1e-4) and len(losses) == 2

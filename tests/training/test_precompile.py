@@ -100,7 +100,8 @@ def read_here(config, plan):
     return read_compiled(compiled, dict(design.layout.device_mesh.mesh.shape), Clock(CLUSTER))
 
 
-FEW = ("gradients in 8 bits", "ZeRO-1", "ZeRO-3", "tensor, recomputed", "sequence", "1f1b, uneven", "interleaved")
+FEW = ("ZeRO-1", "sequence, recomputed", "1f1b, ZeRO-3")
+"""Between them: every kind of sum, gather and exchange but the compressed ones, in loops and in a pipeline."""
 
 
 def test_all_cases_are_known():
@@ -116,12 +117,22 @@ def test_steps_send_what_the_planner_says(name):
     profile = analytic_profile(config, CLUSTER.nodes[0].device, "float32")
     reading = read_here(config, plan)
     check_traffic(reading.stages, traffic(plan, profile, overlap=False))
+    check_rows_and_json(reading, compare(reading, plan, evaluate(plan, profile, CLUSTER), profile))
+
+
+def check_rows_and_json(reading, both):
+    """The comparison, written down and read."""
+    tree = json.loads(json.dumps(both.to_json()))
+    assert tree["memory"]["device"] == reading.memory.device and len(tree["stages"]) == len(reading.stages)
+    for stage in tree["stages"]:
+        assert stage["wire_bytes"] == pytest.approx(sum(one["bytes"] for one in stage["collectives"]))
+        assert {"kind", "axis", "count", "planned_bytes", "hidden_seconds"} <= set(stage["collectives"][0])
 
 
 @pytest.mark.parametrize(
     ("degrees", "settings"),
     [
-        ((1, *(2,) * 5, *(1,) * 5), dict(zero=1)),
+        pytest.param((1, *(2,) * 5, *(1,) * 5), dict(zero=1), marks=pytest.mark.exhaustive),
         pytest.param((1, 2, 2, *(8,) * 4, 2, 2, 2, 8), dict(zero=3), marks=pytest.mark.exhaustive),
         pytest.param((8, 4, 4, *(1,) * 7, 2), {}, marks=pytest.mark.exhaustive),
     ],
@@ -184,18 +195,6 @@ def test_quiet_keeps_to_itself_what_libraries_write_unless_something_fails(capfd
         os.write(2, b"the cause\n")
         raise RuntimeError
     assert capfd.readouterr().err == "the cause\n"
-
-
-def test_comparison_as_rows_and_json():
-    config, plan = by_hand("ZeRO-1")
-    profile = analytic_profile(config, CLUSTER.nodes[0].device, "float32")
-    reading = read_here(config, plan)
-    both = compare(reading, plan, evaluate(plan, profile, CLUSTER), profile)
-    tree = json.loads(json.dumps(both.to_json()))
-    assert tree["memory"]["device"] == reading.memory.device
-    (stage,) = tree["stages"]
-    assert stage["wire_bytes"] == pytest.approx(sum(one["bytes"] for one in stage["collectives"]))
-    assert {"kind", "axis", "count", "planned_bytes", "hidden_seconds"} <= set(stage["collectives"][0])
 
 
 # What a GPU's compiler makes of steps.

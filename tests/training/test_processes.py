@@ -16,7 +16,6 @@ import jhpt
 from jhpt.training.metrics import read_metrics
 from jhpt.training.processes import launcher
 from tests.conftest import tiny_overrides
-from tests.covers import quick_and_exhaustive
 
 
 def free_port() -> int:
@@ -25,15 +24,21 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_two(folder: Path, settings, outs=("two", "two"), apart=({}, {})) -> list[subprocess.Popen]:
-    """Two processes with a device each, joined through a port on localhost.  apart: settings of each alone."""
+def start_two(folder: Path, settings, outs=("two", "two"), apart=({}, {}), before=()) -> list[subprocess.Popen]:
+    """Two processes with a device each, joined through a port on localhost.
+
+    apart: settings of each alone.  before: (folder, settings of each) of runs that the same two do first.
+    """
     port, workers = free_port(), []
     for rank in range(2):
         processes = {"coordinator": f"127.0.0.1:{port}", "process_id": rank, "num_processes": 2}
-        spec = {"preset": "gpt-tiny", "overrides": settings | apart[rank], "processes": processes}
-        spec["out"] = str(folder / outs[rank])
+        runs = [(out, each[rank]) for out, each in before] + [(outs[rank], settings | apart[rank])]
+        specs = [
+            {"preset": "gpt-tiny", "overrides": overrides, "processes": processes, "out": str(folder / out)}
+            for out, overrides in runs
+        ]
         file = folder / f"{rank}.json"
-        file.write_text(json.dumps(spec))
+        file.write_text(json.dumps(specs if before else specs[0]))
         workers.append(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.training.runner", str(file)],
@@ -54,10 +59,56 @@ def wait_for(condition, workers) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("data", "tensor", "offload"),
-    quick_and_exhaustive([(2, 1, "off"), (1, 2, "off"), (2, 1, "both")], [(1, 2, "off"), (2, 1, "both")]),
-)
+def test_two_processes_refuse_train_and_stop_together(tmp_path, corpus):
+    """One pair does what the tests below do with a pair each: both refuse what one refuses, and settings that differ;
+    they train to the losses of one process, with blocks on the hosts or not; both stop where SIGTERM reaches one."""
+    settings = tiny_overrides(corpus) | {"model.num_layers": 1, "optimizer.schedule": "constant", "train.steps": 4}
+    settings |= {"parallel.data": 2, "evaluation.every": 2, "evaluation.batches": 1}
+    one = jhpt.train("gpt-tiny", out=tmp_path / "one", overrides=settings)
+    different = settings | {"data.cache_dir": str(tmp_path / "cache"), "train.steps": 7}
+    offloaded = settings | {"memory.offload": "both", "evaluation.sample_tokens": 4}
+    endless = settings | {"train.steps": 100_000, "checkpoint.every": 100_000}
+    before = [("told", (settings, different)), ("taken", (settings, settings)), ("hosts", (offloaded, offloaded))]
+    (tmp_path / "taken").mkdir()
+    with (tmp_path / "taken" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        workers = start_two(tmp_path, endless, outs=("endless", "endless"), before=before)
+        metrics = tmp_path / "endless" / "metrics.jsonl"
+        wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") > 6, workers)
+    workers[0].send_signal(signal.SIGTERM)
+    outcomes = []
+    for worker in workers:
+        out, error = worker.communicate(timeout=200)
+        assert worker.returncode == 0, error
+        outcomes.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+    told, taken, hosts, stopped = zip(*outcomes, strict=True)
+
+    assert "process 1 failed" in told[0]["refused"] and "cache_dir" not in told[1]["refused"]
+    assert "train.steps: 7 here, 4 on process 0" in told[1]["refused"] and not (tmp_path / "told").exists()
+
+    assert "another process is training in" in taken[0]["refused"] and "process 0 failed" in taken[1]["refused"]
+    assert {path.name for path in (tmp_path / "taken").iterdir()} == {".lock"}
+
+    assert all(outcome["step"] == 4 and not outcome["interrupted"] for outcome in hosts)
+    same_losses(tmp_path / "hosts", one)
+    assert (tmp_path / "hosts" / "checkpoints" / "4").is_dir()
+
+    (step,) = {outcome["step"] for outcome in stopped}
+    assert all(outcome["interrupted"] for outcome in stopped) and 4 < step < 100_000
+    same_losses(tmp_path / "endless", one)
+    assert (tmp_path / "endless" / "checkpoints" / str(step)).is_dir()
+
+
+def same_losses(run_dir: Path, one: jhpt.RunResult) -> None:
+    """Training and held-out losses up to the last step of the other run."""
+    records = [record for record in read_metrics(run_dir) if record["step"] <= one.step]
+    for name, expected in (("loss", one.losses), ("validation_loss", one.validation_losses)):
+        values = {record["step"]: record[name] for record in records if name in record}
+        assert values == pytest.approx(expected, rel=1e-5) and len(values) == (one.step if name == "loss" else 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("data", "tensor", "offload"), [(2, 1, "off"), (1, 2, "off"), (2, 1, "both")])
 def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor, offload):
     """Also with blocks on the hosts of both; what they save goes on in one process with everything on the device."""
     settings = tiny_overrides(corpus) | {"train.steps": 6, "evaluation.every": 3}
@@ -66,11 +117,7 @@ def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor
     for worker in start_two(tmp_path, settings | {"memory.offload": offload}):
         _, error = worker.communicate(timeout=300)
         assert worker.returncode == 0, error
-    records = read_metrics(tmp_path / "two")
-    for name, expected in (("loss", one.losses), ("validation_loss", one.validation_losses)):
-        values = {record["step"]: record[name] for record in records if name in record}
-        assert values == pytest.approx(expected, rel=1e-5)
-        assert len(values) == (6 if name == "loss" else 2)
+    same_losses(tmp_path / "two", one)
     if offload != "off":
         jhpt.train(out=tmp_path / "one", overrides={"train.steps": 7})
         for worker in start_two(tmp_path, settings | {"memory.offload": offload, "train.steps": 7}):
@@ -81,6 +128,7 @@ def test_two_processes_train_to_the_losses_of_one(tmp_path, corpus, data, tensor
         assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-5) and runs[0].step == 8
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, None), (signal.SIGINT, signal.SIGINT)], ids=["sigterm", "ctrl-c"])
 def test_two_processes_save_and_stop_together(tmp_path, corpus, signals):
     """SIGTERM to one process, as a scheduler sends it, or Ctrl-C, which reaches all."""
@@ -102,6 +150,7 @@ def test_two_processes_save_and_stop_together(tmp_path, corpus, signals):
     assert (tmp_path / "two" / "checkpoints" / str(step)).is_dir()
 
 
+@pytest.mark.exhaustive
 def test_what_one_process_refuses_stops_all(tmp_path, corpus):
     """The run directory is taken, which only process 0 can see."""
     (tmp_path / "two").mkdir()
@@ -115,6 +164,7 @@ def test_what_one_process_refuses_stops_all(tmp_path, corpus):
     assert {path.name for path in (tmp_path / "two").iterdir()} == {".lock"}
 
 
+@pytest.mark.exhaustive
 def test_processes_that_are_told_different_things_are_refused(tmp_path, corpus):
     """Where their files lie may differ, what they do may not."""
     elsewhere = {"data.cache_dir": str(tmp_path / "cache"), "train.steps": 7}

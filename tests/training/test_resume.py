@@ -17,10 +17,30 @@ import jhpt
 from jhpt.core.load import load_config
 from jhpt.training import loop
 from jhpt.training.metrics import read_metrics
+from jhpt.training.programs import global_batch
 from tests.conftest import tiny_overrides
-from tests.covers import quick_and_exhaustive
 
 SETTINGS = {"train.steps": 20, "checkpoint.every": 5, "evaluation.every": 10, "checkpoint.keep": 4}
+SHORT = {
+    "parallel.data": 1,
+    "model.num_layers": 1,
+    "optimizer.schedule": "constant",  # a program does not depend on the number of steps
+}
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """(settings, result) of a run of seven steps to compare others to.  Copy its directory, do not change it."""
+    settings = tiny_overrides(corpus) | SHORT | {"model.dropout": 0.1, "train.steps": 7, "evaluation.every": 3}
+    settings |= {"checkpoint.every": 1, "checkpoint.keep": 2, "checkpoint.keep_every": 3}
+    return settings, jhpt.train("gpt-tiny", out=tmp_path_factory.mktemp("finished") / "run", overrides=settings)
+
+
+def forgotten(run_dir: Path, *steps: int) -> Path:
+    """Without these checkpoints, as if the run had been killed before it saved them."""
+    for step in steps:
+        shutil.rmtree(run_dir / "checkpoints" / str(step))
+    return run_dir
 
 
 def run(folder: Path, corpus, **changes):
@@ -69,7 +89,8 @@ KILLED = {
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize("name", quick_and_exhaustive(KILLED, ["bert-with-dropout", "gpt-in-a-pipeline"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", KILLED)
 def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, name):
     """20 steps at once; 10 + kill -9 once the checkpoint is written, and 10 + kill -9 while it is being written."""
     changes = KILLED[name]
@@ -90,11 +111,24 @@ def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, name):
             assert len(losses(tmp_path / "whole" / "run", name)) == (2 if name == "validation_loss" else 20)
 
 
-def test_a_step_is_saved_before_it_is_evaluated_and_evaluated_when_the_run_resumes(tmp_path, corpus, monkeypatch):
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_killed_while_it_saves_a_run_resumes_bit_for_bit(tmp_path, corpus, finished):
+    """The shortest of the above: one process is killed, and this one does the rest."""
+    settings, whole = finished
+    process = run(tmp_path, corpus, overrides=settings, kill_after=4, kill_when="writing")
+    process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL
+    result = jhpt.train(out=tmp_path / "run")
+    assert result.losses == whole.losses and set(whole.losses) == set(range(1, 8))
+    assert result.validation_losses == whole.validation_losses and set(whole.validation_losses) == {3, 6, 7}
+    assert losses(tmp_path / "run", "grad_norm") == losses(whole.run_dir, "grad_norm")
+    same_bits(final_state(tmp_path / "run", 7), final_state(whole.run_dir, 7))
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"3", "6", "7"}
+
+
+def test_a_step_is_saved_before_it_is_evaluated_and_evaluated_when_the_run_resumes(tmp_path, finished, monkeypatch):
     """An evaluation that fails loses neither the step nor, in the end, its own record."""
-    settings = tiny_overrides(corpus) | {"parallel.data": 1, "train.steps": 4}
-    settings |= {"checkpoint.every": 2, "evaluation.every": 2}
-    whole = jhpt.train("gpt-tiny", out=tmp_path / "whole", overrides=settings)
+    settings, whole = finished
 
     def fail(*_):
         raise MemoryError
@@ -102,17 +136,42 @@ def test_a_step_is_saved_before_it_is_evaluated_and_evaluated_when_the_run_resum
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(loop, "evaluate", fail)
         jhpt.train("gpt-tiny", out=tmp_path / "run", overrides=settings)
-    assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
+    assert (tmp_path / "run" / "checkpoints" / "3").is_dir() and not (tmp_path / "run" / "checkpoints" / "4").exists()
     result = jhpt.train(out=tmp_path / "run")
-    assert result.validation_losses == whole.validation_losses and set(result.validation_losses) == {2, 4}
-    assert result.losses == whole.losses
-    again = jhpt.train(out=tmp_path / "run", overrides={"train.steps": 5, "optimizer.schedule": "cosine"})
-    assert set(again.validation_losses) == {2, 4, 5}
-    assert [record["step"] for record in read_metrics(tmp_path / "run") if "validation_loss" in record] == [2, 4, 5]
+    assert result.validation_losses == whole.validation_losses and set(result.validation_losses) == {3, 6, 7}
+    assert result.losses == whole.losses and set(result.losses) == set(range(1, 8))
+    again = jhpt.train(out=tmp_path / "run", overrides={"train.steps": 8})
+    assert set(again.validation_losses) == {3, 6, 7, 8}
+    assert [record["step"] for record in read_metrics(tmp_path / "run") if "validation_loss" in record] == [3, 6, 7, 8]
 
 
+def test_a_signal_saves_and_stops(tmp_path, finished, monkeypatch):
+    """SIGTERM, which a scheduler sends before it takes the machine away."""
+    noticed, batches = [], []
+
+    def batch_and_signal(*arguments):
+        batches.append(1)
+        if len(batches) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return global_batch(*arguments)
+
+    monkeypatch.setattr(loop, "global_batch", batch_and_signal)
+    handler = signal.signal(signal.SIGTERM, lambda *_: noticed.append(1))
+    try:
+        changes = {"train.steps": 100, "checkpoint.every": 100, "evaluation.every": 100}
+        result = jhpt.train("gpt-tiny", out=tmp_path / "run", overrides=finished[0] | changes)
+        assert not noticed
+        signal.raise_signal(signal.SIGTERM)
+        assert noticed  # a run that is over leaves signals alone
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert result.interrupted and result.step == 3 and not result.validation_losses
+    assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
+
+
+@pytest.mark.exhaustive
 def test_sigterm_saves_and_stops(tmp_path, corpus):
-    """What a scheduler sends before it takes the machine away."""
+    """Sent from outside to a process of its own."""
     process = run(tmp_path / "stopped", corpus, overrides={"train.steps": 100_000, "checkpoint.every": 100_000})
     metrics = tmp_path / "stopped" / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
@@ -129,6 +188,7 @@ def mesh(data, tensor, zero=0):
     return {"parallel.data": data, "parallel.tensor": tensor, "parallel.zero": zero}
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_on_another_mesh(tmp_path, corpus):
     """Ten steps on 4 x 2 with ZeRO-3, then on 2 x 4 with ZeRO-1, on one device, and for reference on 4 x 2 again."""
     settings = tiny_overrides(corpus) | {"train.steps": 10, "checkpoint.every": 10}
@@ -152,6 +212,21 @@ PLANS = {
 }
 
 
+def test_a_run_resumes_under_another_plan_and_under_its_own_again(tmp_path, corpus):
+    """From a checkpoint of one device in a pipeline that shards everything, and from the pipeline's on one device."""
+    settings = tiny_overrides(corpus) | SHORT | {"model.num_layers": 2, "train.steps": 4, "checkpoint.every": 1}
+    settings |= {"checkpoint.keep": 4, "data.validation_fraction": 0.0}
+    alone = jhpt.train("gpt-tiny", out=tmp_path / "alone", overrides=settings)
+    folder = forgotten(shutil.copytree(tmp_path / "alone", tmp_path / "run"), 3, 4)
+    piped = {"parallel.pipe": 2, "parallel.data": 2, "parallel.zero": 3}
+    there = jhpt.train(out=folder, overrides=piped | {"train.steps": 3})
+    assert there.step == 3 and "the plan has changed" in (folder / "train.log").read_text()
+    back = jhpt.train("gpt-tiny", out=folder, overrides=settings)
+    assert back.losses == pytest.approx(alone.losses, rel=1e-4) and set(back.losses) == {1, 2, 3, 4}
+    assert back.losses[3] == there.losses[3] != alone.losses[3], "the pipeline's own"
+
+
+@pytest.mark.exhaustive
 def test_a_run_resumes_under_any_plan(tmp_path, corpus):
     """Three steps under each, from checkpoint to checkpoint, are the steps of one device in one go."""
     settings = tiny_overrides(corpus) | {"model.num_layers": 4, "optimizer.schedule": "constant"}
@@ -171,19 +246,16 @@ def test_a_run_resumes_under_any_plan(tmp_path, corpus):
     assert result.losses == pytest.approx(alone.losses, rel=1e-4)
 
 
-def test_steps_logging_and_parallelism_may_change_and_a_finished_run_is_left_alone(tmp_path, corpus):
-    settings = tiny_overrides(corpus) | {"parallel.data": 1, "train.steps": 2}
-    jhpt.train("gpt-tiny", out=tmp_path / "run", overrides=settings)
-    again = jhpt.train(out=tmp_path / "run")  # the run's own configuration
-    assert again.step == 2 and again.tokens_per_s is None
-    longer = jhpt.train(out=tmp_path / "run", overrides={"train.steps": 4, "parallel.data": 2, "log.every": 2})
-    assert longer.step == 4 and set(longer.losses) == {1, 2, 4}
-    assert load_config(tmp_path / "run" / "config.yaml").train.steps == 4
+def test_steps_logging_and_parallelism_may_change_and_a_finished_run_is_left_alone(tmp_path, finished):
+    folder = shutil.copytree(finished[1].run_dir, tmp_path / "run")
+    again = jhpt.train(out=folder)  # the run's own configuration
+    assert again.step == 7 and again.tokens_per_s is None
+    changes = {"train.steps": 10, "parallel.data": 2, "log.every": 2, "checkpoint.every": 5, "evaluation.every": 5}
+    longer = jhpt.train(out=folder, overrides=changes)
+    assert longer.step == 10 and set(longer.losses) == {*range(1, 8), 8, 10}
+    assert load_config(folder / "config.yaml").train.steps == 10
 
 
-def test_checkpoints_are_rotated(tmp_path, corpus):
-    settings = tiny_overrides(corpus) | {"parallel.data": 1, "train.steps": 7}
-    keep = {"checkpoint.every": 1, "checkpoint.keep": 2, "checkpoint.keep_every": 3}
-    jhpt.train("gpt-tiny", out=tmp_path / "run", overrides=settings | keep)
-    saved = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
+def test_checkpoints_are_rotated(finished):
+    saved = {int(path.name) for path in (finished[1].run_dir / "checkpoints").iterdir()}
     assert saved == {3, 6, 7}

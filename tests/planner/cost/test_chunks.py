@@ -30,6 +30,7 @@ from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.choice import plan_to_run
 from jhpt.planner.search.request import COMPRESSIONS, SAMPLE_CHUNKS, compressions, request
 from jhpt.planner.search.solve import search, solve
+from tests.covers import quick_and_exhaustive
 
 EIGHT = Compression(bits=8)
 
@@ -86,7 +87,7 @@ def with_chunks(plan: Plan, model: CostModel, chunks=None) -> Plan:
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", quick_and_exhaustive(range(24), range(7)))
 def test_search_finds_the_best_of_all_plans_with_their_chunks(seed):
     """And the best compression with them, where there is a choice."""
     model, asked = drawn(seed, overlap=seed % 6 > 0)

@@ -17,7 +17,7 @@ FEW = {"optimizer.weights": "bfloat16_kahan", "optimizer.moments": "int8"}
 
 
 def test_bytes_are_named_by_what_they_are():
-    plain, few = (prepare("gpt2-124m", cluster="h100x8x1", overrides=how).solve() for how in ({}, FEW))
+    plain, few = (prepare("gpt2-124m", cluster="h100x8x1", batch=8, overrides=how).solve() for how in ({}, FEW))
     ours = {"weights in bfloat16", "remainders", "moments in int8"}
     for answer, causes in ((plain, {"optimizer"}), (few, ours)):
         (stage,) = answer.estimate.stages
@@ -61,7 +61,8 @@ def test_a_profile_is_of_its_state(tmp_path):
     with pytest.raises(InputError, match=r"optimizer\.weights=float32 and optimizer\.moments=float32"):
         prepare(few, cluster="h100x8x1", profile=files[0])
     assert (
-        prepare(few, cluster="h100x8x1", profile=files[1]).solve().plan == prepare(few, cluster="h100x8x1").solve().plan
+        prepare(few, cluster="h100x8x1", profile=files[1], batch=8).solve().plan
+        == prepare(few, cluster="h100x8x1", batch=8).solve().plan
     )
 
 

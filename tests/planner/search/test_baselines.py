@@ -13,6 +13,7 @@ from jhpt.planner.profiles.networks import network_profile
 from jhpt.planner.search.baselines import baselines
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import search
+from tests.covers import quick_and_exhaustive
 from tests.planner.instances import random_cluster, random_profile
 
 NAMES = ("data parallel", "tensor parallel", "gpipe, equal layers", "1f1b, equal layers", "best 3-D grid")
@@ -56,7 +57,7 @@ def test_pipelines_are_replicated_over_what_is_left():
     assert shape(found["1f1b, equal layers"]) == (16, 2, 1)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", quick_and_exhaustive(range(12), range(4, 8)))
 def test_best_grid_is_the_best_of_all(seed):
     """Every grid with equal layers, written down and priced."""
     model, asked = instance(seed), request(4)
@@ -85,7 +86,7 @@ def test_best_grid_is_the_best_of_all(seed):
 
 
 @pytest.mark.parametrize(("space", "mixed"), [("spmd", False), ("general", False), ("general", True)])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", quick_and_exhaustive(range(12), (2, 5, 7, 9)))
 def test_no_plan_is_slower(seed, space, mixed):
     """A proven plan beats all of its space; where nothing fits, none of them does."""
     model, asked = instance(100 + seed, mixed=mixed), request(4)

@@ -8,12 +8,14 @@ import pytest
 from jhpt.bench.memory.instances import best, drawn, instance
 from jhpt.planner.cost.streaming import ON_HOST, Home, bytes_of, held, stream
 from jhpt.planner.search.offload_buckets import Budget, choose, residencies, slots
+from tests.covers import quick_and_exhaustive
 
 
-def test_greedy_and_repair_are_near_the_best():
-    """300 instances of up to 8 buckets: of their ratios 95 % are at most 1.05, all at most 1.15."""
+@pytest.mark.parametrize("instances", quick_and_exhaustive([60, 300], [60]))
+def test_greedy_and_repair_are_near_the_best(instances):
+    """So many instances of up to 8 buckets: of their ratios 95 % are at most 1.05, all at most 1.15."""
     ratios = []
-    for seed in range(300):
+    for seed in range(instances):
         buckets, link, budget = instance(seed)
         expected, found = best(buckets, link, budget), choose(buckets, link, budget)
         assert (found is None) == (expected is None)
@@ -22,7 +24,7 @@ def test_greedy_and_repair_are_near_the_best():
             own = stream(buckets, link, list(found.homes))
             assert (own.seconds[0], own.peak[0], own.host[0]) == (found.seconds, found.peak, found.host)
             ratios.append(found.seconds / expected)
-    assert len(ratios) >= 200
+    assert len(ratios) >= 2 / 3 * instances
     assert np.quantile(ratios, 0.95) <= 1.05 and max(ratios) <= 1.15
 
 
@@ -42,8 +44,8 @@ def test_the_host_has_an_end():
 
 
 def test_as_many_slots_as_overlap():
-    """2,000 sets of intervals."""
-    for seed in range(2000):
+    """1,000 sets of intervals."""
+    for seed in range(1000):
         rng = np.random.default_rng(seed)
         firsts = rng.integers(0, 12, rng.integers(0, 12))
         intervals = [(int(first), int(first + rng.integers(0, 6))) for first in firsts]

@@ -16,7 +16,7 @@ from jhpt.planner.search.request import Incumbent, Request, request
 from jhpt.planner.search.solve import search
 from tests.planner.instances import random_cluster, random_profile
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=25)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=8)
 SPACES = ("spmd", "general")
 
 

@@ -8,6 +8,7 @@ import pytest
 from jhpt.core.errors import InputError
 from jhpt.planner.cost.activations import Copies, Fate, Tensor
 from jhpt.planner.search.saved_tensors import LayerOption, choose, choose_in_chain
+from tests.covers import quick_and_exhaustive
 
 
 def drawn(seed):
@@ -56,9 +57,9 @@ def every_cost(tensors, copies):
     return [cost(tensors, each, copies) for each in itertools.product(*fates)]
 
 
-@pytest.mark.parametrize("first", range(0, 500, 50))
+@pytest.mark.parametrize("first", quick_and_exhaustive(range(0, 500, 50), (0, 50, 100)))
 def test_choices_are_the_best(first):
-    """500 blocks: fewest seconds, and of those with as many the fewest bytes."""
+    """50 blocks: fewest seconds, and of those with as many the fewest bytes."""
     for seed in range(first, first + 50):
         tensors, budget, copies = drawn(seed)
         found = choose(tensors, budget, copies)
@@ -127,9 +128,9 @@ def every_choice(layers, in_flight):
         yield sum(one.seconds for one in own), size, chosen
 
 
-@pytest.mark.parametrize("first", range(0, 500, 100))
+@pytest.mark.parametrize("first", quick_and_exhaustive(range(0, 500, 100), (0,)))
 def test_choices_in_a_chain_are_the_best(first):
-    """500 chains: fewest seconds of those that fit, and none exactly where none does."""
+    """100 chains: fewest seconds of those that fit, and none exactly where none does."""
     for seed in range(first, first + 100):
         layers, budget, in_flight = drawn_chain(seed)
         every = list(every_choice(layers, in_flight))
