@@ -99,8 +99,8 @@ def strict():
 
 
 def pytest_configure(config):
-    """CPU, unless the GPU tests are asked for.  Compiled programs are shared by the workers of one run and by the
-    processes that tests start."""
+    """CPU, unless the GPU tests are asked for.  Processes that tests start share compiled programs of one device; those
+    of eight CPUs are not cached (`jhpt.training.runtime.compile_collectives_anew`)."""
     if config.getoption("markexpr") != "gpu":
         os.environ.setdefault("XLA_FLAGS", CPU_FLAGS)  # read when the first backend starts
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -109,8 +109,7 @@ def pytest_configure(config):
     os.environ["XDG_CACHE_HOME"] = folder
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def pytest_runtest_setup(item):

@@ -34,10 +34,9 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="resume the stopped runs of this recording instead")
     parser.add_argument("--translate", action="store_true", help="resume: spell the run's own files as this tree does")
     parser.add_argument("--spelling", choices=("old", "new"), default="new", help="old: a tree from before the renames")
-    parser.add_argument("--programs", type=Path, help="folder of compiled programs, to share; default: one in --out")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    _virtual_devices(arguments.programs or arguments.out / "programs")
+    _virtual_devices()
 
     import jhpt
 
@@ -67,11 +66,11 @@ def _record(part: str, arguments: argparse.Namespace) -> int:
     return write_lines(out / "resumed.jsonl", resumed_runs(stopped, out, names, only, arguments.translate))
 
 
-def _virtual_devices(programs: Path) -> None:
+def _virtual_devices() -> None:
     """Eight CPU devices, whatever the machine has; before jax is imported."""
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs.absolute())
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # cached collectives of several CPUs have no order
     # If other programs use the processor too, a device may reach a collective late.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=240")
 

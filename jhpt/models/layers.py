@@ -67,10 +67,12 @@ def register_norm(name: str, module: Callable[..., nn.Module], *, parameters: in
       parameters: how many it has for every number that is normalised, such as 2 for a scale and a bias.
 
     Raises:
-      ValueError: the name is taken.
+      ValueError: the name is taken, or there is no parameter: the head may consist of its norm alone.
     """
     if name in _NORMS:
         raise ValueError(f"the norm {name!r} is registered twice; give one of them another name")
+    if parameters < 1:
+        raise ValueError(f"the norm {name!r} has no parameter; give it a scale")
     NORMS[name], _NORMS[name] = parameters, module
 
 

@@ -44,7 +44,7 @@ from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.windows import check_masked
 from jhpt.training.optimizer import learning_rate, make_optimizer
-from jhpt.training.runtime import configure_runtime
+from jhpt.training.runtime import compile_collectives_anew, configure_runtime
 from jhpt.training.setup import compute_dtype, execution, stored_weights
 from jhpt.training.step import Gradients, TrainState, TrainStep, init_state, make_train_step
 from jhpt.training.weights import Weights
@@ -320,6 +320,7 @@ def profile_command(
         if not Path(file).parent.is_dir() or Path(file).is_dir():
             raise InputError(f"{file} cannot be written: give a file in an existing folder")
     configure_runtime()
+    compile_collectives_anew()
     grid = default_grid(config, quick)
     profile, profile_path, known = cached_profile(config, grid, again)
     cluster, cluster_path, known_cluster = cached_cluster(grid.rounds, again)

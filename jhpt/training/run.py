@@ -24,7 +24,12 @@ from jhpt.training.planning import check_host_room, choose_plan, read_past, same
 from jhpt.training.processes import Processes, check_agreed, from_main, join, raise_on_all_processes, same_everywhere
 from jhpt.training.programs import Step
 from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config, write_plan
-from jhpt.training.runtime import accelerator_present, allow_pinned_memory, configure_runtime
+from jhpt.training.runtime import (
+    accelerator_present,
+    allow_pinned_memory,
+    compile_collectives_anew,
+    configure_runtime,
+)
 from jhpt.training.sampling import sample
 from jhpt.training.setup import Setup, prepare
 from jhpt.training.step import RandomStream, StepState, random_key
@@ -125,6 +130,7 @@ def train(
         if unused and not resumes(out):
             raise InputError("\n".join(unused))
     check_agreed(_settings(config, requested))
+    compile_collectives_anew()
     run_dir = Path(out) if out is not None else new_run_dir(config)
     display = Display(config.train.steps)
     for line in unused:

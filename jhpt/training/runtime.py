@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jhpt.core.cluster import HOST_SHARE
 from jhpt.core.config import MemoryConfig
@@ -55,6 +56,19 @@ def keep_compiled_programs() -> None:
     """Caches compiled programs in the user's cache folder, unless jax is already configured."""
     if jax.config.values["jax_compilation_cache_dir"] is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
+
+
+def compile_collectives_anew() -> None:
+    """Ignores cached programs where the devices are several CPUs.  Call it once the processes have joined, and before
+    anything is compiled.
+
+    XLA's CPU client runs the collectives of a program in one order on all devices, and a program that it loads from
+    the cache has lost that order (jaxlib 0.10.2).  Devices then wait for each other in different collectives until XLA
+    ends the process, or meet in the wrong one.
+    """
+    if jax.default_backend() == "cpu" and jax.device_count() > 1:
+        jax.config.update("jax_enable_compilation_cache", False)
+        reset_cache()  # whether it is used is decided once
 
 
 def keep_heap() -> bool:
