@@ -57,7 +57,7 @@ def _caught(tree: Path, bug: Bug) -> bool:
 
 
 def _pytest(tree: Path, tests: tuple[str, ...]) -> int:
-    """The exit status.  Compiled programs are cached by what they compute, so runs may share them."""
+    """The exit status."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, check=False).returncode
