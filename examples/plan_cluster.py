@@ -11,6 +11,7 @@ CLUSTER = "h100x8x8"
 
 
 def main() -> None:
+    """Plans for three memory budgets, and shows a refusal."""
     for budget in ("80GB", "16GB", "8GB"):
         plan = jhpt.plan("gpt-13b", cluster=CLUSTER, batch=256, budget=budget)
         tokens = plan.batch * jhpt.load_config("gpt-13b").data.sequence_length / plan.seconds

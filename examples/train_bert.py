@@ -9,6 +9,7 @@ import jhpt
 
 
 def main() -> None:
+    """Trains, and prints the last validation loss."""
     config = {
         "preset": "bert-tiny",
         "name": "example-bert",

@@ -9,6 +9,7 @@ import jhpt
 
 
 def main() -> None:
+    """Trains, and prints the last validation loss."""
     config = {
         "preset": "gpt-tiny",
         "name": "example-gpt",

@@ -70,7 +70,7 @@ def _virtual_devices() -> None:
     """Eight CPU devices, whatever the machine has; before jax is imported."""
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # cached collectives of several CPUs have no order
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # programs of several CPUs may hang if they were cached
     # If other programs use the processor too, a device may reach a collective late.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=240")
 

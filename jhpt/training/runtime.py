@@ -62,9 +62,9 @@ def compile_collectives_anew() -> None:
     """Ignores cached programs where the devices are several CPUs.  Call it once the processes have joined, and before
     anything is compiled.
 
-    XLA's CPU client runs the collectives of a program in one order on all devices, and a program that it loads from
-    the cache has lost that order (jaxlib 0.10.2).  Devices then wait for each other in different collectives until XLA
-    ends the process, or meet in the wrong one.
+    In a program that XLA's CPU client loads from the cache, devices may wait for each other in different collectives
+    until XLA ends the process; in a program that it has compiled they did not (jaxlib 0.10.2; measured in
+    docs/reports/cpu-performance.md).
     """
     if jax.default_backend() == "cpu" and jax.device_count() > 1:
         jax.config.update("jax_enable_compilation_cache", False)
