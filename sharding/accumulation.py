@@ -146,19 +146,19 @@ class Passes:
         """What the backward pass does with a layer's gradient; `ParameterStorage.reduced` does the rest."""
         storage, zero = self.parameters.storage(degree, blocks=True), self.parameters.zero
 
-        def add(gradient: Tree, total: Tree | None) -> Tree:
+        def add(gradient: Tree, total: Tree | None, beside: Tree | None = None) -> Tree:
             return gradient if total is None else jax.tree.map(jnp.add, total, gradient)
 
-        def scatter(gradient: Tree, total: Tree | None) -> Tree:
-            return add(storage.scattered(gradient, specs), total)
+        def scatter(gradient: Tree, total: Tree | None, beside: Tree | None) -> Tree:
+            return add(storage.scattered(gradient, specs, beside), total)
 
-        def reduce(gradient: Tree, total: Tree | None) -> Tree:
-            share = storage.scattered(add(gradient, total), specs)
-            return storage.summed(share, specs) if zero == 0 else share
+        def reduce(gradient: Tree, total: Tree | None, beside: Tree | None) -> Tree:
+            share = storage.scattered(add(gradient, total), specs, beside)
+            return storage.summed(share, specs, beside) if zero == 0 else share
 
-        def compress(gradient: Tree, pair: tuple[Tree | None, Feedback]) -> tuple[Tree, Feedback]:
+        def compress(gradient: Tree, pair: tuple[Tree | None, Feedback], beside: Tree | None) -> tuple[Tree, Feedback]:
             total, residuals = pair
-            return self.compressed.of_layer(reduce(gradient, total), residuals, specs, degree)
+            return self.compressed.of_layer(reduce(gradient, total, beside), residuals, specs, degree)
 
         if zero == 3:
             return scatter

@@ -30,8 +30,9 @@ from jhpt.sharding.types import Activation, Keys, LayerIndex, Params, Tree
 Fetch = Callable[[Any], Any]
 """Parameters of one layer as they are stored -> as the layer uses them."""
 
-Finish = Callable[[Any, Any], Any]
-"""(gradient of one layer as it is computed, sum over earlier micro-batches or None) -> as it is stored.
+Finish = Callable[[Any, Any, Any], Any]
+"""(gradient of one layer as it is computed, sum over earlier micro-batches or None, what is computed beside its
+collectives or None) -> as it is stored.
 
 With compressed gradients the second argument and the result are pairs of a gradient and the layer's residuals."""
 
@@ -129,16 +130,16 @@ class LayerLoop:
             for at in reversed(range(self.count)):
                 inputs = self._fetched(params, at), (keys, jnp.int32(self.first + at))
                 gradient, error = split.backward(*inputs, passed.saved[at], error)
-                gradients.append(self.finish(gradient, _row(total, at)))
+                gradients.append(self.finish(gradient, _row(total, at), None))
             return _stacked(gradients[::-1]), error
 
         one = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self._fetched, params, 0))
-        shapes = jax.eval_shape(lambda one: self.finish(one, _row(total, 0)), one)
+        shapes = jax.eval_shape(lambda one: self.finish(one, _row(total, 0), None), one)
         added = total is not None and _alike(shapes, jax.eval_shape(_row, total, 0))
 
         def put(done: Tree, at: LayerIndex, gradient: Tree) -> Tree:
             so_far = _row(done if added else total, at)
-            return stacks.write(done, (at,), self.finish(gradient, so_far))
+            return stacks.write(done, (at,), self.finish(gradient, so_far, None))
 
         def step(back: jax.Array, carry: BackwardCarry) -> BackwardCarry:
             error, ready, pending, done = carry
@@ -149,7 +150,7 @@ class LayerLoop:
                 return error, ready, None, put(done, at, gradient)
             # No layer follows the last one: its iteration has no gradient to finish, and drops the result.
             behind = jnp.minimum(at + 1, self.count - 1)
-            finished = self.finish(pending, _row(done if added else total, behind))
+            finished = self.finish(pending, _row(done if added else total, behind), error)
             finished = jax.tree.map(lambda new, old: jnp.where(back > 0, new, old), finished, _row(done, behind))
             return error, ready, gradient, stacks.write(done, (behind,), finished)
 

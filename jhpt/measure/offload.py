@@ -54,7 +54,7 @@ def layer_gradients(host: Sequence[str]) -> Any:
         count=LAYERS,
         unroll=False,
         fetch=lambda params: params,
-        finish=lambda gradient, total: gradient,
+        finish=lambda gradient, total, beside: gradient,
         recompute=save_named([name for name in NAMES if name not in host], host),
     )
 

@@ -160,6 +160,8 @@ def over_layers(offloaded: Mapping[str, jax.Array], layer: Layer, carry: C, tran
             ready = (*ready, transfers.fetched(host, step + prefetch, reads))
         number, late_rows = transfers.layer(host, step), transfers.fetched(host, step, transfers.late_reads)
         carry, now = layer.second(number, between, carry, late_rows)
+        if layer.ordered and prefetch:
+            carry, ready = _fetched_beside(carry, ready, reads[0])
         return carry, ready[1:], now, host
 
     host = dict(offloaded)
@@ -170,6 +172,17 @@ def over_layers(offloaded: Mapping[str, jax.Array], layer: Layer, carry: C, tran
     stop = count if count > 1 else jax.lax.optimization_barrier(jnp.int32(count))
     carry, _, done, host = jax.lax.fori_loop(0, stop, iteration, (carry, ready, before, host))
     return carry, transfers.written(host, count - 1, done) if transfers.write_late else host
+
+
+def _fetched_beside(carry: C, ready: tuple[Rows, ...], name: str) -> tuple[C, tuple[Rows, ...]]:
+    """The same, where a fetched row and what the second half has computed depend on each other.
+
+    Otherwise XLA may wait for one of the fetches before the second half begins (jax 0.11.2, four rows and several
+    micro-batches).  A single row is enough; if all of them take part, XLA copies each once more.
+    """
+    *others, last = ready
+    carry, row = jax.lax.optimization_barrier((carry, last[name]))
+    return carry, (*others, last | {name: row})
 
 
 @dataclass(frozen=True, kw_only=True)

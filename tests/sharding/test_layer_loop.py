@@ -85,7 +85,7 @@ def doubled(stored):
     return jax.tree.map(lambda leaf: 2 * leaf, stored)
 
 
-def thirds(gradient, total):
+def thirds(gradient, total, beside):
     """Gradients are stored as thirds."""
     third = jax.tree.map(lambda leaf: leaf / 3, gradient)
     return third if total is None else jax.tree.map(jnp.add, third, total)
@@ -153,7 +153,7 @@ def test_nothing_is_fetched_twice_on_one_way(ahead, order):
         count=COUNT,
         unroll=False,
         fetch=noted,
-        finish=lambda gradient, total: gradient,
+        finish=lambda gradient, total, beside: gradient,
         prefetch=ahead,
     )
     params = {"w": jnp.arange(1.0, COUNT + 1), "at": jnp.arange(COUNT)}

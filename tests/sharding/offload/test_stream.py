@@ -112,7 +112,7 @@ def test_a_pass_is_that_of_a_plain_loop(ahead, pieces, saved):
         count=COUNT,
         unroll=False,
         fetch=lambda params: params,
-        finish=lambda gradient, total: gradient,
+        finish=lambda gradient, total, beside: gradient,
     )
 
     def expected(params, x, keys, error):
