@@ -340,12 +340,15 @@ def _flags_of(base: Config | None, options_kind: type) -> type:
         fields: list[tuple[str, Any, Any]] = []
         for name, info in type(section).model_fields.items():
             value = getattr(section, name)
+            # Without a help text tyro looks for one in the source of the class, which these have not.
+            text = info.description or ""
             if isinstance(value, BaseModel):
                 kind = dataclasses.make_dataclass(name, fields_of(value), frozen=True)
-                fields.append((name, kind, dataclasses.field(default_factory=kind)))
+                argument = tyro.conf.arg(help=text)
+                fields.append((name, Annotated[kind, argument], dataclasses.field(default_factory=kind)))
             else:
                 default = _Default(_as_text(section.model_dump(mode="json")[name]))
-                argument = tyro.conf.arg(help=info.description or "", metavar="VALUE")
+                argument = tyro.conf.arg(help=text, metavar="VALUE")
                 fields.append((name, Annotated[str, argument], dataclasses.field(default=default)))
         return fields
 

@@ -6,8 +6,11 @@ both.  Here the second waits for the first, and in the backward pass the first f
     part, token = emit(part);  y = depend_on(y, token)    forward: y after part    backward: part's gradient after y's
 
 An ordering token is a zero that is computed from `part`: the compiler does not know that no entry of `part` is as large
-as float32 allows.  Adding it to y changes nothing, and the addition is fused into whatever writes y.  (The compiler
-removes an optimization_barrier before it schedules.)
+as float32 allows.  Adding it to y changes nothing, and the addition is fused into whatever writes y.
+
+An optimization_barrier would not do: the compiler removes it before it orders what it computes.  By then it has decided
+where it waits for collectives and for copies from the host, so that a barrier can put off such a wait (`zero._received`
+and `offload.stream._fetched_beside`; seen with jax 0.11.2).
 """
 
 import jax

@@ -402,6 +402,7 @@ def test_help_has_every_setting_with_its_meaning(capsys):
     for name in dotted(load_config().model_dump(mode="json")):
         assert f"--{name} " in out, name
     assert f"optimizer steps (default: {load_config().train.steps})" in out
+    assert "or the word auto, short for {auto: true}" in out, "what a section has to say"
 
 
 def test_doctor_reports(capsys):

@@ -2,7 +2,7 @@
 
 import jax
 
-from jhpt.kernels.attention_importance import mosaic, reference
+from jhpt.kernels.attention_importance import reference
 from jhpt.kernels.implementation import Implementation
 
 
@@ -31,6 +31,9 @@ def attention_importance(
     """
     if not 1 <= stride <= q.shape[1]:
         raise ValueError(f"stride={stride} of {q.shape[1]} queries")
-    run = {"reference": reference.importance, "mosaic": mosaic.importance}[implementation]
     stop = jax.lax.stop_gradient
-    return run(stop(q), stop(k), causal=causal, lengths=lengths, stride=stride)
+    if implementation == "mosaic":
+        from jhpt.kernels.attention_importance import mosaic  # imports Pallas, which takes half a second
+
+        return mosaic.importance(stop(q), stop(k), causal=causal, lengths=lengths, stride=stride)
+    return reference.importance(stop(q), stop(k), causal=causal, lengths=lengths, stride=stride)

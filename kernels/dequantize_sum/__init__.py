@@ -3,7 +3,7 @@
 import jax
 
 from jhpt.core.compression import BLOCK, Bits
-from jhpt.kernels.dequantize_sum import mosaic, reference
+from jhpt.kernels.dequantize_sum import reference
 from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.segments import Knee, Quantized, knee_for
 
@@ -24,5 +24,8 @@ def dequantize_sum(
       knee: the same for all payloads; None: the fixed one.
     """
     knee = knee if knee is not None else knee_for(bits, group)
-    run = {"reference": reference.dequantize_sum, "mosaic": mosaic.dequantize_sum}[implementation]
-    return run(payloads, columns=columns, bits=bits, group=group, knee=knee)
+    if implementation == "mosaic":
+        from jhpt.kernels.dequantize_sum import mosaic  # imports Pallas, which takes half a second
+
+        return mosaic.dequantize_sum(payloads, columns=columns, bits=bits, group=group, knee=knee)
+    return reference.dequantize_sum(payloads, columns=columns, bits=bits, group=group, knee=knee)

@@ -4,7 +4,7 @@ import jax
 
 from jhpt.core.compression import BLOCK, Bits
 from jhpt.kernels.implementation import Implementation
-from jhpt.kernels.segment_quantize import mosaic, reference
+from jhpt.kernels.segment_quantize import reference
 from jhpt.kernels.segments import Knee, Quantized, knee_for
 
 
@@ -39,5 +39,8 @@ def segment_quantize(
     if group <= 0 or group % 2:
         raise ValueError(f"group={group}: use a positive even number of neighbours")
     knee = knee if knee is not None else knee_for(bits, group)
-    run = {"reference": reference.quantize, "mosaic": mosaic.quantize}[implementation]
-    return run(x, bits=bits, group=group, knee=knee, rows=rows, seed=seed)
+    if implementation == "mosaic":
+        from jhpt.kernels.segment_quantize import mosaic  # imports Pallas, which takes half a second
+
+        return mosaic.quantize(x, bits=bits, group=group, knee=knee, rows=rows, seed=seed)
+    return reference.quantize(x, bits=bits, group=group, knee=knee, rows=rows, seed=seed)

@@ -3,7 +3,7 @@
 import jax
 
 from jhpt.kernels.implementation import Implementation
-from jhpt.kernels.topk_sparsify import mosaic, reference
+from jhpt.kernels.topk_sparsify import reference
 from jhpt.kernels.topk_sparsify.reference import Sparse
 
 
@@ -32,8 +32,11 @@ def topk_sparsify(
         raise ValueError(f"gradient {gradient.shape} and residual {residual.shape} must have one shape [N]")
     if not 0 < keep <= block <= 1 << 16:
         raise ValueError(f"keep={keep} of block={block}: 1 ... block, and a block has at most 65,536")
-    run = {"reference": reference.sparsify, "mosaic": mosaic.sparsify}[implementation]
-    return run(gradient, residual, keep=keep, block=block)
+    if implementation == "mosaic":
+        from jhpt.kernels.topk_sparsify import mosaic  # imports Pallas, which takes half a second
+
+        return mosaic.sparsify(gradient, residual, keep=keep, block=block)
+    return reference.sparsify(gradient, residual, keep=keep, block=block)
 
 
 __all__ = ["Sparse", "topk_sparsify"]

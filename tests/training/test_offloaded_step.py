@@ -81,7 +81,11 @@ def offloaded_step(training, **options):
 FUSED = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 """Loops are fused as for users: as `conftest` has XLA compile, a loop and its unrolled form differ in their bits."""
 
-AS_EVER = FUSED | {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+AS_EVER = FUSED | {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_cpu_opt_preset": "CPU_OPT_PRESET_DEFAULT",
+}
 """All that XLA does unless tests tell it otherwise."""
 
 

@@ -34,8 +34,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy  # imports its subpackages when they are used
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from jhpt.core.errors import InputError
 from jhpt.planner.cost.activations import Copies, Fate, Tensor, seconds_of
@@ -98,14 +98,16 @@ class _Programme:
         self.shortest = float(np.min(costs[costs > 0], initial=np.inf)) if np.any(costs > 0) else 1.0
         named = np.array([tensor.name is not None for tensor in tensors], float)
         may_offload = named if copies else np.zeros(count)
-        self.bounds = Bounds(0, np.concatenate([named, may_offload, np.ones(count), [np.inf, np.inf]]))
+        self.bounds = scipy.optimize.Bounds(0, np.concatenate([named, may_offload, np.ones(count), [np.inf, np.inf]]))
         self.integrality = np.concatenate([np.ones(3 * count), [0, 0]])
         self.constraints = [*self._available(), self._in_one_place(), self._within(sizes, budget)]
         if copies:
             self.constraints += self._exposed(copies)
         if copies and np.isfinite(copies.budget):
             unit = self._unit(host_sizes)
-            self.constraints.append(LinearConstraint(self.offloaded[None] / unit, ub=copies.budget / unit))
+            self.constraints.append(
+                scipy.optimize.LinearConstraint(self.offloaded[None] / unit, ub=copies.budget / unit)
+            )
 
     def least(self, objective: Array, at_most: float | None = None) -> Array:
         """The point of least objective.  at_most: bound on its seconds."""
@@ -113,9 +115,11 @@ class _Programme:
         if at_most is not None:
             constraints = [
                 *constraints,
-                LinearConstraint(self.seconds / self._unit(self.seconds), ub=at_most / self._unit(self.seconds)),
+                scipy.optimize.LinearConstraint(
+                    self.seconds / self._unit(self.seconds), ub=at_most / self._unit(self.seconds)
+                ),
             ]
-        solution = milp(
+        solution = scipy.optimize.milp(
             objective / self._unit(objective),
             constraints=constraints,
             bounds=self.bounds,
@@ -142,7 +146,7 @@ class _Programme:
         """The largest value.  Dividing by it makes the solver's absolute tolerances relative."""
         return float(np.abs(values).max()) or 1.0
 
-    def _available(self) -> list[LinearConstraint]:
+    def _available(self) -> list["scipy.optimize.LinearConstraint"]:
         """What the backward pass reads, and the inputs of what it recomputes, are saved, offloaded or recomputed."""
         count, rows, least = len(self.tensors), list[Array](), list[float]()
         for position, tensor in enumerate(self.tensors):
@@ -154,7 +158,7 @@ class _Programme:
                 row[2 * count + position] -= 1
                 rows.append(row)
                 least.append(0.0)
-        return [LinearConstraint(np.array(rows), lb=np.array(least))] if rows else []
+        return [scipy.optimize.LinearConstraint(np.array(rows), lb=np.array(least))] if rows else []
 
     def _present(self, position: int) -> Array:
         count = len(self.tensors)
@@ -162,21 +166,23 @@ class _Programme:
         row[[position, count + position, 2 * count + position]] = 1
         return row
 
-    def _in_one_place(self) -> LinearConstraint:
+    def _in_one_place(self) -> "scipy.optimize.LinearConstraint":
         count = len(self.tensors)
-        return LinearConstraint(np.hstack([np.eye(count), np.eye(count), np.zeros((count, count + 2))]), ub=1)
+        return scipy.optimize.LinearConstraint(
+            np.hstack([np.eye(count), np.eye(count), np.zeros((count, count + 2))]), ub=1
+        )
 
-    def _within(self, sizes: Array, budget: float) -> LinearConstraint:
+    def _within(self, sizes: Array, budget: float) -> "scipy.optimize.LinearConstraint":
         unit = self._unit(sizes)
-        return LinearConstraint(self.bytes[None] / unit, ub=budget / unit)
+        return scipy.optimize.LinearConstraint(self.bytes[None] / unit, ub=budget / unit)
 
-    def _exposed(self, copies: Copies) -> list[LinearConstraint]:
+    def _exposed(self, copies: Copies) -> list["scipy.optimize.LinearConstraint"]:
         count, constraints = len(self.tensors), []
         for exposed, window in ((-2, copies.forward), (-1, copies.backward)):
             row = np.zeros(3 * count + 2)
             row[count : 2 * count], row[exposed] = [copies.seconds(tensor) for tensor in self.tensors], -1
             unit = self._unit(row[:-2])
-            constraints.append(LinearConstraint(row[None] / unit, ub=window / unit))
+            constraints.append(scipy.optimize.LinearConstraint(row[None] / unit, ub=window / unit))
         return constraints
 
 

@@ -59,7 +59,10 @@ def _has_content(file: Path) -> bool:
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in root.rglob("*.py") if not SKIPPED_FOLDERS & set(file.relative_to(root).parts)]
+    files: list[Path] = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in SKIPPED_FOLDERS]  # os.walk does not enter the others
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     files = [file for file in files if _has_content(file) and _is_utf8(file)]
     if not files:
         raise InputError(f"this Python ships no source of its standard library in {root}; give data.path=FILE")
