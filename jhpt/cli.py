@@ -266,6 +266,7 @@ def bench_command(arguments: list[str]) -> int:
         json: str | None = None,
         only: str | None = None,
         out: str | None = None,
+        published: str | None = None,
     ) -> int:
         """Measures, prints a table and keeps every raw sample.
 
@@ -275,6 +276,7 @@ def bench_command(arguments: list[str]) -> int:
             json: file for the samples and claims.
             only: for train, predict, memory and kernels: the parts to run, separated by commas. Default: all.
             out: for convergence and precision: folder of finished cells, which are not run again. Default: runs/NAME.
+            published: for predict: CSV file of published runs, which are priced without a device instead.
         """
         of_cells = name in ("convergence", "precision")
         if out is not None and not of_cells:
@@ -284,12 +286,25 @@ def bench_command(arguments: list[str]) -> int:
             )
         if only is not None and name not in PACKAGED:
             raise InputError(f"--only is for {one_of(PACKAGED)}; leave it out of bench {name}")
+        if published is not None:
+            return _bench_published(name, published, json, alone=not quick and only is None)
         options: dict[str, Any] = {"folder": out} if of_cells else {}
         if only is not None:
             options["only"] = only.split(",")
         return load(name).run(quick=quick, json_path=json, **options)
 
     return tyro.cli(bench, prog="jhpt bench", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def _bench_published(name: Benchmark, path: str, json_path: str | None, *, alone: bool) -> int:
+    """`jhpt bench predict --published`.  alone: whether no other option selects what is run."""
+    if name != "predict":
+        raise InputError(f"--published is for bench predict; leave it out of bench {name}")
+    if not alone:
+        raise InputError("--published prices every run of the file at once; leave out --quick and --only")
+    from jhpt.bench.published import run_published
+
+    return run_published(path, json_path=json_path)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from jhpt.core.calibration import LAUNCH, MEMORY_SHARE, POWER, Figures, architecture, figures
 from jhpt.core.cluster import Cluster, Curve, Device, Link, Node, load_cluster
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean
@@ -70,8 +71,11 @@ def find_cluster(name_or_path: str | Path) -> Cluster:
     return cluster_named(str(name_or_path))
 
 
-def cluster_named(name: str) -> Cluster:
+def cluster_named(name: str, fitted: Figures | None = None) -> Cluster:
     """KINDxDEVICESxNODES[-NETWORK], e.g. `h100x8x4` or `a100x8x2-100gbe`.
+
+    Args:
+      fitted: what devices and links reach; None: the figures that come with jhpt.
 
     Raises:
       InputError: unknown kind or network, more devices than such a node takes, or a name of another form.
@@ -90,22 +94,38 @@ def cluster_named(name: str) -> Cluster:
     network = match["network"] or entry["network"][0]
     return Cluster(
         name=name.lower(),
-        nodes=(_node(kind, devices, nodes),),
-        network=_network(network, entry, devices),
+        nodes=(_node(kind, devices, nodes, fitted or figures()),),
+        network=_network(network, entry, devices, fitted or figures()),
         sources=_sources(kind, network),
     )
 
 
-def device_named(kind: str) -> Device:
-    """The device of a kind, e.g. `h100`; InputError for an unknown one."""
-    entry = _kind(kind)
-    dtypes = ("bfloat16", "float16", "float32")
+def device_named(kind: str, *, power: float | None = None, fitted: Figures | None = None) -> Device:
+    """The device of a kind, e.g. `h100`.
+
+    Args:
+      power: limit in watts; None: that of the datasheet.
+      fitted: what devices reach; None: the figures that come with jhpt.
+
+    Raises:
+      InputError: the kind is unknown.
+    """
+    entry, fitted = _kind(kind), fitted or figures()
+    name, dtypes = entry["name"][0], ("bfloat16", "float16", "float32")
+    chip, era = chip_by_driver(name), architecture(capability_by_driver(name))
+    share = entry["share"][0] * fitted.products[era]
+    if power is not None and "power" in entry:
+        share *= min(1.0, power / entry["power"][0]) ** POWER
     return Device(
-        name=entry["name"][0],
+        name=name,
         peak_flops={dtype: entry[dtype][0] for dtype in dtypes},
         memory=entry["memory"][0],
         memory_bandwidth=entry["memory_bandwidth"][0],
-        efficiency=_matmul_efficiency(entry["bfloat16"][0], entry["share"][0], _data()["matmul"]["overhead"][0]),
+        efficiency=_matmul_efficiency(entry["bfloat16"][0], share, _data()["matmul"]["overhead"][0]),
+        multiprocessors=chip.multiprocessors if chip else entry.get("multiprocessors", (None,))[0],
+        fused_attention=fitted.fused_attention.get(era, 1.0),
+        memory_share=MEMORY_SHARE,
+        launch=LAUNCH,
     )
 
 
@@ -208,24 +228,31 @@ def _matmul_efficiency(peak: float, share: float, overhead: float) -> Curve:
     return Curve(sizes=MATMUL_SIZES, values=tuple(1 / (overhead * peak / flops + 1 / share) for flops in MATMUL_SIZES))
 
 
-def _node(kind: str, devices: int, count: int) -> Node:
+def _node(kind: str, devices: int, count: int, fitted: Figures) -> Node:
     entry = _kind(kind)
     return Node(
-        device=device_named(kind),
+        device=device_named(kind, fitted=fitted),
         devices=devices,
-        inside=Link(bandwidth=entry["inside"][0], latency=entry["inside_latency"][0]),
+        inside=Link(bandwidth=entry["inside"][0], latency=entry["inside_latency"][0], reached=fitted.inside),
         host=Link(bandwidth=entry["host"][0], latency=_data()["latency"]["host"][0]),
         host_memory=entry["host_memory"][0] * devices / NODE_DEVICES,
         count=count,
     )
 
 
-def _network(network: str, kind: dict[str, Any], devices: int) -> Link:
+def _network(network: str, kind: dict[str, Any], devices: int, fitted: Figures) -> Link:
     if network not in networks():
         raise InputError(f"there is no network {network!r}{did_you_mean(network, networks())}; {_known()}")
     entry = _data()["networks"][network]
     ports = entry["per_node"] or max(1, int(devices * kind["ports_per_device"][0]))
-    return Link(bandwidth=entry["bandwidth"][0], latency=entry["latency"][0], ports=ports)
+    return Link(
+        bandwidth=entry["bandwidth"][0],
+        latency=entry["latency"][0],
+        ports=ports,
+        reached=fitted.network,
+        decline=fitted.decline,
+        sharing=fitted.sharing,
+    )
 
 
 def _sources(kind: str, network: str) -> dict[str, str]:
@@ -238,8 +265,15 @@ def _sources(kind: str, network: str) -> dict[str, str]:
     places |= {f"network.{key}": link[key] for key in ("bandwidth", "latency")}
     sources = {place: source for place, (_, source) in places.items()}
     sources["device.efficiency"] = (
-        f"large products: {device['share'][1]}; small ones: {shared['matmul']['overhead'][1]}"
+        f"large products: {device['share'][1]}, times what training sustains of it (jhpt/core/calibration.yaml); "
+        f"small ones: {shared['matmul']['overhead'][1]}"
     )
+    fitted = "jhpt/core/calibration.yaml, fitted to published runs"
+    places = ("device.fused_attention", "inside.reached", "network.reached", "network.decline", "network.sharing")
+    sources |= dict.fromkeys(places, fitted)
+    sources |= {"device.memory_share": "BabelStream", "device.launch": "jhpt.core.calibration.LAUNCH: ten kernels"}
+    if multiprocessors := (device.get("chip") or device).get("multiprocessors"):
+        sources["device.multiprocessors"] = multiprocessors[1]
     sources["host_memory"] = f"{device['host_memory'][1]}, in proportion to the devices of a node"
     sources["network.ports"] = "one per node" if link["per_node"] else device["ports_per_device"][1]
     return sources

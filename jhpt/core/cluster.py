@@ -59,6 +59,16 @@ class Device(Section):
     efficiency: Curve | None = Field(
         None, description="share of the peak that a matrix multiplication of so many FLOP reaches; null: all of it"
     )
+    multiprocessors: Count | None = Field(
+        None, description="streaming multiprocessors, which share the tiles of a product; null: tiles are not counted"
+    )
+    fused_attention: Positive = Field(
+        1.0, description="rate of FlashAttention-2 on long sequences, relative to that of large products"
+    )
+    memory_share: Positive = Field(
+        1.0, le=1, description="share of memory_bandwidth that element-wise kernels reach; 1: the bandwidth is measured"
+    )
+    launch: NonNegative = Field(0.0, description="seconds of a layer's forward pass between its kernels")
     reserve: float = Field(
         0.0, ge=0, lt=1, description="share of the memory that plans leave free; `jhpt.plan` leaves 3 % at least"
     )
@@ -68,10 +78,19 @@ class Device(Section):
         """Bytes that a plan may fill."""
         return (1 - self.reserve) * self.memory
 
+    @property
+    def stream_rate(self) -> float:
+        """Bytes/s that element-wise kernels reach."""
+        return self.memory_share * self.memory_bandwidth
+
+    def sustained(self, dtype: str) -> float:
+        """FLOP/s of large products."""
+        return self.peak_flops[dtype] * (self.efficiency.values[-1] if self.efficiency else 1.0)
+
     def seconds(self, flops: float, moved: float, dtype: str) -> float:
-        """Roofline of one operation: max(flops / (peak * efficiency(flops)), moved / memory_bandwidth)."""
+        """Roofline of one operation that fills the device: max(flops / (peak * efficiency(flops)), moved / rate)."""
         rate = self.peak_flops[dtype] * (self.efficiency.at(flops) if self.efficiency and flops > 0 else 1.0)
-        return max(flops / rate, moved / self.memory_bandwidth)
+        return max(flops / rate, moved / self.stream_rate)
 
 
 class Link(Section):
@@ -81,6 +100,16 @@ class Link(Section):
     latency: NonNegative = Field(description="seconds before the first byte")
     ports: Count = Field(1, description="ports of a node (network) or of a device (inside a node)")
     measured: Curve | None = Field(None, description="bytes/s by message size of one port; null: `bandwidth` at all")
+    reached: Positive = Field(
+        1.0, le=1, description="share of the rate that collectives reach; 1: the rate is measured"
+    )
+    decline: NonNegative = Field(
+        0.0, description="loss by congestion: collectives over q nodes reach the rate / (1 + decline log2 q)"
+    )
+    sharing: NonNegative = Field(
+        0.0,
+        description="loss by sharing: g groups that use a node's ports reach the rate / (1 + sharing log2 g) together",
+    )
 
     @model_validator(mode="after")
     def _more_takes_longer(self) -> "Link":
@@ -94,7 +123,11 @@ class Link(Section):
 
     def rate(self, size: float) -> float:
         """bytes/s of one port for messages of `size` bytes."""
-        return self.measured.at(size) if self.measured and size > 0 else self.bandwidth
+        return self.reached * (self.measured.at(size) if self.measured and size > 0 else self.bandwidth)
+
+    def congested(self, nodes: int, groups: int) -> float:
+        """Share of the rate that groups over so many nodes, so many on a node, reach together."""
+        return 1 / (1 + self.decline * math.log2(nodes)) / (1 + self.sharing * math.log2(groups))
 
 
 class Node(Section):

@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from jhpt.core.cluster import parse, read_tree, write_json
+from jhpt.core.framework import IDEAL, Framework
 from jhpt.core.section import Count, NonNegative, NonNegativeInt, Positive, Section
 from jhpt.core.state import FLOAT32, State
 from jhpt.core.work import NamedTensor
@@ -31,20 +32,33 @@ class Timing(Section):
     batches: Annotated[tuple[Positive, ...], Field(min_length=1)]
     forward: tuple[NonNegative, ...]
     backward: tuple[NonNegative, ...]
+    repeated: tuple[tuple[NonNegative, NonNegative], ...] = Field(
+        (), description="of these, what every tensor rank does in full and sequence parallelism divides; empty: unknown"
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> "Timing":
-        if not len(self.batches) == len(self.forward) == len(self.backward):
-            raise ValueError("batches, forward and backward need the same number of entries")
+        if (
+            not len(self.batches)
+            == len(self.forward)
+            == len(self.backward)
+            == (len(self.repeated) or len(self.batches))
+        ):
+            raise ValueError("batches, forward, backward and repeated need the same number of entries")
         if list(self.batches) != sorted(set(self.batches)):
             raise ValueError(f"batches must ascend, found {list(self.batches)}")
         return self
 
-    def at(self, batch: float) -> tuple[float, float]:
-        """(forward, backward) seconds of `batch` samples."""
-        scale = max(1.0, batch / self.batches[-1])
-        forward = float(np.interp(batch, self.batches, self.forward)) * scale
-        backward = float(np.interp(batch, self.batches, self.backward)) * scale
+    def at(self, batch: float, sequence: int = 1) -> tuple[float, float]:
+        """(forward, backward) seconds of `batch` samples.
+
+        sequence: number of parts into which sequence parallelism cuts what every tensor rank would do in full.
+        """
+        scale, saved = max(1.0, batch / self.batches[-1]), 1 - 1 / sequence
+        whole = np.array([self.forward, self.backward])
+        if self.repeated and saved:
+            whole = whole - saved * np.array(self.repeated).T
+        forward, backward = (float(np.interp(batch, self.batches, seconds)) * scale for seconds in whole)
         return forward, backward
 
 
@@ -80,10 +94,13 @@ class LayerKind(Section):
             seen.add(tensor.name)
         return self
 
-    def seconds(self, batch: float, tensor: int) -> tuple[float, float]:
-        """(forward, backward) seconds on one of `tensor` devices; between profiled degrees the one below is scaled."""
+    def seconds(self, batch: float, tensor: int, sequence: int = 1) -> tuple[float, float]:
+        """(forward, backward) seconds on one of `tensor` devices; between profiled degrees the one below is scaled.
+
+        sequence: as for `Timing.at`.
+        """
         timing = [timing for timing in self.timings if timing.tensor <= tensor][-1]
-        forward, backward = timing.at(batch)
+        forward, backward = timing.at(batch, sequence)
         return forward * timing.tensor / tensor, backward * timing.tensor / tensor
 
 
@@ -96,6 +113,7 @@ class ModelProfile(Section):
     sample: str = Field("one sample", description="what one sample is, e.g. a sequence of 1024 tokens")
     causal: bool = Field(False, description="tokens see only those before them")
     dtype: str = "bfloat16"
+    framework: Framework = Field(IDEAL, description="the program that the seconds hold for")
     products: Literal["same", "float8"] = Field("same", description="dtype of the matrix products of blocks")
     bytes_per_weight: Positive = Field(2.0, description="of a gradient and of a gathered weight on the wire")
     state_bytes: Positive = Field(

@@ -2,18 +2,31 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from jhpt.core.section import NonNegative, Section
 
 
+Kind = Literal["product", "fused attention", "element-wise"]
+
+
 class Operation(NamedTuple):
-    """One kernel: FLOP it executes and bytes it reads and writes."""
+    """One kernel: FLOP it executes and bytes it reads and writes.
+
+    result: (rows, columns, products) of a product's result, by which it fills the device; None: it fills it.
+    rate: share of the rate of its kind that its shape allows.  drawn: random numbers that it draws.
+    repeated: whether every rank of the tensor axis does all of it; sequence parallelism divides it.
+    """
 
     flops: float
     moved: float
+    kind: Kind = "product"
+    result: tuple[float, float, float] | None = None
+    rate: float = 1.0
+    drawn: float = 0.0
+    repeated: bool = False
 
 
 class Work(NamedTuple):
@@ -39,17 +52,28 @@ def matmul(rows: float, columns: float, depth: float, element: int, count: float
     """`count` products [rows, depth] [depth, columns] in one kernel: 2 count rows columns depth FLOP; every operand is
     read and the result written once."""
     touched = rows * depth + depth * columns + rows * columns
-    return Operation(2.0 * count * rows * columns * depth, float(element * count * touched))
+    return Operation(
+        2.0 * count * rows * columns * depth, float(element * count * touched), result=(rows, columns, count)
+    )
 
 
-def stream(moved: float) -> Operation:
+def stream(moved: float, *, drawn: float = 0.0, repeated: bool = False) -> Operation:
     """Element-wise work that reads and writes so many bytes in all."""
-    return Operation(0.0, float(moved))
+    return Operation(0.0, float(moved), "element-wise", drawn=drawn, repeated=repeated)
 
 
 def transposed(products: Iterable[Operation]) -> tuple[Operation, ...]:
     """The backward pass of products y = x w: dx = dy w^T and dw = x^T dy, each with the FLOP and bytes of y."""
-    return tuple(product for product in products for _ in range(2))
+    return tuple(part for product in products for part in _gradients(product))
+
+
+def _gradients(product: Operation) -> tuple[Operation, Operation]:
+    """dx [rows, depth] and dw [depth, columns]."""
+    if product.result is None:
+        return product, product
+    rows, columns, count = product.result
+    depth = product.flops / (2 * rows * columns * count)
+    return product._replace(result=(rows, depth, count)), product._replace(result=(depth, columns, count))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,8 +41,9 @@ def test_every_entry_survives_a_file(kind, network, tmp_path):
 def test_every_figure_of_a_cluster_has_a_source(kind, network):
     cluster = named(kind, network)
     tree = {**cluster.nodes[0].model_dump(exclude_none=True), "network": cluster.network.model_dump(exclude_none=True)}
-    # Chosen by the name or by plans, or links inside the node, which have one port in every entry.
-    chosen = {"devices", "count", "device.reserve", "inside.ports", "host.ports"}
+    # Chosen by the name or by plans; or links in a node, which have one port in every entry and no congestion.
+    chosen = {"devices", "count", "device.reserve", "inside.ports", "host.ports", "host.reached"}
+    chosen |= {f"{link}.{loss}" for link in ("inside", "host") for loss in ("decline", "sharing")}
     figures = {place for place in leaves(tree) if place not in chosen}
     assert figures == set(cluster.sources)
     assert all(len(source) > 5 for source in cluster.sources.values())

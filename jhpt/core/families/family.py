@@ -64,13 +64,15 @@ class Sizes:
     """What the cost of a layer depends on, beside the model.
 
     tokens: of a sample.  predicted: positions of a sample on which the head runs.  element: bytes of a number in the
-    compute dtype.  flash: attention runs in one fused kernel.
+    compute dtype.  flash: attention runs in one fused kernel.  keeps_scores: where it does not, its probabilities are
+    saved for the backward pass.
     """
 
     tokens: int
     predicted: int
     element: int
     flash: bool
+    keeps_scores: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

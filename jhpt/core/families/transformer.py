@@ -28,6 +28,23 @@ NAMED_TENSORS = (BLOCK_INPUT, "qkv", "attention_out", "projection_out", "mlp_hid
 LOGIT_BYTES = 4
 """Logits are float32 (`jhpt.models.vocabulary`)."""
 
+FUSED_BACKWARD = 0.85
+"""The rate of fused attention's backward pass relative to the forward pass.  Dao 2023 (arXiv 2307.08691), figures 5 and
+6, A100, head width 128: 0.8 to 0.9."""
+
+HALF_FILLED = 300
+"""Tokens at which fused attention reaches half of its rate: it works off blocks of queries and keys of 64 to 128 tokens,
+and its first and last blocks do not overlap.  Fits the same figures for 512 to 16,384 tokens within a tenth."""
+
+NARROW = 0.85
+"""The rate of fused attention with heads of up to 64 relative to wider ones, by the same figures: the softmax takes as
+long for half as many products."""
+
+
+def fused_attention_rate(tokens: int, head_dim: int) -> float:
+    """Share of its best rate that fused attention reaches: tokens / (tokens + `HALF_FILLED`), less for narrow heads."""
+    return tokens / (tokens + HALF_FILLED) * (NARROW if head_dim <= 64 else 1.0)
+
 
 class TransformerConfig(ModelConfig):
     """The settings and numbers that GPT and BERT share."""
@@ -213,38 +230,49 @@ class TransformerConfig(ModelConfig):
             matmul(rows, width, self.ffn_width / tensor, element),
         )
         attention_forward, attention_backward = self._attention(sizes, batch, tensor)
-        traffic = self._elementwise(sizes, batch, tensor)
-        return Work(
-            (*weights, *attention_forward, stream(traffic)),
-            # Element-wise work runs again, for it is not saved; its gradient reads two tensors for each one it writes.
-            (*transposed(weights), *attention_backward, stream(3 * traffic)),
-        )
+        forward, backward = (self._elementwise(sizes, batch, tensor, times) for times in (1, 2))
+        return Work((*weights, *attention_forward, *forward), (*transposed(weights), *attention_backward, *backward))
 
-    def _elementwise(self, sizes: Sizes, batch: int, tensor: int) -> float:
-        """Bytes of the forward pass outside products.
+    def _elementwise(self, sizes: Sizes, batch: int, tensor: int, times: int) -> tuple[Operation, Operation]:
+        """A pass outside products; its gradient reads two tensors for each one that it writes (`times`).
 
-        The stream: two norms (read, write) and two sums (read two, write), on every rank.  Divided by the tensor axis:
-        the activation (reads its inputs, writes one) and the rotation of queries and keys (read, write).
+        The stream: two norms (read, write), two sums (read two, write) and, with dropout, a mask for each sum, on every
+        rank.  Divided by the tensor axis: the activation (reads its inputs, writes one) and the rotation of queries and
+        keys (read, write).
         """
         hidden = (self.gates + 1) * self.ffn_width + self.rotates * 2 * (self.d_model + self._kv_width)
-        return batch * (10 * self._residual(sizes) + sizes.tokens * hidden * sizes.element / tensor)
+        drops = self.dropout > 0
+        numbers = 2 * batch * sizes.tokens * self.d_model if drops else 0
+        return (
+            stream(times * (13 if drops else 10) * batch * self._residual(sizes), drawn=numbers, repeated=True),
+            stream(times * batch * sizes.tokens * hidden * sizes.element / tensor),
+        )
 
     def _attention(self, sizes: Sizes, batch: int, tensor: int) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
         """Two products of s queries with the keys for each head; the backward pass makes five, the scores once more.
 
         Flash attention (Dao et al. 2022, arXiv 2205.14135; backward of five products: Dao 2023, arXiv 2307.08691,
         section 3.1) is one kernel that moves queries, keys, values and the result only.
+
+        Without it a fused softmax reads the scores and writes the probabilities, and dropout reads and writes these;
+        the gradient takes half as much again.  Unless the probabilities are saved, the backward pass makes them again.
         """
         heads, tokens, element = batch * self.num_heads / tensor, sizes.tokens, sizes.element
         if sizes.flash:
             product = 2.0 * heads * tokens * self._keys(sizes) * self.head_dim
             moved = batch * tokens * (2 * self.d_model + 2 * self._kv_width) * element / tensor
-            return (Operation(2 * product, moved),), (Operation(5 * product, 2 * moved),)
+            rate = fused_attention_rate(tokens, self.head_dim)
+            return (
+                (Operation(2 * product, moved, "fused attention", rate=rate),),
+                (Operation(5 * product, 2 * moved, "fused attention", rate=FUSED_BACKWARD * rate),),
+            )
         scores = matmul(tokens, tokens, self.head_dim, element, heads)
         mixed = matmul(tokens, self.head_dim, tokens, element, heads)
-        # Softmax in float32: reads scores for the maximum and the sum and for the result, which it writes.
-        softmax = stream((4 + 4 + element) * heads * tokens * tokens)
-        return (scores, softmax, mixed), (scores, softmax, *transposed((scores, mixed)), softmax)
+        numbers, drops = heads * tokens * tokens, self.dropout > 0
+        softmax = stream((4 if drops else 2) * element * numbers, drawn=numbers * drops)
+        gradient = stream((6 if drops else 3) * element * numbers, drawn=numbers * drops)
+        again = () if sizes.keeps_scores else (scores, softmax)
+        return (scores, softmax, mixed), (*again, *transposed((scores, mixed)), gradient)
 
     def _tensors(self, sizes: Sizes) -> tuple[NamedTensor, ...]:
         """What the backward pass of a block may find saved, and the FLOP that make each again.

@@ -42,6 +42,7 @@ import numpy.typing as npt
 
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import Compression, GradientCompression
+from jhpt.core.framework import IDEAL, Framework
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.cost.communication import (
     Group,
@@ -179,7 +180,9 @@ class TensorAllReduce:
     def operation(self, place: Place, tensor: int, strategy: LayerStrategy, direction: Direction) -> Operation:
         """[kinds] a pass of a layer as a single operation, whose all-reduces count as one."""
         group, compression = place.tensor_group(tensor), strategy.compression if tensor > 1 else None
-        again = 1.5 if strategy.sequence and direction == BACKWARD else 1.0
+        # Sequence parallelism gathers the inputs of the products again: half as many bytes as the all-reduces.
+        gathers_again = strategy.sequence and direction == BACKWARD
+        again = 1 + 0.5 * self.profile.framework.exposed_regathers * gathers_again
         on = compression is not None and (compression.forward, compression.backward)[direction]
 
         def work(samples: int) -> Array:
@@ -258,6 +261,7 @@ class DataCollectives:
     Args:
       wire: bytes of a number as it is sent.
       compression: of gradients.
+      framework: whose program sends them.
 
     Attributes:
       parameters, tied: [kinds] parameters of a layer, and those that it shares with the first layer.
@@ -270,12 +274,14 @@ class DataCollectives:
         kinds: Sequence[LayerKind],
         wire: float,
         compression: GradientCompression,
+        framework: Framework = IDEAL,
     ) -> None:
         self.device, self.places, self.wire, self.compression = cluster.nodes[0].device, places, wire, compression
+        self.framework = framework
         self.parameters = np.array([float(kind.parameters) for kind in kinds])
         self.tied = np.array([float(kind.tied_parameters) for kind in kinds])
         self._gathered: dict[tuple[Group, int], Array] = {}
-        self._reduced: dict[tuple[Group, int, bool], tuple[Array, Array]] = {}
+        self._reduced: dict[tuple[Group, int, bool, bool], tuple[Array, Array]] = {}
 
     def gathered(self, place: Place, tensor: int) -> Array:
         """[kinds] seconds to all-gather the parameters over the data group, or to reduce-scatter as many numbers."""
@@ -286,23 +292,33 @@ class DataCollectives:
             self._gathered[key] = np.array([reduce_scatter(group, size) for size in sizes])
         return self._gathered[key]
 
-    def reduced(self, place: Place, tensor: int, *, shares: bool) -> tuple[Array, Array]:
-        """[kinds] seconds to reduce gradients over the data group: of a layer's parameters, and of the tied ones."""
+    def reduced(self, place: Place, tensor: int, *, shares: bool, summed: bool = False) -> tuple[Array, Array]:
+        """[kinds] seconds to reduce gradients over the data group: of a layer's parameters, and of the tied ones.
+
+        shares, summed: as for `reduction`.
+        """
         group = place.data_group(tensor)
-        key = (group, tensor, shares)
+        key = (group, tensor, shares, summed)
         if key not in self._reduced:
             parameters, tied = (
-                np.array([self.reduction(group, numbers / tensor, shares=shares) for numbers in each])
+                np.array([self.reduction(group, numbers / tensor, shares=shares, summed=summed) for numbers in each])
                 for each in (self.parameters, self.tied)
             )
             self._reduced[key] = parameters, tied
         return self._reduced[key]
 
-    def reduction(self, group: Group, numbers: float, *, shares: bool) -> float:
-        """Seconds to reduce a gradient of so many numbers.  shares: every rank keeps only its share (ZeRO)."""
+    def reduction(self, group: Group, numbers: float, *, shares: bool, summed: bool = False) -> float:
+        """Seconds to reduce a gradient of so many numbers.
+
+        Args:
+          shares: every rank keeps only its share (ZeRO).
+          summed: it has been added up over several micro-batches.
+        """
         if self.compression.on:
             return gradient_seconds(group, self.compression, numbers, shares=shares)
-        return (reduce_scatter if shares else all_reduce)(group, numbers * self.wire)
+        width = (summed and self.framework.gradient_bytes) or self.wire
+        scatters = shares and not self.framework.all_reduces_shares
+        return (reduce_scatter if scatters else all_reduce)(group, numbers * width)
 
     def kernels(self, place: Place, tensor: int, sizes: Array, *, shares: bool) -> Array:
         """Seconds of the kernels that compress gradients of these sizes and sum what is received; 0 if there is

@@ -3,20 +3,20 @@
 A stage owns consecutive devices.  The tensor axis is innermost: tensor groups are neighbouring devices, and data groups
 stride over them.  The stages fill the cluster from its first device; the remaining devices stay idle.
 
-Collectives run over a group of `size` members on `nodes` nodes, m = size / nodes on each if that is even (the
-hierarchical algorithm needs it to be).  `bytes` is the size of the whole tensor: the one that is reduced, the gathered
-one, or all that a member sends in an all-to-all, its own part included.  Inside a node every device has its own link
-(rate B, latency a).  The network ports of a node (rate B') are shared by all groups that use them at the same time.
+Collectives run over a group of n members on q nodes, m of them on the node that has the fewest.  `bytes` is the size of
+the whole tensor: the one that is reduced, the gathered one, or all that a member sends in an all-to-all, its own part
+included.  Inside a node every device has its own link (rate B, latency a).  The network ports of a node are shared by
+all groups that use them at the same time; what a group reaches through them (rate B', latency a') falls with congestion
+(`jhpt.core.cluster.Link`).  Many rings run side by side and use all ports of a node, so R = min(B, B') for q > 1.
 
-    ring          all_reduce 2 (n-1)/n bytes / B + 2 (n-1) a;   reduce_scatter and all_gather: half of it
-    hierarchical  reduce_scatter inside nodes, all_reduce of bytes / m across nodes, all_gather inside nodes
-    tree          2 ceil(log2 n) (bytes / B + a): fewer latencies, more bytes; faster for small messages
+    ring          all_reduce 2 ((n-1)/n bytes / R + (n-q) a + (q-1) a');   reduce_scatter and all_gather: half of it
+    double tree   all_reduce 2 ((n-1)/n bytes / R + m a + ceil(log2 q) a'),   on one node ceil(log2 n) a
     all_to_all    (n-1) (bytes / n / B + a) inside a node; in a group on several nodes the ports carry what leaves the
                   node, m (n-m)/n bytes / B', while the rest moves inside it
 
-The fastest algorithm counts, as NCCL chooses.  Ring and tree: Thakur, Rabenseifner and Gropp 2005, section 4;
-hierarchical: Cho et al. 2019 (BlueConnect, MLSys), equation 3.  Left out: contention with other jobs, and the compute
-cores that a collective takes from the computation beside it.
+The fastest algorithm counts, as NCCL chooses: ring and double tree (Jeaugey 2019, "Massively scale your deep learning
+training with NCCL 2.4") are what it has for these collectives.  Left out: the compute cores that a collective takes from
+the computation beside it (`Framework.exposed_gathers` holds what published runs lose by that).
 
 Compressed all-reduce over t tensor ranks (`jhpt.sharding.compression.all_reduce`) of N numbers of w bytes, of which n
 numbers travel, as S bytes of codes and ranges:
@@ -83,21 +83,27 @@ class Group:
 
     def port_rate(self, size: float) -> float:
         """Bytes/s of this group through the ports of one node, for messages of `size` bytes."""
-        return self.network.rate(size) * min(self.fewest, self.network.ports / self.groups)
+        ports = min(self.fewest, self.network.ports / self.groups)
+        return self.network.rate(size) * ports * self.network.congested(self.nodes, self.groups)
+
+    def ring_rate(self, size: float) -> float:
+        """Bytes/s of rings through all members, for messages of `size` bytes."""
+        inside = self.inside.rate(size)
+        return inside if self.nodes == 1 else min(inside, self.port_rate(size))
 
 
 def all_reduce(group: Group, size: float) -> float:
     """Seconds to sum a tensor of `size` bytes over the group and leave the sum on every member."""
     if group.size == 1 or size == 0:
         return 0.0
-    return min(_ring(group, size, 2.0), _tree(group, size), _hierarchical(group, size, 2.0))
+    return min(_ring(group, size, 2.0), _tree(group, size))
 
 
 def reduce_scatter(group: Group, size: float) -> float:
     """Seconds to sum a tensor of `size` bytes over the group and leave every member its share of the sum."""
     if group.size == 1 or size == 0:
         return 0.0
-    return min(_ring(group, size, 1.0), _hierarchical(group, size, 1.0))
+    return _ring(group, size, 1.0)
 
 
 all_gather = reduce_scatter
@@ -117,32 +123,18 @@ def all_to_all(group: Group, size: float) -> float:
 
 
 def _ring(group: Group, size: float, rounds: float) -> float:
-    n, message = group.size, size / group.size
-    if group.nodes == 1:
-        return rounds * (n - 1) * (message / group.inside.rate(message) + group.inside.latency)
-    # The ring crosses each border between nodes on one link and runs at the rate of its slowest link.
-    rate = min(group.inside.rate(message), group.network.rate(message) * min(1.0, group.network.ports / group.groups))
-    return rounds * (n - 1) * (message / rate + group.network.latency)
-
-
-def _hierarchical(group: Group, size: float, rounds: float) -> float:
-    m, q = group.fewest, group.nodes
-    if q == 1 or m * q != group.size:
-        return math.inf
-    inner = size / m
-    inside = (m - 1) * (inner / group.inside.rate(inner) + group.inside.latency)
-    outer = size / (m * q)
-    across = (q - 1) * (size / q / group.port_rate(outer) + group.network.latency)
-    return rounds * (inside + across)
+    n, q, message = group.size, group.nodes, size / group.size
+    latency = (n - q) * group.inside.latency + (q - 1) * group.network.latency
+    return rounds * ((n - 1) * message / group.ring_rate(message) + latency)
 
 
 def _tree(group: Group, size: float) -> float:
-    if group.nodes == 1:
-        transfer = size / group.inside.rate(size) + group.inside.latency
+    n, q, message = group.size, group.nodes, size / group.size
+    if q == 1:
+        latency = math.ceil(math.log2(n)) * group.inside.latency
     else:
-        rate = group.network.rate(size) * min(1.0, group.network.ports / group.groups)
-        transfer = size / min(rate, group.inside.rate(size)) + group.network.latency
-    return 2 * math.ceil(math.log2(group.size)) * transfer
+        latency = group.fewest * group.inside.latency + math.ceil(math.log2(q)) * group.network.latency
+    return 2.0 * ((n - 1) * message / group.ring_rate(message) + latency)
 
 
 @dataclass(frozen=True)
@@ -317,7 +309,7 @@ def compression_kernel_seconds(
     else:
         codes = sent * ranks / 2
         moved = travels * (stream.element + 8 / ranks) + (3 + 1 / ranks) * codes + result
-    return moved / device.memory_bandwidth
+    return moved / device.stream_rate
 
 
 def token_choice_seconds(
@@ -328,7 +320,7 @@ def token_choice_seconds(
         return 0.0
     numbers = samples * stream.tokens * stream.width
     if not by_attention(compression, causal):
-        return numbers * stream.element / device.memory_bandwidth
+        return numbers * stream.element / device.stream_rate
     scores = all_reduce(group, float(SCORE_BYTES * samples * stream.tokens))
     products = 2 * 2.0 * numbers * stream.tokens / group.size
     read = 2 * 2.0 * numbers * stream.element / group.size
@@ -370,7 +362,7 @@ def gradient_kernel_seconds(
         moved = 36 * count + 2 * whole / ranks + whole
     else:
         moved = 36 * count + 4 * whole / 2 + 28 * count / ranks
-    return moved / device.memory_bandwidth
+    return moved / device.stream_rate
 
 
 def residual_bytes(compression: GradientCompression) -> int:

@@ -209,7 +209,23 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
             update[s] += layers.update.sum()
         update[s] += _tied(stage, place, strategy, model)[0]
         update[s] += slot_of(plan, s, model).seconds(used=s in (0, stages - 1))
-    return StageTimes(forward=forward, backward=backward, cut=_cuts(plan, model), sync=sync, update=update)
+    cut = _cuts(plan, model)
+    if model.profile.framework.exposed_transfers and stages > 1:
+        forward, backward = _with_transfers(forward, cut), _with_transfers(backward, cut, back=True)
+        cut = np.zeros_like(cut)
+    return StageTimes(forward=forward, backward=backward, cut=cut, sync=sync, update=update)
+
+
+def _with_transfers(passes: Array, cut: Array, *, back: bool = False) -> Array:
+    """[S, v] seconds of the passes with what each sends, and receives, while the stage waits.
+
+    cut: [S v - 1] seconds between one chunk and the next.  back: the passes send to the chunk before.
+    """
+    sends, receives = np.append(cut, 0.0), np.append(0.0, cut)
+    if back:
+        sends, receives = receives, sends
+    waits: Array = (sends + receives).reshape(passes.shape[::-1]).T
+    return passes + waits
 
 
 def slot_of(plan: Plan, position: int, model: CostModel) -> Slot:

@@ -59,6 +59,7 @@ import numpy as np
 
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
+from jhpt.core.framework import Framework
 from jhpt.core.plan import SavedTensors, Zero
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.cost.activations import NOTHING, Activations
@@ -110,10 +111,10 @@ class CostBasis:
         self.activations = Activations(self.kinds, self.index, self.inputs, profile.causal, cluster.nodes[0].host)
         self.tensor_all_reduce = TensorAllReduce(profile, cluster, self.kinds, self.compute_seconds)
         self.data_collectives = DataCollectives(
-            cluster, self.places, self.kinds, profile.bytes_per_weight, gradient_compression
+            cluster, self.places, self.kinds, profile.bytes_per_weight, gradient_compression, profile.framework
         )
         self._max_tensor = np.array([kind.max_tensor for kind in self.kinds])
-        self._seconds: dict[tuple[float, int], tuple[Array, Array]] = {}
+        self._seconds: dict[tuple[float, int, int], tuple[Array, Array]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -155,11 +156,14 @@ class CostBasis:
         first = [level for level in requested if level < 3 or not rounds][:1]
         return (*first, *(level for level in requested if level == 3 and rounds))
 
-    def compute_seconds(self, local: float, tensor: int) -> tuple[Array, Array]:
-        """[kinds] seconds of the forward and of the backward pass of `local` samples on a device of the profile."""
-        key = (local, tensor)
+    def compute_seconds(self, local: float, tensor: int, sequence: int = 1) -> tuple[Array, Array]:
+        """[kinds] seconds of the forward and of the backward pass of `local` samples on a device of the profile.
+
+        sequence: number of parts into which sequence parallelism cuts what every tensor rank would do in full.
+        """
+        key = (local, tensor, sequence)
         if key not in self._seconds:
-            pairs = np.array([kind.seconds(local, tensor) for kind in self.kinds])
+            pairs = np.array([kind.seconds(local, tensor, sequence) for kind in self.kinds])
             self._seconds[key] = pairs[:, 0], pairs[:, 1]
         return self._seconds[key]
 
@@ -227,13 +231,18 @@ class KindCosts:
         return self.tensor if self.strategy.sequence else 1
 
     @property
+    def framework(self) -> Framework:
+        """The program that trains."""
+        return self.basis.profile.framework
+
+    @property
     def in_pipeline(self) -> bool:
         """Whether one SPMD program runs several stages."""
         return self.strategy.program == "pipeline"
 
     def arrays(self) -> dict[str, Array]:
         """[kinds] the fields of `LayerCosts`."""
-        plain = self._plain_passes()
+        plain = self._with_accumulation(self._plain_passes())
         passes = self._with_weight_gathers(self._with_recomputation(plain))
         return {
             "forward": np.where(self.basis.kinds_allowed(self.tensor), passes.forward, np.inf),
@@ -249,7 +258,7 @@ class KindCosts:
     def _plain_passes(self) -> Passes:
         """Compute and exposed all-reduces, without recomputation, offloading and ZeRO."""
         basis, slowdown = self.basis, self.place.slowdown
-        forward, backward = basis.compute_seconds(self.local, self.tensor)
+        forward, backward = basis.compute_seconds(self.local, self.tensor, self.sequence)
         tensor = [
             basis.tensor_all_reduce.exposed(self.place, self.tensor, self.strategy, self.local, direction)
             for direction in (FORWARD, BACKWARD)
@@ -284,12 +293,14 @@ class KindCosts:
 
     def _with_weight_gathers(self, passes: Passes) -> Passes:
         """Adds ZeRO-3: all-gathers of weights and the reduce-scatter of gradients, or on one rank the conversion."""
-        gather = self.basis.data_collectives.gathered(self.place, self.tensor)
+        gather, exposed = self.basis.data_collectives.gathered(self.place, self.tensor), self.framework.exposed_gathers
         if self.zero == 3 and self.basis.cluster.overlap:
             backward_gather, after = (gather, gather) if self.in_pipeline else (2 * gather, np.zeros_like(gather))
-            forward, forward_filling = _beside(passes.forward, passes.forward_filling, gather - passes.forward_tensor)
+            forward, forward_filling = _beside(
+                passes.forward, passes.forward_filling, gather - passes.forward_tensor, exposed
+            )
             backward, backward_filling = _beside(
-                passes.backward, passes.backward_filling, backward_gather - passes.backward_tensor
+                passes.backward, passes.backward_filling, backward_gather - passes.backward_tensor, exposed
             )
             passes = replace(
                 passes,
@@ -302,11 +313,21 @@ class KindCosts:
             passes = replace(passes, forward=passes.forward + gather, backward=passes.backward + 2 * gather)
         profile, strategy = self.basis.profile, self.strategy
         if strategy.zero == 3 and self.data == 1 and strategy.program != "per_stage" and not profile.used_as_stored:
-            bandwidth = self.basis.cluster.nodes[0].device.memory_bandwidth
+            bandwidth = self.basis.cluster.nodes[0].device.stream_rate
             parameters = self.basis.data_collectives.parameters / self.tensor
             rounding = parameters * CAST / bandwidth * self.place.slowdown
             passes = replace(passes, forward=passes.forward + rounding, backward=passes.backward + rounding)
         return passes
+
+    def _with_accumulation(self, passes: Passes) -> Passes:
+        """Adds the seconds in which the gradients of a micro-batch are added to those of the others."""
+        moved = self.framework.accumulation * self.strategy.accumulates
+        if not moved:
+            return passes
+        device, shares = self.basis.cluster.nodes[0].device, self.data if self.zero == 3 else 1
+        parameters = self.basis.data_collectives.parameters / self.tensor
+        added = parameters * moved / shares / device.stream_rate * self.place.slowdown
+        return replace(passes, backward=passes.backward + added)
 
     def _once_per_step(self, plain: Passes) -> dict[str, Array]:
         """[kinds] seconds of gradients, weights and update.  plain: the first forward pass may hide the weights."""
@@ -316,16 +337,19 @@ class KindCosts:
         nothing = np.zeros_like(parameters)
         # The all-gather of the weights takes as long as the reduce-scatter of the gradients.
         gathered = collectives.gathered(place, tensor) if zero == 1 else nothing
+        # What runs beside a pass still adds a share of its seconds to it.
+        exposed = min(1.0, self.framework.exposed_gradients) if hides else 1.0
         if hides:
-            gathered = np.maximum(0.0, gathered - plain.forward - plain.forward_tensor)
+            gathered = np.maximum(exposed * gathered, gathered - plain.forward - plain.forward_tensor)
         exchange = collectives.between_first_and_last(place, tied * basis.profile.bytes_per_weight)
         gradients, tied_reduction, coding, tied_coding = nothing, nothing, nothing, nothing
         if zero != 3:
             shares = zero == 1
-            gradients, tied_reduction = collectives.reduced(place, tensor, shares=shares)
+            summed = self.strategy.accumulates
+            gradients, tied_reduction = collectives.reduced(place, tensor, shares=shares, summed=summed)
             coding = collectives.kernels(place, tensor, parameters, shares=shares)
             tied_coding = collectives.kernels(place, tensor, tied, shares=shares)
-        in_update = nothing if hides else gradients
+        in_update = exposed * gradients
         update = parameters * basis.update_seconds(zero, self.data, place)
         return {
             "gradients": gradients - in_update,
@@ -356,10 +380,17 @@ class KindCosts:
         }
 
 
-def _beside(compute: Array, filling: Array, gather: Array) -> tuple[Array, Array]:
-    """(compute, filling) where weights are gathered beside the computation."""
-    seconds = np.maximum(compute, gather)
-    return seconds, np.maximum(compute + filling, gather) - seconds
+def _beside(compute: Array, filling: Array, gather: Array, exposed: float) -> tuple[Array, Array]:
+    """(compute, filling) where weights are gathered beside the computation.
+
+    exposed: share of the shorter of both that adds to the longer.
+    """
+
+    def together(compute: Array) -> Array:
+        return np.maximum(compute, gather) + exposed * np.clip(gather, 0.0, compute)
+
+    seconds = together(compute)
+    return seconds, together(compute + filling) - seconds
 
 
 def slot(basis: CostBasis, place: Place, tensor: int, strategy: LayerStrategy) -> Slot:
@@ -382,7 +413,7 @@ def slot(basis: CostBasis, place: Place, tensor: int, strategy: LayerStrategy) -
         optimizer=numbers * size.optimizer,
         update=numbers * basis.update_seconds(zero, data, place) + gathered,
         gathered=gathered,
-        reduced=collectives.reduction(group, numbers, shares=zero > 0)
+        reduced=collectives.reduction(group, numbers, shares=zero > 0, summed=strategy.accumulates)
         + float(collectives.kernels(place, tensor, np.array([numbers]), shares=zero > 0)[0]),
         exchanged=collectives.between_first_and_last(place, np.array([shared * width]))[0] if shared else 0.0,
         output=-(-strategy.micro_batch // data) * float(basis.boundary[:-1].max()) / sequence,

@@ -37,6 +37,8 @@ class LayerStrategy:
     program: Program = "per_stage"
     several_micro_batches: bool = False
     """Whether one SPMD program accumulates gradients over several micro-batches."""
+    accumulates: bool = False
+    """Whether gradients are added up over several micro-batches, in any program."""
     two_micro_batches: bool = False
     """Whether a single stage has exactly two micro-batches."""
     reduces_late: bool = False
@@ -91,6 +93,7 @@ def layer_strategy(
         recompute,
         program,
         several_micro_batches=program != "per_stage" and micro_batches > 1,
+        accumulates=micro_batches > 1,
         two_micro_batches=program == "one_stage" and micro_batches == 2,
         reduces_late=program == "one_stage",
         sequence=sequence,

@@ -124,7 +124,14 @@ class CostModel(CostBasis):
         if len(candidates) == 1 or not self.cluster.overlap:
             return (candidates[0] if candidates else 1,) * self.num_layers
         # These fields do not change the choice.
-        shared = replace(strategy, zero=0, several_micro_batches=False, two_micro_batches=False, reduces_late=False)
+        shared = replace(
+            strategy,
+            zero=0,
+            several_micro_batches=False,
+            accumulates=False,
+            two_micro_batches=False,
+            reduces_late=False,
+        )
         key = (devices, tensor, shared)
         if key not in self._chunks:
             self._chunks[key] = self._best_chunks(devices, tensor, strategy, candidates)

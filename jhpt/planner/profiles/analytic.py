@@ -1,29 +1,33 @@
 """A model's `ModelProfile` from its configuration and a device's datasheet, without running anything.
 
 Layers: embedding, L blocks, head.  The model's family states the operations of each layer (`jhpt.core.families`).
-Operations run one after the other, and the roofline model gives their seconds:
+Operations run one after the other, and a roofline gives the seconds of each (`jhpt.core.roofline`); between the kernels
+of a pass the device waits for launches:
 
-    seconds of a layer = sum over its operations of max(FLOP / (peak * efficiency(FLOP)), bytes / memory bandwidth)
+    seconds of a layer = sum over its operations of their seconds + launches (twice as many in the backward pass)
 
 A block saves those of its named tensors that the backward pass reads, as in the runtime.  Norms, activations and
 attention scores are recomputed.
 
-Left out: launches of element-wise kernels; caches (operands in the L2 cache count as read from memory); slow shapes
-(thin or unaligned matrices); dropout and masks; the softmax statistics of flash attention (0.2 % of what is saved); and
-the conversion of float32 weights to the compute dtype, since the profile counts a 16-bit copy of the weights as part of
-the state.
+Left out: caches (operands in the L2 cache count as read from memory); unaligned matrices; the softmax statistics of
+flash attention (0.2 % of what is saved); and the conversion of float32 weights to the compute dtype, since the profile
+counts a 16-bit copy of the weights as part of the state.
 """
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import accumulate
 
+from jhpt.core import roofline
+from jhpt.core.calibration import ours
 from jhpt.core.catalogue import capability_by_driver
 from jhpt.core.cluster import Device
 from jhpt.core.config import Config
 from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import LayerCost, ModelConfig, ParameterCount, Sizes
+from jhpt.core.framework import IDEAL, Framework
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.core.state import State, most_cuts, state_of
 from jhpt.core.work import Operation, Work, size_of
@@ -47,17 +51,24 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Micro-batch sizes of the grid, in samples; `Timing` extrapolates in proportion above the last."""
 
 
-def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") -> ModelProfile:
+def analytic_profile(
+    config: Config, device: Device, dtype: str = "bfloat16", framework: Framework | None = None
+) -> ModelProfile:
     """The profile of `config` on `device`; one sample is a sequence of `data.sequence_length` tokens.
 
     Parameters include padding.  The seconds of a tensor degree exclude its collectives, whose bytes are
     in `tensor_forward_bytes` and `tensor_backward_bytes`.
 
+    Args:
+      framework: the program that trains; None: jhpt's own.
+
     Raises:
       InputError: the device has no rate for `dtype`.
     """
     check_dtype(device, dtype)
-    model, sizes = config.model, sizes_of(config, device, dtype)
+    framework = framework or ours()
+    model, sizes = config.model, sizes_of(config, device, dtype, keeps_scores=framework.keeps_scores)
+    run = Runner(device=device, dtype=dtype, framework=framework)
     parameters = _parameters(model, model.parameter_count())
     state = state_of(model, config.optimizer)
     profile = ModelProfile(
@@ -67,10 +78,11 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
         sample=f"a sequence of {sizes.tokens} tokens",
         causal=model.causal,
         dtype=dtype,
+        framework=framework,
         products=model.matmul_dtype,
         bytes_per_weight=sizes.element,
         state=state,
-        kinds=_kinds(model, sizes, parameters, _max_tensor(model, state), device, dtype),
+        kinds=_kinds(model, sizes, parameters, _max_tensor(model, state), run),
         layers=("embedding", *("block",) * model.num_layers, "head"),
     )
     # Clipping reads the gradient once more, for its norm.
@@ -79,7 +91,7 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
     return profile.model_copy(
         update={
             "state_bytes": sizes.element + copy + state.bytes,
-            "update_seconds": (update_bytes(state, sizes.element, copy) + clip) / device.memory_bandwidth,
+            "update_seconds": (update_bytes(state, sizes.element, copy) + clip) / device.stream_rate,
         }
     )
 
@@ -93,14 +105,15 @@ def update_bytes(state: State, element: int, copy: int) -> float:
     return element + copy + 2 * state.bytes
 
 
-def sizes_of(config: Config, device: Device, dtype: str) -> Sizes:
-    """What the costs of layers depend on beside the model."""
+def sizes_of(config: Config, device: Device, dtype: str, *, keeps_scores: bool = False) -> Sizes:
+    """What the costs of layers depend on beside the model.  keeps_scores: as in `Framework`."""
     tokens = config.data.sequence_length
     return Sizes(
         tokens=tokens,
         predicted=config.model.predicted_tokens(tokens, config.data.mask_fraction),
         element=ELEMENT_BYTES[dtype],
         flash=_flash(config.model, device, dtype),
+        keeps_scores=keeps_scores,
     )
 
 
@@ -128,7 +141,7 @@ def _parameters(model: ModelConfig, count: ParameterCount) -> dict[str, int]:
 
 
 def _kinds(
-    model: ModelConfig, sizes: Sizes, parameters: dict[str, int], max_tensor: int, device: Device, dtype: str
+    model: ModelConfig, sizes: Sizes, parameters: dict[str, int], max_tensor: int, run: "Runner"
 ) -> dict[str, LayerKind]:
     """The three kinds of layers with their timings."""
     degrees = divisors(max_tensor, up_to=min(max_tensor, MAX_DEGREE))
@@ -145,7 +158,7 @@ def _kinds(
             tensor_forward_bytes=cost.tensor_forward_bytes,
             tensor_backward_bytes=cost.tensor_backward_bytes,
             max_tensor=max_tensor,
-            timings=timings(cost.work, degrees, device, dtype),
+            timings=timings(cost.work, degrees, run),
             tensors=cost.tensors,
         )
 
@@ -163,25 +176,49 @@ def check_dtype(device: Device, dtype: str) -> None:
         raise InputError(f"{device.name} has no rate for dtype={dtype}; use {one_of(known)}")
 
 
-def timings(work: Callable[[int, int], Work], degrees: Iterable[int], device: Device, dtype: str) -> tuple[Timing, ...]:
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """What runs the operations of a layer: a framework's program on a device, in one dtype."""
+
+    device: Device
+    dtype: str
+    framework: Framework = IDEAL
+
+    def seconds(self, operations: Iterable[Operation], launches: int) -> tuple[float, float]:
+        """(seconds of a pass, those of them that every tensor rank repeats).  launches: multiples of `Device.launch`."""
+        total, repeated = launches * self.device.launch, 0.0
+        for operation in operations:
+            seconds = roofline.seconds(operation, self.device, self.dtype, self.framework)
+            total += seconds
+            repeated += seconds * operation.repeated
+        return total, repeated
+
+
+def timings(work: Callable[[int, int], Work], degrees: Iterable[int], run: Runner) -> tuple[Timing, ...]:
     """The timings of `work(batch, tensor)` over `BATCHES` and ascending tensor `degrees`.
 
-    A larger micro-batch is never faster and a larger degree never slower.  Where a tabulated efficiency implies
-    otherwise between two of its sizes, the neighbouring value is used.
+    A larger micro-batch is never faster; a larger degree is never slower, nor more than proportionally faster.  Where
+    tiles or a tabulated efficiency imply otherwise between two sizes, the nearest such value is used.
     """
     table: list[Timing] = []
     for tensor in degrees:
         works = [work(batch, tensor) for batch in BATCHES]
-        forward, backward = (
-            list(accumulate((_seconds(part, device, dtype) for part in parts), max))
-            for parts in zip(*works, strict=True)
-        )
+        passes = [(run.seconds(each.forward, 1), run.seconds(each.backward, 2)) for each in works]
+        forward, backward = (list(accumulate((each[way][0] for each in passes), max)) for way in (0, 1))
         if table:
-            forward = list(map(min, forward, table[-1].forward))
-            backward = list(map(min, backward, table[-1].backward))
-        table.append(Timing(tensor=tensor, batches=BATCHES, forward=tuple(forward), backward=tuple(backward)))
+            share = table[-1].tensor / tensor
+            forward = [_between(one, last, share) for one, last in zip(forward, table[-1].forward, strict=True)]
+            backward = [_between(one, last, share) for one, last in zip(backward, table[-1].backward, strict=True)]
+        repeated = tuple(
+            (min(ahead[1], fully), min(back[1], fully_back))
+            for (ahead, back), fully, fully_back in zip(passes, forward, backward, strict=True)
+        )
+        table.append(
+            Timing(tensor=tensor, batches=BATCHES, forward=tuple(forward), backward=tuple(backward), repeated=repeated)
+        )
     return tuple(table)
 
 
-def _seconds(operations: Iterable[Operation], device: Device, dtype: str) -> float:
-    return sum(device.seconds(operation.flops, operation.moved, dtype) for operation in operations)
+def _between(seconds: float, last: float, share: float) -> float:
+    """Seconds at a degree of which the last one, which takes `last`, is this share."""
+    return min(max(seconds, share * last), last)

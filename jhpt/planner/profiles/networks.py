@@ -21,11 +21,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from jhpt.core.calibration import ours
 from jhpt.core.cluster import Device
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.core.work import Operation, Work, stream, transposed
-from jhpt.planner.profiles.analytic import ELEMENT_BYTES, check_dtype, timings
+from jhpt.planner.profiles.analytic import ELEMENT_BYTES, Runner, check_dtype, timings
 
 STATE_BYTES = {"adam": 16.0, "momentum": 12.0}
 """Bytes of state per parameter: weight and gradient (2 + 2), float32 master weight (4) and moments (4 each); in float32
@@ -113,7 +114,8 @@ def network_profile(name: str, device: Device, dtype: str = "bfloat16") -> Model
         dtype=dtype,
         bytes_per_weight=ELEMENT_BYTES[dtype],
         state_bytes=STATE_BYTES[optimizer],
-        update_seconds=UPDATE_BYTES[optimizer] / device.memory_bandwidth,
+        update_seconds=UPDATE_BYTES[optimizer] / device.stream_rate,
+        framework=ours(),
         kinds={layer.kind: _layer_kind(layer, device, dtype) for layer in layers},
         layers=tuple(layer.kind for layer in layers),
     )
@@ -140,7 +142,7 @@ def _layer_kind(layer: Layer, device: Device, dtype: str) -> LayerKind:
         tensor_forward_bytes=split * element * sum(float(p.outputs * p.steps) for p in layer.products),
         tensor_backward_bytes=split * element * sum(float(p.inputs * p.steps) for p in layer.products),
         max_tensor=layer.max_tensor,
-        timings=timings(work, degrees, device, dtype),
+        timings=timings(work, degrees, Runner(device=device, dtype=dtype, framework=ours())),
     )
 
 

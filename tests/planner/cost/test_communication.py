@@ -23,48 +23,58 @@ def places(*per_node: int, ports: int = 1) -> Places:
 
 
 def test_ring_in_a_node():
-    # 4 members, 400 bytes: 6 rounds of 100 bytes at 100 bytes/s and 1 s.  A tree takes 4 (400 / 100 + 1) = 20 s.
+    # 4 members, 400 bytes: 3 rounds of 100 bytes at 100 bytes/s and 1 s, and 3 back.
     group = Group(4, 1, 1, 4, Link(bandwidth=100.0, latency=1.0), SLOW)
-    assert all_reduce(group, 400) == 6 * (1 + 1)
     assert reduce_scatter(group, 400) == all_gather(group, 400) == 3 * (1 + 1)
 
 
-def test_tree_for_a_small_message():
-    # 8 members, 4 bytes: ring 14 (0.005 + 1) = 14.07 s, tree 2 * 3 (0.04 + 1) = 6.24 s.
+def test_double_tree():
+    # 8 members, 4 bytes: ring 14 (0.005 + 1) = 14.07 s; tree 14 * 0.005 s for the bytes, three levels up and down.
     group = Group(8, 1, 1, 8, Link(bandwidth=100.0, latency=1.0), SLOW)
-    assert all_reduce(group, 4) == pytest.approx(6.24)
+    assert all_reduce(group, 4) == pytest.approx(6.07)
     # There is no tree that leaves every member its share: 7 rounds of half a byte.
     assert reduce_scatter(group, 4) == pytest.approx(7 * (0.005 + 1))
-    # 5 members take as many levels as 8.
-    assert all_reduce(Group(5, 1, 1, 5, Link(bandwidth=100.0, latency=1.0), SLOW), 4) == pytest.approx(6.24)
+    # 5 members take as many levels as 8; a ring of 2 has no more rounds than a tree has levels.
+    assert all_reduce(Group(5, 1, 1, 5, Link(bandwidth=100.0, latency=1.0), SLOW), 5) == pytest.approx(6.08)
+    assert all_reduce(Group(2, 1, 1, 2, Link(bandwidth=100.0, latency=1.0), SLOW), 4) == 2 * (0.02 + 1)
 
 
-def test_hierarchical_over_nodes():
-    # 2 nodes of 2, 400 bytes.  Ring: 6 rounds of 100 bytes at 10 bytes/s = 60 s; tree: 4 * 40 = 160 s.  Hierarchical:
-    # reduce_scatter inside, 200 bytes at 100 bytes/s = 2 s; across, both members pass 200 / 2 bytes each through the
-    # one port, 20 s; and the same backwards: 44 s.
-    assert all_reduce(Group(4, 2, 1, 2, FAST, SLOW), 400) == 2 * (2 + 20)
-    assert reduce_scatter(Group(4, 2, 1, 2, FAST, SLOW), 400) == 2 + 20
-    # A latency of 1 s in the network costs one round there, not three: 2 (2 + 20 + 1).
-    slow = SLOW.model_copy(update={"latency": 1.0})
-    assert all_reduce(Group(4, 2, 1, 2, FAST, slow), 400) == 2 * (2 + 20 + 1)
+def test_rings_over_nodes():
+    # 2 nodes of 2, 400 bytes: 3 rounds of 100 bytes at 10 bytes/s, and 3 back.
+    assert all_reduce(Group(4, 2, 1, 2, FAST, SLOW), 400) == 60
+    assert reduce_scatter(Group(4, 2, 1, 2, FAST, SLOW), 400) == 30
+    # A latency of 1 s in the network counts once in each direction, one of 0.1 s in the nodes twice.
+    near, far = FAST.model_copy(update={"latency": 0.1}), SLOW.model_copy(update={"latency": 1.0})
+    assert reduce_scatter(Group(4, 2, 1, 2, near, far), 400) == pytest.approx(30 + 1 + 2 * 0.1)
+    # 16 nodes of one: the ring has 15 hops, the tree four levels.
+    assert all_reduce(Group(16, 16, 1, 1, near, far), 160) == pytest.approx(2 * (15 + 0.1 + 4))
+    assert reduce_scatter(Group(16, 16, 1, 1, near, far), 160) == pytest.approx(15 + 15)
 
 
 def test_ports_are_shared():
-    # As above.  Two ports: one for each member, 2 (2 + 10).  A third is of no use.
-    for ports, seconds in {1: 44, 2: 24, 3: 24}.items():
+    # As above.  Two ports: one for each member, half the time.  A third is of no use.
+    for ports, seconds in {1: 60, 2: 30, 3: 30}.items():
         assert all_reduce(Group(4, 2, 1, 2, FAST, SLOW.model_copy(update={"ports": ports})), 400) == seconds
-    # Two such groups on one port have half of it each: 2 (2 + 40) = 84 s; on two ports one each: 44 s.
-    assert all_reduce(Group(4, 2, 2, 2, FAST, SLOW), 400) == 84
-    assert all_reduce(Group(4, 2, 2, 2, FAST, SLOW.model_copy(update={"ports": 2})), 400) == 44
+    # Two such groups on one port have half of it each; on two ports one each.
+    assert all_reduce(Group(4, 2, 2, 2, FAST, SLOW), 400) == 120
+    assert all_reduce(Group(4, 2, 2, 2, FAST, SLOW.model_copy(update={"ports": 2})), 400) == 60
+    # Rings do not go faster than the links inside a node: 2 * 3 * 100 / 100.
+    assert all_reduce(Group(4, 2, 1, 2, FAST, FAST.model_copy(update={"ports": 8})), 400) == 6
     # One member per node: a ring over both, 2 * 200 / 10; four of these on one port take four times as long.
     assert all_reduce(Group(2, 2, 1, 1, FAST, SLOW), 400) == 40
     assert all_reduce(Group(2, 2, 4, 1, FAST, SLOW), 400) == 160
 
 
+def test_congestion():
+    # Four nodes: half the rate lost to each doubling; two groups on a port lose another half of what they have together.
+    slow = SLOW.model_copy(update={"decline": 0.5, "sharing": 1.0, "reached": 0.8})
+    alone = reduce_scatter(Group(4, 4, 1, 1, FAST, SLOW), 400)
+    assert reduce_scatter(Group(4, 4, 1, 1, FAST, slow), 400) == pytest.approx(alone * (1 + 0.5 * 2) / 0.8)
+    assert reduce_scatter(Group(4, 4, 2, 1, FAST, slow), 400) == pytest.approx(2 * alone * 2 * (1 + 0.5 * 2) / 0.8)
+
+
 def test_measured_rates():
-    # 3 members, 300 bytes: a ring sends messages of 100 bytes, at 25 bytes/s: 4 * 4 s.  A tree sends 300 bytes at 60
-    # bytes/s, 4 * 5 s, and loses.
+    # 3 members, 300 bytes: messages of 100 bytes, at 25 bytes/s: 4 * 4 s.
     curve = Curve(sizes=(100.0, 300.0), values=(25.0, 60.0))
     group = Group(3, 1, 1, 3, FAST.model_copy(update={"measured": curve}), SLOW)
     assert all_reduce(group, 300) == 4 * 4

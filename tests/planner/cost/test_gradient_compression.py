@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster import Link
 from jhpt.core.compression import gradient_bytes
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
 from jhpt.core.errors import InputError
@@ -22,7 +23,7 @@ from jhpt.planner.search.solve import solve
 QUANTIZE = GradientCompression(kind="quantize")
 TOPK = GradientCompression(kind="topk", momentum=0.9)
 FAST = find_cluster("a100x8x4")
-LINK = FAST.network.model_copy(update={"bandwidth": 1.25e9, "ports": 1})
+LINK = Link(bandwidth=1.25e9, latency=FAST.network.latency)
 NODE = FAST.nodes[0].model_copy(update={"devices": 1, "count": 32})
 SLOW = FAST.model_copy(update={"network": LINK, "nodes": (NODE,)})
 """A device in a node, 10 Gbit/s between them."""
@@ -49,13 +50,13 @@ def test_a_plan_carries_the_setting_and_is_what_its_estimate_says():
 
 
 def test_devices_of_a_node_share_its_port():
-    """Four nodes of eight devices.  Sums and gathers add up inside the nodes and pass each port once, 3 parts of 4; of
-    codes that are dealt, eight devices send 24 parts of 32 each."""
+    """Four nodes of eight devices.  Rings of sums and gathers pass each port with 31 parts of 32; of codes that are
+    dealt, eight devices send 24 parts of 32 each."""
     asked, network, numbers = task(), FAST.model_copy(update={"network": LINK}), 1 << 30
     group = CostModel(asked.profile, network).places.at(0, 32).data_group(1)
     plain = all_reduce(group, 2.0 * numbers)
-    assert plain == pytest.approx(2 * 3 / 4 * 2 * numbers / LINK.bandwidth, rel=0.02)
-    codes = (8 * 24 / 32 + 3 / 4) * numbers * (1 + 2 / 128)
+    assert plain == pytest.approx(2 * 31 / 32 * 2 * numbers / LINK.bandwidth, rel=0.02)
+    codes = (8 * 24 / 32 + 31 / 32) * numbers * (1 + 2 / 128)
     assert gradient_seconds(group, QUANTIZE, numbers) == pytest.approx(codes / LINK.bandwidth, rel=0.02)
     plain, found = (evaluate(by_data(asked, how), asked.profile, network) for how in (PLAIN_GRADIENTS, QUANTIZE))
     assert found.seconds > plain.seconds
@@ -119,7 +120,7 @@ def test_kernels_move_what_they_read_and_write(way):
             "decode all": n * two_steps,
         }
         codes = 2 * packed + (2 * packed if two_steps else whole)
-    expected = (4 * sum(passes.values()) + codes) / device.memory_bandwidth
+    expected = (4 * sum(passes.values()) + codes) / device.stream_rate
     assert gradient_kernel_seconds(ranks, how, n, device, shares=shares) == pytest.approx(expected, rel=1e-6)
     assert gradient_kernel_seconds(1, how, n, device) == 0
 

@@ -13,12 +13,12 @@ from jhpt.core.cluster import Device
 from jhpt.core.errors import InputError
 from jhpt.core.families.bert import BERTConfig
 from jhpt.core.families.family import masked_positions
-from jhpt.core.families.transformer import NAMED_TENSORS
+from jhpt.core.families.transformer import NAMED_TENSORS, fused_attention_rate
 from jhpt.core.load import load_config
 from jhpt.core.presets import PRESETS
 from jhpt.core.profile import load_profile
 from jhpt.core.work import Operation, Work, matmul, stream, transposed
-from jhpt.planner.profiles.analytic import BATCHES, analytic_profile, check_dtype, timings
+from jhpt.planner.profiles.analytic import BATCHES, Runner, analytic_profile, check_dtype, sizes_of, timings
 
 ENDLESS = Device(name="endless", peak_flops={"bfloat16": 1.0, "float32": 1.0}, memory=1.0, memory_bandwidth=1e300)
 """One FLOP a second, and memory that costs nothing."""
@@ -60,20 +60,40 @@ def test_layers_are_embedding_blocks_head(config):
     assert str(config.data.sequence_length) in profile.sample
 
 
-def test_forward_seconds_are_the_exact_flops_where_memory_is_free(config):
+def flops_of(config, name, **options):
+    """(forward, backward) FLOP of a layer, one sample on one device."""
+    sizes = sizes_of(config, ENDLESS, "bfloat16", **options)
+    work = getattr(config.model, f"{name}_cost")(sizes).work(1, 1)
+    return tuple(sum(operation.flops for operation in operations) for operations in work)
+
+
+def test_the_forward_pass_has_the_exact_flops(config):
     """Of the padded vocabulary, whose columns are multiplied too."""
-    profile = analytic_profile(config, ENDLESS)
     model = config.model.model_copy(update={"vocab_size": config.model.padded_vocab})
     exact = model.flops_per_token(config.data.sequence_length, predicted_share=predicted_share(config))
-    seconds = sum(profile.kinds[name].seconds(1, 1)[0] for name in profile.layers)
-    assert seconds == pytest.approx(exact.forward * config.data.sequence_length)
+    found = model.num_layers * flops_of(config, "block")[0] + flops_of(config, "head")[0]
+    assert found == pytest.approx(exact.forward * config.data.sequence_length)
+
+
+def test_seconds_are_those_of_the_flops_where_memory_is_free(config):
+    """Fused attention is slower by its rate, the rest is not."""
+    block = analytic_profile(config, ENDLESS).kinds["block"]
+    attention = next(tensor.flops for tensor in block.tensors if tensor.name == "attention_out")
+    rate = fused_attention_rate(config.data.sequence_length, config.model.head_dim)
+    assert block.seconds(1, 1)[0] == pytest.approx(flops_of(config, "block")[0] + attention * (1 / rate - 1))
 
 
 def test_backward_multiplies_twice_and_makes_the_scores_again(config):
+    forward, backward = flops_of(config, "block")
     block = analytic_profile(config, ENDLESS).kinds["block"]
-    forward, backward = block.seconds(1, 1)
     attention = next(tensor.flops for tensor in block.tensors if tensor.name == "attention_out")
     assert backward == pytest.approx(2 * forward + attention / 2)
+
+
+def test_scores_that_are_kept_are_not_made_again():
+    plain = load_config("gpt2-124m", {"model.attention": "xla"})
+    forward, backward = flops_of(plain, "block", keeps_scores=True)
+    assert backward == 2 * forward < flops_of(plain, "block")[1]
 
 
 def test_products_divide_by_the_tensor_degree(config):
@@ -142,7 +162,7 @@ def test_what_is_kept_is_what_the_runtime_keeps(config):
     saved = sum(tensor.bytes for tensor in block.tensors if tensor.read)
     assert block.activation_bytes + block.replicated_bytes == saved
     # All of it made again is the forward pass.
-    assert sum(tensor.flops for tensor in block.tensors) == pytest.approx(block.seconds(1, 1)[0])
+    assert sum(tensor.flops for tensor in block.tensors) == pytest.approx(flops_of(config, "block")[0])
 
 
 def test_sums_over_the_tensor_axis(config):
@@ -194,13 +214,13 @@ def test_float32_keeps_twice_the_bytes():
 
 @pytest.mark.parametrize("name", ["gpt2-1.5b", "llama-8b", "bert-large"])
 def test_utilisation_is_that_of_well_tuned_training(name):
-    """Published utilisations without communication: 0.5 to 0.7 of the peak on A100 and H100."""
+    """Published utilisations of one H100: 0.4 to 0.55 of the peak; of BERT with dropout, 0.3."""
     config, device = load_config(name), device_named("h100")
     profile = analytic_profile(config, device)
     length = config.data.sequence_length
     seconds = sum(sum(profile.kinds[kind].seconds(16, 1)) for kind in profile.layers)
     flops = 16 * length * config.model.flops_per_token(length, predicted_share=predicted_share(config)).total
-    assert 0.4 < flops / seconds / device.peak_flops["bfloat16"] < 0.75
+    assert 0.28 < flops / seconds / device.peak_flops["bfloat16"] < 0.6
 
 
 def test_profiles_survive_a_file(config, tmp_path):
@@ -212,18 +232,20 @@ def test_profiles_survive_a_file(config, tmp_path):
 
 def test_a_product_reads_its_operands_and_writes_its_result():
     # [3, 5] [5, 7]: 2 x 3 x 5 x 7 FLOP; 15 + 35 + 21 numbers of 2 bytes; all of it four times.
-    assert matmul(3, 7, 5, 2, count=4) == Operation(4 * 210, 4 * 142)
+    assert matmul(3, 7, 5, 2, count=4) == Operation(4 * 210, 4 * 142, result=(3, 7, 4))
 
 
 def test_backward_multiplies_twice():
-    first, second = matmul(3, 7, 5, 2), matmul(1, 2, 3, 2)
-    assert sorted(transposed([first, second])) == sorted([first, first, second, second])
+    # [3, 5] [5, 7]: dx = [3, 7] [7, 5] and dw = [5, 3] [3, 7], with the FLOP and bytes of the product.
+    product = matmul(3, 7, 5, 2)
+    assert transposed([product]) == (matmul(3, 5, 7, 2), matmul(5, 7, 3, 2))
+    assert {operation[:2] for operation in transposed([product])} == {product[:2]}
 
 
 def test_seconds_are_the_sum_of_the_slower_of_both_limits():
     # 100 FLOP at 10 FLOP/s beside 2 bytes at 2 bytes/s: 10 s; 6 bytes alone: 3 s.
     work = Work((Operation(100, 2), stream(6)), (stream(8),))
-    (timing,) = timings(lambda batch, tensor: work, [1], TOY, "bfloat16")
+    (timing,) = timings(lambda batch, tensor: work, [1], Runner(device=TOY, dtype="bfloat16"))
     assert set(timing.forward) == {13.0}
     assert set(timing.backward) == {4.0}
 
@@ -236,7 +258,7 @@ def test_sizes_between_those_of_the_curve_keep_the_order():
         part = Operation(product.flops * batch**0.25 / tensor**0.25, 0)
         return Work((part,), (part, part))
 
-    found = timings(work, [1, 2, 4, 8], device, "bfloat16")
+    found = timings(work, [1, 2, 4, 8], Runner(device=device, dtype="bfloat16"))
     for timing in found:
         assert timing.batches == BATCHES
         assert list(timing.forward) == sorted(timing.forward)

@@ -1,0 +1,1 @@
+"""Figures of hardware and programs, fitted to published runs."""

@@ -1,0 +1,49 @@
+"""What other training frameworks' programs do, as far as published runs depend on it: facts from their sources.
+
+A published run is a measurement of hardware and of a framework's program at once.  These facts take the program out, so
+that what remains is a property of the hardware (`jhpt.core.calibration`).  None is fitted to a framework's own runs.
+
+    Megatron-LM     fused softmax, bias and dropout; stages wait for what they send and receive (p2p_communication.py);
+                    gradients are reduced after the last backward pass; with bfloat16 they are summed in float32
+    DeepSpeed       its BF16_Optimizer casts a gradient, adds and clears it in kernels of their own, all-reduces the float32
+                    sums though ranks need shares, and gathers weights after the update
+    FSDP            prefetches weights; kernels are PyTorch's own, one per operation, unless torch.compile fuses them
+    XLA             fuses; writes the random bits of dropout to memory; gradients are reduced in the dtype of the weights
+    llm.c           fused kernels of its own
+"""
+
+from jhpt.core.calibration import ACCUMULATION, DRAW_BYTES, Figures
+from jhpt.core.framework import Framework
+
+EAGER = 1.3
+"""Element-wise traffic of PyTorch without a compiler, relative to fused kernels: a norm, a bias or an activation writes
+what the next kernel reads again."""
+
+SEPARATE_KERNELS = 20.0
+"""Bytes per parameter and micro-batch of DeepSpeed's BF16_Optimizer: cast 2 + 4, sum 4 + 4 + 4, clear 2."""
+
+
+def framework_named(name: str, compiled: bool, fitted: Figures, *, flash1: bool) -> Framework:
+    """The program of a framework, by a part of its name; an unknown one counts as PyTorch's.
+
+    Args:
+      compiled: whether torch.compile fuses its kernels.
+      flash1: whether it runs FlashAttention 1.
+    """
+    fused = compiled or any(part in name for part in ("XLA", "Megatron", "compile", "llm.c", "DDP"))
+    facts: dict[str, object] = {}
+    if "XLA" in name:
+        facts = {"draw_bytes": DRAW_BYTES}
+    elif "DeepSpeed" in name:
+        facts = {"accumulation": SEPARATE_KERNELS, "gradient_bytes": 4.0, "all_reduces_shares": True}
+    elif "nanotron" in name or not fused and "FSDP" not in name and "InternEvo" not in name and "PyTorch" not in name:
+        facts = {"gradient_bytes": 4.0}
+    return Framework(
+        name=name or "another framework",
+        traffic=fitted.traffic * (1.0 if fused else EAGER),
+        fused_attention=fitted.flash1 if flash1 else 1.0,
+        exposed_gathers=fitted.exposed_gathers,
+        exposed_gradients=fitted.exposed_gradients,
+        exposed_transfers=True,
+        **{"accumulation": ACCUMULATION} | facts,
+    )

@@ -1,0 +1,128 @@
+"""What devices, links and programs reach in real training, fitted to published runs.  The figures, with their spread, are
+in `calibration.yaml`, which `benchmarks/calibration/fit.py` writes.
+
+A datasheet says what hardware could do, a benchmark of a single operation what it does for a moment.  Runs of hours
+reach less: power limits lower the clocks of an H100, networks are congested, collectives slow down the computation
+beside them.  Each figure has one physical meaning and one value for all runs:
+
+    products           sustained rate of large products / the best that a benchmark reached, by architecture
+    fused_attention    rate of FlashAttention-2 on long sequences / sustained rate of products, by architecture
+    inside, network    rate that collectives reach / nominal rate of NVLink, or of a node's network ports
+    decline, sharing   loss by congestion (`jhpt.core.cluster.Link`)
+    traffic            bytes that fused element-wise kernels move / the least possible (`jhpt.core.framework.Framework`)
+    exposed_gathers, exposed_gradients
+                       share of data-parallel communication that adds to the computation it runs beside
+    flash1             rate of FlashAttention 1 / that of 2
+
+A chip of an architecture without runs counts as the nearest one that has some (`NEAREST`).
+"""
+
+import functools
+import importlib.resources
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from jhpt.core.framework import Framework
+
+NEAREST = {7: "volta", 8: "ampere", 9: "hopper", 10: "hopper", 12: "hopper"}
+"""Architecture whose figures count, by the major compute capability: Ada as Ampere, Blackwell as Hopper."""
+
+POWER = 0.5
+"""Exponent of clock by power: dynamic power grows with frequency times the square of the voltage, which near the limit
+grows as fast as the frequency does, or a little slower."""
+
+MEMORY_SHARE = 0.85
+"""Share of the nominal memory bandwidth that long element-wise kernels reach: BabelStream's triad, 0.83 to 0.92 on V100,
+A100 and H100."""
+
+LAUNCH = 2e-5
+"""Seconds of a layer's forward pass between its kernels: some ten of them, about 2 us from one to the next."""
+
+DRAW_BYTES = 8.0
+"""Bytes moved for a random number in programs of XLA, which writes the 32 random bits of each to memory and reads them."""
+
+ACCUMULATION = 10.0
+"""Bytes per parameter: a 16-bit gradient is read, the float32 sum read and written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The fitted figures, as the head of this file defines them."""
+
+    products: Mapping[str, float]
+    fused_attention: Mapping[str, float]
+    inside: float
+    network: float
+    decline: float
+    sharing: float
+    traffic: float
+    exposed_gathers: float
+    exposed_gradients: float
+    flash1: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residual:
+    """A published run beside its prediction by figures that were fitted without its source.
+
+    ratio: measured / predicted seconds of a step.  parameters: of the model.
+    """
+
+    device: str
+    devices: int
+    parameters: float
+    kinds: str
+    ratio: float
+
+
+def architecture(capability: float | None) -> str:
+    """The architecture whose figures a chip of this compute capability has; unknown ones count as the newest."""
+    return NEAREST.get(int(capability or 0), "hopper")
+
+
+@functools.cache
+def figures() -> Figures:
+    """The figures that come with jhpt."""
+    values = {name: figure["value"] for name, figure in _data()["figures"].items()}
+    groups: dict[str, Any] = {name: {} for name in ("products", "fused_attention")}
+    for name, value in values.items():
+        group, _, key = name.partition(".")
+        if key:
+            groups[group][key] = value
+    return Figures(**groups, **{name: value for name, value in values.items() if "." not in name})
+
+
+@functools.cache
+def residuals() -> tuple[Residual, ...]:
+    """The published runs, by which predictions are given a range."""
+    return tuple(Residual(**dict(zip(_data()["columns"], row, strict=True))) for row in _data()["residuals"])
+
+
+@functools.cache
+def ours() -> Framework:
+    """jhpt's own program.
+
+    Its element-wise kernels count as those of other fusing compilers.  XLA schedules its communication over data ranks
+    beside products (docs/reports/gpu-compile.md), where it slows them down as it does elsewhere; of all-reduces over the
+    tensor axis without sample chunks it hides little.
+    """
+    return Framework(
+        name="jhpt",
+        traffic=figures().traffic,
+        draw_bytes=DRAW_BYTES,
+        keeps_scores=False,
+        accumulation=ACCUMULATION,
+        exposed_gathers=figures().exposed_gathers,
+        exposed_gradients=figures().exposed_gathers,
+        exposed_regathers=1.0,
+    )
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    text = importlib.resources.files("jhpt.core").joinpath("calibration.yaml").read_text(encoding="utf-8")
+    tree: dict[str, Any] = yaml.safe_load(text)
+    return tree
