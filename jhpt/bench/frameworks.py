@@ -36,7 +36,7 @@ def framework_named(name: str, compiled: bool, fitted: Figures, *, flash1: bool)
         facts = {"draw_bytes": DRAW_BYTES}
     elif "DeepSpeed" in name:
         facts = {"accumulation": SEPARATE_KERNELS, "gradient_bytes": 4.0, "all_reduces_shares": True}
-    elif "nanotron" in name or not fused and "FSDP" not in name and "InternEvo" not in name and "PyTorch" not in name:
+    elif "nanotron" in name or (not fused and "FSDP" not in name and "InternEvo" not in name and "PyTorch" not in name):
         facts = {"gradient_bytes": 4.0}
     return Framework(
         name=name or "another framework",

@@ -26,8 +26,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
 from jhpt.bench.frameworks import framework_named
+from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
 from jhpt.core.calibration import Figures, architecture, figures
 from jhpt.core.catalogue import capability_by_driver, cluster_named, device_named
 from jhpt.core.cluster import Cluster

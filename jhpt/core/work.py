@@ -8,7 +8,6 @@ from pydantic import Field
 
 from jhpt.core.section import NonNegative, Section
 
-
 Kind = Literal["product", "fused attention", "element-wise"]
 
 

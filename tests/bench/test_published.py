@@ -103,7 +103,9 @@ def test_links_memory_and_uneven_stages_are_those_of_the_row():
     assert (cluster.num_devices, cluster.num_nodes) == (16, 1)
     chunks = [stage.chunks[0] for stage in plan_of(run, config_of(run, "none")).stages]
     assert [(chunk.first, chunk.stop) for chunk in chunks] == [(0, 2), (2, 6)]
-    assert cluster_of(run_of(gpus_per_node="16"), figures()).network.ports == 8, "a DGX-2 has a port for every two devices"
+    assert cluster_of(run_of(gpus_per_node="16"), figures()).network.ports == 8, (
+        "a DGX-2 has a port for every two devices"
+    )
 
 
 @pytest.mark.parametrize(
