@@ -12,7 +12,7 @@ import pytest
 
 import jhpt
 from jhpt import cli
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.config import Compression
 from jhpt.core.folders import cache_folder
 from jhpt.core.load import load_config

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_args
 
 from jhpt.core.amounts import parse_bytes
-from jhpt.core.catalogue import FLOAT8_CAPABILITY, capability_by_driver, find_cluster
+from jhpt.core.catalogue import FLOAT8_CAPABILITY, capability_by_driver
 from jhpt.core.cluster import HOST_SHARE, Cluster, Device, Node
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.config import Config
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean

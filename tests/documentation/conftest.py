@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import jhpt
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.folders import cache_folder
 from tests.conftest import text
 from tests.documentation.commands import ON_CORPUS, STEPS
