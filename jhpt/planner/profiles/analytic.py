@@ -66,6 +66,7 @@ def analytic_profile(config: Config, device: Device, dtype: str = "bfloat16") ->
         source=f"analytic: roofline of {device.name}, {dtype}" + EIGHT_BITS.get(config.model.matmul_dtype, ""),
         sample=f"a sequence of {sizes.tokens} tokens",
         causal=model.causal,
+        flops_per_sample=_model_flops(model, sizes),
         dtype=dtype,
         products=model.matmul_dtype,
         bytes_per_weight=sizes.element,
@@ -91,6 +92,11 @@ def update_bytes(state: State, element: int, copy: int) -> float:
     computed with, if there is one.  Left out: decoding and coding of low-precision moments.
     """
     return element + copy + 2 * state.bytes
+
+
+def _model_flops(model: ModelConfig, sizes: Sizes) -> float:
+    """FLOP that the model's definition asks for: no recomputation, and the head on predicted tokens only."""
+    return sizes.tokens * model.flops_per_token(sizes.tokens, predicted_share=sizes.predicted / sizes.tokens).total
 
 
 def sizes_of(config: Config, device: Device, dtype: str) -> Sizes:
