@@ -51,7 +51,8 @@ def _answer(source: str | None, config: Config | None, options: PlanOptions) -> 
     from jhpt.planner.report.timeline import svg_timeline
     from jhpt.planner.search.baselines import baselines
 
-    task = prepare(config or source, cluster=options.cluster, **_question(options))
+    asked: Options = {**_question(options), "cluster": options.cluster}
+    task = prepare(config or source, **asked)
     tokens, prices = read_tokens(options.tokens), read_prices(options.price, [task.cluster])
     check_tokens(task.profile, tokens, prices)
     answer = task.solve()

@@ -87,7 +87,7 @@ def _complete(tree: Tree, path: Path) -> Tree:
     nodes = [_node(group, "" if len(groups) == 1 else f"nodes.{number}.") for number, group in enumerate(groups)]
     kinds_of_nodes = [_kind_of(group.get("device")) for group in groups]
     network = _network(tree.get("network"), nodes, kinds_of_nodes)
-    rest = {key: tree[key] for key in ("name", "overlap", "sources") if key in tree}
+    rest: Tree = {key: tree[key] for key in ("name", "overlap", "sources") if key in tree}
     sources = _sources(tree, groups, kinds_of_nodes, path.name)
     return {"name": path.stem, "sources": sources, **rest, "nodes": nodes, "network": network}
 

@@ -104,8 +104,9 @@ def compare(config: Source, clusters: Iterable[Cluster], **options: Unpack[Optio
     """
 
     def option(cluster: Cluster) -> Option:
+        asked: Options = {**options, "cluster": cluster}
         try:
-            return Option(cluster=cluster, answer=prepare(config, **{**options, "cluster": cluster}).solve())
+            return Option(cluster=cluster, answer=prepare(config, **asked).solve())
         except InputError as error:
             return Option(cluster=cluster, answer=None, reason=str(error))
 

@@ -166,7 +166,8 @@ def check_dtype(device: Device, dtype: str) -> None:
     """InputError if the device has no rate for `dtype`, or `ELEMENT_BYTES` does not list it."""
     known = [name for name in ELEMENT_BYTES if name in device.peak_flops]
     if dtype not in known:
-        raise InputError(f"{device.name} has no rate for dtype={dtype}; use {one_of(known)}")
+        use = f"use {one_of(known)}" if known else f"name its rates {one_of(ELEMENT_BYTES)}"
+        raise InputError(f"{device.name} has no rate for dtype={dtype}; {use}")
 
 
 def timings(work: Callable[[int, int], Work], degrees: Iterable[int], device: Device, dtype: str) -> tuple[Timing, ...]:
