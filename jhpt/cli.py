@@ -24,7 +24,9 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
   jhpt train [CONFIG|PRESET] [--out DIR] [--section.key value ...]
                         train a model, or go on with the run in DIR; without arguments: {DEFAULT}
   jhpt plan [CONFIG|PRESET|NETWORK] [--cluster NAME|FILE] [--out FILE] [--section.key value ...]
-                        the fastest way to divide a step over a cluster, and why; needs no device
+                        the fastest way to divide a step over a cluster, why, and what it costs; needs no device
+  jhpt plan [CONFIG|PRESET|NETWORK] --clusters A,B,... [--price PRICE]
+                        clusters compared, the best first; jhpt plan --list-clusters: those that are known
   jhpt profile [CONFIG|PRESET] [--out FILE] [--cluster-out FILE] [--section.key value ...]
                         measure a model's layers and this machine, for jhpt plan
   jhpt bench NAME [--quick] [--json FILE]

@@ -38,9 +38,9 @@ class PlanOptions:
     cluster: str | None = None
     """A name such as h100x8x8 or a100x8x4-100gbe, or a JSON or YAML file. Default: this machine by `jhpt profile`."""
     clusters: str | None = None
-    """Clusters to compare, separated by commas."""
+    """Clusters to compare, separated by commas: one table, the cheapest first with --price, else the fastest."""
     list_clusters: bool = False
-    """List the devices and networks that clusters are named by; with --json and the source of every figure."""
+    """List the devices and networks that clusters are named by, and plan nothing; --json adds every figure's source."""
     tokens: str | None = None
     """Tokens to train on, such as 260B: adds days, GPU-hours and, with --price, the cost."""
     price: str | None = None

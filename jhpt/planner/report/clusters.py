@@ -86,6 +86,7 @@ def options_table(options: Sequence[Option]) -> Table:
     rows = [_figures(option) for option in options]
     columns = [name for name in max(rows, key=len) if any(row.get(name) for row in rows)]
     table = column_table("cluster", *columns, title="", numbers=1)
+    table.columns[0].no_wrap = True
     for option, row in zip(options, rows, strict=True):
         table.add_row(escape(option.cluster.name), *(row.get(name) or "-" for name in columns))
     return table
@@ -97,6 +98,8 @@ def _figures(option: Option) -> dict[str, str]:
     if option.answer is None:
         return {"GPUs": count}
     found, paid = speed(option.answer), option.rent
+    if idle := found.devices - option.answer.plan.devices:
+        count += f" ({idle} idle)"
     rate, unit = found.rate
     each = rate / found.devices
     figures = {
@@ -168,8 +171,9 @@ def print_catalogue(console: Console) -> None:
         links.add_row(network, f"{8e-9 * link.bandwidth:.1f} Gbit/s", duration(link.latency), ports)
     console.print(links)
     console.print(
-        "\nMemory is what a program can allocate; rates are of one direction; even large products miss the peak.\n"
-        "Their share of it, and the source of every figure: --json. Other machines: docs/concepts/cluster.md.",
+        "\nMemory is what a program can allocate; rates are of one direction; no product reaches the peak.\n"
+        "The share that products reach, and the source of every figure: --json.\n"
+        "Other machines: a short YAML file, docs/concepts/cluster.md.",
         markup=False,
     )
 
