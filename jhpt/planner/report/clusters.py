@@ -129,6 +129,7 @@ def _option_json(option: Option) -> dict[str, Any]:
         return about | {"plan": None, "why": option.reason}
     found = speed(option.answer)
     return about | {
+        "idle": option.cluster.num_devices - option.answer.plan.devices,
         "plan": option.answer.plan.model_dump(mode="json", exclude_none=True),
         "seconds": found.seconds,
         "samples_per_second": found.samples,

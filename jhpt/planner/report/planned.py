@@ -12,6 +12,7 @@ from jhpt.core.plan import Plan
 from jhpt.planner.cost.estimate import Estimate
 from jhpt.planner.report.alternatives import Alternative, alternatives
 from jhpt.planner.report.answer import PLAIN_WIDTH, print_answer, to_json
+from jhpt.planner.report.rent import Rent, read_prices, read_tokens, rent
 from jhpt.planner.report.speed import Speed, headline, speed
 from jhpt.planner.search.baselines import Baseline, baselines
 from jhpt.planner.search.request import Request
@@ -58,6 +59,14 @@ class Planned(Plan):
     def mfu(self) -> float | None:
         """Share of the peak of all devices, causal convention; None where FLOP or peak are not known."""
         return self.speed.mfu
+
+    def rent(self, tokens: float | str | None = None, price: float | str | None = None) -> Rent | None:
+        """Days, device-hours and cost of training on so many tokens, as `jhpt plan --tokens 260B --price 2.5` says.
+
+        Raises:
+          InputError: these are no tokens or prices, or samples have no tokens.
+        """
+        return rent(self._answer, read_tokens(tokens), read_prices(price, [self._answer.model.cluster]))
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:

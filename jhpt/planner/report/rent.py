@@ -71,16 +71,16 @@ class Rent:
         return {name: value for name, value in figures.items() if value is not None}
 
 
-def read_tokens(text: str | None) -> float | None:
-    """The number of tokens that `--tokens` says."""
+def read_tokens(text: float | str | None) -> float | None:
+    """A number of tokens, or text such as `260B`; InputError for anything else."""
     try:
         return None if text is None else parse_count(text)
     except ValueError as error:
-        raise InputError(f"--tokens: {error}") from None
+        raise InputError(f"tokens={error}") from None
 
 
-def read_prices(text: str | None, clusters: Iterable[Cluster]) -> Prices | None:
-    """The prices that `--price` says for the devices of these clusters: `2.5`, or `h100=2.5,a100=1.3`.
+def read_prices(text: float | str | None, clusters: Iterable[Cluster]) -> Prices | None:
+    """Prices for the devices of these clusters: `2.5`, or `h100=2.5,a100=1.3`.
 
     Raises:
       InputError: no price, a kind without one, or a price for a kind that none of the clusters has.
@@ -88,22 +88,21 @@ def read_prices(text: str | None, clusters: Iterable[Cluster]) -> Prices | None:
     if text is None:
         return None
     prices: dict[str, float] = {}
+    text = str(text)
     for part in text.split(","):
         kind, given, price = part.rpartition("=")
         kind = kind.strip().lower()
         if kind in prices or (given and not kind) or (not given and "," in text):
-            raise InputError(
-                f"--price {text}: write one price for all devices, or one per kind as in h100=2.5,a100=1.3"
-            )
+            raise InputError(f"price={text}: write one price for all devices, or one per kind as in h100=2.5,a100=1.3")
         prices[kind] = _price(price, text)
     found = {price_kind(node.device) for cluster in clusters for node in cluster.nodes}
     for kind in found if EVERY not in prices else ():
         if kind not in prices:
-            raise InputError(f"--price {text}: there is no price for {kind}; add {kind}=PRICE")
+            raise InputError(f"price={text}: there is no price for {kind}; add {kind}=PRICE")
     for kind in prices:
         if kind and kind not in found:
             hint = did_you_mean(kind, found) or f"; leave {kind} out"
-            raise InputError(f"--price {text}: no cluster has devices of the kind {kind!r}{hint}")
+            raise InputError(f"price={text}: no cluster has devices of the kind {kind!r}{hint}")
     return prices
 
 
@@ -113,7 +112,7 @@ def _price(text: str, whole: str) -> float:
     except ValueError:
         price = -1.0
     if not 0 <= price < math.inf:
-        raise InputError(f"--price {whole}: {text!r} is no price of a device for an hour; write it as 2.5")
+        raise InputError(f"price={whole}: {text!r} is no price of a device for an hour; write it as 2.5")
     return price
 
 
@@ -148,9 +147,9 @@ def rent(answer: Answer, tokens: float | None, prices: Prices | None) -> Rent | 
 
 def check_tokens(profile: ModelProfile, tokens: float | None, prices: Prices | None) -> None:
     """Refuses tokens and prices for a model whose samples have no tokens."""
-    flags = [flag for flag, given in (("--tokens", tokens), ("--price", prices)) if given is not None]
-    if flags and not profile.sample_tokens:
-        raise InputError(f"{profile.name}: {profile.sample} has no tokens to count; leave out {' and '.join(flags)}")
+    given = [name for name, value in (("tokens", tokens), ("price", prices)) if value is not None]
+    if given and not profile.sample_tokens:
+        raise InputError(f"{profile.name}: {profile.sample} has no tokens to count; leave out {' and '.join(given)}")
 
 
 def hourly_price(cluster: Cluster, prices: Prices) -> float:

@@ -62,6 +62,7 @@ def test_json_says_the_same(options, clusters):
     assert json.loads(json.dumps(tree, allow_nan=False)) == tree
     first, second, last = tree["clusters"]
     assert first["rent"]["cost"] < second["rent"]["cost"]
+    assert first["idle"] == first["devices"] - sum(stage["devices"] for stage in first["plan"]["stages"])
     assert 0 < first["memory_full"] < 1 and 0 < first["mfu"] < 1
     assert (last["plan"], "fits no plan" in last["why"]) == (None, True)
 

@@ -49,6 +49,15 @@ def test_figures(planned):
     assert (tree["mfu"], tree["tokens_per_second"]) == (planned.mfu, planned.tokens_per_second)
 
 
+def test_what_training_takes(planned):
+    found = planned.rent("1B", 2.5)
+    assert found == planned.rent(1e9, "2.5") == planned.rent(tokens=1e9, price="a100=2.5")
+    assert found.cost == pytest.approx(2.5 * found.device_hours)
+    assert planned.rent() is None
+    with pytest.raises(jhpt.InputError, match="tokens='lots'"):
+        planned.rent("lots")
+
+
 def test_a_changed_copy_has_no_explanation(planned):
     changed = planned.model_copy(update={"origin": "given"})
     assert type(changed) is Plan and changed.origin == "given"
