@@ -9,17 +9,19 @@ if TYPE_CHECKING:
     from jhpt.core.load import load_config
     from jhpt.core.plan import Plan
     from jhpt.planner.api import plan
+    from jhpt.planner.report.planned import Planned
     from jhpt.training.run import RunResult, train
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "InputError", "Plan", "RunResult", "load_config", "plan", "train"]
+__all__ = ["Config", "InputError", "Plan", "Planned", "RunResult", "load_config", "plan", "train"]
 
 _HOME = {
     "Config": "jhpt.core.config",
     "InputError": "jhpt.core.errors",
     "load_config": "jhpt.core.load",
     "Plan": "jhpt.core.plan",
+    "Planned": "jhpt.planner.report.planned",
     "plan": "jhpt.planner.api",
     "RunResult": "jhpt.training.run",
     "train": "jhpt.training.run",

@@ -18,10 +18,11 @@ import pytest
 import yaml
 
 from jhpt import cli
-from jhpt.cli import main, parse_overrides
+from jhpt.cli import main
 from jhpt.core.families.bert import BERTConfig
 from jhpt.core.load import dotted, load_config, to_yaml
 from jhpt.core.presets import PRESETS
+from jhpt.flags import parse_overrides
 from jhpt.training import run
 from jhpt.training.data.cache import token_cache
 from jhpt.training.data.tokenizer import load_tokenizer

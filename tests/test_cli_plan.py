@@ -12,7 +12,7 @@ import pytest
 
 import jhpt
 from jhpt import cli
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.config import Compression
 from jhpt.core.folders import cache_folder
 from jhpt.core.load import load_config
@@ -54,6 +54,54 @@ def test_json_is_all_there_is_on_stdout_and_holds_the_plan(tmp_path, capsys):
     assert jhpt.Plan.load(tmp_path / "copy.json") == jhpt.Plan.load("plan.json")
 
 
+def test_the_answer_begins_with_what_one_rents_for(capsys):
+    assert plan(f"{SMALL} --tokens 260B --price 2.5") == 0
+    first, second, third, *_ = capsys.readouterr().out.splitlines()
+    for words in ("tokens/s per GPU", "MFU", "(causal)", "per step"):
+        assert words in first
+    for words in ("260 B tokens", "days", "GPU-hours", "cost"):
+        assert words in second
+    assert "all 2 GPUs" in third and "2.5 per GPU-hour" in third
+    assert plan(f"{SMALL} --tokens 260B --price 2.5 --json") == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["rent"]["cost"] == pytest.approx(2.5 * tree["rent"]["device_hours"])
+    assert tree["tokens_per_second_per_device"] == tree["tokens_per_second"] / 2
+
+
+def test_clusters_are_compared(capsys):
+    assert plan("gpt-tiny --clusters a100x2x1,h100x2x1 --batch 4 --price a100=1,h100=3 --json") == 0
+    compared = json.loads(capsys.readouterr().out)["clusters"]
+    assert plan(f"{SMALL} --price 1 --json") == 0
+    alone = json.loads(capsys.readouterr().out)
+    (same,) = (each for each in compared if each["cluster"] == "a100x2x1")
+    for key in ("plan", "seconds", "mfu", "tokens_per_second", "rent"):
+        assert same[key] == alone[key]
+    costs = [each["rent"]["cost_per_billion_tokens"] for each in compared]
+    assert costs == sorted(costs)
+    assert plan("vgg16 --clusters a100x2x1,h100x2x1 --batch 4 --micro-batches 1") == 0
+    assert "samples/s per GPU" in capsys.readouterr().out
+
+
+def test_the_catalogue_is_listed(capsys):
+    assert plan("--list-clusters") == 0
+    assert "gb200" in capsys.readouterr().out
+    assert plan("--list-clusters --json") == 0
+    assert "GPU" not in json.loads(capsys.readouterr().out)["kinds"]["h100"]["device"]["name"]
+
+
+def test_a_dtype_by_its_usual_name_in_a_cluster_file(tmp_path, capsys):
+    """Peaks under names that programs do not have were a traceback."""
+    (tmp_path / "here" / "card.yaml").write_text(
+        "device: {name: card, peak_flops: {bf16: 1e14}, memory: 20GB, memory_bandwidth: 1TB/s}\n"
+        "nodes: 1 x 2\ninside: pcie4\nhost: pcie4\nhost_memory: 100GB\n"
+    )
+    assert plan("gpt-tiny --cluster card.yaml --batch 4 --json") == 0
+    assert json.loads(capsys.readouterr().out)["model"]["dtype"] == "bfloat16"
+    assert plan("vgg16 --cluster card.yaml --batch 4 --micro-batches 1") == 0
+    assert plan("gpt-tiny --cluster card.yaml --batch 4 --model.dtype float32") == 2
+    assert "card has no rate for dtype=float32; use bfloat16" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", ["--parallel.compression auto", "--parallel.compression.auto true"])
 def test_compression_is_the_planners_where_it_is_told(words, capsys):
     """Two devices that have to share a model, on a link of 1 MB/s."""
@@ -61,7 +109,7 @@ def test_compression_is_the_planners_where_it_is_told(words, capsys):
     node = cluster.nodes[0]
     slow = {"inside": node.inside.model_copy(update={"bandwidth": 1e6, "measured": None})}
     cluster.model_copy(update={"nodes": (node.model_copy(update=slow),)}).save("slow.json")
-    options = "gpt-tiny --cluster slow.json --batch 1 --schedule 1f1b --microbatches 1 --json"
+    options = "gpt-tiny --cluster slow.json --batch 1 --schedule 1f1b --micro-batches 1 --json"
     assert plan(f"{options} {words}") == 0
     chosen = json.loads(capsys.readouterr().out)["plan"]
     assert plan(f"{options} --parallel.compression off") == 0
@@ -75,7 +123,7 @@ def test_compression_is_the_planners_where_it_is_told(words, capsys):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_classic_networks_have_no_settings_but_plans(name, capsys):
-    assert plan(f"{name} --cluster v100x2x1 --batch 4 --microbatches 1") == 0
+    assert plan(f"{name} --cluster v100x2x1 --batch 4 --micro-batches 1") == 0
     assert "samples/s" in capsys.readouterr().out
     assert name in cli.USAGE
 
@@ -157,7 +205,29 @@ BAD = {
     "network without a batch": ("vgg16 --cluster a100x2x1", "vgg16", "--batch 256"),
     "profile without a batch": ("--profile p.json --cluster a100x2x1", "--batch"),
     "settings of a network": ("vgg16 --cluster a100x2x1 --batch 4 --model.num_layers 3", "--model.num_layers"),
-    "micro-batches": (f"{SMALL} --microbatches 3", "micro_batches=3", "batch=4", "use 1, 2 or 4"),
+    "micro-batches": (f"{SMALL} --micro-batches 3", "micro_batches=3", "batch=4", "use 1, 2 or 4"),
+    "micro-batches by their old name": (f"{SMALL} --microbatches 2", "--microbatches is now", "--micro-batches"),
+    "no number of tokens": (f"{SMALL} --tokens lots", "tokens='lots'", "260B"),
+    "no price": (f"{SMALL} --price cheap", "price=cheap", "2.5"),
+    "price of another kind": (f"{SMALL} --price h100=2", "no price for a100", "a100=PRICE"),
+    "tokens of a network": (
+        "vgg16 --cluster a100x2x1 --batch 4 --tokens 1B",
+        "vgg16",
+        "no tokens",
+        "leave out tokens",
+    ),
+    "one cluster and several": ("gpt-tiny --cluster a100x2x1 --clusters a100x2x1,h100x2x1", "--cluster is for one"),
+    "files of several clusters": ("gpt-tiny --clusters a100x2x1,h100x2x1 --svg step.svg", "--svg is for one"),
+    "compiling for several clusters": ("gpt-tiny --clusters a100x2x1,h100x2x1 --compile", "--compile is for one"),
+    "one cluster to compare": ("gpt-tiny --clusters a100x2x1", "two or more", "h100x8x1,a100x8x2"),
+    "an unknown cluster to compare": ("gpt-tiny --clusters a100x2x1,h10x2x1", "'h10'", "did you mean h100?"),
+    "a profile for several kinds": ("--profile p.json --batch 4 --clusters a100x2x1,h100x2x1", "p.json", "one kind"),
+    "nothing fits any": (
+        "gpt-tiny --clusters v100x1x1,a10gx1x1 --batch 1 --budget 1MiB --memory.offload off",
+        "fits no plan on v100x1x1",
+        "fits no plan on a10gx1x1",
+    ),
+    "more than a list": ("gpt-tiny --list-clusters --batch 4", "leave out --batch and gpt-tiny", "only --json"),
     "no batch": ("gpt-tiny --cluster a100x2x1 --batch 0", "batch=0", "at least one"),
     "wrong type": ("gpt-tiny --cluster a100x2x1 --batch many", "many"),
     "wrong setting": (f"{SMALL} --model.d_model 3", "model.d_model=3"),
@@ -171,7 +241,7 @@ BAD = {
         "it would fit with",
         "such devices",
     ),
-    "nothing fits the budget": (f"{SMALL} --microbatches 1 --budget 1MiB", "fits no plan", "it would fit with"),
+    "nothing fits the budget": (f"{SMALL} --micro-batches 1 --budget 1MiB", "fits no plan", "it would fit with"),
     "budget without a number": (f"{SMALL} --budget lots", "budget='lots'", "24GiB"),
     "budget in another unit": (f"{SMALL} --budget 24GHz", "budget='24GHz'"),
     "budget of nothing": (f"{SMALL} --budget 0GiB", "budget='0GiB'"),
@@ -205,7 +275,8 @@ def test_what_cannot_work_is_refused(name, profile, tmp_path, capsys):
     profile.save("p.json")
     before = tree(tmp_path)
     arguments, *words = BAD[name]
-    assert plan(arguments + ("" if "--out" in arguments or "--svg" in arguments else " --out plan.json")) == 2
+    has_file = any(flag in arguments for flag in ("--out", "--svg", "-clusters"))
+    assert plan(arguments + ("" if has_file else " --out plan.json")) == 2
     out, error = capsys.readouterr()
     for word in words:
         assert word in error, error

@@ -3,8 +3,8 @@
     python benchmarks/calibration/fit.py RUNS.csv [--out FILE]
 
 RUNS.csv has the columns of `jhpt bench predict --published`.  Every run is priced for the plan that was run, in the
-program of the framework that ran it (`jhpt.bench.frameworks`).  With r the logarithm of predicted / measured seconds, the
-figures minimise
+program of the framework that ran it (`jhpt.bench.frameworks`).  With r the logarithm of predicted / measured seconds,
+the figures minimise
 
     sum over runs of w rho(r)  +  sum over figures of (WEIGHT ln(figure / prior) / spread of the prior)^2
 
@@ -29,7 +29,7 @@ import numpy.typing as npt
 import yaml
 
 from jhpt.bench.published import PricedRun, PublishedRun, claims_of, predicted_seconds, read_runs
-from jhpt.core.calibration import Figures
+from jhpt.core.calibration import Figures, grouped
 
 Vector = npt.NDArray[np.float64]
 
@@ -88,11 +88,7 @@ class Fit:
 def figures_of(x: Vector) -> Figures:
     """The figures of such logarithms."""
     values = {name: math.exp(one) for name, one in zip(PRIORS, x, strict=True)}
-    groups = {
-        group: {name.partition(".")[2]: value for name, value in values.items() if name.startswith(group + ".")}
-        for group in ("products", "fused_attention")
-    }
-    return Figures(**groups, **{name: value for name, value in values.items() if "." not in name})
+    return grouped(values)
 
 
 def residuals_at(x: Vector, runs: Sequence[PublishedRun]) -> Vector:
@@ -206,9 +202,8 @@ def main() -> None:
     residuals, folds = cross_validated(runs, whole)
     report("cross-validated", runs, residuals)
     for name, one, fold in zip(PRIORS, whole.x, folds.T, strict=True):
-        print(
-            f"  {name:<26} {math.exp(one):.4g}  without a source {math.exp(fold.min()):.3g} - {math.exp(fold.max()):.3g}"
-        )
+        low, high = math.exp(fold.min()), math.exp(fold.max())
+        print(f"  {name:<26} {math.exp(one):.4g}  without a source {low:.3g} - {high:.3g}")
     if options.out:
         tree = tree_of(options.runs, runs, whole, folds, residuals)
         options.out.write_text(yaml.safe_dump(tree, sort_keys=False, width=120, default_flow_style=None))

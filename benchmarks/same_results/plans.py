@@ -91,7 +91,7 @@ def _placed(request: PlanRequest, folder: Path) -> dict[str, str]:
 
 
 def _argument(flag: str) -> str:
-    """The argument of the function for an option: the command line has microbatches, the function micro_batches."""
+    """The argument of the function for an option: the old command line had microbatches, the function micro_batches."""
     return {"microbatches": "micro_batches"}.get(flag, flag)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 SETTINGS: dict[str, str] = {}
 """Configuration, old dotted name -> new one.  The name of a section holds for everything in it."""
 
-FLAGS: dict[str, str] = {}
+FLAGS: dict[str, str] = {"microbatches": "micro_batches"}
 """Options of `jhpt plan`, which are the arguments of `jhpt.plan` too, old -> new, without dashes."""
 
 KEYS: dict[str, str] = {

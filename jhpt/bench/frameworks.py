@@ -3,17 +3,24 @@
 A published run is a measurement of hardware and of a framework's program at once.  These facts take the program out, so
 that what remains is a property of the hardware (`jhpt.core.calibration`).  None is fitted to a framework's own runs.
 
-    Megatron-LM     fused softmax, bias and dropout; stages wait for what they send and receive (p2p_communication.py);
-                    gradients are reduced after the last backward pass; with bfloat16 they are summed in float32
-    DeepSpeed       its BF16_Optimizer casts a gradient, adds and clears it in kernels of their own, all-reduces the float32
-                    sums though ranks need shares, and gathers weights after the update
+    Megatron-LM     fused softmax, bias and dropout; stages wait for what they send and receive (p2p_communication.py)
+    DeepSpeed       its BF16_Optimizer casts a gradient, adds and clears it in kernels of their own, all-reduces the
+                    float32 sums though ranks need shares, and gathers weights after the update
     FSDP            prefetches weights; kernels are PyTorch's own, one per operation, unless torch.compile fuses them
-    XLA             fuses; writes the random bits of dropout to memory; gradients are reduced in the dtype of the weights
+    nanotron        PyTorch's own kernels; sums and reduces gradients in float32
+    XLA             fuses; writes the random bits of dropout to memory
     llm.c           fused kernels of its own
 """
 
+from typing import Any
+
 from jhpt.core.calibration import ACCUMULATION, DRAW_BYTES, Figures
 from jhpt.core.framework import Framework
+from jhpt.core.state import FLOAT32
+
+FUSED = ("XLA", "Megatron", "compile", "llm.c", "DDP")
+"""Parts of the names of frameworks whose element-wise kernels are fused; the PyTorch DDP runs are FlashAttention's own,
+with fused norms, dropout and MLP."""
 
 EAGER = 1.3
 """Element-wise traffic of PyTorch without a compiler, relative to fused kernels: a norm, a bias or an activation writes
@@ -30,14 +37,14 @@ def framework_named(name: str, compiled: bool, fitted: Figures, *, flash1: bool)
       compiled: whether torch.compile fuses its kernels.
       flash1: whether it runs FlashAttention 1.
     """
-    fused = compiled or any(part in name for part in ("XLA", "Megatron", "compile", "llm.c", "DDP"))
-    facts: dict[str, object] = {}
+    fused = compiled or any(part in name for part in FUSED)
+    facts: dict[str, Any] = {}
     if "XLA" in name:
         facts = {"draw_bytes": DRAW_BYTES}
     elif "DeepSpeed" in name:
-        facts = {"accumulation": SEPARATE_KERNELS, "gradient_bytes": 4.0, "all_reduces_shares": True}
-    elif "nanotron" in name or (not fused and "FSDP" not in name and "InternEvo" not in name and "PyTorch" not in name):
-        facts = {"gradient_bytes": 4.0}
+        facts = {"accumulation": SEPARATE_KERNELS, "gradient_bytes": FLOAT32, "all_reduces_shares": True}
+    elif "nanotron" in name:
+        facts = {"gradient_bytes": FLOAT32}
     return Framework(
         name=name or "another framework",
         traffic=fitted.traffic * (1.0 if fused else EAGER),

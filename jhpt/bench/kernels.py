@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhpt.bench.results import Claim, Report, chosen, print_claims, print_table
 from jhpt.compiled.deviceless import compile_only_devices, compiled_for
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import NotHere
 from jhpt.kernels.operations import OPERATIONS, Operation
 from jhpt.kernels.token_topk.specs import Spec as Scores

@@ -1,5 +1,5 @@
-"""What devices, links and programs reach in real training, fitted to published runs.  The figures, with their spread, are
-in `calibration.yaml`, which `benchmarks/calibration/fit.py` writes.
+"""What devices, links and programs reach in real training, fitted to published runs.  The figures, with their spread,
+are in `calibration.yaml`, which `benchmarks/calibration/fit.py` writes.
 
 A datasheet says what hardware could do, a benchmark of a single operation what it does for a moment.  Runs of hours
 reach less: power limits lower the clocks of an H100, networks are congested, collectives slow down the computation
@@ -28,21 +28,21 @@ import yaml
 from jhpt.core.framework import Framework
 
 NEAREST = {7: "volta", 8: "ampere", 9: "hopper", 10: "hopper", 12: "hopper"}
-"""Architecture whose figures count, by the major compute capability: Ada as Ampere, Blackwell as Hopper."""
+"""Architecture whose figures count, by major compute capability: Ada as Ampere, Blackwell as Hopper."""
 
 POWER = 0.5
-"""Exponent of clock by power: dynamic power grows with frequency times the square of the voltage, which near the limit
-grows as fast as the frequency does, or a little slower."""
+"""Exponent of clock by power.  Dynamic power grows with the frequency and the square of the voltage, and near its limit
+a chip raises the voltage with the root of the frequency."""
 
 MEMORY_SHARE = 0.85
-"""Share of the nominal memory bandwidth that long element-wise kernels reach: BabelStream's triad, 0.83 to 0.92 on V100,
-A100 and H100."""
+"""Share of the nominal memory bandwidth that long element-wise kernels reach: BabelStream's triad has 0.83 to 0.92 on
+V100, A100 and H100."""
 
 LAUNCH = 2e-5
 """Seconds of a layer's forward pass between its kernels: some ten of them, about 2 us from one to the next."""
 
 DRAW_BYTES = 8.0
-"""Bytes moved for a random number in programs of XLA, which writes the 32 random bits of each to memory and reads them."""
+"""Bytes moved for a random number in programs of XLA, which writes its 32 random bits to memory and reads them."""
 
 ACCUMULATION = 10.0
 """Bytes per parameter: a 16-bit gradient is read, the float32 sum read and written."""
@@ -86,13 +86,19 @@ def architecture(capability: float | None) -> str:
 @functools.cache
 def figures() -> Figures:
     """The figures that come with jhpt."""
-    values = {name: figure["value"] for name, figure in _data()["figures"].items()}
-    groups: dict[str, Any] = {name: {} for name in ("products", "fused_attention")}
+    return grouped({name: figure["value"] for name, figure in _data()["figures"].items()})
+
+
+def grouped(values: Mapping[str, float]) -> Figures:
+    """The figures of values by name, `products.ampere` being the one of `products` for that architecture."""
+    fields: dict[str, Any] = {name: {} for name in ("products", "fused_attention")}
     for name, value in values.items():
         group, _, key = name.partition(".")
         if key:
-            groups[group][key] = value
-    return Figures(**groups, **{name: value for name, value in values.items() if "." not in name})
+            fields[group][key] = value
+        else:
+            fields[name] = value
+    return Figures(**fields)
 
 
 @functools.cache
@@ -106,8 +112,8 @@ def ours() -> Framework:
     """jhpt's own program.
 
     Its element-wise kernels count as those of other fusing compilers.  XLA schedules its communication over data ranks
-    beside products (docs/reports/gpu-compile.md), where it slows them down as it does elsewhere; of all-reduces over the
-    tensor axis without sample chunks it hides little.
+    beside products (docs/reports/gpu-compile.md), where it slows them down as it does elsewhere; of all-reduces over
+    the tensor axis without sample chunks it hides little.
     """
     return Framework(
         name="jhpt",

@@ -9,19 +9,21 @@ A cluster's name is KINDxDEVICESxNODES[-NETWORK]: `h100x8x4` is 4 nodes of 8 H10
 
 A network that the name gives has as many ports as the kind's usual network.  Peak rates and InfiniBand rates are the
 vendors' nominal ones; NVLink and PCIe rates are the smaller ones that NCCL assumes.
+
+`jhpt.core.cluster_file` reads clusters from files; what a file leaves out comes from here.
 """
 
 import functools
 import importlib.resources
 import re
+import statistics
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from jhpt.core.calibration import LAUNCH, MEMORY_SHARE, POWER, Figures, architecture, figures
-from jhpt.core.cluster import Cluster, Curve, Device, Link, Node, load_cluster
+from jhpt.core.cluster import Cluster, Curve, Device, Link, Node
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean
 
@@ -32,13 +34,10 @@ MATMUL_SIZES = tuple(2.0 ** (exponent / 2) for exponent in range(2 * 16, 2 * 42 
 """FLOP at which efficiency is tabulated: from products too small to matter to those within 1 % of the largest share.
 Half octaves: straight lines between whole ones would make a product up to 6 % faster for being larger."""
 
-FILES = (".json", ".yaml", ".yml")
-"""Endings by which the name of a file is told from the name of a cluster."""
-
 FLOAT8_CAPABILITY = 8.9
 """The least compute capability whose tensor cores multiply e4m3 and e5m2: Ada, Hopper and newer (PTX ISA, `mma`)."""
 
-OLDER = {"V100": 7.0}
+CAPABILITIES = {"V100": 7.0, "A10G": 8.6, "L40S": 8.9, "RTX 4090": 8.9, "GB200": 10.0}
 """Compute capabilities of devices without a chip in the catalogue, by a part of their name."""
 
 _NAME = re.compile(r"(?P<kind>[a-z0-9]+?)x(?P<devices>[1-9]\d*)x(?P<nodes>[1-9]\d*)(-(?P<network>\w+))?")
@@ -57,18 +56,6 @@ class Chip:
     l2_bytes: int
     clock: float
     links: int
-
-
-def find_cluster(name_or_path: str | Path) -> Cluster:
-    """The cluster in a JSON or YAML file, or the one of that name.
-
-    Raises:
-      InputError: neither; the message lists what is known.
-    """
-    path = Path(name_or_path)
-    if path.suffix.lower() in FILES or path.is_file():
-        return load_cluster(path)
-    return cluster_named(str(name_or_path))
 
 
 def cluster_named(name: str, fitted: Figures | None = None) -> Cluster:
@@ -94,9 +81,9 @@ def cluster_named(name: str, fitted: Figures | None = None) -> Cluster:
     network = match["network"] or entry["network"][0]
     return Cluster(
         name=name.lower(),
-        nodes=(_node(kind, devices, nodes, fitted or figures()),),
-        network=_network(network, entry, devices, fitted or figures()),
-        sources=_sources(kind, network),
+        nodes=(node_named(kind, devices, nodes, fitted),),
+        network=network_named(network, kind, devices, fitted),
+        sources=sources_of(kind, network),
     )
 
 
@@ -121,12 +108,88 @@ def device_named(kind: str, *, power: float | None = None, fitted: Figures | Non
         peak_flops={dtype: entry[dtype][0] for dtype in dtypes},
         memory=entry["memory"][0],
         memory_bandwidth=entry["memory_bandwidth"][0],
-        efficiency=_matmul_efficiency(entry["bfloat16"][0], share, _data()["matmul"]["overhead"][0]),
+        efficiency=efficiency_of(entry["bfloat16"][0], share),
         multiprocessors=chip.multiprocessors if chip else entry.get("multiprocessors", (None,))[0],
         fused_attention=fitted.fused_attention.get(era, 1.0),
         memory_share=MEMORY_SHARE,
         launch=LAUNCH,
     )
+
+
+def efficiency_of(peak: float, share: float | None = None) -> Curve:
+    """Share of the peak that a product of so many FLOP reaches, on a device of this 16-bit peak.
+
+    share: that of the largest products; None: the median of the devices here, times the least that training sustains.
+    """
+    if share is None:
+        median = statistics.median(entry["share"][0] for entry in _data()["kinds"].values())
+        share = median * min(figures().products.values())
+    return _matmul_efficiency(peak, share, _data()["matmul"]["overhead"][0])
+
+
+def node_named(kind: str, devices: int, count: int = 1, fitted: Figures | None = None) -> Node:
+    """`count` nodes of so many devices of a kind; InputError for an unknown kind."""
+    entry, fitted = _kind(kind), fitted or figures()
+    return Node(
+        device=device_named(kind, fitted=fitted),
+        devices=devices,
+        inside=Link(bandwidth=entry["inside"][0], latency=entry["inside_latency"][0], reached=fitted.inside),
+        host=Link(bandwidth=entry["host"][0], latency=_data()["latency"]["host"][0]),
+        host_memory=entry["host_memory"][0] * devices / NODE_DEVICES,
+        count=count,
+    )
+
+
+def usual_network(kind: str) -> str:
+    """The name of the network that nodes of a kind have unless something else is said."""
+    name: str = _kind(kind)["network"][0]
+    return name
+
+
+def network_named(network: str, kind: str | None, devices: int, fitted: Figures | None = None) -> Link:
+    """A network, with the ports of a node of so many devices of a kind; None: a kind with a port for each device.
+
+    Raises:
+      InputError: unknown network or kind.
+    """
+    if network not in networks():
+        raise InputError(f"there is no network {network!r}{did_you_mean(network, networks())}; {_known()}")
+    entry, fitted = _data()["networks"][network], fitted or figures()
+    per_device = 1 if kind is None else _kind(kind)["ports_per_device"][0]
+    ports = entry["per_node"] or max(1, int(devices * per_device))
+    return Link(
+        bandwidth=entry["bandwidth"][0],
+        latency=entry["latency"][0],
+        ports=ports,
+        reached=fitted.network,
+        decline=fitted.decline,
+        sharing=fitted.sharing,
+    )
+
+
+def link_named(name: str) -> Link:
+    """A link between the devices of a node, such as `nvlink4` or `pcie5`; InputError for an unknown one."""
+    if name not in links():
+        raise InputError(f"there is no link {name!r}{did_you_mean(name, links())}; links: {one_of(links())}")
+    entry = _kind(_data()["links"][name])
+    return Link(bandwidth=entry["inside"][0], latency=entry["inside_latency"][0], reached=figures().inside)
+
+
+def host_latency() -> float:
+    """Seconds before the first byte of a copy between a device and its host."""
+    seconds: float = _data()["latency"]["host"][0]
+    return seconds
+
+
+def links() -> tuple[str, ...]:
+    """Names of the links between the devices of a node."""
+    return tuple(_data()["links"])
+
+
+def most_devices(kind: str) -> int:
+    """How many devices of a kind a node takes."""
+    most: int = _kind(kind)["max_devices"][0]
+    return most
 
 
 def kinds() -> tuple[str, ...]:
@@ -161,17 +224,19 @@ def capability_by_driver(device_kind: str) -> float | None:
     """The compute capability of a device by the driver's name for it, or None where it is not known."""
     chip = chip_by_driver(device_kind)
     if chip is None:
-        return next((known for name, known in OLDER.items() if name in device_kind), None)
+        return next((known for name, known in CAPABILITIES.items() if name in device_kind), None)
     return chip.capability[0] + chip.capability[1] / 10
 
 
 def kind_by_driver(device_kind: str) -> str | None:
     """The kind of a device, such as `h100`, by the driver's name for it; None where it is not known."""
+    if (exact := next((kind for kind in kinds() if _kind(kind)["name"][0] == device_kind), None)) is not None:
+        return exact
     for driver in _data()["drivers"]:
         if re.search(driver["pattern"], device_kind):
             kind: str | None = driver.get("kind")
             return kind
-    return next((kind for kind in kinds() if _kind(kind)["name"][0] == device_kind), None)
+    return None
 
 
 def kinds_with_chips() -> tuple[str, ...]:
@@ -228,34 +293,7 @@ def _matmul_efficiency(peak: float, share: float, overhead: float) -> Curve:
     return Curve(sizes=MATMUL_SIZES, values=tuple(1 / (overhead * peak / flops + 1 / share) for flops in MATMUL_SIZES))
 
 
-def _node(kind: str, devices: int, count: int, fitted: Figures) -> Node:
-    entry = _kind(kind)
-    return Node(
-        device=device_named(kind, fitted=fitted),
-        devices=devices,
-        inside=Link(bandwidth=entry["inside"][0], latency=entry["inside_latency"][0], reached=fitted.inside),
-        host=Link(bandwidth=entry["host"][0], latency=_data()["latency"]["host"][0]),
-        host_memory=entry["host_memory"][0] * devices / NODE_DEVICES,
-        count=count,
-    )
-
-
-def _network(network: str, kind: dict[str, Any], devices: int, fitted: Figures) -> Link:
-    if network not in networks():
-        raise InputError(f"there is no network {network!r}{did_you_mean(network, networks())}; {_known()}")
-    entry = _data()["networks"][network]
-    ports = entry["per_node"] or max(1, int(devices * kind["ports_per_device"][0]))
-    return Link(
-        bandwidth=entry["bandwidth"][0],
-        latency=entry["latency"][0],
-        ports=ports,
-        reached=fitted.network,
-        decline=fitted.decline,
-        sharing=fitted.sharing,
-    )
-
-
-def _sources(kind: str, network: str) -> dict[str, str]:
+def sources_of(kind: str, network: str) -> dict[str, str]:
     """Where each figure of a cluster comes from, by its place."""
     device, link, shared = _kind(kind), _data()["networks"][network], _data()
     places = {f"device.peak_flops.{dtype}": device[dtype] for dtype in ("bfloat16", "float16", "float32")}
@@ -268,9 +306,8 @@ def _sources(kind: str, network: str) -> dict[str, str]:
         f"large products: {device['share'][1]}, times what training sustains of it (jhpt/core/calibration.yaml); "
         f"small ones: {shared['matmul']['overhead'][1]}"
     )
-    fitted = "jhpt/core/calibration.yaml, fitted to published runs"
-    places = ("device.fused_attention", "inside.reached", "network.reached", "network.decline", "network.sharing")
-    sources |= dict.fromkeys(places, fitted)
+    calibrated = ("device.fused_attention", "inside.reached", "network.reached", "network.decline", "network.sharing")
+    sources |= dict.fromkeys(calibrated, "jhpt/core/calibration.yaml, fitted to published runs")
     sources |= {"device.memory_share": "BabelStream", "device.launch": "jhpt.core.calibration.LAUNCH: ten kernels"}
     if multiprocessors := (device.get("chip") or device).get("multiprocessors"):
         sources["device.multiprocessors"] = multiprocessors[1]

@@ -168,12 +168,15 @@ class Cluster(Section):
         return len({node.model_copy(update={"count": 1}).model_dump_json() for node in self.nodes}) > 1
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON."""
-        write_json(path, self.model_dump(mode="json", exclude_none=True))
+        """Writes JSON, with every null: `efficiency: null` is all of the peak, no `efficiency` the usual one."""
+        write_json(path, self.model_dump(mode="json"))
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Reads a JSON or YAML file; InputError names the file and every fault."""
+    """Reads a file that `Cluster.save` wrote; InputError names the file and every fault.
+
+    `jhpt.core.cluster_file` reads what people write.
+    """
     return parse(Cluster, read_tree(path), path)
 
 
@@ -185,7 +188,7 @@ def read_tree(path: str | Path) -> Any:
         return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: JSON's, and dates such as 2026-13-01
         raise InputError(f"{path}: neither JSON nor YAML: {error}") from None
 
 

@@ -1,5 +1,5 @@
-"""What a training framework's program does beside the products of a model, in numbers: a property of the software, as a
-`Device` and a `Link` hold properties of the hardware.
+"""What a training framework's program does beside the products of a model, in numbers: a property of the software, as
+`Device` and `Link` hold properties of the hardware.
 
 jhpt's own program is one of them (`jhpt.core.calibration.ours`); published runs are other frameworks'
 (`jhpt.bench.frameworks`).  `IDEAL` does nothing that it need not do, and hides all communication that can be hidden:
@@ -40,7 +40,7 @@ class Framework(Section):
     )
     exposed_regathers: Share = Field(
         0.0,
-        description="of the all-gathers that sequence parallelism repeats in the backward pass, beside the gradients of "
+        description="of the all-gathers that sequence parallelism repeats in the backward pass, beside gradients of "
         "weights: share that adds to it",
     )
     exposed_transfers: bool = Field(False, description="stages wait while activations and errors are sent")

@@ -112,6 +112,9 @@ class ModelProfile(Section):
     source: str = Field(description="measured (how, when) or analytic (from what)")
     sample: str = Field("one sample", description="what one sample is, e.g. a sequence of 1024 tokens")
     causal: bool = Field(False, description="tokens see only those before them")
+    flops_per_sample: NonNegative | None = Field(
+        None, description="model FLOP of a sample in a training step, causal convention; null: not known"
+    )
     dtype: str = "bfloat16"
     framework: Framework = Field(IDEAL, description="the program that the seconds hold for")
     products: Literal["same", "float8"] = Field("same", description="dtype of the matrix products of blocks")

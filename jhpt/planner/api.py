@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_args
 
 from jhpt.core.amounts import parse_bytes
-from jhpt.core.catalogue import FLOAT8_CAPABILITY, capability_by_driver, find_cluster
+from jhpt.core.catalogue import FLOAT8_CAPABILITY, capability_by_driver
 from jhpt.core.cluster import HOST_SHARE, Cluster, Device, Node
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.config import Config
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import Source, load_config
-from jhpt.core.plan import Plan, Schedule
+from jhpt.core.plan import Schedule
 from jhpt.core.presets import PRESETS
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import SETTINGS, Choices, check
@@ -25,6 +26,8 @@ from jhpt.planner.cost.layers import Space
 from jhpt.planner.profiles.analytic import ELEMENT_BYTES, analytic_profile
 from jhpt.planner.profiles.importers import local_cluster, local_profile, read_profile
 from jhpt.planner.profiles.networks import TABLES, network_profile
+from jhpt.planner.report.clusters import Option
+from jhpt.planner.report.planned import Planned
 from jhpt.planner.search.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, recomputations
 from jhpt.planner.search.request import request as request_of
 from jhpt.planner.search.solve import Answer, solve
@@ -66,8 +69,8 @@ class Options(TypedDict, total=False):
     overrides: Mapping[str, Any] | None
 
 
-def plan(config: Source = None, **options: Unpack[Options]) -> Plan:
-    """The fastest plan for one training step.
+def plan(config: Source = None, **options: Unpack[Options]) -> Planned:
+    """The fastest plan for one training step, with its explanation: `print` it.
 
     Args:
       config: as for `jhpt.train`, or the name of a classic network (vgg16, resnet50, gnmt).  Of the section `parallel`
@@ -89,7 +92,28 @@ def plan(config: Source = None, **options: Unpack[Options]) -> Plan:
       InputError: a name is unknown, settings contradict each other, or no plan fits; the message says what would fit.
       TypeError: a keyword argument is none of these.
     """
-    return prepare(config, **options).solve().plan
+    task = prepare(config, **options)
+    return Planned.of(task.solve(), task.request)
+
+
+def compare(config: Source, clusters: Iterable[Cluster], **options: Unpack[Options]) -> tuple[Option, ...]:
+    """The answers of several clusters to one question; for each, `options` are those of `plan`.
+
+    Raises:
+      InputError: no plan fits any of the clusters; the message has the reason of each.
+    """
+
+    def option(cluster: Cluster) -> Option:
+        asked: Options = {**options, "cluster": cluster}
+        try:
+            return Option(cluster=cluster, answer=prepare(config, **asked).solve())
+        except InputError as error:
+            return Option(cluster=cluster, answer=None, reason=str(error))
+
+    found = tuple(map(option, clusters))
+    if not any(each.answer for each in found):
+        raise InputError("\n\n".join(dict.fromkeys(each.reason for each in found)))
+    return found
 
 
 def prepare(config: Source = None, **options: Unpack[Options]) -> Task:

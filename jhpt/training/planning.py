@@ -17,8 +17,9 @@ from typing import Any
 import jax
 
 from jhpt.core.amounts import gib
-from jhpt.core.catalogue import cluster_named, find_cluster, kind_by_driver, known_to_differ
+from jhpt.core.catalogue import cluster_named, kind_by_driver, known_to_differ
 from jhpt.core.cluster import Cluster, Device
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.config import Config, MemoryConfig, ParallelConfig
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError

@@ -4,7 +4,7 @@ import pytest
 
 from jhpt.bench.memory import largest_model
 from jhpt.bench.memory.largest_model import WIDTHS, largest_trainable
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.planner.api import RESERVE, capped
 from tests.covers import quick_and_exhaustive
 

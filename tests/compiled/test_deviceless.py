@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jhpt.compiled import deviceless
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import NotHere
 
 ABSENT = {

@@ -12,8 +12,8 @@ from jhpt.compiled import evaluate
 from jhpt.compiled.hlo import read, text_of
 from jhpt.compiled.modelled import Clock, products
 from jhpt.compiled.program import Way, read_compiled, read_stages, wire_bytes
-from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Cluster, Device, Link, Node
+from jhpt.core.cluster_file import find_cluster
 
 SIZES = {"pipe": 2, "data": 2, "tensor": 2}
 MESH = Mesh(np.array(jax.devices()).reshape(2, 2, 2), tuple(SIZES), axis_types=(AxisType.Auto,) * 3)

@@ -46,7 +46,7 @@ def test_a_description_read_off_a_device():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("NVIDIA H100 NVL", "no device that can be compiled for; compiling works for a100, .* or b200"),
+        ("NVIDIA H100 NVL", "no device that can be compiled for; compiling works for a100, .* or gh200"),
         ("Tesla V100-SXM2-32GB", "bfloat16"),
         ("cpu", "no device that can be compiled for"),
     ],

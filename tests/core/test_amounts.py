@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jhpt.core.amounts import enough_gib, gib, parse_bytes
+from jhpt.core.amounts import BYTES_PER_SECOND, enough_gib, gib, parse_bytes, parse_quantity
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,17 @@ def test_enough_is_never_less():
         unit = 2**20 if count < 0.1 * 2**30 else 2**30
         parsed = parse_bytes(enough_gib(count))
         assert count <= parsed <= math.ceil(count + 0.1 * unit)
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [("450GB/s", 450e9), ("400 Gbit/s", 50e9), ("400Gbps", 50e9), (5e10, 5e10), ("1e9", 1e9), ("2GiB/s", 2 * 2**30)],
+)
+def test_rates(value, number):
+    assert parse_quantity(value, BYTES_PER_SECOND, "450GB/s") == number
+
+
+@pytest.mark.parametrize("value", ["450Gb/s", "450GB", "-1GB/s", True, None, [], float("nan"), 10**400, "1.2.3GB/s"])
+def test_what_is_no_rate(value):
+    with pytest.raises(ValueError, match="450GB/s"):
+        parse_quantity(value, BYTES_PER_SECOND, "450GB/s")

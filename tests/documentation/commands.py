@@ -42,7 +42,15 @@ RUN = {
         MODEL | WORDS
     )
     + " --batch 8",
-    "jhpt plan vgg16 --cluster v100x4x4-10gbe --batch 256": "--microbatches 1",
+    "jhpt plan vgg16 --cluster v100x4x4-10gbe --batch 256": "--micro-batches 1",
+    "jhpt plan gpt-13b --cluster h100x8x8 --tokens 260B --price 2.5": (
+        "--model.num_layers 1 --batch 8 --micro-batches 1"
+    ),
+    "jhpt plan llama-8b --clusters h100x8x4,h200x8x4,b200x8x2 --price h100=2.5,h200=3,b200=5": (
+        "--model.num_layers 1 --batch 8 --micro-batches 1"
+    ),
+    "jhpt plan --list-clusters": "",
+    "jhpt plan gpt-13b --cluster rented.yaml": "--model.num_layers 1 --batch 8 --micro-batches 1",
     "jhpt plan gpt2-124m": flags(MODEL),
     "jhpt plan gpt2-1.5b --cluster h100x8x1 --optimizer.weights bfloat16_kahan --optimizer.moments int8": (
         "--model.num_layers 4"

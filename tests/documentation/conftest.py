@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import jhpt
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.folders import cache_folder
 from tests.conftest import text
 from tests.documentation.commands import ON_CORPUS, STEPS
@@ -20,8 +20,9 @@ def workplace(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "corpus")
-    (block,) = (block for block in blocks() if block.language == "yaml" and "# my.yaml" in block.text)
-    Path("my.yaml").write_text(block.text)
+    for name in ("my.yaml", "rented.yaml"):
+        (block,) = (block for block in blocks() if block.language == "yaml" and f"# {name}" in block.text)
+        Path(name).write_text(block.text)
     cluster = find_cluster("a100x8x1")
     node = cluster.nodes[0]
     device = node.device.model_copy(update={"name": "cpu"})

@@ -18,6 +18,7 @@ from benchmarks.gpu import prepare as gpu_prepare
 from benchmarks.gpu import run as gpu_run
 from benchmarks.gpu.stages import STAGES
 from jhpt import cli
+from jhpt import flags as command_flags
 from jhpt.bench import registry
 from jhpt.core.load import load_config
 from jhpt.planner import api
@@ -237,7 +238,7 @@ def test_flags_in_sentences_are_flags_of_a_command(capsys):
     for main in (gpu_run.main, gpu_prepare.main):
         with pytest.raises(SystemExit):
             main(["--help"])
-    known = set(re.findall(r"--[\w.-]+", capsys.readouterr().out)) | {f"--{section}" for section in cli.WORDS}
+    known = set(re.findall(r"--[\w.-]+", capsys.readouterr().out)) | {f"--{section}" for section in command_flags.WORDS}
     known |= {flag.replace("_", "-") for flag in known}
     for piece in inline():
         if piece.text.startswith("--"):

@@ -8,8 +8,8 @@ import pytest
 
 from tests.documentation.extraction import LINK, ROOT, inline, pages
 
-FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)+/?")
-"""A text in backticks that is a path, such as `sharding/zero.py`, and no setting."""
+FILE = re.compile(r"(?!.*/s$)[\w.*-]+(?:/[\w.*-]+)+/?")
+"""A text in backticks that is a path, such as `sharding/zero.py`, and no setting and no rate, such as `450GB/s`."""
 
 MADE = ("runs/", "corpus/", "build/", ".venv/")
 """What commands write, or a user has."""

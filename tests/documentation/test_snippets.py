@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jhpt.core.cluster_file import read_cluster
 from jhpt.core.load import dotted, load_config
 from jhpt.core.presets import PRESETS
 from tests.documentation.extraction import blocks, inline, pages
@@ -20,11 +21,13 @@ def test_a_block_of_python_runs(block, workplace, small, capsys):
 
 
 @pytest.mark.parametrize("block", YAML, ids=[block.place for block in YAML])
-def test_a_block_of_yaml_is_a_configuration(block, tmp_path):
-    """A block that describes a cluster is to be loaded as one here."""
+def test_a_block_of_yaml_is_a_configuration_or_a_cluster(block, tmp_path):
     file = tmp_path / "any.yaml"
     file.write_text(block.text)
-    load_config(file)
+    if "\nnodes:" in block.text:
+        assert read_cluster(file).num_devices > 1
+    else:
+        load_config(file)
 
 
 def test_a_file_lists_what_differs_from_its_preset(workplace):

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhpt.compiled.deviceless import compile_only_devices, compiled_for
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.kernels.operations import OPERATIONS
 
 pytestmark = pytest.mark.deviceless

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.config import DataConfig
 from jhpt.core.families.bert import BERTConfig
 from jhpt.core.families.gpt import GPTConfig

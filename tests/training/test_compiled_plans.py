@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from jhpt.compiled.comparison import compare
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.plan import SavedTensors

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, compiled_for
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.sharding.compiler_options import compiler_options

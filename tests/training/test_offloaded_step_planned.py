@@ -4,7 +4,7 @@ import pytest
 
 from jhpt.bench.memory.largest_model import largest_trainable
 from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, compiled_for
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.load import load_config
 from jhpt.planner.api import capped, prepare
 from jhpt.sharding.compiler_options import compiler_options

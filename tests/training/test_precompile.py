@@ -16,7 +16,7 @@ from jhpt.compiled.modelled import Clock
 from jhpt.compiled.program import read_compiled
 from jhpt.compiled.quiet import quiet
 from jhpt.compiled.targets import chip_of, target_config
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import InputError, NotHere
 from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, Stage

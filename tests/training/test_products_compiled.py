@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, compiled_for
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand

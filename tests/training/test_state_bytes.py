@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jhpt.compiled.comparison import compare
-from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Device
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.state import state_of

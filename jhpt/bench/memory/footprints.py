@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jhpt.compiled.deviceless import compile_only_devices, compile_only_info, compiled_for
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config

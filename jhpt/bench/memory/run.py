@@ -19,7 +19,7 @@ from jhpt.bench.memory.instances import best, instance
 from jhpt.bench.memory.largest_model import largest_trainable
 from jhpt.bench.memory.steps import device_memory, measured
 from jhpt.bench.results import Claim, Report, chosen, print_claims, print_table
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import NotHere
 from jhpt.core.plan import SavedTensors
 from jhpt.planner.api import capped

@@ -33,8 +33,8 @@ FUSED_BACKWARD = 0.85
 6, A100, head width 128: 0.8 to 0.9."""
 
 HALF_FILLED = 300
-"""Tokens at which fused attention reaches half of its rate: it works off blocks of queries and keys of 64 to 128 tokens,
-and its first and last blocks do not overlap.  Fits the same figures for 512 to 16,384 tokens within a tenth."""
+"""Tokens at which fused attention reaches half of its rate: it works off blocks of 64 to 128 queries and keys, the
+first and last of which do not overlap.  It fits the same figures from 512 to 16,384 tokens within a tenth."""
 
 NARROW = 0.85
 """The rate of fused attention with heads of up to 64 relative to wider ones, by the same figures: the softmax takes as

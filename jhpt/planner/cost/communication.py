@@ -15,8 +15,8 @@ all groups that use them at the same time; what a group reaches through them (ra
                   node, m (n-m)/n bytes / B', while the rest moves inside it
 
 The fastest algorithm counts, as NCCL chooses: ring and double tree (Jeaugey 2019, "Massively scale your deep learning
-training with NCCL 2.4") are what it has for these collectives.  Left out: the compute cores that a collective takes from
-the computation beside it (`Framework.exposed_gathers` holds what published runs lose by that).
+training with NCCL 2.4") are what it has for these collectives.  Left out: the compute cores that a collective takes
+from the computation beside it (`Framework.exposed_gathers` holds what published runs lose by that).
 
 Compressed all-reduce over t tensor ranks (`jhpt.sharding.compression.all_reduce`) of N numbers of w bytes, of which n
 numbers travel, as S bytes of codes and ranges:

@@ -2,11 +2,13 @@
 
     range = predicted x [q10, q90] of measured / predicted, over published runs, each weighted by
 
-    w = exp(-distance / 4),   distance = |log10 parameters apart| / 0.5 + |log2 devices apart| / 2
-                                         + 1 if the architecture differs + 1/2 for every kind of parallelism that differs
+    w = exp(-distance / 4)
+    distance = |log10 of parameters apart| / 0.5 + |log2 of devices apart| / 2
+               + 1 if the architecture differs + 1/2 for every kind of parallelism that only one of them has
 
-The 4 makes the range hold for 78 % of the runs when runs of the same source do not count (2: 76 %, 1: 71 %).  The ratios come from figures that were fitted without the run's source (`benchmarks/calibration/fit.py`), so they hold
-what a new framework on a new machine adds.  A measured profile has no such range: its seconds are this machine's own.
+The 4 makes the range hold for 78 % of the runs when runs of the same source do not count (2: 76 %, 1: 71 %).  The
+ratios come from figures that were fitted without the run's source (`benchmarks/calibration/fit.py`), so they hold what
+a new framework on a new machine adds.  A measured profile has no such range: its seconds are this machine's own.
 """
 
 import math

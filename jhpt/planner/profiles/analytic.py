@@ -77,6 +77,7 @@ def analytic_profile(
         source=f"analytic: roofline of {device.name}, {dtype}" + EIGHT_BITS.get(config.model.matmul_dtype, ""),
         sample=f"a sequence of {sizes.tokens} tokens",
         causal=model.causal,
+        flops_per_sample=_model_flops(model, sizes),
         dtype=dtype,
         framework=framework,
         products=model.matmul_dtype,
@@ -103,6 +104,11 @@ def update_bytes(state: State, element: int, copy: int) -> float:
     computed with, if there is one.  Left out: decoding and coding of low-precision moments.
     """
     return element + copy + 2 * state.bytes
+
+
+def _model_flops(model: ModelConfig, sizes: Sizes) -> float:
+    """FLOP that the model's definition asks for: no recomputation, and the head on predicted tokens only."""
+    return sizes.tokens * model.flops_per_token(sizes.tokens, predicted_share=sizes.predicted / sizes.tokens).total
 
 
 def sizes_of(config: Config, device: Device, dtype: str, *, keeps_scores: bool = False) -> Sizes:
@@ -173,7 +179,8 @@ def check_dtype(device: Device, dtype: str) -> None:
     """InputError if the device has no rate for `dtype`, or `ELEMENT_BYTES` does not list it."""
     known = [name for name in ELEMENT_BYTES if name in device.peak_flops]
     if dtype not in known:
-        raise InputError(f"{device.name} has no rate for dtype={dtype}; use {one_of(known)}")
+        use = f"use {one_of(known)}" if known else f"name its rates {one_of(ELEMENT_BYTES)}"
+        raise InputError(f"{device.name} has no rate for dtype={dtype}; {use}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +192,10 @@ class Runner:
     framework: Framework = IDEAL
 
     def seconds(self, operations: Iterable[Operation], launches: int) -> tuple[float, float]:
-        """(seconds of a pass, those of them that every tensor rank repeats).  launches: multiples of `Device.launch`."""
+        """(seconds of a pass, those of them that every tensor rank repeats).
+
+        launches: multiples of `Device.launch`.
+        """
         total, repeated = launches * self.device.launch, 0.0
         for operation in operations:
             seconds = roofline.seconds(operation, self.device, self.dtype, self.framework)

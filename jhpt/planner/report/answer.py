@@ -13,7 +13,9 @@ from jhpt.planner.cost.offload import offloaded_step
 from jhpt.planner.report.alternatives import Alternative, alternative, alternatives, changed, savings
 from jhpt.planner.report.causes import offload_lines, saved_tensors_lines, stage_causes, state_lines
 from jhpt.planner.report.offload_timeline import offload_timeline
+from jhpt.planner.report.rent import Rent, rent_lines
 from jhpt.planner.report.simulation import Timeline, simulate
+from jhpt.planner.report.speed import headline, speed
 from jhpt.planner.report.timeline import MIN_WIDTH, text_timeline
 from jhpt.planner.report.words import (
     devices_text,
@@ -57,13 +59,6 @@ def verdict(answer: Answer) -> str:
     return f"at most {gap:.2g} % from optimal" if gap < 10 else f"at most {gap:.0f} % from optimal"
 
 
-def throughput(answer: Answer) -> tuple[float, str]:
-    """(rate, unit): tokens per second, or samples per second if samples have no tokens."""
-    samples = answer.plan.batch / answer.estimate.seconds
-    tokens = answer.model.profile.sample_tokens
-    return (samples * tokens, "tokens/s") if tokens else (samples, "samples/s")
-
-
 def timeline(answer: Answer) -> Timeline:
     """The simulated step.  Device n of the timeline stands for all devices of stage n."""
     plan, times = answer.plan, answer.estimate.times
@@ -73,11 +68,10 @@ def timeline(answer: Answer) -> Timeline:
     return simulate(plan.schedule, plan.micro_batches, *arrays, overlap=answer.model.cluster.overlap)
 
 
-def to_json(answer: Answer, baselines: Sequence[Baseline] = ()) -> dict[str, Any]:
+def to_json(answer: Answer, baselines: Sequence[Baseline] = (), rent: Rent | None = None) -> dict[str, Any]:
     """Everything that is known about an answer, in bytes and seconds, with JSON types only."""
-    plan, model, estimate = answer.plan, answer.model, answer.estimate
-    profile, tokens = model.profile, model.profile.sample_tokens
-    samples = plan.batch / estimate.seconds
+    plan, model, estimate, found = answer.plan, answer.model, answer.estimate, speed(answer)
+    profile = model.profile
     return {
         "format": FORMAT,
         "model": {
@@ -95,13 +89,16 @@ def to_json(answer: Answer, baselines: Sequence[Baseline] = ()) -> dict[str, Any
         "lower_bound": plan.lower_bound,
         "gap": answer.gap,
         "proven_optimal": answer.gap <= OPTIMAL,
-        "samples_per_second": samples,
-        "tokens_per_second": samples * tokens if tokens else None,
+        "samples_per_second": found.samples,
+        "tokens_per_second": found.tokens,
+        "tokens_per_second_per_device": found.tokens_per_device,
+        "mfu": found.mfu,
         "devices": {
             "available": model.cluster.num_devices,
             "working": plan.devices,
             "idle": list(idle_devices(plan, model.cluster.num_devices)),
         },
+        **({"rent": rent.to_json()} if rent else {}),
         "savings": [asdict(each) for each in savings(answer)],
         "stages": [_stage_json(answer, position) for position in range(len(plan.stages))],
         "baselines": [_baseline_json(baseline, answer) for baseline in baselines],
@@ -178,9 +175,12 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
-def print_answer(console: Console, answer: Answer, baselines: Sequence[Baseline] = ()) -> None:
+def print_answer(
+    console: Console, answer: Answer, baselines: Sequence[Baseline] = (), rent: Rent | None = None
+) -> None:
     """Prints the plan, its costs and its alternatives."""
-    for line in summary(answer):
+    first, *rest = summary(answer)
+    for line in (first, *(rent_lines(rent, answer) if rent else ()), *rest):
         console.print(line, markup=False)
     console.print(seconds_table(answer))
     console.print(memory_table(answer))
@@ -192,16 +192,16 @@ def print_answer(console: Console, answer: Answer, baselines: Sequence[Baseline]
 
 
 def summary(answer: Answer) -> list[str]:
-    """The plan in four lines, and further lines about tensor communication, state and offload where they matter."""
+    """The plan in five lines, and further lines about tensor communication, state and offload where they matter."""
     plan, profile, cluster = answer.plan, answer.model.profile, answer.model.cluster
-    rate, unit = throughput(answer)
+    rate, unit = speed(answer).rate
     count = f"{plan.batch} sample{'s' if plan.batch > 1 else ''}"
     idle = idle_devices(plan, cluster.num_devices)
     bound = "" if plan.lower_bound is None else f", lower bound {duration(plan.lower_bound)}"
     return [
-        f"{profile.name} on {cluster.name}: {count} per step, each {profile.sample}; {profile.source}",
-        f"plan: {shape_text(plan, explained=True)}",
-        f"step: {duration(answer.estimate.seconds)}, {rate:,.0f} {unit}; {verdict(answer)}{bound}",
+        headline(answer),
+        f"step: {count}, each {profile.sample}; {rate:,.0f} {unit} in all; {profile.source}",
+        f"plan: {shape_text(plan, explained=True)}; {verdict(answer)}{bound}",
         *(f"{saving.name}: {saving.why}" for saving in savings(answer)),
         *state_lines(profile),
         *offload_lines(answer),
@@ -216,7 +216,9 @@ def seconds_table(answer: Answer) -> Table:
     plan, model = answer.plan, answer.model
     rows = [stage_causes(plan, position, answer.estimate, model) for position in range(len(plan.stages))]
     causes = [cause for cause in rows[0] if max(row[cause] for row in rows) >= SHOWN]
-    table = _table("stage", "devices", "layers", "data x tensor", *causes, title="milliseconds per step", numbers=4)
+    table = column_table(
+        "stage", "devices", "layers", "data x tensor", *causes, title="milliseconds per step", numbers=4
+    )
     table.columns[2].no_wrap = True
     for position, (stage, seconds) in enumerate(zip(plan.stages, rows, strict=True)):
         figures = [f"{max(seconds[cause], 0.0) * 1e3:,.1f}" for cause in causes]
@@ -233,7 +235,7 @@ def memory_table(answer: Answer) -> Table:
     stages = answer.estimate.stages
     causes = [cause for cause in stages[0].bytes if max(stage.bytes[cause] for stage in stages) > 0]
     columns = ("stage", *causes, "in flight", "total", "capacity", "full")
-    table = _table(*columns, title="GiB per device", numbers=1)
+    table = column_table(*columns, title="GiB per device", numbers=1)
     for position, stage in enumerate(stages):
         figures = [f"{stage.bytes[cause] / 2**30:,.2f}" for cause in causes]
         sums = [f"{size / 2**30:,.2f}" for size in (stage.total_bytes, stage.capacity)]
@@ -245,7 +247,7 @@ def memory_table(answer: Answer) -> Table:
 def host_table(answer: Answer) -> Table:
     """The bytes on the fullest host, by cause."""
     stage = max(answer.estimate.stages, key=lambda stage: stage.total_host_bytes)
-    table = _table(*stage.host_bytes, "total", "capacity", "full", title="GiB per host", numbers=0)
+    table = column_table(*stage.host_bytes, "total", "capacity", "full", title="GiB per host", numbers=0)
     sizes = [*stage.host_bytes.values(), stage.total_host_bytes, stage.host_capacity]
     share = f"{100 * stage.total_host_bytes / stage.host_capacity:.0f} %"
     table.add_row(*(f"{size / 2**30:,.2f}" for size in sizes), share)
@@ -254,7 +256,9 @@ def host_table(answer: Answer) -> Table:
 
 def alternatives_table(answer: Answer, baselines: Sequence[Baseline] = ()) -> Table:
     """Baselines, the plan with one decision changed, and other shapes; why each was not chosen."""
-    table = _table("not chosen", "plan", "step", "why", title="compared with this plan, mean over working devices")
+    table = column_table(
+        "not chosen", "plan", "step", "why", title="compared with this plan, mean over working devices"
+    )
     for baseline in baselines:
         if baseline.plan is None:
             table.add_row(baseline.name, "", "", baseline.reason)
@@ -284,10 +288,15 @@ def _timeline(answer: Answer, width: int) -> str:
     return "device n: the devices of stage n\n" + text_timeline(timeline(answer), max(width, MIN_WIDTH))
 
 
-def _table(*columns: str, title: str, numbers: int | None = None) -> Table:
+def column_table(*columns: str, title: str, numbers: int | None = None) -> Table:
     """An empty table.  numbers: the first column that holds figures; None: there is none."""
     table = Table(
-        box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), title=f"\n{title}", title_justify="left"
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+        padding=(0, 2, 0, 0),
+        title=f"\n{title}" if title else None,
+        title_justify="left",
     )
     for index, column in enumerate(columns):
         figure = numbers is not None and index >= numbers

@@ -4,9 +4,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from jhpt.core.cluster import Cluster
 from jhpt.core.config import Compression, GradientCompression
 from jhpt.core.plan import Plan, Stage
 from jhpt.core.profile import ModelProfile
+
+DAY = 86400.0
+"""Seconds."""
 
 NAMES = 4
 """Most names in the text of a run of layers.  Of more names, only the first and the last are shown."""
@@ -22,6 +26,26 @@ def duration(seconds: float, sign: bool = False) -> str:
     size = abs(seconds)
     factor, unit, digits = (1, "s", 3) if size >= 1 else (1e3, "ms", 1) if size >= 1e-4 else (1e6, "us", 1)
     return f"{seconds * factor:{'+' if sign else ''},.{digits}f} {unit}"
+
+
+def long_duration(seconds: float) -> str:
+    """Seconds of a whole run as text: `12.3 days`, `5.4 hours`, `35 minutes`."""
+    if seconds >= DAY:
+        return f"{seconds / DAY:,.1f} days"
+    return f"{seconds / 3600:.1f} hours" if seconds >= 5400 else f"{seconds / 60:,.0f} minutes"
+
+
+def large(count: float) -> str:
+    """A count as people say it: `260 B`, `1.5 T`, `800`."""
+    for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " K")):
+        if count >= factor:
+            return f"{count / factor:.4g}{suffix}"
+    return f"{count:.0f}"
+
+
+def devices_word(cluster: Cluster) -> str:
+    """What one of the cluster's devices is called."""
+    return "device" if any(node.device.name == "cpu" for node in cluster.nodes) else "GPU"
 
 
 def names_text(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.comms.two_streams import makespan
 from benchmarks.planner.instances import random_cluster, random_profile
 from benchmarks.planner.oracle import spmd_plans
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.config import Compression
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config

@@ -66,7 +66,7 @@ def test_ports_are_shared():
 
 
 def test_congestion():
-    # Four nodes: half the rate lost to each doubling; two groups on a port lose another half of what they have together.
+    # Four nodes lose half a rate for each doubling; two groups on a port have half of what one has, together.
     slow = SLOW.model_copy(update={"decline": 0.5, "sharing": 1.0, "reached": 0.8})
     alone = reduce_scatter(Group(4, 4, 1, 1, FAST, SLOW), 400)
     assert reduce_scatter(Group(4, 4, 1, 1, FAST, slow), 400) == pytest.approx(alone * (1 + 0.5 * 2) / 0.8)

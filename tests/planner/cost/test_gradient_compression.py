@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Link
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.compression import gradient_bytes
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
 from jhpt.core.errors import InputError

@@ -5,7 +5,7 @@ Figures: `memory_analysis` of the compiled step, gigabytes of arguments and temp
 
 import pytest
 
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.load import load_config
 from jhpt.core.plan import Offload
 from jhpt.core.plan_by_hand import plan_by_hand

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.profile import load_profile

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.config import Compression
 from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Run, Stage

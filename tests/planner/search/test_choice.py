@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.load import load_config
 from jhpt.core.plan import Offload, SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand

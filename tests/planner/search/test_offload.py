@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from jhpt.core.amounts import gib
-from jhpt.core.catalogue import find_cluster
 from jhpt.core.cluster import Cluster, Device, Link, Node
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Offload, Plan, SavedTensors, Stage, runs_of

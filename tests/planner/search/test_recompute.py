@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import InputError
 from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config

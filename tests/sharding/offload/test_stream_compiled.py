@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jhpt.compiled.deviceless import OnHost, compile_only_devices, compiled_for, shape_on_host
-from jhpt.core.catalogue import find_cluster
+from jhpt.core.cluster_file import find_cluster
 from jhpt.sharding.compiler_options import ROWS_AT_ONCE
 from jhpt.sharding.offload.buckets import bucket_of
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, StreamedLoop

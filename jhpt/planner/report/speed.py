@@ -1,0 +1,87 @@
+"""How fast a plan trains: steps, tokens and the share of the devices' peak that the model's products take.
+
+    tokens/s = batch * tokens of a sample / seconds of a step
+    MFU      = tokens/s * model FLOP per token / (sum of the peaks of all devices of the cluster)
+
+Model FLOP are those of matrix products, causal convention (`ModelConfig.flops_per_token`); what is recomputed does not
+count.  Peaks are the catalogue's for the dtype that the model computes in.  Figures per device count idle devices, too.
+"""
+
+from dataclasses import dataclass
+
+from jhpt.core.catalogue import device_named, kind_by_driver
+from jhpt.core.cluster import Cluster, Device
+from jhpt.planner.report.words import devices_word, duration
+from jhpt.planner.search.solve import Answer
+
+CPU = "cpu"
+"""What the driver calls a CPU, for which nobody states a peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Rates of all devices together.
+
+    devices: of the cluster, idle ones included.  tokens: per second; None if samples have no tokens.  mfu: None where
+    the model's FLOP or a device's peak are not known.
+    """
+
+    seconds: float
+    devices: int
+    samples: float
+    tokens: float | None
+    mfu: float | None
+
+    @property
+    def rate(self) -> tuple[float, str]:
+        """(rate, unit): tokens per second, or samples per second if samples have no tokens."""
+        return (self.samples, "samples/s") if self.tokens is None else (self.tokens, "tokens/s")
+
+    @property
+    def tokens_per_device(self) -> float | None:
+        """Tokens per second of a device."""
+        return None if self.tokens is None else self.tokens / self.devices
+
+
+def speed(answer: Answer) -> Speed:
+    """How fast the answer's plan trains."""
+    profile, cluster = answer.model.profile, answer.model.cluster
+    samples = answer.plan.batch / answer.estimate.seconds
+    peak = peak_flops(cluster, profile.dtype)
+    flops = profile.flops_per_sample
+    return Speed(
+        seconds=answer.estimate.seconds,
+        devices=cluster.num_devices,
+        samples=samples,
+        tokens=samples * profile.sample_tokens if profile.sample_tokens else None,
+        mfu=samples * flops / peak if flops and peak else None,
+    )
+
+
+def peak_flops(cluster: Cluster, dtype: str) -> float | None:
+    """Nominal FLOP/s of all devices in this dtype; None where it is not known of one of them."""
+    peaks = [(node.count * node.devices, _nominal(node.device, dtype)) for node in cluster.nodes]
+    return None if any(peak is None for _, peak in peaks) else sum(count * (peak or 0.0) for count, peak in peaks)
+
+
+def _nominal(device: Device, dtype: str) -> float | None:
+    """The catalogue's peak, or that of the file that describes the device.  What a CPU was measured at is no peak."""
+    if (kind := kind_by_driver(device.name)) is not None:
+        return device_named(kind).peak_flops.get(dtype)
+    return None if device.name == CPU else device.peak_flops.get(dtype)
+
+
+def headline(answer: Answer) -> str:
+    """In one line: `gpt-13b on h100x8x8: 6,205 tokens/s per GPU, MFU 51.0 % (causal), 1.352 s per step`.
+
+    A prediction's uncertainty belongs behind these figures.
+    """
+    found = speed(answer)
+    rate, unit = found.rate
+    each = rate / found.devices
+    figures = [
+        f"{each:,.{0 if each >= 100 else 1 if each >= 10 else 2}f} {unit} per {devices_word(answer.model.cluster)}",
+        f"MFU {100 * found.mfu:.1f} % (causal)" if found.mfu is not None else "",
+        f"{duration(found.seconds)} per step",
+    ]
+    return f"{answer.model.profile.name} on {answer.model.cluster.name}: {', '.join(filter(None, figures))}"
