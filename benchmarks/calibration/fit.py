@@ -17,6 +17,7 @@ the Jacobian of the whole fit.  These residuals, and no others, give predictions
 """
 
 import argparse
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -148,6 +149,12 @@ def cross_validated(runs: Sequence[PublishedRun], whole: Fit) -> tuple[Vector, V
     return found, np.array(folds)
 
 
+def order_errors(runs: Sequence[PublishedRun], residuals: Vector) -> list[float]:
+    """For every two plans of one model on the same devices: |ln of (predicted / measured) ratio of their seconds|."""
+    pairs = itertools.combinations(zip(runs, residuals, strict=True), 2)
+    return [abs(a - b) for (one, a), (other, b) in pairs if one.group and one.group == other.group]
+
+
 def priced(runs: Sequence[PublishedRun], residuals: Vector) -> list[PricedRun]:
     """The runs with the predictions that have these residuals."""
     return [
@@ -178,6 +185,7 @@ def tree_of(
         }
         for (name, prior), one, fold in zip(PRIORS.items(), whole.x, folds.T, strict=True)
     }
+    errors = order_errors(runs, residuals)
     rows = [
         [run.gpu, run.gpus, float(f"{run.parameters:.3g}"), run.kinds, float(f"{math.exp(-one):.4g}")]
         for run, one in zip(runs, residuals, strict=True)
@@ -185,6 +193,11 @@ def tree_of(
     return {
         "fitted": f"{datetime.now(UTC):%Y-%m-%d} by benchmarks/calibration/fit.py to {len(runs)} runs of {path.name}",
         "figures": figures,
+        "order": {
+            "value": float(f"{statistics.median(errors):.3g}"),
+            "pairs": len(errors),
+            "meaning": "median error of the predicted ratio of two plans of one model on the same devices",
+        },
         "columns": ["device", "devices", "parameters", "kinds", "ratio"],
         "residuals": rows,
     }

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from jhpt.core.amounts import gib
 from jhpt.core.axes import TENSOR
+from jhpt.core.calibration import order_error
 from jhpt.core.config import PLAIN_GRADIENTS, Compression
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import BLOCK_INPUT
@@ -50,7 +51,10 @@ class Alternative:
 
     @property
     def why(self) -> str:
-        """`+12.0 %: gradients exposed +80 ms, waiting +35 ms; compute -20 ms`, or how many bytes are missing."""
+        """`+12.0 %: gradients exposed +80 ms, waiting +35 ms; compute -20 ms`, or how many bytes are missing.
+
+        A difference below the error of such comparisons (`calibration.order_error`) is said to be not clear.
+        """
         faster = f"; it would take {percent(self.ratio)}" if self.ratio < 1 else ""
         if self.missing > 0:
             return f"does not fit by {gib(self.missing)}{faster}"
@@ -58,7 +62,8 @@ class Alternative:
         reported = [(value, cause) for cause, value in self.causes.items() if abs(value) > max(MINOR * largest, 1e-9)]
         signs = (sorted((v, c) for v, c in reported if v > 0)[::-1], sorted((v, c) for v, c in reported if v < 0))
         parts = [", ".join(f"{cause} {duration(value, sign=True)}" for value, cause in part) for part in signs if part]
-        return ": ".join(filter(None, (percent(self.ratio), "; ".join(parts))))
+        unclear = ", not clearly slower" if 1 < self.ratio <= 1 + order_error() else ""
+        return ": ".join(filter(None, (percent(self.ratio) + unclear, "; ".join(parts))))
 
 
 def alternative(name: str, plan: Plan, answer: Answer) -> Alternative:

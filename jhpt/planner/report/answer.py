@@ -15,7 +15,7 @@ from jhpt.planner.report.causes import offload_lines, saved_tensors_lines, stage
 from jhpt.planner.report.offload_timeline import offload_timeline
 from jhpt.planner.report.rent import Rent, rent_lines
 from jhpt.planner.report.simulation import Timeline, simulate
-from jhpt.planner.report.speed import headline, speed
+from jhpt.planner.report.speed import headline, seconds_range, speed
 from jhpt.planner.report.timeline import MIN_WIDTH, text_timeline
 from jhpt.planner.report.words import (
     devices_text,
@@ -86,6 +86,7 @@ def to_json(answer: Answer, baselines: Sequence[Baseline] = (), rent: Rent | Non
         "cluster": model.cluster.model_dump(mode="json", exclude_none=True),
         "plan": plan.model_dump(mode="json", exclude_none=True),
         "seconds": estimate.seconds,
+        "seconds_range": seconds_range(answer),
         "lower_bound": plan.lower_bound,
         "gap": answer.gap,
         "proven_optimal": answer.gap <= OPTIMAL,

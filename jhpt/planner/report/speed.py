@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from jhpt.core.catalogue import device_named, kind_by_driver
 from jhpt.core.cluster import Cluster, Device
+from jhpt.planner.cost.ranges import case_of, range_of
 from jhpt.planner.report.words import devices_word, duration
 from jhpt.planner.search.solve import Answer
 
@@ -71,11 +72,23 @@ def _nominal(device: Device, dtype: str) -> float | None:
     return None if device.name == CPU else device.peak_flops.get(dtype)
 
 
-def headline(answer: Answer) -> str:
-    """In one line: `gpt-13b on h100x8x8: 6,205 tokens/s per GPU, MFU 51.0 % (causal), 1.352 s per step`.
+def seconds_range(answer: Answer) -> tuple[float, float] | None:
+    """Seconds of a step between which eight of ten published runs like this one would lie (`planner.cost.ranges`).
 
-    A prediction's uncertainty belongs behind these figures.
+    None where the published runs say nothing: a measured profile, a CPU, a classic network, or devices that the
+    catalogue does not know.
     """
+    profile, cluster = answer.model.profile, answer.model.cluster
+    known = all(kind_by_driver(node.device.name) for node in cluster.nodes)
+    if not profile.source.startswith("analytic") or profile.flops_per_sample is None or not known:
+        return None
+    factors = range_of(case_of(answer.plan, cluster.nodes[0].device.name, profile.parameters))
+    return factors.low * answer.estimate.seconds, factors.high * answer.estimate.seconds
+
+
+def headline(answer: Answer) -> str:
+    """In one line: `gpt-13b on h100x8x8: 5,253 tokens/s per GPU, MFU 42.2 % (causal), 390 ms per step (8 of 10 runs:
+    350 ms to 450 ms)`."""
     found = speed(answer)
     rate, unit = found.rate
     each = rate / found.devices
@@ -84,4 +97,6 @@ def headline(answer: Answer) -> str:
         f"MFU {100 * found.mfu:.1f} % (causal)" if found.mfu is not None else "",
         f"{duration(found.seconds)} per step",
     ]
+    if within := seconds_range(answer):
+        figures[-1] += f" (8 of 10 such runs: {duration(within[0])} to {duration(within[1])})"
     return f"{answer.model.profile.name} on {answer.model.cluster.name}: {', '.join(filter(None, figures))}"

@@ -1,8 +1,8 @@
 """Which plan to run: the simplest of the plans that are about as fast as the fastest, or a plan by hand that is made to
 fit.
 
-Predicted seconds are off by more than a few percent (`jhpt bench hybrid`, `jhpt bench predict`).  A plan that promises
-less than that is not worth its stages and degrees: the gain may not exist, but the complication does.
+A predicted gain has an error, that of two predictions of one model on the same devices (`calibration.order_error`).  A
+plan that promises less is not worth its stages and degrees: the gain may not exist, but the complication does.
 
 A plan by hand keeps the settings of `parallel`, with one exception: on one data rank weights may be rounded when they
 are used (ZeRO-3), which shards nothing there.  If the plan does not fit, the decisions that `memory` leaves open
@@ -13,6 +13,7 @@ the full search chooses activations by name.
 import itertools
 from collections.abc import Iterable, Iterator
 
+from jhpt.core.calibration import order_error
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
@@ -22,9 +23,6 @@ from jhpt.planner.cost.offload import offloads
 from jhpt.planner.search.baselines import baselines
 from jhpt.planner.search.request import Request, offload_kinds
 from jhpt.planner.search.solve import Answer
-
-MARGIN = 0.05
-"""Relative.  A plan that is predicted to be slower than the fastest by more than this is not run."""
 
 
 def plan_to_run(answer: Answer, request: Request, devices: int | None = None) -> Plan:
@@ -42,7 +40,7 @@ def plan_to_run(answer: Answer, request: Request, devices: int | None = None) ->
 
 
 def plainest(plans: Iterable[Plan]) -> Plan:
-    """The simplest of the plans whose seconds are within `MARGIN` of the fastest.
+    """The simplest of the plans that are not clearly slower than the fastest (`calibration.order_error`).
 
     Simpler means, in this order: no CPU offload, no compression, one stage, fewer kinds of parallelism, fewer tensor
     degrees, fewer chunks, no recomputation, a lower ZeRO level, a smaller tensor degree, gpipe.  Of equally simple
@@ -53,7 +51,7 @@ def plainest(plans: Iterable[Plan]) -> Plan:
     against 716 ms).
     """
     candidates = list(plans)
-    limit = (1 + MARGIN) * min(map(_seconds, candidates))
+    limit = (1 + order_error()) * min(map(_seconds, candidates))
 
     def complexity(plan: Plan) -> tuple[float, ...]:
         late = len(plan.stages) > 1 and plan.schedule != "gpipe"
