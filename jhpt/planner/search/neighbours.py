@@ -4,11 +4,12 @@ Replicas share a micro-batch evenly, so 7 devices cannot be 7 replicas at batch 
 the batch by an eighth at most, and has a larger divisor in common with the number of devices; of these the nearest one
 below and above with the largest such divisor.
 
-Only plans of one stage in which all devices work are priced, without CPU offload: replicas x tensor degree = devices.
-That takes some hundredths of a second.  A full search at that batch can find faster plans, so the gain is at least what
-is said here.
+Only plans of one stage in which all devices work are priced, without CPU offload: as many replicas as that divisor, each
+of devices / replicas tensor ranks.  That takes some hundredths of a second.  A full search at that batch can find faster
+plans, so the gain is at least what is said here.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -79,14 +80,14 @@ def _request(request: Request, batch: int) -> Request:
 
 
 def _grids(request: Request, model: CostModel) -> Iterator[Grid]:
-    """One stage of all devices, whose replicas share every micro-batch evenly."""
+    """One stage of all devices, with as many replicas as batch and devices allow."""
     devices = model.cluster.num_devices
-    for tensor in model.common_degrees(devices):
-        data = devices // tensor
-        compressions = request.compression if tensor > 1 else (None,)
-        samples = request.sample_chunks if tensor > 1 else (1,)
-        for count in (m for m in request.micro_batches if devices % tensor == 0 and request.batch // m % data == 0):
-            for zero in model.levels(request.zero, data, "spmd"):
-                for recompute in request.recompute:
-                    for how in compressions:
-                        yield Grid(1, data, tensor, count, zero, recompute, "1f1b", 1, "spmd", how, samples)
+    data = math.gcd(request.batch, devices)
+    tensor = devices // data
+    if tensor not in model.common_degrees(devices):
+        return
+    compressions, samples = (request.compression, request.sample_chunks) if tensor > 1 else ((None,), (1,))
+    counts = [count for count in request.micro_batches if request.batch // count % data == 0]
+    levels = model.levels(request.zero, data, "spmd")
+    for count, zero, recompute, how in itertools.product(counts, levels, request.recompute, compressions):
+        yield Grid(1, data, tensor, count, zero, recompute, "1f1b", 1, "spmd", how, samples)
