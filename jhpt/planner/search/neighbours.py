@@ -4,9 +4,9 @@ Replicas share a micro-batch evenly, so 7 devices cannot be 7 replicas at batch 
 the batch by an eighth at most, and has a larger divisor in common with the number of devices; of these the nearest one
 below and above with the largest such divisor.
 
-Only plans of one stage in which all devices work are priced, without CPU offload: as many replicas as that divisor, each
-of devices / replicas tensor ranks.  That takes some hundredths of a second.  A full search at that batch can find faster
-plans, so the gain is at least what is said here.
+Only plans of one stage in which all devices work are priced, without CPU offload: as many replicas as that divisor,
+each of devices / replicas tensor ranks.  That takes some hundredths of a second.  A full search at that batch can find
+faster plans, so the gain is at least what is said here.
 """
 
 import itertools
