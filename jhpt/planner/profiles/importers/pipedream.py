@@ -5,7 +5,8 @@
 
 Taken: milliseconds of one mini-batch, which is the sample here; bytes of the output (a list `[a; b]` is summed) and of
 the parameters, both float32.  Parameters of other widths, or a mean over runs, may have a size that is no multiple of 4
-bytes; it is rounded up to whole float32 numbers, which adds less than 4 bytes to a node.  Larger batches take proportionally longer, smaller ones no less: one size was profiled.
+bytes; it is rounded up to whole float32 numbers, which adds less than 4 bytes to a node.  Larger batches take
+proportionally longer, smaller ones no less: one size was profiled.
 
 Dropped: sources described as `Input`, `Input0`, ..., which PipeDream's own optimizer drops as well.  Their time is that
 of loading data (18.9 ms of ResNet-50's), which is no work of a device, and every stage can read the batch.  A trailing
