@@ -62,6 +62,9 @@ class Device(Section):
     reserve: float = Field(
         0.0, ge=0, lt=1, description="share of the memory that plans leave free; `jhpt.plan` leaves 3 % at least"
     )
+    spread: NonNegative | None = Field(
+        None, description="largest (q90 - q10) / median of the repetitions behind the rates; null: not measured"
+    )
 
     @property
     def usable(self) -> float:
@@ -81,6 +84,10 @@ class Link(Section):
     latency: NonNegative = Field(description="seconds before the first byte")
     ports: Count = Field(1, description="ports of a node (network) or of a device (inside a node)")
     measured: Curve | None = Field(None, description="bytes/s by message size of one port; null: `bandwidth` at all")
+    spread: NonNegative | None = Field(
+        None, description="largest (q90 - q10) / median of the repetitions behind the rates; null: unknown"
+    )
+    repetitions: Count | None = Field(None, description="how often each size was measured; null: unknown")
 
     @model_validator(mode="after")
     def _more_takes_longer(self) -> "Link":

@@ -31,11 +31,17 @@ class Timing(Section):
     batches: Annotated[tuple[Positive, ...], Field(min_length=1)]
     forward: tuple[NonNegative, ...]
     backward: tuple[NonNegative, ...]
+    spread: tuple[NonNegative, ...] | None = Field(
+        None, description="(q90 - q10) / median of the repetitions behind the seconds; null: unknown, or not measured"
+    )
+    repetitions: Count | None = Field(None, description="how often each was measured; null: unknown, or not measured")
 
     @model_validator(mode="after")
     def _complete(self) -> "Timing":
         if not len(self.batches) == len(self.forward) == len(self.backward):
             raise ValueError("batches, forward and backward need the same number of entries")
+        if self.spread is not None and len(self.spread) != len(self.batches):
+            raise ValueError(f"spread needs an entry for each of the batches {list(self.batches)}")
         if list(self.batches) != sorted(set(self.batches)):
             raise ValueError(f"batches must ascend, found {list(self.batches)}")
         return self
@@ -104,6 +110,7 @@ class ModelProfile(Section):
     )
     state: State = Field(State(), description="how weights and moments are stored from step to step")
     update_seconds: NonNegative = Field(0.0, description="optimizer, per parameter on one device")
+    update_spread: NonNegative | None = Field(None, description="of update_seconds, as the spread of a `Timing`")
     kinds: dict[str, LayerKind]
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
 
