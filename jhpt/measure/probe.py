@@ -183,8 +183,13 @@ def ring_links(
     sizes: Sequence[int] | None = None,
     agreed: Callable[[Samples], Samples] = lambda samples: samples,
 ) -> Link:
-    """As `ring_link`, over each row of devices [rings, count], all at the same time."""
+    """As `ring_link`, over each row of devices [rings, count], all at the same time.
+
+    A process without any of the devices takes no samples; `agreed` has to replace its zeros.
+    """
     rings, count = devices.shape
+    sent = (SMALLEST, *(sizes or SIZES))
+    takes_part = any(device.process_index == jax.process_index() for device in devices.flat)
     mesh = Mesh(devices, ("ring", "all"))
     spec = PartitionSpec("ring", "all")
     program = jax.jit(
@@ -197,11 +202,11 @@ def ring_links(
         x = jax.make_array_from_callback(shape, sharding, lambda _: row)
         return lambda: program(x)
 
-    calls = {size: reduce(size) for size in (SMALLEST, *(sizes or SIZES))}
+    calls = {size: reduce(size) for size in sent} if takes_part else {}
     messages = 2 * (count - 1)
 
     def measure(rounds: int) -> tuple[Link, list[str]]:
-        times = agreed(_timed(calls, rounds))
+        times = agreed(_timed(calls, rounds) if takes_part else {float(size): [0.0] * rounds for size in sent})
         return _link_of({size / count: [time / messages for time in row] for size, row in times.items()})
 
     return until_plausible(f"all-reduce over {count} devices", measure, rounds)

@@ -32,6 +32,8 @@ from jhpt.core.profile import ModelProfile, Timing
 from jhpt.measure.repeated import until_plausible
 from jhpt.measure.timer import interleaved, relative_spread, steady
 
+REMEDY = " or, if blocks are so small that their seconds drown in noise, take larger batches, sequences or blocks"
+
 Call = Callable[[], Any]
 Calls = Mapping[str, Call]
 Samples = dict[str, list[float]]
@@ -113,7 +115,7 @@ def layer_seconds(
         known = None if tensor == tensors[0] else update
         what = f"layers at tensor degree {tensor}"
         measure = partial(_measure, models, calls, tensor, known)
-        samples[tensor], update, parts = until_plausible(what, measure, rounds)
+        samples[tensor], update, parts = until_plausible(what, measure, rounds, REMEDY)
         for kind, timing in parts.items():
             timings[kind].append(timing)
         del models, calls, measure

@@ -12,12 +12,15 @@ TRIES = 3
 """Each try after the first has twice the rounds of the one before."""
 
 
-def until_plausible(what: str, measure: Callable[[int], tuple[ResultT, list[str]]], rounds: int) -> ResultT:
+def until_plausible(
+    what: str, measure: Callable[[int], tuple[ResultT, list[str]]], rounds: int, remedy: str = ""
+) -> ResultT:
     """The result of the first try without faults.
 
     Args:
       what: is measured, for messages.
       measure: rounds -> (result, what cannot be right about it).
+      remedy: what else to do than to stop other programs.
 
     Raises:
       InputError: every try has faults; the message says which, and what to do.
@@ -32,8 +35,8 @@ def until_plausible(what: str, measure: Callable[[int], tuple[ResultT, list[str]
     raise InputError(
         f"{what}: {TRIES} tries, the last with {rounds << TRIES - 1} rounds, gave measurements that cannot be right:\n"
         + "\n".join(f"  {fault}" for fault in faults)
-        + "\nnothing of it is kept; stop other programs on this machine, or profile larger batches or a larger model, "
-        "and run it again; to plan from datasheets, name a cluster (--cluster h100x8x1, or parallel.cluster)"
+        + f"\nnothing of it is kept; stop other programs on this machine{remedy}, and run it again; or plan from "
+        "datasheets: jhpt plan --cluster h100x8x1, with the name of your devices"
     )
 
 
