@@ -2,17 +2,14 @@
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 
 import jax
-import numpy as np
 
 from jhpt.core.cluster import Cluster, Link, Node
 from jhpt.core.host import host_memory
 from jhpt.measure.device import device_info
 from jhpt.measure.hosts import Hosts, hosts
-from jhpt.measure.probe import Samples, ring_links
-from jhpt.sharding.gather import gathered
+from jhpt.measure.probe import ring_link
 
 ROUNDS = 5
 """Samples of each size."""
@@ -50,7 +47,7 @@ def _inside(rows: Sequence[Row], places: Hosts, machine: Cluster) -> tuple[Link,
     if not wide or max(map(len, places.nodes)) == 1:
         return machine.nodes[0].inside, machine.sources.get("inside", "")
     count = min(map(len, wide))
-    link = _measured([row[:count] for row in wide])
+    link = ring_link([row[:count] for row in wide], ROUNDS)
     return link, f"measured: all-reduce over {count} devices of the processes of a node, read as a ring"
 
 
@@ -58,7 +55,7 @@ def _network(rows: Sequence[Row], inside: Link) -> tuple[Link, str]:
     """(the link between nodes, its source)."""
     if len(rows) == 1:
         return inside, "not measured with one node: as inside"
-    link = _measured([[row[0] for row in rows]])
+    link = ring_link([[row[0] for row in rows]], ROUNDS)
     return link, f"measured: all-reduce over a device of each of {len(rows)} nodes, read as a ring"
 
 
@@ -68,15 +65,3 @@ def _with_shared_memory(node: Node, places: Hosts) -> Node:
         return node
     count = sum(one.process_index in places.here for one in jax.devices())
     return node.model_copy(update={"device": node.device.model_copy(update={"memory": host_memory() / count})})
-
-
-def _measured(rings: Sequence[Row]) -> Link:
-    """The link in these rings, all of them at the same time; the same for all processes, of which some have no device
-    in them."""
-    return ring_links(np.array(rings), ROUNDS, agreed=partial(_of_process, rings[0][0].process_index))
-
-
-def _of_process(index: int, samples: Samples) -> Samples:
-    """The samples that one process has taken, for all processes."""
-    taken = gathered(np.array(list(samples.values()), np.float64))[index]
-    return {size: row.tolist() for size, row in zip(samples, taken, strict=True)}

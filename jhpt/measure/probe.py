@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jhpt.core.cluster import Cluster, Curve, Device, Link, Node
@@ -28,6 +27,7 @@ from jhpt.core.plausible import cluster_spreads, link_faults, rate_faults, sprea
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.repeated import until_plausible
 from jhpt.measure.timer import interleaved, relative_spread, steady
+from jhpt.sharding.gather import gathered
 
 PRODUCTS = {False: (64, 128, 256, 512, 1024), True: (256, 512, 1024, 2048, 4096, 8192)}
 """Widths n of the products, on CPU and on GPU."""
@@ -45,7 +45,7 @@ SIZES = tuple(1 << exponent for exponent in range(16, 27, 2))
 MUCH_LARGER = 1 << 10
 """A message this much larger than another takes longer on any link."""
 
-Samples = Mapping[float, Sequence[float]]
+Samples = dict[float, list[float]]
 """Seconds of every repetition by bytes."""
 
 
@@ -72,7 +72,7 @@ def probe_cluster(rounds: int = 5) -> Cluster:
         spread=max((one for one in (spread, spread_of_memory) if one is not None), default=None),
     )
     host = _host_copies(devices[0], rounds)
-    inside = ring_link(devices, rounds) if len(devices) > 1 else Link(bandwidth=bandwidth, latency=0.0)
+    inside = ring_link([devices], rounds) if len(devices) > 1 else Link(bandwidth=bandwidth, latency=0.0)
     node = Node(device=device, devices=len(devices), inside=inside, host=host, host_memory=host_bytes)
     name = f"{platform.node() or 'local'}: {len(devices)} x {info.kind}"
     sources = _sources(info, len(devices), rounds)
@@ -164,52 +164,47 @@ def _host_copies(device: jax.Device, rounds: int) -> Link:
     return until_plausible("copies from the host", lambda rounds: _link_of(_timed(calls, rounds)), rounds)
 
 
-def ring_link(
-    devices: Sequence[jax.Device],
-    rounds: int,
-    sizes: Sequence[int] | None = None,
-    agreed: Callable[[Samples], Samples] = lambda samples: samples,
-) -> Link:
-    """The link of an all-reduce over all devices, taken for a ring; the devices may belong to several processes.
+def ring_link(rings: Sequence[Sequence[jax.Device]], rounds: int, sizes: Sequence[int] | None = None) -> Link:
+    """The link of an all-reduce over the devices of each row, taken for a ring, in all rows at the same time.
 
-    agreed: gives all these processes the same samples, from which they decide whether to measure again.
+    If the devices belong to several processes, all processes must call this, also those without a device in the rings.
+    All get the same link.  sizes: bytes; None: `SIZES`.
     """
-    return ring_links(np.asarray(devices)[None], rounds, sizes, agreed)
+    count, sent = len(rings[0]), (SMALLEST, *(sizes or SIZES))
+    owners = [device.process_index for ring in rings for device in ring]
+    calls = _all_reduces(rings, sent) if jax.process_index() in owners else None
+    messages = 2 * (count - 1)
+
+    def measure(rounds: int) -> tuple[Link, list[str]]:
+        times = {float(size): [0.0] * rounds for size in sent} if calls is None else _timed(calls, rounds)
+        if len(set(owners)) > 1:  # all decide alike whether to measure again
+            times = _of_process(owners[0], times)
+        return _link_of({size / count: [time / messages for time in row] for size, row in times.items()})
+
+    return until_plausible(f"all-reduce over {count} devices", measure, rounds)
 
 
-def ring_links(
-    devices: npt.NDArray[np.object_],
-    rounds: int,
-    sizes: Sequence[int] | None = None,
-    agreed: Callable[[Samples], Samples] = lambda samples: samples,
-) -> Link:
-    """As `ring_link`, over each row of devices [rings, count], all at the same time.
-
-    A process without any of the devices takes no samples; `agreed` has to replace its zeros.
-    """
-    rings, count = devices.shape
-    sent = (SMALLEST, *(sizes or SIZES))
-    takes_part = any(device.process_index == jax.process_index() for device in devices.flat)
-    mesh = Mesh(devices, ("ring", "all"))
-    spec = PartitionSpec("ring", "all")
+def _all_reduces(rings: Sequence[Sequence[jax.Device]], sizes: Sequence[int]) -> dict[int, Callable[[], Any]]:
+    """By bytes, the all-reduce of so many bytes on each device."""
+    devices = np.asarray(rings)
+    mesh, spec = Mesh(devices, ("ring", "all")), PartitionSpec("ring", "all")
     program = jax.jit(
         jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec("ring", None))
     )
 
     def reduce(size: int) -> Callable[[], Any]:
         row = np.ones((1, 1, size // 4), np.float32)
-        shape, sharding = (rings, count, size // 4), NamedSharding(mesh, spec)
-        x = jax.make_array_from_callback(shape, sharding, lambda _: row)
+        shape = (*devices.shape, size // 4)
+        x = jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda _: row)
         return lambda: program(x)
 
-    calls = {size: reduce(size) for size in sent} if takes_part else {}
-    messages = 2 * (count - 1)
+    return {size: reduce(size) for size in sizes}
 
-    def measure(rounds: int) -> tuple[Link, list[str]]:
-        times = agreed(_timed(calls, rounds) if takes_part else {float(size): [0.0] * rounds for size in sent})
-        return _link_of({size / count: [time / messages for time in row] for size, row in times.items()})
 
-    return until_plausible(f"all-reduce over {count} devices", measure, rounds)
+def _of_process(index: int, samples: Samples) -> Samples:
+    """The samples that one process has taken, for all processes."""
+    taken = gathered(np.array(list(samples.values()), np.float64))[index]
+    return {size: row.tolist() for size, row in zip(samples, taken, strict=True)}
 
 
 def _timed(calls: Mapping[int, Callable[[], Any]], rounds: int) -> Samples:
@@ -219,9 +214,9 @@ def _timed(calls: Mapping[int, Callable[[], Any]], rounds: int) -> Samples:
 
 def _link_of(samples: Samples) -> tuple[Link, list[str]]:
     """(the link, what cannot be right about it)."""
-    typical = steady({str(size): times for size, times in samples.items()})
+    by_name = {str(size): times for size, times in samples.items()}
+    typical, spread = steady(by_name), _largest_spread(by_name)
     seconds = {size: typical[str(size)] for size in samples}
-    spread = _largest_spread({str(size): times for size, times in samples.items()})
     link = _link(seconds).model_copy(update={"spread": spread, "repetitions": len(next(iter(samples.values())))})
     small, large = min(seconds), max(seconds)
     faults = link_faults("the link", link)

@@ -59,14 +59,14 @@ def test_links_are_measured_between_and_inside_nodes(monkeypatch, identities, de
         device.id = number
     measured = []
 
-    def ring_links(rows, rounds, agreed):
+    def ring_link(rows, rounds):
         measured.append([[device.id for device in row] for row in rows])
         return Link(bandwidth=10.0 * len(measured), latency=0.0)
 
     monkeypatch.setattr(jax, "devices", lambda: made)
     monkeypatch.setattr(jax, "process_count", lambda: len(devices))
     monkeypatch.setattr(network, "hosts", lambda: grouped(identities, 0))
-    monkeypatch.setattr(network, "ring_links", ring_links)
+    monkeypatch.setattr(network, "ring_link", ring_link)
     monkeypatch.setattr(network, "device_info", lambda: SimpleNamespace(memory=1e9))
     cluster = network.spanning(MACHINE)
     assert [(node.devices, node.count) for node in cluster.nodes] == nodes and measured == rings

@@ -53,12 +53,12 @@ def test_a_link_that_cannot_be_right_is_measured_again(monkeypatch, capsys):
         return {1e3: [1e-3, 1e-3], 1e8: tries[len(rounds) - 1]}
 
     monkeypatch.setattr(probe, "_timed", measure)
-    link = probe.ring_link(jax.devices()[:2], 2)
+    link = probe.ring_link([jax.devices()[:2]], 2)
     assert rounds == [2, 4] and link.spread == pytest.approx(0.4 / 1.25) and link.repetitions == 2
     assert "which cannot be right" in capsys.readouterr().err
     tries = [[0.0, 0.0]] * 6
     with pytest.raises(InputError, match="all-reduce over 2 devices: 3 tries"):
-        probe.ring_link(jax.devices()[:2], 2)
+        probe.ring_link([jax.devices()[:2]], 2)
 
 
 def test_no_rounds_are_refused():
