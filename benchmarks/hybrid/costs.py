@@ -125,7 +125,7 @@ def measured_links(hosts: Hosts[Task]) -> dict[float, Link]:
     links = {}
     for rate in hosts.task.rates:
         hosts.limit(rate)
-        links[rate] = no_faster(ring_link(jax.devices(), hosts.task.link_rounds, LINK_SIZES), rate / 8)
+        links[rate] = no_faster(ring_link([jax.devices()], hosts.task.link_rounds, LINK_SIZES), rate / 8)
     return links
 
 

@@ -10,6 +10,9 @@ free in every lab.  One token bucket limits the rate at which a host sends; anot
 the rate at which it receives.  CPU quotas make waiting cost what it costs on real hosts: without them, hosts that share
 cores would compute while others wait, and hide each other's idle time.
 
+Hosts have the machine's kernel, host name and memory in common.  `jhpt.core.host` tells them apart by the inodes of
+their network namespaces, so `parallel: auto` takes each for a node.
+
 The kernel holds all state of a lab under names that start with the lab's tag.  So every process that knows the tag can
 limit the links, also one that runs in a host (`Lab(hosts=4, tag=tag).limit(100e6)`), and the remains of a killed run
 are removed when the next lab is entered.  A run that is interrupted by Ctrl-C, SIGTERM or a closed terminal leaves

@@ -276,19 +276,20 @@ class PricedRun:
         return self.predicted / self.run.measured
 
     @property
-    def range(self) -> tuple[float, float]:
-        """Seconds between which eight of ten runs like this one lie."""
+    def range(self) -> tuple[float, float] | None:
+        """Seconds between which eight of ten runs like this one lie; None where no run is like it."""
         run = self.run
         era = architecture(capability_by_driver(device_named(run.gpu).name))
         case = Case(architecture=era, devices=run.gpus, parameters=run.parameters, kinds=run.kinds)
-        factors = range_of(case)
+        if (factors := range_of(case)) is None:
+            return None
         return factors.low * self.predicted, factors.high * self.predicted
 
     @property
     def covered(self) -> bool:
-        """Whether the measured seconds lie in the range."""
-        low, high = self.range
-        return low <= self.run.measured <= high
+        """Whether the measured seconds lie in the range.  A run that none is like does not: it has no range."""
+        found = self.range
+        return found is not None and found[0] <= self.run.measured <= found[1]
 
 
 def price_runs(runs: Sequence[PublishedRun]) -> tuple[tuple[PricedRun, ...], dict[str, str]]:

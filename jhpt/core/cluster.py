@@ -72,6 +72,9 @@ class Device(Section):
     reserve: float = Field(
         0.0, ge=0, lt=1, description="share of the memory that plans leave free; `jhpt.plan` leaves 3 % at least"
     )
+    spread: NonNegative | None = Field(
+        None, description="largest (q90 - q10) / median of the repetitions behind the rates; null: not measured"
+    )
 
     @property
     def usable(self) -> float:
@@ -110,6 +113,10 @@ class Link(Section):
         0.0,
         description="loss by sharing: g groups that use a node's ports reach the rate / (1 + sharing log2 g) together",
     )
+    spread: NonNegative | None = Field(
+        None, description="largest (q90 - q10) / median of the repetitions behind the rates; null: unknown"
+    )
+    repetitions: Count | None = Field(None, description="how often each size was measured; null: unknown")
 
     @model_validator(mode="after")
     def _more_takes_longer(self) -> "Link":

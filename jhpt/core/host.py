@@ -1,10 +1,54 @@
-"""How much memory this host has for its programs."""
+"""This host: how much memory it has for its programs, and how it is told from others.
 
+A process is told from those of other hosts without any network.  Three things are compared: the host name, the boot id
+of the kernel, and the network namespace:
+
+    machine   host name and boot id       its processes share memory
+    host      machine and namespace       its processes share links between devices, and the way to other hosts
+
+Containers of one kernel have host names of their own, unless they are told otherwise, and each has its limit of memory.
+Emulated hosts (`benchmarks/netlab`) share host name, kernel and memory, but each has a network namespace.
+"""
+
+import hashlib
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+BOOT_ID, NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+
+
+def machine_identity(boot_id: Path = BOOT_ID) -> int:
+    """64 bits that are the same for the processes of one machine, and for no others.
+
+    boot_id: the kernel's file; where there is none, the host name alone counts.
+    """
+    return _digest(_machine(boot_id))
+
+
+def host_identity(boot_id: Path = BOOT_ID, network: Path = NETWORK) -> int:
+    """64 bits that are the same for the processes of one host, and for no others.
+
+    network: stands for this process' network namespace by its inode; where there is none, the machine is the host.
+    """
+    try:
+        inode = network.stat().st_ino
+    except OSError:
+        inode = 0
+    return _digest(f"{_machine(boot_id)} {inode}")
+
+
+def _machine(boot_id: Path) -> str:
+    try:
+        return f"{platform.node()} {boot_id.read_text().strip()}"
+    except OSError:
+        return platform.node()
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:

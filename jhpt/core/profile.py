@@ -35,16 +35,18 @@ class Timing(Section):
     repeated: tuple[tuple[NonNegative, NonNegative], ...] = Field(
         (), description="of these, what every tensor rank does in full and sequence parallelism divides; empty: unknown"
     )
+    spread: tuple[NonNegative, ...] | None = Field(
+        None, description="(q90 - q10) / median of the repetitions behind the seconds; null: unknown, or not measured"
+    )
+    repetitions: Count | None = Field(None, description="how often each was measured; null: unknown, or not measured")
 
     @model_validator(mode="after")
     def _complete(self) -> "Timing":
-        if (
-            not len(self.batches)
-            == len(self.forward)
-            == len(self.backward)
-            == (len(self.repeated) or len(self.batches))
-        ):
-            raise ValueError("batches, forward, backward and repeated need the same number of entries")
+        if not len(self.batches) == len(self.forward) == len(self.backward):
+            raise ValueError("batches, forward and backward need the same number of entries")
+        for name, entries in (("repeated", self.repeated), ("spread", self.spread)):
+            if entries and len(entries) != len(self.batches):
+                raise ValueError(f"{name} needs an entry for each of the batches {list(self.batches)}")
         if list(self.batches) != sorted(set(self.batches)):
             raise ValueError(f"batches must ascend, found {list(self.batches)}")
         return self
@@ -125,6 +127,7 @@ class ModelProfile(Section):
     )
     state: State = Field(State(), description="how weights and moments are stored from step to step")
     update_seconds: NonNegative = Field(0.0, description="optimizer, per parameter on one device")
+    update_spread: NonNegative | None = Field(None, description="of update_seconds, as the spread of a `Timing`")
     kinds: dict[str, LayerKind]
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
 

@@ -13,6 +13,7 @@ import itertools
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,8 +23,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jhpt.core.cluster import Cluster, Curve, Device, Link, Node
 from jhpt.core.errors import InputError
 from jhpt.core.host import host_memory
+from jhpt.core.plausible import cluster_spreads, link_faults, rate_faults, spread_text
 from jhpt.measure.device import DeviceInfo, device_info
-from jhpt.measure.timer import interleaved, steady
+from jhpt.measure.repeated import until_plausible
+from jhpt.measure.timer import interleaved, relative_spread, steady
+from jhpt.sharding.gather import gathered
 
 PRODUCTS = {False: (64, 128, 256, 512, 1024), True: (256, 512, 1024, 2048, 4096, 8192)}
 """Widths n of the products, on CPU and on GPU."""
@@ -38,6 +42,12 @@ SMALLEST = 1 << 10
 SIZES = tuple(1 << exponent for exponent in range(16, 27, 2))
 """Bytes of copies and messages: the smallest, for the latency, and 64 KiB ... 64 MiB, for the rates."""
 
+MUCH_LARGER = 1 << 10
+"""A message this much larger than another takes longer on any link."""
+
+Samples = dict[float, list[float]]
+"""Seconds of every repetition by bytes."""
+
 
 def probe_cluster(rounds: int = 5) -> Cluster:
     """Measures the first local device, and the links of all devices; a few seconds on CPU.
@@ -50,8 +60,8 @@ def probe_cluster(rounds: int = 5) -> Cluster:
     if rounds < 1:
         raise InputError(f"rounds={rounds}: measure at least once")
     info, devices = device_info(), jax.local_devices()
-    peaks, efficiency = _products(info, rounds)
-    bandwidth = _memory_bandwidth(info, rounds)
+    peaks, efficiency, spread = until_plausible("matrix products", partial(_products, info), rounds)
+    bandwidth, spread_of_memory = until_plausible("device memory", partial(_memory_bandwidth, info), rounds)
     host_bytes = host_memory()
     device = Device(
         name=info.kind,
@@ -59,13 +69,15 @@ def probe_cluster(rounds: int = 5) -> Cluster:
         memory=info.memory or host_bytes / len(devices),
         memory_bandwidth=bandwidth,
         efficiency=efficiency,
+        spread=max((one for one in (spread, spread_of_memory) if one is not None), default=None),
     )
     host = _host_copies(devices[0], rounds)
-    inside = ring_link(devices, rounds) if len(devices) > 1 else Link(bandwidth=bandwidth, latency=0.0)
+    inside = ring_link([devices], rounds) if len(devices) > 1 else Link(bandwidth=bandwidth, latency=0.0)
     node = Node(device=device, devices=len(devices), inside=inside, host=host, host_memory=host_bytes)
     name = f"{platform.node() or 'local'}: {len(devices)} x {info.kind}"
     sources = _sources(info, len(devices), rounds)
-    return Cluster(name=name, nodes=(node,), network=inside, overlap=info.is_gpu, sources=sources)
+    cluster = Cluster(name=name, nodes=(node,), network=inside, overlap=info.is_gpu, sources=sources)
+    return cluster.model_copy(update={"sources": sources | _spread_sources(cluster)})
 
 
 def _sources(info: DeviceInfo, count: int, rounds: int) -> dict[str, str]:
@@ -84,18 +96,28 @@ def _sources(info: DeviceInfo, count: int, rounds: int) -> dict[str, str]:
     }
 
 
-def _products(info: DeviceInfo, rounds: int) -> tuple[dict[str, float], Curve]:
-    """(best FLOP/s by dtype, share of it by FLOP of a product in the dtype that models compute in)."""
+def _spread_sources(cluster: Cluster) -> dict[str, str]:
+    """A source that says how far the measurements vary."""
+    text = spread_text(cluster_spreads(cluster))
+    return {"spread": f"{text}; (q90 - q10) / median of the rounds"} if text else {}
+
+
+def _products(info: DeviceInfo, rounds: int) -> tuple[tuple[dict[str, float], Curve, float | None], list[str]]:
+    """((best FLOP/s by dtype, share of it by FLOP of a product in the dtype that models compute in, largest spread),
+    faults)."""
     usual = "bfloat16" if info.is_gpu else "float32"
     widths = PRODUCTS[info.is_gpu]
     products = [(usual, width) for width in widths]
     products += [(dtype, widths[-1]) for dtype in ("bfloat16", "float32") if dtype != usual]
     chains = {f"{dtype} {width}": _chain(dtype, width, CHAIN_FLOP[info.is_gpu]) for dtype, width in products}
-    seconds = steady(interleaved({name: call for name, (call, _) in chains.items()}, rounds))
+    samples = interleaved({name: call for name, (call, _) in chains.items()}, rounds)
+    seconds = steady(samples)
     rates = {name: flop / seconds[name] for name, (_, flop) in chains.items()}
     peaks = {dtype: max(rates[f"{d} {w}"] for d, w in products if d == dtype) for dtype, _ in products}
     sizes = tuple(2.0 * width**3 for width in widths)
-    return peaks, Curve(sizes=sizes, values=tuple(rates[f"{usual} {width}"] / peaks[usual] for width in widths))
+    efficiency = Curve(sizes=sizes, values=tuple(rates[f"{usual} {width}"] / peaks[usual] for width in widths))
+    faults = [fault for name, rate in rates.items() for fault in rate_faults(f"{name} product", "peak_flops", rate)]
+    return (peaks, efficiency, _largest_spread(samples)), faults
 
 
 def _chain(dtype: str, width: int, flop: float) -> tuple[Callable[[], Any], float]:
@@ -108,7 +130,13 @@ def _chain(dtype: str, width: int, flop: float) -> tuple[Callable[[], Any], floa
     return lambda: program(weights, weights), length * 2.0 * width**3
 
 
-def _memory_bandwidth(info: DeviceInfo, rounds: int) -> float:
+def _largest_spread(samples: Mapping[str, Sequence[float]]) -> float | None:
+    spreads = [spread for spread in map(relative_spread, samples.values()) if spread is not None]
+    return max(spreads, default=None)
+
+
+def _memory_bandwidth(info: DeviceInfo, rounds: int) -> tuple[tuple[float, float | None], list[str]]:
+    """((bytes/s, spread), faults)."""
     size = STREAM_BYTES[info.is_gpu]
     program = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jax.random.normal(jax.random.key(0), (size // 4,))
@@ -118,7 +146,9 @@ def _memory_bandwidth(info: DeviceInfo, rounds: int) -> float:
         x = program(x)
         return x
 
-    return 2 * size / steady(interleaved({"stream": stream}, rounds))["stream"]
+    samples = interleaved({"stream": stream}, rounds)
+    rate = 2 * size / steady(samples)["stream"]
+    return (rate, _largest_spread(samples)), rate_faults("memory_bandwidth", "memory_bandwidth", rate)
 
 
 def _host_copies(device: jax.Device, rounds: int) -> Link:
@@ -130,31 +160,69 @@ def _host_copies(device: jax.Device, rounds: int) -> Link:
             source = jax.device_put(source, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
         return lambda: jax.device_put(source, jax.sharding.SingleDeviceSharding(device), may_alias=False)
 
-    return _link(_timed({size: copy(size) for size in (SMALLEST, *SIZES)}, rounds))
+    calls = {size: copy(size) for size in (SMALLEST, *SIZES)}
+    return until_plausible("copies from the host", lambda rounds: _link_of(_timed(calls, rounds)), rounds)
 
 
-def ring_link(devices: Sequence[jax.Device], rounds: int, sizes: Sequence[int] | None = None) -> Link:
-    """The link of an all-reduce over all devices, taken for a ring; the devices may belong to several processes."""
-    count = len(devices)
-    mesh = Mesh(np.asarray(devices), ("all",))
-    spec = PartitionSpec("all")
+def ring_link(rings: Sequence[Sequence[jax.Device]], rounds: int, sizes: Sequence[int] | None = None) -> Link:
+    """The link of an all-reduce over the devices of each row, taken for a ring, in all rows at the same time.
+
+    If the devices belong to several processes, all processes must call this, also those without a device in the rings.
+    All get the same link.  sizes: bytes; None: `SIZES`.
+    """
+    count, sent = len(rings[0]), (SMALLEST, *(sizes or SIZES))
+    owners = [device.process_index for ring in rings for device in ring]
+    calls = _all_reduces(rings, sent) if jax.process_index() in owners else None
+    messages = 2 * (count - 1)
+
+    def measure(rounds: int) -> tuple[Link, list[str]]:
+        times = {float(size): [0.0] * rounds for size in sent} if calls is None else _timed(calls, rounds)
+        if len(set(owners)) > 1:  # all decide alike whether to measure again
+            times = _of_process(owners[0], times)
+        return _link_of({size / count: [time / messages for time in row] for size, row in times.items()})
+
+    return until_plausible(f"all-reduce over {count} devices", measure, rounds)
+
+
+def _all_reduces(rings: Sequence[Sequence[jax.Device]], sizes: Sequence[int]) -> dict[int, Callable[[], Any]]:
+    """By bytes, the all-reduce of so many bytes on each device."""
+    devices = np.asarray(rings)
+    mesh, spec = Mesh(devices, ("ring", "all")), PartitionSpec("ring", "all")
     program = jax.jit(
-        jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec(None))
+        jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec("ring", None))
     )
 
     def reduce(size: int) -> Callable[[], Any]:
-        row = np.ones((1, size // 4), np.float32)
-        x = jax.make_array_from_callback((count, size // 4), NamedSharding(mesh, spec), lambda _: row)
+        row = np.ones((1, 1, size // 4), np.float32)
+        shape = (*devices.shape, size // 4)
+        x = jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda _: row)
         return lambda: program(x)
 
-    seconds = _timed({size: reduce(size) for size in (SMALLEST, *(sizes or SIZES))}, rounds)
-    messages = 2 * (count - 1)
-    return _link({size / count: time / messages for size, time in seconds.items()})
+    return {size: reduce(size) for size in sizes}
 
 
-def _timed(calls: Mapping[int, Callable[[], Any]], rounds: int) -> dict[float, float]:
-    seconds = steady(interleaved({str(size): call for size, call in calls.items()}, rounds))
-    return {float(size): seconds[str(size)] for size in calls}
+def _of_process(index: int, samples: Samples) -> Samples:
+    """The samples that one process has taken, for all processes."""
+    taken = gathered(np.array(list(samples.values()), np.float64))[index]
+    return {size: row.tolist() for size, row in zip(samples, taken, strict=True)}
+
+
+def _timed(calls: Mapping[int, Callable[[], Any]], rounds: int) -> Samples:
+    samples = interleaved({str(size): call for size, call in calls.items()}, rounds)
+    return {float(size): samples[str(size)] for size in calls}
+
+
+def _link_of(samples: Samples) -> tuple[Link, list[str]]:
+    """(the link, what cannot be right about it)."""
+    by_name = {str(size): times for size, times in samples.items()}
+    typical, spread = steady(by_name), _largest_spread(by_name)
+    seconds = {size: typical[str(size)] for size in samples}
+    link = _link(seconds).model_copy(update={"spread": spread, "repetitions": len(next(iter(samples.values())))})
+    small, large = min(seconds), max(seconds)
+    faults = link_faults("the link", link)
+    if large >= MUCH_LARGER * small and seconds[large] <= seconds[small]:
+        faults.append(f"{large:.0f} bytes take {seconds[large]:.3g} s, and {small:.0f} bytes {seconds[small]:.3g} s")
+    return link, faults
 
 
 def _link(seconds: Mapping[float, float]) -> Link:

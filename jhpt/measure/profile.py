@@ -22,14 +22,20 @@ beside it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
+from jhpt.core.plausible import timing_faults
 from jhpt.core.profile import ModelProfile, Timing
-from jhpt.measure.timer import interleaved, steady
+from jhpt.measure.repeated import until_plausible
+from jhpt.measure.timer import interleaved, relative_spread, steady
+
+REMEDY = " or, if blocks are so small that their seconds drown in noise, take larger batches, sequences or blocks"
 
 Call = Callable[[], Any]
+Calls = Mapping[str, Call]
 Samples = dict[str, list[float]]
 
 
@@ -54,14 +60,22 @@ class Shallow:
 Build = Callable[[int, int, int], Shallow | None]
 """(blocks, tensor degree, batch) -> the model, or None where the device cannot hold it."""
 
+Models = Mapping[tuple[int, int], Shallow]
+"""By (blocks, batch)."""
+
+Measured = tuple[tuple[Samples, float, dict[str, Timing]], list[str]]
+"""((samples, seconds of the update per parameter, timings of one tensor degree by kind of layer), faults)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """Timings by kind of layer, seconds of the update per parameter, and all raw samples by tensor degree."""
+    """Timings by kind of layer, seconds of the update per parameter with their spread, and all raw samples by tensor
+    degree."""
 
     timings: Mapping[str, tuple[Timing, ...]]
     update: float
     samples: Mapping[int, Samples]
+    update_spread: float | None = None
 
 
 def depths(num_layers: int) -> tuple[int, int]:
@@ -91,27 +105,40 @@ def layer_seconds(
       beside: further calls, timed in turn with those of the first degree; their samples have the same names.
 
     Raises:
-      InputError: not even the smallest batch fits.
+      InputError: not even the smallest batch fits; or what is measured cannot be right, time and again.
     """
     timings: dict[str, list[Timing]] = {"embedding": [], "block": [], "head": []}
     update, samples = 0.0, {}
     for tensor in tensors:
         models = _models(build, depths(num_layers), tensor, batches)
         calls = _calls(models) | (dict(beside or {}) if tensor == tensors[0] else {})
-        samples[tensor] = interleaved(calls, rounds)
-        seconds = steady(samples[tensor])
-        if tensor == tensors[0]:
-            update = seconds["update"] / list(models.values())[-1].parameters
-        for kind, timing in _split(models, seconds, tensor, update).items():
+        known = None if tensor == tensors[0] else update
+        what = f"layers at tensor degree {tensor}"
+        measure = partial(_measure, models, calls, tensor, known)
+        samples[tensor], update, parts = until_plausible(what, measure, rounds, REMEDY)
+        for kind, timing in parts.items():
             timings[kind].append(timing)
-        del models, calls
+        del models, calls, measure
     return LayerSeconds(
-        timings={kind: tuple(timing) for kind, timing in timings.items()}, update=update, samples=samples
+        timings={kind: tuple(timing) for kind, timing in timings.items()},
+        update=update,
+        samples=samples,
+        update_spread=relative_spread(samples[tensors[0]]["update"]),
     )
 
 
-def _models(build: Build, pair: tuple[int, int], tensor: int, batches: Sequence[int]) -> dict[tuple[int, int], Shallow]:
-    """{(blocks, batch): model}, batch by batch."""
+def _measure(models: Models, calls: Calls, tensor: int, update: float | None, rounds: int) -> Measured:
+    """Times the calls.  update: seconds per parameter; None: from these calls."""
+    samples = interleaved(calls, rounds)
+    seconds = steady(samples)
+    if update is None:
+        update = seconds["update"] / list(models.values())[-1].parameters
+    timings = _split(models, seconds, tensor, update, samples)
+    return (samples, update, timings), timing_faults({kind: (timing,) for kind, timing in timings.items()}, update)
+
+
+def _models(build: Build, pair: tuple[int, int], tensor: int, batches: Sequence[int]) -> Models:
+    """The models, batch by batch."""
     models: dict[tuple[int, int], Shallow] = {}
     for batch in batches:
         made = {(depth, batch): build(depth, tensor, batch) for depth in pair}
@@ -127,7 +154,7 @@ def _models(build: Build, pair: tuple[int, int], tensor: int, batches: Sequence[
     return models
 
 
-def _calls(models: Mapping[tuple[int, int], Shallow]) -> dict[str, Call]:
+def _calls(models: Models) -> dict[str, Call]:
     calls: dict[str, Call] = {}
     for (depth, batch), model in models.items():
         calls[f"forward {depth} {batch}"], calls[f"step {depth} {batch}"] = model.forward, model.step
@@ -137,9 +164,9 @@ def _calls(models: Mapping[tuple[int, int], Shallow]) -> dict[str, Call]:
 
 
 def _split(
-    models: Mapping[tuple[int, int], Shallow], seconds: Mapping[str, float], tensor: int, update: float
+    models: Models, seconds: Mapping[str, float], tensor: int, update: float, samples: Samples
 ) -> dict[str, Timing]:
-    """The seconds of the parts from those of the models, by the equations above."""
+    """The seconds of the parts from those of the models, by the equations above.  samples: for their spread."""
     batches = sorted({batch for _, batch in models})
     shallow, deep = sorted({depth for depth, _ in models})
     rows: dict[str, list[tuple[float, float]]] = {"embedding": [], "block": [], "head": []}
@@ -165,9 +192,25 @@ def _split(
             batches=tuple(map(float, batches)),
             forward=tuple(forward for forward, _ in row),
             backward=tuple(backward for _, backward in row),
+            spread=_spreads(kind, samples, (shallow, deep), batches),
+            repetitions=len(samples["update"]),
         )
         for kind, row in rows.items()
     }
+
+
+def _spreads(kind: str, samples: Samples, pair: tuple[int, int], batches: Sequence[int]) -> tuple[float, ...] | None:
+    """For every batch, the largest spread of the programs that the seconds of such a layer come from.
+
+    A block's seconds are differences of these programs, which vary more than the programs themselves do.
+    """
+    alone = ("embedding", "embedding both")
+    whole = [f"{program} {depth}" for program in ("forward", "step") for depth in pair]
+    names = {"embedding": alone, "block": whole, "head": (*whole, *alone)}[kind]
+    spreads = [[relative_spread(samples[f"{name} {batch}"]) for name in names] for batch in batches]
+    if any(spread is None for row in spreads for spread in row):
+        return None
+    return tuple(max(spread for spread in row if spread is not None) for row in spreads)
 
 
 def _slope(seconds: Mapping[int, float], shallow: int, deep: int) -> float:

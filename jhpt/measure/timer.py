@@ -2,10 +2,14 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+
+TICK = 1e-9
+"""Seconds.  The clock's resolution, in place of a sample of zero, which has no logarithm."""
 
 
 def interleaved(variants: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
@@ -32,6 +36,17 @@ def spread(samples: list[float]) -> tuple[float, float, float]:
     return middle, lower, upper
 
 
+def relative_spread(samples: Sequence[float]) -> float | None:
+    """(q90 - q10) / median of the repetitions; None if there is only one.
+
+    Quantiles between two samples are linear, so with few samples this is close to (largest - smallest) / median.
+    """
+    if len(samples) < 2:
+        return None
+    low, middle, high = (float(value) for value in np.quantile(samples, (0.1, 0.5, 0.9)))
+    return (high - low) / max(middle, TICK)
+
+
 def steady(samples: Mapping[str, list[float]]) -> dict[str, float]:
     """Typical seconds of every variant of one `interleaved` run, which can be added and subtracted.
 
@@ -40,9 +55,10 @@ def steady(samples: Mapping[str, list[float]]) -> dict[str, float]:
     On a shared machine whole rounds can be slow.  Medians of each variant alone may come from different rounds, so a
     small difference between two of them may be mostly drift.  Shares of a round do not have this problem.
     """
-    pace = [statistics.geometric_mean(times) for times in zip(*samples.values(), strict=True)]
+    positive = {name: [max(time, TICK) for time in times] for name, times in samples.items()}
+    pace = [statistics.geometric_mean(times) for times in zip(*positive.values(), strict=True)]
     typical = statistics.median(pace)
     return {
         name: typical * statistics.median(time / mean for time, mean in zip(times, pace, strict=True))
-        for name, times in samples.items()
+        for name, times in positive.items()
     }

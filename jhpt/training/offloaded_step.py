@@ -10,6 +10,7 @@ import jax
 from jhpt.compiled.deviceless import OnHost, on_host, shape_on_host
 from jhpt.core.amounts import gib
 from jhpt.core.errors import InputError
+from jhpt.measure.hosts import processes_here
 from jhpt.models.family import Model, Rows, Sums
 from jhpt.sharding.offload.step import OffloadedBlocks
 from jhpt.sharding.offload.stream import HostRows
@@ -17,7 +18,6 @@ from jhpt.sharding.step import Execution
 from jhpt.training.checkpoint import Checkpoints, Record
 from jhpt.training.offloaded_training import OffloadedState, OffloadedTraining
 from jhpt.training.optimizer import DECAYED, learning_rate
-from jhpt.training.processes import processes_here
 from jhpt.training.programs import compiled_within_memory, evaluation_shapes, fitting, windows_shape
 from jhpt.training.runtime import host_budget
 from jhpt.training.setup import Design, Setup

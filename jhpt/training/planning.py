@@ -31,6 +31,7 @@ from jhpt.core.plan_check import check_plan, with_optimizer
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import Choices, conflict
 from jhpt.measure.device import DeviceInfo, device_info
+from jhpt.measure.hosts import Hosts, hosts, processes_here
 from jhpt.measure.network import spanning
 from jhpt.measure.offload import offload_is_right
 from jhpt.planner.api import budgeted, capped, dtype_of
@@ -44,7 +45,6 @@ from jhpt.planner.search.solve import solve
 from jhpt.sharding.mesh import check_runnable
 from jhpt.training.processes import (
     is_main,
-    processes_here,
     raise_on_all_processes,
     same_everywhere,
     text_from_main,
@@ -111,19 +111,19 @@ def within_memory(plan: Plan, config: Config, device: DeviceInfo, say: Callable[
     is_open = "auto" in (config.memory.offload, config.memory.recompute)
     if kind is None or limit is None or not is_open:
         return plan
-    room = host_budget(config.memory) / processes_here()  # the planner takes each process for a host
-    smaller = Plan.model_validate_json(text_from_main(_fitted(plan, config, kind, limit, room).model_dump_json()))
+    fitting = _fitted(plan, config, kind, limit, hosts())
+    smaller = Plan.model_validate_json(text_from_main(fitting.model_dump_json()))
     if same_work(smaller, plan):
         return plan
     say(f"memory: auto: a step needs more than {gib(limit)}, so the plan is {shape_text(smaller)}")
     return smaller
 
 
-def _fitted(plan: Plan, config: Config, kind: str, limit: float, room: float) -> Plan:
-    hosts = jax.process_count()
+def _fitted(plan: Plan, config: Config, kind: str, limit: float, places: Hosts) -> Plan:
+    nodes = len(places.nodes)
     try:
-        named = cluster_named(f"{kind}x{-(-plan.devices // hosts)}x{hosts}")
-        cluster = capped(named, limit, room)
+        named = cluster_named(f"{kind}x{-(-plan.devices // nodes)}x{nodes}")
+        cluster = capped(named, limit, host_budget(config.memory) / places.nodes_here)
         device = cluster.nodes[0].device
         profile = analytic_profile(config, device, dtype_of(config.model.dtype, device))
         return fitted(plan, CostModel(profile, cluster, plan.gradient_compression), config)
@@ -259,10 +259,10 @@ def same_work(first: Plan, second: Plan) -> bool:
 def _planned(config: Config, say: Callable[[str], None]) -> Plan:
     """The plan of the planner: measures, solves on the main process and broadcasts."""
     profile, cluster = _measured(config, say)
-    text, processes = "", processes_here()
+    text, nodes_here = "", hosts().nodes_here
     with raise_on_all_processes():
         if is_main():
-            text = _solved(config, profile, cluster, _request(config), processes).model_dump_json()
+            text = _solved(config, profile, cluster, _request(config), nodes_here).model_dump_json()
     return _broadcast(text)
 
 
@@ -299,9 +299,9 @@ def _request(config: Config) -> Request:
     )
 
 
-def _solved(config: Config, profile: ModelProfile, cluster: Cluster, wanted: Request, processes: int) -> Plan:
-    """The plan to run.  processes: on this host, among which its memory is divided."""
-    room = budgeted(_with_kind(cluster), config, host_budget(config.memory) / processes)
+def _solved(config: Config, profile: ModelProfile, cluster: Cluster, wanted: Request, nodes_here: int) -> Plan:
+    """The plan to run.  nodes_here: on this machine, among which its memory is divided."""
+    room = budgeted(_with_kind(cluster), config, host_budget(config.memory) / nodes_here)
     solution = solve(profile, room, wanted, "spmd")
     devices = jax.device_count() if jax.process_count() > 1 else None
     return plan_to_run(solution, wanted, devices)

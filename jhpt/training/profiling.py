@@ -7,12 +7,13 @@ optimizer and step, for models of few blocks.  Bytes and parameters come from `j
 import hashlib
 import json
 import platform
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,20 @@ from jhpt.core.config import Config, OptimizerConfig, ParallelConfig
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
 from jhpt.core.plan_by_hand import plan_by_hand
+from jhpt.core.plausible import (
+    cluster_faults,
+    cluster_spreads,
+    noisy,
+    profile_faults,
+    profile_spreads,
+    spread_text,
+)
 from jhpt.core.profile import ModelProfile, load_profile
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.probe import probe_cluster
 from jhpt.measure.profile import Call, LayerSeconds, Shallow, depths, layer_seconds, predict_step
 from jhpt.measure.rank import rank_share, tensor_degrees
+from jhpt.measure.repeated import note
 from jhpt.models.attention import choose_attention
 from jhpt.models.family import Model, Rows, Sums, build
 from jhpt.models.products import check_products
@@ -48,6 +58,8 @@ from jhpt.training.runtime import compile_collectives_anew, configure_runtime
 from jhpt.training.setup import compute_dtype, execution, stored_weights
 from jhpt.training.step import Gradients, TrainState, TrainStep, init_state, make_train_step
 from jhpt.training.weights import Weights
+
+MeasuredT = TypeVar("MeasuredT", ModelProfile, Cluster)
 
 FORMAT = 2
 """Increased when the way of measuring changes."""
@@ -113,19 +125,23 @@ def assemble(config: Config, grid: Grid, seconds: LayerSeconds) -> ModelProfile:
     nominal = Device(name=device.kind, peak_flops={dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
     profile = analytic_profile(config, nominal, dtype)
     shallow, deep = depths(config.model.num_layers)
-    return profile.model_copy(
+    measured = profile.model_copy(
         update={
             "device": device.kind,
-            "source": (
-                f"measured: training steps of {shallow} and {deep} blocks, {grid.rounds} rounds, "
-                f"jax {jax.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-            ),
             "update_seconds": seconds.update,
+            "update_spread": seconds.update_spread,
             "kinds": {
                 name: kind.model_copy(update={"timings": seconds.timings[name]}) for name, kind in profile.kinds.items()
             },
         }
     )
+    rounds = max(timing.repetitions or grid.rounds for row in seconds.timings.values() for timing in row)
+    source = [
+        f"measured: training steps of {shallow} and {deep} blocks, {rounds} rounds",
+        spread_text(profile_spreads(measured)),
+        f"jax {jax.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    ]
+    return measured.model_copy(update={"source": ", ".join(filter(None, source))})
 
 
 class _Builder:
@@ -255,7 +271,13 @@ def _fits(program: Any, device: DeviceInfo) -> bool:
 
 
 def cached_profile(config: Config, grid: Grid, again: bool = False) -> tuple[ModelProfile, Path, bool]:
-    """(profile, its file in the cache folder, whether it was there)."""
+    """(profile, its file in the cache folder, whether it was there).
+
+    A file that is corrupt, or holds what cannot be right, is measured again.
+
+    Raises:
+      InputError: what is measured cannot be right, time and again.  The cache stays as it is.
+    """
     device = device_info()
     model = {
         "model": config.model.model_dump(mode="json"),
@@ -270,8 +292,8 @@ def cached_profile(config: Config, grid: Grid, again: bool = False) -> tuple[Mod
         "grid": [grid.batches, grid.tensors, grid.rounds],
     }
     path = _cache_path("profiles", model, "profile.json")
-    if path.is_file() and not again:
-        return load_profile(path).model_copy(update={"name": config.name}), path, True
+    if (known := _known(path, load_profile, profile_faults, again)) is not None:
+        return known.model_copy(update={"name": config.name}), path, True
     profile = assemble(config, grid, measure_layers(config, grid))
     _store(profile, path)
     return profile, path, False
@@ -282,13 +304,30 @@ def _low_precision(optimizer: OptimizerConfig) -> list[str]:
 
 
 def cached_cluster(rounds: int, again: bool = False) -> tuple[Cluster, Path, bool]:
-    """(this machine, its file in the cache folder, whether it was there)."""
+    """(this machine, its file in the cache folder, whether it was there), as `cached_profile`."""
     path = _cache_path("clusters", {"devices": jax.local_device_count(), "rounds": rounds}, "cluster.json")
-    if path.is_file() and not again:
-        return load_cluster(path), path, True
+    if (known := _known(path, load_cluster, cluster_faults, again)) is not None:
+        return known, path, True
     cluster = probe_cluster(rounds=rounds)
     _store(cluster, path)
     return cluster, path, False
+
+
+def _known(
+    path: Path, load: Callable[[Path], MeasuredT], faults: Callable[[MeasuredT], list[str]], again: bool
+) -> MeasuredT | None:
+    """What a file of the cache holds; None, with a word about it, if that is of no use."""
+    if again or not path.is_file():
+        return None
+    try:
+        measured = load(path)
+        found = faults(measured)
+    except InputError as error:
+        found = str(error).splitlines()
+    if not found:
+        return measured
+    note(f"measured again, because the cache is of no use: {path}: {'; '.join(found)}")
+    return None
 
 
 def _cache_path(folder: str, measured: Mapping[str, Any], name: str) -> Path:
@@ -303,7 +342,8 @@ def _store(measured: ModelProfile | Cluster, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{path.parent} cannot be made: {error}; set XDG_CACHE_HOME to a writable folder") from None
-    partial_path = path.with_suffix(".partial")
+    # Processes of one host may measure the same at the same time.
+    partial_path = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     measured.save(partial_path)
     partial_path.replace(path)
 
@@ -332,9 +372,21 @@ def profile_command(
     console.print(_profile_table(profile))
     console.print(f"one step on one device: {predict_step(profile, config) * 1e3:.1f} ms predicted")
     console.print(_cluster_table(cluster))
+    for line in _spread_lines(profile, cluster):
+        console.print(line, markup=False, soft_wrap=True)
     for path, cached in ((out or profile_path, known), (cluster_out or cluster_path, known_cluster)):
         console.print(f"{path}{'  (from the cache; --again measures again)' if cached else ''}", soft_wrap=True)
     return 0
+
+
+def _spread_lines(profile: ModelProfile, cluster: Cluster) -> list[str]:
+    """How far the repetitions vary, and what to do if that is far."""
+    layers, machine = profile_spreads(profile), cluster_spreads(cluster)
+    texts = {"layers": spread_text(layers), "machine": spread_text(machine)}
+    lines = [f"{name}: {text}" for name, text in texts.items() if text]
+    if noisy(layers.values()) or noisy(machine.values()):
+        lines.append("noisy: plans made from this may be off as far; stop other programs and measure with --again")
+    return lines
 
 
 def _profile_table(profile: ModelProfile) -> Table:

@@ -296,16 +296,19 @@ mesh = jax.make_mesh((hosts,), ("data",), axis_types=(jax.sharding.AxisType.Auto
 sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
 x = jax.make_array_from_callback((hosts,), sharding, lambda _: jnp.full((1,), rank + 1.0))
 total = jax.jit(jnp.sum, out_shardings=jax.sharding.NamedSharding(mesh, jax.P()))(x)
-print("sum", float(total.addressable_data(0)))
+from jhpt.measure.hosts import hosts as by_host
+places = by_host()
+print("sum", float(total.addressable_data(0)), "nodes", *places.nodes, "on this machine", places.nodes_here)
 """
 
 
 @needs_emulation
 def test_jax_adds_up_over_two_hosts():
+    """They share a kernel, and are two nodes all the same."""
     with Lab(hosts=2, bits_per_s=1e9) as lab:
         results = lab.run(
             lambda rank, hosts, coordinator: python(PSUM, rank, hosts, coordinator),
             timeout_s=120,
             env={"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
         )
-    assert [result.stdout.splitlines()[-1] for result in results] == ["sum 3.0", "sum 3.0"]
+    assert [result.stdout.splitlines()[-1] for result in results] == 2 * ["sum 3.0 nodes (0,) (1,) on this machine 2"]

@@ -1,10 +1,10 @@
-"""Memory of a host: no more than its container may have."""
+"""Memory of a host: no more than its container may have; and how hosts are told from each other."""
 
 import os
 
 import pytest
 
-from jhpt.core.host import host_memory
+from jhpt.core.host import host_identity, host_memory, machine_identity
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 GIB = 1 << 30
@@ -39,3 +39,20 @@ def test_a_container_has_what_it_may_have(tmp_path, groups, files, expected):
 
 def test_what_cannot_be_read_limits_nothing(tmp_path):
     assert host_memory(tmp_path / "nothing", tmp_path / "nothing") == MACHINE
+
+
+def test_hosts_are_told_by_name_kernel_and_network(tmp_path, monkeypatch):
+    """Emulated hosts differ in their network alone, and so share a machine; files that are missing tell nothing."""
+    boot, network, other = (tmp_path / name for name in ("boot", "network", "other"))
+    for file in (boot, network, other):
+        file.write_text("1\n")
+    machine, host = machine_identity(boot), host_identity(boot, network)
+    assert host_identity(boot, network) == host != machine == machine_identity(boot)
+    assert host_identity(boot, other) != host
+    boot.write_text("2\n")
+    assert machine_identity(boot) != machine and host_identity(boot, network) != host
+    missing = tmp_path / "none"
+    assert machine_identity(missing) == machine_identity(missing) != machine
+    monkeypatch.setattr("platform.node", lambda: "another")
+    assert machine_identity(missing) != machine and 0 <= host_identity(missing, missing) < 1 << 64
+    assert host_identity() == host_identity()

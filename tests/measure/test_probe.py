@@ -44,6 +44,23 @@ def test_links_are_latency_and_rate():
     assert probe._link({1e3: 1e-3, 1e6: 1e-3}).bandwidth == pytest.approx(1e10)
 
 
+def test_a_link_that_cannot_be_right_is_measured_again(monkeypatch, capsys):
+    """64 MiB that arrive before 1 KiB; then a link, with the spread of its worst size."""
+    rounds, tries = [], [[1e-6, 1e-6], [1.0, 1.5]]
+
+    def measure(calls, number):
+        rounds.append(number)
+        return {1e3: [1e-3, 1e-3], 1e8: tries[len(rounds) - 1]}
+
+    monkeypatch.setattr(probe, "_timed", measure)
+    link = probe.ring_link([jax.devices()[:2]], 2)
+    assert rounds == [2, 4] and link.spread == pytest.approx(0.4 / 1.25) and link.repetitions == 2
+    assert "which cannot be right" in capsys.readouterr().err
+    tries = [[0.0, 0.0]] * 6
+    with pytest.raises(InputError, match="all-reduce over 2 devices: 3 tries"):
+        probe.ring_link([jax.devices()[:2]], 2)
+
+
 def test_no_rounds_are_refused():
     with pytest.raises(InputError, match="rounds=0"):
         probe_cluster(rounds=0)

@@ -13,7 +13,7 @@ from jhpt.core.profile import Timing, load_profile
 from jhpt.measure import profile as measured
 from jhpt.measure.profile import LayerSeconds, Shallow, depths, layer_seconds, predict_step
 from jhpt.measure.rank import rank_share, tensor_degrees
-from jhpt.measure.timer import steady
+from jhpt.measure.timer import relative_spread, steady
 from jhpt.models.family import build
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.mesh import Axes
@@ -81,16 +81,57 @@ def test_seconds_are_split_by_the_equations(monkeypatch):
         assert timing.backward == pytest.approx((backward, 4 * backward))
 
 
-def test_noise_leaves_the_time_of_the_deep_model_as_it_is(monkeypatch):
-    """Twice the blocks took thrice the time: the slope alone would leave less than nothing for the rest."""
-    seconds = {"step 2 1": 4.0, "step 4 1": 12.0, "forward 2 1": 3.0, "forward 4 1": 2.0, "update": 0.0}
-    seconds |= {"embedding 1": 1.0, "embedding both 1": 0.5}
-    monkeypatch.setattr(measured, "interleaved", lambda calls, rounds: {name: [seconds[name]] for name in calls})
-    monkeypatch.setattr(measured, "steady", lambda samples: {name: times[0] for name, times in samples.items()})
-    profiled = layer_seconds(known_model, 4, (1,), (1,), rounds=1)
-    parts = {kind: timing.at(1) for kind, (timing,) in profiled.timings.items()}
+NOISE = {"step 2 1": 4.0, "step 4 1": 12.0, "forward 2 1": 3.0, "forward 4 1": 2.0, "update": 0.0}
+NOISE |= {"embedding 1": 1.0, "embedding both 1": 0.5}
+"""Twice the blocks took thrice the time: the slope alone would leave less than nothing for the rest."""
+
+
+def test_noise_leaves_the_time_of_the_deep_model_as_it_is():
+    models = {(depth, 1): known_model(depth, 1, 1) for depth in (2, 4)}
+    split = measured._split(models, NOISE, 1, 0.0, {name: [time] for name, time in NOISE.items()})
+    parts = {kind: timing.at(1) for kind, timing in split.items()}
     assert min(second for part in parts.values() for second in part) >= 0
     assert sum(parts["embedding"]) + 4 * sum(parts["block"]) + sum(parts["head"]) == pytest.approx(12.0)
+
+
+def test_what_cannot_be_right_is_measured_again_and_never_kept(monkeypatch, capsys):
+    """With twice the rounds each time; the third time it is refused."""
+    asked = []
+
+    def measure(calls, rounds):
+        asked.append(rounds)
+        return known_seconds(calls, rounds) if len(asked) > bad else {name: [NOISE[name]] * rounds for name in calls}
+
+    monkeypatch.setattr(measured, "interleaved", measure)
+    monkeypatch.setattr(measured, "depths", lambda layers: (2, 4))
+    bad = 1
+    monkeypatch.setitem(NOISE, "update", 1.0)
+    (timing,) = layer_seconds(known_model, 4, (1,), (1,), rounds=3).timings["block"]
+    assert asked == [3, 6] and timing.repetitions == 6 and timing.spread == (0.0,)
+    assert "a block takes 0 ms forward" in capsys.readouterr().err
+    asked, bad = [], 3
+    with pytest.raises(InputError, match=r"12 rounds(.|\n)*a block takes 0 ms forward(.|\n)*stop other programs"):
+        layer_seconds(known_model, 4, (1,), (1,), rounds=3)
+    assert asked == [3, 6, 12]
+
+
+def test_spread_is_that_of_the_programs_behind_the_seconds(monkeypatch):
+    """One of ten repetitions in another world changes neither decile; half of them do."""
+    assert relative_spread([1.0]) is None
+    assert relative_spread([2.0] * 30 + [9.0]) == 0 and relative_spread([2.0, 3.0] * 10) == pytest.approx(0.4)
+
+    def measure(calls, rounds):
+        wide = {"step 2 1": 2.0, "embedding both 1": 3.0}
+        same = known_seconds(calls, 1)
+        return {name: [times[0], times[0] * wide.get(name, 1)] for name, times in same.items()}
+
+    monkeypatch.setattr(measured, "interleaved", measure)
+    monkeypatch.setattr(measured, "timing_faults", lambda timings, update: [])
+    monkeypatch.setattr(measured, "depths", lambda layers: (2, 6))
+    seconds = layer_seconds(known_model, 12, (1, 4), (1,), rounds=2)
+    block, head, embedding = (seconds.timings[kind][0].spread for kind in ("block", "head", "embedding"))
+    assert block == pytest.approx((0.8 / 1.5, 0)) and embedding == head == pytest.approx((1.6 / 2, 0))
+    assert seconds.update_spread == 0
 
 
 def test_a_batch_that_does_not_fit_ends_the_row(monkeypatch):
@@ -135,7 +176,9 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("preset", "changes", "batches", "tensors"), quick_and_exhaustive(MEASURED, MEASURED[:1]))
-def test_a_measured_profile_is_complete(tiny, tmp_path, preset, changes, batches, tensors):
+def test_a_measured_profile_is_complete(tiny, tmp_path, monkeypatch, preset, changes, batches, tensors):
+    """Whatever one round on a busy machine measures."""
+    monkeypatch.setattr(measured, "timing_faults", lambda timings, update: [])
     config = tiny(preset, **changes)
     grid = Grid(batches=batches, tensors=tensors, rounds=1)
     profile = assemble(config, grid, measure_layers(config, grid))
@@ -201,7 +244,7 @@ def counted(monkeypatch, tmp_path):
 
     def measure(config, grid):
         configs.append(config)
-        timing = Timing(batches=(1.0,), forward=(float(len(configs)),), backward=(1.0,))
+        timing = Timing(batches=(1.0,), forward=(float(len(configs)),), backward=(10.0,))
         return LayerSeconds(timings=dict.fromkeys(("embedding", "block", "head"), (timing,)), update=1e-9, samples={})
 
     monkeypatch.setattr(profiling, "measure_layers", measure)
@@ -223,13 +266,41 @@ def test_the_cache_is_found_again_and_by_what_decides(tiny, tmp_path, counted):
     assert same_path == path and not known and again != profile
 
 
+@pytest.mark.parametrize("damage", ["corrupt", "degenerate"])
+def test_a_file_of_the_cache_that_is_of_no_use_is_measured_again(tiny, monkeypatch, capsys, counted, damage):
+    """It is said, and the file stays if the measurement is refused."""
+    grid = Grid(batches=(1,), tensors=(1,), rounds=1)
+    profile, path, _ = cached_profile(tiny(), grid)
+    none = Timing(batches=(1.0,), forward=(0.0,), backward=(1.0,))
+    kinds = profile.kinds | {"block": profile.kinds["block"].model_copy(update={"timings": (none,)})}
+    profile.model_copy(update={"kinds": kinds}).save(path)
+    if damage == "corrupt":
+        path.write_text("{")
+    before = path.read_text()
+
+    def refuse(config, grid):
+        raise InputError("cannot be right")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(profiling, "measure_layers", refuse)
+        with pytest.raises(InputError, match="cannot be right"):
+            cached_profile(tiny(), grid)
+    assert path.read_text() == before and [file.name for file in path.parent.iterdir()] == ["profile.json"]
+    capsys.readouterr()
+    again, same_path, known = cached_profile(tiny(), grid)
+    assert (same_path, known, len(counted)) == (path, False, 2) and cached_profile(tiny(), grid) == (again, path, True)
+    said = capsys.readouterr().err
+    assert "measured again" in said and str(path) in said and (damage == "corrupt" or "a block takes 0 ms" in said)
+
+
 def test_the_command_writes_what_is_asked_for(tiny, tmp_path, monkeypatch, capsys, counted):
     monkeypatch.setattr(profiling, "configure_runtime", lambda: None)
     monkeypatch.setattr(profiling, "probe_cluster", lambda rounds: some_cluster())
     config, out = tiny(), tmp_path / "profile.json"
     assert profile_command(config, str(out), str(tmp_path / "cluster.json"), quick=True) == 0
     assert load_profile(out).name == config.name and load_cluster(tmp_path / "cluster.json") == some_cluster()
-    assert "from the cache" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "from the cache" not in said and "machine: spread 2 % in the median" in said and "--again" not in said
     assert profile_command(config, quick=True) == 0
     assert "from the cache" in capsys.readouterr().out and len(counted) == 1
     with pytest.raises(InputError, match="cannot be written"):
@@ -237,6 +308,6 @@ def test_the_command_writes_what_is_asked_for(tiny, tmp_path, monkeypatch, capsy
 
 
 def some_cluster():
-    link = Link(bandwidth=1e9, latency=1e-6)
+    link = Link(bandwidth=1e9, latency=1e-6, spread=0.02, repetitions=3)
     node = Node(device=ANY, devices=1, inside=link, host=link, host_memory=1e9)
     return Cluster(name="one", nodes=(node,), network=link)

@@ -26,7 +26,9 @@ def main(path: str) -> None:
 
 
 def execute(spec: dict[str, Any]) -> None:
-    """A run."""
+    """A run; or, of {spanning: a cluster, processes: {...}}, that cluster as all processes span it."""
+    if "spanning" in spec:
+        return span(spec)
     from jhpt.training import checkpoint
     from jhpt.training.processes import Processes
     from jhpt.training.run import train
@@ -47,6 +49,18 @@ def execute(spec: dict[str, Any]) -> None:
     )
     outcome = {"step": result.step, "losses": result.losses, "interrupted": result.interrupted}
     print(json.dumps(outcome), flush=True)
+
+
+def span(spec: dict[str, Any]) -> None:
+    """Prints the cluster and the processes that share this machine.  Links are measured with small messages."""
+    from jhpt.core.cluster import Cluster
+    from jhpt.measure import network, probe
+    from jhpt.training.processes import Processes, join
+
+    join(Processes(**spec["processes"]))
+    probe.SIZES = (1 << 12, 1 << 13)
+    cluster = network.spanning(Cluster.model_validate(spec["spanning"]))
+    print(json.dumps({"cluster": cluster.model_dump(mode="json"), "here": network.hosts().here}), flush=True)
 
 
 if __name__ == "__main__":

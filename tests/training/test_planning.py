@@ -16,6 +16,7 @@ from jhpt.core.load import load_config, run_config
 from jhpt.core.plan import Chunk, Plan, Run
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.measure.device import DeviceInfo, device_info
+from jhpt.measure.hosts import grouped
 from jhpt.planner.api import RESERVE
 from jhpt.planner.cost.estimate import evaluate as evaluate_plan
 from jhpt.planner.profiles.analytic import analytic_profile
@@ -453,6 +454,11 @@ def test_a_plan_by_hand_that_does_not_fit_is_made_to(monkeypatch):
     assert shorter == plan.model_copy(update={"recompute": True}), "state in few bits fits where float32 does not"
     small = load_config(config, {"memory.host_budget_bytes": "20GiB"})
     assert planning.within_memory(plan, small, info, messages.append) is plan, "no room on the host"
+    for identities, fits in (([(7, 1)] * 16, True), ([(7, host) for host in range(16)], False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(planning, "hosts", lambda identities=identities: grouped(identities, 0))
+            other = planning.within_memory(plan, config, info, lambda line: None)
+        assert (other is not plan) == fits, "16 processes of a host share its memory; 16 hosts divide it"
     monkeypatch.setattr("jhpt.training.runtime.host_memory", lambda: 20 << 30)
     assert planning.within_memory(plan, config, info, messages.append) is plan, (
         "nor where the host has less than is said"

@@ -13,9 +13,17 @@ from pathlib import Path
 import pytest
 
 import jhpt
+from jhpt.core.cluster import Cluster, Device, Link, Node
+from jhpt.core.host import host_memory
 from jhpt.training.metrics import read_metrics
 from jhpt.training.processes import launcher
 from tests.conftest import tiny_overrides
+
+LINK = Link(bandwidth=1e9, latency=1e-6)
+DEVICE = Device(name="cpu", peak_flops={"float32": 1e12}, memory=1e9, memory_bandwidth=1e10)
+NODE = Node(device=DEVICE, devices=1, inside=LINK, host=LINK, host_memory=1e10)
+MACHINE = Cluster(name="here: 1 x cpu", nodes=(NODE,), network=LINK)
+"""As one process alone has measured it."""
 
 
 def free_port() -> int:
@@ -24,10 +32,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_two(folder: Path, settings, outs=("two", "two"), apart=({}, {}), before=()) -> list[subprocess.Popen]:
+def start_two(
+    folder: Path, settings, outs=("two", "two"), apart=({}, {}), before=(), spanned=None
+) -> list[subprocess.Popen]:
     """Two processes with a device each, joined through a port on localhost.
 
-    apart: settings of each alone.  before: (folder, settings of each) of runs that the same two do first.
+    apart: settings of each alone.  before: (folder, settings of each) of runs that the same two do first.  spanned: a
+    cluster that they span before that.
     """
     port, workers = free_port(), []
     for rank in range(2):
@@ -37,8 +48,10 @@ def start_two(folder: Path, settings, outs=("two", "two"), apart=({}, {}), befor
             {"preset": "gpt-tiny", "overrides": overrides, "processes": processes, "out": str(folder / out)}
             for out, overrides in runs
         ]
+        if spanned is not None:
+            specs.insert(0, {"spanning": spanned.model_dump(mode="json"), "processes": processes})
         file = folder / f"{rank}.json"
-        file.write_text(json.dumps(specs if before else specs[0]))
+        file.write_text(json.dumps(specs if len(specs) > 1 else specs[0]))
         workers.append(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.training.runner", str(file)],
@@ -61,7 +74,8 @@ def wait_for(condition, workers) -> None:
 
 def test_two_processes_refuse_train_and_stop_together(tmp_path, corpus):
     """One pair does what the tests below do with a pair each: both refuse what one refuses, and settings that differ;
-    they train to the losses of one process, with blocks on the hosts or not; both stop where SIGTERM reaches one."""
+    they train to the losses of one process, with blocks on the hosts or not; both stop where SIGTERM reaches one.
+    Before that, both see one node of two devices and the link between them."""
     settings = tiny_overrides(corpus) | {"model.num_layers": 1, "optimizer.schedule": "constant", "train.steps": 4}
     settings |= {"parallel.data": 2, "evaluation.every": 2, "evaluation.batches": 1}
     one = jhpt.train("gpt-tiny", out=tmp_path / "one", overrides=settings)
@@ -72,7 +86,7 @@ def test_two_processes_refuse_train_and_stop_together(tmp_path, corpus):
     (tmp_path / "taken").mkdir()
     with (tmp_path / "taken" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        workers = start_two(tmp_path, endless, outs=("endless", "endless"), before=before)
+        workers = start_two(tmp_path, endless, outs=("endless", "endless"), before=before, spanned=MACHINE)
         metrics = tmp_path / "endless" / "metrics.jsonl"
         wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") > 6, workers)
     workers[0].send_signal(signal.SIGTERM)
@@ -81,7 +95,15 @@ def test_two_processes_refuse_train_and_stop_together(tmp_path, corpus):
         out, error = worker.communicate(timeout=200)
         assert worker.returncode == 0, error
         outcomes.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
-    told, taken, hosts, stopped = zip(*outcomes, strict=True)
+    spanned, told, taken, hosts, stopped = zip(*outcomes, strict=True)
+
+    clusters = [Cluster.model_validate(outcome["cluster"]) for outcome in spanned]
+    for cluster in clusters:
+        (node,) = cluster.nodes
+        assert (node.devices, node.count) == (2, 1) and node.inside == cluster.network == clusters[0].network
+        assert node.inside.repetitions and "processes of a node" in cluster.sources["inside"]
+        assert node.device.memory == host_memory() / 2 and node.host_memory == MACHINE.nodes[0].host_memory
+    assert [outcome["here"] for outcome in spanned] == [[0, 1], [0, 1]]
 
     assert "process 1 failed" in told[0]["refused"] and "cache_dir" not in told[1]["refused"]
     assert "train.steps: 7 here, 4 on process 0" in told[1]["refused"] and not (tmp_path / "told").exists()

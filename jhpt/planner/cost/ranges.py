@@ -23,6 +23,9 @@ from jhpt.core.plan import Plan
 
 QUANTILES = (0.1, 0.9)
 
+BEYOND = 2.0
+"""Factor by which sizes may lie outside of those of the runs."""
+
 FADING = 4.0
 """Distance over which the weight of a run falls to 1 / e."""
 
@@ -63,13 +66,17 @@ def case_of(plan: Plan, device: str, parameters: float) -> Case:
     )
 
 
-def range_of(case: Case, runs: Sequence[Residual] | None = None) -> Range:
-    """The range of a case's seconds, relative to the prediction.
+def range_of(case: Case, runs: Sequence[Residual] | None = None) -> Range | None:
+    """The range of a case's seconds, relative to the prediction; None for a model or a number of devices more than
+    `BEYOND` times as large as in any of the runs, or as small.
 
     Args:
       runs: None: those that come with jhpt.
     """
     runs = residuals() if runs is None else runs
+    sizes = ((case.parameters, [run.parameters for run in runs]), (case.devices, [run.devices for run in runs]))
+    if any(not min(known) / BEYOND <= size <= max(known) * BEYOND for size, known in sizes):
+        return None
     ratios = np.array([run.ratio for run in runs])
     weights = np.array([math.exp(-_distance(case, run) / FADING) for run in runs])
     order = np.argsort(ratios)

@@ -30,6 +30,7 @@ from jhpt.planner.report.words import (
     streamed_layers,
 )
 from jhpt.planner.search.baselines import Baseline
+from jhpt.planner.search.neighbours import BetterBatch, better_batch
 from jhpt.planner.search.solve import Answer
 
 FORMAT = 1
@@ -86,7 +87,7 @@ def to_json(answer: Answer, baselines: Sequence[Baseline] = (), rent: Rent | Non
         "cluster": model.cluster.model_dump(mode="json", exclude_none=True),
         "plan": plan.model_dump(mode="json", exclude_none=True),
         "seconds": estimate.seconds,
-        "seconds_range": seconds_range(answer),
+        "seconds_range": list(seconds_range(answer) or ()) or None,
         "lower_bound": plan.lower_bound,
         "gap": answer.gap,
         "proven_optimal": answer.gap <= OPTIMAL,
@@ -105,6 +106,7 @@ def to_json(answer: Answer, baselines: Sequence[Baseline] = (), rent: Rent | Non
         "baselines": [_baseline_json(baseline, answer) for baseline in baselines],
         "changes": [_alternative_json(each) for each in changed(answer)],
         "alternatives": [_alternative_json(each) for each in alternatives(answer)],
+        "better_batch": _batch_json(better) if (better := better_batch(answer)) else None,
     }
 
 
@@ -170,6 +172,16 @@ def _alternative_json(each: Alternative) -> dict[str, Any]:
     }
 
 
+def _batch_json(better: BetterBatch) -> dict[str, Any]:
+    return {
+        "batch": better.batch,
+        "plan": better.plan.model_dump(mode="json", exclude_none=True),
+        "seconds": better.seconds,
+        "ratio": better.ratio,
+        "why": batch_text(better),
+    }
+
+
 def make_console() -> Console:
     """A console as wide as the terminal.  Output to a file is not folded at 80 columns."""
     console = Console(highlight=False)
@@ -209,7 +221,14 @@ def summary(answer: Answer) -> list[str]:
         *saved_tensors_lines(answer),
         f"devices: {plan.devices} of {cluster.num_devices} work"
         + (f"; idle: {spans_text(spans(idle))}" if idle else ""),
+        *([batch_text(better)] if (better := better_batch(answer)) else []),
     ]
+
+
+def batch_text(better: BetterBatch) -> str:
+    """`batch 63 would take 33.8 % less time per sample: 7 devices, tensor 1, 1 micro-batch, ZeRO-3`."""
+    less = f"{100 * (1 - better.ratio):.1f} % less time per sample"
+    return f"batch {better.batch} would take {less}: {shape_text(better.plan)}"
 
 
 def seconds_table(answer: Answer) -> Table:

@@ -75,14 +75,16 @@ def _nominal(device: Device, dtype: str) -> float | None:
 def seconds_range(answer: Answer) -> tuple[float, float] | None:
     """Seconds of a step between which eight of ten published runs like this one would lie (`planner.cost.ranges`).
 
-    None where the published runs say nothing: a measured profile, a CPU, a classic network, or devices that the
-    catalogue does not know.
+    None where the published runs say nothing: a measured profile, a CPU, a classic network, devices that the catalogue
+    does not know, or a model or cluster of another size.
     """
     profile, cluster = answer.model.profile, answer.model.cluster
     known = all(kind_by_driver(node.device.name) for node in cluster.nodes)
     if not profile.source.startswith("analytic") or profile.flops_per_sample is None or not known:
         return None
     factors = range_of(case_of(answer.plan, cluster.nodes[0].device.name, profile.parameters))
+    if factors is None:
+        return None
     return factors.low * answer.estimate.seconds, factors.high * answer.estimate.seconds
 
 

@@ -37,6 +37,7 @@ class Answer:
     """The fastest plan, its estimate, and the fastest plan of every other shape that the search priced.
 
     on_devices: seconds of the fastest plan without CPU offload.  Infinite if none fits; None if none was requested.
+    request: what was asked; None: unknown.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class Answer:
     alternatives: tuple[Plan, ...]
     model: CostModel
     on_devices: float | None = None
+    request: Request | None = None
 
     @property
     def gap(self) -> float:
@@ -100,7 +102,7 @@ def solve(profile: ModelProfile, cluster: Cluster, request: Request, space: Spac
         search_offloaded(request, model, best)
     if best.plan is None:
         raise InputError(refusal(request, model, space))
-    return _answer(best, best.plan, model, on_devices)
+    return _answer(best, best.plan, model, on_devices, request)
 
 
 def search(request: Request, model: CostModel, space: Space) -> Incumbent:
@@ -118,7 +120,7 @@ def search(request: Request, model: CostModel, space: Space) -> Incumbent:
     return best
 
 
-def _answer(best: Incumbent, plan: Plan, model: CostModel, on_devices: float | None) -> Answer:
+def _answer(best: Incumbent, plan: Plan, model: CostModel, on_devices: float | None, request: Request) -> Answer:
     device = None if model.cluster.mixed else model.cluster.nodes[0].device.name
     gradients = {"gradient_compression": model.gradient_compression}
     winner = plan.model_copy(
@@ -128,7 +130,12 @@ def _answer(best: Incumbent, plan: Plan, model: CostModel, on_devices: float | N
     order = sorted((seconds, index) for index, (seconds, _) in enumerate(best.shapes.values()))
     alternatives = tuple(priced[index] for _, index in order if _differs(priced[index], winner))
     return Answer(
-        plan=winner, estimate=price(winner, model), alternatives=alternatives, model=model, on_devices=on_devices
+        plan=winner,
+        estimate=price(winner, model),
+        alternatives=alternatives,
+        model=model,
+        on_devices=on_devices,
+        request=request,
     )
 
 

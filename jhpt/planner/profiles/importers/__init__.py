@@ -16,6 +16,7 @@ from jhpt.core.cluster import Cluster, Device, load_cluster, parse, read_tree
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
+from jhpt.core.plausible import cluster_faults, profile_faults
 from jhpt.core.profile import LayerKind, ModelProfile, load_profile
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.profiles.importers import pipedream, piper
@@ -68,26 +69,29 @@ def _tree(text: str, path: Path) -> Any:
 
 
 def local_cluster() -> Cluster | None:
-    """This machine as last measured; None if it never was."""
+    """This machine as last measured; None if it never was, or only with results that cannot be right."""
     prefix = f"{platform.node() or 'local'}: "  # several machines may share a home folder
     for path in _newest("clusters", "cluster.json"):
         try:
             cluster = load_cluster(path)
         except InputError:  # written by another version
             continue
-        if cluster.name.startswith(prefix):
+        if cluster.name.startswith(prefix) and not cluster_faults(cluster):
             return cluster
     return None
 
 
 def local_profile(config: Config, device: str) -> ModelProfile | None:
-    """The most recent measured profile of the configured model on a device of this name; None if there is none."""
+    """The most recent measured profile of the configured model on a device of this name; None if there is none.
+
+    One that cannot be right counts as none.
+    """
     for path in _newest("profiles", "profile.json"):
         try:
             profile = load_profile(path)
         except InputError:
             continue
-        if profile.device == device and is_of(profile, config):
+        if profile.device == device and is_of(profile, config) and not profile_faults(profile):
             return profile.model_copy(update={"name": config.name})
     return None
 
