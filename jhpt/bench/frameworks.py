@@ -8,13 +8,14 @@ that what remains is a property of the hardware (`jhpt.core.calibration`).  None
                     float32 sums though ranks need shares, and gathers weights after the update
     FSDP            prefetches weights; kernels are PyTorch's own, one per operation, unless torch.compile fuses them
     nanotron        PyTorch's own kernels; sums and reduces gradients in float32
-    XLA             fuses; writes the random bits of dropout to memory
+    XLA             writes the random bits of dropout to memory; its element-wise traffic is that of programs compiled
+                    by jhpt
     llm.c           fused kernels of its own
 """
 
 from typing import Any
 
-from jhpt.core.calibration import ACCUMULATION, DRAW_BYTES, Figures
+from jhpt.core.calibration import ACCUMULATION, DRAW_BYTES, XLA_TRAFFIC, Figures
 from jhpt.core.framework import Framework
 from jhpt.core.state import FLOAT32
 
@@ -40,17 +41,16 @@ def framework_named(name: str, compiled: bool, fitted: Figures, *, flash1: bool)
     fused = compiled or any(part in name for part in FUSED)
     facts: dict[str, Any] = {}
     if "XLA" in name:
-        facts = {"draw_bytes": DRAW_BYTES}
+        facts = {"draw_bytes": DRAW_BYTES, "traffic": XLA_TRAFFIC}
     elif "DeepSpeed" in name:
         facts = {"accumulation": SEPARATE_KERNELS, "gradient_bytes": FLOAT32, "all_reduces_shares": True}
     elif "nanotron" in name:
         facts = {"gradient_bytes": FLOAT32}
     return Framework(
         name=name or "another framework",
-        traffic=fitted.traffic * (1.0 if fused else EAGER),
         fused_attention=fitted.flash1 if flash1 else 1.0,
         exposed_gathers=fitted.exposed_gathers,
         exposed_gradients=fitted.exposed_gradients,
         exposed_transfers=True,
-        **{"accumulation": ACCUMULATION} | facts,
+        **{"accumulation": ACCUMULATION, "traffic": fitted.traffic * (1.0 if fused else EAGER)} | facts,
     )

@@ -28,8 +28,8 @@ from pydantic import Field, ValidationError
 
 from jhpt.bench.frameworks import framework_named
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
-from jhpt.core.calibration import Figures, architecture, figures
-from jhpt.core.catalogue import capability_by_driver, cluster_named, device_named
+from jhpt.core.calibration import Figures, figures
+from jhpt.core.catalogue import cluster_named, device_named
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
@@ -39,7 +39,7 @@ from jhpt.core.plan import Chunk, Plan, Run, Stage
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.section import NonNegative, Positive, Section
 from jhpt.planner.cost.estimate import evaluate
-from jhpt.planner.cost.ranges import Case, parallelism, range_of
+from jhpt.planner.cost.ranges import Case, architecture_of, parallelism, range_of
 from jhpt.planner.profiles.analytic import analytic_profile
 
 DTYPE = "bfloat16"
@@ -279,8 +279,7 @@ class PricedRun:
     def range(self) -> tuple[float, float] | None:
         """Seconds between which eight of ten runs like this one lie; None where no run is like it."""
         run = self.run
-        era = architecture(capability_by_driver(device_named(run.gpu).name))
-        case = Case(architecture=era, devices=run.gpus, parameters=run.parameters, kinds=run.kinds)
+        case = Case(architecture=architecture_of(run.gpu), devices=run.gpus, parameters=run.parameters, kinds=run.kinds)
         if (factors := range_of(case)) is None:
             return None
         return factors.low * self.predicted, factors.high * self.predicted

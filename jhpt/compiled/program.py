@@ -79,7 +79,8 @@ class Tally:
 
     seconds, flops: modelled seconds of matrix products, and their FLOP.  again: FLOP among them of products that the
     compiler computes once more to save memory.  copied: bytes of plain copies, such as those of buffers that the
-    compiler cannot update in place; each byte is read and written.  guessed: conditionals and loops that could not be
+    compiler cannot update in place; each byte is read and written.  moved: bytes that kernels without products read and
+    write, where they are counted (`jhpt.compiled.element_wise`).  guessed: conditionals and loops that could not be
     followed (the branch with most FLOP was taken, the loop once), products in an element type for which the device has
     no rate, and communication that is `UNPRICED`.
     """
@@ -89,6 +90,7 @@ class Tally:
     flops: float = 0.0
     again: float = 0.0
     copied: float = 0.0
+    moved: float = 0.0
     guessed: int = 0
 
     def add(self, other: "Tally", times: float = 1.0) -> None:
@@ -99,6 +101,7 @@ class Tally:
         self.flops += times * other.flops
         self.again += times * other.again
         self.copied += times * other.copied
+        self.moved += times * other.moved
         self.guessed += other.guessed
 
     def free(self, axis: str) -> float:
@@ -146,7 +149,7 @@ def read_compiled(compiled: Any, sizes: Mapping[str, int], clock: Clock) -> Read
 def read_stages(module: Module, sizes: Mapping[str, int], clock: Clock) -> tuple[Tally, ...]:
     """The tally of the first device of every stage."""
     devices, stages = math.prod(sizes.values()), sizes.get(PIPE, 1)
-    return tuple(_Walk(module, sizes, clock, stage * devices // stages).whole() for stage in range(stages))
+    return tuple(Walk(module, sizes, clock, stage * devices // stages).whole() for stage in range(stages))
 
 
 @dataclass
@@ -158,7 +161,7 @@ class _Flight:
     hidden: float = 0.0
 
 
-class _Walk:
+class Walk:
     """One device's execution of a program."""
 
     def __init__(self, module: Module, sizes: Mapping[str, int], clock: Clock, device: int) -> None:

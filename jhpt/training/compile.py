@@ -45,11 +45,17 @@ def compiled_step(config: Config, plan: Plan, cluster: Cluster) -> Reading:
       InputError: the plan is invalid, needs several programs, or is not for this model or cluster.
       NotHere: a package that compiling needs is not installed.
     """
+    compiled, sizes = compile_for(config, plan, cluster)
+    return read_compiled(compiled, sizes, Clock(cluster))
+
+
+def compile_for(config: Config, plan: Plan, cluster: Cluster) -> tuple[jax.stages.Compiled, dict[str, int]]:
+    """(the compiled step, sizes of the mesh's axes, outermost first); arguments and errors are those of
+    `compiled_step`."""
     config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": plan.batch})})
     check_fits_model(plan, config)
     check(Choices(devices=plan.devices, available=cluster.num_devices, place=cluster.name))
     devices = compile_only_devices(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, compile_only_info(cluster))
     sizes = {str(name): int(size) for name, size in design.layout.device_mesh.mesh.shape.items()}
-    compiled = compiled_for(lower_step(design), compiler_options("gpu", plan))
-    return read_compiled(compiled, sizes, Clock(cluster))
+    return compiled_for(lower_step(design), compiler_options("gpu", plan)), sizes

@@ -11,6 +11,7 @@ ratios come from figures that were fitted without the run's source (`benchmarks/
 a new framework on a new machine adds.  A measured profile has no such range: its seconds are this machine's own.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,6 +67,12 @@ def case_of(plan: Plan, device: str, parameters: float) -> Case:
     )
 
 
+@functools.cache
+def architecture_of(kind: str) -> str:
+    """The architecture of a kind of the catalogue, as far as figures depend on it."""
+    return architecture(capability_by_driver(device_named(kind).name))
+
+
 def range_of(case: Case, runs: Sequence[Residual] | None = None) -> Range | None:
     """The range of a case's seconds, relative to the prediction; None for a model or a number of devices more than
     `BEYOND` times as large as in any of the runs, or as small.
@@ -86,7 +93,11 @@ def range_of(case: Case, runs: Sequence[Residual] | None = None) -> Range | None
 
 
 def _distance(case: Case, run: Residual) -> float:
-    era = architecture(capability_by_driver(device_named(run.device).name))
     differ = set(case.kinds.split()) ^ set(run.kinds.split())
     size = abs(math.log10(case.parameters / run.parameters)) / 0.5
-    return size + abs(math.log2(case.devices / run.devices)) / 2 + (era != case.architecture) + len(differ) / 2
+    return (
+        size
+        + abs(math.log2(case.devices / run.devices)) / 2
+        + (architecture_of(run.device) != case.architecture)
+        + len(differ) / 2
+    )
