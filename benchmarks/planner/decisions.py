@@ -1,12 +1,13 @@
 """Every plan of a decision set, one by one.
 
-The decision sets are those of `jhpt.planner.search.spmd` and `jhpt.planner.search.general`.
+The decision sets are those of `jhpt.planner.search.spmd` and `jhpt.planner.search.general`.  On a mixed cluster the
+latter has a plan once for every order of the kinds of nodes in which its stages lie in a row.
 """
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.planner.layer_costs import pipelined_layer
@@ -19,8 +20,8 @@ from jhpt.planner.search.solve import Space
 ChunkDraft = tuple[int, tuple[int, ...]]
 """(first layer, tensor degree of every layer)."""
 
-StageDraft = tuple[int, int, tuple[ChunkDraft, ...]]
-"""(first device, number of devices, chunks)."""
+StageDraft = tuple[Sequence[int], tuple[ChunkDraft, ...]]
+"""(devices in the order of their ranks, chunks)."""
 
 
 class Draft(NamedTuple):
@@ -48,7 +49,7 @@ def _spmd_stages(
     for devices in range(1, k + 1):
         for degrees in itertools.product(*_degrees(model, 0, n, devices, b)):
             if _one_mesh(degrees) and (model.tied_layer is None or degrees[0] == degrees[model.tied_layer]):
-                yield "1f1b", ((0, devices, ((0, degrees),)),)
+                yield "1f1b", ((range(devices), ((0, degrees),)),)
     for t, d in itertools.product(_common_degrees(model), range(1, k + 1)):
         if d * t > k or b % d:
             continue
@@ -69,12 +70,13 @@ def _one_mesh(degrees: Iterable[int]) -> bool:
 
 def _spmd_row(edges: tuple[int, ...], s: int, devices: int, t: int) -> tuple[StageDraft, ...]:
     chunks = [(first, (t,) * (stop - first)) for first, stop in itertools.pairwise(edges)]
-    return tuple((i * devices, devices, tuple(chunks[i::s])) for i in range(s))
+    return tuple((range(i * devices, (i + 1) * devices), tuple(chunks[i::s])) for i in range(s))
 
 
 def _balanced_edges(model: CostModel, strategy: LayerStrategy, devices: int, t: int, parts: int) -> tuple[int, ...]:
     """The cut whose largest range is smallest; of several such cuts, the one whose first ranges are longest."""
-    rows = [pipelined_layer(model, 0, devices, t, strategy, layer) for layer in range(model.num_layers)]
+    place = model.places.at(0, devices)
+    rows = [pipelined_layer(model, place, t, strategy, layer) for layer in range(model.num_layers)]
     work = [row.forward + row.backward for row in rows]
     every = [
         (max(sum(work[a:b]) for a, b in itertools.pairwise(edges)), edges) for edges in _compositions(len(work), parts)
@@ -87,16 +89,44 @@ def _general_stages(
     model: CostModel, strategy: LayerStrategy, m: int
 ) -> Iterator[tuple[Schedule, tuple[StageDraft, ...]]]:
     n, k = model.num_layers, model.cluster.num_devices
-    for s in range(1, min(n, k) + 1):
-        for edges, used in itertools.product(_compositions(n, s), range(s, k + 1)):
-            for borders in _compositions(used, s):
-                ranges = list(zip(itertools.pairwise(edges), itertools.pairwise(borders), strict=True))
-                choices = [itertools.product(*_degrees(model, a, b, y - x)) for (a, b), (x, y) in ranges]
-                for degrees in itertools.product(*choices):
-                    row = tuple((x, y - x, ((a, d),)) for ((a, _), (x, y)), d in zip(ranges, degrees, strict=True))
-                    yield "1f1b", row
-                    if s > 1:
-                        yield "gpipe", row
+    for (numbers, borders), s in itertools.product(_rows(model), range(1, min(n, k) + 1)):
+        for edges, spans in itertools.product(_compositions(n, s), _spans(0, s, k, borders)):
+            ranges = list(zip(itertools.pairwise(edges), spans, strict=True))
+            choices = [itertools.product(*_degrees(model, a, b, y - x)) for (a, b), (x, y) in ranges]
+            for degrees in itertools.product(*choices):
+                row = tuple((numbers[x:y], ((a, d),)) for ((a, _), (x, y)), d in zip(ranges, degrees, strict=True))
+                yield "1f1b", row
+                if s > 1:
+                    yield "gpipe", row
+
+
+def _rows(model: CostModel) -> Iterator[tuple[Sequence[int], list[int]]]:
+    """The devices in every order of the kinds of nodes, and the first positions of nodes, where stages may begin.
+
+    If all nodes are equal, there is one order, and a stage begins where the one before it ends.
+    """
+    if not model.cluster.mixed:
+        yield range(model.cluster.num_devices), []
+        return
+    nodes: dict[str, list[range]] = defaultdict(list)
+    stop = 0
+    for node in model.cluster.nodes:
+        for _ in range(node.count):
+            nodes[node.kind].append(range(stop, stop := stop + node.devices))
+    for order in itertools.permutations(nodes):
+        row = [node for kind in order for node in nodes[kind]]
+        borders = list(itertools.accumulate(map(len, row[:-1]), initial=0))
+        yield tuple(itertools.chain(*row)), borders
+
+
+def _spans(free: int, s: int, k: int, borders: list[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Positions [start, stop) of s stages in a row of k devices, the first `free` of which are taken."""
+    if s == 0:
+        yield ()
+        return
+    for start in (free, *(border for border in borders if border > free)):
+        for stop in range(start + 1, k - s + 2):
+            yield from (((start, stop), *rest) for rest in _spans(stop, s - 1, k, borders))
 
 
 def _compositions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -149,15 +179,17 @@ def _count_single(model: CostModel, choices: list[list[int]]) -> int:
 
 
 def _count_general(model: CostModel) -> int:
-    """counts[i, o]: rows of stages for layers i.. on devices o..; two schedules for all but single stages."""
-    n, k = model.num_layers, model.cluster.num_devices
+    """counts[i, o]: rows of stages for layers i.. behind device o; two schedules for all but single stages."""
+    n, k, total = model.num_layers, model.cluster.num_devices, 0
     each = {devices: [len(degrees) for degrees in _degrees(model, 0, n, devices)] for devices in range(1, k + 1)}
-    counts = {(n, o): 1 for o in range(k + 1)}
-    for o in range(k, -1, -1):
-        for i in range(n):
+    for _, borders in _rows(model):
+        spans = [[span for (span,) in _spans(o, 1, k, borders)] for o in range(k + 1)]
+        counts = {(n, o): 1 for o in range(k + 1)}
+        for o, i in itertools.product(range(k, -1, -1), range(n)):
             counts[i, o] = sum(
-                math.prod(each[devices][i:stop]) * counts[stop, o + devices]
+                math.prod(each[after - start][i:stop]) * counts[stop, after]
                 for stop in range(i + 1, n + 1)
-                for devices in range(1, k - o + 1)
+                for start, after in spans[o]
             )
-    return 2 * counts[0, 0] - sum(math.prod(each[devices]) for devices in range(1, k + 1))
+        total += 2 * counts[0, 0] - sum(math.prod(each[after - start]) for start, after in spans[0])
+    return total

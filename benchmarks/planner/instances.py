@@ -78,7 +78,10 @@ def _some(rng: np.random.Generator, values: tuple, single: bool) -> tuple:
 
 
 def random_cluster(rng: np.random.Generator, max_devices: int, *, min_devices: int = 1, mixed: bool = False) -> Cluster:
-    """Up to `max_devices` in nodes of equal size, with fast or slow links and much or little memory."""
+    """Up to `max_devices` in nodes of equal size, with fast or slow links and much or little memory.
+
+    mixed: each node is of one of two kinds, which differ in their links and may in rates and memory.
+    """
     sizes = [
         (g, n)
         for g in range(1, max_devices + 1)
@@ -89,8 +92,8 @@ def random_cluster(rng: np.random.Generator, max_devices: int, *, min_devices: i
     memory = float(10 ** rng.uniform(2.0, 4.5))
 
     def node(count: int) -> Node:
-        peak = 1.0 if not mixed else float(rng.choice([1.0, 2.0]))
-        device = Device(name="toy", peak_flops={"bfloat16": peak}, memory=memory, memory_bandwidth=1.0)
+        peak, rate, room = (float(rng.choice([1.0, 2.0])) if mixed else 1.0 for _ in range(3))
+        device = Device(name="toy", peak_flops={"bfloat16": peak}, memory=room * memory, memory_bandwidth=rate)
         inside = Link(bandwidth=float(10 ** rng.uniform(0, 3)), latency=float(rng.choice([0.0, 0.01])))
         return Node(
             device=device,
@@ -101,7 +104,8 @@ def random_cluster(rng: np.random.Generator, max_devices: int, *, min_devices: i
             count=count,
         )
 
-    row = tuple(node(1) for _ in range(nodes)) if mixed else (node(nodes),)
+    kinds = [node(1), node(1)] if mixed else [node(nodes)]
+    row = tuple(kinds[rng.integers(2)] for _ in range(nodes)) if mixed else tuple(kinds)
     network = Link(
         bandwidth=float(10 ** rng.uniform(-1, 2)), latency=float(rng.choice([0.0, 0.05])), ports=int(rng.integers(1, 3))
     )

@@ -6,7 +6,7 @@ Seconds and bytes follow from those of the plain layer and from collectives.
 from dataclasses import replace
 from typing import NamedTuple
 
-from jhpt.planner.cost.communication import all_gather, all_reduce, reduce_scatter
+from jhpt.planner.cost.communication import Place, all_gather, all_reduce, reduce_scatter
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.memory import work_bytes
 from jhpt.planner.cost.model import CostModel
@@ -29,28 +29,26 @@ class LayerCost(NamedTuple):
     working: float
 
 
-def separate_layer(
-    model: CostModel, device: int, devices: int, t: int, strategy: LayerStrategy, layer: int
-) -> LayerCost:
+def separate_layer(model: CostModel, place: Place, t: int, strategy: LayerStrategy, layer: int) -> LayerCost:
     """A layer in a program that belongs to its stage alone."""
-    c = model.layer_costs(model.places.at(device, devices), t, strategy)
+    c = model.layer_costs(place, t, strategy)
     passes = (c.forward + c.forward_tensor, c.backward + c.backward_tensor)
     arrays = (*passes, c.gradients, c.update, c.state, c.activations, c.working)
     return LayerCost(*(float(values[layer]) for values in arrays))
 
 
 def single_stage_layer(
-    model: CostModel, device: int, devices: int, t: int, strategy: LayerStrategy, layer: int, *, late: bool = False
+    model: CostModel, place: Place, t: int, strategy: LayerStrategy, layer: int, *, late: bool = False
 ) -> LayerCost:
     """A layer in a program of a single stage.
 
     late: parameters and gradients are communicated before and after the passes, not beside them.
     """
-    place, kind, data = model.places.at(device, devices), model.kinds[model.index[layer]], devices // t
+    kind, data = model.kinds[model.index[layer]], place.devices // t
     piped, late = late, late or not model.cluster.overlap
     end = layer in (0, model.num_layers - 1)
     zero = min(strategy.zero, 1) if end else strategy.zero
-    plain = separate_layer(model, device, devices, t, LayerStrategy(strategy.micro_batch, 0, False), layer)
+    plain = separate_layer(model, place, t, LayerStrategy(strategy.micro_batch, 0, False), layer)
     size, group = kind.parameters / t * model.profile.bytes_per_weight, place.data_group(t)
     gather, scatter = all_gather(group, size), reduce_scatter(group, size)
     forward, backward, saved, working = plain.forward, plain.backward, plain.saved, 0.0
@@ -70,7 +68,7 @@ def single_stage_layer(
         working += size / 2 + (size if data > 1 else 0)
     if zero == 3 and data == 1:
         # Nothing is gathered, but the weights have not been rounded before.
-        rounded = 0.0 if model.profile.used_as_stored else _rounded(model, kind.parameters / t, place.slowdown)
+        rounded = 0.0 if model.profile.used_as_stored else _rounded(model, kind.parameters / t)
         forward, backward = forward + rounded, backward + rounded
     elif zero == 3:
         if not model.cluster.overlap:
@@ -79,7 +77,7 @@ def single_stage_layer(
             forward, backward = max(forward, gather), max(backward, gather) + scatter
         else:
             forward, backward = max(forward, gather), max(backward, gather + scatter)
-    once = _updated(model, kind.parameters / t, zero, data, place.slowdown) + gathered
+    once = _updated(model, kind.parameters / t, zero, data) + gathered
     state = kind.parameters / t * stored_bytes(model, strategy, data, sent=sent, slot=piped, end=end and not piped)
     if layer == model.num_layers - 1:
         # Beside its saved activations the gradient, in the compute dtype; on one stage, before all other gradients.
@@ -94,12 +92,10 @@ def single_stage_layer(
     return LayerCost(forward, backward, gradients, once, state, saved, working)
 
 
-def pipelined_layer(
-    model: CostModel, device: int, devices: int, t: int, strategy: LayerStrategy, layer: int
-) -> LayerCost:
+def pipelined_layer(model: CostModel, place: Place, t: int, strategy: LayerStrategy, layer: int) -> LayerCost:
     """A layer in one program of several stages.  Embedding and head have only their passes here: every stage has the
     rest."""
-    row = single_stage_layer(model, device, devices, t, strategy, layer, late=True)
+    row = single_stage_layer(model, place, t, strategy, layer, late=True)
     if layer not in (0, model.num_layers - 1):
         return row
     if layer:
@@ -120,11 +116,9 @@ class EmbeddingAndHeadCost(NamedTuple):
     saved: float
 
 
-def embedding_and_head_cost(
-    model: CostModel, device: int, devices: int, t: int, strategy: LayerStrategy
-) -> EmbeddingAndHeadCost:
+def embedding_and_head_cost(model: CostModel, place: Place, t: int, strategy: LayerStrategy) -> EmbeddingAndHeadCost:
     """The cost of embedding and head on a stage of a pipeline."""
-    place, data = model.places.at(device, devices), devices // t
+    data = place.devices // t
     first, last = (model.kinds[model.index[layer]] for layer in (0, -1))
     parameters = max(first.parameters, last.parameters + last.tied_parameters) / t
     size, group = parameters * model.profile.bytes_per_weight, place.data_group(t)
@@ -132,7 +126,7 @@ def embedding_and_head_cost(
     # ZeRO-3 leaves only the exchange of a tied parameter between two devices.
     plain = model.layer_costs(place, t, LayerStrategy(strategy.micro_batch, 3, False))
     return EmbeddingAndHeadCost(
-        once=_updated(model, parameters, zero, data, place.slowdown) + (all_gather(group, size) if zero else 0.0),
+        once=_updated(model, parameters, zero, data) + (all_gather(group, size) if zero else 0.0),
         used=(reduce_scatter(group, size) if zero else all_reduce(group, size)) + float(plain.tied[-1]),
         state=parameters
         * stored_bytes(model, replace(strategy, zero=min(strategy.zero, 1)), data, sent=False, slot=True),
@@ -140,13 +134,13 @@ def embedding_and_head_cost(
     )
 
 
-def _updated(model: CostModel, parameters: float, zero: int, data: int, slowdown: float) -> float:
-    return parameters / (data if zero else 1) * model.profile.update_seconds * slowdown
+def _updated(model: CostModel, parameters: float, zero: int, data: int) -> float:
+    return parameters / (data if zero else 1) * model.profile.update_seconds
 
 
-def _rounded(model: CostModel, parameters: float, slowdown: float) -> float:
+def _rounded(model: CostModel, parameters: float) -> float:
     """Seconds to read weights of 4 bytes and to write them in 2."""
-    return parameters * (4 + 2) / model.cluster.nodes[0].device.memory_bandwidth * slowdown
+    return parameters * (4 + 2) / model.cluster.nodes[0].device.memory_bandwidth
 
 
 def stored_bytes(

@@ -24,6 +24,7 @@ from benchmarks.planner.layer_costs import (
 )
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.core.schedule import in_flight
+from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
@@ -46,7 +47,7 @@ def optimum(request: Request, model: CostModel, space: Space) -> Optimum:
     groups: dict[tuple[object, ...], list[Draft]] = defaultdict(list)
     plans = 0
     for plans, draft in enumerate(drafts(request, model, space), 1):  # noqa: B007
-        groups[*draft[:4], len(draft.stages), len(draft.stages[0][2])].append(draft)
+        groups[*draft[:4], len(draft.stages), len(draft.stages[0][1])].append(draft)
     pricer = _Pricer(request, model, space)
     least, chosen = math.inf, None
     for group in groups.values():
@@ -91,11 +92,12 @@ def plan_of(draft: Draft, request: Request, model: CostModel, space: Space) -> P
         recompute=draft.recompute,
         stages=tuple(
             Stage(
-                device=device,
-                devices=devices,
+                device=members[0],
+                devices=len(members),
+                apart=None if isinstance(members, range) else tuple(members),
                 chunks=tuple(Chunk(first=first, runs=runs_of(list(degrees))) for first, degrees in chunks),
             )
-            for device, devices, chunks in draft.stages
+            for members, chunks in draft.stages
         ),
     )
 
@@ -124,7 +126,7 @@ class _Pricer:
     def seconds(self, group: list[Draft]) -> np.ndarray:
         """Seconds of drafts that differ in their stages only; inf where one does not fit."""
         draft = group[0]
-        m, s, v = draft.micro_batches, len(draft.stages), len(draft.stages[0][2])
+        m, s, v = draft.micro_batches, len(draft.stages), len(draft.stages[0][1])
         strategy = LayerStrategy(
             self.request.batch // m,
             draft.zero,
@@ -149,17 +151,16 @@ class _Pricer:
         return seconds
 
     def _sum(self, stage: StageDraft, strategy: LayerStrategy, stages: int) -> _Sum:
-        device, devices, chunks = stage
-        key = (self.model.places.offset_class(device), devices, chunks, strategy, stages)
+        key = (self.model.places.of(stage[0]), stage[1], strategy, stages)
         if key not in self._sums:
             self._sums[key] = self._summed(stage, strategy, stages)
         return self._sums[key]
 
     def _summed(self, stage: StageDraft, strategy: LayerStrategy, stages: int) -> _Sum:
-        device, devices, chunks = stage
+        members, chunks = stage
         many = stages > 1
-        model, place = self.model, self.model.places.at(device, devices)
-        n = model.num_layers
+        model, place = self.model, self.model.places.of(members)
+        n, devices = model.num_layers, place.devices
         forward, backward = [0.0] * len(chunks), [0.0] * len(chunks)
         sync = update = state = activations = working = transfers = 0.0
         waiting = 0.0  # gradients of later chunks that are still to be reduced when a chunk's last backward starts
@@ -168,7 +169,7 @@ class _Pricer:
         for c in reversed(range(len(chunks))):
             first, degrees = chunks[c]
             stop = first + len(degrees)
-            rows = [self._layer(device, devices, t, strategy, layer, stages) for layer, t in enumerate(degrees, first)]
+            rows = [self._layer(place, t, strategy, layer, stages) for layer, t in enumerate(degrees, first)]
             reshard = sum(
                 model.reshard_seconds(place, layer, before, after, strategy.micro_batch)
                 for layer, (before, after) in enumerate(itertools.pairwise(degrees), first)
@@ -192,7 +193,7 @@ class _Pricer:
         seconds, copy = self._tied(stage, strategy)
         update, state = update + seconds, state + copy
         if many and self.space == "spmd":
-            shared = embedding_and_head_cost(model, device, devices, chunks[0][1][0], strategy)
+            shared = embedding_and_head_cost(model, place, chunks[0][1][0], strategy)
             uses = chunks[0][0] == 0 or chunks[-1][0] + len(chunks[-1][1]) == n
             update += shared.once + (shared.used if uses else 0.0)
             state, activations = state + shared.state, activations + shared.saved
@@ -202,15 +203,15 @@ class _Pricer:
     def _tied(self, stage: StageDraft, strategy: LayerStrategy) -> tuple[float, float]:
         """(seconds, bytes) of a parameter that the first layer shares with a layer of another stage; in spmd zeros for
         the head."""
-        device, devices, chunks = stage
-        tied = self.model.tied_layer
+        members, chunks = stage
+        tied, devices = self.model.tied_layer, len(members)
         degree = {layer: t for first, degrees in chunks for layer, t in enumerate(degrees, first)}
         if tied is None or (0 in degree) == (tied in degree):
             return 0.0, 0.0
         if self.space == "spmd" and tied == self.model.num_layers - 1:
             return 0.0, 0.0
         t = degree[tied if tied in degree else 0]
-        costs = self.model.layer_costs(self.model.places.at(device, devices), t, strategy)
+        costs = self.model.layer_costs(self.model.places.of(members), t, strategy)
         copy = float(costs.tied_bytes[tied])
         if self.space == "spmd":
             parameters = self.model.kinds[self.model.index[tied]].tied_parameters / t
@@ -219,7 +220,7 @@ class _Pricer:
 
     def _row_cuts(self, stages: tuple[StageDraft, ...], strategy: LayerStrategy) -> list[float]:
         """Seconds of the transfers between virtual stages, in order."""
-        s, v = len(stages), len(stages[0][2])
+        s, v = len(stages), len(stages[0][1])
         return [self._cut(stages, divmod(virtual, s), divmod(virtual + 1, s), strategy) for virtual in range(s * v - 1)]
 
     def _cut(
@@ -227,20 +228,18 @@ class _Pricer:
     ) -> float:
         """Seconds of the transfer from (chunk, stage) `at` to (chunk, stage) `to`."""
         sender, receiver = stages[at[1]], stages[to[1]]
-        (_, degrees), (start, their_degrees) = sender[2][at[0]], receiver[2][to[0]]
-        sides = (
-            (sender[0], sender[1], sender[1] // degrees[-1]),
-            (receiver[0], receiver[1], receiver[1] // their_degrees[0]),
-        )
-        key = (start, sides, strategy.micro_batch)
+        (_, degrees), (start, their_degrees) = sender[1][at[0]], receiver[1][to[0]]
+        data = min(len(sender[0]) // degrees[-1], len(receiver[0]) // their_degrees[0])
+        key = (start, sender[0], receiver[0], data, strategy.micro_batch)
         if key not in self._cuts:
-            self._cuts[key] = self.model.cut_seconds(start - 1, *sides, strategy.micro_batch)
+            transfer = self.model.places.between(sender[0], receiver[0])
+            self._cuts[key] = self.model.moved_seconds(start - 1, transfer, data, strategy.micro_batch)
         return self._cuts[key]
 
-    def _layer(self, device: int, devices: int, t: int, strategy: LayerStrategy, layer: int, stages: int) -> LayerCost:
-        key = (self.model.places.offset_class(device), devices, t, strategy, layer, stages > 1)
+    def _layer(self, place: Place, t: int, strategy: LayerStrategy, layer: int, stages: int) -> LayerCost:
+        key = (place, t, strategy, layer, stages > 1)
         if key not in self._tables:
             one_program = pipelined_layer if stages > 1 else single_stage_layer
             of_space = one_program if self.space == "spmd" else separate_layer
-            self._tables[key] = of_space(self.model, device, devices, t, strategy, layer)
+            self._tables[key] = of_space(self.model, place, t, strategy, layer)
         return self._tables[key]

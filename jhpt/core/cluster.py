@@ -77,6 +77,11 @@ class Device(Section):
     )
 
     @property
+    def rates(self) -> str:
+        """All that its seconds depend on, as text: devices of one kind may differ in memory."""
+        return _text(self, "memory", "reserve")
+
+    @property
     def usable(self) -> float:
         """Bytes that a plan may fill."""
         return (1 - self.reserve) * self.memory
@@ -147,6 +152,11 @@ class Node(Section):
     host_memory: Positive = Field(description="bytes")
     count: Count = Field(1, description="how many such nodes follow each other")
 
+    @property
+    def kind(self) -> str:
+        """All but the count, as text: nodes with equal text are of one kind."""
+        return _text(self, "count")
+
 
 class Cluster(Section):
     """Nodes joined by one network.  `sources`: where the figures come from."""
@@ -172,11 +182,16 @@ class Cluster(Section):
     @property
     def mixed(self) -> bool:
         """Whether there are nodes of different kinds."""
-        return len({node.model_copy(update={"count": 1}).model_dump_json() for node in self.nodes}) > 1
+        return len({node.kind for node in self.nodes}) > 1
 
     def save(self, path: str | Path) -> None:
         """Writes JSON, with every null: `efficiency: null` is all of the peak, no `efficiency` the usual one."""
         write_json(path, self.model_dump(mode="json"))
+
+
+def _text(section: Section, *without: str) -> str:
+    """The fields as JSON, in an order that does not depend on how they were given."""
+    return json.dumps(section.model_dump(mode="json", exclude=set(without)), sort_keys=True)
 
 
 def load_cluster(path: str | Path) -> Cluster:

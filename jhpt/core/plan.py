@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jhpt.core.cluster import parse, read_tree, write_json
 from jhpt.core.compression_config import Compression, GradientCompression
@@ -61,11 +61,34 @@ class Chunk(Section):
 
 
 class Stage(Section):
-    """Devices `[device, device + devices)` and the layers they hold: one chunk, or several when interleaved."""
+    """Devices and the layers they hold: one chunk, or several when interleaved.
 
-    device: NonNegativeInt
-    devices: Count
+    The devices are `[device, device + devices)`, or those in `apart`.
+    """
+
+    device: NonNegativeInt = Field(description="the first device, by its number in the cluster")
+    devices: Count = Field(description="how many")
+    apart: tuple[NonNegativeInt, ...] | None = Field(
+        None, description="all devices in the order of their ranks, where they are not neighbours; null: they are"
+    )
     chunks: Annotated[tuple[Chunk, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _counted(self) -> "Stage":
+        if self.apart is not None and (
+            self.apart[:1] != (self.device,)
+            or len(set(self.apart)) != len(self.apart)
+            or len(self.apart) != self.devices
+        ):
+            raise ValueError(
+                f"apart={list(self.apart)} must hold devices={self.devices} different ones, device={self.device} first"
+            )
+        return self
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The devices in the order of their ranks."""
+        return self.apart or range(self.device, self.device + self.devices)
 
 
 class PlacedRun(NamedTuple):
@@ -106,7 +129,7 @@ class SavedTensors(Section):
 
 
 class Plan(Section):
-    """A complete decision.  `stages` are in pipeline order, on ascending devices; further devices stay idle."""
+    """A complete decision.  `stages` are in pipeline order; devices of the cluster that none of them has stay idle."""
 
     model: str
     cluster: str

@@ -4,6 +4,7 @@ This module checks that stages, chunks and numbers form a plan.  `jhpt.core.rule
 other.
 """
 
+import itertools
 from dataclasses import replace
 
 from jhpt.core.config import OptimizerConfig
@@ -89,10 +90,11 @@ def _check_program(plan: Plan) -> None:
             "price them with space=general"
         )
     starts = [stage.device for stage in plan.stages]
-    if starts != [position * sizes[0] for position in range(len(sizes))]:
+    ordered = starts == [position * sizes[0] for position in range(len(sizes))]
+    if not ordered or any(stage.apart for stage in plan.stages):
         raise InputError(
-            f"space=spmd needs stages of {sizes[0]} devices on neighbouring devices, from device 0 on, found them to "
-            f"begin at {starts}; move them there"
+            f"space=spmd needs stages of {sizes[0]} devices on neighbouring devices, ascending from device 0 on, found "
+            f"them to begin at {starts}; move them there"
         )
     if plan.offload is not None:
         _check_groups(plan, plan.offload)
@@ -149,14 +151,14 @@ def _check_cover(plan: Plan, num_layers: int) -> None:
 
 
 def _check_devices(plan: Plan) -> None:
-    free = 0
-    for stage in plan.stages:
-        if stage.device < free:
-            raise InputError(
-                f"stages overlap on device {stage.device}, or are not on ascending devices; give each stage devices "
-                "behind those of the one before"
-            )
-        free = stage.device + stage.devices
+    runs = sorted(
+        (first, first + count)
+        for stage in plan.stages
+        for first, count in ([(each, 1) for each in stage.apart] if stage.apart else [(stage.device, stage.devices)])
+    )
+    for (_, stop), (first, _) in itertools.pairwise(runs):
+        if first < stop:
+            raise InputError(f"stages overlap on device {first}; give each stage devices of its own")
     for stage, layer, run in plan.placed:
         if stage.devices % run.tensor:
             raise InputError(

@@ -5,8 +5,8 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_args
 
@@ -50,10 +50,12 @@ class Task:
     cluster: Cluster
     request: Request
     space: Space
+    others: Mapping[str, ModelProfile] = field(default_factory=dict)
+    """Profiles of the cluster's other kinds of devices, by `Device.rates`."""
 
     def solve(self) -> Answer:
         """The answer.  Raises InputError if no plan fits."""
-        return solve(self.profile, self.cluster, self.request, self.space)
+        return solve(self.profile, self.cluster, self.request, self.space, self.others)
 
 
 class Options(TypedDict, total=False):
@@ -79,7 +81,9 @@ def plan(config: Source = None, **options: Unpack[Options]) -> Planned:
       cluster: a name such as h100x8x8, a file, or a `Cluster`; None (default): this machine, as `jhpt profile` measured
         it.
       profile: the costs of the layers, or a file of them.  None (default): as `jhpt profile` measured them if the
-        cluster is this machine, else from the datasheet of the cluster's devices.
+        cluster is this machine, else from the datasheet of the cluster's devices.  A profile holds for the devices of
+        one name.  Other kinds of devices in the cluster have those that `jhpt profile` measured here for their name, or
+        else its seconds times a ratio of datasheet figures, and the answer says so.
       batch: samples per step; None (default): data.batch_size.
       micro_batches: number of micro-batches (gradient accumulation); None (default): the planner decides.
       space: "spmd" (default), plans that one program can run, or "general", stages of any size.
@@ -131,7 +135,8 @@ def prepare(config: Source = None, **options: Unpack[Options]) -> Task:
     if settings:
         _check_settings(settings, cluster, space)
     memory = _device_budget(options.get("budget"), settings)
-    costs = resolve_profile(profile, settings, network, cluster, measured=options.get("cluster") is None)
+    here = options.get("cluster") is None
+    costs, others = resolve_profiles(profile, settings, network, cluster, measured=here)
     request = request_of(
         _batch(options.get("batch"), settings, network),
         options.get("micro_batches"),
@@ -140,6 +145,7 @@ def prepare(config: Source = None, **options: Unpack[Options]) -> Task:
     )
     return Task(
         profile=costs,
+        others=others,
         cluster=capped(cluster, memory, _host_budget(settings)),
         request=replace(request, schedules=(schedule,)) if schedule else request,
         space=space,
@@ -225,31 +231,52 @@ def resolve_cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster
     return local
 
 
-def resolve_profile(
+def resolve_profiles(
     profile: ModelProfile | str | os.PathLike[str] | None,
     config: Config | None,
     network: str | None,
     cluster: Cluster,
     *,
     measured: bool,
-) -> ModelProfile:
-    """The profile itself, from a file, measured on this machine, or from the datasheet of the first node's device."""
-    device = cluster.nodes[0].device
+) -> tuple[ModelProfile, dict[str, ModelProfile]]:
+    """The profile of the fastest kind of device, and those of the other kinds by `Device.rates`.
+
+    A profile that is given, itself or as a file, is the only one, beside those that were measured on this machine for
+    the other devices' names.  Otherwise every kind has one, measured or from its datasheet.
+    """
     if profile is not None:
         costs = profile if isinstance(profile, ModelProfile) else read_profile(Path(profile))
-        if config is not None and len(costs.layers) != config.model.num_layers + 2:
+        if config is None:
+            return costs, {}
+        if len(costs.layers) != config.model.num_layers + 2:
             raise InputError(
                 f"the profile {costs.name} has {costs.num_layers} layers, {config.name} has "
                 f"{config.model.num_layers + 2} with embedding and head; leave out the configuration and give --batch"
             )
-        if config is not None:
-            _check_state(costs, config)
-        return costs
-    if network is not None:
-        return network_profile(network, device, dtype_of("auto", device))
-    assert config is not None
-    local = local_profile(config, device.name) if measured else None
-    return local or analytic_profile(config, device, dtype_of(config.model.dtype, device))
+        _check_state(costs, config)
+        others = {
+            device.rates: own
+            for device in (device_kinds(cluster) if cluster.mixed else ())
+            if device.name != costs.device and (own := local_profile(config, device.name)) and own.dtype == costs.dtype
+        }
+        return costs, others
+    devices = device_kinds(cluster)
+    dtype = common_dtype("auto" if config is None else config.model.dtype, devices)
+
+    def costs_on(device: Device) -> ModelProfile:
+        if network is not None:
+            return network_profile(network, device, dtype)
+        assert config is not None
+        local = local_profile(config, device.name) if measured else None
+        return local or analytic_profile(config, device, dtype)
+
+    fastest, *slower = sorted(devices, key=lambda device: (-device.peak_flops[dtype], device.rates))
+    return costs_on(fastest), {device.rates: costs_on(device) for device in slower}
+
+
+def device_kinds(cluster: Cluster) -> list[Device]:
+    """One device of every kind (`Device.rates`)."""
+    return list({node.device.rates: node.device for node in cluster.nodes}.values())
 
 
 def _check_state(profile: ModelProfile, config: Config) -> None:
@@ -276,10 +303,29 @@ def _check_state(profile: ModelProfile, config: Config) -> None:
 
 def dtype_of(dtype: str, device: Device) -> str:
     """`model.dtype`, with "auto" resolved as training does: float32 on a CPU, else 16 bits if the device has them."""
-    if dtype != "auto":
-        return dtype
-    order = ("float32", "bfloat16") if device.name == "cpu" else tuple(ELEMENT_BYTES)
-    return next((name for name in order if name in device.peak_flops), order[0])
+    return common_dtype(dtype, [device])
+
+
+def common_dtype(dtype: str, devices: Sequence[Device]) -> str:
+    """`dtype_of` for devices that train one model together: "auto" is the first dtype that all of them have.
+
+    Raises:
+      InputError: a device has no rate for the dtype, or there is none that all of them have.
+    """
+    order = ("float32", "bfloat16") if all(device.name == "cpu" for device in devices) else tuple(ELEMENT_BYTES)
+    common = [name for name in order if all(name in device.peak_flops for device in devices)]
+    if dtype == "auto" and (common or len(devices) == 1):
+        return common[0] if common else order[0]
+    lacking = [device for device in devices if dtype not in device.peak_flops]
+    if lacking and len(devices) > 1:
+        names = " and ".join(device.name for device in lacking)
+        each = "; ".join(f"{device.name} has {one_of(device.peak_flops)}" for device in devices)
+        what = f"no dtype that all devices of the cluster have a rate for ({each})"
+        if dtype != "auto":
+            what = f"model.dtype={dtype}: {names} has no rate for it"
+        use = f"use model.dtype={one_of(common)}, or " if common else ""
+        raise InputError(f"{what}; {use}plan a cluster without {names if dtype != 'auto' else 'one of them'}")
+    return dtype
 
 
 def _batch(batch: int | None, config: Config | None, network: str | None) -> int:

@@ -154,14 +154,13 @@ class Activations:
       index: [layers] position of each layer's kind.
       inputs: [layers] bytes of each layer's input, per sample.
       causal: whether the model is a causal one (GPT); if not, a norm follows each residual sum (BERT).
-      link: between a device and its host.
 
     The methods share these arguments: `tensor` is the tensor-parallel degree; `sequence` the number of parts into which
     sequence parallelism cuts replicated tensors (1 without); `local` the number of samples on a device.
     """
 
-    def __init__(self, kinds: Sequence[LayerKind], index: Array, inputs: Array, causal: bool, link: Link) -> None:
-        self.kinds, self.index, self.inputs, self.causal, self.link = kinds, index, inputs, causal, link
+    def __init__(self, kinds: Sequence[LayerKind], index: Array, inputs: Array, causal: bool) -> None:
+        self.kinds, self.index, self.inputs, self.causal = kinds, index, inputs, causal
         self._divided = np.array([kind.activation_bytes for kind in kinds])
         self._replicated = np.array([kind.replicated_bytes for kind in kinds])
 
@@ -205,10 +204,13 @@ class Activations:
         """[kinds] bytes per sample of the tensors with these names."""
         return np.array([size_of(kind.tensors, names).on(tensor, sequence) for kind in self.kinds])
 
-    def copy_seconds(self, names: Iterable[str], tensor: int, sequence: int, local: int) -> Array:
-        """[kinds] seconds to copy the tensors with these names, one after the other, to the host or back."""
+    def copy_seconds(self, link: Link, names: Iterable[str], tensor: int, sequence: int, local: int) -> Array:
+        """[kinds] seconds to copy the tensors with these names, one after the other, to the host or back.
+
+        link: between a device and its host.
+        """
         return sum(
-            (copy_seconds(self.link, self._sizes([name], tensor, sequence) * local) for name in names),
+            (copy_seconds(link, self._sizes([name], tensor, sequence) * local) for name in names),
             start=np.zeros(len(self.kinds)),
         )
 

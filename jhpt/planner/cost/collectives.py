@@ -40,7 +40,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from jhpt.core.cluster import Cluster
 from jhpt.core.config import Compression, GradientCompression
 from jhpt.core.framework import IDEAL, Framework
 from jhpt.core.profile import LayerKind, ModelProfile
@@ -141,21 +140,21 @@ class TensorAllReduce:
     """All-reduces of each kind of layer, each computed once.
 
     Args:
-      work: (samples, tensor degree) -> [kinds] forward and backward seconds on a device of the profile.
+      work: (kinds of devices, samples, tensor degree, parts of a cut sequence) -> [kinds] forward and backward seconds.
     """
 
     def __init__(
         self,
         profile: ModelProfile,
-        cluster: Cluster,
+        places: Places,
         kinds: Sequence[LayerKind],
-        work: Callable[[float, int], Pair],
+        work: Callable[[tuple[int, ...], float, int, int], Pair],
     ) -> None:
-        self.profile, self.cluster, self.kinds, self.work = profile, cluster, kinds, work
+        self.profile, self.places, self.kinds, self.work = profile, places, kinds, work
         self.stream = stream_of(profile)
         self._plain: dict[tuple[Group, int], Pair] = {}
         self._compressed: dict[tuple[Group, int, Compression], Pair] = {}
-        self._coding: dict[tuple[Group, int, Compression], Pair] = {}
+        self._coding: dict[tuple[Place, Group, int, Compression], Pair] = {}
 
     def exposed(self, place: Place, tensor: int, strategy: LayerStrategy, local: int, direction: Direction) -> Pair:
         """[kinds] seconds that a pass takes beyond its plain compute, and the filling of the first layer of a run.
@@ -166,10 +165,10 @@ class TensorAllReduce:
         operation, nothing = self.operation(place, tensor, strategy, direction), np.zeros(len(self.kinds))
         if chunks == 1 and strategy.compression is None:
             return operation.travel(local), nothing
-        plain = self.work(local, tensor)[direction] * place.slowdown
+        plain = self.work(place.kinds, local, tensor, tensor if strategy.sequence else 1)[direction]
         if chunks == 1:
             return operation.travel(local) + (operation.work(local) - plain), nothing
-        if self.cluster.overlap:
+        if self.places.cluster.overlap:
             seconds, first = period(operation, local, chunks), filling(operation, local, chunks)
         else:
             sizes = chunk_sizes(local, chunks)
@@ -186,10 +185,10 @@ class TensorAllReduce:
         on = compression is not None and (compression.forward, compression.backward)[direction]
 
         def work(samples: int) -> Array:
-            seconds = self.work(samples, tensor)[direction]
+            seconds = self.work(place.kinds, samples, tensor, tensor if strategy.sequence else 1)[direction]
             if compression is not None:
-                seconds = seconds + self._coding_seconds(group, samples, compression)[direction]
-            return seconds * place.slowdown
+                seconds = seconds + self._coding_seconds(place, group, samples, compression)[direction]
+            return seconds
 
         def travel(samples: int) -> Array:
             if on and compression is not None:
@@ -236,16 +235,16 @@ class TensorAllReduce:
             self._compressed[key] = forward, backward
         return self._compressed[key]
 
-    def _coding_seconds(self, group: Group, samples: int, compression: Compression) -> Pair:
+    def _coding_seconds(self, place: Place, group: Group, samples: int, compression: Compression) -> Pair:
         """[kinds] seconds of the kernels, and in the forward pass of the choice of tokens."""
-        key = (group, samples, compression)
+        key = (place, group, samples, compression)
         if key not in self._coding:
             assert self.stream is not None, "checked by estimate.check"
-            device = self.cluster.nodes[0].device
-            one = compression_kernel_seconds(group.size, compression, self.stream, samples, device)
-            profile = self.profile
-            chosen = token_choice_seconds(
-                group, compression, profile.causal, self.stream, samples, device, profile.dtype
+            stream, profile, devices = self.stream, self.profile, self.places.devices_of(place)
+            one = max(compression_kernel_seconds(group.size, compression, stream, samples, each) for each in devices)
+            chosen = max(
+                token_choice_seconds(group, compression, profile.causal, stream, samples, each, profile.dtype)
+                for each in devices
             )
             forward, backward = (
                 np.array([size / self.stream.bytes * one * on for size in self._bytes(direction)])
@@ -269,15 +268,13 @@ class DataCollectives:
 
     def __init__(
         self,
-        cluster: Cluster,
         places: Places,
         kinds: Sequence[LayerKind],
         wire: float,
         compression: GradientCompression,
         framework: Framework = IDEAL,
     ) -> None:
-        self.device, self.places, self.wire, self.compression = cluster.nodes[0].device, places, wire, compression
-        self.framework = framework
+        self.places, self.wire, self.compression, self.framework = places, wire, compression, framework
         self.parameters = np.array([float(kind.parameters) for kind in kinds])
         self.tied = np.array([float(kind.tied_parameters) for kind in kinds])
         self._gathered: dict[tuple[Group, int], Array] = {}
@@ -326,11 +323,9 @@ class DataCollectives:
         if not self.compression.on:
             return np.zeros_like(sizes)
         ranks = place.devices // tensor
+        device = min(self.places.devices_of(place), key=lambda device: device.memory_bandwidth)
         return np.array(
-            [
-                gradient_kernel_seconds(ranks, self.compression, size, self.device, shares=shares)
-                for size in sizes.tolist()
-            ]
+            [gradient_kernel_seconds(ranks, self.compression, size, device, shares=shares) for size in sizes.tolist()]
         )
 
     def between_first_and_last(self, place: Place, sizes: Array) -> Array:

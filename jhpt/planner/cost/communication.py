@@ -1,7 +1,10 @@
 """How long collectives take: plain ones, compressed ones, and where the groups that run them lie on the cluster.
 
-A stage owns consecutive devices.  The tensor axis is innermost: tensor groups are neighbouring devices, and data groups
-stride over them.  The stages fill the cluster from its first device; the remaining devices stay idle.
+A stage owns devices in the order of their ranks.  The tensor axis is innermost: tensor groups are neighbouring devices,
+and data groups stride over them.  Devices without a stage stay idle.
+
+Devices of one stage may be of different kinds.  Then the slowest of them sets the pace of every layer, in either pass,
+the smallest one limits the memory, and all links inside nodes count as the slowest one.
 
 Collectives run over a group of n members on q nodes, m of them on the node that has the fewest.  `bytes` is the size of
 the whole tensor: the one that is reduced, the gathered one, or all that a member sends in an all-to-all, its own part
@@ -50,8 +53,9 @@ Kernels of gradients count as compute as well: they run beside nothing.  Left ou
 that gradients travel in buckets of several layers.
 """
 
+import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -141,16 +145,17 @@ def _tree(group: Group, size: float) -> float:
 class Place:
     """The devices of one stage, as far as costs depend on them: equal places have equal costs.
 
-    slowdown: of the slowest device relative to the profile's.  memory: usable bytes of the smallest device.
+    kinds: of its devices, as `Places.kinds` numbers them.  memory: usable bytes of the smallest device.
     """
 
     devices: int
-    slowdown: float
+    kinds: tuple[int, ...]
     memory: float
     crossing: tuple[int, ...]
     """Number of the stage's devices on each node that it touches."""
     inside: Link = field(hash=False)
     network: Link = field(hash=False)
+    host: Link = field(hash=False)
 
     def tensor_group(self, tensor: int) -> Group:
         """Among the groups of `tensor` neighbouring devices, the one on most nodes."""
@@ -189,7 +194,12 @@ def _spread(crossing: tuple[int, ...], size: int, stride: int) -> tuple[int, int
 
 
 class Places:
-    """The places of stages on a cluster.  The seconds of the profile are those of the first node's device."""
+    """The places of stages on a cluster.
+
+    Attributes:
+      kinds: the kinds of devices (`Device.rates`), those with the highest rate for `dtype` first.  Their order does not
+        depend on that of the nodes.
+    """
 
     def __init__(self, cluster: Cluster, dtype: str) -> None:
         self.cluster = cluster
@@ -199,55 +209,110 @@ class Places:
         for index, node in enumerate(self.nodes):
             self.first_device.append(len(self.node_of))
             self.node_of += [index] * node.devices
-        reference = cluster.nodes[0].device
-        peak = reference.peak_flops.get(dtype) or max(reference.peak_flops.values())
-        self.slowdowns = [
-            peak / (node.device.peak_flops.get(dtype) or max(node.device.peak_flops.values())) for node in self.nodes
-        ]
-        self._cache: dict[Hashable, Place] = {}
+        devices = {node.device.rates: node.device for node in cluster.nodes}
+
+        def slowest_last(rates: str) -> tuple[float, float, str]:
+            return -devices[rates].peak_flops.get(dtype, 0.0), -devices[rates].memory_bandwidth, rates
+
+        order = sorted(devices, key=slowest_last)
+        self.kinds: list[Device] = [devices[rates] for rates in order]
+        self._kind_of = [kind for node in cluster.nodes for kind in [order.index(node.device.rates)] * node.count]
+        texts = [text for node in cluster.nodes for text in [node.kind] * node.count]
+        self._row_of = [row for row, (_, equal) in enumerate(itertools.groupby(texts)) for _ in equal]
+        self._at: dict[tuple[int, int], Place] = {}
+        self._of: dict[tuple[int, ...], Place] = {}
+        self._starts: dict[int, tuple[int, ...]] = {}
         self.uniform = not cluster.mixed
         self.per_node = self.nodes[0].devices
+
+    def devices_of(self, place: Place) -> list[Device]:
+        """One device of every kind at a place."""
+        return [self.kinds[kind] for kind in place.kinds]
 
     def offset_class(self, offset: int) -> int:
         """The class of an offset: stages of equal size that start at offsets of one class have equal costs."""
         return offset % self.per_node if self.uniform else offset
 
-    def at(self, offset: int, devices: int) -> Place:
-        """The place of a stage with so many devices, the first of which is `offset`."""
-        key = (self.offset_class(offset), devices)
-        if key not in self._cache:
-            self._cache[key] = self._make(self.offset_class(offset), devices)
-        return self._cache[key]
+    def starts(self, offset: int, before: int | None = None) -> tuple[int, ...]:
+        """First devices of a stage if the one before it ends at `offset`.
 
-    def _make(self, offset: int, devices: int) -> Place:
-        counts: dict[int, int] = {}
+        On a mixed cluster the rest of a node and whole nodes may stay idle.  Equal nodes are interchangeable: if the
+        stage before lies on neighbours of the same kind, whole ones of them are idle before it, not behind it.
+
+        Args:
+          before: first device of the stage before; None: any.
+        """
+        if self.uniform or offset >= len(self.node_of):
+            return (offset,)
+        if offset not in self._starts:
+            self._starts[offset] = (offset, *(first for first in self.first_device if first > offset))
+        if before is None or self._row_of[self.node_of[before]] != self._row_of[self.node_of[offset]]:
+            return self._starts[offset]
+        node = self.node_of[offset]
+        next_node = node + (offset > self.first_device[node])
+        return tuple(
+            start
+            for start in self._starts[offset]
+            if self.node_of[start] <= next_node or self._row_of[self.node_of[start]] != self._row_of[node]
+        )
+
+    def at(self, offset: int, devices: int) -> Place:
+        """The place of a stage with so many neighbouring devices, the first of which is `offset`."""
+        key = (self.offset_class(offset), devices)
+        if key not in self._at:
+            self._at[key] = self._place(self._counts(*key), devices)
+        return self._at[key]
+
+    def of(self, members: Sequence[int]) -> Place:
+        """The place of a stage with these devices, in the order of their ranks."""
+        if isinstance(members, range):
+            return self.at(members.start, len(members))
+        key = tuple(members)
+        if key not in self._of:
+            counts = [(node, len(list(same))) for node, same in itertools.groupby(key, self.node_of.__getitem__)]
+            self._of[key] = self._place(counts, len(key))
+        return self._of[key]
+
+    def _counts(self, offset: int, devices: int) -> list[tuple[int, int]]:
+        """(node, number of the stage's devices on it) of neighbouring devices."""
+        counts: list[tuple[int, int]] = []
         at, stop = offset, offset + devices
         while at < stop:
             node = self.node_of[at]
             end = min(stop, self.first_device[node] + self.nodes[node].devices)
-            counts[node] = end - at
+            counts.append((node, end - at))
             at = end
-        touched = list(counts)
-        kinds = [self.nodes[index] for index in touched]
+        return counts
+
+    def _place(self, counts: list[tuple[int, int]], devices: int) -> Place:
+        nodes = [self.nodes[index] for index, _ in counts]
         return Place(
             devices=devices,
-            slowdown=max(self.slowdowns[index] for index in touched),
-            memory=min(node.device.usable for node in kinds),
-            crossing=tuple(counts.values()),
-            inside=min((node.inside for node in kinds), key=lambda link: link.bandwidth),
+            kinds=tuple(sorted({self._kind_of[index] for index, _ in counts})),
+            memory=min(node.device.usable for node in nodes),
+            crossing=tuple(count for _, count in counts),
+            inside=slowest([node.inside for node in nodes]),
             network=self.cluster.network,
+            host=slowest([node.host for node in nodes]),
         )
 
-    def same_node(self, first: int, stop: int) -> bool:
-        """Whether the devices `[first, stop)` are on one node."""
-        return self.node_of[first] == self.node_of[stop - 1]
-
     def transfer(self, first: int, devices: int, to: int, others: int) -> tuple[Link, int]:
-        """(the link from `devices` devices at `first` to `others` at `to`, how many senders share a node's ports)."""
-        node = self.nodes[self.node_of[first]]
-        if self.same_node(min(first, to), max(first + devices, to + others)):
-            return node.inside, 1
-        return self.cluster.network, min(devices, others, node.devices)
+        """`between` for neighbouring devices: `devices` from `first` on, and `others` from `to` on."""
+        return self.between(range(first, first + devices), range(to, to + others))
+
+    def between(self, sender: Sequence[int], receiver: Sequence[int]) -> tuple[Link, int]:
+        """(the link from one stage's devices to another's, how many transfers share the ports of a node)."""
+        # A stage visits no node twice, so if its ends are on one node, all of it is.
+        ends = {self.node_of[device] for stage in (sender, receiver) for device in (stage[0], stage[-1])}
+        if len(ends) == 1:
+            return self.nodes[ends.pop()].inside, 1
+        # Transfers go either way, so they crowd on the larger node, whether it sends or receives.
+        return self.cluster.network, min(len(sender), len(receiver), max(self.nodes[node].devices for node in ends))
+
+
+def slowest(links: Sequence[Link]) -> Link:
+    """The link with the least bandwidth, and of several such links the one with the most latency."""
+    return min(links, key=lambda link: (link.bandwidth, -link.latency))
 
 
 def transfer_seconds(transfer: tuple[Link, int], size: float) -> float:

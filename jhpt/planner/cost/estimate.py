@@ -14,6 +14,7 @@ temporaries inside a layer, and fragmentation.
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from jhpt.core.profile import ModelProfile
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.activations import fullest_host, offloaded_activation_bytes, saved_tensors_of
 from jhpt.planner.cost.communication import Place, residual_bytes
+from jhpt.planner.cost.layer_costs import NO_OTHERS
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, select_layers, strategy_of
 from jhpt.planner.cost.memory import EMBEDDING_AND_HEAD, Slot
 from jhpt.planner.cost.model import CostModel
@@ -98,13 +100,17 @@ class Estimate:
         return all(stage.missing <= 0 for stage in self.stages)
 
 
-def evaluate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Estimate:
+def evaluate(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, others: Mapping[str, ModelProfile] = NO_OTHERS
+) -> Estimate:
     """The estimate of any plan, including one that does not fit.
+
+    others: profiles of the cluster's other kinds of devices, by `Device.rates`.
 
     Raises:
       InputError: the plan does not match the model or the cluster, or cannot run in its space.
     """
-    return price(plan, CostModel(profile, cluster, plan.gradient_compression))
+    return price(plan, CostModel(profile, cluster, plan.gradient_compression, others=others))
 
 
 def price(plan: Plan, model: CostModel) -> Estimate:
@@ -128,7 +134,7 @@ def _offloaded(plan: Plan, model: CostModel) -> Estimate:
     estimate = StageEstimate(
         seconds=dict(step.causes),
         bytes=device_bytes(plan, model),
-        capacity=model.places.at(stage.device, stage.devices).memory,
+        capacity=model.places.of(stage.members).memory,
         in_flight=plan.micro_batches,
         host_bytes=host_bytes(plan, model),
         host_capacity=min(node.host_memory for node in model.cluster.nodes),
@@ -167,7 +173,7 @@ def chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: Cost
 def stage_layers(plan: Plan, position: int, strategy: LayerStrategy, model: CostModel) -> list[LayerCosts]:
     """The costs of the layers in every chunk of a stage, under a strategy."""
     stage = plan.stages[position]
-    place = model.places.at(stage.device, stage.devices)
+    place = model.places.of(stage.members)
     return [chunk_costs(chunk, place, strategy, model).layers for chunk in stage.chunks]
 
 
@@ -189,7 +195,7 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
     shape = (stages, plan.chunks)
     forward, backward, sync, update = np.zeros(shape), np.zeros(shape), np.zeros(stages), np.zeros(stages)
     for s, stage in enumerate(plan.stages):
-        place = model.places.at(stage.device, stage.devices)
+        place = model.places.of(stage.members)
         for c, chunk in reversed(list(enumerate(stage.chunks))):
             costs = chunk_costs(chunk, place, strategy, model)
             layers = costs.layers
@@ -231,7 +237,7 @@ def _with_transfers(passes: Array, cut: Array, *, back: bool = False) -> Array:
 def slot_of(plan: Plan, position: int, model: CostModel) -> Slot:
     """What a stage reserves for embedding and head."""
     stage = plan.stages[position]
-    place = model.places.at(stage.device, stage.devices)
+    place = model.places.of(stage.members)
     return model.slot(place, stage.chunks[0].tensor[0], strategy_of(plan))
 
 
@@ -260,11 +266,9 @@ def _cuts(plan: Plan, model: CostModel) -> Array:
         next_chunk, to = divmod(virtual + 1, stages)
         sender, receiver = plan.stages[at], plan.stages[to]
         last, first = sender.chunks[chunk], receiver.chunks[next_chunk]
-        sides = (
-            (sender.device, sender.devices, sender.devices // last.tensor[-1]),
-            (receiver.device, receiver.devices, receiver.devices // first.tensor[0]),
-        )
-        cuts.append(model.cut_seconds(last.stop - 1, *sides, batch, first.tensor[0] if plan.sequence else 1))
+        data = min(sender.devices // last.tensor[-1], receiver.devices // first.tensor[0])
+        transfer, sequence = model.places.between(sender.members, receiver.members), first.tensor[0]
+        cuts.append(model.moved_seconds(last.stop - 1, transfer, data, batch, sequence if plan.sequence else 1))
     return np.array(cuts)
 
 
@@ -284,7 +288,7 @@ def buffer_bytes(model: CostModel, first: int, stop: int, local: float) -> float
 
 def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTimes, step: float) -> StageEstimate:
     strategy, stage = strategy_of(plan), plan.stages[position]
-    place = model.places.at(stage.device, stage.devices)
+    place = model.places.of(stage.members)
     costs = [chunk_costs(chunk, place, strategy, model) for chunk in stage.chunks]
     many, count = len(plan.stages) > 1, plan.micro_batches
     ring = slots(plan, position)
@@ -401,7 +405,7 @@ def _choices_of(plan: Plan, model: CostModel) -> rules.Choices:
     tied = model.tied_layer if plan.space == "spmd" and len(plan.stages) == 1 else None
     return rules.Choices(
         space=plan.space,
-        devices=plan.stages[-1].device + plan.stages[-1].devices,
+        devices=1 + max(max(stage.apart or (stage.device + stage.devices - 1,)) for stage in plan.stages),
         available=model.cluster.num_devices,
         place=model.cluster.name,
         mixed=model.cluster.mixed,

@@ -5,7 +5,7 @@ whole plan.  `KindCosts` computes the costs.  A stage has k = d t devices; a lay
 micro-batch b samples.
 
     cost           when                            seconds
-    compute        per micro-batch                 profiled at ceil(b / d) samples and degree t
+    compute        per micro-batch                 profiled at ceil(b / d) samples and degree t, on the slowest device
     tensor         per micro-batch, exposed        all-reduce over t of activations (forward) and errors (backward)
     resharding     per micro-batch, exposed        all-gather of the activation where neighbouring degrees differ
     ZeRO-3         per micro-batch, prefetched     all-gather of weights in both passes, reduce-scatter of gradients;
@@ -53,7 +53,9 @@ Its pipelines hide less of the parameters' communication:
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -67,21 +69,27 @@ from jhpt.planner.cost.collectives import BACKWARD, FORWARD, DataCollectives, Te
 from jhpt.planner.cost.communication import Place, Places, all_gather, residual_bytes
 from jhpt.planner.cost.layers import LayerStrategy, Space
 from jhpt.planner.cost.memory import FLOAT32, ParameterBytes, Slot, parameter_bytes
+from jhpt.planner.cost.paces import Pace, paces
 from jhpt.planner.cost.schedule import Array
 
 CAST = 6.0
 """Bytes read and written to convert a weight between float32 and a 16-bit type: 4 + 2."""
+
+NO_OTHERS: Mapping[str, ModelProfile] = MappingProxyType({})
+"""No profiles of further kinds of devices."""
 
 
 class CostBasis:
     """A model on a cluster.
 
     Args:
-      profile: costs of the model's layers on the first node's device.
+      profile: costs of the model's layers on a kind of device.
       gradient_compression: of the gradients' all-reduces over the data ranks.
       saved: what plans that recompute save where their strategy names nothing; None: the layers' inputs only.
+      others: profiles of the same model on the other kinds of devices of a cluster, by `Device.rates`.
 
     Attributes:
+      paces: of every kind of device, in the order of `Places.kinds`.
       kinds: the distinct kinds of layers.  index: [layers] the position of each layer's kind.
       boundary, inputs: [layers] bytes of a layer's output and of its input, per sample.
       tied_layer: the layer that shares a parameter with the first one, or None.
@@ -93,14 +101,17 @@ class CostBasis:
         cluster: Cluster,
         gradient_compression: GradientCompression = PLAIN_GRADIENTS,
         saved: SavedTensors | None = None,
+        others: Mapping[str, ModelProfile] = NO_OTHERS,
     ) -> None:
-        self.profile, self.cluster, self.gradient_compression, self.saved = (
+        self.profile, self.cluster, self.gradient_compression, self.saved, self.others = (
             profile,
             cluster,
             gradient_compression,
             saved,
+            others,
         )
         self.places = Places(cluster, profile.dtype)
+        self.paces = paces(profile, others, self.places.kinds)
         names = list(profile.kinds)
         self.kinds: list[LayerKind] = [profile.kinds[name] for name in names]
         self.index = np.array([names.index(layer) for layer in profile.layers])
@@ -108,13 +119,13 @@ class CostBasis:
         self.inputs = np.concatenate([[0.0], self.boundary[:-1]])
         tied = [layer for layer, kind in enumerate(self.index) if self.kinds[kind].tied_parameters]
         self.tied_layer: int | None = tied[0] if tied else None
-        self.activations = Activations(self.kinds, self.index, self.inputs, profile.causal, cluster.nodes[0].host)
-        self.tensor_all_reduce = TensorAllReduce(profile, cluster, self.kinds, self.compute_seconds)
+        self.activations = Activations(self.kinds, self.index, self.inputs, profile.causal)
+        self.tensor_all_reduce = TensorAllReduce(profile, self.places, self.kinds, self.compute_seconds)
         self.data_collectives = DataCollectives(
-            cluster, self.places, self.kinds, profile.bytes_per_weight, gradient_compression, profile.framework
+            self.places, self.kinds, profile.bytes_per_weight, gradient_compression, profile.framework
         )
         self._max_tensor = np.array([kind.max_tensor for kind in self.kinds])
-        self._seconds: dict[tuple[float, int, int], tuple[Array, Array]] = {}
+        self._seconds: dict[tuple[tuple[int, ...], float, int, int], tuple[Array, Array]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -156,20 +167,32 @@ class CostBasis:
         first = [level for level in requested if level < 3 or not rounds][:1]
         return (*first, *(level for level in requested if level == 3 and rounds))
 
-    def compute_seconds(self, local: float, tensor: int, sequence: int = 1) -> tuple[Array, Array]:
-        """[kinds] seconds of the forward and of the backward pass of `local` samples on a device of the profile.
+    def compute_seconds(
+        self, kinds: tuple[int, ...], local: float, tensor: int, sequence: int = 1
+    ) -> tuple[Array, Array]:
+        """[kinds] seconds of the forward and of the backward pass of `local` samples.
 
-        sequence: number of parts into which sequence parallelism cuts what every tensor rank would do in full.
+        Args:
+          kinds: of the devices that compute the same layers.  For each layer and pass the slowest one counts.
+          sequence: number of parts into which sequence parallelism cuts what every tensor rank would do in full.
         """
-        key = (local, tensor, sequence)
+        key = (kinds, local, tensor, sequence)
         if key not in self._seconds:
-            pairs = np.array([kind.seconds(local, tensor, sequence) for kind in self.kinds])
+            pairs = np.max([self._pairs(self.paces[kind], local, tensor, sequence) for kind in kinds], axis=0)
             self._seconds[key] = pairs[:, 0], pairs[:, 1]
         return self._seconds[key]
 
+    def _pairs(self, pace: Pace, local: float, tensor: int, sequence: int) -> Array:
+        """[kinds, 2] seconds of both passes on one kind of device."""
+        seconds = [
+            kind.seconds(local, tensor, sequence) for kind in map(pace.profile.kinds.__getitem__, self.profile.kinds)
+        ]
+        return pace.compute * np.array(seconds)
+
     def update_seconds(self, zero: int, data: int, place: Place) -> float:
         """Seconds of the optimizer per parameter of the model; with ZeRO a device updates 1 / data of them."""
-        return self.profile.update_seconds * place.slowdown / (data if zero else 1)
+        paces = map(self.paces.__getitem__, place.kinds)
+        return max(pace.profile.update_seconds * pace.update for pace in paces) / (data if zero else 1)
 
     def parameter_bytes(self, strategy: LayerStrategy, data: int) -> ParameterBytes:
         """Bytes on a device per parameter, the residual of gradient compression included."""
@@ -257,15 +280,15 @@ class KindCosts:
 
     def _plain_passes(self) -> Passes:
         """Compute and exposed all-reduces, without recomputation, offloading and ZeRO."""
-        basis, slowdown = self.basis, self.place.slowdown
-        forward, backward = basis.compute_seconds(self.local, self.tensor, self.sequence)
+        basis = self.basis
+        forward, backward = basis.compute_seconds(self.place.kinds, self.local, self.tensor, self.sequence)
         tensor = [
             basis.tensor_all_reduce.exposed(self.place, self.tensor, self.strategy, self.local, direction)
             for direction in (FORWARD, BACKWARD)
         ]
         return Passes(
-            forward=forward * slowdown,
-            backward=backward * slowdown,
+            forward=forward,
+            backward=backward,
             forward_tensor=tensor[FORWARD][0],
             backward_tensor=tensor[BACKWARD][0],
             forward_filling=tensor[FORWARD][1],
@@ -280,7 +303,8 @@ class KindCosts:
         shares, all_reduce_shares = self.basis.activations.repeated(saved)
         forward, backward = passes.forward, passes.backward + shares * passes.forward
         if saved.host:
-            copied = self.basis.activations.copy_seconds(saved.host, self.tensor, self.sequence, self.local)
+            sizes = self.tensor, self.sequence, self.local
+            copied = self.basis.activations.copy_seconds(self.place.host, saved.host, *sizes)
             overlap = self.basis.cluster.overlap
             forward = forward + (np.maximum(0.0, copied - forward) if overlap else copied)
             backward = backward + (np.maximum(0.0, copied - passes.backward) if overlap else copied)
@@ -313,9 +337,8 @@ class KindCosts:
             passes = replace(passes, forward=passes.forward + gather, backward=passes.backward + 2 * gather)
         profile, strategy = self.basis.profile, self.strategy
         if strategy.zero == 3 and self.data == 1 and strategy.program != "per_stage" and not profile.used_as_stored:
-            bandwidth = self.basis.cluster.nodes[0].device.stream_rate
-            parameters = self.basis.data_collectives.parameters / self.tensor
-            rounding = parameters * CAST / bandwidth * self.place.slowdown
+            rate = min(device.stream_rate for device in self.basis.places.devices_of(self.place))
+            rounding = self.basis.data_collectives.parameters / self.tensor * CAST / rate
             passes = replace(passes, forward=passes.forward + rounding, backward=passes.backward + rounding)
         return passes
 
@@ -324,9 +347,9 @@ class KindCosts:
         moved = self.framework.accumulation * self.strategy.accumulates
         if not moved:
             return passes
-        device, shares = self.basis.cluster.nodes[0].device, self.data if self.zero == 3 else 1
-        parameters = self.basis.data_collectives.parameters / self.tensor
-        added = parameters * moved / shares / device.stream_rate * self.place.slowdown
+        rate = min(device.stream_rate for device in self.basis.places.devices_of(self.place))
+        parameters, shares = self.basis.data_collectives.parameters / self.tensor, self.data if self.zero == 3 else 1
+        added = parameters * moved / shares / rate
         return replace(passes, backward=passes.backward + added)
 
     def _once_per_step(self, plain: Passes) -> dict[str, Array]:

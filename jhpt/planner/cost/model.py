@@ -5,17 +5,18 @@ of layers, and every table is computed once per distinct place, degree and strat
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from jhpt.core.cluster import Cluster
+from jhpt.core.cluster import Cluster, Link
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
 from jhpt.core.plan import SavedTensors
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.cost.collectives import DIRECTIONS, FORWARD, partition
 from jhpt.planner.cost.communication import Place, all_gather, transfer_seconds
-from jhpt.planner.cost.layer_costs import CostBasis, KindCosts, slot
+from jhpt.planner.cost.layer_costs import NO_OTHERS, CostBasis, KindCosts, slot
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, select_layers
 from jhpt.planner.cost.memory import FLOAT32, Slot, in_one_stage, in_pipeline, with_embedding_and_head
 from jhpt.planner.cost.schedule import Array
@@ -32,13 +33,18 @@ class CostModel(CostBasis):
         cluster: Cluster,
         gradient_compression: GradientCompression = PLAIN_GRADIENTS,
         saved: SavedTensors | None = None,
+        others: Mapping[str, ModelProfile] = NO_OTHERS,
     ) -> None:
-        super().__init__(profile, cluster, gradient_compression, saved)
+        super().__init__(profile, cluster, gradient_compression, saved, others)
         self._costs: dict[_Key, LayerCosts] = {}
         self._tables: dict[_Key, LayerCosts] = {}
         self._layers: dict[_Key, LayerCosts] = {}
         self._slots: dict[_Key, Slot] = {}
         self._chunks: dict[tuple[int, int, LayerStrategy], tuple[int, ...]] = {}
+
+    def on(self, cluster: Cluster) -> "CostModel":
+        """The same model on another cluster, whose devices are of the same kinds."""
+        return CostModel(self.profile, cluster, self.gradient_compression, self.saved, self.others)
 
     def layer_costs(self, place: Place, tensor: int, strategy: LayerStrategy) -> LayerCosts:
         """Costs of every layer at degree `tensor`, each with its best number of chunks, as one row of layers.
@@ -196,6 +202,9 @@ class CostModel(CostBasis):
           sequence: parts into which sequence parallelism cuts the output; every device moves its own.
         """
         (first, devices, data), (to, others, their_data) = sender, receiver
-        local = max(-(-batch // data), -(-batch // their_data))
         transfer = self.places.transfer(first, devices, to, others)
-        return transfer_seconds(transfer, self.boundary[layer] * local / sequence)
+        return self.moved_seconds(layer, transfer, min(data, their_data), batch, sequence)
+
+    def moved_seconds(self, layer: int, transfer: tuple[Link, int], data: int, batch: int, sequence: int = 1) -> float:
+        """`cut_seconds` by the link and its senders (`Places.between`) and the smaller data degree."""
+        return transfer_seconds(transfer, self.boundary[layer] * -(-batch // data) / sequence)

@@ -104,16 +104,14 @@ def offloaded_step(plan: Plan, model: CostModel) -> OffloadedStep:
     check_blocks(model)
     assert plan.offload is not None, "the plan offloads"
     stage, count, profile = plan.stages[0], plan.micro_batches, model.profile
-    ranks, place = stage.devices, model.places.at(stage.device, stage.devices)
+    ranks, place = stage.devices, model.places.of(stage.members)
     group, blocks, size = place.data_group(1), model.num_layers - 2, 1 + plan.offload.resident
-    forward, backward = model.compute_seconds(-(-plan.batch // count // ranks), 1)
+    forward, backward = model.compute_seconds(place.kinds, -(-plan.batch // count // ranks), 1)
     first, block, last = (model.index[at] for at in (0, 1, -1))
-    works = [
-        (count * place.slowdown * forward[at], count * place.slowdown * backward[at]) for at in (first, block, last)
-    ]
+    works = [(count * forward[at], count * backward[at]) for at in (first, block, last)]
     entry, work, exit_ = ((float(one), float(other)) for one, other in works)
     again = work[0] * float(model.activations.repeated(plan.saved or NOTHING)[0][block]) if plan.recompute else 0.0
-    numbers, rate = model.kinds[block].parameters, profile.update_seconds * place.slowdown
+    numbers, rate = model.kinds[block].parameters, model.update_seconds(0, 1, place)
     gathered, scattered = all_gather(group, numbers * FLOAT32), reduce_scatter(group, numbers * FLOAT32)
     update, update_in_backward = numbers * rate / ranks, plan.offload.update_in_backward
     bucket = Bucket(
@@ -123,7 +121,7 @@ def offloaded_step(plan: Plan, model: CostModel) -> OffloadedStep:
         state=numbers * moment_bytes(model) / ranks,
     )
     home, groups = HOMES[plan.offload.kind], blocks // size
-    copies = group_copies(bucket, model.cluster.nodes[0].host, home, update_in_backward)
+    copies = group_copies(bucket, place.host, home, update_in_backward)
     overlap = model.cluster.overlap and plan.offload.ahead > 0
     passes = (
         periodic(bucket, copies, groups, size, update_in_backward) if overlap else in_line(bucket, copies, groups, size)
@@ -241,7 +239,7 @@ def host_bytes(plan: Plan, model: CostModel) -> dict[str, float]:
     """Bytes by cause on the host of the stage's fullest node."""
     sizes, offload = sizes_of(plan, model), _offload(plan)
     stage = plan.stages[0]
-    here = max(model.places.at(stage.device, stage.devices).crossing)
+    here = max(model.places.of(stage.members).crossing)
     parameters, optimizer = _on_host(offload, sizes)
     return {
         ("weights" if offload.update_in_backward else "weights and gradients"): here * parameters,

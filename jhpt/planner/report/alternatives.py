@@ -70,7 +70,7 @@ def alternative(name: str, plan: Plan, answer: Answer) -> Alternative:
     """The plan compared with the winner."""
     model = answer.model
     if plan.gradient_compression != model.gradient_compression:
-        model = CostModel(model.profile, model.cluster, plan.gradient_compression)
+        model = CostModel(model.profile, model.cluster, plan.gradient_compression, others=model.others)
     estimate = price(plan, model)
     causes, winner = mean_causes(plan, estimate, model), mean_causes(answer.plan, answer.estimate, answer.model)
     return Alternative(

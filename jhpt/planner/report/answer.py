@@ -1,5 +1,6 @@
 """An answer as text on a console and as JSON."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -9,9 +10,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from jhpt.planner.cost.estimate import StageEstimate
+from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import offloaded_step
+from jhpt.planner.cost.paces import notes
 from jhpt.planner.report.alternatives import Alternative, alternative, alternatives, changed, savings
-from jhpt.planner.report.causes import offload_lines, saved_tensors_lines, stage_causes, state_lines
+from jhpt.planner.report.causes import (
+    offload_lines,
+    other_profiles,
+    profile_lines,
+    saved_tensors_lines,
+    stage_causes,
+    state_lines,
+)
 from jhpt.planner.report.offload_timeline import offload_timeline
 from jhpt.planner.report.rent import Rent, rent_lines
 from jhpt.planner.report.simulation import Timeline, simulate
@@ -82,6 +92,7 @@ def to_json(answer: Answer, baselines: Sequence[Baseline] = (), rent: Rent | Non
             "sample": profile.sample,
             "dtype": profile.dtype,
             "profile": {"source": profile.source, "device": profile.device},
+            **_others_json(model),
             **({"state": profile.state.model_dump(mode="json")} if profile.state.low_precision else {}),
         },
         "cluster": model.cluster.model_dump(mode="json", exclude_none=True),
@@ -110,12 +121,20 @@ def to_json(answer: Answer, baselines: Sequence[Baseline] = (), rent: Rent | Non
     }
 
 
+def _others_json(model: CostModel) -> dict[str, Any]:
+    """Where the seconds of the cluster's other kinds of devices come from, and what is approximate in them."""
+    if len(model.paces) == 1:
+        return {}
+    others = [{"source": own.source, "device": own.device} for own in other_profiles(model)]
+    return {"other_profiles": others, "approximations": list(notes(model.paces))}
+
+
 def _stage_json(answer: Answer, position: int) -> dict[str, Any]:
     stage, estimate = answer.plan.stages[position], answer.estimate.stages[position]
     runs = layer_runs(stage, answer.model.profile)
     return {
         "stage": position,
-        "devices": list(range(stage.device, stage.device + stage.devices)),
+        "devices": list(stage.members),
         "layers": [
             {
                 "chunk": run.chunk,
@@ -205,7 +224,8 @@ def print_answer(
 
 
 def summary(answer: Answer) -> list[str]:
-    """The plan in five lines, and further lines about tensor communication, state and offload where they matter."""
+    """The plan in five lines, and further ones about other profiles, tensor communication, state and offload where
+    they matter."""
     plan, profile, cluster = answer.plan, answer.model.profile, answer.model.cluster
     rate, unit = speed(answer).rate
     count = f"{plan.batch} sample{'s' if plan.batch > 1 else ''}"
@@ -216,10 +236,11 @@ def summary(answer: Answer) -> list[str]:
         f"step: {count}, each {profile.sample}; {rate:,.0f} {unit} in all; {profile.source}",
         f"plan: {shape_text(plan, explained=True)}; {verdict(answer)}{bound}",
         *(f"{saving.name}: {saving.why}" for saving in savings(answer)),
+        *profile_lines(answer.model),
         *state_lines(profile),
         *offload_lines(answer),
         *saved_tensors_lines(answer),
-        f"devices: {plan.devices} of {cluster.num_devices} work"
+        f"devices: {plan.devices} of {cluster.num_devices} work{_by_kind(answer)}"
         + (f"; idle: {spans_text(spans(idle))}" if idle else ""),
         *([batch_text(better)] if (better := better_batch(answer)) else []),
     ]
@@ -229,6 +250,15 @@ def batch_text(better: BetterBatch) -> str:
     """`batch 63 would take 33.8 % less time per sample: 7 devices, tensor 1, 1 micro-batch, ZeRO-3`."""
     less = f"{100 * (1 - better.ratio):.1f} % less time per sample"
     return f"batch {better.batch} would take {less}: {shape_text(better.plan)}"
+
+
+def _by_kind(answer: Answer) -> str:
+    """On a cluster of several kinds of devices: how many of each work, `: 8 of 8 NVIDIA H100, 0 of 4 NVIDIA A100`."""
+    cluster = answer.model.cluster
+    names = [node.device.name for node in cluster.nodes for _ in range(node.devices * node.count)]
+    working = Counter(names[device] for stage in answer.plan.stages for device in stage.members)
+    parts = [f"{working[name]} of {count} {name}" for name, count in sorted(Counter(names).items())]
+    return f": {', '.join(parts)}" if len(parts) > 1 else ""
 
 
 def seconds_table(answer: Answer) -> Table:

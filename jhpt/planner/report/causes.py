@@ -24,6 +24,7 @@ from jhpt.planner.cost.estimate import Estimate, price, slot_of, stage_layers
 from jhpt.planner.cost.layers import LayerStrategy, strategy_of
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import offloaded_step
+from jhpt.planner.cost.paces import notes
 from jhpt.planner.report.words import OFFLOADED, duration, spans_text, streamed_layers
 from jhpt.planner.search.solve import Answer
 
@@ -121,6 +122,17 @@ def saved_tensors_lines(answer: Answer) -> tuple[str, ...]:
         f"offloaded activations: {' and '.join(saved.host)} of every block, {room}; "
         f"{duration(means['copies'])} of a step wait for copies, {duration(means['recomputation'])} are recomputation",
     )
+
+
+def other_profiles(model: CostModel) -> list[ModelProfile]:
+    """The profiles of the cluster's other kinds of devices, the fastest first."""
+    return [pace.profile for pace in model.paces if pace.profile is not model.profile]
+
+
+def profile_lines(model: CostModel) -> tuple[str, ...]:
+    """On a cluster of several kinds of devices: the source of the others' seconds, and what is approximate in them."""
+    sources = (f"{own.device}: {own.source}" for own in other_profiles(model))
+    return (*sources, *notes(model.paces))
 
 
 def state_lines(profile: ModelProfile) -> tuple[str, ...]:

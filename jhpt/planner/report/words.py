@@ -54,7 +54,7 @@ def names_text(names: Sequence[str]) -> str:
 
 
 def spans(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending numbers as inclusive ranges."""
+    """Numbers as inclusive ranges of neighbours."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -70,8 +70,8 @@ def spans_text(ranges: Iterable[tuple[int, int]]) -> str:
 
 
 def devices_text(stage: Stage) -> str:
-    """The devices of a stage: `8-15`."""
-    return spans_text([(stage.device, stage.device + stage.devices - 1)])
+    """The devices of a stage: `8-15`, in the order of their ranks."""
+    return spans_text(spans(stage.members))
 
 
 ACCUMULATION, CHECKPOINTING = " (gradient accumulation)", " (activation checkpointing)"
@@ -186,5 +186,5 @@ def streamed_layers(plan: Plan) -> tuple[int, ...]:
 
 def idle_devices(plan: Plan, available: int) -> tuple[int, ...]:
     """Numbers of the devices that the plan does not use."""
-    working = {device for stage in plan.stages for device in range(stage.device, stage.device + stage.devices)}
+    working = {device for stage in plan.stages for device in stage.members}
     return tuple(device for device in range(available) if device not in working)

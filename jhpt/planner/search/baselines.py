@@ -8,9 +8,10 @@
 
 Equal layers: stages differ by at most one layer, and the longer ones come first.  Samples are not split into chunks.
 All-reduces are compressed only where the request insists on it.  Each baseline has its best number of micro-batches,
-ZeRO level and recomputation.  Its devices start at the first one of the cluster, and `estimate` prices it as any other
-plan.  Every baseline is in the decision set of its space, or would be with sample chunks, which do not make it slower.
-So a plan that is proven optimal is never slower than a baseline.
+ZeRO level and recomputation.  Its devices start at the first one of the cluster, on a mixed cluster at the first one of
+the fastest kind (`rows`), and `estimate` prices it as any other plan.  Every baseline is in the decision set of its
+space, or would be with sample chunks, which do not make it slower.  So a plan that is proven optimal is never slower
+than a baseline.
 """
 
 import itertools
@@ -23,13 +24,14 @@ import numpy as np
 from jhpt.core.amounts import gib
 from jhpt.core.config import Compression
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import Chunk, Plan, Run, Schedule, Stage, Zero
+from jhpt.core.plan import Chunk, Plan, Run, Schedule, Zero
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.request import Request
+from jhpt.planner.search.rows import rows
 
 Shape = tuple[int, int, int]
 """Stages, data degree, tensor degree."""
@@ -140,7 +142,7 @@ def _best(name: str, grids: Iterable[_Grid], table: "_Table") -> Baseline:
             continue
         if lacking <= 0:
             plan = table.plan(grid)
-            estimate = price(plan, table.model)
+            estimate = price(plan, table.row.listed)
             lacking = max(stage.total_bytes - stage.capacity for stage in estimate.stages)
             if estimate.fits and estimate.seconds < seconds:
                 seconds, best = estimate.seconds, plan.model_copy(update={"seconds": estimate.seconds})
@@ -164,7 +166,8 @@ class _Table:
     """Bounds of grids, from prefix sums that are computed once for each place, tensor degree and strategy."""
 
     def __init__(self, model: CostModel, space: Space) -> None:
-        self.model, self.space = model, space
+        self.row = rows(model)[0]
+        self.model, self.space = self.row.model, space
         self._sums: dict[tuple[int, int, int, LayerStrategy], _Sums] = {}
         self._work: dict[tuple[int, int, int, LayerStrategy], float] = {}
 
@@ -205,10 +208,10 @@ class _Table:
         """The grid as a plan."""
         edges = _equal(self.model.num_layers, grid.stages)
         stages = tuple(
-            Stage(
-                device=s * grid.devices,
-                devices=grid.devices,
-                chunks=(Chunk(first=first, runs=(Run(layers=stop - first, tensor=grid.tensor),)),),
+            self.row.stage(
+                s * grid.devices,
+                grid.devices,
+                Chunk(first=first, runs=(Run(layers=stop - first, tensor=grid.tensor),)),
             )
             for s, (first, stop) in enumerate(itertools.pairwise(edges))
         )

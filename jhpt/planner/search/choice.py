@@ -72,7 +72,7 @@ def _seconds(plan: Plan) -> float:
 
 def fitted(plan: Plan, model: CostModel, config: Config) -> Plan:
     """The plan itself if it fits the whole memory or if nothing fits; else the fastest that fits beside the reserve."""
-    reserve = model.cluster.nodes[0].device.reserve
+    reserve = max(node.device.reserve for node in model.cluster.nodes)
     if all((1 - reserve) * stage.total_bytes <= stage.capacity for stage in price(plan, model).stages):
         return plan
     priced = [

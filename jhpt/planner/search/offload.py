@@ -122,7 +122,8 @@ def _levels(request: Request) -> list[Zero]:
 
 def _least_seconds(shape: _Shape, request: Request, model: CostModel) -> float:
     """Seconds of computation alone, with only the recomputation that no choice of saved activations avoids."""
-    forward, backward = model.compute_seconds(request.batch // shape.micro_batches // shape.devices, 1)
+    kinds = model.places.at(0, shape.devices).kinds
+    forward, backward = model.compute_seconds(kinds, request.batch // shape.micro_batches // shape.devices, 1)
     blocks, again = model.index[1:-1], 0.0
     if shape.recompute and request.recompute == (True,):
         again = (forward * model.activations.repeated(request.saved or NOTHING)[0])[blocks].sum()

@@ -227,9 +227,9 @@ class _Room:
 
     def copies(self, name: str, model: CostModel, sequence: bool) -> float:
         """Seconds to move a tensor of all blocks to the host or back."""
-        middle = model.index[len(model.index) // 2]
+        middle, host = model.index[len(model.index) // 2], model.cluster.nodes[0].host  # all nodes are equal
         return sum(
-            float(model.activations.copy_seconds([name], tensor, tensor if sequence else 1, local)[middle])
+            float(model.activations.copy_seconds(host, [name], tensor, tensor if sequence else 1, local)[middle])
             for tensor, local in self.blocks
         )
 

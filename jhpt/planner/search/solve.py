@@ -3,7 +3,7 @@ memory, more devices, CPU offload or float32 state.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -15,6 +15,7 @@ from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import check
 from jhpt.core.state import FLOAT32, State
 from jhpt.planner.cost.estimate import Estimate, price
+from jhpt.planner.cost.layer_costs import NO_OTHERS
 from jhpt.planner.cost.layers import Space
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import check_blocks
@@ -30,6 +31,10 @@ MOST_MEMORY = 2.0**60
 
 MOST_NODES = 128
 """Factor on the number of nodes.  Advice never asks for more."""
+
+MOST_MIXED_DEVICES = 32
+"""Devices of a mixed cluster.  Advice never asks for more: a search takes time in proportion to their square at least,
+and once for every order of their kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +86,21 @@ def plan(
     return solve(profile, cluster, request, space).plan
 
 
-def solve(profile: ModelProfile, cluster: Cluster, request: Request, space: Space = "spmd") -> Answer:
+def solve(
+    profile: ModelProfile,
+    cluster: Cluster,
+    request: Request,
+    space: Space = "spmd",
+    others: Mapping[str, ModelProfile] = NO_OTHERS,
+) -> Answer:
     """The fastest plan, with everything that explains it.
+
+    others: profiles of the cluster's other kinds of devices, by `Device.rates`.
 
     Raises:
       InputError: as for `plan`.
     """
-    model = CostModel(profile, cluster, request.gradient_compression, request.saved)
+    model = CostModel(profile, cluster, request.gradient_compression, request.saved, others)
     check(choices_of(request, model, space))
     if space == "general" or model.tensor_all_reduce.stream is None:
         request = replace(request, compression=(None,))
@@ -148,7 +161,7 @@ def refusal(request: Request, model: CostModel, space: Space) -> str:
     cluster, profile = model.cluster, model.profile
     weight_bytes = profile.bytes_per_weight
     parameter_bytes = max(profile.state_bytes - weight_bytes * (1 if profile.used_as_stored else 2), weight_bytes)
-    smallest = min((node.device for node in cluster.nodes), key=lambda device: device.usable)
+    smallest = min((node.device for node in cluster.nodes), key=lambda device: (device.usable, device.memory))
     reserve = f", of which plans leave {100 * smallest.reserve:.0f} % free" if smallest.reserve else ""
     count = cluster.num_devices
     lines = [
@@ -192,7 +205,8 @@ def _nearest(request: Request, model: CostModel, space: Space) -> list[str]:
     if nodes := _least_nodes(request, model, space):
         per_node = "" if model.cluster.mixed else f", {model.cluster.nodes[0].devices} to a node"
         changes.append(f"it would fit on {model.cluster.num_devices * nodes} such devices{per_node}")
-    return changes or ["no amount of memory or devices would do: the batch or the model has to change"]
+    devices = f"up to {MOST_MIXED_DEVICES} such devices" if model.cluster.mixed else "devices"
+    return changes or [f"no amount of memory or {devices} would do: the batch or the model has to change"]
 
 
 def _least_nodes(request: Request, model: CostModel, space: Space) -> int | None:
@@ -201,11 +215,13 @@ def _least_nodes(request: Request, model: CostModel, space: Space) -> int | None
     def fits(nodes: int) -> bool:
         return _fits(request, _with_nodes(model.cluster, nodes), model, space, offloaded=True)
 
+    cluster = model.cluster
+    most = min(MOST_NODES, MOST_MIXED_DEVICES // cluster.num_devices) if cluster.mixed else MOST_NODES
     low, high = 1, 2
-    while not fits(high):
+    while high <= most and not fits(high):
         low, high = high, 2 * high
-        if high > MOST_NODES:
-            return None
+    if high > most:
+        return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
@@ -237,12 +253,12 @@ def _with_nodes(cluster: Cluster, factor: int) -> Cluster:
 
 def _fits(request: Request, cluster: Cluster, model: CostModel, space: Space, *, offloaded: bool = False) -> bool:
     """Whether any plan fits this cluster.  offloaded: whether plans of space="spmd" with CPU offload count, too."""
-    costs, incumbent = CostModel(model.profile, cluster, model.gradient_compression, model.saved), Incumbent()
+    costs, incumbent = model.on(cluster), Incumbent()
     if space == "spmd":
         search_spmd(request, costs, incumbent)
         plans = offloaded_plans(request, costs) if offloaded else ()
         return incumbent.plan is not None or any(price(plan, costs).fits for plan in plans)
     offer_equal_stages(request, costs, incumbent)
     if incumbent.plan is None:
-        search_general(request, costs, incumbent)
+        search_general(request, costs, incumbent, any_plan=True)
     return incumbent.plan is not None

@@ -492,6 +492,11 @@ def test_a_slower_device_sets_the_pace():
     assert evaluate(halves, profile, mixed).seconds == 9
 
 
+def apart(device: int, other: int, *chunks) -> Stage:
+    """A stage on two devices that need not be neighbours."""
+    return stage(device, 2, *chunks).model_copy(update={"apart": (device, other)})
+
+
 def random_plan(rng: np.random.Generator, costs: CostModel, schedule: str) -> Plan | None:
     """Any plan of space="general", cuts and degrees drawn; None where there is none with this schedule."""
     n, k = costs.num_layers, costs.cluster.num_devices
@@ -594,7 +599,9 @@ CHUNKS = (stage(0, 1, (0, [1]), (2, [1])), stage(1, 1, (1, [1]), (3, [1])))
         (plan(stage(0, 1, (0, [1, 1]), (2, [1, 1]))), "several stages"),
         (plan(*GOOD, prefetch=5), "prefetch=5 is further ahead than there are layers; use 4 or less"),
         (plan(stage(0, 2, (0, [1, 1])), stage(1, 1, (2, [1, 1])), space="general"), "overlap on device 1"),
-        (plan(stage(1, 1, (0, [1, 1])), stage(0, 1, (2, [1, 1])), space="general"), "overlap on device 0"),
+        (plan(stage(1, 1, (0, [1, 1])), stage(0, 2, (2, [1, 1])), space="general"), "overlap on device 1"),
+        (plan(apart(2, 0, (0, [1, 1])), stage(0, 1, (2, [1, 1])), space="general"), "overlap on device 0"),
+        (plan(apart(2, 0, (0, [1] * 4)), batch=2), "neighbouring devices"),
         (plan(stage(0, 5, (0, [1, 1, 1, 1])), batch=10), "needs 5 devices, toy has 4"),
         (
             plan(stage(0, 1, (0, [1] * 4)).model_copy(update={"device": 9}), space="general"),

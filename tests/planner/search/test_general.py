@@ -97,6 +97,9 @@ def test_no_stage_costs_less_than_the_least(seed):
         whole = m * (forward + backward) + after
         assert needed.both[first:stop].sum() <= devices * (forward + backward) * BELOW
         assert needed.share[first:stop].sum() <= devices * whole * BELOW
+        members = slice(offset, offset + devices)  # slow ones among them count less
+        assert needed.both[first:stop].sum() <= needed.worth[members].sum() * (forward + backward) * BELOW
+        assert needed.share[first:stop].sum() <= needed.share_worth[members].sum() * whole * BELOW
         for table, true in ((least.state, layers.state), (least.activations, layers.activations)):
             assert table[devices - 1, stop] - table[devices - 1, first] <= true.sum() * BELOW
         assert (least.working[devices - 1, first:stop] <= layers.working * BELOW).all()
@@ -107,7 +110,7 @@ def test_no_stage_costs_less_than_the_least(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_hop_costs_less_than_the_least(seed):
-    """All receivers tried; data parallel senders by the tables, others one by one."""
+    """All receivers tried, those behind idle devices too; data parallel senders by the tables, others one by one."""
     rng, model = drawn_model(seed, devices=9)
     b, k, places = int(rng.integers(1, 9)), model.cluster.num_devices, model.places
     transfers = Transfers(model, b)
@@ -118,10 +121,11 @@ def test_no_hop_costs_less_than_the_least(seed):
             for layer, data in itertools.product(range(model.num_layers - 1), {1, devices}):
                 true = min(
                     transfer_seconds(
-                        places.transfer(offset, devices, offset + devices, to),
+                        places.transfer(offset, devices, start, to),
                         model.boundary[layer] * max(-(-b // data), -(-b // to)),
                     )
-                    for to in range(1, k - offset - devices + 1)
+                    for start in places.starts(offset + devices)
+                    for to in range(1, k - start + 1)
                 )
                 assert transfers.least(offset, devices, data, layer) == pytest.approx(true)
                 if data == devices:

@@ -22,7 +22,7 @@ from tests.planner.cost.test_estimate import between_embedding_and_head, cluster
 from tests.planner.instances import random_cluster, random_profile
 
 PLANS = {"spmd": spmd_plans, "general": general_plans}
-SIZES = {"spmd": (5, 6), "general": (4, 4)}
+SIZES = {"spmd": (5, 6), "general": (4, 4), "mixed": (3, 4)}
 """Most layers and devices of an instance that brute force searches in about a second, everything asked for."""
 
 BLOCK = 4
@@ -44,7 +44,7 @@ def compare(space: str, seed: int, *, mixed: bool = False, whole: bool = False, 
 
     in_line: on 4 devices whose communication does not overlap, instead of on any that brute force can search.
     """
-    layers, devices = SIZES[space]
+    layers, devices = SIZES["mixed" if mixed else space]
     rng = np.random.default_rng(seed)
     profile, given = random_profile(rng, layers), random_cluster(rng, devices, mixed=mixed)
     if in_line:

@@ -4,7 +4,9 @@ Decision set of space="general":
 
     micro-batches   every divisor M of the batch
     cuts            any contiguous non-empty ranges of layers
-    devices         every stage has any number of the next devices in order; those left over at the end stay idle
+    nodes           on a mixed cluster the kinds of nodes in any order (`rows`); else as they are
+    devices         every stage has any number of the next devices in order; on a mixed cluster it may also begin on a
+                    later node, and leave the rest of a node, or whole nodes, idle; those behind the last stage are idle
     layers          each layer of a stage of k devices chooses its own tensor degree among the divisors of k that it
                     allows; the other devices are data parallel; uneven samples are priced at the fullest device
     schedule        1f1b, gpipe
@@ -13,20 +15,22 @@ Decision set of space="general":
 
 `least` bounds what stages cost.  From these bounds a dynamic programme over (layers, devices) suffixes, O(N^2 K^2) for
 each number of stages left, computes bounds of whole plans (`suffixes`).  Guided by them, `best_first` fixes one stage
-after the other.
+after the other.  On a mixed cluster all of this is done for every row.  Where there are more kinds of nodes than rows
+for their orders (`rows.MOST_ROWS`), the bound of the first step counts for those left out.
 """
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jhpt.core.plan import ONE_CHUNK, Chunk, Schedule, Stage, runs_of
+from jhpt.core.plan import ONE_CHUNK, Chunk, Schedule, runs_of
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.general.best_first import Problem, Search, suffixes_of
 from jhpt.planner.search.general.least import Minima
 from jhpt.planner.search.general.suffixes import Suffixes, device_memory
 from jhpt.planner.search.request import Incumbent, Request
+from jhpt.planner.search.rows import Row, left_out, rows
 from jhpt.planner.search.spmd import search_spmd
 from jhpt.planner.search.stages import SLACK
 
@@ -34,30 +38,42 @@ KEPT_CHOICES = 1_000_000
 """Most choices of stages, about 100 bytes each, that are kept from the first pass of the search to the second."""
 
 
-def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> None:
+def search_general(request: Request, model: CostModel, incumbent: Incumbent, *, any_plan: bool = False) -> None:
     """Improves `incumbent` to the best plan of the space, and notes the bound of all plans that were not visited.
 
     The first pass bounds every combination of micro-batches, layer strategy and schedule, and finds one plan quickly
     for each that may contain the best plan.  The second pass searches them in the order of their bounds, with a plan
     to beat that is already nearly the best.
+
+    any_plan: whether the search ends with the first plan that fits.
     """
     minima = Minima(model)
+    orders = [(row, Minima(row.model, minima)) for row in rows(model)]
     if incumbent.plan is None:
-        _seed(request, model, minima, incumbent)
+        _seed(request, *orders[0], incumbent)
+    if any_plan and incumbent.plan is not None:
+        return
     promising: list[tuple[float, Problem, Schedule, Suffixes | None]] = []
     room = KEPT_CHOICES
     for bound, m, strategy in sorted(_bounded(request, model, minima), key=lambda entry: entry[:2]):
         if bound >= incumbent.cutoff:
             incumbent.note_unexplored_bound(bound)
             break
-        problem = Problem(m, strategy, request, model, minima)
-        choices = problem.choices(incumbent)
-        for schedule in pipelines(request):
-            if suffixes := suffixes_of(problem, choices, schedule, incumbent):
-                Search(problem, suffixes, incumbent).dive()
-                room -= suffixes.size
-                promising.append((suffixes.least, problem, schedule, suffixes if room > 0 else None))
+        if left_out(model):
+            incumbent.note_unexplored_bound(bound)
+        for row, own in orders:
+            problem = Problem(m, strategy, request, row, own, share=1 / len(orders))
+            choices = problem.choices(incumbent)
+            for schedule in pipelines(request):
+                if suffixes := suffixes_of(problem, choices, schedule, incumbent):
+                    Search(problem, suffixes, incumbent).dive()
+                    if any_plan and incumbent.plan is not None:
+                        return
+                    room -= suffixes.size
+                    promising.append((suffixes.least, problem, schedule, suffixes if room > 0 else None))
     for bound, problem, schedule, suffixes in sorted(promising, key=lambda entry: entry[0]):
+        if any_plan and incumbent.plan is not None:
+            return
         if bound >= incumbent.cutoff:
             incumbent.note_unexplored_bound(bound)
             continue
@@ -73,7 +89,7 @@ def pipelines(request: Request) -> list[Schedule]:
 
 
 def _bounded(request: Request, model: CostModel, minima: Minima) -> Iterator[tuple[float, int, LayerStrategy]]:
-    """Bounds that hold for all cuts: K devices cannot be faster than if each computed as efficiently as the best one.
+    """Bounds that hold for all cuts: devices cannot be faster than if each computed as efficiently as its kind can.
 
     Combinations that would not fit even if all devices shared their memory are left out.
     """
@@ -82,24 +98,24 @@ def _bounded(request: Request, model: CostModel, minima: Minima) -> Iterator[tup
         strategy = LayerStrategy(request.batch // m, 0, recompute)
         if minima.device_bytes(strategy).sum() > memory * (1 + SLACK):
             continue
-        bound = m * float(minima.device_seconds(strategy).sum()) / model.cluster.num_devices
+        bound = m * float(minima.device_seconds(strategy).sum()) / minima.best_devices(strategy)
         for zero in request.zero:
             yield bound, m, LayerStrategy(request.batch // m, zero, recompute)
 
 
-def _seed(request: Request, model: CostModel, minima: Minima, incumbent: Incumbent) -> None:
+def _seed(request: Request, row: Row, minima: Minima, incumbent: Incumbent) -> None:
     """Offers plans of equal data parallel stages, so that the search has a plan to beat from the beginning."""
-    n, k = model.num_layers, model.cluster.num_devices
+    n, k = row.model.num_layers, row.model.cluster.num_devices
     schedule = pipelines(request)[0]
     for m, zero, recompute in itertools.product(request.micro_batches, request.zero, request.recompute):
         for s in sorted({min(s, n, k, request.max_stages) for s in (1, 2, 4, 8)}):
             edges = [n * i // s for i in range(s + 1)]
             stages = tuple(
-                Stage(device=i * (k // s), devices=k // s, chunks=(Chunk(first=a, runs=runs_of([1] * (b - a))),))
+                row.stage(i * (k // s), k // s, Chunk(first=a, runs=runs_of([1] * (b - a))))
                 for i, (a, b) in enumerate(itertools.pairwise(edges))
             )
             strategy = LayerStrategy(request.batch // m, zero, recompute)
-            incumbent.offer(Problem(m, strategy, request, model, minima).plan(stages, schedule), model)
+            incumbent.offer(Problem(m, strategy, request, row, minima).plan(stages, schedule), row.listed)
 
 
 def offer_equal_stages(request: Request, model: CostModel, best: Incumbent) -> None:

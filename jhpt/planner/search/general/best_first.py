@@ -23,6 +23,7 @@ from jhpt.planner.search.general.least import Minima, Transfers
 from jhpt.planner.search.general.suffixes import Choices, Suffixes, device_memory, needs, stage_choices
 from jhpt.planner.search.layer_degrees import Group, Option, Question, groups, options, single
 from jhpt.planner.search.request import Incumbent, Request
+from jhpt.planner.search.rows import Row
 from jhpt.planner.search.stages import StageTerms, after, round_trips, stage_seconds
 
 EXACT_STATES = 600
@@ -104,19 +105,20 @@ class Prefix:
         """The first stage whose assignment of degrees is still open."""
         return next((at for at, stage in enumerate(self.stages) if len(stage.group.members) > 1), None)
 
-    def grown(self, devices: int, group: Group, transfer: float) -> "Prefix":
-        """The prefix with one more stage, on the next devices."""
-        option = group.least
+    def grown(self, devices: int, group: Group, transfer: float, start: int | None = None) -> "Prefix":
+        """The prefix with one more stage, on the next devices or, if given, on those from `start` on."""
+        option, device = group.least, self.device if start is None else start
         updated = option.sync - option.backward + option.update
-        stage = Fixed(self.device, devices, group, transfer, self.head + transfer, max(self.tail + transfer, updated))
-        return Prefix((*self.stages, stage), self.stop + len(option.degrees), self.device + devices)
+        stage = Fixed(device, devices, group, transfer, self.head + transfer, max(self.tail + transfer, updated))
+        return Prefix((*self.stages, stage), self.stop + len(option.degrees), device + devices)
 
     def settled(self, at: int) -> Iterator["Prefix"]:
         """The prefix with each of the assignments of degrees that are open for stage `at`."""
         for option in self.stages[at].group.members:
             prefix = Prefix()
             for index, stage in enumerate(self.stages):
-                prefix = prefix.grown(stage.devices, single(option) if index == at else stage.group, stage.transfer)
+                group = single(option) if index == at else stage.group
+                prefix = prefix.grown(stage.devices, group, stage.transfer, stage.device)
             yield prefix
 
 
@@ -170,15 +172,22 @@ class Ways:
 
 @dataclass(frozen=True)
 class Problem:
-    """One number of micro-batches and one layer strategy."""
+    """One number of micro-batches, one layer strategy and one row of devices."""
 
     m: int
     strategy: LayerStrategy
     request: Request
-    model: CostModel
+    row: Row
     minima: Minima
+    share: float = 1.0
+    """Of `EXPANSIONS`: all rows of a cluster together have so many."""
     ways: dict[tuple[Place, int, int, int], Ways] = field(default_factory=dict, repr=False)
     """Of the stages visited so far, by place, first layer, stop and micro-batches in flight."""
+
+    @property
+    def model(self) -> CostModel:
+        """The costs on the row."""
+        return self.row.model
 
     @property
     def most(self) -> int:
@@ -200,7 +209,7 @@ class Problem:
         model, minima = self.model, self.minima
         leasts, memory = minima.of(self.strategy, self.m), device_memory(model)
         needed = needs(leasts, minima.spans, minima.device_bytes(self.strategy))
-        if (bound := needed.bound(self.m, len(memory))) >= incumbent.cutoff:
+        if (bound := needed.bound(self.m)) >= incumbent.cutoff:
             incumbent.note_unexplored_bound(bound)
             return []
         return [
@@ -234,7 +243,8 @@ def suffixes_of(problem: Problem, choices: list[Choices], schedule: Schedule, in
         return None
     most = problem.most
     for distinct in (most,) if problem.exact else sorted({min(count, most) for count in (1, 5, STAGES)}):
-        suffixes = Suffixes(choices, problem.model.num_layers, problem.m, schedule, distinct, most, incumbent.cutoff)
+        limit, starts = incumbent.cutoff, problem.model.places.starts
+        suffixes = Suffixes(choices, problem.model.num_layers, problem.m, schedule, distinct, most, limit, starts)
         if suffixes.root(distinct) >= incumbent.cutoff:
             break
     if suffixes.least >= incumbent.cutoff:
@@ -247,7 +257,7 @@ def suffixes_of(problem: Problem, choices: list[Choices], schedule: Schedule, in
 class Node:
     """A prefix of plans with `stages` stages.  Nodes are visited in ascending order.
 
-    chosen: (stop, devices) of the next stage, if they are fixed but its degrees are not.
+    chosen: (stop, first device, devices) of the next stage, if they are fixed but its degrees are not.
     """
 
     bound: float
@@ -256,10 +266,10 @@ class Node:
     count: int
     stages: int
     prefix: Prefix = field(compare=False)
-    chosen: tuple[int, int] | None = field(compare=False)
+    chosen: tuple[int, int, int] | None = field(compare=False)
 
 
-Child = tuple[float, Prefix, tuple[int, int] | None]
+Child = tuple[float, Prefix, tuple[int, int, int] | None]
 """(bound, prefix, chosen) of a node."""
 
 
@@ -286,7 +296,7 @@ class Search:
         heapq.heapify(heap)
         opened = 0
         while heap and heap[0].bound < self.incumbent.cutoff:
-            if opened >= EXPANSIONS and not self.problem.exact:
+            if opened >= EXPANSIONS * self.problem.share and not self.problem.exact:
                 self.incumbent.note_unexplored_bound(heap[0].bound)
                 break
             opened += 1
@@ -320,16 +330,18 @@ class Search:
 
     def _next_stages(self, node: Node) -> Iterator[Child]:
         """Layers and devices of the next stage, whose degrees are still open."""
-        prefix = node.prefix
-        next_stages = self.suffixes.next_stages(node.stages - len(prefix.stages), prefix.stop, prefix.device)
-        if next_stages is None:
-            return
-        choices, back, done = next_stages
+        prefix, left = node.prefix, node.stages - len(node.prefix.stages)
         transfer = self._pending_transfer(prefix)
         head, tail = prefix.head + transfer, prefix.tail + transfer
-        bounds = np.maximum.reduce([np.full(len(back), node.bound), head + back + tail, head + done])
-        for at in np.flatnonzero(bounds < self.incumbent.cutoff):
-            yield float(bounds[at]), prefix, (int(choices.stop[at]), int(choices.devices[at]))
+        before = prefix.stages[-1].device if prefix.stages else None
+        for start in self.model.places.starts(prefix.device, before):
+            next_stages = self.suffixes.next_stages(left, prefix.stop, start)
+            if next_stages is None:
+                continue
+            choices, back, done = next_stages
+            bounds = np.maximum.reduce([np.full(len(back), node.bound), head + back + tail, head + done])
+            for at in np.flatnonzero(bounds < self.incumbent.cutoff):
+                yield float(bounds[at]), prefix, (int(choices.stop[at]), start, int(choices.devices[at]))
 
     def _pending_transfer(self, prefix: Prefix) -> float:
         return self.problem.transfers.least(*prefix.stages[-1].sender, prefix.stop - 1) if prefix.stages else 0.0
@@ -337,13 +349,13 @@ class Search:
     def _resolved(self, node: Node) -> Iterator[Child]:
         """The chosen stage with each group of its undominated assignments of degrees."""
         assert node.chosen is not None
-        (stop, devices), prefix = node.chosen, node.prefix
+        (stop, start, devices), prefix = node.chosen, node.prefix
         left = node.stages - len(prefix.stages) - 1
         window = self.suffixes.window(left + 1)
-        place = self.model.places.at(prefix.device, devices)
+        place = self.model.places.at(start, devices)
         whole = []
         for group in self._stage_groups(place, prefix.stop, stop, window, node.stages > 1, node.bound):
-            grown = prefix.grown(devices, group, self._transfer(prefix, devices, group.least))
+            grown = prefix.grown(devices, group, self._transfer(prefix, start, devices, group.least), start)
             bound = max(node.bound, self._bound(grown, left, window))
             if bound >= self.incumbent.cutoff:
                 continue
@@ -370,11 +382,11 @@ class Search:
             loop_bound(prefix, Ahead(transfer, trip, tuple(near), left), self.schedule, self.m),
         )
 
-    def _transfer(self, prefix: Prefix, devices: int, option: Option) -> float:
+    def _transfer(self, prefix: Prefix, start: int, devices: int, option: Option) -> float:
         """Seconds of the transfer from the last stage of the prefix to a next stage with this option."""
         if not prefix.stages:
             return 0.0
-        receiver = prefix.device, devices, devices // option.degrees[0]
+        receiver = start, devices, devices // option.degrees[0]
         return self.model.cut_seconds(prefix.stop - 1, prefix.stages[-1].sender, receiver, self.strategy.micro_batch)
 
     def _stage_groups(
@@ -405,17 +417,15 @@ class Search:
             if seconds[at] >= self.incumbent.cutoff:
                 return
             if plans[at].open is None:
-                self.incumbent.offer(self._plan(plans[at]), self.model)
+                self.incumbent.offer(self._plan(plans[at]), self.problem.row.listed)
             else:
                 yield float(seconds[at]), plans[at], None
 
     def _plan(self, whole: Prefix) -> Plan:
         firsts = itertools.accumulate((len(stage.option.degrees) for stage in whole.stages), initial=0)
         stages = tuple(
-            Stage(
-                device=stage.device,
-                devices=stage.devices,
-                chunks=(Chunk(first=first, runs=runs_of(list(stage.option.degrees))),),
+            self.problem.row.stage(
+                stage.device, stage.devices, Chunk(first=first, runs=runs_of(list(stage.option.degrees)))
             )
             for first, stage in zip(firsts, whole.stages, strict=False)
         )

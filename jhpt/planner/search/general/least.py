@@ -17,11 +17,21 @@ Seconds of stages.  What a stage needs for x micro-batches until its parameters 
 is the minimum of linear functions of x.  So it is concave, and between 1 and M it lies above the line through g(1) and
 g(M): two shortest paths bound it for every x.  Bytes are sums over layers, each at its least.
 
-Transfers.  Of the next stage only the first device is known.  A receiver of k' devices takes ceil(b / min(d, k'))
-samples from each of min(k, k') senders, which share the ports of a node.  With few receivers messages are large; with
-many, the ports are crowded.  Every k' up to the number of devices left counts.
+Transfers.  Of the next stage only the first device is known, or which devices may be the first.  A receiver of k'
+devices takes ceil(b / min(d, k')) samples from each of min(k, k') senders, which share the ports of a node.  With few
+receivers messages are large; with many, the ports are crowded.  Every k' up to the number of devices left counts.
+
+Kinds of devices.  Let a layer l take w_lc device-seconds at least where a device of kind c takes part, and let every
+device of kind c count v_c > 0 times.  On d devices, d_c of them of kind c, it takes max over c of w_lc / d seconds or
+more, so
+
+    (sum over c of v_c d_c) seconds  >=  sum over c of (d_c / d) v_c w_lc  >=  min over c of v_c w_lc
+
+and this sum bounds every step in the same way.  It is sharpest if every kind does as much as it can (`worth`).
 """
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,13 +148,23 @@ class Least:
     """[devices, N + 1] state and one micro-batch's activations."""
     memory: Array
     """[devices] usable bytes of the smallest device."""
+    kinds: tuple[tuple[int, ...], ...]
+    """[devices] kinds of the devices."""
+
+
+Minimum = tuple[Array, Array, list[Array]]
+"""Of a place: [quantities, spans] seconds, [N] shares, and [N] state, activations and working bytes."""
 
 
 class Minima:
-    """`Least` of every offset, computed once for each class of offsets."""
+    """`Least` of every offset, computed once for each class of offsets.
 
-    def __init__(self, model: CostModel) -> None:
+    same: minima of the same model on other rows of the cluster, which have many places in common.
+    """
+
+    def __init__(self, model: CostModel, same: "Minima | None" = None) -> None:
         self.model = model
+        self._known: dict[tuple[LayerStrategy, int], dict[Place, Minimum]] = same._known if same else {}
         self.spans: Spans = spans(model.index)
         sizes = [kind.boundary_bytes for kind in model.kinds]
         self._typical = [int(np.flatnonzero(model.index == kind)[0]) for kind in range(len(sizes))]
@@ -159,14 +179,22 @@ class Minima:
             kind: [model.places.at(kind, devices) for devices in range(1, k - offset + 1)]
             for offset, kind in reversed(list(enumerate(kinds)))
         }
-        distinct = dict.fromkeys(place for places in rows.values() for place in places)
-        tables = {place: self._table(place, strategy) for place in distinct}
-        seconds = self._seconds(tables, strategy, m)
-        shares = {place: _share(table, m).min(axis=0)[model.index] for place, table in tables.items()}
-        sizes = {place: self._bytes(place, table, strategy) for place, table in tables.items()}
+        found = self._minima(dict.fromkeys(place for places in rows.values() for place in places), strategy, m)
         alone = np.diagonal(self.spans.number, offset=1)
-        leasts = {kind: _stack(places, seconds, shares, sizes, alone) for kind, places in rows.items()}
+        leasts = {kind: _stack(places, found, alone) for kind, places in rows.items()}
         return [leasts[kind] for kind in kinds]
+
+    def _minima(self, places: Iterable[Place], strategy: LayerStrategy, m: int) -> dict[Place, Minimum]:
+        """The minima of places, those of other rows among them; only those of one strategy are kept."""
+        if (strategy, m) not in self._known:
+            self._known.clear()
+        known = self._known.setdefault((strategy, m), {})
+        tables = {place: self._table(place, strategy) for place in places if place not in known}
+        seconds = self._seconds(tables, strategy, m)
+        for place, table in tables.items():
+            share = _share(table, m).min(axis=0)[self.model.index]
+            known[place] = seconds[place], share, self._bytes(place, table, strategy)
+        return known
 
     def _table(self, place: Place, strategy: LayerStrategy) -> dict[str, Array]:
         """[T, kinds] costs at every degree."""
@@ -222,27 +250,44 @@ class Minima:
         return state + activations
 
     def device_seconds(self, strategy: LayerStrategy) -> Array:
-        """[N] least device-seconds to compute a layer's micro-batch on any number of devices."""
-        model, least = self.model, np.full(len(self.model.kinds), np.inf)
+        """[N] least device-seconds to compute a layer's micro-batch on any number of devices, times their `worth`."""
+        seconds = self._kind_seconds(strategy)[:, self.model.index]
+        return (worth(seconds)[:, None] * seconds).min(axis=0)
+
+    def best_devices(self, strategy: LayerStrategy) -> float:
+        """The sum of all devices' `worth`."""
+        places, worths = self.model.places, worth(self._kind_seconds(strategy)[:, self.model.index])
+        return sum(float(worths[places.at(device, 1).kinds[0]]) for device in range(self.model.cluster.num_devices))
+
+    def _kind_seconds(self, strategy: LayerStrategy) -> Array:
+        """[kinds of devices, kinds of layers] least device-seconds to compute a micro-batch on devices of one kind."""
+        model = self.model
+        least = np.full((len(model.paces), len(model.kinds)), np.inf)
         again = model.activations.repeated(NOTHING)[0] if strategy.recompute else np.zeros(len(model.kinds))
-        fastest = min(model.places.slowdowns)
         for devices in range(1, model.cluster.num_devices + 1):
-            for t in model.degrees(devices):
-                forward, backward = model.compute_seconds(-(-strategy.micro_batch * t // devices), t)
-                busy = fastest * devices * (forward * (1 + again) + backward)
-                least = np.minimum(least, busy)
-        return least[model.index]
+            for t, kind in itertools.product(model.degrees(devices), range(len(model.paces))):
+                forward, backward = model.compute_seconds((kind,), -(-strategy.micro_batch * t // devices), t)
+                least[kind] = np.minimum(least[kind], devices * (forward * (1 + again) + backward))
+        return least
+
+
+def worth(seconds: Array) -> Array:
+    """[kinds of devices] how much of the best kind's work one device of each kind does, by the sum over all layers.
+
+    seconds: [kinds of devices, N] least device-seconds of every layer where a device of the kind takes part.
+    """
+    total = seconds[:, np.isfinite(seconds).all(axis=0)].sum(axis=1)
+    return total.min() / total if total.min() > 0 else np.ones(len(seconds))
 
 
 def _stack(
     places: list[Place],
-    seconds: dict[Place, Array],
-    shares: dict[Place, Array],
-    sizes: dict[Place, list[Array]],
+    found: dict[Place, Minimum],
     alone: Index,
 ) -> Least:
-    forward, backward, both, once, whole = np.array([seconds[place] for place in places]).swapaxes(0, 1)
-    state, activations, working = (np.array(rows) for rows in zip(*[sizes[place] for place in places], strict=True))
+    seconds, shares, sizes = zip(*[found[place] for place in places], strict=True)
+    forward, backward, both, once, whole = np.array(seconds).swapaxes(0, 1)
+    state, activations, working = (np.array(rows) for rows in zip(*sizes, strict=True))
     summed, state, activations = (
         np.pad(np.cumsum(a, axis=1), ((0, 0), (1, 0))) for a in (both[:, alone], state, activations)
     )
@@ -252,13 +297,14 @@ def _stack(
         both=both,
         once=once,
         whole=whole,
-        share=np.array([shares[place] for place in places]),
+        share=np.array(shares),
         summed=summed,
         state=state,
         activations=activations,
         working=working,
         sizes=state + activations,
         memory=np.array([place.memory for place in places]),
+        kinds=tuple(place.kinds for place in places),
     )
 
 
@@ -312,8 +358,9 @@ class Transfers:
         key = (offset, devices, data, size)
         if key not in self._known:
             links = (
-                (self.places.transfer(offset, devices, offset + devices, to), -(-self.micro_batch // min(data, to)))
-                for to in range(1, self.k - offset - devices + 1)
+                (self.places.transfer(offset, devices, start, to), -(-self.micro_batch // min(data, to)))
+                for start in self.places.starts(offset + devices)[:2]  # what lies further away has fewer devices
+                for to in range(1, self.k - start + 1)
             )
             self._known[key] = min(transfer_seconds(link, float(self.sizes[size]) * local) for link, local in links)
         return self._known[key]
@@ -324,6 +371,8 @@ class Transfers:
         if room < left:
             across = self._across_table(self.places.nodes[index].devices)
             best = np.minimum(best, across[min(devices, room + 1) - 1 : min(devices, left)].min(axis=0))
+            if not self.places.uniform:  # the rest of the node may be idle
+                best = np.minimum(best, across[: min(devices, left - room)].min(axis=0))
         return best[self.which]
 
     def _inside_table(self, node: int) -> Array:

@@ -22,6 +22,8 @@ their way:
     1            D' + (M-1)(max(F, c) + c) or D' + (M-1)(c + max(B, c))        the link in one of them
 """
 
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -31,7 +33,7 @@ from jhpt.core.plan import Schedule
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
-from jhpt.planner.search.general.least import Index, Least, Spans
+from jhpt.planner.search.general.least import Index, Least, Spans, worth
 from jhpt.planner.search.stages import SLACK, prefix_sums, round_trips
 
 NEAR = 2
@@ -62,16 +64,20 @@ class Choices:
 
 @dataclass(frozen=True)
 class Needs:
-    """[N] least device-seconds and bytes of every layer, on whichever devices."""
+    """[N] least device-seconds of every layer, times the `worth` of its devices, and least bytes."""
 
     both: Array
     share: Array
     """Of the whole step: `Least.share`."""
     bytes: Array
+    worth: Array
+    """[K] how much each device counts in `both`."""
+    share_worth: Array
+    """[K] the same in `share`."""
 
-    def bound(self, m: int, devices: int) -> float:
-        """Least seconds of a step: K devices have K T device-seconds, a stage on k takes k times its own."""
-        return max(m * float(self.both.sum()), float(self.share.sum())) / devices
+    def bound(self, m: int) -> float:
+        """Least seconds of a step: devices have T device-seconds each, a stage on k takes k times its own."""
+        return max(m * float(self.both.sum() / self.worth.sum()), float(self.share.sum() / self.share_worth.sum()))
 
 
 def device_memory(model: CostModel) -> Array:
@@ -81,13 +87,23 @@ def device_memory(model: CostModel) -> Array:
 
 def needs(leasts: list[Least], spans: Spans, device_bytes: Array) -> Needs:
     """The needs of every layer alone, where it is cheapest."""
-    alone = np.diagonal(spans.number, offset=1)
-    both = share = np.full(len(alone), np.inf)
+    alone, single = np.diagonal(spans.number, offset=1), [least.kinds[0][0] for least in leasts]
+    both, share = (np.full((max(single) + 1, len(alone)), np.inf) for _ in range(2))  # [kinds of devices, N]
     for least in {id(least): least for least in leasts}.values():
         devices = np.arange(1, len(least.both) + 1)[:, None]
-        both = np.minimum(both, (devices * least.both[:, alone]).min(axis=0))
-        share = np.minimum(share, (devices * least.share).min(axis=0))
-    return Needs(both, share, device_bytes)
+        busy, whole = devices * least.both[:, alone], devices * least.share
+        for kind in set(itertools.chain(*least.kinds)):
+            rows = [kind in kinds for kinds in least.kinds]
+            both[kind] = np.minimum(both[kind], busy[rows].min(axis=0))
+            share[kind] = np.minimum(share[kind], whole[rows].min(axis=0))
+    (both, worths), (share, share_worths) = (_least_worth(each) for each in (both, share))
+    return Needs(both, share, device_bytes, worths[single], share_worths[single])
+
+
+def _least_worth(seconds: Array) -> tuple[Array, Array]:
+    """([N] least device-seconds of every layer times their worth, [kinds of devices] that worth)."""
+    worths = worth(seconds)
+    return (worths[:, None] * seconds).min(axis=0), worths
 
 
 def stage_choices(
@@ -102,11 +118,11 @@ def stage_choices(
     n, k = len(needed.both), len(memory)
     limit = min(limit * (1 + SLACK), np.finfo(float).max / k)
     seconds, sizes, room = m * prefix_sums(needed.both), prefix_sums(needed.bytes), prefix_sums(memory * (1 + SLACK))
-    counts = np.arange(1, k - offset + 1)
-    before = (seconds[:-1] <= limit * offset) & (sizes[:-1] <= room[offset])
+    counts, worths = np.arange(1, k - offset + 1), prefix_sums(needed.worth)
+    before = (seconds[:-1] <= limit * worths[offset]) & (sizes[:-1] <= room[offset])
     starts = np.flatnonzero(before) if offset else np.array([0])
     low = np.maximum(
-        np.searchsorted(seconds, seconds[-1] - limit * (k - offset - counts)),
+        np.searchsorted(seconds, seconds[-1] - limit * (worths[-1] - worths[offset + counts])),
         np.searchsorted(sizes, sizes[-1] * (1 - SLACK) - (room[-1] - room[offset + counts])),
     )
     low[-1] = n
@@ -157,6 +173,8 @@ class Suffixes:
     back: seconds from the start of the first stage to the end of its last backward pass.  done: until all stages are
     updated.  trip: the round trip through all stages.  near[j]: through the first j + 1 stages.
 
+    A stage may begin on one of several devices (`Places.starts`); the bounds are those of the best of them.
+
     If a plan may have more than `distinct` stages, the last p stands for "so many or more".  Its bounds then lack the
     terms that depend on the number of stages.
     """
@@ -170,8 +188,10 @@ class Suffixes:
         distinct: int,
         most: int,
         limit: float,
+        starts: Callable[[int], Sequence[int]],
     ) -> None:
-        """most: stages that a plan can have.  limit: suffixes that need so many seconds count as impossible."""
+        """most: stages that a plan can have.  limit: suffixes that need so many seconds count as impossible.  starts:
+        the devices that the next stage may begin on instead of this one."""
         self.choices, self.m, self.schedule, self.distinct = choices, m, schedule, distinct
         self.open_ended, self.limit = distinct < most, limit
         shape = (distinct + 1, layers + 1, len(choices) + 1)
@@ -182,6 +202,9 @@ class Suffixes:
             if len(row.i):
                 for p in range(1, distinct + 1):
                     self._fill(p, offset, row)
+            for start in starts(offset)[1:2]:  # the next one, whose bounds are those of all further ones already
+                for table in (self.back, self.done, self.trip, *self.near):
+                    np.minimum(table[..., offset], table[..., start], out=table[..., offset])
 
     def root(self, stages: int) -> float:
         """A bound of the plans with so many stages."""
