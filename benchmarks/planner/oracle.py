@@ -47,7 +47,7 @@ def optimum(request: Request, model: CostModel, space: Space) -> Optimum:
     groups: dict[tuple[object, ...], list[Draft]] = defaultdict(list)
     plans = 0
     for plans, draft in enumerate(drafts(request, model, space), 1):  # noqa: B007
-        groups[*draft[:4], len(draft.stages), len(draft.stages[0][1])].append(draft)
+        groups[*draft[:5], len(draft.stages), len(draft.stages[0][1])].append(draft)
     pricer = _Pricer(request, model, space)
     least, chosen = math.inf, None
     for group in groups.values():
@@ -90,6 +90,7 @@ def plan_of(draft: Draft, request: Request, model: CostModel, space: Space) -> P
         schedule=draft.schedule,
         zero=draft.zero,
         recompute=draft.recompute,
+        sequence=draft.sequence,
         stages=tuple(
             Stage(
                 device=members[0],
@@ -131,6 +132,7 @@ class _Pricer:
             self.request.batch // m,
             draft.zero,
             draft.recompute,
+            sequence=draft.sequence,
             several_micro_batches=m > 1,
             two_micro_batches=m == 2 and s == 1,
         )
@@ -165,13 +167,13 @@ class _Pricer:
         sync = update = state = activations = working = transfers = 0.0
         waiting = 0.0  # gradients of later chunks that are still to be reduced when a chunk's last backward starts
         replicas = devices // chunks[0][1][0]
-        local = -(-strategy.micro_batch // replicas)
+        local = -(-strategy.micro_batch // replicas) / (chunks[0][1][0] if strategy.sequence else 1)
         for c in reversed(range(len(chunks))):
             first, degrees = chunks[c]
             stop = first + len(degrees)
             rows = [self._layer(place, t, strategy, layer, stages) for layer, t in enumerate(degrees, first)]
             reshard = sum(
-                model.reshard_seconds(place, layer, before, after, strategy.micro_batch)
+                model.reshard_seconds(place, layer, before, after, strategy.micro_batch, sequence=strategy.sequence)
                 for layer, (before, after) in enumerate(itertools.pairwise(degrees), first)
             )
             forward[c] = sum(row.forward for row in rows) + reshard / 2
@@ -230,10 +232,11 @@ class _Pricer:
         sender, receiver = stages[at[1]], stages[to[1]]
         (_, degrees), (start, their_degrees) = sender[1][at[0]], receiver[1][to[0]]
         data = min(len(sender[0]) // degrees[-1], len(receiver[0]) // their_degrees[0])
-        key = (start, sender[0], receiver[0], data, strategy.micro_batch)
+        parts = degrees[-1] if strategy.sequence else 1
+        key = (start, sender[0], receiver[0], data, strategy.micro_batch, parts)
         if key not in self._cuts:
             transfer = self.model.places.between(sender[0], receiver[0])
-            self._cuts[key] = self.model.moved_seconds(start - 1, transfer, data, strategy.micro_batch)
+            self._cuts[key] = self.model.moved_seconds(start - 1, transfer, data, strategy.micro_batch, parts)
         return self._cuts[key]
 
     def _layer(self, place: Place, t: int, strategy: LayerStrategy, layer: int, stages: int) -> LayerCost:

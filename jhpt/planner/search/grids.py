@@ -1,8 +1,7 @@
 """Plans whose stages have equally many devices: grids of stages x data x tensor devices, and where to cut the layers.
 
-A grid is every decision of an SPMD plan except where the layers are cut into stages.  Every grid has a lower bound that
-holds for all cuts.  So the search can visit the most promising grids first and stop as soon as no other grid can be
-faster than the best plan.
+A grid is every decision of an SPMD plan except where the layers are cut into stages.  `bounds` has a lower bound of
+every grid that holds for all cuts.
 
 `CutSearch` finds the cuts of one grid, best-first over prefixes of stages.  The dynamic programme of `stages` gives a
 lower bound for every suffix of the layers.  A prefix of fixed stages and the bound of the suffix that follows give a
@@ -12,36 +11,32 @@ a prefix exactly for all layers at once.
 
 import heapq
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.config import Compression
-from jhpt.core.plan import ONE_CHUNK, Chunk, Plan, Schedule, Stage, Zero, runs_of
+from jhpt.core.plan import Chunk, Plan, SavedTensors, Schedule, Stage, Zero, runs_of
 from jhpt.core.schedule import in_flight
-from jhpt.planner.cost.communication import Place, transfer_seconds
+from jhpt.planner.cost.communication import transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array, step_seconds
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.stages import (
-    SLACK,
     Ranges,
     StageTerms,
     after,
     pair_seconds_in_line,
     prefix_sums,
+    range_sums,
     ranges,
     stage_seconds,
     stage_seconds_gpipe,
     stage_seconds_in_line,
 )
-
-CHUNKS = (2, 3, 4)
-"""Numbers of chunks per device that interleaved schedules may have."""
 
 EXPANSIONS = 300
 """Most prefixes that the search opens for one grid.  Only large models with uneven layers need as many."""
@@ -63,6 +58,9 @@ class Grid:
     compression: Compression | None = None
     sample_chunks: tuple[int, ...] = (1,)
     """Numbers of sample chunks to choose from."""
+    sequence: bool = False
+    saved: SavedTensors | None = None
+    """With recomputation: what blocks save beside their inputs; None: nothing, or what is still to be chosen."""
 
     @property
     def per_stage(self) -> int:
@@ -78,97 +76,10 @@ class Grid:
             self.micro_batches,
             self.zero,
             self.recompute,
+            self.sequence,
             compression=self.compression,
         )
-        return replace(strategy, sample_chunks=self.sample_chunks)
-
-
-def bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator[tuple[float, Grid]]:
-    """Every grid with a lower bound of its step time that holds for all cuts."""
-    if model.cluster.mixed:
-        return
-    available = model.cluster.num_devices
-    for m in request.micro_batches:
-        b = request.batch // m
-        for tensor in model.common_degrees(available):
-            for data in (d for d in range(1, min(b, available // tensor) + 1) if b % d == 0):
-                levels = model.levels(request.zero, data, space)
-                for zero, recompute in itertools.product(levels, request.recompute):
-                    # With one tensor rank there is no all-reduce to compress or to hide.
-                    for compression in request.compression if tensor > 1 else (None,):
-                        cuts = request.sample_chunks if tensor > 1 else (1,)
-                        grid = Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
-                        yield from _single(grid, request, model)
-                        yield from _pipelines(replace(grid, stages=2), request, model)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The least costs of all layers together.
-
-    passes: seconds of one micro-batch, forward and backward.  once: further seconds per step.  state, activations:
-    bytes.
-    """
-
-    passes: float
-    once: float
-    state: float
-    activations: float
-
-
-def _work(places: Sequence[Place], tensor: int, strategy: LayerStrategy, model: CostModel) -> _Work:
-    tables = [model.layer_costs(place, tensor, strategy) for place in places]
-    backwards = np.array([c.backward + c.backward_tensor for c in tables])
-    passes = np.array([c.forward + c.forward_tensor for c in tables]) + backwards
-    updates = np.array([c.update for c in tables])
-    reduced = np.array([c.gradients for c in tables]) + updates - backwards
-    return _Work(
-        passes=float(passes.min(axis=0).sum()),
-        once=max(float(quantity.min(axis=0).sum()) for quantity in (updates, reduced)),
-        state=float(tables[0].state.sum()),
-        activations=float(tables[0].activations.sum()),
-    )
-
-
-def _single(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple[float, Grid]]:
-    """The grid with one stage, if it can fit."""
-    place = model.places.at(0, grid.per_stage)
-    work = _work([place], grid.tensor, grid.strategy(request.batch), model)
-    if work.state + work.activations <= place.memory * (1 + SLACK):
-        yield grid.micro_batches * work.passes + work.once, grid
-
-
-def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple[float, Grid]]:
-    """Bounds for S = 2, 3, ... stages.
-
-    Let t_s be the seconds of stage s per micro-batch and W their sum.  Then T >= max over s of
-    (t_0 + .. + t_{s-1} + M t_s).  This is least if all terms are equal: t_s = (M-1)/M t_{s-1} and
-    T = M W / sum of ((M-1)/M)^s; the first stage then still has to update its slot.  A second bound: the largest
-    finishing time of the stages is at least their mean.  The mean of the bytes over the stages must fit, too.
-    """
-    size, m, available = grid.per_stage, grid.micro_batches, model.cluster.num_devices
-    most = min(model.num_layers, available // size, request.max_stages)
-    if most < 2:
-        return
-    strategy = grid.strategy(request.batch)
-    period = math.lcm(model.places.per_node, size)
-    places = [model.places.at(offset, size) for offset in range(0, min(period, available - size + 1), size)]
-    work = _work(places, grid.tensor, strategy, model)
-    slots = [model.slot(place, grid.tensor, strategy) for place in places]
-    each, used = (min(slot.seconds(used=used) for slot in slots) for used in (False, True))
-    memory, ratio, ramp = places[0].memory * (1 + SLACK), (m - 1) / m, 1.0
-    for s in range(2, most + 1):
-        ramp += ratio ** (s - 1)
-        mean = (m * work.passes + work.once + (s - 2) * each + 2 * used) / s
-        bounds: list[tuple[Schedule, int, float]] = []
-        bounds += [(name, 1, m * work.passes / ramp + used) for name in ONE_CHUNK if name in request.schedules]
-        if "interleaved" in request.schedules and m % s == 0:
-            bounds += [("interleaved", v, mean) for v in CHUNKS if s * v <= model.num_layers]
-        for name, v, bound in bounds:
-            saved = in_flight(name, s, 0, v, m) * (work.activations / v + s * slots[0].output)
-            if work.state + s * slots[0].state + saved <= s * memory:
-                shape = s, grid.data, grid.tensor, m, grid.zero, grid.recompute
-                yield max(bound, mean), Grid(*shape, name, v, grid.space, grid.compression, grid.sample_chunks)
+        return replace(strategy, sample_chunks=self.sample_chunks, saved=self.saved)
 
 
 def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> Plan:
@@ -184,6 +95,7 @@ def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostMo
         Stage(device=s * grid.per_stage, devices=grid.per_stage, chunks=tuple(chunks[s :: grid.stages]))
         for s in range(grid.stages)
     )
+    saved = grid.saved or model.saved
     return Plan(
         model=model.profile.name,
         cluster=model.cluster.name,
@@ -192,8 +104,9 @@ def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostMo
         micro_batches=grid.micro_batches,
         schedule=grid.schedule,
         zero=grid.zero,
+        sequence=grid.sequence,
         recompute=grid.recompute,
-        saved=model.saved if grid.recompute else None,
+        saved=saved if grid.recompute and saved != SavedTensors() else None,
         compression=grid.compression or Compression(),
         stages=stages,
     )
@@ -205,13 +118,11 @@ def balanced(work: Array, parts: int) -> tuple[int, ...]:
     Among equal partitions, each part in turn takes as many layers as it can: its sum must not exceed the largest part,
     and at least one layer must remain for each later part.
     """
-    n, total = len(work), prefix_sums(work)
-    least = total[1:].copy()  # least[j]: the smallest largest part of layers 0..j
-    for part in range(1, parts):
-        best = np.full(n, np.inf)
-        for j in range(part, n):
-            best[j] = np.min(np.maximum(least[part - 1 : j], total[j + 1] - total[part : j + 1]))
-        least = best
+    n, total, sums = len(work), prefix_sums(work), range_sums(work)
+    sums = np.where(np.tri(n, k=-1, dtype=bool), np.inf, sums)  # [i, j] of layers i..j
+    least = total[1:]  # least[j]: the smallest largest part of layers 0..j
+    for _ in range(1, parts):
+        least = np.append(np.inf, np.maximum(least[:-1, None], sums[1:]).min(axis=0)[1:])
     limit, cuts, start = least[-1] * (1 + 1e-12), [], 0
     for remaining in range(parts - 1, 0, -1):
         stop = int(np.searchsorted(total, total[start] + limit, side="right")) - 1
@@ -227,6 +138,8 @@ class CutSearch:
         self.grid, self.request, self.model, self.incumbent = grid, request, model, incumbent
         self.n, self.s, self.m = model.num_layers, grid.stages, grid.micro_batches
         strategy = grid.strategy(request.batch)
+        # Samples between layers on a device; with sequence parallelism a share of each.
+        local = strategy.micro_batch // grid.data / (grid.tensor if grid.sequence else 1)
         slots = in_flight(grid.schedule, self.s, 0, 1, self.m)
         tables: dict[int, Ranges] = {}
         self.stage: list[Ranges] = []
@@ -239,13 +152,12 @@ class CutSearch:
                 place = model.places.at(first, grid.per_stage)
                 costs = model.layer_costs(place, grid.tensor, strategy)
                 slot = model.slot(place, grid.tensor, strategy)
-                table = ranges(costs, slot, model, strategy.micro_batch // grid.data)
+                table = ranges(costs, slot, model, local)
                 fits = table.bytes(slots) <= place.memory
                 tables[kind] = replace(table, forward=np.where(fits, table.forward, np.inf))
             self.stage.append(tables[kind])
             if s + 1 < self.s:
                 transfer = model.places.transfer(first, grid.per_stage, first + grid.per_stage, grid.per_stage)
-                local = strategy.micro_batch // grid.data
                 self.cut[s, 1:-1] = [transfer_seconds(transfer, size * local) for size in model.boundary[:-1]]
         self.window = [in_flight(grid.schedule, self.s, s, 1, self.m) for s in range(self.s)]
         self._tables()
