@@ -139,7 +139,15 @@ def random_profile(
             tensor_forward_bytes=float(rng.uniform(0, 10)),
             tensor_backward_bytes=float(rng.uniform(0, 10)),
             max_tensor=int(rng.choice(degrees)),
-            timings=(Timing(batches=(1.0, 2.0, 4.0), forward=times, backward=tuple(ratio * x for x in times)),),
+            timings=(
+                Timing(
+                    batches=(1.0, 2.0, 4.0),
+                    forward=times,
+                    backward=tuple(ratio * x for x in times),
+                    # Of every second layer sequence parallelism divides a part of the seconds.
+                    repeated=tuple((0.3 * x, 0.2 * ratio * x) for x in times) if i % 2 else (),
+                ),
+            ),
         )
     return ModelProfile(
         name="toy",

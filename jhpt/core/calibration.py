@@ -45,9 +45,10 @@ DRAW_BYTES = 8.0
 """Bytes moved for a random number in programs of XLA, which writes its 32 random bits to memory and reads them."""
 
 XLA_TRAFFIC = 2.45
-"""Bytes that XLA's element-wise kernels move, relative to the least possible, in steps of jhpt compiled for an H100: the
-median of five (2.13, 2.23, 2.45, 2.70, 2.74).  A sixth, gpt-6.7b with 8,192 tokens, has 4.8: there copies of stacked
-weights and gradients, which do not grow with the tokens, weigh most (`benchmarks/calibration/compiled_traffic.py`)."""
+"""Bytes that XLA's element-wise kernels move, relative to the least possible, in steps of jhpt compiled for an H100:
+the median of five (2.13, 2.23, 2.45, 2.70, 2.74).  A sixth, gpt-6.7b with 8,192 tokens, has 4.8: there copies of
+stacked weights and gradients, which do not grow with the tokens, weigh most
+(`benchmarks/calibration/compiled_traffic.py`)."""
 
 ACCUMULATION = 10.0
 """Bytes per parameter: a 16-bit gradient is read, the float32 sum read and written."""

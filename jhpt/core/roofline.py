@@ -3,6 +3,7 @@
     product           max(launch + FLOP / (peak share fill),  bytes / stream rate)
     fused attention   max(FLOP / (peak share fused rate),     bytes / stream rate)
     element-wise      (bytes traffic + numbers drawn x bytes of each) / stream rate
+    table             bytes / stream rate
 
 peak share: what large products sustain, less for small ones (`Device.efficiency`).  fill: products are cut into tiles,
 which the multiprocessors work off in waves; the last wave is rarely full, nor are tiles at the edges (NVIDIA, Matrix
@@ -27,6 +28,8 @@ rounded from figure 2 of the guide above."""
 def seconds(operation: Operation, device: Device, dtype: str, framework: Framework) -> float:
     """Seconds of one operation, by the table at the head of this file."""
     flops, moved, kind, result, rate, drawn, _ = operation
+    if kind == "table":
+        return moved / device.stream_rate
     if kind == "element-wise":
         return (moved * framework.traffic + drawn * framework.draw_bytes) / device.stream_rate
     if kind == "fused attention":

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from jhpt.core.section import NonNegative, Section
 
-Kind = Literal["product", "fused attention", "element-wise"]
+Kind = Literal["product", "fused attention", "element-wise", "table"]
+"""table: work on the rows of a table or on the logits, whose passes through memory are counted one by one."""
 
 
 class Operation(NamedTuple):
@@ -57,8 +58,13 @@ def matmul(rows: float, columns: float, depth: float, element: int, count: float
 
 
 def stream(moved: float, *, drawn: float = 0.0, repeated: bool = False) -> Operation:
-    """Element-wise work that reads and writes so many bytes in all."""
+    """Element-wise work that reads and writes so many bytes in all, each input and each result once."""
     return Operation(0.0, float(moved), "element-wise", drawn=drawn, repeated=repeated)
+
+
+def table(moved: float) -> Operation:
+    """Work on the rows of a table, or on the logits, that reads and writes so many bytes in all."""
+    return Operation(0.0, float(moved), "table")
 
 
 def transposed(products: Iterable[Operation]) -> tuple[Operation, ...]:

@@ -23,7 +23,7 @@ from jhpt.core.presets import PRESETS
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import SETTINGS, Choices, check
 from jhpt.planner.cost.layers import Space
-from jhpt.planner.profiles.analytic import ELEMENT_BYTES, analytic_profile
+from jhpt.planner.profiles.analytic import ELEMENT_BYTES, analytic_profile, check_dtype
 from jhpt.planner.profiles.importers import local_cluster, local_profile, read_profile
 from jhpt.planner.profiles.networks import TABLES, network_profile
 from jhpt.planner.report.clusters import Option
@@ -270,6 +270,8 @@ def resolve_profiles(
         local = local_profile(config, device.name) if measured else None
         return local or analytic_profile(config, device, dtype)
 
+    for device in devices:
+        check_dtype(device, dtype)
     fastest, *slower = sorted(devices, key=lambda device: (-device.peak_flops[dtype], device.rates))
     return costs_on(fastest), {device.rates: costs_on(device) for device in slower}
 

@@ -20,7 +20,7 @@ from jhpt.core.divisors import divisors, one_of
 from jhpt.core.families.family import BLOCK_INPUT, LayerCost, ModelConfig, Sizes
 from jhpt.core.layers import ACTIVATIONS
 from jhpt.core.section import Count
-from jhpt.core.work import NamedTensor, Operation, Work, matmul, stream, transposed
+from jhpt.core.work import NamedTensor, Operation, Work, matmul, stream, table, transposed
 
 NAMED_TENSORS = (BLOCK_INPUT, "qkv", "attention_out", "projection_out", "mlp_hidden", "mlp_out")
 """Names inside a block, in the order in which the forward pass produces them."""
@@ -145,10 +145,10 @@ class TransformerConfig(ModelConfig):
         def work(batch: int, tensor: int) -> Work:
             stream_bytes = batch * residual
             # Reads rows and writes the stream; a norm reads and writes it once more.
-            forward = stream((4 if has_norm else 2) * stream_bytes)
+            forward = table((4 if has_norm else 2) * stream_bytes)
             # The table's gradient is as large as the table: zeroed, then rows are added (read and write).
-            table = self.padded_vocab * self.d_model * sizes.element / tensor
-            return Work((forward,), (stream((6 if has_norm else 3) * stream_bytes + table),))
+            gradient = self.padded_vocab * self.d_model * sizes.element / tensor
+            return Work((forward,), (table((6 if has_norm else 3) * stream_bytes + gradient),))
 
         token_ids = 4.0 * sizes.tokens
         return LayerCost(
@@ -187,7 +187,7 @@ class TransformerConfig(ModelConfig):
             # Written in float32, read for the maximum, the sum and the target.  Backward: read, gradient written.
             forward = norm + logits * (LOGIT_BYTES - sizes.element + 2 * LOGIT_BYTES)
             backward = 2 * norm + logits * (LOGIT_BYTES + sizes.element)
-            return Work((*products, stream(forward)), (*transposed(products), stream(backward)))
+            return Work((*products, table(forward)), (*transposed(products), table(backward)))
 
         return LayerCost(
             work=work,

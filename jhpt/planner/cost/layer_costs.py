@@ -167,6 +167,11 @@ class CostBasis:
         first = [level for level in requested if level < 3 or not rounds][:1]
         return (*first, *(level for level in requested if level == 3 and rounds))
 
+    @property
+    def repeats(self) -> bool:
+        """Whether tensor ranks are known to repeat computation that sequence parallelism would divide."""
+        return any(timing.repeated for kind in self.kinds for timing in kind.timings)
+
     def cuts_sequences(self, tensor: int) -> bool:
         """Whether samples are sequences of tokens that sequence parallelism can cut into `tensor` equal parts."""
         return self.profile.sample_tokens is not None and self.profile.sample_tokens % tensor == 0

@@ -119,7 +119,8 @@ def _least(quantity: Array) -> float:
 def _single(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> Iterator[tuple[float, Grid]]:
     """The grid with one stage, if it can fit.
 
-    Recomputation and sequence parallelism save memory and make it slower, so they are left out where there is enough.
+    Recomputation saves memory and makes it slower, so it is left out where there is enough; so does sequence
+    parallelism, unless it divides computation.
     """
     enough = model.places.at(0, grid.per_stage).memory * (not model.profile.state.decoded_bytes)
     may_save = grid.recompute and False in request.recompute
@@ -130,7 +131,7 @@ def _single(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> 
         work = _work(tried, request, model, sets)
         if (bound := least_seconds(tried, work)) < math.inf:
             yield bound, tried
-        if work.most <= enough:
+        if work.most <= enough and not model.repeats:
             return
 
 

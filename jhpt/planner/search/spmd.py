@@ -142,14 +142,15 @@ def _with_sets(
 ) -> Iterator[Question]:
     """The question for every set of saved activations.
 
-    None where recomputation or sequence parallelism, which save memory and take time, are not needed.
+    None where recomputation, which saves memory and takes time, is not needed; or sequence parallelism, unless it
+    divides computation.
     """
 
     def changed(**changes: Any) -> Question:
         return replace(question, strategy=replace(question.strategy, **changes))
 
     strategy = question.strategy
-    if strategy.sequence and _fits_anyhow(changed(sequence=False), model):
+    if strategy.sequence and not model.repeats and _fits_anyhow(changed(sequence=False), model):
         return
     if not strategy.recompute or not sets.sets:
         yield question

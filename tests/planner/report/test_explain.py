@@ -265,8 +265,9 @@ def test_sequence_parallelism_in_words(cut):
     names = [each.name for each in changed(answer)]
     assert ("no sequence parallelism" in names, "sequence parallelism" in names) == (cut, not cut)
     other = next(each for each in changed(answer) if "sequence parallelism" in each.name)
-    assert (other.seconds < answer.estimate.seconds) == cut  # with one stage it takes time, and less memory
-    assert ("tensor 8, sequence parallelism, 1 micro-batch" in summary(answer)[1]) == cut
+    # Norms and sums of the residual stream are divided: that saves more than gathering inputs again takes.
+    assert (other.seconds < answer.estimate.seconds) != cut
+    assert ("tensor 8, sequence parallelism, 1 micro-batch" in summary(answer)[2]) == cut
     compression = savings(answer)[1]
     assert ("needs whole sequences" in compression.why, compression.seconds == 0) == (cut, cut)
     assert printed(answer)
