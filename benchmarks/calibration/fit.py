@@ -119,10 +119,10 @@ def weights_of(runs: Sequence[PublishedRun]) -> Vector:
     return np.array([APPROXIMATE if run.fit == "approx" else 1.0 for run in runs])
 
 
-def fit(runs: Sequence[PublishedRun]) -> Fit:
+def fit(runs: Sequence[PublishedRun], steps: int = STEPS) -> Fit:
     """The figures that suit all runs."""
     x = np.array([math.log(prior.value) for prior in PRIORS.values()])
-    for _ in range(STEPS):
+    for _ in range(steps):
         residuals = residuals_at(x, runs)
         jacobian = jacobian_at(x, residuals, runs)
         x = step(x, residuals, jacobian, weights_of(runs))
