@@ -45,7 +45,7 @@ def test_figures_are_found_again(known):
     found = fit(runs, steps=3)
     start = np.array([math.log(prior.value) for prior in PRIORS.values()])
     before, after = (np.abs(residuals_at(x, runs)).max() for x in (start, found.x))
-    assert after < 0.06 < 0.18 < before  # eight runs do not overrule the priors altogether
+    assert after < 0.06 < 0.12 < before  # eight runs do not overrule the priors altogether
     names = list(PRIORS)
     assert found.x[names.index("products.volta")] == pytest.approx(start[names.index("products.volta")])
     assert np.abs(order_errors(runs, residuals_at(found.x, runs))).max() < 0.03
