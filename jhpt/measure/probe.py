@@ -35,6 +35,7 @@ STREAM_BYTES = {False: 1 << 27, True: 1 << 30}
 """Size of the array that is read and written, larger than the caches, on CPU and on GPU."""
 
 SMALLEST = 1 << 10
+SMALL_BYTES = 1 << 18
 SIZES = tuple(1 << exponent for exponent in range(16, 27, 2))
 """Bytes of copies and messages: the smallest, for the latency, and 64 KiB ... 64 MiB, for the rates."""
 
@@ -133,23 +134,32 @@ def _host_copies(device: jax.Device, rounds: int) -> Link:
     return _link(_timed({size: copy(size) for size in (SMALLEST, *SIZES)}, rounds))
 
 
-def ring_link(devices: Sequence[jax.Device], rounds: int, sizes: Sequence[int] | None = None) -> Link:
-    """The link of an all-reduce over all devices, taken for a ring; the devices may belong to several processes."""
+def ring_link(
+    devices: Sequence[jax.Device], rounds: int, sizes: Sequence[int] | None = None, *, in_a_row: int = 1
+) -> Link:
+    """The link of an all-reduce over all devices, taken for a ring; the devices may belong to several processes.
+
+    in_a_row: how many all-reduces of up to `SMALL_BYTES` a sample consists of, one after the other in one program.
+    """
     count = len(devices)
     mesh = Mesh(np.asarray(devices), ("all",))
     spec = PartitionSpec("all")
-    program = jax.jit(
-        jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec(None))
-    )
+
+    def rows(size: int) -> int:
+        return in_a_row if size <= SMALL_BYTES else 1
 
     def reduce(size: int) -> Callable[[], Any]:
+        def reduced(x: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, rows(size), lambda _, total: jax.lax.psum(total, "all"), x)
+
+        program = jax.jit(jax.shard_map(reduced, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
         row = np.ones((1, size // 4), np.float32)
         x = jax.make_array_from_callback((count, size // 4), NamedSharding(mesh, spec), lambda _: row)
         return lambda: program(x)
 
     seconds = _timed({size: reduce(size) for size in (SMALLEST, *(sizes or SIZES))}, rounds)
     messages = 2 * (count - 1)
-    return _link({size / count: time / messages for size, time in seconds.items()})
+    return _link({size / count: time / messages / rows(int(size)) for size, time in seconds.items()})
 
 
 def _timed(calls: Mapping[int, Callable[[], Any]], rounds: int) -> dict[float, float]:
