@@ -18,6 +18,12 @@ TENSORS_AT_ONCE = 8
 of them offloaded, compiled without a GPU: with 4 the fifth fetch waits for the first."""
 
 
+COMBINED_BYTES = 0
+"""Bytes up to which transfers between the same devices are combined into one.  In a ring of two stages activations and
+errors travel between the same devices: XLA sends both after the forward pass and waits for both before the backward
+pass (jax 0.11.2, compiled without a GPU), so that nothing runs beside them."""
+
+
 def compiler_options(platform: str, plan: Plan) -> dict[str, Any]:
     """XLA's options for a training step on "gpu", also called "cuda", or "cpu".
 
@@ -33,7 +39,10 @@ def compiler_options(platform: str, plan: Plan) -> dict[str, Any]:
         "xla_gpu_experimental_parallel_async_compute_limit": copies,
         "xla_gpu_experimental_parallel_collective_overlap_limit": collectives,
     }
-    return {name: limit for name, limit in limits.items() if limit}
+    options = {name: limit for name, limit in limits.items() if limit}
+    if len(plan.stages) == 2 and plan.chunks > 1:
+        options["xla_gpu_collective_permute_combine_threshold_bytes"] = COMBINED_BYTES
+    return options
 
 
 def _tensor_alone(plan: Plan) -> bool:

@@ -6,8 +6,9 @@ Inside `shard_map` each device knows its stage.  In a tick it
     2. it runs its forward pass, if it has one, and sends the result on, while
     3. it runs its backward pass, if it has one; the resulting gradient is sent in the next tick.
 
-So a transfer always runs beside a pass that does not need it.  Ticks in which no device has a forward pass, or none has
-a backward pass, omit that pass and its transfer.  Saved activations lie in a ring with a slot for every micro-batch in
+So with both passes each transfer runs beside the pass that does not need it.  Ticks in which no device has a forward
+pass, or none has a backward pass, omit that pass and its transfer; there nothing runs beside the other pass's transfer.
+`jhpt.planner.cost.schedule` prices these ticks.  Saved activations lie in a ring with a slot for every micro-batch in
 flight.  The last stage computes logits and loss in its backward pass, so that they never outlive a tick.
 The embedding and the head have a slot on every stage, because all devices run one program; only the first stage uses
 the embedding's and only the last the head's.
@@ -112,6 +113,7 @@ class Pipeline:
                 arrived = self._sent(carry.arrived, +1)
             if phase.backward:
                 carry = _maybe(backward[0] >= 0, partial(device.backward, entry=backward, error=error), carry)
+                arrived, carry = _after(arrived, carry)
             return carry._replace(arrived=arrived), None
 
         table = self.timetable
@@ -140,6 +142,16 @@ class Pipeline:
         if self.chunks > 1:
             pairs = [(s, (s + to) % self.stages) for s in range(self.stages)]
         return jax.lax.ppermute(x, PIPE, pairs)
+
+
+def _after(arrived: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+    """Both as they are, but what has arrived is not used before the backward pass is over.
+
+    Otherwise XLA moves the transfer of activations into the next tick, to the forward pass that waits for them
+    (collective-permute-motion, one of its passes; seen with jax 0.11.2), and nothing runs beside it.
+    """
+    arrived, leaving = jax.lax.optimization_barrier((arrived, carry.leaving))
+    return arrived, carry._replace(leaving=leaving)
 
 
 def _maybe(predicate: jax.Array, function: Callable[[T], T], carry: T) -> T:

@@ -1,24 +1,30 @@
 """The plans of all competitors, and their inputs: seconds of layers and of the network, measured on the hosts."""
 
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.emulated.hosts import Hosts
 from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings, typical_seconds
 from benchmarks.hybrid.models import Subject
+from benchmarks.hybrid.quota import Quota, pipeline_seconds
 from benchmarks.hybrid.steps import train_step
 from benchmarks.hybrid.task import Task, run_key
+from benchmarks.netlab.quotas import QUOTA_PERIOD
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan import Plan
 from jhpt.core.profile import ModelProfile
 from jhpt.measure.probe import ring_link
 from jhpt.models.family import Sums
-from jhpt.planner.cost.estimate import price
+from jhpt.planner.cost.estimate import price, stage_times
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.baselines import baselines
 from jhpt.planner.search.choice import plan_to_run
@@ -27,8 +33,15 @@ from jhpt.planner.search.solve import solve
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.step import init_state
 
-LINK_SIZES = tuple(1 << exponent for exponent in range(14, 23, 2))
-"""Bytes of the all-reduces that are timed: 16 KiB ... 4 MiB."""
+LINK_SIZES = tuple(1 << exponent for exponent in range(14, 25, 2))
+"""Bytes of the all-reduces that are timed: 16 KiB ... 16 MiB, more than the largest gradient."""
+
+IN_A_ROW = 6
+"""Small all-reduces of a sample.  A single one takes 4 to 14 ms, by the moment in which it meets the quotas of hosts;
+so many take several periods of a quota (`layer_times.SAMPLE_S`)."""
+
+EXCHANGES, EXCHANGED_BYTES = 32, 1 << 17
+"""Exchanges of a sample of their processor time, and bytes of each: a micro-batch of a row of mlp or four of gpt."""
 
 MOST_MICRO_BATCHES = 32
 """The most micro-batches of a pipeline's step: GPT and BERT then have one sequence in each, and four stages idle 9 % of
@@ -55,7 +68,10 @@ def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile
     for name, forward in everything.items():
         if name.endswith(" forward"):
             kind, tensor, batch = name.removesuffix(" forward").split("|")
-            seconds[kind, int(tensor), int(batch)] = forward, everything[name.removesuffix("forward") + "both"]
+            stem = name.removesuffix("forward")
+            backward = everything.get(f"{stem}backward")
+            both = everything[f"{stem}both"] if backward is None else forward + backward
+            seconds[kind, int(tensor), int(batch)] = forward, both
     measured = timings(seconds)
     kinds = {name: kind.model_copy(update={"timings": measured[name]}) for name, kind in profile.kinds.items()}
     changes = {
@@ -105,16 +121,20 @@ def counts_of(subject: Subject) -> tuple[int, ...]:
 
 
 def _update(subject: Subject) -> Callable[[], Any]:
-    """The optimizer's update of all parameters."""
+    """What a step does once with all parameters: gradients become those of the mean loss, are clipped and applied."""
     state = jax.jit(lambda key: init_state(subject.init(key), make_optimizer(OptimizerConfig())))(jax.random.key(0))
     gradients = jax.tree.map(lambda leaf: 1e-3 * jnp.ones_like(leaf), state.params)
     zero, one = jnp.zeros(()), jnp.ones(())
-    step = train_step(lambda params, rows, key: (rows, Sums(zero, zero, one)), None)
-    program = jax.jit(step, donate_argnums=0).lower(state, gradients).compile()
+
+    def mean(params: Any, rows: Any, key: jax.Array) -> Any:
+        gradients, tokens = rows
+        return jax.tree.map(lambda gradient: gradient / tokens, gradients), Sums(zero, zero, one)
+
+    program = jax.jit(train_step(mean, None), donate_argnums=0).lower(state, (gradients, one)).compile()
 
     def run() -> Any:
         nonlocal state
-        state, metrics = program(state, gradients)
+        state, metrics = program(state, (gradients, one))
         return metrics
 
     return run
@@ -125,8 +145,31 @@ def measured_links(hosts: Hosts[Task]) -> dict[float, Link]:
     links = {}
     for rate in hosts.task.rates:
         hosts.limit(rate)
-        links[rate] = no_faster(ring_link([jax.devices()], hosts.task.link_rounds, LINK_SIZES), rate / 8)
+        link = ring_link([jax.devices()], hosts.task.link_rounds, LINK_SIZES, in_a_row=IN_A_ROW)
+        links[rate] = no_faster(link, rate / 8)
     return links
+
+
+def measured_quota(hosts: Hosts[Task]) -> Quota:
+    """The quota of a host, with the processor time of an exchange between neighbours: typical, of the busiest host."""
+    mesh = Mesh(np.asarray(jax.devices()), ("all",))
+    spec, pairs = PartitionSpec("all"), [(rank, rank + 1) for rank in range(hosts.count - 1)]
+
+    def exchanged(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, EXCHANGES, lambda _, x: jax.lax.ppermute(x, "all", pairs), x)
+
+    row = np.ones((1, EXCHANGED_BYTES // 4), np.float32)
+    x = jax.make_array_from_callback((hosts.count, row.size), NamedSharding(mesh, spec), lambda _: row)
+    program = jax.jit(jax.shard_map(exchanged, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    jax.block_until_ready(program(x))
+    hosts.limit(max(hosts.task.rates))
+    samples = []
+    for _ in range(hosts.task.link_rounds):
+        start = time.process_time()
+        jax.block_until_ready(program(x))
+        samples.append((time.process_time() - start) / EXCHANGES)
+    busiest = max(hosts.everyone(statistics.median(samples)))
+    return Quota(share=hosts.task.cpu, period=QUOTA_PERIOD / 1e6, exchange=busiest)
 
 
 def no_faster(link: Link, bandwidth: float) -> Link:
@@ -173,9 +216,17 @@ class Variant:
         return Variant(rate=tree["bits_per_s"], name=tree["competitor"], plan=plan, predicted=tree["predicted_s"])
 
 
-def planned(subject: Subject, profile: ModelProfile, link: Link, rate: float, hosts: int) -> list[Variant]:
+def planned(
+    subject: Subject, profile: ModelProfile, link: Link, rate: float, quota: Quota, hosts: int
+) -> list[Variant]:
     """Competitors at one rate, the first of them twice; the plan is the one that `parallel: auto` would run."""
     wanted, model = request_of(subject), CostModel(profile, cluster_of(link, hosts))
+
+    def predicted(plan: Plan) -> float:
+        one_stage = len(plan.stages) == 1
+        seconds = price(plan, model).seconds if one_stage else pipeline_seconds(plan, stage_times(plan, model), quota)
+        return seconds + unpriced_messages(plan) * link.latency
+
     even = [m for m in wanted.micro_batches if subject.batch // m % hosts == 0]
     by_name = {one.name: one.plan for one in baselines(replace(wanted, micro_batches=tuple(even)), model)}
     plans = {"data parallel": by_name["data parallel"], "data parallel again": by_name["data parallel"]}
@@ -184,10 +235,18 @@ def planned(subject: Subject, profile: ModelProfile, link: Link, rate: float, ho
         plans["gpipe"] = by_name["gpipe, equal layers"]
     plans["plan"] = plan_to_run(solve(profile, model.cluster, wanted, "spmd"), wanted, hosts)
     return [
-        Variant(rate=rate, name=name, plan=plan, predicted=price(plan, model).seconds)
+        Variant(rate=rate, name=name, plan=plan, predicted=predicted(plan))
         for name, plan in plans.items()
         if plan is not None
     ]
+
+
+def unpriced_messages(plan: Plan) -> int:
+    """Messages in a row of the sums of scalars that the planner leaves out, 2 (K - 1) for each over all K devices.
+
+    There is one of the loss, and with several stages one of the gradient's norm, as seen in compiled programs.
+    """
+    return (1 if len(plan.stages) == 1 else 2) * 2 * (plan.devices - 1)
 
 
 def request_of(subject: Subject) -> Request:

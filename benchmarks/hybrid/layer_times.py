@@ -1,7 +1,9 @@
 """Seconds of a model's layers on one device, each timed alone, with the functions that the runtime executes.
 
-    forward    y = layer(parameters, x)
-    both       y, and from its gradient those of the parameters and of x;   backward = both - forward
+    forward     y = layer(parameters, x), and of a block the activations that its backward pass reads
+    backward    of a block: from the gradient of y that of x and those of the parameters, added to the sums of earlier
+                micro-batches
+    both        of embedding and head: forward and backward in one program, as they run;   backward = both - forward
 
 The head's forward pass ends in the loss.  One rank of a tensor axis runs on its shard and uses its part in place of the
 other ranks' (`alone`), so that only communication is left out.
@@ -23,6 +25,7 @@ from jhpt.core.axes import TENSOR
 from jhpt.core.profile import Timing
 from jhpt.measure.timer import interleaved, steady
 from jhpt.models.hooks import Hooks
+from jhpt.sharding.layer_vjp import Saved, split_layer
 from jhpt.sharding.mesh import Axes
 from jhpt.sharding.model_parts import ModelParts, picked
 from jhpt.sharding.partition import parameter_spec, path_name
@@ -73,22 +76,37 @@ def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str],
         error = _like(shape)
         moving = (0,) if x is None else (0, x)
 
-        def both(error: jax.Array, *args: Any) -> Any:
+        def both(total: Any, error: jax.Array, *args: Any) -> Any:
             def of(*changes: Any) -> Any:
                 changed = dict(zip(moving, changes, strict=True))
                 return forward(*[changed.get(index, arg) for index, arg in enumerate(args)])
 
             y, pull = jax.vjp(of, *[args[index] for index in moving])
-            return y, pull(error)
+            gradient, *errors = pull(error)
+            return jax.tree.map(jnp.add, total, gradient), y, errors
 
         calls[f"{kind} forward"] = _compiled(forward, *args)
-        calls[f"{kind} both"] = _compiled(both, error, *args)
+        calls[f"{kind} both"] = _accumulating(both, jax.tree.map(jnp.zeros_like, args[0]), error, *args)
         return shape
+
+    def add_block(kind: str, layer: Any, x: jax.Array) -> jax.ShapeDtypeStruct:
+        at = (keys, jnp.int32(0))
+        if f"{kind} forward" not in calls and kind in wanted:
+            split = split_layer(parts.block, layer, x, at)
+
+            def backward(total: Any, error: jax.Array, saved: Saved, layer: Any, at: Any) -> Any:
+                gradient, down = split.backward(layer, at, saved, error)
+                return jax.tree.map(jnp.add, total, gradient), down
+
+            calls[f"{kind} forward"] = forward = _compiled(split.forward, layer, x, at)
+            y, saved = forward()
+            zeros = jax.tree.map(jnp.zeros_like, layer)
+            calls[f"{kind} backward"] = _accumulating(backward, zeros, _like(y), saved, layer, at)
+        return jax.eval_shape(parts.block, layer, x, at)
 
     shape = add(kinds[0], parts.embed, (picked(params, parts.embed_reads), rows, keys), None)
     for kind, layer in zip(kinds[1:-1], _each_block(params["blocks"]), strict=True):
-        at = (keys, jnp.int32(0))
-        shape = add(kind, lambda layer, x, at: parts.block(layer, x, at), (layer, _like(shape), at), 1)
+        shape = add_block(kind, layer, _like(shape))
     loss = lambda params, x, rows, keys: parts.head_loss(params, x, rows, keys).loss  # noqa: E731
     add(kinds[-1], loss, (picked(params, parts.head_reads), _like(shape), rows, keys), 1)
     return calls
@@ -160,3 +178,15 @@ def _like(shape: jax.ShapeDtypeStruct) -> jax.Array:
 def _compiled(function: Callable[..., Any], *args: Any) -> Call:
     program = jax.jit(function).lower(*args).compile()
     return lambda: program(*args)
+
+
+def _accumulating(function: Callable[..., Any], total: Any, *args: Any) -> Call:
+    """Calls `function(total, *args)`, whose first result is the next total."""
+    program = jax.jit(function, donate_argnums=0).lower(total, *args).compile()
+
+    def run() -> Any:
+        nonlocal total
+        total, *others = program(total, *args)
+        return total, others
+
+    return run

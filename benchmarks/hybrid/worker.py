@@ -3,30 +3,32 @@
 For each model, all hosts measure or compute:
 
     layers     timed with the quota on
-    links      timed at every rate
+    links      timed at every rate, and the processor time of an exchange
     plans      made from both
     steps      of all plans, compiled once, run in turn at every rate
 
 While programs are compiled, quotas are lifted.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.emulated.hosts import Hosts
 from benchmarks.emulated.timing import in_turn
 from benchmarks.emulated.worker import take_part
 from benchmarks.hybrid.bubble import run_bubble
-from benchmarks.hybrid.costs import Variant, measured_links, measured_profile, planned
+from benchmarks.hybrid.costs import Variant, measured_links, measured_profile, measured_quota, planned
 from benchmarks.hybrid.models import SUBJECTS, Subject
+from benchmarks.hybrid.quota import Quota
 from benchmarks.hybrid.steps import ready, traced
 from benchmarks.hybrid.task import Task
 from jhpt.core.cluster import Link
 
 
-def run_model(hosts: Hosts[Task], subject: Subject, links: dict[float, Link]) -> list[dict[str, Any]]:
+def run_model(hosts: Hosts[Task], subject: Subject, links: dict[float, Link], quota: Quota) -> list[dict[str, Any]]:
     """Rows of one model: of its layers, and of every competitor at every rate."""
     profile, rows = measured_profile(hosts, subject)
-    mine = [one for rate, link in links.items() for one in planned(subject, profile, link, rate, hosts.count)]
+    mine = [one for rate, link in links.items() for one in planned(subject, profile, link, rate, quota, hosts.count)]
     # Every host has measured the links a little differently, so all use the plans of host 0.
     variants = [Variant.from_json(tree) for tree in hosts.everyone([one.to_json() for one in mine])[0]]
     hosts.free()
@@ -56,8 +58,11 @@ def run(hosts: Hosts[Task]) -> list[dict[str, Any]]:
     links = measured_links(hosts) if hosts.task.models else {}
     for rate, link in links.items():
         rows.append({"row": "link", "bits_per_s": rate, **link.model_dump(mode="json", exclude_none=True)})
-    for name in hosts.task.models:
-        rows += run_model(hosts, SUBJECTS[name](), links)
+    if hosts.task.models:
+        quota = measured_quota(hosts)
+        rows.append({"row": "quota", **asdict(quota)})
+        for name in hosts.task.models:
+            rows += run_model(hosts, SUBJECTS[name](), links, quota)
     return rows
 
 

@@ -49,7 +49,7 @@ class Lab:
     Attributes:
       bits_per_s: rate of a host's link in each direction, headers included; None does not limit it.
       cpu: cores of each host, such as 0.5; None lets all of them compete for those of the machine.  A host never gets
-        more, and hardly less if other programs keep the machine busy.
+        more, and hardly less if other programs keep the machine busy.  A host of up to a core stays on one core.
       tag: prefix of the names of all its namespaces and control groups.  A temporary folder whose name starts with the
         tag and a hyphen is removed with the lab.
 
@@ -147,10 +147,11 @@ class Lab:
             try:
                 for rank, host in enumerate(self._names):
                     line = [*links.inside(host), *command(rank, self.hosts, f"{self.address(0)}:{links.PORT}")]
+                    core = None
                     if self.cpu is not None:
-                        line = quotas.joined(host, line)
+                        line, core = quotas.joined(host, line), quotas.core_of(rank, self.hosts, self.cpu)
                     with unbroken():
-                        running.append(processes.start(line, rank, folder, processes.environment(env)))
+                        running.append(processes.start(line, rank, folder, processes.environment(env), core))
                 statuses = processes.wait(running, timeout_s)
             finally:
                 processes.kill(running)

@@ -1,5 +1,6 @@
 """The commands that run in hosts: starting them, waiting for them and ending them."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -38,11 +39,19 @@ class HostTimeout(HostError):
     """Not every host ended in time; all were killed."""
 
 
-def start(line: Sequence[str], rank: int, folder: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts one host's command.  Its output goes to files, since pipes would have to be read, and children may keep
-    them open."""
+def start(
+    line: Sequence[str], rank: int, folder: Path, env: Mapping[str, str], core: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts one host's command, on one core if it is given.  Its output goes to files, since pipes would have to be
+    read, and children may keep them open."""
     with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
-        return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, start_new_session=True
+        )
+    if core is not None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(process.pid, {core})  # what it executes and starts later inherits this
+    return process
 
 
 def environment(more: Mapping[str, str] | None) -> dict[str, str]:

@@ -39,6 +39,7 @@ STREAM_BYTES = {False: 1 << 27, True: 1 << 30}
 """Size of the array that is read and written, larger than the caches, on CPU and on GPU."""
 
 SMALLEST = 1 << 10
+SMALL_BYTES = 1 << 18
 SIZES = tuple(1 << exponent for exponent in range(16, 27, 2))
 """Bytes of copies and messages: the smallest, for the latency, and 64 KiB ... 64 MiB, for the rates."""
 
@@ -164,39 +165,59 @@ def _host_copies(device: jax.Device, rounds: int) -> Link:
     return until_plausible("copies from the host", lambda rounds: _link_of(_timed(calls, rounds)), rounds)
 
 
-def ring_link(rings: Sequence[Sequence[jax.Device]], rounds: int, sizes: Sequence[int] | None = None) -> Link:
+def ring_link(
+    rings: Sequence[Sequence[jax.Device]], rounds: int, sizes: Sequence[int] | None = None, *, in_a_row: int = 1
+) -> Link:
     """The link of an all-reduce over the devices of each row, taken for a ring, in all rows at the same time.
 
     If the devices belong to several processes, all processes must call this, also those without a device in the rings.
-    All get the same link.  sizes: bytes; None: `SIZES`.
+    All get the same link.
+
+    Args:
+      sizes: bytes; None: `SIZES`.
+      in_a_row: how many all-reduces of up to `SMALL_BYTES` a sample consists of, one after the other in one program.
     """
     count, sent = len(rings[0]), (SMALLEST, *(sizes or SIZES))
     owners = [device.process_index for ring in rings for device in ring]
-    calls = _all_reduces(rings, sent) if jax.process_index() in owners else None
+    calls = _all_reduces(rings, sent, in_a_row) if jax.process_index() in owners else None
     messages = 2 * (count - 1)
 
     def measure(rounds: int) -> tuple[Link, list[str]]:
         times = {float(size): [0.0] * rounds for size in sent} if calls is None else _timed(calls, rounds)
         if len(set(owners)) > 1:  # all decide alike whether to measure again
             times = _of_process(owners[0], times)
-        return _link_of({size / count: [time / messages for time in row] for size, row in times.items()})
+        return _link_of(
+            {size / count: [time / messages / _repeats(size, in_a_row) for time in row] for size, row in times.items()}
+        )
 
     return until_plausible(f"all-reduce over {count} devices", measure, rounds)
 
 
-def _all_reduces(rings: Sequence[Sequence[jax.Device]], sizes: Sequence[int]) -> dict[int, Callable[[], Any]]:
-    """By bytes, the all-reduce of so many bytes on each device."""
+def _repeats(size: float, in_a_row: int) -> int:
+    """All-reduces of so many bytes in a sample."""
+    return in_a_row if size <= SMALL_BYTES else 1
+
+
+def _all_reduces(
+    rings: Sequence[Sequence[jax.Device]], sizes: Sequence[int], in_a_row: int
+) -> dict[int, Callable[[], Any]]:
+    """By bytes, the all-reduces of so many bytes on each device."""
     devices = np.asarray(rings)
     mesh, spec = Mesh(devices, ("ring", "all")), PartitionSpec("ring", "all")
-    program = jax.jit(
-        jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec("ring", None))
-    )
+
+    def program(size: int) -> Callable[[jax.Array], jax.Array]:
+        def reduced(x: jax.Array) -> jax.Array:
+            again = _repeats(size, in_a_row)
+            return jax.lax.fori_loop(0, again, lambda _, total: jax.lax.psum(total, "all"), x)
+
+        return jax.jit(jax.shard_map(reduced, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
     def reduce(size: int) -> Callable[[], Any]:
         row = np.ones((1, 1, size // 4), np.float32)
         shape = (*devices.shape, size // 4)
         x = jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda _: row)
-        return lambda: program(x)
+        run = program(size)
+        return lambda: run(x)
 
     return {size: reduce(size) for size in sizes}
 

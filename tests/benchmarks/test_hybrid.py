@@ -1,6 +1,7 @@
 """What `jhpt bench hybrid` makes of its samples, its models, and one small run on emulated hosts."""
 
 import statistics
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -9,19 +10,21 @@ import pytest
 from benchmarks.emulated.launch import rows_of
 from benchmarks.hybrid import run as hybrid
 from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
-from benchmarks.hybrid.costs import batches, cluster_of, planned, request_of
+from benchmarks.hybrid.costs import batches, cluster_of, planned, request_of, unpriced_messages
 from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS
+from benchmarks.hybrid.quota import Quota, pipeline_seconds
 from benchmarks.hybrid.task import CHUNKS, MODELS, Task
 from benchmarks.netlab import Lab, why_not
 from jhpt.core.cluster import Link
 from jhpt.core.profile import ModelProfile, Timing
 from jhpt.models.hooks import Hooks
-from jhpt.planner.cost.estimate import check
+from jhpt.planner.cost.estimate import StageTimes, check, price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.choice import MARGIN
 
 LINK = Link(bandwidth=500e6 / 8, latency=2e-4)
+QUOTA = Quota(share=0.5, period=1e-2, exchange=1e-4)
 
 
 def timed(profile: ModelProfile) -> ModelProfile:
@@ -104,7 +107,7 @@ def test_claims_that_were_not_measured_are_absent():
 def test_plans_in_words():
     assert hybrid.in_words(plan_of(8, 4, 2)) == "interleaved x8: 2, 1 | 1, 1 | 1, 1 | 1, 2"
     subject, profile = SUBJECTS["vgg"](), timed(SUBJECTS["vgg"]().profile())
-    plan = planned(subject, profile, LINK, 1e8, 4)[-1].plan
+    plan = planned(subject, profile, LINK, 1e8, QUOTA, 4)[-1].plan
     assert hybrid.in_words(plan).startswith("one stage x") and " t4" in hybrid.in_words(plan)
 
 
@@ -148,14 +151,23 @@ def test_vgg_has_the_shape_of_its_name():
 def test_plans_are_ones_that_all_hosts_can_run(name):
     subject = SUBJECTS[name]()
     profile = timed(subject.profile())
-    variants = {variant.name: variant for variant in planned(subject, profile, LINK, 5e8, 4)}
+    variants = {variant.name: variant for variant in planned(subject, profile, LINK, 5e8, QUOTA, 4)}
     assert list(variants) == ["data parallel", "data parallel again", *(["gpipe"] if subject.piped else []), "plan"]
     model = CostModel(profile, cluster_of(LINK, 4))
     for variant in variants.values():
         check(variant.plan, model)
         assert variant.plan.devices == 4 and variant.plan.zero == 0 and not variant.plan.recompute
-    assert variants["plan"].predicted <= min(variant.predicted for variant in variants.values()) * (1 + MARGIN)
+    seconds = {name: price(variant.plan, model).seconds for name, variant in variants.items()}
+    assert seconds["plan"] <= min(seconds.values()) * (1 + MARGIN)
     assert variants["data parallel"].key == variants["data parallel again"].key
+
+
+def test_sums_of_scalars_are_counted():
+    """Of the loss over four hosts, and of the norm if they are stages: 2 (4 - 1) messages each."""
+    assert unpriced_messages(plan_of(8, 4, 1)) == 12
+    subject = SUBJECTS["mlp"]()
+    plan = planned(subject, timed(subject.profile()), LINK, 5e8, QUOTA, 4)[0].plan
+    assert plan.devices == 4 and unpriced_messages(plan) == 6
 
 
 def test_batches_cover_what_a_host_may_work_on():
@@ -185,10 +197,55 @@ def test_layers_are_timed_once_a_kind():
     shapes = jax.eval_shape(subject.init, jax.random.key(0))
     layers = subject.profile().layers
     calls = layer_calls(subject.parts(alone(2)), shard_of(shapes, 2), subject.rows(4), layers, {"block", "last"})
-    assert list(calls) == ["block forward", "block both", "last forward", "last both"]
-    y, (gradient, error) = calls["block both"]()
-    assert y.shape == error.shape == (4, 256) and gradient["mlp"]["up"]["kernel"].shape == (256, 512)
+    assert list(calls) == ["block forward", "block backward", "last forward", "last both"]
+    y, saved = calls["block forward"]()
+    assert y.shape == (4, 256) and any(leaf.shape == (4, 512) for leaf in saved)
     assert calls["last forward"]().shape == ()
+
+
+def test_gradients_of_micro_batches_are_added_up():
+    subject = SUBJECTS["mlp"]()
+    shapes, layers = jax.eval_shape(subject.init, jax.random.key(0)), subject.profile().layers
+    calls = layer_calls(subject.parts(alone(2)), shard_of(shapes, 2), subject.rows(4), layers, {"block", "last"})
+    for name in ("block backward", "last both"):
+        first, second = (jax.tree.map(np.array, calls[name]()[0]) for _ in range(2))
+        for one, two in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+            np.testing.assert_allclose(two, 2 * one, rtol=1e-5, atol=1e-6)
+
+
+def drawn_times(stages: int, chunks: int) -> StageTimes:
+    """Passes of 1 to 10 ms and transfers of 1 to 4 ms."""
+    rng = np.random.default_rng(stages + chunks)
+    forward, backward = rng.uniform(1e-3, 1e-2, (2, stages, chunks))
+    cut, nothing = rng.uniform(1e-3, 4e-3, stages * chunks - 1), np.zeros(stages)
+    return StageTimes(forward=forward, backward=backward, cut=cut, sync=nothing, update=nothing + 1e-3)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_a_host_that_saves_nothing_is_a_slower_processor(stages, chunks):
+    """Then a step takes what the planner says, and never more than that if hosts save while they wait."""
+    plan, times = plan_of(8, stages, chunks), drawn_times(stages, chunks)
+    planned_seconds = times.step_seconds(plan, overlap=False)
+    for share, period in ((1.0, 1e-2), (0.5, 0.0)):
+        quota = Quota(share=share, period=period, exchange=0.0)
+        assert pipeline_seconds(plan, times, quota) == pytest.approx(planned_seconds)
+    assert pipeline_seconds(plan, times, replace(QUOTA, exchange=0.0)) <= planned_seconds
+
+
+def test_a_host_that_waited_computes_at_full_speed():
+    """Half a core in 10 ms.  Stages of 8 and 1 ms forward, 1 and 8 backward, one micro-batch, exchanges of 1 ms.  Stage
+    0 has nothing saved: F 0..8, exchange 8..9.  Stage 1 has saved 4.5 ms of processor time: F in 0.5, until 9.5.  Both
+    exchange errors first, 9..10, so F 10..10.5, exchange 10.5..11.5; B needs 4 ms of the 5 that it has: 11.5..15.5.
+    Exchange until 16.5; stage 0 has waited, B in 0.5."""
+    plan = plan_of(2, 2, 1).model_copy(update={"micro_batches": 1})
+    times = StageTimes(
+        forward=np.array([[8e-3], [1e-3]]),
+        backward=np.array([[1e-3], [8e-3]]),
+        cut=np.array([1e-3]),
+        sync=np.zeros(2),
+        update=np.zeros(2),
+    )
+    assert pipeline_seconds(plan, times, replace(QUOTA, exchange=0.0)) == pytest.approx(17e-3)
 
 
 def test_timings_never_fall_with_the_batch():
@@ -245,4 +302,4 @@ def test_small_run_on_two_hosts(tmp_path):
     (entry,) = hybrid.entries(rows)
     assert list(entry.samples) == ["data parallel", "data parallel again", "gpipe", "plan"]
     assert all(len(samples) == 2 and min(samples) > 0 for samples in entry.samples.values())
-    assert {row["row"] for row in rows} == {"link", "layer", "step", "update"}
+    assert {row["row"] for row in rows} == {"link", "quota", "layer", "step", "update"}

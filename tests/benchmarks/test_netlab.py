@@ -16,6 +16,7 @@ from benchmarks.netlab import (
     LabError,
     cpu_controller,
     links,
+    quotas,
     remains,
     why_not,
 )
@@ -266,6 +267,14 @@ def test_a_host_can_limit_the_links():
 
 
 @needs_emulation
+def test_hosts_of_a_part_of_a_core_stay_on_one(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5})
+    assert [quotas.core_of(rank, 4, 0.5) for rank in range(4)] == [3, 5, 3, 5]
+    assert [quotas.core_of(rank, 2, 1.0) for rank in range(2)] == [3, 5]
+    # Three hosts of 0.6 do not fit on two cores without moving, nor does a host of more than a core on one.
+    assert quotas.core_of(0, 3, 0.6) is None and quotas.core_of(0, 1, 1.5) is None
+
+
 def test_hosts_run_in_their_quotas():
     controller = cpu_controller(Path("/proc/mounts").read_text())
     with Lab(hosts=2, cpu=0.25) as lab:

@@ -38,5 +38,12 @@ def test_what_waits_on_the_host_comes_and_goes_at_once(what, copies):
     assert compiler_options("gpu", in_turn) == several
 
 
+def test_two_transfers_of_a_ring_of_two_stages_stay_two():
+    ring = piped([2, 1, 2, 1], 2, schedule="interleaved", micro_batches=2)
+    assert compiler_options("gpu", ring) == SEVERAL | {"xla_gpu_collective_permute_combine_threshold_bytes": 0}
+    for plan in (piped([3, 2], 2), piped([2, 1] * 3, 3, schedule="interleaved", micro_batches=3)):
+        assert compiler_options("gpu", plan) == SEVERAL
+
+
 def test_a_cpu_is_told_nothing():
     assert compiler_options("cpu", piped([5], 1, data=8)) == {}

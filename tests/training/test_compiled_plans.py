@@ -9,11 +9,13 @@ import statistics
 import pytest
 
 from jhpt.compiled.comparison import compare
+from jhpt.compiled.program import Way
 from jhpt.core.cluster_file import find_cluster
 from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.plan import SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
+from jhpt.core.schedule import timetable
 from jhpt.planner.cost.activations import offloaded_activation_bytes, repeated
 from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.cost.model import CostModel
@@ -122,6 +124,42 @@ def test_sums_of_chunks_are_hidden(nodes, batch, parallel):
     """At least 0.8 of their modelled seconds, forward and backward."""
     both = compared("gpt-6.7b", find_cluster(f"h100x8x{nodes}"), batch, **parallel, sample_chunks=2)
     assert both.reading.hidden_shares()["tensor"] >= 0.8
+
+
+PIPELINES = {
+    "1f1b": {"pipe": 2, "micro_batches": 4},
+    "gpipe": {"pipe": 2, "micro_batches": 4, "schedule": "gpipe"},
+    "three stages": {"pipe": 3, "micro_batches": 6},
+    "ring of two": {"pipe": 2, "chunks": 2, "micro_batches": 4},
+}
+
+
+@pytest.mark.parametrize("name", quick_and_exhaustive(PIPELINES, ["ring of two"]))
+def test_transfers_run_beside_passes(name):
+    """In every tick with both passes, as the price says: errors beside the forward pass, activations beside the
+    backward pass, where the device has one.  Links inside a node are faster than a pass."""
+    parallel = PIPELINES[name]
+    stages, chunks = parallel["pipe"], parallel.get("chunks", 1)
+    changes = {
+        "model.num_layers": stages * chunks,
+        "model.tied": False,
+        "data.batch_size": 4 * parallel["micro_batches"],
+    }
+    config = load_config("gpt2-124m", changes | {f"parallel.{key}": value for key, value in parallel.items()})
+    plan = plan_by_hand(config, stages)
+    table = timetable(plan.schedule, stages, chunks, plan.micro_batches)
+    reading = compiled_step(config, plan, sized(stages, 80e9))
+    for device, tally in enumerate(reading.stages):
+        sent = hidden = 0
+        for phase in table.phases():
+            forward, backward = (each[phase.ticks, device, 0] >= 0 for each in (table.forward, table.backward))
+            if phase.forward and (chunks > 1 or device < stages - 1):
+                sent, hidden = sent + len(forward), hidden + int(backward.sum())
+            if phase.backward and (chunks > 1 or device > 0):
+                sent, hidden = sent + len(forward), hidden + int(forward.sum())
+        transfers = tally.traffic[Way("collective-permute", "pipe")]
+        assert transfers.count == sent
+        assert transfers.hidden / transfers.seconds == pytest.approx(hidden / sent)
 
 
 EIGHT_BITS = {"bits": 8}

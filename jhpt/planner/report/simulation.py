@@ -1,19 +1,23 @@
 """Simulates one pipelined step event by event: what every device and every link does, and when.
 
 Every device runs a fixed program, in the order of the tick table (`jhpt.core.schedule`).  Only the order counts, not
-the ticks: an operation starts when its device is free and its input has arrived.  With S devices, v chunks per device
-(virtual stage s = chunk * S + device) and M micro-batches:
+the ticks: an operation starts when its device is free and what it waits for is over.  With S devices, v chunks per
+device (virtual stage s = chunk * S + device) and M micro-batches:
 
     S = 2, M = 4, "1f1b"        device 0   F0 F1 F2 B0 F3 B1 B2 B3
                                 device 1   F0 B0 F1 B1 F2 B2 F3 B3
     S = 2, M = 4, "gpipe"       device 0   F0 F1 F2 F3 B0 B1 B2 B3
                                 device 1   F0 F1 F2 F3 B0 B1 B2 B3
 
-Without overlap exchanges between neighbours are part of the programs: `e` of errors, from the tick of the first
-backward pass on, and `a` of activations, until the tick of the last forward pass.  All devices take part in all of
-them.  An exchange begins when both neighbours have reached it, and neither goes on before it has ended.
+Exchanges between neighbours are part of the programs: of errors, from the tick of the first backward pass on, and of
+activations, until the tick of the last forward pass.  All devices take part in all of them.  An exchange begins when
+both neighbours have reached it.  `e` and `a` begin one, and neither device goes on past `(e)` or `(a)` before it has
+ended; a backward pass lies between `a` and `(a)` where there is one, and a forward pass between `e` and `(e)`.  Without
+overlap an exchange is waited for where it begins.
 
-    S = 2, M = 2, "1f1b"        device 0   F0 a e F1 a e a B0 e B1
+    S = 2, M = 2, "1f1b"        device 0   F0 a (a) e F1 a (e) (a) e a (e) B0 (a) e (e) B1
+                                device 1   a (a) e F0 a (e) B0 (a) e F1 a (e) B1 (a) e (e)
+      without overlap           device 0   F0 a e F1 a e a B0 e B1
                                 device 1   a e F0 a B0 e F1 a B1 e
 
 Tests check the cost model's closed formulas against this simulation, which is far too slow to search with.
@@ -121,11 +125,12 @@ def simulate(
         cut: `[S * v - 1]` seconds of the transfer between virtual stages i and i + 1, the same in both directions.
         sync: `[S]` seconds from the *start* of the last backward pass until the gradients are reduced.
         update: `[S]` seconds of the optimizer.
-        overlap: whether transfers overlap computation; if not, an exchange takes as long as its slowest transfer.
+        overlap: whether exchanges overlap computation.
 
-    Neighbours in the ring of devices have a link for each direction of training (activations forward, errors backward).
-    It serves transfers in the order in which they become ready and does not slow down computation.  A device is done
-    at max(end of its last backward, start of its last backward + sync) + update, and the step when all devices are.
+    Neighbours in the ring of devices have a link for each direction of training (activations forward, errors backward),
+    which does not slow down computation.  An exchange takes as long as the dearest transfer that ever crosses between
+    the two devices.  A device is done at max(end of its last backward, start of its last backward + sync) + update, and
+    the step when all devices are.
     Collectives inside a stage are part of `forward` and `backward`.  Left out: what communication takes from
     computation on the same chip, and jitter.  O(S v M log S) time.
 
@@ -138,13 +143,9 @@ def simulate(
     _check_shapes(times, devices, chunks)
     table = timetable(known, devices, chunks, micro_batches)
     passes = [_passes(table, device) for device in range(devices)]
-    if overlap:
-        programs: list[list[_Op | _Stop]] = [[*program.values()] for program in passes]
-        followers = _followers(devices, chunks, micro_batches)
-    else:
-        programs, followers = _in_line(passes, chunks)
+    programs, followers = _programs(passes, chunks, overlap)
     spans, free = [], [0.0] * devices
-    for op, start, end in _play(programs, followers, lambda op: _seconds(op, times, overlap)):
+    for op, start, end in _play(programs, followers, lambda op: _seconds(op, times)):
         if isinstance(op, _Op):
             spans.append(op.span(start, end))
         if op.stream == "compute":
@@ -208,16 +209,13 @@ Followers = dict[_Op | _Stop, list[_Op | _Stop]]
 """The operations that wait for the end of each operation."""
 
 
-def _seconds(op: _Op | _Stop, times: dict[str, Floats], overlap: bool) -> float:
+def _seconds(op: _Op | _Stop, times: dict[str, Floats]) -> float:
     """How long an operation takes."""
     if isinstance(op, _Stop):
         return 0.0
     if op.stream == "compute":
         return times[op.kind].item(op.device, op.chunk or 0)
     devices = len(times["forward"])
-    if overlap:
-        stage = (op.chunk or 0) * devices + op.device
-        return times["cut"].item(stage if op.stream == "forward link" else stage - 1)
     edge = op.device if op.stream == "forward link" else (op.device - 1) % devices
     return float(times["cut"][edge::devices].max())
 
@@ -233,26 +231,9 @@ def _passes(table: Timetable, device: int) -> dict[tuple[int, Kind], _Op]:
     return passes
 
 
-def _followers(devices: int, chunks: int, micro_batches: int) -> Followers:
-    """The followers of every operation if transfers run beside the devices' programs."""
-    stages = [(stage % devices, stage // devices) for stage in range(devices * chunks)]
-    followers: Followers = defaultdict(list)
-    for micro_batch in range(micro_batches):
-        forward = [_Op("compute", device, "forward", micro_batch, chunk) for device, chunk in stages]
-        backward = [_Op("compute", device, "backward", micro_batch, chunk) for device, chunk in stages]
-        for stage, op in enumerate(backward):
-            followers[forward[stage]].append(op)  # it reads the saved activations of the forward pass
-            if stage:
-                activations = forward[stage - 1]._replace(stream="forward link")
-                followers[forward[stage - 1]].append(activations)
-                followers[activations].append(forward[stage])
-                errors = op._replace(stream="backward link")
-                followers[op].append(errors)
-                followers[errors].append(backward[stage - 1])
-    return followers
-
-
-def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[list[list[_Op | _Stop]], Followers]:
+def _programs(
+    passes: list[dict[tuple[int, Kind], _Op]], chunks: int, overlap: bool
+) -> tuple[list[list[_Op | _Stop]], Followers]:
     """Programs that contain the exchanges, and their followers.  With several chunks the ring of devices is closed."""
     devices = len(passes)
     ticks: dict[Kind, list[int]] = {
@@ -262,6 +243,7 @@ def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[li
     first_backward, last_forward, last = min(ticks["backward"]), max(ticks["forward"]), max(ticks["backward"])
     programs: list[list[_Op | _Stop]] = [[] for _ in passes]
     followers: Followers = defaultdict(list)
+    begun: list[dict[str, list[_Op]]] = [{"forward": [], "backward": []} for _ in passes]
     held: list[list[_Op]] = [[] for _ in passes]  # the exchanges that have to end before a device goes on
 
     def run(op: _Op | _Stop | None) -> None:
@@ -271,6 +253,11 @@ def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[li
                 followers[exchange].append(op)
             held[op.device] = []
 
+    def wait(kind: Literal["forward", "backward"]) -> None:
+        for device in range(devices):
+            held[device] += begun[device][kind]
+            begun[device][kind] = []
+
     def exchange(kind: Literal["forward", "backward"], tick: int) -> None:
         stops = [_Stop("compute", device, kind, tick) for device in range(devices)]
         for stop in stops:
@@ -278,16 +265,14 @@ def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[li
         for one in range(devices if chunks > 1 else devices - 1):
             other = (one + 1) % devices
             sender, done = (one, tick) if kind == "forward" else (other, tick - 1)
-            sent = passes[sender].get((done, kind))
-            end = (devices - 1, chunks - 1) if kind == "forward" else (0, 0)
-            if sent is not None and (sent.device, sent.chunk) == end:
-                sent = None
-            cargo = (sent.micro_batch, sent.chunk) if sent else (None, None)
+            cargo = _cargo(passes[sender].get((done, kind)), devices, chunks)
             link: Stream = "forward link" if kind == "forward" else "backward link"
             transfer = _Op(link, sender, kind, *cargo, tick)
             for device in (one, other):
                 followers[stops[device]].append(transfer)
-                held[device].append(transfer)
+                begun[device][kind].append(transfer)
+        if not overlap:
+            wait(kind)
 
     for tick in range(last + 1):
         if tick >= first_backward:
@@ -296,11 +281,19 @@ def _in_line(passes: list[dict[tuple[int, Kind], _Op]], chunks: int) -> tuple[li
             for program in passes:
                 run(program.get((tick, "forward")))
             exchange("forward", tick)
+        wait("backward")
         for program in passes:
             run(program.get((tick, "backward")))
+        wait("forward")
     for device in range(devices):
         run(_Stop("compute", device, None, None))
     return programs, followers
+
+
+def _cargo(sent: _Op | None, devices: int, chunks: int) -> tuple[int | None, int | None]:
+    """(micro-batch, chunk) of an exchange after this pass of the sender; the ends of the model send nothing."""
+    end = (devices - 1, chunks - 1) if sent and sent.kind == "forward" else (0, 0)
+    return (None, None) if sent is None or (sent.device, sent.chunk) == end else (sent.micro_batch, sent.chunk)
 
 
 def _play(

@@ -300,7 +300,7 @@ def _number(seconds: float, step: float, factor: float) -> str:
 
 def _unit(seconds: float) -> tuple[str, float]:
     """The unit that suits a length of time, and how many of this unit make a second."""
-    return next((unit for unit in (("s", 1.0), ("ms", 1e3)) if seconds * unit[1] >= 1), ("us", 1e6))
+    return next((unit for unit in (("s", 1.0), ("ms", 1e3)) if seconds * unit[1] >= 1 - 1e-9), ("us", 1e6))
 
 
 def _time(seconds: float) -> str:

@@ -182,17 +182,25 @@ class CutSearch:
             forward = np.where(started < np.arange(stops.start, stops.stop)[None, :], terms.forward, np.inf)
             terms = replace(terms, forward=forward)
             both = forward + terms.backward + 2 * transfer
-            back = np.maximum(self._stage_bound(s, terms, transfer, stops), both + self.back[s + 1, stops])
+            before = self.cut[s - 1, :-1, None] if s else 0.0
+            back = np.maximum(self._stage_bound(s, terms, transfer, stops, before), both + self.back[s + 1, stops])
             done = np.maximum(back + after(terms), forward + transfer + self.done[s + 1, stops])
             self.trip[s, :-1] = (both + self.trip[s + 1, stops]).min(axis=1)
             self.back[s, :-1], self.done[s, :-1] = back.min(axis=1), done.min(axis=1)
 
-    def _stage_bound(self, s: int, terms: StageTerms, transfer: Array, stops: slice | npt.NDArray[np.int64]) -> Array:
-        """Least seconds from the start of stage s to the end of its last backward pass."""
+    def _stage_bound(
+        self,
+        s: int,
+        terms: StageTerms,
+        transfer: Array,
+        stops: slice | npt.NDArray[np.int64],
+        before: Array | float,
+    ) -> Array:
+        """Least seconds from the start of stage s to the end of its last backward pass; before: as `stage_seconds`."""
         beyond = self.trip[s + 1, stops]
-        seconds = stage_seconds(terms, transfer, beyond, self.window[s], self.m)
+        seconds = stage_seconds(terms, transfer, beyond, self.window[s], self.m, before)
         if self.grid.schedule == "gpipe":
-            seconds = np.maximum(seconds, stage_seconds_gpipe(terms, transfer, beyond, self.m))
+            seconds = np.maximum(seconds, stage_seconds_gpipe(terms, transfer, beyond, self.m, before))
         if not self.model.cluster.overlap:
             seconds = np.maximum(seconds, stage_seconds_in_line(terms, transfer, self.m, self.s - 1 - s))
         return seconds
@@ -226,7 +234,7 @@ class CutSearch:
         bounds = np.maximum.reduce(
             [
                 np.full(len(stop), bound),
-                head + self._stage_bound(s, row, transfer, stop) + back,
+                head + self._stage_bound(s, row, transfer, stop, self.cut[s - 1, i] if s else 0.0) + back,
                 heads + tails + self.back[s + 1, stop],
                 heads + self.done[s + 1, stop],
             ]

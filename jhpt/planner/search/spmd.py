@@ -22,9 +22,8 @@ The number of sample chunks is looked up instead of searched (`CostModel.sample_
 has the number that is best in a row of all layers at its degree; in a pipeline all layers have the number that is best
 for all of them together.
 
-The head of `jhpt.planner.cost.memory` describes the costs of layers.  gpipe is faster than 1f1b on the same stages only
-if the gradients of a late stage take longer to reduce than the pipeline takes to drain (tested), and it never needs
-less memory.
+The head of `jhpt.planner.cost.memory` describes the costs of layers.  gpipe never needs less memory than 1f1b on the
+same stages, and is faster only where exchanges do not overlap: then those of errors make forward passes wait (tested).
 
 The search visits grids in the order of a bound that holds for all cuts.  For each grid, best-first search finds the
 cuts, guided by a tighter bound (`grids`, `stages`).  `layer_degrees` finds the plans of one stage whose layers differ

@@ -3,11 +3,13 @@
 A stage has forward seconds F, backward seconds B and t = F + B.  Of the M micro-batches w are in flight.  A transfer to
 the next stage takes c seconds, and the way of a micro-batch through all later stages and back takes D, transfers
 included.  The stage starts at `head`: the sum of F + c over the earlier stages.  Its last backward pass ends at
-head + E or later.  The first backward pass waits for the round trip D, and so does the last one (program order: w
-forward passes, then pairs, then w backward passes).  So
+head + E or later.  In every tick it exchanges with both its neighbours, which takes x: the larger of the two transfers.
+So a tick takes F + x or B + x, or with both passes P = max(t, x + max(F, B)) (`cost.schedule`).  The first backward
+pass waits for the round trip D, and so does the last one (w - 1 ticks without backward pass, M - w + 1 with both, w - 1
+without forward pass).  So
 
-    E = max(F + D, w F) + (M - w) t + max(D + B, w B)                  w < M
-    E = max(max(F + D, M F) + M B, M F + D + B)                        w = M
+    E = max(F + D, (w-1)(F + x) + F) + t + (M - w - 1) P + max(D + B, (w-1)(B + x) + B)                       w < M
+    E = max(max(F + D, (M-1)(F + x) + F) + (M-1)(B + x) + B, (M-1)(F + x) + F + D + B)                        w = M
     E >= F + M c + (D - c) + B                                         the link alone: M transfers, then the way back
 
 Under 1f1b the device of stage e runs backward pass n - 2 (S-1-e) right after forward pass n.  So these passes form a
@@ -133,20 +135,26 @@ class StageTerms:
     update: Array
 
 
-def stage_seconds(stage: StageTerms, transfer: Array, beyond: Array, window: int, micro_batches: int) -> Array:
+def stage_seconds(
+    stage: StageTerms, transfer: Array, beyond: Array, window: int, micro_batches: int, before: Array | float = 0.0
+) -> Array:
     """E: least seconds from a stage's start to the end of its last backward pass.
 
     Args:
       transfer: seconds of the transfer to the next stage; 0 for the last stage.
       beyond: least round trip of the later stages, without this transfer; 0 for the last stage.
       window: micro-batches in flight.
+      before: seconds of the transfer from the stage before, if it is known.
     """
     f, b, m, w = stage.forward, stage.backward, micro_batches, window
-    trip = 2 * transfer + beyond
+    trip, exchange = 2 * transfer + beyond, np.maximum(transfer, before)
+    first, last = w * f + (w - 1) * exchange, w * b + (w - 1) * exchange  # never 0 times an infinite pass
     if w < m:
-        seconds = np.maximum(f + trip, w * f) + (m - w) * (f + b) + np.maximum(trip + b, w * b)
+        more = m - w - 1
+        both = np.maximum((more + 1) * (f + b), f + b + np.maximum(f, b) * more + exchange * more) if more else f + b
+        seconds = np.maximum(f + trip, first) + both + np.maximum(trip + b, last)
     else:
-        seconds = np.maximum(np.maximum(f + trip, m * f) + m * b, m * f + trip + b)
+        seconds = np.maximum(np.maximum(f + trip, first) + last, first + trip + b)
     return np.maximum(seconds, f + (m + 1) * transfer + beyond + b)
 
 
@@ -160,10 +168,12 @@ def round_trips(micro_batches: int, stages_left: int, ahead: int) -> int:
     return max(0, (micro_batches - 1 - 2 * (stages_left - 1 - ahead)) // (2 * ahead + 1))
 
 
-def stage_seconds_gpipe(stage: StageTerms, transfer: Array, beyond: Array, micro_batches: int) -> Array:
-    """E under gpipe, whose step takes at least a round trip and M - 1 times the longest stage."""
-    both = stage.forward + stage.backward
-    return micro_batches * both + 2 * transfer + beyond
+def stage_seconds_gpipe(
+    stage: StageTerms, transfer: Array, beyond: Array, micro_batches: int, before: Array | float = 0.0
+) -> Array:
+    """E under gpipe: no exchange runs beside a pass, and the last micro-batch makes a round trip."""
+    both, exchange = stage.forward + stage.backward, np.maximum(transfer, before)
+    return micro_batches * both + 2 * (micro_batches - 1) * exchange + 2 * transfer + beyond
 
 
 def stage_seconds_in_line(stage: StageTerms, transfer: Array, micro_batches: int, left: int) -> Array:

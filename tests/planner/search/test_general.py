@@ -7,6 +7,7 @@ import pytest
 
 from jhpt.core.catalogue import cluster_named
 from jhpt.core.plan import Chunk, runs_of
+from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.communication import transfer_seconds
 from jhpt.planner.cost.estimate import chunk_costs, sync_seconds
 from jhpt.planner.cost.layers import LayerStrategy
@@ -20,7 +21,13 @@ from jhpt.planner.search.general.suffixes import needs
 from jhpt.planner.search.layer_degrees import Option, groups, single
 from jhpt.planner.search.request import Incumbent, request
 from jhpt.planner.search.solve import solve
-from jhpt.planner.search.stages import StageTerms, pair_seconds_in_line, stage_seconds_in_line
+from jhpt.planner.search.stages import (
+    StageTerms,
+    pair_seconds_in_line,
+    stage_seconds,
+    stage_seconds_gpipe,
+    stage_seconds_in_line,
+)
 from tests.planner.brute_force import optimum, plan_of
 from tests.planner.instances import random_cluster, random_instance, random_profile
 
@@ -150,13 +157,22 @@ def test_no_step_is_faster_than_the_round_trips_of_its_first_stages(schedule, se
     times += [np.array([o.sync for o in found]), np.array([o.update for o in found])]
     seconds = float(step_seconds(schedule, m, *times, overlap=overlap))
     both = np.array([o.forward + o.backward for o in found])
-    prefix = Prefix()
+    prefix, before = Prefix(), 0.0
     for s, option in enumerate(found):
         prefix = prefix.grown(1, single(option), cut[s - 1] if s else 0.0)
         trips = np.cumsum(both[s + 1 :]) + 2 * np.concatenate([[0.0], np.cumsum(cut[s + 1 :])])[: stages - s - 1]
         left = stages - s - 1
         ahead = Ahead(cut[s], trips[-1], tuple(trips[:2]), left) if left else Ahead()
         assert loop_bound(prefix, ahead, schedule, m) <= seconds * BELOW
+        # From the stage alone, and the exchanges with both its neighbours.
+        terms = StageTerms(*(np.array(x) for x in (option.forward, option.backward, option.sync, option.update)))
+        exchanges = np.array(ahead.transfer), np.array(ahead.trip)
+        bounds = [stage_seconds(terms, *exchanges, in_flight(schedule, stages, s, 1, m), m, before)]
+        if schedule == "gpipe":
+            bounds.append(stage_seconds_gpipe(terms, *exchanges, m, before))
+        last = prefix.stages[-1]
+        assert last.head + max(map(float, bounds)) + last.tail <= seconds * BELOW
+        before = ahead.transfer
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -126,7 +126,7 @@ def loop_bound(prefix: Prefix, ahead: Ahead, schedule: Schedule, m: int) -> floa
     """Least seconds of a step, by the round trips of micro-batches through the prefix and the stages after it.
 
     1f1b: `stages.round_trips` from every stage to the last fixed one, to the next stages after it, and to the last.
-    gpipe: a round trip, and in each direction M - 1 times the slowest stage or link on the way.
+    gpipe: a round trip, and in each direction M - 1 times the slowest stage on the way, its exchanges included.
     """
     if schedule == "gpipe":
         return _gpipe_loop_bound(prefix, ahead, m)
@@ -148,10 +148,14 @@ def loop_bound(prefix: Prefix, ahead: Ahead, schedule: Schedule, m: int) -> floa
 
 
 def _gpipe_loop_bound(prefix: Prefix, ahead: Ahead, m: int) -> float:
-    forward = backward = ahead.transfer
-    trip, transfer, worst = 2 * ahead.transfer + ahead.trip, 0.0, 0.0
+    forward = backward = transfer = ahead.transfer
+    trip, worst = ahead.trip, 0.0
     for stage in reversed(prefix.stages):
-        forward, backward = max(forward, transfer, stage.option.forward), max(backward, transfer, stage.option.backward)
+        exchange = max(transfer, stage.transfer)
+        forward, backward = (
+            max(slowest, seconds + exchange)
+            for slowest, seconds in ((forward, stage.option.forward), (backward, stage.option.backward))
+        )
         trip += 2 * transfer + stage.both
         transfer = stage.transfer
         worst = max(worst, stage.head + trip + (m - 1) * (forward + backward) + stage.tail)
@@ -374,7 +378,7 @@ class Search:
         back, done, trip, *near = (float(t[to]) for t in (suffixes.back, suffixes.done, suffixes.trip, *suffixes.near))
         option = last.option
         terms = StageTerms(*(np.array(x) for x in (option.forward, option.backward, option.sync, option.update)))
-        seconds = float(stage_seconds(terms, np.array(transfer), np.array(trip), window, self.m))
+        seconds = float(stage_seconds(terms, np.array(transfer), np.array(trip), window, self.m, last.transfer))
         return max(
             last.head + seconds + max(last.tail, float(after(terms))),
             prefix.head + transfer + prefix.tail + transfer + back,

@@ -8,18 +8,18 @@ x (F + B) and g(x) are bounded together over the degrees of all its layers.  Wit
 transfer of c seconds, the least round trip D of all later stages and D' = D + 2 c:
 
     x            y
-    M            0                      its own work
+    M            2 (w-1) c              its own work, and exchanges that run beside no other pass
     M - w + 1    2 D'                   the first and the last micro-batch go all the way
-    M - w + 1    D' + (w-1) F or B      one of them does, the other waits for the rest of the stage's queue
+    M - w + 1    D' + (w-1)(F or B + c) one of them does, the other waits for the rest of the stage's queue
+    2            2 D' + (M-w-1)(c + max(F, B))          as before, the link being slower than a pass
+    w + 1        2 (w-1) c + (M-w-1)(c + max(F, B))     the same, no micro-batch goes all the way
     1            (M + 1) c + D          the link alone
     1            2 c + the least time until the next stage's last backward pass ends
     M - 2 j k    (k + 1) R              k + 1 round trips over j later stages (`stages.round_trips`), R the least
 
-Under gpipe the forward passes, and after them the backward passes, wait M - 1 times for the slowest stage or link on
-their way:
+Under gpipe every pass but the last in a direction waits for an exchange:
 
-    M            D'                     this stage in both directions
-    1            D' + (M-1)(max(F, c) + c) or D' + (M-1)(c + max(B, c))        the link in one of them
+    M            D' + 2 (M-1) c
 """
 
 import itertools
@@ -291,19 +291,16 @@ class Suffixes:
         """The (x, y) at the head of this file that depend on the number of later stages."""
         m, w, beyond = self.m, self.window(p), 2 * transfer + trip
         if self.schedule == "gpipe":
-            slow_forward, slow_backward = np.maximum(c.forward, transfer), np.maximum(c.backward, transfer)
-            return [
-                (m, beyond),
-                (1, (m - 1) * (slow_forward + transfer) + beyond),
-                (1, (m - 1) * (transfer + slow_backward) + beyond),
-            ]
+            return [(m, beyond + 2 * (m - 1) * transfer)]
         terms: list[tuple[int, Array | float]] = [
+            (m, 2 * (w - 1) * transfer),
             (1, (m + 1) * transfer + trip),
-            (m - w + 1, (w - 1) * c.backward + beyond),
-            (m - w + 1, (w - 1) * c.forward + beyond),
+            (m - w + 1, (w - 1) * (c.backward + transfer) + beyond),
+            (m - w + 1, (w - 1) * (c.forward + transfer) + beyond),
         ]
         if w < m:
-            terms.append((m - w + 1, 2 * beyond))
+            slow = (m - w - 1) * (transfer + np.maximum(c.forward, c.backward))
+            terms += [(m - w + 1, 2 * beyond), (2, 2 * beyond + slow), (w + 1, 2 * (w - 1) * transfer + slow)]
         for j in range(1, p):
             if j <= NEAR or j == p - 1:
                 count = round_trips(m, p, j)
