@@ -57,7 +57,12 @@ def step_seconds(
 
 
 class _Loop:
-    """The loop with overlapped transfers.  Between two ticks its state consists of end times, [S, ...] seconds."""
+    """The loop with overlapped transfers.  Between two ticks its state consists of end times, seconds.
+
+    free: [S, ...] of the devices.  down: [S + 1, ...] of the last transfer to device d from the device before it; entry
+    S is the link from the last device to the first, and entry 0 is what the first device reads.  up: [S + 1, ...] of
+    the last transfer from device d to the device before it; entry S is what the last device reads.
+    """
 
     def __init__(self, schedule: Schedule, micro_batches: int, forward: Array, backward: Array, cut: Array) -> None:
         stages, chunks = forward.shape[-2:]
@@ -69,72 +74,96 @@ class _Loop:
         # A chunk's output crosses the cut after its virtual stage, and its error the cut before it.
         ahead = np.concatenate([cut, none], axis=-1).reshape(shape + (chunks, stages)).swapaxes(-1, -2)
         behind = np.concatenate([none, cut], axis=-1).reshape(shape + (chunks, stages)).swapaxes(-1, -2)
-        self.forward, self.backward, self.ahead, self.behind = (
-            np.moveaxis(a, (-2, -1), (0, 1)) for a in (forward, backward, ahead, behind)
-        )  # [S, v, ...]
-        self.device = np.arange(stages)
+        device, phase = np.arange(stages), np.arange(self.period)[:, None]
+        down_chunk = chunk_of(phase - device, stages, chunks)
+        up_chunk = chunks - 1 - chunk_of(phase - (stages - 1 - device), stages, chunks)
+        # [period][S, ...] seconds of what the devices do in a tick
+        self.forward, self.ahead = (_by_phase(a, device, down_chunk) for a in (forward, ahead))
+        self.backward, self.behind = (_by_phase(a, device, up_chunk) for a in (backward, behind))
+        # Whether in a phase the first device reads samples, the last one has the last chunk; likewise in reverse.
+        self.reads, self.ends = list(down_chunk[:, 0] == 0), list(down_chunk[:, -1] == chunks - 1)
+        self.reads_up, self.ends_up = list(up_chunk[:, -1] == chunks - 1), list(up_chunk[:, 0] == 0)
         self.stages, self.chunks = stages, chunks
-        self.free = np.zeros((stages,) + shape)
-        self.down = np.zeros((stages,) + shape)  # end of the last transfer d -> d + 1
-        self.up = np.zeros((stages,) + shape)  # end of the last transfer d -> d - 1
-        self.last_start = np.zeros((stages,) + shape)
+        self.free, self.last_start = np.zeros((stages,) + shape), np.zeros((stages,) + shape)
+        self.down, self.up = np.zeros((stages + 1,) + shape), np.zeros((stages + 1,) + shape)
 
     def run(self, sync: Array, update: Array) -> Array:
         tick, last = 0, self.delay + self.stages - 1 + self.ops - 1
         steady, drain = self.delay + self.stages - 1, self.ops - 1
-        memory: dict[int, Array] = {}
+        before: tuple[Array, Array, Array] | None = None
         skipped = False
         while tick <= last:
-            self._tick(tick)
-            if steady <= tick <= drain and not skipped and (tick - steady) % self.period == 0:
-                state = np.stack([self.free, self.down, self.up])
-                before = memory.get(tick - self.period)
-                memory = {tick: state}
-                if before is not None and (periods := (drain - tick) // self.period):
-                    skipped = self._skip(state - before, periods)
-                    tick += self.period * periods * skipped
+            self._forward(tick)
+            self._backward(tick - self.delay)
+            if steady <= tick < drain and not skipped and (tick - steady) % self.period == 0:
+                periods = (drain - tick) // self.period
+                skipped = before is not None and periods > 0 and self._skip(before, periods)
+                before = self.free.copy(), self.down.copy(), self.up.copy()
+                tick += self.period * periods * skipped
             tick += 1
         sync, update = (np.moveaxis(a, -1, 0) for a in (sync, update))
         return (np.maximum(self.free, self.last_start + sync) + update).max(axis=0)
 
-    def _skip(self, growth: Array, periods: int) -> bool:
+    def _skip(self, before: tuple[Array, Array, Array], periods: int) -> bool:
         """Skips periods once all ends grow equally over one: as the loop is linear in (max, +), they always will."""
-        wrap = self.chunks > 1
-        used = [growth[0], growth[1] if wrap else growth[1][:-1], growth[2] if wrap else growth[2][1:]]
+        if self._uneven(before[0]):
+            return False
+        links = slice(1, None) if self.chunks > 1 else slice(1, -1)
+        down, up = self.down - before[1], self.up - before[2]
+        used = [self.free - before[0], down[links], up[:-1] if self.chunks > 1 else up[links]]
         low, high = (f([f(part, axis=0) for part in used], axis=0) for f in (np.min, np.max))
         if np.any(high - low > 1e-13 * np.max(np.abs(self.free), axis=0)):
             return False
-        for ends in (self.free, self.down, self.up):
+        for ends in (self.free, self.down[1:], self.up[:-1]):
             ends += periods * high
         return True
 
-    def _tick(self, tick: int) -> None:
-        arrived_down, arrived_up = np.roll(self.down, 1, axis=0), np.roll(self.up, -1, axis=0)
-        self.down, self.up = self.down.copy(), self.up.copy()
-        for index, arrived, reverse in (
-            (tick - self.device, arrived_down, False),
-            (tick - self.delay - (self.stages - 1 - self.device), arrived_up, True),
-        ):
-            on = self.device[(index >= 0) & (index < self.ops)]
-            if on.size:
-                self._ops(on, index[on], arrived[on], reverse)
+    def _uneven(self, before: Array) -> bool:
+        """Whether the first plan's first and last device grow differently, which is quick to see."""
+        first, last = (0,) * self.free.ndim, (-1,) + (0,) * (self.free.ndim - 1)
+        growth = (self.free[first] - before[first]) - (self.free[last] - before[last])
+        return bool(abs(growth) > 1e-13 * self.free.max())
 
-    def _ops(self, on: npt.NDArray[Any], index: npt.NDArray[Any], arrived: Array, reverse: bool) -> None:
-        chunk = chunk_of(index, self.stages, self.chunks)
-        chunk = self.chunks - 1 - chunk if reverse else chunk
-        virtual = chunk * self.stages + on
-        source = virtual == (self.stages * self.chunks - 1 if reverse else 0)
-        sink = virtual == (0 if reverse else self.stages * self.chunks - 1)
-        arrived[source] = 0.0
-        start = np.maximum(self.free[on], arrived)
-        end = start + (self.backward if reverse else self.forward)[on, chunk]
-        self.free[on] = end
-        if reverse:
-            finishing = index == self.ops - 1
-            self.last_start[on[finishing]] = start[finishing]
-        link, transfer = (self.up, self.behind) if reverse else (self.down, self.ahead)
-        send = ~sink
-        link[on[send]] = np.maximum(link[on[send]], end[send]) + transfer[on[send], chunk[send]]
+    def _forward(self, tick: int) -> None:
+        """The forward passes of a tick.  Device d runs pass number tick - d."""
+        first, stop = max(0, tick - self.ops + 1), min(self.stages, tick + 1)
+        if first >= stop:
+            return
+        phase = tick % self.period
+        if self.chunks > 1 and first == 0:
+            self.down[0] = 0.0 if self.reads[phase] else self.down[-1]
+        end = np.maximum(self.free[first:stop], self.down[first:stop])
+        end += self.forward[phase][first:stop]
+        self.free[first:stop] = end
+        stop -= self.chunks > 1 and stop == self.stages and self.ends[phase]
+        sent = self.down[first + 1 : stop + 1]
+        np.maximum(sent, end[: stop - first], out=sent)
+        sent += self.ahead[phase][first:stop]
+
+    def _backward(self, tick: int) -> None:
+        """The backward passes of the tick so many ticks after the first of them."""
+        top = self.stages - 1 + self.ops - tick  # the device after the one that runs its last pass
+        first, stop = max(0, self.stages - 1 - tick), min(self.stages, top)
+        if first >= stop:
+            return
+        phase = tick % self.period
+        if self.chunks > 1 and stop == self.stages:
+            self.up[-1] = 0.0 if self.reads_up[phase] else self.up[0]
+        end = np.maximum(self.free[first:stop], self.up[first + 1 : stop + 1])
+        if stop == top:
+            self.last_start[stop - 1] = end[-1]
+        end += self.backward[phase][first:stop]
+        self.free[first:stop] = end
+        skipped = int(self.chunks > 1 and first == 0 and self.ends_up[phase])
+        sent = self.up[first + skipped : stop]
+        np.maximum(sent, end[skipped:], out=sent)
+        sent += self.behind[phase][first + skipped : stop]
+
+
+def _by_phase(values: Array, device: npt.NDArray[Any], chunk: npt.NDArray[Any]) -> list[Array]:
+    """[phases][S, ...] the values [..., S, v] of the chunks [phases, S] that devices have in each phase."""
+    values = np.moveaxis(values, (-2, -1), (0, 1))
+    return [np.ascontiguousarray(values[device, chunks]) for chunks in chunk]
 
 
 class _InLine:
