@@ -119,10 +119,9 @@ class _Loop:
         return True
 
     def _uneven(self, before: Array) -> bool:
-        """Whether the first plan's first and last device grow differently, which is quick to see."""
-        first, last = (0,) * self.free.ndim, (-1,) + (0,) * (self.free.ndim - 1)
-        growth = (self.free[first] - before[first]) - (self.free[last] - before[last])
-        return bool(abs(growth) > 1e-13 * self.free.max())
+        """Whether the first and the last device grow differently, which is quick to see."""
+        growth = (self.free[0] - before[0]) - (self.free[-1] - before[-1])
+        return bool(np.abs(growth).max() > 1e-13 * self.free.max())
 
     def _forward(self, tick: int) -> None:
         """The forward passes of a tick.  Device d runs pass number tick - d."""

@@ -206,12 +206,11 @@ def balanced(work: Array, parts: int) -> tuple[int, ...]:
     and at least one layer must remain for each later part.
     """
     n, total = len(work), prefix_sums(work)
+    first, last = np.arange(n)[:, None], np.arange(n)[None, :]
+    sums = np.where(first < last, total[None, 1:] - total[1:, None], np.inf)  # [i, j] of layers i+1..j
     least = total[1:].copy()  # least[j]: the smallest largest part of layers 0..j
-    for part in range(1, parts):
-        best = np.full(n, np.inf)
-        for j in range(part, n):
-            best[j] = np.min(np.maximum(least[part - 1 : j], total[j + 1] - total[part : j + 1]))
-        least = best
+    for _ in range(1, parts):
+        least = np.maximum(least[:, None], sums).min(axis=0)
     limit, cuts, start = least[-1] * (1 + 1e-12), [], 0
     for remaining in range(parts - 1, 0, -1):
         stop = int(np.searchsorted(total, total[start] + limit, side="right")) - 1
@@ -293,10 +292,11 @@ class CutSearch:
             if not heap or heap[0][0] >= self.incumbent.cutoff:
                 break
             bound, _, cuts, head, tail = heapq.heappop(heap)
+            children = self._children(bound, cuts, head, tail)
             if len(cuts) == self.s - 2:
-                self._leaves(cuts)
+                self._leaves([child[2] for child in children])
                 continue
-            for child in self._children(bound, cuts, head, tail):
+            for child in children:
                 heapq.heappush(heap, child)
         if heap:
             self.incumbent.note_unexplored_bound(heap[0][0])
@@ -332,11 +332,11 @@ class CutSearch:
         seconds = pair_seconds_in_line(before, row, transfer, self.m, self.s - 1 - s)
         return head + tail - (before.forward + before.backward + 2 * transfer) + seconds
 
-    def _leaves(self, cuts: tuple[int, ...]) -> None:
-        """Prices all positions of the last cut at once and exactly; offers the best one."""
-        start = cuts[-1] if cuts else 0
-        lasts = np.arange(start + 1, self.n)
-        edges = np.array([(0, *cuts, int(last), self.n) for last in lasts]).reshape(len(lasts), self.s + 1)
+    def _leaves(self, leaves: list[tuple[int, ...]]) -> None:
+        """Prices all these cuts at once and exactly; offers the best one."""
+        if not leaves:
+            return
+        edges = np.array([(0, *cuts, self.n) for cuts in leaves])
         at, stop = edges[:, :-1], edges[:, 1:] - 1
         terms = [
             np.stack([getattr(self.stage[s], name)[at[:, s], stop[:, s]] for s in range(self.s)], axis=1)
