@@ -53,7 +53,7 @@ that gradients travel in buckets of several layers.
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -160,6 +160,14 @@ class Place:
     inside: Link = field(hash=False)
     network: Link = field(hash=False)
 
+    def __hash__(self) -> int:
+        """Of what differs most; it is computed once, because `crossing` may be long."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.devices, self.slowdown, self.memory, self.crossing))
+
     def tensor_group(self, tensor: int) -> Group:
         """Among the groups of `tensor` neighbouring devices, the one on most nodes."""
         return self._group(tensor, 1)
@@ -235,7 +243,7 @@ class Places:
             end = min(stop, self.first_device[node] + self.nodes[node].devices)
             counts[node] = end - at
             at = end
-        touched = list(counts)
+        touched = list(counts)[:1] if self.uniform else list(counts)
         kinds = [self.nodes[index] for index in touched]
         return Place(
             devices=devices,

@@ -7,7 +7,7 @@ Layers are visited from last to first, as gradients appear.  A label is what a p
 A step's time grows in each of these, and they only grow.  So a label that is nowhere better than another one with the
 same degree at its first layer can be dropped (Hansen's label setting; exact).  The labels that remain at the first
 layer are all assignments that can be part of an optimal plan.  `errors` and `reduced` carry the gradient stream of
-`estimate.sync_seconds`: reduced = max(reduced, errors) + gradients of the layer.
+`layers.sync_seconds`: reduced = max(reduced, errors) + gradients of the layer.
 
 A `Group` stands for assignments that are nearly alike until it matters which of them a stage takes.  A step's time
 grows in every stage's forward, backward, sync and update seconds.  So an assignment with the least of each over a group

@@ -117,7 +117,7 @@ def _running_max(values: Array) -> Array:
 
 
 def _sync(errors: Array, gradients: Array) -> Array:
-    """[i, j] max over l in i..j of (sum of errors l..j + sum of gradients i..l); see `estimate.sync_seconds`."""
+    """[i, j] max over l in i..j of (sum of errors l..j + sum of gradients i..l); see `layers.sync_seconds`."""
     done, left = prefix_sums(errors), prefix_sums(gradients)
     return done[None, 1:] - left[:-1, None] + _running_max(left[1:] - done[:-1])
 
