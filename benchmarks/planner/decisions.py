@@ -29,6 +29,7 @@ class Draft(NamedTuple):
     micro_batches: int
     zero: Zero
     recompute: bool
+    sequence: bool
     schedule: Schedule
     stages: tuple[StageDraft, ...]
 
@@ -36,9 +37,19 @@ class Draft(NamedTuple):
 def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
     """All plans of a space."""
     of_space = _spmd_stages if space == "spmd" else _general_stages
-    for m, zero, recompute in itertools.product(request.micro_batches, request.zero, request.recompute):
-        for schedule, stages in of_space(model, LayerStrategy(request.batch // m, zero, recompute), m):
-            yield Draft(m, zero, recompute, schedule, stages)
+    sequences = (False, True) if request.sequence and space == "spmd" and model.profile.sample_tokens else (False,)
+    decisions = itertools.product(request.micro_batches, request.zero, request.recompute, sequences)
+    for m, zero, recompute, sequence in decisions:
+        strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
+        for schedule, stages in of_space(model, strategy, m):
+            if not sequence or _cuts_evenly(stages, model):
+                yield Draft(m, zero, recompute, sequence, schedule, stages)
+
+
+def _cuts_evenly(stages: tuple[StageDraft, ...], model: CostModel) -> bool:
+    """Whether some layers have several tensor ranks, and each number of these divides a sample's tokens."""
+    used = {t for _, _, chunks in stages for _, degrees in chunks for t in degrees}
+    return used != {1} and not any((model.profile.sample_tokens or 1) % t for t in used)
 
 
 def _spmd_stages(
@@ -121,13 +132,23 @@ def count(request: Request, model: CostModel, space: Space) -> int:
     treatments = len(request.zero) * len(request.recompute)
     if space == "general":
         return len(request.micro_batches) * treatments * _count_general(model)
-    return sum(treatments * _count_spmd(model, request.batch // m, m) for m in request.micro_batches)
+    plain = sum(treatments * _count_spmd(model, request.batch // m, m) for m in request.micro_batches)
+    if not request.sequence or not model.profile.sample_tokens:
+        return plain
+    return plain + sum(treatments * _count_spmd(model, request.batch // m, m, cut=True) for m in request.micro_batches)
 
 
-def _count_spmd(model: CostModel, b: int, m: int) -> int:
-    n, k = model.num_layers, model.cluster.num_devices
-    total = sum(_count_single(model, _degrees(model, 0, n, devices, b)) for devices in range(1, k + 1))
+def _count_spmd(model: CostModel, b: int, m: int, *, cut: bool = False) -> int:
+    """cut: only plans with sequence parallelism."""
+    n, k, tokens = model.num_layers, model.cluster.num_devices, (model.profile.sample_tokens or 1) if cut else 0
+    total = 0
+    for devices in range(1, k + 1):
+        degrees = [[t for t in each if tokens % t == 0] for each in _degrees(model, 0, n, devices, b)]
+        serial = cut and b % devices == 0  # all layers at degree 1
+        total += _count_single(model, degrees) - serial
     for t, d in itertools.product(_common_degrees(model), range(1, k + 1)):
+        if cut and (t == 1 or tokens % t):
+            continue
         if d * t <= k and b % d == 0:
             for s in range(2, min(n, k // (d * t)) + 1):
                 interleaved = sum(m % s == 0 and s * v <= n for v in (2, 3, 4))

@@ -20,6 +20,9 @@ WIDTHS: tuple[tuple[tuple[int, ...], bool], ...] = ((DEGREES, False), (DEGREES, 
 """(degrees, whether there is one choice of micro-batches, ZeRO and recomputation); each entry has fewer plans than the
 one before."""
 
+TOKENS = 8
+"""Of a sample.  Some tensor degrees divide it."""
+
 ATTEMPTS = 8
 """Draws with one entry of `WIDTHS` before the next is tried."""
 
@@ -64,11 +67,15 @@ def _tied_anywhere(rng: np.random.Generator, profile: ModelProfile) -> ModelProf
 
 
 def random_request(rng: np.random.Generator, *, single: bool = False) -> Request:
-    """A batch, and the micro-batches, ZeRO levels and recomputation to choose from.  single: one of each."""
+    """A batch, and the micro-batches, ZeRO levels, recomputation and sequence parallelism to choose from.
+
+    single: one of each.
+    """
     batch = int(rng.choice([1, 2, 3, 4, 6, 8, 12]))
     levels: tuple[Zero, ...] = (0, 1, 3)
     zero, recompute = _some(rng, levels, single), _some(rng, (False, True), single)
-    return request(batch, _some(rng, tuple(divisors(batch)), single), zero=zero, recompute=recompute)
+    counts = _some(rng, tuple(divisors(batch)), single)
+    return request(batch, counts, zero=zero, recompute=recompute, sequence=not single and rng.random() < 0.5)
 
 
 def _some(rng: np.random.Generator, values: tuple, single: bool) -> tuple:
@@ -134,6 +141,7 @@ def random_profile(
         name="toy",
         device="toy",
         source="drawn",
+        sample=f"a sequence of {TOKENS} tokens",
         update_seconds=float(rng.choice([0.0, 0.01])),
         kinds=kinds,
         layers=tuple(kinds),

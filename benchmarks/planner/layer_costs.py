@@ -50,7 +50,9 @@ def single_stage_layer(
     piped, late = late, late or not model.cluster.overlap
     end = layer in (0, model.num_layers - 1)
     zero = min(strategy.zero, 1) if end else strategy.zero
-    plain = separate_layer(model, device, devices, t, LayerStrategy(strategy.micro_batch, 0, False), layer)
+    sequence = strategy.sequence and not end
+    plain_strategy = LayerStrategy(strategy.micro_batch, 0, False, sequence=sequence)
+    plain = separate_layer(model, device, devices, t, plain_strategy, layer)
     size, group = kind.parameters / t * model.profile.bytes_per_weight, place.data_group(t)
     gather, scatter = all_gather(group, size), reduce_scatter(group, size)
     forward, backward, saved, working = plain.forward, plain.backward, plain.saved, 0.0
@@ -59,9 +61,9 @@ def single_stage_layer(
     local = -(-strategy.micro_batch // data)
     if strategy.recompute and not end:
         backward, working = backward + forward, saved
-        saved = float(model.boundary[layer - 1]) * local
+        saved = float(model.boundary[layer - 1]) * local / (t if sequence else 1)
     if kind.tensors:
-        working = local * work_bytes(kind, t, 1, causal=model.profile.causal)
+        working = local * work_bytes(kind, t, t if sequence else 1, causal=model.profile.causal)
     # The layer's gradient, and the gradient of the layer before while it is reduced.  With ZeRO-3 also the gathered
     # weights, half of which are freed by then, and on several ranks those of the next layer.
     sent = not end and not late and data > 1
@@ -136,7 +138,7 @@ def embedding_and_head_cost(
         used=(reduce_scatter(group, size) if zero else all_reduce(group, size)) + float(plain.tied[-1]),
         state=parameters
         * stored_bytes(model, replace(strategy, zero=min(strategy.zero, 1)), data, sent=False, slot=True),
-        saved=-(-strategy.micro_batch // data) * max(map(float, model.boundary[:-1])),
+        saved=-(-strategy.micro_batch // data) * max(map(float, model.boundary[:-1])) / (t if strategy.sequence else 1),
     )
 
 

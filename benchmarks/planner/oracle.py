@@ -46,7 +46,7 @@ def optimum(request: Request, model: CostModel, space: Space) -> Optimum:
     groups: dict[tuple[object, ...], list[Draft]] = defaultdict(list)
     plans = 0
     for plans, draft in enumerate(drafts(request, model, space), 1):  # noqa: B007
-        groups[*draft[:4], len(draft.stages), len(draft.stages[0][2])].append(draft)
+        groups[*draft[:5], len(draft.stages), len(draft.stages[0][2])].append(draft)
     pricer = _Pricer(request, model, space)
     least, chosen = math.inf, None
     for group in groups.values():
@@ -89,6 +89,7 @@ def plan_of(draft: Draft, request: Request, model: CostModel, space: Space) -> P
         schedule=draft.schedule,
         zero=draft.zero,
         recompute=draft.recompute,
+        sequence=draft.sequence,
         stages=tuple(
             Stage(
                 device=device,
@@ -129,6 +130,7 @@ class _Pricer:
             self.request.batch // m,
             draft.zero,
             draft.recompute,
+            sequence=draft.sequence,
             several_micro_batches=m > 1,
             two_micro_batches=m == 2 and s == 1,
         )
@@ -164,13 +166,13 @@ class _Pricer:
         sync = update = state = activations = working = transfers = 0.0
         waiting = 0.0  # gradients of later chunks that are still to be reduced when a chunk's last backward starts
         replicas = devices // chunks[0][1][0]
-        local = -(-strategy.micro_batch // replicas)
+        local = -(-strategy.micro_batch // replicas) / (chunks[0][1][0] if strategy.sequence else 1)
         for c in reversed(range(len(chunks))):
             first, degrees = chunks[c]
             stop = first + len(degrees)
             rows = [self._layer(device, devices, t, strategy, layer, stages) for layer, t in enumerate(degrees, first)]
             reshard = sum(
-                model.reshard_seconds(place, layer, before, after, strategy.micro_batch)
+                model.reshard_seconds(place, layer, before, after, strategy.micro_batch, sequence=strategy.sequence)
                 for layer, (before, after) in enumerate(itertools.pairwise(degrees), first)
             )
             forward[c] = sum(row.forward for row in rows) + reshard / 2
@@ -232,9 +234,10 @@ class _Pricer:
             (sender[0], sender[1], sender[1] // degrees[-1]),
             (receiver[0], receiver[1], receiver[1] // their_degrees[0]),
         )
-        key = (start, sides, strategy.micro_batch)
+        parts = degrees[-1] if strategy.sequence else 1
+        key = (start, sides, strategy.micro_batch, parts)
         if key not in self._cuts:
-            self._cuts[key] = self.model.cut_seconds(start - 1, *sides, strategy.micro_batch)
+            self._cuts[key] = self.model.cut_seconds(start - 1, *sides, strategy.micro_batch, parts)
         return self._cuts[key]
 
     def _layer(self, device: int, devices: int, t: int, strategy: LayerStrategy, layer: int, stages: int) -> LayerCost:

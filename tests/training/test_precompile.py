@@ -135,6 +135,7 @@ def check_rows_and_json(reading, both):
         pytest.param((1, *(2,) * 5, *(1,) * 5), dict(zero=1), marks=pytest.mark.exhaustive),
         pytest.param((1, 2, 2, *(8,) * 4, 2, 2, 2, 8), dict(zero=3), marks=pytest.mark.exhaustive),
         pytest.param((8, 4, 4, *(1,) * 7, 2), {}, marks=pytest.mark.exhaustive),
+        pytest.param((4, 4, 4, *(1,) * 4, *(2,) * 4), dict(sequence=True), marks=pytest.mark.exhaustive),
     ],
 )
 def test_steps_of_several_degrees_send_what_the_planner_says(degrees, settings):

@@ -157,7 +157,7 @@ def _chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: Cos
         (tensor, cut): model.table(place, tensor, replace(strategy, sample_chunks=(cut,))) for tensor, cut in set(keys)
     }
     reshard = sum(
-        model.reshard_seconds(place, layer, before, after, strategy.micro_batch)
+        model.reshard_seconds(place, layer, before, after, strategy.micro_batch, sequence=strategy.sequence)
         for layer, (before, after) in enumerate(itertools.pairwise(chunk.tensor), chunk.first)
     )
     return ChunkCosts(select_layers(tables, keys, chunk.first), reshard)
@@ -367,6 +367,9 @@ def _choices_of(plan: Plan, model: CostModel) -> rules.Choices:
         available=model.cluster.num_devices,
         place=model.cluster.name,
         mixed=model.cluster.mixed,
+        tensor=plan.degrees,
+        sequence=plan.sequence,
+        sequence_length=model.profile.sample_tokens,
         compression=plan.compression.on and plan.degrees[-1] > 1,
         sample=model.profile.sample if model.tensor_all_reduce.stream is None else None,
         tied=(plan.stages[0].chunks[0].tensor[0], plan.stages[0].chunks[0].tensor[tied]) if tied else None,

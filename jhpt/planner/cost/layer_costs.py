@@ -155,6 +155,10 @@ class CostBasis:
         first = [level for level in requested if level < 3 or not rounds][:1]
         return (*first, *(level for level in requested if level == 3 and rounds))
 
+    def cuts_sequences(self, tensor: int) -> bool:
+        """Whether samples are sequences of tokens that sequence parallelism can cut into `tensor` equal parts."""
+        return self.profile.sample_tokens is not None and self.profile.sample_tokens % tensor == 0
+
     def compute_seconds(self, local: float, tensor: int) -> tuple[Array, Array]:
         """[kinds] seconds of the forward and of the backward pass of `local` samples on a device of the profile."""
         key = (local, tensor)

@@ -176,11 +176,16 @@ class CostModel(CostBasis):
         starts = range(0, min(math.lcm(self.places.per_node, devices), last + 1), devices)
         return list(dict.fromkeys(self.places.at(start, devices) for start in starts))
 
-    def reshard_seconds(self, place: Place, layer: int, before: int, after: int, micro_batch: int) -> float:
+    def reshard_seconds(
+        self, place: Place, layer: int, before: int, after: int, micro_batch: int, *, sequence: bool = False
+    ) -> float:
         """Seconds, forward plus backward, to change `layer`'s output from tensor degree `before` to `after`.
 
         Towards a larger degree the forward pass gathers samples and the backward pass slices at no cost; towards a
         smaller degree it is the other way round.
+
+        Args:
+          sequence: with sequence parallelism the output, or its error, is gathered first where it comes from.
         """
         if before == after:
             return 0.0
@@ -188,7 +193,11 @@ class CostModel(CostBasis):
         local = -(-micro_batch * high // place.devices)
         group = place.tensor_group(math.lcm(low, high) if place.devices % math.lcm(low, high) == 0 else place.devices)
         group = replace(group, size=max(2, group.size // low))
-        return all_gather(group, self.boundary[layer] * local)
+        seconds = all_gather(group, self.boundary[layer] * local)
+        for degree in (before, after) if sequence else ():
+            whole = self.boundary[layer] * -(-micro_batch * degree // place.devices)
+            seconds += all_gather(place.tensor_group(degree), whole)
+        return seconds
 
     def cut_seconds(
         self, layer: int, sender: tuple[int, int, int], receiver: tuple[int, int, int], batch: int, sequence: int = 1

@@ -18,7 +18,7 @@ layer's parameters on a device in the compute dtype, in which they are sent.  Wi
 
 With sequence parallelism each all-reduce of a block is a reduce-scatter and an all-gather, (n-1)/n r each, and two more
 all-gathers fetch the inputs of the products again for the backward pass; embedding and head gather r once each; r / t
-goes to the next stage.
+goes to the next stage.  Where degrees differ, r is gathered forward by the layer before and backward by the one after.
 
 With compression the all-reduces of a block, in the compressed directions, are an all-to-all and an all-gather of codes,
 or an all-gather alone (`core.compression`).  If attention chooses the tokens, scores of 4 bytes per token are
@@ -344,6 +344,9 @@ class _Step:
         ranks, count = high // low, self.plan.micro_batches
         size = self.profile.kinds[self.profile.layers[layer]].boundary_bytes * self._rows(high)
         yield ("all-gather", self._axes.between(low, high)), Sent(count, (ranks - 1) / ranks * count * size)
+        for t in (before, after):
+            if self.plan.sequence and t > 1:
+                yield ("all-gather", self._axes.tensor(t)), self._ring(t, self.residual)
 
     def _slots(self, position: int) -> Iterator[Collectives]:
         """Collectives of the slot for embedding and head."""

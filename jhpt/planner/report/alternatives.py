@@ -117,6 +117,10 @@ def _changes(plan: Plan, model: CostModel) -> Iterator[tuple[str, dict[str, Any]
             yield "no sample chunks", {"stages": cut_samples(plan, 1).stages}
         if plan.compression.on:
             yield "no compression", {"compression": Compression()}
+        elif plan.sequence:
+            yield "no sequence parallelism", {"sequence": False}
+        elif all(map(model.cuts_sequences, plan.degrees)):
+            yield "sequence parallelism", {"sequence": True}
     if plan.gradient_compression.on and plan.replicas > 1:
         yield "no gradient compression", {"gradient_compression": PLAIN_GRADIENTS}
     for count in (plan.micro_batches // 2, plan.micro_batches * 2):
@@ -173,6 +177,9 @@ def _chunks_saving(answer: Answer) -> Saving:
 
 def _compression_saving(answer: Answer) -> Saving:
     plan, taken = answer.plan, answer.plan.compression.on
+    if plan.sequence:
+        sent, why = _tensor_bytes(plan, answer), "off: it needs whole sequences, and sequence parallelism cuts them"
+        return Saving(name="compression", taken=False, seconds=0.0, sent=sent, plain=sent, why=why)
     other = plan.model_copy(update={"compression": Compression() if taken else COMPRESSIONS[0]})
     difference = price(other, answer.model).seconds - answer.estimate.seconds
     seconds = difference if taken else -difference

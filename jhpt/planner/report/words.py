@@ -70,6 +70,7 @@ def shape_text(plan: Plan, *, explained: bool = False) -> str:
     parts = [
         f"{len(sizes)} stages x {each}" if several else each,
         f"tensor {'/'.join(map(str, degrees))}",
+        "sequence parallelism" if plan.sequence and degrees[-1] > 1 else "",
         f"{count} micro-batch{'es' if count > 1 else ''}{accumulation}",
         schedule if several else "",
         f"ZeRO-{plan.zero}{ZERO[plan.zero] if explained else ''}" if plan.zero else "",

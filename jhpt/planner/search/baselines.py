@@ -8,15 +8,15 @@
 
 Equal layers: stages differ by at most one layer, and the longer ones come first.  Samples are not split into chunks.
 All-reduces are compressed only where the request insists on it.  Each baseline has its best number of micro-batches,
-ZeRO level and recomputation.  Its devices start at the first one of the cluster, and `estimate` prices it as any other
-plan.  Every baseline is in the decision set of its space, or would be with sample chunks, which do not make it slower.
-So a plan that is proven optimal is never slower than a baseline.
+ZeRO level, recomputation and sequence parallelism.  Its devices start at the first one of the cluster, and `estimate`
+prices it as any other plan.  Every baseline is in the decision set of its space, or would be with sample chunks, which
+do not make it slower.  So a plan that is proven optimal is never slower than a baseline.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,6 +52,8 @@ def baselines(request: Request, model: CostModel, space: Space | None = None) ->
       space: in which they are priced; None: "spmd", but on a mixed cluster "general".
     """
     space = space or ("spmd" if model.places.uniform else "general")
+    if space == "general":
+        request = replace(request, sequence=False)
     table = _Table(model, space)
     kinds: tuple[tuple[str, Schedule, Callable[[int], Iterable[Shape]]], ...] = (
         ("data parallel", "1f1b", lambda b: [(1, _data(b, model.cluster.num_devices), 1)]),
@@ -60,11 +62,7 @@ def baselines(request: Request, model: CostModel, space: Space | None = None) ->
         ("1f1b, equal layers", "1f1b", lambda b: _pipe_shapes(request, model, b)),
         ("best 3-D grid", "1f1b", lambda b: _grid_shapes(request, model, b)),
     )
-
-    def levels(data: int) -> tuple[Zero, ...]:
-        return model.levels(request.zero, data, space)
-
-    return tuple(_best(name, _grids(request, schedule, shapes, levels), table) for name, schedule, shapes in kinds)
+    return tuple(_best(name, _grids(request, schedule, shapes, table), table) for name, schedule, shapes in kinds)
 
 
 def _data(micro_batch: int, devices: int) -> int:
@@ -103,6 +101,7 @@ class _Grid:
     micro_batches: int
     zero: Zero
     recompute: bool
+    sequence: bool
     compression: Compression | None
 
     @property
@@ -112,16 +111,15 @@ class _Grid:
 
 
 def _grids(
-    request: Request,
-    schedule: Schedule,
-    shapes: Callable[[int], Iterable[Shape]],
-    levels: Callable[[int], tuple[Zero, ...]],
+    request: Request, schedule: Schedule, shapes: Callable[[int], Iterable[Shape]], table: "_Table"
 ) -> Iterator[_Grid]:
     for m in request.micro_batches:
         for stages, data, tensor in shapes(request.batch // m):
-            for zero, recompute in itertools.product(levels(data), request.recompute):
-                compression = request.compression[0] if tensor > 1 else None
-                yield _Grid(stages, data, tensor, schedule, request.batch, m, zero, recompute, compression)
+            compression = request.compression[0] if tensor > 1 else None
+            levels = table.model.levels(request.zero, data, table.space)
+            sequences = request.sequences(table.model, tensor, compression)
+            for choices in itertools.product(levels, request.recompute, sequences):
+                yield _Grid(stages, data, tensor, schedule, request.batch, m, *choices, compression)
 
 
 def _best(name: str, grids: Iterable[_Grid], table: "_Table") -> Baseline:
@@ -221,6 +219,7 @@ class _Table:
             schedule=grid.schedule,
             zero=grid.zero,
             recompute=grid.recompute,
+            sequence=grid.sequence,
             saved=self.model.saved if grid.recompute else None,
             compression=grid.compression or Compression(),
             gradient_compression=self.model.gradient_compression,
@@ -236,7 +235,7 @@ class _Table:
         return list(starts[:period])
 
     def _strategy(self, grid: _Grid) -> LayerStrategy:
-        decided = grid.batch, grid.micro_batches, grid.zero, grid.recompute
+        decided = grid.batch, grid.micro_batches, grid.zero, grid.recompute, grid.sequence
         return layer_strategy(self.space, grid.stages, *decided, compression=grid.compression)
 
     def _at(self, offset: int, grid: _Grid) -> _Sums:

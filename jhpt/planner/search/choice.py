@@ -45,8 +45,8 @@ def plainest(plans: Iterable[Plan]) -> Plan:
     """The simplest of the plans whose seconds are within `MARGIN` of the fastest.
 
     Simpler means, in this order: no CPU offload, no compression, one stage, fewer kinds of parallelism, fewer tensor
-    degrees, fewer chunks, no recomputation, a lower ZeRO level, a smaller tensor degree, gpipe.  Of equally simple
-    plans the fastest wins.
+    degrees, fewer chunks, no recomputation, no sequence parallelism, a lower ZeRO level, a smaller tensor degree,
+    gpipe.  Of equally simple plans the fastest wins.
 
     GPipe comes before 1F1B where it fits.  Both are predicted to take the same time, but with 1F1B the stages wait for
     each other in both directions throughout, and it took 4 % longer (mlp at 100 Mbit/s on emulated hosts: 744 ms
@@ -61,8 +61,8 @@ def plainest(plans: Iterable[Plan]) -> Plan:
         kinds = pipelined + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
         on_host = plan.offload is not None or (plan.saved is not None and bool(plan.saved.host))
         exact = on_host, plan.compression.on
-        order = *exact, pipelined, kinds, len(plan.degrees), plan.chunks, plan.recompute, plan.zero, tensor
-        return *order, late, _seconds(plan)
+        shape = pipelined, kinds, len(plan.degrees), plan.chunks
+        return *exact, *shape, plan.recompute, plan.sequence, plan.zero, tensor, late, _seconds(plan)
 
     return min((plan for plan in candidates if _seconds(plan) <= limit), key=complexity)
 

@@ -63,6 +63,7 @@ class Grid:
     compression: Compression | None = None
     sample_chunks: tuple[int, ...] = (1,)
     """Numbers of sample chunks to choose from."""
+    sequence: bool = False
 
     @property
     def per_stage(self) -> int:
@@ -78,6 +79,7 @@ class Grid:
             self.micro_batches,
             self.zero,
             self.recompute,
+            self.sequence,
             compression=self.compression,
         )
         return replace(strategy, sample_chunks=self.sample_chunks)
@@ -99,7 +101,8 @@ def bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator[
                         cuts = request.sample_chunks if tensor > 1 else (1,)
                         grid = Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
                         yield from _single(grid, request, model)
-                        yield from _pipelines(replace(grid, stages=2), request, model)
+                        for sequence in request.sequences(model, tensor, compression):
+                            yield from _pipelines(replace(grid, stages=2, sequence=sequence), request, model)
 
 
 @dataclass(frozen=True)
@@ -131,11 +134,14 @@ def _work(places: Sequence[Place], tensor: int, strategy: LayerStrategy, model: 
 
 
 def _single(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple[float, Grid]]:
-    """The grid with one stage, if it can fit."""
+    """The grid with one stage, if it can fit; with sequence parallelism, which makes it slower, only if it has to."""
     place = model.places.at(0, grid.per_stage)
-    work = _work([place], grid.tensor, grid.strategy(request.batch), model)
-    if work.state + work.activations <= place.memory * (1 + SLACK):
-        yield grid.micro_batches * work.passes + work.once, grid
+    for sequence in request.sequences(model, grid.tensor, grid.compression):
+        tried = replace(grid, sequence=sequence)
+        work = _work([place], grid.tensor, tried.strategy(request.batch), model)
+        if work.state + work.activations <= place.memory * (1 + SLACK):
+            yield grid.micro_batches * work.passes + work.once, tried
+            return
 
 
 def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple[float, Grid]]:
@@ -168,7 +174,8 @@ def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple
             saved = in_flight(name, s, 0, v, m) * (work.activations / v + s * slots[0].output)
             if work.state + s * slots[0].state + saved <= s * memory:
                 shape = s, grid.data, grid.tensor, m, grid.zero, grid.recompute
-                yield max(bound, mean), Grid(*shape, name, v, grid.space, grid.compression, grid.sample_chunks)
+                tensor_choices = grid.compression, grid.sample_chunks, grid.sequence
+                yield max(bound, mean), Grid(*shape, name, v, grid.space, *tensor_choices)
 
 
 def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> Plan:
@@ -192,6 +199,7 @@ def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostMo
         micro_batches=grid.micro_batches,
         schedule=grid.schedule,
         zero=grid.zero,
+        sequence=grid.sequence,
         recompute=grid.recompute,
         saved=model.saved if grid.recompute else None,
         compression=grid.compression or Compression(),
@@ -226,6 +234,8 @@ class CutSearch:
         self.grid, self.request, self.model, self.incumbent = grid, request, model, incumbent
         self.n, self.s, self.m = model.num_layers, grid.stages, grid.micro_batches
         strategy = grid.strategy(request.batch)
+        # Samples between layers on a device; with sequence parallelism a share of each.
+        local = strategy.micro_batch // grid.data / (grid.tensor if grid.sequence else 1)
         slots = in_flight(grid.schedule, self.s, 0, 1, self.m)
         tables: dict[int, Ranges] = {}
         self.stage: list[Ranges] = []
@@ -238,13 +248,12 @@ class CutSearch:
                 place = model.places.at(first, grid.per_stage)
                 costs = model.layer_costs(place, grid.tensor, strategy)
                 slot = model.slot(place, grid.tensor, strategy)
-                table = ranges(costs, slot, model, strategy.micro_batch // grid.data)
+                table = ranges(costs, slot, model, local)
                 fits = table.bytes(slots) <= place.memory
                 tables[kind] = replace(table, forward=np.where(fits, table.forward, np.inf))
             self.stage.append(tables[kind])
             if s + 1 < self.s:
                 transfer = model.places.transfer(first, grid.per_stage, first + grid.per_stage, grid.per_stage)
-                local = strategy.micro_batch // grid.data
                 self.cut[s, 1:-1] = [transfer_seconds(transfer, size * local) for size in model.boundary[:-1]]
         self.window = [in_flight(grid.schedule, self.s, s, 1, self.m) for s in range(self.s)]
         self._tables()

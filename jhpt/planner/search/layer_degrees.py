@@ -179,8 +179,11 @@ def _extended(
         parts, origins = [], []
         for after, labels in fronts.items():
             moved = labels.copy()
-            reshard = model.reshard_seconds(question.place, layer, t, after, question.strategy.micro_batch) / 2
-            moved[:, [FORWARD, BACKWARD]] += reshard
+            strategy = question.strategy
+            both = model.reshard_seconds(
+                question.place, layer, t, after, strategy.micro_batch, sequence=strategy.sequence
+            )
+            moved[:, [FORWARD, BACKWARD]] += both / 2
             if after != t:  # sample chunks do not continue from one layer to the other
                 moved[:, FORWARD] += tables[after].forward_filling[layer + 1]
                 moved[:, [BACKWARD, ERRORS]] += costs.backward_filling[layer]

@@ -41,6 +41,8 @@ class Request:
     schedules: tuple[Schedule, ...] = SCHEDULES
     zero: tuple[Zero, ...] = (0, 1, 3)
     recompute: tuple[bool, ...] = (False, True)
+    sequence: bool = True
+    """Whether plans may use sequence parallelism."""
     max_stages: int = 1 << 30
     sample_chunks: tuple[int, ...] = (1,)
     """Into how many chunks layers may split their samples."""
@@ -59,6 +61,11 @@ class Request:
     """
     host: bool = False
     """Whether block inputs and other saved activations may be offloaded to the host."""
+
+    def sequences(self, model: CostModel, tensor: int, compression: Compression | None) -> tuple[bool, ...]:
+        """Without sequence parallelism and, if plans with this tensor degree and compression may have it, with it."""
+        cuts = self.sequence and tensor > 1 and compression is None and model.cuts_sequences(tensor)
+        return (False, True) if cuts else (False,)
 
 
 def request(batch: int, micro_batches: int | Iterable[int] | None = None, **options: Any) -> Request:
@@ -186,7 +193,8 @@ def recomputations(config: Config) -> dict[str, Any]:
 def shape_of(plan: Plan) -> tuple[object, ...]:
     """What distinguishes alternatives.
 
-    Plans of one shape may differ in cuts, micro-batches, sample chunks, ZeRO level and recomputation.
+    Plans of one shape may differ in cuts, micro-batches, sample chunks, ZeRO level, sequence parallelism and
+    recomputation.
     """
     degrees = {run.tensor for stage in plan.stages for chunk in stage.chunks for run in chunk.runs}
     devices = tuple(sorted(stage.devices for stage in plan.stages))

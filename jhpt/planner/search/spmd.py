@@ -13,6 +13,9 @@ Decision set of space="spmd":
     ZeRO            0, 1 or 3 if d > 1, else 0 or 3.  ZeRO-3 on one data rank has no compute-dtype copy of the weights
     recomputation   off or on
     compression     one of those requested, if a tensor degree is above 1
+    sequences       cut over the tensor ranks or not (sequence parallelism), if a tensor degree is above 1, without
+                    compression, and if all degrees in use divide the number of tokens.  With one stage this only
+                    saves memory, so only plans that would not fit have it
 
 The number of sample chunks is looked up instead of searched (`CostModel.sample_chunks`).  With one stage every layer
 has the number that is best in a row of all layers at its degree; in a pipeline all layers have the number that is best
@@ -35,6 +38,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from jhpt.core.config import Compression
 from jhpt.core.plan import Chunk, Stage, runs_of
 from jhpt.planner.cost.layers import Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
@@ -54,7 +58,7 @@ def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space:
       space: "general" prices the same plans with a program for each stage, as space="general" runs them.
     """
     if space == "general":
-        request = replace(request, sample_chunks=(1,), compression=(None,))
+        request = replace(request, sample_chunks=(1,), compression=(None,), sequence=False)
     grids = sorted(bounded_grids(request, model, space), key=lambda pair: pair[0])
     for bound, grid in grids:
         if bound >= incumbent.cutoff:
@@ -63,7 +67,7 @@ def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space:
         if grid.chunks > 1:
             incumbent.offer(grid_plan(grid, _interleaved_cuts(grid, request, model), request, model), model)
         elif grid.stages == 1:
-            incumbent.offer(grid_plan(grid, (), request, model), model)
+            _offer_single(grid, request, model, incumbent)
         else:
             CutSearch(grid, request, model, incumbent).run()
     stages = mixed_stages(request, model, space, incumbent.cutoff)
@@ -71,6 +75,13 @@ def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space:
         if bound >= incumbent.cutoff:
             break
         try_mixed(bound, question, space, request, model, incumbent)
+
+
+def _offer_single(grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
+    """Offers the grid of one stage; if it does not fit, also with sequence parallelism."""
+    estimate = incumbent.offer(grid_plan(grid, (), request, model), model)
+    if not (grid.sequence or estimate.fits) and True in request.sequences(model, grid.tensor, grid.compression):
+        incumbent.offer(grid_plan(replace(grid, sequence=True), (), request, model), model)
 
 
 def _interleaved_cuts(grid: Grid, request: Request, model: CostModel) -> tuple[int, ...]:
@@ -88,15 +99,38 @@ def mixed_stages(request: Request, model: CostModel, space: Space, limit: float)
         place, divisors = model.places.at(0, devices), model.degrees(devices)
         for m in request.micro_batches:
             even = [t for t in divisors if request.batch // m % (devices // t) == 0]
-            sets = [chain for chain in (chains(even) if space == "spmd" else [tuple(even)]) if len(chain) > 1]
-            decisions = itertools.product(sets, request.zero, request.recompute, request.compression)
-            for degrees, zero, recompute, compression in decisions:
-                strategy = layer_strategy(space, 1, request.batch, m, zero, recompute, compression=compression)
+            decisions = itertools.product(_degree_sets(even, request, model, space), request.zero, request.recompute)
+            for (degrees, compression, sequence), zero, recompute in decisions:
+                strategy = layer_strategy(space, 1, request.batch, m, zero, recompute, sequence, compression)
                 strategy = replace(strategy, sample_chunks=request.sample_chunks)
                 question = Question(place, strategy, 0, model.num_layers, 1, m, degrees, in_pipeline=False)
+                if sequence and _fits_anyhow(replace(question, strategy=replace(strategy, sequence=False)), model):
+                    continue
                 for part in _by_shared_degree(question, model, limit):
                     if (bound := _mixed_bound(part, model)) < limit:
                         yield bound, part
+
+
+def _degree_sets(
+    even: list[int], request: Request, model: CostModel, space: Space
+) -> Iterator[tuple[tuple[int, ...], Compression | None, bool]]:
+    """(degrees that layers choose from, compression, sequence parallelism) with at least two degrees.
+
+    even: the degrees with which the micro-batch is divided evenly.
+    """
+    for compression, sequence in itertools.product(request.compression, (False, True)):
+        fit = [t for t in even if sequence in request.sequences(model, t, compression) or t == 1]
+        for degrees in chains(fit) if space == "spmd" else [tuple(fit)]:
+            if len(degrees) > 1:
+                yield degrees, compression, sequence
+
+
+def _fits_anyhow(question: Question, model: CostModel) -> bool:
+    """Whether every choice of degrees fits."""
+    tables = costs_at(question, model).values()
+    saved = np.array([c.state + c.activations for c in tables]).max(axis=0).sum()
+    most = saved + max(float(c.working.max()) for c in tables)
+    return not model.profile.state.decoded_bytes and most <= question.place.memory
 
 
 def _by_shared_degree(question: Question, model: CostModel, limit: float) -> Iterator[Question]:
@@ -135,8 +169,10 @@ def try_mixed(
         seconds = m * (option.forward + option.backward) - option.backward + option.sync + option.update
         if seconds < incumbent.cutoff:
             chunk = Chunk(first=0, runs=runs_of(option.degrees, _sample_chunks(option, question, model)))
-            compression = strategy.compression if max(option.degrees) > 1 else None
+            divided = max(option.degrees) > 1
+            compression, sequence = strategy.compression if divided else None, strategy.sequence and divided
             grid = Grid(1, 1, devices, m, strategy.zero, strategy.recompute, "1f1b", 1, space, compression)
+            grid = replace(grid, sequence=sequence)
             stage = Stage(device=0, devices=devices, chunks=(chunk,))
             plan = grid_plan(grid, (), request, model)
             incumbent.offer(plan.model_copy(update={"stages": (stage,)}), model)

@@ -73,7 +73,8 @@ def ranges(costs: LayerCosts, slot: Slot, model: CostModel, local: float) -> Ran
     """The costs of all ranges of layers, as stages of a pipeline that runs all layers with one strategy.
 
     Args:
-      local: samples of a micro-batch on one device; the transfer buffers hold that many.
+      local: samples of a micro-batch on one device, or the share of them that sequence parallelism leaves; the transfer
+        buffers hold that many.
     """
     errors = costs.backward + costs.backward_tensor
     first, last = costs.forward_filling[:, None], costs.backward_filling[None, :]

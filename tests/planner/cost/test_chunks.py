@@ -55,24 +55,17 @@ def drawn(seed, devices=4, layers=4, overlap=True):
     return CostModel(profile, cluster), replace(asked, schedules=("1f1b", "gpipe"))
 
 
-def chunked(space, stages, batch, micro_batches, zero, recompute, compression=None):
+def chunked(space, stages, batch, micro_batches, zero, recompute):
     """A strategy with all numbers of chunks that the planner may choose."""
-    strategy = layer_strategy(space, stages, batch, micro_batches, zero, recompute, compression=compression)
-    return replace(strategy, sample_chunks=SAMPLE_CHUNKS)
+    return replace(layer_strategy(space, stages, batch, micro_batches, zero, recompute), sample_chunks=SAMPLE_CHUNKS)
 
 
 def with_chunks(plan: Plan, model: CostModel, chunks=None) -> Plan:
     """The plan with the chunks that are looked up for it, or with these of every layer."""
-    stages, how = [], plan.compression if plan.compression.on else None
+    stages = []
     for stage in plan.stages:
-        cut = {
-            t: model.sample_chunks(
-                stage.devices,
-                t,
-                chunked("spmd", len(plan.stages), plan.batch, plan.micro_batches, plan.zero, plan.recompute, how),
-            )
-            for t in plan.degrees
-        }
+        strategy = replace(strategy_of(plan), sample_chunks=SAMPLE_CHUNKS)
+        cut = {t: model.sample_chunks(stage.devices, t, strategy) for t in plan.degrees}
         made = tuple(
             Chunk(
                 first=chunk.first,
@@ -95,9 +88,9 @@ def test_search_finds_the_best_of_all_plans_with_their_chunks(seed):
     found = search(asked, model, "spmd")
     least = np.inf
     for plan, how in itertools.product(spmd_plans(asked, model), asked.compression):
-        if plan.schedule == "interleaved":
-            continue
         on = plan.degrees[-1] > 1 and how is not None
+        if plan.schedule == "interleaved" or (plan.sequence and on):
+            continue
         plan = plan.model_copy(update={"compression": how if on else Compression()})
         estimate = price(with_chunks(plan, model), model)
         if estimate.fits:

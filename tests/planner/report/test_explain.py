@@ -259,6 +259,19 @@ def test_what_chunks_and_compression_save(bandwidth):
         assert [run["sample_chunks"] for run in tree["stages"][0]["layers"]] == [chunks]
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_sequence_parallelism_in_words(cut):
+    answer = answer_of(WIDE.model_copy(update={"sequence": cut}), model=model_of("gpt-6.7b", "h100x8x1"))
+    names = [each.name for each in changed(answer)]
+    assert ("no sequence parallelism" in names, "sequence parallelism" in names) == (cut, not cut)
+    other = next(each for each in changed(answer) if "sequence parallelism" in each.name)
+    assert (other.seconds < answer.estimate.seconds) == cut  # with one stage it takes time, and less memory
+    assert ("tensor 8, sequence parallelism, 1 micro-batch" in summary(answer)[1]) == cut
+    compression = savings(answer)[1]
+    assert ("needs whole sequences" in compression.why, compression.seconds == 0) == (cut, cut)
+    assert printed(answer)
+
+
 def test_why_samples_are_in_one_piece():
     model = model_of("gpt-6.7b", "h100x8x1", overlap=False)
     assert "does not overlap computation" in savings(answer_of(WIDE, model=model))[0].why

@@ -39,6 +39,14 @@ def of(plan, seconds):
         ([of(piped([2, 2], 2, micro_batches=8), 1.0), of(piped([2, 2], 2, micro_batches=4), 1.01)], 0),
         ([of(piped([3], 1, data=4, zero=3), 1.0), of(piped([3], 1, data=4, zero=1), 1.01)], 1),
         ([of(piped([3], 1, data=4), 1.02), of(piped([3], 1, data=4), 1.01)], 1),
+        (
+            [
+                of(piped([3], 1, data=2, tensor=2, sequence=True), 1.0),
+                of(piped([3], 1, data=2, tensor=2, zero=3), 1.01),
+            ],
+            1,
+        ),
+        ([of(piped([3], 1, tensor=2, recompute=True), 1.0), of(piped([3], 1, tensor=2, sequence=True), 1.01)], 1),
     ],
     ids=[
         "fewer stages",
@@ -50,6 +58,8 @@ def of(plan, seconds):
         "micro-batches do not count",
         "less ZeRO",
         "equals",
+        "whole sequences before less ZeRO",
+        "no recomputation before whole sequences",
     ],
 )
 def test_plainest(others, winner):

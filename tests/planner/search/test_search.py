@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ def some(rng: np.random.Generator, batch: int) -> Request:
         sorted(rng.choice(counts, 2, replace=False).tolist()),
         zero=[(0,), (0, 1), (0, 3)][rng.integers(3)],
         recompute=[(False,), (True,)][rng.integers(2)],
+        sequence=bool(rng.integers(2)),
     )
 
 
@@ -83,6 +85,50 @@ def test_brute_force_where_another_cut_is_almost_as_fast():
     assert compare("spmd", 368)
 
 
+def with_memory(given, memory):
+    """The cluster with so many bytes on each device."""
+    node = given.nodes[0]
+    device = node.device.model_copy(update={"memory": memory})
+    return given.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
+
+
+def check_cut_sequences(seed):
+    """The number of stages, and the tensor degrees, of what is found between the least bytes of any plan and the least
+    of one with whole sequences."""
+    rng = np.random.default_rng(seed)
+    profile, given = random_profile(rng, 4, min_layers=3, degrees=(2, 4)), random_cluster(rng, 4, min_devices=4)
+    asked = some(rng, 4)
+    costs = CostModel(profile, given)
+    least = {False: math.inf, True: math.inf}
+    for each in spmd_plans(replace(asked, sequence=True), costs):
+        need = max(stage.total_bytes for stage in price(each, costs).stages)
+        least[each.sequence] = min(least[each.sequence], need)
+    if least[True] >= least[False]:
+        return None
+    costs = CostModel(profile, with_memory(given, (least[True] + least[False]) / 2))
+    assert search(replace(asked, sequence=False), costs, "spmd").plan is None
+    found = search(replace(asked, sequence=True), costs, "spmd")
+    seconds, _, _ = best(spmd_plans(replace(asked, sequence=True), costs), costs)
+    assert found.plan is not None and found.plan.sequence and price(found.plan, costs).fits
+    assert found.seconds == pytest.approx(seconds, rel=1e-9) == found.lower_bound
+    return len(found.plan.stages), found.plan.degrees
+
+
+@pytest.mark.parametrize("block", quick_and_exhaustive(range(40), [0]))
+def test_brute_force_where_only_cut_sequences_fit(block):
+    found = {check_cut_sequences(seed) for seed in range(40_000 + 3 * block, 40_000 + 3 * (block + 1))} - {None}
+    assert block or {1, 2} <= {stages for stages, _ in found}
+
+
+def test_sequences_are_cut_by_degrees_that_divide_them():
+    """Of 8 tokens by 2, 4 and 8 ranks, not by 6, and of images by none."""
+    rng = np.random.default_rng(1)
+    tokens, given = random_profile(rng, 3), random_cluster(rng, 4)
+    for profile, degrees in ((tokens, [2, 4, 8]), (tokens.model_copy(update={"sample": "an image"}), [])):
+        costs = CostModel(profile, given)
+        assert [t for t in range(1, 9) if True in request(4).sequences(costs, t, None)] == degrees
+
+
 @pytest.mark.parametrize("block", range(2))
 def test_brute_force_on_mixed_clusters(block):
     assert any([compare("general", 1000 + BLOCK * block + i, mixed=True) for i in range(BLOCK)])
@@ -120,10 +166,7 @@ def test_what_does_not_fit_is_found_exactly():
         costs = CostModel(profile, given)
         need = min(max(s.total_bytes for s in price(p, costs).stages) for p in PLANS[space](asked, costs))
         for memory, fits in ((need, True), (need * (1 - 1e-9), False)):
-            node = given.nodes[0]
-            device = node.device.model_copy(update={"memory": memory})
-            tight = given.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
-            found = search(asked, CostModel(profile, tight), space)
+            found = search(asked, CostModel(profile, with_memory(given, memory)), space)
             assert (found.plan is not None) == fits
             assert fits or math.isinf(found.lower_bound)
             seen.add(fits)
