@@ -141,7 +141,8 @@ def chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: Cost
 
     Embedding and head never have several sample chunks.  Chunks of equal layers share their costs.
     """
-    key = chunk.runs, model.alike[chunk.first : chunk.stop], place, strategy
+    runs = tuple((run.layers, run.tensor, run.sample_chunks) for run in chunk.runs)
+    key = runs, model.alike[chunk.first : chunk.stop], place, strategy
     if key not in model.chunks:
         model.chunks[key] = _chunk_costs(chunk, place, strategy, model)
     return model.chunks[key]

@@ -59,6 +59,7 @@ import numpy as np
 
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
+from jhpt.core.divisors import divisors
 from jhpt.core.plan import SavedTensors, Zero
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.cost.activations import NOTHING, Activations
@@ -113,6 +114,10 @@ class CostBasis:
             cluster, self.places, self.kinds, profile.bytes_per_weight, gradient_compression
         )
         self._max_tensor = np.array([kind.max_tensor for kind in self.kinds])
+        most = cluster.num_devices
+        self._degrees = sorted(
+            {t for kind in self.kinds for t in divisors(kind.max_tensor, min(kind.max_tensor, most))}
+        )
         self._seconds: dict[tuple[float, int], tuple[Array, Array]] = {}
 
     @property
@@ -135,12 +140,11 @@ class CostBasis:
 
     def degrees(self, devices: int) -> list[int]:
         """Tensor degrees that divide `devices` and that some layer allows."""
-        largest = max(kind.max_tensor for kind in self.kinds)
-        return [
-            t
-            for t in range(1, min(largest, devices) + 1)
-            if devices % t == 0 and any(kind.max_tensor % t == 0 for kind in self.kinds)
-        ]
+        return [t for t in self.degrees_up_to(devices) if devices % t == 0]
+
+    def degrees_up_to(self, devices: int) -> list[int]:
+        """Tensor degrees up to `devices` that some layer allows."""
+        return [t for t in self._degrees if t <= devices]
 
     def levels(self, requested: tuple[Zero, ...], data: int, space: Space) -> tuple[Zero, ...]:
         """The requested ZeRO levels that differ from each other on this number of data ranks.

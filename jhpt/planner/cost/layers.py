@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -58,7 +58,7 @@ class LayerStrategy:
         and at most two micro-batches."""
         return self.program == "one_stage" and (self.two_micro_batches or not self.several_micro_batches)
 
-    @property
+    @cached_property
     def of_embedding_and_head(self) -> "LayerStrategy":
         """The strategy of the first and the last layer in one SPMD program."""
         return replace(
@@ -74,6 +74,7 @@ class LayerStrategy:
         )
 
 
+@lru_cache(maxsize=65536)
 def layer_strategy(
     space: Space,
     stages: int,
@@ -106,7 +107,7 @@ def strategy_of(plan: Plan) -> LayerStrategy:
     strategy = layer_strategy(
         plan.space, stages, plan.batch, count, plan.zero, plan.recompute, plan.sequence, compression
     )
-    return replace(strategy, saved=plan.saved)
+    return strategy if plan.saved is None else replace(strategy, saved=plan.saved)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
-from jhpt.core.plan import Run, SavedTensors
+from jhpt.core.plan import SavedTensors
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.cost.collectives import DIRECTIONS, FORWARD, partition
 from jhpt.planner.cost.communication import Place, all_gather, transfer_seconds
@@ -21,7 +21,7 @@ from jhpt.planner.cost.memory import FLOAT32, Slot, in_one_stage, in_pipeline, w
 from jhpt.planner.cost.schedule import Array
 
 _Key = tuple[Place, int, LayerStrategy]
-_ChunkKey = tuple[tuple[Run, ...], tuple[int, ...], Place, LayerStrategy]
+_ChunkKey = tuple[tuple[tuple[int, int, int], ...], tuple[int, ...], Place, LayerStrategy]
 
 
 class CostModel(CostBasis):
@@ -116,9 +116,10 @@ class CostModel(CostBasis):
         """What a stage reserves for embedding and head; nothing where these are layers like the others."""
         if strategy.program != "pipeline":
             return Slot()
-        key = (place, tensor, replace(strategy.of_embedding_and_head, sequence=strategy.sequence))
+        key = (place, tensor, strategy)
         if key not in self._slots:
-            self._slots[key] = slot(self, *key)
+            of_both = replace(strategy.of_embedding_and_head, sequence=strategy.sequence)
+            self._slots[key] = slot(self, place, tensor, of_both)
         return self._slots[key]
 
     def sample_chunks(self, devices: int, tensor: int, strategy: LayerStrategy) -> tuple[int, ...]:

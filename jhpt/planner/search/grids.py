@@ -15,17 +15,21 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.config import Compression
+from jhpt.core.divisors import divisors
 from jhpt.core.plan import ONE_CHUNK, Chunk, Plan, Schedule, Stage, Zero, runs_of
 from jhpt.core.schedule import in_flight
+from jhpt.planner.cost.activations import NOTHING
 from jhpt.planner.cost.communication import Place, transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array, step_seconds
+from jhpt.planner.search.ascending import ascending
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.stages import (
     SLACK,
@@ -86,23 +90,69 @@ class Grid:
 
 
 def bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator[tuple[float, Grid]]:
-    """Every grid with a lower bound of its step time that holds for all cuts."""
-    if model.cluster.mixed:
-        return
-    available = model.cluster.num_devices
+    """Every grid with a lower bound of its step time that holds for all cuts, in ascending order of the bounds."""
+    return ascending(
+        (_least_of_family(grid, request, model), partial(_family, grid, request, model))
+        for grid in _single_stages(request, model, space)
+    )
+
+
+def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator[Grid]:
+    """Every grid of one stage; with more stages, other schedules and sequence parallelism each stands for a family."""
+    available = 0 if model.cluster.mixed else model.cluster.num_devices
     for m in request.micro_batches:
         b = request.batch // m
         for tensor in model.common_degrees(available):
-            for data in (d for d in range(1, min(b, available // tensor) + 1) if b % d == 0):
+            for data in divisors(b, up_to=available // tensor):
                 levels = model.levels(request.zero, data, space)
                 for zero, recompute in itertools.product(levels, request.recompute):
                     # With one tensor rank there is no all-reduce to compress or to hide.
                     for compression in request.compression if tensor > 1 else (None,):
                         cuts = request.sample_chunks if tensor > 1 else (1,)
-                        grid = Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
-                        yield from _single(grid, request, model)
-                        for sequence in request.sequences(model, tensor, compression):
-                            yield from _pipelines(replace(grid, stages=2, sequence=sequence), request, model)
+                        yield Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
+
+
+def _least_of_family(grid: Grid, request: Request, model: CostModel) -> float:
+    """A bound for any number of stages: the computation alone, in as many stages as there can be.
+
+    With interleaving, the number of stages divides the number of micro-batches.
+    """
+    m = grid.micro_batches
+    most = min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages)
+    spread = max(1.0, float(_ramps(m, most)[-1]) if most > 1 else 1.0)
+    if "interleaved" in request.schedules:
+        spread = max(spread, min(most, m))
+    work = least_work(request.batch // m // grid.data, grid.tensor, grid.recompute, model)
+    return m * work / spread * (1 - SLACK)
+
+
+def least_work(samples: int, tensor: int, recompute: bool, model: CostModel) -> float:
+    """Seconds to compute both passes of all layers for so many samples on a device, without any communication."""
+    forward, backward = model.compute_seconds(samples, tensor)
+    work = float((forward + backward)[model.index].sum())
+    if recompute:  # embedding and head are not recomputed
+        again = model.activations.repeated(model.saved or NOTHING)[0]
+        work += float((again * forward)[model.index[1:-1]].sum())
+    return work * min(model.places.slowdowns)
+
+
+def _family(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple[float, Grid]]:
+    """The grids that differ from this one in stages, schedule and sequence parallelism, by their bounds."""
+    single = list(_single(grid, request, model))
+    pipelines = [
+        replace(grid, stages=2, sequence=sequence)
+        for sequence in request.sequences(model, grid.tensor, grid.compression)
+    ]
+    schedules = _schedules(request)
+    tables = [_pipeline_bounds(pipeline, schedules, request, model).ravel() for pipeline in pipelines]
+    bounds = np.concatenate([[bound for bound, _ in single], *tables])
+    for at in np.argsort(bounds, kind="stable")[: np.count_nonzero(np.isfinite(bounds))].tolist():
+        if at < len(single):
+            yield single[at]
+            continue
+        which, entry = divmod(at - len(single), len(tables[0]))
+        stages, (schedule, chunks) = 2 + entry // len(schedules), schedules[entry % len(schedules)]
+        yield float(bounds[at]), replace(pipelines[which], stages=stages, schedule=schedule, chunks=chunks)
 
 
 @dataclass(frozen=True)
@@ -144,8 +194,14 @@ def _single(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple[fl
             return
 
 
-def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple[float, Grid]]:
-    """Bounds for S = 2, 3, ... stages.
+def _schedules(request: Request) -> list[tuple[Schedule, int]]:
+    """The schedules of pipelines, each with its number of chunks per device."""
+    interleaved: list[tuple[Schedule, int]] = [("interleaved", v) for v in CHUNKS if "interleaved" in request.schedules]
+    return [*((name, 1) for name in ONE_CHUNK if name in request.schedules), *interleaved]
+
+
+def _pipeline_bounds(grid: Grid, schedules: list[tuple[Schedule, int]], request: Request, model: CostModel) -> Array:
+    """[S - 1, schedules] bounds for S = 2, 3, ... stages; infinite where there is no such grid, or none that fits.
 
     Let t_s be the seconds of stage s per micro-batch and W their sum.  Then T >= max over s of
     (t_0 + .. + t_{s-1} + M t_s).  This is least if all terms are equal: t_s = (M-1)/M t_{s-1} and
@@ -154,28 +210,37 @@ def _pipelines(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple
     """
     size, m, available = grid.per_stage, grid.micro_batches, model.cluster.num_devices
     most = min(model.num_layers, available // size, request.max_stages)
-    if most < 2:
-        return
+    if most < 2 or not schedules:
+        return np.zeros((0, len(schedules)))
     strategy = grid.strategy(request.batch)
     period = math.lcm(model.places.per_node, size)
     places = [model.places.at(offset, size) for offset in range(0, min(period, available - size + 1), size)]
     work = _work(places, grid.tensor, strategy, model)
     slots = [model.slot(place, grid.tensor, strategy) for place in places]
     each, used = (min(slot.seconds(used=used) for slot in slots) for used in (False, True))
-    memory, ratio, ramp = places[0].memory * (1 + SLACK), (m - 1) / m, 1.0
-    for s in range(2, most + 1):
-        ramp += ratio ** (s - 1)
-        mean = (m * work.passes + work.once + (s - 2) * each + 2 * used) / s
-        bounds: list[tuple[Schedule, int, float]] = []
-        bounds += [(name, 1, m * work.passes / ramp + used) for name in ONE_CHUNK if name in request.schedules]
-        if "interleaved" in request.schedules and m % s == 0:
-            bounds += [("interleaved", v, mean) for v in CHUNKS if s * v <= model.num_layers]
-        for name, v, bound in bounds:
-            saved = in_flight(name, s, 0, v, m) * (work.activations / v + s * slots[0].output)
-            if work.state + s * slots[0].state + saved <= s * memory:
-                shape = s, grid.data, grid.tensor, m, grid.zero, grid.recompute
-                tensor_choices = grid.compression, grid.sample_chunks, grid.sequence
-                yield max(bound, mean), Grid(*shape, name, v, grid.space, *tensor_choices)
+    memory, s = places[0].memory * (1 + SLACK), np.arange(2, most + 1)
+    mean = (m * work.passes + work.once + (s - 2) * each + 2 * used) / s
+    ramped = np.maximum(m * work.passes / _ramps(m, most) + used, mean)
+    columns = []
+    for name, v in schedules:
+        saved = _most_in_flight(name, v, m, most) * (work.activations / v + s * slots[0].output)
+        possible = work.state + s * slots[0].state + saved <= s * memory
+        if name == "interleaved":
+            possible &= (m % s == 0) & (s * v <= model.num_layers)
+        columns.append(np.where(possible, mean if name == "interleaved" else ramped, np.inf))
+    return np.stack(columns, axis=1)
+
+
+@cache
+def _ramps(m: int, most: int) -> Array:
+    """[S - 1] sum of ((M-1)/M)^s over S = 2, 3, ... stages."""
+    return np.array(list(itertools.accumulate(((m - 1) / m) ** s for s in range(most)))[1:])
+
+
+@cache
+def _most_in_flight(schedule: Schedule, chunks: int, m: int, most: int) -> Array:
+    """[S - 1] micro-batches in flight on the first of S = 2, 3, ... stages."""
+    return np.array([in_flight(schedule, s, 0, chunks, m) for s in range(2, most + 1)])
 
 
 def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> Plan:

@@ -26,6 +26,9 @@ from jhpt.planner.cost.layers import LayerCosts, LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 
+PAIRWISE = 256
+"""Up to so many labels are compared all with each other, which is faster than one after the other."""
+
 FORWARD, BACKWARD, ERRORS, REDUCED, UPDATE, SAVED, WORKING, LEAVING = range(8)
 
 
@@ -221,6 +224,10 @@ def _add_ends(start: Array, layer: int, t: int, costs: LayerCosts, question: Que
 def _undominated(labels: Array) -> npt.NDArray[np.int64]:
     """Indices of the labels for which no other label is as good in everything; of equal labels the first."""
     order = np.lexsort(labels.T[::-1])
+    if len(labels) <= PAIRWISE:
+        ordered = labels[order]
+        as_good = np.logical_and.reduce([column[:, None] <= column[None, :] for column in ordered.T])
+        return np.sort(order[~np.triu(as_good, 1).any(axis=0)])
     best, count = np.empty_like(labels), 0
     kept = []
     for index in order:
