@@ -32,6 +32,7 @@ from jhpt.planner.cost.schedule import Array, step_seconds
 from jhpt.planner.search.ascending import ascending
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.stages import (
+    NEAR,
     SLACK,
     Ranges,
     StageTerms,
@@ -39,6 +40,7 @@ from jhpt.planner.search.stages import (
     pair_seconds_in_line,
     prefix_sums,
     ranges,
+    round_trip_seconds,
     stage_seconds,
     stage_seconds_gpipe,
     stage_seconds_in_line,
@@ -46,6 +48,9 @@ from jhpt.planner.search.stages import (
 
 CHUNKS = (2, 3, 4)
 """Numbers of chunks per device that interleaved schedules may have."""
+
+TOGETHER = 100
+"""About how many complete cuts are priced together."""
 
 EXPANSIONS = 300
 """Most prefixes that the search opens for one grid.  Only large models with uneven layers need as many."""
@@ -332,10 +337,14 @@ class CutSearch:
         return terms, self.cut[s, stops], stops
 
     def _tables(self) -> None:
-        """V, Z and D of `stages`, [S + 1, N + 1]: of stages s, s + 1, ... if stage s starts at layer i."""
+        """V, Z and D of `stages`, [S + 1, N + 1]: of stages s, s + 1, ... if stage s starts at layer i.
+
+        near[j]: the round trip through the first j + 1 of them.
+        """
         shape = (self.s + 1, self.n + 1)
-        self.back, self.done, self.trip = (np.full(shape, np.inf) for _ in range(3))
-        self.back[-1, -1] = self.done[-1, -1] = self.trip[-1, -1] = 0.0
+        self.back, self.done, self.trip, *self.near = (np.full(shape, np.inf) for _ in range(3 + NEAR))
+        for table in (self.back, self.done, self.trip, *self.near):
+            table[-1, -1] = 0.0
         started = np.arange(self.n)[:, None]
         for s in reversed(range(self.s)):
             terms, transfer, stops = self._choices(s)
@@ -346,6 +355,9 @@ class CutSearch:
             back = np.maximum(self._stage_bound(s, terms, transfer, stops), both + self.back[s + 1, stops])
             done = np.maximum(back + after(terms), forward + transfer + self.done[s + 1, stops])
             self.trip[s, :-1] = (both + self.trip[s + 1, stops]).min(axis=1)
+            for table, ahead in zip(self.near, (None, *self.near), strict=False):
+                nearest = forward + terms.backward if ahead is None else both + ahead[s + 1, stops]
+                table[s, :-1] = nearest.min(axis=1)
             self.back[s, :-1], self.done[s, :-1] = back.min(axis=1), done.min(axis=1)
 
     def _stage_bound(self, s: int, terms: StageTerms, transfer: Array, stops: slice | npt.NDArray[np.int64]) -> Array:
@@ -354,6 +366,12 @@ class CutSearch:
         seconds = stage_seconds(terms, transfer, beyond, self.window[s], self.m)
         if self.grid.schedule == "gpipe":
             seconds = np.maximum(seconds, stage_seconds_gpipe(terms, transfer, beyond, self.m))
+        else:
+            left = self.s - s
+            ahead = {j: self.near[j - 1][s + 1, stops] for j in range(1, min(NEAR, left - 1) + 1)}
+            seconds = np.maximum(
+                seconds, round_trip_seconds(terms, transfer, {**ahead, left - 1: beyond}, self.m, left)
+            )
         if not self.model.cluster.overlap:
             seconds = np.maximum(seconds, stage_seconds_in_line(terms, transfer, self.m, self.s - 1 - s))
         return seconds
@@ -362,16 +380,21 @@ class CutSearch:
         """Searches best-first over prefixes of stages; exact if it opens fewer than `EXPANSIONS` of them."""
         bound = float(max(self.back[0, 0], self.done[0, 0]))
         heap: list[tuple[float, int, tuple[int, ...], float, float]] = [(bound, 0, (), 0.0, 0.0)]
-        for _ in range(EXPANSIONS):
-            if not heap or heap[0][0] >= self.incumbent.cutoff:
-                break
-            bound, _, cuts, head, tail = heapq.heappop(heap)
-            children = self._children(bound, cuts, head, tail)
-            if len(cuts) == self.s - 2:
-                self._leaves([child[2] for child in children])
-                continue
-            for child in children:
-                heapq.heappush(heap, child)
+        opened = 0
+        while heap and heap[0][0] < self.incumbent.cutoff and opened < EXPANSIONS:
+            leaves: list[tuple[int, ...]] = []
+            while heap and len(leaves) < TOGETHER and opened < EXPANSIONS and heap[0][0] < self.incumbent.cutoff:
+                if leaves and len(heap[0][2]) < self.s - 2:
+                    break
+                opened += 1
+                bound, _, cuts, head, tail = heapq.heappop(heap)
+                children = self._children(bound, cuts, head, tail)
+                if len(cuts) == self.s - 2:
+                    leaves += [child[2] for child in children]
+                else:
+                    for child in children:
+                        heapq.heappush(heap, child)
+            self._leaves(leaves)
         if heap:
             self.incumbent.note_unexplored_bound(heap[0][0])
 
