@@ -230,12 +230,13 @@ def _with_nodes(cluster: Cluster, factor: int) -> Cluster:
 
 def _fits(request: Request, cluster: Cluster, model: CostModel, space: Space, *, offloaded: bool = False) -> bool:
     """Whether any plan fits this cluster.  offloaded: whether plans of space="spmd" with CPU offload count, too."""
-    costs, incumbent = CostModel(model.profile, cluster, model.gradient_compression, model.saved), Incumbent()
+    costs = CostModel(model.profile, cluster, model.gradient_compression, model.saved)
+    incumbent = Incumbent(any_plan=True)
     if space == "spmd":
         search_spmd(request, costs, incumbent)
         plans = offloaded_plans(request, costs) if offloaded else ()
         return incumbent.plan is not None or any(price(plan, costs).fits for plan in plans)
     offer_equal_stages(request, costs, incumbent)
-    if incumbent.plan is None:
+    if not incumbent.settled:
         search_general(request, costs, incumbent)
-    return incumbent.plan is not None
+    return incumbent.settled

@@ -44,6 +44,8 @@ def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> 
     minima = Minima(model)
     if incumbent.plan is None:
         _seed(request, model, minima, incumbent)
+    if incumbent.settled:
+        return
     promising: list[tuple[float, Problem, Schedule, Suffixes | None]] = []
     room = KEPT_CHOICES
     for bound, m, strategy in sorted(_bounded(request, model, minima), key=lambda entry: entry[:2]):
@@ -100,12 +102,14 @@ def _seed(request: Request, model: CostModel, minima: Minima, incumbent: Incumbe
             )
             strategy = LayerStrategy(request.batch // m, zero, recompute)
             incumbent.offer(Problem(m, strategy, request, model, minima).plan(stages, schedule), model)
+            if incumbent.settled:
+                return
 
 
 def offer_equal_stages(request: Request, model: CostModel, best: Incumbent) -> None:
     """Offers `best` the fastest plan of space="general" whose stages all have the same number of devices, if any."""
     if not model.cluster.mixed:
-        start = Incumbent()
+        start = Incumbent(any_plan=best.any_plan)
         search_spmd(replace(request, schedules=tuple(pipelines(request))), model, start, "general")
         if start.plan is not None:
             best.offer(start.plan, model)
