@@ -52,8 +52,9 @@ CHUNKS = (2, 3, 4)
 TOGETHER = 100
 """About how many complete cuts are priced together."""
 
-EXPANSIONS = 300
-"""Most prefixes that the search opens for one grid.  Only large models with uneven layers need as many."""
+EXPANSIONS, FEW_EXPANSIONS = 1000, 300
+"""Most prefixes that the search opens for one grid; few if no prefix that is left has a bound below that of other
+unvisited plans.  Only large models with uneven layers need as many."""
 
 
 @dataclass(frozen=True)
@@ -380,21 +381,23 @@ class CutSearch:
         """Searches best-first over prefixes of stages; exact if it opens fewer than `EXPANSIONS` of them."""
         bound = float(max(self.back[0, 0], self.done[0, 0]))
         heap: list[tuple[float, int, tuple[int, ...], float, float]] = [(bound, 0, (), 0.0, 0.0)]
+        whole: list[tuple[int, ...]] = []
         opened = 0
-        while heap and heap[0][0] < self.incumbent.cutoff and opened < EXPANSIONS:
-            leaves: list[tuple[int, ...]] = []
-            while heap and len(leaves) < TOGETHER and opened < EXPANSIONS and heap[0][0] < self.incumbent.cutoff:
-                if leaves and len(heap[0][2]) < self.s - 2:
-                    break
-                opened += 1
-                bound, _, cuts, head, tail = heapq.heappop(heap)
-                children = self._children(bound, cuts, head, tail)
-                if len(cuts) == self.s - 2:
-                    leaves += [child[2] for child in children]
-                else:
-                    for child in children:
-                        heapq.heappush(heap, child)
-            self._leaves(leaves)
+        while heap and heap[0][0] < self.incumbent.cutoff:
+            if opened >= (FEW_EXPANSIONS if heap[0][0] >= self.incumbent.unvisited else EXPANSIONS):
+                break
+            opened += 1
+            bound, _, cuts, head, tail = heapq.heappop(heap)
+            children = self._children(bound, cuts, head, tail)
+            if len(cuts) == self.s - 2:
+                whole += [child[2] for child in children]
+            else:
+                for child in children:
+                    heapq.heappush(heap, child)
+            if whole and (len(whole) >= TOGETHER or not heap or len(heap[0][2]) < self.s - 2):
+                self._leaves(whole)
+                whole = []
+        self._leaves(whole)
         if heap:
             self.incumbent.note_unexplored_bound(heap[0][0])
 

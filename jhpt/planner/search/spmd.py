@@ -48,7 +48,7 @@ from jhpt.planner.search.layer_degrees import Option, Question, chains, costs_at
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.stages import SLACK
 
-LABELS, EXACT_LAYERS = 48, 24
+LABELS, EXACT_LAYERS = 192, 24
 """Partial assignments of degrees that are kept per layer if a model has more than `EXACT_LAYERS` layers."""
 
 

@@ -109,7 +109,8 @@ def _seed(request: Request, model: CostModel, minima: Minima, incumbent: Incumbe
 def offer_equal_stages(request: Request, model: CostModel, best: Incumbent) -> None:
     """Offers `best` the fastest plan of space="general" whose stages all have the same number of devices, if any."""
     if not model.cluster.mixed:
-        start = Incumbent(any_plan=best.any_plan)
+        # Nothing has to be proven here, so a few prefixes of every grid are enough.
+        start = Incumbent(any_plan=best.any_plan, unvisited=0.0)
         search_spmd(replace(request, schedules=tuple(pipelines(request))), model, start, "general")
         if start.plan is not None:
             best.offer(start.plan, model)
