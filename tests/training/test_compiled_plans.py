@@ -18,11 +18,11 @@ from jhpt.planner.cost.activations import offloaded_activation_bytes, repeated
 from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.planner.search.recompute import with_names
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
 from jhpt.training.compile import compiled_step
 from tests.covers import quick_and_exhaustive
+from tests.planner.saved import fastest
 
 pytestmark = pytest.mark.deviceless
 
@@ -228,7 +228,7 @@ def test_what_is_chosen_takes_what_is_predicted(name):
 
     least, most = planned(bare), planned(keeping(device=NAMED_TENSORS))
     budgets = [least + share * (most - least) for share in (0.3, 0.6)]
-    plans = [with_names(bare, CostModel(profile, sized(devices, budget))) for budget in budgets]
+    plans = [fastest(bare, CostModel(profile, sized(devices, budget))) for budget in budgets]
     plans.append(keeping(host=NAMED_TENSORS[:1]))
     assert len({plan.saved for plan in plans}) == 3
     first, everything = (compiled_step(config, plan, cluster) for plan in (bare, keeping(device=NAMED_TENSORS)))
@@ -280,7 +280,7 @@ def test_what_is_chosen_for_the_host_is_there(name):
     )
     nothing = planned(bare.model_copy(update={"saved": SavedTensors(host=NAMED_TENSORS[:1])}))
     for memory in (least + 0.1 * (most - least), least - 0.5 * (least - nothing)):
-        plan = with_names(bare, CostModel(profile, sized(devices, memory)), host=True)
+        plan = fastest(bare, CostModel(profile, sized(devices, memory)), host=True)
         assert plan is not None and plan.saved is not None and plan.saved.host
         reading = compiled_step(config, plan, cluster)
         assert planned(plan) == pytest.approx(reading.memory.device, rel=0.2)

@@ -12,7 +12,6 @@ micro-batch in flight holds the tensors of the largest chunk, in a ring that is 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
@@ -31,70 +30,28 @@ NOTHING = SavedTensors()
 """Full recomputation: only the input of each layer is saved."""
 
 
-class Fate(IntEnum):
-    """What happens to a tensor between the forward and the backward pass."""
-
-    RECOMPUTED = 0
-    SAVED = 1
-    OFFLOADED = 2
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
     """A value of a block's forward pass.
 
-    bytes: its size on the device.  seconds: to compute it from its inputs.  inputs: positions of earlier tensors; the
-    block's own input, which is always saved, is not listed.  read: whether the backward pass reads it.  copy_seconds:
-    of one copy to the host or back; None: bytes / rate.  host_bytes: its size on the host; None: the same as `bytes`.
+    seconds: to compute it from its inputs.  inputs: positions of earlier tensors; the block's own input, which is
+    always saved, is not listed.  read: whether the backward pass reads it.
     """
 
-    name: str | None
-    bytes: float
     seconds: float
     inputs: tuple[int, ...] = ()
     read: bool = True
-    copy_seconds: float | None = None
-    host_bytes: float | None = None
-
-    @property
-    def on_host(self) -> float:
-        """Bytes on the host, if it is offloaded."""
-        return self.bytes if self.host_bytes is None else self.host_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Copies:
-    """Copies to the host and back.
-
-    rate: bytes/s in either direction.  forward, backward: seconds of computation that can hide a block's copies.
-    budget: bytes on the host.  sparing: among equally fast choices prefer the one with the fewest bytes on the host,
-    and then the one with the fewest on the device.
-    """
-
-    rate: float
-    forward: float
-    backward: float
-    budget: float = np.inf
-    sparing: bool = False
-
-    def seconds(self, tensor: Tensor) -> float:
-        """Seconds of one copy of the tensor."""
-        return tensor.on_host / self.rate if tensor.copy_seconds is None else tensor.copy_seconds
-
-
-def seconds_of(tensors: Sequence[Tensor], fates: Sequence[Fate], copies: Copies | None = None) -> float:
-    """Seconds of recomputation and of exposed copies.  Each dropped tensor that is needed is recomputed once."""
+def seconds_of(tensors: Sequence[Tensor], saved: Sequence[bool]) -> float:
+    """Seconds of recomputation.  Each tensor that is needed and not saved is recomputed once."""
     needed = [tensor.read for tensor in tensors]
     total = 0.0
     for position in reversed(range(len(tensors))):  # inputs come first, so this visits readers before them
-        if needed[position] and fates[position] == Fate.RECOMPUTED:
+        if needed[position] and not saved[position]:
             total += tensors[position].seconds
             for source in tensors[position].inputs:
                 needed[source] = True
-    if copies:
-        offloaded = (tensor for tensor, fate in zip(tensors, fates, strict=True) if fate == Fate.OFFLOADED)
-        copied = sum(map(copies.seconds, offloaded))
-        total += max(copied - copies.forward, 0.0) + max(copied - copies.backward, 0.0)
     return total
 
 
@@ -112,38 +69,23 @@ def repeated(tensors: tuple[NamedTensor, ...], saved: SavedTensors) -> Repeated:
     if not tensors:
         return Repeated(seconds=1.0, all_reduces=1.0)
     shares = flops_shares(tensors), all_reduce_shares(tensors)
-    fates = [_fate(tensor.name, saved) for tensor in tensors if tensor.name != BLOCK_INPUT]
-    seconds, all_reduces = (seconds_of(graph(tensors, share), fates) for share in shares)
+    kept = [tensor.name in (*saved.device, *saved.host) for tensor in tensors if tensor.name != BLOCK_INPUT]
+    seconds, all_reduces = (seconds_of(graph(tensors, share), kept) for share in shares)
     return Repeated(seconds=seconds, all_reduces=all_reduces)
 
 
-def graph(
-    tensors: Sequence[NamedTensor], seconds: dict[str, float], sizes: dict[str, float] | None = None
-) -> list[Tensor]:
-    """The tensors other than the block's input, which is always available, with the seconds that each takes.
-
-    Args:
-      seconds: by name.
-      sizes: bytes by name; None: those of one sample.
-    """
+def graph(tensors: Sequence[NamedTensor], seconds: dict[str, float]) -> list[Tensor]:
+    """The tensors other than the block's input, which is always available.  seconds: that each takes, by name."""
     inner = [tensor for tensor in tensors if tensor.name != BLOCK_INPUT]
     position = {tensor.name: index for index, tensor in enumerate(inner)}
     return [
         Tensor(
-            name=tensor.name,
-            bytes=sizes[tensor.name] if sizes else tensor.bytes,
             seconds=seconds[tensor.name],
             inputs=tuple(position[name] for name in tensor.inputs if name != BLOCK_INPUT),
             read=tensor.read,
         )
         for tensor in inner
     ]
-
-
-def _fate(name: str, saved: SavedTensors) -> Fate:
-    if name in saved.host:
-        return Fate.OFFLOADED
-    return Fate.SAVED if name in saved.device else Fate.RECOMPUTED
 
 
 class Activations:

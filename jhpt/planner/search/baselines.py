@@ -31,7 +31,7 @@ from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.ascending import Members, ascending
-from jhpt.planner.search.grids import least_work
+from jhpt.planner.search.bounds import least_work
 from jhpt.planner.search.request import Request
 from jhpt.planner.search.stages import SLACK
 

@@ -1,8 +1,7 @@
 """Plans whose stages have equally many devices: grids of stages x data x tensor devices, and where to cut the layers.
 
-A grid is every decision of an SPMD plan except where the layers are cut into stages.  Every grid has a lower bound that
-holds for all cuts.  So the search can visit the most promising grids first and stop as soon as no other grid can be
-faster than the best plan.
+A grid is every decision of an SPMD plan except where the layers are cut into stages.  `bounds` has a lower bound of
+every grid that holds for all cuts.
 
 `CutSearch` finds the cuts of one grid, best-first over prefixes of stages.  The dynamic programme of `stages` gives a
 lower bound for every suffix of the layers.  A prefix of fixed stages and the bound of the suffix that follows give a
@@ -12,42 +11,34 @@ a prefix exactly for all layers at once.
 
 import heapq
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
 
 import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.config import Compression
-from jhpt.core.divisors import divisors
-from jhpt.core.plan import ONE_CHUNK, Chunk, Plan, Schedule, Stage, Zero, runs_of
+from jhpt.core.plan import Chunk, Plan, SavedTensors, Schedule, Stage, Zero, runs_of
 from jhpt.core.schedule import in_flight
-from jhpt.planner.cost.activations import NOTHING
-from jhpt.planner.cost.communication import Place, transfer_seconds
+from jhpt.planner.cost.communication import transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array, step_seconds
-from jhpt.planner.search.ascending import ascending
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.stages import (
     NEAR,
-    SLACK,
     Ranges,
     StageTerms,
     after,
     pair_seconds_in_line,
     prefix_sums,
+    range_sums,
     ranges,
     round_trip_seconds,
     stage_seconds,
     stage_seconds_gpipe,
     stage_seconds_in_line,
 )
-
-CHUNKS = (2, 3, 4)
-"""Numbers of chunks per device that interleaved schedules may have."""
 
 TOGETHER = 100
 """About how many complete cuts are priced together."""
@@ -74,6 +65,8 @@ class Grid:
     sample_chunks: tuple[int, ...] = (1,)
     """Numbers of sample chunks to choose from."""
     sequence: bool = False
+    saved: SavedTensors | None = None
+    """With recomputation: what blocks save beside their inputs; None: nothing, or what is still to be chosen."""
 
     @property
     def per_stage(self) -> int:
@@ -92,161 +85,7 @@ class Grid:
             self.sequence,
             compression=self.compression,
         )
-        return replace(strategy, sample_chunks=self.sample_chunks)
-
-
-def bounded_grids(request: Request, model: CostModel, space: Space) -> Iterator[tuple[float, Grid]]:
-    """Every grid with a lower bound of its step time that holds for all cuts, in ascending order of the bounds."""
-    return ascending(
-        (_least_of_family(grid, request, model), partial(_family, grid, request, model))
-        for grid in _single_stages(request, model, space)
-    )
-
-
-def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator[Grid]:
-    """Every grid of one stage; with more stages, other schedules and sequence parallelism each stands for a family."""
-    available = 0 if model.cluster.mixed else model.cluster.num_devices
-    for m in request.micro_batches:
-        b = request.batch // m
-        for tensor in model.common_degrees(available):
-            for data in divisors(b, up_to=available // tensor):
-                levels = model.levels(request.zero, data, space)
-                for zero, recompute in itertools.product(levels, request.recompute):
-                    # With one tensor rank there is no all-reduce to compress or to hide.
-                    for compression in request.compression if tensor > 1 else (None,):
-                        cuts = request.sample_chunks if tensor > 1 else (1,)
-                        yield Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
-
-
-def _least_of_family(grid: Grid, request: Request, model: CostModel) -> float:
-    """A bound for any number of stages: the computation alone, in as many stages as there can be.
-
-    With interleaving, the number of stages divides the number of micro-batches.
-    """
-    m = grid.micro_batches
-    most = min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages)
-    spread = max(1.0, float(_ramps(m, most)[-1]) if most > 1 else 1.0)
-    if "interleaved" in request.schedules:
-        spread = max(spread, min(most, m))
-    work = least_work(request.batch // m // grid.data, grid.tensor, grid.recompute, model)
-    return m * work / spread * (1 - SLACK)
-
-
-def least_work(samples: int, tensor: int, recompute: bool, model: CostModel) -> float:
-    """Seconds to compute both passes of all layers for so many samples on a device, without any communication."""
-    forward, backward = model.compute_seconds(samples, tensor)
-    work = float((forward + backward)[model.index].sum())
-    if recompute:  # embedding and head are not recomputed
-        again = model.activations.repeated(model.saved or NOTHING)[0]
-        work += float((again * forward)[model.index[1:-1]].sum())
-    return work * min(model.places.slowdowns)
-
-
-def _family(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple[float, Grid]]:
-    """The grids that differ from this one in stages, schedule and sequence parallelism, by their bounds."""
-    single = list(_single(grid, request, model))
-    pipelines = [
-        replace(grid, stages=2, sequence=sequence)
-        for sequence in request.sequences(model, grid.tensor, grid.compression)
-    ]
-    schedules = _schedules(request)
-    tables = [_pipeline_bounds(pipeline, schedules, request, model).ravel() for pipeline in pipelines]
-    bounds = np.concatenate([[bound for bound, _ in single], *tables])
-    for at in np.argsort(bounds, kind="stable")[: np.count_nonzero(np.isfinite(bounds))].tolist():
-        if at < len(single):
-            yield single[at]
-            continue
-        which, entry = divmod(at - len(single), len(tables[0]))
-        stages, (schedule, chunks) = 2 + entry // len(schedules), schedules[entry % len(schedules)]
-        yield float(bounds[at]), replace(pipelines[which], stages=stages, schedule=schedule, chunks=chunks)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The least costs of all layers together.
-
-    passes: seconds of one micro-batch, forward and backward.  once: further seconds per step.  state, activations:
-    bytes.
-    """
-
-    passes: float
-    once: float
-    state: float
-    activations: float
-
-
-def _work(places: Sequence[Place], tensor: int, strategy: LayerStrategy, model: CostModel) -> _Work:
-    tables = [model.layer_costs(place, tensor, strategy) for place in places]
-    backwards = np.array([c.backward + c.backward_tensor for c in tables])
-    passes = np.array([c.forward + c.forward_tensor for c in tables]) + backwards
-    updates = np.array([c.update for c in tables])
-    reduced = np.array([c.gradients for c in tables]) + updates - backwards
-    return _Work(
-        passes=float(passes.min(axis=0).sum()),
-        once=max(float(quantity.min(axis=0).sum()) for quantity in (updates, reduced)),
-        state=float(tables[0].state.sum()),
-        activations=float(tables[0].activations.sum()),
-    )
-
-
-def _single(grid: Grid, request: Request, model: CostModel) -> Iterator[tuple[float, Grid]]:
-    """The grid with one stage, if it can fit; with sequence parallelism, which makes it slower, only if it has to."""
-    place = model.places.at(0, grid.per_stage)
-    for sequence in request.sequences(model, grid.tensor, grid.compression):
-        tried = replace(grid, sequence=sequence)
-        work = _work([place], grid.tensor, tried.strategy(request.batch), model)
-        if work.state + work.activations <= place.memory * (1 + SLACK):
-            yield grid.micro_batches * work.passes + work.once, tried
-            return
-
-
-def _schedules(request: Request) -> list[tuple[Schedule, int]]:
-    """The schedules of pipelines, each with its number of chunks per device."""
-    interleaved: list[tuple[Schedule, int]] = [("interleaved", v) for v in CHUNKS if "interleaved" in request.schedules]
-    return [*((name, 1) for name in ONE_CHUNK if name in request.schedules), *interleaved]
-
-
-def _pipeline_bounds(grid: Grid, schedules: list[tuple[Schedule, int]], request: Request, model: CostModel) -> Array:
-    """[S - 1, schedules] bounds for S = 2, 3, ... stages; infinite where there is no such grid, or none that fits.
-
-    Let t_s be the seconds of stage s per micro-batch and W their sum.  Then T >= max over s of
-    (t_0 + .. + t_{s-1} + M t_s).  This is least if all terms are equal: t_s = (M-1)/M t_{s-1} and
-    T = M W / sum of ((M-1)/M)^s; the first stage then still has to update its slot.  A second bound: the largest
-    finishing time of the stages is at least their mean.  The mean of the bytes over the stages must fit, too.
-    """
-    size, m, available = grid.per_stage, grid.micro_batches, model.cluster.num_devices
-    most = min(model.num_layers, available // size, request.max_stages)
-    if most < 2 or not schedules:
-        return np.zeros((0, len(schedules)))
-    strategy = grid.strategy(request.batch)
-    period = math.lcm(model.places.per_node, size)
-    places = [model.places.at(offset, size) for offset in range(0, min(period, available - size + 1), size)]
-    work = _work(places, grid.tensor, strategy, model)
-    slots = [model.slot(place, grid.tensor, strategy) for place in places]
-    each, used = (min(slot.seconds(used=used) for slot in slots) for used in (False, True))
-    memory, s = places[0].memory * (1 + SLACK), np.arange(2, most + 1)
-    mean = (m * work.passes + work.once + (s - 2) * each + 2 * used) / s
-    ramped = np.maximum(m * work.passes / _ramps(m, most) + used, mean)
-    columns = []
-    for name, v in schedules:
-        saved = _most_in_flight(name, v, m, most) * (work.activations / v + s * slots[0].output)
-        possible = work.state + s * slots[0].state + saved <= s * memory
-        if name == "interleaved":
-            possible &= (m % s == 0) & (s * v <= model.num_layers)
-        columns.append(np.where(possible, mean if name == "interleaved" else ramped, np.inf))
-    return np.stack(columns, axis=1)
-
-
-@cache
-def _ramps(m: int, most: int) -> Array:
-    """[S - 1] sum of ((M-1)/M)^s over S = 2, 3, ... stages."""
-    return np.array(list(itertools.accumulate(((m - 1) / m) ** s for s in range(most)))[1:])
-
-
-@cache
-def _most_in_flight(schedule: Schedule, chunks: int, m: int, most: int) -> Array:
-    """[S - 1] micro-batches in flight on the first of S = 2, 3, ... stages."""
-    return np.array([in_flight(schedule, s, 0, chunks, m) for s in range(2, most + 1)])
+        return replace(strategy, sample_chunks=self.sample_chunks, saved=self.saved)
 
 
 def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> Plan:
@@ -262,6 +101,7 @@ def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostMo
         Stage(device=s * grid.per_stage, devices=grid.per_stage, chunks=tuple(chunks[s :: grid.stages]))
         for s in range(grid.stages)
     )
+    saved = grid.saved or model.saved
     return Plan(
         model=model.profile.name,
         cluster=model.cluster.name,
@@ -272,7 +112,7 @@ def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostMo
         zero=grid.zero,
         sequence=grid.sequence,
         recompute=grid.recompute,
-        saved=model.saved if grid.recompute else None,
+        saved=saved if grid.recompute and saved != SavedTensors() else None,
         compression=grid.compression or Compression(),
         stages=stages,
     )
@@ -284,12 +124,11 @@ def balanced(work: Array, parts: int) -> tuple[int, ...]:
     Among equal partitions, each part in turn takes as many layers as it can: its sum must not exceed the largest part,
     and at least one layer must remain for each later part.
     """
-    n, total = len(work), prefix_sums(work)
-    first, last = np.arange(n)[:, None], np.arange(n)[None, :]
-    sums = np.where(first < last, total[None, 1:] - total[1:, None], np.inf)  # [i, j] of layers i+1..j
-    least = total[1:].copy()  # least[j]: the smallest largest part of layers 0..j
+    n, total, sums = len(work), prefix_sums(work), range_sums(work)
+    sums = np.where(np.tri(n, k=-1, dtype=bool), np.inf, sums)  # [i, j] of layers i..j
+    least = total[1:]  # least[j]: the smallest largest part of layers 0..j
     for _ in range(1, parts):
-        least = np.maximum(least[:, None], sums).min(axis=0)
+        least = np.append(np.inf, np.maximum(least[:-1, None], sums[1:]).min(axis=0)[1:])
     limit, cuts, start = least[-1] * (1 + 1e-12), [], 0
     for remaining in range(parts - 1, 0, -1):
         stop = int(np.searchsorted(total, total[start] + limit, side="right")) - 1

@@ -20,7 +20,6 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import check_blocks
 from jhpt.planner.search.general import offer_equal_stages, search_general
 from jhpt.planner.search.offload import nearest_offloaded, offloaded_plans, search_offloaded
-from jhpt.planner.search.recompute import improve
 from jhpt.planner.search.request import SCHEDULES, Incumbent, Request, choices_of
 from jhpt.planner.search.request import request as request_of
 from jhpt.planner.search.spmd import search_spmd
@@ -91,8 +90,6 @@ def solve(profile: ModelProfile, cluster: Cluster, request: Request, space: Spac
         request = replace(request, compression=(None,))
     resident = None in request.offload
     best = search(request, model, space) if resident else Incumbent()
-    if space == "spmd" and (best.plan is not None or request.host) and resident:
-        improve(request, model, best)
     on_devices = best.seconds if resident else None
     if space == "spmd":
         if not resident:
@@ -233,7 +230,8 @@ def _fits(request: Request, cluster: Cluster, model: CostModel, space: Space, *,
     costs = CostModel(model.profile, cluster, model.gradient_compression, model.saved)
     incumbent = Incumbent(any_plan=True)
     if space == "spmd":
-        search_spmd(request, costs, incumbent)
+        for recompute in request.recompute:  # one at a time: what blocks save is of no interest
+            search_spmd(replace(request, recompute=(recompute,)), costs, incumbent)
         plans = offloaded_plans(request, costs) if offloaded else ()
         return incumbent.plan is not None or any(price(plan, costs).fits for plan in plans)
     offer_equal_stages(request, costs, incumbent)

@@ -11,7 +11,8 @@ Decision set of space="spmd":
     schedule        1f1b, gpipe, or interleaved with v = 2, 3 or 4 chunks per device.  Interleaving requires M to be
                     divisible by S and cuts the layers into S v balanced ranges (`grids.balanced`)
     ZeRO            0, 1 or 3 if d > 1, else 0 or 3.  ZeRO-3 on one data rank has no compute-dtype copy of the weights
-    recomputation   off or on
+    recomputation   off, or on with any set of a block's named tensors saved, the same in all blocks (`saved_sets`).
+                    Sets that another one beats are left out.  With one stage, plans that fit without it do not have it
     compression     one of those requested, if a tensor degree is above 1
     sequences       cut over the tensor ranks or not (sequence parallelism), if a tensor degree is above 1, without
                     compression, and if all degrees in use divide the number of tokens.  With one stage this only
@@ -35,6 +36,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -43,9 +45,11 @@ from jhpt.core.divisors import divisors
 from jhpt.core.plan import Chunk, Stage, runs_of
 from jhpt.planner.cost.layers import Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.search.grids import CutSearch, Grid, balanced, bounded_grids, grid_plan
+from jhpt.planner.search.bounds import bounded_grids, interleaved_seconds, with_sets
+from jhpt.planner.search.grids import CutSearch, Grid, balanced, grid_plan
 from jhpt.planner.search.layer_degrees import Option, Question, chains, costs_at, options
 from jhpt.planner.search.request import Incumbent, Request
+from jhpt.planner.search.saved_sets import SavedSets
 from jhpt.planner.search.stages import SLACK
 
 LABELS, EXACT_LAYERS = 192, 24
@@ -60,28 +64,35 @@ def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space:
     """
     if space == "general":
         request = replace(request, sample_chunks=(1,), compression=(None,), sequence=False)
-    for bound, grid in bounded_grids(request, model, space):
+    sets = SavedSets(request, model, space)
+    for bound, grid in bounded_grids(request, model, space, sets):
         if bound >= incumbent.cutoff:
             incumbent.note_unexplored_bound(bound)
             break
-        if grid.chunks > 1:
-            incumbent.offer(grid_plan(grid, _interleaved_cuts(grid, request, model), request, model), model)
-        elif grid.stages == 1:
-            _offer_single(grid, request, model, incumbent)
-        else:
-            CutSearch(grid, request, model, incumbent).run()
-    stages = mixed_stages(request, model, space, incumbent.cutoff)
+        if incumbent.plan is None and sets.smallest and grid.recompute:
+            _search_grid(replace(grid, saved=sets.smallest), request, model, incumbent)
+            if incumbent.plan is None:  # then no larger set fits either
+                continue
+        for least, each in with_sets(grid, request, model, sets, incumbent.cutoff):
+            if least < incumbent.cutoff:
+                _search_grid(each, request, model, incumbent)
+    stages = mixed_stages(request, model, space, incumbent.cutoff, sets)
     for bound, question in sorted(stages, key=lambda pair: pair[0]):
         if bound >= incumbent.cutoff:
             break
         try_mixed(bound, question, space, request, model, incumbent)
 
 
-def _offer_single(grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
-    """Offers the grid of one stage; if it does not fit, also with sequence parallelism."""
-    estimate = incumbent.offer(grid_plan(grid, (), request, model), model)
-    if not (grid.sequence or estimate.fits) and True in request.sequences(model, grid.tensor, grid.compression):
-        incumbent.offer(grid_plan(replace(grid, sequence=True), (), request, model), model)
+def _search_grid(grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
+    """Offers the best cuts of the grid, or the only ones."""
+    if grid.chunks > 1:
+        cuts = _interleaved_cuts(grid, request, model)
+        if interleaved_seconds(grid, cuts, request, model) < incumbent.cutoff:
+            incumbent.offer(grid_plan(grid, cuts, request, model), model)
+    elif grid.stages == 1:
+        incumbent.offer(grid_plan(grid, (), request, model), model)
+    else:
+        CutSearch(grid, request, model, incumbent).run()
 
 
 def _interleaved_cuts(grid: Grid, request: Request, model: CostModel) -> tuple[int, ...]:
@@ -91,7 +102,9 @@ def _interleaved_cuts(grid: Grid, request: Request, model: CostModel) -> tuple[i
     return balanced(work, grid.stages * grid.chunks)
 
 
-def mixed_stages(request: Request, model: CostModel, space: Space, limit: float) -> Iterator[tuple[float, Question]]:
+def mixed_stages(
+    request: Request, model: CostModel, space: Space, limit: float, sets: SavedSets
+) -> Iterator[tuple[float, Question]]:
     """The questions about one stage whose lower bound is below `limit`.  The bound takes each layer's best degree."""
     for devices, m, even in _even_degrees(request, model):
         place = model.places.at(0, devices)
@@ -102,11 +115,10 @@ def mixed_stages(request: Request, model: CostModel, space: Space, limit: float)
             strategy = layer_strategy(space, 1, request.batch, m, zero, recompute, sequence, compression)
             strategy = replace(strategy, sample_chunks=request.sample_chunks)
             question = Question(place, strategy, 0, model.num_layers, 1, m, degrees, in_pipeline=False)
-            if sequence and _fits_anyhow(replace(question, strategy=replace(strategy, sequence=False)), model):
-                continue
-            for part in _by_shared_degree(question, model, limit):
-                if (bound := _mixed_bound(part, model)) < limit:
-                    yield bound, part
+            for saving in _with_sets(question, request, model, sets, limit):
+                for part in _by_shared_degree(saving, model, limit):
+                    if (bound := _mixed_bound(part, model)) < limit:
+                        yield bound, part
 
 
 def _even_degrees(request: Request, model: CostModel) -> Iterator[tuple[int, int, list[int]]]:
@@ -143,6 +155,30 @@ def _degree_sets(
                 yield degrees, compression, sequence
 
 
+def _with_sets(
+    question: Question, request: Request, model: CostModel, sets: SavedSets, limit: float
+) -> Iterator[Question]:
+    """The question for every set of saved activations.
+
+    None where recomputation or sequence parallelism, which save memory and take time, are not needed.
+    """
+
+    def changed(**changes: Any) -> Question:
+        return replace(question, strategy=replace(question.strategy, **changes))
+
+    strategy = question.strategy
+    if strategy.sequence and _fits_anyhow(changed(sequence=False), model):
+        return
+    if not strategy.recompute or not sets.sets:
+        yield question
+        return
+    if False in request.recompute and _fits_anyhow(changed(recompute=False, sequence=False), model):
+        return
+    fits = sets.smallest is None or _mixed_bound(changed(saved=sets.smallest), model) < math.inf
+    if fits and _mixed_bound(changed(saved=sets.everything), model, anyhow=True) < limit:
+        yield from (changed(saved=saved) for saved in sets.sets)
+
+
 def _fits_anyhow(question: Question, model: CostModel) -> bool:
     """Whether every choice of degrees fits."""
     tables = costs_at(question, model).values()
@@ -162,8 +198,8 @@ def _by_shared_degree(question: Question, model: CostModel, limit: float) -> Ite
         yield from (replace(question, shared=t) for t in question.degrees)
 
 
-def _mixed_bound(question: Question, model: CostModel) -> float:
-    """Least seconds of a step; infinite if even the least bytes do not fit."""
+def _mixed_bound(question: Question, model: CostModel, *, anyhow: bool = False) -> float:
+    """Least seconds of a step; infinite if even the least bytes do not fit, unless it is to be `anyhow`."""
     m, tables = question.micro_batches, list(costs_at(question, model).values())
     forward = np.array([c.forward + c.forward_tensor for c in tables])
     backward = np.array([c.backward + c.backward_tensor for c in tables])
@@ -172,7 +208,7 @@ def _mixed_bound(question: Question, model: CostModel) -> float:
     reduced = (m * forward + (m - 1) * backward + once).min(axis=0).sum()
     least_bytes = np.array([c.state + c.activations for c in tables]).min(axis=0).sum()
     fits = least_bytes <= question.place.memory * (1 + SLACK)
-    return max(float(busy), float(reduced)) if fits else math.inf
+    return max(float(busy), float(reduced)) if fits or anyhow else math.inf
 
 
 def try_mixed(
@@ -190,7 +226,7 @@ def try_mixed(
             divided = max(option.degrees) > 1
             compression, sequence = strategy.compression if divided else None, strategy.sequence and divided
             grid = Grid(1, 1, devices, m, strategy.zero, strategy.recompute, "1f1b", 1, space, compression)
-            grid = replace(grid, sequence=sequence)
+            grid = replace(grid, sequence=sequence, saved=strategy.saved)
             stage = Stage(device=0, devices=devices, chunks=(chunk,))
             plan = grid_plan(grid, (), request, model)
             incumbent.offer(plan.model_copy(update={"stages": (stage,)}), model)

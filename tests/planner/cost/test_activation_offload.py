@@ -1,10 +1,7 @@
 """What waits on the host: bytes by hand, and the choice against every set of names on the device and on the host."""
 
 import itertools
-import math
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from jhpt.core.errors import InputError
@@ -12,20 +9,15 @@ from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.load import load_config
 from jhpt.core.plan import SavedTensors
 from jhpt.planner.api import prepare
-from jhpt.planner.cost.activations import NOTHING, Copies, Fate, fullest_host, seconds_of
-from jhpt.planner.cost.estimate import evaluate, price
-from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.activations import fullest_host
+from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.report.alternatives import changed
 from jhpt.planner.report.answer import host_table, make_console, summary, to_json
 from jhpt.planner.report.causes import stage_causes
 from jhpt.planner.search.choice import plainest
-from jhpt.planner.search.recompute import with_names
 from jhpt.planner.search.request import recomputations, request
-from jhpt.planner.search.saved_tensors import choose
 from jhpt.planner.search.solve import solve
-from tests.covers import quick_and_exhaustive
-from tests.planner.search.test_recompute import BLOCKS, PLANS, cluster_of, keeping, one_device, profile_of, with_link
-from tests.planner.search.test_saved_tensors import drawn
+from tests.planner.search.test_recompute import BLOCKS, cluster_of, keeping, one_device, profile_of, with_link
 from tests.sharding.plans import piped
 
 
@@ -84,75 +76,6 @@ def every_kept(profile, names=None):
     for away, chosen in itertools.product((False, True), itertools.product(*fates)):
         device, host = (tuple(n for n, fate in zip(read, chosen, strict=True) if fate == own) for own in (1, 2))
         yield SavedTensors(device=device, host=(*host, BLOCK_INPUT) if away else host)
-
-
-HOSTS = [(-0.1, 1, 1.0), (0.0, 3, 0.45), (0.2, 0.5, 1.0), (0.5, 3, 1.0)]
-CHOICES = [(name, *host) for name in PLANS if name != "mixed" for host in HOSTS]
-WHERE = {"one stage": 0, "cut sequence": 1, "tensor": 2, "1f1b": 2, "chunks": 3, "interleaved": 0}
-FEW = [(name, *HOSTS[at]) for name, at in WHERE.items()]
-
-
-@pytest.mark.parametrize(("name", "share", "factor", "room"), quick_and_exhaustive(CHOICES, FEW))
-def test_no_choice_with_the_host_is_faster(name, share, factor, room):
-    """share: of the memory between keeping nothing and everything; factor: of the link; room: on the host, of what all
-    tensors take.  Less than keeping nothing takes leaves inputs no place but the host."""
-    preset, plan = PLANS[name]
-    profile, plan = profile_of(preset), plan.model_copy(update={"recompute": True})
-    plenty = CostModel(profile, hosts_of(cluster_of(), math.inf))
-    every = list(every_kept(profile))
-    least, most = (
-        max(stage.total_bytes for stage in keeping(plan, saved, plenty).stages)
-        for saved in (NOTHING, max(every, key=lambda saved: len(saved.device)))
-    )
-    whole = keeping(plan, max(every, key=lambda saved: len(saved.host)), plenty).stages[0].total_host_bytes
-    cluster = with_link(hosts_of(cluster_of(least + (share + 1e-3) * (most - least)), room * whole + 1), factor)
-    model = CostModel(profile, cluster)
-    priced = [one for saved in every if (one := keeping(plan, saved, model)).fits]
-    found = with_names(plan, model, host=True)
-    assert (found is None) == (not priced)
-    if found is not None:
-        assert price(found, model).fits
-        best = min(one.seconds for one in priced)
-        assert price(found, model).seconds == pytest.approx(best, rel=1e-6)
-
-
-@pytest.mark.parametrize("share", [-0.1, 0.1, 0.4, 1.0])
-def test_names_that_are_given_are_kept_where_that_is_best(share):
-    names = ("qkv", "mlp_hidden")
-    profile, plan = profile_of(), PLANS["1f1b"][1].model_copy(update={"recompute": True})
-    plenty = CostModel(profile, hosts_of(cluster_of(), math.inf))
-    least, most = (
-        max(stage.total_bytes for stage in keeping(plan, saved, plenty).stages)
-        for saved in (NOTHING, SavedTensors(device=names))
-    )
-    model = CostModel(profile, hosts_of(cluster_of(least + (share + 1e-3) * (most - least)), math.inf))
-    found = with_names(plan, model, host=True, names=names)
-    priced = [one for saved in every_kept(profile, names) if (one := keeping(plan, saved, model)).fits]
-    assert found is not None and found.saved is not None and {*found.saved.device, *found.saved.host} >= set(names)
-    assert price(found, model).fits
-    assert price(found, model).seconds == pytest.approx(min(one.seconds for one in priced), rel=1e-6)
-    assert bool(found.saved.host) == (share < 1)
-
-
-@pytest.mark.parametrize("seed", quick_and_exhaustive(range(40), range(10)))
-def test_a_small_host_is_used_sparingly(seed):
-    """Copies of their own length, few bytes there: fewest seconds, then fewest bytes there, then on the device."""
-    rng = np.random.default_rng(seed)
-    tensors, budget, _ = drawn(2 * seed)
-    tensors = [replace(tensor, copy_seconds=float(rng.integers(0, 4))) for tensor in tensors]
-    room = int(rng.integers(0, 12))
-    copies = Copies(rate=1.0, forward=float(rng.integers(0, 4)), backward=1.0, budget=room, sparing=True)
-
-    def figures(fates):
-        away, here = (
-            sum(t.bytes for t, fate in zip(tensors, fates, strict=True) if fate == own)
-            for own in (Fate.OFFLOADED, Fate.SAVED)
-        )
-        return round(seconds_of(tensors, fates, copies), 6), away, here
-
-    fates = itertools.product(*(tuple(Fate) if tensor.name else (Fate.RECOMPUTED,) for tensor in tensors))
-    found = [one for one in map(figures, fates) if one[1] <= room and one[2] <= budget]
-    assert figures(choose(tensors, budget, copies).fates) == min(found)
 
 
 LONG = 8192

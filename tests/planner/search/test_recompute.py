@@ -1,4 +1,4 @@
-"""Names that plans keep: their price by hand, and the choice against every set of names there is."""
+"""Names that plans keep: their price by hand, and what is planned with them."""
 
 import itertools
 
@@ -13,11 +13,9 @@ from jhpt.core.profile import NamedTensor
 from jhpt.planner.api import prepare
 from jhpt.planner.cost.activations import NOTHING, repeated
 from jhpt.planner.cost.estimate import evaluate, price
-from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.causes import stage_causes
 from jhpt.planner.report.words import shape_text
-from jhpt.planner.search.recompute import with_names
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
 from tests.sharding.plans import mixed, piped
@@ -132,41 +130,6 @@ def keeping(plan, saved, model):
 def every_set(profile):
     read = [one.name for one in profile.kinds["block"].tensors[1:] if one.read]
     return [SavedTensors(device=names) for size in range(len(read) + 1) for names in itertools.combinations(read, size)]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8])
-@pytest.mark.parametrize("name", PLANS)
-def test_no_set_of_names_is_faster(name, share):
-    """Of all that fit, priced one by one, in a share of the memory between keeping nothing and keeping everything."""
-    preset, plan = PLANS[name]
-    profile = profile_of(preset)
-    plan = plan.model_copy(update={"recompute": True})
-    least, most = (
-        max(stage.total_bytes for stage in keeping(plan, saved, CostModel(profile, cluster_of())).stages)
-        for saved in (NOTHING, SavedTensors(device=NAMED_TENSORS))
-    )
-    model = CostModel(profile, cluster_of(least + share * (most - least) * 1.001 + 1))
-    found = with_names(plan, model)
-    priced = [keeping(plan, saved, model) for saved in every_set(profile)]
-    best = min(one.seconds for one in priced if one.fits)
-    assert found is not None and price(found, model).fits
-    assert price(found, model).seconds == pytest.approx(best, rel=1e-9)
-    assert share == 0 or best < priced[0].seconds
-
-
-def test_what_fits_is_kept():
-    found = with_names(PLANS["one stage"][1], CostModel(profile_of(), cluster_of(1e12)))
-    assert found is not None and not found.recompute and found.saved is None
-
-
-def test_inputs_go_to_the_host_where_nothing_else_fits():
-    plan, profile = PLANS["one stage"][1].model_copy(update={"recompute": True}), profile_of()
-    needed = evaluate(plan, profile, cluster_of()).stages[0]
-    model = CostModel(profile, cluster_of(needed.total_bytes - 0.5 * needed.bytes["activations"] / BLOCKS))
-    assert with_names(plan, model) is None
-    found = with_names(plan, model, host=True)
-    assert found is not None and found.saved is not None and "residual_in" in found.saved.host
-    assert price(found, model).fits
 
 
 LONG = 8192

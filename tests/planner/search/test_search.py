@@ -14,6 +14,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.search.layer_degrees import chains
 from jhpt.planner.search.request import Incumbent, Request, request
+from jhpt.planner.search.saved_sets import SavedSets
 from jhpt.planner.search.solve import plan as plan_of
 from jhpt.planner.search.solve import search, solve
 from jhpt.planner.search.spmd import mixed_stages
@@ -258,10 +259,10 @@ def test_only_one_program_needs_one_degree_of_layers_that_share_a_parameter():
         model(layer(max_tensor=2), layer(max_tensor=2), layer(max_tensor=2, tied_parameters=1)), cluster(2)
     )
     asked = request(2, 1, zero=(0,), recompute=(False,))
-    shared = {
-        space: {question.shared for _, question in mixed_stages(asked, costs, space, math.inf)}
-        for space in ("spmd", "general")
-    }
+    shared = {}
+    for space in ("spmd", "general"):
+        questions = mixed_stages(asked, costs, space, math.inf, SavedSets(asked, costs, space))
+        shared[space] = {question.shared for _, question in questions}
     assert shared == {"spmd": {1, 2}, "general": {None}}
 
 

@@ -1,0 +1,299 @@
+"""Every grid with a lower bound of its step time that holds for all cuts, and for all sets of saved activations.
+
+So the search can visit the most promising grids first and stop as soon as no other grid can be faster than the best
+plan.  A grid with recomputation leaves open what blocks save.  Its bound is that of the fastest set that can fit;
+`with_sets` has the sets of a grid one by one.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+
+from jhpt.core.divisors import divisors
+from jhpt.core.plan import ONE_CHUNK, Schedule
+from jhpt.core.schedule import in_flight
+from jhpt.planner.cost.activations import NOTHING
+from jhpt.planner.cost.layers import Space
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.schedule import Array
+from jhpt.planner.search.ascending import ascending
+from jhpt.planner.search.grids import Grid
+from jhpt.planner.search.request import Request
+from jhpt.planner.search.saved_sets import SavedSets, SetCosts
+from jhpt.planner.search.stages import SLACK
+
+CHUNKS = (2, 3, 4)
+"""Numbers of chunks per device that interleaved schedules may have."""
+
+
+def bounded_grids(request: Request, model: CostModel, space: Space, sets: SavedSets) -> Iterator[tuple[float, Grid]]:
+    """Every grid with a lower bound of its step time that holds for all cuts and for all `sets`.
+
+    The grids come in ascending order of their bounds.
+    """
+    return ascending(
+        (_least_of_family(grid, request, model, sets), partial(_family, grid, request, model, sets))
+        for grid in _single_stages(request, model, space)
+    )
+
+
+def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator[Grid]:
+    """Every grid of one stage; with more stages, other schedules and sequence parallelism each stands for a family."""
+    available = 0 if model.cluster.mixed else model.cluster.num_devices
+    for m in request.micro_batches:
+        b = request.batch // m
+        for tensor in model.common_degrees(available):
+            for data in divisors(b, up_to=available // tensor):
+                levels = model.levels(request.zero, data, space)
+                for zero, recompute in itertools.product(levels, request.recompute):
+                    # With one tensor rank there is no all-reduce to compress or to hide.
+                    for compression in request.compression if tensor > 1 else (None,):
+                        cuts = request.sample_chunks if tensor > 1 else (1,)
+                        yield Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
+
+
+def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> float:
+    """A bound for any number of stages: the computation alone, in as many stages as there can be.
+
+    With interleaving, the number of stages divides the number of micro-batches.
+    """
+    m = grid.micro_batches
+    most = max(1, min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages))
+    spread = float(_ramps(m, most)[-1])
+    if "interleaved" in request.schedules:
+        spread = max(spread, min(most, m))
+    recomputed = grid.recompute and not sets.sets
+    return m * least_work(request.batch // m // grid.data, grid.tensor, recomputed, model) / spread * (1 - SLACK)
+
+
+def least_work(samples: int, tensor: int, recompute: bool, model: CostModel) -> float:
+    """Seconds to compute both passes of all layers for so many samples on a device, without any communication.
+
+    Args:
+      recompute: whether blocks compute again what `model.saved` does not name.
+    """
+    forward, backward = model.compute_seconds(samples, tensor)
+    work = float((forward + backward)[model.index].sum())
+    if recompute:  # embedding and head are not recomputed
+        again = model.activations.repeated(model.saved or NOTHING)[0]
+        work += float((again * forward)[model.index[1:-1]].sum())
+    return work * min(model.places.slowdowns)
+
+
+def _family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> Iterator[tuple[float, Grid]]:
+    """The grids that differ from this one in stages, schedule and sequence parallelism, by their bounds."""
+    members = list(_single(grid, request, model, sets))
+    most = min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages)
+    schedules = _schedules(request)
+    if most < 2 or not schedules:
+        yield from sorted(members, key=lambda member: member[0])
+        return
+    pipelines = [
+        replace(grid, stages=2, sequence=sequence)
+        for sequence in request.sequences(model, grid.tensor, grid.compression)
+    ]
+    tables = [_pipeline_bounds(pipeline, most, schedules, request, model, sets) for pipeline in pipelines]
+    bounds = np.concatenate([[bound for bound, _ in members], *(table.ravel() for table in tables)])
+    for at in np.argsort(bounds, kind="stable")[: np.count_nonzero(np.isfinite(bounds))].tolist():
+        if at < len(members):
+            yield members[at]
+            continue
+        which, entry = divmod(at - len(members), tables[0].size)
+        stages, (schedule, chunks) = 2 + entry // len(schedules), schedules[entry % len(schedules)]
+        yield float(bounds[at]), replace(pipelines[which], stages=stages, schedule=schedule, chunks=chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """The least costs of all layers together, for every set of saved activations, and what each stage adds.
+
+    costs: of the sets; None: there is nothing to choose.  passes: [sets] seconds of one micro-batch, forward and
+    backward.  step: [sets] seconds of all micro-batches and of what follows once.  saved: [sets] bytes of a
+    micro-batch.  state: bytes.  most: bytes of a device that holds all layers and saves everything.  each, used:
+    seconds of a stage's slot for embedding and head.  slot, output: its bytes, and those for each micro-batch in
+    flight.  memory: of a device, with `SLACK`.
+    """
+
+    costs: SetCosts | None
+    passes: Array
+    step: Array
+    saved: Array
+    state: float
+    most: float
+    each: float
+    used: float
+    slot: float
+    output: float
+    memory: float
+
+
+def _work(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> _Work:
+    strategy, size, m = grid.strategy(request.batch), grid.per_stage, grid.micro_batches
+    period, last = math.lcm(model.places.per_node, size), model.cluster.num_devices - size
+    starts = range(0, min(period, last + 1), size) if grid.stages > 1 else (0,)
+    places = [model.places.at(start, size) for start in starts]
+    if choosing := grid.recompute and grid.saved is None and bool(sets.sets):
+        strategy = replace(strategy, saved=sets.everything)
+    tables = [model.layer_costs(place, grid.tensor, strategy) for place in places]
+    backwards = np.array([c.backward + c.backward_tensor for c in tables])
+    passes = _least(np.array([c.forward + c.forward_tensor for c in tables]) + backwards)
+    updates = np.array([c.update for c in tables])
+    reduced = _least(np.array([c.gradients for c in tables]) + updates - backwards)
+    costs, more, saved = None, np.zeros(1), tables[0].activations.sum(keepdims=True)
+    all_passes = passes + more
+    if choosing:
+        plain = tables
+        if beside := strategy.zero == 3 and grid.data > 1 and model.cluster.overlap:
+            plain = [model.layer_costs(place, grid.tensor, replace(strategy, zero=0)) for place in places]
+        costs = sets.costs(plain, size, grid.tensor, strategy)
+        more, saved = costs.seconds, costs.bytes + tables[0].activations[[0, -1]].sum()
+        all_passes = passes + more
+        if beside:  # What is computed again may hide behind the gathered weights.
+            computed = _least(np.array([c.forward + c.forward_tensor + c.backward + c.backward_tensor for c in plain]))
+            all_passes = np.maximum(passes, computed + more)
+    slots = [model.slot(place, grid.tensor, strategy) for place in places]
+    each, used = (min(slot.seconds(used=used) for slot in slots) for used in (False, True))
+    return _Work(
+        costs=costs,
+        passes=all_passes,
+        step=m * all_passes + np.maximum(_least(updates), reduced - more),
+        saved=saved,
+        state=float(tables[0].state.sum()),
+        most=float((tables[0].state + tables[0].activations).sum() + tables[0].working.max()),
+        each=each,
+        used=used,
+        slot=slots[0].state,
+        output=slots[0].output,
+        memory=places[0].memory * (1 + SLACK),
+    )
+
+
+def _least(quantity: Array) -> float:
+    """The sum over the layers, each at the place where it is least."""
+    return float(quantity.min(axis=0).sum())
+
+
+def _single(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> Iterator[tuple[float, Grid]]:
+    """The grid with one stage, if it can fit.
+
+    Recomputation and sequence parallelism save memory and make it slower, so they are left out where there is enough.
+    """
+    enough = model.places.at(0, grid.per_stage).memory * (not model.profile.state.decoded_bytes)
+    may_save = grid.recompute and False in request.recompute
+    if may_save and _work(replace(grid, recompute=False), request, model, sets).most <= enough:
+        return
+    for sequence in request.sequences(model, grid.tensor, grid.compression):
+        tried = replace(grid, sequence=sequence)
+        work = _work(tried, request, model, sets)
+        if (bound := float(least_seconds("1f1b", 1, grid.micro_batches, 1, work).min())) < math.inf:
+            yield bound, tried
+        if work.most <= enough:
+            return
+
+
+def _schedules(request: Request) -> list[tuple[Schedule, int]]:
+    """The schedules of pipelines, each with its number of chunks per device."""
+    interleaved: list[tuple[Schedule, int]] = [("interleaved", v) for v in CHUNKS if "interleaved" in request.schedules]
+    return [*((name, 1) for name in ONE_CHUNK if name in request.schedules), *interleaved]
+
+
+def _pipeline_bounds(
+    grid: Grid,
+    most: int,
+    schedules: list[tuple[Schedule, int]],
+    request: Request,
+    model: CostModel,
+    sets: SavedSets,
+) -> Array:
+    """[stages, schedules] bounds with 2, 3, ... `most` stages; infinite where there is no such grid or none fits."""
+    m, work, s = grid.micro_batches, _work(grid, request, model, sets), np.arange(2, most + 1)
+    columns = []
+    for name, v in schedules:
+        bounds = least_seconds(name, v, m, most, work)[1:].min(axis=1)
+        possible = (m % s == 0) & (s * v <= model.num_layers) if name == "interleaved" else True
+        columns.append(np.where(possible, bounds, np.inf))
+    return np.stack(columns, axis=1)
+
+
+def least_seconds(schedule: Schedule, chunks: int, m: int, most: int, work: _Work) -> Array:
+    """[S, sets] least seconds of a step with 1, 2, ... S stages for all cuts; infinite where a set cannot fit.
+
+    The mean of the bytes over the stages must fit.  Let t_s be the seconds of stage s per micro-batch and W their sum.
+    Then T >= max over s of (t_0 + .. + t_{s-1} + M t_s).  This is least if all terms are equal:
+    t_s = (M-1)/M t_{s-1} and T = M W / sum of ((M-1)/M)^s; the first stage then still has to update its slot.  A second
+    bound: the largest finishing time of the stages is at least their mean.
+    """
+    s = np.arange(1, most + 1)[:, None]
+    ring = _most_in_flight(schedule, chunks, m, most)[:, None]
+    room = chunks * ((s * (work.memory - work.slot) - work.state) / ring - s * work.output)
+    bounds = (work.step + (s - 2) * work.each + 2 * work.used) / s
+    if schedule != "interleaved":
+        bounds = np.maximum(bounds, m * work.passes / _ramps(m, most)[:, None] + work.used)
+    return np.where(work.saved <= room, bounds, np.inf)
+
+
+@cache
+def _ramps(m: int, most: int) -> Array:
+    """[S] sum of ((M-1)/M)^s over 1, 2, ... S stages."""
+    return np.array(list(itertools.accumulate(((m - 1) / m) ** s for s in range(most))))
+
+
+@cache
+def _most_in_flight(schedule: Schedule, chunks: int, m: int, most: int) -> Array:
+    """[S] micro-batches in flight on the first of 1, 2, ... S stages."""
+    return np.array([in_flight(schedule, s, 0, chunks, m) for s in range(1, most + 1)])
+
+
+def with_sets(
+    grid: Grid, request: Request, model: CostModel, sets: SavedSets, limit: float
+) -> list[tuple[float, Grid]]:
+    """The grid with every set of saved activations that can fit and be faster than `limit`, the best bound first."""
+    if not (grid.recompute and sets.sets):
+        return [(-math.inf, grid)]
+    work = _work(grid, request, model, sets)
+    assert work.costs is not None
+    bounds = least_seconds(grid.schedule, grid.chunks, grid.micro_batches, grid.stages, work)[-1].tolist()
+    promising = work.costs.undominated([at for at, bound in enumerate(bounds) if bound < limit])
+    return [
+        (bounds[at], replace(grid, saved=work.costs.sets[at])) for at in sorted(promising, key=lambda at: bounds[at])
+    ]
+
+
+def interleaved_seconds(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> float:
+    """Least seconds of an interleaved step with these cuts; infinite if it does not fit.
+
+    Stage s starts after the first chunks of the stages before it, and its errors travel back through the same chunks:
+    T >= sum of their passes + M t_s, and T >= sum of their forward passes + M t_s + update of s.
+    """
+    edges, strategy = np.array((0, *cuts, model.num_layers)), grid.strategy(request.batch)
+    ring = in_flight(grid.schedule, grid.stages, 0, grid.chunks, grid.micro_batches)
+    local = strategy.micro_batch // grid.data / (grid.tensor if grid.sequence else 1)
+    received = np.append(0.0, model.boundary[edges[1:-1] - 1])
+    buffers = 2 * local * (received + np.append(received[1:], 0.0))
+    least = head = there = 0.0
+    for s in range(grid.stages):
+        place, own = model.places.at(s * grid.per_stage, grid.per_stage), slice(s, None, grid.stages)
+        slot, costs = model.slot(place, grid.tensor, strategy), model.layer_costs(place, grid.tensor, strategy)
+        forward, backward, update, state, saved = (
+            np.add.reduceat(values, edges[:-1])[own]
+            for values in (
+                costs.forward + costs.forward_tensor,
+                costs.backward + costs.backward_tensor,
+                costs.update,
+                costs.state,
+                costs.activations,
+            )
+        )
+        working = np.maximum.reduceat(costs.working, edges[:-1])[own]
+        used = state.sum() + slot.state + ring * (saved.max() + slot.output) + working.max() + buffers[own].max()
+        if used > place.memory * (1 + SLACK):
+            return math.inf
+        busy = grid.micro_batches * float((forward + backward).sum())
+        after = float(update.sum()) + slot.seconds(used=False)
+        least = max(least, head + there + busy, there + busy + after)
+        there, head = there + float(forward[0]), head + float(backward[0])
+    return least * (1 - SLACK)
