@@ -13,6 +13,7 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -124,17 +125,25 @@ def balanced(work: Array, parts: int) -> tuple[int, ...]:
     Among equal partitions, each part in turn takes as many layers as it can: its sum must not exceed the largest part,
     and at least one layer must remain for each later part.
     """
-    n, total, sums = len(work), prefix_sums(work), range_sums(work)
-    sums = np.where(np.tri(n, k=-1, dtype=bool), np.inf, sums)  # [i, j] of layers i..j
-    least = total[1:]  # least[j]: the smallest largest part of layers 0..j
-    for _ in range(1, parts):
-        least = np.append(np.inf, np.maximum(least[:-1, None], sums[1:]).min(axis=0)[1:])
-    limit, cuts, start = least[-1] * (1 + 1e-12), [], 0
+    n, total = len(work), prefix_sums(work)
+    limit, cuts, start = _largest_parts(work.tobytes())[parts - 1] * (1 + 1e-12), [], 0
     for remaining in range(parts - 1, 0, -1):
         stop = int(np.searchsorted(total, total[start] + limit, side="right")) - 1
         start = max(start + 1, min(stop, n - remaining))
         cuts.append(start)
     return tuple(cuts)
+
+
+@lru_cache(maxsize=1024)
+def _largest_parts(work: bytes) -> Array:
+    """[N] the smallest largest part of contiguous partitions of float64 values into 1, 2, ... N parts."""
+    values = np.frombuffer(work)
+    n, total, sums = len(values), prefix_sums(values), range_sums(values)
+    sums = np.where(np.tri(n, k=-1, dtype=bool), np.inf, sums)  # [i, j] of layers i..j
+    least = [total[1:]]  # of layers 0..j
+    for _ in range(1, n):
+        least.append(np.append(np.inf, np.maximum(least[-1][:-1, None], sums[1:]).min(axis=0)[1:]))
+    return np.array([row[-1] for row in least])
 
 
 class CutSearch:

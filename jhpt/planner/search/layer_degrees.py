@@ -102,6 +102,8 @@ def options(question: Question, model: CostModel, cap: int, limit: float = np.in
     """
     degrees, costs = question.degrees, costs_at(question, model)
     rest = _Rest(question, list(costs.values()))
+    if rest.seconds(np.zeros((1, 8)), question.stop)[0] >= limit:
+        return [], np.inf
     missing = np.inf
     fronts: dict[int, Array] = {}
     history: list[dict[int, npt.NDArray[np.int64]]] = []
