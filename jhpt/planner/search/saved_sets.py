@@ -48,7 +48,7 @@ class SetCosts:
         better = (worse[:, None] <= worse[None]).all(axis=2)
         first = np.triu(np.ones_like(better), 1)  # of equal ones the first counts
         beaten = (better & (~better.T | first)).any(axis=0)
-        return [at for at, out in zip(some, beaten.tolist(), strict=True) if not out]
+        return [some[at] for at in np.flatnonzero(~beaten).tolist()]
 
 
 class SavedSets:
