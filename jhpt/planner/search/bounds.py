@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
+import numpy.typing as npt
 
 from jhpt.core.divisors import divisors
 from jhpt.core.plan import ONE_CHUNK, Schedule
@@ -209,14 +210,29 @@ def _pipeline_bounds(
     model: CostModel,
     sets: SavedSets,
 ) -> Array:
-    """[stages, schedules] bounds with 2, 3, ... `most` stages; infinite where there is no such grid or none fits."""
+    """[stages, schedules] bounds with 2, 3, ... `most` stages; infinite where there is no such grid or none fits.
+
+    Recomputation is left out where any cuts fit without it.
+    """
     m, work, s = grid.micro_batches, _work(grid, request, model, sets), np.arange(2, most + 1)
+    may_save = grid.recompute and False in request.recompute and not model.profile.state.decoded_bytes
+    plain = _work(replace(grid, recompute=False), request, model, sets) if may_save else None
     columns = []
     for name, v in schedules:
         bounds = least_seconds(name, v, m, most, work)[1:].min(axis=1)
-        possible = (m % s == 0) & (s * v <= model.num_layers) if name == "interleaved" else True
+        possible = (m % s == 0) & (s * v <= model.num_layers) if name == "interleaved" else np.full(len(s), True)
+        if plain is not None:
+            possible &= ~_fit_anyhow(plain, _most_in_flight(name, v, m, most)[1:])
         columns.append(np.where(possible, bounds, np.inf))
     return np.stack(columns, axis=1)
+
+
+def _fit_anyhow(work: _Work, ring: Array) -> npt.NDArray[np.bool_]:
+    """Whether a stage with all layers would fit with so many micro-batches in flight, transfers included."""
+    buffers = 4 * work.output  # two slots each for input and output
+    used: Array = work.most + (ring - 1) * float(work.saved[0]) + ring * work.output + work.slot + buffers
+    fits: npt.NDArray[np.bool_] = used * (1 + SLACK) ** 2 <= work.memory
+    return fits
 
 
 def least_seconds(schedule: Schedule, chunks: int, m: int, most: int, work: _Work) -> Array:
