@@ -57,7 +57,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -156,6 +156,14 @@ class Place:
     inside: Link = field(hash=False)
     network: Link = field(hash=False)
     host: Link = field(hash=False)
+
+    def __hash__(self) -> int:
+        """Of what differs most; it is computed once, because `crossing` may be long."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.devices, self.kinds, self.memory, self.crossing))
 
     def tensor_group(self, tensor: int) -> Group:
         """Among the groups of `tensor` neighbouring devices, the one on most nodes."""

@@ -31,7 +31,7 @@ from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.activations import fullest_host, offloaded_activation_bytes, saved_tensors_of
 from jhpt.planner.cost.communication import Place, residual_bytes
 from jhpt.planner.cost.layer_costs import NO_OTHERS
-from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, select_layers, strategy_of
+from jhpt.planner.cost.layers import ChunkCosts, LayerCosts, LayerStrategy, select_layers, strategy_of
 from jhpt.planner.cost.memory import EMBEDDING_AND_HEAD, Slot
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import device_bytes, host_bytes, offloaded_step
@@ -142,19 +142,19 @@ def _offloaded(plan: Plan, model: CostModel) -> Estimate:
     return Estimate(seconds=step.seconds, stages=(estimate,), times=times)
 
 
-@dataclass(frozen=True)
-class ChunkCosts:
-    """The layers of one chunk, each at its own degree, and the seconds of resharding between them."""
-
-    layers: LayerCosts
-    reshard: float
-
-
 def chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: CostModel) -> ChunkCosts:
     """The costs of every layer, taken from the table of its tensor degree and number of sample chunks.
 
-    Embedding and head never have several sample chunks.
+    Embedding and head never have several sample chunks.  Chunks of equal layers share their costs.
     """
+    runs = tuple((run.layers, run.tensor, run.sample_chunks) for run in chunk.runs)
+    key = runs, model.alike[chunk.first : chunk.stop], place, strategy
+    if key not in model.chunks:
+        model.chunks[key] = _chunk_costs(chunk, place, strategy, model)
+    return model.chunks[key]
+
+
+def _chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: CostModel) -> ChunkCosts:
     last = model.num_layers - 1
     keys = [
         (tensor, 1 if layer in (0, last) else cut)
@@ -177,18 +177,6 @@ def stage_layers(plan: Plan, position: int, strategy: LayerStrategy, model: Cost
     return [chunk_costs(chunk, place, strategy, model).layers for chunk in stage.chunks]
 
 
-def sync_seconds(backward: Array, gradients: Array) -> float:
-    """Seconds from the start of the last backward pass until the last gradient is reduced.
-
-    The backward pass visits layers from last to first.  A layer's reduction starts when its backward pass and the
-    previous reduction have ended: max over l of (sum of backward from the end to l + sum of gradients from l to the
-    start).
-    """
-    done = np.cumsum(backward[::-1])
-    remaining = np.cumsum(gradients)[::-1]
-    return float(np.max(done + remaining))
-
-
 def stage_times(plan: Plan, model: CostModel) -> StageTimes:
     """The five arrays of a plan."""
     strategy, stages = strategy_of(plan), len(plan.stages)
@@ -198,21 +186,12 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
         place = model.places.of(stage.members)
         for c, chunk in reversed(list(enumerate(stage.chunks))):
             costs = chunk_costs(chunk, place, strategy, model)
-            layers = costs.layers
-            # Half of the resharding counts in each pass: all-gathers in the forward pass, or their transposes in the
-            # backward pass.
-            forward[s, c] = (layers.forward + layers.forward_tensor).sum() + costs.reshard / 2
-            errors = layers.backward + layers.backward_tensor
-            backward[s, c] = errors.sum() + costs.reshard / 2
+            forward[s, c], backward[s, c] = costs.forward, costs.backward
             # Backward passes take chunks in reverse.  Gradients of a later chunk that are not reduced in time delay
             # those of this one.
             delayed = max(0.0, sync[s] - stages * backward[s, c + 1]) if c + 1 < plan.chunks else 0.0
-            sync[s] = max(
-                backward[s, c],
-                sync_seconds(errors, layers.gradients) + costs.reshard / 2,
-                delayed + layers.gradients.sum(),
-            )
-            update[s] += layers.update.sum()
+            sync[s] = max(backward[s, c], costs.sync, delayed + costs.sums["gradients"])
+            update[s] += costs.sums["update"]
         update[s] += _tied(stage, place, strategy, model)[0]
         update[s] += slot_of(plan, s, model).seconds(used=s in (0, stages - 1))
     cut = _cuts(plan, model)
@@ -296,20 +275,20 @@ def _stage_estimate(plan: Plan, position: int, model: CostModel, times: StageTim
     degree = stage.chunks[0].tensor[0]
     local = -(-strategy.micro_batch // (stage.devices // degree)) / (degree if plan.sequence else 1)
     tied, slot = _tied(stage, place, strategy, model)[1], slot_of(plan, position, model)
-    saved = sum(part.optimizer.sum() for part in parts) + slot.optimizer + tied
+    saved = sum(c.sums["optimizer"] for c in costs) + slot.optimizer + tied
     sizes = {
-        "weights and gradients": sum(part.weights.sum() for part in parts) + slot.weights,
+        "weights and gradients": sum(c.sums["weights"] for c in costs) + slot.weights,
         **saved_bytes(saved, model),
-        "activations": ring * (max(part.activations.sum() for part in parts) + slot.output),
-        "working set": max(part.working.max() for part in parts),
+        "activations": ring * (max(c.sums["activations"] for c in costs) + slot.output),
+        "working set": max(c.working for c in costs),
         "transfers": max(buffer_bytes(model, c.first, c.stop, local) for c in stage.chunks) if many else 0.0,
     }
     if model.profile.state.decoded_bytes:
         sizes["update"] = _decoded_bytes(plan, saved, sizes, parts, stage, model)
     forward, backward = (times.forward[position].sum(), times.backward[position].sum())
-    tensor = sum((part.forward_tensor + part.backward_tensor).sum() for part in parts)
+    tensor = sum(c.tensor for c in costs)
     reshard = sum(c.reshard for c in costs)
-    in_line = float(sum(part.gradients_in_update.sum() for part in parts))
+    in_line = float(sum(c.sums["gradients_in_update"] for c in costs))
     in_line += slot.reduced if position in (0, len(plan.stages) - 1) else 0.0
     exposed = float(times.sync[position] - times.backward[position, 0]) + in_line
     update = float(times.update[position]) - in_line

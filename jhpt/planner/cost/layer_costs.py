@@ -61,6 +61,7 @@ import numpy as np
 
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
+from jhpt.core.divisors import divisors
 from jhpt.core.framework import Framework
 from jhpt.core.plan import SavedTensors, Zero
 from jhpt.core.profile import LayerKind, ModelProfile
@@ -125,6 +126,10 @@ class CostBasis:
             self.places, self.kinds, profile.bytes_per_weight, gradient_compression, profile.framework
         )
         self._max_tensor = np.array([kind.max_tensor for kind in self.kinds])
+        most = cluster.num_devices
+        self._degrees = sorted(
+            {t for kind in self.kinds for t in divisors(kind.max_tensor, min(kind.max_tensor, most))}
+        )
         self._seconds: dict[tuple[tuple[int, ...], float, int, int], tuple[Array, Array]] = {}
 
     @property
@@ -147,12 +152,11 @@ class CostBasis:
 
     def degrees(self, devices: int) -> list[int]:
         """Tensor degrees that divide `devices` and that some layer allows."""
-        largest = max(kind.max_tensor for kind in self.kinds)
-        return [
-            t
-            for t in range(1, min(largest, devices) + 1)
-            if devices % t == 0 and any(kind.max_tensor % t == 0 for kind in self.kinds)
-        ]
+        return [t for t in self.degrees_up_to(devices) if devices % t == 0]
+
+    def degrees_up_to(self, devices: int) -> list[int]:
+        """Tensor degrees up to `devices` that some layer allows."""
+        return [t for t in self._degrees if t <= devices]
 
     def levels(self, requested: tuple[Zero, ...], data: int, space: Space) -> tuple[Zero, ...]:
         """The requested ZeRO levels that differ from each other on this number of data ranks.
@@ -190,6 +194,13 @@ class CostBasis:
             pairs = np.max([self._pairs(self.paces[kind], local, tensor, sequence) for kind in kinds], axis=0)
             self._seconds[key] = pairs[:, 0], pairs[:, 1]
         return self._seconds[key]
+
+    def least_seconds(self, local: float, tensor: int, *, sequence: bool) -> tuple[Array, Array]:
+        """[kinds] as `compute_seconds`, on the fastest kind of device; sequence: with sequence parallelism."""
+        cut = tensor if sequence else 1
+        each = [self.compute_seconds((kind,), local, tensor, cut) for kind in range(len(self.paces))]
+        forward, backward = np.min(np.array(each), axis=0)
+        return forward, backward
 
     def _pairs(self, pace: Pace, local: float, tensor: int, sequence: int) -> Array:
         """[kinds, 2] seconds of both passes on one kind of device."""

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -59,7 +60,7 @@ class LayerStrategy:
         and at most two micro-batches."""
         return self.program == "one_stage" and (self.two_micro_batches or not self.several_micro_batches)
 
-    @property
+    @cached_property
     def of_embedding_and_head(self) -> "LayerStrategy":
         """The strategy of the first and the last layer in one SPMD program."""
         return replace(
@@ -75,6 +76,7 @@ class LayerStrategy:
         )
 
 
+@lru_cache(maxsize=65536)
 def layer_strategy(
     space: Space,
     stages: int,
@@ -108,7 +110,7 @@ def strategy_of(plan: Plan) -> LayerStrategy:
     strategy = layer_strategy(
         plan.space, stages, plan.batch, count, plan.zero, plan.recompute, plan.sequence, compression
     )
-    return replace(strategy, saved=plan.saved)
+    return strategy if plan.saved is None else replace(strategy, saved=plan.saved)
 
 
 @dataclass(frozen=True)
@@ -165,3 +167,61 @@ def select_layers(tables: Mapping[K, LayerCosts], keys: Sequence[K], first: int 
         values[f"{direction}_tensor"][filled] += values[f"{direction}_filling"][filled]
         values[f"{direction}_filling"][filled] = 0.0
     return LayerCosts(**values)
+
+
+@dataclass(frozen=True)
+class ChunkCosts:
+    """The layers of one chunk, each at its own degree, and the seconds of resharding between them.
+
+    Half of the resharding counts in each pass: all-gathers in the forward pass, or their transposes in the backward
+    pass.
+    """
+
+    layers: LayerCosts
+    reshard: float
+
+    @cached_property
+    def sums(self) -> dict[str, float]:
+        """The sum over the layers of every cost."""
+        return {field.name: float(getattr(self.layers, field.name).sum()) for field in fields(LayerCosts)}
+
+    @cached_property
+    def forward(self) -> float:
+        """Seconds of the forward pass."""
+        return float((self.layers.forward + self.layers.forward_tensor).sum()) + self.reshard / 2
+
+    @cached_property
+    def backward(self) -> float:
+        """Seconds of the backward pass."""
+        return float(self._errors.sum()) + self.reshard / 2
+
+    @cached_property
+    def sync(self) -> float:
+        """Seconds from the start of the last backward pass until the last gradient is reduced (`sync_seconds`)."""
+        return sync_seconds(self._errors, self.layers.gradients) + self.reshard / 2
+
+    @cached_property
+    def tensor(self) -> float:
+        """Exposed seconds of all-reduces over the tensor axis, in both passes."""
+        return float((self.layers.forward_tensor + self.layers.backward_tensor).sum())
+
+    @cached_property
+    def working(self) -> float:
+        """Bytes that the largest layer needs while it runs."""
+        return float(self.layers.working.max())
+
+    @property
+    def _errors(self) -> Array:
+        return self.layers.backward + self.layers.backward_tensor
+
+
+def sync_seconds(backward: Array, gradients: Array) -> float:
+    """Seconds from the start of the last backward pass until the last gradient is reduced.
+
+    The backward pass visits layers from last to first.  A layer's reduction starts when its backward pass and the
+    previous reduction have ended: max over l of (sum of backward from the end to l + sum of gradients from l to the
+    start).
+    """
+    done = np.cumsum(backward[::-1])
+    remaining = np.cumsum(gradients)[::-1]
+    return float(np.max(done + remaining))

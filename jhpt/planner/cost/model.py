@@ -17,15 +17,21 @@ from jhpt.core.profile import ModelProfile
 from jhpt.planner.cost.collectives import DIRECTIONS, FORWARD, partition
 from jhpt.planner.cost.communication import Place, all_gather, transfer_seconds
 from jhpt.planner.cost.layer_costs import NO_OTHERS, CostBasis, KindCosts, slot
-from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, select_layers
+from jhpt.planner.cost.layers import ChunkCosts, LayerCosts, LayerStrategy, select_layers
 from jhpt.planner.cost.memory import FLOAT32, Slot, in_one_stage, in_pipeline, with_embedding_and_head
 from jhpt.planner.cost.schedule import Array
 
 _Key = tuple[Place, int, LayerStrategy]
+_ChunkKey = tuple[tuple[tuple[int, int, int], ...], tuple[int, ...], Place, LayerStrategy]
 
 
 class CostModel(CostBasis):
-    """Costs of a model on a cluster.  Its arguments and attributes are those of `CostBasis`."""
+    """Costs of a model on a cluster.  Its arguments and attributes are those of `CostBasis`, and
+
+    Attributes:
+      alike: [layers] numbers that are equal for layers with equal costs.
+      chunks: costs of the chunks that were priced so far, by their layers, place and strategy (`estimate.chunk_costs`).
+    """
 
     def __init__(
         self,
@@ -40,7 +46,12 @@ class CostModel(CostBasis):
         self._tables: dict[_Key, LayerCosts] = {}
         self._layers: dict[_Key, LayerCosts] = {}
         self._slots: dict[_Key, Slot] = {}
-        self._chunks: dict[tuple[int, int, LayerStrategy], tuple[int, ...]] = {}
+        self._sample_chunks: dict[tuple[int, int, LayerStrategy], tuple[int, ...]] = {}
+        kinds = [int(kind) for kind in self.index]
+        # A layer saves its input, which is the output of the layer before it.  The first and the last are alone.
+        pairs = list(zip([-1, *kinds[:-1]], kinds, [*([False] * (len(kinds) - 1)), True], strict=True))
+        self.alike: tuple[int, ...] = tuple(pairs.index(pair) for pair in pairs)
+        self.chunks: dict[_ChunkKey, ChunkCosts] = {}
 
     def on(self, cluster: Cluster) -> "CostModel":
         """The same model on another cluster, whose devices are of the same kinds."""
@@ -111,9 +122,10 @@ class CostModel(CostBasis):
         """What a stage reserves for embedding and head; nothing where these are layers like the others."""
         if strategy.program != "pipeline":
             return Slot()
-        key = (place, tensor, replace(strategy.of_embedding_and_head, sequence=strategy.sequence))
+        key = (place, tensor, strategy)
         if key not in self._slots:
-            self._slots[key] = slot(self, *key)
+            of_both = replace(strategy.of_embedding_and_head, sequence=strategy.sequence)
+            self._slots[key] = slot(self, place, tensor, of_both)
         return self._slots[key]
 
     def sample_chunks(self, devices: int, tensor: int, strategy: LayerStrategy) -> tuple[int, ...]:
@@ -139,9 +151,9 @@ class CostModel(CostBasis):
             reduces_late=False,
         )
         key = (devices, tensor, shared)
-        if key not in self._chunks:
-            self._chunks[key] = self._best_chunks(devices, tensor, strategy, candidates)
-        return self._chunks[key]
+        if key not in self._sample_chunks:
+            self._sample_chunks[key] = self._best_chunks(devices, tensor, strategy, candidates)
+        return self._sample_chunks[key]
 
     def _best_chunks(
         self, devices: int, tensor: int, strategy: LayerStrategy, candidates: tuple[int, ...]

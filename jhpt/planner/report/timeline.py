@@ -5,7 +5,7 @@ import textwrap
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from html import escape
 
 from jhpt.planner.report.simulation import Span, Timeline
 
@@ -314,4 +314,5 @@ def _count(number: int, one: str, several: str = "") -> str:
 
 def _xml(text: str) -> str:
     """The text escaped, without the control characters that XML forbids."""
-    return escape("".join(character for character in text if character.isprintable() or character in "\t\n"))
+    printable = "".join(character for character in text if character.isprintable() or character in "\t\n")
+    return escape(printable, quote=False)

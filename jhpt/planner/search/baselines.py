@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -30,8 +31,11 @@ from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
+from jhpt.planner.search.ascending import Members, ascending
+from jhpt.planner.search.bounds import least_work
 from jhpt.planner.search.request import Request
 from jhpt.planner.search.rows import rows
+from jhpt.planner.search.stages import SLACK
 
 Shape = tuple[int, int, int]
 """Stages, data degree, tensor degree."""
@@ -64,7 +68,9 @@ def baselines(request: Request, model: CostModel, space: Space | None = None) ->
         ("1f1b, equal layers", "1f1b", lambda b: _pipe_shapes(request, model, b)),
         ("best 3-D grid", "1f1b", lambda b: _grid_shapes(request, model, b)),
     )
-    return tuple(_best(name, _grids(request, schedule, shapes, table), table) for name, schedule, shapes in kinds)
+    return tuple(
+        _best(name, ascending(_families(request, schedule, shapes, table)), table) for name, schedule, shapes in kinds
+    )
 
 
 def _data(micro_batch: int, devices: int) -> int:
@@ -112,27 +118,39 @@ class _Grid:
         return self.data * self.tensor
 
 
-def _grids(
+def _families(
     request: Request, schedule: Schedule, shapes: Callable[[int], Iterable[Shape]], table: "_Table"
-) -> Iterator[_Grid]:
+) -> Iterator[tuple[float, Callable[[], Members[_Grid]]]]:
+    """For `ascending`: the grids with equal micro-batches, data and tensor degrees are a family."""
+    model, recompute = table.model, min(request.recompute)
     for m in request.micro_batches:
-        for stages, data, tensor in shapes(request.batch // m):
-            compression = request.compression[0] if tensor > 1 else None
-            levels = table.model.levels(request.zero, data, table.space)
-            sequences = request.sequences(table.model, tensor, compression)
-            for choices in itertools.product(levels, request.recompute, sequences):
-                yield _Grid(stages, data, tensor, schedule, request.batch, m, *choices, compression)
+        b = request.batch // m
+        for (data, tensor), family in itertools.groupby(shapes(b), key=lambda shape: shape[1:]):
+            stages = [shape[0] for shape in family]
+            work = least_work(-(-b // data), tensor, recompute, model, sequence=request.sequence) * (1 - SLACK)
+            one = _Grid(1, data, tensor, schedule, request.batch, m, 0, recompute, False, None)
+            yield _in_stages(work, m, max(stages)), partial(_members, one, stages, request, table)
 
 
-def _best(name: str, grids: Iterable[_Grid], table: "_Table") -> Baseline:
+def _members(one: _Grid, stages: list[int], request: Request, table: "_Table") -> Members[_Grid]:
+    """The grids with so many stages that share the micro-batches and degrees of `one`, by their bounds."""
+    compression = request.compression[0] if one.tensor > 1 else None
+    levels = table.model.levels(request.zero, one.data, table.space)
+    sequences = request.sequences(table.model, one.tensor, compression)
+    grids = [
+        replace(one, stages=s, zero=zero, recompute=recompute, sequence=sequence, compression=compression)
+        for s, zero, recompute, sequence in itertools.product(stages, levels, request.recompute, sequences)
+    ]
+    yield from sorted(((table.least_seconds(grid), grid) for grid in grids), key=lambda pair: pair[0])
+
+
+def _best(name: str, grids: Members[_Grid], table: "_Table") -> Baseline:
     """Prices the grids in the order of a bound, until none can be faster."""
-    bounded = sorted(
-        ((table.least_seconds(grid), index, grid) for index, grid in enumerate(grids)), key=lambda g: g[:2]
-    )
-    if not bounded:
+    first = next(grids, None)
+    if first is None:
         return Baseline(name=name, plan=None, seconds=None, reason=table.why_none(name))
     seconds, best, missing = math.inf, None, math.inf
-    for bound, _, grid in bounded:
+    for bound, grid in itertools.chain([first], grids):
         if bound >= seconds:
             break
         busy, lacking = table.stage_bounds(grid)
@@ -176,16 +194,13 @@ class _Table:
         return "a pipeline needs two devices and two layers"
 
     def least_seconds(self, grid: _Grid) -> float:
-        """A bound that ignores the cuts: all work W at the best place, in S stages that wait for those before them.
-
-        With stage times t_s, T >= t_0 + .. + t_{s-1} + M t_s.  This is least if all are equal: W / (1 - (1 - 1/M)^S).
-        """
+        """A bound that ignores the cuts: all work at the best place, in stages that wait for those before them."""
         offsets = self._offsets(grid)
         key = (len(offsets), grid.devices, grid.tensor, self._strategy(grid))
         if key not in self._work:
             layers = [np.diff(self._at(offset, grid).busy) for offset in offsets]
             self._work[key] = float(np.min(layers, axis=0).sum())
-        return self._work[key] / (1 - (1 - 1 / grid.micro_batches) ** grid.stages)
+        return _in_stages(self._work[key], grid.micro_batches, grid.stages)
 
     def stage_bounds(self, grid: _Grid) -> tuple[float, float]:
         """Bounds with the cuts: of the step's seconds, and of the bytes by which the fullest device overflows."""
@@ -251,6 +266,14 @@ class _Table:
             arrays = (np.concatenate([[0.0], np.cumsum(a)]) for a in (passes, costs.state, costs.activations))
             self._sums[key] = _Sums(*arrays)
         return self._sums[key]
+
+
+def _in_stages(work: float, m: int, stages: int) -> float:
+    """Least seconds of a step of m micro-batches with so much work each, in S stages that wait for those before them.
+
+    With stage times t_s, T >= t_0 + .. + t_{s-1} + M t_s.  This is least if all are equal: W / (1 - (1 - 1/M)^S).
+    """
+    return work / (1 - (1 - 1 / m) ** stages)
 
 
 def _equal(layers: int, stages: int) -> list[int]:

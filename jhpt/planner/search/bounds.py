@@ -9,14 +9,19 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
+import numpy.typing as npt
 
+from jhpt.core.divisors import divisors
 from jhpt.core.plan import ONE_CHUNK, Schedule
 from jhpt.core.schedule import in_flight
+from jhpt.planner.cost.activations import NOTHING
 from jhpt.planner.cost.layers import Space
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
+from jhpt.planner.search.ascending import ascending
 from jhpt.planner.search.grids import Grid
 from jhpt.planner.search.request import Request
 from jhpt.planner.search.saved_sets import SavedSets, SetCosts
@@ -27,23 +32,83 @@ CHUNKS = (2, 3, 4)
 
 
 def bounded_grids(request: Request, model: CostModel, space: Space, sets: SavedSets) -> Iterator[tuple[float, Grid]]:
-    """Every grid with a lower bound of its step time that holds for all cuts and for all `sets`."""
-    if model.cluster.mixed:
-        return
-    available = model.cluster.num_devices
+    """Every grid with a lower bound of its step time that holds for all cuts and for all `sets`.
+
+    The grids come in ascending order of their bounds.
+    """
+    return ascending(
+        (_least_of_family(grid, request, model, sets), partial(_family, grid, request, model, sets))
+        for grid in _single_stages(request, model, space)
+    )
+
+
+def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator[Grid]:
+    """Every grid of one stage; with more stages, other schedules and sequence parallelism each stands for a family."""
+    available = 0 if model.cluster.mixed else model.cluster.num_devices
     for m in request.micro_batches:
         b = request.batch // m
         for tensor in model.common_degrees(available):
-            for data in (d for d in range(1, min(b, available // tensor) + 1) if b % d == 0):
+            for data in divisors(b, up_to=available // tensor):
                 levels = model.levels(request.zero, data, space)
                 for zero, recompute in itertools.product(levels, request.recompute):
                     # With one tensor rank there is no all-reduce to compress or to hide.
                     for compression in request.compression if tensor > 1 else (None,):
                         cuts = request.sample_chunks if tensor > 1 else (1,)
-                        grid = Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
-                        yield from _single(grid, request, model, sets)
-                        for sequence in request.sequences(model, tensor, compression):
-                            yield from _pipelines(replace(grid, stages=2, sequence=sequence), request, model, sets)
+                        yield Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
+
+
+def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> float:
+    """A bound for any number of stages: the computation alone, in as many stages as there can be.
+
+    With interleaving, the number of stages divides the number of micro-batches.
+    """
+    m = grid.micro_batches
+    most = max(1, min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages))
+    spread = float(_ramps(m, most)[-1])
+    if "interleaved" in request.schedules:
+        spread = max(spread, min(most, m))
+    recomputed = grid.recompute and not sets.sets
+    samples = request.batch // m // grid.data
+    work = least_work(samples, grid.tensor, recomputed, model, sequence=request.sequence)
+    return m * work / spread * (1 - SLACK)
+
+
+def least_work(samples: int, tensor: int, recompute: bool, model: CostModel, *, sequence: bool) -> float:
+    """Seconds to compute both passes of all layers for so many samples on a device, without any communication.
+
+    Args:
+      recompute: whether blocks compute again what `model.saved` does not name.
+      sequence: whether sequence parallelism may divide what tensor ranks repeat.
+    """
+    forward, backward = model.least_seconds(samples, tensor, sequence=sequence)
+    work = float((forward + backward)[model.index].sum())
+    if recompute:  # embedding and head are not recomputed
+        again = model.activations.repeated(model.saved or NOTHING)[0]
+        work += float((again * forward)[model.index[1:-1]].sum())
+    return work
+
+
+def _family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> Iterator[tuple[float, Grid]]:
+    """The grids that differ from this one in stages, schedule and sequence parallelism, by their bounds."""
+    members = list(_single(grid, request, model, sets))
+    most = min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages)
+    schedules = _schedules(request)
+    if most < 2 or not schedules:
+        yield from sorted(members, key=lambda member: member[0])
+        return
+    pipelines = [
+        replace(grid, stages=2, sequence=sequence)
+        for sequence in request.sequences(model, grid.tensor, grid.compression)
+    ]
+    tables = [_pipeline_bounds(pipeline, most, schedules, request, model, sets) for pipeline in pipelines]
+    bounds = np.concatenate([[bound for bound, _ in members], *(table.ravel() for table in tables)])
+    for at in np.argsort(bounds, kind="stable")[: np.count_nonzero(np.isfinite(bounds))].tolist():
+        if at < len(members):
+            yield members[at]
+            continue
+        which, entry = divmod(at - len(members), tables[0].size)
+        stages, (schedule, chunks) = 2 + entry // len(schedules), schedules[entry % len(schedules)]
+        yield float(bounds[at]), replace(pipelines[which], stages=stages, schedule=schedule, chunks=chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,52 +194,78 @@ def _single(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> 
     for sequence in request.sequences(model, grid.tensor, grid.compression):
         tried = replace(grid, sequence=sequence)
         work = _work(tried, request, model, sets)
-        if (bound := least_seconds(tried, work)) < math.inf:
+        if (bound := float(least_seconds("1f1b", 1, grid.micro_batches, 1, work).min())) < math.inf:
             yield bound, tried
         if work.most <= enough and not model.repeats:
             return
 
 
-def _pipelines(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> Iterator[tuple[float, Grid]]:
-    """The grids with S = 2, 3, ... stages that can fit."""
-    m = grid.micro_batches
-    most = min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages)
-    if most < 2:
-        return
-    work = _work(grid, request, model, sets)
-    for s in range(2, most + 1):
-        schedules: list[tuple[Schedule, int]] = [(name, 1) for name in ONE_CHUNK if name in request.schedules]
-        if "interleaved" in request.schedules and m % s == 0:
-            schedules += [("interleaved", v) for v in CHUNKS if s * v <= model.num_layers]
-        for name, v in schedules:
-            shape = s, grid.data, grid.tensor, m, grid.zero, grid.recompute
-            made = Grid(*shape, name, v, grid.space, grid.compression, grid.sample_chunks, grid.sequence)
-            if (bound := least_seconds(made, work)) < math.inf:
-                yield bound, made
+def _schedules(request: Request) -> list[tuple[Schedule, int]]:
+    """The schedules of pipelines, each with its number of chunks per device."""
+    interleaved: list[tuple[Schedule, int]] = [("interleaved", v) for v in CHUNKS if "interleaved" in request.schedules]
+    return [*((name, 1) for name in ONE_CHUNK if name in request.schedules), *interleaved]
 
 
-def least_seconds(grid: Grid, work: _Work, some: slice = slice(None)) -> float:
-    """Least seconds of a step for all cuts, with the fastest of some sets that can fit; infinite if none can.
+def _pipeline_bounds(
+    grid: Grid,
+    most: int,
+    schedules: list[tuple[Schedule, int]],
+    request: Request,
+    model: CostModel,
+    sets: SavedSets,
+) -> Array:
+    """[stages, schedules] bounds with 2, 3, ... `most` stages; infinite where there is no such grid or none fits.
+
+    Recomputation is left out where any cuts fit without it.
+    """
+    m, work, s = grid.micro_batches, _work(grid, request, model, sets), np.arange(2, most + 1)
+    may_save = grid.recompute and False in request.recompute and not model.profile.state.decoded_bytes
+    plain = _work(replace(grid, recompute=False), request, model, sets) if may_save else None
+    columns = []
+    for name, v in schedules:
+        bounds = least_seconds(name, v, m, most, work)[1:].min(axis=1)
+        possible = (m % s == 0) & (s * v <= model.num_layers) if name == "interleaved" else np.full(len(s), True)
+        if plain is not None:
+            possible &= ~_fit_anyhow(plain, _most_in_flight(name, v, m, most)[1:])
+        columns.append(np.where(possible, bounds, np.inf))
+    return np.stack(columns, axis=1)
+
+
+def _fit_anyhow(work: _Work, ring: Array) -> npt.NDArray[np.bool_]:
+    """Whether a stage with all layers would fit with so many micro-batches in flight, transfers included."""
+    buffers = 4 * work.output  # two slots each for input and output
+    used: Array = work.most + (ring - 1) * float(work.saved[0]) + ring * work.output + work.slot + buffers
+    fits: npt.NDArray[np.bool_] = used * (1 + SLACK) ** 2 <= work.memory
+    return fits
+
+
+def least_seconds(schedule: Schedule, chunks: int, m: int, most: int, work: _Work) -> Array:
+    """[S, sets] least seconds of a step with 1, 2, ... S stages for all cuts; infinite where a set cannot fit.
 
     The mean of the bytes over the stages must fit.  Let t_s be the seconds of stage s per micro-batch and W their sum.
     Then T >= max over s of (t_0 + .. + t_{s-1} + M t_s).  This is least if all terms are equal:
     t_s = (M-1)/M t_{s-1} and T = M W / sum of ((M-1)/M)^s; the first stage then still has to update its slot.  A second
     bound: the largest finishing time of the stages is at least their mean.
     """
-    s, m = grid.stages, grid.micro_batches
-    ring = in_flight(grid.schedule, s, 0, grid.chunks, m)
-    room = grid.chunks * ((s * (work.memory - work.slot) - work.state) / ring - s * work.output)
-    fits = work.saved[some] <= room
-    if not fits.any():
-        return math.inf
-    step = float(work.step[some][fits].min())
-    if s == 1:
-        return step
-    mean = (step + (s - 2) * work.each + 2 * work.used) / s
-    if grid.schedule == "interleaved":
-        return mean
-    ramp = m * (1 - (1 - 1 / m) ** s)
-    return max(mean, m * float(work.passes[some][fits].min()) / ramp + work.used)
+    s = np.arange(1, most + 1)[:, None]
+    ring = _most_in_flight(schedule, chunks, m, most)[:, None]
+    room = chunks * ((s * (work.memory - work.slot) - work.state) / ring - s * work.output)
+    bounds = (work.step + (s - 2) * work.each + 2 * work.used) / s
+    if schedule != "interleaved":
+        bounds = np.maximum(bounds, m * work.passes / _ramps(m, most)[:, None] + work.used)
+    return np.where(work.saved <= room, bounds, np.inf)
+
+
+@cache
+def _ramps(m: int, most: int) -> Array:
+    """[S] sum of ((M-1)/M)^s over 1, 2, ... S stages."""
+    return np.array(list(itertools.accumulate(((m - 1) / m) ** s for s in range(most))))
+
+
+@cache
+def _most_in_flight(schedule: Schedule, chunks: int, m: int, most: int) -> Array:
+    """[S] micro-batches in flight on the first of 1, 2, ... S stages."""
+    return np.array([in_flight(schedule, s, 0, chunks, m) for s in range(1, most + 1)])
 
 
 def with_sets(
@@ -185,7 +276,7 @@ def with_sets(
         return [(-math.inf, grid)]
     work = _work(grid, request, model, sets)
     assert work.costs is not None
-    bounds = [least_seconds(grid, work, slice(at, at + 1)) for at in range(len(work.costs.sets))]
+    bounds = least_seconds(grid.schedule, grid.chunks, grid.micro_batches, grid.stages, work)[-1].tolist()
     promising = work.costs.undominated([at for at, bound in enumerate(bounds) if bound < limit])
     return [
         (bounds[at], replace(grid, saved=work.costs.sets[at])) for at in sorted(promising, key=lambda at: bounds[at])

@@ -13,6 +13,7 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array, step_seconds
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.stages import (
+    NEAR,
     Ranges,
     StageTerms,
     after,
@@ -33,13 +35,18 @@ from jhpt.planner.search.stages import (
     prefix_sums,
     range_sums,
     ranges,
+    round_trip_seconds,
     stage_seconds,
     stage_seconds_gpipe,
     stage_seconds_in_line,
 )
 
-EXPANSIONS = 300
-"""Most prefixes that the search opens for one grid.  Only large models with uneven layers need as many."""
+TOGETHER = 100
+"""About how many complete cuts are priced together."""
+
+EXPANSIONS, FEW_EXPANSIONS = 1000, 300
+"""Most prefixes that the search opens for one grid; few if no prefix that is left has a bound below that of other
+unvisited plans.  Only large models with uneven layers need as many."""
 
 
 @dataclass(frozen=True)
@@ -118,17 +125,25 @@ def balanced(work: Array, parts: int) -> tuple[int, ...]:
     Among equal partitions, each part in turn takes as many layers as it can: its sum must not exceed the largest part,
     and at least one layer must remain for each later part.
     """
-    n, total, sums = len(work), prefix_sums(work), range_sums(work)
-    sums = np.where(np.tri(n, k=-1, dtype=bool), np.inf, sums)  # [i, j] of layers i..j
-    least = total[1:]  # least[j]: the smallest largest part of layers 0..j
-    for _ in range(1, parts):
-        least = np.append(np.inf, np.maximum(least[:-1, None], sums[1:]).min(axis=0)[1:])
-    limit, cuts, start = least[-1] * (1 + 1e-12), [], 0
+    n, total = len(work), prefix_sums(work)
+    limit, cuts, start = _largest_parts(work.tobytes())[parts - 1] * (1 + 1e-12), [], 0
     for remaining in range(parts - 1, 0, -1):
         stop = int(np.searchsorted(total, total[start] + limit, side="right")) - 1
         start = max(start + 1, min(stop, n - remaining))
         cuts.append(start)
     return tuple(cuts)
+
+
+@lru_cache(maxsize=1024)
+def _largest_parts(work: bytes) -> Array:
+    """[N] the smallest largest part of contiguous partitions of float64 values into 1, 2, ... N parts."""
+    values = np.frombuffer(work)
+    n, total, sums = len(values), prefix_sums(values), range_sums(values)
+    sums = np.where(np.tri(n, k=-1, dtype=bool), np.inf, sums)  # [i, j] of layers i..j
+    least = [total[1:]]  # of layers 0..j
+    for _ in range(1, n):
+        least.append(np.append(np.inf, np.maximum(least[-1][:-1, None], sums[1:]).min(axis=0)[1:]))
+    return np.array([row[-1] for row in least])
 
 
 class CutSearch:
@@ -171,10 +186,14 @@ class CutSearch:
         return terms, self.cut[s, stops], stops
 
     def _tables(self) -> None:
-        """V, Z and D of `stages`, [S + 1, N + 1]: of stages s, s + 1, ... if stage s starts at layer i."""
+        """V, Z and D of `stages`, [S + 1, N + 1]: of stages s, s + 1, ... if stage s starts at layer i.
+
+        near[j]: the round trip through the first j + 1 of them.
+        """
         shape = (self.s + 1, self.n + 1)
-        self.back, self.done, self.trip = (np.full(shape, np.inf) for _ in range(3))
-        self.back[-1, -1] = self.done[-1, -1] = self.trip[-1, -1] = 0.0
+        self.back, self.done, self.trip, *self.near = (np.full(shape, np.inf) for _ in range(3 + NEAR))
+        for table in (self.back, self.done, self.trip, *self.near):
+            table[-1, -1] = 0.0
         started = np.arange(self.n)[:, None]
         for s in reversed(range(self.s)):
             terms, transfer, stops = self._choices(s)
@@ -186,6 +205,9 @@ class CutSearch:
             back = np.maximum(self._stage_bound(s, terms, transfer, stops, before), both + self.back[s + 1, stops])
             done = np.maximum(back + after(terms), forward + transfer + self.done[s + 1, stops])
             self.trip[s, :-1] = (both + self.trip[s + 1, stops]).min(axis=1)
+            for table, ahead in zip(self.near, (None, *self.near), strict=False):
+                nearest = forward + terms.backward if ahead is None else both + ahead[s + 1, stops]
+                table[s, :-1] = nearest.min(axis=1)
             self.back[s, :-1], self.done[s, :-1] = back.min(axis=1), done.min(axis=1)
 
     def _stage_bound(
@@ -201,6 +223,12 @@ class CutSearch:
         seconds = stage_seconds(terms, transfer, beyond, self.window[s], self.m, before)
         if self.grid.schedule == "gpipe":
             seconds = np.maximum(seconds, stage_seconds_gpipe(terms, transfer, beyond, self.m, before))
+        else:
+            left = self.s - s
+            ahead = {j: self.near[j - 1][s + 1, stops] for j in range(1, min(NEAR, left - 1) + 1)}
+            seconds = np.maximum(
+                seconds, round_trip_seconds(terms, transfer, {**ahead, left - 1: beyond}, self.m, left)
+            )
         if not self.model.cluster.overlap:
             seconds = np.maximum(seconds, stage_seconds_in_line(terms, transfer, self.m, self.s - 1 - s))
         return seconds
@@ -209,15 +237,23 @@ class CutSearch:
         """Searches best-first over prefixes of stages; exact if it opens fewer than `EXPANSIONS` of them."""
         bound = float(max(self.back[0, 0], self.done[0, 0]))
         heap: list[tuple[float, int, tuple[int, ...], float, float]] = [(bound, 0, (), 0.0, 0.0)]
-        for _ in range(EXPANSIONS):
-            if not heap or heap[0][0] >= self.incumbent.cutoff:
+        whole: list[tuple[int, ...]] = []
+        opened = 0
+        while heap and heap[0][0] < self.incumbent.cutoff:
+            if opened >= (FEW_EXPANSIONS if heap[0][0] >= self.incumbent.unvisited else EXPANSIONS):
                 break
+            opened += 1
             bound, _, cuts, head, tail = heapq.heappop(heap)
+            children = self._children(bound, cuts, head, tail)
             if len(cuts) == self.s - 2:
-                self._leaves(cuts)
-                continue
-            for child in self._children(bound, cuts, head, tail):
-                heapq.heappush(heap, child)
+                whole += [child[2] for child in children]
+            else:
+                for child in children:
+                    heapq.heappush(heap, child)
+            if whole and (len(whole) >= TOGETHER or not heap or len(heap[0][2]) < self.s - 2):
+                self._leaves(whole)
+                whole = []
+        self._leaves(whole)
         if heap:
             self.incumbent.note_unexplored_bound(heap[0][0])
 
@@ -252,11 +288,11 @@ class CutSearch:
         seconds = pair_seconds_in_line(before, row, transfer, self.m, self.s - 1 - s)
         return head + tail - (before.forward + before.backward + 2 * transfer) + seconds
 
-    def _leaves(self, cuts: tuple[int, ...]) -> None:
-        """Prices all positions of the last cut at once and exactly; offers the best one."""
-        start = cuts[-1] if cuts else 0
-        lasts = np.arange(start + 1, self.n)
-        edges = np.array([(0, *cuts, int(last), self.n) for last in lasts]).reshape(len(lasts), self.s + 1)
+    def _leaves(self, leaves: list[tuple[int, ...]]) -> None:
+        """Prices all these cuts at once and exactly; offers the best one."""
+        if not leaves:
+            return
+        edges = np.array([(0, *cuts, self.n) for cuts in leaves])
         at, stop = edges[:, :-1], edges[:, 1:] - 1
         terms = [
             np.stack([getattr(self.stage[s], name)[at[:, s], stop[:, s]] for s in range(self.s)], axis=1)

@@ -7,7 +7,7 @@ Layers are visited from last to first, as gradients appear.  A label is what a p
 A step's time grows in each of these, and they only grow.  So a label that is nowhere better than another one with the
 same degree at its first layer can be dropped (Hansen's label setting; exact).  The labels that remain at the first
 layer are all assignments that can be part of an optimal plan.  `errors` and `reduced` carry the gradient stream of
-`estimate.sync_seconds`: reduced = max(reduced, errors) + gradients of the layer.
+`layers.sync_seconds`: reduced = max(reduced, errors) + gradients of the layer.
 
 A `Group` stands for assignments that are nearly alike until it matters which of them a stage takes.  A step's time
 grows in every stage's forward, backward, sync and update seconds.  So an assignment with the least of each over a group
@@ -25,6 +25,15 @@ from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.layers import LayerCosts, LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
+
+PAIRWISE = 256
+"""Up to so many labels are compared all with each other, which is faster than one after the other."""
+
+EARLIER = ~np.tri(PAIRWISE, dtype=bool)
+"""[i, j] whether i comes before j."""
+
+SHARES, PRICES = (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""Weights of the first of two bounds, and prices of a byte, in seconds of the whole step per memory of a device."""
 
 FORWARD, BACKWARD, ERRORS, REDUCED, UPDATE, SAVED, WORKING, LEAVING = range(8)
 
@@ -93,6 +102,8 @@ def options(question: Question, model: CostModel, cap: int, limit: float = np.in
     """
     degrees, costs = question.degrees, costs_at(question, model)
     rest = _Rest(question, list(costs.values()))
+    if rest.seconds(np.zeros((1, 8)), question.stop)[0] >= limit:
+        return [], np.inf
     missing = np.inf
     fronts: dict[int, Array] = {}
     history: list[dict[int, npt.NDArray[np.int64]]] = []
@@ -118,29 +129,40 @@ def options(question: Question, model: CostModel, cap: int, limit: float = np.in
 
 
 class _Rest:
-    """The least costs of the layers that have not been visited, and which labels are therefore worth keeping."""
+    """The least costs of the layers that have not been visited, and which labels are therefore worth keeping.
+
+    A step takes at least M F + (M-1) B + update + reduced, and at least M (F + B) + update.  So any weighted mean of
+    the two is a bound; and what fits takes no less than this mean plus a price for every byte that it takes, minus the
+    price of all bytes there are (Lagrange).  Every layer takes its least of such a sum, and the largest bound counts.
+    """
 
     def __init__(self, question: Question, tables: list[LayerCosts]) -> None:
         m, span = question.micro_batches, slice(question.first, question.stop)
         self.question, self.first = question, question.first
         f = np.array([c.forward + c.forward_tensor for c in tables])[:, span]
         b = np.array([c.backward + c.backward_tensor for c in tables])[:, span]
-        once = np.array([c.gradients + c.update for c in tables])[:, span]
+        gradients = np.array([c.gradients for c in tables])[:, span]
+        steps = m * f + (m - 1) * b + np.array([c.update for c in tables])[:, span]
         saved = np.array([c.state + question.slots * c.activations for c in tables])[:, span]
-        self.until_reduced, self.busy, self.saved = (
-            np.concatenate([[0.0], np.cumsum(quantity.min(axis=0))])
-            for quantity in (m * f + (m - 1) * b + once, m * (f + b), saved)
-        )
+        self.saved = _from_first(saved.min(axis=0))
+        whole = float((steps + b).min(axis=0).sum())
+        price = whole / question.place.memory if np.isfinite(whole) else 0.0
+        pairs = [(share, price * times) for share in SHARES for times in PRICES]
+        self.share, self.price = (np.array(column) for column in zip(*pairs, strict=True))
+        sums = [steps + share * gradients + (1 - share) * b + cost * saved for share, cost in pairs]
+        self.least = np.stack([_from_first(total.min(axis=0)) for total in sums], axis=1)  # [layers + 1, pairs]
         most = saved.max(axis=0).sum() + max(c.working[span].max() for c in tables)
         # If there is room for twice the largest assignment (transfers and tied copies included), bytes do not matter.
         self.roomy = 2 * most <= question.place.memory and not question.in_pipeline
 
     def seconds(self, labels: Array, layer: int) -> Array:
         """Least seconds of a step of the stage, with the layers before `layer` at their best."""
-        m, done = self.question.micro_batches, layer - self.first
+        m = self.question.micro_batches
         steps = m * labels[:, FORWARD] + (m - 1) * labels[:, BACKWARD] + labels[:, UPDATE]
-        reduced = steps + labels[:, REDUCED] + self.until_reduced[done]
-        return np.maximum(reduced, steps + labels[:, BACKWARD] + self.busy[done])
+        free = self.question.place.memory - labels[:, SAVED] - labels[:, WORKING]
+        means = self.share * labels[:, REDUCED, None] + (1 - self.share) * labels[:, BACKWARD, None]
+        totals = means - self.price * free[:, None] + self.least[layer - self.first]
+        return steps + totals.max(axis=1)
 
     def allows(self, labels: Array, layer: int, limit: float) -> npt.NDArray[np.bool_]:
         """Whether a label can still fit its devices and stay below `limit`."""
@@ -163,6 +185,11 @@ class _Rest:
         alone = m * labels[:, FORWARD] + (m - 1) * labels[:, BACKWARD] + labels[:, UPDATE] + reshard
         columns = [alone, labels[:, ERRORS], labels[:, REDUCED]]
         return np.stack(columns if self.roomy else [*columns, labels[:, SAVED], labels[:, WORKING]], axis=1)
+
+
+def _from_first(values: Array) -> Array:
+    """[layers + 1] sums over the first 0, 1, ... layers."""
+    return np.concatenate([[0.0], np.cumsum(values)])
 
 
 def _extended(
@@ -221,6 +248,12 @@ def _add_ends(start: Array, layer: int, t: int, costs: LayerCosts, question: Que
 def _undominated(labels: Array) -> npt.NDArray[np.int64]:
     """Indices of the labels for which no other label is as good in everything; of equal labels the first."""
     order = np.lexsort(labels.T[::-1])
+    if len(labels) <= PAIRWISE:
+        ordered = labels[order]
+        as_good = EARLIER[: len(order), : len(order)].copy()
+        for column in ordered.T:
+            as_good &= column[:, None] <= column[None, :]
+        return np.sort(order[~as_good.any(axis=0)])
     best, count = np.empty_like(labels), 0
     kept = []
     for index in order:

@@ -127,11 +127,18 @@ class Incumbent:
     plan: Plan | None = None
     unvisited: float = math.inf
     shapes: dict[tuple[object, ...], tuple[float, Plan]] = field(default_factory=dict)
+    any_plan: bool = False
+    """Whether any plan that fits will do, so that the search ends with the first one."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether no other plan need be visited."""
+        return self.any_plan and self.plan is not None
 
     @property
     def cutoff(self) -> float:
         """Seconds.  A plan whose bound is not below this need not be visited."""
-        return self.seconds * (1 - TOLERANCE)
+        return -math.inf if self.settled else self.seconds * (1 - TOLERANCE)
 
     @property
     def lower_bound(self) -> float:

@@ -250,13 +250,13 @@ def _with_nodes(cluster: Cluster, factor: int) -> Cluster:
 
 def _fits(request: Request, cluster: Cluster, model: CostModel, space: Space, *, offloaded: bool = False) -> bool:
     """Whether any plan fits this cluster.  offloaded: whether plans of space="spmd" with CPU offload count, too."""
-    costs, incumbent = model.on(cluster), Incumbent()
+    costs, incumbent = model.on(cluster), Incumbent(any_plan=True)
     if space == "spmd":
         for recompute in request.recompute:  # one at a time: what blocks save is of no interest
             search_spmd(replace(request, recompute=(recompute,)), costs, incumbent)
         plans = offloaded_plans(request, costs) if offloaded else ()
         return incumbent.plan is not None or any(price(plan, costs).fits for plan in plans)
     offer_equal_stages(request, costs, incumbent)
-    if incumbent.plan is None:
-        search_general(request, costs, incumbent, any_plan=True)
-    return incumbent.plan is not None
+    if not incumbent.settled:
+        search_general(request, costs, incumbent)
+    return incumbent.settled

@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from jhpt.core.config import Compression
+from jhpt.core.divisors import divisors
 from jhpt.core.plan import Chunk, Stage, runs_of
 from jhpt.planner.cost.layers import Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
@@ -50,7 +51,7 @@ from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.saved_sets import SavedSets
 from jhpt.planner.search.stages import SLACK
 
-LABELS, EXACT_LAYERS = 48, 24
+LABELS, EXACT_LAYERS = 192, 24
 """Partial assignments of degrees that are kept per layer if a model has more than `EXACT_LAYERS` layers."""
 
 
@@ -63,8 +64,7 @@ def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space:
     if space == "general":
         request = replace(request, sample_chunks=(1,), compression=(None,), sequence=False)
     sets = SavedSets(request, model, space)
-    grids = sorted(bounded_grids(request, model, space, sets), key=lambda pair: pair[0])
-    for bound, grid in grids:
+    for bound, grid in bounded_grids(request, model, space, sets):
         if bound >= incumbent.cutoff:
             incumbent.note_unexplored_bound(bound)
             break
@@ -105,21 +105,40 @@ def mixed_stages(
     request: Request, model: CostModel, space: Space, limit: float, sets: SavedSets
 ) -> Iterator[tuple[float, Question]]:
     """The questions about one stage whose lower bound is below `limit`.  The bound takes each layer's best degree."""
-    if model.cluster.mixed:
-        return
-    for devices in range(2, model.cluster.num_devices + 1):
-        place, divisors = model.places.at(0, devices), model.degrees(devices)
-        for m in request.micro_batches:
-            even = [t for t in divisors if request.batch // m % (devices // t) == 0]
-            decisions = itertools.product(_degree_sets(even, request, model, space), request.zero, request.recompute)
-            for (degrees, compression, sequence), zero, recompute in decisions:
-                strategy = layer_strategy(space, 1, request.batch, m, zero, recompute, sequence, compression)
-                strategy = replace(strategy, sample_chunks=request.sample_chunks)
-                question = Question(place, strategy, 0, model.num_layers, 1, m, degrees, in_pipeline=False)
-                for saving in _with_sets(question, request, model, sets, limit):
-                    for part in _by_shared_degree(saving, model, limit):
-                        if (bound := _mixed_bound(part, model)) < limit:
-                            yield bound, part
+    for devices, m, even in _even_degrees(request, model):
+        place = model.places.at(0, devices)
+        if _least_mixed(m, devices, even, request, model) >= limit:
+            continue
+        decisions = itertools.product(_degree_sets(even, request, model, space), request.zero, request.recompute)
+        for (degrees, compression, sequence), zero, recompute in decisions:
+            strategy = layer_strategy(space, 1, request.batch, m, zero, recompute, sequence, compression)
+            strategy = replace(strategy, sample_chunks=request.sample_chunks)
+            question = Question(place, strategy, 0, model.num_layers, 1, m, degrees, in_pipeline=False)
+            for saving in _with_sets(question, request, model, sets, limit):
+                for part in _by_shared_degree(saving, model, limit):
+                    if (bound := _mixed_bound(part, model)) < limit:
+                        yield bound, part
+
+
+def _even_degrees(request: Request, model: CostModel) -> Iterator[tuple[int, int, list[int]]]:
+    """(devices, micro-batches, tensor degrees with which the samples are divided evenly), if these are several."""
+    available = 0 if model.cluster.mixed else model.cluster.num_devices
+    even: dict[tuple[int, int], list[int]] = {}
+    for order, m in enumerate(request.micro_batches):
+        for tensor in model.degrees_up_to(available):
+            for data in divisors(request.batch // m, up_to=available // tensor):
+                even.setdefault((data * tensor, order), []).append(tensor)
+    for (devices, order), degrees in sorted(even.items()):
+        if len(degrees) > 1:
+            yield devices, request.micro_batches[order], degrees
+
+
+def _least_mixed(m: int, devices: int, degrees: list[int], request: Request, model: CostModel) -> float:
+    """A bound for all plans with these degrees: the computation alone, every layer at its best degree."""
+    cuts = request.sequence
+    passes = [np.add(*model.least_seconds(request.batch // m * t // devices, t, sequence=cuts)) for t in degrees]
+    allowed = [np.where(model.kinds_allowed(t), seconds, np.inf) for t, seconds in zip(degrees, passes, strict=True)]
+    return m * float(np.min(allowed, axis=0)[model.index].sum()) * (1 - SLACK)
 
 
 def _degree_sets(

@@ -41,6 +41,7 @@ max) with the ramp, the look-ahead and the gradients included.  So its value bou
 steady state, and the largest stage time need not be enumerated (Zheng et al. 2022, Alpa, equation 2).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,9 @@ from jhpt.planner.cost.layers import LayerCosts
 from jhpt.planner.cost.memory import Slot
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
+
+NEAR = 2
+"""How many next stages have a bound of their round trip beside the bound for all later stages."""
 
 SLACK = 1e-9
 """Relative tolerance for sums of the same numbers in a different order."""
@@ -120,7 +124,7 @@ def _running_max(values: Array) -> Array:
 
 
 def _sync(errors: Array, gradients: Array) -> Array:
-    """[i, j] max over l in i..j of (sum of errors l..j + sum of gradients i..l); see `estimate.sync_seconds`."""
+    """[i, j] max over l in i..j of (sum of errors l..j + sum of gradients i..l); see `layers.sync_seconds`."""
     done, left = prefix_sums(errors), prefix_sums(gradients)
     return done[None, 1:] - left[:-1, None] + _running_max(left[1:] - done[:-1])
 
@@ -166,6 +170,22 @@ def after(stage: StageTerms) -> Array:
 def round_trips(micro_batches: int, stages_left: int, ahead: int) -> int:
     """Most round trips k after the first, under 1f1b, between a stage and the stage that comes `ahead` stages later."""
     return max(0, (micro_batches - 1 - 2 * (stages_left - 1 - ahead)) // (2 * ahead + 1))
+
+
+def round_trip_seconds(
+    stage: StageTerms, transfer: Array, ahead: Mapping[int, Array], micro_batches: int, left: int
+) -> Array:
+    """E under 1f1b, by the round trips from a stage to later ones.
+
+    Args:
+      ahead: by the number j of the next stages, the least seconds of a round trip through them, without this transfer.
+      left: number of stages left, this one included.
+    """
+    both, least = stage.forward + stage.backward, np.zeros_like(stage.forward)
+    for j, seconds in ahead.items():
+        if j and (k := round_trips(micro_batches, left, j)):
+            least = np.maximum(least, (micro_batches - 2 * j * k) * both + (k + 1) * (2 * transfer + seconds))
+    return least
 
 
 def stage_seconds_gpipe(

@@ -9,8 +9,8 @@ from jhpt.core.catalogue import cluster_named
 from jhpt.core.plan import Chunk, runs_of
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.communication import transfer_seconds
-from jhpt.planner.cost.estimate import chunk_costs, sync_seconds
-from jhpt.planner.cost.layers import LayerStrategy
+from jhpt.planner.cost.estimate import chunk_costs
+from jhpt.planner.cost.layers import LayerStrategy, sync_seconds
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.profiles.networks import network_profile

@@ -38,20 +38,18 @@ KEPT_CHOICES = 1_000_000
 """Most choices of stages, about 100 bytes each, that are kept from the first pass of the search to the second."""
 
 
-def search_general(request: Request, model: CostModel, incumbent: Incumbent, *, any_plan: bool = False) -> None:
+def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> None:
     """Improves `incumbent` to the best plan of the space, and notes the bound of all plans that were not visited.
 
     The first pass bounds every combination of micro-batches, layer strategy and schedule, and finds one plan quickly
     for each that may contain the best plan.  The second pass searches them in the order of their bounds, with a plan
     to beat that is already nearly the best.
-
-    any_plan: whether the search ends with the first plan that fits.
     """
     minima = Minima(model)
     orders = [(row, Minima(row.model, minima)) for row in rows(model)]
     if incumbent.plan is None:
         _seed(request, *orders[0], incumbent)
-    if any_plan and incumbent.plan is not None:
+    if incumbent.settled:
         return
     promising: list[tuple[float, Problem, Schedule, Suffixes | None]] = []
     room = KEPT_CHOICES
@@ -67,12 +65,12 @@ def search_general(request: Request, model: CostModel, incumbent: Incumbent, *, 
             for schedule in pipelines(request):
                 if suffixes := suffixes_of(problem, choices, schedule, incumbent):
                     Search(problem, suffixes, incumbent).dive()
-                    if any_plan and incumbent.plan is not None:
+                    if incumbent.settled:
                         return
                     room -= suffixes.size
                     promising.append((suffixes.least, problem, schedule, suffixes if room > 0 else None))
     for bound, problem, schedule, suffixes in sorted(promising, key=lambda entry: entry[0]):
-        if any_plan and incumbent.plan is not None:
+        if incumbent.settled:
             return
         if bound >= incumbent.cutoff:
             incumbent.note_unexplored_bound(bound)
@@ -116,12 +114,15 @@ def _seed(request: Request, row: Row, minima: Minima, incumbent: Incumbent) -> N
             )
             strategy = LayerStrategy(request.batch // m, zero, recompute)
             incumbent.offer(Problem(m, strategy, request, row, minima).plan(stages, schedule), row.listed)
+            if incumbent.settled:
+                return
 
 
 def offer_equal_stages(request: Request, model: CostModel, best: Incumbent) -> None:
     """Offers `best` the fastest plan of space="general" whose stages all have the same number of devices, if any."""
     if not model.cluster.mixed:
-        start = Incumbent()
+        # Nothing has to be proven here, so a few prefixes of every grid are enough.
+        start = Incumbent(any_plan=best.any_plan, unvisited=0.0)
         search_spmd(replace(request, schedules=tuple(pipelines(request))), model, start, "general")
         if start.plan is not None:
             best.offer(start.plan, model)

@@ -32,6 +32,9 @@ EXACT_STATES = 600
 STAGES, EXPANSIONS, LABELS = 16, 4000, 64
 """Numbers of stages that have bounds of their own, prefixes that the search opens, assignments of degrees per layer."""
 
+FEW_EXPANSIONS = 1000
+"""Prefixes that the search opens if all that are left have a bound that is not below that of other unvisited plans."""
+
 ALIKE = 0.1
 """Relative.  Assignments of degrees that differ by less are distinguished only once all else in a plan is fixed."""
 
@@ -300,7 +303,8 @@ class Search:
         heapq.heapify(heap)
         opened = 0
         while heap and heap[0].bound < self.incumbent.cutoff:
-            if opened >= EXPANSIONS * self.problem.share and not self.problem.exact:
+            enough = FEW_EXPANSIONS if heap[0].bound >= self.incumbent.unvisited else EXPANSIONS
+            if opened >= enough * self.problem.share and not self.problem.exact:
                 self.incumbent.note_unexplored_bound(heap[0].bound)
                 break
             opened += 1

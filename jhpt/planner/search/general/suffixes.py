@@ -34,10 +34,7 @@ from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.general.least import Index, Least, Spans, worth
-from jhpt.planner.search.stages import SLACK, prefix_sums, round_trips
-
-NEAR = 2
-"""How many next stages have a bound of their round trip beside the bound for all later stages."""
+from jhpt.planner.search.stages import NEAR, SLACK, prefix_sums, round_trips
 
 
 @dataclass(frozen=True)
