@@ -7,6 +7,7 @@ that what remains is a property of the hardware (`jhpt.core.calibration`).  None
     DeepSpeed       its BF16_Optimizer casts a gradient, adds and clears it in kernels of their own, all-reduces the
                     float32 sums though ranks need shares, and gathers weights after the update
     FSDP            prefetches weights; kernels are PyTorch's own, one per operation, unless torch.compile fuses them
+    InternEvo       PyTorch's own kernels; broadcasts the weights of each rank in turn (HybridZeroOptimizer)
     nanotron        PyTorch's own kernels; sums and reduces gradients in float32
     XLA             writes the random bits of dropout to memory; its element-wise traffic is that of programs compiled
                     by jhpt
@@ -44,6 +45,8 @@ def framework_named(name: str, compiled: bool, fitted: Figures, *, flash1: bool)
         facts = {"draw_bytes": DRAW_BYTES, "traffic": XLA_TRAFFIC}
     elif "DeepSpeed" in name:
         facts = {"accumulation": SEPARATE_KERNELS, "gradient_bytes": FLOAT32, "all_reduces_shares": True}
+    elif "InternEvo" in name:
+        facts = {"broadcasts_shares": True}
     elif "nanotron" in name:
         facts = {"gradient_bytes": FLOAT32}
     return Framework(

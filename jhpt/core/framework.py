@@ -34,6 +34,9 @@ class Framework(Section):
     all_reduces_shares: bool = Field(
         False, description="ZeRO-1 sums gradients by an all-reduce, though every rank needs only its share"
     )
+    broadcasts_shares: bool = Field(
+        False, description="ZeRO-1 broadcasts the weights of each rank in turn, instead of one all-gather"
+    )
     exposed_gathers: Share = Field(0.0, description="of ZeRO-3's communication beside a pass: share that adds to it")
     exposed_gradients: Share = Field(
         0.0, description="of the reduction of gradients beside the last backward pass: share that adds to it"

@@ -48,7 +48,7 @@ def test_figures_are_found_again(known):
     assert after < 0.06 < 0.12 < before  # eight runs do not overrule the priors altogether
     names = list(PRIORS)
     assert found.x[names.index("products.volta")] == pytest.approx(start[names.index("products.volta")])
-    assert np.abs(order_errors(runs, residuals_at(found.x, runs))).max() < 0.03
+    assert np.abs(order_errors(runs, residuals_at(found.x, runs))).max() < 0.1
 
 
 def test_each_source_is_predicted_without_itself(known):

@@ -9,7 +9,7 @@ from jhpt.core.catalogue import cluster_named, device_named, kinds
 def test_figures_are_shares():
     found = figures()
     shares = [*found.products.values(), *found.fused_attention.values(), found.inside, found.network, found.flash1]
-    assert all(0.3 < share <= 1.05 for share in shares)
+    assert all(0.3 < share <= 1.2 for share in shares)
     assert 1 < found.traffic < 3 and 0 < found.exposed_gathers < 1
     assert set(found.products) == {"volta", "ampere", "hopper"}
     assert 0.02 < order_error() < 0.1

@@ -60,6 +60,8 @@ RUN = {
     "jhpt plan gpt-6.7b --cluster h100x1x1 --budget 24GiB --batch 16 --svg step.svg": "",
     "jhpt doctor": "",
     "jhpt bench": "--help",
+    "jhpt bench predict --published runs.csv": "",
+    "python benchmarks/calibration/fit.py --help": "",
     "python benchmarks/hand_made_bugs/run.py --help": "",
     "python benchmarks/same_results/record.py --help": "",
     "python examples/plan_cluster.py": "",

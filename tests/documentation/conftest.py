@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 import jhpt
 from jhpt.core.cluster_file import find_cluster
 from jhpt.core.folders import cache_folder
+from tests.bench.test_published import ROW, write
 from tests.conftest import text
 from tests.documentation.commands import ON_CORPUS, STEPS
 from tests.documentation.extraction import blocks
@@ -20,6 +21,7 @@ def workplace(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "corpus")
+    write(tmp_path / "runs.csv", ROW)
     for name in ("my.yaml", "rented.yaml"):
         (block,) = (block for block in blocks() if block.language == "yaml" and f"# {name}" in block.text)
         Path(name).write_text(block.text)

@@ -46,6 +46,24 @@ def fused_attention_rate(tokens: int, head_dim: int) -> float:
     return tokens / (tokens + HALF_FILLED) * (NARROW if head_dim <= 64 else 1.0)
 
 
+def plain_attention(
+    sizes: Sizes, heads: float, head_dim: int, *, drops: bool
+) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+    """Both passes of attention that is not one kernel.
+
+    A fused softmax reads the scores and writes the probabilities, and dropout reads and writes these; the gradient
+    takes half as much again.  Unless the probabilities are saved, the backward pass makes them again.
+    """
+    tokens, element = sizes.tokens, sizes.element
+    scores = matmul(tokens, tokens, head_dim, element, heads)
+    mixed = matmul(tokens, head_dim, tokens, element, heads)
+    numbers = heads * tokens * tokens
+    softmax = stream((4 if drops else 2) * element * numbers, drawn=numbers * drops)
+    gradient = stream((6 if drops else 3) * element * numbers, drawn=numbers * drops)
+    again = () if sizes.keeps_scores else (scores, softmax)
+    return (scores, softmax, mixed), (*again, *transposed((scores, mixed)), gradient)
+
+
 class TransformerConfig(ModelConfig):
     """The settings and numbers that GPT and BERT share."""
 
@@ -253,9 +271,6 @@ class TransformerConfig(ModelConfig):
 
         Flash attention (Dao et al. 2022, arXiv 2205.14135; backward of five products: Dao 2023, arXiv 2307.08691,
         section 3.1) is one kernel that moves queries, keys, values and the result only.
-
-        Without it a fused softmax reads the scores and writes the probabilities, and dropout reads and writes these;
-        the gradient takes half as much again.  Unless the probabilities are saved, the backward pass makes them again.
         """
         heads, tokens, element = batch * self.num_heads / tensor, sizes.tokens, sizes.element
         if sizes.flash:
@@ -266,13 +281,7 @@ class TransformerConfig(ModelConfig):
                 (Operation(2 * product, moved, "fused attention", rate=rate),),
                 (Operation(5 * product, 2 * moved, "fused attention", rate=FUSED_BACKWARD * rate),),
             )
-        scores = matmul(tokens, tokens, self.head_dim, element, heads)
-        mixed = matmul(tokens, self.head_dim, tokens, element, heads)
-        numbers, drops = heads * tokens * tokens, self.dropout > 0
-        softmax = stream((4 if drops else 2) * element * numbers, drawn=numbers * drops)
-        gradient = stream((6 if drops else 3) * element * numbers, drawn=numbers * drops)
-        again = () if sizes.keeps_scores else (scores, softmax)
-        return (scores, softmax, mixed), (*again, *transposed((scores, mixed)), gradient)
+        return plain_attention(sizes, heads, self.head_dim, drops=self.dropout > 0)
 
     def _tensors(self, sizes: Sizes) -> tuple[NamedTensor, ...]:
         """What the backward pass of a block may find saved, and the FLOP that make each again.

@@ -90,6 +90,11 @@ class Group:
         ports = min(self.fewest, self.network.ports / self.groups)
         return self.network.rate(size) * ports * self.network.congested(self.nodes, self.groups)
 
+    @property
+    def ring_latency(self) -> float:
+        """Seconds in which the first byte passes a ring through all members."""
+        return (self.size - self.nodes) * self.inside.latency + (self.nodes - 1) * self.network.latency
+
     def ring_rate(self, size: float) -> float:
         """Bytes/s of rings through all members, for messages of `size` bytes."""
         inside = self.inside.rate(size)
@@ -127,9 +132,8 @@ def all_to_all(group: Group, size: float) -> float:
 
 
 def _ring(group: Group, size: float, rounds: float) -> float:
-    n, q, message = group.size, group.nodes, size / group.size
-    latency = (n - q) * group.inside.latency + (q - 1) * group.network.latency
-    return rounds * ((n - 1) * message / group.ring_rate(message) + latency)
+    n, message = group.size, size / group.size
+    return rounds * ((n - 1) * message / group.ring_rate(message) + group.ring_latency)
 
 
 def _tree(group: Group, size: float) -> float:

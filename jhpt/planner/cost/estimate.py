@@ -29,8 +29,8 @@ from jhpt.core.plan_check import check_plan
 from jhpt.core.profile import ModelProfile
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.activations import fullest_host, offloaded_activation_bytes, saved_tensors_of
+from jhpt.planner.cost.basis import NO_OTHERS
 from jhpt.planner.cost.communication import Place, residual_bytes
-from jhpt.planner.cost.layer_costs import NO_OTHERS
 from jhpt.planner.cost.layers import ChunkCosts, LayerCosts, LayerStrategy, select_layers, strategy_of
 from jhpt.planner.cost.memory import EMBEDDING_AND_HEAD, Slot
 from jhpt.planner.cost.model import CostModel

@@ -14,9 +14,10 @@ from jhpt.core.cluster import Cluster, Link
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
 from jhpt.core.plan import SavedTensors
 from jhpt.core.profile import ModelProfile
+from jhpt.planner.cost.basis import NO_OTHERS, CostBasis
 from jhpt.planner.cost.collectives import DIRECTIONS, FORWARD, partition
 from jhpt.planner.cost.communication import Place, all_gather, transfer_seconds
-from jhpt.planner.cost.layer_costs import NO_OTHERS, CostBasis, KindCosts, slot
+from jhpt.planner.cost.layer_costs import KindCosts, slot
 from jhpt.planner.cost.layers import ChunkCosts, LayerCosts, LayerStrategy, select_layers
 from jhpt.planner.cost.memory import FLOAT32, Slot, in_one_stage, in_pipeline, with_embedding_and_head
 from jhpt.planner.cost.schedule import Array

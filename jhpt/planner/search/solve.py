@@ -14,8 +14,8 @@ from jhpt.core.plan import OffloadKind, Plan, Schedule, Zero
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import check
 from jhpt.core.state import FLOAT32, State
+from jhpt.planner.cost.basis import NO_OTHERS
 from jhpt.planner.cost.estimate import Estimate, price
-from jhpt.planner.cost.layer_costs import NO_OTHERS
 from jhpt.planner.cost.layers import Space
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import check_blocks

@@ -18,13 +18,13 @@ KIND = LayerKind(
 )
 
 
-def seconds(framework, *, devices=2, stages=1, micro_batches=1, zero=0):
+def seconds(framework, *, devices=2, stages=1, micro_batches=1, zero=0, link=LINK):
     """A step of two layers, one sample a data rank and micro-batch, in programs of their own for each stage."""
     profile = ModelProfile(
         name="toy", device="toy", source="by hand", kinds={"layer": KIND}, layers=("layer",) * 2, framework=framework
     )
-    node = Node(device=DEVICE, devices=devices, inside=LINK, host=LINK, host_memory=1.0)
-    cluster = Cluster(name="toy", nodes=(node,), network=LINK)
+    node = Node(device=DEVICE, devices=devices, inside=link, host=link, host_memory=1.0)
+    cluster = Cluster(name="toy", nodes=(node,), network=link)
     each, layers = devices // stages, 2 // stages
     parts = tuple(
         Stage(
@@ -82,6 +82,15 @@ def test_shares_may_be_all_reduced():
     # ZeRO-1 scatters 16 bytes in 8 s, and gathers weights beside the next forward pass.
     assert seconds(IDEAL, zero=1) == BASE + 8
     assert seconds(Framework(all_reduces_shares=True), zero=1) == BASE + 16
+
+
+def test_weights_may_be_broadcast_rank_by_rank():
+    # Two broadcasts over a ring of two, each of which takes 50 s until its first byte arrives.
+    late = LINK.model_copy(update={"latency": 50.0})
+    gathers, broadcasts = (
+        seconds(Framework(broadcasts_shares=turns, exposed_gradients=1.0), zero=1, link=late) for turns in (False, True)
+    )
+    assert broadcasts == gathers + 2 * 50
 
 
 def test_stages_may_wait_for_transfers():
