@@ -372,8 +372,8 @@ def test_groups_that_leave_a_node_are_slower_and_share_its_port():
     assert clock.collective_seconds("all-reduce", ((0, 1, 2, 3), (4, 5, 6, 7)), 1e9) == pytest.approx(1.5)
     assert clock.collective_seconds("all-reduce", ((0, 4),), 1e9) == pytest.approx(10)
     assert clock.collective_seconds("all-reduce", tuple((n, n + 4) for n in range(4)), 1e9) == pytest.approx(40)
-    # Hierarchical: 2 (3/4 x 1 GB inside + 1/2 x 1 GB through the port).
-    assert clock.collective_seconds("all-reduce", (row,), 1e9) == pytest.approx(2 * (0.75 + 5))
+    # A ring over both nodes passes the port with 7/8 x 1 GB, there and back.
+    assert clock.collective_seconds("all-reduce", (row,), 1e9) == pytest.approx(2 * 7 / 8 * 10)
     assert clock.collective_seconds("collective-permute", ((0, 1), (4, 5)), 1e9) == pytest.approx(1)
     assert clock.collective_seconds("collective-permute", tuple((n, n + 4) for n in range(4)), 1e9) == pytest.approx(40)
 

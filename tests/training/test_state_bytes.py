@@ -123,7 +123,7 @@ def test_an_update_moves_what_is_kept():
     moved = {}
     for name, settings in {"float32": {}, "few": FEW}.items():
         profile = analytic_profile(load_config("gpt2-124m", settings), device)
-        moved[name] = profile.update_seconds * device.memory_bandwidth - 2 * profile.state.bytes
+        moved[name] = profile.update_seconds * device.stream_rate - 2 * profile.state.bytes
     assert moved == {"float32": pytest.approx(2 + 2 + 2), "few": pytest.approx(2 + 2)}
 
 

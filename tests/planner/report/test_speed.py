@@ -1,15 +1,19 @@
 """Tokens per second and MFU: of all devices, by the model's own FLOP, against nominal peaks."""
 
+from dataclasses import replace
+
 import pytest
 
 from jhpt.core.catalogue import cluster_named, device_named
 from jhpt.core.load import load_config
+from jhpt.planner.api import prepare
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.profiles.networks import network_profile
 from jhpt.planner.report.answer import to_json
-from jhpt.planner.report.speed import headline, peak_flops, speed
+from jhpt.planner.report.speed import headline, peak_flops, seconds_range, speed
+from jhpt.planner.report.words import duration
 from tests.planner.report.test_explain import PIPELINE, SINGLE, answer_of, model_of
 
 
@@ -89,3 +93,23 @@ def test_the_first_line_says_what_the_json_says():
     cpus = model_of()
     cpus = CostModel(cpus.profile, named_device(cpus.cluster, name="cpu"))
     assert "per device" in headline(answer_of(SINGLE, model=cpus))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("h100", 0.60), ("a100", 0.65)])
+def test_no_datasheet_promises_more_than_training_reaches(kind, most):
+    """The best published utilisations, causal convention, are below 0.60 on H100 and 0.65 on A100."""
+    found = {
+        preset: speed(prepare(preset, cluster=f"{kind}x8x1", batch=64).solve()).mfu
+        for preset in ("gpt-13b", "gpt-6.7b")
+    }
+    assert all(0.35 < mfu < most for mfu in found.values()), found
+
+
+def test_a_prediction_from_a_datasheet_has_a_range():
+    answer = prepare("gpt-6.7b", cluster="h100x8x1", batch=64).solve()
+    low, high = seconds_range(answer)
+    assert 0.5 * answer.estimate.seconds < low < answer.estimate.seconds < high < 2 * answer.estimate.seconds
+    assert f"(8 of 10 such runs: {duration(low)} to {duration(high)})" in headline(answer)
+    assert to_json(answer)["seconds_range"] == [low, high]
+    measured = answer.model.profile.model_copy(update={"source": "measured"})
+    assert seconds_range(replace(answer, model=CostModel(measured, answer.model.cluster))) is None
