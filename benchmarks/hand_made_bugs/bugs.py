@@ -30,10 +30,10 @@ BUGS = (
         tests=("tests/planner/search/test_search.py", "-k", "almost_as_fast"),
     ),
     Bug(
-        name="planner: a link between stages carries two transfers at a time",
+        name="planner: a stage does not wait for the exchange with the stage before it",
         file="jhpt/planner/cost/schedule.py",
-        right="link[on[send]] = np.maximum(link[on[send]], end[send]) + transfer[on[send], chunk[send]]",
-        wrong="link[on[send]] = end[send] + transfer[on[send], chunk[send]]",
+        right="over = np.maximum(done, np.roll(done, 1, axis=0))",
+        wrong="over = done",
         tests=("tests/planner/report/test_simulation.py",),
     ),
     Bug(
@@ -60,8 +60,8 @@ BUGS = (
     Bug(
         name="sharding: ZeRO averages gradients that are sums already",
         file="sharding/zero.py",
-        right="return jax.lax.psum_scatter(leaf.astype(self.dtype), self.data, scatter_dimension=dim, tiled=True)",
-        wrong="return jax.lax.psum_scatter(leaf.astype(self.dtype), self.data, scatter_dimension=dim, tiled=True) / 2",
+        right="done[index] = jax.lax.psum_scatter(wire, self.data, scatter_dimension=dim, tiled=True)",
+        wrong="done[index] = jax.lax.psum_scatter(wire, self.data, scatter_dimension=dim, tiled=True) / 2",
         tests=("tests/sharding/test_parity.py", "-k", "overlapped_loops"),
     ),
     Bug(
