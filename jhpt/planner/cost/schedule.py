@@ -78,6 +78,7 @@ class _Loop:
         edges = edges.reshape(cut.shape[:-1] + (self.chunks, self.stages)).max(axis=-2)
         self.edges = np.moveaxis(edges, -1, 0)
         self.device = np.arange(self.stages)
+        self.before, self.after = np.roll(self.device, 1), np.roll(self.device, -1)  # neighbours in the ring
         self.free = np.zeros((self.stages,) + forward.shape[:-2])
         self.last_start = np.zeros_like(self.free)
 
@@ -128,10 +129,10 @@ class _Loop:
 
     def _exchanged(self) -> Array:
         """When every device's exchange with its neighbours is over that it begins now; without overlap it waits."""
-        done = np.maximum(self.free, np.roll(self.free, -1, axis=0)) + self.edges  # of the edge d -> d + 1
+        done = np.maximum(self.free, self.free[self.after]) + self.edges  # of the edge d -> d + 1
         if self.chunks == 1:
             done[-1] = 0.0
-        over = np.maximum(done, np.roll(done, 1, axis=0))
+        over = np.maximum(done, done[self.before])
         if not self.overlap:
             self.free = np.maximum(self.free, over)
         return over
