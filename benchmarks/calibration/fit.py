@@ -6,14 +6,15 @@ RUNS.csv has the columns of `jhpt bench predict --published`.  Every run is pric
 program of the framework that ran it (`jhpt.bench.frameworks`).  With r the logarithm of predicted / measured seconds,
 the figures minimise
 
-    sum over runs of w rho(r)  +  sum over figures of (WEIGHT ln(figure / prior) / spread of the prior)^2
+    sum over runs of rho(w r)  +  sum over figures of (WEIGHT ln(figure / prior) / spread of the prior)^2
 
 by Gauss-Newton steps on the logarithms of the figures.  rho is quadratic up to `SCALE` and linear beyond (soft L1), so
 that runs which something else held up do not bend the others; w is smaller for runs that jhpt cannot express exactly.
 Priors are what single operations reach, with the reason beside each.
 
-Cross-validation fits without a source and predicts its runs: for each source, from the figures of the whole fit, with
-the Jacobian of the whole fit.  These residuals, and no others, give predictions their range.
+Cross-validation predicts the runs of each source with figures that were fitted without them.  It starts from the
+figures of the whole fit and keeps the Jacobian of its last step.  These residuals, and no others, give predictions
+their range.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from jhpt.bench.published import PricedRun, PublishedRun, claims_of, predicted_seconds, read_runs
+from jhpt.bench.published import PricedRun, PublishedRun, claims_of, predicted_seconds, price_runs, read_runs
 from jhpt.core.calibration import Figures, grouped
 
 Vector = npt.NDArray[np.float64]
@@ -42,6 +43,9 @@ WEIGHT = 0.15
 
 APPROXIMATE = 0.4
 """Weight of the residual of a run that jhpt cannot express exactly."""
+
+ORDER = 0.05
+"""Error of the ratio of two plans where no two runs are plans of one model."""
 
 STEP = 1e-3
 """Change of a logarithm for derivatives."""
@@ -70,7 +74,7 @@ PRIORS: Mapping[str, Prior] = {
     "fused_attention.ampere": Prior(0.75, 0.4, "Dao 2023 (arXiv 2307.08691), figure 5: 150 to 190 of 230 TFLOP/s"),
     "fused_attention.hopper": Prior(0.5, 0.4, "Dao 2023, figure 7: about 330 of 620 TFLOP/s; made for Ampere"),
     "flash1": Prior(0.6, 0.4, "Dao 2023, figures 4 and 5: FlashAttention 2 is 1.3 to 2 times as fast"),
-    "inside": Prior(0.9, 0.3, "NCCL's bus bandwidth on NVSwitch: 0.85 to 0.95 of the nominal rate"),
+    "inside": Prior(0.9, 0.3, "of the rate net of protocol that NCCL reckons with: bus bandwidth on NVSwitch"),
     "network": Prior(0.8, 0.5, "NCCL over InfiniBand: 0.8 to 0.95 of the nominal rate on a few nodes"),
     "decline": Prior(0.08, 1.0, "congestion in a fat tree"),
     "sharing": Prior(0.1, 1.0, "rings of one node that meet at a port"),
@@ -82,7 +86,7 @@ PRIORS: Mapping[str, Prior] = {
 
 @dataclass(frozen=True)
 class Fit:
-    """Logarithms of the figures, in the order of `PRIORS`, and the derivatives of the residuals there."""
+    """Logarithms of the figures, in the order of `PRIORS`, and the derivatives of the residuals in the last step."""
 
     x: Vector
     jacobian: Vector
@@ -113,7 +117,9 @@ def step(x: Vector, residuals: Vector, jacobian: Vector, weights: Vector) -> Vec
     robust = weights**2 / np.sqrt(1 + (weights * residuals / SCALE) ** 2)
     normal = (jacobian * robust[:, None]).T @ jacobian + np.diag((WEIGHT / spread) ** 2)
     slope = (jacobian * robust[:, None]).T @ residuals + (WEIGHT / spread) ** 2 * (x - centre)
-    return x - np.clip(np.linalg.solve(normal, slope), -0.3, 0.3)
+    after = x - np.clip(np.linalg.solve(normal, slope), -0.3, 0.3)
+    shares = np.array([name in ("inside", "network") for name in PRIORS])
+    return np.where(shares, np.minimum(after, 0.0), after)  # no link reaches more than its rate
 
 
 def weights_of(runs: Sequence[PublishedRun]) -> Vector:
@@ -196,7 +202,7 @@ def tree_of(
         "fitted": f"{datetime.now(UTC):%Y-%m-%d} by benchmarks/calibration/fit.py to {len(runs)} runs of {path.name}",
         "figures": figures,
         "order": {
-            "value": float(f"{statistics.median(errors):.3g}"),
+            "value": float(f"{statistics.median(errors or [ORDER]):.3g}"),
             "pairs": len(errors),
             "meaning": "median error of the predicted ratio of two plans of one model on the same devices",
         },
@@ -211,7 +217,10 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--out", type=Path, help="calibration file to write; default: none")
     options = parser.parse_args()
-    runs = [run for run in read_runs(options.runs) if run.fit != "noisy"]
+    known, refused = price_runs(read_runs(options.runs))
+    for name, reason in refused.items():
+        print(f"left out: {name}: {reason}")
+    runs = [one.run for one in known if one.run.fit != "noisy"]
     whole = fit(runs)
     report("fitted", runs, residuals_at(whole.x, runs))
     residuals, folds = cross_validated(runs, whole)

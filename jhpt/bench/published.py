@@ -52,7 +52,7 @@ SEVERAL = 3
 """Runs that a device needs at least for its bias to count."""
 
 NODE = 8
-"""Devices of the catalogue's largest node; a DGX-2 has twice as many, and a port for every two."""
+"""Devices of a usual node; a DGX-2 has twice as many, and a port for every two."""
 
 BERT_POSITIONS = {128: 20, 512: 80}
 """Predicted positions by sequence length, as BERT's published code masks them; other lengths: the default share."""
@@ -63,7 +63,7 @@ Number = Field(ge=1)
 class PublishedRun(Section):
     """A row of the file; an empty cell is an absent value."""
 
-    id: str
+    id: str = Field(description="name; it ends in -compile where torch.compile fused the kernels of a framework")
     source: str = Field(description="repository and path, or paper")
     framework: str = Field("", description="what ran it (`jhpt.bench.frameworks`)")
     gpu: str = Field(description="kind of device in the catalogue")
@@ -97,7 +97,9 @@ class PublishedRun(Section):
     zero: Literal["0", "1", "3"]
     sequence: bool
     recompute: str = Field(pattern=r"^(none|full|share:0?\.\d+)$", description="share:x lies between none and full")
-    stage_blocks: str | None = Field(None, description="blocks of every stage, where they are not even")
+    stage_blocks: str | None = Field(
+        None, pattern=r"^[1-9]\d*( [1-9]\d*)*$", description="blocks of every stage, where they are not even"
+    )
     tokens_per_gpu: Positive = Field(description="measured tokens/s of a device")
     group: str = Field("", description="plans of one model on the same devices, for ranks")
     fit: Literal["exact", "approx", "noisy"] = "exact"
@@ -116,7 +118,7 @@ class PublishedRun(Section):
 
     @property
     def kinds(self) -> str:
-        """The kinds of parallelism, as `jhpt.planner.cost.ranges.kinds_of` names those of a plan."""
+        """The kinds of parallelism, as `jhpt.planner.cost.ranges.parallelism` names those of a plan."""
         return parallelism(self.data, self.tensor, self.pipe, int(self.zero))
 
     @property
@@ -223,6 +225,8 @@ def plan_of(run: PublishedRun, config: Config) -> Plan:
     plan = plan_by_hand(config, run.gpus)
     if run.stage_blocks is None:
         return plan
+    if run.chunks > 1:
+        raise InputError("stage_blocks say nothing about chunks; leave them out of an interleaved run")
     counts = [int(count) for count in run.stage_blocks.split()]
     if sum(counts) != run.layers or len(counts) != len(plan.stages):
         raise InputError(f"stage_blocks={run.stage_blocks} are not {run.layers} blocks of {len(plan.stages)} stages")

@@ -5,16 +5,17 @@ A datasheet says what hardware could do, a benchmark of a single operation what 
 reach less: power limits lower the clocks of an H100, networks are congested, collectives slow down the computation
 beside them.  Each figure has one physical meaning and one value for all runs:
 
-    products           sustained rate of large products / the best that a benchmark reached, by architecture
+    products           sustained rate of large products / the benchmark's in the catalogue (`share`), by architecture
     fused_attention    rate of FlashAttention-2 on long sequences / sustained rate of products, by architecture
-    inside, network    rate that collectives reach / nominal rate of NVLink, or of a node's network ports
+    inside, network    rate that collectives reach / the catalogue's: of NVLink, net of protocol, or of a node's ports
     decline, sharing   loss by congestion (`jhpt.core.cluster.Link`)
     traffic            bytes that fused element-wise kernels move / the least possible (`jhpt.core.framework.Framework`)
     exposed_gathers, exposed_gradients
                        share of data-parallel communication that adds to the computation it runs beside
     flash1             rate of FlashAttention 1 / that of 2
 
-A chip of an architecture without runs counts as the nearest one that has some (`NEAREST`).
+A chip of an architecture without runs counts as the nearest one that has some (`NEAREST`), PCIe links as NVLink, and
+Ethernet as InfiniBand.
 """
 
 import functools
@@ -127,7 +128,8 @@ def ours() -> Framework:
 
     The traffic of its element-wise kernels is that of compiled steps.  XLA schedules its communication over data ranks
     beside products (docs/reports/gpu-compile.md), where it slows them down as it does elsewhere; of all-reduces over
-    the tensor axis without sample chunks it hides little.
+    the tensor axis without sample chunks it hides little.  Its fused attention, cuDNN's, counts as FlashAttention-2
+    until it is measured.
     """
     return Framework(
         name="jhpt",

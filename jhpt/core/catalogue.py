@@ -101,7 +101,9 @@ def device_named(kind: str, *, power: float | None = None, fitted: Figures | Non
     name, dtypes = entry["name"][0], ("bfloat16", "float16", "float32")
     chip, era = chip_by_driver(name), architecture(capability_by_driver(name))
     share = entry["share"][0] * fitted.products[era]
-    if power is not None and "power" in entry:
+    if power is not None:
+        if "power" not in entry:
+            raise InputError(f"the catalogue does not know the power limit of {kind}, so power={power:g} says nothing")
         share *= min(1.0, power / entry["power"][0]) ** POWER
     return Device(
         name=name,

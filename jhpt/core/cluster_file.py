@@ -9,8 +9,9 @@
 
 Wherever one of these is a mapping, its keys are those of `Cluster`, so what `Cluster.save` and `jhpt profile
 --cluster-out` write is such a file, too.  A device without `efficiency` has that of its kind, and one that the
-catalogue does not know the median of those there: only `efficiency: null` counts all of the peak.  Of a rate that is
-given, collectives reach the share that is usual (`jhpt.core.calibration`), unless the link has `reached` or `measured`.
+catalogue does not know has a share that training on any device there reaches: only `efficiency: null` counts all of
+the peak.  Of a rate that is given, collectives reach the share that is usual (`jhpt.core.calibration`), unless the link
+has `reached` or `measured`.
 """
 
 import re
@@ -291,10 +292,15 @@ def _sources(tree: Tree, groups: list[Tree], kinds_of_nodes: list[str | None], f
         parts = place.split(".")
         return any(".".join(parts[:length]) in given for length in range(1, len(parts) + 1))
 
-    fitted = ("reached", "decline", "sharing")
-    return {
-        place: file if is_given(place) and not place.endswith(fitted) else source for place, source in sources.items()
-    }
+    def says(place: str) -> bool:
+        """Whether the file gives a figure itself; a rate says nothing about the share of it that is reached."""
+        link, _, key = place.partition(".")
+        if key not in ("reached", "decline", "sharing"):
+            return is_given(place)
+        mapping = network if link == "network" else group.get(link)
+        return isinstance(mapping, Mapping) and key in mapping
+
+    return {place: file if says(place) else source for place, source in sources.items()}
 
 
 def _unknown_device() -> str:

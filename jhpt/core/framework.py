@@ -11,7 +11,7 @@ from pydantic import Field
 from jhpt.core.section import NonNegative, Positive, Section
 
 Share = NonNegative
-"""A share of the shorter of two things that run side by side; above 1 they take longer than one after the other."""
+"""A share of communication that runs beside computation, by which the computation takes longer."""
 
 
 class Framework(Section):
@@ -39,7 +39,9 @@ class Framework(Section):
     )
     exposed_gathers: Share = Field(0.0, description="of ZeRO-3's communication beside a pass: share that adds to it")
     exposed_gradients: Share = Field(
-        0.0, description="of the reduction of gradients beside the last backward pass: share that adds to it"
+        0.0,
+        description="of the reduction of gradients beside the last backward pass, and with ZeRO-1 of the all-gather of "
+        "weights beside the first forward pass: share that adds to it; more than 1 counts as 1",
     )
     exposed_regathers: Share = Field(
         0.0,

@@ -47,6 +47,9 @@ class Timing(Section):
         for name, entries in (("repeated", self.repeated), ("spread", self.spread)):
             if entries and len(entries) != len(self.batches):
                 raise ValueError(f"{name} needs an entry for each of the batches {list(self.batches)}")
+        passes = zip(self.repeated, self.forward, self.backward, strict=bool(self.repeated))
+        if any(ahead > forward or back > backward for (ahead, back), forward, backward in passes):
+            raise ValueError("what tensor ranks repeat is a part of the seconds, and cannot take longer")
         if list(self.batches) != sorted(set(self.batches)):
             raise ValueError(f"batches must ascend, found {list(self.batches)}")
         return self

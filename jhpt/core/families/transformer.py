@@ -59,8 +59,9 @@ def plain_attention(
     mixed = matmul(tokens, head_dim, tokens, element, heads)
     numbers = heads * tokens * tokens
     softmax = stream((4 if drops else 2) * element * numbers, drawn=numbers * drops)
-    gradient = stream((6 if drops else 3) * element * numbers, drawn=numbers * drops)
     again = () if sizes.keeps_scores else (scores, softmax)
+    # The masks are drawn again, once: with the probabilities, or for the gradient alone.
+    gradient = stream((6 if drops else 3) * element * numbers, drawn=numbers * drops * (not again))
     return (scores, softmax, mixed), (*again, *transposed((scores, mixed)), gradient)
 
 

@@ -29,7 +29,7 @@ numbers travel, as S bytes of codes and ranges:
     kernels, two steps  quantize n w + S; sum S + 4 n / t; quantize again 4 n / t + S / t; dequantize S + N w
     kernels, gathered   quantize n w + S; sum t S + N w
 
-Kernels move their bytes at the memory bandwidth, each tensor once; they compute little.  If attention chooses the
+Kernels move their bytes at the rate of streams, each tensor once; they compute little.  If attention chooses the
 tokens (`core.compression.by_attention`), every rank multiplies its queries and keys twice more in the forward pass, for
 the denominators of the softmax and for the attention that each token receives, and the ranks all-reduce 4 bytes per
 token.  If the tokens' own norms choose, every rank reads the residual stream once and sends nothing.  All of this
@@ -323,8 +323,8 @@ class Places:
 
 
 def slowest(links: Sequence[Link]) -> Link:
-    """The link with the least bandwidth, and of several such links the one with the most latency."""
-    return min(links, key=lambda link: (link.bandwidth, -link.latency))
+    """The link at which collectives reach the lowest rate, and of several such links the one with the most latency."""
+    return min(links, key=lambda link: (link.reached * link.bandwidth, -link.latency))
 
 
 def transfer_seconds(transfer: tuple[Link, int], size: float) -> float:

@@ -196,21 +196,19 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
         update[s] += slot_of(plan, s, model).seconds(used=s in (0, stages - 1))
     cut = _cuts(plan, model)
     if model.profile.framework.exposed_transfers and stages > 1:
-        forward, backward = _with_transfers(forward, cut), _with_transfers(backward, cut, back=True)
+        waits = _transfer_waits(cut, forward.shape)
+        forward, backward = forward + waits, backward + waits
         cut = np.zeros_like(cut)
     return StageTimes(forward=forward, backward=backward, cut=cut, sync=sync, update=update)
 
 
-def _with_transfers(passes: Array, cut: Array, *, back: bool = False) -> Array:
-    """[S, v] seconds of the passes with what each sends, and receives, while the stage waits.
+def _transfer_waits(cut: Array, shape: tuple[int, ...]) -> Array:
+    """[S, v] seconds in which a stage waits beside each pass: while it receives and while it sends.
 
-    cut: [S v - 1] seconds between one chunk and the next.  back: the passes send to the chunk before.
+    cut: [S v - 1] seconds between one chunk and the next.
     """
-    sends, receives = np.append(cut, 0.0), np.append(0.0, cut)
-    if back:
-        sends, receives = receives, sends
-    waits: Array = (sends + receives).reshape(passes.shape[::-1]).T
-    return passes + waits
+    waits: Array = (np.append(cut, 0.0) + np.append(0.0, cut)).reshape(shape[::-1]).T
+    return waits
 
 
 def slot_of(plan: Plan, position: int, model: CostModel) -> Slot:

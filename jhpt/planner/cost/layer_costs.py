@@ -8,9 +8,12 @@ layer has tensor degree t, and a micro-batch b samples.
     tensor         per micro-batch, exposed        all-reduce over t of activations (forward) and errors (backward)
     resharding     per micro-batch, exposed        all-gather of the activation where neighbouring degrees differ
     ZeRO-3         per micro-batch, prefetched     all-gather of weights in both passes, reduce-scatter of gradients;
-                                                   a layer takes max(compute, communication)
+                                                   a layer takes max(compute, communication) and a share of the
+                                                   shorter one (`Framework.exposed_gathers`)
     gradients      once per step                   all-reduce over d (ZeRO-1: reduce-scatter); it follows the layer's
-                                                   last backward pass on a separate stream
+                                                   last backward pass on a separate stream; a share counts as
+                                                   update (`Framework.exposed_gradients`)
+    accumulation   per micro-batch, if several     gradients added up, in the backward pass
     ZeRO-1         once, in the first forward      all-gather of weights; the part that the forward pass does not hide
     update         once, at the end                optimizer, on a device's share of the state
 
@@ -34,17 +37,17 @@ exposed once per step counts as update seconds.
 With recomputation a layer saves only its input and the tensors that `SavedTensors` names.  The backward pass repeats
 the part of the forward pass, and of its all-reduces, that it needs (`activations.repeated`; all of it for layers
 without named tensors).  Offloaded tensors are copied to the host beside the forward pass and back beside the backward
-pass, one by one; the copy seconds that exceed the pass are added to it, and all of them without overlap.  Left out:
-communication slows down the computation beside it.
+pass, one by one; the copy seconds that exceed the pass are added to it, and all of them without overlap.
 
 Sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) cuts what lies between the products over
 the tensor ranks: a device holds 1 / t of replicated activations, of a layer's input and of what it sends to the next
 stage.  An all-reduce becomes a reduce-scatter and an all-gather of the same bytes, and the backward pass gathers the
-inputs of the products again, so its tensor seconds are 1.5 times as many.  Left out: one all-gather each at embedding
-and head.
+inputs of the products again, of which a share counts (`Framework.exposed_regathers`: of jhpt's program all, so its
+tensor seconds are 1.5 times as many).  Norms and sums of the stream are divided, too (`Timing.repeated`).  Left out:
+one all-gather each at embedding and head.
 
-These are the costs of an ideal program.  `memory` describes what the single SPMD program of space="spmd" does instead.
-Its pipelines hide less of the parameters' communication:
+These are the costs of a program per stage.  `memory` describes what the single SPMD program of space="spmd" does
+instead.  Its pipelines hide less of the parameters' communication:
 
     ZeRO-3         the reduce-scatter follows each backward pass: max(backward, all-gather) + reduce-scatter
     gradients      exposed, after the last backward pass

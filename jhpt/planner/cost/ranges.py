@@ -6,7 +6,7 @@
     distance = |log10 of parameters apart| / 0.5 + |log2 of devices apart| / 2
                + 1 if the architecture differs + 1/2 for every kind of parallelism that only one of them has
 
-The 4 makes the range hold for 78 % of the runs when runs of the same source do not count (2: 76 %, 1: 71 %).  The
+The 4 makes the range hold for 77 % of the runs when runs of the same source do not count (2: 76 %, 1: 71 %).  The
 ratios come from figures that were fitted without the run's source (`benchmarks/calibration/fit.py`), so they hold what
 a new framework on a new machine adds.  A measured profile has no such range: its seconds are this machine's own.
 """
@@ -57,8 +57,7 @@ def parallelism(data: int, tensor: int, pipe: int, zero: int) -> str:
 
 def case_of(plan: Plan, device: str, parameters: float) -> Case:
     """The case of a plan on devices that the driver calls `device`."""
-    pipe, tensor = len(plan.stages), max(plan.degrees)
-    data = plan.stages[0].devices // tensor
+    pipe, tensor, data = len(plan.stages), max(plan.degrees), plan.replicas
     return Case(
         architecture=architecture(capability_by_driver(device)),
         devices=plan.devices,

@@ -75,12 +75,16 @@ def _nominal(device: Device, dtype: str) -> float | None:
 def seconds_range(answer: Answer) -> tuple[float, float] | None:
     """Seconds of a step between which eight of ten published runs like this one would lie (`planner.cost.ranges`).
 
-    None where the published runs say nothing: a measured profile, a CPU, a classic network, devices that the catalogue
-    does not know, or a model or cluster of another size.
+    None where no published run is like it: a measured profile, a CPU, a classic network, devices that the catalogue
+    does not know, a mixed cluster, CPU offload, compression, 8-bit products, float32 or low-precision state, or a model
+    or cluster of another size.
     """
-    profile, cluster = answer.model.profile, answer.model.cluster
-    known = all(kind_by_driver(node.device.name) for node in cluster.nodes)
-    if not profile.source.startswith("analytic") or profile.flops_per_sample is None or not known:
+    profile, cluster, plan = answer.model.profile, answer.model.cluster, answer.plan
+    measured = any(timing.repetitions for kind in profile.kinds.values() for timing in kind.timings)
+    known = not cluster.mixed and all(kind_by_driver(node.device.name) for node in cluster.nodes)
+    special = plan.offload or plan.compression.on or answer.model.gradient_compression.on or profile.state.low_precision
+    unlike = special or profile.products != "same" or profile.dtype == "float32" or profile.flops_per_sample is None
+    if measured or not known or unlike:
         return None
     factors = range_of(case_of(answer.plan, cluster.nodes[0].device.name, profile.parameters))
     if factors is None:
@@ -89,8 +93,8 @@ def seconds_range(answer: Answer) -> tuple[float, float] | None:
 
 
 def headline(answer: Answer) -> str:
-    """In one line: `gpt-13b on h100x8x8: 5,253 tokens/s per GPU, MFU 42.2 % (causal), 390 ms per step (8 of 10 runs:
-    350 ms to 450 ms)`."""
+    """In one line: `gpt-13b on h100x8x8: 5,253 tokens/s per GPU, MFU 42.2 % (causal), 390 ms per step (8 of 10 such
+    runs: 350 ms to 450 ms)`."""
     found = speed(answer)
     rate, unit = found.rate
     each = rate / found.devices

@@ -157,7 +157,10 @@ def _work(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> _W
         more, saved = costs.seconds, costs.bytes + tables[0].activations[[0, -1]].sum()
         all_passes = passes + more
         if beside:  # What is computed again may hide behind the gathered weights.
-            computed = _least(np.array([c.forward + c.forward_tensor + c.backward + c.backward_tensor for c in plain]))
+            # Without adding up gradients: a rank of ZeRO-3 adds up its share only.
+            bare = replace(strategy, zero=0, accumulates=False)
+            alone = [model.layer_costs(place, grid.tensor, bare) for place in places]
+            computed = _least(np.array([c.forward + c.forward_tensor + c.backward + c.backward_tensor for c in alone]))
             all_passes = np.maximum(passes, computed + more)
     slots = [model.slot(place, grid.tensor, strategy) for place in places]
     each, used = (min(slot.seconds(used=used) for slot in slots) for used in (False, True))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jhpt.core.catalogue import cluster_named, device_named
+from jhpt.core.config import Compression
 from jhpt.core.load import load_config
 from jhpt.planner.api import prepare
 from jhpt.planner.cost.estimate import price
@@ -111,5 +112,10 @@ def test_a_prediction_from_a_datasheet_has_a_range():
     assert 0.5 * answer.estimate.seconds < low < answer.estimate.seconds < high < 2 * answer.estimate.seconds
     assert f"(8 of 10 such runs: {duration(low)} to {duration(high)})" in headline(answer)
     assert to_json(answer)["seconds_range"] == [low, high]
-    measured = answer.model.profile.model_copy(update={"source": "measured"})
+    compressed = answer.plan.model_copy(update={"compression": Compression(bits=8)})
+    assert seconds_range(replace(answer, plan=compressed)) is None
+    profile = answer.model.profile
+    timing = profile.kinds["block"].timings[0].model_copy(update={"repetitions": 5})
+    block = profile.kinds["block"].model_copy(update={"timings": (timing,)})
+    measured = profile.model_copy(update={"kinds": {**profile.kinds, "block": block}})
     assert seconds_range(replace(answer, model=CostModel(measured, answer.model.cluster))) is None
