@@ -5,10 +5,11 @@ of layers, and every table is computed once per distinct place, degree and strat
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from jhpt.core.cluster import Cluster, Link
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
@@ -133,8 +134,9 @@ class CostModel(CostBasis):
         """The number of chunks into which every layer cuts its samples, on so many devices (`collectives.partition`).
 
         In a pipeline all layers have the same number.  No number is chosen that makes a layer by itself slower than one
-        chunk does, in either direction.  So plans with these chunks are never slower than plans without; with ZeRO-1 by
-        at most one filling, because the all-gather of weights is not assumed to run beside it.
+        chunk does, in either direction, its all-gathers of ZeRO-3 included.  So plans with these chunks are never
+        slower than plans without; with ZeRO-1 by at most one filling, because the all-gather of weights is not assumed
+        to run beside it.
         """
         local = -(-strategy.micro_batch * tensor // devices)
         candidates = tuple(c for c in strategy.sample_chunks if c <= local)
@@ -145,7 +147,7 @@ class CostModel(CostBasis):
         # These fields do not change the choice.
         shared = replace(
             strategy,
-            zero=0,
+            zero=3 if strategy.zero == 3 else 0,
             several_micro_batches=False,
             accumulates=False,
             two_micro_batches=False,
@@ -175,15 +177,44 @@ class CostModel(CostBasis):
             ]
         )
         exposed, fillings = seconds[:, :, :, 0], seconds[:, :, :, 1]
-        slower = (exposed + fillings > exposed[:, :1] * (1 + 1e-12)).any(axis=(0, 2))
+        slower = (exposed + fillings > exposed[:, :1] * (1 + 1e-12)).any(axis=(0, 2))[:, blocks]
         periods = exposed.sum(axis=(0, 2)) + (exposed[:, :, FORWARD].sum(axis=0) if strategy.recompute else 0.0)
-        periods = np.where(slower, np.inf, periods)[:, blocks].T
         first, last = (fillings[:, :, direction].sum(axis=0)[:, blocks].T for direction in DIRECTIONS)
-        if pipeline:
-            totals = periods.sum(axis=0) + first[0] + last[-1]
-            return (candidates[int(totals.argmin())],) * self.num_layers
-        inner = [candidates[choice] for choice in partition(periods, first, last)[1]]
+
+        def best() -> tuple[int, ...]:
+            """Of each block the position of its number among the candidates."""
+            allowed = np.where(slower, np.inf, periods[:, blocks]).T
+            if pipeline:
+                totals = allowed.sum(axis=0) + first[0] + last[-1]
+                return (int(totals.argmin()),) * len(blocks)
+            return partition(allowed, first, last)[1]
+
+        chosen = best()
+        while strategy.zero == 3 and len(used := sorted({0, *chosen})) > 1:
+            also = self._slower_layers(places, tensor, [strategies[at] for at in used])[:, 1:-1]
+            if (also <= slower[used]).all():
+                break
+            slower[used] |= also
+            chosen = best()
+        inner = [candidates[at] for at in chosen]
         return (inner[0], *inner, inner[-1])
+
+    def _slower_layers(
+        self, places: Sequence[Place], tensor: int, strategies: Sequence[LayerStrategy]
+    ) -> npt.NDArray[np.bool_]:
+        """[strategies, layers] whether a pass of the layer takes longer than with the first strategy, anywhere.
+
+        All-gathers of ZeRO-3 hide behind computation only while the tensor axis does not use the links, so hiding the
+        all-reduces of that axis may expose as many seconds of all-gathers.
+        """
+        tables = [[self._by_layer(place, tensor, strategy) for strategy in strategies] for place in places]
+        # [places, strategies, directions, layers]
+        passes = np.array(
+            [[(t.forward + t.forward_tensor, t.backward + t.backward_tensor) for t in row] for row in tables]
+        )
+        fillings = np.array([[(t.forward_filling, t.backward_filling) for t in row] for row in tables])
+        slower: npt.NDArray[np.bool_] = (passes + fillings > passes[:, :1] * (1 + 1e-12)).any(axis=(0, 2))
+        return slower
 
     def _stage_places(self, devices: int) -> list[Place]:
         """The distinct places of equal stages with so many devices."""

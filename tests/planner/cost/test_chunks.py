@@ -152,6 +152,18 @@ def test_chunks_are_never_slower_than_none(seed):
         assert price(made, model).seconds <= plain * (1 + 1e-9) + filled
 
 
+def test_chunks_do_not_expose_the_all_gathers_of_zero3():
+    """All-reduces that are hidden take the time in which the all-gathers of the weights hid themselves."""
+    cluster = find_cluster("a10040x4x4-25gbe")
+    profile = analytic_profile(load_config("gpt2-774m", {"model.num_layers": 11}), cluster.nodes[0].device)
+    model, runs = CostModel(profile, cluster), runs_of((4,) * 13, (1,) * 13)
+    stage = Stage(device=0, devices=16, chunks=(Chunk(first=0, runs=runs),))
+    options = {"batch": 12, "micro_batches": 1, "zero": 3, "sequence": True, "recompute": True}
+    plan = Plan(model="m", cluster="c", stages=(stage,), **options)
+    assert price(with_chunks(plan, model, (1, *(2,) * 11, 1)), model).seconds > price(plan, model).seconds
+    assert price(with_chunks(plan, model), model).seconds <= price(plan, model).seconds
+
+
 def gpt(layers=8, nodes=1, **changes):
     cluster = find_cluster(f"h100x8x{nodes}").model_copy(update=changes)
     profile = analytic_profile(load_config("gpt-6.7b", {"model.num_layers": layers}), cluster.nodes[0].device)
