@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.planner.layer_costs import pipelined_layer
@@ -70,8 +71,8 @@ def _spmd_stages(
                 yield "gpipe", _spmd_row(edges, s, d * t, t)
             for v in (2, 3, 4):
                 if m % s == 0 and s * v <= n:
-                    edges = _balanced_edges(model, strategy, d * t, t, s * v)
-                    yield "interleaved", _spmd_row(edges, s, d * t, t)
+                    for edges in _balanced_edges(model, strategy, d * t, t, s * v):
+                        yield "interleaved", _spmd_row(edges, s, d * t, t)
 
 
 def _one_mesh(degrees: Iterable[int]) -> bool:
@@ -84,16 +85,27 @@ def _spmd_row(edges: tuple[int, ...], s: int, devices: int, t: int) -> tuple[Sta
     return tuple((range(i * devices, (i + 1) * devices), tuple(chunks[i::s])) for i in range(s))
 
 
-def _balanced_edges(model: CostModel, strategy: LayerStrategy, devices: int, t: int, parts: int) -> tuple[int, ...]:
-    """The cut whose largest range is smallest; of several such cuts, the one whose first ranges are longest."""
-    place = model.places.at(0, devices)
-    rows = [pipelined_layer(model, place, t, strategy, layer) for layer in range(model.num_layers)]
-    work = [row.forward + row.backward for row in rows]
-    every = [
-        (max(sum(work[a:b]) for a, b in itertools.pairwise(edges)), edges) for edges in _compositions(len(work), parts)
-    ]
-    least = min(largest for largest, _ in every)
-    return max(edges for largest, edges in every if largest <= least * (1 + 1e-12))
+def _balanced_edges(
+    model: CostModel, strategy: LayerStrategy, devices: int, t: int, parts: int
+) -> set[tuple[int, ...]]:
+    """By the work of layers with and without recomputation: the cut whose largest range is smallest, the first ranges
+    as long as possible, and the cut with the least squares, the last ranges as long as possible."""
+    place, cuts = model.places.at(0, devices), set()
+    for recompute in (False, True):
+        own = replace(strategy, recompute=recompute)
+        rows = [pipelined_layer(model, place, t, own, layer) for layer in range(model.num_layers)]
+        work = [row.forward + row.backward for row in rows]
+        every = [
+            (edges, [sum(work[a:b]) for a, b in itertools.pairwise(edges)]) for edges in _compositions(len(work), parts)
+        ]
+        least = min(max(ranges) for _, ranges in every)
+        cuts.add(max(edges for edges, ranges in every if max(ranges) <= least * (1 + 1e-12)))
+        squares = [(edges, sum(seconds**2 for seconds in ranges)) for edges, ranges in every]
+        least = min(total for _, total in squares)
+        cuts.add(
+            min((edges for edges, total in squares if total <= least * (1 + 1e-12)), key=lambda edges: edges[::-1])
+        )
+    return cuts
 
 
 def _general_stages(

@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from jhpt.core.divisors import divisors
 from jhpt.core.plan import ONE_CHUNK, Schedule
-from jhpt.core.schedule import in_flight
+from jhpt.core.schedule import delay, in_flight
 from jhpt.planner.cost.activations import NOTHING
-from jhpt.planner.cost.layers import Space
+from jhpt.planner.cost.communication import Place, transfer_seconds
+from jhpt.planner.cost.layers import LayerStrategy, Space
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.ascending import ascending
@@ -289,34 +290,55 @@ def with_sets(
 def interleaved_seconds(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> float:
     """Least seconds of an interleaved step with these cuts; infinite if it does not fit.
 
-    Stage s starts after the first chunks of the stages before it, and its errors travel back through the same chunks:
-    T >= sum of their passes + M t_s, and T >= sum of their forward passes + M t_s + update of s.
+    Stage s starts after the first chunks of the stages before it.  Its errors travel back through the same chunks
+    while its weights are updated.  A transfer from the stage before takes h; h_s is the longer one of both neighbours':
+
+        T >= sum of (f_0 + h) + M t_s + 2 N h_s + (M v - N) max(0, h_s - min(f, b)) + max(sum of (b_0 + h), update)
+
+    N passes of either direction have a tick of their own, so nothing hides the transfers beside them
+    (`jhpt.planner.cost.schedule`).
     """
-    edges, strategy = np.array((0, *cuts, model.num_layers)), grid.strategy(request.batch)
-    ring = in_flight(grid.schedule, grid.stages, 0, grid.chunks, grid.micro_batches)
+    m, s = grid.micro_batches, np.arange(grid.stages)
+    first, strategy = np.array((0, *cuts)), grid.strategy(request.batch)
     local = strategy.micro_batch // grid.data / (grid.tensor if grid.sequence else 1)
-    received = np.append(0.0, model.boundary[edges[1:-1] - 1])
-    buffers = 2 * local * (received + np.append(received[1:], 0.0))
-    least = head = there = 0.0
-    for s in range(grid.stages):
-        place, own = model.places.at(s * grid.per_stage, grid.per_stage), slice(s, None, grid.stages)
-        slot, costs = model.slot(place, grid.tensor, strategy), model.layer_costs(place, grid.tensor, strategy)
-        forward, backward, update, state, saved = (
-            np.add.reduceat(values, edges[:-1])[own]
-            for values in (
-                costs.forward + costs.forward_tensor,
-                costs.backward + costs.backward_tensor,
-                costs.update,
-                costs.state,
-                costs.activations,
-            )
-        )
-        working = np.maximum.reduceat(costs.working, edges[:-1])[own]
-        used = state.sum() + slot.state + ring * (saved.max() + slot.output) + working.max() + buffers[own].max()
-        if used > place.memory * (1 + SLACK):
-            return math.inf
-        busy = grid.micro_batches * float((forward + backward).sum())
-        after = float(update.sum()) + slot.seconds(used=False)
-        least = max(least, head + there + busy, there + busy + after)
-        there, head = there + float(forward[0]), head + float(backward[0])
-    return least * (1 - SLACK)
+    received = np.append(0.0, local * model.boundary[first[1:] - 1])
+    places = [model.places.at(start, grid.per_stage) for start in (s * grid.per_stage).tolist()]
+    tables = {place: _stages_at(place, grid, first, received, model, strategy) for place in set(places)}
+    forward, backward, update, used = (
+        np.stack([tables[place][name][..., at] for at, place in enumerate(places)], axis=-1) for name in range(4)
+    )
+    if (used > np.array([place.memory for place in places]) * (1 + SLACK)).any():
+        return math.inf
+    hop = np.zeros(grid.stages)
+    if not model.profile.framework.exposed_transfers:
+        size, sizes = grid.per_stage, received.reshape(-1, grid.stages).max(axis=0).tolist()
+        links = [model.places.transfer((at - 1) % grid.stages * size, size, at * size, size) for at in s.tolist()]
+        hop = np.array([transfer_seconds(link, size) for link, size in zip(links, sizes, strict=True)])
+    wait, passes = np.maximum(hop, np.roll(hop, -1)), m * grid.chunks
+    alone = np.minimum(passes, delay(grid.schedule, grid.stages, grid.chunks, m) + s[-1] - 2 * s)
+    hidden = np.minimum(forward.max(axis=0), backward.max(axis=0))
+    busy = m * (forward + backward).sum(axis=0)
+    busy += 2 * alone * wait + (passes - alone) * np.maximum(0.0, wait - hidden)
+    hops = np.cumsum(np.append(0.0, hop[1:]))
+    there, back = (hops + np.cumsum(way[0]) - way[0] for way in (forward, backward))
+    return float((there + busy + np.maximum(back, update)).max()) * (1 - SLACK)
+
+
+def _stages_at(
+    place: Place, grid: Grid, first: npt.NDArray[np.int64], received: Array, model: CostModel, strategy: LayerStrategy
+) -> tuple[Array, Array, Array, Array]:
+    """[chunks, stages] forward, backward and [stages] update seconds, and bytes, if all stages were at this place.
+
+    first: [chunks * stages] first layer of every chunk.  received: bytes of each chunk's input.
+    """
+    slot, costs = model.slot(place, grid.tensor, strategy), model.layer_costs(place, grid.tensor, strategy)
+    ring = in_flight(grid.schedule, grid.stages, 0, grid.chunks, grid.micro_batches)
+    passes = costs.forward + costs.forward_tensor, costs.backward + costs.backward_tensor
+    rows = np.array([*passes, costs.update, costs.state, costs.activations])
+    forward, backward, update, state, saved = np.add.reduceat(rows, first, axis=1).reshape(5, -1, grid.stages)
+    buffers = 2 * (received + np.append(received[1:], 0.0))
+    largest = [
+        values.reshape(saved.shape).max(axis=0) for values in (np.maximum.reduceat(costs.working, first), buffers)
+    ]
+    used = state.sum(axis=0) + slot.state + ring * (saved.max(axis=0) + slot.output) + sum(largest)
+    return forward, backward, update.sum(axis=0) + slot.seconds(used=False), used

@@ -146,6 +146,32 @@ def _largest_parts(work: bytes) -> Array:
     return np.array([row[-1] for row in least])
 
 
+def evenest(work: Array, parts: int) -> tuple[int, ...]:
+    """First layers of parts 2, 3, ... of the contiguous partition with the least sum of squared parts.
+
+    Among equal partitions, each part from the last one takes as many layers as it can.
+    """
+    squares, least = range_sums(work) ** 2, _least_squares(work.tobytes())
+    cuts, stop = [], len(work)
+    for before in range(parts - 1, 0, -1):
+        sums = least[before - 1][before - 1 : stop - 1] + squares[before:stop, stop - 1]
+        stop = before + int(np.flatnonzero(sums <= sums.min() * (1 + 1e-12))[0])
+        cuts.append(stop)
+    return tuple(reversed(cuts))
+
+
+@lru_cache(maxsize=1024)
+def _least_squares(work: bytes) -> Array:
+    """[parts - 1, stop - 1] the least sum of squared parts of contiguous partitions of the first float64 values."""
+    squares = range_sums(np.frombuffer(work)) ** 2
+    n = len(squares)
+    squares = np.where(np.tri(n, k=-1, dtype=bool), np.inf, squares)  # [i, j] of layers i..j
+    least = [squares[0]]
+    for _ in range(1, n):
+        least.append(np.append(np.inf, (least[-1][:-1, None] + squares[1:, 1:]).min(axis=0)))
+    return np.array(least)
+
+
 class CutSearch:
     """The best cuts of one grid with several stages of one chunk each."""
 

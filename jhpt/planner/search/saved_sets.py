@@ -117,11 +117,14 @@ class SavedSets:
         copied, on_host = self._copied(counts, tensor, cut, local)
         windows = (forward, backward) if model.cluster.overlap else (0.0, 0.0)
         there, back = (np.maximum(0.0, copied - window) for window in windows)
-        # [places, sets, kinds] of the backward pass: computed again, and copied back.
-        again = self._again * forward + self._sums * sums + back
-        least = (again + there).min(axis=0).sum(axis=1)
+        # [places, sets, kinds] of the backward pass: computed again and copied back; summed over tensor ranks again.
+        computed, summed = self._again * forward + back, self._sums * sums
+        least = (computed + summed + there).min(axis=0).sum(axis=1)
         order = np.lexsort((sizes, on_host, least))
-        worse = np.vstack([*there.sum(axis=-1).reshape(-1, len(order)), *again.sum(axis=-1), sizes, on_host]).T
+        # Where gathered weights take longer than a pass, it ends no later for all-reduces, but may for computation.
+        again = (computed, summed) if strategy.zero == 3 else (computed + summed,)
+        seconds = [row for each in (there, *again) for row in each.sum(axis=-1).reshape(-1, len(order))]
+        worse = np.vstack([*seconds, sizes, on_host]).T
         if several:  # A stage may have more of one kind than of another.
             worse = np.eye(len(order))
         return SetCosts(

@@ -9,7 +9,8 @@ Decision set of space="spmd":
                     each other, because they share a mesh, and two layers that share a parameter have the same degree
     cuts            any S contiguous non-empty ranges of layers
     schedule        1f1b, gpipe, or interleaved with v = 2, 3 or 4 chunks per device.  Interleaving requires M to be
-                    divisible by S and cuts the layers into S v balanced ranges (`grids.balanced`)
+                    divisible by S.  It cuts the layers into S v ranges whose largest one is smallest, or that are most
+                    even (`grids`), by the seconds without recomputation, or with full recomputation
     ZeRO            0, 1 or 3 if d > 1, else 0 or 3.  ZeRO-3 on one data rank has no compute-dtype copy of the weights
     recomputation   off, or on with any set of a block's named tensors saved, the same in all blocks (`saved_sets`).
                     Sets that another one beats are left out.  With one stage, plans that fit without it do not have it
@@ -42,10 +43,11 @@ import numpy as np
 from jhpt.core.config import Compression
 from jhpt.core.divisors import divisors
 from jhpt.core.plan import Chunk, Stage, runs_of
+from jhpt.planner.cost.activations import NOTHING
 from jhpt.planner.cost.layers import Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.bounds import bounded_grids, interleaved_seconds, with_sets
-from jhpt.planner.search.grids import CutSearch, Grid, balanced, grid_plan
+from jhpt.planner.search.grids import CutSearch, Grid, balanced, evenest, grid_plan
 from jhpt.planner.search.layer_degrees import Option, Question, chains, costs_at, options
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.saved_sets import SavedSets
@@ -85,20 +87,28 @@ def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space:
 def _search_grid(grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
     """Offers the best cuts of the grid, or the only ones."""
     if grid.chunks > 1:
-        cuts = _interleaved_cuts(grid, request, model)
-        if interleaved_seconds(grid, cuts, request, model) < incumbent.cutoff:
-            incumbent.offer(grid_plan(grid, cuts, request, model), model)
+        every = [
+            (interleaved_seconds(grid, cuts, request, model), cuts) for cuts in _interleaved_cuts(grid, request, model)
+        ]
+        for bound, cuts in sorted(every):
+            if bound < incumbent.cutoff:
+                incumbent.offer(grid_plan(grid, cuts, request, model), model)
     elif grid.stages == 1:
         incumbent.offer(grid_plan(grid, (), request, model), model)
     else:
         CutSearch(grid, request, model, incumbent).run()
 
 
-def _interleaved_cuts(grid: Grid, request: Request, model: CostModel) -> tuple[int, ...]:
-    place = model.places.at(0, grid.per_stage)
-    costs = model.layer_costs(place, grid.tensor, grid.strategy(request.batch))
-    work = costs.forward + costs.forward_tensor + costs.backward + costs.backward_tensor
-    return balanced(work, grid.stages * grid.chunks)
+def _interleaved_cuts(grid: Grid, request: Request, model: CostModel) -> tuple[tuple[int, ...], ...]:
+    """The same cuts for all sets of saved activations, so that no set is faster with the cuts of another."""
+    place, parts = model.places.at(0, grid.per_stage), grid.stages * grid.chunks
+    found = []
+    for recompute in (False, True):
+        strategy = replace(grid, recompute=recompute, saved=NOTHING if recompute else None).strategy(request.batch)
+        costs = model.layer_costs(place, grid.tensor, strategy)
+        work = costs.forward + costs.forward_tensor + costs.backward + costs.backward_tensor
+        found += [balanced(work, parts), evenest(work, parts)]
+    return tuple(dict.fromkeys(found))
 
 
 def mixed_stages(

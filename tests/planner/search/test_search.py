@@ -12,6 +12,8 @@ from jhpt.core.profile import LayerKind, Timing
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import step_seconds
+from jhpt.planner.search.bounds import interleaved_seconds
+from jhpt.planner.search.grids import Grid, balanced, evenest, grid_plan
 from jhpt.planner.search.layer_degrees import chains
 from jhpt.planner.search.request import Incumbent, Request, request
 from jhpt.planner.search.saved_sets import SavedSets
@@ -474,3 +476,44 @@ def test_zero_alone_does_not_rule_out_one_data_rank():
 
 def test_a_step_without_work():
     assert solve(model(layer(0.0, 0.0)), cluster(1), request(1)).gap == 0
+
+
+@pytest.mark.parametrize(("parts", "seed"), [(1, 0), (2, 1), (3, 2), (5, 3), (7, 4)])
+def test_partitions_are_those_of_an_enumeration(parts, seed):
+    """Of whole numbers, so that many are equal: the smallest largest part, or the least sum of squares."""
+    work = np.random.default_rng(seed).integers(1, 4, 7).astype(float)
+    every = [
+        (cuts, [work[a:b].sum() for a, b in itertools.pairwise((0, *cuts, len(work)))])
+        for cuts in itertools.combinations(range(1, len(work)), parts - 1)
+    ]
+    largest, squares = min(max(sums) for _, sums in every), min(np.square(sums).sum() for _, sums in every)
+    assert balanced(work, parts) == max(cuts for cuts, sums in every if max(sums) == largest)
+    assert evenest(work, parts) == min(
+        (cuts for cuts, sums in every if np.square(sums).sum() == squares), key=lambda cuts: cuts[::-1]
+    )
+
+
+def test_no_interleaved_plan_is_faster_than_its_bound():
+    """On links that are slow, and stages that are uneven; some bounds are close."""
+    ratios = []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        profile, given = random_profile(rng, 12, min_layers=8), random_cluster(rng, 4, min_devices=4)
+        costs, asked = CostModel(profile, given), request(8)
+        grid = Grid(
+            stages=int(rng.choice([2, 4])),
+            data=1,
+            tensor=1,
+            micro_batches=int(rng.choice([4, 8])),
+            zero=0,
+            recompute=bool(rng.integers(2)),
+            schedule="interleaved",
+            chunks=2,
+        )
+        inner = rng.choice(np.arange(1, costs.num_layers), grid.stages * grid.chunks - 1, replace=False)
+        cuts = tuple(sorted(inner.tolist()))
+        estimate = price(grid_plan(grid, cuts, asked, costs), costs)
+        if estimate.fits:
+            ratios.append(interleaved_seconds(grid, cuts, asked, costs) / estimate.seconds)
+    assert len(ratios) > 20
+    assert max(ratios) <= 1 < 1.2 * np.median(ratios)
