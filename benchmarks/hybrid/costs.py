@@ -1,5 +1,7 @@
 """The plans of all competitors, and their inputs: seconds of layers and of the network, measured on the hosts."""
 
+import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -169,7 +171,8 @@ def measured_quota(hosts: Hosts[Task]) -> Quota:
         jax.block_until_ready(program(x))
         samples.append((time.process_time() - start) / EXCHANGES)
     busiest = max(hosts.everyone(statistics.median(samples)))
-    return Quota(share=hosts.task.cpu, period=QUOTA_PERIOD / 1e6, exchange=busiest)
+    cores = set(itertools.chain.from_iterable(hosts.everyone(sorted(os.sched_getaffinity(0)))))
+    return Quota(share=hosts.task.cpu, period=QUOTA_PERIOD / 1e6, exchange=busiest, cores=len(cores))
 
 
 def no_faster(link: Link, bandwidth: float) -> Link:
@@ -242,11 +245,15 @@ def planned(
 
 
 def unpriced_messages(plan: Plan) -> int:
-    """Messages in a row of the sums of scalars that the planner leaves out, 2 (K - 1) for each over all K devices.
+    """Messages in a row that the planner leaves out because they are small, as seen in compiled programs.
 
-    There is one of the loss, and with several stages one of the gradient's norm, as seen in compiled programs.
+    A sum over K ranks takes 2 (K - 1).  There is one of the loss over all devices, and with several stages one of the
+    gradient's norm.  Where t ranks share the head, every micro-batch has two, of the largest logits and of the sum of
+    their exponentials, and gathers its rows, with t - 1.
     """
-    return (1 if len(plan.stages) == 1 else 2) * 2 * (plan.devices - 1)
+    tensor = plan.stages[-1].chunks[-1].tensor[-1]
+    sums = (1 if len(plan.stages) == 1 else 2) * 2 * (plan.devices - 1)
+    return sums + plan.micro_batches * (2 * 2 + 1) * (tensor - 1)
 
 
 def request_of(subject: Subject) -> Request:

@@ -2,31 +2,39 @@
 
 A host with quota r computes at full speed until it has used up r times the quota's period, and then stands still
 until the period ends.  Layers are timed in long rows of calls, so a pass of p seconds needs r p of processor time.  A
-host that has waited for its neighbours has saved up to a period's share B = r x period, and computes at full speed as
-long as that lasts:
+host that has waited for its neighbours has saved up to a period's share B = r x period.  As long as that lasts it
+computes as fast as its core lets it, which k hosts that compute at the same time share:
 
-    a pass of p seconds takes r p, if r p (1 - r) <= saved;    (r p - saved) / r otherwise
+    speed = 1 / k while anything is saved, else r;    saved grows by r - speed each second, up to B
 
 An exchange takes processor time, too, which the probe has measured.  Plans are chosen by the planner's price, which
 takes a host for a processor of r times the speed: it leaves out that waits of up to a period cost less than they take.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from jhpt.core.plan import Plan
 from jhpt.core.schedule import timetable
 from jhpt.planner.cost.estimate import StageTimes
+from jhpt.planner.cost.schedule import Array
+
+TICK = 1e-9
+"""Seconds that are nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """share: cores of a host.  period: seconds over which it holds.  exchange: processor seconds of an exchange."""
+    """share: cores of a host.  period: seconds over which it holds.  exchange: processor seconds of an exchange.
+    cores: on which the hosts run, host i on core i modulo their number."""
 
     share: float
     period: float
     exchange: float
+    cores: int
 
 
 class _Host:
@@ -35,49 +43,72 @@ class _Host:
     def __init__(self, quota: Quota) -> None:
         self.quota, self.time, self.saved = quota, 0.0, 0.0
 
-    def compute(self, seconds: float) -> None:
-        """A pass that takes so many seconds if nothing is saved."""
-        share, used = self.quota.share, self.quota.share * seconds
-        taken = used if used * (1 - share) <= self.saved else (used - self.saved) / share
-        self._spend(taken, used)
-
     def wait(self, until: float) -> None:
         """An exchange that is over then, if its processor time allows."""
         share, used = self.quota.share, self.quota.exchange
         taken = max(until - self.time, (used - self.saved) / share, 0.0)
-        self._spend(taken, used)
+        self.spend(taken, used)
 
-    def _spend(self, taken: float, used: float) -> None:
+    def spend(self, taken: float, used: float) -> None:
+        """Lets seconds pass in which so many processor seconds are used."""
         share = self.quota.share
         self.saved = min(share * self.quota.period, max(0.0, self.saved + share * taken - used))
         self.time += taken
 
 
+def compute(hosts: Sequence[_Host], seconds: Sequence[float]) -> None:
+    """Lets the hosts of one core compute passes that take so many seconds on a host that has its share all the time."""
+    share = hosts[0].quota.share
+    left = {host: share * work for host, work in zip(hosts, seconds, strict=True) if work > 0}
+    while left:
+        now = min(host.time for host in left)
+        at_work = [host for host in left if host.time <= now + TICK]
+        speed = {host: 1 / len(at_work) if host.saved > TICK else min(share, 1 / len(at_work)) for host in at_work}
+        ends = [left[host] / speed[host] for host in at_work]
+        spent = [host.saved / (speed[host] - share) for host in at_work if speed[host] > share]
+        joins = [host.time - now for host in left if host not in at_work]
+        step = max(TICK, min([*ends, *spent, *joins]))
+        for host in at_work:
+            used = min(left[host], speed[host] * step)
+            host.spend(step, used)
+            left[host] -= used
+            if left[host] <= TICK * speed[host]:
+                del left[host]
+
+
 def pipeline_seconds(plan: Plan, times: StageTimes, quota: Quota) -> float:
-    """Seconds of the ticks of `jhpt.planner.cost.schedule` without overlap, and of the update."""
-    hosts = [_Host(quota) for _ in plan.stages]
+    """Seconds of the ticks of `jhpt.planner.cost.schedule` without overlap, of gradients and of the update."""
     stages, chunks = times.forward.shape
+    replicas = plan.devices // stages
+    hosts = [[_Host(quota) for _ in range(replicas)] for _ in range(stages)]
+    ranks = [divmod(rank, replicas) for rank in range(plan.devices)]
+    cores = [members for core in range(quota.cores) if (members := ranks[core :: quota.cores])]
     edges = np.append(times.cut, 0.0).reshape(chunks, stages).max(axis=0)
     if chunks == 1:
         edges[-1] = -np.inf  # the last stage has no successor
+    started = np.zeros(stages)  # of the last backward pass
 
     def exchange() -> None:
-        free = np.array([host.time for host in hosts])
-        done = np.maximum(free, np.roll(free, -1)) + edges
-        for host, until in zip(hosts, np.maximum(done, np.roll(done, 1)), strict=True):
-            host.wait(float(until))
+        free = np.array([[host.time for host in row] for row in hosts])
+        done = np.maximum(free, np.roll(free, -1, axis=0)) + edges[:, None]
+        for row, ends in zip(hosts, np.maximum(done, np.roll(done, 1, axis=0)), strict=True):
+            for host, until in zip(row, ends, strict=True):
+                host.wait(float(until))
+
+    def run(passes: npt.NDArray[np.int32], seconds: Array) -> None:
+        work = [seconds[s, chunk] if micro_batch >= 0 else 0.0 for s, (micro_batch, chunk, _) in enumerate(passes)]
+        for members in cores:
+            compute([hosts[s][r] for s, r in members], [float(work[s]) for s, _ in members])
 
     table = timetable(plan.schedule, stages, chunks, plan.micro_batches)
     for phase in table.phases():
         for forward, backward in zip(table.forward[phase.ticks], table.backward[phase.ticks], strict=True):
             if phase.backward:
                 exchange()
-            for host, (micro_batch, chunk, _), seconds in zip(hosts, forward, times.forward, strict=True):
-                if micro_batch >= 0:
-                    host.compute(float(seconds[chunk]))
+            run(forward, times.forward)
             if phase.forward:
                 exchange()
-            for host, (micro_batch, chunk, _), seconds in zip(hosts, backward, times.backward, strict=True):
-                if micro_batch >= 0:
-                    host.compute(float(seconds[chunk]))
-    return max(host.time + update for host, update in zip(hosts, times.update.tolist(), strict=True))
+            started = np.where(backward[:, 0] >= 0, [max(host.time for host in row) for row in hosts], started)
+            run(backward, times.backward)
+    ends = np.maximum([max(host.time for host in row) for row in hosts], started + times.sync)
+    return float((ends + times.update).max())

@@ -24,7 +24,7 @@ from jhpt.planner.cost.estimate import StageTimes, check, price
 from jhpt.planner.cost.model import CostModel
 
 LINK = Link(bandwidth=500e6 / 8, latency=2e-4)
-QUOTA = Quota(share=0.5, period=1e-2, exchange=1e-4)
+QUOTA = Quota(share=0.5, period=1e-2, exchange=1e-4, cores=2)
 
 
 def timed(profile: ModelProfile) -> ModelProfile:
@@ -226,8 +226,8 @@ def test_a_host_that_saves_nothing_is_a_slower_processor(stages, chunks):
     """Then a step takes what the planner says, and never more than that if hosts save while they wait."""
     plan, times = plan_of(8, stages, chunks), drawn_times(stages, chunks)
     planned_seconds = times.step_seconds(plan, overlap=False)
-    for share, period in ((1.0, 1e-2), (0.5, 0.0)):
-        quota = Quota(share=share, period=period, exchange=0.0)
+    for share, period, cores in ((1.0, 1e-2, 8), (0.5, 0.0, 2)):
+        quota = Quota(share=share, period=period, exchange=0.0, cores=cores)
         assert pipeline_seconds(plan, times, quota) == pytest.approx(planned_seconds)
     assert pipeline_seconds(plan, times, replace(QUOTA, exchange=0.0)) <= planned_seconds
 
