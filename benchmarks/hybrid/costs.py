@@ -29,7 +29,7 @@ from jhpt.models.family import Sums
 from jhpt.planner.cost.estimate import price, stage_times
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.baselines import baselines
-from jhpt.planner.search.choice import plan_to_run
+from jhpt.planner.search.choice import plainest
 from jhpt.planner.search.request import Request, request
 from jhpt.planner.search.solve import solve
 from jhpt.training.optimizer import make_optimizer
@@ -56,7 +56,9 @@ MEMORY = float(1 << 40)
 def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile, list[dict[str, Any]]]:
     """(the subject's profile with the seconds of its layers, these seconds as rows).
 
-    Every host times a share of the layers, so that all are busy at the same time.
+    Every host times a share of the layers, so that all are busy at the same time, and all of them time the head: its
+    large tables of logits need memory bandwidth, which hosts that run it at the same time have to share.  Then the
+    slowest host counts, for which the others wait.
     """
     hosts.free()
     profile = subject.profile()
@@ -65,7 +67,7 @@ def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile
     hosts.limit(None)
     everything: dict[str, float] = {}
     for one in hosts.everyone(typical_seconds(calls, hosts.task.layer_rounds)):
-        everything |= one
+        everything |= {name: max(seconds, everything.get(name, 0.0)) for name, seconds in one.items()}
     seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
     for name, forward in everything.items():
         if name.endswith(" forward"):
@@ -97,6 +99,7 @@ def _calls(hosts: Hosts[Task], subject: Subject, profile: ModelProfile) -> dict[
         for batch in batches(subject, tensor, hosts.count):
             names = [kind for kind in profile.kinds if profile.kinds[kind].max_tensor % tensor == 0]
             mine = {kind for index, kind in enumerate(names, number) if index % hosts.count == hosts.rank}
+            mine |= {profile.layers[-1]}.intersection(names)
             number += len(names)
             of_layers = layer_calls(parts, params, subject.rows(batch), profile.layers, mine)
             for name, call in of_layers.items():
@@ -222,7 +225,11 @@ class Variant:
 def planned(
     subject: Subject, profile: ModelProfile, link: Link, rate: float, quota: Quota, hosts: int
 ) -> list[Variant]:
-    """Competitors at one rate, the first of them twice; the plan is the one that `parallel: auto` would run."""
+    """Competitors at one rate, the first of them twice.
+
+    The plan is the one that `parallel: auto` would run if the planner knew these hosts: the plainest of its plans and
+    of the baselines, by their predicted seconds.
+    """
     wanted, model = request_of(subject), CostModel(profile, cluster_of(link, hosts))
 
     def predicted(plan: Plan) -> float:
@@ -236,7 +243,11 @@ def planned(
     if subject.piped:
         by_name = {one.name: one.plan for one in baselines(wanted, model)}
         plans["gpipe"] = by_name["gpipe, equal layers"]
-    plans["plan"] = plan_to_run(solve(profile, model.cluster, wanted, "spmd"), wanted, hosts)
+    answer = solve(profile, model.cluster, wanted, "spmd")
+    candidates = [answer.plan, *answer.alternatives, *(one.plan for one in baselines(wanted, model))]
+    priced = [plan.model_copy(update={"seconds": predicted(plan)}) for plan in candidates if plan is not None]
+    runnable = [plan for plan in priced if plan.devices == hosts and len(plan.stages) <= wanted.max_stages]
+    plans["plan"] = plainest(runnable)
     return [
         Variant(rate=rate, name=name, plan=plan, predicted=predicted(plan))
         for name, plan in plans.items()
