@@ -119,6 +119,13 @@ def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostMo
     )
 
 
+@lru_cache(maxsize=4096)
+def partitions(work: bytes, parts: int) -> tuple[tuple[int, ...], ...]:
+    """The cuts that interleaved plans try, for layers of these float64 seconds."""
+    values = np.frombuffer(work)
+    return balanced(values, parts), evenest(values, parts)
+
+
 def balanced(work: Array, parts: int) -> tuple[int, ...]:
     """First layers of parts 2, 3, ... of the contiguous partition with the smallest largest part.
 

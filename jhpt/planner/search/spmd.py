@@ -47,7 +47,7 @@ from jhpt.planner.cost.activations import NOTHING
 from jhpt.planner.cost.layers import Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.bounds import bounded_grids, interleaved_seconds, with_sets
-from jhpt.planner.search.grids import CutSearch, Grid, balanced, evenest, grid_plan
+from jhpt.planner.search.grids import CutSearch, Grid, grid_plan, partitions
 from jhpt.planner.search.layer_degrees import Option, Question, chains, costs_at, options
 from jhpt.planner.search.request import Incumbent, Request
 from jhpt.planner.search.saved_sets import SavedSets
@@ -102,12 +102,12 @@ def _search_grid(grid: Grid, request: Request, model: CostModel, incumbent: Incu
 def _interleaved_cuts(grid: Grid, request: Request, model: CostModel) -> tuple[tuple[int, ...], ...]:
     """The same cuts for all sets of saved activations, so that no set is faster with the cuts of another."""
     place, parts = model.places.at(0, grid.per_stage), grid.stages * grid.chunks
-    found = []
+    found: list[tuple[int, ...]] = []
     for recompute in (False, True):
         strategy = replace(grid, recompute=recompute, saved=NOTHING if recompute else None).strategy(request.batch)
         costs = model.layer_costs(place, grid.tensor, strategy)
         work = costs.forward + costs.forward_tensor + costs.backward + costs.backward_tensor
-        found += [balanced(work, parts), evenest(work, parts)]
+        found += partitions(work.tobytes(), parts)
     return tuple(dict.fromkeys(found))
 
 
