@@ -18,6 +18,7 @@ from benchmarks.hybrid.task import CHUNKS, MODELS, Task
 from benchmarks.netlab import Lab, why_not
 from jhpt.core.calibration import order_error
 from jhpt.core.cluster import Link
+from jhpt.core.plan import runs_of
 from jhpt.core.profile import ModelProfile, Timing
 from jhpt.models.hooks import Hooks
 from jhpt.planner.cost.estimate import StageTimes, check, price
@@ -170,6 +171,15 @@ def test_sums_of_scalars_are_counted():
     assert plan.devices == 4 and unpriced_messages(plan) == 6
 
 
+def test_small_messages_of_a_divided_head_are_counted():
+    """Of four ranks, in each of two micro-batches: two sums of 6 messages each, and 3 that gather the rows."""
+    plan = plan_of(8, 1, 1).model_copy(update={"micro_batches": 2})
+    (stage,) = plan.stages
+    chunk = stage.chunks[0].model_copy(update={"runs": runs_of([4] * len(stage.chunks[0].tensor))})
+    stage = stage.model_copy(update={"devices": 4, "chunks": (chunk,)})
+    assert unpriced_messages(plan.model_copy(update={"stages": (stage,)})) == 6 + 2 * (2 * 6 + 3)
+
+
 def test_batches_cover_what_a_host_may_work_on():
     mlp, vgg = SUBJECTS["mlp"](), SUBJECTS["vgg"]()
     assert batches(mlp, 1, 4) == [mlp.batch // 32, mlp.batch // 16, mlp.batch // 4, mlp.batch]
@@ -246,6 +256,22 @@ def test_a_host_that_waited_computes_at_full_speed():
         update=np.zeros(2),
     )
     assert pipeline_seconds(plan, times, replace(QUOTA, exchange=0.0)) == pytest.approx(17e-3)
+
+
+def test_hosts_of_one_core_share_it():
+    """Two stages compute at the same time in most ticks, so what they have saved helps less on one core."""
+    plan, times = plan_of(8, 2, 1), drawn_times(2, 1)
+    apart, shared = (pipeline_seconds(plan, times, replace(QUOTA, exchange=0.0, cores=cores)) for cores in (2, 1))
+    assert apart < shared <= times.step_seconds(plan, overlap=False)
+
+
+def test_replicas_of_a_stage_sum_their_gradients():
+    """From the start of the last backward pass on, before the update."""
+    plan, times = plan_of(8, 2, 1), drawn_times(2, 1)
+    quota = Quota(share=0.5, period=0.0, exchange=0.0, cores=2)
+    for seconds in (1e-3, 0.1):
+        summed = replace(times, sync=np.full(2, seconds))
+        assert pipeline_seconds(plan, summed, quota) == pytest.approx(summed.step_seconds(plan, overlap=False))
 
 
 def test_timings_never_fall_with_the_batch():
