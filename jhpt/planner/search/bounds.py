@@ -311,8 +311,8 @@ def interleaved_seconds(grid: Grid, cuts: tuple[int, ...], request: Request, mod
         return math.inf
     hop = np.zeros(grid.stages)
     if not model.profile.framework.exposed_transfers:
-        size, sizes = grid.per_stage, received.reshape(-1, grid.stages).max(axis=0).tolist()
-        links = [model.places.transfer((at - 1) % grid.stages * size, size, at * size, size) for at in s.tolist()]
+        n, sizes = grid.per_stage, received.reshape(-1, grid.stages).max(axis=0).tolist()
+        links = [model.places.transfer((at - 1) % grid.stages * n, n, at * n, n) for at in s.tolist()]
         hop = np.array([transfer_seconds(link, size) for link, size in zip(links, sizes, strict=True)])
     wait, passes = np.maximum(hop, np.roll(hop, -1)), m * grid.chunks
     alone = np.minimum(passes, delay(grid.schedule, grid.stages, grid.chunks, m) + s[-1] - 2 * s)
