@@ -171,19 +171,21 @@ def _degrees(model: CostModel, first: int, stop: int, devices: int, even: int | 
 
 def count(request: Request, model: CostModel, space: Space) -> int:
     """The number of drafts, without making them."""
-    treatments = len(request.zero) * len(request.recompute)
     if space == "general":
+        treatments = len(request.zero) * len(request.recompute)
         return len(request.micro_batches) * treatments * _count_general(model)
-    plain = sum(treatments * _count_spmd(model, request.batch // m, m) for m in request.micro_batches)
+    plain = sum(_count_spmd(model, request, m) for m in request.micro_batches)
     if not request.sequence or not model.profile.sample_tokens:
         return plain
-    return plain + sum(treatments * _count_spmd(model, request.batch // m, m, cut=True) for m in request.micro_batches)
+    return plain + sum(_count_spmd(model, request, m, cut=True) for m in request.micro_batches)
 
 
-def _count_spmd(model: CostModel, b: int, m: int, *, cut: bool = False) -> int:
+def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False) -> int:
     """cut: only plans with sequence parallelism."""
     n, k, tokens = model.num_layers, model.cluster.num_devices, (model.profile.sample_tokens or 1) if cut else 0
-    total = 0
+    b = request.batch // m
+    strategies = [LayerStrategy(b, zero, False, sequence=cut) for zero in request.zero]
+    total = interleaved = 0
     for devices in range(1, k + 1):
         degrees = [[t for t in each if tokens % t == 0] for each in _degrees(model, 0, n, devices, b)]
         serial = cut and b % devices == 0  # all layers at degree 1
@@ -193,9 +195,11 @@ def _count_spmd(model: CostModel, b: int, m: int, *, cut: bool = False) -> int:
             continue
         if d * t <= k and b % d == 0:
             for s in range(2, min(n, k // (d * t)) + 1):
-                interleaved = sum(m % s == 0 and s * v <= n for v in (2, 3, 4))
-                total += 2 * math.comb(n - 1, s - 1) + interleaved
-    return total
+                total += 2 * math.comb(n - 1, s - 1)
+                for strategy, v in itertools.product(strategies, (2, 3, 4)):
+                    if m % s == 0 and s * v <= n:
+                        interleaved += len(_balanced_edges(model, strategy, d * t, t, s * v))
+    return len(request.recompute) * (len(request.zero) * total + interleaved)
 
 
 def _count_single(model: CostModel, choices: list[list[int]]) -> int:
