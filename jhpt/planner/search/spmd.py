@@ -70,13 +70,14 @@ def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space:
         if bound >= incumbent.cutoff:
             incumbent.note_unexplored_bound(bound)
             break
+        cuts = _interleaved_cuts(grid, request, model) if grid.chunks > 1 else ()
         if incumbent.plan is None and sets.smallest and grid.recompute:
-            _search_grid(replace(grid, saved=sets.smallest), request, model, incumbent)
+            _search_grid(replace(grid, saved=sets.smallest), cuts, request, model, incumbent)
             if incumbent.plan is None:  # then no larger set fits either
                 continue
         for least, each in with_sets(grid, request, model, sets, incumbent.cutoff):
             if least < incumbent.cutoff:
-                _search_grid(each, request, model, incumbent)
+                _search_grid(each, cuts, request, model, incumbent)
     stages = mixed_stages(request, model, space, incumbent.cutoff, sets)
     for bound, question in sorted(stages, key=lambda pair: pair[0]):
         if bound >= incumbent.cutoff:
@@ -84,12 +85,12 @@ def search_spmd(request: Request, model: CostModel, incumbent: Incumbent, space:
         try_mixed(bound, question, space, request, model, incumbent)
 
 
-def _search_grid(grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
-    """Offers the best cuts of the grid, or the only ones."""
+def _search_grid(
+    grid: Grid, interleaved: tuple[tuple[int, ...], ...], request: Request, model: CostModel, incumbent: Incumbent
+) -> None:
+    """Offers the best cuts of the grid.  interleaved: those to choose from where stages have several chunks."""
     if grid.chunks > 1:
-        every = [
-            (interleaved_seconds(grid, cuts, request, model), cuts) for cuts in _interleaved_cuts(grid, request, model)
-        ]
+        every = [(interleaved_seconds(grid, cuts, request, model), cuts) for cuts in interleaved]
         for bound, cuts in sorted(every):
             if bound < incumbent.cutoff:
                 incumbent.offer(grid_plan(grid, cuts, request, model), model)
