@@ -52,7 +52,7 @@ def run_bubble(hosts: Hosts[Task]) -> list[dict[str, Any]]:
     blocks = BLOCKS * hosts.count
     names = {"1f1b": 1, "interleaved": CHUNKS}
     programs = {
-        name: traced(subject_of(blocks), plan_of(blocks, hosts.count, chunks), update=False)
+        name: traced(subject_of(blocks), plan_of(blocks, hosts.count, chunks), jax.devices(), update=False)
         for name, chunks in names.items()
     }
     steps = ready(hosts, programs) | {"alone": _alone(subject_of(BLOCKS))}

@@ -56,13 +56,12 @@ MEMORY = float(1 << 40)
 def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile, list[dict[str, Any]]]:
     """(the subject's profile with the seconds of its layers, these seconds as rows).
 
-    Every host times a share of the layers, so that all are busy at the same time, and all of them time the head: its
-    large tables of logits need memory bandwidth, which hosts that run it at the same time have to share.  Then the
+    All hosts time the same layer at the same time, as replicas run it: they share caches and memory bandwidth.  The
     slowest host counts, for which the others wait.
     """
     hosts.free()
     profile = subject.profile()
-    calls = _calls(hosts, subject, profile)
+    calls = _calls(subject, profile, hosts.count)
     hosts.say(f"{subject.name}: {len(calls)} programs of layers")
     hosts.limit(None)
     everything: dict[str, float] = {}
@@ -90,23 +89,18 @@ def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile
     return profile.model_copy(update=changes), rows
 
 
-def _calls(hosts: Hosts[Task], subject: Subject, profile: ModelProfile) -> dict[str, Callable[[], Any]]:
+def _calls(subject: Subject, profile: ModelProfile, hosts: int) -> dict[str, Callable[[], Any]]:
     shapes = jax.eval_shape(subject.init, jax.random.key(0))
     calls: dict[str, Callable[[], Any]] = {}
-    number = 0
-    for tensor in (t for t in (1, 2, 4, 8) if t <= hosts.count):
+    for tensor in (t for t in (1, 2, 4, 8) if t <= hosts):
         parts, params = subject.parts(alone(tensor)), shard_of(shapes, tensor)
-        for batch in batches(subject, tensor, hosts.count):
-            names = [kind for kind in profile.kinds if profile.kinds[kind].max_tensor % tensor == 0]
-            mine = {kind for index, kind in enumerate(names, number) if index % hosts.count == hosts.rank}
-            mine |= {profile.layers[-1]}.intersection(names)
-            number += len(names)
-            of_layers = layer_calls(parts, params, subject.rows(batch), profile.layers, mine)
+        kinds = {kind for kind in profile.kinds if profile.kinds[kind].max_tensor % tensor == 0}
+        for batch in batches(subject, tensor, hosts):
+            of_layers = layer_calls(parts, params, subject.rows(batch), profile.layers, kinds)
             for name, call in of_layers.items():
                 kind, _, passes = name.rpartition(" ")
                 calls[f"{kind}|{tensor}|{batch} {passes}"] = call
-    if hosts.rank == number % hosts.count:
-        calls["update"] = _update(subject)
+    calls["update"] = _update(subject)
     return calls
 
 

@@ -1,6 +1,6 @@
 """Whole steps of plans, each compiled once."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +44,9 @@ class Traced:
     updates: bool
 
 
-def traced(subject: Subject, plan: Plan, *, update: bool = True) -> Traced:
-    """A training step of the plan; update=False: its gradients alone."""
-    execution = subject.execution(plan, make_device_mesh(plan, jax.devices()))
+def traced(subject: Subject, plan: Plan, devices: Sequence[jax.Device], *, update: bool = True) -> Traced:
+    """A training step of the plan on these devices; update=False: its gradients alone."""
+    execution = subject.execution(plan, make_device_mesh(plan, devices))
     layout = execution.layout
 
     def fresh(key: jax.Array) -> Any:

@@ -13,16 +13,19 @@ While programs are compiled, quotas are lifted.
 from dataclasses import asdict
 from typing import Any
 
+import jax
+
 from benchmarks.emulated.hosts import Hosts
 from benchmarks.emulated.timing import in_turn
 from benchmarks.emulated.worker import take_part
 from benchmarks.hybrid.bubble import run_bubble
 from benchmarks.hybrid.costs import Variant, measured_links, measured_profile, measured_quota, planned
 from benchmarks.hybrid.models import SUBJECTS, Subject
-from benchmarks.hybrid.quota import Quota
+from benchmarks.hybrid.quota import Quota, placement
 from benchmarks.hybrid.steps import ready, traced
 from benchmarks.hybrid.task import Task
 from jhpt.core.cluster import Link
+from jhpt.core.plan import Plan
 
 
 def run_model(hosts: Hosts[Task], subject: Subject, links: dict[float, Link], quota: Quota) -> list[dict[str, Any]]:
@@ -34,7 +37,7 @@ def run_model(hosts: Hosts[Task], subject: Subject, links: dict[float, Link], qu
     hosts.free()
     plans = {variant.key: variant.plan for variant in variants}
     hosts.say(f"{subject.name}: {len(plans)} steps")
-    steps = ready(hosts, {key: traced(subject, plan) for key, plan in plans.items()})
+    steps = ready(hosts, {key: traced(subject, plan, placed(plan, quota)) for key, plan in plans.items()})
     for rate in links:
         hosts.limit(rate)
         hosts.say(f"{subject.name} at {rate / 1e6:.0f} Mbit/s")
@@ -50,6 +53,12 @@ def run_model(hosts: Hosts[Task], subject: Subject, links: dict[float, Link], qu
             for name, variant in competitors.items()
         ]
     return [*rows, {"row": "update", "model": subject.name, "seconds": profile.update_seconds * profile.parameters}]
+
+
+def placed(plan: Plan, quota: Quota) -> list[jax.Device]:
+    """The devices of a plan's ranks, one on every host."""
+    stages = len(plan.stages)
+    return [jax.devices()[host] for host in placement(stages, plan.devices // stages, quota.cores)]
 
 
 def run(hosts: Hosts[Task]) -> list[dict[str, Any]]:
