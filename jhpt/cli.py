@@ -6,11 +6,13 @@ on this machine; 130 stopped by a signal (a training run has been saved then).
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from jhpt.bench.registry import NAMES, PACKAGED, Benchmark, load
+from jhpt.cli_huggingface import export_command, import_command
 from jhpt.cli_plan import plan_command
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean
@@ -18,10 +20,11 @@ from jhpt.core.load import load_config, run_config
 from jhpt.core.presets import DEFAULT, PRESETS
 from jhpt.core.unused import check_plan_alone
 from jhpt.flags import ProfileOptions, parse_overrides, source_of, value_of, with_family, with_words
+from jhpt.training.init_from import weights_at
 
 USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
 
-  jhpt train [CONFIG|PRESET] [--out DIR] [--section.key value ...]
+  jhpt train [CONFIG|PRESET] [--out DIR] [--init RUN|HF_DIR] [--section.key value ...]
                         train a model, or go on with the run in DIR; without arguments: {DEFAULT}
   jhpt plan [CONFIG|PRESET|NETWORK] [--cluster NAME|FILE] [--out FILE] [--section.key value ...]
                         the fastest way to divide a step over a cluster, why, and what it costs; needs no device
@@ -29,6 +32,8 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
                         clusters compared, the best first; jhpt plan --list-clusters: those that are known
   jhpt profile [CONFIG|PRESET] [--out FILE] [--cluster-out FILE] [--section.key value ...]
                         measure a model's layers and this machine, for jhpt plan
+  jhpt import hf DIR --out RUN, jhpt export hf RUN DIR
+                        weights from and to Hugging Face's layout: GPT-2, Llama, Mistral, Qwen2, BERT
   jhpt bench NAME [--quick] [--json FILE]
                         measure; NAME: {one_of(NAMES)}
   jhpt doctor           what this machine can do
@@ -67,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train_command(arguments: list[str]) -> int:
     """`jhpt train`: the first argument, if it is no flag, names a preset or a YAML file."""
     source, words = source_of(arguments), list(arguments)
-    base = with_words(with_family(run_config(source, value_of("--out", arguments)), arguments), arguments)
+    init = value_of("--init", arguments)
+    weights = None if init is None else weights_at(Path(init))
+    config = run_config(source, value_of("--out", arguments), weights)
+    base = with_words(with_family(config, arguments), arguments)
     words = [word for word in words if word not in arguments]
     options, overrides = parse_overrides("jhpt train", base, arguments)
     config = load_config(base, overrides)
@@ -83,7 +91,7 @@ def train_command(arguments: list[str]) -> int:
         coordinator=options.coordinator, process_id=options.process_id, num_processes=options.num_processes
     )
     try:
-        result = train(config, out=options.out, plan=options.plan, processes=processes)
+        result = train(config, out=options.out, plan=options.plan, init=options.init, processes=processes)
     except TrainingDiverged as error:
         print(f"jhpt train: {error}", file=sys.stderr)
         return 1
@@ -169,5 +177,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": plan_command,
     "profile": profile_command,
     "bench": bench_command,
+    "import": import_command,
+    "export": export_command,
     "doctor": doctor_command,
 }

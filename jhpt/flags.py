@@ -23,6 +23,8 @@ class RunOptions:
     """Run directory; a run that is there is continued. Default: runs/NAME-TIME."""
     plan: str | None = None
     """File of a plan (`jhpt plan --out`), which takes the place of the section parallel."""
+    init: str | None = None
+    """Run or folder in Hugging Face's layout, whose weights a new run starts with; its model is theirs."""
     coordinator: str | None = None
     """HOST:PORT of process 0; needed where no launcher (SLURM, Open MPI, Kubernetes) sets it."""
     process_id: int | None = None

@@ -2,7 +2,9 @@
 
 import copy
 import os
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError, did_you_mean
-from jhpt.core.families.family import families, family_settings
+from jhpt.core.families.family import ModelConfig, families, family_settings
 from jhpt.core.presets import DEFAULT, PRESETS
 from jhpt.core.renamed import new_name, with_settings_of_today
 
@@ -21,13 +23,65 @@ CONFIG_FILE = "config.yaml"
 """The file of a run directory that holds its complete configuration."""
 
 
-def load_config(source: Source = None, overrides: Mapping[str, Any] | None = None) -> Config:
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """What a configuration takes over from the weights that its run starts with (`jhpt train --init`).
+
+    path: of the weights.  model: settings of the model that has them.  tokenizer: `data.tokenizer` of their text, None
+    if it is not known.
+    """
+
+    path: Path
+    model: ModelConfig
+    tokenizer: str | None
+
+    def default(self) -> dict[str, Any]:
+        """The complete nested dict that takes the place of `gpt-tiny`: weights that are learned already ask for a low
+        learning rate (Devlin et al. 2018, appendix A.3: 2e-5 to 5e-5)."""
+        name = re.sub(r"[^\w.-]", "-", self.path.resolve().name) or DEFAULT
+        length = min(self.model.max_length, 512)
+        tree = Config(name=name, model=self.model).model_dump()
+        changes = {"data": {"sequence_length": length}, "optimizer": {"learning_rate": 2e-5}}
+        return self.with_tokenizer(_merge(tree, changes))
+
+    def with_tokenizer(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The dict with the tokenizer of the weights, if there is one."""
+        return tree if self.tokenizer is None else _merge(tree, {"data": {"tokenizer": self.tokenizer}})
+
+    def check(self, config: Config) -> None:
+        """Refuses another model than that of the weights.
+
+        Raises:
+          InputError: with the settings that differ.
+        """
+        free = {"dropout", "dtype", "matmul_dtype", "attention"}
+        if not self.model.position_table:
+            free.add("max_length")
+        # Sizes that follow from others may be written out.
+        ours, theirs = ({**model.model_dump(), **model.tensor_sizes} for model in (config.model, self.model))
+        different = [
+            f"  model.{name}: the weights have {theirs.get(name)!r}, the configuration {ours.get(name)!r}"
+            for name in {**theirs, **ours}
+            if name not in free and ours.get(name) != theirs.get(name)
+        ]
+        if different:
+            lines = "\n".join(different)
+            raise InputError(
+                f"--init {self.path} holds another model than the configuration:\n{lines}\nleave these settings out: "
+                "the model is that of the weights"
+            )
+
+
+def load_config(
+    source: Source = None, overrides: Mapping[str, Any] | None = None, weights: Weights | None = None
+) -> Config:
     """The configuration that `source` names, with `overrides` on top.
 
     Args:
       source: a preset's name, the path of a YAML file, a (nested) dict, a `Config`, or None for `gpt-tiny`.  A file or
         dict lists only what differs from a preset: its own key `preset`, or `gpt-tiny`.
       overrides: values by dotted name, `{"train.steps": 20}`.
+      weights: those that the run starts with, whose model and tokenizer take the place of the defaults.
 
     Raises:
       InputError: unknown preset, key or file, wrong type, impossible value; one line for each fault.
@@ -35,14 +89,14 @@ def load_config(source: Source = None, overrides: Mapping[str, Any] | None = Non
     changes: dict[str, Any] = {}
     for name, value in (overrides or {}).items():
         changes = _merge(changes, _nested(name, value))
-    return validate(_merge(_tree(source), changes))
+    return validate(_merge(_tree(source, weights), changes))
 
 
-def run_config(source: Source, out: str | os.PathLike[str] | None) -> Config:
+def run_config(source: Source, out: str | os.PathLike[str] | None, weights: Weights | None = None) -> Config:
     """The configuration of a run in directory `out`; without a source, that of the run that lies there."""
     if source is None and out is not None and resumes(out):
         source = Path(out) / CONFIG_FILE
-    return load_config(source)
+    return load_config(source, weights=weights)
 
 
 def resumes(out: str | os.PathLike[str] | None) -> bool:
@@ -72,19 +126,27 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _tree(source: Source) -> dict[str, Any]:
+def _tree(source: Source, weights: Weights | None) -> dict[str, Any]:
     match source:
         case None:
-            return preset(DEFAULT)
+            return _base(None, weights)
         case Config():
             return source.model_dump()
         case Mapping():
             source = with_settings_of_today(source)
-            return _merge(preset(str(source.pop("preset", DEFAULT))), source)
+            name = source.pop("preset", None)
+            return _merge(_base(name if name is None else str(name), weights), source)
         case _ if str(source) in PRESETS:
-            return preset(str(source))
+            return _base(str(source), weights)
         case _:
-            return _tree(_read_yaml(Path(source)))
+            return _tree(_read_yaml(Path(source)), weights)
+
+
+def _base(name: str | None, weights: Weights | None) -> dict[str, Any]:
+    """The complete nested dict that changes start from: a preset, or the defaults."""
+    if weights is None:
+        return preset(DEFAULT if name is None else name)
+    return weights.default() if name is None else weights.with_tokenizer(preset(name))
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ def attention(
     *,
     causal: bool,
     lengths: jax.Array | None = None,
+    window: int | None = None,
     implementation: Implementation = "xla",
 ) -> jax.Array:
     """softmax(q k^T / sqrt(Dh)) v per head, softmax in float32.
@@ -36,12 +37,19 @@ def attention(
       k, v: [B, S, K, Dh] with H a multiple of K: head h reads key/value head h // (H / K).
       causal: position i sees positions <= i only.
       lengths: [B] int32, the tokens of each sequence that are not padding; None: all.
+      window: position i sees positions > i - window only; None: all.
 
     Returns:
       [B, S, H, Dh].
     """
     return jax.nn.dot_product_attention(
-        q, k, v, is_causal=causal, key_value_seq_lengths=lengths, implementation=implementation
+        q,
+        k,
+        v,
+        is_causal=causal,
+        key_value_seq_lengths=lengths,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
     )
 
 

@@ -23,6 +23,7 @@ from jhpt.models.layers import (
     AttentionHalf,
     Parted,
     Rotation,
+    Stretch,
     apply,
     collected,
     dropout,
@@ -139,9 +140,11 @@ class GPT:
         return GPTHead(self.config, self.dtype, self.hooks)
 
     def _rotation(self, length: int) -> Rotation | None:
-        if self.config.positions == "learned":
+        config = self.config
+        if config.positions == "learned":
             return None
-        return rotation_table(length, self.config.head_dim, self.config.rope_theta)
+        stretch = Stretch(config.rope_factor, config.rope_stretched, config.rope_kept, config.rope_length)
+        return rotation_table(length, config.head_dim, config.rope_theta, stretch if config.rope_factor > 1 else None)
 
     def _table(self, params: Any) -> jax.Array | None:
         return params["embedding"]["tokens"] if self.config.tied else None

@@ -31,6 +31,26 @@ Rotation = tuple[jax.Array, jax.Array]
 """Cosines and sines of rotary positions, [S, E / 2] each."""
 
 
+class Stretch(NamedTuple):
+    """Llama 3.1's stretching of rotary positions for long sequences (Dubey et al. 2024, arXiv 2407.21783, section 3.2,
+    as Meta's released code computes it).  A pair with frequency f turns n = length f / 2 pi times in the sequences of
+    the first training:
+
+        f' = f / factor (1 - u) + f u,   u = (n - low) / (high - low) between 0 and 1
+    """
+
+    factor: float
+    low: float
+    high: float
+    length: int
+
+    def __call__(self, frequency: jax.Array) -> jax.Array:
+        """f [E / 2] -> f'."""
+        turns = self.length * frequency / (2 * jnp.pi)
+        kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return frequency / self.factor * (1 - kept) + frequency * kept
+
+
 Activation = Callable[[jax.Array], jax.Array]
 """hidden [..., F] -> [..., F]; of an activation of two matrices [..., 2, F] -> [..., F]."""
 
@@ -162,21 +182,29 @@ class AttentionHalf(nn.Module):
         config = self.config
         heads, kv_heads = config.num_heads // self.hooks.shards, config.kv_heads // self.hooks.shards
         group, width = heads // kv_heads, config.head_dim
-        bias = config.biased
         product = PRODUCTS[config.matmul_dtype]
 
         x, settle = self.hooks.copy_before_choice(x)
         x = self.hooks.depend_on(x, ordering_token)
-        qkv = checkpoint_name(Linear((kv_heads, group + 2, width), self.dtype, bias, product, name="qkv")(x), "qkv")
+        linear = Linear((kv_heads, group + 2, width), self.dtype, config.qkv_biased, product, name="qkv")
+        qkv = checkpoint_name(linear(x), "qkv")
         q = qkv[..., :group, :].reshape(*x.shape[:2], heads, width)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         tokens = self.hooks.important(q, k, lengths, residual)
         tokens = tokens if tokens is None else checkpoint_name(tokens, CHOICE)
-        mixed = attention(q, k, v, causal=config.causal, lengths=lengths, implementation=self.implementation)
+        mixed = attention(
+            q,
+            k,
+            v,
+            causal=config.causal,
+            lengths=lengths,
+            window=config.attention_window,
+            implementation=self.implementation,
+        )
         mixed = checkpoint_name(mixed.reshape(*x.shape[:2], heads * width), "attention_out")
-        last = PartedLinear(config.d_model, self.dtype, bias, self.std, product, name="projection")
+        last = PartedLinear(config.d_model, self.dtype, config.biased, self.std, product, name="projection")
         return *last(settle(mixed, tokens)), tokens
 
 
@@ -222,9 +250,10 @@ def transformer_mlp(config: TransformerConfig, dtype: Any, hooks: Hooks, std: fl
     )
 
 
-def rotation_table(length: int, width: int, theta: float) -> Rotation:
+def rotation_table(length: int, width: int, theta: float, stretch: Stretch | None = None) -> Rotation:
     """cos and sin of p theta^(-2i / E) for position p and pair i (Su et al. 2021, arXiv 2104.09864, eq. 34)."""
     frequency = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    frequency = frequency if stretch is None else stretch(frequency)
     angle = jnp.outer(jnp.arange(length, dtype=jnp.float32), frequency)
     return jnp.cos(angle), jnp.sin(angle)
 

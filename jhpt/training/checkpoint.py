@@ -45,18 +45,25 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The description of its run in a checkpoint."""
+    """The description of its run in a checkpoint.  weights_only: whether there is no optimizer state to go on with."""
 
     config: Mapping[str, Any]
     data_key: str
     dtype: str
     versions: Mapping[str, str]
+    weights_only: bool = False
 
 
-def make_record(config: Config, data_key: str, dtype: str) -> Record:
+def make_record(config: Config, data_key: str, dtype: str, *, weights_only: bool = False) -> Record:
     """The record of a run on this machine."""
     versions = {"python": sys.version.split()[0]} | {name: version(name) for name in PACKAGES}
-    return Record(config=config.model_dump(mode="json"), data_key=data_key, dtype=dtype, versions=versions)
+    return Record(
+        config=config.model_dump(mode="json"),
+        data_key=data_key,
+        dtype=dtype,
+        versions=versions,
+        weights_only=weights_only,
+    )
 
 
 class Checkpoints:
@@ -122,6 +129,26 @@ class Checkpoints:
         restore = jax.tree.map(_restored_as, _without_feedback(like))
         arguments = ocp.args.PyTreeRestore(item=_without_feedback(like), restore_args=restore)
         return TrainState(**self._read(step, "state", arguments))
+
+    def parameters(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """The parameters at `step` as the model's own tree.
+
+        Args:
+          like: shapes; leaves with a sharding become device arrays, leaves without one numpy arrays.
+        """
+        restore = jax.tree.map(_restored_as, {"params": like})
+        arguments = ocp.args.PyTreeRestore(item={"params": like}, restore_args=restore, partial_restore=True)
+        params: dict[str, Any] = self._read(step, "state", arguments)["params"]
+        return params
+
+    def opened(self, step: int, leaf: str) -> Any:
+        """The parameter at this path of the model's own tree as an open TensorStore, which can be read in pieces."""
+        folder = (self._folder / str(step) / "state").absolute()
+        place = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"params.{leaf.replace('/', '.')}/"}
+        try:
+            return tensorstore.open({"driver": "zarr", "kvstore": place}, read=True).result()
+        except ValueError as error:
+            raise InputError(f"{leaf} in checkpoint {folder.parent} cannot be read: {error}") from None
 
     def _read(self, step: int, item: str, arguments: ocp.args.CheckpointArgs) -> dict[str, Any]:
         try:

@@ -23,6 +23,7 @@ from jhpt.training.step import (
     RandomStream,
     StepMetrics,
     TrainState,
+    Tree,
     init_state,
     make_train_step,
     random_key,
@@ -52,6 +53,7 @@ class DeviceStep:
     """Implements `training.programs.Step`; `TrainState` is its state."""
 
     init: Callable[[], TrainState]
+    started: Callable[[Callable[[Params], Params]], TrainState]
     step: Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
     evaluate: Callable[[Params, jax.Array, jax.Array, jax.Array], Sums]
     conversion: Conversion
@@ -93,6 +95,7 @@ def compile_device_step(setup: Setup) -> DeviceStep:
     )
     return DeviceStep(
         init=jax.jit(partial(fresh_state, setup), out_shardings=shardings),
+        started=partial(_started, setup, shardings),
         step=compiled,
         evaluate=evaluate,
         memory=memory,
@@ -130,9 +133,22 @@ def lower_device_step(design: Design) -> jax.stages.Lowered:
     return jitted.lower(state, windows_shape(config, layout.batch))
 
 
+def _started(setup: Setup, shardings: TrainState, read: Callable[[Params], Params]) -> TrainState:
+    """`Step.started`: the model's tree is read in shares, whatever the plan, and then laid out by it."""
+    shapes = jax.eval_shape(setup.model.init, jax.random.key(0))
+    params = read(_abstract(shapes, setup.layout.model_shardings(shapes)))
+    lay_out = jax.jit(partial(state_of, setup), out_shardings=shardings, donate_argnums=0)
+    return _quietly(lay_out)(params)
+
+
 def fresh_state(design: Design) -> TrainState:
     """The state before the first step, as the plan stores it."""
-    params = design.layout.stored(design.model.init(random_key(design.config.seed, RandomStream.INIT)))
+    return state_of(design, design.model.init(random_key(design.config.seed, RandomStream.INIT)))
+
+
+def state_of(design: Design, params: Params) -> TrainState:
+    """The state before the first step with these parameters, the model's own tree."""
+    params = design.layout.stored(params)
     residuals = feedback.fresh(design.layout, params, design.plan.gradient_compression)
     return init_state(
         params, design.optimizer, residuals, design.weights, clipping(design.config.optimizer, design.training)
@@ -197,10 +213,10 @@ def _restacked(setup: Setup, core: TrainState, fitting: Fitting) -> Conversion:
     )
 
 
-def _quietly(load: Callable[[TrainState], TrainState]) -> Callable[[TrainState], TrainState]:
+def _quietly(load: Callable[[Tree], TrainState]) -> Callable[[Tree], TrainState]:
     """`load` without jax's warning that padded rows, which need new buffers, cannot reuse donated ones."""
 
-    def loaded(state: TrainState) -> TrainState:
+    def loaded(state: Tree) -> TrainState:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             return load(state)

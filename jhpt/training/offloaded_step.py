@@ -62,6 +62,10 @@ class OffloadedStep:
         """The state before the first step."""
         return self.training.fresh(self.model)
 
+    def started(self, read: Callable[[Params], Params]) -> OffloadedState:
+        """The state before the first step with other parameters."""
+        return self.training.started(read, jax.eval_shape(self.model.init, jax.random.key(0)))
+
     def flush(self, state: OffloadedState) -> OffloadedState:
         """The state after its pending update, if there is one."""
         return self.flushing(state) if state.pending is not None and bool(state.pending.good) else state

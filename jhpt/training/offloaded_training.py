@@ -297,6 +297,15 @@ class OffloadedTraining:
         embedding_and_head = jax.jit(lambda: self._initial(model.init_embedding_and_head(key)), out_shardings=place)()
         return self._joined(rows | weights, embedding_and_head)
 
+    def started(self, read: Callable[[Params], Params], shapes: Params) -> OffloadedState:
+        """As `fresh`, with parameters that are read.  shapes: of the model's own tree."""
+        place = self.blocks.execution.layout.replicated
+        laid = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes)
+        params = read({**laid, "blocks": shapes["blocks"]})
+        rows = self.blocks.rows(WEIGHTS, params.pop("blocks"))
+        rows |= self.blocks.empty([name for name in self.names if name != WEIGHTS])
+        return self._joined(rows, jax.jit(self._initial, out_shardings=place)(params))
+
     def saved(self, state: OffloadedState) -> TrainState:
         """A flushed state as a checkpoint holds it.  Leaves of blocks are read from rows while they are written."""
         adam, decayed = state.optimizer

@@ -4,7 +4,7 @@ The protocol has two implementations: `training.device_step`, with everything on
 `training.offloaded_step`, with blocks wholly or partly in host memory.  `training.compile` decides between them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -37,6 +37,14 @@ class Step(Protocol[State]):
 
     def init(self) -> State:
         """The state before the first step."""
+
+    def started(self, read: Callable[[Params], Params]) -> State:
+        """The state before the first step with other parameters than those of `init`.
+
+        Args:
+          read: shapes of the model's own tree -> its parameters; where a shape has a sharding as device arrays, else as
+            numpy arrays.
+        """
 
     def step(self, state: State, windows: jax.Array) -> tuple[State, StepMetrics]:
         """One optimizer step on a global batch of windows [B, W].  The state is donated."""

@@ -18,6 +18,8 @@ from jhpt.core.unused import check_plan_alone, unused_settings
 from jhpt.training.checkpoint import PLACES, Checkpoints, Record, make_record
 from jhpt.training.compile import compile_step
 from jhpt.training.console import Display, plan_change, start_table
+from jhpt.training.init_from import weights_at
+from jhpt.training.init_weights import InitWeights, init_weights
 from jhpt.training.loop import Progress, evaluation_due, fit, utilisation
 from jhpt.training.metrics import metrics_writer, read_metrics
 from jhpt.training.planning import check_host_room, choose_plan, read_past, same_work, with_tried_offload
@@ -102,6 +104,7 @@ def train(
     out: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    init: str | os.PathLike[str] | None = None,
     processes: Processes | None = None,
 ) -> RunResult:
     """Trains a model, or resumes the run in the directory `out`.
@@ -112,6 +115,8 @@ def train(
       out: run directory; None: a new one, `runs/<name>-<time>`.
       overrides: values by dotted name, on top of `source`.
       plan: a plan or its file, used instead of the section `parallel`.
+      init: a run or a folder in Hugging Face's layout.  A new run starts with the weights there; its model is theirs,
+        and so is its tokenizer unless `source` or `overrides` name one.
       processes: how to join the other processes; None: as the launcher's environment says.
 
     Raises:
@@ -121,7 +126,10 @@ def train(
     configure_runtime()
     join(processes or Processes())
     with raise_on_all_processes():
-        config = load_config(run_config(source, out), overrides)
+        weights = weights_at(Path(init)) if init is not None else None
+        config = load_config(run_config(source, out, weights), overrides)
+        if weights is not None:
+            weights.check(config)
         allow_pinned_memory(config.memory)
         if plan is not None:
             check_plan_alone(overrides or {})
@@ -138,7 +146,7 @@ def train(
     if accelerator_present() and jax.default_backend() == "cpu":
         display.say("warning: this machine has a GPU, but jax runs on the CPU; `jhpt doctor` says what to install")
     with claimed(run_dir):
-        run = _resolved(config, requested, run_dir, display)
+        run = _resolved(config, requested, run_dir, display, init)
         if run.step >= config.train.steps:
             return _already_done(run, display)
         return _executed(run, display)
@@ -156,17 +164,21 @@ def _settings(config: Config, requested: Plan | None) -> dict[str, Any]:
 class _Run:
     """Everything that is decided before anything is compiled or written.
 
-    step: the one to resume from, 0 for a new run.  notes: messages for the user.
+    step: the one to resume from, 0 for a new run.  weights: those to start with, None: those of the seed.
+    notes: messages for the user.
     """
 
     directory: Path
     setup: Setup
     record: Record
     step: int
+    weights: InitWeights | None
     notes: tuple[str, ...]
 
 
-def _resolved(config: Config, requested: Plan | None, run_dir: Path, display: Display) -> _Run:
+def _resolved(
+    config: Config, requested: Plan | None, run_dir: Path, display: Display, init: str | os.PathLike[str] | None
+) -> _Run:
     past = read_past(run_dir, display.say)
     plan = with_tried_offload(choose_plan(config, requested, past, display.say), display.say)
     check_host_room(plan, config)
@@ -176,15 +188,24 @@ def _resolved(config: Config, requested: Plan | None, run_dir: Path, display: Di
         raise InputError("the processes read different text; give all of them the same files in data.path")
     record = make_record(config, setup.cache.key, setup.model.dtype.name)
     resume = find_resume(run_dir, record)
-    changes = [plan_change(past.plan, plan)] if past.plan and not same_work(past.plan, plan) else []
-    return _Run(directory=run_dir, setup=setup, record=record, step=resume.step, notes=(*resume.notes, *changes))
+    notes = list(resume.notes)
+    if past.plan and not same_work(past.plan, plan):
+        notes.append(plan_change(past.plan, plan))
+    weights = None
+    if init is not None and resume.step == 0:
+        with raise_on_all_processes():
+            weights = init_weights(Path(init), config)
+        notes += weights.notes
+    elif init is not None:
+        notes.append(f"note: the run goes on with its own weights; it began with those of --init {init}")
+    return _Run(directory=run_dir, setup=setup, record=record, step=resume.step, weights=weights, notes=tuple(notes))
 
 
 def _executed(run: _Run, display: Display) -> RunResult:
     setup, config = run.setup, run.setup.config
     display.say(f"compiling {config.name} for {setup.layout.device_mesh.mesh.size} x {setup.device.kind}")
     step = compile_step(setup)
-    state = _restored(run.directory, run.step, step) if run.step else step.init()
+    state = _first_state(run, step)
     with raise_on_all_processes():
         write_config(run.directory, config)
         write_plan(run.directory, setup.plan)
@@ -219,10 +240,15 @@ def _unevaluated(run: _Run) -> bool:
     return bool(from_main(int(due and run.step not in _history(run.directory)[1])))
 
 
-def _restored(run_dir: Path, number: int, step: Step[Any]) -> StepState:
-    with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
-        restored: StepState = step.load(checkpoints, number)
-        return restored
+def _first_state(run: _Run, step: Step[Any]) -> StepState:
+    """The state that this call starts with: that of a checkpoint, or a new one."""
+    state: StepState
+    if run.step == 0:
+        state = step.init() if run.weights is None else step.started(run.weights.read)
+        return state
+    with Checkpoints(run.directory / "checkpoints", CheckpointConfig()) as checkpoints:
+        state = step.load(checkpoints, run.step)
+        return state
 
 
 def _sample(setup: Setup, step: Step[Any], state: StepState, say: Callable[[str], None]) -> str | None:

@@ -129,6 +129,11 @@ def find_resume(run_dir: Path, record: Record) -> Resume:
         if step is None:
             return Resume()
         saved = checkpoints.record(step)
+        if saved.weights_only:
+            raise InputError(
+                f"{run_dir} holds weights and no state of an optimizer to go on with; start from them with "
+                f"--init {run_dir} and another --out"
+            )
         check_resumable(saved, record, str(run_dir))
         return Resume(step=step, notes=tuple(changes_of_note(saved, record, step)))
 

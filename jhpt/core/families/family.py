@@ -157,6 +157,11 @@ class ModelConfig(Section):
         raise NotImplementedError
 
     @property
+    def position_table(self) -> bool:
+        """Whether parameters depend on `max_length`, such as a table of positions."""
+        return True
+
+    @property
     def head_dim(self) -> int | None:
         """Width of one attention head; None: the model has no attention."""
         return None
@@ -188,6 +193,10 @@ class ModelConfig(Section):
     def float32_parameters(self) -> int:
         """Parameters that the model uses in float32 whatever it computes in, such as those of norms."""
         raise NotImplementedError
+
+    def visible_keys(self, tokens: int, *, causal: bool) -> float:
+        """Keys that an average query of a sequence sees: (s + 1) / 2 causal, otherwise s."""
+        return (tokens + 1) / 2 if causal else tokens
 
     def block_products(self, keys: float) -> float:
         """Multiplications per token of a block's matrix products; keys: that an average query is multiplied with."""
@@ -230,8 +239,7 @@ class ModelConfig(Section):
     ) -> FlopsPerToken:
         """FLOPs of one token of a sequence of `sequence_length`, averaged over the sequence.
 
-        forward = 2 (num_layers block_products(keys) + predicted_share head_products);   backward = 2 forward
-        keys = (s + 1) / 2 causal, s otherwise
+        forward = 2 (num_layers block_products(visible_keys) + predicted_share head_products);   backward = 2 forward
 
         FLOPs are those of matrix multiplications, 2mnk each; element-wise work is left out (about 1 % at d_model 1024).
         Causal convention: query `i` of `s` sees `i + 1` keys, half of what a dense kernel executes; utilisation figures
@@ -242,7 +250,7 @@ class ModelConfig(Section):
           predicted_share: share of positions on which the output head runs.
         """
         causal = self.causal if causal is None else causal
-        keys = (sequence_length + 1) / 2 if causal else sequence_length
+        keys = self.visible_keys(sequence_length, causal=causal)
         forward = 2.0 * (self.num_layers * self.block_products(keys) + predicted_share * self.head_products())
         return FlopsPerToken(forward=forward, backward=2 * forward)
 

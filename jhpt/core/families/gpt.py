@@ -1,6 +1,6 @@
 """GPT in numbers: a causal decoder; GPT-2 and Llama shapes are settings of this one family."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,10 +22,20 @@ class GPTConfig(TransformerConfig):
     num_kv_heads: Count | None = Field(None, description="key/value heads (grouped-query attention); null: num_heads")
     positions: Literal["learned", "rotary"] = Field("learned", description="position information")
     rope_theta: Positive = Field(10_000.0, description="base wavelength of rotary positions")
+    rope_factor: Annotated[float, Field(ge=1)] = Field(
+        1.0, description="by which long wavelengths of rotary positions are stretched, as in Llama 3.1; 1: none"
+    )
+    rope_stretched: Positive = Field(1.0, description="stretched: wavelengths over rope_length / this")
+    rope_kept: Positive = Field(4.0, description="not stretched: wavelengths under rope_length / this")
+    rope_length: Count = Field(8192, description="longest sequence before the stretching")
+    window: Count | None = Field(
+        None, description="positions that a token attends to, the last ones and itself; null: all before it"
+    )
     norm: str = Field("layernorm", description="norm before each half block: layernorm or rmsnorm")
     norm_eps: Positive = Field(1e-5, description="added to the variance")
     activation: str = Field("gelu", description="MLP non-linearity: gelu, gelu_exact or swiglu")
     bias: bool = Field(True, description="biases in the linear layers")
+    qkv_bias: bool = Field(False, description="biases of queries, keys and values even where bias is false (Qwen2)")
     tied: bool = Field(True, description="output head shares the embedding table")
 
     @field_validator("norm")
@@ -52,6 +62,20 @@ class GPTConfig(TransformerConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _stretching_is_rotary(self) -> "GPTConfig":
+        if self.rope_factor > 1 and self.positions != "rotary":
+            raise ValueError(
+                f"model.rope_factor={self.rope_factor} stretches rotary positions, and model.positions="
+                f"{self.positions}; set model.positions=rotary, or leave it out"
+            )
+        if self.rope_stretched >= self.rope_kept:
+            raise ValueError(
+                f"model.rope_stretched={self.rope_stretched} is not below model.rope_kept={self.rope_kept}; "
+                "wavelengths between the two limits are stretched in part"
+            )
+        return self
+
     @property
     def kv_heads(self) -> int:
         """Number of key/value heads."""
@@ -74,6 +98,22 @@ class GPTConfig(TransformerConfig):
     def biased(self) -> bool:
         """As configured."""
         return self.bias
+
+    @property
+    def qkv_biased(self) -> bool:
+        """With all other linear layers, or alone."""
+        return self.bias or self.qkv_bias
+
+    @property
+    def attention_window(self) -> int | None:
+        """As configured."""
+        return self.window
+
+    def visible_keys(self, tokens: int, *, causal: bool) -> float:
+        """With a window w < s: w - w (w - 1) / 2s, because the first queries see fewer than w keys."""
+        if self.window is None or self.window >= tokens or not causal:
+            return super().visible_keys(tokens, causal=causal)
+        return self.window - self.window * (self.window - 1) / (2 * tokens)
 
     @property
     def rotates(self) -> bool:

@@ -118,9 +118,24 @@ class TransformerConfig(ModelConfig):
         return True
 
     @property
+    def qkv_biased(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.biased
+
+    @property
+    def attention_window(self) -> int | None:
+        """The number of positions that a query sees, itself included; None: all that causality leaves."""
+        return None
+
+    @property
     def rotates(self) -> bool:
         """Whether queries and keys are rotated by their positions."""
         return False
+
+    @property
+    def position_table(self) -> bool:
+        """Where positions are not rotary."""
+        return not self.rotates
 
     @property
     def norm_parameters(self) -> int:
@@ -140,7 +155,7 @@ class TransformerConfig(ModelConfig):
     def block_parameters(self) -> int:
         """Parameters of a block."""
         d, width, kv_width = self.d_model, self.ffn_width, 2 * self.kv_heads * self.head_dim
-        attention = d * (d + kv_width) + d * d + self.biased * ((d + kv_width) + d)
+        attention = d * (d + kv_width) + d * d + self.qkv_biased * (d + kv_width) + self.biased * d
         mlp = (self.gates + 1) * d * width + self.biased * (self.gates * width + d)
         return attention + mlp + 2 * self.norm_parameters
 
@@ -234,7 +249,7 @@ class TransformerConfig(ModelConfig):
 
     def _keys(self, sizes: Sizes) -> float:
         """Keys that an average query is multiplied with: plain attention computes the masked ones too."""
-        return (sizes.tokens + 1) / 2 if self.causal and sizes.flash else sizes.tokens
+        return self.visible_keys(sizes.tokens, causal=True) if self.causal and sizes.flash else sizes.tokens
 
     @property
     def _kv_width(self) -> int:

@@ -1,0 +1,145 @@
+"""Against the transformers library (extra `interop-test`)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jhpt.core.families.bert import BERTConfig
+from jhpt.core.families.gpt import GPTConfig
+from jhpt.huggingface.architectures import exported
+from jhpt.huggingface.folder import open_folder
+from jhpt.models.family import build
+from jhpt.models.vocabulary import token_nll
+from jhpt.sharding.partition import path_name
+from tests.huggingface.shapes import LLAMA, MODELS, settings_of
+
+pytestmark = pytest.mark.interop
+
+LARGER = {
+    "gpt2 4 x 128": GPTConfig(vocab_size=1000, num_layers=4, d_model=128, num_heads=4, max_length=128),
+    "llama 4 x 128": GPTConfig(
+        vocab_size=1000, num_layers=4, d_model=128, num_heads=8, num_kv_heads=2, d_ff=352, tied=False, **LLAMA
+    ),
+    "bert 6 x 384": BERTConfig(vocab_size=3000, num_layers=6, d_model=384, num_heads=12, max_length=128, dropout=0.0),
+    "bert base": BERTConfig(vocab_size=30522, num_layers=12, d_model=768, num_heads=12, max_length=512, dropout=0.0),
+}
+SHAPES = {**MODELS, **LARGER}
+
+
+@functools.cache
+def theirs(name):
+    """The model of the transformers library, with random weights of which none is zero or one."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    _, tree = exported(SHAPES[name])
+    config = transformers.AutoConfig.for_model(**tree)
+    config._attn_implementation = "eager"
+    kind = transformers.BertForPreTraining if tree["model_type"] == "bert" else transformers.AutoModelForCausalLM
+    model = kind(config) if kind is transformers.BertForPreTraining else kind.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    model.tie_weights()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    @functools.cache
+    def saved(name):
+        path = tmp_path_factory.mktemp("model")
+        theirs(name).save_pretrained(path, max_shard_size="1MB")
+        return path
+
+    return saved
+
+
+def relative(ours, theirs):
+    """|ours - theirs| / |theirs| over all numbers."""
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    assert ours.shape == theirs.shape
+    return np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+
+
+def tokens_of(model):
+    length = min(model.max_length, 48)
+    # Their BERT gives the embedding of token 0, the padding, no gradient.
+    return np.random.default_rng(0).integers(1, model.vocab_size, (3, length))
+
+
+def read(folder, name):
+    """(our model, its parameters, the folder)."""
+    source = open_folder(folder(name))
+    model = build(source.model)
+    return model, source.parameters(jax.eval_shape(model.init, jax.random.key(0))), source
+
+
+def hidden_states(model, params, tokens):
+    """The residual stream before every block and after the last."""
+    xs = [model.embed(params, tokens)]
+    for layer in range(model.config.num_layers):
+        xs.append(model.block(jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"]), xs[-1]))
+    return xs
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_settings_are_those_of_the_model(folder, name):
+    assert settings_of(open_folder(folder(name)).model) == settings_of(SHAPES[name])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_outputs(folder, name):
+    """Hidden states of every layer and logits."""
+    import torch
+
+    model, params, _ = read(folder, name)
+    tokens = tokens_of(model.config)
+    with torch.no_grad():
+        out = theirs(name)(torch.tensor(tokens), output_hidden_states=True)
+    logits = out.prediction_logits if name.startswith("bert") else out.logits
+    xs = hidden_states(model, params, jnp.asarray(tokens))
+    assert relative(model.logits(params, xs[-1])[..., : model.config.vocab_size], logits) < 1e-4
+    # Of a causal model, the last of theirs is after the last norm.
+    for ours, expected in zip(xs if name.startswith("bert") else xs[:-1], out.hidden_states, strict=False):
+        assert relative(ours, expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_loss_and_gradients(folder, name):
+    """Of every parameter, as the tensors that it is made of."""
+    import torch
+
+    model, params, source = read(folder, name)
+    tokens = tokens_of(model.config)
+    targets = tokens if name.startswith("bert") else tokens[:, 1:]
+
+    def loss(params):
+        logits = model.apply(params, jnp.asarray(tokens))
+        logits = logits if name.startswith("bert") else logits[:, :-1]
+        return jnp.mean(token_nll(logits, jnp.asarray(targets))[0])
+
+    ours, grads = jax.value_and_grad(loss)(params)
+    reference = theirs(name)
+    reference.zero_grad()
+    out = reference(torch.tensor(tokens))
+    logits = out.prediction_logits if name.startswith("bert") else out.logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(targets).flatten())
+    expected.backward()
+    assert abs(float(ours) / expected.item() - 1) < 1e-4
+    there = {key: parameter.grad for key, parameter in reference.named_parameters()}
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        part = source.parts[path_name(path)]
+        for layer in range(model.config.num_layers if part.layered else 1):
+            split = part.split(np.asarray(grad[layer] if part.layered else grad))
+            for key, piece in zip(part.of_layer(layer), split, strict=True):
+                if there[key] is None:  # the pooler has no part in this loss
+                    assert not np.any(piece)
+                    continue
+                # Keys' biases have no gradient: the softmax does not change when all scores grow by the same.
+                if np.linalg.norm(there[key]) > 1e-6:
+                    assert relative(piece, there[key]) < 1e-4, key
