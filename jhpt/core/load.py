@@ -40,8 +40,8 @@ class Weights:
         learning rate (Devlin et al. 2018, appendix A.3: 2e-5 to 5e-5)."""
         name = re.sub(r"[^\w.-]", "-", self.path.resolve().name) or DEFAULT
         length = min(self.model.max_length, 512)
-        tree = Config(name=name, model=self.model).model_dump()
         changes = {"data": {"sequence_length": length}, "optimizer": {"learning_rate": 2e-5}}
+        tree = Config().model_dump() | {"name": name, "model": self.model.model_dump()}
         return self.with_tokenizer(_merge(tree, changes))
 
     def with_tokenizer(self, tree: dict[str, Any]) -> dict[str, Any]:

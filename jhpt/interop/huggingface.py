@@ -27,7 +27,7 @@ from jhpt.huggingface.folder import Folder, open_folder
 from jhpt.huggingface.tensors import Part
 from jhpt.models.family import Params, build
 from jhpt.sharding.partition import path_name
-from jhpt.training.checkpoint import Checkpoints, Layered, make_record
+from jhpt.training.checkpoint import FOLDER, Checkpoints, Layered, make_record, newest
 from jhpt.training.init_from import weights_at
 from jhpt.training.step import TrainState
 
@@ -57,7 +57,7 @@ def import_folder(folder: Path, out: Path, say: Say) -> None:
         zero = jnp.zeros((), jnp.int32)
         state = TrainState(step=zero, skipped=zero, bad_steps=zero, params=_by_layer(source, config.seed), optimizer={})
         record = make_record(config, "", "float32", weights_only=True)
-        with Checkpoints(partial_out / "checkpoints", CheckpointConfig()) as checkpoints:
+        with Checkpoints(partial_out / FOLDER, CheckpointConfig()) as checkpoints:
             checkpoints.save(0, state, record)
         (partial_out / CONFIG_FILE).write_text(to_yaml(config))
     say(f"{config.model.parameter_count().total:,} parameters of {folder} are in {out}")
@@ -94,10 +94,10 @@ def export_run(run: Path, folder: Path, say: Say, *, dtype: str = "float32", sha
         raise InputError(f"{run} holds no run ({CONFIG_FILE}); give the directory of one")
     model = load_config(run / CONFIG_FILE).model
     architecture, tree = exported(model)
-    with Checkpoints(run / "checkpoints", CheckpointConfig()) as checkpoints:
-        step = checkpoints.latest
-        if step is None:
-            raise InputError(f"{run} has no checkpoint yet; train it until it has saved one")
+    step = newest(run)
+    if step is None:
+        raise InputError(f"{run} has no checkpoint yet; train it until it has saved one")
+    with Checkpoints(run / FOLDER, CheckpointConfig()) as checkpoints:
         leaves = lru_cache(maxsize=None)(partial(checkpoints.opened, step))
     with replaced_folder(folder, "the folder") as out:
         tensors = list(_writable(architecture.parts(model), model.num_layers, leaves, np.dtype(DTYPES[dtype])))

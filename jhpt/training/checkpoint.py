@@ -40,6 +40,9 @@ FREE = ("model.attention", "model.dtype", *PLACES)
 """Exceptions from `BOUND`, the settings that a resumed run may not change.  Text and tokenizer are compared by content,
 the compute dtype after "auto" is resolved."""
 
+FOLDER = "checkpoints"
+"""Where the checkpoints are in a run directory."""
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -64,6 +67,14 @@ def make_record(config: Config, data_key: str, dtype: str, *, weights_only: bool
         versions=versions,
         weights_only=weights_only,
     )
+
+
+def newest(run_dir: Path) -> int | None:
+    """The step of the newest complete checkpoint of a run, without touching it."""
+    if not (run_dir / FOLDER).is_dir():
+        return None
+    with Checkpoints(run_dir / FOLDER, CheckpointConfig()) as checkpoints:
+        return checkpoints.latest
 
 
 class Checkpoints:
@@ -323,7 +334,9 @@ def item_handlers(layers: LayeredHandler) -> ocp.handlers.CheckpointHandlerRegis
     """Handlers for the items of a checkpoint: JSON, and trees of jax arrays, numpy arrays or `Layered` leaves."""
     leaves = ocp.type_handlers
     known = leaves.create_type_handler_registry(
-        (Layered, layers), (jax.Array, leaves.ArrayHandler()), (np.ndarray, leaves.NumpyHandler())
+        (Layered, layers),
+        (jax.Array, leaves.ArrayHandler()),
+        (np.ndarray, leaves.NumpyHandler(deepcopy_host_arrays=False)),
     )
     tree, text = ocp.PyTreeCheckpointHandler(type_handler_registry=known), ocp.JsonCheckpointHandler()
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()

@@ -12,7 +12,7 @@ from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
 from jhpt.huggingface.architectures import is_folder
 from jhpt.huggingface.folder import open_folder
-from jhpt.training.checkpoint import Checkpoints
+from jhpt.training.checkpoint import FOLDER, Checkpoints, newest
 from jhpt.training.init_from import weights_at
 from jhpt.training.step import Params
 
@@ -44,13 +44,12 @@ def init_weights(path: Path, config: Config) -> InitWeights:
             read=partial(folder.parameters, seed=config.seed),
             notes=(f"weights: {count} parameters of {path}", *(f"note: {note}" for note in folder.notes)),
         )
-    with Checkpoints(path / "checkpoints", CheckpointConfig()) as checkpoints:
-        step = checkpoints.latest
+    step = newest(path)
     if step is None:
         raise InputError(f"--init {path} holds a run without a checkpoint yet; give one that has saved a step")
 
     def read(like: Params) -> Params:
-        with Checkpoints(path / "checkpoints", CheckpointConfig()) as checkpoints:
+        with Checkpoints(path / FOLDER, CheckpointConfig()) as checkpoints:
             return checkpoints.parameters(step, like)
 
     return InitWeights(read=read, notes=(f"weights: {count} parameters of {path}, step {step}",))

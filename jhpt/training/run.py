@@ -15,7 +15,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import Source, dotted, load_config, resumes, run_config
 from jhpt.core.plan import Plan
 from jhpt.core.unused import check_plan_alone, unused_settings
-from jhpt.training.checkpoint import PLACES, Checkpoints, Record, make_record
+from jhpt.training.checkpoint import FOLDER, PLACES, Checkpoints, Record, make_record
 from jhpt.training.compile import compile_step
 from jhpt.training.console import Display, plan_change, start_table
 from jhpt.training.init_from import weights_at
@@ -210,7 +210,7 @@ def _executed(run: _Run, display: Display) -> RunResult:
         write_config(run.directory, config)
         write_plan(run.directory, setup.plan)
     with (
-        Checkpoints(run.directory / "checkpoints", config.checkpoint) as checkpoints,
+        Checkpoints(run.directory / FOLDER, config.checkpoint) as checkpoints,
         metrics_writer(run.directory, run.step, config.log) as writer,
     ):
         display.log_to(writer)
@@ -246,7 +246,7 @@ def _first_state(run: _Run, step: Step[Any]) -> StepState:
     if run.step == 0:
         state = step.init() if run.weights is None else step.started(run.weights.read)
         return state
-    with Checkpoints(run.directory / "checkpoints", CheckpointConfig()) as checkpoints:
+    with Checkpoints(run.directory / FOLDER, CheckpointConfig()) as checkpoints:
         state = step.load(checkpoints, run.step)
         return state
 

@@ -18,7 +18,7 @@ from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import CONFIG_FILE, to_yaml
 from jhpt.core.plan import Plan
-from jhpt.training.checkpoint import Checkpoints, Record, changes_of_note, check_resumable
+from jhpt.training.checkpoint import FOLDER, Checkpoints, Record, changes_of_note, check_resumable
 from jhpt.training.processes import from_main, is_main, raise_on_all_processes
 
 PLAN_FILE = "plan.json"
@@ -122,9 +122,9 @@ def find_resume(run_dir: Path, record: Record) -> Resume:
     Raises:
       InputError: settings that a resumed run must keep have changed, or the newest checkpoint cannot be read.
     """
-    if not from_main(int((run_dir / "checkpoints").is_dir())):
+    if not from_main(int((run_dir / FOLDER).is_dir())):
         return Resume()
-    with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
+    with Checkpoints(run_dir / FOLDER, CheckpointConfig()) as checkpoints:
         step = checkpoints.latest
         if step is None:
             return Resume()
