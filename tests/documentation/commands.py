@@ -58,6 +58,12 @@ RUN = {
         "--model.num_layers 4"
     ),
     "jhpt plan gpt-6.7b --cluster h100x1x1 --budget 24GiB --batch 16 --svg step.svg": "",
+    "jhpt train --init models/mine --data.path 'corpus/*.txt' --out runs/tuned": flags(
+        {name: value for name, value in STEPS.items() if not name.startswith("model.")}
+        | {"parallel.data": 1, "data.sequence_length": 16}
+    ),
+    "jhpt export hf runs/tuned models/tuned": "",
+    "jhpt import hf models/mine --out runs/imported": "",
     "jhpt doctor": "",
     "jhpt bench": "--help",
     "jhpt bench predict --published runs.csv": "",
@@ -112,6 +118,8 @@ CI = {
     "source .venv/bin/activate": "source .venv/bin/activate",
     "pip install -q -e '.[test]'": 'pip install --quiet --disable-pip-version-check --editable ".[$3]"',
     "pip install -e '.[dev]'": 'environment "$python" .venv dev',
+    "pip install -e '.[interop-test]'": 'environment "$python" .venv-interop interop-test torch==2.13.0',
+    "pytest -m interop": ".venv-interop/bin/pytest -m interop tests/huggingface",
     "pip install -e '.[deviceless]'": 'environment "$python" .venv-deviceless test,deviceless',
     ".ci/run": "#!/usr/bin/env bash",
     "pytest": "pytest",

@@ -13,6 +13,8 @@ from tests.bench.test_published import ROW, write
 from tests.conftest import text
 from tests.documentation.commands import ON_CORPUS, STEPS
 from tests.documentation.extraction import blocks
+from tests.huggingface.shapes import MODELS
+from tests.huggingface.written import write_folder
 
 
 @pytest.fixture
@@ -22,6 +24,7 @@ def workplace(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "corpus")
     write(tmp_path / "runs.csv", ROW)
+    write_folder(tmp_path / "models" / "mine", MODELS["llama"].model_copy(update={"vocab_size": 256}))
     for name in ("my.yaml", "rented.yaml"):
         (block,) = (block for block in blocks() if block.language == "yaml" and f"# {name}" in block.text)
         Path(name).write_text(block.text)
