@@ -25,7 +25,7 @@ from jhpt.sharding.parameters import ParameterStorage, block_specs
 from jhpt.sharding.pipeline import Pipeline
 from jhpt.sharding.sample_chunks import streaming
 from jhpt.sharding.single_stage import OneStage, Run
-from jhpt.sharding.types import Batch, Feedback, Gradients, Keys, LossSums, Params, Specs, Tree
+from jhpt.sharding.types import Batch, Feedback, Gradients, LossSums, Params, RowContext, Specs, Tree
 from jhpt.sharding.zero import one_layer
 
 
@@ -47,32 +47,37 @@ class Passes:
         return self.parameters.layout
 
     def gradients(
-        self, params: Params, batch: Batch, keys: Keys, scale: float, specs: Specs, residuals: Feedback
+        self, params: Params, batch: Batch, context: RowContext, scale: float, specs: Specs, residuals: Feedback
     ) -> tuple[Gradients, LossSums]:
         """(gradient of loss x scale, sums) of all micro-batches on this device.
 
-        params: as `ParameterStorage.gathered` returns them.  batch: a tree of [M, b, ...].  keys: [M, b].
+        params: as `ParameterStorage.gathered` returns them.  batch: a tree of [M, b, ...].  context: a tree of
+        [M, b, ...].
         residuals: of earlier steps, for compressed gradients.
         """
         if self._layout.stages == 1:
-            return self._accumulated(params, batch, keys, scale, specs, residuals)
-        return self._pipeline(specs).gradients(params, batch, keys, scale)
+            return self._accumulated(params, batch, context, scale, specs, residuals)
+        return self._pipeline(specs).gradients(params, batch, context, scale)
 
-    def sums(self, params: Params, batch: Batch, keys: Keys, specs: Specs) -> LossSums:
+    def sums(self, params: Params, batch: Batch, context: RowContext, specs: Specs) -> LossSums:
         """The sums alone, forward only."""
         if self._layout.stages > 1:
-            return self._pipeline(specs).sums(params, batch, keys)
+            return self._pipeline(specs).sums(params, batch, context)
         stage = self._one_stage(specs, first=self.parameters.gathers_in_first_pass, last=False)
-        each = jax.lax.map(lambda piece: stage.sums(params, *piece), (batch, keys))
+        each = jax.lax.map(lambda piece: stage.sums(params, *piece), (batch, context))
         sums: LossSums = jax.tree.map(lambda leaf: leaf.sum(0), each)
         return sums
 
     def _accumulated(
-        self, params: Params, batch: Batch, keys: Keys, scale: float, specs: Specs, residuals: Feedback
+        self, params: Params, batch: Batch, context: RowContext, scale: float, specs: Specs, residuals: Feedback
     ) -> tuple[Gradients, LossSums]:
         """All micro-batches of one stage: the first gathers the parameters for all, the last reduces the gradients."""
-        pick = lambda index: (jax.tree.map(lambda leaf: leaf[index], batch), keys[index])  # noqa: E731
-        count, reduces_in_last = len(keys), self.parameters.reduces_in_last_pass
+
+        def pick(index: int | jax.Array) -> tuple[Batch, RowContext]:
+            picked_batch, picked_context = jax.tree.map(lambda leaf: leaf[index], (batch, context))
+            return picked_batch, picked_context
+
+        count, reduces_in_last = self._layout.plan.micro_batches, self.parameters.reduces_in_last_pass
         if count == 1:
             total = self.compressed.with_residuals(None, residuals)
             only = self._one_stage(specs, first=True, last=True).gradients(params, *pick(0), scale, total)
@@ -194,9 +199,9 @@ def _reading_slot(parts: ModelParts) -> ModelParts:
     """The head's untied table lies in the slot of the embedding's (`layout`)."""
     folder, name = TABLE
 
-    def head_loss(embedding_and_head: Any, x: jax.Array, batch: Batch, keys: Keys) -> LossSums:
+    def head_loss(embedding_and_head: Any, x: jax.Array, batch: Batch, context: RowContext) -> LossSums:
         head = {**embedding_and_head["head"], name: embedding_and_head[folder][name]}
-        sums: LossSums = parts.head_loss({**embedding_and_head, "head": head}, x, batch, keys)
+        sums: LossSums = parts.head_loss({**embedding_and_head, "head": head}, x, batch, context)
         return sums
 
     return replace(parts, head_loss=head_loss, head_reads=(*parts.head_reads, "/".join(TABLE)))

@@ -25,7 +25,7 @@ from jhpt.sharding.layer_vjp import SplitLayer, split_layer
 from jhpt.sharding.model_parts import Recompute
 from jhpt.sharding.recompute import everything
 from jhpt.sharding.sample_chunks import ChunkedSamples, UnchunkedSamples
-from jhpt.sharding.types import Activation, Keys, LayerIndex, Params, Tree
+from jhpt.sharding.types import Activation, LayerIndex, Params, RowContext, Tree
 
 Fetch = Callable[[Any], Any]
 """Parameters of one layer as they are stored -> as the layer uses them."""
@@ -52,7 +52,7 @@ class Passed:
     """
 
     split: SplitLayer
-    keys: Keys
+    context: RowContext
     saved: Any
     fetched: Any = None
     ready: tuple[Any, ...] = ()
@@ -81,10 +81,10 @@ class LayerLoop:
     keep_fetched: bool = False
     recompute: Recompute = everything
 
-    def forward(self, params: Tree, x: jax.Array, keys: Keys) -> tuple[jax.Array, Passed]:
+    def forward(self, params: Tree, x: jax.Array, context: RowContext) -> tuple[jax.Array, Passed]:
         """params: stacked [count, ...].  Returns (x after the last layer, what `backward` needs)."""
-        one, end = jax.eval_shape(self._fetched, params, 0), (keys, jnp.int32(self.first + self.count))
-        stream, passed = self._forward(params, self.stream.opened(one, x, (keys, jnp.int32(self.first))), keys)
+        one, end = jax.eval_shape(self._fetched, params, 0), (context, jnp.int32(self.first + self.count))
+        stream, passed = self._forward(params, self.stream.opened(one, x, (context, jnp.int32(self.first))), context)
         x, close = jax.vjp(lambda stream: self.stream.closed(stream, end), stream)
         return x, replace(passed, close=close)
 
@@ -96,39 +96,39 @@ class LayerLoop:
         gradients, opened = self._backward(params, passed, *passed.close(error), total)
         return gradients, self.stream.opening_error(opened)
 
-    def _forward(self, params: Tree, x: Activation, keys: Keys) -> tuple[Activation, Passed]:
+    def _forward(self, params: Tree, x: Activation, context: RowContext) -> tuple[Activation, Passed]:
         split = split_layer(
-            self.recompute(self.stream.layer), jax.eval_shape(self._fetched, params, 0), x, (keys, jnp.int32(0))
+            self.recompute(self.stream.layer), jax.eval_shape(self._fetched, params, 0), x, (context, jnp.int32(0))
         )
         if self.unroll:
             saved, fetched = [], []
             for at in range(self.count):
                 layer = self._fetched(params, at)
-                x, of_layer = split.forward(layer, x, (keys, jnp.int32(self.first + at)))
+                x, of_layer = split.forward(layer, x, (context, jnp.int32(self.first + at)))
                 saved.append(of_layer)
                 fetched.append(layer)
             return x, Passed(
-                split=split, keys=keys, saved=saved, fetched=_stacked(fetched) if self.keep_fetched else None
+                split=split, context=context, saved=saved, fetched=_stacked(fetched) if self.keep_fetched else None
             )
 
         def step(at: jax.Array, carry: tuple[Activation, tuple[Params, ...], Tree]) -> tuple[Activation, Any, Tree]:
             x, ready, stacked = carry
             layer, ready = self._next(params, at, ready, at + self.prefetch)
-            x, saved = split.forward(layer, x, (keys, self.first + at))
+            x, saved = split.forward(layer, x, (context, self.first + at))
             return x, ready, stacks.write(stacked, (at,), (saved, layer if self.keep_fetched else None))
 
         start = tuple(self._fetched(params, self._mirrored(at)) for at in range(self.prefetch))
         layer = jax.eval_shape(self._fetched, params, 0) if self.keep_fetched else None
         stacked = self._room((split.shapes, layer), x)
         x, ready, (saved, fetched) = jax.lax.fori_loop(0, self.count, step, (x, start, stacked))
-        return x, Passed(split=split, keys=keys, saved=saved, fetched=fetched, ready=ready)
+        return x, Passed(split=split, context=context, saved=saved, fetched=fetched, ready=ready)
 
     def _backward(self, params: Tree, passed: Passed, error: Activation, total: Tree | None) -> tuple[Any, Activation]:
-        split, keys = passed.split, passed.keys
+        split, context = passed.split, passed.context
         if self.unroll:
             gradients = []
             for at in reversed(range(self.count)):
-                inputs = self._fetched(params, at), (keys, jnp.int32(self.first + at))
+                inputs = self._fetched(params, at), (context, jnp.int32(self.first + at))
                 gradient, error = split.backward(*inputs, passed.saved[at], error)
                 gradients.append(self.finish(gradient, _row(total, at), None))
             return _stacked(gradients[::-1]), error
@@ -145,7 +145,7 @@ class LayerLoop:
             error, ready, pending, done = carry
             at = self.count - 1 - back
             layer, ready = self._next(params, at, ready, at - self.prefetch)
-            gradient, error = split.backward(layer, (keys, self.first + at), stacks.read(passed.saved, (at,)), error)
+            gradient, error = split.backward(layer, (context, self.first + at), stacks.read(passed.saved, (at,)), error)
             if not self.finish_late:
                 return error, ready, None, put(done, at, gradient)
             # No layer follows the last one: its iteration has no gradient to finish, and drops the result.

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from jhpt.sharding.types import Keys, LayerKeys, Params, Tree
+from jhpt.sharding.types import LayerContext, Params, RowContext, Tree
 
-BlockFunction = Callable[[Any, Any, LayerKeys], Any]
-"""(parameters of one layer, x, (keys [b], layer)) -> x."""
+BlockFunction = Callable[[Any, Any, LayerContext], Any]
+"""(parameters of one layer, x, (context, layer)) -> x."""
 
 Recompute = Callable[[BlockFunction], BlockFunction]
 """Wraps a layer to choose which activations are saved for its backward pass."""
@@ -22,16 +22,16 @@ class Halves:
     Other work can begin while that all-reduce is under way.  Each half returns a NamedTuple whose field `part` is to be
     all-reduced and added to its field `x`, the residual stream.  The next half, or `finish`, begins by doing so.
 
-    first: (parameters of one layer, x, (keys [b], layer), ordering token or None) -> parted.
-    second: (parameters of one layer, parted, (keys, layer), ordering token or None) -> parted.
-    finish: (parted, (keys, layer)) -> x.
+    first: (parameters of one layer, x, (context, layer), ordering token or None) -> parted.
+    second: (parameters of one layer, parted, (context, layer), ordering token or None) -> parted.
+    finish: (parted, (context, layer)) -> x.
     """
 
-    first: Callable[[Any, jax.Array, LayerKeys, jax.Array | None], Any]
-    second: Callable[[Any, Any, LayerKeys, jax.Array | None], Any]
-    finish: Callable[[Any, LayerKeys], jax.Array]
+    first: Callable[[Any, jax.Array, LayerContext, jax.Array | None], Any]
+    second: Callable[[Any, Any, LayerContext, jax.Array | None], Any]
+    finish: Callable[[Any, LayerContext], jax.Array]
 
-    def block(self, params: Params, x: jax.Array, at: LayerKeys) -> jax.Array:
+    def block(self, params: Params, x: jax.Array, at: LayerContext) -> jax.Array:
         """The whole layer."""
         return self.finish(self.second(params, self.first(params, x, at, None), at, None), at)
 
@@ -44,18 +44,21 @@ class ModelParts:
     which rows are computed together.  Parameters are the model's tree: `blocks` stacked by layer, and the rest, which
     is the embedding and the head.
 
-    embed: (embedding and head, batch, keys [b]) -> x[b, ...]; batch: a tree of [b, ...].
+    context: (batch, keys [b]) -> what the other functions may read of these rows beside them: a tree of arrays
+      [b, ...].  Every stage computes it; the runtime cuts, gathers and picks its rows as it does those of x.
+    embed: (embedding and head, batch, context) -> x[b, ...]; batch: a tree of [b, ...].
     block: one layer.  halves: the same layer, cut before its all-reduces over the tensor axis.
-    head_loss: (embedding and head, x, batch, keys) -> sums over the rows (`types.LossSums`).
+    head_loss: (embedding and head, x, batch, context) -> sums over the rows (`types.LossSums`).
     embed_reads, head_reads: paths of the parameters that the two functions read.
     """
 
-    embed: Callable[[Any, Any, Keys], jax.Array]
+    embed: Callable[[Any, Any, Any], jax.Array]
     block: BlockFunction
-    head_loss: Callable[[Any, jax.Array, Any, Keys], Any]
+    head_loss: Callable[[Any, jax.Array, Any, Any], Any]
     embed_reads: tuple[str, ...]
     head_reads: tuple[str, ...]
     halves: Halves | None = None
+    context: Callable[[Any, jax.Array], RowContext] = lambda batch, keys: keys
 
 
 def picked(tree: Mapping[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:

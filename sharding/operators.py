@@ -114,10 +114,10 @@ def with_cut_sequence(outer: ModelParts, blocks: ModelParts, axes: tuple[str, ..
     """The embedding and the head of `outer` on whole sequences, `blocks` between them on cut ones."""
     return replace(
         outer,
-        embed=lambda params, batch, keys: tensor.split_rows(axes, outer.embed(params, batch, keys)),
+        embed=lambda params, batch, context: tensor.split_rows(axes, outer.embed(params, batch, context)),
         block=blocks.block,
         halves=blocks.halves,
-        head_loss=lambda params, x, batch, keys: outer.head_loss(params, tensor.join_rows(axes, x), batch, keys),
+        head_loss=lambda params, x, batch, context: outer.head_loss(params, tensor.join_rows(axes, x), batch, context),
     )
 
 

@@ -30,7 +30,7 @@ from jhpt.sharding.layer_loop import Fetch
 from jhpt.sharding.layer_vjp import Saved, SplitLayer, split_layer
 from jhpt.sharding.model_parts import ModelParts, Recompute, picked
 from jhpt.sharding.sample_chunks import ChunkedSamples, UnchunkedSamples
-from jhpt.sharding.types import Activation, Batch, Gradients, Keys, LossSums, Params, Tree
+from jhpt.sharding.types import Activation, Batch, Gradients, LayerContext, LossSums, Params, RowContext, Tree
 
 T = TypeVar("T")
 
@@ -90,13 +90,13 @@ class Pipeline:
         """Blocks that every chunk has room for."""
         return int(self.count.max())
 
-    def gradients(self, params: Params, batch: Batch, keys: Keys, scale: float) -> tuple[Gradients, LossSums]:
+    def gradients(self, params: Params, batch: Batch, context: RowContext, scale: float) -> tuple[Gradients, LossSums]:
         """This device's part of the gradient of loss x scale, and of the sums, over all micro-batches.
 
-        params: `{"blocks": {"0": [v depth, ...]}, ...}` of this device; batch: a tree of [M, b, ...]; keys
-        [M, b].
+        params: `{"blocks": {"0": [v depth, ...]}, ...}` of this device; batch, context: trees of
+        [M, b, ...].
         """
-        device = _Device(self, params, batch, keys, scale)
+        device = _Device(self, params, batch, context, scale)
         carry = device.start()
         for phase in self.timetable.phases():
             carry = self._phase(device, phase, carry)
@@ -120,9 +120,9 @@ class Pipeline:
         now = jnp.asarray(table.forward[phase.ticks]), jnp.asarray(table.backward[phase.ticks])
         return jax.lax.scan(tick, carry, now)[0]
 
-    def sums(self, params: Params, batch: Batch, keys: Keys) -> LossSums:
+    def sums(self, params: Params, batch: Batch, context: RowContext) -> LossSums:
         """This device's part of the sums over all micro-batches, forward only."""
-        device = _Device(self, params, batch, keys, 1.0)
+        device = _Device(self, params, batch, context, 1.0)
         busy = self.timetable.forward[..., 0].max(axis=1) >= 0
 
         def tick(carry: tuple[jax.Array, LossSums], now: jax.Array) -> tuple[tuple[jax.Array, LossSums], None]:
@@ -167,13 +167,13 @@ def _maybe(predicate: jax.Array, function: Callable[[T], T], carry: T) -> T:
 class _Device:
     """One device's view of a step; every method is traced into the one program."""
 
-    def __init__(self, pipeline: Pipeline, params: Params, batch: Batch, keys: Keys, scale: float) -> None:
+    def __init__(self, pipeline: Pipeline, params: Params, batch: Batch, context: RowContext, scale: float) -> None:
         self.pipeline, self.parts = pipeline, pipeline.parts
-        self.params, self.batch, self.keys, self.scale = params, batch, keys, scale
+        self.params, self.batch, self.context, self.scale = params, batch, context, scale
         self.stage = jax.lax.axis_index(PIPE)
         self.embedding_and_head = {name: value for name, value in params.items() if name != "blocks"}
-        self.shape = jax.eval_shape(self.parts.embed, picked(params, self.parts.embed_reads), _at(batch, 0), keys[0])
-        self.stream, self.one, at = pipeline.stream, pipeline.fetch(self._row(0)), (keys[0], jnp.int32(0))
+        self.shape = jax.eval_shape(self.parts.embed, picked(params, self.parts.embed_reads), *self._rows(0))
+        self.stream, self.one, at = pipeline.stream, pipeline.fetch(self._row(0)), (self._rows(0)[1], jnp.int32(0))
         opened = jax.eval_shape(self.stream.opened, self.one, self.shape, at)
         self.split: SplitLayer = split_layer(pipeline.recompute(self.stream.layer), self.one, opened, at)
         self.close: SplitLayer = split_layer(lambda _, stream, at: self.stream.closed(stream, at), (), opened, at)
@@ -183,7 +183,7 @@ class _Device:
         slots, depth = self.pipeline.timetable.slots, self.pipeline.depth
         zeros = jnp.zeros(self.shape.shape, self.shape.dtype)
         gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.params)
-        sums = jax.eval_shape(self.parts.head_loss, self.params, self.shape, _at(self.batch, 0), self.keys[0])
+        sums = jax.eval_shape(self.parts.head_loss, self.params, self.shape, *self._rows(0))
         return Carry(
             arrived=zeros,
             leaving=zeros,
@@ -198,22 +198,22 @@ class _Device:
     def forward(self, carry: Carry, entry: jax.Array) -> Carry:
         """A forward pass; `arrived` becomes the activation to send."""
         micro_batch, chunk, slot = entry
-        keys = self.keys[micro_batch]
+        _, context = self._rows(micro_batch)
         x = self._entered(carry.arrived, micro_batch, chunk)
 
         def block(at: jax.Array, layer: Params, x: Activation, ring: Saved) -> tuple[Activation, Saved]:
-            y, saved = self.split.forward(layer, x, (keys, self._layer(chunk, at)))
+            y, saved = self.split.forward(layer, x, (context, self._layer(chunk, at)))
             return y, stacks.write(ring, (slot, at), saved)
 
-        stream, ring = self._blocks(chunk, block, (self._opened(x, keys), carry.ring))
-        x, saved = self.close.forward((), stream, self._end(keys, chunk))
+        stream, ring = self._blocks(chunk, block, (self._opened(x, context), carry.ring))
+        x, saved = self.close.forward((), stream, self._end(context, chunk))
         closing = stacks.write(carry.closing, (slot,), saved)
         return carry._replace(arrived=x, ring=ring, closing=closing, outputs=carry.outputs.at[slot].set(x))
 
     def backward(self, carry: Carry, entry: jax.Array, error: jax.Array) -> Carry:
         """A backward pass; `leaving` becomes the gradient to send."""
         micro_batch, chunk, slot = entry
-        keys = self.keys[micro_batch]
+        _, context = self._rows(micro_batch)
 
         def with_loss(state: tuple[Params, LossSums, jax.Array]) -> tuple[Params, LossSums, jax.Array]:
             embedding_and_head, sums, _ = state
@@ -225,12 +225,12 @@ class _Device:
         def block(at: jax.Array, layer: Params, error: Activation, blocks: Tree) -> tuple[Activation, Tree]:
             row = chunk * self.pipeline.depth + at
             saved = stacks.read(carry.ring, (slot, at))
-            gradient, error = self.split.backward(layer, (keys, self._layer(chunk, at)), saved, error)
+            gradient, error = self.split.backward(layer, (context, self._layer(chunk, at)), saved, error)
             finished = self.pipeline.finish(gradient)
             return error, jax.tree.map(lambda total, one: total.at[row].add(one), blocks, finished)
 
         saved = stacks.read(carry.closing, (slot,))
-        _, opened = self.close.backward((), self._end(keys, chunk), saved, error)
+        _, opened = self.close.backward((), self._end(context, chunk), saved, error)
         opened, blocks = self._blocks(chunk, block, (opened, carry.blocks), reverse=True)
         error = self.stream.opening_error(opened)
         first = (self.stage == 0) & (chunk == 0)
@@ -245,17 +245,17 @@ class _Device:
         """A forward pass that saves nothing; on the last stage it ends in sums."""
         micro_batch, chunk, _ = entry
         x, sums = carry
-        keys = self.keys[micro_batch]
+        batch, context = self._rows(micro_batch)
 
         def block(at: jax.Array, layer: Params, x: Activation, none: None) -> tuple[Activation, None]:
-            return self.stream.layer(layer, x, (keys, self._layer(chunk, at))), None
+            return self.stream.layer(layer, x, (context, self._layer(chunk, at))), None
 
-        stream = self._opened(self._entered(x, micro_batch, chunk), keys)
+        stream = self._opened(self._entered(x, micro_batch, chunk), context)
         stream, _ = self._blocks(chunk, block, (stream, None))
-        x = self.stream.closed(stream, self._end(keys, chunk))
+        x = self.stream.closed(stream, self._end(context, chunk))
 
         def with_loss(sums: LossSums) -> LossSums:
-            more = self.parts.head_loss(self.embedding_and_head, x, _at(self.batch, micro_batch), keys)
+            more = self.parts.head_loss(self.embedding_and_head, x, batch, context)
             total: LossSums = jax.tree.map(jnp.add, sums, more)
             return total
 
@@ -264,7 +264,7 @@ class _Device:
 
     def _entered(self, arrived: jax.Array, micro_batch: jax.Array, chunk: jax.Array) -> jax.Array:
         def embedded(_: jax.Array) -> jax.Array:
-            return self.parts.embed(self.embedding_and_head, _at(self.batch, micro_batch), self.keys[micro_batch])
+            return self.parts.embed(self.embedding_and_head, *self._rows(micro_batch))
 
         return _maybe((self.stage == 0) & (chunk == 0), embedded, arrived)
 
@@ -272,10 +272,10 @@ class _Device:
         self, embedding_and_head: Gradients, sums: LossSums, x: jax.Array, micro_batch: jax.Array
     ) -> tuple[Gradients, LossSums, jax.Array]:
         """(gradients of embedding and head, sums), both with those of this micro-batch added, and the gradient of x."""
-        batch, keys = _at(self.batch, micro_batch), self.keys[micro_batch]
+        batch, context = self._rows(micro_batch)
 
         def loss(read: Params, x: jax.Array) -> tuple[jax.Array, LossSums]:
-            more = self.parts.head_loss(read, x, batch, keys)
+            more = self.parts.head_loss(read, x, batch, context)
             return more.loss * self.scale, more
 
         _, pull, more = jax.vjp(loss, picked(self.embedding_and_head, self.parts.head_reads), x, has_aux=True)
@@ -283,9 +283,9 @@ class _Device:
         return _accumulated(embedding_and_head, gradient), jax.tree.map(jnp.add, sums, more), error
 
     def _embedding_gradient(self, embedding_and_head: Gradients, micro_batch: jax.Array, error: jax.Array) -> Gradients:
-        batch, keys = _at(self.batch, micro_batch), self.keys[micro_batch]
+        batch, context = self._rows(micro_batch)
         _, pull = jax.vjp(
-            lambda embedding_and_head: self.parts.embed(embedding_and_head, batch, keys),
+            lambda embedding_and_head: self.parts.embed(embedding_and_head, batch, context),
             picked(self.embedding_and_head, self.parts.embed_reads),
         )
         return _accumulated(embedding_and_head, pull(error)[0])
@@ -315,21 +315,25 @@ class _Device:
         after: T = jax.lax.scan(step, (carry, start), jnp.arange(depth), reverse=reverse, unroll=unroll)[0][0]
         return after
 
-    def _opened(self, x: jax.Array, keys: Keys) -> Any:
-        return self.stream.opened(self.one, x, (keys, jnp.int32(0)))
+    def _opened(self, x: jax.Array, context: RowContext) -> Any:
+        return self.stream.opened(self.one, x, (context, jnp.int32(0)))
 
-    def _end(self, keys: jax.Array, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(keys, the number of the layer after the chunk's last block)."""
-        return keys, self._layer(chunk, jnp.asarray(self.pipeline.count)[self.stage, chunk])
+    def _end(self, context: RowContext, chunk: jax.Array) -> LayerContext:
+        """(context, the number of the layer after the chunk's last block)."""
+        return context, self._layer(chunk, jnp.asarray(self.pipeline.count)[self.stage, chunk])
 
     def _layer(self, chunk: jax.Array, at: jax.Array) -> jax.Array:
         return jnp.asarray(self.pipeline.first)[self.stage, chunk] + at
+
+    def _rows(self, micro_batch: jax.Array | int) -> tuple[Batch, RowContext]:
+        batch, context = _at((self.batch, self.context), micro_batch)
+        return batch, context
 
     def _row(self, row: jax.Array | int) -> Any:
         return _at(self.params["blocks"]["0"], row)
 
 
-def _at(tree: Tree | Batch, index: jax.Array | int) -> Any:
+def _at(tree: Tree | tuple[Batch, RowContext], index: jax.Array | int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 

@@ -14,14 +14,16 @@ runs beside other chunks and beside weight gradients, those of its own chunk amo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jhpt.sharding.model_parts import BlockFunction, Halves, ModelParts
 from jhpt.sharding.ordering import depend_on, emit
-from jhpt.sharding.types import Activation, LayerKeys, Params
+from jhpt.sharding.types import Activation, LayerContext, Params, RowContext
+
+T = TypeVar("T")
 
 
 class ChunkedStream(NamedTuple):
@@ -43,7 +45,7 @@ class UnchunkedSamples:
 
     layer: BlockFunction
 
-    def opened(self, params: Params, x: jax.Array, at: LayerKeys) -> jax.Array:
+    def opened(self, params: Params, x: jax.Array, at: LayerContext) -> jax.Array:
         """x before the first layer."""
         return x
 
@@ -52,7 +54,7 @@ class UnchunkedSamples:
         assert not isinstance(error, tuple)
         return error
 
-    def closed(self, stream: Activation, at: LayerKeys) -> jax.Array:
+    def closed(self, stream: Activation, at: LayerContext) -> jax.Array:
         """x after the last layer."""
         assert not isinstance(stream, tuple)
         return stream
@@ -69,10 +71,10 @@ class ChunkedSamples:
     chunks: int
     in_turn: bool = False
 
-    def opened(self, params: Params, x: jax.Array, at: LayerKeys) -> ChunkedStream:
+    def opened(self, params: Params, x: jax.Array, at: LayerContext) -> ChunkedStream:
         """x[b, ...] before the first layer; params: of a layer, for their shapes."""
         *whole, last = _cut(x, self._sizes(x))
-        shapes = jax.eval_shape(self._begun, params, last, (_cut(at[0], self._sizes(x))[-1], at[1]))
+        shapes = jax.eval_shape(self._begun, params, last, (_last(at[0], last), at[1]))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _carried(leaf.dtype)), shapes)
         return ChunkedStream(tuple(whole), zeros._replace(x=last), jnp.zeros(1))
 
@@ -81,11 +83,12 @@ class ChunkedSamples:
         assert isinstance(error, ChunkedStream)
         return jnp.concatenate([*error.whole, error.last.x])
 
-    def layer(self, params: Params, stream: Activation, at: LayerKeys) -> ChunkedStream:
+    def layer(self, params: Params, stream: Activation, at: LayerContext) -> ChunkedStream:
         """One layer, except for the last chunk's last all-reduce."""
         assert isinstance(stream, ChunkedStream)
-        keys, layer = at
-        each = [(of_chunk, layer) for of_chunk in _cut(keys, [*(len(x) for x in stream.whole), len(stream.last.x)])]
+        context, layer = at
+        sizes = [*map(len, stream.whole), len(stream.last.x)]
+        each = [(of_chunk, layer) for of_chunk in _cut(context, sizes)]
         xs = [*stream.whole, self._finished(stream, each[-1])]
         parted, ordering_token = self._half(self.halves.first, params, xs, each, None)
         parted, ordering_token = self._half(self.halves.second, params, parted, each, ordering_token)
@@ -101,7 +104,7 @@ class ChunkedSamples:
         half: Callable[..., Any],
         params: Params,
         inputs: Sequence[object],
-        each: list[LayerKeys],
+        each: list[LayerContext],
         ordering_token: jax.Array | None,
     ) -> tuple[list[Any], jax.Array | None]:
         """(half a layer of every chunk, ordering token of the last one)."""
@@ -114,20 +117,19 @@ class ChunkedSamples:
             done.append(parted)
         return done, ordering_token
 
-    def _begun(self, params: Params, x: jax.Array, at: LayerKeys) -> Any:
+    def _begun(self, params: Params, x: jax.Array, at: LayerContext) -> Any:
         return self.halves.second(params, self.halves.first(params, x, at, None), at, None)
 
-    def closed(self, stream: Activation, at: LayerKeys) -> jax.Array:
+    def closed(self, stream: Activation, at: LayerContext) -> jax.Array:
         """x[b, ...] after the layer before number `at[1]`."""
         assert isinstance(stream, ChunkedStream)
-        keys, layer = at
-        last = keys[len(keys) - len(stream.last.x) :]
-        return jnp.concatenate([*stream.whole, self._finished(stream, (last, layer))])
+        context, layer = at
+        return jnp.concatenate([*stream.whole, self._finished(stream, (_last(context, stream.last.x), layer))])
 
-    def _finished(self, stream: ChunkedStream, at: LayerKeys) -> jax.Array:
+    def _finished(self, stream: ChunkedStream, at: LayerContext) -> jax.Array:
         """x of the last chunk before layer `at[1]`."""
-        keys, layer = at
-        return jnp.where(stream.begun[0] > 0, self.halves.finish(stream.last, (keys, layer - 1)), stream.last.x)
+        context, layer = at
+        return jnp.where(stream.begun[0] > 0, self.halves.finish(stream.last, (context, layer - 1)), stream.last.x)
 
     def _sizes(self, x: jax.Array) -> list[int]:
         chunks = min(self.chunks, len(x))
@@ -141,10 +143,19 @@ def streaming(parts: ModelParts, chunks: int, *, in_turn: bool) -> UnchunkedSamp
     return ChunkedSamples(halves=parts.halves, chunks=chunks, in_turn=in_turn)
 
 
-def _cut(x: jax.Array, sizes: list[int]) -> list[jax.Array]:
-    """Rows of x in pieces of these sizes."""
+def _cut(rows: T, sizes: list[int]) -> list[T]:
+    """Rows of a tree in pieces of these sizes."""
     stops = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-    return [x[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+    return [
+        jax.tree.map(lambda leaf, size=size, stop=stop: leaf[stop - size : stop], rows)
+        for size, stop in zip(sizes, stops, strict=True)
+    ]
+
+
+def _last(context: RowContext, x: jax.Array) -> RowContext:
+    """The context of the last chunk, whose activations are x."""
+    last: RowContext = jax.tree.map(lambda leaf: leaf[len(leaf) - len(x) :], context)
+    return last
 
 
 def _carried(dtype: jnp.dtype) -> Any:

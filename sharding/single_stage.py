@@ -21,7 +21,7 @@ from jhpt.sharding.mesh import DeviceMesh
 from jhpt.sharding.model_parts import ModelParts, added, picked
 from jhpt.sharding.ordering import after
 from jhpt.sharding.tensor import all_rows, own_rows
-from jhpt.sharding.types import Batch, Gradients, Keys, LossSums, Params
+from jhpt.sharding.types import Batch, Gradients, LossSums, Params, RowContext
 
 T = TypeVar("T")
 
@@ -77,27 +77,27 @@ class OneStage:
     sequence: bool
 
     def gradients(
-        self, params: Params, batch: Batch, keys: Keys, scale: float, total: Gradients | None = None
+        self, params: Params, batch: Batch, context: RowContext, scale: float, total: Gradients | None = None
     ) -> MicroBatchGradients:
         """The gradient of one micro-batch's loss x scale, added to `total`; sums are float32.
 
-        params, total: `{"blocks": {run: ...}, ...}`; batch, keys: of the smallest degree.
+        params, total: `{"blocks": {run: ...}, ...}`; batch, context: of the smallest degree.
         """
         least = self.device_mesh.degrees[0]
         x, pull_embed = jax.vjp(
-            lambda embedding_and_head: self._embed(embedding_and_head, batch, keys),
+            lambda embedding_and_head: self._embed(embedding_and_head, batch, context),
             picked(params, self._first.embed_reads),
         )
         degree, passed = self.embed_degree, []
         for run in self.runs:
             x, degree = self._between(x, degree, run.degree), run.degree
             x, of_run = run.loop.forward(
-                params["blocks"][run.name], x, resharded(keys, self.device_mesh, least, degree)
+                params["blocks"][run.name], x, resharded(context, self.device_mesh, least, degree)
             )
             passed.append(of_run)
 
         def loss(embedding_and_head: Params, x: jax.Array) -> tuple[jax.Array, LossSums]:
-            sums = self._head_loss(embedding_and_head, x, batch, keys)
+            sums = self._head_loss(embedding_and_head, x, batch, context)
             return sums.loss * scale, sums
 
         x = self._between(x, degree, self.head_degree)
@@ -127,14 +127,14 @@ class OneStage:
             )
         return MicroBatchGradients(embedding_and_head | {"blocks": blocks}, sums, fetched)
 
-    def sums(self, params: Params, batch: Batch, keys: Keys) -> LossSums:
+    def sums(self, params: Params, batch: Batch, context: RowContext) -> LossSums:
         """Sums over one micro-batch, forward only."""
         least, degree = self.device_mesh.degrees[0], self.embed_degree
-        x = self._embed(params, batch, keys)
+        x = self._embed(params, batch, context)
         for run in self.runs:
             x, degree = self._between(x, degree, run.degree), run.degree
-            x, _ = run.loop.forward(params["blocks"][run.name], x, resharded(keys, self.device_mesh, least, degree))
-        return self._head_loss(params, self._between(x, degree, self.head_degree), batch, keys)
+            x, _ = run.loop.forward(params["blocks"][run.name], x, resharded(context, self.device_mesh, least, degree))
+        return self._head_loss(params, self._between(x, degree, self.head_degree), batch, context)
 
     def _between(self, x: jax.Array, before: int, after: int) -> jax.Array:
         """x, or its gradient, from layers of tensor degree `before` to layers of degree `after`."""
@@ -153,17 +153,17 @@ class OneStage:
     def _last(self) -> ModelParts:
         return self.parts[self.head_degree]
 
-    def _embed(self, embedding_and_head: Params, batch: Batch, keys: Keys) -> jax.Array:
+    def _embed(self, embedding_and_head: Params, batch: Batch, context: RowContext) -> jax.Array:
         return self._first.embed(
             embedding_and_head,
-            *resharded((batch, keys), self.device_mesh, self.device_mesh.degrees[0], self.embed_degree),
+            *resharded((batch, context), self.device_mesh, self.device_mesh.degrees[0], self.embed_degree),
         )
 
-    def _head_loss(self, embedding_and_head: Params, x: jax.Array, batch: Batch, keys: Keys) -> LossSums:
+    def _head_loss(self, embedding_and_head: Params, x: jax.Array, batch: Batch, context: RowContext) -> LossSums:
         return self._last.head_loss(
             embedding_and_head,
             x,
-            *resharded((batch, keys), self.device_mesh, self.device_mesh.degrees[0], self.head_degree),
+            *resharded((batch, context), self.device_mesh, self.device_mesh.degrees[0], self.head_degree),
         )
 
 

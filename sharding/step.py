@@ -27,7 +27,7 @@ from jhpt.sharding.model_parts import ModelParts, Recompute
 from jhpt.sharding.norms import GradientNorms
 from jhpt.sharding.parameters import ParameterStorage, completed
 from jhpt.sharding.recompute import everything
-from jhpt.sharding.types import Batch, Feedback, Gradients, Keys, LossSums, Specs, StoredParams, Tree
+from jhpt.sharding.types import Batch, Feedback, Gradients, LossSums, RowContext, Specs, StoredParams, Tree
 from jhpt.sharding.zero import Storage, summed_together
 
 S = TypeVar("S", bound=LossSums)
@@ -83,10 +83,10 @@ class Execution:
             params: StoredParams, batch: Batch, key: jax.Array, feedback: Feedback
         ) -> tuple[Gradients, LossSums, Feedback]:
             scale = 1.0 / pieces  # keeps sums near 1, whatever the compute dtype
-            batch, keys = self.micro_batches(batch, key)
+            batch, context = self.micro_batches(batch, key)
             gathered = self._parameters.gathered(params, specs)
             residuals = jax.tree.map(lambda leaf: leaf[0], feedback)
-            gradients, sums = self._passes.gradients(gathered, batch, keys, scale, specs, residuals)
+            gradients, sums = self._passes.gradients(gathered, batch, context, scale, specs, residuals)
             sums = self.summed_over_ranks(sums)
             gradients, residuals = self._compressed.without_residuals(gradients, residuals)
             gradients = self._parameters.reduced(completed(gradients, gathered), specs)
@@ -110,9 +110,9 @@ class Execution:
         specs = self.layout.specs(params)
 
         def run(params: StoredParams, batch: Batch, key: jax.Array) -> LossSums:
-            batch, keys = self.micro_batches(batch, key)
+            batch, context = self.micro_batches(batch, key)
             gathered = self._parameters.gathered(params, specs)
-            return self.summed_over_ranks(self._passes.sums(gathered, batch, keys, specs))
+            return self.summed_over_ranks(self._passes.sums(gathered, batch, context, specs))
 
         mapped: Callable[[StoredParams, Batch, jax.Array], LossSums] = jax.shard_map(
             run,
@@ -131,15 +131,16 @@ class Execution:
         """A tree like the gradients with the norm of each whole block, [L], or of everything outside the blocks, []."""
         return GradientNorms(layout=self.layout, tied=self.tied).by_layer(gradients)
 
-    def micro_batches(self, batch: Batch, key: jax.Array) -> tuple[Batch, Keys]:
-        """This device's rows in micro-batches and their keys, [M, b, ...]; inside `shard_map`."""
+    def micro_batches(self, batch: Batch, key: jax.Array) -> tuple[Batch, RowContext]:
+        """This device's rows in micro-batches and their context, [M, b, ...]; inside `shard_map`."""
         device_mesh = self.layout.device_mesh
         axes = device_mesh.axes(device_mesh.degrees[0]).data
         local = len(jax.tree.leaves(batch)[0])
         ids = jax.lax.axis_index(axes) * local + jnp.arange(local)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
+        context = self.parts[device_mesh.degrees[0]].context(batch, jax.vmap(jax.random.fold_in, (None, 0))(key, ids))
         cut = lambda leaf: leaf.reshape(self.layout.plan.micro_batches, -1, *leaf.shape[1:])  # noqa: E731
-        return jax.tree.map(cut, batch), cut(keys)
+        cut_batch, cut_context = jax.tree.map(cut, (batch, context))
+        return cut_batch, cut_context
 
     def summed_over_ranks(self, sums: S) -> S:
         """A tree of scalars, all-reduced over all data ranks and stages; inside `shard_map`."""

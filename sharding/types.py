@@ -5,7 +5,7 @@ A *tree* is a pytree of nested mappings with arrays as leaves.  All trees below 
 """
 
 from collections.abc import Mapping
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
@@ -34,14 +34,15 @@ Specs: TypeAlias = Mapping[str, "PartitionSpec | Specs"]
 Batch: TypeAlias = jax.Array | tuple[jax.Array | None, ...]
 """Rows of a batch, in the model's own NamedTuple of arrays [b, ...]."""
 
-Keys: TypeAlias = jax.Array
-"""Random keys, one for each row [b]."""
+RowContext: TypeAlias = jax.Array | tuple[object, ...]
+"""What every layer may read of the rows [b] beside activations, such as their random keys: a tree of arrays [b, ...],
+in the model's own NamedTuple (`model_parts.ModelParts.context`)."""
 
 LayerIndex: TypeAlias = int | jax.Array
 """The number of a layer in the model, from 0."""
 
-LayerKeys: TypeAlias = tuple[Keys, LayerIndex]
-"""What a layer draws random numbers from: (keys [b], number of the layer)."""
+LayerContext: TypeAlias = tuple[Any, LayerIndex]
+"""What one layer may read beside activations: (`RowContext`, number of the layer)."""
 
 Activation: TypeAlias = jax.Array | tuple[object, ...]
 """The activations that one layer passes to the next, or their gradient: x[b, ...], or a NamedTuple of arrays

@@ -65,7 +65,7 @@ def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str],
       wanted: kinds to time; of several layers of a kind the first is timed.
     """
     batch = len(jax.tree.leaves(rows)[0])
-    keys = jax.random.split(jax.random.key(0), batch)
+    context = parts.context(rows, jax.random.split(jax.random.key(0), batch))
     calls: dict[str, Call] = {}
 
     def add(kind: str, forward: Callable[..., Any], args: tuple[Any, ...], x: int | None) -> jax.ShapeDtypeStruct:
@@ -90,7 +90,7 @@ def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str],
         return shape
 
     def add_block(kind: str, layer: Any, x: jax.Array) -> jax.ShapeDtypeStruct:
-        at = (keys, jnp.int32(0))
+        at = (context, jnp.int32(0))
         if f"{kind} forward" not in calls and kind in wanted:
             split = split_layer(parts.block, layer, x, at)
 
@@ -104,11 +104,11 @@ def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str],
             calls[f"{kind} backward"] = _accumulating(backward, zeros, _like(y), saved, layer, at)
         return jax.eval_shape(parts.block, layer, x, at)
 
-    shape = add(kinds[0], parts.embed, (picked(params, parts.embed_reads), rows, keys), None)
+    shape = add(kinds[0], parts.embed, (picked(params, parts.embed_reads), rows, context), None)
     for kind, layer in zip(kinds[1:-1], _each_block(params["blocks"]), strict=True):
         shape = add_block(kind, layer, _like(shape))
-    loss = lambda params, x, rows, keys: parts.head_loss(params, x, rows, keys).loss  # noqa: E731
-    add(kinds[-1], loss, (picked(params, parts.head_reads), _like(shape), rows, keys), 1)
+    loss = lambda params, x, rows, context: parts.head_loss(params, x, rows, context).loss  # noqa: E731
+    add(kinds[-1], loss, (picked(params, parts.head_reads), _like(shape), rows, context), 1)
     return calls
 
 

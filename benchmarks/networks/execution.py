@@ -13,7 +13,7 @@ from jhpt.models.vocabulary import token_nll
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.model_parts import ModelParts
 from jhpt.sharding.step import Execution
-from jhpt.sharding.types import LayerKeys, Params
+from jhpt.sharding.types import LayerContext, Params
 from jhpt.training.parts import tensor_hooks
 from jhpt.training.setup import MOST_UNROLLED_LAYERS, layer_policy
 
@@ -33,7 +33,7 @@ def class_parts(network: Network) -> ModelParts:
     def embed(embedding_and_head: Params, rows: Examples, keys: jax.Array) -> jax.Array:
         return network.embed(embedding_and_head, rows.inputs)
 
-    def block(params: Params, x: jax.Array, at: LayerKeys) -> jax.Array:
+    def block(params: Params, x: jax.Array, at: LayerContext) -> jax.Array:
         return network.block(params, x)
 
     def head_loss(embedding_and_head: Params, x: jax.Array, rows: Examples, keys: jax.Array) -> Sums:

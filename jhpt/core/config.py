@@ -67,6 +67,12 @@ class DataConfig(Section):
     validation_fraction: Fraction = Field(0.05, description="share of files held out where validation_path is null")
     text_key: str = Field("text", description="the field of a JSONL line that holds the text")
     tokenizer: str = Field("bytes", description="bytes, or the path of a tokenizers JSON file")
+    packing: Literal["stream", "documents"] = Field(
+        "stream",
+        description="stream: sequences are cut from the text end to end, and a token sees what comes before it, of "
+        "other documents too; documents: cut alike, but a token sees its own document only, and positions begin anew "
+        "with each",
+    )
     sequence_length: Count = Field(128, description="tokens in a sequence")
     batch_size: Count = Field(32, description="sequences in a step, over all devices and micro-batches")
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
@@ -219,6 +225,14 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _model_keeps_documents_apart(self) -> "Config":
+        if self.data.packing == "documents" and not self.model.keeps_documents_apart:
+            raise ValueError(
+                f"data.packing=documents is not available with model.family={self.model.family}; use stream"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _named_tensors_are_the_models(self) -> "Config":
         if not isinstance(self.memory.recompute, str):
             check_names(self.memory.recompute, "memory.recompute", self.model.named_tensors)
@@ -243,12 +257,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _choices_go_together(self) -> "Config":
-        offload, optimizer = self.memory.offload, self.optimizer
+        offload, optimizer, documents = self.memory.offload, self.optimizer, self.data.packing == "documents"
         choices = Choices(
             offload=None if offload in ("auto", "off") else offload,
             optimizer=optimizer.name,
             optimizer_offloads=optimizer_numbers(optimizer.name).offloaded,
             storage=(optimizer.weights, optimizer.moments) if optimizer.low_precision else None,
+            documents=documents,
+            compression=documents and self.parallel.compression.settings.on,  # rules of plans: `ParallelConfig`
             names=SETTINGS,
         )
         if not self.parallel.auto:

@@ -41,6 +41,7 @@ class Choices:
     `place`.  mixed: the cluster's nodes differ.  data: data ranks.  tensor: the tensor degrees in use, ascending.
     sample: what a sample is, where it is no sequence of tokens.  block_kinds: kinds of
     layers between embedding and head.  saved_in_host_memory: names of saved activations.
+    documents: whether rows hold documents that are kept apart.
     optimizer: name of the update rule; optimizer_offloads: whether blocks can take its steps in CPU offload.
     storage: how weights and moments are stored, where that is not float32.  update_in_backward: the plan's, clip: the
     optimizer's rule, which allows it or does not.  tied: tensor degrees of the two layers that share a parameter.
@@ -58,6 +59,7 @@ class Choices:
     tensor: tuple[int, ...] = ()
     tied: tuple[int, int] | None = None
     sequence_length: int | None = None
+    documents: bool = False
     devices: int | None = None
     available: int | None = None
     place: str = ""
@@ -215,6 +217,14 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: (
             f"{c.name('compression')} chooses among the tokens of a sequence, and a sample here is {c.sample}; "
             f"{c.off('compression')}"
+        ),
+    ),
+    Rule(
+        name="compression and documents",
+        broken_by=lambda c: c.compression and c.documents,
+        message=lambda c: (
+            f"{c.name('compression')} chooses the important tokens of a whole row, and data.packing=documents keeps "
+            f"its documents apart; {c.off('compression')}, or use data.packing=stream"
         ),
     ),
     Rule(

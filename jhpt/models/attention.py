@@ -6,8 +6,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jhpt.core.config import DataConfig
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import ModelConfig
+from jhpt.models.context import WHOLE, Context, same_document
 
 Implementation = Literal["cudnn", "xla"]
 
@@ -26,7 +28,7 @@ def attention(
     v: jax.Array,
     *,
     causal: bool,
-    lengths: jax.Array | None = None,
+    context: Context = WHOLE,
     window: int | None = None,
     implementation: Implementation = "xla",
 ) -> jax.Array:
@@ -36,43 +38,55 @@ def attention(
       q: [B, S, H, Dh].
       k, v: [B, S, K, Dh] with H a multiple of K: head h reads key/value head h // (H / K).
       causal: position i sees positions <= i only.
-      lengths: [B] int32, the tokens of each sequence that are not padding; None: all.
+      context: a position sees those of its own document, and no padding.
       window: position i sees positions > i - window only; None: all.
 
     Returns:
       [B, S, H, Dh].
     """
+    mask = None if context.documents is None else same_document(context.documents)
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
+        mask=mask,
         is_causal=causal,
-        key_value_seq_lengths=lengths,
+        key_value_seq_lengths=context.lengths,
         local_window_size=None if window is None else (window - 1, 0),
         implementation=implementation,
     )
 
 
-def choose_attention(model: ModelConfig, platform: str, dtype: jnp.dtype, capability: float | None) -> AttentionChoice:
-    """The attention kernel for this model on this device.
+def choose_attention(
+    model: ModelConfig,
+    platform: str,
+    dtype: jnp.dtype,
+    capability: float | None,
+    data: DataConfig = DataConfig(),  # noqa: B008
+) -> AttentionChoice:
+    """The attention kernel for this model and data on this device.
 
     cuDNN flash attention needs an NVIDIA GPU of compute capability 8.0 or newer, 16-bit inputs and a head width that
-    is a multiple of 8 and at most 128 (checked against jax 0.10.2 `cudnn.fused_attention_stablehlo`).
+    is a multiple of 8 and at most 128 (checked against jax 0.10.2 `cudnn.fused_attention_stablehlo`).  Where documents
+    are kept apart it reads their mask as a bias of 16 bits, [b, 1, s, s], which it takes for even s.
 
     Raises:
       InputError: `model.attention` asks for cuDNN where it cannot run.
     """
     if model.attention == "xla":
         return AttentionChoice(implementation="xla", reason="model.attention=xla")
-    obstacle = _cudnn_obstacle(model, platform, dtype, capability)
+    obstacle = _cudnn_obstacle(model, platform, dtype, capability, data)
     if obstacle is None:
-        return AttentionChoice(implementation="cudnn", reason="cuDNN flash attention")
+        apart = ", documents apart by a mask" if data.packing == "documents" else ""
+        return AttentionChoice(implementation="cudnn", reason=f"cuDNN flash attention{apart}")
     if model.attention == "cudnn":
         raise InputError(f"model.attention=cudnn cannot run: {obstacle}; use model.attention=auto")
     return AttentionChoice(implementation="xla", reason=f"no cuDNN: {obstacle}")
 
 
-def _cudnn_obstacle(model: ModelConfig, platform: str, dtype: jnp.dtype, capability: float | None) -> str | None:
+def _cudnn_obstacle(
+    model: ModelConfig, platform: str, dtype: jnp.dtype, capability: float | None, data: DataConfig
+) -> str | None:
     if platform not in ("gpu", "cuda"):
         return f"the device is a {platform}"
     if capability is None or capability < 8.0:
@@ -83,4 +97,6 @@ def _cudnn_obstacle(model: ModelConfig, platform: str, dtype: jnp.dtype, capabil
         return "the model has no attention"
     if model.head_dim % 8 or model.head_dim > 128:
         return f"head width {model.head_dim} is not a multiple of 8 up to 128"
+    if data.packing == "documents" and data.sequence_length % 2:
+        return f"data.packing=documents with data.sequence_length={data.sequence_length}, which is odd"
     return None

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jhpt.core.families.bert import BERTConfig
 from jhpt.models.attention import Implementation
+from jhpt.models.context import WHOLE, Context, document_positions
 from jhpt.models.family import Objective, PartitionRules, Rows, Sums
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import (
@@ -46,13 +47,16 @@ class BERTEmbedding(nn.Module):
     hooks: Hooks
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, types: jax.Array | None) -> jax.Array:
+    def __call__(self, tokens: jax.Array, types: jax.Array | None, context: Context) -> jax.Array:
         config = self.config
         normal = nn.initializers.normal(INIT_STD)
         table = self.param("tokens", normal, (config.padded_vocab // self.hooks.shards, config.d_model))
         x = embed(table, tokens, self.dtype, self.hooks)
         positions = self.param("positions", normal, (config.max_length, config.d_model))
-        x = plus(x, positions[: tokens.shape[1]].astype(self.dtype))
+        if context.documents is None:
+            x = plus(x, positions[: tokens.shape[1]].astype(self.dtype))
+        else:
+            x = x + looked_up(positions.astype(self.dtype), document_positions(context.documents))
         table = self.param("types", normal, (config.type_vocab_size, config.d_model))
         x = x + looked_up(table.astype(self.dtype), jnp.zeros_like(tokens) if types is None else types)
         return norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
@@ -81,10 +85,10 @@ class Attention(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: jax.Array, lengths: jax.Array | None, ordering_token: jax.Array | None) -> Parted:
+    def __call__(self, x: jax.Array, context: Context, ordering_token: jax.Array | None) -> Parted:
         x = checkpoint_name(x, "residual_in")
         half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, INIT_STD, name="attention")
-        part, bias, tokens = half(x, x, None, lengths, ordering_token)
+        part, bias, tokens = half(x, x, None, context, ordering_token)
         return Parted(x, part, tokens, bias, NormParameters(self.config.d_model, name="attention_norm")())
 
 
@@ -178,7 +182,7 @@ class BERT:
     def init_embedding_and_head(self, key: jax.Array) -> Any:
         """The parameters of embedding, head and pooler."""
         first, _, last, pooler = jax.random.split(key, 4)
-        embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32), None)["params"]
+        embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32), None, WHOLE)["params"]
         return {
             "embedding": embedding,
             "head": self._head.init(last, self._one_token, embedding["tokens"])["params"],
@@ -188,7 +192,7 @@ class BERT:
     def init_block(self, key: jax.Array, layer: Any) -> Any:
         """The parameters of one block."""
         block_key = jax.random.split(jax.random.split(key, 4)[1], self.config.num_layers)[layer]
-        attention = self._attention.init(block_key, self._one_token, None, None)["params"]
+        attention = self._attention.init(block_key, self._one_token, WHOLE, None)["params"]
         return attention | self._feed_forward.init(block_key, self._one_token, None, None)["params"]
 
     @property
@@ -196,26 +200,30 @@ class BERT:
         return jnp.zeros((1, 1, self.config.d_model), self.dtype)
 
     def embed(
-        self, params: Any, tokens: jax.Array, types: jax.Array | None = None, keys: jax.Array | None = None
+        self,
+        params: Any,
+        tokens: jax.Array,
+        types: jax.Array | None = None,
+        keys: jax.Array | None = None,
+        context: Context = WHOLE,
     ) -> jax.Array:
         """tokens[B, S] (and types[B, S]; None: all zero) -> x[B, S, D]."""
-        return dropout(
-            apply(self._embedding, params["embedding"], tokens, types), self.config.dropout, keys, 0, self.hooks
-        )
+        x = apply(self._embedding, params["embedding"], tokens, types, context)
+        return dropout(x, self.config.dropout, keys, 0, self.hooks)
 
     def block(
-        self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None, lengths: jax.Array | None = None
+        self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None, context: Context = WHOLE
     ) -> jax.Array:
-        """One layer: x[B, S, D] -> x[B, S, D]; positions at or beyond `lengths[B]` are not attended to."""
-        return self.finish(self.feed(layer_params, self.attend(layer_params, x, lengths=lengths), keys), keys)
+        """One layer: x[B, S, D] -> x[B, S, D]."""
+        return self.finish(self.feed(layer_params, self.attend(layer_params, x, context), keys), keys)
 
     # A block, cut before each of its all-reduces over the tensor axis (`jhpt.models.family.Model`).
 
     def attend(
-        self, layer_params: Any, x: jax.Array, ordering_token: jax.Array | None = None, lengths: jax.Array | None = None
+        self, layer_params: Any, x: jax.Array, context: Context = WHOLE, ordering_token: jax.Array | None = None
     ) -> Parted:
         """Up to the first all-reduce."""
-        return apply(self._attention, layer_params, x, lengths, ordering_token)
+        return apply(self._attention, layer_params, x, context, ordering_token)
 
     def feed(
         self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ordering_token: jax.Array | None = None
@@ -237,15 +245,12 @@ class BERT:
         tokens: jax.Array,
         *,
         types: jax.Array | None = None,
-        lengths: jax.Array | None = None,
+        context: Context = WHOLE,
         keys: jax.Array | None = None,
     ) -> jax.Array:
         """tokens[B, S] -> x[B, S, D] after the last layer; a key for every row switches dropout on."""
-
-        def block(layer_params: Any, x: jax.Array, keys: jax.Array | None) -> jax.Array:
-            return self.block(layer_params, x, keys, lengths)
-
-        return scan_layers(block, params["blocks"], self.embed(params, tokens, types, keys), keys)
+        x = self.embed(params, tokens, types, keys, context)
+        return scan_layers(partial(self.block, context=context), params["blocks"], x, keys)
 
     def logits(self, params: Any, x: jax.Array) -> jax.Array:
         """Masked-LM logits of x[..., D] -> [..., V], float32; columns beyond the vocabulary are -inf."""
@@ -261,11 +266,11 @@ class BERT:
         tokens: jax.Array,
         *,
         types: jax.Array | None = None,
-        lengths: jax.Array | None = None,
+        context: Context = WHOLE,
         keys: jax.Array | None = None,
     ) -> jax.Array:
         """tokens[B, S] -> masked-LM logits[B, S, V]."""
-        return self.logits(params, self.encode(params, tokens, types=types, lengths=lengths, keys=keys))
+        return self.logits(params, self.encode(params, tokens, types=types, context=context, keys=keys))
 
 
 MODEL = BERT

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jhpt.core.families.family import ModelConfig
 from jhpt.models.attention import Implementation
+from jhpt.models.context import WHOLE, Context
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import Parted
 from jhpt.models.masking import SpecialTokens
@@ -43,11 +44,15 @@ class Sums(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What the loss depends on, beside the model: the settings of data and optimizer, and the tokenizer's ids."""
+    """What the loss depends on, beside the model: the settings of data and optimizer, and the tokenizer's ids.
+
+    end: the token after which another document begins, where documents are kept apart; None: they are not.
+    """
 
     z_loss: float
     mask_fraction: float
     tokens: SpecialTokens
+    end: int | None = None
 
 
 class Model(Protocol):
@@ -58,7 +63,8 @@ class Model(Protocol):
     `dtype` where they are used.
 
     A block is cut before each of its two all-reduces over the tensor axis: `attend` up to the first, `feed` from there
-    up to the second, `finish` the rest.  keys: [B], a key for each row; None: no dropout.
+    up to the second, `finish` the rest.  keys: [B], a key for each row; None: no dropout.  context: of the rows; a
+    family whose settings have no `keeps_documents_apart` gets no documents.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -96,10 +102,14 @@ class Model(Protocol):
     def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
         """The token ids [B, S] of these rows that the model reads."""
 
-    def embed(self, params: Params, tokens: jax.Array, *, keys: jax.Array | None = None) -> jax.Array:
+    def embed(
+        self, params: Params, tokens: jax.Array, *, keys: jax.Array | None = None, context: Context = WHOLE
+    ) -> jax.Array:
         """tokens[B, S] -> x[B, S, D]."""
 
-    def attend(self, layer_params: Params, x: jax.Array, ordering_token: jax.Array | None = None) -> Parted:
+    def attend(
+        self, layer_params: Params, x: jax.Array, context: Context = WHOLE, ordering_token: jax.Array | None = None
+    ) -> Parted:
         """A block up to its first all-reduce."""
 
     def feed(

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jhpt.core.families.gpt import GPTConfig
 from jhpt.models.attention import Implementation
+from jhpt.models.context import WHOLE, Context, document_positions
 from jhpt.models.family import Objective, PartitionRules, Rows, Sums
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import (
@@ -28,12 +29,13 @@ from jhpt.models.layers import (
     collected,
     dropout,
     norm,
+    rotation_of,
     rotation_table,
     scan_layers,
     transformer_mlp,
 )
 from jhpt.models.objective import summed_loss
-from jhpt.models.repeated import plus
+from jhpt.models.repeated import looked_up, plus
 from jhpt.models.vocabulary import embed, project_to_vocabulary
 
 
@@ -51,14 +53,16 @@ class GPTEmbedding(nn.Module):
     hooks: Hooks
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, context: Context) -> jax.Array:
         config = self.config
         normal = nn.initializers.normal(INIT_STD)
         table = self.param("tokens", normal, (config.padded_vocab // self.hooks.shards, config.d_model))
         x = embed(table, tokens, self.dtype, self.hooks)
         if config.positions == "learned":
             positions = self.param("positions", normal, (config.max_length, config.d_model))
-            x = plus(x, positions[: tokens.shape[1]].astype(self.dtype))
+            if context.documents is None:
+                return plus(x, positions[: tokens.shape[1]].astype(self.dtype))
+            x = x + looked_up(positions.astype(self.dtype), document_positions(context.documents))
         return x
 
 
@@ -71,13 +75,15 @@ class Attention(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: jax.Array, rotation: Rotation | None, ordering_token: jax.Array | None) -> Parted:
+    def __call__(
+        self, x: jax.Array, rotation: Rotation | None, context: Context, ordering_token: jax.Array | None
+    ) -> Parted:
         x = checkpoint_name(x, "residual_in")
         h = norm(self.config.norm, self.config.norm_eps, self.dtype, "attention_norm")(x)
         half = AttentionHalf(
             self.config, self.dtype, self.hooks, self.implementation, residual_std(self.config), name="attention"
         )
-        part, bias, tokens = half(h, x, rotation, None, ordering_token)
+        part, bias, tokens = half(h, x, rotation, context, ordering_token)
         return Parted(x, part, tokens, bias)
 
 
@@ -139,12 +145,13 @@ class GPT:
     def _head(self) -> GPTHead:
         return GPTHead(self.config, self.dtype, self.hooks)
 
-    def _rotation(self, length: int) -> Rotation | None:
+    def _rotation(self, length: int, context: Context) -> Rotation | None:
         config = self.config
         if config.positions == "learned":
             return None
         stretch = Stretch(config.rope_factor, config.rope_stretched, config.rope_kept, config.rope_length)
-        return rotation_table(length, config.head_dim, config.rope_theta, stretch if config.rope_factor > 1 else None)
+        stretched = stretch if config.rope_factor > 1 else None
+        return rotation_of(rotation_table(length, config.head_dim, config.rope_theta, stretched), context)
 
     def _table(self, params: Any) -> jax.Array | None:
         return params["embedding"]["tokens"] if self.config.tied else None
@@ -164,8 +171,11 @@ class GPT:
         return rows.windows[:, :-1]
 
     def loss(self, params: Any, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
-        """Next-token prediction: every position predicts the token after it."""
-        return summed_loss(self.logits(params, x), rows.windows[:, 1:], rows.weights, objective.z_loss, self.hooks)
+        """Next-token prediction: every position predicts the token after it, the last one of a document nothing."""
+        predicts = None if objective.end is None else rows.windows[:, :-1] != objective.end
+        return summed_loss(
+            self.logits(params, x), rows.windows[:, 1:], rows.weights, objective.z_loss, self.hooks, predicts
+        )
 
     def init(self, key: jax.Array) -> Any:
         """Fresh float32 parameters."""
@@ -175,33 +185,41 @@ class GPT:
     def init_embedding_and_head(self, key: jax.Array) -> Any:
         """The parameters of embedding and head."""
         first, _, last = jax.random.split(key, 3)
-        embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32))["params"]
+        embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32), WHOLE)["params"]
         head = self._head.init(last, self._one_token, self._table({"embedding": embedding}))["params"]
         return {"embedding": embedding, "head": head}
 
     def init_block(self, key: jax.Array, layer: Any) -> Any:
         """The parameters of one block."""
         block_key = jax.random.split(jax.random.split(key, 3)[1], self.config.num_layers)[layer]
-        attention = self._attention.init(block_key, self._one_token, self._rotation(1), None)["params"]
+        attention = self._attention.init(block_key, self._one_token, self._rotation(1, WHOLE), WHOLE, None)["params"]
         return attention | self._feed_forward.init(block_key, self._one_token, None, None)["params"]
 
     @property
     def _one_token(self) -> jax.Array:
         return jnp.zeros((1, 1, self.config.d_model), self.dtype)
 
-    def embed(self, params: Any, tokens: jax.Array, keys: jax.Array | None = None) -> jax.Array:
+    def embed(
+        self, params: Any, tokens: jax.Array, keys: jax.Array | None = None, context: Context = WHOLE
+    ) -> jax.Array:
         """tokens[B, S] -> x[B, S, D]."""
-        return dropout(apply(self._embedding, params["embedding"], tokens), self.config.dropout, keys, 0, self.hooks)
+        x = apply(self._embedding, params["embedding"], tokens, context)
+        return dropout(x, self.config.dropout, keys, 0, self.hooks)
 
-    def block(self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None) -> jax.Array:
+    def block(
+        self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None, context: Context = WHOLE
+    ) -> jax.Array:
         """One layer: x[B, S, D] -> x[B, S, D]."""
-        return self.finish(self.feed(layer_params, self.attend(layer_params, x), keys), keys)
+        return self.finish(self.feed(layer_params, self.attend(layer_params, x, context), keys), keys)
 
     # A block, cut before each of its all-reduces over the tensor axis (`jhpt.models.family.Model`).
 
-    def attend(self, layer_params: Any, x: jax.Array, ordering_token: jax.Array | None = None) -> Parted:
+    def attend(
+        self, layer_params: Any, x: jax.Array, context: Context = WHOLE, ordering_token: jax.Array | None = None
+    ) -> Parted:
         """Up to the first all-reduce."""
-        return apply(self._attention, layer_params, x, self._rotation(x.shape[1] * self.hooks.rows), ordering_token)
+        rotation = self._rotation(x.shape[1] * self.hooks.rows, context)
+        return apply(self._attention, layer_params, x, rotation, context, ordering_token)
 
     def feed(
         self, layer_params: Any, parted: Parted, keys: jax.Array | None = None, ordering_token: jax.Array | None = None
@@ -218,10 +236,12 @@ class GPT:
         """x[B, S, D] -> logits[B, S, V], float32; columns beyond the vocabulary are -inf."""
         return apply(self._head, params["head"], x, self._table(params))
 
-    def apply(self, params: Any, tokens: jax.Array, *, keys: jax.Array | None = None) -> jax.Array:
+    def apply(
+        self, params: Any, tokens: jax.Array, *, keys: jax.Array | None = None, context: Context = WHOLE
+    ) -> jax.Array:
         """tokens[B, S] -> logits[B, S, V]; a key for every row switches dropout on."""
-        x = self.embed(params, tokens, keys)
-        return self.logits(params, scan_layers(self.block, params["blocks"], x, keys))
+        x = self.embed(params, tokens, keys, context)
+        return self.logits(params, scan_layers(partial(self.block, context=context), params["blocks"], x, keys))
 
 
 MODEL = GPT

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jhpt.core.families.transformer import TransformerConfig
 from jhpt.core.layers import ACTIVATIONS, NORMS
 from jhpt.models.attention import Implementation, attention
+from jhpt.models.context import Context, document_positions
 from jhpt.models.hooks import Hooks
 from jhpt.models.products import PRODUCTS, Product, plain_product
 from jhpt.models.repeated import plus
@@ -28,7 +29,7 @@ INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2 and BERT released code)."""
 
 Rotation = tuple[jax.Array, jax.Array]
-"""Cosines and sines of rotary positions, [S, E / 2] each."""
+"""Cosines and sines of rotary positions, [S, E / 2] each, or [B, S, E / 2] where rows differ."""
 
 
 class Stretch(NamedTuple):
@@ -176,7 +177,7 @@ class AttentionHalf(nn.Module):
         x: jax.Array,
         residual: jax.Array,
         rotation: Rotation | None,
-        lengths: jax.Array | None,
+        context: Context,
         ordering_token: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         config = self.config
@@ -192,14 +193,14 @@ class AttentionHalf(nn.Module):
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        tokens = self.hooks.important(q, k, lengths, residual)
+        tokens = self.hooks.important(q, k, context.lengths, residual)
         tokens = tokens if tokens is None else checkpoint_name(tokens, CHOICE)
         mixed = attention(
             q,
             k,
             v,
             causal=config.causal,
-            lengths=lengths,
+            context=context,
             window=config.attention_window,
             implementation=self.implementation,
         )
@@ -258,9 +259,17 @@ def rotation_table(length: int, width: int, theta: float, stretch: Stretch | Non
     return jnp.cos(angle), jnp.sin(angle)
 
 
+def rotation_of(rotation: Rotation, context: Context) -> Rotation:
+    """A table of positions [S, E / 2] -> of these rows, whose positions restart with each document."""
+    if context.documents is None:
+        return rotation
+    cos, sin = (table[document_positions(context.documents)] for table in rotation)
+    return cos, sin
+
+
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotates the pairs (x[..., i], x[..., i + E/2]) of x[B, S, N, E] by their position's angle, in float32."""
-    cos, sin = (table[None, :, None, :] for table in rotation)
+    cos, sin = (table[..., None, :] if table.ndim == 3 else table[None, :, None, :] for table in rotation)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 

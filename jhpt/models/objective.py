@@ -17,11 +17,22 @@ MASKS, DROPOUT = 0, 1
 """Numbers of the uses of a row's key."""
 
 
-def summed_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array | None, z_loss: float, hooks: Hooks) -> Sums:
-    """The sums over targets [B, n], from this shard's columns of the logits [B, n, V]; weights: of rows, [B]."""
+def summed_loss(
+    logits: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array | None,
+    z_loss: float,
+    hooks: Hooks,
+    predicts: jax.Array | None = None,
+) -> Sums:
+    """The sums over targets [B, n], from this shard's columns of the logits [B, n, V].
+
+    weights: of rows, [B].  predicts: [B, n], which targets count; None: all.
+    """
     nll, log_z = token_nll(logits, targets, hooks)
     rows = jnp.ones(nll.shape[0], jnp.float32) if weights is None else weights
     weight = jnp.broadcast_to(rows[:, None], nll.shape)
+    weight = weight if predicts is None else jnp.where(predicts, weight, 0.0)
     total = jnp.sum(nll * weight)
     loss = total + z_loss * jnp.sum(jnp.square(log_z) * weight) if z_loss else total
     return Sums(loss, total, jnp.sum(weight))

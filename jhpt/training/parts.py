@@ -1,19 +1,21 @@
 """A model and its objective, cut into the parts that the runtime executes (`jhpt.models.family.Model`)."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jhpt.core.config import Compression, DataConfig
 from jhpt.kernels.implementation import Implementation
-from jhpt.models.family import Model, Objective
+from jhpt.models.context import Context, document_starts
+from jhpt.models.family import Model, Objective, Rows
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import Parted, fold, layer_keys
 from jhpt.models.objective import DROPOUT
 from jhpt.sharding import operators
 from jhpt.sharding.model_parts import Halves, ModelParts
-from jhpt.sharding.types import LayerKeys
+from jhpt.sharding.types import LayerContext, Params
 from jhpt.training.data.tokenizer import Tokenizer
 
 
@@ -44,6 +46,13 @@ def compressed_hooks(
     return replace(Hooks(shards=shards), **compressed)
 
 
+class RowContext(NamedTuple):
+    """What a model's parts may read of rows [b]: their keys, and what the model itself reads."""
+
+    keys: jax.Array
+    model: Context = Context()
+
+
 def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: float, *, train: bool) -> ModelParts:
     """The parts of a model's family; `train` switches dropout on."""
     dropout = train and model.config.dropout > 0
@@ -51,25 +60,37 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     def noise(keys: jax.Array) -> jax.Array | None:
         return fold(keys, DROPOUT) if dropout else None
 
-    def keys_of(at: LayerKeys) -> jax.Array | None:
-        return layer_keys(noise(at[0]), at[1])
+    def keys_of(at: LayerContext) -> jax.Array | None:
+        return layer_keys(noise(at[0].keys), at[1])
 
-    def finish(parted: Parted, at: LayerKeys) -> jax.Array:
+    def finish(parted: Parted, at: LayerContext) -> jax.Array:
         tokens = None if parted.tokens is None else parted.tokens.astype(jnp.int32)
         return model.finish(parted._replace(tokens=tokens), keys_of(at))
 
     halves = Halves(
-        first=lambda params, x, at, ordering_token: model.attend(params, x, ordering_token),
+        first=lambda params, x, at, ordering_token: model.attend(params, x, at[0].model, ordering_token),
         second=lambda params, parted, at, ordering_token: model.feed(params, parted, keys_of(at), ordering_token),
         finish=finish,
     )
 
-    objective = Objective(z_loss=z_loss, mask_fraction=data.mask_fraction, tokens=tokenizer)
+    end = tokenizer.end if data.packing == "documents" else None
+    objective = Objective(z_loss=z_loss, mask_fraction=data.mask_fraction, tokens=tokenizer, end=end)
+
+    def context(rows: Rows, keys: jax.Array) -> RowContext:
+        if end is None:
+            return RowContext(keys)
+        return RowContext(keys, Context(documents=document_starts(rows.windows[:, : data.sequence_length], end)))
+
+    def embed(params: Params, rows: Rows, context: RowContext) -> jax.Array:
+        tokens = model.inputs(rows, context.keys, objective)
+        return model.embed(params, tokens, keys=noise(context.keys), context=context.model)
+
     return ModelParts(
-        embed=lambda params, rows, keys: model.embed(params, model.inputs(rows, keys, objective), keys=noise(keys)),
+        context=context,
+        embed=embed,
         block=halves.block,
         halves=halves,
-        head_loss=lambda params, x, rows, keys: model.loss(params, x, rows, keys, objective),
+        head_loss=lambda params, x, rows, context: model.loss(params, x, rows, context.keys, objective),
         embed_reads=("embedding",),
         head_reads=model.head_reads,
     )

@@ -52,7 +52,7 @@ from jhpt.sharding.step import Execution
 from jhpt.sharding.types import Params
 from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import load_tokenizer
-from jhpt.training.data.windows import check_masked
+from jhpt.training.data.windows import check_documents, check_masked
 from jhpt.training.optimizer import learning_rate, make_optimizer
 from jhpt.training.runtime import compile_collectives_anew, configure_runtime
 from jhpt.training.setup import compute_dtype, execution, stored_weights
@@ -151,6 +151,8 @@ class _Builder:
         self.config, self.device = config, device_info()
         check_products(config.model, self.device.platform, self.device.capability)
         self.tokenizer = load_tokenizer(config.data.tokenizer)
+        if config.data.packing == "documents":
+            check_documents(self.tokenizer)
         if config.model.masked:
             check_masked(self.tokenizer, config.data.sequence_length)
         self.dtype = compute_dtype(config, self.device)
@@ -168,7 +170,7 @@ class _Builder:
 
     def _model(self, depth: int, tensor: int) -> Model:
         share = rank_share(self.config.model, tensor).model_copy(update={"num_layers": depth})
-        attention = choose_attention(share, self.device.platform, self.dtype, self.device.capability)
+        attention = choose_attention(share, self.device.platform, self.dtype, self.device.capability, self.config.data)
         return build(share, dtype=self.dtype, implementation=attention.implementation)
 
     def _execution(self, model: Model, batch: int) -> Execution:

@@ -38,7 +38,14 @@ from jhpt.sharding.step import Execution
 from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.corpus import find_files
 from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
-from jhpt.training.data.windows import Windows, causal_windows, check_masked, masked_windows
+from jhpt.training.data.windows import (
+    Windows,
+    causal_windows,
+    check_documents,
+    check_masked,
+    masked_windows,
+    visible_keys,
+)
 from jhpt.training.moments import check_blocks
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.parts import compressed_hooks, make_parts, sequence_hooks, tensor_hooks
@@ -78,6 +85,8 @@ class Setup(Design):
     cache: TokenCache
     train_windows: Windows
     validation_windows: Windows | None
+    keys: float | None = None
+    """Those that an average token sees, where documents are kept apart; None: as many as the sequence has."""
 
 
 def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None] = lambda line: None) -> Setup:
@@ -96,7 +105,13 @@ def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None]
     cache = token_cache(config.data, tokenizer, say)
     train_windows = _windows(config, tokenizer, cache.train, "training")
     validation_windows = _windows(config, tokenizer, cache.validation, "validation") if cache.validation.size else None
-    return Setup(**vars(design), cache=cache, train_windows=train_windows, validation_windows=validation_windows)
+    keys = None
+    if config.data.packing == "documents":
+        assert tokenizer.end is not None
+        keys = visible_keys(train_windows, config.data.sequence_length, tokenizer.end, causal=config.model.causal)
+    return Setup(
+        **vars(design), cache=cache, train_windows=train_windows, validation_windows=validation_windows, keys=keys
+    )
 
 
 def budgeted(device: DeviceInfo, memory: MemoryConfig) -> DeviceInfo:
@@ -122,6 +137,8 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
             f"data.tokenizer has {tokenizer.vocab_size} ids and model.vocab_size={config.model.vocab_size}; "
             f"set model.vocab_size to {tokenizer.vocab_size} or more"
         )
+    if config.data.packing == "documents":
+        check_documents(tokenizer)
     if config.model.masked:
         check_masked(tokenizer, config.data.sequence_length)
     return tokenizer
@@ -138,7 +155,7 @@ def design_step(
     check_products(config.model, device.platform, device.capability)
     dtype = compute_dtype(config, device)
     layout = Layout(plan=plan, device_mesh=make_device_mesh(plan, devices), num_layers=config.model.num_layers)
-    attention = choose_attention(config.model, device.platform, dtype, device.capability)
+    attention = choose_attention(config.model, device.platform, dtype, device.capability, config.data)
     kernels = choose_kernels(device.platform, device.capability)
     model = build(config.model, dtype=dtype, implementation=attention.implementation)
     layout = replace(layout, rules=model.partition_rules)
@@ -215,8 +232,9 @@ def execution(
 
 
 def check_sequence(config: Config, plan: Plan) -> None:
-    """Refuses to cut a sequence into unequal pieces."""
-    choices = replace(choices_of(plan), sequence_length=config.data.sequence_length)
+    """Refuses to cut a sequence into unequal pieces, and to compress one whose documents are kept apart."""
+    data = config.data
+    choices = replace(choices_of(plan), sequence_length=data.sequence_length, documents=data.packing == "documents")
     check(replace(choices, names=SETTINGS if plan.origin == "hand" else {}))
 
 

@@ -22,14 +22,14 @@ from jhpt.sharding.model_parts import ModelParts, added, picked
 from jhpt.sharding.offload.rows import OffloadedRows
 from jhpt.sharding.offload.stream import HostRows, Layer, Rows, StreamedLoop, Transfers, apart, joined, over_layers
 from jhpt.sharding.parameters import completed
-from jhpt.sharding.types import Batch, Gradients, Keys, LossSums, Params, Tree
+from jhpt.sharding.types import Batch, Gradients, LossSums, Params, RowContext, Tree
 from jhpt.sharding.zero import Storage
 
 Update = Callable[[Any, Rows], Rows]
 """(pending update, rows of a block) -> rows."""
 
-Pieces = tuple[jax.Array, Batch, Keys]
-"""(x or its gradient, batch, keys) of one micro-batch, or stacked [M, ...]."""
+Pieces = tuple[jax.Array, Batch, RowContext]
+"""(x or its gradient, batch, context) of one micro-batch, or stacked [M, ...]."""
 
 T = TypeVar("T")
 
@@ -104,12 +104,12 @@ class OffloadedBlocks(OffloadedRows):
         def run(
             offloaded: HostRows, embedding_and_head: Params, batch: Batch, key: jax.Array, pending: T
         ) -> OffloadedGradients:
-            batch, keys = self.execution.micro_batches(batch, key)
+            batch, context = self.execution.micro_batches(batch, key)
             gathered, loop = self._gathered(embedding_and_head), self._loop
             update = None if hooks.before_forward is None else partial(hooks.before_forward, pending)
-            x = self._embedded(gathered, batch, keys)
-            x, passed, offloaded = loop.forward(offloaded, x, keys, update, hooks.forward_reads, hooks.forward_writes)
-            gradient, error, sums = self._head_gradient(gathered, x, batch, keys, pieces)
+            x, reads, writes = self._embedded(gathered, batch, context), hooks.forward_reads, hooks.forward_writes
+            x, passed, offloaded = loop.forward(offloaded, x, context, update, reads, writes)
+            gradient, error, sums = self._head_gradient(gathered, x, batch, context, pieces)
             sums = self.execution.summed_over_ranks(sums)
             unit = pieces / sums.tokens
             loop = replace(loop, finish=lambda gradient: self._reduced(gradient) * unit)
@@ -122,7 +122,7 @@ class OffloadedBlocks(OffloadedRows):
                 hooks.backward_reads,
                 hooks.backward_writes,
             )
-            gradient = added(gradient, self._embedding_gradient(gathered, error, batch, keys))
+            gradient = added(gradient, self._embedding_gradient(gathered, error, batch, context))
             gradient = self._reduced_whole(completed(gradient, embedding_and_head))
             gradient = jax.tree.map(lambda leaf: leaf * unit, gradient)
             return OffloadedGradients(offloaded, gradient, sums, hooks.finish_backward(carry))
@@ -136,10 +136,10 @@ class OffloadedBlocks(OffloadedRows):
         """The sums alone, by forward passes only, of blocks without a pending update."""
 
         def run(offloaded: HostRows, embedding_and_head: Params, batch: Batch, key: jax.Array) -> LossSums:
-            batch, keys = self.execution.micro_batches(batch, key)
+            batch, context = self.execution.micro_batches(batch, key)
             gathered = self._gathered(embedding_and_head)
-            x = self._loop.through(offloaded, self._embedded(gathered, batch, keys), keys)
-            each = jax.lax.map(lambda piece: self._parts.head_loss(gathered, *piece), (x, batch, keys))
+            x = self._loop.through(offloaded, self._embedded(gathered, batch, context), context)
+            each = jax.lax.map(lambda piece: self._parts.head_loss(gathered, *piece), (x, batch, context))
             return self.execution.summed_over_ranks(jax.tree.map(lambda leaf: leaf.sum(0), each))
 
         rows, everywhere = {name: self.spec for name in offloaded}, PartitionSpec()
@@ -173,43 +173,43 @@ class OffloadedBlocks(OffloadedRows):
 
     # The embedding and the head.
 
-    def _embedded(self, embedding_and_head: Params, batch: Batch, keys: Keys) -> jax.Array:
+    def _embedded(self, embedding_and_head: Params, batch: Batch, context: RowContext) -> jax.Array:
         """x of all micro-batches before the first block."""
-        return jax.lax.map(lambda piece: self._parts.embed(embedding_and_head, *piece), (batch, keys))
+        return jax.lax.map(lambda piece: self._parts.embed(embedding_and_head, *piece), (batch, context))
 
     def _head_gradient(
-        self, params: Params, x: jax.Array, batch: Batch, keys: Keys, pieces: int
+        self, params: Params, x: jax.Array, batch: Batch, context: RowContext, pieces: int
     ) -> tuple[Gradients, jax.Array, LossSums]:
         """(gradient of loss / pieces with respect to what the head reads, gradients of x [M, ...], sums)."""
 
         def of_piece(piece: Pieces) -> tuple[Gradients, tuple[jax.Array, LossSums]]:
-            x, batch, keys = piece
+            x, batch, context = piece
 
             def loss(embedding_and_head: Params, x: jax.Array) -> tuple[jax.Array, LossSums]:
-                sums = self._parts.head_loss(embedding_and_head, x, batch, keys)
+                sums = self._parts.head_loss(embedding_and_head, x, batch, context)
                 return sums.loss / pieces, sums
 
             _, pull, sums = jax.vjp(loss, picked(params, self._parts.head_reads), x, has_aux=True)
             gradient, error = pull(jnp.float32(1))
             return gradient, (error, sums)
 
-        gradient, (error, sums) = _accumulated(of_piece, (x, batch, keys))
+        gradient, (error, sums) = _accumulated(of_piece, (x, batch, context))
         # The table's gradient first: it reads that of the logits, which should not be held while blocks are computed.
         gradient, error = jax.lax.optimization_barrier((gradient, error))
         return gradient, error, jax.tree.map(lambda leaf: leaf.sum(0), sums)
 
-    def _embedding_gradient(self, params: Params, error: jax.Array, batch: Batch, keys: Keys) -> Gradients:
+    def _embedding_gradient(self, params: Params, error: jax.Array, batch: Batch, context: RowContext) -> Gradients:
         """The gradient with respect to what the embedding reads, from those of x [M, ...]."""
 
         def of_piece(piece: Pieces) -> tuple[Gradients, None]:
-            error, batch, keys = piece
+            error, batch, context = piece
             _, pull = jax.vjp(
-                lambda embedding_and_head: self._parts.embed(embedding_and_head, batch, keys),
+                lambda embedding_and_head: self._parts.embed(embedding_and_head, batch, context),
                 picked(params, self._parts.embed_reads),
             )
             return pull(error)[0], None
 
-        return _accumulated(of_piece, (error, batch, keys))[0]
+        return _accumulated(of_piece, (error, batch, context))[0]
 
     def _gathered(self, params: Params) -> Params:
         """Whole parameters in the compute dtype, once for all micro-batches."""

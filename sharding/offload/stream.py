@@ -32,7 +32,7 @@ from jhpt.sharding import stacks
 from jhpt.sharding.layer_vjp import Saved, SplitLayer, split_layer
 from jhpt.sharding.model_parts import BlockFunction
 from jhpt.sharding.offload.buckets import Bucket
-from jhpt.sharding.types import Activation, Keys, Params
+from jhpt.sharding.types import Activation, Params, RowContext
 
 DEVICE = jax.memory.Space.Device
 
@@ -193,7 +193,7 @@ class Streamed:
     """
 
     split: SplitLayer
-    keys: Keys
+    context: RowContext
     saved: Saved
 
 
@@ -218,7 +218,7 @@ class StreamedLoop:
         self,
         offloaded: HostRows,
         x: Activation,
-        keys: Keys,
+        context: RowContext,
         update: Callable[[Rows], Rows] | None = None,
         reads: Sequence[str] = (WEIGHTS,),
         writes: Sequence[str] = (),
@@ -226,14 +226,14 @@ class StreamedLoop:
         """(x after the last layer, what `backward` needs, arrays on the host).
 
         Args:
-          keys: [M, ...].
+          context: a tree of [M, ...].
           update: changes a layer's rows before the layer is computed, such as the optimizer step with the last
             gradient; the layer uses its result, and the rows of `writes` are written back.
           reads, writes: names of rows, also for resident layers.
         """
-        split = self._split(offloaded, x, keys)
-        count = len(offloaded[WEIGHTS]) * group_size(offloaded), len(keys)
-        room = stacks.empty(split.shapes, count, jnp.zeros(()))
+        split = self._split(offloaded, x, context)
+        count = _count(context)
+        room = stacks.empty(split.shapes, (len(offloaded[WEIGHTS]) * group_size(offloaded), count), jnp.zeros(()))
 
         def first(layer: jax.Array, rows: Rows, carry: tuple[Activation, Saved]) -> tuple[Any, Params, Rows]:
             rows = update(rows) if update else rows
@@ -248,26 +248,26 @@ class StreamedLoop:
         ) -> tuple[Activation, Saved]:
             def piece(at: Index, carry: tuple[Activation, Saved]) -> tuple[Activation, Saved]:
                 x, stacked = carry
-                y, saved = split.forward(params, _at(x, at), (keys[at], self.first + layer))
+                y, saved = split.forward(params, _at(x, at), (_at(context, at), self.first + layer))
                 return _put(x, at, y), stacks.write(stacked, (layer, at), saved)
 
             return _each(pieces, piece, carry)
 
-        one, halves = Layer(first=first, second=second, ordered=len(keys) > 1), _halves(len(keys))
+        one, halves = Layer(first=first, second=second, ordered=count > 1), _halves(count)
         transfers = Transfers(reads=reads, writes=writes, prefetch=self.prefetch)
         (x, saved), offloaded = self._pass(offloaded, one, (x, room), transfers)
-        return x, Streamed(split=split, keys=keys, saved=saved), offloaded
+        return x, Streamed(split=split, context=context, saved=saved), offloaded
 
-    def through(self, offloaded: HostRows, x: Activation, keys: Keys) -> Any:
+    def through(self, offloaded: HostRows, x: Activation, context: RowContext) -> Any:
         """x after the last layer, and nothing else."""
 
         def first(layer: jax.Array, rows: Rows, x: Activation) -> tuple[Activation, None, Rows]:
             params = self._params(rows[WEIGHTS])
 
             def piece(at: Index, x: Activation) -> Activation:
-                return _put(x, at, self.function(params, _at(x, at), (keys[at], self.first + layer)))
+                return _put(x, at, self.function(params, _at(x, at), (_at(context, at), self.first + layer)))
 
-            return _each(range(len(keys)), piece, x), None, {}
+            return _each(range(_count(context)), piece, x), None, {}
 
         one = Layer(first=first, second=lambda _, __, x, ___: (x, {}))
         transfers = Transfers(reads=(WEIGHTS,), writes=(), prefetch=self.prefetch)
@@ -290,12 +290,12 @@ class StreamedLoop:
           carry: for the last layer.
           reads, writes: names of rows beside the weights, also for resident layers.
         """
-        split, keys = passed.split, passed.keys
+        split, context, count = passed.split, passed.context, _count(passed.context)
 
         def first(layer: jax.Array, rows: Rows, state: tuple[Activation, C]) -> tuple[Any, tuple[Rows, Params], Rows]:
             error, carry = state
             params, zeros = self._params(rows[WEIGHTS]), jnp.zeros(self.bucket.size, jnp.float32)
-            error, total = some(layer, params, (error, None if len(keys) == 1 else zeros), halves[0])
+            error, total = some(layer, params, (error, None if count == 1 else zeros), halves[0])
             return (error, total, carry), (rows, params), {}
 
         def second(
@@ -312,14 +312,14 @@ class StreamedLoop:
         ) -> tuple[Activation, jax.Array | None]:
             def piece(at: Index, state: tuple[Activation, jax.Array | None]) -> tuple[Activation, jax.Array | None]:
                 error, total = state
-                inputs = params, (keys[at], self.first + layer)
+                inputs = params, (_at(context, at), self.first + layer)
                 gradient, down = split.backward(*inputs, stacks.read(passed.saved, (layer, at)), _at(error, at))
                 row = self.bucket.packed(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient))
                 return _put(error, at, down), row if total is None else total + row
 
             return _each(pieces, piece, state)
 
-        one, halves = Layer(first=first, second=second, ordered=len(keys) > 1), _halves(len(keys))
+        one, halves = Layer(first=first, second=second, ordered=count > 1), _halves(count)
         transfers = Transfers(
             reads=(WEIGHTS,),
             writes=writes,
@@ -353,9 +353,9 @@ class StreamedLoop:
     def _params(self, row: jax.Array) -> Any:
         return self.cast(self.bucket.unpacked(self.gather(row)))
 
-    def _split(self, offloaded: HostRows, x: Activation, keys: Keys) -> SplitLayer:
+    def _split(self, offloaded: HostRows, x: Activation, context: RowContext) -> SplitLayer:
         row = jax.ShapeDtypeStruct(offloaded[WEIGHTS].shape[1:], offloaded[WEIGHTS].dtype)
-        first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (x, keys))
+        first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (x, context))
         return split_layer(self.function, jax.eval_shape(self._params, row), first[0], (first[1], jnp.int32(0)))
 
 
@@ -402,8 +402,13 @@ def _each(pieces: range, piece: Callable[[Index, T], T], carry: T) -> T:
     return done
 
 
-def _at(tree: Activation, index: Index) -> Any:
+def _at(tree: Activation | RowContext, index: Index) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def _count(context: RowContext) -> int:
+    """The number of micro-batches."""
+    return len(jax.tree.leaves(context)[0])
 
 
 def _put(tree: Activation, index: Index, new: Activation) -> Any:

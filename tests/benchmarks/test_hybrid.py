@@ -198,8 +198,9 @@ def test_a_rank_alone_holds_its_share(name, tensor):
     assert 1 / tensor <= sizes[0] / sizes[1] < 1.1 / tensor
 
     rows, keys = subject.rows(2), jax.random.split(jax.random.key(0), 2)
-    x = jax.eval_shape(parts.embed, share, rows, keys)
-    assert x.shape == jax.eval_shape(subject.parts(Hooks()).embed, whole, rows, keys).shape
+    context = parts.context(rows, keys)
+    x = jax.eval_shape(parts.embed, share, rows, context)
+    assert x.shape == jax.eval_shape(subject.parts(Hooks()).embed, whole, rows, context).shape
 
 
 def test_layers_are_timed_once_a_kind():

@@ -18,6 +18,7 @@ from jhpt.core.catalogue import cluster_named
 from jhpt.core.families.family import BLOCK_INPUT, LayerCost, ModelConfig, ParameterCount, Sizes, register_family
 from jhpt.core.load import load_config, to_yaml
 from jhpt.core.work import NamedTensor, Work, matmul, stream, transposed
+from jhpt.models.context import WHOLE, Context
 from jhpt.models.family import Objective, Rows, build, register_model
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import MLPHalf, Parted, apply, collected, norm, scan_layers
@@ -172,10 +173,14 @@ class Mixer:
     def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
         return rows.windows[:, :-1]
 
-    def embed(self, params: Any, tokens: jax.Array, *, keys: jax.Array | None = None) -> jax.Array:
+    def embed(
+        self, params: Any, tokens: jax.Array, *, keys: jax.Array | None = None, context: Context = WHOLE
+    ) -> jax.Array:
         return embed(params["embedding"]["tokens"], tokens, self.dtype, self.hooks)
 
-    def attend(self, layer_params: Any, x: jax.Array, ordering_token: jax.Array | None = None) -> Parted:
+    def attend(
+        self, layer_params: Any, x: jax.Array, context: Context = WHOLE, ordering_token: jax.Array | None = None
+    ) -> Parted:
         h = apply(self._norm(), layer_params["mix_norm"], x)
         count = jnp.arange(1, x.shape[1] + 1, dtype=self.dtype)
         h = jnp.cumsum(h, axis=1) / count[None, :, None]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jhpt.models.attention import attention
+from jhpt.models.context import Context
 from jhpt.models.products import ERRORS, OPERANDS, product_in_8_bits
 from tests.models.test_products import float64, rounded
 
@@ -31,7 +32,7 @@ def test_cudnn_attention_is_the_float32_one(name):
     lengths = jnp.array([256, 100]) if case["padded"] else None
 
     def loss(q, k, v, implementation):
-        out = attention(q, k, v, causal=case["causal"], lengths=lengths, implementation=implementation)
+        out = attention(q, k, v, causal=case["causal"], context=Context(lengths=lengths), implementation=implementation)
         # Rows of padding queries are arbitrary.
         rows = jnp.arange(256)[None] < (jnp.full(2, 256) if lengths is None else lengths)[:, None]
         return jnp.sum(jnp.where(rows[..., None, None], out.astype(jnp.float32) * mix.astype(jnp.float32), 0.0))

@@ -12,6 +12,7 @@ from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.presets import PRESETS
+from jhpt.models.context import Context
 from jhpt.models.family import build
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import dropout, layer_keys
@@ -71,7 +72,7 @@ def test_bert_is_its_float64_definition():
     model = build(BERT)
     params, ids, lengths = random_params(model), tokens(), np.array([16, 9, 1], np.int32)
     types = (np.arange(16) > 6).astype(np.int32) * np.ones((3, 1), np.int32)
-    x = jax.jit(model.encode)(params, ids, types=types, lengths=lengths)
+    x = jax.jit(model.encode)(params, ids, types=types, context=Context(lengths=lengths))
     logits, pooled = model.logits(params, x), model.pool(params, x)
     for row in range(3):
         expected, vector = naive.bert(BERT, float64(params), ids[row], types[row], lengths[row])
@@ -140,7 +141,7 @@ def test_padding_of_bert_changes_nothing():
     model = build(BERT)
     params, ids, lengths = random_params(model), tokens(rows=2), jnp.array([5, 12])
     other = np.where(np.arange(16) < np.asarray(lengths)[:, None], ids, (ids + 7) % 200)
-    first, second = (jax.jit(model.apply)(params, i, lengths=lengths) for i in (ids, other))
+    first, second = (jax.jit(model.apply)(params, i, context=Context(lengths=lengths)) for i in (ids, other))
     for row, length in enumerate((5, 12)):
         np.testing.assert_array_equal(first[row, :length], second[row, :length])
     # Without the mask the same change is seen: the test can fail.

@@ -20,7 +20,7 @@ from jhpt.sharding.layer_vjp import split_layer
 from jhpt.sharding.recompute import save_named, save_nothing
 from jhpt.sharding.sample_chunks import ChunkedSamples
 from jhpt.training.data.tokenizer import ByteTokenizer
-from jhpt.training.parts import make_parts
+from jhpt.training.parts import RowContext, make_parts
 from jhpt.training.setup import layer_policy
 from tests.sharding.plans import compiled
 
@@ -47,9 +47,9 @@ def layer_of(name, wrapped="everything", dtype=jnp.float32):
 
 
 def inputs(rows=ROWS, dtype=jnp.float32):
-    """(x, (keys, layer))"""
+    """(x, (context, layer))"""
     x = jax.random.normal(jax.random.key(1), (rows, LENGTH, WIDTH), dtype)
-    return x, (jax.random.split(jax.random.key(2), rows), jnp.int32(3))
+    return x, (RowContext(jax.random.split(jax.random.key(2), rows)), jnp.int32(3))
 
 
 def shapes_of(split):
@@ -67,7 +67,7 @@ def test_nothing_is_kept_that_does_not_grow_with_the_rows(name, wrapped, dtype):
     for two, six in zip(few.shapes, many.shapes, strict=True):
         assert (3 * two.size, two.dtype) == (six.size, six.dtype)
         assert not jax.dtypes.issubdtype(two.dtype, jax.dtypes.prng_key)
-    assert {source for source, _ in few.sources} <= {"parameter", "key", "saved", "recomputed"}
+    assert {source for source, _ in few.sources} <= {"parameter", "context", "saved", "recomputed"}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -57,10 +57,11 @@ def test_token_nll_is_minus_log_softmax():
 
 def whole(parts: ModelParts, params, rows, keys) -> Sums:
     """Entry, all blocks, exit."""
-    x = parts.embed(params, rows, keys)
+    context = parts.context(rows, keys)
+    x = parts.embed(params, rows, context)
     for layer in range(2):
-        x = parts.block(jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"]), x, (keys, layer))
-    return parts.head_loss(params, x, rows, keys)
+        x = parts.block(jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"]), x, (context, layer))
+    return parts.head_loss(params, x, rows, context)
 
 
 def test_z_loss_adds_the_squared_log_partition(tiny):

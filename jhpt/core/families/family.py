@@ -108,6 +108,7 @@ class ModelConfig(Section):
       masked: it predicts masked tokens, so its sequences are `[CLS] ... [SEP]` and `data.mask_fraction` is read;
         otherwise every position predicts the next token.
       generates: it can continue a prompt.
+      keeps_documents_apart: its functions read which document of a row a token is of (`data.packing`).
       post_norm: a norm follows each sum into the residual stream, so the backward pass reads that sum's parts.
       named_tensors: the names inside a block, in the order in which the forward pass produces them.
       coded_sizes: which of `tensor_sizes` are also the last dimension of a matrix, so that a tensor axis may only cut
@@ -117,6 +118,7 @@ class ModelConfig(Section):
     causal: ClassVar[bool]
     masked: ClassVar[bool] = False
     generates: ClassVar[bool] = False
+    keeps_documents_apart: ClassVar[bool] = False
     post_norm: ClassVar[bool] = False
     named_tensors: ClassVar[tuple[str, ...]] = (BLOCK_INPUT,)
     coded_sizes: ClassVar[tuple[str, ...]] = ()
@@ -235,7 +237,12 @@ class ModelConfig(Section):
         return masked_positions(sequence_length, mask_fraction) if self.masked else sequence_length
 
     def flops_per_token(
-        self, sequence_length: int, *, causal: bool | None = None, predicted_share: float = 1.0
+        self,
+        sequence_length: int,
+        *,
+        causal: bool | None = None,
+        predicted_share: float = 1.0,
+        keys: float | None = None,
     ) -> FlopsPerToken:
         """FLOPs of one token of a sequence of `sequence_length`, averaged over the sequence.
 
@@ -244,13 +251,16 @@ class ModelConfig(Section):
         FLOPs are those of matrix multiplications, 2mnk each; element-wise work is left out (about 1 % at d_model 1024).
         Causal convention: query `i` of `s` sees `i + 1` keys, half of what a dense kernel executes; utilisation figures
         that count the full square are up to twice as high in the attention part.
+        Whole sequences are an upper bound where their documents are kept apart (`data.packing`).
 
         Args:
           causal: whether only visible keys count; None: as the family is.
           predicted_share: share of positions on which the output head runs.
+          keys: those that an average token sees, as they were counted; None: the above.
         """
         causal = self.causal if causal is None else causal
-        keys = self.visible_keys(sequence_length, causal=causal)
+        if keys is None:
+            keys = self.visible_keys(sequence_length, causal=causal)
         forward = 2.0 * (self.num_layers * self.block_products(keys) + predicted_share * self.head_products())
         return FlopsPerToken(forward=forward, backward=2 * forward)
 

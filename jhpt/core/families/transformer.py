@@ -70,6 +70,7 @@ class TransformerConfig(ModelConfig):
 
     named_tensors: ClassVar[tuple[str, ...]] = NAMED_TENSORS
     coded_sizes: ClassVar[tuple[str, ...]] = ("d_ff",)
+    keeps_documents_apart: ClassVar[bool] = True
     head_transform: ClassVar[bool] = False
     """Whether the head multiplies its input with a matrix [d, d] before the table."""
 

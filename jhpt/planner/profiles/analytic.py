@@ -107,7 +107,10 @@ def update_bytes(state: State, element: int, copy: int) -> float:
 
 
 def _model_flops(model: ModelConfig, sizes: Sizes) -> float:
-    """FLOP that the model's definition asks for: no recomputation, and the head on predicted tokens only."""
+    """FLOP that the model's definition asks for: no recomputation, and the head on predicted tokens only.
+
+    With `data.packing=documents` an upper bound: how long documents are is known only once the text is read.
+    """
     return sizes.tokens * model.flops_per_token(sizes.tokens, predicted_share=sizes.predicted / sizes.tokens).total
 
 

@@ -171,7 +171,8 @@ def compressions(config: Config) -> tuple[Compression | None, ...]:
         return compression
 
     if section.auto:
-        return (None, *map(with_rule, COMPRESSIONS))
+        open_choices = () if config.data.packing == "documents" else map(with_rule, COMPRESSIONS)
+        return (None, *open_choices)
     return (with_rule(section.settings) if section.on else None,)
 
 

@@ -54,6 +54,39 @@ def check_masked(tokenizer: Tokenizer, length: int) -> None:
         raise InputError(f"data.sequence_length={length} leaves no room between [CLS] and [SEP]; use at least 3")
 
 
+def check_documents(tokenizer: Tokenizer) -> None:
+    """Refuses a tokenizer that does not mark where documents end.
+
+    Raises:
+      InputError: it has no such token.
+    """
+    if tokenizer.end is None:
+        raise InputError(
+            "data.packing=documents needs a token between documents, and data.tokenizer has none, such as "
+            "<|endoftext|> or [SEP]; add one to the tokenizer, or use data.packing=stream"
+        )
+
+
+COUNTED_WINDOWS = 1024
+"""Windows whose documents are measured; with more, reading them would take long where files are far away."""
+
+
+def visible_keys(windows: Windows, length: int, end: int, *, causal: bool) -> float:
+    """Keys that an average token sees, if it sees its own document only: sum of n (n + 1) / 2 over the documents of n
+    tokens in a window, or of n^2, divided by the window's `length`.
+
+    It is exact for up to `COUNTED_WINDOWS` windows; of more, that many are taken at equal distances.
+    """
+    chosen = np.unique(np.linspace(0, len(windows) - 1, COUNTED_WINDOWS).astype(np.int64))
+
+    def pairs(window: np.ndarray) -> float:
+        starts = np.flatnonzero(window[: length - 1] == end) + 1
+        sizes = np.diff(np.concatenate([[0], starts, [length]]))
+        return float(np.sum(sizes * (sizes + 1) // 2 if causal else sizes**2))
+
+    return sum(pairs(windows[int(index)]) for index in chosen) / (len(chosen) * length)
+
+
 def masked_windows(tokens: np.ndarray, length: int, name: str, tokenizer: Tokenizer) -> Windows:
     """Sequences for masked-language modelling: `[CLS] length - 2 tokens [SEP]`."""
     check_masked(tokenizer, length)
