@@ -209,7 +209,8 @@ class Layout:
             for name, part in embedding_and_head.items()
         }
         if table is not None:
-            stored[TABLE[0]][TABLE[1]] = stored[TABLE[0]][TABLE[1]].at[-1].set(table)
+            tokens = stored[TABLE[0]]
+            tokens[TABLE[1]] = jax.tree.map(lambda slots, last: slots.at[-1].set(last), tokens[TABLE[1]], table)
         blocks = jax.tree.map(
             lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype).at[self.rows].set(leaf), tree["blocks"]
         )
@@ -229,7 +230,7 @@ class Layout:
         }
         if tied is False:
             embedding: Any = stored[TABLE[0]]
-            tree["head"] = {**tree["head"], TABLE[1]: embedding[TABLE[1]][-1]}
+            tree["head"] = {**tree["head"], TABLE[1]: jax.tree.map(lambda slots: slots[-1], embedding[TABLE[1]])}
         return {**tree, "blocks": jax.tree.map(lambda leaf: leaf[self.rows], stored["blocks"])}
 
     def _slots(self, leaf: jax.Array, stage: int) -> jax.Array:

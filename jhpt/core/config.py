@@ -86,14 +86,25 @@ class OptimizerConfig(Section):
 
     name: str = Field("adamw", description="update rule")
     learning_rate: Positive = Field(2e-3, description="peak learning rate")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after the warm-up")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="decay after the warm-up; wsd: constant, and linear over the last steps"
+    )
     warmup_steps: Annotated[int, Field(ge=0, strict=True)] = Field(100, description="steps of linear warm-up from zero")
     final_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
         0.1, description="learning rate at the last step, as a share of the peak"
     )
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.1, description="share of all steps in which wsd decays, the last ones"
+    )
     b1: Fraction = Field(0.9, description="decay of the first moment")
     b2: Fraction = Field(0.95, description="decay of the second moment")
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
+    momentum: Fraction | None = Field(
+        None, description="decay of the momentum of sgd and muon; null: 0.9 of sgd, 0.95 of muon"
+    )
+    nesterov: bool | None = Field(
+        None, description="Nesterov's momentum, of sgd and muon; null: not of sgd, but of muon"
+    )
     weight_decay: NonNegative = Field(0.1, description="decoupled decay of matrices and tables (not norms, biases)")
     clip_norm: Positive | None = Field(1.0, description="largest gradient norm; null: no clipping")
     clip: Literal["global", "previous", "layer"] = Field(

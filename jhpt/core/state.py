@@ -5,14 +5,15 @@
     moments   float32: 4 each; int8, of a matrix or table: a code of 1 and a scale of 4 for each block of a row
 
 An optimizer has as many moments as `jhpt.core.optimizers` says: AdamW two.  The figures are means over all parameters
-of a model, padding included: layers differ by the share of norms and biases in them, a thousandth.
+of a model, padding included: layers differ by the share of norms and biases in them, a thousandth.  Only with Muon they
+differ by more: blocks have one moment, embedding and head two.
 """
 
 from pydantic import Field
 
 from jhpt.core.config import MomentStorage, OptimizerConfig, WeightStorage
-from jhpt.core.families.family import ModelConfig
-from jhpt.core.optimizers import optimizer_numbers
+from jhpt.core.families.family import Matrices, ModelConfig
+from jhpt.core.optimizers import OptimizerNumbers, optimizer_numbers
 from jhpt.core.section import NonNegative, Positive, Section
 
 BLOCK = 64
@@ -60,14 +61,17 @@ class State(Section):
 
 def state_of(model: ModelConfig, optimizer: OptimizerConfig) -> State:
     """The state of this model under this optimizer."""
-    moments = optimizer_numbers(optimizer.name).moments
+    numbers = optimizer_numbers(optimizer.name)
+    moments = numbers.moments
     return State(
         optimizer=optimizer.name,
         weights=optimizer.weights,
         moments=optimizer.moments,
         weight_bytes=float(FLOAT32) if optimizer.weights == "float32" else _bfloat16_bytes(model),
         remainder_bytes=float(BFLOAT16) if optimizer.weights == "bfloat16_kahan" else 0.0,
-        moment_bytes=moments * (float(FLOAT32) if optimizer.moments == "float32" else _coded_bytes(model)),
+        moment_bytes=_moments(model, numbers) * FLOAT32
+        if optimizer.moments == "float32"
+        else moments * _coded_bytes(model),
         decoded_bytes=0.0 if optimizer.moments == "float32" else _decoded_bytes(model, moments),
     )
 
@@ -82,20 +86,39 @@ def most_cuts(row: int) -> int:
     return row // (block_size(row) or 1)
 
 
+def _moments(model: ModelConfig, numbers: OptimizerNumbers) -> float:
+    """Numbers that the optimizer stores per parameter of the model."""
+    changed = sum(_moments_of(each, numbers) - numbers.moments * each.numbers for each in model.matrices())
+    return numbers.moments + changed / model.parameter_count().allocated
+
+
+def _moments_of(matrices: Matrices, numbers: OptimizerNumbers) -> int:
+    if numbers.factored:
+        return numbers.moments * matrices.count * (matrices.inputs + matrices.outputs)
+    of_blocks = numbers.moments_in_blocks if matrices.of_blocks else None
+    return matrices.numbers * (numbers.moments if of_blocks is None else of_blocks)
+
+
 def _bfloat16_bytes(model: ModelConfig) -> float:
     wide = model.float32_parameters() / model.parameter_count().allocated
     return BFLOAT16 + wide * (FLOAT32 - BFLOAT16)
 
 
 def _decoded_bytes(model: ModelConfig, moments: int) -> float:
-    """Decoded moments of the largest matrix of all blocks, or of the largest table, in bytes per parameter of the
-    model.  Programs for an H100 hold 1.5 to 1.9 times one of them (jax 0.10.2)."""
-    largest = max((numbers for numbers, row in model.matrices() if block_size(row)), default=0)
+    """Decoded moments of the largest matrix of all blocks, or of all tables, in bytes per parameter of the model.
+    Programs for an H100 hold 1.5 to 1.9 times one of them (jax 0.10.2)."""
+    sizes = [(each.numbers, each.of_blocks) for each, _ in _coded(model)]
+    tables = sum(numbers for numbers, of_blocks in sizes if not of_blocks)
+    largest = max(tables, *(numbers for numbers, of_blocks in sizes if of_blocks), 0)
     return moments * FLOAT32 * largest / model.parameter_count().allocated
+
+
+def _coded(model: ModelConfig) -> list[tuple[Matrices, int]]:
+    """The matrices and tables whose moments can be coded, with the numbers in a block of a row."""
+    return [(each, block) for each in model.matrices() if (block := block_size(each.row))]
 
 
 def _coded_bytes(model: ModelConfig) -> float:
     """Bytes per parameter of one moment; what is not coded is float32."""
-    coded = [(numbers, block) for numbers, row in model.matrices() if (block := block_size(row))]
-    saved = sum(numbers * (FLOAT32 - CODE - FLOAT32 / block) for numbers, block in coded)
+    saved = sum(each.numbers * (FLOAT32 - CODE - FLOAT32 / block) for each, block in _coded(model))
     return FLOAT32 - saved / model.parameter_count().allocated

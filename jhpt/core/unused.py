@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jhpt.core.config import Config
+from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
+from jhpt.core.optimizers import OPTIMIZERS, OWN_SETTINGS, optimizer_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,16 @@ def _by_hand(config: Config) -> bool:
 
 def _all_tokens(config: Config) -> bool:
     return not config.parallel.compression.auto and config.parallel.compression.tokens == 1
+
+
+def _of_some_optimizers(setting: str) -> Unused:
+    """The rule for a setting that only some update rules have."""
+    readers = [name for name, numbers in OPTIMIZERS.items() if setting in numbers.settings]
+    return Unused(
+        setting=f"optimizer.{setting}",
+        unread=lambda config: setting not in optimizer_numbers(config.optimizer.name).settings,
+        why=f"it is for optimizer.name={one_of(readers)}; set one of these, or leave it out",
+    )
 
 
 UNUSED: tuple[Unused, ...] = (
@@ -78,6 +90,12 @@ UNUSED: tuple[Unused, ...] = (
         unread=lambda config: not config.model.generates,
         why="only a model that generates text, such as GPT, writes a sample; set model.family=gpt, or leave it out",
     ),
+    Unused(
+        setting="optimizer.decay_fraction",
+        unread=lambda config: config.optimizer.schedule != "wsd",
+        why="it is the share of steps in which optimizer.schedule=wsd decays; set that, or leave it out",
+    ),
+    *map(_of_some_optimizers, OWN_SETTINGS),
 )
 
 

@@ -79,6 +79,12 @@ NOT_USED = {
     "parallel.compression.rest_bits": {"parallel.compression.rest_bits": 0},
     "data.mask_fraction": {"data.mask_fraction": 0.3},
     "evaluation.prompt": {"model.family": "bert", "evaluation.prompt": "once"},
+    "optimizer.decay_fraction": {"optimizer.decay_fraction": 0.2},
+    "optimizer.b1": {"optimizer.name": "sgd", "optimizer.b1": 0.8},
+    "optimizer.b2": {"optimizer.name": "adafactor", "optimizer.b2": 0.999},
+    "optimizer.eps": {"optimizer.name": "lion", "optimizer.eps": 1e-6},
+    "optimizer.momentum": {"optimizer.momentum": 0.8},
+    "optimizer.nesterov": {"optimizer.name": "lion", "optimizer.nesterov": False},
 }
 USED = {
     "parallel.cluster": {"parallel.auto": True},
@@ -89,6 +95,12 @@ USED = {
     "parallel.compression.rest_bits": {"parallel.tensor": 2, "parallel.compression.tokens": 0.5},
     "data.mask_fraction": {"model.family": "bert"},
     "evaluation.prompt": {"model.family": "gpt"},
+    "optimizer.decay_fraction": {"optimizer.schedule": "wsd"},
+    "optimizer.b1": {"optimizer.name": "lion"},
+    "optimizer.b2": {"optimizer.name": "muon"},
+    "optimizer.eps": {"optimizer.name": "adamw"},
+    "optimizer.momentum": {"optimizer.name": "muon"},
+    "optimizer.nesterov": {"optimizer.name": "sgd"},
 }
 
 

@@ -39,5 +39,5 @@ def test_bytes_of_gpt2(weights, moments, size):
 @pytest.mark.parametrize("preset", ["gpt2-124m", "llama-8b", "bert-large"])
 def test_nearly_all_parameters_are_in_matrices(preset):
     model = load_config(preset).model
-    others = model.parameter_count().allocated - sum(numbers for numbers, _ in model.matrices())
+    others = model.parameter_count().allocated - sum(each.numbers for each in model.matrices())
     assert 0 < model.float32_parameters() <= others < 2e-3 * model.parameter_count().allocated

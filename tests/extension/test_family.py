@@ -15,7 +15,16 @@ import pytest
 
 import jhpt
 from jhpt.core.catalogue import cluster_named
-from jhpt.core.families.family import BLOCK_INPUT, LayerCost, ModelConfig, ParameterCount, Sizes, register_family
+from jhpt.core.families.family import (
+    BLOCK_INPUT,
+    LayerCost,
+    Matrices,
+    ModelConfig,
+    ParameterCount,
+    Sizes,
+    register_family,
+    table,
+)
 from jhpt.core.load import load_config, to_yaml
 from jhpt.core.work import NamedTensor, Work, matmul, stream, transposed
 from jhpt.models.context import WHOLE, Context
@@ -65,11 +74,11 @@ class MixerConfig(ModelConfig):
             padding=(self.padded_vocab - self.vocab_size) * d,
         )
 
-    def matrices(self) -> tuple[tuple[int, int], ...]:
+    def matrices(self) -> tuple[Matrices, ...]:
         """The table, and both matrices of all half blocks."""
         d, f = self.d_model, self.hidden
-        halves = 2 * self.num_layers
-        return ((self.padded_vocab * d, d), (halves * d * f, f), (halves * d * f, d))
+        half = partial(Matrices, count=2 * self.num_layers, of_blocks=True)
+        return (table(self.padded_vocab, d), half(inputs=d, outputs=f, row=f), half(inputs=f, outputs=d, row=d))
 
     def float32_parameters(self) -> int:
         """Scales of norms."""

@@ -35,7 +35,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("settings", [FEW, FEWEST, {"optimizer.weights": "bfloat16"}, {}], ids=str)
+OTHERS = [{"optimizer.name": name} for name in ("lion", "sgd", "adafactor", "muon")]
+
+
+@pytest.mark.parametrize("settings", [FEW, FEWEST, {"optimizer.weights": "bfloat16"}, {}, *OTHERS], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_are_those_of_the_state(name, settings):
     """Weights, remainders and moments of a run, number by number."""
@@ -61,14 +64,18 @@ PARALLEL = {
 WIDE = {"model.d_model": 128, "model.d_ff": 512}
 
 
-CASES = [("ZeRO-1", FEWEST), ("data", {}), *((name, FEW) for name in PARALLEL)]
+CASES = [
+    ("ZeRO-1", FEWEST),
+    ("data", {}),
+    *((name, settings) for name in PARALLEL for settings in (FEW, *OTHERS)),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "compiled"),
     quick_and_exhaustive(
         [(*case, compiled) for case in CASES for compiled in (False, True)],
-        [*((*case, False) for case in CASES), ("ZeRO-3", FEW, True)],
+        [*((*case, False) for case in CASES), ("ZeRO-3", FEW, True), ("ZeRO-1", {"optimizer.name": "muon"}, True)],
     ),
     ids=str,
 )

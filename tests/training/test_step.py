@@ -35,6 +35,15 @@ def test_schedules_at_points_worked_out_by_hand():
         np.testing.assert_allclose([values[4], values[7], values[10]], [2.0, middle, end], rtol=1e-5)
 
 
+def test_wsd_decays_in_the_last_steps():
+    """Of 11 steps, 0.4 are 4: steps 7 to 10 decay from 2 to a tenth of it, and two thirds of the way 10 steps later."""
+    values = rates(schedule="wsd", decay_fraction=0.4)
+    np.testing.assert_allclose(values[:7], [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(values[7:], [1.55, 1.1, 0.65, 0.2], rtol=1e-5)
+    np.testing.assert_allclose(rates(21, schedule="wsd")[17:], [2.0, 2.0, 1.1, 0.2], rtol=1e-5)  # 2 of 21 steps
+    np.testing.assert_allclose(rates(schedule="wsd", decay_fraction=0.01)[9:], [2.0, 0.2], rtol=1e-5)  # one at least
+
+
 def test_decay_acts_on_matrices_and_tables_only():
     for preset in ("gpt-tiny", "llama-8b", "bert-tiny"):
         shapes = jax.eval_shape(build(load_config(preset).model).init, jax.random.key(0))

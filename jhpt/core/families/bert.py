@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from jhpt.core.families.family import ParameterCount, register_family
+from jhpt.core.families.family import Matrices, ParameterCount, register_family, table
 from jhpt.core.families.transformer import TransformerConfig
 from jhpt.core.section import Count, Positive
 
@@ -48,11 +48,10 @@ class BERTConfig(TransformerConfig):
             padding=(self.padded_vocab - self.vocab_size) * (d + 1),
         )
 
-    def matrices(self) -> tuple[tuple[int, int], ...]:
+    def matrices(self) -> tuple[Matrices, ...]:
         """Tables of tokens, positions and types, matrices of pooler and head, and the matrices of blocks."""
-        d = self.d_model
-        tables = self.padded_vocab * d + (self.max_length + self.type_vocab_size) * d
-        return ((tables, d), (2 * d * d, d), *self.block_matrices())
+        rows = (self.padded_vocab, self.max_length, self.type_vocab_size, self.d_model, self.d_model)
+        return (*(table(each, self.d_model) for each in rows), *self.block_matrices())
 
     def float32_parameters(self) -> int:
         """Those of norms (two in a block, the embedding's and the head's) and the head's bias."""

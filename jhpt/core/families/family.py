@@ -95,6 +95,31 @@ class LayerCost:
     tensors: tuple[NamedTensor, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """Equal matrices or tables of a model.
+
+    count: how many.  inputs, outputs: the dimensions of each.  row: its last dimension as the model lays it out, where
+    outputs have several.  of_blocks: whether they are matrices of blocks.
+    """
+
+    count: int
+    inputs: int
+    outputs: int
+    row: int
+    of_blocks: bool
+
+    @property
+    def numbers(self) -> int:
+        """The numbers in all of them."""
+        return self.count * self.inputs * self.outputs
+
+
+def table(rows: int, width: int) -> Matrices:
+    """A table, or another matrix outside the blocks."""
+    return Matrices(count=1, inputs=rows, outputs=width, row=width, of_blocks=False)
+
+
 def masked_positions(length: int, fraction: float) -> int:
     """Predicted tokens of a sequence for masked-token prediction; `[CLS]` and `[SEP]` are never among them."""
     return max(1, round(fraction * (length - 2)))
@@ -187,9 +212,8 @@ class ModelConfig(Section):
         """The exact number of scalar parameters, by place."""
         raise NotImplementedError
 
-    def matrices(self) -> tuple[tuple[int, int], ...]:
-        """(numbers, numbers in a row) of all matrices and tables in memory, those of all blocks together; a row is the
-        last dimension, as the model lays them out."""
+    def matrices(self) -> tuple[Matrices, ...]:
+        """All matrices and tables in memory."""
         raise NotImplementedError
 
     def float32_parameters(self) -> int:

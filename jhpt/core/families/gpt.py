@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jhpt.core.divisors import divisors, one_of
-from jhpt.core.families.family import ParameterCount, register_family
+from jhpt.core.families.family import Matrices, ParameterCount, register_family, table
 from jhpt.core.families.transformer import TransformerConfig
 from jhpt.core.layers import ACTIVATIONS, NORMS, check_registered
 from jhpt.core.section import Count, Positive
@@ -143,11 +143,11 @@ class GPTConfig(TransformerConfig):
             padding=padding_rows * d * (1 if self.tied else 2),
         )
 
-    def matrices(self) -> tuple[tuple[int, int], ...]:
+    def matrices(self) -> tuple[Matrices, ...]:
         """Tables of tokens and positions, and the matrices of blocks."""
-        d, table = self.d_model, self.padded_vocab * self.d_model
-        positions = self.max_length * d if self.positions == "learned" else 0
-        return ((table + positions + (0 if self.tied else table), d), *self.block_matrices())
+        tokens, positions = (table(rows, self.d_model) for rows in (self.padded_vocab, self.max_length))
+        tables = [tokens, *([positions] * (self.positions == "learned")), *([tokens] * (not self.tied))]
+        return (*tables, *self.block_matrices())
 
     def float32_parameters(self) -> int:
         """Those of norms: two in a block and the head's."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from jhpt.core.divisors import divisors, one_of
-from jhpt.core.families.family import BLOCK_INPUT, LayerCost, ModelConfig, Sizes
+from jhpt.core.families.family import BLOCK_INPUT, LayerCost, Matrices, ModelConfig, Sizes
 from jhpt.core.layers import ACTIVATIONS
 from jhpt.core.section import Count
 from jhpt.core.work import NamedTensor, Operation, Work, matmul, stream, table, transposed
@@ -160,11 +160,19 @@ class TransformerConfig(ModelConfig):
         mlp = (self.gates + 1) * d * width + self.biased * (self.gates * width + d)
         return attention + mlp + 2 * self.norm_parameters
 
-    def block_matrices(self) -> tuple[tuple[int, int], ...]:
-        """(numbers, numbers in a row) of the matrices of all blocks."""
-        d, width, layers = self.d_model, self.ffn_width, self.num_layers
-        qkv, up = d * (d + 2 * self.kv_heads * self.head_dim), d * self.gates * width
-        return ((layers * qkv, self.head_dim), (layers * d * d, d), (layers * up, width), (layers * width * d, d))
+    def block_matrices(self) -> tuple[Matrices, ...]:
+        """The matrices of all blocks; those of a gated activation count apart."""
+        d, width = self.d_model, self.ffn_width
+
+        def each(inputs: int, outputs: int, row: int, count: int = 1) -> Matrices:
+            return Matrices(count=count * self.num_layers, inputs=inputs, outputs=outputs, row=row, of_blocks=True)
+
+        return (
+            each(d, d + 2 * self.kv_heads * self.head_dim, self.head_dim),
+            each(d, d, d),
+            each(d, width, width, self.gates),
+            each(width, d, d),
+        )
 
     def block_products(self, keys: float) -> float:
         """d (d + 2 kv) + d^2 + (gates + 1) d f + 2 d keys."""
