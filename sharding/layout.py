@@ -13,9 +13,9 @@ stored for a plan,
 Every leaf is cut over the tensor axes as `partition` says, and with ZeRO over the data axes too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jhpt.core.plan import Chunk, Plan
 from jhpt.core.plan_check import check_plan
 from jhpt.sharding.mesh import DeviceMesh
-from jhpt.sharding.partition import Rules, parameter_spec, path_name
+from jhpt.sharding.partition import Rules, names_of, parameter_spec, path_name
 from jhpt.sharding.types import KeyPath, PyTree, StoredParams, Tree
 
 TABLE = ("embedding", "tokens")
@@ -146,6 +146,41 @@ class Layout:
     def shardings(self, tree: PyTree) -> Any:
         """`specs` on the mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.device_mesh.mesh, spec), self.specs(tree))
+
+    def on_whole_layers(self, function: Callable[[Any], Any], tree: PyTree) -> Any:
+        """`function` of stored leaves of blocks, under `jit`, while no layer is cut: for arithmetic on whole matrices.
+
+        Meanwhile the axes that cut a leaf share out its layers, as far as their number allows: an all-to-all for each
+        axis, there and back.  Where it does not, each device has the layers of all: an all-gather, and work repeated.
+
+        Args:
+          function: it returns a tree like its argument.
+        """
+        mesh = self.device_mesh.mesh
+
+        def placed(path: KeyPath, leaf: jax.Array, *, back: bool) -> jax.Array:
+            moves = self._to_whole_layers(path_name(path), leaf.shape)
+            for spec in reversed(moves) if back else moves:
+                leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+            return leaf
+
+        moved = jax.tree_util.tree_map_with_path(partial(placed, back=False), tree)
+        return jax.tree_util.tree_map_with_path(partial(placed, back=True), function(moved))
+
+    def _to_whole_layers(self, path: str, shape: tuple[int, ...]) -> list[tuple[tuple[str, ...], ...]]:
+        """The axes of every dimension of a leaf as it is stored, and after each axis that has left a layer.
+
+        One axis moves at a time, the innermost of a dimension first: XLA has no exchange for two.
+        """
+        spec = [names_of(axes) for axes in self._spec(path, shape, self.data_ranks(path) if self.plan.zero else 1)]
+        moves, data = [tuple(spec)], self.device_mesh.axes(self.degree(path)).data
+        inside = [axis for dims in spec[1:] for axis in reversed(dims)]
+        for axis in sorted(inside, key=lambda axis: axis not in data):
+            spec[1:] = [tuple(name for name in dims if name != axis) for dims in spec[1:]]
+            if shape[0] % self.device_mesh.size((*spec[0], axis)) == 0:
+                spec[0] = (*spec[0], axis)
+            moves.append(tuple(spec))
+        return moves
 
     def stacks(self, tree: PyTree) -> Any:
         """For every stored leaf the name of the stack of blocks that it is in; empty: none."""

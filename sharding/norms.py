@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec
 
 from jhpt.core.axes import PIPE
 from jhpt.sharding.layout import TABLE, Layout
-from jhpt.sharding.partition import path_name
+from jhpt.sharding.partition import names_of, path_name
 from jhpt.sharding.types import Gradients, KeyPath, Tree
-from jhpt.sharding.zero import names_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ dimension of every matrix.
 """
 
 import re
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import PartitionSpec
@@ -65,3 +66,8 @@ def parameter_spec(
         if dims:
             spec[dims[0]] = (*(spec[dims[0]] or ()), *axes.data)
     return PartitionSpec(*([PIPE if pipe else None] if stacked else []), *spec)
+
+
+def names_of(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Mesh axes of one dimension of a partition."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jhpt.sharding.compression.gradients import GradientReduction
-from jhpt.sharding.partition import IN_FLOAT32, MATRICES, path_name
+from jhpt.sharding.partition import IN_FLOAT32, MATRICES, names_of, path_name
 from jhpt.sharding.types import KeyPath, Specs, Tree
 
 SMALL = 1 << 19
@@ -138,8 +138,3 @@ def _partitions(specs: Specs) -> list[PartitionSpec]:
 
 def _on(spec: PartitionSpec, axes: tuple[str, ...]) -> bool:
     return any(set(names_of(names)) & set(axes) for names in spec)
-
-
-def names_of(axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Mesh axes of one dimension of a partition."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

@@ -10,6 +10,7 @@ The step runs these rules on whole arrays, which may be cut over devices (`jhpt.
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +36,9 @@ LARGEST_RMS = 1.0
 ADAMS_RMS = 0.2
 """The root mean square of AdamW's directions, by experience (Liu et al. 2025, arXiv 2502.16982).  Muon's are
 scaled to it, so that both have one learning rate and decay."""
+
+OnWholeLayers = Callable[[Callable[[Any], Any], Any], Any]
+"""(function, tree of blocks' leaves) -> function(tree), computed where no layer is cut (`Layout.on_whole_layers`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,25 +149,43 @@ def _limited(u: jax.Array, dims: tuple[int, ...]) -> jax.Array:
     return u / jnp.maximum(1, rms / LARGEST_RMS)
 
 
-def scale_by_orthogonal_momentum(*, momentum: float, nesterov: bool) -> optax.GradientTransformation:
+class Momentum(NamedTuple):
+    """The state of Muon.  updates: so far.  mean: a tree like the parameters."""
+
+    updates: jax.Array
+    mean: Any
+
+
+def scale_by_orthogonal_momentum(*, momentum: float, nesterov: bool) -> optax.GradientTransformationExtraArgs:
     """Muon's directions of matrices [n, m], from their momentum M with singular vectors U, V,
 
         direction = 0.2 sqrt(max(n, m)) U V^T
 
-    by five steps of Newton and Schulz, so that its singular values are about 1 before scaling.
+    by five steps of Newton and Schulz, after which all singular values are about 1.  These are fifteen products of each
+    matrix: where a plan cuts it, devices share out whole layers (`on_whole_layers`) instead of sharing every product.
     """
-    muon = optax.contrib.scale_by_muon(beta=momentum, nesterov=nesterov, weight_dimension_numbers=_dimension_numbers)
 
-    # optax keeps the coefficients of the iteration in the state, where they would be one more leaf to lay out and save.
-    def init(params: Any) -> Any:
-        return muon.init(params)._replace(ns_coeffs=None)
+    def init(params: Any) -> Momentum:
+        return Momentum(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        coefficients = muon.init({}).ns_coeffs
-        orthogonal, after = muon.update(gradients, state._replace(ns_coeffs=coefficients))
-        return jax.tree_util.tree_map_with_path(_with_adams_rms, orthogonal), after._replace(ns_coeffs=None)
+    def update(
+        gradients: Any, state: Momentum, params: Any = None, *, on_whole_layers: OnWholeLayers, **_: Any
+    ) -> tuple[Any, Momentum]:
+        updates = state.updates + 1
+        mean = optax.tree.update_moment(gradients, state.mean, momentum, 1)
+        used = optax.tree.bias_correction(mean, momentum, updates + nesterov)
+        if nesterov:
+            used = optax.tree.update_moment(optax.tree.bias_correction(gradients, momentum, updates), used, momentum, 1)
+        return on_whole_layers(_orthogonal, used), Momentum(updates, mean)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _orthogonal(matrices: Any) -> Any:
+    """The nearest orthogonal matrices, scaled to the root mean square of AdamW's directions."""
+    muon = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=_dimension_numbers)
+    directions, _ = muon.update(matrices, muon.init(matrices))
+    return jax.tree_util.tree_map_with_path(_with_adams_rms, directions)
 
 
 def _dimension_numbers(params: PyTree) -> Any:
@@ -190,8 +212,8 @@ class Apart(NamedTuple):
 
 
 def of_block_matrices(
-    rule: optax.GradientTransformation, *, others: optax.GradientTransformation
-) -> optax.GradientTransformation:
+    rule: optax.GradientTransformationExtraArgs, *, others: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
     """One rule for the matrices of blocks, and another for all other parameters."""
 
     def split(tree: Any) -> Apart:
@@ -208,11 +230,11 @@ def of_block_matrices(
         own, rest = split(params)
         return Apart(rule.init(own), others.init(rest))
 
-    def update(gradients: Any, state: Apart, params: Any = None) -> tuple[Any, Apart]:
+    def update(gradients: Any, state: Apart, params: Any = None, **extra: Any) -> tuple[Any, Apart]:
         own, rest = split(gradients)
-        own, matrices = rule.update(own, state.matrices)
+        own, matrices = rule.update(own, state.matrices, None, **extra)
         rest, remaining = others.update(rest, state.others)
         joined = jax.tree.map(lambda a, b: b if a is None else a, own, rest, is_leaf=lambda leaf: leaf is None)
         return joined, Apart(matrices, remaining)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

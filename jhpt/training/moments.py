@@ -33,9 +33,8 @@ from jax.sharding import PartitionSpec
 from jhpt.core.errors import InputError
 from jhpt.core.state import block_size
 from jhpt.sharding.layout import Layout
-from jhpt.sharding.partition import MATRICES, path_name
+from jhpt.sharding.partition import MATRICES, names_of, path_name
 from jhpt.sharding.types import KeyPath, Params, PyTree
-from jhpt.sharding.zero import names_of
 
 SIGNED, UNSIGNED = 127, 255
 """The largest codes, L."""

@@ -3,11 +3,13 @@
     register_optimizer("rmsprop", rmsprop, numbers=OptimizerNumbers(moments=1))
 
 A rule is a function of the section `optimizer`: it makes the transformation of clipped gradients into descent
-directions, which the step multiplies by minus the learning rate.  It sees arrays as a plan stores them, whole: the
-dimensions before those of a parameter itself count layers or stages.
+directions, which the step multiplies by minus the learning rate.  It sees the arrays that a plan stores, under `jit`:
+the arithmetic is that of whole arrays, however they are cut over devices.  The dimensions before those of a parameter
+itself count layers or stages.  A rule with extra arguments is given `on_whole_layers` (`Layout.on_whole_layers`).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ import optax
 
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.optimizers import OPTIMIZERS, OptimizerNumbers
+from jhpt.sharding.layout import Layout
 from jhpt.sharding.types import Params
 from jhpt.training.matrices import of_block_matrices, scale_by_factored_squares, scale_by_orthogonal_momentum
 from jhpt.training.moments import coded_moments
@@ -113,6 +116,12 @@ def register_optimizer(name: str, rule: UpdateRule, *, numbers: OptimizerNumbers
     OPTIMIZERS[name], _RULES[name] = numbers, rule
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The update rule `optimizer.name` with its settings."""
-    return _RULES[config.name](config)
+def make_optimizer(config: OptimizerConfig, layout: Layout | None = None) -> optax.GradientTransformation:
+    """The update rule `optimizer.name` with its settings.
+
+    Args:
+      layout: the plan that cuts what the rule sees; None: nothing is cut.
+    """
+    rule = optax.with_extra_args_support(_RULES[config.name](config))
+    on_whole_layers = layout.on_whole_layers if layout else lambda function, tree: function(tree)
+    return optax.GradientTransformation(rule.init, partial(rule.update, on_whole_layers=on_whole_layers))

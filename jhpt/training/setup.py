@@ -173,7 +173,7 @@ def design_step(
         model=model,
         training=run(train=True),
         evaluation=run(train=False),
-        optimizer=make_optimizer(config.optimizer),
+        optimizer=make_optimizer(config.optimizer, layout),
         weights=stored_weights(config.optimizer.weights, model, layout.stored),
     )
 

@@ -121,7 +121,8 @@ PLANS = {
     "pipe": {"data": 1, "pipe": 2, "micro_batches": 2},
     "all": {"data": 2, "tensor": 2, "pipe": 2, "micro_batches": 2, "zero": 1},
 }
-QUICK = [("muon", "all"), ("muon", "ZeRO-3"), ("adafactor", "all"), ("adafactor", "ZeRO-3"), ("lion", "all")]
+QUICK = [("muon", "all"), ("adafactor", "all")]
+"""The others compute number by number."""
 
 
 def trained(corpus, out, name: str, **parallel):
@@ -150,7 +151,7 @@ def test_plans_change_no_loss(corpus, alone, tmp_path, name, plan):
     assert list(there.losses.values()) == pytest.approx(list(alone(name).losses.values()), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", quick_and_exhaustive(NEW, ["adafactor", "muon"]))
+@pytest.mark.parametrize("name", quick_and_exhaustive(NEW, ["muon"]))
 def test_a_run_resumes_bit_for_bit(alone, tmp_path, name):
     """From step 2, as if it had been killed before step 4 was saved."""
     whole = alone(name)
