@@ -14,6 +14,7 @@ import tyro
 from jhpt.bench.registry import NAMES, PACKAGED, Benchmark, load
 from jhpt.cli_huggingface import export_command, import_command
 from jhpt.cli_plan import plan_command
+from jhpt.cli_tokenizer import tokenizer_command
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import load_config, run_config
@@ -34,6 +35,8 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
                         measure a model's layers and this machine, for jhpt plan
   jhpt import hf DIR --out RUN, jhpt export hf RUN DIR
                         weights from and to Hugging Face's layout: GPT-2, Llama, Mistral, Qwen2, BERT
+  jhpt tokenizer train FILES --vocab-size N [--kind bpe|wordpiece] [--out FILE]
+                        make a tokenizer of your text, for data.tokenizer
   jhpt bench NAME [--quick] [--json FILE]
                         measure; NAME: {one_of(NAMES)}
   jhpt doctor           what this machine can do
@@ -176,6 +179,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train_command,
     "plan": plan_command,
     "profile": profile_command,
+    "tokenizer": tokenizer_command,
     "bench": bench_command,
     "import": import_command,
     "export": export_command,

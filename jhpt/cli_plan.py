@@ -34,6 +34,12 @@ def plan_command(arguments: list[str]) -> int:
     for name in filter(_decided_by_planner, overrides):
         print(f"note: jhpt plan decides {name} itself, so --{name} is not used", file=sys.stderr)
     config = None if base is None else load_config(base, overrides)
+    if config is not None and config.data.tokenizer != "bytes" and config.model.vocab_size == "auto":
+        print(
+            f"note: planned with the {config.model.vocab:,} token ids that {config.name} is made for, whatever "
+            "data.tokenizer has; model.vocab_size sets another number",
+            file=sys.stderr,
+        )
     if options.clusters is not None:
         return _compare(config or source, options)
     for flag, path in (("--out", options.out), ("--svg", options.svg)):

@@ -33,7 +33,7 @@ def leak(setup: Setup, params: Any) -> dict[str, float]:
     windows, _ = next(evaluation_batches(setup.validation_windows, size, slice(0, size), 1))
     half = setup.config.data.sequence_length // 2
     others = np.concatenate([windows[:, :half], np.roll(windows, 1, 0)[:, half:]], 1)
-    real = setup.config.model.vocab_size
+    real = setup.config.model.vocab
     before, after = (_logits(setup, params, each)[:, :half, :real] for each in (windows, others))
     moved = np.abs(after - before)
     return {

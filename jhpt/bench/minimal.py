@@ -62,7 +62,7 @@ def loss(
     x = _norm(x, params["norm"], params["norm_bias"])
     table = params["tokens"].astype(dtype)
     logits = jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32)
-    logits = jnp.where(jnp.arange(table.shape[0]) < config.vocab_size, logits, -jnp.inf)
+    logits = jnp.where(jnp.arange(table.shape[0]) < config.vocab, logits, -jnp.inf)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 

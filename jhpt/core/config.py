@@ -66,7 +66,11 @@ class DataConfig(Section):
     )
     validation_fraction: Fraction = Field(0.05, description="share of files held out where validation_path is null")
     text_key: str = Field("text", description="the field of a JSONL line that holds the text")
-    tokenizer: str = Field("bytes", description="bytes, or the path of a tokenizers JSON file")
+    tokenizer: str = Field(
+        "bytes",
+        description="bytes, a tokenizers JSON file (as jhpt tokenizer train writes), a Hugging Face folder, a run "
+        "directory, or a name on the Hugging Face hub, such as gpt2",
+    )
     packing: Literal["stream", "documents"] = Field(
         "stream",
         description="stream: sequences are cut from the text end to end, and a token sees what comes before it, of "
@@ -259,7 +263,7 @@ class Config(Section):
                     f"model.{name}={size} is not divisible by parallel.tensor={tensor}; "
                     f"use {one_of(common_divisors(sizes.values()))}"
                 )
-        if self.model.padded_vocab % tensor:
+        if self.model.vocab_size != "auto" and self.model.padded_vocab % tensor:
             raise ValueError(
                 f"model.vocab_size, padded to {self.model.padded_vocab}, is not divisible by parallel.tensor={tensor}; "
                 f"use {one_of(d for d in common_divisors(sizes.values()) if self.model.padded_vocab % d == 0)}"

@@ -201,7 +201,8 @@ def _other_family(base: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
 
 def _explain(fault: Any, tree: Mapping[str, Any]) -> str:
     """One line for one pydantic error: the dotted name, what is wrong, what to do."""
-    name = ".".join(str(part) for part in fault["loc"] if part not in ("str", "tuple[str, ...]"))
+    # Where a setting may be of several types, its place ends with the type that was tried: str, literal['auto'].
+    name = ".".join(str(part) for part in fault["loc"] if part != "str" and re.fullmatch(r"\w+", str(part)))
     if fault["type"] == "extra_forbidden":
         if (now := new_name(name)) is not None:
             return f"{name} is now called {now}; write {now} instead"

@@ -3,7 +3,8 @@
 Shapes: GPT-2 from Radford et al. 2019, table 2 (774M and 1.5B with the head counts of the released weights);
 gpt-6.7b and gpt-13b from Brown et al. 2020, table 2.1; llama-8b from Dubey et al. 2024, table 3 (Llama 3 8B);
 bert-base and bert-large from Devlin et al. 2018, section 3; bert-tiny from Turc et al. 2019.  Learning rates from the
-same papers; batches are sized for one node and are meant to be overridden.
+same papers; batches are sized for one node and are meant to be overridden.  `nominal_vocab` is the vocabulary of the
+released models, which is planned with; a run takes that of its tokenizer.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ SHARDED = dict(zero=3, micro_batches=2)
 def _gpt(layers: int, width: int, heads: int, learning_rate: float, batch: int, length: int = 1024) -> dict[str, Any]:
     return {
         "model": dict(
-            family="gpt", vocab_size=50257, num_layers=layers, d_model=width, num_heads=heads, max_length=length
+            family="gpt", nominal_vocab=50257, num_layers=layers, d_model=width, num_heads=heads, max_length=length
         ),
         "data": dict(sequence_length=length, batch_size=batch),
         "optimizer": dict(learning_rate=learning_rate, warmup_steps=700),
@@ -30,7 +31,7 @@ def _bert(layers: int, width: int, heads: int, learning_rate: float, batch: int)
     return {
         "model": dict(
             family="bert",
-            vocab_size=30522,
+            nominal_vocab=30522,
             num_layers=layers,
             d_model=width,
             num_heads=heads,
@@ -54,7 +55,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "model": dict(
             family="gpt",
-            vocab_size=128256,
+            nominal_vocab=128256,
             num_layers=32,
             d_model=4096,
             num_heads=32,
@@ -74,7 +75,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "train": dict(steps=20_000),
     },
     "bert-tiny": {
-        "model": dict(family="bert", vocab_size=256, num_layers=2, d_model=128, num_heads=2, max_length=128),
+        "model": dict(family="bert", num_layers=2, d_model=128, num_heads=2, max_length=128),
         "data": dict(sequence_length=128, batch_size=32),
         "optimizer": dict(learning_rate=2e-3, warmup_steps=100),
         "train": dict(steps=1_000),

@@ -118,7 +118,7 @@ class MaskedLMHead(nn.Module):
         x = nn.gelu(Linear((config.d_model,), self.dtype, name="transform")(x), approximate=False)
         x = norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
         bias = self.param("bias", nn.initializers.zeros, (config.padded_vocab // self.hooks.shards,))
-        logits = project_to_vocabulary(x, table, config.vocab_size, self.dtype, self.hooks)
+        logits = project_to_vocabulary(x, table, config.vocab, self.dtype, self.hooks)
         return logits + jnp.broadcast_to(bias, logits.shape)
 
 

@@ -117,7 +117,7 @@ class GPTHead(nn.Module):
         if table is None:
             rows = config.padded_vocab // self.hooks.shards
             table = self.param("tokens", nn.initializers.normal(INIT_STD), (rows, config.d_model))
-        return project_to_vocabulary(x, table, config.vocab_size, self.dtype, self.hooks)
+        return project_to_vocabulary(x, table, config.vocab, self.dtype, self.hooks)
 
 
 @dataclass(frozen=True, kw_only=True)

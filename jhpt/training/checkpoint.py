@@ -36,9 +36,9 @@ BOUND = ("seed", "model.", "optimizer.", "data.")
 PLACES = ("data.path", "data.validation_path", "data.tokenizer", "data.cache_dir")
 """Paths of files, which may differ between hosts and change over time."""
 
-FREE = ("model.attention", "model.dtype", *PLACES)
+FREE = ("model.attention", "model.dtype", "model.nominal_vocab", *PLACES)
 """Exceptions from `BOUND`, the settings that a resumed run may not change.  Text and tokenizer are compared by content,
-the compute dtype after "auto" is resolved."""
+the compute dtype and the vocabulary's size after "auto" is resolved."""
 
 FOLDER = "checkpoints"
 """Where the checkpoints are in a run directory."""

@@ -55,7 +55,7 @@ from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.windows import check_documents, check_masked
 from jhpt.training.optimizer import learning_rate, make_optimizer
 from jhpt.training.runtime import compile_collectives_anew, configure_runtime
-from jhpt.training.setup import compute_dtype, execution, stored_weights
+from jhpt.training.setup import compute_dtype, execution, stored_weights, with_vocabulary
 from jhpt.training.step import Gradients, TrainState, TrainStep, init_state, make_train_step
 from jhpt.training.weights import Weights
 
@@ -186,7 +186,7 @@ class _Builder:
         config, model = self.config, running.model
         program = self._execution(model, batch)
         length = config.model.row_length(config.data.sequence_length)
-        ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length), np.int32)
+        ids = np.random.default_rng(0).integers(0, model.config.vocab, (batch, length), np.int32)
         windows, key = jnp.asarray(ids), jax.random.key(0)
 
         train = self._step(lambda params, windows, key: program.gradients(params, Rows(windows), key), running.weights)
@@ -356,11 +356,12 @@ def profile_command(
     """Measures the model and the machine, or reads both from the cache; prints them and writes the requested files.
 
     Raises:
-      InputError: a file cannot be written, or `measure_layers` refuses the configuration.
+      InputError: a file cannot be written, or `with_vocabulary` or `measure_layers` refuses the configuration.
     """
     for file in filter(None, (out, cluster_out)):
         if not Path(file).parent.is_dir() or Path(file).is_dir():
             raise InputError(f"{file} cannot be written: give a file in an existing folder")
+    config = with_vocabulary(config)
     configure_runtime()
     compile_collectives_anew()
     grid = default_grid(config, quick)

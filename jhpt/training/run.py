@@ -25,7 +25,7 @@ from jhpt.training.metrics import metrics_writer, read_metrics
 from jhpt.training.planning import check_host_room, choose_plan, read_past, same_work, with_tried_offload
 from jhpt.training.processes import Processes, check_agreed, from_main, join, raise_on_all_processes, same_everywhere
 from jhpt.training.programs import Step
-from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config, write_plan
+from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config, write_plan, write_tokenizer
 from jhpt.training.runtime import (
     accelerator_present,
     allow_pinned_memory,
@@ -33,7 +33,7 @@ from jhpt.training.runtime import (
     configure_runtime,
 )
 from jhpt.training.sampling import sample
-from jhpt.training.setup import Setup, prepare
+from jhpt.training.setup import Setup, prepare, with_vocabulary
 from jhpt.training.step import RandomStream, StepState, random_key
 
 
@@ -137,6 +137,7 @@ def train(
         unused = unused_settings(config)
         if unused and not resumes(out):
             raise InputError("\n".join(unused))
+        config = with_vocabulary(config)
     check_agreed(_settings(config, requested))
     compile_collectives_anew()
     run_dir = Path(out) if out is not None else new_run_dir(config)
@@ -209,6 +210,7 @@ def _executed(run: _Run, display: Display) -> RunResult:
     with raise_on_all_processes():
         write_config(run.directory, config)
         write_plan(run.directory, setup.plan)
+        write_tokenizer(run.directory, setup.tokenizer)
     with (
         Checkpoints(run.directory / FOLDER, config.checkpoint) as checkpoints,
         metrics_writer(run.directory, run.step, config.log) as writer,

@@ -1,6 +1,6 @@
 """The directory of a run: its name, whether the run can be resumed, and a lock so that only one process writes to it.
 
-config.yaml  plan.json  metrics.jsonl  train.log  checkpoints/  tensorboard/  .lock
+config.yaml  plan.json  tokenizer.json  metrics.jsonl  train.log  checkpoints/  tensorboard/  .lock
 """
 
 import errno
@@ -19,6 +19,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import CONFIG_FILE, to_yaml
 from jhpt.core.plan import Plan
 from jhpt.training.checkpoint import FOLDER, Checkpoints, Record, changes_of_note, check_resumable
+from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.processes import from_main, is_main, raise_on_all_processes
 
 PLAN_FILE = "plan.json"
@@ -152,3 +153,9 @@ def write_plan(run_dir: Path, plan: Plan) -> None:
         partial = run_dir / f"{PLAN_FILE}.partial"
         plan.save(partial)
         partial.rename(run_dir / PLAN_FILE)
+
+
+def write_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> None:
+    """Keeps the tokenizer beside what it trains, atomically; raw bytes need no file."""
+    if is_main():
+        tokenizer.save(run_dir)

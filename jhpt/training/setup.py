@@ -17,6 +17,7 @@ from jhpt.core.config import Config, MemoryConfig, WeightStorage
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.families.transformer import NAMED_TENSORS
+from jhpt.core.load import load_config
 from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.plan_check import choices_of
@@ -37,7 +38,7 @@ from jhpt.sharding.recompute import everything, save_named, save_nothing
 from jhpt.sharding.step import Execution
 from jhpt.training.data.cache import TokenCache, token_cache
 from jhpt.training.data.corpus import find_files
-from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
+from jhpt.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jhpt.training.data.windows import (
     Windows,
     causal_windows,
@@ -99,6 +100,7 @@ def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None]
       InputError: data, tokenizer, plan, device count, sequence length or attention kernel do not fit the configuration.
     """
     # Data comes last: reading a large text for the first time takes long, and a refusal should be quick.
+    config = with_vocabulary(config)
     tokenizer = fitting_tokenizer(config)
     plan = plan or plan_by_hand(config, jax.device_count())
     design = design_step(config, plan, tokenizer, jax.devices(), budgeted(device_info(), config.memory))
@@ -129,13 +131,34 @@ def check_data(config: Config) -> None:
         find_files(config.data.validation_path, "data.validation_path")
 
 
+def with_vocabulary(config: Config) -> Config:
+    """The configuration with `model.vocab_size: auto` decided: as many ids as the tokenizer has.
+
+    Raises:
+      InputError: the tokenizer cannot be read, a setting does not go with its number of ids, or raw bytes are to train
+        a model that is made for more than their 256 ids: nobody wants its large table by oversight.
+    """
+    if config.model.vocab_size != "auto":
+        return config
+    tokenizer, nominal = load_tokenizer(config.data.tokenizer), config.model.nominal_vocab
+    if config.data.tokenizer == BYTES and nominal > tokenizer.vocab_size:
+        kind = " --kind wordpiece" if config.model.masked else ""
+        raise InputError(
+            f"{config.name} is made for a vocabulary of {nominal:,} ids, and data.tokenizer=bytes has "
+            f"{tokenizer.vocab_size}; make a tokenizer of your text (jhpt tokenizer train FILES{kind} --vocab-size "
+            f"{nominal} --out tokenizer.json) and set data.tokenizer=tokenizer.json, or set "
+            f"model.vocab_size={tokenizer.vocab_size} (or {nominal}) to train on bytes all the same"
+        )
+    return load_config(config, {"model.vocab_size": tokenizer.vocab_size})
+
+
 def fitting_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of the data; InputError if the model cannot use it."""
     tokenizer = load_tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab_size:
+    if tokenizer.vocab_size > config.model.vocab:
         raise InputError(
-            f"data.tokenizer has {tokenizer.vocab_size} ids and model.vocab_size={config.model.vocab_size}; "
-            f"set model.vocab_size to {tokenizer.vocab_size} or more"
+            f"data.tokenizer has {tokenizer.vocab_size} ids and model.vocab_size={config.model.vocab}; "
+            f"set model.vocab_size to {tokenizer.vocab_size} or more, or to auto"
         )
     if config.data.packing == "documents":
         check_documents(tokenizer)

@@ -67,11 +67,11 @@ class MixerConfig(ModelConfig):
         """Exact, by place."""
         d, f = self.d_model, self.hidden
         return ParameterCount(
-            embedding=self.vocab_size * d,
+            embedding=self.vocab * d,
             per_layer=2 * (d + 2 * d * f + f + d),
             num_layers=self.num_layers,
             head=d,
-            padding=(self.padded_vocab - self.vocab_size) * d,
+            padding=(self.padded_vocab - self.vocab) * d,
         )
 
     def matrices(self) -> tuple[Matrices, ...]:
@@ -90,7 +90,7 @@ class MixerConfig(ModelConfig):
 
     def head_products(self) -> int:
         """The logits."""
-        return self.vocab_size * self.d_model
+        return self.vocab * self.d_model
 
     def embedding_cost(self, sizes: Sizes) -> LayerCost:
         """Rows of the table."""
@@ -212,7 +212,7 @@ class Mixer:
     def logits(self, params: Any, x: jax.Array) -> jax.Array:
         x = apply(self._norm(), params["head"]["norm"], x)
         table = params["embedding"]["tokens"]
-        return project_to_vocabulary(x, table, self.config.vocab_size, self.dtype, self.hooks)
+        return project_to_vocabulary(x, table, self.config.vocab, self.dtype, self.hooks)
 
     def loss(self, params: Any, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Any:
         return summed_loss(self.logits(params, x), rows.windows[:, 1:], rows.weights, objective.z_loss, self.hooks)

@@ -77,7 +77,7 @@ def gpt(config, params, tokens):
         x = x + linear(h, p["mlp"]["down"])
     x = norm(x, params["head"]["norm"], config.norm_eps)
     table = params["embedding"]["tokens"] if config.tied else params["head"]["tokens"]
-    return (x @ table.T)[:, : config.vocab_size]
+    return (x @ table.T)[:, : config.vocab]
 
 
 def bert(config, params, tokens, types, length):
@@ -93,7 +93,7 @@ def bert(config, params, tokens, types, length):
     head = params["head"]
     h = layer_norm(gelu(linear(x, head["transform"])), head["norm"], eps)
     logits = h @ e["tokens"].T + head["bias"]
-    return logits[:, : config.vocab_size], np.tanh(linear(x[0], params["pooler"]))
+    return logits[:, : config.vocab], np.tanh(linear(x[0], params["pooler"]))
 
 
 def layer(tree, index):

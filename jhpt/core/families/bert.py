@@ -41,11 +41,11 @@ class BERTConfig(TransformerConfig):
         """By place; the head's count holds the pooler, which masked-LM training leaves as it is initialised."""
         d, norm = self.d_model, self.norm_parameters
         return ParameterCount(
-            embedding=self.vocab_size * d + self.max_length * d + self.type_vocab_size * d + norm,
+            embedding=self.vocab * d + self.max_length * d + self.type_vocab_size * d + norm,
             per_layer=self.block_parameters(),
             num_layers=self.num_layers,
-            head=(d * d + d) + (d * d + d + norm + self.vocab_size),
-            padding=(self.padded_vocab - self.vocab_size) * (d + 1),
+            head=(d * d + d) + (d * d + d + norm + self.vocab),
+            padding=(self.padded_vocab - self.vocab) * (d + 1),
         )
 
     def matrices(self) -> tuple[Matrices, ...]:
@@ -59,4 +59,4 @@ class BERTConfig(TransformerConfig):
 
     def head_products(self) -> int:
         """The logits, after a transform of [d, d]."""
-        return self.vocab_size * self.d_model + self.d_model * self.d_model
+        return self.vocab * self.d_model + self.d_model * self.d_model

@@ -149,7 +149,14 @@ class ModelConfig(Section):
     coded_sizes: ClassVar[tuple[str, ...]] = ()
 
     family: str
-    vocab_size: Count = Field(256, description="token ids the model knows")
+    vocab_size: Literal["auto"] | Count = Field(
+        "auto", description="token ids the model knows; auto: as many as data.tokenizer has"
+    )
+    nominal_vocab: Count = Field(
+        256,
+        description="token ids that vocab_size=auto stands for where no tokenizer is read, as in jhpt plan: those that "
+        "the preset is made for",
+    )
     num_layers: Count = Field(4, description="transformer blocks")
     d_model: Count = Field(128, description="width of the residual stream")
     max_length: Count = Field(128, description="longest sequence the model accepts")
@@ -194,9 +201,19 @@ class ModelConfig(Section):
         return None
 
     @property
+    def vocab(self) -> int:
+        """Token ids the model knows, a number also before a tokenizer has decided `vocab_size: auto`.
+
+        A preset says what it is made for (`nominal_vocab`), so that it can be planned, counted and compiled without a
+        tokenizer.  Training sets `vocab_size` to the tokenizer's number (`jhpt.training.setup.with_vocabulary`) before
+        it plans or builds anything.
+        """
+        return self.nominal_vocab if self.vocab_size == "auto" else self.vocab_size
+
+    @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding table: `vocab_size` rounded up to `VOCAB_MULTIPLE`."""
-        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        """Rows of the embedding table: `vocab` rounded up to `VOCAB_MULTIPLE`."""
+        return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def tensor_sizes(self) -> dict[str, int]:

@@ -132,8 +132,8 @@ class GPTConfig(TransformerConfig):
 
     def parameter_count(self) -> ParameterCount:
         """By place; an untied head has a padded table of its own."""
-        d, padding_rows = self.d_model, self.padded_vocab - self.vocab_size
-        tokens = self.vocab_size * d
+        d, padding_rows = self.d_model, self.padded_vocab - self.vocab
+        tokens = self.vocab * d
         positions = self.max_length * d if self.positions == "learned" else 0
         return ParameterCount(
             embedding=tokens + positions,
@@ -155,4 +155,4 @@ class GPTConfig(TransformerConfig):
 
     def head_products(self) -> int:
         """The logits."""
-        return self.vocab_size * self.d_model
+        return self.vocab * self.d_model

@@ -244,7 +244,7 @@ class TransformerConfig(ModelConfig):
         share = dict(
             num_heads=self.num_heads // tensor,
             d_ff=self.ffn_width // tensor,
-            vocab_size=max(self.vocab_size // tensor, 1),
+            vocab_size=max(self.vocab // tensor, 1),
             head_width=self.head_dim,
             rows=self.padded_vocab // tensor,
         )

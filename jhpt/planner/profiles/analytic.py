@@ -143,7 +143,7 @@ def _max_tensor(model: ModelConfig, state: State) -> int:
 
 def _parameters(model: ModelConfig, count: ParameterCount) -> dict[str, int]:
     """Allocated parameters of each kind of layer; padding counts where the padded tables are."""
-    rows = model.padded_vocab - model.vocab_size
+    rows = model.padded_vocab - model.vocab
     in_table = rows * model.d_model
     in_head = count.padding - in_table
     return {"embedding": count.embedding + in_table, "block": count.per_layer, "head": count.head + in_head}

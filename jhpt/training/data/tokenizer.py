@@ -1,8 +1,8 @@
-"""Text <-> token ids: raw bytes, or any tokenizer in the `tokenizers` JSON format."""
+"""Text <-> token ids: raw bytes, or any tokenizer of the `tokenizers` library."""
 
 import hashlib
-import os
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +10,10 @@ import numpy as np
 import tokenizers
 
 from jhpt.core.errors import InputError
+from jhpt.training.data.tokenizer_files import SPECIAL_FILE, TOKENIZER_FILE, read_tokenizer
+
+BYTES = "bytes"
+"""What `data.tokenizer` is for raw bytes."""
 
 
 class Tokenizer(Protocol):
@@ -22,6 +26,8 @@ class Tokenizer(Protocol):
     mask: int | None
     start: int | None
     separator: int | None
+    files: tuple[Path, ...]
+    """What it was read from."""
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids [n], int32."""
@@ -35,6 +41,10 @@ class Tokenizer(Protocol):
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Writes it into a folder that `data.tokenizer` can name then; nothing for raw bytes."""
+        ...
+
 
 class ByteTokenizer:
     """One token per UTF-8 byte.  The special ids are bytes that UTF-8 never contains, so 256 ids are enough."""
@@ -45,6 +55,7 @@ class ByteTokenizer:
     mask: int | None = 0xFE
     start: int | None = 0xFD
     separator: int | None = 0xFC
+    files: tuple[Path, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
@@ -55,35 +66,57 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 0xF8).decode("utf-8", errors="replace")
 
+    def save(self, folder: Path) -> None:
+        """Nothing: it has no file."""
+
+
+SPECIAL = {
+    "end": (("eos_token", "sep_token"), ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]", "<eos>")),
+    "mask": (("mask_token",), ("[MASK]", "<mask>")),
+    "start": (("cls_token", "bos_token"), ("[CLS]", "<s>")),
+    "separator": (("sep_token", "eos_token"), ("[SEP]", "</s>")),
+}
+"""Special ids: their names in settings, the first that names a token; where settings name none of them, usual texts."""
+
 
 class FileTokenizer:
-    """A tokenizer of the Hugging Face `tokenizers` library, read from its JSON file."""
+    """A tokenizer of the Hugging Face `tokenizers` library, from its JSON file or in any form of `tokenizer_files`."""
 
-    _END = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]", "<eos>")
-
-    def __init__(self, path: Path):
+    def __init__(self, name: str | Path):
+        source = f"data.tokenizer={name}"
+        read = read_tokenizer(str(name))
         try:
-            text = path.read_text(encoding="utf-8")
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            self._tokenizer = tokenizers.Tokenizer.from_str(read.text)
             # Released files often carry the limits of one model's inputs; here whole documents are read.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-        except FileNotFoundError:
-            raise InputError(f"data.tokenizer={path}: no such file; give a tokenizers JSON file or 'bytes'") from None
         except Exception as error:  # the library raises bare Exception on malformed JSON
-            raise InputError(f"data.tokenizer={path}: not a tokenizers JSON file: {error}") from None
+            raise InputError(f"{source}: not a tokenizers JSON file: {error}") from None
         # Not get_vocab_size(), which counts tokens: ids may have gaps.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         if not self.vocab_size:
-            raise InputError(f"data.tokenizer={path}: its vocabulary is empty; give a trained tokenizer")
-        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        self.end = next((i for i in map(self._tokenizer.token_to_id, self._END) if i is not None), None)
-        self.mask = self._first("[MASK]", "<mask>")
-        self.start = self._first("[CLS]", "<s>")
-        self.separator = self._first("[SEP]", "</s>")
+            raise InputError(f"{source}: its vocabulary is empty; give a trained tokenizer")
+        ids = {role: self._special(role, read.special, source) for role in SPECIAL}
+        guess = {role: self._special(role, {}, source) for role in SPECIAL}
+        self.end, self.mask, self.start, self.separator = ids.values()
+        self.files = read.files
+        self._read = read
+        content = read.text + (str(ids) if ids != guess else "")
+        self.fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
-    def _first(self, *names: str) -> int | None:
-        return next((i for i in map(self._tokenizer.token_to_id, names) if i is not None), None)
+    def _special(self, role: str, settings: Mapping[str, str | None], source: str) -> int | None:
+        keys, usual = SPECIAL[role]
+        if not any(key in settings for key in keys):
+            return next((i for i in map(self._tokenizer.token_to_id, usual) if i is not None), None)
+        key, token = next(((key, settings[key]) for key in keys if settings.get(key) is not None), ("", None))
+        if token is None:
+            return None
+        if (number := self._tokenizer.token_to_id(token)) is None:
+            raise InputError(
+                f"{source}: its settings name {token!r} as {key}, which its vocabulary has not; correct {SPECIAL_FILE} "
+                "or tokenizer_config.json"
+            )
+        return number
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
@@ -95,7 +128,17 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i < self.vocab_size])
 
+    def save(self, folder: Path) -> None:
+        """Writes its JSON file and what settings say of special tokens, each atomically."""
+        texts = {TOKENIZER_FILE: self._read.text}
+        if self._read.special:
+            texts[SPECIAL_FILE] = json.dumps(dict(self._read.special), indent=1)
+        for name, text in texts.items():
+            partial = folder / f"{name}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.rename(folder / name)
+
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names."""
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(os.path.expanduser(name)))
+    return ByteTokenizer() if name == BYTES else FileTokenizer(name)

@@ -141,8 +141,3 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content, words):
     with pytest.raises(InputError) as caught:
         load_tokenizer(str(path))
     assert f"data.tokenizer={path}" in str(caught.value) and words in str(caught.value)
-
-
-def test_a_folder_is_no_tokenizer(tmp_path):
-    with pytest.raises(InputError, match="not a tokenizers JSON file"):
-        load_tokenizer(str(tmp_path))
