@@ -22,7 +22,9 @@ MEASURED_LINES = 200_000
 
 def tokenizer_command(arguments: list[str]) -> int:
     """`jhpt tokenizer`: `train` is all it can do."""
-    if arguments[:1] != ["train"] and not {"--help", "-h"} & set(arguments):
+    if arguments[:1] == ["train"]:
+        arguments = arguments[1:]
+    elif arguments not in (["--help"], ["-h"]):
         raise InputError("say what to do: jhpt tokenizer train FILES --vocab-size N --out tokenizer.json")
 
     def train(
@@ -51,7 +53,7 @@ def tokenizer_command(arguments: list[str]) -> int:
         _check_out(Path(out), force)
         _train(files, kind, vocab_size, Path(out), lowercase=lowercase, text_key=text_key)
 
-    tyro.cli(train, prog="jhpt tokenizer train", args=arguments[1:], config=(tyro.conf.FlagCreatePairsOff,))
+    tyro.cli(train, prog="jhpt tokenizer train", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
     return 0
 
 

@@ -268,7 +268,7 @@ BAD = {
         files={"t.json": b'{"model": {'},
     ),
     "tokenizer larger than the vocabulary": bad(
-        "train tiny.yaml --data.tokenizer t.json",
+        "train tiny.yaml --data.tokenizer t.json --model.vocab_size 256",
         "301 ids",
         "model.vocab_size=256",
         "301 or more",
@@ -471,7 +471,8 @@ from jhpt import Config, InputError, load_config
 load_config("bert-base")
 streams = io.StringIO()
 with contextlib.redirect_stdout(streams), contextlib.redirect_stderr(streams):
-    for arguments in ([], ["train", "--train.steps", "none"], ["train", "no-preset"], ["trian"]):
+    for arguments in ([], ["train", "--train.steps", "none"], ["train", "no-preset"], ["trian"],
+                      ["tokenizer", "train", "--vocab-size", "9"]):
         jhpt.cli.main(arguments)
     with contextlib.suppress(SystemExit):
         jhpt.cli.main(["train", "--help"])

@@ -72,7 +72,9 @@ STAGES: dict[str, tuple[Part, ...]] = {
         Part(
             name="profile",
             seconds=220,
-            arguments=("-m", "jhpt", "profile", "gpt2-124m", "--quick", "--out", "{result}"),
+            arguments=(
+                *("-m", "jhpt", "profile", "gpt2-124m", "--model.vocab_size", "50257", "--quick", "--out", "{result}"),
+            ),
             dry=("-m", "jhpt", "profile", "gpt-tiny", "--quick", "--out", "{result}"),
         ),
         *(

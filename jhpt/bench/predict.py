@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jhpt.bench.results import Claim, Report, Row, chosen
-from jhpt.core.load import load_config
+from jhpt.core.load import load_config, with_nominal_vocabulary
 from jhpt.measure.profile import Samples, predict_step
 from jhpt.measure.timer import steady
 from jhpt.training.compile import compile_step
@@ -71,7 +71,8 @@ class Prediction:
 
 def compare(case: Case, rounds: int) -> Prediction:
     """Predicts and measures the step of a case on the first device."""
-    config = load_config(case.preset, {"parallel.data": 1, "log.tensorboard": False, **case.changes})
+    changes = {"parallel.data": 1, "log.tensorboard": False, **case.changes}
+    config = with_nominal_vocabulary(load_config(case.preset, changes))
     setup = prepare(config)
     grid = Grid(batches=(config.data.batch_size // config.parallel.micro_batches,), tensors=(1,), rounds=rounds)
     seconds = measure_layers(config, grid, {"measured": _real_step(setup)})

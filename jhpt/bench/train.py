@@ -24,7 +24,7 @@ from jhpt.bench import minimal
 from jhpt.bench.results import Claim, Report, Row, chosen, print_claims, print_rows
 from jhpt.core.families.bert import BERTConfig
 from jhpt.core.families.gpt import GPTConfig
-from jhpt.core.load import load_config
+from jhpt.core.load import load_config, with_nominal_vocabulary
 from jhpt.measure.timer import interleaved, spread
 from jhpt.training.compile import compile_step
 from jhpt.training.console import Display
@@ -63,7 +63,7 @@ def run(*, quick: bool, json_path: str | None, only: Sequence[str] = ()) -> int:
 
 def _setup(preset: str, changes: dict[str, Any], steps: int) -> Setup:
     overrides = {"parallel.data": 1, "log.every": steps, "log.tensorboard": False}
-    return prepare(load_config(preset, overrides | changes))
+    return prepare(with_nominal_vocabulary(load_config(preset, overrides | changes)))
 
 
 def _competitors(setup: Setup, steps: int) -> dict[str, Callable[[], Trial]]:

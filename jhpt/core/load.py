@@ -42,11 +42,14 @@ class Weights:
         length = min(self.model.max_length, 512)
         changes = {"data": {"sequence_length": length}, "optimizer": {"learning_rate": 2e-5}}
         tree = Config().model_dump() | {"name": name, "model": self.model.model_dump()}
-        return self.with_tokenizer(_merge(tree, changes))
+        return self.adopted(_merge(tree, changes))
 
-    def with_tokenizer(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The dict with the tokenizer of the weights, if there is one."""
-        return tree if self.tokenizer is None else _merge(tree, {"data": {"tokenizer": self.tokenizer}})
+    def adopted(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The dict with the tokenizer of the weights, if there is one, and with their vocabulary where it has none."""
+        changes: dict[str, Any] = {"data": {"tokenizer": self.tokenizer}} if self.tokenizer is not None else {}
+        if tree["model"].get("vocab_size") == "auto":
+            changes["model"] = {"vocab_size": self.model.vocab}
+        return _merge(tree, changes)
 
     def check(self, config: Config) -> None:
         """Refuses another model than that of the weights.
@@ -54,7 +57,7 @@ class Weights:
         Raises:
           InputError: with the settings that differ.
         """
-        free = {"dropout", "dtype", "matmul_dtype", "attention"}
+        free = {"dropout", "dtype", "matmul_dtype", "attention", "nominal_vocab"}
         if not self.model.position_table:
             free.add("max_length")
         # Sizes that follow from others may be written out.
@@ -90,6 +93,12 @@ def load_config(
     for name, value in (overrides or {}).items():
         changes = _merge(changes, _nested(name, value))
     return validate(_merge(_tree(source, weights), changes))
+
+
+def with_nominal_vocabulary(config: Config) -> Config:
+    """The configuration with as many token ids as its model is made for, whatever its tokenizer has: what benchmarks
+    time."""
+    return load_config(config, {"model.vocab_size": config.model.vocab})
 
 
 def run_config(source: Source, out: str | os.PathLike[str] | None, weights: Weights | None = None) -> Config:
@@ -146,7 +155,7 @@ def _base(name: str | None, weights: Weights | None) -> dict[str, Any]:
     """The complete nested dict that changes start from: a preset, or the defaults."""
     if weights is None:
         return preset(DEFAULT if name is None else name)
-    return weights.default() if name is None else weights.with_tokenizer(preset(name))
+    return weights.default() if name is None else weights.adopted(preset(name))
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -18,17 +18,6 @@ from jhpt.huggingface.tensors import Part
 
 CONFIG = "config.json"
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-)
-"""The files of a tokenizer that lie beside the weights."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:

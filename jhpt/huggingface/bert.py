@@ -32,7 +32,7 @@ def config(model: BERTConfig) -> dict[str, Any]:
     return {
         "architectures": ["BertForMaskedLM"],
         "model_type": "bert",
-        "vocab_size": model.vocab_size,
+        "vocab_size": model.vocab,
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.d_model,
         "num_attention_heads": model.num_heads,
@@ -48,7 +48,7 @@ def config(model: BERTConfig) -> dict[str, Any]:
 
 def parts(model: BERTConfig) -> tuple[Part, ...]:
     """The parameters and their tensors.  `BertModel` has no masked-LM head, and `BertForMaskedLM` no pooler."""
-    rows, padded = model.vocab_size, model.padded_vocab
+    rows, padded = model.vocab, model.padded_vocab
     heads = Heads(kv=model.num_heads, group=1, width=model.head_dim)
     attention = f"{BLOCK}.attention"
     queries, keys, values = (f"{attention}.self.{name}" for name in ("query", "key", "value"))

@@ -51,7 +51,7 @@ def config(model: GPTConfig) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "vocab_size": model.vocab_size,
+        "vocab_size": model.vocab,
         "n_layer": model.num_layers,
         "n_embd": model.d_model,
         "n_head": model.num_heads,
@@ -68,7 +68,7 @@ def config(model: GPTConfig) -> dict[str, Any]:
 
 def parts(model: GPTConfig) -> tuple[Part, ...]:
     """GPT-2's weights are [in, out], like ours."""
-    rows, padded = model.vocab_size, model.padded_vocab
+    rows, padded = model.vocab, model.padded_vocab
     heads = Heads(kv=model.num_heads, group=1, width=model.head_dim)
     linears = {"attention/projection": "attn.c_proj", "mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}
     return (

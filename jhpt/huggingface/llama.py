@@ -105,7 +105,7 @@ def config(model: GPTConfig) -> dict[str, Any]:
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": name.lower(),
-        "vocab_size": model.vocab_size,
+        "vocab_size": model.vocab,
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.d_model,
         "num_attention_heads": model.num_heads,
@@ -122,7 +122,7 @@ def config(model: GPTConfig) -> dict[str, Any]:
 
 def parts(model: GPTConfig) -> tuple[Part, ...]:
     """The parameters and their tensors."""
-    rows, padded = model.vocab_size, model.padded_vocab
+    rows, padded = model.vocab, model.padded_vocab
     heads = Heads(kv=model.kv_heads, group=model.num_heads // model.kv_heads, width=model.head_dim)
     queries, keys, values = (f"{BLOCK}.self_attn.{name}_proj" for name in "qkv")
     return (

@@ -21,13 +21,14 @@ from jhpt.core.amounts import gib
 from jhpt.core.config import CheckpointConfig
 from jhpt.core.errors import InputError
 from jhpt.core.load import CONFIG_FILE, load_config, to_yaml
-from jhpt.huggingface.architectures import CONFIG, TOKENIZER_FILES, exported
+from jhpt.huggingface.architectures import CONFIG, exported
 from jhpt.huggingface.files import Writable, write_tensors
 from jhpt.huggingface.folder import Folder, open_folder
 from jhpt.huggingface.tensors import Part
 from jhpt.models.family import Params, build
 from jhpt.sharding.partition import path_name
 from jhpt.training.checkpoint import FOLDER, Checkpoints, Layered, make_record, newest
+from jhpt.training.data.tokenizer_files import FILES, lies_in
 from jhpt.training.init_from import weights_at
 from jhpt.training.step import TrainState
 
@@ -51,8 +52,8 @@ def import_folder(folder: Path, out: Path, say: Say) -> None:
     for note in source.notes:
         say(f"note: {note}")
     with replaced_folder(out, "--out") as partial_out:
-        tokenizer = _copied_tokenizer(folder, partial_out)
-        changes = {"data.tokenizer": str(out / tokenizer)} if tokenizer else {}
+        _copy_tokenizer(folder, partial_out)
+        changes = {"data.tokenizer": str(out)} if lies_in(folder) else {}
         config = load_config(None, changes, weights=weights)
         zero = jnp.zeros((), jnp.int32)
         state = TrainState(step=zero, skipped=zero, bad_steps=zero, params=_by_layer(source, config.seed), optimizer={})
@@ -74,12 +75,11 @@ def _by_layer(source: Folder, seed: int) -> Params:
     return {**others, "blocks": jax.tree_util.tree_map_with_path(layered, shapes["blocks"])}
 
 
-def _copied_tokenizer(folder: Path, out: Path) -> str | None:
-    """The tokenizer's file in `out`, to which the files of the folder's tokenizer are copied."""
-    for name in TOKENIZER_FILES:
+def _copy_tokenizer(folder: Path, out: Path) -> None:
+    """The tokenizer's files come along, whichever there are."""
+    for name in FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
-    return TOKENIZER_FILES[0] if (out / TOKENIZER_FILES[0]).is_file() else None
 
 
 def export_run(run: Path, folder: Path, say: Say, *, dtype: str = "float32", shard_bytes: float = SHARD_BYTES) -> None:
@@ -103,7 +103,7 @@ def export_run(run: Path, folder: Path, say: Say, *, dtype: str = "float32", sha
         tensors = list(_writable(architecture.parts(model), model.num_layers, leaves, np.dtype(DTYPES[dtype])))
         write_tensors(out, tensors, int(shard_bytes))
         (out / CONFIG).write_text(json.dumps({**tree, "torch_dtype": dtype}, indent=2, sort_keys=True) + "\n")
-        _copied_tokenizer(run, out)
+        _copy_tokenizer(run, out)
     size = gib(sum(tensor.bytes for tensor in tensors))
     say(f"step {step} of {run} is in {folder}: {tree['architectures'][0]}, {size} of {dtype}")
 

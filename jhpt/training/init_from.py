@@ -5,9 +5,7 @@ from pathlib import Path
 from jhpt.core.errors import InputError
 from jhpt.core.load import CONFIG_FILE, Weights, load_config
 from jhpt.huggingface.architectures import described, is_folder
-
-TOKENIZER = "tokenizer.json"
-"""The tokenizer's file beside weights."""
+from jhpt.training.data.tokenizer_files import lies_in
 
 
 def weights_at(path: Path) -> Weights:
@@ -28,4 +26,4 @@ def weights_at(path: Path) -> Weights:
 
 
 def _beside(path: Path) -> str | None:
-    return str(path / TOKENIZER) if (path / TOKENIZER).is_file() else None
+    return str(path) if lies_in(path) else None

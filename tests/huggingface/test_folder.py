@@ -72,7 +72,7 @@ def test_weights_without_a_place_are_named(tmp_path):
 
 def test_a_tied_head_may_be_there_twice(tmp_path):
     params = random_parameters(GPT)
-    write_folder(tmp_path, GPT, params, tensors={"lm_head.weight": params["embedding"]["tokens"][: GPT.vocab_size]})
+    write_folder(tmp_path, GPT, params, tensors={"lm_head.weight": params["embedding"]["tokens"][: GPT.vocab]})
     jax.tree.map(np.testing.assert_array_equal, read(tmp_path)[1], params)
 
 

@@ -34,7 +34,7 @@ def test_every_parameter_has_its_part(name):
 def test_numbers_survive_the_way_there_and_back(name):
     """Every number arrives where it was; rows of padding come back as zeros."""
     architecture, _ = exported(MODELS[name])
-    shapes, rows = leaves_of(MODELS[name]), MODELS[name].vocab_size
+    shapes, rows = leaves_of(MODELS[name]), MODELS[name].vocab
     for part in architecture.parts(MODELS[name]):
         shape = shapes[part.leaf][1:] if part.layered else shapes[part.leaf]
         array = np.arange(1, 1 + np.prod(shape), dtype=np.float64).reshape(shape)

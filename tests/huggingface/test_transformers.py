@@ -75,7 +75,7 @@ def relative(ours, theirs):
 def tokens_of(model):
     length = min(model.max_length, 48)
     # Their BERT gives the embedding of token 0, the padding, no gradient.
-    return np.random.default_rng(0).integers(1, model.vocab_size, (3, length))
+    return np.random.default_rng(0).integers(1, model.vocab, (3, length))
 
 
 def read(folder, name):
@@ -109,7 +109,7 @@ def test_outputs(folder, name):
         out = theirs(name)(torch.tensor(tokens), output_hidden_states=True)
     logits = out.prediction_logits if name.startswith("bert") else out.logits
     xs = hidden_states(model, params, jnp.asarray(tokens))
-    assert relative(model.logits(params, xs[-1])[..., : model.config.vocab_size], logits) < 1e-4
+    assert relative(model.logits(params, xs[-1])[..., : model.config.vocab], logits) < 1e-4
     # Of a causal model, the last of theirs is after the last norm.
     for ours, expected in zip(xs if name.startswith("bert") else xs[:-1], out.hidden_states, strict=False):
         assert relative(ours, expected) < 1e-4

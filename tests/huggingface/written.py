@@ -20,7 +20,7 @@ def random_parameters(model):
     def leaf(path, shape):
         array = (0.1 * rng.standard_normal(shape.shape)).astype(np.float32)
         if path_name(path).endswith(("/tokens", "head/bias")):
-            array[model.vocab_size :] = 0
+            array[model.vocab :] = 0
         return array
 
     return jax.tree_util.tree_map_with_path(leaf, shapes)

@@ -97,7 +97,7 @@ def test_tokenizer_files_come_along(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "there" / name).write_text(json.dumps({"file": name}))
     main(["import", "hf", str(tmp_path / "there"), "--out", str(tmp_path / "run")])
-    assert load_config(tmp_path / "run" / "config.yaml").data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
+    assert load_config(tmp_path / "run" / "config.yaml").data.tokenizer == str(tmp_path / "run")
     main(["export", "hf", str(tmp_path / "run"), str(tmp_path / "again")])
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_text() == (tmp_path / "there" / name).read_text()

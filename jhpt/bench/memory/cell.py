@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jhpt.core.load import load_config
+from jhpt.core.load import load_config, with_nominal_vocabulary
 from jhpt.core.plan import Plan
 from jhpt.training.compile import compile_step
 from jhpt.training.data.batches import shuffled, training_batches
@@ -26,7 +26,8 @@ from jhpt.training.setup import prepare
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     """The results that the process writes."""
-    config, plan = load_config(spec["preset"], spec["overrides"]), Plan.model_validate(spec["plan"])
+    config = with_nominal_vocabulary(load_config(spec["preset"], spec["overrides"]))
+    plan = Plan.model_validate(spec["plan"])
     allow_pinned_memory(config.memory)
     setup = prepare(config, plan)
     step = compile_step(setup)

@@ -78,7 +78,7 @@ def _find(name: str) -> dict[str, Path]:
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         found = {file: path / file for file in FILES if (path / file).is_file()}
-        if _complete(found):
+        if complete(found):
             return found
         if (path / CONFIG_FILE).is_file():
             raise InputError(
@@ -95,7 +95,12 @@ def _find(name: str) -> dict[str, Path]:
     return _on_hub(name)
 
 
-def _complete(found: Iterable[str]) -> bool:
+def lies_in(folder: Path) -> bool:
+    """Whether the files of a tokenizer are in the folder."""
+    return complete(file for file in FILES if (folder / file).is_file())
+
+
+def complete(found: Iterable[str]) -> bool:
     """Whether files of these names are a tokenizer."""
     names = set(found)
     return bool(names & {TOKENIZER_FILE, "vocab.txt"}) or names >= {"vocab.json", "merges.txt"}
@@ -124,7 +129,7 @@ def _on_hub(name: str) -> dict[str, Path]:
         found = {file: Path(place) for file, place in places.items() if isinstance(place, str)}
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         problem = f"cannot be reached ({reason})"
-    if not _complete(found):
+    if not complete(found):
         raise InputError(
             f"data.tokenizer={name}: no such file or folder, and the Hugging Face hub {problem}; give {FORMS}"
         )
