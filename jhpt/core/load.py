@@ -61,7 +61,10 @@ class Weights:
         if not self.model.position_table:
             free.add("max_length")
         # Sizes that follow from others may be written out.
-        ours, theirs = ({**model.model_dump(), **model.tensor_sizes} for model in (config.model, self.model))
+        ours, theirs = (
+            {**model.model_dump(), "vocab_size": model.vocab, **model.tensor_sizes}
+            for model in (config.model, self.model)
+        )
         different = [
             f"  model.{name}: the weights have {theirs.get(name)!r}, the configuration {ours.get(name)!r}"
             for name in {**theirs, **ours}
