@@ -293,6 +293,8 @@ def cached_profile(config: Config, grid: Grid, again: bool = False) -> tuple[Mod
         "dtype": compute_dtype(config, device).name,
         "grid": [grid.batches, grid.tensors, grid.rounds],
     }
+    if config.data.packing != "stream":
+        model["packing"] = config.data.packing
     path = _cache_path("profiles", model, "profile.json")
     if (known := _known(path, load_profile, profile_faults, again)) is not None:
         return known.model_copy(update={"name": config.name}), path, True

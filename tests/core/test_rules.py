@@ -17,6 +17,7 @@ BROKEN = {
     "devices": Choices(devices=8, available=4, place="h100x4x1"),
     "compression and sequence parallelism": Choices(compression=True, sequence=True),
     "compression of tokens": Choices(compression=True, sample="one image"),
+    "compression and documents": Choices(compression=True, documents=True),
     "compressed gradients and ZeRO-3": Choices(gradient_compression=True, zero=3),
     "chunks need stages": Choices(stages=1, chunks=2),
     "chunks are interleaved": Choices(stages=2, chunks=2, schedule="gpipe", micro_batches=2),

@@ -14,6 +14,9 @@ pytestmark = pytest.mark.gpu
 
 CASES = {
     "gpt2": dict(heads=12, kv_heads=12, width=64, causal=True, padded=False),
+    "gpt2, documents": dict(heads=12, kv_heads=12, width=64, causal=True, padded=False, documents=True),
+    "llama, documents": dict(heads=8, kv_heads=2, width=128, causal=True, padded=False, documents=True),
+    "bert, documents": dict(heads=16, kv_heads=16, width=64, causal=False, padded=False, documents=True),
     "llama": dict(heads=8, kv_heads=2, width=128, causal=True, padded=False),
     "bert": dict(heads=16, kv_heads=16, width=64, causal=False, padded=True),
 }
@@ -30,9 +33,13 @@ def test_cudnn_attention_is_the_float32_one(name):
         jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, (shape, kv_shape, kv_shape, shape), strict=True)
     )
     lengths = jnp.array([256, 100]) if case["padded"] else None
+    starts = jnp.repeat(jnp.array([[0, 3, 64, 200], [0, 1, 100, 130]]), jnp.array([3, 61, 136, 56]), axis=1)
+    context = Context(
+        documents=jnp.minimum(starts, jnp.arange(256)) if case.get("documents") else None, lengths=lengths
+    )
 
     def loss(q, k, v, implementation):
-        out = attention(q, k, v, causal=case["causal"], context=Context(lengths=lengths), implementation=implementation)
+        out = attention(q, k, v, causal=case["causal"], context=context, implementation=implementation)
         # Rows of padding queries are arbitrary.
         rows = jnp.arange(256)[None] < (jnp.full(2, 256) if lengths is None else lengths)[:, None]
         return jnp.sum(jnp.where(rows[..., None, None], out.astype(jnp.float32) * mix.astype(jnp.float32), 0.0))

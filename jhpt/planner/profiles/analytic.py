@@ -121,14 +121,16 @@ def sizes_of(config: Config, device: Device, dtype: str, *, keeps_scores: bool =
         tokens=tokens,
         predicted=config.model.predicted_tokens(tokens, config.data.mask_fraction),
         element=ELEMENT_BYTES[dtype],
-        flash=_flash(config.model, device, dtype),
+        flash=_flash(config, device, dtype),
         keeps_scores=keeps_scores,
     )
 
 
-def _flash(model: ModelConfig, device: Device, dtype: str) -> bool:
+def _flash(config: Config, device: Device, dtype: str) -> bool:
     """Whether attention runs in cuDNN's flash kernel, by the rules of `jhpt.models.attention.choose_attention`."""
-    width = model.head_dim
+    model, data, width = config.model, config.data, config.model.head_dim
+    if data.packing == "documents" and data.sequence_length % 2:
+        return False
     fits = ELEMENT_BYTES[dtype] == 2 and width is not None and width % 8 == 0 and width <= FLASH_HEAD
     capability = capability_by_driver(device.name)
     return model.attention != "xla" and fits and (capability is None or capability >= FLASH_CAPABILITY)
