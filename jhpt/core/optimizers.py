@@ -19,6 +19,7 @@ class OptimizerNumbers:
     moments: numbers that it stores for every parameter from step to step.
     moments_in_blocks: for every number in a matrix of a block, where these differ; None: as many as `moments`.
     factored: of a matrix or table it stores a number for each row and each column instead.
+    orthogonal: steps of Newton and Schulz in which an update makes every matrix of a block orthogonal.
     coded: its moments can be stored in 8 bits.
     offloaded: it can update blocks while they stream from host memory (`memory.offload`).
     settings: which of `OWN_SETTINGS` it reads; the others are refused (`jhpt.core.unused`).
@@ -27,10 +28,14 @@ class OptimizerNumbers:
     moments: int
     moments_in_blocks: int | None = None
     factored: bool = False
+    orthogonal: int = 0
     coded: bool = False
     offloaded: bool = False
     settings: tuple[str, ...] = OWN_SETTINGS
 
+
+NEWTON_SCHULZ_STEPS = 5
+"""Steps of Muon, as many as Jordan et al. take."""
 
 ADAM = ("b1", "b2", "eps")
 MOMENTUM = ("momentum", "nesterov")
@@ -40,7 +45,9 @@ OPTIMIZERS: dict[str, OptimizerNumbers] = {
     "lion": OptimizerNumbers(moments=1, settings=("b1", "b2")),
     "sgd": OptimizerNumbers(moments=1, settings=MOMENTUM),
     "adafactor": OptimizerNumbers(moments=1, factored=True, settings=()),
-    "muon": OptimizerNumbers(moments=2, moments_in_blocks=1, settings=(*ADAM, *MOMENTUM)),
+    "muon": OptimizerNumbers(
+        moments=2, moments_in_blocks=1, orthogonal=NEWTON_SCHULZ_STEPS, settings=(*ADAM, *MOMENTUM)
+    ),
 }
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jhpt.core.optimizers import NEWTON_SCHULZ_STEPS
 from jhpt.sharding.partition import MATRICES, path_name
 from jhpt.sharding.types import KeyPath, PyTree
 
@@ -183,7 +184,9 @@ def scale_by_orthogonal_momentum(*, momentum: float, nesterov: bool) -> optax.Gr
 
 def _orthogonal(matrices: Any) -> Any:
     """The nearest orthogonal matrices, scaled to the root mean square of AdamW's directions."""
-    muon = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=_dimension_numbers)
+    muon = optax.contrib.scale_by_muon(
+        ns_steps=NEWTON_SCHULZ_STEPS, beta=0.0, nesterov=False, weight_dimension_numbers=_dimension_numbers
+    )
     directions, _ = muon.update(matrices, muon.init(matrices))
     return jax.tree_util.tree_map_with_path(_with_adams_rms, directions)
 

@@ -134,6 +134,15 @@ def test_an_update_moves_what_is_kept():
     assert moved == {"float32": pytest.approx(2 + 2 + 2), "few": pytest.approx(2 + 2)}
 
 
+def test_an_update_of_muon_makes_matrices_orthogonal():
+    """Five times, of each of twelve blocks' matrices [n, m]: 2 n^2 m for A = X X^T, 2 n^3 for A A, 2 n^2 m for X."""
+    device = find_cluster("h100x1x1").nodes[0].device
+    profile = analytic_profile(load_config("gpt2-124m", {"optimizer.name": "muon"}), device)
+    products = profile.update_seconds - (2 + 2 + 2 + 2 * profile.state.bytes) / device.stream_rate
+    flops = 12 * 5 * sum(4 * 768**2 * wide + 2 * 768**3 for wide in (2304, 768, 3072, 3072))
+    assert products * profile.parameters == pytest.approx(flops / device.sustained("float32"))
+
+
 def test_tensor_degrees_leave_blocks_of_codes_whole():
     """11,008 numbers of the MLP are 172 blocks, which 4 divides and 8 does not: that would be refused."""
     changes = {"model.d_ff": 11008, "optimizer.moments": "int8"}

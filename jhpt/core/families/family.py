@@ -114,6 +114,12 @@ class Matrices:
         """The numbers in all of them."""
         return self.count * self.inputs * self.outputs
 
+    @property
+    def orthogonal_flops(self) -> int:
+        """FLOP of a step of Newton and Schulz, X' = a X + (b A + c A A) X with A = X X^T: three products of each."""
+        less, more = sorted((self.inputs, self.outputs))
+        return self.count * (4 * less**2 * more + 2 * less**3)
+
 
 def table(rows: int, width: int) -> Matrices:
     """A table, or another matrix outside the blocks."""

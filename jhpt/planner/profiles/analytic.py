@@ -28,6 +28,7 @@ from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import LayerCost, ModelConfig, ParameterCount, Sizes
 from jhpt.core.framework import IDEAL, Framework
+from jhpt.core.optimizers import optimizer_numbers
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.core.state import State, most_cuts, state_of
 from jhpt.core.work import Operation, Work, size_of
@@ -92,7 +93,8 @@ def analytic_profile(
     return profile.model_copy(
         update={
             "state_bytes": sizes.element + copy + state.bytes,
-            "update_seconds": (update_bytes(state, sizes.element, copy) + clip) / device.stream_rate,
+            "update_seconds": (update_bytes(state, sizes.element, copy) + clip) / device.stream_rate
+            + update_flops(config) / device.sustained("float32" if "float32" in device.peak_flops else dtype),
         }
     )
 
@@ -104,6 +106,17 @@ def update_bytes(state: State, element: int, copy: int) -> float:
     computed with, if there is one.  Left out: decoding and coding of low-precision moments.
     """
     return element + copy + 2 * state.bytes
+
+
+def update_flops(config: Config) -> float:
+    """FLOP of an update's products per parameter of the model, which are float32.
+
+    Left out: what devices exchange where a plan cuts the matrices, and that they repeat products where layers do not
+    suffice for all of them (`jhpt.sharding.layout.Layout.on_whole_layers`).
+    """
+    steps = optimizer_numbers(config.optimizer.name).orthogonal
+    flops = sum(each.orthogonal_flops for each in config.model.matrices() if each.of_blocks)
+    return steps * flops / config.model.parameter_count().allocated
 
 
 def _model_flops(model: ModelConfig, sizes: Sizes) -> float:
