@@ -13,9 +13,9 @@ stored for a plan,
 Every leaf is cut over the tensor axes as `partition` says, and with ZeRO over the data axes too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -150,22 +150,38 @@ class Layout:
     def on_whole_layers(self, function: Callable[[Any], Any], tree: PyTree) -> Any:
         """`function` of stored leaves of blocks, under `jit`, while no layer is cut: for arithmetic on whole matrices.
 
-        Meanwhile the axes that cut a leaf share out its layers, as far as their number allows: an all-to-all for each
-        axis, there and back.  Where it does not, each device has the layers of all: an all-gather, and work repeated.
+        Meanwhile the axes that cut a leaf share out the layers of each stage: an all-to-all for each axis, there and
+        back.  Zeros are put behind the layers of a stage, so that every rank has as many.
 
         Args:
-          function: it returns a tree like its argument.
+          function: of every layer by itself.
         """
-        mesh = self.device_mesh.mesh
 
-        def placed(path: KeyPath, leaf: jax.Array, *, back: bool) -> jax.Array:
+        def there(path: KeyPath, leaf: jax.Array) -> jax.Array:
             moves = self._to_whole_layers(path_name(path), leaf.shape)
-            for spec in reversed(moves) if back else moves:
-                leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
-            return leaf
+            ranks = self.device_mesh.size(moves[-1][0])
+            most = -(-leaf.shape[0] // ranks)
+            return self._moved(self._with_rows(leaf, most * ranks // self.stages), moves)
 
-        moved = jax.tree_util.tree_map_with_path(partial(placed, back=False), tree)
-        return jax.tree_util.tree_map_with_path(partial(placed, back=True), function(moved))
+        def back(path: KeyPath, leaf: jax.Array, before: jax.Array) -> jax.Array:
+            moves = self._to_whole_layers(path_name(path), leaf.shape)
+            return self._with_rows(self._moved(leaf, moves[::-1]), before.shape[0] // self.stages)
+
+        results = function(jax.tree_util.tree_map_with_path(there, tree))
+        return jax.tree_util.tree_map_with_path(back, results, tree)
+
+    def _moved(self, leaf: jax.Array, moves: Sequence[Sequence[tuple[str, ...]]]) -> jax.Array:
+        """A leaf under one partition after the other."""
+        for spec in moves:
+            sharding = NamedSharding(self.device_mesh.mesh, PartitionSpec(*spec))
+            leaf = jax.lax.with_sharding_constraint(leaf, sharding)
+        return leaf
+
+    def _with_rows(self, leaf: jax.Array, rows: int) -> jax.Array:
+        """A leaf [S n, ...] with so many rows on each of S stages: the first ones, and zeros where there are fewer."""
+        apart = leaf.reshape(self.stages, -1, *leaf.shape[1:])[:, :rows]
+        more = [(0, rows - apart.shape[1] if dim == 1 else 0) for dim in range(apart.ndim)]
+        return jnp.pad(apart, more).reshape(-1, *leaf.shape[1:])
 
     def _to_whole_layers(self, path: str, shape: tuple[int, ...]) -> list[tuple[tuple[str, ...], ...]]:
         """The axes of every dimension of a leaf as it is stored, and after each axis that has left a layer.
@@ -177,8 +193,7 @@ class Layout:
         inside = [axis for dims in spec[1:] for axis in reversed(dims)]
         for axis in sorted(inside, key=lambda axis: axis not in data):
             spec[1:] = [tuple(name for name in dims if name != axis) for dims in spec[1:]]
-            if shape[0] % self.device_mesh.size((*spec[0], axis)) == 0:
-                spec[0] = (*spec[0], axis)
+            spec[0] = (*spec[0], axis)
             moves.append(tuple(spec))
         return moves
 

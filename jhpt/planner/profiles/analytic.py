@@ -111,8 +111,8 @@ def update_bytes(state: State, element: int, copy: int) -> float:
 def update_flops(config: Config) -> float:
     """FLOP of an update's products per parameter of the model, which are float32.
 
-    Left out: what devices exchange where a plan cuts the matrices, and that they repeat products where layers do not
-    suffice for all of them (`jhpt.sharding.layout.Layout.on_whole_layers`).
+    Left out: what devices exchange where a plan cuts the matrices, and that one of them may have a layer more than
+    others (`jhpt.sharding.layout.Layout.on_whole_layers`).
     """
     steps = optimizer_numbers(config.optimizer.name).orthogonal
     flops = sum(each.orthogonal_flops for each in config.model.matrices() if each.of_blocks)
