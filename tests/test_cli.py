@@ -252,7 +252,9 @@ BAD = {
     "too short a held-out text": bad(
         "train tiny.yaml --data.validation_path short.txt", "validation text has", files={"short.txt": b"the mesh"}
     ),
-    "truncated cache": with_damaged_cache(lambda folder: os.truncate(folder / "train.bin", 9), "train.bin", "9 bytes"),
+    "truncated cache": with_damaged_cache(
+        lambda folder: os.truncate(folder / "train-00000.bin", 9), "train-00000.bin", "9 bytes"
+    ),
     "damaged index": with_damaged_cache(
         lambda folder: (folder / "index.json").write_text('{"format": 1, '), "no readable index"
     ),

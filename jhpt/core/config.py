@@ -44,6 +44,7 @@ __all__ = [
     "MomentStorage",
     "OptimizerConfig",
     "ParallelConfig",
+    "SourceConfig",
     "TrainConfig",
     "WeightStorage",
 ]
@@ -55,17 +56,31 @@ MomentStorage = Literal["float32", "int8"]
 """How Adam's moments are stored between steps."""
 
 
+class SourceConfig(Section):
+    """One of several texts that are mixed."""
+
+    path: str | tuple[str, ...] = Field(description="files, globs or folders, as data.path")
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        1.0, description="share of the sequences that come from this source, relative to the other weights"
+    )
+
+
 class DataConfig(Section):
     """Where tokens come from and how they are cut into batches."""
 
     path: str | tuple[str, ...] = Field(
-        "stdlib", description="text or .jsonl files, globs or folders; stdlib: the source text of this Python"
+        "stdlib",
+        description="files, globs or folders of text, .jsonl (either also .gz or .zst) or .parquet, or a data set of "
+        "Hugging Face saved to disk; stdlib: the source text of this Python",
+    )
+    sources: tuple[SourceConfig, ...] = Field(
+        (), description="instead of path: a list of {path: ..., weight: 2.0}, whose sequences are mixed by weight"
     )
     validation_path: str | tuple[str, ...] | None = Field(
         None, description="held-out files; null: a share of the files of data.path"
     )
     validation_fraction: Fraction = Field(0.05, description="share of files held out where validation_path is null")
-    text_key: str = Field("text", description="the field of a JSONL line that holds the text")
+    text_key: str = Field("text", description="the field of a JSONL line, or the column, that holds the text")
     tokenizer: str = Field(
         "bytes",
         description="bytes, a tokenizers JSON file (as jhpt tokenizer train writes), a Hugging Face folder, a run "
@@ -83,6 +98,20 @@ class DataConfig(Section):
         0.15, description="share of tokens that BERT has to predict"
     )
     cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
+    workers: Count | None = Field(None, description="processes that tokenise; null: one for each core")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "DataConfig":
+        if not self.sources:
+            return self
+        if self.path != DataConfig.model_fields["path"].default:
+            raise ValueError(f"data.path={self.path} and data.sources are both set; leave one of them out")
+        if self.validation_path is not None:
+            raise ValueError(
+                f"data.validation_path={self.validation_path} is not available with data.sources, of which each holds "
+                "out data.validation_fraction of its own text; leave out the one or the other"
+            )
+        return self
 
 
 class OptimizerConfig(Section):

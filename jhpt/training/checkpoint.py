@@ -33,17 +33,27 @@ from jhpt.training.optimizer import learning_rate
 from jhpt.training.step import TrainState
 
 BOUND = ("seed", "model.", "optimizer.", "data.")
-PLACES = ("data.path", "data.validation_path", "data.tokenizer", "data.cache_dir")
-"""Paths of files, which may differ between hosts and change over time."""
+PLACES = ("data.path", "data.validation_path", "data.tokenizer", "data.cache_dir", "data.workers")
+"""Paths of files and how they are read, which may differ between hosts and change over time."""
 
-FREE = ("model.attention", "model.dtype", "model.nominal_vocab", *PLACES)
-"""Exceptions from `BOUND`, the settings that a resumed run may not change.  Text and tokenizer are compared by content,
-the compute dtype and the vocabulary's size after "auto" is resolved."""
+SOURCES = "data.sources"
+"""A list of paths with weights."""
+
+FREE = ("model.attention", "model.dtype", "model.nominal_vocab")
+"""With `PLACES`, the exceptions from `BOUND`, the settings that a resumed run may not change.  Text and tokenizer are
+compared by content, the compute dtype and the vocabulary's size after "auto" is resolved."""
 
 FOLDER = "checkpoints"
 """Where the checkpoints are in a run directory."""
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def without_places(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name without paths of files; of the sources their weights are left."""
+    weights = [source["weight"] for source in settings.get(SOURCES) or ()]
+    kept = {name: value for name, value in settings.items() if name not in (*PLACES, SOURCES)}
+    return kept | {f"{SOURCES}.weight": weights}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +222,7 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
     Raises:
       InputError: lists every difference with both values.
     """
-    before, after = dotted(saved.config), dotted(now.config)
+    before, after = without_places(dotted(saved.config)), without_places(dotted(now.config))
     model = {"matmul_dtype": ModelConfig.model_fields["matmul_dtype"].default}
     defaults = dotted({"optimizer": OptimizerConfig().model_dump(mode="json"), "model": model})
     before = defaults | before  # settings that are newer than the checkpoint had their defaults
@@ -225,8 +235,8 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
     ]
     if saved.data_key != now.data_key and not changed:
         changed.append(
-            f"  text or tokenizer: the run has {before['data.path']!r} with content {saved.data_key[:8]}, "
-            f"now {after['data.path']!r} with content {now.data_key[:8]}"
+            f"  text or tokenizer: the run has {_paths(saved)!r} with content {saved.data_key[:8]}, "
+            f"now {_paths(now)!r} with content {now.data_key[:8]}"
         )
     if changed:
         raise InputError(
@@ -234,6 +244,12 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
             + "\n".join(changed)
             + "\nrestore these settings, or give another --out"
         )
+
+
+def _paths(record: Record) -> Any:
+    """What names the text of a run."""
+    data = record.config["data"]
+    return [source["path"] for source in data.get("sources") or ()] or data["path"]
 
 
 def changes_of_note(saved: Record, now: Record, step: int) -> list[str]:

@@ -2,21 +2,28 @@
 
 import io
 import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
 from jhpt.core.plan import Plan
 from jhpt.planner.report.words import gradients_text, offload_text
+from jhpt.training.data.mixture import Mixture
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main
 from jhpt.training.programs import Step
 from jhpt.training.setup import Setup
+
+SECONDS_BETWEEN_LINES = 10
+"""While text is tokenised, if there is no terminal."""
 
 
 def bytes_text(count: float) -> str:
@@ -27,7 +34,7 @@ def bytes_text(count: float) -> str:
 
 def start_table(setup: Setup, step: Step[Any], first_step: int) -> Table:
     """The run in one table."""
-    config, cache = setup.config, setup.cache
+    config = setup.config
     model, count = config.model, config.model.parameter_count()
     table = Table(title=f"jhpt · {config.name}", show_header=False, title_justify="left")
     plan = setup.plan
@@ -42,8 +49,7 @@ def start_table(setup: Setup, step: Step[Any], first_step: int) -> Table:
         "memory": " + ".join(f"{name} {bytes_text(size)}" for name, size in step.memory.items())
         + " per device"
         + (f", {bytes_text(step.host_bytes)} offloaded to the host" if step.host_bytes else ""),
-        "data": f"{cache.train.size:,} training and {cache.validation.size:,} held-out tokens "
-        f"of {config.data.path}, tokenizer {config.data.tokenizer}",
+        "data": data_text(setup),
         "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens",
         "attention": f"{setup.attention.implementation} ({setup.attention.reason})",
         **kernels,
@@ -52,6 +58,23 @@ def start_table(setup: Setup, step: Step[Any], first_step: int) -> Table:
     for name, text in rows.items():
         table.add_row(name, text)
     return table
+
+
+def data_text(setup: Setup) -> str:
+    """What every source holds, and how often the run reads it."""
+    config, windows = setup.config, setup.train_windows
+    parts = windows.sources if isinstance(windows, Mixture) else (windows,)
+    total = sum(source.weight for source in setup.sources)
+    lines = []
+    for source, part in zip(setup.sources, parts, strict=True):
+        share = source.weight / total
+        epochs = config.train.steps * config.data.batch_size * share / len(part)
+        mixed = f", weight {source.weight:g} ({share:.1%} of the sequences)" if len(parts) > 1 else ""
+        lines.append(
+            f"{source.cache.train.size:,} training and {source.cache.validation.size:,} held-out tokens "
+            f"of {source.path}{mixed}, {epochs:,.2f} epoch{'' if round(epochs, 2) == 1 else 's'}"
+        )
+    return "\n".join([*lines[:-1], f"{lines[-1]}, tokenizer {config.data.tokenizer}"])
 
 
 def plan_text(plan: Plan) -> str:
@@ -150,6 +173,32 @@ class Display:
             self._live.update(Group(self._bar, Text(line, no_wrap=False, overflow="fold")))
         else:
             self._console.print(line, markup=False)
+
+    @contextmanager
+    def tokenising(self, total: int) -> Iterator[Callable[[int], None]]:
+        """How many of `total` bytes of text are tokenised: a bar on a terminal, elsewhere a line now and then."""
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("tokenising"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+            )
+            with Progress(*columns, console=self._console, transient=True) as bar:
+                task = bar.add_task("", total=total)
+                yield lambda count: bar.update(task, advance=count)
+            return
+        done, said = 0, time.monotonic()
+
+        def advance(count: int) -> None:
+            nonlocal done, said
+            done += count
+            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                self.say(f"tokenised {bytes_text(done)} of {bytes_text(total)}")
+
+        yield advance
 
     def say(self, message: str | Table) -> None:
         """A line or table that stays on the screen."""

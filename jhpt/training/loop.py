@@ -20,6 +20,7 @@ from jhpt.models.family import Sums
 from jhpt.sharding.types import Params
 from jhpt.training.console import Display, step_line
 from jhpt.training.data.batches import evaluation_batches, shuffled, training_batches
+from jhpt.training.data.mixture import Mixture
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.programs import State, Step, global_batch
 from jhpt.training.setup import Setup
@@ -115,12 +116,27 @@ def fit(
             if due:
                 report.pending = (number, metrics)
             state = between.run(number, state, due)
+            if (epoch := _epoch_begun(setup, number)) is not None:
+                display.say(f"step {number}: epoch {epoch} begins")
             if stop:
                 display.say(f"stopped by a signal at step {number}")
                 progress.interrupted = number < last
                 break
         report.flush()
     return state, progress
+
+
+def _epoch_begun(setup: Setup, step: int) -> int | None:
+    """The number, from 1, of the epoch whose first sequence follows this step's batch or is in it.
+
+    None: there is none; epochs are shorter than the lines of metrics lie apart; or there are several sources, each with
+    epochs of its own.
+    """
+    windows, batch = setup.train_windows, setup.config.data.batch_size
+    if isinstance(windows, Mixture) or len(windows) < batch * setup.config.log.every:
+        return None
+    before, now = ((step - back) * batch // len(windows) for back in (1, 0))
+    return now + 1 if now > before else None
 
 
 def evaluation_due(config: Config, step: int) -> bool:

@@ -15,9 +15,10 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import Source, dotted, load_config, resumes, run_config
 from jhpt.core.plan import Plan
 from jhpt.core.unused import check_plan_alone, unused_settings
-from jhpt.training.checkpoint import FOLDER, PLACES, Checkpoints, Record, make_record
+from jhpt.training.checkpoint import FOLDER, Checkpoints, Record, make_record, without_places
 from jhpt.training.compile import compile_step
 from jhpt.training.console import Display, plan_change, start_table
+from jhpt.training.data.sources import data_key
 from jhpt.training.init_from import weights_at
 from jhpt.training.init_weights import InitWeights, init_weights
 from jhpt.training.loop import Progress, evaluation_due, fit, utilisation
@@ -158,7 +159,7 @@ def _settings(config: Config, requested: Plan | None) -> dict[str, Any]:
     settings = dotted(config.model_dump(mode="json"))
     content = requested.model_dump_json() if requested else ""
     plan = f"content {hashlib.blake2b(content.encode(), digest_size=4).hexdigest()}" if requested else None
-    return {name: value for name, value in settings.items() if name not in PLACES} | {"--plan": plan}
+    return without_places(settings) | {"--plan": plan}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +185,11 @@ def _resolved(
     plan = with_tried_offload(choose_plan(config, requested, past, display.say), display.say)
     check_host_room(plan, config)
     with raise_on_all_processes():
-        setup = prepare(config, plan, say=display.say)
-    if not same_everywhere(setup.cache.key):
+        setup = prepare(config, plan, say=display.say, progress=display.tokenising)
+    key = data_key(setup.sources)
+    if not same_everywhere(key):
         raise InputError("the processes read different text; give all of them the same files in data.path")
-    record = make_record(config, setup.cache.key, setup.model.dtype.name)
+    record = make_record(config, key, setup.model.dtype.name)
     resume = find_resume(run_dir, record)
     notes = list(resume.notes)
     if past.plan and not same_work(past.plan, plan):

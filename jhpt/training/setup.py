@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jhpt.core.config import Config, MemoryConfig, WeightStorage
@@ -36,10 +35,13 @@ from jhpt.sharding.operators import with_cut_sequence
 from jhpt.sharding.ordering import ORDERING_TOKEN
 from jhpt.sharding.recompute import everything, save_named, save_nothing
 from jhpt.sharding.step import Execution
-from jhpt.training.data.cache import TokenCache, token_cache
+from jhpt.training.data.cache import Progress, unseen
 from jhpt.training.data.corpus import find_files
+from jhpt.training.data.mixture import Mixture, Sequences, whole_shares
+from jhpt.training.data.sources import Source, open_sources
 from jhpt.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jhpt.training.data.windows import (
+    TokenStream,
     Windows,
     causal_windows,
     check_documents,
@@ -83,15 +85,20 @@ class Design:
 class Setup(Design):
     """The pieces of a run, ready to be compiled."""
 
-    cache: TokenCache
-    train_windows: Windows
-    validation_windows: Windows | None
+    sources: tuple[Source, ...]
+    train_windows: Sequences
+    validation_windows: Sequences | None
     keys: float | None = None
     """Those that an average token sees, where documents are kept apart; None: as many as the sequence has."""
 
 
-def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None] = lambda line: None) -> Setup:
-    """Opens the data, builds the mesh and chooses kernels; `say` reports steps that take long.
+def prepare(
+    config: Config,
+    plan: Plan | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = unseen,
+) -> Setup:
+    """Opens the data, builds the mesh and chooses kernels; `say` and `progress` report steps that take long.
 
     Args:
       plan: None: the one that the section `parallel` describes.
@@ -104,16 +111,31 @@ def prepare(config: Config, plan: Plan | None = None, say: Callable[[str], None]
     tokenizer = fitting_tokenizer(config)
     plan = plan or plan_by_hand(config, jax.device_count())
     design = design_step(config, plan, tokenizer, jax.devices(), budgeted(device_info(), config.memory))
-    cache = token_cache(config.data, tokenizer, say)
-    train_windows = _windows(config, tokenizer, cache.train, "training")
-    validation_windows = _windows(config, tokenizer, cache.validation, "validation") if cache.validation.size else None
+    sources = open_sources(config.data, tokenizer, say, progress)
+    names = [f" ({source.setting})" if len(sources) > 1 else "" for source in sources]
+    caches = [(source.cache, name) for source, name in zip(sources, names, strict=True)]
+    train = [_windows(config, tokenizer, cache.train, f"training{name}") for cache, name in caches]
+    held = [
+        _windows(config, tokenizer, cache.validation, f"validation{name}")
+        for cache, name in caches
+        if cache.validation.size
+    ]
+    train_windows = _mixed(train, whole_shares([source.weight for source in sources]))
     keys = None
     if config.data.packing == "documents":
         assert tokenizer.end is not None
         keys = visible_keys(train_windows, config.data.sequence_length, tokenizer.end, causal=config.model.causal)
     return Setup(
-        **vars(design), cache=cache, train_windows=train_windows, validation_windows=validation_windows, keys=keys
+        **vars(design),
+        sources=sources,
+        train_windows=train_windows,
+        validation_windows=_mixed(held, [len(windows) for windows in held]) if held else None,
+        keys=keys,
     )
+
+
+def _mixed(windows: Sequence[Windows], shares: Sequence[int]) -> Sequences:
+    return windows[0] if len(windows) == 1 else Mixture(sources=tuple(windows), shares=tuple(shares))
 
 
 def budgeted(device: DeviceInfo, memory: MemoryConfig) -> DeviceInfo:
@@ -126,7 +148,10 @@ def budgeted(device: DeviceInfo, memory: MemoryConfig) -> DeviceInfo:
 def check_data(config: Config) -> None:
     """Refuses an unsuitable tokenizer and missing text, before anything that takes long."""
     fitting_tokenizer(config)
-    find_files(config.data.path)
+    for number, source in enumerate(config.data.sources):
+        find_files(source.path, f"data.sources.{number}.path")
+    if not config.data.sources:
+        find_files(config.data.path)
     if config.data.validation_path is not None:
         find_files(config.data.validation_path, "data.validation_path")
 
@@ -308,7 +333,7 @@ def layer_policy(
     return save_named((*saved.device, *few), saved.host, flash=flash, loop=stacked)
 
 
-def _windows(config: Config, tokenizer: Tokenizer, tokens: np.ndarray, name: str) -> Windows:
+def _windows(config: Config, tokenizer: Tokenizer, tokens: TokenStream, name: str) -> Windows:
     if config.model.masked:
         return masked_windows(tokens, config.data.sequence_length, name, tokenizer)
     return causal_windows(tokens, config.data.sequence_length, name)

@@ -5,14 +5,20 @@ from collections.abc import Iterator
 import grain
 import numpy as np
 
-from jhpt.training.data.windows import Windows
+from jhpt.training.data.mixture import Mixture, Sequences, Turns
 
 PREFETCHED_BATCHES = 4
 
 
-def shuffled(windows: Windows, seed: int) -> grain.MapDataset:
-    """An endless sequence of windows: epoch after epoch, each in another random order, which depends on `seed`."""
-    return grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
+def shuffled(windows: Sequences, seed: int) -> grain.MapDataset:
+    """An endless sequence of windows: epoch after epoch, each in another random order, which depends on `seed`.
+
+    Of a mixture, each source has epochs of its own, and the sources take turns.
+    """
+    if not isinstance(windows, Mixture):
+        return grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
+    sources = [shuffled(source, seed) for source in windows.sources]
+    return grain.MapDataset.select_from_datasets(sources, Turns(windows.shares))
 
 
 def training_batches(rows: grain.MapDataset, batch_size: int, local: slice, first_step: int) -> Iterator[np.ndarray]:
@@ -31,7 +37,7 @@ def training_batches(rows: grain.MapDataset, batch_size: int, local: slice, firs
 
 
 def evaluation_batches(
-    windows: Windows, batch_size: int, local: slice, batches: int
+    windows: Sequences, batch_size: int, local: slice, batches: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The first `batches` held-out batches, in order, the same at every call.
 

@@ -1,18 +1,22 @@
 """Token ids on disk, memory-mapped: built once, atomically, and identified by content and tokenizer.
 
-A cache is a folder `<key>/` with `train.bin`, `validation.bin` (little-endian uint8, uint16 or uint32) and
-`index.json`.  It is written under another name and renamed, so that readers never see an incomplete one.  `key` hashes
-the content of every file, the tokenizer and the split.  Files are hashed again only if path, size or time have changed.
+A cache is a folder `<key>/` with shards `train-00000.bin`, ... and `validation-00000.bin`, ... (little-endian uint8,
+uint16 or uint32) and `index.json`.  It is written under another name and renamed, so that readers never see an
+incomplete one.  Shards that are done when a process is killed stay there, and the next one goes on with them.  `key`
+hashes the content of every file, the tokenizer and the split.  Files are hashed again only if path, size or time of one
+of them has changed.
 """
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +25,26 @@ import numpy as np
 from jhpt.core.config import DataConfig
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
-from jhpt.training.data.corpus import digest, documents, find_files, split_files
+from jhpt.training.data.corpus import digest, find_files, split_files
+from jhpt.training.data.documents import check_file
+from jhpt.training.data.shards import UNFINISHED, Tokens
 from jhpt.training.data.tokenizer import Tokenizer
+from jhpt.training.data.workers import (
+    Job,
+    Shard,
+    WorkerLost,
+    available_workers,
+    cores,
+    shard_bytes,
+    shards_of,
+    write_shards,
+)
 
 FORMAT = 3
 """Increased when the same input would give other tokens."""
+
+CUTS = 1
+"""Increased when the same text would be cut into other shards: those of a killed process are then not used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,40 +53,57 @@ class TokenCache:
 
     key: str
     folder: Path
-    train: np.ndarray
-    validation: np.ndarray
+    train: Tokens
+    validation: Tokens
     built: bool
     """Whether this call built it."""
 
 
-BATCH_CHARS = 1 << 23
-"""About this many characters are tokenised in one call, on all cores."""
+Say = Callable[[str], None]
+Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Bytes in all -> a context, in which it is told how many more are done."""
 
 
-def token_cache(data: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = lambda line: None) -> TokenCache:
-    """The cache for this data and tokenizer, built if it does not exist, which `say` reports.
+@contextmanager
+def unseen(total: int) -> Iterator[Callable[[int], None]]:
+    """Progress that nobody watches."""
+    yield lambda count: None
+
+
+def token_cache(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    say: Say = lambda line: None,
+    progress: Progress = unseen,
+    setting: str = "data.path",
+) -> TokenCache:
+    """The cache for `data.path` and the tokenizer, built if it does not exist, which `say` and `progress` report.
+
+    Args:
+      tokenizer: the one that `data.tokenizer` names.
+      setting: what messages call the path.
 
     Raises:
       InputError: missing, empty or malformed files; a damaged cache; a cache folder that cannot be written.
     """
     root = Path(os.path.expanduser(data.cache_dir)) if data.cache_dir else cache_folder() / "tokens"
-    files = find_files(data.path)
-    held_files = find_files(data.validation_path, "data.validation_path") if data.validation_path else None
-    settings = [FORMAT, tokenizer.fingerprint, data.text_key, data.validation_fraction, held_files is None]
+    files = find_files(data.path, setting)
+    held = find_files(data.validation_path, "data.validation_path") if data.validation_path else []
+    settings = [FORMAT, tokenizer.fingerprint, data.text_key, data.validation_fraction, data.validation_path is None]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        key = _content_key(root, files, held_files or [], settings)
+        digests = _digests(root, [*files, *held])
+        key = _hash([sorted(digests[file] for file in files), sorted(digests[file] for file in held), settings])
         with _lock(root / f"{key}.lock"):
             built = not (root / key).is_dir()
             if built:
-                size = sum(file.stat().st_size for file in (*files, *(held_files or [])))
-                say(f"tokenising {size / 2**20:,.1f} MiB of text, once, into {root / key}")
                 # The key depends on content and not on names, so the order of the files must not depend on names
                 # either.
-                files = sorted(files, key=digest)
-                if held_files is None:
-                    files, held_files = split_files(files, data.validation_fraction)
-                _build(root, key, files, sorted(held_files, key=digest), data, tokenizer)
+                files = sorted(files, key=digests.__getitem__)
+                if data.validation_path is None:
+                    files, held = split_files(files, data.validation_fraction)
+                split = {"train": files, "validation": sorted(held, key=digests.__getitem__)}
+                _build(root, key, split, data, tokenizer, say, progress)
     except OSError as error:
         raise InputError(
             f"token cache {root} cannot be used: {error}; set data.cache_dir to a writable folder"
@@ -75,16 +111,17 @@ def token_cache(data: DataConfig, tokenizer: Tokenizer, say: Callable[[str], Non
     return _open(root / key, built)
 
 
-def _content_key(root: Path, files: Sequence[Path], held: Sequence[Path], settings: list) -> str:
-    """Hash of content and settings, stored under the files' names, sizes and times."""
-    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in (*files, *held)]
-    memo = root / "seen" / _hash([stats, len(files), settings])
-    if memo.is_file() and (key := memo.read_text()) and (root / key).is_dir():
-        return key
-    key = _hash([sorted(map(digest, files)), sorted(map(digest, held)), settings])
+def _digests(root: Path, files: Sequence[Path]) -> dict[Path, str]:
+    """The hash of every file, stored under the files' names, sizes and times."""
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    memo = root / "seen" / _hash([FORMAT, stats])
+    if memo.is_file() and len(known := memo.read_text().split("\n")) == len(files):
+        return dict(zip(files, known, strict=True))
+    with ThreadPoolExecutor(cores()) as pool:
+        digests = list(pool.map(digest, files))
     memo.parent.mkdir(exist_ok=True)
-    _write_atomically(memo, key)
-    return key
+    _write_atomically(memo, "\n".join(digests))
+    return dict(zip(files, digests, strict=True))
 
 
 def _hash(value: object) -> str:
@@ -92,14 +129,10 @@ def _hash(value: object) -> str:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.{_unique()}")
+    # Process ids would repeat if containers share a file system.
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     partial.write_text(text)
     partial.rename(path)
-
-
-def _unique() -> str:
-    """A name for an unfinished file or folder.  Process ids would repeat if containers share a file system."""
-    return uuid.uuid4().hex
 
 
 @contextmanager
@@ -111,26 +144,82 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _build(
-    root: Path, key: str, files: Sequence[Path], held: Sequence[Path], data: DataConfig, tokenizer: Tokenizer
+    root: Path,
+    key: str,
+    split: dict[str, list[Path]],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    say: Say,
+    progress: Progress,
 ) -> None:
-    partial = root / f"{key}.{_unique()}.partial"
-    partial.mkdir()
+    """Writes what is missing of the shards, then the index, and gives the folder its name.
+
+    Bad input leaves nothing behind; whatever else ends this keeps the shards that are done.
+    """
+    files = [file for part in split.values() for file in part]
+    size, total = shard_bytes(files), sum(file.stat().st_size for file in files)
+    workers = available_workers(data.workers, total, size)
+    for file in files:
+        check_file(file, data.text_key)
+    partial = root / f"{key}.{_hash([CUTS, size])[:8]}.partial"
+    going_on = partial.is_dir() and any(partial.glob("*.bin"))
+    say(
+        f"tokenising {total / 2**20:,.1f} MiB of text, once, into {root / key}"
+        + (f", by {workers} processes" if workers > 1 else "")
+        + (", going on where an earlier run ended" if going_on else "")
+    )
+    partial.mkdir(exist_ok=True)
+    dtype = np.dtype(np.min_scalar_type(tokenizer.vocab_size - 1))
+    job = Job(tokenizer=data.tokenizer, fingerprint=tokenizer.fingerprint, text_key=data.text_key, dtype=dtype.name)
+    shards = itertools.chain.from_iterable(shards_of(name, part, size, data.text_key) for name, part in split.items())
+    names: list[str] = []
+
     try:
-        dtype = np.dtype(np.min_scalar_type(tokenizer.vocab_size - 1))
-        counts = {
-            "train": _write_tokens(partial / "train.bin", files, data.text_key, tokenizer, dtype),
-            "validation": _write_tokens(partial / "validation.bin", held, data.text_key, tokenizer, dtype),
-        }
-        if counts["train"] and not held and data.validation_fraction:
-            counts = _hold_out_tail(partial, counts["train"], data.validation_fraction, dtype)
-        index = {"format": FORMAT, "dtype": dtype.name, "tokens": counts, "tokenizer": tokenizer.fingerprint}
-        (partial / "index.json").write_text(json.dumps(index, indent=1))
+        with progress(total) as advance:
+
+            def done(shard: Shard) -> None:
+                names.append(shard.name)
+                advance(shard.size)
+
+            write_shards(partial, shards, job, tokenizer, workers, done)
+        counts = {name: (partial / name).stat().st_size // dtype.itemsize for name in sorted(names)}
+        _write_index(partial, counts, dtype, data.validation_fraction, tokenizer)
         _publish(partial, root / key)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    except BaseException as error:
+        if isinstance(error, InputError) and not isinstance(error, WorkerLost):
+            shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            partial.rmdir()  # if nothing was done yet
+        # If locks do not work, another builder may have published this folder.
+        if not (isinstance(error, FileNotFoundError) and (root / key).is_dir()):
+            raise
+
+
+def _write_index(folder: Path, counts: dict[str, int], dtype: np.dtype, fraction: float, tokenizer: Tokenizer) -> None:
+    """The index of these shards.  Of text of which no whole file could be held out, the last tokens are."""
+    shards = {
+        part: {name: count for name, count in counts.items() if name.startswith(part)}
+        for part in ("train", "validation")
+    }
+    train, held = (sum(part.values()) for part in shards.values())
+    if not shards["validation"]:
+        held = int(train * fraction)
+        train -= held
+    tokens = {"train": train, "validation": held}
+    index = {
+        "format": FORMAT,
+        "dtype": dtype.name,
+        "tokens": tokens,
+        "tokenizer": tokenizer.fingerprint,
+        "shards": shards,
+    }
+    _write_atomically(folder / "index.json", json.dumps(index, indent=1))
 
 
 def _publish(partial: Path, folder: Path) -> None:
+    """Renames the folder, without what killed processes have left."""
+    for file in partial.glob(f"*{UNFINISHED}"):
+        file.unlink(missing_ok=True)
     try:
         partial.rename(folder)
     except OSError:  # if locks do not work, another builder may have been first, whose cache is as good
@@ -138,65 +227,24 @@ def _publish(partial: Path, folder: Path) -> None:
             raise
 
 
-def _write_tokens(path: Path, files: Iterable[Path], text_key: str, tokenizer: Tokenizer, dtype: np.dtype) -> int:
-    separator = np.asarray([] if tokenizer.end is None else [tokenizer.end], dtype)
-    count = 0
-    with path.open("wb") as stream:
-        for batch in _batches(_pieces_and_ends(files, text_key)):
-            texts = iter(tokenizer.encode_batch([piece for piece in batch if piece is not None]))
-            for piece in batch:
-                ids = separator if piece is None else next(texts).astype(dtype)
-                count += ids.size
-                stream.write(ids.tobytes())
-        stream.flush()
-        os.fsync(stream.fileno())
-    return count
-
-
-def _pieces_and_ends(files: Iterable[Path], text_key: str) -> Iterator[str | None]:
-    """The pieces of all documents, and None after each document."""
-    for file in files:
-        for document in documents(file, text_key):
-            yield from document
-            yield None
-
-
-def _batches(pieces: Iterable[str | None]) -> Iterator[list[str | None]]:
-    batch: list[str | None] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += 1 if piece is None else len(piece)
-        if size >= BATCH_CHARS:
-            yield batch
-            batch, size = [], 0
-    yield batch
-
-
-def _hold_out_tail(folder: Path, total: int, fraction: float, dtype: np.dtype) -> dict[str, int]:
-    """Holds out the last part of the tokens, for text of which no whole file could be held out."""
-    remaining = total - int(total * fraction)
-    tokens = np.memmap(folder / "train.bin", dtype, mode="r")
-    tokens[remaining:].tofile(folder / "validation.bin")
-    os.truncate(folder / "train.bin", remaining * dtype.itemsize)
-    return {"train": remaining, "validation": total - remaining}
-
-
 def _open(folder: Path, built: bool) -> TokenCache:
     remedy = f"delete it (rm -r {folder}) and it is built again"
     try:
         index = json.loads((folder / "index.json").read_text())
         dtype = np.dtype(index["dtype"])
-        counts = {name: int(index["tokens"][name]) for name in ("train", "validation")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        tokens = {name: int(index["tokens"][name]) for name in ("train", "validation")}
+        # Caches of earlier versions have one file for each of the two.
+        shards = index.get("shards") or {name: {f"{name}.bin": count} for name, count in tokens.items()}
+        counts = {name: {folder / file: int(count) for file, count in shards[name].items()} for name in tokens}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"token cache {folder} has no readable index ({error!r}); {remedy}") from None
-    arrays = {}
-    for name, count in counts.items():
-        file = folder / f"{name}.bin"
+    for file, count in itertools.chain.from_iterable(part.items() for part in counts.values()):
         size = file.stat().st_size if file.is_file() else 0
         if size != count * dtype.itemsize:
             raise InputError(
                 f"token cache {file} holds {size} bytes where its index says {count * dtype.itemsize}; {remedy}"
             )
-        arrays[name] = np.memmap(file, dtype, mode="r") if count else np.zeros(0, dtype)
-    return TokenCache(key=folder.name, folder=folder, built=built, **arrays)
+    train, validation = (Tokens(part, dtype) for part in counts.values())
+    if train.size > tokens["train"]:
+        train, validation = train.split(tokens["train"])
+    return TokenCache(key=folder.name, folder=folder, built=built, train=train, validation=validation)

@@ -1,21 +1,24 @@
-"""The files that a run reads, and their text."""
+"""The files that a run reads: found by name, told apart and split by content."""
 
 import glob
 import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jhpt.core.errors import InputError
+from jhpt.training.data.formats import format_of, is_data
 
-PIECE_CHARS = 1 << 20
-"""Text is read and tokenised in pieces of about this many characters, cut at line ends."""
+FOLDER_SUFFIXES = ".txt, .md, .jsonl (also with .gz or .zst) or .parquet"
+"""Files that are read from a folder, in words."""
 
-JSONL = ".jsonl"
-TEXT_SUFFIXES = (".txt", ".md", JSONL)
-"""Suffixes of the files that are read from a folder."""
+SPLITS, DATASET = "dataset_dict.json", ("dataset_info.json", "state.json")
+"""What Hugging Face's `save_to_disk` writes: a folder of splits has the one, a data set the other two."""
+
+TRAIN = "train"
+"""The split that is read of a folder of splits."""
 
 STDLIB = "stdlib"
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -38,17 +41,61 @@ def _expand(name: str, setting: str) -> list[Path]:
         return _stdlib_files()
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and _has_content(file)]
-        remedy = f"put {', '.join(TEXT_SUFFIXES)} files there or name the files themselves"
+        files = _files_in(path, setting)
+        remedy = f"put {FOLDER_SUFFIXES} files there or name the files themselves"
     elif path.is_file():
         if path.stat().st_size == 0:
             raise InputError(f"{setting}={path} is empty; give a file with text")
         files, remedy = [path], ""
     else:
-        files = [file for file in map(Path, glob.glob(str(path), recursive=True)) if _has_content(file)]
+        found = [Path(match) for match in glob.glob(str(path), recursive=True)]
+        files = [file for file in found if _has_content(file)]
+        files += [file for folder in found if _is_dataset(folder) for file in _files_in(folder, setting)]
         remedy = f"give an existing file, folder or glob, or {setting}=stdlib"
     if not files:
         raise InputError(f"{setting}={name}: no text found; {remedy}")
+    for file in files:
+        format_of(file)
+    return files
+
+
+def _files_in(folder: Path, setting: str) -> list[Path]:
+    """The data files of a folder at any depth; of a data set that was saved to disk, those that it names."""
+    files: list[Path] = []
+    for place, inner, names in os.walk(folder):
+        if SPLITS in names:
+            if TRAIN not in inner:
+                raise InputError(
+                    f"{setting}={place} is a folder of splits without {TRAIN!r}; name one of its sub-folders: "
+                    f"{', '.join(sorted(inner))}"
+                )
+            inner[:] = [TRAIN]
+        elif _is_dataset(Path(place)):
+            inner.clear()
+            files += _dataset_files(Path(place))
+        else:
+            files += [file for name in names if is_data(file := Path(place, name)) and _has_content(file)]
+    return files
+
+
+def _is_dataset(folder: Path) -> bool:
+    return (folder / SPLITS).is_file() or all((folder / name).is_file() for name in DATASET)
+
+
+def _dataset_files(folder: Path) -> list[Path]:
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        files = [folder / entry["filename"] for entry in state["_data_files"]]
+        selected = state.get("_indices_data_files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"the data set {folder} has no readable state.json ({error!r}); save it again with save_to_disk"
+        ) from None
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise InputError(f"the data set {folder} lacks {', '.join(missing) or 'data files'}; save or copy it again")
+    if selected:
+        raise InputError(f"the data set {folder} is a selection of its rows; save it again after flatten_indices()")
     return files
 
 
@@ -79,7 +126,7 @@ def _is_utf8(file: Path) -> bool:
 
 
 def digest(file: Path) -> str:
-    """A hash of a file's bytes, and of whether they are read as text or as JSONL.
+    """A hash of a file's bytes, and of the format in which they are read.
 
     Raises:
       InputError: a file that cannot be read.
@@ -90,7 +137,7 @@ def digest(file: Path) -> str:
     except OSError as error:
         remedy = "make it readable or leave it out"
         raise InputError(f"data file {file} cannot be read ({error.strerror}); {remedy}") from None
-    return content + (JSONL if file.suffix == JSONL else "")
+    return content + format_of(file).tag
 
 
 def split_files(files: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
@@ -108,67 +155,3 @@ def split_files(files: Sequence[Path], fraction: float) -> tuple[list[Path], lis
         (held if size <= room else training).append(file)
         room -= size if size <= room else 0
     return training, held
-
-
-def documents(file: Path, text_key: str) -> Iterator[Iterator[str]]:
-    """The documents of a file, each as an iterator of pieces: a text file is one, a .jsonl file one per line.
-
-    Raises:
-      InputError: text that is not UTF-8, a line that is not a JSON object, a line without `text_key`.
-    """
-    if file.suffix != JSONL:
-        yield _pieces(file)
-        return
-    for number, line in enumerate(_lines(file), start=1):
-        if line.strip():
-            yield iter([_json_text(line, text_key, f"{file}, line {number}")])
-
-
-def _json_text(line: str, text_key: str, place: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # too long a number, too deep a nesting
-        reason = getattr(error, "msg", error)
-        raise InputError(f"{place}: not valid JSON ({reason}); every line of a .jsonl file is one object") from None
-    if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
-        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise InputError(f"{place}: no text under {text_key!r} (found: {keys}); set data.text_key")
-    text = record[text_key]
-    if not _is_unicode(text):
-        raise InputError(f"{place}: the text has half of a surrogate pair (\\ud800 to \\udfff); remove it")
-    return text
-
-
-def _is_unicode(text: str) -> bool:
-    r"""Whether UTF-8 can write the text; JSON can escape half of a surrogate pair, `"\ud800"`, which it cannot."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _pieces(file: Path) -> Iterator[str]:
-    try:
-        with file.open(encoding="utf-8", newline="") as stream:
-            while piece := stream.read(PIECE_CHARS):
-                yield piece + stream.readline()
-    except UnicodeDecodeError:
-        raise _not_utf8(file) from None
-
-
-def _lines(file: Path) -> Iterator[str]:
-    try:
-        with file.open(encoding="utf-8") as stream:
-            yield from stream
-    except UnicodeDecodeError:
-        raise _not_utf8(file) from None
-
-
-def _not_utf8(file: Path) -> InputError:
-    offset = 0
-    try:
-        file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        offset = error.start
-    return InputError(f"data file {file} is not UTF-8 at byte {offset}; convert it (iconv -t utf-8) or leave it out")

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from jhpt.core.errors import InputError
-from jhpt.training.data.corpus import documents
+from jhpt.training.data.documents import Part, check_file, read
 from jhpt.training.data.tokenizer_kinds import BERT_SPECIAL, GPT_SPECIAL, byte_level, word_piece
 
 Kind = Literal["bpe", "wordpiece"]
@@ -59,8 +59,9 @@ def train_tokenizer(
 def lines(files: Sequence[Path], text_key: str) -> Iterator[str]:
     """The text of the files, line by line."""
     for file in files:
-        for document in documents(file, text_key):
-            for piece in document:
+        check_file(file, text_key)
+        for piece in read(Part(file=file), text_key):
+            if piece is not None:  # the end of a document
                 yield from piece.splitlines(keepends=True)
 
 

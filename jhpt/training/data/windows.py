@@ -1,11 +1,21 @@
 """Fixed-length sequences cut from a stream of tokens (documents packed end to end)."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from jhpt.core.errors import InputError
+from jhpt.training.data.mixture import Sequences
 from jhpt.training.data.tokenizer import Tokenizer
+
+
+class TokenStream(Protocol):
+    """Token ids [n], of which ranges are read: an array, or `shards.Tokens`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +26,7 @@ class Windows:
     `[CLS] stride tokens [SEP]`.
     """
 
-    tokens: np.ndarray
+    tokens: TokenStream
     stride: int
     overlap: int
     start: int | None = None
@@ -34,7 +44,7 @@ class Windows:
         return np.concatenate([[self.start], window, [self.separator]]).astype(np.int32)
 
 
-def causal_windows(tokens: np.ndarray, length: int, name: str) -> Windows:
+def causal_windows(tokens: TokenStream, length: int, name: str) -> Windows:
     """Sequences for next-token prediction: `length` inputs and their next tokens."""
     return _checked(Windows(tokens=tokens, stride=length, overlap=1), name, length)
 
@@ -71,7 +81,7 @@ COUNTED_WINDOWS = 1024
 """Windows whose documents are measured; with more, reading them would take long where files are far away."""
 
 
-def visible_keys(windows: Windows, length: int, end: int, *, causal: bool) -> float:
+def visible_keys(windows: Sequences, length: int, end: int, *, causal: bool) -> float:
     """Keys that an average token sees, if it sees its own document only: sum of n (n + 1) / 2 over the documents of n
     tokens in a window, or of n^2, divided by the window's `length`.
 
@@ -87,7 +97,7 @@ def visible_keys(windows: Windows, length: int, end: int, *, causal: bool) -> fl
     return sum(pairs(windows[int(index)]) for index in chosen) / (len(chosen) * length)
 
 
-def masked_windows(tokens: np.ndarray, length: int, name: str, tokenizer: Tokenizer) -> Windows:
+def masked_windows(tokens: TokenStream, length: int, name: str, tokenizer: Tokenizer) -> Windows:
     """Sequences for masked-language modelling: `[CLS] length - 2 tokens [SEP]`."""
     check_masked(tokenizer, length)
     windows = Windows(tokens=tokens, stride=length - 2, overlap=0, start=tokenizer.start, separator=tokenizer.separator)

@@ -1,6 +1,5 @@
-"""Files are found by name, split by content, and read as documents or refused with their place."""
+"""Files are found by name, and told apart and split by content."""
 
-import json
 import shutil
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from jhpt.core.errors import InputError
 from jhpt.training.data import corpus
-from jhpt.training.data.corpus import digest, documents, find_files, split_files
+from jhpt.training.data.corpus import digest, find_files, split_files
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
 
@@ -28,11 +27,6 @@ def refusal(call) -> str:
     with pytest.raises(InputError) as caught:
         call()
     return str(caught.value)
-
-
-def read(file, text_key="text") -> list[str]:
-    """The documents of a file, each as one string."""
-    return ["".join(pieces) for pieces in documents(file, text_key)]
 
 
 CONTENTS = st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=12)
@@ -130,52 +124,3 @@ def test_a_digest_knows_content_and_kind_but_no_name(tmp_path):
     assert digest(a) == digest(b) != digest(other)
     lines = a.rename(a.with_suffix(".jsonl"))
     assert digest(lines) != digest(b)
-
-
-@given(text=st.text(st.sampled_from("ab\n\r é𝄞"), max_size=60), piece=st.integers(1, 20))
-@PROPERTY
-def test_pieces_add_up_to_the_text_and_end_at_line_ends(tmp_path_factory, text, piece):
-    (file,) = write(tmp_path_factory.getbasetemp() / "pieces", [text.encode()])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "PIECE_CHARS", piece)
-        (pieces,) = ([*pieces] for pieces in documents(file, "text"))
-    assert "".join(pieces) == text
-    assert all(part.endswith(("\n", "\r")) for part in pieces[:-1])
-
-
-@given(texts=st.lists(st.text(max_size=20), max_size=6))
-@PROPERTY
-def test_every_line_of_a_jsonl_file_is_a_document(tmp_path_factory, texts):
-    file = tmp_path_factory.getbasetemp() / "lines.jsonl"
-    file.write_text("\n\n".join(json.dumps({"body": text, "id": 1}) for text in texts))
-    assert read(file, "body") == texts
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (b'{"text": ', ["not valid JSON", "one object"]),
-        (b"[" * 100_000, ["not valid JSON"]),
-        (b'{"text": ' + b"9" * 5000 + b"}", ["not valid JSON"]),
-        (b'{"body": "a", "id": 1}', ["no text under 'text'", "found: body, id", "data.text_key"]),
-        (b'{"text": 3}', ["no text under 'text'", "found: text"]),
-        (b"[1]", ["no text under 'text'", "found: list"]),
-        (b'{"text": "a\\ud800b"}', ["surrogate"]),
-    ],
-    ids=["cut off", "deep", "long number", "other key", "no string", "list", "surrogate"],
-)
-def test_a_bad_line_is_refused_with_its_number(tmp_path, line, words):
-    file = tmp_path / "lines.jsonl"
-    file.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    text = refusal(lambda: read(file))
-    for word in [f"{file}, line 3", *words]:
-        assert word in text, text
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_bytes_that_are_no_utf8_are_refused_with_their_place(tmp_path, name):
-    file = tmp_path / name
-    content = b'{"text": "r\xc3\xa9sum\xc3\xa9 \xff"}\n'
-    file.write_bytes(content)
-    text = refusal(lambda: read(file))
-    assert f"{file} is not UTF-8 at byte {content.index(0xFF)};" in text and "iconv" in text
