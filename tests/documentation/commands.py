@@ -72,6 +72,7 @@ RUN = {
     "python benchmarks/calibration/fit.py --help": "",
     "python benchmarks/hand_made_bugs/run.py --help": "",
     "python benchmarks/same_results/record.py --help": "",
+    "python benchmarks/tokenising.py --help": "",
     "python examples/plan_cluster.py": "",
 }
 """Commands that run here, and what is put behind them to make them small."""
@@ -82,12 +83,16 @@ SLOW = {
     "jhpt train gpt2-124m --data.path 'corpus/*.txt' --data.tokenizer tokenizer.json": flags(
         STEPS | WORDS | {"parallel.data": 1}
     ),
+    "jhpt train gpt2-124m --data.path '[corpus/a.jsonl, \"corpus/*.txt\"]' --data.tokenizer tokenizer.json": flags(
+        STEPS | WORDS | {"parallel.data": 1}
+    ),
     "JAX_NUM_CPU_DEVICES=8 jhpt train --parallel.pipe 2 --parallel.tensor 2 --parallel.micro_batches 4 "
     "--parallel.zero 1": flags(STEPS | ON_CORPUS | {"model.num_layers": 2}),
     "jhpt train gpt2-124m --data.tokenizer tokenizer.json --optimizer.weights bfloat16_kahan "
     "--optimizer.moments int8": TINY,
     "jhpt train gpt2-124m --data.path corpus --data.tokenizer words.json": flags(STEPS | {"parallel.data": 1}),
     "jhpt train bert-base --data.path corpus --data.tokenizer pieces.json": flags(STEPS | {"parallel.data": 1}),
+    "jhpt train two-sources.yaml": flags(STEPS | ONE_DEVICE),
     "jhpt train bert-tiny --train.steps 2000": TINY,
     "python examples/train_bert.py": "",
     "python examples/train_gpt.py": "",

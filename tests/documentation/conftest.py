@@ -25,7 +25,7 @@ def workplace(tmp_path, monkeypatch) -> Path:
     write_corpus(tmp_path / "corpus")
     write(tmp_path / "runs.csv", ROW)
     write_folder(tmp_path / "models" / "mine", MODELS["llama"].model_copy(update={"vocab_size": 256}))
-    for name in ("my.yaml", "rented.yaml"):
+    for name in ("my.yaml", "rented.yaml", "two-sources.yaml"):
         (block,) = (block for block in blocks() if block.language == "yaml" and f"# {name}" in block.text)
         Path(name).write_text(block.text)
     cluster = find_cluster("a100x8x1")

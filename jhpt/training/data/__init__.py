@@ -1,1 +1,1 @@
-"""Files -> documents -> tokens -> memory-mapped cache -> windows -> batches; there is a module for each step."""
+"""Files -> documents -> tokens -> shards of a memory-mapped cache -> windows -> batches; a module for each step."""
