@@ -16,7 +16,7 @@ from jhpt.training.data.corpus import find_files
 if TYPE_CHECKING:
     from jhpt.training.data.tokenizer_training import Kind
 
-MEASURED_LINES = 200_000
+MEASURED_LINES = 50_000
 """The first lines of the text, whose tokens are counted for the report."""
 
 

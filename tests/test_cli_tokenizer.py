@@ -10,6 +10,7 @@ from jhpt.cli import main
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.presets import PRESETS
+from jhpt.training.checkpoint import check_resumable, make_record
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.setup import fitting_tokenizer, with_vocabulary
 from tests.conftest import text
@@ -174,6 +175,16 @@ def test_a_plan_says_which_vocabulary_it_is_for(capsys):
     assert plain.out == told.out
     assert main([*plan, "--data.tokenizer", "not-here.json", "--model.vocab_size", "50257"]) == 0
     assert capsys.readouterr() == plain
+
+
+def test_a_run_of_before_there_was_auto_resumes():
+    """Its checkpoint knows the vocabulary's size, and nothing of what a preset is made for."""
+    before, now = (make_record(with_vocabulary(load_config("gpt-tiny")), "key", "float32") for _ in range(2))
+    del before.config["model"]["nominal_vocab"]
+    check_resumable(before, now, "here")
+    other = make_record(load_config("gpt-tiny", {"model.vocab_size": 300}), "key", "float32")
+    with pytest.raises(InputError, match=r"model\.vocab_size: the run has 256, now 300"):
+        check_resumable(before, other, "here")
 
 
 def test_a_run_keeps_its_tokenizer_and_another_run_takes_it(trained, tmp_path, capsys, monkeypatch):

@@ -129,6 +129,11 @@ def test_all_faults_are_named_at_once():
         ({"log": {"zzz": 1}}, ["log.zzz", "known here: log.every, log.tensorboard"]),
         ({"model": {"family": "llama"}}, ["model.family='llama'", "bert, gpt"]),
         ({"model": {"family": ["gpt"]}}, ["model.family", "bert, gpt"]),
+        (
+            {"model": {"vocab_size": "many"}},
+            ["model.vocab_size='many': should be 'auto'", "model.vocab_size='many': should"],
+        ),
+        ({"model": {"vocab_size": 0}}, ["model.vocab_size=0: should be greater than"]),
         ({"model": 3}, ["model=3", "dictionary"]),
         ({"train": None}, ["train=None", "dictionary"]),
         ({"data": {"path": 3}}, ["data.path=3", "string"]),
