@@ -42,15 +42,21 @@ def workplace(tmp_path, monkeypatch) -> Path:
 
 
 def write_corpus(folder: Path) -> None:
-    """Text and a tokenizer of its words, as README.md names them."""
+    """Text and tokenizers of its words, as pages name them."""
     (folder / "more").mkdir(parents=True)
     for file in ("0.txt", "1.txt", "more/2.txt"):
         (folder / file).write_text(text(1 << 12))
     (folder / "a.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in text(1 << 12).splitlines()))
-    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train([str(folder / "0.txt")], trainers.WordLevelTrainer(vocab_size=100, special_tokens=["[UNK]"]))
-    tokenizer.save("tokenizer.json")
+    special = {
+        "tokenizer.json": ["[UNK]"],
+        "words.json": ["[UNK]"],
+        "pieces.json": ["[UNK]", "[CLS]", "[SEP]", "[MASK]"],
+    }
+    for name, tokens in special.items():
+        tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.train([str(folder / "0.txt")], trainers.WordLevelTrainer(vocab_size=100, special_tokens=tokens))
+        tokenizer.save(name)
 
 
 @pytest.fixture
