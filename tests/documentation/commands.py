@@ -57,6 +57,7 @@ RUN = {
     "jhpt plan gpt2-1.5b --cluster h100x8x1 --optimizer.weights bfloat16_kahan --optimizer.moments int8": (
         "--model.num_layers 4"
     ),
+    "jhpt plan gpt2-1.5b --cluster h100x8x1 --optimizer.name lion": "--model.num_layers 4",
     "jhpt plan gpt-6.7b --cluster h100x1x1 --budget 24GiB --batch 16 --svg step.svg": "",
     "jhpt train --init models/mine --data.path 'corpus/*.txt' --out runs/tuned": flags(
         {name: value for name, value in STEPS.items() if not name.startswith("model.")}
@@ -93,6 +94,7 @@ SLOW = {
     "jhpt train gpt2-124m --data.path corpus --data.tokenizer words.json": flags(STEPS | {"parallel.data": 1}),
     "jhpt train bert-base --data.path corpus --data.tokenizer pieces.json": flags(STEPS | {"parallel.data": 1}),
     "jhpt train two-sources.yaml": flags(STEPS | ONE_DEVICE),
+    "jhpt train --optimizer.name muon --optimizer.schedule wsd": TINY,
     "jhpt train bert-tiny --train.steps 2000": TINY,
     "python examples/train_bert.py": "",
     "python examples/train_gpt.py": "",
