@@ -5,7 +5,7 @@ survives SIGKILL.
 
 The text is random words by Zipf's law, some with letters of several bytes, half of it in text files and half in JSONL
 files.  The tokenizer is a byte-level BPE of 8,192 ids, trained on the head of the text.  By hand: as many processes,
-each of which reads its share of the text files in pieces, encodes them and keeps nothing.
+each of which reads its share of the text files in pieces, encodes them with `encode_batch` and keeps nothing.
 """
 
 import argparse

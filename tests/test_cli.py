@@ -433,6 +433,10 @@ def test_how_a_command_ends(error, status, monkeypatch):
         ("--log.tensorboard false", {"log.tensorboard": False}),
         ("--data.path '[a.txt, b.txt]'", {"data.path": ["a.txt", "b.txt"]}),
         ("--data.path 2024", {"data.path": "2024"}),
+        (
+            "--data.sources '[{path: a.txt, weight: 2}, {path: [b, c], weight: 1}]'",
+            {"data.sources": [{"path": "a.txt", "weight": 2}, {"path": ["b", "c"], "weight": 1}]},
+        ),
         ("--data.path '*.txt'", {"data.path": "*.txt"}),
         ("--name 7", {"name": "7"}),
         ("--evaluation.prompt 'def f():'", {"evaluation.prompt": "def f():"}),

@@ -1,19 +1,21 @@
 """Sources in a run: what is mixed, held out, said in the log, and kept when the run resumes."""
 
+import io
 import itertools
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 import jhpt
 from jhpt.core.config import Config, DataConfig, SourceConfig
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.training import loop
+from jhpt.training import console, loop
 from jhpt.training.checkpoint import check_resumable, make_record, without_places
-from jhpt.training.console import data_text
+from jhpt.training.console import Display, data_text
 from jhpt.training.data.sources import data_key
 from jhpt.training.setup import check_data, prepare
 from tests.conftest import text, tiny_overrides
@@ -116,6 +118,20 @@ def test_a_run_says_when_an_epoch_begins(tmp_path):
     windows = (3001 - 1) // 32  # three quarters, and the end token
     assert f"{7 * 16 / windows:.2f} epochs" in log
     assert f"step {-(-windows // 16)}: epoch 2 begins" in log
+
+
+def test_progress_is_lines_or_on_a_terminal_a_bar(monkeypatch, capsys):
+    with Display(1).tokenising(3 << 20) as advance:
+        advance(1 << 20)
+        monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", -1)
+        advance(1 << 20)
+    assert capsys.readouterr().out == "tokenised 2.0 MiB of 3.0 MiB\n"
+    terminal = io.StringIO()
+    display = Display(1)
+    display._console = Console(file=terminal, force_terminal=True, width=120)
+    with display.tokenising(4 << 20) as advance:
+        advance(4 << 20)
+    assert "tokenising" in terminal.getvalue() and "4.2/4.2 MB" in terminal.getvalue()
 
 
 # --- what is refused -------------------------------------------------------------------------------------------

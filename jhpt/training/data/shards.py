@@ -12,7 +12,10 @@ from jhpt.training.data.documents import Part, read
 from jhpt.training.data.tokenizer import Tokenizer
 
 BATCH_CHARS = 1 << 22
-"""About this many characters are tokenised in one call."""
+"""About this many characters are tokenised in one call, by the threads of the tokenizer."""
+
+BATCH_CHARS_ALONE = 1 << 20
+"""As many where there is one thread: the tokenizers library takes about 200 bytes for each until the call returns."""
 
 OPEN_SHARDS = 64
 """Shards of a sequence that are mapped at a time, because each takes a file descriptor."""
@@ -63,8 +66,18 @@ class Tokens:
         )
 
 
-def write_shard(path: Path, parts: Iterable[Part], text_key: str, tokenizer: Tokenizer, dtype: np.dtype) -> None:
+def write_shard(
+    path: Path,
+    parts: Iterable[Part],
+    text_key: str,
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    batch_chars: int = BATCH_CHARS,
+) -> None:
     """Writes the ids of these parts; the file has its name only when it is complete and on the disk.
+
+    Args:
+      batch_chars: characters that are tokenised in one call, on which nothing depends but time and memory.
 
     Raises:
       InputError: as `documents.read`.
@@ -74,7 +87,7 @@ def write_shard(path: Path, parts: Iterable[Part], text_key: str, tokenizer: Tok
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{UNFINISHED}")
     try:
         with partial.open("wb") as stream:
-            for batch in _batches(piece for part in parts for piece in read(part, text_key)):
+            for batch in _batches((piece for part in parts for piece in read(part, text_key)), batch_chars):
                 texts = iter(tokenizer.encode_batch([piece for piece in batch if piece is not None]))
                 for piece in batch:
                     stream.write((separator if piece is None else next(texts).astype(dtype)).tobytes())
@@ -85,13 +98,13 @@ def write_shard(path: Path, parts: Iterable[Part], text_key: str, tokenizer: Tok
         partial.unlink(missing_ok=True)
 
 
-def _batches(pieces: Iterable[str | None]) -> Iterator[Sequence[str | None]]:
+def _batches(pieces: Iterable[str | None], chars: int) -> Iterator[Sequence[str | None]]:
     batch: list[str | None] = []
     size = 0
     for piece in pieces:
         batch.append(piece)
         size += 1 if piece is None else len(piece)
-        if size >= BATCH_CHARS:
+        if size >= chars:
             yield batch
             batch, size = [], 0
     yield batch

@@ -18,7 +18,7 @@ import numpy as np
 
 from jhpt.core.errors import InputError
 from jhpt.training.data.documents import Part
-from jhpt.training.data.shards import write_shard
+from jhpt.training.data.shards import BATCH_CHARS_ALONE, write_shard
 from jhpt.training.data.tokenizer import load_tokenizer
 
 
@@ -36,7 +36,7 @@ def main() -> None:
             if tokenizer.fingerprint != job["fingerprint"]:
                 raise InputError(f"data.tokenizer={job['tokenizer']} has changed since the run began; start it again")
             parts = [Part(file=Path(part["file"]), first=part["first"], last=part["last"]) for part in shard["parts"]]
-            write_shard(Path(shard["path"]), parts, job["text_key"], tokenizer, dtype)
+            write_shard(Path(shard["path"]), parts, job["text_key"], tokenizer, dtype, BATCH_CHARS_ALONE)
         except InputError as error:
             answer = {"refused": str(error)}
         except OSError as error:
