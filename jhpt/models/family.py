@@ -60,7 +60,7 @@ class Model(Protocol):
 
     Parameters named `kernel`, `tokens`, `positions` or `types` are matrices and tables: they decay, can be coded in 8
     bits and are split by ZeRO.  Those under a name that ends in `norm` are used in float32, all others are cast to
-    `dtype` where they are used.
+    `dtype` where they are used.  A kernel maps its first dimension to all others (`jhpt.training.matrices`).
 
     A block is cut before each of its two all-reduces over the tensor axis: `attend` up to the first, `feed` from there
     up to the second, `finish` the rest.  keys: [B], a key for each row; None: no dropout.  context: of the rows; a

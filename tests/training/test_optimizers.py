@@ -11,9 +11,12 @@ import pytest
 
 import jhpt
 from jhpt.core.config import OptimizerConfig
+from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
 from jhpt.training.optimizer import make_optimizer
 from tests.conftest import tiny_overrides
 from tests.covers import quick_and_exhaustive
+from tests.sharding.plans import mixed
 from tests.training.test_resume import final_state, same_bits
 
 NEW = ("lion", "sgd", "adafactor", "muon")
@@ -104,9 +107,9 @@ def test_rules_are_those_of_optax(name):
 
 RUN = {
     "model.d_model": 32,
-    "model.num_heads": 4,
+    "model.num_heads": 8,
     "model.activation": "swiglu",
-    "model.num_kv_heads": 2,
+    "model.num_kv_heads": 4,
     "train.steps": 4,
     "optimizer.warmup_steps": 1,
     "optimizer.learning_rate": 1e-3,
@@ -149,6 +152,23 @@ def test_plans_change_no_loss(corpus, alone, tmp_path, name, plan):
     there = trained(corpus, tmp_path / "run", name, **PLANS[plan])
     assert len(there.losses) == 4
     assert list(there.losses.values()) == pytest.approx(list(alone(name).losses.values()), rel=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_blocks_of_several_degrees_change_no_loss(corpus, alone, tmp_path, name):
+    plan = mixed([2, 2, 4, 2], devices=4, zero=1, batch=16)
+    overrides = tiny_overrides(corpus) | RUN | {"optimizer.name": name}
+    there = jhpt.train("gpt-tiny", out=tmp_path / "run", overrides=overrides, plan=plan)
+    assert list(there.losses.values()) == pytest.approx(list(alone(name).losses.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("setting", ["optimizer.moments", "memory.offload"])
+@pytest.mark.parametrize("name", NEW)
+def test_what_only_adamw_does_is_refused(name, setting):
+    value = {"optimizer.moments": "int8", "memory.offload": "both"}[setting]
+    with pytest.raises(InputError, match=rf"{setting}={value}\S* is not available with optimizer.name={name}; use"):
+        load_config("gpt-tiny", {"optimizer.name": name, setting: value})
 
 
 @pytest.mark.parametrize("name", quick_and_exhaustive(NEW, ["muon"]))
