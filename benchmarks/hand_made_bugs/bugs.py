@@ -107,6 +107,20 @@ BUGS = (
         tests=("tests/training/data/test_windows.py",),
     ),
     Bug(
+        name="documents: the end of a document is not predicted, and the first token of the next one is",
+        file="jhpt/models/gpt.py",
+        right="rows.windows[:, :-1] != objective.end",
+        wrong="rows.windows[:, 1:] != objective.end",
+        tests=("tests/training/test_documents.py", "-k", "sum_of_its_documents"),
+    ),
+    Bug(
+        name="documents: every sample chunk reads the documents of the first one",
+        file="sharding/sample_chunks.py",
+        right="leaf[stop - size : stop]",
+        wrong="leaf[:size]",
+        tests=("tests/training/test_documents.py", "-k", "interleaved"),
+    ),
+    Bug(
         name="checkpoint: another optimizer than the run's goes unnoticed",
         file="jhpt/training/checkpoint.py",
         right="before = defaults | before",

@@ -96,6 +96,7 @@ SLOW = {
     "jhpt train two-sources.yaml": flags(STEPS | ONE_DEVICE),
     "jhpt train --optimizer.name muon --optimizer.schedule wsd": TINY,
     "jhpt train bert-tiny --train.steps 2000": TINY,
+    "jhpt train gpt2-124m --data.packing documents": TINY,
     "python examples/train_bert.py": "",
     "python examples/train_gpt.py": "",
     "jhpt bench NAME [--quick] [--json FILE]": "--quick",
