@@ -50,7 +50,8 @@ def start_table(setup: Setup, step: Step[Any], first_step: int) -> Table:
         + " per device"
         + (f", {bytes_text(step.host_bytes)} offloaded to the host" if step.host_bytes else ""),
         "data": data_text(setup),
-        "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens",
+        "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens"
+        + ("" if setup.visible_keys is None else f", documents apart: a token sees {setup.visible_keys:.3g} keys"),
         "attention": f"{setup.attention.implementation} ({setup.attention.reason})",
         **kernels,
         "steps": f"{first_step} -> {config.train.steps}" if first_step else f"{config.train.steps}",

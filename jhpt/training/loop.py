@@ -274,11 +274,11 @@ class _Reporter:
 
 def training_flops_per_token(setup: Setup) -> float:
     """Model FLOPs per token of a training step, causal convention; the head counts on predicted tokens only, and
-    attention, where documents are kept apart, on the keys of a token's own document (`Setup.keys`)."""
+    attention, where documents are kept apart, on the keys of a token's own document (`Setup.visible_keys`)."""
     config = setup.config
     length = config.data.sequence_length
     predicted = config.model.predicted_tokens(length, config.data.mask_fraction) / length
-    return config.model.flops_per_token(length, predicted_share=predicted, keys=setup.keys).total
+    return config.model.flops_per_token(length, predicted_share=predicted, keys=setup.visible_keys).total
 
 
 def utilisation(setup: Setup, tokens_per_s: float) -> float | None:

@@ -46,8 +46,8 @@ def compressed_hooks(
     return replace(Hooks(shards=shards), **compressed)
 
 
-class RowContext(NamedTuple):
-    """What a model's parts may read of rows [b]: their keys, and what the model itself reads."""
+class KeyedContext(NamedTuple):
+    """What parts of a model may read of rows [b]: their random keys, and what the model itself reads."""
 
     keys: jax.Array
     model: Context = Context()
@@ -76,12 +76,12 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     end = tokenizer.end if data.packing == "documents" else None
     objective = Objective(z_loss=z_loss, mask_fraction=data.mask_fraction, tokens=tokenizer, end=end)
 
-    def context(rows: Rows, keys: jax.Array) -> RowContext:
+    def context(rows: Rows, keys: jax.Array) -> KeyedContext:
         if end is None:
-            return RowContext(keys)
-        return RowContext(keys, Context(documents=document_starts(rows.windows[:, : data.sequence_length], end)))
+            return KeyedContext(keys)
+        return KeyedContext(keys, Context(documents=document_starts(rows.windows[:, : data.sequence_length], end)))
 
-    def embed(params: Params, rows: Rows, context: RowContext) -> jax.Array:
+    def embed(params: Params, rows: Rows, context: KeyedContext) -> jax.Array:
         tokens = model.inputs(rows, context.keys, objective)
         return model.embed(params, tokens, keys=noise(context.keys), context=context.model)
 

@@ -88,8 +88,8 @@ class Setup(Design):
     sources: tuple[Source, ...]
     train_windows: Sequences
     validation_windows: Sequences | None
-    keys: float | None = None
-    """Those that an average token sees, where documents are kept apart; None: as many as the sequence has."""
+    visible_keys: float | None = None
+    """Keys that an average token sees, where documents are kept apart; None: all of its sequence."""
 
 
 def prepare(
@@ -121,17 +121,19 @@ def prepare(
         if cache.validation.size
     ]
     train_windows = _mixed(train, whole_shares([source.weight for source in sources]))
-    keys = None
-    if config.data.packing == "documents":
-        assert tokenizer.end is not None
-        keys = visible_keys(train_windows, config.data.sequence_length, tokenizer.end, causal=config.model.causal)
     return Setup(
         **vars(design),
         sources=sources,
         train_windows=train_windows,
         validation_windows=_mixed(held, [len(windows) for windows in held]) if held else None,
-        keys=keys,
+        visible_keys=_visible_keys(config, tokenizer, train_windows),
     )
+
+
+def _visible_keys(config: Config, tokenizer: Tokenizer, windows: Sequences) -> float | None:
+    if config.data.packing == "stream" or tokenizer.end is None:
+        return None
+    return visible_keys(windows, config.data.sequence_length, tokenizer.end, causal=config.model.causal)
 
 
 def _mixed(windows: Sequence[Windows], shares: Sequence[int]) -> Sequences:

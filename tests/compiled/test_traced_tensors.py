@@ -10,7 +10,7 @@ from jhpt.core.load import load_config
 from jhpt.models.family import build
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.training.data.tokenizer import ByteTokenizer
-from jhpt.training.parts import RowContext, make_parts
+from jhpt.training.parts import KeyedContext, make_parts
 from tests.compiled.traced_tensors import traced_tensors
 
 SMALL = {"model.attention": "xla", "model.dtype": "bfloat16", "model.num_layers": 1, "data.sequence_length": 64}
@@ -33,7 +33,7 @@ def test_a_block_has_the_tensors_of_the_analytic_profile(name):
     params = jax.eval_shape(model.init, jax.random.key(0))["blocks"]
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
     x = jax.ShapeDtypeStruct((3, config.data.sequence_length, config.model.d_model), jnp.bfloat16)
-    at = RowContext(jax.random.split(jax.random.key(2), 3)), jnp.int32(3)
+    at = KeyedContext(jax.random.split(jax.random.key(2), 3)), jnp.int32(3)
     expected = analytic_profile(config, device_named("h100")).kinds["block"].tensors
     sharded = [tensor.name for tensor in expected if tensor.sharded]
     traced = traced_tensors(block, params, x, at, sharded=sharded)

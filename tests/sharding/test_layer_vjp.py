@@ -13,6 +13,7 @@ from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.plan import SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
+from jhpt.models.context import Context
 from jhpt.models.family import build
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
@@ -20,7 +21,7 @@ from jhpt.sharding.layer_vjp import split_layer
 from jhpt.sharding.recompute import save_named, save_nothing
 from jhpt.sharding.sample_chunks import ChunkedSamples
 from jhpt.training.data.tokenizer import ByteTokenizer
-from jhpt.training.parts import RowContext, make_parts
+from jhpt.training.parts import KeyedContext, make_parts
 from jhpt.training.setup import layer_policy
 from tests.sharding.plans import compiled
 
@@ -49,7 +50,7 @@ def layer_of(name, wrapped="everything", dtype=jnp.float32):
 def inputs(rows=ROWS, dtype=jnp.float32):
     """(x, (context, layer))"""
     x = jax.random.normal(jax.random.key(1), (rows, LENGTH, WIDTH), dtype)
-    return x, (RowContext(jax.random.split(jax.random.key(2), rows)), jnp.int32(3))
+    return x, (KeyedContext(jax.random.split(jax.random.key(2), rows)), jnp.int32(3))
 
 
 def shapes_of(split):
@@ -88,6 +89,18 @@ def test_save_named_keeps_named_tensors_only(name):
     } | ({"mlp_out": stream} if name == "bert" else {})
     assert expected.keys() <= set(NAMED_TENSORS)
     assert shapes_of(split) == sorted(expected.values())
+
+
+@pytest.mark.parametrize("wrapped", ["named", "input"])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_mask_of_documents_is_kept(name, wrapped):
+    """It is made again from where they start, which a pipeline does not store with each block either."""
+    block, params = layer_of(name, wrapped)
+    x, (rows, layer) = inputs()
+    apart = rows._replace(model=Context(documents=jnp.zeros((ROWS, LENGTH), jnp.int32)))
+    split = split_layer(block, params, x, (apart, layer))
+    assert shapes_of(split) == shapes_of(split_layer(block, params, x, (rows, layer)))
+    assert ("context", len(jax.tree.leaves(rows))) in split.sources
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -307,10 +307,10 @@ def test_only_visible_keys_count_as_work(tiny, short, preset):
     visible = number[:, :, None] == number[:, None]
     if preset == "gpt-tiny":
         visible &= np.tri(LENGTH, dtype=bool)
-    assert len(rows) < 1024 and apart.keys == pytest.approx(visible.sum() / rows.size, rel=1e-12)
+    assert len(rows) < 1024 and apart.visible_keys == pytest.approx(visible.sum() / rows.size, rel=1e-12)
     all_keys = (LENGTH + 1) / 2 if preset == "gpt-tiny" else LENGTH
     model = apart.config.model
-    less = 3 * 2 * model.num_layers * 2 * model.d_model * (all_keys - apart.keys)
+    less = 3 * 2 * model.num_layers * 2 * model.d_model * (all_keys - apart.visible_keys)
     assert training_flops_per_token(stream) - training_flops_per_token(apart) == pytest.approx(less, rel=1e-9)
 
 

@@ -18,6 +18,10 @@ pytestmark = pytest.mark.deviceless
 LENGTH, ROWS = 256, 8
 SMALL = {
     "model.num_layers": 3,
+    "model.d_model": 128,
+    "model.num_heads": 2,
+    "model.d_ff": 256,
+    "model.vocab_size": 512,
     "model.max_length": LENGTH,
     "data.sequence_length": LENGTH,
     "data.batch_size": ROWS,
