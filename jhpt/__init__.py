@@ -8,18 +8,21 @@ if TYPE_CHECKING:
     from jhpt.core.errors import InputError
     from jhpt.core.load import load_config
     from jhpt.core.plan import Plan
+    from jhpt.interop.load import Loaded, load
     from jhpt.planner.api import plan
     from jhpt.planner.report.planned import Planned
     from jhpt.training.run import RunResult, train
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "InputError", "Plan", "Planned", "RunResult", "load_config", "plan", "train"]
+__all__ = ["Config", "InputError", "Loaded", "Plan", "Planned", "RunResult", "load", "load_config", "plan", "train"]
 
 _HOME = {
     "Config": "jhpt.core.config",
     "InputError": "jhpt.core.errors",
     "load_config": "jhpt.core.load",
+    "Loaded": "jhpt.interop.load",
+    "load": "jhpt.interop.load",
     "Plan": "jhpt.core.plan",
     "Planned": "jhpt.planner.report.planned",
     "plan": "jhpt.planner.api",

@@ -13,6 +13,7 @@ import tyro
 
 from jhpt.bench.registry import NAMES, PACKAGED, Benchmark, load
 from jhpt.cli_huggingface import export_command, import_command
+from jhpt.cli_interop import generate_command
 from jhpt.cli_plan import plan_command
 from jhpt.cli_tokenizer import tokenizer_command
 from jhpt.core.divisors import one_of
@@ -37,6 +38,8 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
                         weights from and to Hugging Face's layout: GPT-2, Llama, Mistral, Qwen2, BERT
   jhpt tokenizer train FILES --vocab-size N [--kind bpe|wordpiece] [--out FILE]
                         make a tokenizer of your text, for data.tokenizer
+  jhpt generate RUN --prompt TEXT [--tokens N] [--greedy] [--temperature T] [--top-k K] [--top-p P]
+                        text that continues a prompt, or many of a file (--prompts)
   jhpt bench NAME [--quick] [--json FILE]
                         measure; NAME: {one_of(NAMES)}
   jhpt doctor           what this machine can do
@@ -180,6 +183,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": plan_command,
     "profile": profile_command,
     "tokenizer": tokenizer_command,
+    "generate": generate_command,
     "bench": bench_command,
     "import": import_command,
     "export": export_command,

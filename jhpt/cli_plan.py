@@ -2,7 +2,6 @@
 
 import json
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from jhpt.core.config import Config
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
+from jhpt.core.files import check_writable
 from jhpt.core.load import load_config
 from jhpt.flags import PlanOptions, parse_overrides, source_of, value_of, with_family, with_words
 
@@ -43,7 +43,7 @@ def plan_command(arguments: list[str]) -> int:
     if options.clusters is not None:
         return _compare(config or source, options)
     for flag, path in (("--out", options.out), ("--svg", options.svg)):
-        _check_writable(flag, path)
+        check_writable(flag, path)
     if options.compile:
         _check_compilable(source, config, options)
     return _answer(source, config, options)
@@ -166,18 +166,3 @@ def _compiled(config: Config, answer: "Answer") -> "Comparison":
 
     reading = compiled_step(config, answer.plan, answer.model.cluster)
     return compare(reading, answer.plan, answer.estimate, answer.model.profile)
-
-
-def _check_writable(flag: str, path: str | None) -> None:
-    """Refuses a file that could not be written once the planning is done; leaves no trace."""
-    if path is None:
-        return
-    try:
-        if Path(path).exists():
-            Path(path).open("ab").close()
-        else:
-            tempfile.TemporaryFile(dir=Path(path).parent).close()
-    except OSError as error:
-        raise InputError(
-            f"{flag} {path} cannot be written: {error.strerror}; give a file in a folder that exists"
-        ) from None

@@ -1,1 +1,1 @@
-"""What a trained run is good for: weights from and to other libraries, text, scores."""
+"""A trained run in use: loaded, generating, scoring, evaluated, exported, and under an evaluation harness."""

@@ -22,6 +22,7 @@ from jhpt.models.hooks import Hooks
 from jhpt.models.layers import (
     INIT_STD,
     AttentionHalf,
+    Mix,
     Parted,
     Rotation,
     Stretch,
@@ -46,23 +47,23 @@ def residual_std(config: GPTConfig) -> float:
 
 
 class GPTEmbedding(nn.Module):
-    """Token ids [B, S] -> x[B, S, D]."""
+    """Token ids [B, S] -> x[B, S, D].  at: their positions [B, S]; None: 0 to S - 1."""
 
     config: GPTConfig
     dtype: Any
     hooks: Hooks
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, context: Context) -> jax.Array:
+    def __call__(self, tokens: jax.Array, at: jax.Array | None) -> jax.Array:
         config = self.config
         normal = nn.initializers.normal(INIT_STD)
         table = self.param("tokens", normal, (config.padded_vocab // self.hooks.shards, config.d_model))
         x = embed(table, tokens, self.dtype, self.hooks)
         if config.positions == "learned":
             positions = self.param("positions", normal, (config.max_length, config.d_model))
-            if context.documents is None:
+            if at is None:
                 return plus(x, positions[: tokens.shape[1]].astype(self.dtype))
-            x = x + looked_up(positions.astype(self.dtype), document_positions(context.documents))
+            x = x + looked_up(positions.astype(self.dtype), at)
         return x
 
 
@@ -73,6 +74,7 @@ class Attention(nn.Module):
     dtype: Any
     hooks: Hooks
     implementation: Implementation
+    mix: Mix | None = None
 
     @nn.compact
     def __call__(
@@ -80,9 +82,8 @@ class Attention(nn.Module):
     ) -> Parted:
         x = checkpoint_name(x, "residual_in")
         h = norm(self.config.norm, self.config.norm_eps, self.dtype, "attention_norm")(x)
-        half = AttentionHalf(
-            self.config, self.dtype, self.hooks, self.implementation, residual_std(self.config), name="attention"
-        )
+        std = residual_std(self.config)
+        half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, std, self.mix, name="attention")
         part, bias, tokens = half(h, x, rotation, context, ordering_token)
         return Parted(x, part, tokens, bias)
 
@@ -185,7 +186,7 @@ class GPT:
     def init_embedding_and_head(self, key: jax.Array) -> Any:
         """The parameters of embedding and head."""
         first, _, last = jax.random.split(key, 3)
-        embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32), WHOLE)["params"]
+        embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32), None)["params"]
         head = self._head.init(last, self._one_token, self._table({"embedding": embedding}))["params"]
         return {"embedding": embedding, "head": head}
 
@@ -202,9 +203,21 @@ class GPT:
     def embed(
         self, params: Any, tokens: jax.Array, keys: jax.Array | None = None, context: Context = WHOLE
     ) -> jax.Array:
-        """tokens[B, S] -> x[B, S, D]."""
-        x = apply(self._embedding, params["embedding"], tokens, context)
+        """tokens[B, S] -> x[B, S, D]; positions restart with each document."""
+        at = None if context.documents is None else document_positions(context.documents)
+        x = apply(self._embedding, params["embedding"], tokens, at)
         return dropout(x, self.config.dropout, keys, 0, self.hooks)
+
+    def embed_at(self, params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """tokens[B, S] at `positions` [B, S] -> x[B, S, D]."""
+        return apply(self._embedding, params["embedding"], tokens, positions)
+
+    def block_at(self, layer_params: Any, x: jax.Array, positions: jax.Array, mix: Mix) -> jax.Array:
+        """One layer on x[B, S, D] at `positions` [B, S], with `mix` as its attention (`jhpt.models.decoding`)."""
+        whole = self._rotation(self.config.max_length, WHOLE)
+        rotation = None if whole is None else (whole[0][positions], whole[1][positions])
+        attention = self._attention.clone(mix=mix)
+        return self.finish(self.feed(layer_params, apply(attention, layer_params, x, rotation, WHOLE, None)))
 
     def block(
         self, layer_params: Any, x: jax.Array, keys: jax.Array | None = None, context: Context = WHOLE

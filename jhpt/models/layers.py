@@ -52,6 +52,10 @@ class Stretch(NamedTuple):
         return frequency / self.factor * (1 - kept) + frequency * kept
 
 
+Mix = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(q[B, S, H, E], k[B, S, K, E], v) -> softmax(q k^T / sqrt(E)) v [B, S, H, E], over the keys that a query may see."""
+
+
 Activation = Callable[[jax.Array], jax.Array]
 """hidden [..., F] -> [..., F]; of an activation of two matrices [..., 2, F] -> [..., F]."""
 
@@ -170,6 +174,8 @@ class AttentionHalf(nn.Module):
     implementation: Implementation
     std: float
     """Standard deviation of the projection's initial weights."""
+    mix: Mix | None = None
+    """Takes the place of attention among the tokens of x, for `jhpt.models.decoding`."""
 
     @nn.compact
     def __call__(
@@ -195,15 +201,18 @@ class AttentionHalf(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         tokens = self.hooks.important(q, k, context.lengths, residual)
         tokens = tokens if tokens is None else checkpoint_name(tokens, CHOICE)
-        mixed = attention(
-            q,
-            k,
-            v,
-            causal=config.causal,
-            context=context,
-            window=config.attention_window,
-            implementation=self.implementation,
-        )
+        if self.mix is not None:
+            mixed = self.mix(q, k, v)
+        else:
+            mixed = attention(
+                q,
+                k,
+                v,
+                causal=config.causal,
+                context=context,
+                window=config.attention_window,
+                implementation=self.implementation,
+            )
         mixed = checkpoint_name(mixed.reshape(*x.shape[:2], heads * width), "attention_out")
         last = PartedLinear(config.d_model, self.dtype, config.biased, self.std, product, name="projection")
         return *last(settle(mixed, tokens)), tokens

@@ -30,7 +30,7 @@ from jhpt.core.families.family import ModelConfig
 from jhpt.core.load import dotted
 from jhpt.sharding.types import PyTree
 from jhpt.training.optimizer import learning_rate
-from jhpt.training.step import TrainState
+from jhpt.training.step import Params, TrainState
 
 BOUND = ("seed", "model.", "optimizer.", "data.")
 PLACES = ("data.path", "data.validation_path", "data.tokenizer", "data.cache_dir", "data.workers")
@@ -88,15 +88,20 @@ def newest(run_dir: Path) -> int | None:
 
 
 class Checkpoints:
-    """The checkpoints of one run; leaving the context waits until all of them are written."""
+    """The checkpoints of one run; leaving the context waits until all of them are written.
 
-    def __init__(self, folder: Path, config: CheckpointConfig):
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep,
-            keep_period=config.keep_every,
-            enable_async_checkpointing=True,
-            cleanup_tmp_directories=True,  # of a process that was killed while it saved
-        )
+    config: what is kept; None: they are only read, and the folder stays as it is, also if another process trains there.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig | None):
+        options = ocp.CheckpointManagerOptions(create=False)
+        if config is not None:
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=config.keep,
+                keep_period=config.keep_every,
+                enable_async_checkpointing=True,
+                cleanup_tmp_directories=True,  # of a process that was killed while it saved
+            )
         self._folder = folder
         self._layers = LayeredHandler()
         handlers = item_handlers(self._layers)
@@ -151,15 +156,11 @@ class Checkpoints:
         arguments = ocp.args.PyTreeRestore(item=_without_feedback(like), restore_args=restore)
         return TrainState(**self._read(step, "state", arguments))
 
-    def parameters(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        """The parameters at `step` as the model's own tree.
-
-        Args:
-          like: shapes; leaves with a sharding become device arrays, leaves without one numpy arrays.
-        """
-        restore = jax.tree.map(_restored_as, {"params": like})
+    def parameters(self, step: int, like: Params) -> Params:
+        """The parameters at `step` alone, the model's own tree, laid out as the shapes and shardings of `like` say."""
+        restore = {"params": jax.tree.map(_restored_as, like)}
         arguments = ocp.args.PyTreeRestore(item={"params": like}, restore_args=restore, partial_restore=True)
-        params: dict[str, Any] = self._read(step, "state", arguments)["params"]
+        params: Params = self._read(step, "state", arguments)["params"]
         return params
 
     def opened(self, step: int, leaf: str) -> Any:

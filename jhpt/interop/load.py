@@ -1,0 +1,132 @@
+"""`jhpt.load`: the parameters of a trained run, and what can be done with them."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jhpt.core.config import Config
+from jhpt.core.errors import InputError
+from jhpt.core.load import CONFIG_FILE, load_config
+from jhpt.core.plan import Plan
+from jhpt.interop import generate
+from jhpt.measure.device import DeviceInfo, device_info
+from jhpt.models.family import Model, Params, build
+from jhpt.models.products import obstacle_to_8_bits
+from jhpt.sharding.layout import Layout
+from jhpt.sharding.mesh import make_device_mesh
+from jhpt.training.checkpoint import Checkpoints
+from jhpt.training.data.tokenizer import Tokenizer
+from jhpt.training.planning import check_fits_model
+from jhpt.training.runtime import compile_collectives_anew, configure_runtime
+from jhpt.training.setup import compute_dtype, fitting_tokenizer
+from jhpt.training.weights import Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A trained model.
+
+    source: where it came from.  config: of its run.  step: the number of its optimizer steps.
+    params: the model's own tree, as it was stored: on one device, or sharded under the plan that `load` was given.
+    """
+
+    source: Path
+    config: Config
+    step: int
+    model: Model
+    params: Params
+    tokenizer: Tokenizer
+
+    def generate(self, prompts: Sequence[str], **settings: Any) -> list[generate.Generated]:
+        """The continuation of every prompt; settings: those of `jhpt.interop.generate.Settings`."""
+        wanted = generate.Settings(**settings)
+        return list(generate.generate(self.model, self.params, self.tokenizer, prompts, wanted))
+
+    def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
+        """The continuation of one prompt, piece by piece."""
+        return generate.stream(self.model, self.params, self.tokenizer, prompt, generate.Settings(**settings))
+
+
+def load(
+    source: str | os.PathLike[str], *, tokenizer: str | None = None, plan: Plan | str | os.PathLike[str] | None = None
+) -> Loaded:
+    """The model in the newest checkpoint of a run, whatever plan it was trained under.  Nothing is written.
+
+    Attention is XLA's, which takes sequences of every length.
+
+    Args:
+      source: run directory.
+      tokenizer: takes the place of `data.tokenizer`, where that file has moved.
+      plan: a plan or its file: every parameter is cut over its devices, as far as its dims allow.  Programs that take
+        such parameters are divided by the compiler.  None: all on the first device.
+
+    Raises:
+      InputError: no run, no checkpoint yet, one that cannot be read, no tokenizer, or a plan that does not fit.
+    """
+    configure_runtime()
+    compile_collectives_anew()
+    folder = Path(source)
+    if (folder / "config.json").is_file():
+        raise InputError(f"{folder} is a model folder of Hugging Face, which cannot be loaded; give a run directory")
+    config = run_settings(folder, tokenizer)
+    fitting = _tokenizer(folder, config)
+    model = _model(config, device_info())
+    layout = None if plan is None else _layout(config, model, plan)
+    step, params = _restored(folder, config, model, layout)
+    return Loaded(source=folder, config=config, step=step, model=model, params=params, tokenizer=fitting)
+
+
+def run_settings(folder: Path, tokenizer: str | None = None) -> Config:
+    """The configuration of the run in this folder."""
+    if not (folder / CONFIG_FILE).is_file():
+        found = "is no run directory" if folder.is_dir() else "does not exist"
+        raise InputError(f"{folder} {found}; give the directory of a run, which has a {CONFIG_FILE}")
+    config = load_config(folder / CONFIG_FILE, {} if tokenizer is None else {"data.tokenizer": tokenizer})
+    if obstacle_to_8_bits(device_info().platform, device_info().capability) is not None:
+        # Products in 8 bits approximate those in the compute dtype, which every device has.
+        config = load_config(config, {"model.matmul_dtype": "same"})
+    return config
+
+
+def _tokenizer(folder: Path, config: Config) -> Tokenizer:
+    try:
+        return fitting_tokenizer(config)
+    except InputError as error:
+        raise InputError(
+            f"the tokenizer of {folder} cannot be used: {error}; if it has moved, give its file: --tokenizer FILE, "
+            "or --data.tokenizer FILE for jhpt eval"
+        ) from None
+
+
+def _model(config: Config, device: DeviceInfo) -> Model:
+    model: Model = build(config.model, dtype=compute_dtype(config, device), implementation="xla")
+    return model
+
+
+def _layout(config: Config, model: Model, plan: Plan | str | os.PathLike[str]) -> Layout:
+    plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    check_fits_model(plan, load_config(config, {"data.batch_size": plan.batch}))
+    mesh = make_device_mesh(plan, jax.devices())
+    return Layout(plan=plan, device_mesh=mesh, num_layers=config.model.num_layers, rules=model.partition_rules)
+
+
+def _restored(folder: Path, config: Config, model: Model, layout: Layout | None) -> tuple[int, Params]:
+    """(step, parameters) of the newest checkpoint."""
+    stored = Weights(storage=config.optimizer.weights).stored
+    shapes = jax.eval_shape(lambda: stored(model.init(jax.random.key(0))))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    places = layout.model_shardings(shapes) if layout else jax.tree.map(lambda _: one, shapes)
+    like = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+    )
+    checkpoints = folder / "checkpoints"
+    if not checkpoints.is_dir():
+        raise InputError(f"{folder} has no checkpoint yet; wait until the run has saved one (checkpoint.every)")
+    with Checkpoints(checkpoints, None) as saved:
+        if saved.latest is None:
+            raise InputError(f"{folder} has no checkpoint yet; wait until the run has saved one (checkpoint.every)")
+        return saved.latest, saved.parameters(saved.latest, like)
