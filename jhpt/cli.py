@@ -13,7 +13,7 @@ import tyro
 
 from jhpt.bench.registry import NAMES, PACKAGED, Benchmark, load
 from jhpt.cli_huggingface import export_command, import_command
-from jhpt.cli_interop import generate_command
+from jhpt.cli_interop import eval_command, generate_command, score_command
 from jhpt.cli_plan import plan_command
 from jhpt.cli_tokenizer import tokenizer_command
 from jhpt.core.divisors import one_of
@@ -40,6 +40,10 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
                         make a tokenizer of your text, for data.tokenizer
   jhpt generate RUN --prompt TEXT [--tokens N] [--greedy] [--temperature T] [--top-k K] [--top-p P]
                         text that continues a prompt, or many of a file (--prompts)
+  jhpt eval RUN [--data.path FILES] [--documents FILE --out FILE] [--parallel.key value ...]
+                        loss and perplexity on any text, or the log-likelihood of every document
+  jhpt score RUN --tokens FILE.npy --out FILE.npy
+                        logits of given tokens
   jhpt bench NAME [--quick] [--json FILE]
                         measure; NAME: {one_of(NAMES)}
   jhpt doctor           what this machine can do
@@ -184,6 +188,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "profile": profile_command,
     "tokenizer": tokenizer_command,
     "generate": generate_command,
+    "eval": eval_command,
+    "score": score_command,
     "bench": bench_command,
     "import": import_command,
     "export": export_command,

@@ -12,6 +12,8 @@ import tyro
 
 from jhpt.core.errors import InputError
 from jhpt.core.files import check_writable, replacing
+from jhpt.core.load import run_config
+from jhpt.flags import EvaluateOptions, parse_overrides, source_of
 
 if TYPE_CHECKING:
     from jhpt.interop.load import Loaded
@@ -127,3 +129,97 @@ def _lines(path: str | None) -> Iterator[TextIO]:
         return
     with replacing(path) as partial, partial.open("w", encoding="utf-8") as stream:
         yield stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """Computes the logits of given tokens: of next tokens for GPT, of masked tokens for BERT."""
+
+    run: Run
+    """Run directory."""
+    tokens: str
+    """.npy file of token ids [rows, positions], integers."""
+    out: str
+    """.npy file for the logits [rows, positions, model.vocab_size], float32."""
+    types: str | None = None
+    """For BERT: .npy file of token types [rows, positions]. Default: all 0."""
+    lengths: str | None = None
+    """For BERT: .npy file of the tokens in each row that are not padding, [rows]. Default: all."""
+    batch: int = 8
+    """Rows that are computed at once."""
+    plan: str | None = None
+    """File of a plan, over whose devices the parameters are cut. Default: all on one device."""
+
+
+def score_command(arguments: list[str]) -> int:
+    """`jhpt score`."""
+    options = _parsed(ScoreOptions, "score", arguments)
+    check_writable("--out", options.out)
+    from jhpt.interop.load import load
+    from jhpt.interop.score import read_inputs, score_file
+
+    names = ("tokens", "types", "lengths")
+    inputs = read_inputs({name: path for name in names if (path := getattr(options, name)) is not None})
+    loaded = load(options.run, plan=options.plan)
+    shape = score_file(loaded.model, loaded.params, inputs, options.out, options.batch)
+    print(f"wrote float32 logits {list(shape)} of step {loaded.step} to {options.out}")
+    return 0
+
+
+def eval_command(arguments: list[str]) -> int:
+    """`jhpt eval`: the first argument is a run directory; settings as flags say on what, and under which plan."""
+    run = source_of(arguments)
+    base = run_config(None, run)
+    options, overrides = parse_overrides("jhpt eval", base, arguments, EvaluateOptions)
+    if run is None:
+        raise InputError("name the run directory first: jhpt eval RUN --data.path FILES")
+    if (options.documents is None) != (options.out is None):
+        raise InputError("--documents FILE and --out FILE belong together: give both, or neither")
+    check_writable("--out", options.out)
+    return _likelihoods(run, options, overrides) if options.documents else _loss(run, options, overrides)
+
+
+def _loss(run: str, options: EvaluateOptions, overrides: dict[str, Any]) -> int:
+    """The loss on a text."""
+    from jhpt.interop.evaluate import evaluate, evaluation_setup
+    from jhpt.interop.load import load, run_settings
+
+    if options.batch is not None or options.plan is not None:
+        raise InputError(
+            "--batch and --plan are for --documents; windows are read data.batch_size at once, under the plan that "
+            "--parallel.* describe"
+        )
+    tokenizer = overrides.get("data.tokenizer")
+    setup = evaluation_setup(run_settings(Path(run), tokenizer), overrides)
+    loaded = load(run, tokenizer=tokenizer, plan=setup.plan)
+    found = evaluate(setup, loaded.params)
+    if options.json:
+        print(json.dumps({"step": loaded.step, "perplexity": found.perplexity} | vars(found)))
+        return 0
+    bits = "" if found.bits_per_byte is None else f"  bits per byte {found.bits_per_byte:.4f}"
+    print(
+        f"step {loaded.step}  loss {found.loss:.6f} nats per token  perplexity {found.perplexity:.4f}{bits}\n"
+        f"{found.tokens:,} predicted tokens; {found.left_out:,} at the end, fewer than a window has, are left out"
+    )
+    return 0
+
+
+def _likelihoods(run: str, options: EvaluateOptions, overrides: dict[str, Any]) -> int:
+    """The log-likelihoods of the documents in a file."""
+    from jhpt.interop.documents import read_documents, score_documents
+    from jhpt.interop.load import load
+    from jhpt.interop.rows import BATCH
+
+    read = ("data.tokenizer", "data.text_key")
+    if others := [name for name in overrides if name not in read]:
+        raise InputError(f"with --documents only {' and '.join(read)} are read; leave out {' and '.join(others)}")
+    loaded = load(run, tokenizer=overrides.get("data.tokenizer"), plan=options.plan)
+    text_key = overrides.get("data.text_key", loaded.config.data.text_key)
+    records = read_documents(Path(str(options.documents)), text_key)
+    ready = loaded.model, loaded.params, loaded.tokenizer
+    total, tokens = score_documents(*ready, records, str(options.out), options.batch or BATCH)
+    if options.json:
+        print(json.dumps({"step": loaded.step, "logprob": total, "tokens": tokens}))
+    else:
+        print(f"step {loaded.step}  {len(records)} documents, log-likelihood {total:.4f} nats, {tokens:,} tokens")
+    return 0

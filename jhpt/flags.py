@@ -83,6 +83,22 @@ class ProfileOptions:
     """Measure again what was measured before."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """What is evaluated beside, or instead of, the text of data.path."""
+
+    documents: str | None = None
+    """.jsonl file of texts, or of contexts with their continuations, whose log-likelihoods are computed instead."""
+    out: str | None = None
+    """With --documents: file for the log-likelihoods, as lines of JSON."""
+    batch: int | None = None
+    """With --documents: texts that are read at once. Default: 8."""
+    plan: str | None = None
+    """With --documents: file of a plan, over whose devices the parameters are cut. Default: all on one device."""
+    json: bool = False
+    """Print the figures as JSON."""
+
+
 def parse_overrides(
     program: str, base: Config | None, arguments: list[str], kind: type = RunOptions
 ) -> tuple[Any, dict[str, Any]]:
@@ -118,6 +134,9 @@ _MEANING = {
     RunOptions: "Trains a model. CONFIG: a YAML file or a preset, before all flags.",
     PlanOptions: "Plans a training step. CONFIG: a YAML file, a preset or a network, before all flags; of its section "
     "parallel only compression and gradient_compression are used.",
+    EvaluateOptions: "Evaluates a trained run, which stays as it is. RUN: its directory, before all flags. It is "
+    "evaluated on all text of data.path, or on the text that it held out; devices as parallel says, by default "
+    "data-parallel.",
     ProfileOptions: "Measures a model's layers and this machine. CONFIG: a YAML file or a preset, before all flags.",
 }
 

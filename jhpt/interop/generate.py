@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhpt.core.errors import InputError
-from jhpt.interop.rows import NOTHING, advanced, begun
+from jhpt.interop.rows import BATCH, NOTHING, advanced, begun, padded
 from jhpt.models.decoding import reader_of
 from jhpt.models.drawing import Drawing
 from jhpt.models.family import Model, Params
@@ -27,14 +27,8 @@ from jhpt.training.weights import Weights
 TOKENS = 128
 """New tokens of a row where their number is not given, or as many as fit."""
 
-BATCH = 8
-"""Rows that are computed at once by default."""
-
 PIECE = 16
 """Tokens between two looks at what has been generated: the host checks for stops and prints."""
-
-SHORTEST = 16
-"""Lengths are rounded up to this, or to it times a power of two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +134,6 @@ def prepared(model: Model, params: Params) -> Params:
         return params
     ready: Params = jax.jit(Weights(storage="bfloat16").stored)(params)
     return ready
-
-
-def padded(length: int, longest: int) -> int:
-    """`length` rounded up to `SHORTEST` times a power of two, at most to `longest`."""
-    size = SHORTEST
-    while size < length:
-        size *= 2
-    return min(size, longest)
 
 
 @dataclass(frozen=True, kw_only=True)

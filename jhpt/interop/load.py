@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import CONFIG_FILE, load_config
 from jhpt.core.plan import Plan
-from jhpt.interop import generate
+from jhpt.interop import evaluate, generate, likelihood, rows, score
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.family import Model, Params, build
 from jhpt.models.products import obstacle_to_8_bits
@@ -49,6 +50,25 @@ class Loaded:
     def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
         """The continuation of one prompt, piece by piece."""
         return generate.stream(self.model, self.params, self.tokenizer, prompt, generate.Settings(**settings))
+
+    def score(self, tokens: np.ndarray, *, batch: int = rows.BATCH, **others: np.ndarray) -> np.ndarray:
+        """float32 logits [N, S, V] of tokens [N, S]; others: for BERT `types` [N, S] and `lengths` [N]."""
+        inputs = {"tokens": np.asarray(tokens)} | {name: np.asarray(array) for name, array in others.items()}
+        pieces = list(score.score(self.model, self.params, inputs, batch))
+        return np.concatenate(pieces or [np.zeros((*inputs["tokens"].shape, self.config.model.vocab_size), np.float32)])
+
+    def evaluate(self, **overrides: Any) -> evaluate.Evaluated:
+        """Loss and perplexity on a text, `evaluate(**{"data.path": FILES})`, or on the one that the run held out.
+
+        overrides: settings by dotted name that `jhpt.interop.evaluate` reads.
+        """
+        return evaluate.evaluate(evaluate.evaluation_setup(self.config, overrides), self.params)
+
+    def log_likelihoods(
+        self, texts: Sequence[str | tuple[str, str]], *, batch: int = rows.BATCH
+    ) -> list[likelihood.Likelihood]:
+        """The log-likelihood of every text, or of the second text of a pair, given the first."""
+        return likelihood.of_all(self.model, self.params, self.tokenizer, texts, batch)
 
 
 def load(

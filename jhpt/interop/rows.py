@@ -1,4 +1,7 @@
-"""The rows of a batch on the device: a pass over their prompts, then a token of every row, again and again."""
+"""The rows of a batch on the device: a pass over their prompts, then a token of every row, again and again.
+
+Lengths are rounded up to a few sizes, so that few programs are compiled.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -10,8 +13,22 @@ from jhpt.models.decoding import Memory, Reader
 from jhpt.models.drawing import Drawing, drawn
 from jhpt.models.family import Params
 
+BATCH = 8
+"""Rows that are computed at once by default."""
+
+SHORTEST = 16
+"""Lengths are rounded up to this, or to it times a power of two."""
+
 NOTHING = -1
 """The token of a row that has ended."""
+
+
+def padded(length: int, longest: int) -> int:
+    """`length` rounded up to `SHORTEST` times a power of two, at most to `longest`."""
+    size = SHORTEST
+    while size < length:
+        size *= 2
+    return min(size, longest)
 
 
 class State(NamedTuple):

@@ -3,6 +3,7 @@
 import platform
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -38,6 +39,9 @@ def workplace(tmp_path, monkeypatch) -> Path:
     measured.mkdir(parents=True)
     cpus.save(measured / "cluster.json")
     Path("cluster.yaml").write_text((measured / "cluster.json").read_text())  # JSON is YAML
+    Path("prompts.txt").write_text("def \nimport \n")
+    Path("documents.jsonl").write_text('{"text": "the mesh"}\n{"context": "the", "continuation": " mesh"}\n')
+    np.save("tokens.npy", np.arange(12).reshape(2, 6))
     return tmp_path
 
 

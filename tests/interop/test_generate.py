@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jhpt
-from jhpt.interop.generate import Settings, _complete, continuation, padded
+from jhpt.interop.generate import Settings, _complete, continuation
+from jhpt.interop.rows import padded
 from jhpt.training.data.tokenizer import ByteTokenizer
 from tests.test_cli import status_of
 
