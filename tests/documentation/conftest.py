@@ -1,6 +1,7 @@
 """The files that the documentation names, and small sizes for its Python."""
 
 import platform
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,17 @@ from tests.huggingface.shapes import MODELS
 from tests.huggingface.written import write_folder
 
 
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Path:
+    """A run on the corpus of `workplace`."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_corpus(folder / "corpus")
+    files = {"data.path": str(folder / "corpus"), "data.cache_dir": str(folder / "cache"), "parallel.data": 1}
+    return jhpt.train("gpt-tiny", out=folder / "run", overrides=STEPS | files).run_dir
+
+
 @pytest.fixture
-def workplace(tmp_path, monkeypatch) -> Path:
+def workplace(tmp_path, monkeypatch, finished) -> Path:
     """The files that documented commands name, and a cache in which this machine has been measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -39,6 +49,7 @@ def workplace(tmp_path, monkeypatch) -> Path:
     measured.mkdir(parents=True)
     cpus.save(measured / "cluster.json")
     Path("cluster.yaml").write_text((measured / "cluster.json").read_text())  # JSON is YAML
+    shutil.copytree(finished, "runs/tiny")
     Path("prompts.txt").write_text("def \nimport \n")
     Path("documents.jsonl").write_text('{"text": "the mesh"}\n{"context": "the", "continuation": " mesh"}\n')
     np.save("tokens.npy", np.arange(12).reshape(2, 6))
@@ -60,7 +71,7 @@ def write_corpus(folder: Path) -> None:
         tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         tokenizer.train([str(folder / "0.txt")], trainers.WordLevelTrainer(vocab_size=100, special_tokens=tokens))
-        tokenizer.save(name)
+        tokenizer.save(str(folder.parent / name))
 
 
 @pytest.fixture

@@ -49,7 +49,9 @@ def bert(tmp_path_factory, corpus) -> Path:
     write_config(run, config)
     (run / "checkpoints").mkdir()
     with Checkpoints(run / "checkpoints", config.checkpoint) as checkpoints:
-        checkpoints.save(0, jax.jit(partial(fresh_state, setup))(), make_record(config, setup.sources[0].cache.key, "float32"))
+        checkpoints.save(
+            0, jax.jit(partial(fresh_state, setup))(), make_record(config, setup.sources[0].cache.key, "float32")
+        )
     return run
 
 

@@ -58,11 +58,16 @@ def test_all_of_a_text_is_evaluated_under_any_plan(gpt, loaded, tmp_path, capsys
     assert divided["loss"] == pytest.approx(found.loss, abs=1e-6) and divided["tokens"] == found.tokens
 
 
-def test_a_pipelined_run_is_evaluated_on_one_device_and_under_its_plan(divided, corpus, capsys):
-    one = report(capsys, divided, "--parallel.data", "1")
-    assert one["loss"] == pytest.approx(last_validation_loss(divided), abs=1e-6)
-    flags = ["--parallel.pipe", "2", "--parallel.tensor", "2", "--parallel.micro_batches", "2"]
-    assert report(capsys, divided, *flags)["loss"] == pytest.approx(one["loss"], abs=1e-6)
+PLANS = {
+    "as it was trained": "--parallel.pipe 2 --parallel.tensor 2 --parallel.micro_batches 2",
+    "one device": "--parallel.data 1",
+}
+
+
+@pytest.mark.parametrize("name", quick_and_exhaustive(PLANS, ["as it was trained"]))
+def test_a_pipelined_run_is_evaluated_under_any_plan(name, divided, capsys):
+    found = report(capsys, divided, *PLANS[name].split())
+    assert found["loss"] == pytest.approx(last_validation_loss(divided), abs=1e-6)
 
 
 @pytest.mark.parametrize("degree", quick_and_exhaustive([1, 2, 4], [2]))

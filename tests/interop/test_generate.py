@@ -13,11 +13,14 @@ from jhpt.interop.rows import padded
 from jhpt.training.data.tokenizer import ByteTokenizer
 from tests.test_cli import status_of
 
-PROMPTS = ["the mesh", "t", "and each step adds", "to a device "]
+PROMPTS = ["the mesh", "t", "and each step", "to a device "]
+
+NEVER = (299,)
+"""An id that no text has: rows do not end at it."""
 
 
 def test_a_row_is_the_same_alone_and_in_any_batch(loaded):
-    settings = {"tokens": 12, "temperature": 1.5, "top_k": 200, "top_p": 0.9, "seed": 3}
+    settings = {"tokens": 12, "seed": 3}
     together, alone = (loaded.generate(PROMPTS, batch=batch, **settings) for batch in (3, 1))
     assert together == alone
     assert [row.prompt for row in together] == PROMPTS
@@ -25,7 +28,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(loaded):
 
 
 def test_the_seed_decides(loaded):
-    first, again, other = (loaded.generate(["the"], tokens=12, temperature=1, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (loaded.generate(["the"], tokens=12, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
 
 
@@ -44,25 +47,25 @@ def test_a_run_under_tensor_and_pipeline_parallelism_generates(divided, capsys):
 
 
 def test_rows_end_at_stops(loaded):
-    (whole,) = loaded.generate(["the mesh"], tokens=20, temperature=1.0, stop_tokens=())
+    (whole,) = loaded.generate(["the mesh"], tokens=20, stop_tokens=NEVER)
     later = next(token for token in whole.tokens if token != whole.tokens[0])
     first = whole.tokens.index(later)
-    (stopped, other) = loaded.generate(["the mesh", "to"], tokens=20, temperature=1.0, stop_tokens=(later,))
+    stopped, other, _ = loaded.generate(["the mesh", "to", "to"], tokens=20, stop_tokens=(later,))
     assert (stopped.tokens, stopped.finish) == (whole.tokens[:first], "stop")
     assert later not in other.tokens
-    (cut,) = loaded.generate(["the mesh"], tokens=20, temperature=1.0, stop_tokens=(), stop=(whole.text[2:4], "never"))
+    (cut,) = loaded.generate(["the mesh"], tokens=20, stop_tokens=NEVER, stop=(whole.text[2:4], "never"))
     assert (cut.text, cut.finish) == (whole.text[: whole.text.index(whole.text[2:4])], "stop")
 
 
 def test_a_row_ends_where_the_model_does(loaded):
-    rows = loaded.generate(["the mesh", "a" * 30, "t"], temperature=1.0, stop_tokens=())
+    rows = loaded.generate(["the mesh", "a" * 30, "t"], stop_tokens=NEVER)
     assert [len(row.tokens) for row in rows] == [24, 2, 31]
     assert {row.finish for row in rows} == {"length"}
 
 
 @pytest.mark.parametrize("settings", [{"seed": 1}, {"seed": 2, "stop": ("e t", "\ufffd")}])
 def test_pieces_add_up_to_the_text(loaded, settings):
-    settings |= {"tokens": 24, "temperature": 2.0, "stop_tokens": ()}
+    settings |= {"tokens": 24, "stop_tokens": NEVER}
     pieces = list(loaded.stream("the mesh", **settings))
     assert "".join(pieces) == loaded.generate(["the mesh"], **settings)[0].text
 
