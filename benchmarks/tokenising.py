@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -96,18 +97,25 @@ with open(sys.argv[2], encoding="utf-8", newline="") as stream:
 """
 
 
-def by_hand(tokenizer: Path, corpus: Path, workers: int, limit: int) -> float:
-    """MB/s of `workers` processes that together encode about `limit` bytes of text files."""
+def processor_seconds() -> float:
+    """Of all processes that this one, and those that it has waited for, have waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def by_hand(tokenizer: Path, corpus: Path, workers: int, limit: int) -> tuple[float, float]:
+    """(MB/s, MB per processor second) of `workers` processes that together encode about `limit` bytes of text files."""
     shares = [(corpus / f"{2 * (number % 2)}.txt", number // 2) for number in range(workers)]
     environment, size = os.environ | {"TOKENIZERS_PARALLELISM": "false"}, limit // workers
     starts = [(file, line_start(file, part * size)) for file, part in shares]
-    start = time.perf_counter()
+    start, used = time.perf_counter(), processor_seconds()
     processes = [
         subprocess.Popen([sys.executable, "-c", BY_HAND, tokenizer, file, str(first), str(size)], env=environment)
         for file, first in starts
     ]
     assert not any(process.wait() for process in processes)
-    return workers * size / (time.perf_counter() - start) / 1e6
+    encoded = workers * size / 1e6
+    return encoded / (time.perf_counter() - start), encoded / (processor_seconds() - used)
 
 
 def line_start(file: Path, offset: int) -> int:
@@ -190,7 +198,9 @@ def measure(folder: Path, size: int, workers: int, sample: int) -> dict[str, obj
     total = sum(file.stat().st_size for file in corpus.iterdir())
     data = DataConfig(path=str(corpus), tokenizer=str(tokenizer), cache_dir=str(folder / "cache"), workers=workers)
     hand = [by_hand(tokenizer, corpus, workers, min(sample, total // 4))]
+    used = processor_seconds()
     seconds, peak = watched(started(data))
+    used = processor_seconds() - used
     hand.append(by_hand(tokenizer, corpus, workers, min(sample, total // 4)))
     whole, count = fingerprint(folder / "cache"), len(shards(folder / "cache"))
     shutil.rmtree(folder / "cache")
@@ -203,8 +213,10 @@ def measure(folder: Path, size: int, workers: int, sample: int) -> dict[str, obj
         "workers": workers,
         "load average": os.getloadavg(),
         "MB/s": total / seconds / 1e6,
-        "MB/s by hand, before and after": hand,
-        "ratio": total / seconds / 1e6 / (sum(hand) / len(hand)),
+        "MB/s by hand, before and after": [rate for rate, _ in hand],
+        "ratio": total / seconds / 1e6 / (sum(rate for rate, _ in hand) / len(hand)),
+        "MB per processor second": total / used / 1e6,
+        "MB per processor second by hand": [rate for _, rate in hand],
         "peak resident MB, all processes": peak / 1e6,
         "shards": count,
         "done when killed": len(done),

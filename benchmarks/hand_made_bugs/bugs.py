@@ -121,6 +121,20 @@ BUGS = (
         tests=("tests/training/test_documents.py", "-k", "interleaved"),
     ),
     Bug(
+        name="data: shards that a killed run has finished are written again",
+        file="jhpt/training/data/workers.py",
+        right="if (folder / shard.name).is_file():",
+        wrong="if False:",
+        tests=("tests/training/data/test_workers.py",),
+    ),
+    Bug(
+        name="data: a part of a Parquet file begins with the file",
+        file="jhpt/training/data/columns.py",
+        right="[first:last]",
+        wrong="[:last]",
+        tests=("tests/training/data/test_shards.py",),
+    ),
+    Bug(
         name="checkpoint: another optimizer than the run's goes unnoticed",
         file="jhpt/training/checkpoint.py",
         right="before = defaults | before",
