@@ -5,7 +5,7 @@ survives SIGKILL.
 
 The text is random words by Zipf's law, some with letters of several bytes, half of it in text files and half in JSONL
 files.  The tokenizer is a byte-level BPE of 8,192 ids, trained on the head of the text.  By hand: as many processes,
-each of which reads its share of the text files in pieces, encodes them with `encode_batch` and keeps nothing.
+each of which reads its share of the text files in pieces, encodes them with `encode_batch_fast` and keeps nothing.
 """
 
 import argparse
@@ -92,7 +92,7 @@ with open(sys.argv[2], encoding="utf-8", newline="") as stream:
     left = int(sys.argv[4])
     while left > 0 and (text := stream.read(1 << 20)):
         text += stream.readline()
-        tokenizer.encode_batch([text], add_special_tokens=False)
+        tokenizer.encode_batch_fast([text], add_special_tokens=False)
         left -= len(text.encode())
 """
 
