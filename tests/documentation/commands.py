@@ -23,8 +23,8 @@ STEPS = MODEL | {
     "log.tensorboard": False,
 }
 ON_CORPUS = {"data.path": "corpus"}
-WORDS = {"model.vocab_size": 128}
-"""As many as the tokenizer of `workplace` has, at most."""
+WORDS = {"model.vocab_size": 1024}
+"""More than the tokenizers of `workplace` have."""
 ONE_DEVICE = {"parallel.data": 1, "parallel.tensor": 1, "parallel.zero": 0, "parallel.micro_batches": 1}
 
 
@@ -32,6 +32,11 @@ def flags(settings: dict[str, object]) -> str:
     return shlex.join(word for name, value in settings.items() for word in (f"--{name}", str(value)))
 
 
+STARTED = flags(
+    {name: value for name, value in STEPS.items() if not name.startswith("model.")}
+    | {"parallel.data": 1, "data.sequence_length": 16}
+)
+"""For runs whose model is that of weights."""
 TINY = flags(STEPS | ON_CORPUS | {"parallel.data": 1})
 
 RUN = {
@@ -59,10 +64,9 @@ RUN = {
     ),
     "jhpt plan gpt2-1.5b --cluster h100x8x1 --optimizer.name lion": "--model.num_layers 4",
     "jhpt plan gpt-6.7b --cluster h100x1x1 --budget 24GiB --batch 16 --svg step.svg": "",
-    "jhpt train --init models/mine --data.path 'corpus/*.txt' --out runs/tuned": flags(
-        {name: value for name, value in STEPS.items() if not name.startswith("model.")}
-        | {"parallel.data": 1, "data.sequence_length": 16}
-    ),
+    "jhpt tokenizer train 'corpus/*.txt' --vocab-size 32000 --out tokenizer.json": "--force",
+    "jhpt train --init models/mine --data.path 'corpus/*.txt'": STARTED,
+    "jhpt train --init models/mine --data.path 'corpus/*.txt' --out runs/tuned": STARTED,
     "jhpt export hf runs/tuned models/tuned": "",
     "jhpt import hf models/mine --out runs/imported": "",
     'jhpt generate runs/tiny --prompt "def "': "",
@@ -86,7 +90,7 @@ RUN = {
 """Commands that run here, and what is put behind them to make them small."""
 
 SLOW = {
-    "jhpt profile gpt2-124m": "--quick " + flags(MEASURED),
+    "jhpt profile gpt2-124m --model.vocab_size 50257": "--quick " + flags(MEASURED),
     "jhpt profile --cluster-out cluster.yaml": "--quick " + flags(MEASURED),
     "jhpt train gpt2-124m --data.path 'corpus/*.txt' --data.tokenizer tokenizer.json": flags(
         STEPS | WORDS | {"parallel.data": 1}
