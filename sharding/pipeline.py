@@ -173,7 +173,7 @@ class _Device:
         self.stage = jax.lax.axis_index(PIPE)
         self.embedding_and_head = {name: value for name, value in params.items() if name != "blocks"}
         self.shape = jax.eval_shape(self.parts.embed, picked(params, self.parts.embed_reads), *self._rows(0))
-        self.stream, self.one, at = pipeline.stream, pipeline.fetch(self._row(0)), (self._rows(0)[1], jnp.int32(0))
+        self.stream, self.one, at = pipeline.stream, pipeline.fetch(self._row(0)), (_at(context, 0), jnp.int32(0))
         opened = jax.eval_shape(self.stream.opened, self.one, self.shape, at)
         self.split: SplitLayer = split_layer(pipeline.recompute(self.stream.layer), self.one, opened, at)
         self.close: SplitLayer = split_layer(lambda _, stream, at: self.stream.closed(stream, at), (), opened, at)
@@ -198,7 +198,7 @@ class _Device:
     def forward(self, carry: Carry, entry: jax.Array) -> Carry:
         """A forward pass; `arrived` becomes the activation to send."""
         micro_batch, chunk, slot = entry
-        _, context = self._rows(micro_batch)
+        context = _at(self.context, micro_batch)
         x = self._entered(carry.arrived, micro_batch, chunk)
 
         def block(at: jax.Array, layer: Params, x: Activation, ring: Saved) -> tuple[Activation, Saved]:
@@ -213,7 +213,7 @@ class _Device:
     def backward(self, carry: Carry, entry: jax.Array, error: jax.Array) -> Carry:
         """A backward pass; `leaving` becomes the gradient to send."""
         micro_batch, chunk, slot = entry
-        _, context = self._rows(micro_batch)
+        context = _at(self.context, micro_batch)
 
         def with_loss(state: tuple[Params, LossSums, jax.Array]) -> tuple[Params, LossSums, jax.Array]:
             embedding_and_head, sums, _ = state
@@ -245,7 +245,7 @@ class _Device:
         """A forward pass that saves nothing; on the last stage it ends in sums."""
         micro_batch, chunk, _ = entry
         x, sums = carry
-        batch, context = self._rows(micro_batch)
+        context = _at(self.context, micro_batch)
 
         def block(at: jax.Array, layer: Params, x: Activation, none: None) -> tuple[Activation, None]:
             return self.stream.layer(layer, x, (context, self._layer(chunk, at))), None
@@ -255,7 +255,7 @@ class _Device:
         x = self.stream.closed(stream, self._end(context, chunk))
 
         def with_loss(sums: LossSums) -> LossSums:
-            more = self.parts.head_loss(self.embedding_and_head, x, batch, context)
+            more = self.parts.head_loss(self.embedding_and_head, x, _at(self.batch, micro_batch), context)
             total: LossSums = jax.tree.map(jnp.add, sums, more)
             return total
 
@@ -333,7 +333,7 @@ class _Device:
         return _at(self.params["blocks"]["0"], row)
 
 
-def _at(tree: Tree | tuple[Batch, RowContext], index: jax.Array | int) -> Any:
+def _at(tree: Tree | Batch | RowContext, index: jax.Array | int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 

@@ -13,6 +13,9 @@ from jhpt.models.context import WHOLE, Context, same_document
 
 Implementation = Literal["cudnn", "xla"]
 
+STREAM = DataConfig()
+"""Data whose documents are not kept apart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChoice:
@@ -62,7 +65,7 @@ def choose_attention(
     platform: str,
     dtype: jnp.dtype,
     capability: float | None,
-    data: DataConfig = DataConfig(),  # noqa: B008
+    data: DataConfig = STREAM,
 ) -> AttentionChoice:
     """The attention kernel for this model and data on this device.
 
