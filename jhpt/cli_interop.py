@@ -31,7 +31,7 @@ class GenerateOptions:
     prompt: Words = ()
     """The text to continue; may be given several times."""
     prompts: str | None = None
-    """File with a prompt on each line, or a .jsonl file with each prompt under data.text_key."""
+    """File with a prompt on each line that is not empty, or a .jsonl file with each prompt under data.text_key."""
     tokens: int | None = None
     """The most new tokens. Default: 128, or as many as model.max_length leaves."""
     greedy: bool = False
@@ -111,7 +111,7 @@ def _prompts(file: Path, loaded: "Loaded") -> list[str]:
     check_file(file, text_key)
     found = [piece for piece in read(Part(file=file), text_key) if piece is not None]
     if format_of(file).layout == "text":
-        found = "".join(found).splitlines()
+        found = [line for line in "".join(found).replace("\r\n", "\n").split("\n") if line]
     if not found:
         raise InputError(f"--prompts {file} is empty; give a file with a prompt on each line")
     return found

@@ -148,4 +148,32 @@ BUGS = (
         wrong="return replace(state, feedback=jax.tree.map(jnp.zeros_like, feedback))",
         tests=("tests/training/test_gradient_compression.py", "-k", "resumed"),
     ),
+    Bug(
+        name="generating: a token does not see the one before it",
+        file="jhpt/models/decoding.py",
+        right="return keys <= queries",
+        wrong="return (keys <= queries) & (keys != queries - 1)",
+        tests=("tests/models/test_decoding.py",),
+    ),
+    Bug(
+        name="generating: the nucleus ends one token early",
+        file="jhpt/models/drawing.py",
+        right="inside = (before < nucleus)",
+        wrong="inside = (before + probabilities < nucleus)",
+        tests=("tests/models/test_drawing.py",),
+    ),
+    Bug(
+        name="generating: random numbers depend on the place of a row in its batch",
+        file="jhpt/interop/rows.py",
+        right="tokens = jnp.where(going, drawn(_fold_each(keys, positions)",
+        wrong="tokens = jnp.where(going, drawn(_fold_each(keys, jnp.arange(len(keys)))",
+        tests=("tests/interop/test_generate.py", "-k", "any_batch"),
+    ),
+    Bug(
+        name="evaluating: the last window of a long document begins one token late",
+        file="jhpt/interop/likelihood.py",
+        right="begin = max(stop - longest - 1, 0)",
+        wrong="begin = max(stop - longest, 0)",
+        tests=("tests/interop/test_evaluate.py", "-k", "windows"),
+    ),
 )

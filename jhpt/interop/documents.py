@@ -47,7 +47,7 @@ def read_documents(file: Path, text_key: str) -> list[Record]:
       InputError: no such file, or a line that is neither a text nor a pair.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--documents {file} cannot be read: {error}; give a .jsonl file in UTF-8") from None
     found = [_record(line, text_key, f"{file}, line {n}") for n, line in enumerate(lines, start=1) if line.strip()]

@@ -94,7 +94,7 @@ def test_lengths_are_rounded_up_to_few_sizes():
 
 
 def test_many_prompts_are_lines_of_json(gpt, loaded, tmp_path, capsys):
-    (tmp_path / "p.txt").write_text("\n".join(PROMPTS) + "\n")
+    (tmp_path / "p.txt").write_text("\n".join(PROMPTS).replace("to a", "\nto a") + "\n")
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"text": prompt}) + "\n" for prompt in PROMPTS))
     expected = [
         {"prompt": row.prompt, "text": row.text, "tokens": len(row.tokens), "finish": row.finish}
