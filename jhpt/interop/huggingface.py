@@ -97,7 +97,7 @@ def export_run(run: Path, folder: Path, say: Say, *, dtype: str = "float32", sha
     step = newest(run)
     if step is None:
         raise InputError(f"{run} has no checkpoint yet; train it until it has saved one")
-    with Checkpoints(run / FOLDER, CheckpointConfig()) as checkpoints:
+    with Checkpoints(run / FOLDER, None) as checkpoints:
         leaves = lru_cache(maxsize=None)(partial(checkpoints.opened, step))
     with replaced_folder(folder, "the folder") as out:
         tensors = list(_writable(architecture.parts(model), model.num_layers, leaves, np.dtype(DTYPES[dtype])))

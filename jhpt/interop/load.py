@@ -13,14 +13,17 @@ from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import CONFIG_FILE, load_config
 from jhpt.core.plan import Plan
+from jhpt.huggingface.architectures import is_folder
+from jhpt.huggingface.folder import open_folder
 from jhpt.interop import evaluate, generate, likelihood, rows, score
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.family import Model, Params, build
 from jhpt.models.products import obstacle_to_8_bits
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_device_mesh
-from jhpt.training.checkpoint import Checkpoints
+from jhpt.training.checkpoint import FOLDER, Checkpoints, newest
 from jhpt.training.data.tokenizer import Tokenizer
+from jhpt.training.init_from import weights_at
 from jhpt.training.planning import check_fits_model
 from jhpt.training.runtime import compile_collectives_anew, configure_runtime
 from jhpt.training.setup import compute_dtype, fitting_tokenizer
@@ -31,7 +34,8 @@ from jhpt.training.weights import Weights
 class Loaded:
     """A trained model.
 
-    source: where it came from.  config: of its run.  step: the number of its optimizer steps.
+    source: where it came from.  config: of its run; of a folder of Hugging Face's, the one that a run would begin with.
+    step: the number of its optimizer steps, 0 in such a folder.
     params: the model's own tree, as it was stored: on one device, or sharded under the plan that `load` was given.
     """
 
@@ -74,12 +78,14 @@ class Loaded:
 def load(
     source: str | os.PathLike[str], *, tokenizer: str | None = None, plan: Plan | str | os.PathLike[str] | None = None
 ) -> Loaded:
-    """The model in the newest checkpoint of a run, whatever plan it was trained under.  Nothing is written.
+    """The model in the newest checkpoint of a run, whatever plan it was trained under, or in Hugging Face's layout.
+
+    Nothing is written.
 
     Attention is XLA's, which takes sequences of every length.
 
     Args:
-      source: run directory.
+      source: run directory, or a folder with `config.json` and safetensors files.
       tokenizer: takes the place of `data.tokenizer`, where that file has moved.
       plan: a plan or its file: every parameter is cut over its devices, as far as its dims allow.  Programs that take
         such parameters are divided by the compiler.  None: all on the first device.
@@ -90,8 +96,6 @@ def load(
     configure_runtime()
     compile_collectives_anew()
     folder = Path(source)
-    if (folder / "config.json").is_file():
-        raise InputError(f"{folder} is a model folder of Hugging Face, which cannot be loaded; give a run directory")
     config = run_settings(folder, tokenizer)
     fitting = _tokenizer(folder, config)
     model = _model(config, device_info())
@@ -101,11 +105,18 @@ def load(
 
 
 def run_settings(folder: Path, tokenizer: str | None = None) -> Config:
-    """The configuration of the run in this folder."""
-    if not (folder / CONFIG_FILE).is_file():
+    """The configuration of the run in this folder, or of one that would begin with the weights there."""
+    overrides = {} if tokenizer is None else {"data.tokenizer": tokenizer}
+    if (folder / CONFIG_FILE).is_file():
+        config = load_config(folder / CONFIG_FILE, overrides)
+    elif is_folder(folder):
+        config = load_config(None, overrides, weights_at(folder))
+    else:
         found = "is no run directory" if folder.is_dir() else "does not exist"
-        raise InputError(f"{folder} {found}; give the directory of a run, which has a {CONFIG_FILE}")
-    config = load_config(folder / CONFIG_FILE, {} if tokenizer is None else {"data.tokenizer": tokenizer})
+        raise InputError(
+            f"{folder} {found}; give the directory of a run, which has a {CONFIG_FILE}, or a model in Hugging Face's "
+            "layout, which has a config.json"
+        )
     if obstacle_to_8_bits(device_info().platform, device_info().capability) is not None:
         # Products in 8 bits approximate those in the compute dtype, which every device has.
         config = load_config(config, {"model.matmul_dtype": "same"})
@@ -135,7 +146,7 @@ def _layout(config: Config, model: Model, plan: Plan | str | os.PathLike[str]) -
 
 
 def _restored(folder: Path, config: Config, model: Model, layout: Layout | None) -> tuple[int, Params]:
-    """(step, parameters) of the newest checkpoint."""
+    """(step, parameters) of the newest checkpoint, or of a folder of Hugging Face's."""
     stored = Weights(storage=config.optimizer.weights).stored
     shapes = jax.eval_shape(lambda: stored(model.init(jax.random.key(0))))
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -143,10 +154,10 @@ def _restored(folder: Path, config: Config, model: Model, layout: Layout | None)
     like = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
     )
-    checkpoints = folder / "checkpoints"
-    if not checkpoints.is_dir():
+    if not (folder / CONFIG_FILE).is_file():
+        return 0, open_folder(folder).parameters(like)
+    step = newest(folder)
+    if step is None:
         raise InputError(f"{folder} has no checkpoint yet; wait until the run has saved one (checkpoint.every)")
-    with Checkpoints(checkpoints, None) as saved:
-        if saved.latest is None:
-            raise InputError(f"{folder} has no checkpoint yet; wait until the run has saved one (checkpoint.every)")
-        return saved.latest, saved.parameters(saved.latest, like)
+    with Checkpoints(folder / FOLDER, None) as saved:
+        return step, saved.parameters(step, like)

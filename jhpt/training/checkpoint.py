@@ -83,7 +83,7 @@ def newest(run_dir: Path) -> int | None:
     """The step of the newest complete checkpoint of a run, without touching it."""
     if not (run_dir / FOLDER).is_dir():
         return None
-    with Checkpoints(run_dir / FOLDER, CheckpointConfig()) as checkpoints:
+    with Checkpoints(run_dir / FOLDER, None) as checkpoints:
         return checkpoints.latest
 
 

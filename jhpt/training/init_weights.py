@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from jhpt.core.config import CheckpointConfig, Config
+from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.huggingface.architectures import is_folder
 from jhpt.huggingface.folder import open_folder
@@ -49,7 +49,7 @@ def init_weights(path: Path, config: Config) -> InitWeights:
         raise InputError(f"--init {path} holds a run without a checkpoint yet; give one that has saved a step")
 
     def read(like: Params) -> Params:
-        with Checkpoints(path / FOLDER, CheckpointConfig()) as checkpoints:
+        with Checkpoints(path / FOLDER, None) as checkpoints:
             return checkpoints.parameters(step, like)
 
     return InitWeights(read=read, notes=(f"weights: {count} parameters of {path}, step {step}",))

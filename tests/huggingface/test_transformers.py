@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jhpt
+from jhpt.cli import main
 from jhpt.core.families.bert import BERTConfig
 from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.load import load_config
@@ -206,3 +207,39 @@ def test_exported_weights_are_read_back_bit_for_bit(name, folder, tmp_path):
     for key, value in theirs(name).state_dict().items():
         if not key.startswith("cls.seq_relationship"):  # has no place in ours
             assert torch.equal(found[key], value), key
+
+
+LONG = {name: shape.model_copy(update={"vocab_size": 300, "max_length": 128}) for name, shape in MODELS.items()}
+CAUSAL = [name for name in LONG if name != "bert"]
+SHAPES |= {f"long {name}": shape for name, shape in LONG.items()}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_greedy_text_is_theirs(name, folder):
+    """64 tokens behind two prompts of different lengths, token for token."""
+    import torch
+
+    prompts = ["def ", "the mesh maps every layer"]
+    ours = jhpt.load(folder(f"long {name}")).generate(prompts, tokens=64, temperature=0.0)
+    for prompt, row in zip(prompts, ours, strict=True):
+        ids = torch.tensor([list(prompt.encode())])
+        settings = dict(max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected = theirs(f"long {name}").generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        stop = row.tokens.index(255) if 255 in row.tokens else 64  # the end of a document ends ours
+        assert list(row.tokens)[:stop] == expected[0, len(prompt) :].tolist()[:stop]
+        assert len(row.tokens) == 64 or row.finish == "stop"
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_scores_are_theirs(name, folder, tmp_path):
+    """`jhpt score` of a folder."""
+    import torch
+
+    tokens = tokens_of(LONG[name])
+    np.save(tmp_path / "tokens.npy", tokens)
+    files = ["--tokens", str(tmp_path / "tokens.npy"), "--out", str(tmp_path / "logits.npy")]
+    assert main(["score", str(folder(f"long {name}")), *files]) == 0
+    with torch.no_grad():
+        out = theirs(f"long {name}")(torch.tensor(tokens))
+    logits = out.prediction_logits if name == "bert" else out.logits
+    assert relative(np.load(tmp_path / "logits.npy"), logits) < 1e-4

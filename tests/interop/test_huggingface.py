@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from jhpt.cli import main
 from jhpt.core.load import load_config
 from jhpt.huggingface.files import stored_tensors
 from jhpt.interop.huggingface import export_run
+from jhpt.models.family import build
 from tests.huggingface.shapes import MODELS
 from tests.huggingface.written import random_parameters, tensors_of, write_folder
 
@@ -79,6 +81,19 @@ def test_a_run_starts_with_another_run(tmp_path, corpus):
     jhpt.train(None, init=tmp_path / "imported", out=tmp_path / "run", overrides=overrides)
     main(["export", "hf", str(tmp_path / "run"), str(tmp_path / "again")])
     assert_same(numbers(tmp_path / "again"), tensors_of(LLAMA, params))
+
+
+def test_a_folder_is_loaded_without_importing_it(tmp_path):
+    """Its model answers as one with these parameters."""
+    params = random_parameters(LLAMA)
+    write_folder(tmp_path / "there", LLAMA, params)
+    loaded = jhpt.load(tmp_path / "there")
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+    (row,) = loaded.generate(["ab"], tokens=3, temperature=0.0)
+    model, seen = build(LLAMA), list(b"ab")
+    for token in row.tokens:
+        assert token == int(model.apply(params, np.array([seen]))[0, -1].argmax())
+        seen.append(token)
 
 
 def test_what_is_exported_in_fewer_bits_is_rounded(tmp_path):

@@ -91,7 +91,8 @@ def damaged(run: Path) -> None:
     (run / "checkpoints" / "2" / "state" / "_METADATA").write_text("{")
 
 
-def of_hugging_face(run: Path) -> None:
+def no_model(run: Path) -> None:
+    (run / "config.yaml").unlink()
     (run / "config.json").write_text("{}")
 
 
@@ -106,7 +107,7 @@ REFUSED = {
     no_checkpoints: "has no checkpoint yet; wait",
     empty_checkpoints: "has no checkpoint yet; wait",
     damaged: "checkpoints/2 cannot be read",
-    of_hugging_face: "Hugging Face",
+    no_model: "model_type=None is not supported",
     moved_tokenizer: "moved.json: no such file.*if it has moved, give its file: --tokenizer FILE",
 }
 
