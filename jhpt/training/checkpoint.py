@@ -24,9 +24,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from jhpt.core.config import CheckpointConfig, Config, OptimizerConfig
+from jhpt.core.config import CheckpointConfig, Config, DataConfig, OptimizerConfig
 from jhpt.core.errors import InputError
-from jhpt.core.families.family import ModelConfig
+from jhpt.core.families.family import family_settings
 from jhpt.core.load import dotted
 from jhpt.sharding.types import PyTree
 from jhpt.training.optimizer import learning_rate
@@ -224,9 +224,7 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
       InputError: lists every difference with both values.
     """
     before, after = without_places(dotted(saved.config)), without_places(dotted(now.config))
-    model = {"matmul_dtype": ModelConfig.model_fields["matmul_dtype"].default}
-    defaults = dotted({"optimizer": OptimizerConfig().model_dump(mode="json"), "model": model})
-    before = defaults | before  # settings that are newer than the checkpoint had their defaults
+    before = _defaults(saved) | before  # settings that are newer than the checkpoint had their defaults
     before["compute dtype"], after["compute dtype"] = saved.dtype, now.dtype
     names = [name for name in {**before, **after} if name.startswith(BOUND) and name not in FREE]
     changed = [
@@ -245,6 +243,14 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
             + "\n".join(changed)
             + "\nrestore these settings, or give another --out"
         )
+
+
+def _defaults(record: Record) -> dict[str, Any]:
+    """The defaults of all settings that a resumed run must keep, by dotted name."""
+    family = family_settings(str(record.config["model"]["family"]))
+    model = {name: field.default for name, field in family.model_fields.items() if not field.is_required()}
+    sections = {"data": DataConfig().model_dump(mode="json"), "optimizer": OptimizerConfig().model_dump(mode="json")}
+    return without_places(dotted({"model": model, **sections}))
 
 
 def _paths(record: Record) -> Any:
