@@ -196,6 +196,10 @@ def _loss(run: str, options: EvaluateOptions, overrides: dict[str, Any]) -> int:
     if options.json:
         print(json.dumps({"step": loaded.step, "perplexity": found.perplexity} | vars(found)))
         return 0
+    if found.accuracy is not None:
+        accuracy = f"accuracy {found.accuracy:.2%} of {found.tokens:,} rows"
+        print(f"step {loaded.step}  loss {found.loss:.6f} nats per row  {accuracy}")
+        return 0
     bits = "" if found.bits_per_byte is None else f"  bits per byte {found.bits_per_byte:.4f}"
     print(
         f"step {loaded.step}  loss {found.loss:.6f} nats per token  perplexity {found.perplexity:.4f}{bits}\n"

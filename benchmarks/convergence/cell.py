@@ -54,9 +54,9 @@ def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         "skipped": int(state.skipped),
     }
     plain = prepared(load_config(config, {f"{COMPRESSION}bits": 16, f"{COMPRESSION}tokens": 1.0}))
-    results["validation"] = evaluate(plain, evaluate_program(plain), state.params)
+    results["validation"] = evaluate(plain, evaluate_program(plain), state.params).loss
     results["own"] = (
-        evaluate(setup, step.evaluate, state.params) if setup.plan.compression.on else results["validation"]
+        evaluate(setup, step.evaluate, state.params).loss if setup.plan.compression.on else results["validation"]
     )
     if looks_at_leaks(setup):
         results["leaks"] = {kind: leak(other, state.params) for kind, other in by_rule(setup).items()}

@@ -81,6 +81,12 @@ class DataConfig(Section):
     )
     validation_fraction: Fraction = Field(0.05, description="share of files held out where validation_path is null")
     text_key: str = Field("text", description="the field of a JSONL line, or the column, that holds the text")
+    pair_key: str = Field(
+        "text_pair", description="the field or CSV column that holds a second text, with model.task=classify"
+    )
+    label_key: str = Field(
+        "label", description="the field or CSV column that holds the label, with model.task=classify"
+    )
     tokenizer: str = Field(
         "bytes",
         description="bytes, a tokenizers JSON file (as jhpt tokenizer train writes), a Hugging Face folder, a run "

@@ -82,8 +82,25 @@ UNUSED: tuple[Unused, ...] = (
     ),
     Unused(
         setting="data.mask_fraction",
-        unread=lambda config: not config.model.masked,
-        why="only a model that predicts masked tokens, such as BERT, reads it; set model.family=bert, or leave it out",
+        unread=lambda config: not config.model.masked or config.model.classifies,
+        why="only a model that predicts masked tokens, such as BERT in pre-training, reads it; set model.family=bert "
+        "with model.task=pretrain, or leave it out",
+    ),
+    *(
+        Unused(
+            setting=setting,
+            unread=lambda config: not config.model.classifies,
+            why="only texts with labels have it; set model.task=classify (BERT), or leave it out",
+        )
+        for setting in ("data.pair_key", "data.label_key")
+    ),
+    *(
+        Unused(
+            setting=setting,
+            unread=lambda config: config.model.classifies,
+            why="model.task=classify has a row for each text, and tokenises all of them anew; leave it out",
+        )
+        for setting in ("data.packing", "data.sources", "data.cache_dir", "data.workers")
     ),
     Unused(
         setting="evaluation.prompt",

@@ -2,6 +2,7 @@
 
     loss            mean negative log-likelihood in nats per predicted token, over all windows of the text
     perplexity      e^loss
+    accuracy        share of rows whose class is the most likely one, of a classifier
     bits per byte   loss / ln 2 x (tokens of the text) / (its bytes as UTF-8)
                     (Gao et al. 2020, arXiv 2101.00027, section 3.1)
 
@@ -32,6 +33,8 @@ from jhpt.training.setup import Setup, prepare
 READ = (
     "data.path",
     "data.text_key",
+    "data.pair_key",
+    "data.label_key",
     "data.tokenizer",
     "data.sequence_length",
     "data.batch_size",
@@ -56,13 +59,14 @@ class Evaluated:
     """The figures of the module's text.
 
     bits_per_byte: None for a model that predicts masked tokens.  tokens: predicted ones.  left_out: tokens at the end
-    of the text that are not read.
+    of the text that are not read.  accuracy: None for a model that predicts tokens.
     """
 
     loss: float
     bits_per_byte: float | None
     tokens: int
     left_out: int
+    accuracy: float | None = None
 
     @property
     def perplexity(self) -> float:
@@ -102,13 +106,14 @@ def evaluate(setup: Setup, params: Params) -> Evaluated:
     """The loss of the model's own tree of parameters, wherever its leaves are."""
     windows, config = setup.validation_windows, setup.config
     assert windows is not None
-    loss = loop.evaluate(setup, evaluate_program(setup), _stored(setup, params))
+    loss, accuracy = loop.evaluate(setup, evaluate_program(setup), _stored(setup, params))
     rows = min(len(windows), config.evaluation.batches * config.data.batch_size)
     return Evaluated(
         loss=loss,
         bits_per_byte=None if config.model.masked else loss / math.log(2) * _tokens_per_byte(setup),
         tokens=rows * config.model.predicted_tokens(config.data.sequence_length, config.data.mask_fraction),
-        left_out=_left_out(windows),
+        left_out=0 if config.model.classifies else _left_out(windows),
+        accuracy=accuracy,
     )
 
 

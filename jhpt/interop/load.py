@@ -56,10 +56,11 @@ class Loaded:
         return generate.stream(self.model, self.params, self.tokenizer, prompt, generate.Settings(**settings))
 
     def score(self, tokens: np.ndarray, *, batch: int = rows.BATCH, **others: np.ndarray) -> np.ndarray:
-        """float32 logits [N, S, V] of tokens [N, S]; others: for BERT `types` [N, S] and `lengths` [N]."""
+        """float32 logits [N, S, V] of tokens [N, S], or [N, C] of a classifier; others: for BERT `types` [N, S] and
+        `lengths` [N]."""
         inputs = {"tokens": np.asarray(tokens)} | {name: np.asarray(array) for name, array in others.items()}
         pieces = list(score.score(self.model, self.params, inputs, batch))
-        return np.concatenate(pieces or [np.zeros((*inputs["tokens"].shape, self.config.model.vocab_size), np.float32)])
+        return np.concatenate(pieces or [np.zeros(score.logits_shape(self.model, inputs["tokens"]), np.float32)])
 
     def evaluate(self, **overrides: Any) -> evaluate.Evaluated:
         """Loss and perplexity on a text, `evaluate(**{"data.path": FILES})`, or on the one that the run held out.

@@ -12,6 +12,7 @@ import numpy as np
 from jhpt.core.errors import InputError
 from jhpt.core.files import check_writable, replacing
 from jhpt.interop.rows import BATCH
+from jhpt.models.context import Context
 from jhpt.models.family import Model, Params
 
 Inputs = dict[str, np.ndarray]
@@ -19,7 +20,8 @@ Inputs = dict[str, np.ndarray]
 
 
 def score(model: Model, params: Params, inputs: Inputs, batch: int = BATCH) -> Iterator[np.ndarray]:
-    """float32 logits [b, S, V] of `batch` rows after the other: of next tokens for GPT, of masked tokens for BERT.
+    """float32 logits [b, S, V] of `batch` rows after the other: of next tokens for GPT, of masked tokens for BERT; of a
+    classifier [b, C].
 
     V: `model.vocab_size`, without padding columns.  inputs: `tokens` [N, S]; for BERT also `types` [N, S], by default
     all zero, and `lengths` [N], the tokens of each row that are not padding, by default all.
@@ -38,7 +40,7 @@ def score_file(
 ) -> tuple[int, ...]:
     """Writes the logits of `score` to the .npy file `out`, which appears when it is complete; returns their shape."""
     check_writable("--out", out)
-    pieces, shape = score(model, params, inputs, batch), (*inputs["tokens"].shape, model.config.vocab_size)
+    pieces, shape = score(model, params, inputs, batch), logits_shape(model, inputs["tokens"])
     with replacing(out) as partial_file:
         logits = np.lib.format.open_memmap(partial_file, mode="w+", dtype=np.float32, shape=shape)
         first = 0
@@ -47,6 +49,12 @@ def score_file(
             first += len(piece)
         logits.flush()
     return shape
+
+
+def logits_shape(model: Model, tokens: np.ndarray | jax.Array) -> tuple[int, ...]:
+    """The shape of the logits of tokens [N, S]."""
+    config = model.config
+    return (len(tokens), config.classes) if config.classifies else (*tokens.shape, config.vocab)
 
 
 def read_inputs(paths: dict[str, str]) -> Inputs:
@@ -82,7 +90,7 @@ def check_inputs(model: Model, inputs: Inputs) -> None:
         raise InputError(
             f"tokens have {length} positions, and the model reads 1 to model.max_length={config.max_length}"
         )
-    _check_range("tokens", tokens, 0, config.vocab_size - 1, "model.vocab_size")
+    _check_range("tokens", tokens, 0, config.vocab - 1, "model.vocab_size")
     if "types" in inputs:
         _check_range("types", inputs["types"], 0, config.type_vocab_size - 1, "model.type_vocab_size")
     if "lengths" in inputs:
@@ -107,6 +115,6 @@ def _batches(model: Model, params: Params, inputs: Inputs, size: int) -> Iterato
 
 @partial(jax.jit, static_argnames="model")
 def _logits(params: Params, inputs: dict[str, jax.Array], *, model: Any) -> jax.Array:
-    others = {name: array for name, array in inputs.items() if name != "tokens"}
-    logits: jax.Array = model.apply(params, inputs["tokens"], **others)[..., : model.config.vocab_size]
-    return logits.astype(jnp.float32)
+    context = Context(lengths=inputs.get("lengths"), types=inputs.get("types"))
+    logits: jax.Array = model.apply(params, inputs["tokens"], context=context)
+    return logits[..., : logits_shape(model, inputs["tokens"])[-1]].astype(jnp.float32)

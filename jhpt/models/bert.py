@@ -1,7 +1,8 @@
 """BERT: a bidirectional encoder with normalisation after each half block (Devlin et al. 2018, arXiv 1810.04805).
 
     x = norm(tokens + positions + types);   L times: x = norm(x + attention(x)); x = norm(x + mlp(x))
-    masked-LM logits = norm(gelu(x W + b)) E^T + c;   pooled = tanh(x[first] W + b)
+    masked-LM logits = norm(gelu(x W + b)) E^T + c
+    pooled = tanh(x[first] W + b);   logits of classes = dropout(pooled) W + b
 
 Dropout acts on the embedding and on both half blocks, not on attention probabilities: fused kernels do not offer it.
 """
@@ -20,6 +21,7 @@ from jhpt.models.attention import Implementation
 from jhpt.models.context import WHOLE, Context, document_positions
 from jhpt.models.family import Objective, PartitionRules, Rows, Sums
 from jhpt.models.hooks import Hooks
+from jhpt.models.labelled import labelled
 from jhpt.models.layers import (
     INIT_STD,
     AttentionHalf,
@@ -29,26 +31,27 @@ from jhpt.models.layers import (
     collected,
     dropout,
     fold,
+    layer_keys,
     norm,
     scan_layers,
     transformer_mlp,
 )
 from jhpt.models.masking import Masked, mask_tokens
-from jhpt.models.objective import MASKS, summed_loss
+from jhpt.models.objective import DROPOUT, MASKS, summed_loss
 from jhpt.models.repeated import looked_up, plus
 from jhpt.models.vocabulary import embed, project_to_vocabulary
 
 
 class BERTEmbedding(nn.Module):
-    """Token ids [B, S] and types [B, S] -> x[B, S, D]."""
+    """Token ids [B, S] -> x[B, S, D]."""
 
     config: BERTConfig
     dtype: Any
     hooks: Hooks
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, types: jax.Array | None, context: Context) -> jax.Array:
-        config = self.config
+    def __call__(self, tokens: jax.Array, context: Context) -> jax.Array:
+        config, types = self.config, context.types
         normal = nn.initializers.normal(INIT_STD)
         table = self.param("tokens", normal, (config.padded_vocab // self.hooks.shards, config.d_model))
         x = embed(table, tokens, self.dtype, self.hooks)
@@ -124,7 +127,10 @@ class MaskedLMHead(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class BERT:
-    """The model as pure functions over `{"embedding": ..., "blocks": [L, ...], "head": ..., "pooler": ...}`."""
+    """The model as pure functions over `{"embedding": ..., "blocks": [L, ...], "head": ..., "pooler": ...}`.
+
+    The head is that of masked-LM, or `{"classifier": ...}`.
+    """
 
     config: BERTConfig
     dtype: Any = jnp.float32
@@ -152,9 +158,13 @@ class BERT:
         return Linear((self.config.d_model,), self.dtype)
 
     @property
+    def _classifier(self) -> Linear:
+        return Linear((self.config.classes,), self.dtype)
+
+    @property
     def head_reads(self) -> tuple[str, ...]:
-        """The head's parameters and the embedding's table; nothing reads the pooler in pre-training."""
-        return ("head", "embedding/tokens")
+        """The head's parameters, and the embedding's table (masked-LM) or the pooler (classes)."""
+        return ("head", "pooler") if self.config.classifies else ("head", "embedding/tokens")
 
     @property
     def partition_rules(self) -> PartitionRules:
@@ -165,14 +175,25 @@ class BERT:
         return mask_tokens(fold(keys, MASKS), rows.windows, objective.mask_fraction, objective.tokens)
 
     def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
-        """The windows, some of whose tokens are masked."""
+        """The windows, some of whose tokens are masked; of texts with labels the tokens."""
+        if self.config.classifies:
+            return labelled(rows.windows).tokens
         return self._masked(rows, keys, objective).tokens
 
     def loss(self, params: Any, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
-        """Masked-language modelling: the masked positions predict their original tokens."""
+        """Masked-language modelling: the masked positions predict their original tokens; or the classes of rows."""
+        if self.config.classifies:
+            return self._class_loss(params, x, rows, keys, objective)
         masked = self._masked(rows, keys, objective)
         predicted = jnp.take_along_axis(x, masked.positions[..., None], axis=1)
         return summed_loss(self.logits(params, predicted), masked.targets, rows.weights, objective.z_loss, self.hooks)
+
+    def _class_loss(self, params: Any, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
+        noise = layer_keys(fold(keys, DROPOUT), self.config.num_layers) if objective.drops else None
+        logits, labels = self.logits(params, x, noise), labelled(rows.windows).labels
+        sums = summed_loss(logits[:, None], labels[:, None], rows.weights, objective.z_loss, Hooks())
+        weights = jnp.ones(len(labels), jnp.float32) if rows.weights is None else rows.weights
+        return sums._replace(correct=jnp.sum(jnp.where(jnp.argmax(logits, -1) == labels, weights, 0.0)))
 
     def init(self, key: jax.Array) -> Any:
         """Fresh float32 parameters."""
@@ -182,10 +203,14 @@ class BERT:
     def init_embedding_and_head(self, key: jax.Array) -> Any:
         """The parameters of embedding, head and pooler."""
         first, _, last, pooler = jax.random.split(key, 4)
-        embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32), None, WHOLE)["params"]
+        embedding = self._embedding.init(first, jnp.zeros((1, 1), jnp.int32), WHOLE)["params"]
+        if self.config.classifies:
+            head = {"classifier": self._classifier.init(last, self._one_token)["params"]}
+        else:
+            head = self._head.init(last, self._one_token, embedding["tokens"])["params"]
         return {
             "embedding": embedding,
-            "head": self._head.init(last, self._one_token, embedding["tokens"])["params"],
+            "head": head,
             "pooler": self._pooler.init(pooler, self._one_token)["params"],
         }
 
@@ -203,12 +228,12 @@ class BERT:
         self,
         params: Any,
         tokens: jax.Array,
-        types: jax.Array | None = None,
+        *,
         keys: jax.Array | None = None,
         context: Context = WHOLE,
     ) -> jax.Array:
-        """tokens[B, S] (and types[B, S]; None: all zero) -> x[B, S, D]."""
-        x = apply(self._embedding, params["embedding"], tokens, types, context)
+        """tokens[B, S] -> x[B, S, D]."""
+        x = apply(self._embedding, params["embedding"], tokens, context)
         return dropout(x, self.config.dropout, keys, 0, self.hooks)
 
     def block(
@@ -244,20 +269,23 @@ class BERT:
         params: Any,
         tokens: jax.Array,
         *,
-        types: jax.Array | None = None,
         context: Context = WHOLE,
         keys: jax.Array | None = None,
     ) -> jax.Array:
         """tokens[B, S] -> x[B, S, D] after the last layer; a key for every row switches dropout on."""
-        x = self.embed(params, tokens, types, keys, context)
+        x = self.embed(params, tokens, keys=keys, context=context)
         return scan_layers(partial(self.block, context=context), params["blocks"], x, keys)
 
-    def logits(self, params: Any, x: jax.Array) -> jax.Array:
-        """Masked-LM logits of x[..., D] -> [..., V], float32; columns beyond the vocabulary are -inf."""
+    def logits(self, params: Any, x: jax.Array, keys: jax.Array | None = None) -> jax.Array:
+        """Masked-LM logits of x[..., D] -> [..., V], float32; columns beyond the vocabulary are -inf.  A classifier's
+        are x[B, S, D] -> [B, C]; a key for every row switches its dropout on."""
+        if self.config.classifies:
+            pooled = dropout(self.pool(params, x)[:, None], self.config.dropout, keys, 0, self.hooks)[:, 0]
+            return apply(self._classifier, params["head"]["classifier"], pooled).astype(jnp.float32)
         return apply(self._head, params["head"], x, params["embedding"]["tokens"])
 
     def pool(self, params: Any, x: jax.Array) -> jax.Array:
-        """tanh(x[first] W + b): x[B, S, D] -> [B, D], the sentence vector that fine-tuning starts from."""
+        """tanh(x[first] W + b): x[B, S, D] -> [B, D], the vector that a classifier reads."""
         return jnp.tanh(apply(self._pooler, params["pooler"], x[:, 0]))
 
     def apply(
@@ -265,12 +293,11 @@ class BERT:
         params: Any,
         tokens: jax.Array,
         *,
-        types: jax.Array | None = None,
         context: Context = WHOLE,
         keys: jax.Array | None = None,
     ) -> jax.Array:
-        """tokens[B, S] -> masked-LM logits[B, S, V]."""
-        return self.logits(params, self.encode(params, tokens, types=types, context=context, keys=keys))
+        """tokens[B, S] -> masked-LM logits[B, S, V], or those of classes [B, C]."""
+        return self.logits(params, self.encode(params, tokens, context=context, keys=keys))
 
 
 MODEL = BERT

@@ -15,10 +15,12 @@ class Context(NamedTuple):
 
     documents: [B, S] int32, the position at which the document of each position starts; None: a row is one document.
     lengths: [B] int32, tokens that are not padding; None: all.
+    types: [B, S] int32, the token types (segments), which the embedding reads; None: all 0.
     """
 
     documents: jax.Array | None = None
     lengths: jax.Array | None = None
+    types: jax.Array | None = None
 
 
 WHOLE = Context()

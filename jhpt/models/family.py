@@ -28,31 +28,35 @@ PartitionRules = tuple[tuple[str, tuple[str | None, ...]], ...]
 
 
 class Rows(NamedTuple):
-    """Rows of a batch: windows [B, W] of token ids and, for rows that count less, weights [B]."""
+    """Rows of a batch: windows [B, W] of token ids (with labels: `jhpt.models.labelled`) and, for rows that count less,
+    weights [B]."""
 
     windows: jax.Array
     weights: jax.Array | None = None
 
 
 class Sums(NamedTuple):
-    """Sums over predicted tokens.  loss: to be minimised.  nll: negative log likelihood in nats.  tokens: their
-    number."""
+    """Sums over predicted tokens, or classified rows.  loss: to be minimised.  nll: negative log likelihood in nats.
+    tokens: their number.  correct: of classified rows, those whose class is the most likely one; None: of tokens."""
 
     loss: jax.Array
     nll: jax.Array
     tokens: jax.Array
+    correct: jax.Array | None = None
 
 
 class Objective(NamedTuple):
     """What the loss depends on, beside the model: the settings of data and optimizer, and the tokenizer's ids.
 
     end: the token after which another document begins, where documents are kept apart; None: they are not.
+    drops: whether dropout acts.
     """
 
     z_loss: float
     mask_fraction: float
     tokens: SpecialTokens
     end: int | None = None
+    drops: bool = False
 
 
 class Model(Protocol):

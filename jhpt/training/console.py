@@ -72,8 +72,7 @@ def data_text(setup: Setup) -> str:
         epochs = config.train.steps * config.data.batch_size * share / len(part)
         mixed = f", weight {source.weight:g} ({share:.1%} of the sequences)" if len(parts) > 1 else ""
         lines.append(
-            f"{source.cache.train.size:,} training and {source.cache.validation.size:,} held-out tokens "
-            f"of {source.path}{mixed}, {epochs:,.2f} epoch{'' if round(epochs, 2) == 1 else 's'}"
+            f"{source.cache.summary} of {source.path}{mixed}, {epochs:,.2f} epoch{'' if round(epochs, 2) == 1 else 's'}"
         )
     return "\n".join([*lines[:-1], f"{lines[-1]}, tokenizer {config.data.tokenizer}"])
 

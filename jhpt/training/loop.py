@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal
+from typing import Any, Generic, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -37,6 +37,7 @@ class Progress:
 
     losses: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
+    accuracy: dict[int, float] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
     interrupted: bool = False
 
@@ -192,13 +193,21 @@ def _batches(setup: Setup, first: int) -> Iterator[np.ndarray]:
     return training_batches(shuffled(setup.train_windows, seed), size, setup.layout.own_rows(size), first)
 
 
-def evaluate(setup: Setup, batch_sums: BatchSums, params: Params) -> float:
-    """Mean negative log likelihood in nats per predicted token over the held-out batches.
+class HeldOut(NamedTuple):
+    """Results on held-out rows.  loss: mean negative log likelihood in nats per predicted token, or per classified row.
+    accuracy: share of rows whose class is the most likely one; None: there are no classes."""
+
+    loss: float
+    accuracy: float | None
+
+
+def evaluate(setup: Setup, batch_sums: BatchSums, params: Params) -> HeldOut:
+    """The results on the held-out batches.
 
     Args:
       batch_sums: `Step.evaluate`.  params: those of a flushed state.
     """
-    config, total, tokens = setup.config, 0.0, 0.0
+    config, total, tokens, correct = setup.config, 0.0, 0.0, 0.0
     rows = setup.layout.own_rows(config.data.batch_size)
     assert setup.validation_windows is not None
     batches = evaluation_batches(setup.validation_windows, config.data.batch_size, rows, config.evaluation.batches)
@@ -206,7 +215,8 @@ def evaluate(setup: Setup, batch_sums: BatchSums, params: Params) -> float:
         key = random_key(config.seed, RandomStream.EVALUATION, index)
         sums = batch_sums(params, global_batch(setup, windows), global_batch(setup, weights), key)
         total, tokens = total + float(sums.nll), tokens + float(sums.tokens)
-    return total / tokens
+        correct += 0.0 if sums.correct is None else float(sums.correct)
+    return HeldOut(total / tokens, correct / tokens if config.model.classifies else None)
 
 
 @dataclass
@@ -250,12 +260,16 @@ class _Reporter:
                 "optimizer.warmup_steps"
             )
 
-    def validation(self, step: int, loss: float) -> None:
-        """Reports a held-out loss."""
+    def validation(self, step: int, held_out: HeldOut) -> None:
+        """Reports results on held-out rows."""
+        loss, accuracy = held_out
         self.progress.validation[step] = loss
+        if accuracy is not None:
+            self.progress.accuracy[step] = accuracy
         if self.writer:
-            self.writer.write(step, {"validation_loss": loss})
-        self.display.say(f"step {step}  validation loss {loss:.4f} nats per token")
+            self.writer.write(step, {"validation_loss": loss, "validation_accuracy": accuracy})
+        unit = "token" if accuracy is None else f"row, accuracy {accuracy:.2%}"
+        self.display.say(f"step {step}  validation loss {loss:.4f} nats per {unit}")
 
     def _tokens_per_s(self, step: int, seconds: float) -> float:
         data = self.setup.config.data

@@ -27,7 +27,7 @@ DECAYED = {"kernel", "tokens", "positions", "types"}
 """Names of matrices and tables; biases and norm scales do not decay."""
 
 UNTRAINED = {"pooler"}
-"""Parameters without a gradient in masked-LM pre-training: decay alone would erase them."""
+"""Parameters that only a classifier reads.  Without one they have no gradient, and decay alone would erase them."""
 
 
 def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.Array:
@@ -53,10 +53,11 @@ def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.A
 
 def decay_mask(params: Params) -> Any:
     """True for the leaves that weight decay acts on."""
+    untrained = set() if "classifier" in params.get("head", {}) else UNTRAINED
 
     def decays(path: tuple[Any, ...], _: Any) -> bool:
         keys = [key.key for key in path]
-        return keys[-1] in DECAYED and keys[0] not in UNTRAINED
+        return keys[-1] in DECAYED and keys[0] not in untrained
 
     return jax.tree_util.tree_map_with_path(decays, params)
 

@@ -11,6 +11,7 @@ from jhpt.kernels.implementation import Implementation
 from jhpt.models.context import Context, document_starts
 from jhpt.models.family import Model, Objective, Rows
 from jhpt.models.hooks import Hooks
+from jhpt.models.labelled import labelled
 from jhpt.models.layers import Parted, fold, layer_keys
 from jhpt.models.objective import DROPOUT
 from jhpt.sharding import operators
@@ -74,9 +75,11 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     )
 
     end = tokenizer.end if data.packing == "documents" else None
-    objective = Objective(z_loss=z_loss, mask_fraction=data.mask_fraction, tokens=tokenizer, end=end)
+    objective = Objective(z_loss=z_loss, mask_fraction=data.mask_fraction, tokens=tokenizer, end=end, drops=dropout)
 
     def context(rows: Rows, keys: jax.Array) -> KeyedContext:
+        if model.config.classifies:
+            return KeyedContext(keys, labelled(rows.windows).context)
         if end is None:
             return KeyedContext(keys)
         return KeyedContext(keys, Context(documents=document_starts(rows.windows[:, : data.sequence_length], end)))

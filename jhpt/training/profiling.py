@@ -55,7 +55,7 @@ from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.windows import check_documents, check_masked
 from jhpt.training.optimizer import learning_rate, make_optimizer
 from jhpt.training.runtime import compile_collectives_anew, configure_runtime
-from jhpt.training.setup import compute_dtype, execution, stored_weights, with_vocabulary
+from jhpt.training.setup import compute_dtype, decided, execution, stored_weights
 from jhpt.training.step import Gradients, TrainState, TrainStep, init_state, make_train_step
 from jhpt.training.weights import Weights
 
@@ -154,7 +154,7 @@ class _Builder:
         if config.data.packing == "documents":
             check_documents(self.tokenizer)
         if config.model.masked:
-            check_masked(self.tokenizer, config.data.sequence_length)
+            check_masked(self.tokenizer, config.data.sequence_length, masks=not config.model.classifies)
         self.dtype = compute_dtype(config, self.device)
         self.optimizer = make_optimizer(config.optimizer)
         self.tensor = 0
@@ -358,12 +358,12 @@ def profile_command(
     """Measures the model and the machine, or reads both from the cache; prints them and writes the requested files.
 
     Raises:
-      InputError: a file cannot be written, or `with_vocabulary` or `measure_layers` refuses the configuration.
+      InputError: a file cannot be written, or `decided` or `measure_layers` refuses the configuration.
     """
     for file in filter(None, (out, cluster_out)):
         if not Path(file).parent.is_dir() or Path(file).is_dir():
             raise InputError(f"{file} cannot be written: give a file in an existing folder")
-    config = with_vocabulary(config)
+    config = decided(config)
     configure_runtime()
     compile_collectives_anew()
     grid = default_grid(config, quick)

@@ -37,6 +37,7 @@ from jhpt.sharding.recompute import everything, save_named, save_nothing
 from jhpt.sharding.step import Execution
 from jhpt.training.data.cache import Progress, unseen
 from jhpt.training.data.corpus import find_files
+from jhpt.training.data.labelled import labelled_rows, with_classes
 from jhpt.training.data.mixture import Mixture, Sequences, whole_shares
 from jhpt.training.data.sources import Source, open_sources
 from jhpt.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
@@ -107,10 +108,18 @@ def prepare(
       InputError: data, tokenizer, plan, device count, sequence length or attention kernel do not fit the configuration.
     """
     # Data comes last: reading a large text for the first time takes long, and a refusal should be quick.
-    config = with_vocabulary(config)
+    config = decided(config)
     tokenizer = fitting_tokenizer(config)
     plan = plan or plan_by_hand(config, jax.device_count())
     design = design_step(config, plan, tokenizer, jax.devices(), budgeted(device_info(), config.memory))
+    if config.model.classifies:
+        rows = labelled_rows(config, tokenizer, say)
+        return Setup(
+            **vars(design),
+            sources=(Source(setting="data.path", path=config.data.path, weight=1.0, cache=rows),),
+            train_windows=rows.train,
+            validation_windows=rows.validation if len(rows.validation) else None,
+        )
     sources = open_sources(config.data, tokenizer, say, progress)
     names = [f" ({source.setting})" if len(sources) > 1 else "" for source in sources]
     caches = [(source.cache, name) for source, name in zip(sources, names, strict=True)]
@@ -158,6 +167,11 @@ def check_data(config: Config) -> None:
         find_files(config.data.validation_path, "data.validation_path")
 
 
+def decided(config: Config) -> Config:
+    """The configuration with what it leaves to the tokenizer and to labels (`with_vocabulary`, `with_classes`)."""
+    return with_classes(with_vocabulary(config))
+
+
 def with_vocabulary(config: Config) -> Config:
     """The configuration with `model.vocab_size: auto` decided: as many ids as the tokenizer has.
 
@@ -190,7 +204,7 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
     if config.data.packing == "documents":
         check_documents(tokenizer)
     if config.model.masked:
-        check_masked(tokenizer, config.data.sequence_length)
+        check_masked(tokenizer, config.data.sequence_length, masks=not config.model.classifies)
     return tokenizer
 
 

@@ -5,6 +5,7 @@ import pytest
 
 import jhpt
 from jhpt.core.errors import InputError
+from jhpt.models.context import Context
 from tests.test_cli import status_of
 
 
@@ -38,7 +39,9 @@ def test_logits_of_bert_with_types_and_lengths(bert, tmp_path):
     types = (ids(seed=1) > 99).astype(np.int16)
     status, logits = score(bert, tmp_path, "--batch", "3", tokens=tokens, types=types, lengths=lengths)
     assert status == 0
-    expected = loaded.model.apply(loaded.params, tokens, types=types.astype(int), lengths=lengths)[..., :256]
+    expected = loaded.model.apply(loaded.params, tokens, context=Context(types=types.astype(int), lengths=lengths))[
+        ..., :256
+    ]
     np.testing.assert_allclose(logits, expected, atol=1e-5)
     assert np.abs(loaded.score(tokens)[1] - logits[1]).max() > 1e-3, "types and lengths are read"
 

@@ -72,12 +72,24 @@ def test_bert_is_its_float64_definition():
     model = build(BERT)
     params, ids, lengths = random_params(model), tokens(), np.array([16, 9, 1], np.int32)
     types = (np.arange(16) > 6).astype(np.int32) * np.ones((3, 1), np.int32)
-    x = jax.jit(model.encode)(params, ids, types=types, context=Context(lengths=lengths))
+    x = jax.jit(model.encode)(params, ids, context=Context(lengths=lengths, types=types))
     logits, pooled = model.logits(params, x), model.pool(params, x)
     for row in range(3):
         expected, vector = naive.bert(BERT, float64(params), ids[row], types[row], lengths[row])
         close(logits[row, : lengths[row], :200], expected[: lengths[row]])
         close(pooled[row], vector)
+
+
+def test_a_classifier_is_its_float64_definition():
+    """A linear layer on what `naive.bert` pools; its embedding and blocks are those of pre-training."""
+    model, whole = build(BERTConfig(**SHAPE, task="classify", num_classes=3)), random_params(build(BERT))
+    params = random_params(model)
+    ids, lengths = tokens(), np.array([16, 9, 1], np.int32)
+    types = (np.arange(16) > 6).astype(np.int32) * np.ones((3, 1), np.int32)
+    logits = jax.jit(model.apply)(params, ids, context=Context(lengths=lengths, types=types))
+    for row in range(3):
+        _, pooled = naive.bert(BERT, float64(params | {"head": whole["head"]}), ids[row], types[row], lengths[row])
+        close(logits[row], naive.linear(pooled, float64(params["head"]["classifier"])))
 
 
 @pytest.mark.parametrize("name", quick_and_exhaustive([*GPTS, "bert"], ["llama", "bert"]))

@@ -388,7 +388,7 @@ def test_all_that_may_not_fit_is_compiled_before_the_first_step(tiny, monkeypatc
     assert [what for what, _ in checked] == ["a step", "evaluating", "saving a checkpoint"]
     assert checked[2][1]["temporary"] >= checked[2][1]["state"] / 2, "the copy that is saved counts"
     state = step.init()
-    assert np.isfinite(evaluate(known, step.evaluate, state.params))
+    assert np.isfinite(evaluate(known, step.evaluate, state.params).loss)
 
 
 def test_a_sequence_that_is_cut_unevenly(tiny):

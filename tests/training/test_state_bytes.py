@@ -31,6 +31,7 @@ MODELS = {
     "gpt": ("gpt2-124m", {"model.num_heads": 16}),  # heads of 48
     "llama": ("llama-8b", {"model.d_ff": 11008, "model.num_layers": 2}),
     "bert": ("bert-large", {"model.num_layers": 2}),
+    "classifier": ("bert-large", {"model.num_layers": 2, "model.task": "classify", "model.num_classes": 16}),
     "rows of 7": ("gpt-tiny", {"model.d_model": 28, "model.num_heads": 4, "model.d_ff": 67}),
 }
 

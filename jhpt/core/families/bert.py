@@ -1,17 +1,24 @@
-"""BERT in numbers: a bidirectional encoder with a masked-LM head (Devlin et al. 2018, arXiv 1810.04805)."""
+"""BERT in numbers: a bidirectional encoder with a masked-LM head or a classifier (Devlin et al. 2018, arXiv
+1810.04805)."""
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from jhpt.core.families.family import Matrices, ParameterCount, register_family, table
+from jhpt.core.errors import InputError
+from jhpt.core.families.family import LayerCost, Matrices, ParameterCount, Sizes, register_family, table
 from jhpt.core.families.transformer import TransformerConfig
 from jhpt.core.section import Count, Positive
+from jhpt.core.work import Work, matmul, stream, transposed
 
 
 @register_family
 class BERTConfig(TransformerConfig):
-    """A bidirectional encoder with token types, pooler and masked-LM head (Devlin et al. 2018, arXiv 1810.04805)."""
+    """A bidirectional encoder with token types, pooler and a head, by its task (Devlin et al. 2018, arXiv 1810.04805).
+
+    pretrain: a masked-LM head.  Nothing reads the pooler, which stays as it is initialised: with it the parameters are
+    those of published weights.  classify: a linear layer on the pooled vector, and no masked-LM head.
+    """
 
     causal: ClassVar[bool] = False
     masked: ClassVar[bool] = True
@@ -21,6 +28,51 @@ class BERTConfig(TransformerConfig):
     family: Literal["bert"] = "bert"
     type_vocab_size: Count = Field(2, description="token types (segments)")
     norm_eps: Positive = Field(1e-12, description="added to the variance")
+    task: Literal["pretrain", "classify"] = Field(
+        "pretrain",
+        description="pretrain: predict masked tokens; classify: predict the label of a text, or of a pair of texts",
+    )
+    num_classes: Count | Literal["auto"] = Field(
+        "auto", description="classes of model.task=classify; auto: as many labels as the training data has"
+    )
+    class_names: tuple[str, ...] | None = Field(
+        None, description="labels of the classes, in their order; null: those of the training data, sorted"
+    )
+
+    @model_validator(mode="after")
+    def _names_of_all_classes(self) -> "BERTConfig":
+        names = self.class_names
+        if names is None:
+            return self
+        if len(set(names)) < max(len(names), 2):
+            raise ValueError(f"model.class_names={list(names)} are not two or more different names; repair the list")
+        if self.num_classes not in ("auto", len(names)):
+            raise ValueError(
+                f"model.num_classes={self.num_classes} and model.class_names has {len(names)} names; leave one of them "
+                "out"
+            )
+        return self
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the task is to classify."""
+        return self.task == "classify"
+
+    @property
+    def classes(self) -> int:
+        """The number of classes.
+
+        Raises:
+          InputError: it is not known yet.
+        """
+        if self.class_names is not None:
+            return len(self.class_names)
+        if self.num_classes == "auto":
+            raise InputError(
+                "model.num_classes=auto is counted in the training data when training starts; set model.num_classes to "
+                "the number of classes"
+            )
+        return self.num_classes
 
     @property
     def mlp_activation(self) -> str:
@@ -33,30 +85,49 @@ class BERTConfig(TransformerConfig):
         return 2 * self.d_model
 
     @property
-    def tied_table(self) -> bool:
-        """The masked-LM head always shares the embedding table."""
-        return True
+    def tied_table(self) -> bool | None:
+        """The masked-LM head always shares the embedding table; a classifier has none."""
+        return None if self.classifies else True
 
     def parameter_count(self) -> ParameterCount:
         """By place; the head's count holds the pooler, which masked-LM training leaves as it is initialised."""
         d, norm = self.d_model, self.norm_parameters
+        pooler, unused = d * d + d, self.padded_vocab - self.vocab
+        masked_lm = d * d + d + norm + self.vocab
         return ParameterCount(
             embedding=self.vocab * d + self.max_length * d + self.type_vocab_size * d + norm,
             per_layer=self.block_parameters(),
             num_layers=self.num_layers,
-            head=(d * d + d) + (d * d + d + norm + self.vocab),
-            padding=(self.padded_vocab - self.vocab) * (d + 1),
+            head=pooler + ((d + 1) * self.classes if self.classifies else masked_lm),
+            padding=unused * (d if self.classifies else d + 1),
         )
 
     def matrices(self) -> tuple[Matrices, ...]:
         """Tables of tokens, positions and types, matrices of pooler and head, and the matrices of blocks."""
-        rows = (self.padded_vocab, self.max_length, self.type_vocab_size, self.d_model, self.d_model)
-        return (*(table(each, self.d_model) for each in rows), *self.block_matrices())
+        rows = (self.padded_vocab, self.max_length, self.type_vocab_size, self.d_model)
+        head = table(self.d_model, self.classes if self.classifies else self.d_model)
+        return (*(table(each, self.d_model) for each in rows), head, *self.block_matrices())
 
     def float32_parameters(self) -> int:
-        """Those of norms (two in a block, the embedding's and the head's) and the head's bias."""
-        return (2 * self.num_layers + 2) * self.norm_parameters + self.padded_vocab
+        """Those of norms: two in a block and the embedding's; of a masked-LM head its norm and its bias."""
+        norms = (2 * self.num_layers + 1) * self.norm_parameters
+        return norms if self.classifies else norms + self.norm_parameters + self.padded_vocab
 
     def head_products(self) -> int:
-        """The logits, after a transform of [d, d]."""
-        return self.vocab * self.d_model + self.d_model * self.d_model
+        """The logits of words or classes, after a matrix [d, d]: the masked-LM head's transform or the pooler."""
+        outputs = self.classes if self.classifies else self.vocab
+        return outputs * self.d_model + self.d_model * self.d_model
+
+    def head_cost(self, sizes: Sizes) -> LayerCost:
+        """That of the masked-LM head; of a classifier two products a sample, which every tensor rank computes, and the
+        gradient of the whole stream, zero but for its first position."""
+        if not self.classifies:
+            return super().head_cost(sizes)
+        d, element = self.d_model, sizes.element
+
+        def work(batch: int, tensor: int) -> Work:
+            products = (matmul(batch, d, d, element), matmul(batch, self.classes, d, element))
+            whole = tuple(product._replace(repeated=True) for product in products)
+            return Work(whole, (*transposed(whole), stream(batch * self._residual(sizes), repeated=True)))
+
+        return LayerCost(work=work, replicated_bytes=float((3 * d + self.classes) * element))

@@ -126,6 +126,10 @@ def table(rows: int, width: int) -> Matrices:
     return Matrices(count=1, inputs=rows, outputs=width, row=width, of_blocks=False)
 
 
+LABEL_COLUMNS = 3
+"""Numbers after the token ids of a row that has a label: its length, where its second text begins, and its class."""
+
+
 def masked_positions(length: int, fraction: float) -> int:
     """Predicted tokens of a sequence for masked-token prediction; `[CLS]` and `[SEP]` are never among them."""
     return max(1, round(fraction * (length - 2)))
@@ -192,9 +196,14 @@ class ModelConfig(Section):
         return dtype
 
     @property
-    def tied_table(self) -> bool:
-        """Whether the output head shares the embedding table."""
+    def tied_table(self) -> bool | None:
+        """Whether the output head shares the embedding table; None: it reads no such table."""
         raise NotImplementedError
+
+    @property
+    def classifies(self) -> bool:
+        """Whether it predicts the class of a row, so that rows have labels (`LABEL_COLUMNS`), and not tokens."""
+        return False
 
     @property
     def position_table(self) -> bool:
@@ -273,14 +282,17 @@ class ModelConfig(Section):
         raise NotImplementedError
 
     def row_length(self, sequence_length: int) -> int:
-        """Token ids in a row of a batch: one more than there are inputs where positions predict the next token."""
-        return sequence_length + (not self.masked)
+        """Numbers in a row of a batch: its token ids, one more than there are inputs where positions predict the next
+        token, and `LABEL_COLUMNS` where rows are classified."""
+        return sequence_length + (LABEL_COLUMNS if self.classifies else not self.masked)
 
     def predicted_tokens(self, sequence_length: int, mask_fraction: float) -> int:
         """Positions of a sequence on which the head runs.
 
-        Masked-token prediction chooses a fixed number, never the first or the last position.
+        Masked-token prediction chooses a fixed number, never the first or the last position; a row has one class.
         """
+        if self.classifies:
+            return 1
         return masked_positions(sequence_length, mask_fraction) if self.masked else sequence_length
 
     def flops_per_token(

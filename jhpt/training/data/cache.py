@@ -58,6 +58,11 @@ class TokenCache:
     built: bool
     """Whether this call built it."""
 
+    @property
+    def summary(self) -> str:
+        """How much there is, in words."""
+        return f"{self.train.size:,} training and {self.validation.size:,} held-out tokens"
+
 
 Say = Callable[[str], None]
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]

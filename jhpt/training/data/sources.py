@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jhpt.core.config import DataConfig
 from jhpt.training.data.cache import Progress, Say, TokenCache, token_cache, unseen
+from jhpt.training.data.labelled import LabelledRows
 from jhpt.training.data.tokenizer import Tokenizer
 
 
@@ -16,7 +17,7 @@ class Source:
     setting: str
     path: str | tuple[str, ...]
     weight: float
-    cache: TokenCache
+    cache: TokenCache | LabelledRows
 
 
 def open_sources(data: DataConfig, tokenizer: Tokenizer, say: Say, progress: Progress = unseen) -> tuple[Source, ...]:

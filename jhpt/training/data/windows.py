@@ -49,13 +49,16 @@ def causal_windows(tokens: TokenStream, length: int, name: str) -> Windows:
     return _checked(Windows(tokens=tokens, stride=length, overlap=1), name, length)
 
 
-def check_masked(tokenizer: Tokenizer, length: int) -> None:
-    """Refuses a tokenizer or length that masked-language modelling cannot work with.
+def check_masked(tokenizer: Tokenizer, length: int, *, masks: bool = True) -> None:
+    """Refuses a tokenizer or length that BERT cannot work with.
+
+    Args:
+      masks: whether tokens are masked, as in masked-language modelling.
 
     Raises:
-      InputError: no mask, start or separator token, or no room between the latter two.
+      InputError: no mask (if it `masks`), start or separator token, or no room between the latter two.
     """
-    missing = [n for n in ("mask", "start", "separator") if getattr(tokenizer, n) is None]
+    missing = [n for n in (*(("mask",) if masks else ()), "start", "separator") if getattr(tokenizer, n) is None]
     if missing:
         raise InputError(
             f"data.tokenizer has no {', '.join(missing)} token; BERT needs a tokenizer with [MASK], [CLS] and [SEP]"
