@@ -57,7 +57,8 @@ class Weights:
         Raises:
           InputError: with the settings that differ.
         """
-        free = {"dropout", "dtype", "matmul_dtype", "attention", "nominal_vocab"}
+        free = {"task", "num_classes", "class_names"}  # of a head, which begins fresh where it is another one
+        free |= {"dropout", "dtype", "matmul_dtype", "attention", "nominal_vocab"}
         if not self.model.position_table:
             free.add("max_length")
         # Sizes that follow from others may be written out.

@@ -1,7 +1,7 @@
 """A folder in Hugging Face's layout as a source of parameters."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,19 +23,24 @@ class Folder:
     """The parameters of a folder, each of whose tensors has been found.
 
     parts: by leaf; those in `fresh` have no tensors here.  tensors: by the names that parts have.
-    notes: what was left out and what begins fresh, for people.
+    left_out: tensors that the model has no place for.
     """
 
     path: Path
     model: ModelConfig
     parts: Mapping[str, Part]
     tensors: Mapping[str, StoredTensor]
-    notes: tuple[str, ...]
+    left_out: tuple[str, ...]
 
     @property
     def fresh(self) -> tuple[str, ...]:
         """Leaves that begin with fresh values, because the folder lacks them."""
         return tuple(leaf for leaf, part in self.parts.items() if part.names[0] not in self.tensors and part.fresh)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was left out and what begins fresh, for people."""
+        return notes_of(self.fresh, self.left_out)
 
     def read(self, leaf: str, layer: int = 0) -> np.ndarray:
         """A leaf, or one layer of it, in float32."""
@@ -82,6 +87,15 @@ class Folder:
         return {name: np.asarray(leaves[name]) for name in self.fresh}
 
 
+def notes_of(fresh: Sequence[str], left_out: Sequence[str]) -> tuple[str, ...]:
+    """Notes for people.  fresh: parameters that the weights lack.  left_out: tensors or parameters without a place."""
+    notes = {
+        "left out, because the model has no place for it": left_out,
+        "begins fresh, because the weights lack it": fresh,
+    }
+    return tuple(f"{what}: {listed(names)}" for what, names in notes.items() if names)
+
+
 def open_folder(path: Path) -> Folder:
     """Finds every tensor of the model, and checks its shape.
 
@@ -91,21 +105,17 @@ def open_folder(path: Path) -> Folder:
     """
     architecture, model = described(path)
     parts = {part.leaf: part for part in architecture.parts(model)}
-    there, notes = _named_in_full(architecture, stored_tensors(path)), list[str]()
+    there = _named_in_full(architecture, stored_tensors(path))
     wanted = {name: leaf for leaf, part in parts.items() for name in _names(part, model.num_layers)}
     left_out = [name for name in there if name not in wanted and re.search(architecture.left_out, name)]
-    if left_out:
-        notes.append(f"left out, because the model has no place for it: {listed(left_out)}")
     copies = {name: of for name, of in architecture.copies.items() if name in there and name not in wanted}
     ignored = [name for name in there if re.search(architecture.ignored, name)]
     unknown = sorted(set(there) - set(wanted) - set(left_out) - set(copies) - set(ignored))
     if unknown:
         raise InputError(f"{path} has tensors that no {model.family} of {CONFIG} has: {listed(unknown)}")
-    lacking = _checked_missing(path, parts, wanted, there)
-    if lacking:
-        notes.append(f"begins fresh, because the folder lacks it: {listed(lacking)}")
+    _check_missing(path, parts, wanted, there)
     _check_copies(path, copies, there)
-    folder = Folder(path=path, model=model, parts=parts, tensors=there, notes=tuple(notes))
+    folder = Folder(path=path, model=model, parts=parts, tensors=there, left_out=tuple(left_out))
     _check_shapes(folder)
     return folder
 
@@ -127,16 +137,15 @@ def _names(part: Part, layers: int) -> list[str]:
     return [name for layer in range(layers if part.layered else 1) for name in part.of_layer(layer)]
 
 
-def _checked_missing(
+def _check_missing(
     path: Path, parts: Mapping[str, Part], wanted: Mapping[str, str], there: Mapping[str, StoredTensor]
-) -> list[str]:
-    """Leaves that begin fresh.  A head or pooler is there whole or not at all."""
+) -> None:
+    """A head or pooler is there whole or not at all; all else has to be there."""
     missing = [name for name in wanted if name not in there]
     groups = {leaf.partition("/")[0] for name, leaf in wanted.items() if name in there and parts[leaf].fresh}
     bad = [name for name in missing if not parts[wanted[name]].fresh or wanted[name].partition("/")[0] in groups]
     if bad:
         raise InputError(f"{path} lacks tensors of the model in {CONFIG}: {listed(bad)}; download it again, whole")
-    return [wanted[name] for name in missing]
 
 
 def _check_copies(path: Path, copies: Mapping[str, str], there: Mapping[str, StoredTensor]) -> None:

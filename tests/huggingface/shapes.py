@@ -43,6 +43,17 @@ MODELS = {
 }
 """By name.  Their sizes differ from each other wherever they can, so that no exchange of two stays unseen."""
 
+CLASSIFIER = BERTConfig(
+    vocab_size=256,
+    num_layers=2,
+    d_model=32,
+    num_heads=4,
+    max_length=24,
+    task="classify",
+    num_classes=3,
+    class_names=("no", "yes", "maybe"),
+)
+
 
 def settings_of(model):
     """All settings, with sizes that follow from others."""

@@ -7,9 +7,10 @@ import pytest
 from jhpt.core.errors import InputError
 from jhpt.huggingface.folder import open_folder
 from jhpt.models.family import build
-from tests.huggingface.shapes import MODELS, settings_of
+from tests.huggingface.shapes import CLASSIFIER, MODELS, settings_of
 from tests.huggingface.written import random_parameters, tensors_of, write_folder
 
+EVERY = {**MODELS, "classifier": CLASSIFIER}
 GPT, LLAMA, BERT = MODELS["gpt2"], MODELS["llama"], MODELS["bert"]
 
 
@@ -18,14 +19,14 @@ def read(folder):
     return source, source.parameters(jax.eval_shape(build(source.model).init, jax.random.key(0)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_number_is_read(name, tmp_path):
     """From several files, too."""
-    params = random_parameters(MODELS[name])
-    write_folder(tmp_path, MODELS[name], params, shard_bytes=20_000)
+    params = random_parameters(EVERY[name])
+    write_folder(tmp_path, EVERY[name], params, shard_bytes=20_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     source, found = read(tmp_path)
-    assert settings_of(source.model) == settings_of(MODELS[name]) and not source.notes
+    assert settings_of(source.model) == settings_of(EVERY[name]) and not source.notes
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 

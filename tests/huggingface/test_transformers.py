@@ -15,13 +15,14 @@ from jhpt.core.load import load_config
 from jhpt.huggingface.architectures import exported
 from jhpt.huggingface.folder import open_folder
 from jhpt.interop.huggingface import export_run, import_folder
+from jhpt.models.context import Context
 from jhpt.models.family import build
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding.partition import path_name
 from jhpt.training.data.cache import token_cache
 from jhpt.training.data.tokenizer import ByteTokenizer
 from jhpt.training.data.windows import causal_windows
-from tests.huggingface.shapes import LLAMA, MODELS, settings_of
+from tests.huggingface.shapes import CLASSIFIER, LLAMA, MODELS, settings_of
 
 pytestmark = pytest.mark.interop
 
@@ -150,6 +151,37 @@ def test_loss_and_gradients(folder, name):
                 # Keys' biases have no gradient: the softmax does not change when all scores grow by the same.
                 if np.linalg.norm(there[key]) > 1e-6:
                     assert relative(piece, there[key]) < 1e-4, key
+
+
+def test_classes(tmp_path):
+    """Their classifier, with padding and token types, and back."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    _, tree = exported(CLASSIFIER)
+    model = transformers.BertForSequenceClassification(transformers.AutoConfig.for_model(**tree)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "there")
+    source = open_folder(tmp_path / "there")
+    assert settings_of(source.model) == settings_of(CLASSIFIER) and not source.notes
+    ours = build(source.model)
+    params = source.parameters(jax.eval_shape(ours.init, jax.random.key(0)))
+    tokens, lengths = tokens_of(source.model), np.array([24, 9, 13], np.int32)
+    types = (np.arange(24) > 5).astype(np.int32) * np.ones((3, 1), np.int32)
+    logits = ours.apply(params, jnp.asarray(tokens), context=Context(lengths=jnp.asarray(lengths), types=types))
+    mask = torch.tensor(np.arange(24) < lengths[:, None])
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens), attention_mask=mask, token_type_ids=torch.tensor(types)).logits
+    assert relative(logits, expected) < 1e-4
+    import_folder(tmp_path / "there", tmp_path / "run", print)
+    export_run(tmp_path / "run", tmp_path / "again", print)
+    again = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "again")
+    assert again.config.id2label == {0: "no", 1: "yes", 2: "maybe"}
+    for key, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
 
 
 PLAN = {

@@ -12,7 +12,7 @@ from jhpt.core.load import load_config
 from jhpt.huggingface.files import stored_tensors
 from jhpt.interop.huggingface import export_run
 from jhpt.models.family import build
-from tests.huggingface.shapes import MODELS
+from tests.huggingface.shapes import CLASSIFIER, MODELS
 from tests.huggingface.written import random_parameters, tensors_of, write_folder
 
 LLAMA = MODELS["llama"].model_copy(update={"vocab_size": 256})
@@ -48,14 +48,17 @@ def assert_same(ours, theirs):
         np.testing.assert_array_equal(array, theirs[name], err_msg=name)
 
 
-@pytest.mark.parametrize("name", MODELS)
+EVERY = {**MODELS, "classifier": CLASSIFIER}
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_there_and_back(name, tmp_path):
     """Imported and exported again, in shards of another size: bit for bit."""
-    params = random_parameters(MODELS[name])
-    write_folder(tmp_path / "there", MODELS[name], params)
+    params = random_parameters(EVERY[name])
+    write_folder(tmp_path / "there", EVERY[name], params)
     assert main(["import", "hf", str(tmp_path / "there"), "--out", str(tmp_path / "run")]) == 0
     assert main(["export", "hf", str(tmp_path / "run"), str(tmp_path / "again"), "--shard", "30KB"]) == 0
-    assert_same(numbers(tmp_path / "again"), tensors_of(MODELS[name], params))
+    assert_same(numbers(tmp_path / "again"), tensors_of(EVERY[name], params))
     assert not list(tmp_path.glob(".*"))
 
 

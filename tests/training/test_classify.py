@@ -101,7 +101,7 @@ def expected_of(setup, params, windows):
     return by_path(gradient), *map(float, others)
 
 
-@pytest.mark.parametrize("plan", quick_and_exhaustive(PLANS, ["one device", "cut sequence", "1f1b"]))
+@pytest.mark.parametrize("plan", quick_and_exhaustive(PLANS, ["cut sequence", "1f1b"]))
 @pytest.mark.usefixtures("strict")
 def test_every_plan_computes_the_definition(tiny, written, monkeypatch, plan):
     """Gradients and loss of training, with dropout; loss and accuracy of evaluation."""
