@@ -66,8 +66,12 @@ def test_the_cache_is_in_the_compute_dtype():
 
 
 def test_a_query_sees_itself_and_what_is_before_it():
-    seen = visible(np.array([[[0], [2]]]), np.arange(4)[None, None])
+    """And with a window of two, the one before it and itself."""
+    queries, keys = np.array([[[0], [2]]]), np.arange(4)[None, None]
+    seen = visible(queries, keys, None)
     np.testing.assert_array_equal(seen, [[[True, False, False, False], [True, True, True, False]]])
+    seen = visible(queries, keys, 2)
+    np.testing.assert_array_equal(seen, [[[True, False, False, False], [False, True, True, False]]])
 
 
 def test_gpt_has_a_cache_and_bert_cannot():
