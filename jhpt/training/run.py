@@ -183,7 +183,11 @@ class _Run:
 
 
 def _resolved(
-    config: Config, requested: Plan | None, run_dir: Path, display: Display, init: str | os.PathLike[str] | None
+    config: Config,
+    requested: Plan | None,
+    run_dir: Path,
+    display: Display,
+    init: str | os.PathLike[str] | None = None,
 ) -> _Run:
     past = read_past(run_dir, display.say)
     plan = with_tried_offload(choose_plan(config, requested, past, display.say), display.say)
