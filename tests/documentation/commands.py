@@ -71,6 +71,12 @@ RUN = {
     'jhpt generate runs/mine --prompt "def "': "--tokens 2",
     "jhpt eval runs/mine --data.path 'corpus/*.txt'": "--evaluation.batches 1",
     "jhpt export hf runs/mine models/exported": "",
+    "jhpt train bert-tiny --model.task classify --data.path reviews.csv --out runs/reviews": flags(
+        STEPS | {"parallel.data": 1}
+    ),
+    "jhpt train --init models/bert --model.task classify --data.path reviews.csv --out runs/finetuned": STARTED,
+    "jhpt eval runs/finetuned --data.path more.csv": "",
+    "jhpt export hf runs/finetuned models/reviews": "",
     "jhpt import hf models/mine --out runs/imported": "",
     'jhpt generate runs/tiny --prompt "def "': "",
     'jhpt generate runs/tiny --prompt "def " --prompt "import " --greedy': "",

@@ -36,6 +36,12 @@ def workplace(tmp_path, monkeypatch, finished) -> Path:
     write_corpus(tmp_path / "corpus")
     write(tmp_path / "runs.csv", ROW)
     write_folder(tmp_path / "models" / "mine", MODELS["llama"].model_copy(update={"vocab_size": 256}))
+    write_folder(tmp_path / "models" / "bert", MODELS["bert"].model_copy(update={"vocab_size": 256}))
+    for name in ("reviews.csv", "more.csv"):
+        rows = (
+            f"{'good' if number % 2 else 'bad'} hotel {number},{'a' if number % 2 else 'b'}" for number in range(40)
+        )
+        Path(name).write_text("\n".join(["text,label", *rows]))
     for name in ("my.yaml", "rented.yaml", "two-sources.yaml"):
         (block,) = (block for block in blocks() if block.language == "yaml" and f"# {name}" in block.text)
         Path(name).write_text(block.text)
