@@ -92,11 +92,11 @@ class DataConfig(Section):
         description="bytes, a tokenizers JSON file (as jhpt tokenizer train writes), a Hugging Face folder, a run "
         "directory, or a name on the Hugging Face hub, such as gpt2",
     )
-    packing: Literal["stream", "documents"] = Field(
+    packing: Literal["stream", "documents", "pad"] = Field(
         "stream",
         description="stream: sequences are cut from the text end to end, and a token sees what comes before it, of "
         "other documents too; documents: cut alike, but a token sees its own document only, and positions begin anew "
-        "with each",
+        "with each; pad: a sequence is one document, or a piece of a longer one, and padding",
     )
     sequence_length: Count = Field(128, description="tokens in a sequence")
     batch_size: Count = Field(32, description="sequences in a step, over all devices and micro-batches")
@@ -276,9 +276,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _model_keeps_documents_apart(self) -> "Config":
-        if self.data.packing == "documents" and not self.model.keeps_documents_apart:
+        if self.data.packing != "stream" and not self.model.keeps_documents_apart:
             raise ValueError(
-                f"data.packing=documents is not available with model.family={self.model.family}; use stream"
+                f"data.packing={self.data.packing} is not available with model.family={self.model.family}; use stream"
             )
         return self
 

@@ -106,14 +106,13 @@ def evaluate(setup: Setup, params: Params) -> Evaluated:
     """The loss of the model's own tree of parameters, wherever its leaves are."""
     windows, config = setup.validation_windows, setup.config
     assert windows is not None
-    loss, accuracy = loop.evaluate(setup, evaluate_program(setup), _stored(setup, params))
-    rows = min(len(windows), config.evaluation.batches * config.data.batch_size)
+    found = loop.evaluate(setup, evaluate_program(setup), _stored(setup, params))
     return Evaluated(
-        loss=loss,
-        bits_per_byte=None if config.model.masked else loss / math.log(2) * _tokens_per_byte(setup),
-        tokens=rows * config.model.predicted_tokens(config.data.sequence_length, config.data.mask_fraction),
-        left_out=0 if config.model.classifies else _left_out(windows),
-        accuracy=accuracy,
+        loss=found.loss,
+        bits_per_byte=None if config.model.masked else found.loss / math.log(2) * _tokens_per_byte(setup),
+        tokens=found.tokens,
+        left_out=_left_out(windows),
+        accuracy=found.accuracy,
     )
 
 
@@ -159,7 +158,8 @@ def _left_out(windows: Sequences) -> int:
     """Tokens at the ends of texts that are too few for a window."""
     if isinstance(windows, Mixture):
         return sum(map(_left_out, windows.sources))
-    assert isinstance(windows, Windows)
+    if not isinstance(windows, Windows):  # rows of a text or a document each
+        return 0
     return len(windows.tokens) - len(windows) * windows.stride - windows.overlap
 
 

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jhpt.core.families.bert import BERTConfig
 from jhpt.models.attention import Implementation
-from jhpt.models.context import WHOLE, Context, document_positions
+from jhpt.models.context import WHOLE, Context, document_positions, text_lengths
 from jhpt.models.family import Objective, PartitionRules, Rows, Sums
 from jhpt.models.hooks import Hooks
 from jhpt.models.labelled import labelled
@@ -172,7 +172,9 @@ class BERT:
         return ()
 
     def _masked(self, rows: Rows, keys: jax.Array, objective: Objective) -> Masked:
-        return mask_tokens(fold(keys, MASKS), rows.windows, objective.mask_fraction, objective.tokens)
+        last = objective.padded_after
+        lengths = None if last is None else text_lengths(rows.windows, last)
+        return mask_tokens(fold(keys, MASKS), rows.windows, objective.mask_fraction, objective.tokens, lengths)
 
     def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
         """The windows, some of whose tokens are masked; of texts with labels the tokens."""
@@ -186,7 +188,8 @@ class BERT:
             return self._class_loss(params, x, rows, keys, objective)
         masked = self._masked(rows, keys, objective)
         predicted = jnp.take_along_axis(x, masked.positions[..., None], axis=1)
-        return summed_loss(self.logits(params, predicted), masked.targets, rows.weights, objective.z_loss, self.hooks)
+        logits, z_loss = self.logits(params, predicted), objective.z_loss
+        return summed_loss(logits, masked.targets, rows.weights, z_loss, self.hooks, masked.predicts)
 
     def _class_loss(self, params: Any, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
         noise = layer_keys(fold(keys, DROPOUT), self.config.num_layers) if objective.drops else None

@@ -34,6 +34,13 @@ def document_starts(tokens: jax.Array, end: int) -> jax.Array:
     return jax.lax.cummax(jnp.where(follows, at, 0), axis=1)
 
 
+def text_lengths(tokens: jax.Array, last: int) -> jax.Array:
+    """`Context.lengths` of tokens [B, S] that end with the first `last`, or are as long as their row."""
+    found = tokens == last
+    lengths = jnp.where(jnp.any(found, axis=1), jnp.argmax(found, axis=1) + 1, tokens.shape[1])
+    return lengths.astype(jnp.int32)
+
+
 def document_positions(documents: jax.Array) -> jax.Array:
     """[B, S] -> the position of each token in its document, from 0."""
     return jnp.broadcast_to(jnp.arange(documents.shape[1], dtype=jnp.int32), documents.shape) - documents

@@ -49,6 +49,7 @@ class Objective(NamedTuple):
     """What the loss depends on, beside the model: the settings of data and optimizer, and the tokenizer's ids.
 
     end: the token after which another document begins, where documents are kept apart; None: they are not.
+    padded_after: the token after whose first occurrence a row is padding, where it is padded; None: rows are full.
     drops: whether dropout acts.
     """
 
@@ -56,6 +57,7 @@ class Objective(NamedTuple):
     mask_fraction: float
     tokens: SpecialTokens
     end: int | None = None
+    padded_after: int | None = None
     drops: bool = False
 
 
@@ -68,7 +70,7 @@ class Model(Protocol):
 
     A block is cut before each of its two all-reduces over the tensor axis: `attend` up to the first, `feed` from there
     up to the second, `finish` the rest.  keys: [B], a key for each row; None: no dropout.  context: of the rows; a
-    family whose settings have no `keeps_documents_apart` gets no documents.
+    family whose settings have no `keeps_documents_apart` gets no documents and no padding.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]

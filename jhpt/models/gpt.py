@@ -172,8 +172,10 @@ class GPT:
         return rows.windows[:, :-1]
 
     def loss(self, params: Any, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
-        """Next-token prediction: every position predicts the token after it, the last one of a document nothing."""
-        predicts = None if objective.end is None else rows.windows[:, :-1] != objective.end
+        """Next-token prediction: every position predicts the token after it, the last one of a document nothing, nor
+        does padding, which repeats it."""
+        last = objective.padded_after if objective.end is None else objective.end
+        predicts = None if last is None else rows.windows[:, :-1] != last
         return summed_loss(
             self.logits(params, x), rows.windows[:, 1:], rows.weights, objective.z_loss, self.hooks, predicts
         )

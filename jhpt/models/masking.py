@@ -22,30 +22,50 @@ class SpecialTokens(Protocol):
 
 class Masked(NamedTuple):
     """tokens [B, S]: what the model reads.  positions [B, n]: where it predicts, ascending.  targets [B, n]: the tokens
-    to predict."""
+    to predict.  predicts [B, n]: which of them count, where rows are padded; None: all."""
 
     tokens: jax.Array
     positions: jax.Array
     targets: jax.Array
+    predicts: jax.Array | None = None
 
 
-def mask_tokens(keys: jax.Array, tokens: jax.Array, fraction: float, tokenizer: SpecialTokens) -> Masked:
+def mask_tokens(
+    keys: jax.Array,
+    tokens: jax.Array,
+    fraction: float,
+    tokenizer: SpecialTokens,
+    lengths: jax.Array | None = None,
+) -> Masked:
     """Chooses `masked_positions(S, fraction)` positions of each row of tokens[B, S], uniformly without replacement.
 
     Of the chosen tokens 80 % become `[MASK]`, 10 % a uniformly drawn id, 10 % stay.  The number is the same for every
     row, so the head runs on n positions instead of S.  keys: [B]; a row's masks depend on its own key only.
+
+    lengths: [B], of rows that are padded; None: S.  Of l tokens, `masked_positions(l, fraction)` are chosen, and the
+    other ones of the n positions do not count.
     """
-    return jax.vmap(lambda key, row: _mask_row(key, row, fraction, tokenizer))(keys, tokens)
+    return jax.vmap(lambda key, row, length: _mask_row(key, row, fraction, tokenizer, length))(keys, tokens, lengths)
 
 
-def _mask_row(key: jax.Array, tokens: jax.Array, fraction: float, tokenizer: SpecialTokens) -> Masked:
+def _mask_row(
+    key: jax.Array, tokens: jax.Array, fraction: float, tokenizer: SpecialTokens, inside: jax.Array | None
+) -> Masked:
+    """inside: tokens that are not padding; None: all."""
     length = len(tokens)
     select_key, kind_key, random_key = jax.random.split(key, 3)
     score = jax.random.uniform(select_key, (length - 2,))
-    positions = jnp.sort(jax.lax.top_k(score, masked_positions(length, fraction))[1]) + 1
-    targets = tokens[positions]
+    if inside is not None:
+        score = jnp.where(jnp.arange(length - 2) < inside - 2, score, -1.0)
+    chosen = jax.lax.top_k(score, masked_positions(length, fraction))[1] + 1
+    positions, targets = jnp.sort(chosen), tokens[jnp.sort(chosen)]
 
     kind = jax.random.uniform(kind_key, targets.shape)
     random = jax.random.randint(random_key, targets.shape, 0, tokenizer.vocab_size, tokens.dtype)
     replaced = jnp.where(kind < 0.8, jnp.asarray(tokenizer.mask, tokens.dtype), jnp.where(kind < 0.9, random, targets))
-    return Masked(tokens.at[positions].set(replaced), positions, targets)
+    if inside is None:
+        return Masked(tokens.at[positions].set(replaced), positions, targets)
+    count = jnp.maximum(1, jnp.round(fraction * (inside - 2).astype(jnp.float32))).astype(jnp.int32)
+    predicts = (jnp.arange(len(chosen)) < count)[jnp.argsort(chosen)]
+    replaced = jnp.where(predicts, replaced, targets)
+    return Masked(tokens.at[positions].set(replaced), positions, targets, predicts)

@@ -195,9 +195,10 @@ def _batches(setup: Setup, first: int) -> Iterator[np.ndarray]:
 
 class HeldOut(NamedTuple):
     """Results on held-out rows.  loss: mean negative log likelihood in nats per predicted token, or per classified row.
-    accuracy: share of rows whose class is the most likely one; None: there are no classes."""
+    tokens: predicted ones, or rows.  accuracy: share of rows whose class is the most likely one; None: no classes."""
 
     loss: float
+    tokens: int
     accuracy: float | None
 
 
@@ -216,7 +217,7 @@ def evaluate(setup: Setup, batch_sums: BatchSums, params: Params) -> HeldOut:
         sums = batch_sums(params, global_batch(setup, windows), global_batch(setup, weights), key)
         total, tokens = total + float(sums.nll), tokens + float(sums.tokens)
         correct += 0.0 if sums.correct is None else float(sums.correct)
-    return HeldOut(total / tokens, correct / tokens if config.model.classifies else None)
+    return HeldOut(total / tokens, round(tokens), correct / tokens if config.model.classifies else None)
 
 
 @dataclass
@@ -262,7 +263,7 @@ class _Reporter:
 
     def validation(self, step: int, held_out: HeldOut) -> None:
         """Reports results on held-out rows."""
-        loss, accuracy = held_out
+        loss, accuracy = held_out.loss, held_out.accuracy
         self.progress.validation[step] = loss
         if accuracy is not None:
             self.progress.accuracy[step] = accuracy

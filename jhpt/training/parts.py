@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jhpt.core.config import Compression, DataConfig
 from jhpt.kernels.implementation import Implementation
-from jhpt.models.context import Context, document_starts
+from jhpt.models.context import Context, document_starts, text_lengths
 from jhpt.models.family import Model, Objective, Rows
 from jhpt.models.hooks import Hooks
 from jhpt.models.labelled import labelled
@@ -75,14 +75,23 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     )
 
     end = tokenizer.end if data.packing == "documents" else None
-    objective = Objective(z_loss=z_loss, mask_fraction=data.mask_fraction, tokens=tokenizer, end=end, drops=dropout)
+    last = (tokenizer.separator if model.config.masked else tokenizer.end) if data.packing == "pad" else None
+    objective = Objective(
+        z_loss=z_loss,
+        mask_fraction=data.mask_fraction,
+        tokens=tokenizer,
+        end=end,
+        padded_after=last,
+        drops=dropout,
+    )
 
     def context(rows: Rows, keys: jax.Array) -> KeyedContext:
         if model.config.classifies:
             return KeyedContext(keys, labelled(rows.windows).context)
-        if end is None:
-            return KeyedContext(keys)
-        return KeyedContext(keys, Context(documents=document_starts(rows.windows[:, : data.sequence_length], end)))
+        tokens = rows.windows[:, : data.sequence_length]
+        if last is not None:
+            return KeyedContext(keys, Context(lengths=text_lengths(tokens, last)))
+        return KeyedContext(keys, Context(documents=None if end is None else document_starts(tokens, end)))
 
     def embed(params: Params, rows: Rows, context: KeyedContext) -> jax.Array:
         tokens = model.inputs(rows, context.keys, objective)

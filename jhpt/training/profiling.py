@@ -151,8 +151,8 @@ class _Builder:
         self.config, self.device = config, device_info()
         check_products(config.model, self.device.platform, self.device.capability)
         self.tokenizer = load_tokenizer(config.data.tokenizer)
-        if config.data.packing == "documents":
-            check_documents(self.tokenizer)
+        if config.data.packing != "stream":
+            check_documents(self.tokenizer, config.data.packing)
         if config.model.masked:
             check_masked(self.tokenizer, config.data.sequence_length, masks=not config.model.classifies)
         self.dtype = compute_dtype(config, self.device)

@@ -39,6 +39,7 @@ from jhpt.training.data.cache import Progress, unseen
 from jhpt.training.data.corpus import find_files
 from jhpt.training.data.labelled import labelled_rows, with_classes
 from jhpt.training.data.mixture import Mixture, Sequences, whole_shares
+from jhpt.training.data.padded import PaddedRows, padded_rows
 from jhpt.training.data.sources import Source, open_sources
 from jhpt.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jhpt.training.data.windows import (
@@ -140,12 +141,12 @@ def prepare(
 
 
 def _visible_keys(config: Config, tokenizer: Tokenizer, windows: Sequences) -> float | None:
-    if config.data.packing == "stream" or tokenizer.end is None:
+    if config.data.packing != "documents" or tokenizer.end is None:
         return None
     return visible_keys(windows, config.data.sequence_length, tokenizer.end, causal=config.model.causal)
 
 
-def _mixed(windows: Sequence[Windows], shares: Sequence[int]) -> Sequences:
+def _mixed(windows: Sequence[Windows | PaddedRows], shares: Sequence[int]) -> Sequences:
     return windows[0] if len(windows) == 1 else Mixture(sources=tuple(windows), shares=tuple(shares))
 
 
@@ -201,8 +202,8 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
             f"data.tokenizer has {tokenizer.vocab_size} ids and model.vocab_size={config.model.vocab}; "
             f"set model.vocab_size to {tokenizer.vocab_size} or more, or to auto"
         )
-    if config.data.packing == "documents":
-        check_documents(tokenizer)
+    if config.data.packing != "stream":
+        check_documents(tokenizer, config.data.packing)
     if config.model.masked:
         check_masked(tokenizer, config.data.sequence_length, masks=not config.model.classifies)
     return tokenizer
@@ -349,7 +350,9 @@ def layer_policy(
     return save_named((*saved.device, *few), saved.host, flash=flash, loop=stacked)
 
 
-def _windows(config: Config, tokenizer: Tokenizer, tokens: TokenStream, name: str) -> Windows:
+def _windows(config: Config, tokenizer: Tokenizer, tokens: TokenStream, name: str) -> Windows | PaddedRows:
+    if config.data.packing == "pad":
+        return padded_rows(tokens, config.data.sequence_length, name, tokenizer, masked=config.model.masked)
     if config.model.masked:
         return masked_windows(tokens, config.data.sequence_length, name, tokenizer)
     return causal_windows(tokens, config.data.sequence_length, name)

@@ -67,7 +67,7 @@ def check_masked(tokenizer: Tokenizer, length: int, *, masks: bool = True) -> No
         raise InputError(f"data.sequence_length={length} leaves no room between [CLS] and [SEP]; use at least 3")
 
 
-def check_documents(tokenizer: Tokenizer) -> None:
+def check_documents(tokenizer: Tokenizer, packing: str = "documents") -> None:
     """Refuses a tokenizer that does not mark where documents end.
 
     Raises:
@@ -75,7 +75,7 @@ def check_documents(tokenizer: Tokenizer) -> None:
     """
     if tokenizer.end is None:
         raise InputError(
-            "data.packing=documents needs a token between documents, and data.tokenizer has none, such as "
+            f"data.packing={packing} needs a token between documents, and data.tokenizer has none, such as "
             "<|endoftext|> or [SEP]; add one to the tokenizer, or use data.packing=stream"
         )
 
