@@ -103,6 +103,9 @@ class DataConfig(Section):
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.15, description="share of tokens that BERT has to predict"
     )
+    whole_words: bool = Field(
+        False, description="mask all pieces of a word or none, with a WordPiece tokenizer, for BERT"
+    )
     cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
     workers: Count | None = Field(None, description="processes that tokenise; null: one for each core")
 

@@ -80,11 +80,14 @@ UNUSED: tuple[Unused, ...] = (
         why="it is for the other tokens, and parallel.compression.tokens=1 makes all of them important; lower "
         "parallel.compression.tokens, or leave it out",
     ),
-    Unused(
-        setting="data.mask_fraction",
-        unread=lambda config: not config.model.masked or config.model.classifies,
-        why="only a model that predicts masked tokens, such as BERT in pre-training, reads it; set model.family=bert "
-        "with model.task=pretrain, or leave it out",
+    *(
+        Unused(
+            setting=setting,
+            unread=lambda config: not config.model.masked or config.model.classifies,
+            why="only a model that predicts masked tokens, such as BERT in pre-training, reads it; set "
+            "model.family=bert with model.task=pretrain, or leave it out",
+        )
+        for setting in ("data.mask_fraction", "data.whole_words")
     ),
     *(
         Unused(

@@ -174,7 +174,8 @@ class BERT:
     def _masked(self, rows: Rows, keys: jax.Array, objective: Objective) -> Masked:
         last = objective.padded_after
         lengths = None if last is None else text_lengths(rows.windows, last)
-        return mask_tokens(fold(keys, MASKS), rows.windows, objective.mask_fraction, objective.tokens, lengths)
+        fraction, tokens = objective.mask_fraction, objective.tokens
+        return mask_tokens(fold(keys, MASKS), rows.windows, fraction, tokens, lengths, objective.continues)
 
     def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
         """The windows, some of whose tokens are masked; of texts with labels the tokens."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jhpt.core.families.family import ModelConfig
 from jhpt.models.attention import Implementation
@@ -50,6 +51,7 @@ class Objective(NamedTuple):
 
     end: the token after which another document begins, where documents are kept apart; None: they are not.
     padded_after: the token after whose first occurrence a row is padding, where it is padded; None: rows are full.
+    continues: [V], which ids go on with the word of the token before, where whole words are masked; None: tokens are.
     drops: whether dropout acts.
     """
 
@@ -58,6 +60,7 @@ class Objective(NamedTuple):
     tokens: SpecialTokens
     end: int | None = None
     padded_after: int | None = None
+    continues: np.ndarray | None = None
     drops: bool = False
 
 

@@ -4,6 +4,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jhpt.core.families.family import masked_positions
 
@@ -36,6 +37,7 @@ def mask_tokens(
     fraction: float,
     tokenizer: SpecialTokens,
     lengths: jax.Array | None = None,
+    continues: np.ndarray | None = None,
 ) -> Masked:
     """Chooses `masked_positions(S, fraction)` positions of each row of tokens[B, S], uniformly without replacement.
 
@@ -44,17 +46,37 @@ def mask_tokens(
 
     lengths: [B], of rows that are padded; None: S.  Of l tokens, `masked_positions(l, fraction)` are chosen, and the
     other ones of the n positions do not count.
+    continues: [V], which ids go on with the word before.  Whole words are chosen then, all equally likely, until there
+    are n positions; the last word may be cut.  (Whole-word masking of the authors' repository, google-research/bert.)
+    None: tokens are chosen.
     """
-    return jax.vmap(lambda key, row, length: _mask_row(key, row, fraction, tokenizer, length))(keys, tokens, lengths)
+
+    def one(key: jax.Array, row: jax.Array, length: jax.Array | None) -> Masked:
+        return _mask_row(key, row, fraction, tokenizer, length, continues)
+
+    return jax.vmap(one)(keys, tokens, lengths)
+
+
+def _scores(key: jax.Array, tokens: jax.Array, continues: np.ndarray | None) -> jax.Array:
+    """A random number for each of tokens [n], the same for all tokens of a word."""
+    if continues is None:
+        return jax.random.uniform(key, tokens.shape)
+    words = jnp.cumsum(jnp.where(jnp.asarray(continues)[tokens], 0, 1))
+    return jax.random.uniform(key, (len(tokens) + 1,))[words]
 
 
 def _mask_row(
-    key: jax.Array, tokens: jax.Array, fraction: float, tokenizer: SpecialTokens, inside: jax.Array | None
+    key: jax.Array,
+    tokens: jax.Array,
+    fraction: float,
+    tokenizer: SpecialTokens,
+    inside: jax.Array | None,
+    continues: np.ndarray | None,
 ) -> Masked:
     """inside: tokens that are not padding; None: all."""
     length = len(tokens)
     select_key, kind_key, random_key = jax.random.split(key, 3)
-    score = jax.random.uniform(select_key, (length - 2,))
+    score = _scores(select_key, tokens[1:-1], continues)
     if inside is not None:
         score = jnp.where(jnp.arange(length - 2) < inside - 2, score, -1.0)
     chosen = jax.lax.top_k(score, masked_positions(length, fraction))[1] + 1

@@ -82,6 +82,7 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
         tokens=tokenizer,
         end=end,
         padded_after=last,
+        continues=tokenizer.continues if data.whole_words else None,
         drops=dropout,
     )
 

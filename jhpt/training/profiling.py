@@ -52,7 +52,7 @@ from jhpt.sharding.step import Execution
 from jhpt.sharding.types import Params
 from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import load_tokenizer
-from jhpt.training.data.windows import check_documents, check_masked
+from jhpt.training.data.windows import check_documents, check_masked, check_words
 from jhpt.training.optimizer import learning_rate, make_optimizer
 from jhpt.training.runtime import compile_collectives_anew, configure_runtime
 from jhpt.training.setup import compute_dtype, decided, execution, stored_weights
@@ -153,6 +153,8 @@ class _Builder:
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         if config.data.packing != "stream":
             check_documents(self.tokenizer, config.data.packing)
+        if config.data.whole_words:
+            check_words(self.tokenizer)
         if config.model.masked:
             check_masked(self.tokenizer, config.data.sequence_length, masks=not config.model.classifies)
         self.dtype = compute_dtype(config, self.device)

@@ -48,6 +48,7 @@ from jhpt.training.data.windows import (
     causal_windows,
     check_documents,
     check_masked,
+    check_words,
     masked_windows,
     visible_keys,
 )
@@ -204,6 +205,8 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
         )
     if config.data.packing != "stream":
         check_documents(tokenizer, config.data.packing)
+    if config.data.whole_words:
+        check_words(tokenizer)
     if config.model.masked:
         check_masked(tokenizer, config.data.sequence_length, masks=not config.model.classifies)
     return tokenizer

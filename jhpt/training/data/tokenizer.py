@@ -26,6 +26,8 @@ class Tokenizer(Protocol):
     mask: int | None
     start: int | None
     separator: int | None
+    continues: np.ndarray | None
+    """[vocab_size], which ids go on with the word before; None: ids are no pieces of words."""
     files: tuple[Path, ...]
     """What it was read from."""
 
@@ -55,6 +57,7 @@ class ByteTokenizer:
     mask: int | None = 0xFE
     start: int | None = 0xFD
     separator: int | None = 0xFC
+    continues: np.ndarray | None = None
     files: tuple[Path, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
@@ -99,6 +102,7 @@ class FileTokenizer:
         ids = {role: self._special(role, read.special, source) for role in SPECIAL}
         guess = {role: self._special(role, {}, source) for role in SPECIAL}
         self.end, self.mask, self.start, self.separator = ids.values()
+        self.continues = _continues(self._tokenizer, read.text, self.vocab_size)
         self.files = read.files
         self._read = read
         content = read.text + (str(ids) if ids != guess else "")
@@ -137,6 +141,16 @@ class FileTokenizer:
             partial = folder / f"{name}.partial"
             partial.write_text(text, encoding="utf-8")
             partial.rename(folder / name)
+
+
+def _continues(tokenizer: tokenizers.Tokenizer, text: str, size: int) -> np.ndarray | None:
+    """Of a WordPiece vocabulary, the pieces with the prefix of its file, `##`."""
+    model = json.loads(text).get("model") or {}
+    if model.get("type") != "WordPiece":
+        return None
+    prefix, found = model.get("continuing_subword_prefix", "##"), np.zeros(size, bool)
+    found[[number for piece, number in tokenizer.get_vocab().items() if piece.startswith(prefix)]] = True
+    return found
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -67,6 +67,20 @@ def check_masked(tokenizer: Tokenizer, length: int, *, masks: bool = True) -> No
         raise InputError(f"data.sequence_length={length} leaves no room between [CLS] and [SEP]; use at least 3")
 
 
+def check_words(tokenizer: Tokenizer) -> None:
+    """Refuses a tokenizer that does not cut words into pieces that tell that they are pieces.
+
+    Raises:
+      InputError: it is no WordPiece tokenizer.
+    """
+    if tokenizer.continues is None:
+        raise InputError(
+            "data.whole_words=true needs a WordPiece tokenizer, whose pieces begin with ## inside words, and "
+            "data.tokenizer is none; train one (jhpt tokenizer train FILES --kind wordpiece), or leave "
+            "data.whole_words out"
+        )
+
+
 def check_documents(tokenizer: Tokenizer, packing: str = "documents") -> None:
     """Refuses a tokenizer that does not mark where documents end.
 
