@@ -190,6 +190,7 @@ class CutSearch:
         local = strategy.micro_batch // grid.data / (grid.tensor if grid.sequence else 1)
         slots = in_flight(grid.schedule, self.s, 0, 1, self.m)
         tables: dict[int, Ranges] = {}
+        sizes, which = np.unique(model.boundary[:-1], return_inverse=True)  # those of blocks are all the same
         self.stage: list[Ranges] = []
         # [s, stop]: seconds of the transfer from stage s to the next one if stage s ends before layer `stop`
         self.cut = np.zeros((self.s, self.n + 1))
@@ -206,7 +207,7 @@ class CutSearch:
             self.stage.append(tables[kind])
             if s + 1 < self.s:
                 transfer = model.places.transfer(first, grid.per_stage, first + grid.per_stage, grid.per_stage)
-                self.cut[s, 1:-1] = [transfer_seconds(transfer, size * local) for size in model.boundary[:-1]]
+                self.cut[s, 1:-1] = np.array([transfer_seconds(transfer, size * local) for size in sizes])[which]
         self.window = [in_flight(grid.schedule, self.s, s, 1, self.m) for s in range(self.s)]
         self._tables()
 
