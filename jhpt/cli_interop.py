@@ -27,7 +27,7 @@ class GenerateOptions:
     """Continues prompts: one is printed as it is generated, several as lines of JSON."""
 
     run: Run
-    """Run directory."""
+    """Run directory, or a folder in Hugging Face's layout."""
     prompt: Words = ()
     """The text to continue; may be given several times."""
     prompts: str | None = None
@@ -136,7 +136,7 @@ class ScoreOptions:
     """Computes the logits of given tokens: of next tokens for GPT, of masked tokens for BERT."""
 
     run: Run
-    """Run directory."""
+    """Run directory, or a folder in Hugging Face's layout."""
     tokens: str
     """.npy file of token ids [rows, positions], integers."""
     out: str

@@ -139,6 +139,8 @@ def _changed(config: Config, setting: str) -> Any:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_text, value))
     if not hasattr(value, "model_dump"):
         return str(value).lower() if isinstance(value, bool) else str(value)
     changes = value.model_dump(exclude_defaults=True)

@@ -6,7 +6,7 @@ written to a checkpoint one after the other, and read from it in the same way.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from tokenizers import Tokenizer
 
 from jhpt.core.amounts import gib
 from jhpt.core.config import CheckpointConfig
@@ -28,7 +29,8 @@ from jhpt.huggingface.tensors import Part
 from jhpt.models.family import Params, build
 from jhpt.sharding.partition import path_name
 from jhpt.training.checkpoint import FOLDER, Checkpoints, Layered, make_record, newest
-from jhpt.training.data.tokenizer_files import FILES, lies_in
+from jhpt.training.data.tokenizer import load_tokenizer
+from jhpt.training.data.tokenizer_files import FILES, TOKENIZER_FILE, lies_in
 from jhpt.training.init_from import weights_at
 from jhpt.training.step import TrainState
 
@@ -37,6 +39,9 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 
 SHARD_BYTES = 5e9
 """Largest shard, as the transformers library writes them."""
+
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+"""Names the special tokens."""
 
 Say = Callable[[str], None]
 
@@ -53,7 +58,7 @@ def import_folder(folder: Path, out: Path, say: Say) -> None:
         say(f"note: {note}")
     with replaced_folder(out, "--out") as partial_out:
         _copy_tokenizer(folder, partial_out)
-        changes = {"data.tokenizer": str(out)} if lies_in(folder) else {}
+        changes = {} if weights.tokenizer is None else {"data.tokenizer": str(out)}
         config = load_config(None, changes, weights=weights)
         zero = jnp.zeros((), jnp.int32)
         state = TrainState(step=zero, skipped=zero, bad_steps=zero, params=_by_layer(source, config.seed), optimizer={})
@@ -102,10 +107,42 @@ def export_run(run: Path, folder: Path, say: Say, *, dtype: str = "float32", sha
     with replaced_folder(folder, "the folder") as out:
         tensors = list(_writable(architecture.parts(model), model.num_layers, leaves, np.dtype(DTYPES[dtype])))
         write_tensors(out, tensors, int(shard_bytes))
-        (out / CONFIG).write_text(json.dumps({**tree, "torch_dtype": dtype}, indent=2, sort_keys=True) + "\n")
         _copy_tokenizer(run, out)
+        ids = _special_ids(out)
+        _write_tokenizer_settings(out, ids)
+        of_model = {f"{name}_id": number for name, number in ids.items() if name in ("bos_token", "eos_token")}
+        (out / CONFIG).write_text(_json({**tree, **of_model, "torch_dtype": dtype}))
     size = gib(sum(tensor.bytes for tensor in tensors))
     say(f"step {step} of {run} is in {folder}: {tree['architectures'][0]}, {size} of {dtype}")
+
+
+def _special_ids(folder: Path) -> dict[str, int | None]:
+    """The ids of special tokens by their names in settings, of the tokenizer in the folder.
+
+    Without one, text has no beginning and no end.  The transformers library would take those of the first released
+    model.
+    """
+    none: dict[str, int | None] = {"bos_token": None, "eos_token": None}
+    if not lies_in(folder):
+        return none
+    tokenizer = load_tokenizer(str(folder))
+    if tokenizer.mask is None:
+        return {"bos_token": tokenizer.start, "eos_token": tokenizer.end}
+    return {"cls_token": tokenizer.start, "sep_token": tokenizer.separator, "mask_token": tokenizer.mask}
+
+
+def _write_tokenizer_settings(folder: Path, ids: Mapping[str, int | None]) -> None:
+    """Names the special tokens, unless the tokenizer came with settings of its own."""
+    if not (folder / TOKENIZER_FILE).is_file() or (folder / TOKENIZER_SETTINGS).is_file():
+        return
+    library = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    usual = {"pad_token": library.token_to_id("[PAD]"), "unk_token": library.token_to_id("[UNK]")}
+    tokens = {name: library.id_to_token(id_) for name, id_ in {**ids, **usual}.items() if id_ is not None}
+    (folder / TOKENIZER_SETTINGS).write_text(_json({"tokenizer_class": "PreTrainedTokenizerFast", **tokens}))
+
+
+def _json(tree: dict[str, Any]) -> str:
+    return json.dumps(tree, indent=2, sort_keys=True) + "\n"
 
 
 def _writable(

@@ -23,6 +23,7 @@ from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_device_mesh
 from jhpt.training.checkpoint import FOLDER, Checkpoints, newest
 from jhpt.training.data.tokenizer import Tokenizer
+from jhpt.training.data.tokenizer_files import lies_in
 from jhpt.training.init_from import weights_at
 from jhpt.training.planning import check_fits_model
 from jhpt.training.runtime import compile_collectives_anew, configure_runtime
@@ -109,6 +110,8 @@ def run_settings(folder: Path, tokenizer: str | None = None) -> Config:
     """The configuration of the run in this folder, or of one that would begin with the weights there."""
     overrides = {} if tokenizer is None else {"data.tokenizer": tokenizer}
     if (folder / CONFIG_FILE).is_file():
+        if tokenizer is None and lies_in(folder):
+            overrides = {"data.tokenizer": str(folder)}
         config = load_config(folder / CONFIG_FILE, overrides)
     elif is_folder(folder):
         config = load_config(None, overrides, weights_at(folder))

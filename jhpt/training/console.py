@@ -71,9 +71,9 @@ def data_text(setup: Setup) -> str:
         share = source.weight / total
         epochs = config.train.steps * config.data.batch_size * share / len(part)
         mixed = f", weight {source.weight:g} ({share:.1%} of the sequences)" if len(parts) > 1 else ""
-        lines.append(
-            f"{source.cache.summary} of {source.path}{mixed}, {epochs:,.2f} epoch{'' if round(epochs, 2) == 1 else 's'}"
-        )
+        path = source.path if isinstance(source.path, str) else ", ".join(source.path)
+        plural = "" if round(epochs, 2) == 1 else "s"
+        lines.append(f"{source.cache.summary} of {path}{mixed}, {epochs:,.2f} epoch{plural}")
     return "\n".join([*lines[:-1], f"{lines[-1]}, tokenizer {config.data.tokenizer}"])
 
 

@@ -1,10 +1,13 @@
 """What a run that starts with other weights takes over from there, beside them: the model and the tokenizer; no jax."""
 
+import os
 from pathlib import Path
 
+from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import CONFIG_FILE, Weights, load_config
 from jhpt.huggingface.architectures import described, is_folder
+from jhpt.training.data.tokenizer import BYTES, ByteTokenizer
 from jhpt.training.data.tokenizer_files import lies_in
 
 
@@ -16,14 +19,22 @@ def weights_at(path: Path) -> Weights:
     """
     if (path / CONFIG_FILE).is_file():
         config = load_config(path / CONFIG_FILE)
-        return Weights(path=path, model=config.model, tokenizer=_beside(path) or config.data.tokenizer)
+        tokenizer = str(path) if lies_in(path) else config.data.tokenizer
+        return Weights(path=path, model=config.model, tokenizer=tokenizer)
     if is_folder(path):
-        return Weights(path=path, model=described(path)[1], tokenizer=_beside(path))
+        model = described(path)[1]
+        # A folder without a tokenizer is named, too, so that its text is refused and not read as bytes by oversight.
+        named = lies_in(path) or model.vocab > ByteTokenizer.vocab_size
+        return Weights(path=path, model=model, tokenizer=str(path) if named else None)
     raise InputError(
         f"--init {path} holds neither a run ({CONFIG_FILE}) nor a model of Hugging Face's (config.json); give a folder "
         "with one of them"
     )
 
 
-def _beside(path: Path) -> str | None:
-    return str(path) if lies_in(path) else None
+def with_kept_tokenizer(config: Config, run_dir: Path) -> Config:
+    """The configuration with the tokenizer that the run keeps, if the one that it names is not there any more."""
+    name = config.data.tokenizer
+    if name == BYTES or Path(os.path.expanduser(name)).exists() or not lies_in(run_dir):
+        return config
+    return load_config(config, {"data.tokenizer": str(run_dir)})

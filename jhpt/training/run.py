@@ -19,14 +19,22 @@ from jhpt.training.checkpoint import FOLDER, Checkpoints, Record, make_record, w
 from jhpt.training.compile import compile_step
 from jhpt.training.console import Display, plan_change, start_table
 from jhpt.training.data.sources import data_key
-from jhpt.training.init_from import weights_at
+from jhpt.training.init_from import weights_at, with_kept_tokenizer
 from jhpt.training.init_weights import InitWeights, init_weights
 from jhpt.training.loop import Progress, evaluation_due, fit, utilisation
 from jhpt.training.metrics import metrics_writer, read_metrics
 from jhpt.training.planning import check_host_room, choose_plan, read_past, same_work, with_tried_offload
 from jhpt.training.processes import Processes, check_agreed, from_main, join, raise_on_all_processes, same_everywhere
 from jhpt.training.programs import Step
-from jhpt.training.run_dir import claimed, find_resume, new_run_dir, write_config, write_plan, write_tokenizer
+from jhpt.training.run_dir import (
+    check_can_go_on,
+    claimed,
+    find_resume,
+    new_run_dir,
+    write_config,
+    write_plan,
+    write_tokenizer,
+)
 from jhpt.training.runtime import (
     accelerator_present,
     allow_pinned_memory,
@@ -135,6 +143,8 @@ def train(
         config = load_config(run_config(source, out, weights), overrides)
         if weights is not None:
             weights.check(config)
+        if out is not None:
+            config = with_kept_tokenizer(config, Path(out))
         allow_pinned_memory(config.memory)
         if plan is not None:
             check_plan_alone(overrides or {})
@@ -189,6 +199,8 @@ def _resolved(
     display: Display,
     init: str | os.PathLike[str] | None = None,
 ) -> _Run:
+    if jax.process_count() == 1:  # of several processes, one alone cannot open a checkpoint
+        check_can_go_on(run_dir)
     past = read_past(run_dir, display.say)
     plan = with_tried_offload(choose_plan(config, requested, past, display.say), display.say)
     check_host_room(plan, config)

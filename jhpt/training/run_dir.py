@@ -18,7 +18,7 @@ from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import CONFIG_FILE, to_yaml
 from jhpt.core.plan import Plan
-from jhpt.training.checkpoint import FOLDER, Checkpoints, Record, changes_of_note, check_resumable
+from jhpt.training.checkpoint import FOLDER, Checkpoints, Record, changes_of_note, check_resumable, newest
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.processes import from_main, is_main, raise_on_all_processes
 
@@ -117,6 +117,23 @@ def _wait_until_seen(run_dir: Path) -> None:
         time.sleep(0.2)
 
 
+def check_can_go_on(run_dir: Path) -> None:
+    """Refuses a directory with weights alone, as `jhpt import` makes it.
+
+    Raises:
+      InputError: its newest checkpoint has no state of an optimizer.
+    """
+    step = newest(run_dir) if is_main() else None
+    if step is None:
+        return
+    with Checkpoints(run_dir / FOLDER, None) as checkpoints:
+        if checkpoints.record(step).weights_only:
+            raise InputError(
+                f"{run_dir} holds weights and no state of an optimizer to go on with; start from them with "
+                f"--init {run_dir} and another --out"
+            )
+
+
 def find_resume(run_dir: Path, record: Record) -> Resume:
     """The step to resume from, 0 for a new run.  Writes nothing.
 
@@ -130,11 +147,6 @@ def find_resume(run_dir: Path, record: Record) -> Resume:
         if step is None:
             return Resume()
         saved = checkpoints.record(step)
-        if saved.weights_only:
-            raise InputError(
-                f"{run_dir} holds weights and no state of an optimizer to go on with; start from them with "
-                f"--init {run_dir} and another --out"
-            )
         check_resumable(saved, record, str(run_dir))
         return Resume(step=step, notes=tuple(changes_of_note(saved, record, step)))
 

@@ -252,7 +252,7 @@ def test_greedy_text_is_theirs(name, folder):
     import torch
 
     prompts = ["def ", "the mesh maps every layer"]
-    ours = jhpt.load(folder(f"long {name}")).generate(prompts, tokens=64, temperature=0.0)
+    ours = jhpt.load(folder(f"long {name}"), tokenizer="bytes").generate(prompts, tokens=64, temperature=0.0)
     for prompt, row in zip(prompts, ours, strict=True):
         ids = torch.tensor([list(prompt.encode())])
         settings = dict(max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -269,7 +269,7 @@ def test_scores_are_theirs(name, folder, tmp_path):
 
     tokens = tokens_of(LONG[name])
     np.save(tmp_path / "tokens.npy", tokens)
-    files = ["--tokens", str(tmp_path / "tokens.npy"), "--out", str(tmp_path / "logits.npy")]
+    files = ["--tokens", str(tmp_path / "tokens.npy"), "--out", str(tmp_path / "logits.npy"), "--tokenizer", "bytes"]
     assert main(["score", str(folder(f"long {name}")), *files]) == 0
     with torch.no_grad():
         out = theirs(f"long {name}")(torch.tensor(tokens))

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 import jhpt
 from jhpt.cli import main
@@ -112,13 +113,43 @@ def test_what_is_exported_in_fewer_bits_is_rounded(tmp_path):
 
 def test_tokenizer_files_come_along(tmp_path):
     write_folder(tmp_path / "there", LLAMA)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "there" / name).write_text(json.dumps({"file": name}))
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1}, unk_token="[UNK]"))
+    tokenizer.save(str(tmp_path / "there" / "tokenizer.json"))
+    (tmp_path / "there" / "tokenizer_config.json").write_text('{"eos_token": "</s>", "more": 1}')
     main(["import", "hf", str(tmp_path / "there"), "--out", str(tmp_path / "run")])
     assert load_config(tmp_path / "run" / "config.yaml").data.tokenizer == str(tmp_path / "run")
     main(["export", "hf", str(tmp_path / "run"), str(tmp_path / "again")])
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_text() == (tmp_path / "there" / name).read_text()
+
+
+def test_an_export_names_where_its_text_ends(tmp_path, corpus):
+    """Otherwise transformers would stop at the ids of the first released model."""
+    files, out = corpus["data.path"], tmp_path / "t.json"
+    assert main(["tokenizer", "train", str(files), "--vocab-size", "300", "--out", str(out)]) == 0
+    overrides = {**corpus, **SHORT, "data.tokenizer": str(out), "model.num_layers": 1, "model.d_model": 32}
+    jhpt.train(None, out=tmp_path / "run", overrides=overrides)
+    out.unlink()  # the run keeps its own
+    assert main(["export", "hf", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    config, settings = (
+        json.loads((tmp_path / "again" / name).read_text()) for name in ("config.json", "tokenizer_config.json")
+    )
+    end = jhpt.load(tmp_path / "run").tokenizer.end
+    assert end is not None and config["eos_token_id"] == end and config["bos_token_id"] is None
+    assert settings["eos_token"] == "<|endoftext|>"
+    assert jhpt.load(tmp_path / "again").tokenizer.end == end
+    jhpt.train(None, out=tmp_path / "run", overrides={"train.steps": 2})  # goes on with the tokenizer that it keeps
+
+
+def test_weights_without_a_tokenizer_do_not_read_bytes_by_oversight(tmp_path, corpus):
+    write_folder(tmp_path / "there", LLAMA.model_copy(update={"vocab_size": 300}))
+    without = {name: value for name, value in corpus.items() if name != "data.tokenizer"}
+    with pytest.raises(jhpt.InputError, match=r"the folder has no tokenizer\.json"):
+        jhpt.train(None, init=tmp_path / "there", out=tmp_path / "run", overrides={**without, **SHORT})
+    main(["import", "hf", str(tmp_path / "there"), "--out", str(tmp_path / "imported")])
+    with pytest.raises(jhpt.InputError, match="give 'bytes'"):
+        jhpt.load(tmp_path / "imported")
+    assert jhpt.load(tmp_path / "imported", tokenizer="bytes").tokenizer.vocab_size == 256
 
 
 @pytest.fixture
