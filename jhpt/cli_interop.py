@@ -196,13 +196,14 @@ def _loss(run: str, options: EvaluateOptions, overrides: dict[str, Any]) -> int:
     if options.json:
         print(json.dumps({"step": loaded.step, "perplexity": found.perplexity} | vars(found)))
         return 0
-    if found.accuracy is not None:
-        accuracy = f"accuracy {found.accuracy:.2%} of {found.tokens:,} rows"
-        print(f"step {loaded.step}  loss {found.loss:.6f} nats per row  {accuracy}")
+    accuracy = "" if found.accuracy is None else f"  accuracy {found.accuracy:.2%}"
+    if setup.config.model.classifies:
+        print(f"step {loaded.step}  loss {found.loss:.6f} nats per row{accuracy} of {found.tokens:,} rows")
         return 0
     bits = "" if found.bits_per_byte is None else f"  bits per byte {found.bits_per_byte:.4f}"
+    pairs = accuracy and f"{accuracy} of pairs"
     print(
-        f"step {loaded.step}  loss {found.loss:.6f} nats per token  perplexity {found.perplexity:.4f}{bits}\n"
+        f"step {loaded.step}  loss {found.loss:.6f} nats per token  perplexity {found.perplexity:.4f}{bits}{pairs}\n"
         f"{found.tokens:,} predicted tokens; {found.left_out:,} at the end, fewer than a window has, are left out"
     )
     return 0

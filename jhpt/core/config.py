@@ -20,7 +20,7 @@ from jhpt.core.compression_config import (
     GradientCompression,
 )
 from jhpt.core.divisors import common_divisors, one_of
-from jhpt.core.families.family import ModelConfig, families
+from jhpt.core.families.family import SHORTEST_PAIR, ModelConfig, families
 from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.memory_config import MemoryConfig, check_names
 from jhpt.core.optimizers import optimizer_numbers
@@ -282,6 +282,20 @@ class Config(Section):
         if self.data.packing != "stream" and not self.model.keeps_documents_apart:
             raise ValueError(
                 f"data.packing={self.data.packing} is not available with model.family={self.model.family}; use stream"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_are_cut_from_the_stream(self) -> "Config":
+        if self.model.pairs and self.data.packing != "stream":
+            raise ValueError(
+                f"data.packing={self.data.packing} is not available with model.objective=mlm+nsp, whose rows are pairs "
+                "of pieces of the stream; use data.packing=stream, or model.objective=mlm"
+            )
+        if self.model.pairs and self.data.sequence_length < SHORTEST_PAIR:
+            raise ValueError(
+                f"data.sequence_length={self.data.sequence_length} leaves no room for two pieces of text, [CLS] and "
+                f"twice [SEP]; use at least {SHORTEST_PAIR}, or model.objective=mlm"
             )
         return self
 

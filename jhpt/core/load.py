@@ -57,7 +57,12 @@ class Weights:
         Raises:
           InputError: with the settings that differ.
         """
-        free = {"task", "num_classes", "class_names"}  # of a head, which begins fresh where it is another one
+        free = {
+            "task",
+            "objective",
+            "num_classes",
+            "class_names",
+        }  # of a head, which begins fresh where it is another one
         free |= {"dropout", "dtype", "matmul_dtype", "attention", "nominal_vocab"}
         if not self.model.position_table:
             free.add("max_length")

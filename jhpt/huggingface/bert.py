@@ -60,6 +60,8 @@ def config(model: BERTConfig) -> dict[str, Any]:
         "attention_probs_dropout_prob": 0.0,
         "layer_norm_eps": model.norm_eps,
     }
+    if model.pairs:
+        return tree | {"architectures": ["BertForPreTraining"]}
     if not model.classifies:
         return tree
     names = model.class_names or tuple(f"LABEL_{number}" for number in range(model.classes))
@@ -89,6 +91,7 @@ def _masked_lm(model: BERTConfig) -> tuple[Part, ...]:
         *layer_norm("head/norm", f"{predictions}.transform.LayerNorm", fresh=True),
         table("head/bias", f"{predictions}.bias", model.vocab, model.padded_vocab, fresh=True),
         *linear("pooler", "bert.pooler.dense", fresh=True),
+        *(linear("head/pair", "cls.seq_relationship", fresh=True) if model.pairs else ()),
     )
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jhpt.core.errors import InputError
+from jhpt.core.families.bert import BERTConfig
 from jhpt.core.families.family import ModelConfig
 from jhpt.huggingface.architectures import CONFIG, Architecture, described
 from jhpt.huggingface.files import StoredTensor, listed, stored_tensors
@@ -96,14 +97,20 @@ def notes_of(fresh: Sequence[str], left_out: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{what}: {listed(names)}" for what, names in notes.items() if names)
 
 
-def open_folder(path: Path) -> Folder:
+def open_folder(path: Path, *, pairs: bool = False) -> Folder:
     """Finds every tensor of the model, and checks its shape.
+
+    Args:
+      pairs: whether a BERT for pre-training predicts pairs too (`model.objective: mlm+nsp`), which no `config.json`
+        says.
 
     Raises:
       InputError: an architecture that is not supported; files that are missing or damaged; tensors that are missing,
         unknown, of another shape than `config.json` says, or there twice with other numbers.
     """
     architecture, model = described(path)
+    if pairs and isinstance(model, BERTConfig) and not model.classifies:
+        model = model.model_copy(update={"objective": "mlm+nsp"})
     parts = {part.leaf: part for part in architecture.parts(model)}
     there = _named_in_full(architecture, stored_tensors(path))
     wanted = {name: leaf for leaf, part in parts.items() for name in _names(part, model.num_layers)}
@@ -142,10 +149,15 @@ def _check_missing(
 ) -> None:
     """A head or pooler is there whole or not at all; all else has to be there."""
     missing = [name for name in wanted if name not in there]
-    groups = {leaf.partition("/")[0] for name, leaf in wanted.items() if name in there and parts[leaf].fresh}
-    bad = [name for name in missing if not parts[wanted[name]].fresh or wanted[name].partition("/")[0] in groups]
+    groups = {_group(name) for name, leaf in wanted.items() if name in there and parts[leaf].fresh}
+    bad = [name for name in missing if not parts[wanted[name]].fresh or _group(name) in groups]
     if bad:
         raise InputError(f"{path} lacks tensors of the model in {CONFIG}: {listed(bad)}; download it again, whole")
+
+
+def _group(name: str) -> str:
+    """The head or pooler that a tensor is of: `cls.predictions`, `cls.seq_relationship`, `bert.pooler`."""
+    return ".".join(name.split(".")[:2])
 
 
 def _check_copies(path: Path, copies: Mapping[str, str], there: Mapping[str, StoredTensor]) -> None:

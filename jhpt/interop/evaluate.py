@@ -2,7 +2,7 @@
 
     loss            mean negative log-likelihood in nats per predicted token, over all windows of the text
     perplexity      e^loss
-    accuracy        share of rows whose class is the most likely one, of a classifier
+    accuracy        share of rows whose class is the most likely one, of a classifier; of pairs with mlm+nsp
     bits per byte   loss / ln 2 x (tokens of the text) / (its bytes as UTF-8)
                     (Gao et al. 2020, arXiv 2101.00027, section 3.1)
 
@@ -26,6 +26,7 @@ from jhpt.training import loop
 from jhpt.training.data.corpus import find_files
 from jhpt.training.data.documents import Part, read
 from jhpt.training.data.mixture import Mixture, Sequences
+from jhpt.training.data.pairs import PairedRows
 from jhpt.training.data.windows import Windows
 from jhpt.training.device_step import evaluate_program
 from jhpt.training.setup import Setup, prepare
@@ -59,7 +60,7 @@ class Evaluated:
     """The figures of the module's text.
 
     bits_per_byte: None for a model that predicts masked tokens.  tokens: predicted ones.  left_out: tokens at the end
-    of the text that are not read.  accuracy: None for a model that predicts tokens.
+    of the text that are not read.  accuracy: None for a model that predicts tokens alone.
     """
 
     loss: float
@@ -158,6 +159,8 @@ def _left_out(windows: Sequences) -> int:
     """Tokens at the ends of texts that are too few for a window."""
     if isinstance(windows, Mixture):
         return sum(map(_left_out, windows.sources))
+    if isinstance(windows, PairedRows):
+        return _left_out(windows.pieces)
     if not isinstance(windows, Windows):  # rows of a text or a document each
         return 0
     return len(windows.tokens) - len(windows) * windows.stride - windows.overlap

@@ -2,7 +2,7 @@
 
     x = norm(tokens + positions + types);   L times: x = norm(x + attention(x)); x = norm(x + mlp(x))
     masked-LM logits = norm(gelu(x W + b)) E^T + c
-    pooled = tanh(x[first] W + b);   logits of classes = dropout(pooled) W + b
+    pooled = tanh(x[first] W + b);   logits of classes = dropout(pooled) W + b;   logits of pairs = pooled W + b
 
 Dropout acts on the embedding and on both half blocks, not on attention probabilities: fused kernels do not offer it.
 """
@@ -129,7 +129,7 @@ class MaskedLMHead(nn.Module):
 class BERT:
     """The model as pure functions over `{"embedding": ..., "blocks": [L, ...], "head": ..., "pooler": ...}`.
 
-    The head is that of masked-LM, or `{"classifier": ...}`.
+    The head is that of masked-LM, with `{"pair": ...}` where it predicts pairs too, or `{"classifier": ...}`.
     """
 
     config: BERTConfig
@@ -162,9 +162,15 @@ class BERT:
         return Linear((self.config.classes,), self.dtype)
 
     @property
+    def _pair(self) -> Linear:
+        return Linear((2,), self.dtype)
+
+    @property
     def head_reads(self) -> tuple[str, ...]:
-        """The head's parameters, and the embedding's table (masked-LM) or the pooler (classes)."""
-        return ("head", "pooler") if self.config.classifies else ("head", "embedding/tokens")
+        """The head's parameters, the embedding's table (masked-LM) and the pooler (classes, pairs)."""
+        if self.config.classifies:
+            return ("head", "pooler")
+        return ("head", "embedding/tokens", "pooler") if self.config.pairs else ("head", "embedding/tokens")
 
     @property
     def partition_rules(self) -> PartitionRules:
@@ -172,10 +178,13 @@ class BERT:
         return ()
 
     def _masked(self, rows: Rows, keys: jax.Array, objective: Objective) -> Masked:
-        last = objective.padded_after
-        lengths = None if last is None else text_lengths(rows.windows, last)
+        last, windows, second = objective.padded_after, rows.windows, None
+        if self.config.pairs:
+            pairs = labelled(windows)
+            windows, second = pairs.tokens, pairs.second
+        lengths = None if last is None else text_lengths(windows, last)
         fraction, tokens = objective.mask_fraction, objective.tokens
-        return mask_tokens(fold(keys, MASKS), rows.windows, fraction, tokens, lengths, objective.continues)
+        return mask_tokens(fold(keys, MASKS), windows, fraction, tokens, lengths, objective.continues, second)
 
     def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
         """The windows, some of whose tokens are masked; of texts with labels the tokens."""
@@ -184,20 +193,27 @@ class BERT:
         return self._masked(rows, keys, objective).tokens
 
     def loss(self, params: Any, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
-        """Masked-language modelling: the masked positions predict their original tokens; or the classes of rows."""
+        """Masked-language modelling: the masked positions predict their original tokens; or the classes of rows.
+
+        Of pairs, the loss is the mean over predicted tokens plus the mean over rows (Devlin et al. 2018, appendix A.2).
+        `Sums` are divided by the number of tokens, so a row counts as often as the n tokens that it predicts, the same
+        n for all rows:  (sum(nll of tokens) + n sum(nll of rows)) / (n rows).  `nll` is that of tokens alone.
+        """
         if self.config.classifies:
             return self._class_loss(params, x, rows, keys, objective)
         masked = self._masked(rows, keys, objective)
         predicted = jnp.take_along_axis(x, masked.positions[..., None], axis=1)
         logits, z_loss = self.logits(params, predicted), objective.z_loss
-        return summed_loss(logits, masked.targets, rows.weights, z_loss, self.hooks, masked.predicts)
+        sums = summed_loss(logits, masked.targets, rows.weights, z_loss, self.hooks, masked.predicts)
+        if not self.config.pairs:
+            return sums
+        pairs, each = _row_sums(self.pair_logits(params, x), rows, z_loss), masked.positions.shape[1]
+        assert pairs.correct is not None
+        return sums._replace(loss=sums.loss + each * pairs.loss, correct=each * pairs.correct)
 
     def _class_loss(self, params: Any, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
         noise = layer_keys(fold(keys, DROPOUT), self.config.num_layers) if objective.drops else None
-        logits, labels = self.logits(params, x, noise), labelled(rows.windows).labels
-        sums = summed_loss(logits[:, None], labels[:, None], rows.weights, objective.z_loss, Hooks())
-        weights = jnp.ones(len(labels), jnp.float32) if rows.weights is None else rows.weights
-        return sums._replace(correct=jnp.sum(jnp.where(jnp.argmax(logits, -1) == labels, weights, 0.0)))
+        return _row_sums(self.logits(params, x, noise), rows, objective.z_loss)
 
     def init(self, key: jax.Array) -> Any:
         """Fresh float32 parameters."""
@@ -212,6 +228,8 @@ class BERT:
             head = {"classifier": self._classifier.init(last, self._one_token)["params"]}
         else:
             head = self._head.init(last, self._one_token, embedding["tokens"])["params"]
+        if self.config.pairs:
+            head["pair"] = self._pair.init(jax.random.fold_in(last, 1), self._one_token)["params"]
         return {
             "embedding": embedding,
             "head": head,
@@ -292,6 +310,10 @@ class BERT:
         """tanh(x[first] W + b): x[B, S, D] -> [B, D], the vector that a classifier reads."""
         return jnp.tanh(apply(self._pooler, params["pooler"], x[:, 0]))
 
+    def pair_logits(self, params: Any, x: jax.Array) -> jax.Array:
+        """x[B, S, D] -> [B, 2], float32: the second text of a row follows the first, or it does not."""
+        return apply(self._pair, params["head"]["pair"], self.pool(params, x)).astype(jnp.float32)
+
     def apply(
         self,
         params: Any,
@@ -302,6 +324,14 @@ class BERT:
     ) -> jax.Array:
         """tokens[B, S] -> masked-LM logits[B, S, V], or those of classes [B, C]."""
         return self.logits(params, self.encode(params, tokens, context=context, keys=keys))
+
+
+def _row_sums(logits: jax.Array, rows: Rows, z_loss: float) -> Sums:
+    """The sums over the labels of rows, from logits [B, C]."""
+    labels = labelled(rows.windows).labels
+    sums = summed_loss(logits[:, None], labels[:, None], rows.weights, z_loss, Hooks())
+    weights = jnp.ones(len(labels), jnp.float32) if rows.weights is None else rows.weights
+    return sums._replace(correct=jnp.sum(jnp.where(jnp.argmax(logits, -1) == labels, weights, 0.0)))
 
 
 MODEL = BERT

@@ -38,7 +38,8 @@ class Rows(NamedTuple):
 
 class Sums(NamedTuple):
     """Sums over predicted tokens, or classified rows.  loss: to be minimised.  nll: negative log likelihood in nats.
-    tokens: their number.  correct: of classified rows, those whose class is the most likely one; None: of tokens."""
+    tokens: their number.  correct: of classified rows, those whose class is the most likely one; of pairs, each as
+    often as the tokens that it predicts; None: of tokens."""
 
     loss: jax.Array
     nll: jax.Array

@@ -38,6 +38,7 @@ def mask_tokens(
     tokenizer: SpecialTokens,
     lengths: jax.Array | None = None,
     continues: np.ndarray | None = None,
+    second: jax.Array | None = None,
 ) -> Masked:
     """Chooses `masked_positions(S, fraction)` positions of each row of tokens[B, S], uniformly without replacement.
 
@@ -49,12 +50,14 @@ def mask_tokens(
     continues: [V], which ids go on with the word before.  Whole words are chosen then, all equally likely, until there
     are n positions; the last word may be cut.  (Whole-word masking of the authors' repository, google-research/bert.)
     None: tokens are chosen.
+    second: [B], where the second text of a row without padding begins, after a `[SEP]` that is not chosen: of the other
+    S - 1 tokens as many are as of a row of S - 1.  None: there is one text.
     """
 
-    def one(key: jax.Array, row: jax.Array, length: jax.Array | None) -> Masked:
-        return _mask_row(key, row, fraction, tokenizer, length, continues)
+    def one(key: jax.Array, row: jax.Array, length: jax.Array | None, begins: jax.Array | None) -> Masked:
+        return _mask_row(key, row, fraction, tokenizer, length, continues, begins)
 
-    return jax.vmap(one)(keys, tokens, lengths)
+    return jax.vmap(one)(keys, tokens, lengths, second)
 
 
 def _scores(key: jax.Array, tokens: jax.Array, continues: np.ndarray | None) -> jax.Array:
@@ -72,6 +75,7 @@ def _mask_row(
     tokenizer: SpecialTokens,
     inside: jax.Array | None,
     continues: np.ndarray | None,
+    second: jax.Array | None,
 ) -> Masked:
     """inside: tokens that are not padding; None: all."""
     length = len(tokens)
@@ -79,7 +83,10 @@ def _mask_row(
     score = _scores(select_key, tokens[1:-1], continues)
     if inside is not None:
         score = jnp.where(jnp.arange(length - 2) < inside - 2, score, -1.0)
-    chosen = jax.lax.top_k(score, masked_positions(length, fraction))[1] + 1
+    if second is not None:
+        score = jnp.where(jnp.arange(length - 2) == second - 2, -1.0, score)
+    count = masked_positions(length if second is None else length - 1, fraction)
+    chosen = jax.lax.top_k(score, count)[1] + 1
     positions, targets = jnp.sort(chosen), tokens[jnp.sort(chosen)]
 
     kind = jax.random.uniform(kind_key, targets.shape)
@@ -87,7 +94,7 @@ def _mask_row(
     replaced = jnp.where(kind < 0.8, jnp.asarray(tokenizer.mask, tokens.dtype), jnp.where(kind < 0.9, random, targets))
     if inside is None:
         return Masked(tokens.at[positions].set(replaced), positions, targets)
-    count = jnp.maximum(1, jnp.round(fraction * (inside - 2).astype(jnp.float32))).astype(jnp.int32)
-    predicts = (jnp.arange(len(chosen)) < count)[jnp.argsort(chosen)]
+    counted = jnp.maximum(1, jnp.round(fraction * (inside - 2).astype(jnp.float32))).astype(jnp.int32)
+    predicts = (jnp.arange(len(chosen)) < counted)[jnp.argsort(chosen)]
     replaced = jnp.where(predicts, replaced, targets)
     return Masked(tokens.at[positions].set(replaced), positions, targets, predicts)

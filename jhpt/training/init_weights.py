@@ -50,16 +50,17 @@ def init_weights(path: Path, config: Config) -> InitWeights:
     weights = weights_at(path)
     weights.check(config)
     if not (path / CONFIG_FILE).is_file():
-        folder = open_folder(path)
+        folder = open_folder(path, pairs=config.model.pairs)
+        model = folder.model
         lacks, beyond, place = folder.fresh, folder.left_out, str(path)
         read: Read = partial(folder.parameters, seed=config.seed)
     else:
-        step = newest(path)
+        step, model = newest(path), weights.model
         if step is None:
             raise InputError(f"--init {path} holds a run without a checkpoint yet; give one that has saved a step")
         lacks, beyond, place = (), (), f"{path}, step {step}"
         read = partial(_of_run, path, step)
-    ours, theirs = _shapes(config.model), _shapes(weights.model)
+    ours, theirs = _shapes(config.model), _shapes(model)
     fresh = [name for name, shape in ours.items() if theirs.get(name) != shape]
     left_out = [name for name, shape in theirs.items() if ours.get(name) != shape and name not in lacks]
     begins = [*(name for name in lacks if name in ours and name not in fresh), *fresh]

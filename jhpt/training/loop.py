@@ -195,7 +195,8 @@ def _batches(setup: Setup, first: int) -> Iterator[np.ndarray]:
 
 class HeldOut(NamedTuple):
     """Results on held-out rows.  loss: mean negative log likelihood in nats per predicted token, or per classified row.
-    tokens: predicted ones, or rows.  accuracy: share of rows whose class is the most likely one; None: no classes."""
+    tokens: predicted ones, or rows.  accuracy: share of rows, or pairs, whose class is the most likely one; None: no
+    classes."""
 
     loss: float
     tokens: int
@@ -217,7 +218,9 @@ def evaluate(setup: Setup, batch_sums: BatchSums, params: Params) -> HeldOut:
         sums = batch_sums(params, global_batch(setup, windows), global_batch(setup, weights), key)
         total, tokens = total + float(sums.nll), tokens + float(sums.tokens)
         correct += 0.0 if sums.correct is None else float(sums.correct)
-    return HeldOut(total / tokens, round(tokens), correct / tokens if config.model.classifies else None)
+    return HeldOut(
+        total / tokens, round(tokens), correct / tokens if config.model.classifies or config.model.pairs else None
+    )
 
 
 @dataclass
@@ -269,8 +272,9 @@ class _Reporter:
             self.progress.accuracy[step] = accuracy
         if self.writer:
             self.writer.write(step, {"validation_loss": loss, "validation_accuracy": accuracy})
-        unit = "token" if accuracy is None else f"row, accuracy {accuracy:.2%}"
-        self.display.say(f"step {step}  validation loss {loss:.4f} nats per {unit}")
+        unit = "row" if self.setup.config.model.classifies else "token"
+        right = "" if accuracy is None else f", accuracy {accuracy:.2%}"
+        self.display.say(f"step {step}  validation loss {loss:.4f} nats per {unit}{right}")
 
     def _tokens_per_s(self, step: int, seconds: float) -> float:
         data = self.setup.config.data

@@ -27,7 +27,11 @@ DECAYED = {"kernel", "tokens", "positions", "types"}
 """Names of matrices and tables; biases and norm scales do not decay."""
 
 UNTRAINED = {"pooler"}
-"""Parameters that only a classifier reads.  Without one they have no gradient, and decay alone would erase them."""
+"""Parameters that only a classifier of rows or pairs reads.  Without one they have no gradient, and decay alone would
+erase them."""
+
+READERS = {"classifier", "pair"}
+"""What reads them, in the head."""
 
 
 def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.Array:
@@ -53,7 +57,7 @@ def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.A
 
 def decay_mask(params: Params) -> Any:
     """True for the leaves that weight decay acts on."""
-    untrained = set() if "classifier" in params.get("head", {}) else UNTRAINED
+    untrained = UNTRAINED if READERS.isdisjoint(params.get("head", {})) else set()
 
     def decays(path: tuple[Any, ...], _: Any) -> bool:
         keys = [key.key for key in path]

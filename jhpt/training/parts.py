@@ -89,6 +89,8 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
     def context(rows: Rows, keys: jax.Array) -> KeyedContext:
         if model.config.classifies:
             return KeyedContext(keys, labelled(rows.windows).context)
+        if model.config.pairs:  # their rows are full
+            return KeyedContext(keys, labelled(rows.windows).context._replace(lengths=None))
         tokens = rows.windows[:, : data.sequence_length]
         if last is not None:
             return KeyedContext(keys, Context(lengths=text_lengths(tokens, last)))

@@ -39,12 +39,12 @@ from jhpt.training.data.cache import Progress, unseen
 from jhpt.training.data.corpus import find_files
 from jhpt.training.data.labelled import labelled_rows, with_classes
 from jhpt.training.data.mixture import Mixture, Sequences, whole_shares
-from jhpt.training.data.padded import PaddedRows, padded_rows
+from jhpt.training.data.padded import padded_rows
+from jhpt.training.data.pairs import paired_rows
 from jhpt.training.data.sources import Source, open_sources
 from jhpt.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jhpt.training.data.windows import (
     TokenStream,
-    Windows,
     causal_windows,
     check_documents,
     check_masked,
@@ -147,7 +147,7 @@ def _visible_keys(config: Config, tokenizer: Tokenizer, windows: Sequences) -> f
     return visible_keys(windows, config.data.sequence_length, tokenizer.end, causal=config.model.causal)
 
 
-def _mixed(windows: Sequence[Windows | PaddedRows], shares: Sequence[int]) -> Sequences:
+def _mixed(windows: Sequence[Sequences], shares: Sequence[int]) -> Sequences:
     return windows[0] if len(windows) == 1 else Mixture(sources=tuple(windows), shares=tuple(shares))
 
 
@@ -353,7 +353,9 @@ def layer_policy(
     return save_named((*saved.device, *few), saved.host, flash=flash, loop=stacked)
 
 
-def _windows(config: Config, tokenizer: Tokenizer, tokens: TokenStream, name: str) -> Windows | PaddedRows:
+def _windows(config: Config, tokenizer: Tokenizer, tokens: TokenStream, name: str) -> Sequences:
+    if config.model.pairs:
+        return paired_rows(tokens, config.data.sequence_length, name, tokenizer)
     if config.data.packing == "pad":
         return padded_rows(tokens, config.data.sequence_length, name, tokenizer, masked=config.model.masked)
     if config.model.masked:

@@ -62,6 +62,11 @@ def test_published_parameter_counts(name):
             BERTConfig(vocab_size=10, num_layers=3, d_model=4, num_heads=2, d_ff=6, max_length=8, type_vocab_size=3),
             dict(embedding=84 + 8, per_layer=60 + 20 + 30 + 28 + 16, head=20 + 20 + 8 + 10, padding=118 * 5),
         ),
+        # With pairs, 4 x 2 + 2 more.
+        (
+            BERTConfig(vocab_size=10, num_layers=3, d_model=4, num_heads=2, d_ff=6, max_length=8, objective="mlm+nsp"),
+            dict(embedding=80 + 8, per_layer=60 + 20 + 30 + 28 + 16, head=20 + 20 + 8 + 10 + 10, padding=118 * 5),
+        ),
         # A classifier has no masked-LM head: pooler 20, and 4 x 3 + 3 for three classes.
         (
             BERTConfig(
@@ -77,7 +82,7 @@ def test_published_parameter_counts(name):
             dict(embedding=80 + 8, per_layer=60 + 20 + 30 + 28 + 16, head=20 + 15, padding=118 * 4),
         ),
     ],
-    ids=["gpt2", "llama", "bert", "classifier"],
+    ids=["gpt2", "llama", "bert", "pairs", "classifier"],
 )
 def test_places_counted_by_hand(model, places):
     count = model.parameter_count()

@@ -129,6 +129,9 @@ def table(rows: int, width: int) -> Matrices:
 LABEL_COLUMNS = 3
 """Numbers after the token ids of a row that has a label: its length, where its second text begins, and its class."""
 
+SHORTEST_PAIR = 5
+"""Tokens of the shortest row of two pieces of text: `[CLS] A [SEP] B [SEP]`."""
+
 
 def masked_positions(length: int, fraction: float) -> int:
     """Predicted tokens of a sequence for masked-token prediction; `[CLS]` and `[SEP]` are never among them."""
@@ -203,6 +206,12 @@ class ModelConfig(Section):
     @property
     def classifies(self) -> bool:
         """Whether it predicts the class of a row, so that rows have labels (`LABEL_COLUMNS`), and not tokens."""
+        return False
+
+    @property
+    def pairs(self) -> bool:
+        """Whether rows are pairs of pieces of text, with a label that says whether the second one follows the first; it
+        predicts that too."""
         return False
 
     @property
@@ -283,8 +292,8 @@ class ModelConfig(Section):
 
     def row_length(self, sequence_length: int) -> int:
         """Numbers in a row of a batch: its token ids, one more than there are inputs where positions predict the next
-        token, and `LABEL_COLUMNS` where rows are classified."""
-        return sequence_length + (LABEL_COLUMNS if self.classifies else not self.masked)
+        token, and `LABEL_COLUMNS` where rows have labels."""
+        return sequence_length + (LABEL_COLUMNS if self.classifies or self.pairs else not self.masked)
 
     def predicted_tokens(self, sequence_length: int, mask_fraction: float) -> int:
         """Positions of a sequence on which the head runs.
