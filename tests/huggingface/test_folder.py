@@ -71,6 +71,23 @@ def test_weights_without_a_place_are_named(tmp_path):
     assert "left out" in note and "cls.seq_relationship.weight" in note
 
 
+@pytest.mark.parametrize("lacks", [[], ["weight", "bias"], ["bias"]])
+def test_the_head_of_pairs_is_taken_if_it_is_there(lacks, tmp_path):
+    model = BERT.model_copy(update={"objective": "mlm+nsp"})
+    params = random_parameters(model)
+    write_folder(tmp_path, model, params, tensors={f"cls.seq_relationship.{name}": None for name in lacks})
+    if len(lacks) == 1:
+        with pytest.raises(InputError, match="lacks tensors"):
+            open_folder(tmp_path, pairs=True)
+        return
+    source = open_folder(tmp_path, pairs=True)
+    assert source.fresh == (("head/pair/kernel", "head/pair/bias") if lacks else ()) and not source.left_out
+    found = source.parameters(jax.eval_shape(build(source.model).init, jax.random.key(0)))
+    if lacks:
+        assert found["head"].pop("pair")["kernel"].any() and params["head"].pop("pair")
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
 def test_a_tied_head_may_be_there_twice(tmp_path):
     params = random_parameters(GPT)
     write_folder(tmp_path, GPT, params, tensors={"lm_head.weight": params["embedding"]["tokens"][: GPT.vocab]})
