@@ -30,7 +30,7 @@ PLANS = {
     "one device": (2, piped([4], 1, batch=BATCH)),
     "cut sequence": (2, piped([4], 1, data=2, tensor=4, sequence=True, zero=1, batch=BATCH)),
     "ZeRO-3, micro-batches": (1, piped([3], 1, data=2, zero=3, micro_batches=2, batch=BATCH)),
-    "tensor 2, pipe 2": (2, piped(spread(2, 2), 2, tensor=2, micro_batches=2, batch=BATCH)),
+    "tensor 2, pipe 2": (2, piped(spread(2, 2), 2, tensor=2, micro_batches=4, batch=BATCH)),
     "1f1b": (2, piped(spread(2, 2), 2, data=2, tensor=2, micro_batches=4, zero=1, batch=BATCH)),
 }
 
