@@ -116,6 +116,7 @@ SLOW = {
     "jhpt train two-sources.yaml": flags(STEPS | ONE_DEVICE),
     "jhpt train --optimizer.name muon --optimizer.schedule wsd": TINY,
     "jhpt train bert-tiny --train.steps 2000": TINY,
+    "jhpt train bert-tiny --model.objective mlm+nsp --out runs/pairs": TINY,
     "jhpt train gpt2-124m --data.packing documents": TINY,
     "python examples/train_bert.py": "",
     "python examples/train_gpt.py": "",
