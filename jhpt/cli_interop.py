@@ -160,7 +160,7 @@ def score_command(arguments: list[str]) -> int:
 
     names = ("tokens", "types", "lengths")
     inputs = read_inputs({name: path for name in names if (path := getattr(options, name)) is not None})
-    loaded = load(options.run, plan=options.plan)
+    loaded = load(options.run, plan=options.plan, reads_text=False)
     shape = score_file(loaded.model, loaded.params, inputs, options.out, options.batch)
     print(f"wrote float32 logits {list(shape)} of step {loaded.step} to {options.out}")
     return 0

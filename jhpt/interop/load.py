@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,11 @@ class Loaded:
     step: int
     model: Model
     params: Params
-    tokenizer: Tokenizer
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """That of its text; InputError where there is none."""
+        return _tokenizer(self.source, self.config)
 
     def generate(self, prompts: Sequence[str], **settings: Any) -> list[generate.Generated]:
         """The continuation of every prompt; settings: those of `jhpt.interop.generate.Settings`."""
@@ -78,7 +83,11 @@ class Loaded:
 
 
 def load(
-    source: str | os.PathLike[str], *, tokenizer: str | None = None, plan: Plan | str | os.PathLike[str] | None = None
+    source: str | os.PathLike[str],
+    *,
+    tokenizer: str | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    reads_text: bool = True,
 ) -> Loaded:
     """The model in the newest checkpoint of a run, whatever plan it was trained under, or in Hugging Face's layout.
 
@@ -91,6 +100,7 @@ def load(
       tokenizer: takes the place of `data.tokenizer`, where that file has moved.
       plan: a plan or its file: every parameter is cut over its devices, as far as its dims allow.  Programs that take
         such parameters are divided by the compiler.  None: all on the first device.
+      reads_text: whether a model without a usable tokenizer is refused at once; token ids need none.
 
     Raises:
       InputError: no run, no checkpoint yet, one that cannot be read, no tokenizer, or a plan that does not fit.
@@ -99,11 +109,12 @@ def load(
     compile_collectives_anew()
     folder = Path(source)
     config = run_settings(folder, tokenizer)
-    fitting = _tokenizer(folder, config)
+    if reads_text:
+        _tokenizer(folder, config)
     model = _model(config, device_info())
     layout = None if plan is None else _layout(config, model, plan)
     step, params = _restored(folder, config, model, layout)
-    return Loaded(source=folder, config=config, step=step, model=model, params=params, tokenizer=fitting)
+    return Loaded(source=folder, config=config, step=step, model=model, params=params)
 
 
 def run_settings(folder: Path, tokenizer: str | None = None) -> Config:
