@@ -22,7 +22,6 @@ from jhpt.core.load import load_config, run_config
 from jhpt.core.presets import DEFAULT, PRESETS
 from jhpt.core.unused import check_plan_alone
 from jhpt.flags import ProfileOptions, parse_overrides, source_of, value_of, with_family, with_words
-from jhpt.training.init_from import weights_at
 
 USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
 
@@ -82,8 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train_command(arguments: list[str]) -> int:
     """`jhpt train`: the first argument, if it is no flag, names a preset or a YAML file."""
     source, words = source_of(arguments), list(arguments)
-    init = value_of("--init", arguments)
-    weights = None if init is None else weights_at(Path(init))
+    weights = None
+    if (init := value_of("--init", arguments)) is not None:
+        from jhpt.training.init_from import weights_at  # other commands start without what reads weights
+
+        weights = weights_at(Path(init))
     config = run_config(source, value_of("--out", arguments), weights)
     base = with_words(with_family(config, arguments), arguments)
     words = [word for word in words if word not in arguments]
