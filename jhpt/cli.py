@@ -1,8 +1,4 @@
-"""The command line: `jhpt COMMAND ...`.
-
-Exit status: 0 done; 1 training diverged; 2 the input cannot work (one message, nothing written); 3 a command cannot run
-on this machine; 130 stopped by a signal (a training run has been saved then).
-"""
+"""The command line: `jhpt COMMAND ...`, with the exit statuses of `jhpt.core.errors.Exit`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +13,7 @@ from jhpt.cli_interop import eval_command, generate_command, score_command
 from jhpt.cli_plan import plan_command
 from jhpt.cli_tokenizer import tokenizer_command
 from jhpt.core.divisors import one_of
-from jhpt.core.errors import InputError, did_you_mean
+from jhpt.core.errors import Exit, InputError, JhptError, did_you_mean
 from jhpt.core.load import load_config, run_config
 from jhpt.core.presets import DEFAULT, PRESETS
 from jhpt.core.unused import check_plan_alone
@@ -53,9 +49,6 @@ networks, for plan: vgg16, resnet50, gnmt
 """
 
 
-INTERRUPTED = 130
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
@@ -65,17 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
         print(f"jhpt: unknown command {command!r}{hint}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
+        return Exit.INPUT
     try:
         return COMMANDS[command](rest)
-    except InputError as error:
+    except JhptError as error:
         print(f"jhpt {command}: {error}", file=sys.stderr)
         return error.status
     except BrokenPipeError:  # the reader of the output has closed it, as in `jhpt train --help | head`
         return 0
     except KeyboardInterrupt:
         print(f"jhpt {command}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return Exit.INTERRUPTED
 
 
 def train_command(arguments: list[str]) -> int:
@@ -95,19 +88,14 @@ def train_command(arguments: list[str]) -> int:
         check_plan_alone([*overrides, *(word.removeprefix("--").partition("=")[0] for word in words)])
 
     # jax takes a second to import, so it is imported only after a typing mistake would have been reported.
-    from jhpt.training.loop import TrainingDiverged
     from jhpt.training.processes import Processes
     from jhpt.training.run import train
 
     processes = Processes(
         coordinator=options.coordinator, process_id=options.process_id, num_processes=options.num_processes
     )
-    try:
-        result = train(config, out=options.out, plan=options.plan, init=options.init, processes=processes)
-    except TrainingDiverged as error:
-        print(f"jhpt train: {error}", file=sys.stderr)
-        return 1
-    return INTERRUPTED if result.interrupted else 0
+    result = train(config, out=options.out, plan=options.plan, init=options.init, processes=processes)
+    return Exit.INTERRUPTED if result.interrupted else Exit.DONE
 
 
 def profile_command(arguments: list[str]) -> int:

@@ -1,23 +1,53 @@
-"""The exceptions for what a user can put right."""
+"""The exceptions that end a command with one message, and the exit statuses of all commands."""
 
 import difflib
 from collections.abc import Iterable
+from enum import IntEnum
 
 
-class InputError(ValueError):
+class Exit(IntEnum):
+    """The exit status of a command, the same on every process of a run; docs/guides/faults.md says what to do then."""
+
+    DONE = 0
+    DIVERGED = 1
+    """Training ended with a loss that is not finite, or skipped too many steps in a row."""
+    INPUT = 2
+    """What the user gave cannot work; nothing has been written."""
+    NOT_HERE = 3
+    """The command cannot run on this machine."""
+    STORAGE = 4
+    """Checkpoints could not be written several times in a row; the last good one is whole."""
+    PEER = 5
+    """Another process is gone, stopped, stuck, or never came."""
+    DAMAGED = 6
+    """No checkpoint of the run is whole."""
+    MEMORY = 7
+    """A device or this host ran out of memory while the command ran."""
+    CRASH = 70
+    """An error in jhpt itself; a file with the details has been written."""
+    INTERRUPTED = 130
+    """Stopped by a signal; a training run has been saved."""
+
+
+class JhptError(Exception):
+    """A fault with one message, which the command line prints without a traceback before it exits with `status`."""
+
+    status = Exit.CRASH
+
+
+class InputError(JhptError, ValueError):
     """Something the user gave cannot work: a config value, a file, a run directory, a device count.
 
-    The message names the offending thing and what to do about it.  The command line prints it without a
-    traceback and exits with `status`; nothing has been written when it is raised.
+    The message names the offending thing and what to do about it; nothing has been written when it is raised.
     """
 
-    status = 2
+    status = Exit.INPUT
 
 
 class NotHere(InputError):
     """This machine lacks something that the command needs; the message says what to install."""
 
-    status = 3
+    status = Exit.NOT_HERE
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

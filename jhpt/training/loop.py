@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jhpt.core.config import Config
+from jhpt.core.errors import Exit, JhptError
 from jhpt.measure.device import memory_in_use
 from jhpt.models.family import Sums
 from jhpt.sharding.types import Params
@@ -27,8 +28,10 @@ from jhpt.training.setup import Setup
 from jhpt.training.step import RandomStream, StepMetrics, random_key
 
 
-class TrainingDiverged(RuntimeError):
+class TrainingDiverged(JhptError, RuntimeError):
     """Too many steps in a row had a loss or gradient that is not finite."""
+
+    status = Exit.DIVERGED
 
 
 @dataclass

@@ -24,7 +24,7 @@ from benchmarks.netlab import (
 from benchmarks.netlab.remains import maker, started
 from benchmarks.netlab.signals import OrderlyEnd, unbroken
 from jhpt import cli
-from jhpt.core.errors import InputError
+from jhpt.core.errors import Exit, InputError
 
 
 def test_why_not_without_the_programs(monkeypatch, tmp_path):
@@ -270,5 +270,5 @@ def test_a_command_that_a_signal_ended_was_interrupted(monkeypatch, capsys):
         raise Ended(signal.SIGTERM)
 
     monkeypatch.setitem(cli.COMMANDS, "doctor", command)
-    assert cli.main(["doctor"]) == cli.INTERRUPTED == 130
+    assert cli.main(["doctor"]) == Exit.INTERRUPTED == 130
     assert capsys.readouterr().err == "jhpt doctor: interrupted\n"
