@@ -228,21 +228,24 @@ class CutSearch:
         self.back, self.done, self.trip, *self.near = (np.full(shape, np.inf) for _ in range(3 + NEAR))
         for table in (self.back, self.done, self.trip, *self.near):
             table[-1, -1] = 0.0
-        started = np.arange(self.n)[:, None]
         for s in reversed(range(self.s)):
             terms, transfer, stops = self._choices(s)
-            # i must be below stop: an empty range is infinite.
-            forward = np.where(started < np.arange(stops.start, stops.stop)[None, :], terms.forward, np.inf)
+            # Where stage s can start: at least one layer is left for each stage before it, this one and each after it.
+            starts = slice(s, stops.stop - 1) if s else slice(0, 1)
+            terms = StageTerms(*(a[starts] for a in (terms.forward, terms.backward, terms.sync, terms.update)))
+            # A start must be below its stop: an empty range is infinite.
+            nonempty = np.arange(starts.start, starts.stop)[:, None] < np.arange(stops.start, stops.stop)
+            forward = np.where(nonempty, terms.forward, np.inf)
             terms = replace(terms, forward=forward)
-            both = forward + terms.backward + 2 * transfer
-            before = self.cut[s - 1, :-1, None] if s else 0.0
+            passes = forward + terms.backward
+            both = passes + 2 * transfer
+            before = self.cut[s - 1, starts, None] if s else 0.0
             back = np.maximum(self._stage_bound(s, terms, transfer, stops, before), both + self.back[s + 1, stops])
             done = np.maximum(back + after(terms), forward + transfer + self.done[s + 1, stops])
-            self.trip[s, :-1] = (both + self.trip[s + 1, stops]).min(axis=1)
+            self.trip[s, starts] = (both + self.trip[s + 1, stops]).min(axis=1)
             for table, ahead in zip(self.near, (None, *self.near), strict=False):
-                nearest = forward + terms.backward if ahead is None else both + ahead[s + 1, stops]
-                table[s, :-1] = nearest.min(axis=1)
-            self.back[s, :-1], self.done[s, :-1] = back.min(axis=1), done.min(axis=1)
+                table[s, starts] = (passes if ahead is None else both + ahead[s + 1, stops]).min(axis=1)
+            self.back[s, starts], self.done[s, starts] = back.min(axis=1), done.min(axis=1)
 
     def _stage_bound(
         self,
