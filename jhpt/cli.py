@@ -12,6 +12,7 @@ from jhpt.cli_huggingface import export_command, import_command
 from jhpt.cli_interop import eval_command, generate_command, score_command
 from jhpt.cli_plan import plan_command
 from jhpt.cli_tokenizer import tokenizer_command
+from jhpt.cli_verify import verify_command
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import Exit, InputError, JhptError, did_you_mean
 from jhpt.core.load import load_config, run_config
@@ -39,6 +40,7 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
                         loss and perplexity on any text, or the log-likelihood of every document
   jhpt score RUN --tokens FILE.npy --out FILE.npy
                         logits of given tokens
+  jhpt verify RUN       whether every checkpoint is what was written
   jhpt bench NAME [--quick] [--json FILE]
                         measure; NAME: {one_of(NAMES)}
   jhpt doctor           what this machine can do
@@ -180,6 +182,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "generate": generate_command,
     "eval": eval_command,
     "score": score_command,
+    "verify": verify_command,
     "bench": bench_command,
     "import": import_command,
     "export": export_command,

@@ -19,8 +19,10 @@ import yaml
 
 from jhpt import cli
 from jhpt.cli import main
+from jhpt.core.errors import Exit
 from jhpt.core.families.bert import BERTConfig
 from jhpt.core.load import dotted, load_config, to_yaml
+from jhpt.core.manifest import MANIFEST
 from jhpt.core.presets import PRESETS
 from jhpt.flags import parse_overrides
 from jhpt.training import run
@@ -117,6 +119,7 @@ class Bad:
     files: dict[str, bytes] = field(default_factory=dict)
     prepare: Callable[[Places], object] = lambda places: None
     resumes: bool = False
+    status: int = Exit.INPUT
 
 
 def bad(arguments: str, *words: str, **others) -> Bad:
@@ -134,11 +137,13 @@ def with_config(content: bytes, *words: str) -> Bad:
 
 
 def with_damaged_cache(damage: Callable[[Path], object], *words: str) -> Bad:
-    """A token cache that was whole when it was written."""
+    """A token cache that was whole when it was written, by a version without manifests."""
 
     def prepare(places: Places) -> None:
         data = load_config(places.here / "tiny.yaml", {"data.cache_dir": str(places.here / "cache")}).data
-        damage(token_cache(data, load_tokenizer(data.tokenizer)).folder)
+        folder = token_cache(data, load_tokenizer(data.tokenizer)).folder
+        (folder / MANIFEST).unlink()
+        damage(folder)
 
     return bad("train tiny.yaml --data.cache_dir cache", *words, "rm -r cache", prepare=prepare)
 
@@ -151,7 +156,7 @@ def resumed(arguments: str, *words: str, **others) -> Bad:
 def copy_run_without_record(places: Places) -> None:
     assert places.run is not None
     shutil.copytree(places.run, places.here / "run")
-    (places.here / "run" / "checkpoints" / "2" / "record" / "metadata").write_text('{"config": ')
+    (places.here / "run" / "checkpoints" / "2" / "record.json").write_text('{"config": ')
 
 
 BAD = {
@@ -307,11 +312,12 @@ BAD = {
     "another family": resumed("--model.family bert", "model.family", "'gpt', now 'bert'"),
     "a damaged checkpoint": bad(
         "train --out run --train.steps 4",
-        "run/checkpoints/2",
-        "cannot be read",
-        "move it away",
+        "no checkpoint in run/checkpoints is whole",
+        "2/record.json has ",
+        "another --out",
         prepare=copy_run_without_record,
         resumes=True,
+        status=Exit.DAMAGED,
     ),
     "another config": bad("train bert-tiny --out {run}", "{run}", "model.family", "'gpt', now 'bert'", resumes=True),
     # Several processes.
@@ -339,7 +345,7 @@ def test_what_cannot_work_is_refused(name, tmp_path, shared, request, capsys, mo
     status = status_of(shlex.split(case.arguments.format(**vars(places))))
 
     out, error = capsys.readouterr()
-    assert status == 2, out + error
+    assert status == case.status, out + error
     for word in case.words:
         assert word.format(**vars(places)) in error, error
     assert "Traceback" not in out + error

@@ -10,8 +10,8 @@ from jhpt.cli import main
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.presets import PRESETS
-from jhpt.training.checkpoint import check_resumable, make_record
 from jhpt.training.data.tokenizer import load_tokenizer
+from jhpt.training.record import check_resumable, make_record
 from jhpt.training.setup import fitting_tokenizer, with_vocabulary
 from tests.conftest import text
 from tests.test_cli import make_places, status_of, tree

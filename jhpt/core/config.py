@@ -221,6 +221,9 @@ class CheckpointConfig(Section):
     every: Count = Field(500, description="steps between checkpoints; the last step is always saved")
     keep: Count = Field(2, description="newest checkpoints to keep")
     keep_every: Count | None = Field(None, description="keep these for good: every so many steps")
+    max_failed: Count = Field(3, description="stop when so many checkpoints in a row could not be written")
+    mirror: str | None = Field(None, description="another folder, of another disk, that checkpoints are copied to")
+    mirror_every: Count = Field(1, description="1: copy every checkpoint; 3: every third")
 
 
 class LogConfig(Section):

@@ -28,10 +28,12 @@ from jhpt.huggingface.folder import Folder, open_folder
 from jhpt.huggingface.tensors import Part
 from jhpt.models.family import Params, build
 from jhpt.sharding.partition import path_name
-from jhpt.training.checkpoint import FOLDER, Checkpoints, Layered, make_record, newest
+from jhpt.training.checkpoint import FOLDER, Checkpoints, newest
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.tokenizer_files import FILES, TOKENIZER_FILE, lies_in
 from jhpt.training.init_from import weights_at
+from jhpt.training.layered import Layered
+from jhpt.training.record import make_record
 from jhpt.training.step import TrainState
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

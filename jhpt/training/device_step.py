@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jhpt.models.family import Rows, Sums
 from jhpt.sharding.compression import feedback
 from jhpt.sharding.types import PyTree
-from jhpt.training.checkpoint import Checkpoints, Record
+from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.clipping import clipping
 from jhpt.training.optimizer import learning_rate
 from jhpt.training.programs import compiled_within_memory, evaluation_shapes, fitting, windows_shape
+from jhpt.training.record import Record
 from jhpt.training.setup import Design, Setup
 from jhpt.training.step import (
     Feedback,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,15 +12,24 @@ import tensorboardX
 from jhpt.core.config import LogConfig
 from jhpt.training.processes import is_main
 
+METRICS_FILE = "metrics.jsonl"
+"""The records of a run in its directory, a line each."""
+
+LOG_FILE = "train.log"
+"""What a run has printed, in its directory."""
+
 
 class MetricsWriter:
-    """Writes records of one run; on resume, records after the restored step are dropped, so that none appears twice."""
+    """Writes records of one run; on resume, records after the restored step are dropped, so that none appears twice.
+
+    Once training runs, what cannot be written is lost and does not end it; that is said once.
+    """
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool):
-        self._log = (folder / "train.log").open("a", encoding="utf-8")
-        self._path = folder / "metrics.jsonl"
-        _drop_records_after(self._path, first_step)
-        self._records = self._path.open("a", encoding="utf-8")
+        self._folder, self._told = folder, False
+        _drop_records_after(folder / METRICS_FILE, first_step)
+        for name in (LOG_FILE, METRICS_FILE):
+            (folder / name).open("a").close()
         self._events = (
             tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
         )
@@ -27,23 +37,35 @@ class MetricsWriter:
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Writes one record, without values that are None or not finite, which JSON cannot hold."""
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-        self._records.write(json.dumps({"step": step, **known}) + "\n")
-        self._records.flush()
+        self._append(METRICS_FILE, json.dumps({"step": step, **known}))
         if self._events:
-            for name, value in known.items():
-                self._events.add_scalar(name, value, step)
+            with self._tolerantly():
+                for name, value in known.items():
+                    self._events.add_scalar(name, value, step)
 
     def log(self, line: str) -> None:
         """One line of the log file."""
-        self._log.write(line + "\n")
-        self._log.flush()
+        self._append(LOG_FILE, line)
+
+    def _append(self, name: str, line: str) -> None:
+        """Opens the file anew for each line: it may have been deleted, with its folder, while the run goes on."""
+        with self._tolerantly(), (self._folder / name).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    @contextmanager
+    def _tolerantly(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                print(f"warning: metrics cannot be written to {self._folder}: {error.strerror}", file=sys.stderr)
+            self._told = True
 
     def close(self) -> None:
-        """Closes all files."""
-        self._records.close()
-        self._log.close()
+        """Closes what is open."""
         if self._events:
-            self._events.close()
+            with self._tolerantly():
+                self._events.close()
 
 
 @contextmanager
@@ -61,18 +83,20 @@ def metrics_writer(folder: Path, first_step: int, log: LogConfig) -> Iterator[Me
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """All records of a run, in order."""
-    path = folder / "metrics.jsonl"
+    path = folder / METRICS_FILE
     return _whole_records(path) if path.is_file() else []
 
 
 def _whole_records(path: Path) -> list[dict[str, float]]:
-    """The records up to the first incomplete line, which a killed process was writing."""
+    """The records that are whole: a killed process may have left half a line, and a disk may have lost some."""
     records = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
     return records
 
 

@@ -15,10 +15,11 @@ from jhpt.models.family import Model, Rows, Sums
 from jhpt.sharding.offload.step import OffloadedBlocks
 from jhpt.sharding.offload.stream import HostRows
 from jhpt.sharding.step import Execution
-from jhpt.training.checkpoint import Checkpoints, Record
+from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.offloaded_training import OffloadedState, OffloadedTraining
 from jhpt.training.optimizer import DECAYED, learning_rate
 from jhpt.training.programs import compiled_within_memory, evaluation_shapes, fitting, windows_shape
+from jhpt.training.record import Record
 from jhpt.training.runtime import host_budget
 from jhpt.training.setup import Design, Setup
 from jhpt.training.step import Params, StepMetrics

@@ -35,8 +35,8 @@ from jhpt.models.family import Rows as TokenRows
 from jhpt.sharding.offload.step import BlockUpdateHooks, OffloadedBlocks, without_blocks
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, HostRows, Rows
 from jhpt.sharding.types import KeyPath, LossSums
-from jhpt.training.checkpoint import Layered
 from jhpt.training.clipping import Clipping, clipping
+from jhpt.training.layered import Layered
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.step import Params, RandomStream, StepMetrics, TrainState, init_state, new_if, random_key
 

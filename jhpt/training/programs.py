@@ -17,7 +17,8 @@ from jhpt.core.errors import InputError
 from jhpt.models.family import Sums
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.sharding.types import PyTree
-from jhpt.training.checkpoint import Checkpoints, Record
+from jhpt.training.checkpoint import Checkpoints
+from jhpt.training.record import Record
 from jhpt.training.setup import Setup
 from jhpt.training.step import Params, RandomStream, StepMetrics, StepState, random_key
 

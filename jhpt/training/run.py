@@ -2,20 +2,23 @@
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jhpt.core.config import CheckpointConfig, Config
+from jhpt.core.config import Config
 from jhpt.core.errors import InputError
-from jhpt.core.load import Source, dotted, load_config, resumes, run_config
+from jhpt.core.load import CONFIG_FILE, Source, dotted, load_config, resumes, run_config
 from jhpt.core.plan import Plan
 from jhpt.core.unused import check_plan_alone, unused_settings
-from jhpt.training.checkpoint import FOLDER, Checkpoints, Record, make_record, without_places
+from jhpt.training.checkpoint import FOLDER, Checkpoints
 from jhpt.training.compile import compile_step
 from jhpt.training.console import Display, plan_change, start_table
 from jhpt.training.data.sources import data_key
@@ -24,16 +27,23 @@ from jhpt.training.init_weights import InitWeights, init_weights
 from jhpt.training.loop import Progress, evaluation_due, fit, utilisation
 from jhpt.training.metrics import metrics_writer, read_metrics
 from jhpt.training.planning import check_host_room, choose_plan, read_past, same_work, with_tried_offload
-from jhpt.training.processes import Processes, check_agreed, from_main, join, raise_on_all_processes, same_everywhere
+from jhpt.training.processes import (
+    Processes,
+    check_agreed,
+    from_main,
+    is_main,
+    join,
+    raise_on_all_processes,
+    same_everywhere,
+)
 from jhpt.training.programs import Step
+from jhpt.training.record import Record, make_record, without_places
 from jhpt.training.run_dir import (
     check_can_go_on,
     claimed,
     find_resume,
     new_run_dir,
-    write_config,
-    write_plan,
-    write_tokenizer,
+    write_description,
 )
 from jhpt.training.runtime import (
     accelerator_present,
@@ -211,7 +221,7 @@ def _resolved(
     if not same_everywhere(key):
         raise InputError("the processes read different text; give all of them the same files in data.path")
     record = make_record(config, key, setup.model.dtype.name)
-    resume = find_resume(run_dir, record)
+    resume = find_resume(run_dir, record, config.checkpoint)
     notes = list(resume.notes)
     if past.plan and not same_work(past.plan, plan):
         notes.append(plan_change(past.plan, plan))
@@ -231,11 +241,9 @@ def _executed(run: _Run, display: Display) -> RunResult:
     step = compile_step(setup)
     state = _first_state(run, step)
     with raise_on_all_processes():
-        write_config(run.directory, config)
-        write_plan(run.directory, setup.plan)
-        write_tokenizer(run.directory, setup.tokenizer)
+        write_description(run.directory, config, setup.plan, setup.tokenizer)
     with (
-        Checkpoints(run.directory / FOLDER, config.checkpoint) as checkpoints,
+        Checkpoints(run.directory / FOLDER, config.checkpoint, display.say) as checkpoints,
         metrics_writer(run.directory, run.step, config.log) as writer,
     ):
         display.log_to(writer)
@@ -247,16 +255,34 @@ def _executed(run: _Run, display: Display) -> RunResult:
                 setup,
                 step,
                 state,
-                save=lambda number, state: step.save(checkpoints, number, state, run.record),
+                save=partial(_save, run, step, checkpoints, display.say),
                 writer=writer,
                 display=display,
                 evaluate_first=_unevaluated(run),
             )
+            while not checkpoints.settle():  # no later one will be due
+                time.sleep(SECONDS_BETWEEN_ATTEMPTS)
+                _save(run, step, checkpoints, display.say, int(state.step), state)
         text = None if progress.interrupted else _sample(setup, step, state, display.say)
         result = _result(setup, state, progress, run.directory, text)
         for line in closing_lines(result, config):
             display.say(line)
     return result
+
+
+SECONDS_BETWEEN_ATTEMPTS = 1.0
+"""To write the last checkpoint, until `checkpoint.max_failed` attempts have failed."""
+
+
+def _save(
+    run: _Run, step: Step[Any], checkpoints: Checkpoints, say: Callable[[str], None], number: int, state: StepState
+) -> None:
+    """Saves a step; if the run directory was deleted meanwhile, what describes the run is written again."""
+    if is_main() and not (run.directory / CONFIG_FILE).exists():
+        with suppress(OSError):  # then the checkpoint cannot be written either, which is told
+            write_description(run.directory, run.setup.config, run.setup.plan, run.setup.tokenizer)
+            say(f"warning: {run.directory} was deleted; it is written again, without the metrics so far")
+    step.save(checkpoints, number, state, run.record)
 
 
 def _unevaluated(run: _Run) -> bool:
@@ -271,7 +297,7 @@ def _first_state(run: _Run, step: Step[Any]) -> StepState:
     if run.step == 0:
         state = step.init() if run.weights is None else step.started(run.weights.read)
         return state
-    with Checkpoints(run.directory / FOLDER, CheckpointConfig()) as checkpoints:
+    with Checkpoints(run.directory / FOLDER, None) as checkpoints:
         state = step.load(checkpoints, run.step)
         return state
 

@@ -16,11 +16,16 @@ import jax
 
 from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
+from jhpt.core.files import replacing
 from jhpt.core.load import CONFIG_FILE, to_yaml
+from jhpt.core.manifest import to_disk, write_to_disk
 from jhpt.core.plan import Plan
-from jhpt.training.checkpoint import FOLDER, Checkpoints, Record, changes_of_note, check_resumable, newest
+from jhpt.training.checkpoint import FOLDER, Checkpoints, newest
 from jhpt.training.data.tokenizer import Tokenizer
+from jhpt.training.metrics import METRICS_FILE, read_metrics
 from jhpt.training.processes import from_main, is_main, raise_on_all_processes
+from jhpt.training.record import Record, changes_of_note, check_resumable
+from jhpt.training.step_folders import Damaged, Say, copy_step, newest_whole
 
 PLAN_FILE = "plan.json"
 """The plan that a run executes."""
@@ -123,7 +128,7 @@ def check_can_go_on(run_dir: Path) -> None:
     Raises:
       InputError: its newest checkpoint has no state of an optimizer.
     """
-    step = newest(run_dir) if is_main() else None
+    step = newest(run_dir, say=lambda line: None) if is_main() else None  # `find_resume` will tell
     if step is None:
         return
     with Checkpoints(run_dir / FOLDER, None) as checkpoints:
@@ -134,40 +139,78 @@ def check_can_go_on(run_dir: Path) -> None:
             )
 
 
-def find_resume(run_dir: Path, record: Record) -> Resume:
-    """The step to resume from, 0 for a new run.  Writes nothing.
+def find_resume(run_dir: Path, record: Record, checkpoint: CheckpointConfig) -> Resume:
+    """The newest whole step to resume from, 0 for a new run.  Damaged steps are set aside; nothing else is written.
 
     Raises:
-      InputError: settings that a resumed run must keep have changed, or the newest checkpoint cannot be read.
+      InputError: settings that a resumed run must keep have changed, or checkpoints of steps in the metrics are gone.
+      Damaged: there are checkpoints, and none is whole.
     """
-    if not from_main(int((run_dir / FOLDER).is_dir())):
-        return Resume()
-    with Checkpoints(run_dir / FOLDER, CheckpointConfig()) as checkpoints:
-        step = checkpoints.latest
-        if step is None:
-            return Resume()
+    notes: list[str] = []
+    step = 0
+    with raise_on_all_processes():
+        if is_main():
+            step = _whole_step(run_dir, checkpoint, notes.append)
+    step = from_main(step)
+    if step == 0:
+        return Resume(notes=tuple(notes))
+    with Checkpoints(run_dir / FOLDER, None) as checkpoints:
         saved = checkpoints.record(step)
-        check_resumable(saved, record, str(run_dir))
-        return Resume(step=step, notes=tuple(changes_of_note(saved, record, step)))
+    check_resumable(saved, record, str(run_dir))
+    return Resume(step=step, notes=(*notes, *changes_of_note(saved, record, step)))
+
+
+def _whole_step(run_dir: Path, checkpoint: CheckpointConfig, say: Say) -> int:
+    """The newest whole step of the run or of its mirror, from which it is then copied; 0: there is none.
+
+    A new run may have been killed before its first checkpoint, and has metrics then: up to twice `checkpoint.every`,
+    because a save waits for the one before it.
+    """
+    folder = run_dir / FOLDER
+    try:
+        step = newest_whole(folder, say, set_aside=True)
+    except Damaged:
+        if (step := _from_mirror(folder, checkpoint, say)) is None:
+            raise
+    if step is None:
+        step = _from_mirror(folder, checkpoint, say)
+    if step is not None:
+        return step
+    reached = max((int(record["step"]) for record in read_metrics(run_dir)), default=0)
+    if reached and (not folder.is_dir() or reached >= 2 * checkpoint.every):
+        raise InputError(
+            f"{run_dir} has metrics of step {reached} and no checkpoint; put {folder} back, give another --out, or "
+            f"remove {run_dir / METRICS_FILE} to start from step 0"
+        )
+    return 0
+
+
+def _from_mirror(folder: Path, checkpoint: CheckpointConfig, say: Say) -> int | None:
+    """Copies the newest whole step of the mirror into the folder; None: there is none."""
+    if checkpoint.mirror is None or (step := newest_whole(Path(checkpoint.mirror), say)) is None:
+        return None
+    say(f"warning: taking step {step} from checkpoint.mirror={checkpoint.mirror}")
+    copy_step(Path(checkpoint.mirror) / str(step), folder)
+    return step
+
+
+def write_description(run_dir: Path, config: Config, plan: Plan, tokenizer: Tokenizer) -> None:
+    """Writes what the run is made of, each file whole: the complete configuration, the plan, and the tokenizer, unless
+    its ids are raw bytes."""
+    if is_main():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_config(run_dir, config)
+        write_plan(run_dir, plan)
+        tokenizer.save(run_dir)
 
 
 def write_config(run_dir: Path, config: Config) -> None:
-    """Writes the complete configuration atomically."""
-    if is_main():
-        partial = run_dir / f"{CONFIG_FILE}.partial"
-        partial.write_text(to_yaml(config))
-        partial.rename(run_dir / CONFIG_FILE)
+    """Writes the complete configuration."""
+    write_to_disk(run_dir / CONFIG_FILE, to_yaml(config))
 
 
 def write_plan(run_dir: Path, plan: Plan) -> None:
-    """Writes the plan atomically."""
-    if is_main():
-        partial = run_dir / f"{PLAN_FILE}.partial"
+    """Writes the plan."""
+    with replacing(run_dir / PLAN_FILE) as partial:
         plan.save(partial)
-        partial.rename(run_dir / PLAN_FILE)
-
-
-def write_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> None:
-    """Keeps the tokenizer beside what it trains, atomically; raw bytes need no file."""
-    if is_main():
-        tokenizer.save(run_dir)
+        to_disk(partial)

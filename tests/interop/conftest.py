@@ -8,8 +8,9 @@ import pytest
 
 import jhpt
 from jhpt.core.load import load_config
-from jhpt.training.checkpoint import Checkpoints, make_record
+from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.device_step import fresh_state
+from jhpt.training.record import make_record
 from jhpt.training.run_dir import write_config
 from jhpt.training.setup import prepare
 from tests.conftest import tiny_overrides

@@ -106,7 +106,7 @@ REFUSED = {
     shutil.rmtree: "does not exist",
     no_checkpoints: "has no checkpoint yet; wait",
     empty_checkpoints: "has no checkpoint yet; wait",
-    damaged: "checkpoints/2 cannot be read",
+    damaged: "no checkpoint in .*checkpoints is whole .2/state/_METADATA has 1 bytes",
     no_model: "model_type=None is not supported",
     moved_tokenizer: "moved.json: no such file.*if it has moved, give its file: --tokenizer FILE",
 }

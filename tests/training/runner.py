@@ -9,7 +9,7 @@ from typing import Any
 
 
 def main(path: str) -> None:
-    """SPEC: {preset, overrides, out, kill_after: step or null, kill_when: "written" | "writing", processes: {...}}.
+    """SPEC: {preset, overrides, out, kill_after: step or null, kill_when: one of `MOMENTS`, processes: {...}}.
 
     Prints a line of JSON.  A list of them is done one after the other, and what is refused is a line, too.
     """
@@ -29,26 +29,57 @@ def execute(spec: dict[str, Any]) -> None:
     """A run; or, of {spanning: a cluster, processes: {...}}, that cluster as all processes span it."""
     if "spanning" in spec:
         return span(spec)
-    from jhpt.training import checkpoint
     from jhpt.training.processes import Processes
     from jhpt.training.run import train
 
-    save = checkpoint.Checkpoints.save
-
-    def save_and_die(self, step, state, record):
-        save(self, step, state, record)
-        if step == spec.get("kill_after"):
-            if spec["kill_when"] == "written":
-                self._manager.wait_until_finished()
-            os.kill(os.getpid(), signal.SIGKILL)
-
     if spec.get("kill_after"):
-        checkpoint.Checkpoints.save = save_and_die
+        kill_after(spec["kill_after"], spec["kill_when"])
     result = train(
         spec["preset"], out=spec["out"], overrides=spec["overrides"], processes=Processes(**spec.get("processes", {}))
     )
     outcome = {"step": result.step, "losses": result.losses, "interrupted": result.interrupted}
     print(json.dumps(outcome), flush=True)
+
+
+def kill_after(step: int, when: str) -> None:
+    """Lets this process die at a moment of the save of a step.  when: one of `MOMENTS`."""
+    from jhpt.training import checkpoint, step_folders
+
+    place, name, before = MOMENTS[when]
+    owner = {"Checkpoints": checkpoint.Checkpoints, "checkpoint": checkpoint, "step_folders": step_folders}[place]
+    function = getattr(owner, name)
+
+    def dying(*arguments):
+        due = step == (arguments[1] if name == "save" else step_of(arguments[0]))
+        if due and before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*arguments)
+        if due and when == "written":
+            arguments[0].settle()
+        if due:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    def step_of(folder):
+        """The folder is that of a step which is being written, or that of all steps."""
+        return int(folder.stem) if folder.suffix else max(step_folders.steps_in(folder))
+
+    setattr(owner, name, dying)
+
+
+MOMENTS = {
+    "writing": ("Checkpoints", "save", False),
+    "files": ("step_folders", "write_manifest", True),
+    "manifest": ("step_folders", "write_manifest", False),
+    "named": ("checkpoint", "rotate", True),
+    "rotated": ("checkpoint", "rotate", False),
+    "written": ("Checkpoints", "save", False),
+}
+"""Moments of a save: what is patched, and whether it dies before that or after.
+
+writing: while the files are written; files: they are; manifest: it is, too; named: the step has its name; rotated: old
+steps are gone; written: all is done.
+"""
 
 
 def span(spec: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 import jhpt
 from jhpt.core.load import load_config
-from jhpt.training.checkpoint import check_resumable, make_record
+from jhpt.training.record import check_resumable, make_record
 
 SHAPES = {
     "gpt-tiny": {"model.vocab_size": 256, "model.positions": "rotary"},

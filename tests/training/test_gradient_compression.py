@@ -18,10 +18,11 @@ from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.models.family import Rows
 from jhpt.sharding.compression import feedback
 from jhpt.sharding.partition import MATRICES
-from jhpt.training.checkpoint import Checkpoints, make_record
+from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.compile import compile_step
 from jhpt.training.loop import _batches
 from jhpt.training.programs import global_batch
+from jhpt.training.record import make_record
 from jhpt.training.setup import prepare
 from tests.conftest import tiny_overrides
 from tests.covers import quick_and_exhaustive

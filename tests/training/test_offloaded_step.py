@@ -18,8 +18,8 @@ from jhpt.core.plan_check import check_plan
 from jhpt.models.family import Rows
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS
 from jhpt.training import setup as training_setup
-from jhpt.training.checkpoint import Layered
 from jhpt.training.clipping import clipping
+from jhpt.training.layered import Layered
 from jhpt.training.offloaded_step import offloaded_training
 from jhpt.training.offloaded_training import MEAN, SAVED, SQUARES, update_in_backward
 from jhpt.training.optimizer import learning_rate

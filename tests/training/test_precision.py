@@ -24,7 +24,6 @@ from jhpt.core.plan import Offload
 from jhpt.core.state import LEAST
 from jhpt.models.family import Rows, Sums
 from jhpt.sharding.partition import IN_FLOAT32, MATRICES
-from jhpt.training.checkpoint import check_resumable, make_record
 from jhpt.training.clipping import Clipping
 from jhpt.training.device_step import abstract_state, fresh_state, make_conversion
 from jhpt.training.moments import (
@@ -40,6 +39,7 @@ from jhpt.training.moments import (
 from jhpt.training.offloaded_training import OffloadedTraining
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.profiling import default_grid, measure_layers
+from jhpt.training.record import check_resumable, make_record
 from jhpt.training.setup import prepare
 from jhpt.training.step import init_state, make_train_step
 from jhpt.training.weights import Weights, kahan, stochastic, widened

@@ -19,6 +19,8 @@ from jhpt.training import loop
 from jhpt.training.metrics import read_metrics
 from jhpt.training.programs import global_batch
 from tests.conftest import tiny_overrides
+from tests.covers import quick_and_exhaustive
+from tests.training.runner import MOMENTS
 
 SETTINGS = {"train.steps": 20, "checkpoint.every": 5, "evaluation.every": 10, "checkpoint.keep": 4}
 SHORT = {
@@ -112,10 +114,11 @@ def test_kill_and_resume_is_bitwise_equal_to_one_go(tmp_path, corpus, name):
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_killed_while_it_saves_a_run_resumes_bit_for_bit(tmp_path, corpus, finished):
+@pytest.mark.parametrize("when", quick_and_exhaustive(MOMENTS, ["manifest"]))
+def test_killed_while_it_saves_a_run_resumes_bit_for_bit(tmp_path, corpus, finished, when):
     """The shortest of the above: one process is killed, and this one does the rest."""
     settings, whole = finished
-    process = run(tmp_path, corpus, overrides=settings, kill_after=4, kill_when="writing")
+    process = run(tmp_path, corpus, overrides=settings, kill_after=4, kill_when=when)
     process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
     result = jhpt.train(out=tmp_path / "run")

@@ -14,9 +14,9 @@ from jhpt.core.config import Config, DataConfig, SourceConfig
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.training import console, loop
-from jhpt.training.checkpoint import check_resumable, make_record, without_places
 from jhpt.training.console import Display, data_text
 from jhpt.training.data.sources import data_key
+from jhpt.training.record import check_resumable, make_record, without_places
 from jhpt.training.setup import check_data, prepare
 from tests.conftest import text, tiny_overrides
 

@@ -1,10 +1,10 @@
 """Token ids on disk, memory-mapped: built once, atomically, and identified by content and tokenizer.
 
 A cache is a folder `<key>/` with shards `train-00000.bin`, ... and `validation-00000.bin`, ... (little-endian uint8,
-uint16 or uint32) and `index.json`.  It is written under another name and renamed, so that readers never see an
-incomplete one.  Shards that are done when a process is killed stay there, and the next one goes on with them.  `key`
-hashes the content of every file, the tokenizer and the split.  Files are hashed again only if path, size or time of one
-of them has changed.
+uint16 or uint32), `index.json`, and a manifest, which is compared with the files before they are used.  It is written
+under another name and renamed, so that readers never see an incomplete one.  Shards that are done when a process is
+killed stay there, and the next one goes on with them.  `key` hashes the content of every file, the tokenizer and the
+split.  Files are hashed again only if path, size or time of one of them has changed.
 """
 
 import fcntl
@@ -25,6 +25,7 @@ import numpy as np
 from jhpt.core.config import DataConfig
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
+from jhpt.core.manifest import MANIFEST, manifest_faults, write_manifest
 from jhpt.training.data.corpus import digest, find_files, split_files
 from jhpt.training.data.documents import check_file
 from jhpt.training.data.shards import UNFINISHED, Tokens
@@ -100,7 +101,7 @@ def token_cache(
         digests = _digests(root, [*files, *held])
         key = _hash([sorted(digests[file] for file in files), sorted(digests[file] for file in held), settings])
         with _lock(root / f"{key}.lock"):
-            built = not (root / key).is_dir()
+            built = not _is_whole(root / key, say)
             if built:
                 # The key depends on content and not on names, so the order of the files must not depend on names
                 # either.
@@ -114,6 +115,17 @@ def token_cache(
             f"token cache {root} cannot be used: {error}; set data.cache_dir to a writable folder"
         ) from None
     return _open(root / key, built)
+
+
+def _is_whole(folder: Path, say: Say) -> bool:
+    """Whether the cache is there as it was written; a damaged one is removed.  Caches of earlier versions have no
+    manifest and are taken as they are."""
+    if not folder.is_dir() or not (folder / MANIFEST).is_file():
+        return folder.is_dir()
+    if faults := manifest_faults(folder):
+        say(f"warning: token cache {folder} is damaged ({faults[0]}); it is made again")
+        shutil.rmtree(folder)
+    return not faults
 
 
 def _digests(root: Path, files: Sequence[Path]) -> dict[Path, str]:
@@ -225,6 +237,7 @@ def _publish(partial: Path, folder: Path) -> None:
     """Renames the folder, without what killed processes have left."""
     for file in partial.glob(f"*{UNFINISHED}"):
         file.unlink(missing_ok=True)
+    write_manifest(partial)
     try:
         partial.rename(folder)
     except OSError:  # if locks do not work, another builder may have been first, whose cache is as good

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jhpt.core.config import DataConfig
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
+from jhpt.core.manifest import MANIFEST, manifest_faults
 from jhpt.training.data import cache
 from jhpt.training.data.cache import token_cache
 from jhpt.training.data.tokenizer import ByteTokenizer
@@ -274,9 +275,24 @@ def damage_index(change):
         "no number",
     ],
 )
-def test_a_damaged_cache_is_refused_with_the_way_to_rebuild_it(texts, root, damage):
+def test_a_damaged_cache_is_made_again(texts, root, damage):
+    whole = open_cache(texts, root)
+    tokens = np.asarray(whole.train).copy()
+    damage(whole.folder)
+    said = []
+    data = DataConfig(path=str(texts), cache_dir=str(root), validation_fraction=0.2)
+    again = token_cache(data, ByteTokenizer(), said.append)
+    assert again.built and f"{whole.folder} is damaged" in said[0]
+    np.testing.assert_array_equal(again.train, tokens)
+    assert not manifest_faults(whole.folder) and not open_cache(texts, root).built
+
+
+def test_a_cache_without_a_manifest_is_refused_if_it_cannot_be_read(texts, root):
+    """Those of earlier versions have none."""
     folder = open_cache(texts, root).folder
-    damage(folder)
+    (folder / MANIFEST).unlink()
+    assert not open_cache(texts, root).built
+    os.truncate(folder / "train-00000.bin", 7)
     with pytest.raises(InputError) as caught:
         open_cache(texts, root)
     assert f"rm -r {folder}" in str(caught.value)

@@ -11,6 +11,7 @@ import pytest
 
 from jhpt.core.config import DataConfig
 from jhpt.core.errors import InputError
+from jhpt.core.manifest import MANIFEST
 from jhpt.training.data import cache, workers
 from jhpt.training.data.cache import token_cache
 from jhpt.training.data.tokenizer import ByteTokenizer
@@ -186,10 +187,10 @@ def test_a_worker_imports_no_jax():
 
 
 def test_caches_of_earlier_versions_are_read(texts, tmp_path, whole):
-    """They have one file for each of the two."""
+    """They have one file for each of the two, and no manifest."""
     opened = token_cache(settings(texts, tmp_path, workers=1), ByteTokenizer())
     index = json.loads((opened.folder / "index.json").read_text())
-    for file in opened.folder.glob("*.bin"):
+    for file in (*opened.folder.glob("*.bin"), opened.folder / MANIFEST):
         file.unlink()
     for name, tokens in zip(("train", "validation"), whole, strict=True):
         (opened.folder / f"{name}.bin").write_bytes(tokens)
