@@ -10,6 +10,7 @@ import tyro
 from jhpt.bench.registry import NAMES, PACKAGED, Benchmark, load
 from jhpt.cli_huggingface import export_command, import_command
 from jhpt.cli_interop import eval_command, generate_command, score_command
+from jhpt.cli_launch import launch_command
 from jhpt.cli_plan import plan_command
 from jhpt.cli_tokenizer import tokenizer_command
 from jhpt.cli_verify import verify_command
@@ -40,6 +41,9 @@ USAGE = f"""usage: jhpt COMMAND [ARGUMENTS]
                         loss and perplexity on any text, or the log-likelihood of every document
   jhpt score RUN --tokens FILE.npy --out FILE.npy
                         logits of given tokens
+  jhpt launch --processes N -- train ARGUMENTS
+                        the processes of a run, started again from the last good step when one fails;
+                        --slurm or --kubernetes: the files that do so on a cluster
   jhpt verify RUN       whether every checkpoint is what was written
   jhpt bench NAME [--quick] [--json FILE]
                         measure; NAME: {one_of(NAMES)}
@@ -182,6 +186,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "generate": generate_command,
     "eval": eval_command,
     "score": score_command,
+    "launch": launch_command,
     "verify": verify_command,
     "bench": bench_command,
     "import": import_command,
