@@ -14,6 +14,7 @@ from jhpt.cli_launch import launch_command
 from jhpt.cli_plan import plan_command
 from jhpt.cli_tokenizer import tokenizer_command
 from jhpt.cli_verify import verify_command
+from jhpt.core.crash import crash_report
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import Exit, InputError, JhptError, did_you_mean
 from jhpt.core.load import load_config, run_config
@@ -75,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"jhpt {command}: interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
+    except Exception as error:
+        print(f"jhpt {command}: {crash_report(error, [command, *rest])}", file=sys.stderr)
+        return Exit.CRASH
 
 
 def train_command(arguments: list[str]) -> int:
@@ -100,7 +104,16 @@ def train_command(arguments: list[str]) -> int:
     processes = Processes(
         coordinator=options.coordinator, process_id=options.process_id, num_processes=options.num_processes
     )
-    result = train(config, out=options.out, plan=options.plan, init=options.init, processes=processes)
+    result = train(
+        config,
+        out=options.out,
+        plan=options.plan,
+        init=options.init,
+        resume_step=options.resume_step,
+        processes=processes,
+    )
+    if not result.finite:
+        return Exit.DIVERGED
     return Exit.INTERRUPTED if result.interrupted else Exit.DONE
 
 

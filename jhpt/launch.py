@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import IO
 
 from jhpt.core.errors import Exit, InputError
 from jhpt.training.step_folders import FOLDER, steps_in
@@ -189,19 +189,21 @@ def _free_port() -> int:
 
 def _start(command: Sequence[str], environment: Mapping[str, str], logs: Path, process: int) -> subprocess.Popen[bytes]:
     """Starts a process.  The output of the first one is this terminal's, that of the others goes to a file."""
-    start = partial(
-        subprocess.Popen[bytes],
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C reaches it once, through this process
-        preexec_fn=_end_with_launcher,
-    )
-    if process == 0:
-        return start()
-    logs.mkdir(parents=True, exist_ok=True)
-    with (logs / f"process-{process}.log").open("ab") as log:
-        return start(stdout=log, stderr=subprocess.STDOUT)
+    with nullcontext() if process == 0 else _log(logs, process) as output:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches it once, through this process
+            preexec_fn=_end_with_launcher,
+        )
+
+
+def _log(folder: Path, process: int) -> IO[bytes]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / f"process-{process}.log").open("ab")
 
 
 def _last_line(folder: Path, process: int) -> str:

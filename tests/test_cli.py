@@ -397,6 +397,13 @@ def test_divergence_is_status_1(monkeypatch, capsys):
     assert capsys.readouterr().err == "jhpt train: 10 steps in a row had a loss that is not finite\n"
 
 
+def test_a_loss_that_is_not_finite_at_the_end_is_status_1(monkeypatch, tmp_path):
+    result = run.RunResult(step=3, losses={1: 2.0, 3: float("nan")}, validation_losses={}, run_dir=tmp_path)
+    monkeypatch.setattr(run, "train", lambda *_, **__: result)
+    assert main(["train"]) == Exit.DIVERGED
+    assert "finished, and diverged: step 3, loss nan" in run.closing_lines(result, load_config())
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
 def test_usage_names_every_command_and_preset(arguments, capsys):
     assert main(arguments) == 0

@@ -1,6 +1,7 @@
 """`jhpt.train`: from a configuration to a trained model in a run directory."""
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -85,10 +86,17 @@ class RunResult:
     step_seconds: float | None = None
     predicted_seconds: float | None = None
 
+    @property
+    def finite(self) -> bool:
+        """Whether the last losses, of training and of held-out text, are finite."""
+        last = (_last(self.losses), _last(self.validation_losses))
+        return all(loss is None or math.isfinite(loss) for loss in last)
+
 
 def closing_lines(result: RunResult, config: Config) -> list[str]:
     """The outcome of a run, and what to do next."""
     loss, validation = _last(result.losses), _last(result.validation_losses)
+    ended = "stopped at " if result.interrupted else "finished: " if result.finite else "finished, and diverged: "
     accuracy = _last(result.validation_accuracy)
     figures = [
         f"step {result.step}",
@@ -101,7 +109,7 @@ def closing_lines(result: RunResult, config: Config) -> list[str]:
     more = "" if result.interrupted else f" --train.steps {2 * config.train.steps}"
     return [
         *([f"\nsample:\n{result.sample}\n"] if result.sample is not None else []),
-        ("stopped at " if result.interrupted else "finished: ") + ", ".join(filter(None, figures)),
+        ended + ", ".join(filter(None, figures)),
         *_promise(result),
         f"run directory: {result.run_dir}",
         f"resume:  jhpt train --out {result.run_dir}{more}",
@@ -129,6 +137,7 @@ def train(
     overrides: Mapping[str, Any] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     init: str | os.PathLike[str] | None = None,
+    resume_step: int | None = None,
     processes: Processes | None = None,
 ) -> RunResult:
     """Trains a model, or resumes the run in the directory `out`.
@@ -141,6 +150,7 @@ def train(
       plan: a plan or its file, used instead of the section `parallel`.
       init: a run or a folder in Hugging Face's layout.  A new run starts with the weights there; its model is theirs,
         and so is its tokenizer unless `source` or `overrides` name one.
+      resume_step: go on from this checkpoint of the run in `out`; later ones are left behind under another name.
       processes: how to join the other processes; None: as the launcher's environment says.
 
     Raises:
@@ -173,7 +183,7 @@ def train(
     if accelerator_present() and jax.default_backend() == "cpu":
         display.say("warning: this machine has a GPU, but jax runs on the CPU; `jhpt doctor` says what to install")
     with claimed(run_dir):
-        run = _resolved(config, requested, run_dir, display, init)
+        run = _resolved(config, requested, run_dir, display, init, resume_step)
         if run.step >= config.train.steps:
             return _already_done(run, display)
         return _executed(run, display)
@@ -209,6 +219,7 @@ def _resolved(
     run_dir: Path,
     display: Display,
     init: str | os.PathLike[str] | None = None,
+    resume_step: int | None = None,
 ) -> _Run:
     if jax.process_count() == 1:  # of several processes, one alone cannot open a checkpoint
         check_can_go_on(run_dir)
@@ -221,7 +232,7 @@ def _resolved(
     if not same_everywhere(key):
         raise InputError("the processes read different text; give all of them the same files in data.path")
     record = make_record(config, key, setup.model.dtype.name)
-    resume = find_resume(run_dir, record, config.checkpoint)
+    resume = find_resume(run_dir, record, config.checkpoint, resume_step)
     notes = list(resume.notes)
     if past.plan and not same_work(past.plan, plan):
         notes.append(plan_change(past.plan, plan))

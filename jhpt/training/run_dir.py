@@ -25,7 +25,7 @@ from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.metrics import METRICS_FILE, read_metrics
 from jhpt.training.processes import from_main, is_main, raise_on_all_processes
 from jhpt.training.record import Record, changes_of_note, check_resumable
-from jhpt.training.step_folders import Damaged, Say, copy_step, newest_whole
+from jhpt.training.step_folders import Damaged, Say, copy_step, go_back, newest_whole
 
 PLAN_FILE = "plan.json"
 """The plan that a run executes."""
@@ -139,8 +139,11 @@ def check_can_go_on(run_dir: Path) -> None:
             )
 
 
-def find_resume(run_dir: Path, record: Record, checkpoint: CheckpointConfig) -> Resume:
+def find_resume(run_dir: Path, record: Record, checkpoint: CheckpointConfig, resume_step: int | None = None) -> Resume:
     """The newest whole step to resume from, 0 for a new run.  Damaged steps are set aside; nothing else is written.
+
+    Args:
+      resume_step: the step to go on from instead; later ones are left behind.
 
     Raises:
       InputError: settings that a resumed run must keep have changed, or checkpoints of steps in the metrics are gone.
@@ -150,6 +153,8 @@ def find_resume(run_dir: Path, record: Record, checkpoint: CheckpointConfig) -> 
     step = 0
     with raise_on_all_processes():
         if is_main():
+            if resume_step is not None:
+                go_back(run_dir / FOLDER, resume_step, notes.append)
             step = _whole_step(run_dir, checkpoint, notes.append)
     step = from_main(step)
     if step == 0:

@@ -25,7 +25,7 @@ OLD_RECORD = "record/metadata"
 """Where earlier versions wrote it."""
 
 PINNED = "pinned.json"
-WRITING, DAMAGED = ".writing", ".damaged"
+WRITING, DAMAGED, LEFT = ".writing", ".damaged", ".left"
 
 Say = Callable[[str], None]
 
@@ -69,7 +69,7 @@ def newest_whole(folder: Path, say: Say, *, set_aside: bool = False) -> int | No
             damaged[step] = faults
             continue
         for newer, faults in damaged.items():
-            aside = f", and now called {_set_aside(folder / str(newer)).name}" if set_aside else ""
+            aside = f", and now called {_set_aside(folder / str(newer), DAMAGED).name}" if set_aside else ""
             say(f"warning: checkpoint {folder / str(newer)} is damaged ({_few(faults)}){aside}; step {step} is taken")
         return step
     if not damaged:
@@ -86,9 +86,25 @@ def _few(faults: list[str]) -> str:
     return ", ".join(faults[:2]) + more
 
 
-def _set_aside(place: Path) -> Path:
-    """Renames a damaged step; returns its new place."""
-    names = (place.with_name(f"{place.name}{DAMAGED}{number or ''}") for number in range(10**6))
+def go_back(folder: Path, step: int, say: Say) -> None:
+    """Leaves all steps after this one behind, under another name.
+
+    Raises:
+      InputError: there is no such step, or it is damaged.
+    """
+    steps = steps_in(folder)
+    if step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise InputError(f"--resume-step {step}: {folder} has no such checkpoint; there are: {known}")
+    if faults := faults_of(folder / str(step)):
+        raise Damaged(f"--resume-step {step}: {folder / str(step)} is damaged ({_few(faults)}); take another step")
+    for later in steps[steps.index(step) + 1 :]:
+        say(f"note: checkpoint {later} is left behind, as {_set_aside(folder / str(later), LEFT)}")
+
+
+def _set_aside(place: Path, suffix: str) -> Path:
+    """Renames a step so that it does not count any more; returns its new place."""
+    names = (place.with_name(f"{place.name}{suffix}{number or ''}") for number in range(10**6))
     aside = next(name for name in names if not name.exists())
     place.rename(aside)
     to_disk(place.parent)

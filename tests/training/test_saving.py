@@ -79,6 +79,16 @@ def test_training_goes_on_from_the_step_before_the_damaged_one(run, finished, se
     assert same(parameters(run), parameters(finished)) and (run / "checkpoints" / "6.damaged").is_dir()
 
 
+def test_a_run_goes_on_from_an_earlier_step_on_request(run, finished, capsys):
+    with pytest.raises(InputError, match=r"--resume-step 3: .* there are: 2, 4, 6"):
+        jhpt.train(None, out=run, resume_step=3)
+    assert jhpt.train(None, out=run, resume_step=2).step == 6
+    said = capsys.readouterr().out
+    assert "checkpoint 4 is left behind" in said and "checkpoint 6 is left behind" in said
+    assert same(parameters(run), parameters(finished)) and steps_in(run / "checkpoints") == [2, 4, 6]
+    assert (run / "checkpoints" / "6.left").is_dir()
+
+
 def test_an_array_that_is_not_what_was_saved_is_refused(run):
     """As if memory had failed between disk and device: the files are whole."""
     different = checkpoint.different
