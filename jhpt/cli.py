@@ -151,6 +151,7 @@ def bench_command(arguments: list[str]) -> int:
         only: str | None = None,
         out: str | None = None,
         published: str | None = None,
+        trials: int | None = None,
     ) -> int:
         """Measures, prints a table and keeps every raw sample.
 
@@ -160,6 +161,7 @@ def bench_command(arguments: list[str]) -> int:
             json: file for the samples and claims.
             only: for train, predict, memory and kernels: the parts to run, separated by commas. Default: all.
             out: for convergence and precision: folder of finished cells, which are not run again. Default: runs/NAME.
+            trials: for faults: kills; other faults follow from it. Default: 300.
             published: for predict: CSV file of published runs, which are priced without a device instead.
         """
         of_cells = name in ("convergence", "precision")
@@ -172,7 +174,11 @@ def bench_command(arguments: list[str]) -> int:
             raise InputError(f"--only is for {one_of(PACKAGED)}; leave it out of bench {name}")
         if published is not None:
             return _bench_published(name, published, json, alone=not quick and only is None)
+        if trials is not None and (name != "faults" or trials < 1):
+            raise InputError("--trials is the number of kills of bench faults, at least 1; leave it out of the others")
         options: dict[str, Any] = {"folder": out} if of_cells else {}
+        if trials is not None:
+            options["trials"] = trials
         if only is not None:
             options["only"] = only.split(",")
         return load(name).run(quick=quick, json_path=json, **options)

@@ -14,7 +14,9 @@ from typing import Literal, get_args
 import jhpt
 from jhpt.core.errors import NotHere
 
-Benchmark = Literal["train", "planner", "predict", "hybrid", "comms", "kernels", "convergence", "precision", "memory"]
+Benchmark = Literal[
+    "train", "planner", "predict", "hybrid", "comms", "kernels", "convergence", "precision", "memory", "faults"
+]
 
 PACKAGED = {
     "train": "jhpt.bench.train",
@@ -30,6 +32,7 @@ EVIDENCE = {
     "comms": "benchmarks.comms.run",
     "convergence": "benchmarks.convergence.run",
     "precision": "benchmarks.convergence.precision",
+    "faults": "benchmarks.faults.run",
 }
 """Modules of a checkout."""
 

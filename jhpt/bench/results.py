@@ -41,11 +41,15 @@ class Claim:
 
 @dataclass(kw_only=True)
 class Report:
-    """The results of a benchmark so far.  The file is rewritten after every part, so that a failure loses only one."""
+    """The results of a benchmark so far.  The file is rewritten after every part, so that a failure loses only one.
+
+    device: whether it runs on the first jax device, which is then described.
+    """
 
     path: str | None
     bench: str
     settings: Mapping[str, Any]
+    device: bool = True
     rows: list[Any] = field(default_factory=list)
     claims: dict[str, Claim] = field(default_factory=dict)
 
@@ -58,7 +62,7 @@ class Report:
         self.rows += rows
         self.claims |= claims or {}
         if self.path:
-            write_json(self.path, self.bench, self.settings, self.rows, self.claims)
+            write_json(self.path, self.bench, self.settings, self.rows, self.claims, device=self.device)
 
 
 def chosen(parts: Sequence[str], only: Sequence[str]) -> tuple[str, ...]:

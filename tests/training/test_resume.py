@@ -14,13 +14,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jhpt
+from benchmarks.faults.moments import MOMENTS
 from jhpt.core.load import load_config
 from jhpt.training import loop
 from jhpt.training.metrics import read_metrics
 from jhpt.training.programs import global_batch
 from tests.conftest import tiny_overrides
 from tests.covers import quick_and_exhaustive
-from tests.training.runner import MOMENTS
 
 SETTINGS = {"train.steps": 20, "checkpoint.every": 5, "evaluation.every": 10, "checkpoint.keep": 4}
 SHORT = {

@@ -1,0 +1,125 @@
+"""Runs in processes that are forked from one which has imported everything and started no device.
+
+That saves the seconds that every import of jax takes.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.moments import die_at
+from benchmarks.faults.setups import SetUp
+
+FAST = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
+"""The same results, compiled in a third of the time."""
+
+LONGEST = 300.0
+"""Seconds after which a run is given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """When a run dies: after so many seconds, or at a moment of the save of a step; neither: it does not."""
+
+    seconds: float | None = None
+    step: int = 0
+    moment: str | None = None
+
+
+LIVE = Death()
+
+
+def prepare() -> None:
+    """Imports what a run needs.  Call it once, before the first run."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = FAST
+    import jhpt.training.run  # noqa: F401
+
+
+def run(
+    setup: SetUp, settings: Mapping[str, object], out: Path, death: Death = LIVE, *, log: Path
+) -> tuple[int, float]:
+    """(exit status of the run, or the negative signal, seconds); all its processes die at once."""
+    started = time.monotonic()
+    port = _free_port() if setup.processes > 1 else 0
+    pids = [_fork(setup, settings, out, death, process, port, log) for process in range(setup.processes)]
+    return _waited(pids, started, death)
+
+
+def _waited(pids: list[int], started: float, death: Death) -> tuple[int, float]:
+    left, statuses = set(pids), {}
+    deadline = LONGEST if death.seconds is None else death.seconds
+    while left:
+        for pid in list(left):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                left.discard(pid)
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+        if any(status < 0 for status in statuses.values()) or time.monotonic() - started > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    ends = [statuses[pid] for pid in pids]
+    return next((status for status in ends if status), 0), time.monotonic() - started
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def _fork(
+    setup: SetUp, settings: Mapping[str, object], out: Path, death: Death, process: int, port: int, log: Path
+) -> int:
+    sys.stdout.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jax warns of its threads, of which there are none before a device is used
+        pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        with log.open("ab") as stream:
+            os.dup2(stream.fileno(), 1)
+            os.dup2(stream.fileno(), 2)
+        status = _train(setup, settings, out, death, process, port)
+    except BaseException:  # the traceback is what a campaign looks for
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _train(setup: SetUp, settings: Mapping[str, object], out: Path, death: Death, process: int, port: int) -> int:
+    import jax
+
+    from jhpt.core.errors import JhptError
+    from jhpt.training.processes import Processes
+    from jhpt.training.run import train
+
+    jax.config.update("jax_num_cpu_devices", setup.devices)
+    if death.moment is not None:
+        die_at(death.step, death.moment)
+    joined: dict[str, Any] = {}
+    if setup.processes > 1:
+        joined = {"coordinator": f"127.0.0.1:{port}", "process_id": process, "num_processes": setup.processes}
+    try:
+        train("gpt-tiny", out=out, overrides=settings, processes=Processes(**joined))
+    except JhptError as error:
+        print(f"REFUSED: {error}")
+        return int(error.status)
+    return 0
