@@ -11,6 +11,7 @@ from jhpt.core.config import Config
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
 from jhpt.core.files import check_writable
+from jhpt.core.likely_mistakes import likely_mistakes
 from jhpt.core.load import load_config
 from jhpt.flags import PlanOptions, parse_overrides, source_of, value_of, with_family, with_words
 
@@ -34,6 +35,8 @@ def plan_command(arguments: list[str]) -> int:
     for name in filter(_decided_by_planner, overrides):
         print(f"note: jhpt plan decides {name} itself, so --{name} is not used", file=sys.stderr)
     config = None if base is None else load_config(base, overrides)
+    for line in likely_mistakes(config) if config else ():
+        print(f"warning: {line}", file=sys.stderr)
     if config is not None and config.data.tokenizer != "bytes" and config.model.vocab_size == "auto":
         print(
             f"note: planned with the {config.model.vocab:,} token ids that {config.name} is made for, whatever "

@@ -297,3 +297,8 @@ print(sorted({"jax", "jaxlib", "flax", "optax"} & {name.partition(".")[0] for na
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_a_likely_mistake_is_named_beside_the_plan(capsys):
+    assert plan(f"{SMALL} --model.vocab-size 50257") == 0
+    assert "warning: model.vocab_size=50,257 is 196 times" in capsys.readouterr().err

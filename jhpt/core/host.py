@@ -14,9 +14,10 @@ import hashlib
 import os
 import platform
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS, MEMBERSHIP, MEMORY = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
 BOOT_ID, NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 
 
@@ -59,11 +60,34 @@ def host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
       membership: the file that lists the groups of this process, in lines of `number:controllers:/path`.
     """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([machine, *_limits(cgroups, membership)])
+    limits = (limit for group in _groups(cgroups, membership) for limit in _number(group.limit))
+    return min([machine, *limits])
 
 
-def _limits(cgroups: Path, membership: Path) -> Iterator[int]:
-    """The limits, as far as they can be read, of this process' groups and of all groups above them."""
+def available_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP, memory: Path = MEMORY) -> int:
+    """Bytes of `host_memory` that nobody uses now, or that the kernel would give back at once (cached files).
+
+    memory: the kernel's account of the machine (`/proc/meminfo`).  What it or a group does not tell limits nothing.
+    """
+    rooms = list(_machine_room(memory))
+    for group in _groups(cgroups, membership):
+        for limit, used in zip(_number(group.limit), _number(group.used), strict=False):
+            rooms.append(limit - used + _field(group.statistics, group.cached))
+    return max(min([host_memory(cgroups, membership), *rooms]), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """The files of a control group: its limit, what it uses, and its statistics, in which a line has cached bytes."""
+
+    limit: Path
+    used: Path
+    statistics: Path
+    cached: str
+
+
+def _groups(cgroups: Path, membership: Path) -> Iterator[_Group]:
+    """This process' groups and all groups above them, as far as they can be read."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -72,16 +96,34 @@ def _limits(cgroups: Path, membership: Path) -> Iterator[int]:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        root, file = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
+        root = cgroups / "memory" if controllers else cgroups
         # Inside a container the path may be that on the host, whose groups are not visible; then the root counts.
         group = root / path.lstrip("/")
         for folder in [group, *group.parents]:
-            yield from _limit(folder / file)
+            names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+            limit, used = (folder / f"memory.{name}" for name in names)
+            cached = "total_inactive_file" if controllers else "inactive_file"
+            yield _Group(limit=limit, used=used, statistics=folder / "memory.stat", cached=cached)
             if folder == root:
                 break
 
 
-def _limit(file: Path) -> Iterator[int]:
+def _machine_room(memory: Path) -> Iterator[int]:
+    kibibytes = _field(memory, "MemAvailable:")
+    if kibibytes:
+        yield 1024 * kibibytes
+
+
+def _field(file: Path, name: str) -> int:
+    """The number after this word at the start of a line; 0 where there is none."""
+    try:
+        lines = (line.split() for line in file.read_text().splitlines())
+        return next((int(words[1]) for words in lines if words[:1] == [name]), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _number(file: Path) -> Iterator[int]:
     try:
         text = file.read_text().strip()
     except OSError:

@@ -12,6 +12,7 @@ from jhpt.core.config import Config
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
 from jhpt.core.optimizers import OPTIMIZERS, OWN_SETTINGS, optimizer_numbers
+from jhpt.core.presets import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +116,19 @@ UNUSED: tuple[Unused, ...] = (
         unread=lambda config: config.optimizer.schedule != "wsd",
         why="it is the share of steps in which optimizer.schedule=wsd decays; set that, or leave it out",
     ),
+    Unused(
+        setting="optimizer.final_fraction",
+        unread=lambda config: config.optimizer.schedule == "constant",
+        why="it is what other schedules end with, and optimizer.schedule=constant ends as it began; set another "
+        "optimizer.schedule, or leave it out",
+    ),
     *map(_of_some_optimizers, OWN_SETTINGS),
 )
 
 
 def unused_settings(config: Config) -> list[str]:
-    """What is set and not read when this configuration trains, one message each; defaults do not count."""
+    """What is set and not read when this configuration trains, one message each; defaults do not count, nor what the
+    preset sets whose name the configuration has."""
     return [
         f"{rule.setting}={_text(value)} is not used: {rule.why}"
         for rule in UNUSED
@@ -129,13 +137,14 @@ def unused_settings(config: Config) -> list[str]:
 
 
 def _changed(config: Config, setting: str) -> Any:
-    """The value of a setting; None where it is the default."""
+    """The value of a setting; None where it is the default or the preset's."""
     *sections, key = setting.split(".")
     section: Any = config
+    preset: Any = PRESETS.get(config.name, {})
     for name in sections:
-        section = getattr(section, name)
+        section, preset = getattr(section, name), preset.get(name, {})
     value, default = getattr(section, key), type(section).model_fields[key].default
-    return None if value == default else value
+    return None if value in (default, preset.get(key, default)) else value
 
 
 def _text(value: Any) -> str:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jhpt.core.host import host_identity, host_memory, machine_identity
+from jhpt.core.host import available_memory, host_identity, host_memory, machine_identity
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 GIB = 1 << 30
@@ -39,6 +39,26 @@ def test_a_container_has_what_it_may_have(tmp_path, groups, files, expected):
 
 def test_what_cannot_be_read_limits_nothing(tmp_path):
     assert host_memory(tmp_path / "nothing", tmp_path / "nothing") == MACHINE
+
+
+def test_what_nobody_uses_is_available(tmp_path):
+    """Of the machine, and of every group with a limit; cached files count as unused."""
+    (tmp_path / "own").write_text("0::/pod/box\n")
+    (tmp_path / "memory").write_text(f"MemTotal: 9 kB\nMemAvailable: {3 << 20} kB\n")
+    free = lambda: available_memory(tmp_path / "groups", tmp_path / "own", tmp_path / "memory")  # noqa: E731
+    assert free() == min(3 * GIB, MACHINE)
+    limits = {"pod/memory.max": f"{GIB}\n", "pod/box/memory.max": "max\n", "pod/box/memory.current": f"{9 * GIB}\n"}
+    written(tmp_path / "groups", limits | {"pod/memory.current": f"{GIB // 2}\n"})
+    assert free() == GIB // 2, "a group without a limit has all that its machine has"
+    written(tmp_path / "groups", {"pod/memory.stat": f"anon 5\ninactive_file {GIB // 4}\n"})
+    assert free() == 3 * GIB // 4
+    written(tmp_path / "groups", {"pod/memory.current": f"{2 * GIB}\n"})
+    assert free() == 0
+    (tmp_path / "own").write_text("4:memory:/box\n")
+    old = {"limit_in_bytes": f"{GIB}\n", "usage_in_bytes": "1000\n", "stat": "total_inactive_file 600\n"}
+    written(tmp_path / "groups", {f"memory/box/memory.{name}": text for name, text in old.items()})
+    assert free() == GIB - 400
+    assert 0 < available_memory() <= host_memory()
 
 
 def test_hosts_are_told_by_name_kernel_and_network(tmp_path, monkeypatch):

@@ -88,6 +88,7 @@ NOT_USED = {
     "data.workers": {"model.family": "bert", "model.task": "classify", "data.workers": 2},
     "evaluation.prompt": {"model.family": "bert", "evaluation.prompt": "once"},
     "optimizer.decay_fraction": {"optimizer.decay_fraction": 0.2},
+    "optimizer.final_fraction": {"optimizer.final_fraction": 0.2, "optimizer.schedule": "constant"},
     "optimizer.b1": {"optimizer.name": "sgd", "optimizer.b1": 0.8},
     "optimizer.b2": {"optimizer.name": "adafactor", "optimizer.b2": 0.999},
     "optimizer.eps": {"optimizer.name": "lion", "optimizer.eps": 1e-6},
@@ -111,6 +112,7 @@ USED = {
     "data.workers": {"model.task": "pretrain"},
     "evaluation.prompt": {"model.family": "gpt"},
     "optimizer.decay_fraction": {"optimizer.schedule": "wsd"},
+    "optimizer.final_fraction": {"optimizer.schedule": "linear"},
     "optimizer.b1": {"optimizer.name": "lion"},
     "optimizer.b2": {"optimizer.name": "muon"},
     "optimizer.eps": {"optimizer.name": "adamw"},
@@ -130,6 +132,7 @@ def test_defaults_are_never_unused():
     for preset in ("gpt-tiny", "bert-tiny", "gpt-13b"):
         assert not unused_settings(load_config(preset))
         assert not unused_settings(load_config(preset, {"parallel": "auto"}))
+        assert not unused_settings(load_config(preset, {"optimizer.schedule": "constant"})), "the preset set the rest"
 
 
 def test_a_plan_stands_alone():
