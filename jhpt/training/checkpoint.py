@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from jhpt.training.step_folders import (
     commit,
     copy_step,
     newest_whole,
+    pin,
     remove_unfinished,
     rotate,
     steps_in,
@@ -85,6 +87,7 @@ class Checkpoints:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._missed = 0
+        self._begun: int | None = None
         if config is not None and is_main():
             self._folder.mkdir(parents=True, exist_ok=True)
             remove_unfinished(self._folder)
@@ -117,9 +120,21 @@ class Checkpoints:
             self._checkpointer.save(self._unfinished(step), args=ocp.args.Composite(**items))
         finally:
             self._layers.begin.set()
-        self._writing = self._background.submit(self._finish, step, record)
+        self._writing, self._begun = self._background.submit(self._finish, step, record), step
         if any(isinstance(leaf, Layered) for leaf in jax.tree.leaves(core)):  # rows must not change meanwhile
             self.settle()
+
+    def keep(self, last: int) -> int | None:
+        """Keeps the newest step up to `last` for good, also if it is still being written; which one, or None.
+
+        Only the main process does it.
+        """
+        steps = [step for step in (*steps_in(self._folder), self._begun) if step is not None and step <= last]
+        if not steps or not is_main():
+            return None
+        with suppress(OSError):  # then no checkpoint can be written either, which is told
+            pin(self._folder, max(steps))
+        return max(steps)
 
     def _unfinished(self, step: int) -> Path:
         return self._folder / f"{step}{WRITING}"

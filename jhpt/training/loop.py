@@ -25,6 +25,7 @@ from jhpt.training.data.mixture import Mixture
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.programs import State, Step, global_batch
 from jhpt.training.setup import Setup
+from jhpt.training.spikes import is_spike
 from jhpt.training.step import RandomStream, StepMetrics, random_key
 
 
@@ -86,6 +87,7 @@ def fit(
     save: Callable[[int, State], None],
     writer: MetricsWriter | None,
     display: Display,
+    spiked: Callable[[int, int], None] = lambda step, good: None,
     evaluate_first: bool = False,
 ) -> tuple[State, Progress]:
     """Trains from `state` to the last step of the configuration, or until SIGINT or SIGTERM.
@@ -96,6 +98,7 @@ def fit(
       step: takes the steps; see `training.programs`.
       save: called with (number of the step, flushed state) when a checkpoint is due.
       writer: None on all processes but the main one.
+      spiked: called with (step, the last step reported before it) when the loss has jumped (`spikes.is_spike`).
       evaluate_first: whether to evaluate `state` before the first step.
 
     Raises:
@@ -105,7 +108,7 @@ def fit(
     config, first, last = setup.config, int(state.step), setup.config.train.steps
     batches = _batches(setup, first)
     progress, clock = Progress(), Clock()
-    report = _Reporter(setup, progress, clock, writer, display, reported=first, skipped=int(state.skipped))
+    report = _Reporter(setup, progress, clock, writer, display, spiked, reported=first, skipped=int(state.skipped))
     between = _BetweenSteps(setup, step, save, report)
 
     with _Interruption() as interruption:
@@ -235,10 +238,12 @@ class _Reporter:
     clock: Clock
     writer: MetricsWriter | None
     display: Display
+    spiked: Callable[[int, int], None]
     reported: int
     """The last step that was reported; the first one is where this call started."""
     skipped: int
     pending: tuple[int, StepMetrics] | None = None
+    in_spike: bool = False
 
     def flush(self) -> None:
         """Reports the step that is held back, if there is one."""
@@ -251,8 +256,13 @@ class _Reporter:
         values = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "data_wait": data_wait}
         values |= {"tokens_per_s": tokens_per_s, "flops_per_s": tokens_per_s * training_flops_per_token(self.setup)}
         values |= {"mfu": utilisation(self.setup, tokens_per_s), "memory_bytes": memory_in_use(), "skipped": skipped}
+        good = max(self.progress.losses, default=0)
+        spike = is_spike(list(self.progress.losses.values()), loss)
         self.progress.losses[step] = loss
         self._emit(step, values)
+        if spike and not self.in_spike:
+            self.spiked(step, good)
+        self.in_spike = spike
         if skipped > self.skipped:
             new = skipped - self.skipped
             self.display.say(

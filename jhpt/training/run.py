@@ -269,6 +269,7 @@ def _executed(run: _Run, display: Display) -> RunResult:
                 save=partial(_save, run, step, checkpoints, display.say),
                 writer=writer,
                 display=display,
+                spiked=partial(_keep_before_spike, checkpoints, display.say),
                 evaluate_first=_unevaluated(run),
             )
             while not checkpoints.settle():  # no later one will be due
@@ -294,6 +295,15 @@ def _save(
             write_description(run.directory, run.setup.config, run.setup.plan, run.setup.tokenizer)
             say(f"warning: {run.directory} was deleted; it is written again, without the metrics so far")
     step.save(checkpoints, number, state, run.record)
+
+
+def _keep_before_spike(checkpoints: Checkpoints, say: Callable[[str], None], step: int, good: int) -> None:
+    """Keeps the newest checkpoint up to the last good step for good."""
+    kept = checkpoints.keep(good)
+    what = "there is no checkpoint from before"
+    if kept is not None:
+        what = f"checkpoint {kept} is kept, to go back to with --resume-step {kept}"
+    say(f"warning: step {step}: the loss has jumped; {what}")
 
 
 def _unevaluated(run: _Run) -> bool:
