@@ -94,6 +94,8 @@ def train_command(arguments: list[str]) -> int:
     words = [word for word in words if word not in arguments]
     options, overrides = parse_overrides("jhpt train", base, arguments)
     config = load_config(base, overrides)
+    if options.out is not None and not options.out.strip():
+        raise InputError("--out is empty; give a directory, or leave it out")
     if options.plan is not None:
         check_plan_alone([*overrides, *(word.removeprefix("--").partition("=")[0] for word in words)])
 

@@ -58,6 +58,10 @@ class Chip:
     links: int
 
 
+MOST_DEVICES = 1 << 17
+"""Devices of a cluster, up to which plans are found within seconds."""
+
+
 def cluster_named(name: str, fitted: Figures | None = None) -> Cluster:
     """KINDxDEVICESxNODES[-NETWORK], e.g. `h100x8x4` or `a100x8x2-100gbe`.
 
@@ -78,6 +82,8 @@ def cluster_named(name: str, fitted: Figures | None = None) -> Cluster:
     entry = _kind(kind)
     if devices > (limit := entry["max_devices"][0]):
         raise InputError(f"{name}: a node takes at most {limit} {kind} ({entry['max_devices'][1]}); use more nodes")
+    if devices * nodes > MOST_DEVICES:
+        raise InputError(f"{name}: has {devices * nodes:.3g} devices, and plans are found for up to {MOST_DEVICES:,}")
     network = match["network"] or entry["network"][0]
     return Cluster(
         name=name.lower(),

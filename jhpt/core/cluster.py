@@ -11,11 +11,11 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from jhpt.core.errors import InputError
 from jhpt.core.section import Count, NonNegative, Positive, Section
+from jhpt.core.text_files import read_text, tree_of
 
 SectionT = TypeVar("SectionT", bound=Section)
 Samples = Annotated[tuple[Positive, ...], Field(min_length=1)]
@@ -205,13 +205,11 @@ def load_cluster(path: str | Path) -> Cluster:
 def read_tree(path: str | Path) -> Any:
     """The tree in a JSON or YAML file."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        # JSON has a parser of its own because it is faster, and because YAML 1.1 reads 1e-05 as text.
-        return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: JSON's, and dates such as 2026-13-01
-        raise InputError(f"{path}: neither JSON nor YAML: {error}") from None
+        return tree_of(read_text(path))
+    except FileNotFoundError:
+        raise InputError(f"{path}: cannot be read: no such file") from None
+    except InputError as error:
+        raise InputError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
 
 
 def parse(kind: type[SectionT], tree: Any, path: str | Path) -> SectionT:

@@ -26,7 +26,7 @@ from jhpt.core.memory_config import MemoryConfig, check_names
 from jhpt.core.optimizers import optimizer_numbers
 from jhpt.core.parallel_config import ParallelConfig
 from jhpt.core.rules import SETTINGS, Choices, conflict
-from jhpt.core.section import Count, Fraction, NonNegative, Positive, Section
+from jhpt.core.section import Count, Float32, Fraction, NonNegative, Positive, Section
 
 __all__ = [
     "GRADIENT_SETTINGS",
@@ -127,7 +127,7 @@ class OptimizerConfig(Section):
     """The update rule and its learning-rate schedule; everything that decides an update."""
 
     name: str = Field("adamw", description="update rule")
-    learning_rate: Positive = Field(2e-3, description="peak learning rate")
+    learning_rate: Float32 = Field(2e-3, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="decay after the warm-up; wsd: constant, and linear over the last steps"
     )
@@ -140,7 +140,7 @@ class OptimizerConfig(Section):
     )
     b1: Fraction = Field(0.9, description="decay of the first moment")
     b2: Fraction = Field(0.95, description="decay of the second moment")
-    eps: Positive = Field(1e-8, description="added to the root of the second moment")
+    eps: Float32 = Field(1e-8, description="added to the root of the second moment")
     momentum: Fraction | None = Field(
         None, description="decay of the momentum of sgd and muon; null: 0.9 of sgd, 0.95 of muon"
     )

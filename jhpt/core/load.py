@@ -16,6 +16,7 @@ from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.families.family import ModelConfig, families, family_settings
 from jhpt.core.presets import DEFAULT, PRESETS
 from jhpt.core.renamed import new_name, with_settings_of_today
+from jhpt.core.text_files import read_text, tree_of
 
 Source = Config | Mapping[str, Any] | str | Path | None
 
@@ -178,16 +179,14 @@ def preset(name: str) -> dict[str, Any]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = tree_of(read_text(path))
     except FileNotFoundError:
         hint = did_you_mean(str(path), PRESETS)
         raise InputError(
             f"{path}: neither a file nor a preset{hint}; give the path of a YAML file or one of {', '.join(PRESETS)}"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as a config: {error}; give a readable UTF-8 YAML file") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {error}") from None
+    except InputError as error:
+        raise InputError(f"{path}: cannot be read as a config: {str(error).removeprefix(f'{path}: ')}") from None
     if not isinstance(tree, dict):
         raise InputError(f"{path}: expected sections such as 'model:' and 'train:', found {type(tree).__name__}")
     return tree

@@ -110,7 +110,7 @@ def read_json(file: Path) -> dict[str, Any]:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{file} is not there; give a folder in Hugging Face's layout") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file} is not readable JSON ({error}); download it again") from None
     if not isinstance(tree, dict):
         raise InputError(f"{file} holds {type(tree).__name__}, not an object; download it again")

@@ -168,8 +168,8 @@ def find_resume(run_dir: Path, record: Record, checkpoint: CheckpointConfig, res
 def _whole_step(run_dir: Path, checkpoint: CheckpointConfig, say: Say) -> int:
     """The newest whole step of the run or of its mirror, from which it is then copied; 0: there is none.
 
-    A new run may have been killed before its first checkpoint, and has metrics then: up to twice `checkpoint.every`,
-    because a save waits for the one before it.
+    A new run may have been killed before its first checkpoint, and has metrics then: up to twice `checkpoint.every`.
+    The save that is due there waits for the one before it.
     """
     folder = run_dir / FOLDER
     try:
@@ -182,7 +182,7 @@ def _whole_step(run_dir: Path, checkpoint: CheckpointConfig, say: Say) -> int:
     if step is not None:
         return step
     reached = max((int(record["step"]) for record in read_metrics(run_dir)), default=0)
-    if reached and (not folder.is_dir() or reached >= 2 * checkpoint.every):
+    if reached and (not folder.is_dir() or reached > 2 * checkpoint.every):
         raise InputError(
             f"{run_dir} has metrics of step {reached} and no checkpoint; put {folder} back, give another --out, or "
             f"remove {run_dir / METRICS_FILE} to start from step 0"

@@ -150,7 +150,7 @@ BAD = {
     ),
     "said twice": ({"device": "h100", "nodes": [{"device": "a100", "devices": 8}]}, "device stands", "leave out one"),
     "negative": ({"device": {"kind": "h100", "memory": -1}, "nodes": "8 x 8"}, "device.memory", "80GB"),
-    "a date": ("name: 2026-13-41", "neither JSON nor YAML"),
+    "a date": ("name: 2026-13-41", "not valid YAML"),
 }
 
 

@@ -1,6 +1,7 @@
 """Checkpoints under trouble: damaged, deleted, killed between data and manifest, on a disk that is full."""
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ import pytest
 import jhpt
 from jhpt import cli
 from jhpt.core.errors import Exit, InputError
+from jhpt.core.load import load_config, to_yaml
 from jhpt.training import checkpoint, step_folders
 from jhpt.training.checkpoint import Checkpoints, SavingFailed, newest
 from jhpt.training.step_folders import Damaged, steps_in
@@ -107,6 +109,20 @@ def test_deleted_checkpoints_never_start_again_from_zero(run):
         jhpt.train(None, out=run)
     (run / "metrics.jsonl").unlink()
     assert jhpt.train(None, out=run).step == 6
+
+
+@pytest.mark.parametrize(("reached", "refused"), [(4, False), (5, True)])
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path, settings, reached, refused):
+    """Every second step is saved.  Up to step 4 the save of step 2 may not have ended."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(load_config("gpt-tiny", settings)))
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, reached + 1)))
+    if refused:
+        with pytest.raises(InputError, match="has metrics of step 5"):
+            jhpt.train(None, out=run)
+    else:
+        assert jhpt.train(None, out=run).step == 6
 
 
 class FullDisk:

@@ -10,7 +10,7 @@ with jax, are registered with `jhpt.models.family.register_model`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -138,6 +138,10 @@ def masked_positions(length: int, fraction: float) -> int:
     return max(1, round(fraction * (length - 2)))
 
 
+MOST_LAYERS = 1024
+"""Blocks up to which plans are found within seconds."""
+
+
 class ModelConfig(Section):
     """The settings that all families have, and the numbers that each family has to provide.
 
@@ -170,7 +174,7 @@ class ModelConfig(Section):
         description="token ids that vocab_size=auto stands for where no tokenizer is read, as in jhpt plan: those that "
         "the preset is made for",
     )
-    num_layers: Count = Field(4, description="transformer blocks")
+    num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS, strict=True)] = Field(4, description="transformer blocks")
     d_model: Count = Field(128, description="width of the residual stream")
     max_length: Count = Field(128, description="longest sequence the model accepts")
     dropout: Fraction = Field(0.0, description="dropout after embedding, attention and MLP")

@@ -149,7 +149,7 @@ def _text(name: str, path: Path) -> str:
 def _json(name: str, path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"data.tokenizer={name}: {path} is not JSON: {error}; repair or remove it") from None
     if not isinstance(tree, dict):
         raise InputError(f"data.tokenizer={name}: {path} is no JSON object; repair or remove it")

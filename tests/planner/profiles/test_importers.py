@@ -292,7 +292,7 @@ REFUSALS = {
     "no profile": ("just words", "is not a profile: it holds a str"),
     "a list": ([1, 2], "is not a profile: it holds a list"),
     "other keys": ({"name": "x", "network": {}}, "holds the keys .'name', 'network'."),
-    "broken": ('{"nodes": [', "neither JSON nor YAML"),
+    "broken": ('{"nodes": [', "not valid JSON"),
     "mixed": (piper({1: ONE}, []) | {"kinds": {}, "layers": []}, "mixes a jhpt profile"),
     "own, faulty": ({"kinds": {}, "layers": ["x"]}, "is no ModelProfile file"),
     "malformed": (line("a") + "\nb - Conv - 3", "line 2: 'b - Conv - 3' is neither an edge"),
