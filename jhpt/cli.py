@@ -93,6 +93,8 @@ def train_command(arguments: list[str]) -> int:
     base = with_words(with_family(config, arguments), arguments)
     words = [word for word in words if word not in arguments]
     options, overrides = parse_overrides("jhpt train", base, arguments)
+    if options.wait is not None:
+        overrides["peers.wait_seconds"] = options.wait
     config = load_config(base, overrides)
     if options.out is not None and not options.out.strip():
         raise InputError("--out is empty; give a directory, or leave it out")

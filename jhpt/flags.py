@@ -33,6 +33,8 @@ class RunOptions:
     """Number of this process, from 0."""
     num_processes: int | None = None
     """Number of processes."""
+    wait: str | None = None
+    """Seconds to wait until all processes are there; sets peers.wait_seconds. Default: 300."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

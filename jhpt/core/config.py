@@ -1,7 +1,7 @@
 """What a user can choose: frozen, closed, validated before any device is touched.
 
 A `Config` has one section per concern (`model`, `data`, `optimizer`, `train`, `parallel`, `memory`, `evaluation`,
-`checkpoint`, `log`).  Impossible combinations are refused here, so later code never checks them again.
+`checkpoint`, `log`, `peers`).  Impossible combinations are refused here, so later code never checks them again.
 `jhpt.core.load` reads files, presets and overrides into a `Config`.
 """
 
@@ -25,6 +25,7 @@ from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.memory_config import MemoryConfig, check_names
 from jhpt.core.optimizers import optimizer_numbers
 from jhpt.core.parallel_config import ParallelConfig
+from jhpt.core.peers_config import PeersConfig
 from jhpt.core.rules import SETTINGS, Choices, conflict
 from jhpt.core.section import Count, Float32, Fraction, NonNegative, Positive, Section
 
@@ -44,6 +45,7 @@ __all__ = [
     "MomentStorage",
     "OptimizerConfig",
     "ParallelConfig",
+    "PeersConfig",
     "SourceConfig",
     "TrainConfig",
     "WeightStorage",
@@ -249,6 +251,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    peers: PeersConfig = PeersConfig()
 
     @field_validator("model", mode="before")
     @classmethod

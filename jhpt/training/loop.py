@@ -1,9 +1,6 @@
 """The loop: batches in, steps, evaluations, checkpoints and metrics out."""
 
-import os
-import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -12,7 +9,6 @@ from typing import Any, Generic, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jhpt.core.config import Config
 from jhpt.core.errors import Exit, JhptError
@@ -27,6 +23,7 @@ from jhpt.training.programs import State, Step, global_batch
 from jhpt.training.setup import Setup
 from jhpt.training.spikes import is_spike
 from jhpt.training.step import RandomStream, StepMetrics, random_key
+from jhpt.training.watch import watch
 
 
 class TrainingDiverged(JhptError, RuntimeError):
@@ -90,7 +87,7 @@ def fit(
     spiked: Callable[[int, int], None] = lambda step, good: None,
     evaluate_first: bool = False,
 ) -> tuple[State, Progress]:
-    """Trains from `state` to the last step of the configuration, or until SIGINT or SIGTERM.
+    """Trains from `state` to the last step of the configuration, or until a signal.
 
     Metrics of a step are read after the next one is under way, so that the device never waits for the host.
 
@@ -111,25 +108,29 @@ def fit(
     report = _Reporter(setup, progress, clock, writer, display, spiked, reported=first, skipped=int(state.skipped))
     between = _BetweenSteps(setup, step, save, report)
 
-    with _Interruption() as interruption:
-        state = between.run(first, state, {"evaluation"} if evaluate_first else set())
-        for number in range(first + 1, last + 1):
-            with clock.waiting():
-                windows = global_batch(setup, next(batches))
-            state, metrics = step.step(state, windows)
-            report.flush()
-            stop = interruption.requested(number)
-            due = _due(config, number, final=number == last, stop=stop)
-            if due:
-                report.pending = (number, metrics)
-            state = between.run(number, state, due)
-            if (epoch := _epoch_begun(setup, number)) is not None:
-                display.say(f"step {number}: epoch {epoch} begins")
-            if stop:
-                display.say(f"stopped by a signal at step {number}")
-                progress.interrupted = number < last
-                break
+    if first < last and watch.stops_after(first):  # a signal while compiling or restoring
+        display.say(f"stopped by a signal before step {first + 1}")
+        progress.interrupted = True
+        return state, progress
+    state = between.run(first, state, {"evaluation"} if evaluate_first else set())
+    for number in range(first + 1, last + 1):
+        watch.stepping(number)
+        with clock.waiting():
+            windows = global_batch(setup, next(batches))
+        state, metrics = step.step(state, windows)
         report.flush()
+        stop = watch.stops_after(number)
+        due = _due(config, number, final=number == last, stop=stop)
+        if due:
+            report.pending = (number, metrics)
+        state = between.run(number, state, due)
+        if (epoch := _epoch_begun(setup, number)) is not None:
+            display.say(f"step {number}: epoch {epoch} begins")
+        if stop:
+            display.say(f"stopped by a signal at step {number}")
+            progress.interrupted = number < last
+            break
+    report.flush()
     return state, progress
 
 
@@ -183,9 +184,11 @@ class _BetweenSteps(Generic[State]):
         with self.report.clock.paused():
             state = self.step.flush(state)
             if "checkpoint" in due:
-                self.save(number, state)
+                with watch.phase(f"saving step {number}"):
+                    self.save(number, state)
             if "evaluation" in due and self.setup.validation_windows is not None:
-                self.report.validation(number, evaluate(self.setup, self.step.evaluate, state.params))
+                with watch.phase(f"evaluating step {number}"):
+                    self.report.validation(number, evaluate(self.setup, self.step.evaluate, state.params))
         return state
 
 
@@ -319,35 +322,3 @@ def utilisation(setup: Setup, tokens_per_s: float) -> float | None:
     return (
         tokens_per_s * training_flops_per_token(setup) / (peak * setup.layout.device_mesh.mesh.size) if peak else None
     )
-
-
-class _Interruption:
-    """Remembers SIGINT and SIGTERM, so that the loop can save and stop; a second SIGINT stops immediately."""
-
-    def __init__(self) -> None:
-        self._requested = False
-        self._previous: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> "_Interruption":
-        # With several processes jax's preemption service handles SIGTERM and makes all agree on the step.
-        signals = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in signals}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _note(self, number: int, frame: object) -> None:
-        if self._requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._requested = True
-        if jax.process_count() > 1:
-            os.kill(os.getpid(), signal.SIGTERM)  # tells the preemption service
-
-    def requested(self, step: int) -> bool:
-        """Whether to stop after this step; the same answer on every process."""
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._requested

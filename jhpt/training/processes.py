@@ -1,17 +1,24 @@
 """One or many processes: their launcher, how they connect, and how they agree."""
 
+import atexit
+import ipaddress
 import json
 import os
+import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
+from jax._src import clusters
+from jax._src.distributed import global_state
 
-from jhpt.core.errors import InputError
+from jhpt.core.errors import Exit, InputError, JhptError
+from jhpt.core.peers_config import PeersConfig
 from jhpt.sharding.gather import gathered
+from jhpt.training.watch import watch
+from jhpt.training.wire import Place
 
 BY_HAND = "start every process with --coordinator HOST:PORT --process-id I --num-processes N"
 
@@ -39,43 +46,127 @@ def launcher(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def join(processes: Processes) -> None:
+NEVER = 10**6
+"""Seconds after which jax would end processes whose peers are silent: `training.watch` does it, much earlier."""
+
+
+def join(processes: Processes, peers: PeersConfig | None = None) -> None:
     """Connects this process to the others; does nothing for a single process or if already connected.
 
     Must run before any device is touched.  Under a launcher each process takes the devices that the launcher assigns
     to it, under SLURM the one of its local rank: start one process per GPU.
 
     Raises:
-      InputError: some of the three settings are missing, or the others cannot be reached.
+      InputError: some of the three settings are missing, or process 0 cannot listen at its address.
+      PeerLost: not all processes came in time.
     """
     if jax.distributed.is_initialized():
         return
+    found = _found(processes)
+    if found is None:
+        return
+    coordinator, process, count = found
+    peers = peers or PeersConfig()
+    place = _place(coordinator, process, count, peers)
+    try:
+        port = watch.join(place, peers)
+    except OSError as error:
+        raise InputError(
+            f"process 0 cannot listen at {place}: {error.strerror or error}; give --coordinator an address of its own "
+            "host and a free port"
+        ) from None
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    address = f"127.0.0.1:{port}"
+    try:
+        jax.distributed.initialize(
+            coordinator_address=address,
+            coordinator_bind_address=address,
+            num_processes=count,
+            process_id=process,
+            initialization_timeout=round(peers.wait_seconds) + 1,
+            heartbeat_timeout_seconds=NEVER,
+            shutdown_timeout_seconds=round(peers.heartbeat_seconds) + 1,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"joining the other processes failed: {str(error).partition(chr(10))[0]}") from None
+    atexit.register(_leave)
+
+
+def _found(processes: Processes) -> tuple[str, int, int] | None:
+    """(address of the coordinator, number of this process, of all), by hand or from the launcher; None: only one."""
     settings = (processes.coordinator, processes.process_id, processes.num_processes)
     started_by = launcher(os.environ)
     if any(value is not None for value in settings):
-        if any(value is None for value in settings):
+        coordinator, process, count = settings
+        if coordinator is None or process is None or count is None:
             raise InputError("give --coordinator HOST:PORT, --process-id and --num-processes together, or none of them")
-        if not 0 <= int(processes.process_id or 0) < int(processes.num_processes or 0):
-            raise InputError(
-                f"--process-id {processes.process_id} is not below --num-processes {processes.num_processes}"
-            )
-        _initialize(
-            f"check that process 0 listens at {settings[0]} and that all {settings[2]} processes were started",
-            coordinator_address=settings[0],
-            process_id=settings[1],
-            num_processes=settings[2],
-        )
-    elif started_by == "Kubernetes":
-        _initialize(f"jax reads the job through the package kubernetes (pip install 'jax[k8s]'); else {BY_HAND}")
-    elif started_by:
-        _initialize(f"jax could not read {started_by}'s settings; {BY_HAND}")
-
-
-def _initialize(remedy: str, **arguments: Any) -> None:
+        if not 0 <= process < count:
+            raise InputError(f"--process-id {process} is not below --num-processes {count}")
+        return coordinator, process, count
+    if started_by is None:
+        return None
+    unread = f"jax could not read {started_by}'s settings"
+    if started_by == "Kubernetes":
+        unread = "jax reads the job through the package kubernetes (pip install 'jax[k8s]')"
     try:
-        jax.distributed.initialize(**arguments)
-    except (RuntimeError, ValueError, ImportError) as error:
-        raise InputError(f"joining the other processes failed: {str(error).partition(chr(10))[0]}; {remedy}") from None
+        detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+        coordinator, count, process, _ = detect(None, None, None, None, None, 300)
+    except (RuntimeError, ValueError, ImportError, OSError) as error:
+        reason = str(error).partition(chr(10))[0]
+        raise InputError(f"joining the other processes failed: {reason}; {unread}; else {BY_HAND}") from None
+    if coordinator is None or count is None or process is None:
+        raise InputError(f"joining the other processes failed: {unread}; else {BY_HAND}")
+    return coordinator, process, count
+
+
+def _place(coordinator: str, process: int, count: int, peers: PeersConfig) -> Place:
+    host, _, port = coordinator.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError(f"--coordinator {coordinator} is not HOST:PORT, such as node0:29400")
+    return Place(
+        host=host,
+        port=int(port),
+        listen=_own_address(host) if process == 0 else None,
+        process=process,
+        count=count,
+        jax_port=_free_port() if process == 0 else 0,
+        wait=peers.wait_seconds,
+        heartbeat=peers.heartbeat_seconds,
+    )
+
+
+def _own_address(host: str) -> str | None:
+    """What process 0 binds: the address that it was given.
+
+    JAX_COORDINATOR_BIND_ADDRESS, which jax reads too, is for hosts behind another address.  A host's own name may mean
+    its loopback interface on this host alone, as Debian's does; None then stands for all its addresses.
+    """
+    if given := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        return given.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        with suppress(OSError):
+            found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+            if host != "localhost" and all(ipaddress.ip_address(str(at).split("%")[0]).is_loopback for at in found):
+                return None
+    return host
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _leave() -> None:
+    """Ends jax's part once all processes have come to their end."""
+    watch.leave()
+    if global_state.client is not None:
+        jax.distributed.shutdown()
+        watch.linger()
 
 
 def is_main() -> bool:
@@ -94,10 +185,12 @@ def raise_on_all_processes() -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
+        if jax.process_count() > 1:  # the others may be far from here
+            watch.refuse(str(error), error.status if isinstance(error, JhptError) else Exit.CRASH)
     if jax.process_count() > 1:
         failed = np.flatnonzero(gathered(np.bool_(failure is not None)))
         if failure is None and failed.size:
-            raise InputError(f"process {failed[0]} failed; see its own error message")
+            raise watch.refusal()
     if failure is not None:
         raise failure
 
