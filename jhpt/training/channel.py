@@ -12,6 +12,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -30,7 +31,6 @@ class Channel(threading.Thread):
         super().__init__(name="jhpt-peers", daemon=True)
         self.relay_port = 0
         self._here, self._place = here, place
-        self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._failure: OSError | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -56,33 +56,53 @@ class Channel(threading.Thread):
 
     def beat(self) -> None:
         """Says now what this process does; from any thread."""
-        self._loop.call_soon_threadsafe(self._beat)
+        self._soon(self._beat)
 
     def send(self, message: Message) -> None:
         """Sends a message to process 0; from any thread."""
-        self._loop.call_soon_threadsafe(self._write, message)
+        self._soon(self._write, message)
+
+    def end(self) -> None:
+        """Closes all connections and ends the thread."""
+        self._soon(self._cancel)
+        self.join()
+
+    def _soon(self, action: Callable[..., None], *arguments: Message) -> None:
+        with suppress(RuntimeError):  # the thread has ended
+            self._loop.call_soon_threadsafe(action, *arguments)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
     def run(self) -> None:
         """The thread."""
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._main())
+        with suppress(asyncio.CancelledError):
+            asyncio.run(self._main())
 
     async def _main(self) -> None:
-        place = self._place
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         try:
-            if place.process == 0:
-                self._hub = Hub(self._here, place)
+            if self._place.process == 0:
+                self._hub = Hub(self._here, self._place)
                 await self._hub.listen()
-            relay = await asyncio.start_server(self._relayed, "127.0.0.1", 0)
+            relays = await asyncio.start_server(self._relayed, "127.0.0.1", 0)
         except OSError as error:
             self._failure = error
-            return
-        finally:
             self._ready.set()
-        self.relay_port = relay.sockets[0].getsockname()[1]
-        reader = await self._connected()
-        if reader is not None:
-            await asyncio.gather(self._beats(), self._listen(reader))
+            return
+        self.relay_port = relays.sockets[0].getsockname()[1]
+        self._ready.set()
+        try:
+            reader = await self._connected()
+            if reader is not None:
+                await asyncio.gather(self._beats(), self._listen(reader))
+        finally:
+            relays.close()
+            if self._writer is not None:
+                self._writer.close()
+            if self._hub is not None:
+                await self._hub.close()
 
     async def _connected(self) -> asyncio.StreamReader | None:
         """Connects to process 0, however long it takes to start, up to the time that is set."""

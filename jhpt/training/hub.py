@@ -34,6 +34,15 @@ class Hub:
         self._server = await asyncio.start_server(self._accepted, place.listen, place.port, limit=LINE)
         self._tasks = [asyncio.ensure_future(self._look()), asyncio.ensure_future(self._call())]
 
+    async def close(self) -> None:
+        """Ends all connections."""
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        for writer in self.writers.values():
+            writer.close()
+        await asyncio.sleep(0.01)  # until they are closed
+
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         keep_alive(writer, self._place.heartbeat)
         try:
@@ -56,7 +65,7 @@ class Hub:
         if twin is not None:
             text = f"process {beat.process} is here already: {twin.beat.name}; give each a --process-id of its own"
             writer.write(line_of({"verdict": asdict(Verdict(text=text, status=Exit.INPUT))}))
-            writer.write_eof()
+            writer.close()
             return False
         self._members.hear(beat, time.monotonic())
         self.writers[beat.process] = writer
