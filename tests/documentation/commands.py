@@ -85,10 +85,14 @@ RUN = {
     "jhpt eval runs/tiny": "",
     "jhpt eval runs/tiny --data.path 'corpus/*.txt' --parallel.tensor 2": "",
     "jhpt eval runs/tiny --documents documents.jsonl --out likelihoods.jsonl": "",
+    "jhpt verify runs/tiny": "",
+    "jhpt launch --slurm --nodes 4 --out job.sh -- train my.yaml --out runs/mine": "",
+    "jhpt train --out runs/tiny": "",
     "jhpt doctor": "",
     "jhpt tokenizer train corpus --vocab-size 32000 --out words.json": "--force",
     "jhpt tokenizer train corpus --kind wordpiece --vocab-size 30522 --out pieces.json": "--force",
     "jhpt bench": "--help",
+    "jhpt launch": "--help",
     "jhpt bench predict --published runs.csv": "",
     "python benchmarks/calibration/fit.py --help": "",
     "python benchmarks/hand_made_bugs/run.py --help": "",
@@ -123,6 +127,7 @@ SLOW = {
     "jhpt bench NAME [--quick] [--json FILE]": "--quick",
     "jhpt bench comms": "--quick",
     "jhpt bench convergence": "--quick",
+    "jhpt bench faults": "--quick",
     "jhpt bench hybrid": "--quick",
     "jhpt bench memory": "--quick",
     "jhpt bench planner": "--quick",
@@ -132,6 +137,8 @@ SLOW = {
 """Commands that run under `-m exhaustive` with what is put behind them; the quick suite parses them as they are."""
 
 PARSED = {
+    "jhpt launch --processes 2 -- train my.yaml --out runs/mine": "two processes; tests/test_launch.py starts them",
+    "jhpt train --out runs/tiny --resume-step 500": "a run of 500 steps; tests/training/test_saving.py goes back",
     "jhpt plan": "a name in a sentence",
     "jhpt profile": "a name in a sentence",
     "pip install -e '.[lm-eval]'": "the harness and PyTorch",

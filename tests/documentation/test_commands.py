@@ -17,7 +17,7 @@ import pytest
 from benchmarks.gpu import prepare as gpu_prepare
 from benchmarks.gpu import run as gpu_run
 from benchmarks.gpu.stages import STAGES
-from jhpt import cli
+from jhpt import cli, cli_launch
 from jhpt import flags as command_flags
 from jhpt.bench import registry
 from jhpt.core.load import load_config
@@ -160,7 +160,7 @@ def test_a_benchmark_runs(name, tmp_path):
 # --- what is parsed --------------------------------------------------------------------------------------------
 
 
-class Parsed(Exception):
+class Parsed(BaseException):
     """Raised where a command would begin its work."""
 
 
@@ -177,6 +177,8 @@ def before_the_work(workplace, monkeypatch) -> None:
             raise Parsed
 
         return stopped
+
+    monkeypatch.setattr(cli_launch, "launched", stop)
 
     def load(name):
         signature = inspect.signature(registry.load(name).run)
