@@ -17,6 +17,8 @@ from jhpt.core.errors import Exit, InputError
 from jhpt.launch import Attempt, Launch, after, command_of, ending, environment_of, launched
 from tests.conftest import tiny_overrides
 
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork")  # jax warns of its threads; a launcher has no jax
+
 TWO = Launch(arguments=("gpt-tiny",), out=Path("run"), processes=2, fewest=2, max_restarts=5, pause=1.0)
 KILLED = -signal.SIGKILL
 
