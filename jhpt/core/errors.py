@@ -50,6 +50,12 @@ class NotHere(InputError):
     status = Exit.NOT_HERE
 
 
+class OutOfMemory(JhptError):
+    """A device or this host ran out of memory while a command ran; what was saved is whole."""
+
+    status = Exit.MEMORY
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`"; did you mean NAME?"` for the closest of `choices`, or an empty string."""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)

@@ -12,6 +12,7 @@ from jhpt.core.config import Config
 from jhpt.core.plan import Plan
 from jhpt.core.rules import Choices, check
 from jhpt.sharding.compiler_options import compiler_options
+from jhpt.training import device_step, offloaded_step
 from jhpt.training.device_step import compile_device_step, lower_device_step
 from jhpt.training.offloaded_step import compile_offloaded_step, lower_offloaded_step
 from jhpt.training.planning import check_fits_model
@@ -34,6 +35,13 @@ def lower_step(design: Design) -> jax.stages.Lowered:
     The state is donated.  Devices need not be attached to this machine.
     """
     return lower_offloaded_step(design) if design.plan.offload else lower_device_step(design)
+
+
+def host_copies(design: Design) -> dict[str, float]:
+    """Bytes of host memory that a process needs beside its devices and offloaded rows, by cause."""
+    if design.plan.offload:
+        return offloaded_step.copies(offloaded_step.offloaded_training(design))
+    return device_step.copies(device_step.abstract_state(design))
 
 
 def compiled_step(config: Config, plan: Plan, cluster: Cluster) -> Reading:

@@ -15,7 +15,7 @@ from jhpt.sharding.types import PyTree
 from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.clipping import clipping
 from jhpt.training.optimizer import learning_rate
-from jhpt.training.programs import compiled_within_memory, evaluation_shapes, fitting, windows_shape
+from jhpt.training.programs import compiled_within_memory, copied_to_save, evaluation_shapes, fitting, windows_shape
 from jhpt.training.record import Record
 from jhpt.training.setup import Design, Setup
 from jhpt.training.step import (
@@ -86,7 +86,7 @@ def compile_device_step(setup: Setup) -> DeviceStep:
     """
     state = abstract_state(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    compiled, memory = compiled_within_memory(setup, lower_device_step(setup), "a step")
+    compiled, memory = compiled_within_memory(setup, lower_device_step(setup), "a step", host=copies(state))
     evaluate = fitting(
         setup,
         evaluate_program(setup),
@@ -104,6 +104,11 @@ def compile_device_step(setup: Setup) -> DeviceStep:
             setup, state, lambda program, part: fitting(setup, program, "saving a checkpoint", (part,))
         ),
     )
+
+
+def copies(state: TrainState) -> dict[str, float]:
+    """Bytes of host memory that this process needs beside its devices, by cause.  state: shapes with shardings."""
+    return {"copies to save": copied_to_save(state)}
 
 
 def evaluate_program(setup: Setup) -> Any:

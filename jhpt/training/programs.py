@@ -4,23 +4,29 @@ The protocol has two implementations: `training.device_step`, with everything on
 `training.offloaded_step`, with blocks wholly or partly in host memory.  `training.compile` decides between them.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jhpt.core.amounts import gib
 from jhpt.core.config import Config
-from jhpt.core.errors import InputError
 from jhpt.models.family import Sums
 from jhpt.sharding.compiler_options import compiler_options
 from jhpt.sharding.types import PyTree
 from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.record import Record
+from jhpt.training.room import DoesNotFit, Room, devices_here, room_of
+from jhpt.training.runtime import return_freed_memory
 from jhpt.training.setup import Setup
 from jhpt.training.step import Params, RandomStream, StepMetrics, StepState, random_key
+
+KEPT_HEAP = 6.0
+"""A heap that keeps what is freed (`runtime.keep_heap`) grows to so many times what its programs need: glibc 2.36 does
+not find a freed block again that has to be aligned.  Measured: 1.3 to 5.3 times."""
 
 State = TypeVar("State", bound=StepState)
 
@@ -67,20 +73,28 @@ class Step(Protocol[State]):
 
 
 def compiled_within_memory(
-    setup: Setup, lowered: jax.stages.Lowered, purpose: str, besides: int = 0
+    setup: Setup,
+    lowered: jax.stages.Lowered,
+    purpose: str,
+    besides: int = 0,
+    host: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[jax.stages.Compiled, dict[str, int]]:
-    """(the program, its bytes on each device by cause).
+    """(the program, its bytes on each device by cause).  All processes must call this.
 
     Args:
       purpose: of the program, as the subject of a message.
       besides: bytes of state on the device that are not among the program's arguments.
+      host: bytes of host memory by cause that this process takes beside its devices.
 
     Raises:
-      InputError: the compiler says that the program needs more memory than there is.
+      DoesNotFit: the compiler says that the program needs more memory than there is.
     """
     compiled = lowered.compile(compiler_options=compiler_options(setup.device.platform, setup.plan))
     memory = memory_of(compiled) | ({"state": besides} if besides else {})
-    check_memory(setup, purpose, memory)
+    room = room_of(setup.device, devices_here(setup.plan))
+    check_memory(room, purpose, memory, host)
+    if room.one_memory and KEPT_HEAP * room.total(sum(memory.values()), sum(host.values())) > room.host:
+        return_freed_memory()
     return compiled, memory
 
 
@@ -114,31 +128,40 @@ def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
     return {"state": analysis.argument_size_in_bytes, "temporary": analysis.temp_size_in_bytes + made}
 
 
-LESS_MEMORY = {
-    "hand": "raise parallel.micro_batches, parallel.zero or parallel.tensor, or lower data.batch_size; or set "
-    "memory.recompute=full, memory.offload=both (which excludes tensor and pipeline parallelism), or "
-    "parallel.auto=true",
-    "auto": "lower data.batch_size, or write the plan by hand: parallel.auto=false and higher parallel.micro_batches, "
-    "parallel.zero or parallel.tensor",
-    "given": "give a plan with more micro_batches, zero or tensor, such as `jhpt plan --budget` makes, or one for a "
-    "smaller batch",
-}
-"""What to do about a step that is too large, by the origin of its plan."""
+def check_memory(
+    room: Room, purpose: str, memory: Mapping[str, float], host: Mapping[str, float] = MappingProxyType({})
+) -> None:
+    """Refuses a program that does not fit according to the compiler, before a device or the host runs out of memory.
 
-
-def check_memory(setup: Setup, purpose: str, memory: Mapping[str, int]) -> None:
-    """Refuses a program that does not fit according to the compiler, before the device runs out of memory.
+    Args:
+      memory: bytes on each device by cause.  host: bytes of host memory beside, by cause.
 
     Raises:
-      InputError: with the bytes by cause, the device's memory and a remedy.
+      DoesNotFit: with the bytes by cause and what there is.
     """
-    limit, need = setup.device.memory, sum(memory.values())
-    if limit is not None and need > limit:
-        causes = " + ".join(f"{name} {gib(size)}" for name, size in memory.items())
-        raise InputError(
-            f"{purpose} needs {causes} on each device, which has {gib(limit)}; "
-            + LESS_MEMORY[setup.plan.origin or "given"]
-        )
+    if not room.fits(sum(memory.values()), sum(host.values())):
+        raise DoesNotFit(purpose, room, memory, host)
+
+
+COPIES_TO_SAVE = 2
+"""Of the state, in host memory while it is saved: Orbax's, so that training can go on, and the encoded chunks of files
+(measured: docs/guides/faults.md)."""
+
+
+def copied_to_save(state: PyTree) -> int:
+    """Bytes of host memory that this process takes while it saves: `COPIES_TO_SAVE` of every piece of the state.
+
+    state: shapes with shardings.
+    """
+
+    def pieces(leaf: jax.ShapeDtypeStruct) -> int:
+        assert leaf.sharding is not None
+        here = set(map(str, leaf.sharding.addressable_devices_indices_map(leaf.shape).values()))
+        return len(here) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return COPIES_TO_SAVE * sum(
+        pieces(leaf) for leaf in jax.tree.leaves(state) if jax.dtypes.issubdtype(leaf.dtype, jax.numpy.number)
+    )
 
 
 def windows_shape(config: Config, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

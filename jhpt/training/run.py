@@ -30,6 +30,7 @@ from jhpt.training.interruption import stops_on_signals
 from jhpt.training.loop import Progress, evaluation_due, fit, utilisation
 from jhpt.training.metrics import metrics_writer, read_metrics
 from jhpt.training.planning import check_host_room, choose_plan, read_past, same_work, with_tried_offload
+from jhpt.training.preflight import check_disk, mistakes, nearest_change, out_of_memory_explained, refuse_impossible
 from jhpt.training.processes import (
     Processes,
     check_agreed,
@@ -252,8 +253,11 @@ def _resolved(
     if jax.process_count() == 1:  # of several processes, one alone cannot open a checkpoint
         check_can_go_on(run_dir)
     past = read_past(run_dir, display.say)
+    if config.parallel.auto:  # measuring takes minutes
+        refuse_impossible(config, None)
     plan = with_tried_offload(choose_plan(config, requested, past, display.say), display.say)
     check_host_room(plan, config)
+    refuse_impossible(config, plan)
     with watch.phase("reading its text"), raise_on_all_processes():
         setup = prepare(config, plan, say=display.say, progress=display.tokenising)
     key = data_key(setup.sources)
@@ -261,7 +265,8 @@ def _resolved(
         raise InputError("the processes read different text; give all of them the same files in data.path")
     record = make_record(config, key, setup.model.dtype.name)
     resume = find_resume(run_dir, record, config.checkpoint, resume_step)
-    notes = list(resume.notes)
+    check_disk(run_dir, config, resume.step, display.say)
+    notes = [*resume.notes, *mistakes(setup)]
     if past.plan and not same_work(past.plan, plan):
         notes.append(plan_change(past.plan, plan))
     weights = None
@@ -277,8 +282,14 @@ def _resolved(
 def _executed(run: _Run, display: Display) -> RunResult:
     setup, config = run.setup, run.setup.config
     display.say(f"compiling {config.name} for {setup.layout.device_mesh.mesh.size} x {setup.device.kind}")
-    with watch.phase("compiling"):
+    with watch.phase("compiling"), nearest_change(setup):
         step = compile_step(setup)
+    with out_of_memory_explained(setup, step.memory, run.directory):
+        return _stepped(run, step, display)
+
+
+def _stepped(run: _Run, step: Step[Any], display: Display) -> RunResult:
+    setup, config = run.setup, run.setup.config
     with watch.phase(f"restoring step {run.step}" if run.step else "making the first state"):
         state = _first_state(run, step)
     with raise_on_all_processes():

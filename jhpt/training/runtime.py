@@ -13,7 +13,7 @@ from jhpt.core.config import MemoryConfig
 from jhpt.core.folders import cache_folder
 from jhpt.core.host import host_memory
 
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8
 """Parameters of glibc's mallopt(3)."""
 
 
@@ -83,3 +83,15 @@ def keep_heap() -> bool:
     libc = ctypes.CDLL(None)
     settings = {M_ARENA_MAX: 1, M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1}
     return all(libc.mallopt(name, value) for name, value in settings.items())
+
+
+def return_freed_memory() -> bool:
+    """Undoes `keep_heap` for large blocks, which are then returned to the kernel; returns whether it could.
+
+    Programs take longer and need no more than the compiler says: for those that nearly fill this host.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    settings = {M_MMAP_THRESHOLD: 32 << 20, M_MMAP_MAX: 1 << 16, M_TRIM_THRESHOLD: 1 << 28}
+    return all([libc.mallopt(name, value) for name, value in settings.items()]) and bool(libc.malloc_trim(0) >= 0)

@@ -3,7 +3,6 @@
 import fcntl
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -30,6 +29,7 @@ from jhpt.training.device_step import abstract_state
 from jhpt.training.loop import evaluate
 from jhpt.training.metrics import read_metrics
 from jhpt.training.planning import Past, choose_plan, differences
+from jhpt.training.room import Room
 from jhpt.training.run_dir import write_config, write_plan
 from jhpt.training.sampling import sample
 from jhpt.training.setup import prepare
@@ -364,26 +364,27 @@ def test_a_cluster_of_other_devices_is_refused(tiny, tmp_path, measured, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("origin", "words"),
+    ("limits", "words"),
     [
-        ("hand", "raise parallel.micro_batches, parallel.zero"),
-        ("auto", "parallel.auto=false"),
-        ("given", "give a plan with more micro_batches"),
-        (None, "give a plan with more micro_batches"),
+        ({"device": 1 << 30}, "2.0 GiB on each device, which has 1.0 GiB"),
+        (
+            {"one_memory": True},
+            "on each of 8 devices: 16.0 GiB in all of this host's memory, of which 4.0 GiB is avail",
+        ),
     ],
 )
-def test_a_step_that_is_too_large(origin, words):
-    setup = SimpleNamespace(device=SimpleNamespace(memory=1), plan=SimpleNamespace(origin=origin))
-    with pytest.raises(InputError, match=words) as caught:
-        programs.check_memory(setup, "a step", {"state": 2})
-    assert origin == "hand" or "raise parallel" not in str(caught.value)
+def test_a_step_that_is_too_large(limits, words):
+    room = Room(**{"device": None, "host": 4 << 30, "devices": 8, "one_memory": False} | limits)
+    with pytest.raises(InputError, match=words):
+        programs.check_memory(room, "a step", {"state": 2 << 30})
+    programs.check_memory(room, "a step", {"state": 1 << 29})
 
 
 def test_all_that_may_not_fit_is_compiled_before_the_first_step(tiny, monkeypatch):
     """Where a device's memory is known: evaluating and saving, too, are refused at the start or run later."""
     setup = prepare(tiny(**{"parallel.pipe": 2, "parallel.data": 1}))
     checked, known = [], replace(setup, device=replace(setup.device, memory=1 << 40))
-    monkeypatch.setattr(programs, "check_memory", lambda setup, what, memory: checked.append((what, memory)))
+    monkeypatch.setattr(programs, "check_memory", lambda room, what, memory, host: checked.append((what, memory)))
     step = compile_step(known)
     assert [what for what, _ in checked] == ["a step", "evaluating", "saving a checkpoint"]
     assert checked[2][1]["temporary"] >= checked[2][1]["state"] / 2, "the copy that is saved counts"

@@ -1,5 +1,9 @@
 """Process-wide settings."""
 
+import platform
+import subprocess
+import sys
+
 import jax
 import pytest
 
@@ -25,3 +29,28 @@ def test_others_may_come_from_the_cache(cached, monkeypatch, changed):
         monkeypatch.setattr(jax, name, lambda value=value: value)
     compile_collectives_anew()
     assert cached()
+
+
+HEAP = """
+from jhpt.training.runtime import keep_heap, return_freed_memory
+
+def resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) // 1024
+
+def left():
+    before = resident()
+    block = bytearray(100 << 20)
+    del block
+    return resident() - before
+
+kept = keep_heap(), left() > 90
+before = resident()
+print(*kept, return_freed_memory(), before - resident() > 90, left() < 10)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap can be told to keep what is freed")
+def test_freed_memory_is_kept_until_it_is_needed():
+    shown = subprocess.run([sys.executable, "-c", HEAP], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout.split() == ["True"] * 5, shown.stdout
