@@ -11,6 +11,7 @@ import resource
 import socket
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -30,6 +31,9 @@ SHORTEST_STALL, STEPS_PER_STALL = 60.0, 10
 WORK_SHARE, WORK_BYTES = 0.1, 1 << 16
 """A process is at work if it uses this share of a core, or reads and writes so many bytes in a second."""
 
+SHORTEST_LOOK = 0.5
+"""Seconds over which work is measured at least: between two beats in a row only their own work would be seen."""
+
 KNOWN_STEPS = 3
 """Steps after which their time is known; the first ones also compile and connect."""
 
@@ -45,8 +49,8 @@ LINGER = 5.0
 ROOM = 10**9
 """Positions of one run."""
 
-WAITING = {"sync_global_processes", "sync_global_devices", "process_allgather", "gathered", "broadcast_one_to_all"}
-"""Functions in which a thread waits for other processes."""
+WAITING = {"sync_global_processes", "sync_global_devices", "process_allgather", "gathered", "State.initialize"}
+"""Functions in which a thread waits for other processes; the last one is jax's, when processes connect."""
 
 
 class Refused(InputError):
@@ -235,17 +239,19 @@ class Watch:
 
     def conclude(self, verdict: Verdict) -> None:
         """Leaves: by an exception while the main thread waits for the others to come, else at once."""
+        text = verdict.text
         if self._process in verdict.stacks:
-            self._write_stacks()
+            text += f"; stacks: {self._write_stacks()}"
         if not self._started.is_set():
             self._lost = verdict
             self._started.set()
         elif self._refusal is not None:
-            _end(f"process {self._refusal[0]} failed: {self._refusal[1]}", self._refusal[2])
+            process, why, status = self._refusal
+            _end(f"process {process} failed: {why}" if self._ended < self._run else None, status)
         elif self._run in self._held and self._step < 0:
             self._end_for_signal()
         else:
-            _end(verdict.text, verdict.status)
+            _end(text, verdict.status)
 
     def refused(self, process: int, text: str, status: int) -> None:
         """Gives the main thread a moment to end in an orderly way."""
@@ -307,20 +313,21 @@ class Watch:
     def _measure_work(self) -> None:
         """Counts up if this process has been at work; in a step only the next step counts, as waiting costs work."""
         worked, moved, now = time.process_time(), _bytes_moved(), time.monotonic()
-        seconds = max(now - self._looked, 1e-3)
+        seconds = now - self._looked
+        if seconds < SHORTEST_LOOK:
+            return
         at_work = worked - self._worked > WORK_SHARE * seconds or moved - self._bytes > WORK_BYTES * seconds
         if at_work and not (self._doing.startswith("in step") and len(self._steps) >= KNOWN_STEPS):
             self._work += 1
         self._worked, self._bytes, self._looked = worked, moved, now
 
-    def _write_stacks(self) -> None:
-        path = self.stacks / f"stacks-{self._process}.log" if self.stacks and self.stacks.is_dir() else None
-        with suppress(OSError):
-            if path is None:
-                faulthandler.dump_traceback(sys.stderr)
-            else:
-                with path.open("a") as file:
-                    faulthandler.dump_traceback(file)
+    def _write_stacks(self) -> Path:
+        """Writes the stacks of all threads into the run directory, or a temporary folder before there is one."""
+        folder = self.stacks if self.stacks and self.stacks.is_dir() else Path(tempfile.mkdtemp(prefix="jhpt-"))
+        path = folder / f"stacks-{self._process}.log"
+        with suppress(OSError), path.open("a") as file:
+            faulthandler.dump_traceback(file)
+        return path
 
 
 def _error(verdict: Verdict) -> JhptError:
@@ -332,7 +339,7 @@ def _waits() -> bool:
     for frame in sys._current_frames().values():
         at = frame
         while at is not None:
-            if at.f_code.co_name in WAITING:
+            if at.f_code.co_qualname in WAITING:
                 return True
             at = at.f_back  # type: ignore[assignment]
     return False
@@ -360,12 +367,13 @@ def _print(text: str) -> None:
         os.write(2, f"jhpt train: {text}\n".encode())
 
 
-def _end(text: str, status: int) -> None:
-    """Prints the line and ends this process, after what it has printed so far."""
+def _end(text: str | None, status: int) -> None:
+    """Prints the line, if it has not been said, and ends this process, after what it has printed so far."""
     flush = threading.Thread(target=lambda: [sys.stdout.flush(), sys.stderr.flush()], daemon=True)
     flush.start()
     flush.join(1.0)
-    _print(text)
+    if text is not None:
+        _print(text)
     os._exit(int(status))
 
 
