@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from jhpt.core.errors import Exit
 
 PAUSE = 3.0
-"""Seconds between two looks after which the judge itself was stopped, so that nobody else's silence counts."""
+"""Seconds without a beat after which a process is silent.  If the judge has not looked for so long, it was stopped
+itself, and nobody's silence counts."""
 
 REMEDY = "look at its own output, then start all processes again with the same --out, which resumes the run"
 
@@ -116,9 +117,11 @@ class Members:
 def stopped(members: Iterable[Seen], now: float) -> Verdict | None:
     """Who is silent, though its connection stands."""
     silent = [seen for seen in members if seen.beat.busy and now - seen.heard > seen.beat.allowance]
-    if not silent:
-        return None
-    return Verdict(text=f"{_said(silent, now, 'heard')} for {now - silent[0].heard:.0f} s; {REMEDY}")
+    return _no_answer(silent, now) if silent else None
+
+
+def _no_answer(silent: Sequence[Seen], now: float) -> Verdict:
+    return Verdict(text=f"{_said(silent, 'heard')} for {now - silent[0].heard:.0f} s; {REMEDY}")
 
 
 def stuck(members: Iterable[Seen], now: float) -> Verdict | None:
@@ -137,13 +140,15 @@ def stuck(members: Iterable[Seen], now: float) -> Verdict | None:
     if not behind or any(now - seen.moved <= seen.beat.allowance for seen in behind):
         return None
     causes = [seen for seen in behind if not seen.beat.waits] or behind
+    if silent := [seen for seen in causes if now - seen.heard > PAUSE]:
+        return _no_answer(silent, now)
     processes = tuple(seen.beat.process for seen in causes)
     seconds = now - max(seen.moved for seen in causes)
     where = "it has written where it stands" if len(causes) == 1 else "they have written where they stand"
-    return Verdict(text=f"{_said(causes, now, 'moved')} for {seconds:.0f} s; {where}; {REMEDY}", stacks=processes)
+    return Verdict(text=f"{_said(causes, 'moved')} for {seconds:.0f} s; {where}; {REMEDY}", stacks=processes)
 
 
-def _said(members: Sequence[Seen], now: float, what: str) -> str:
+def _said(members: Sequence[Seen], what: str) -> str:
     """`process 1 on node7 (pid 4242) was in step 40 and has made no progress`; of many the first."""
     beat, others = members[0].beat, len(members) - 1
     more = f" and {others} other{'s' if others > 1 else ''}" if others else ""

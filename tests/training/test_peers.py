@@ -97,6 +97,13 @@ def test_a_silent_process_is_stopped():
     assert verdict.text.startswith("process 1 on node1 (pid 101) was in step 7 and has not answered for 6 s")
 
 
+def test_a_stopped_process_is_not_called_stuck():
+    """Nothing has moved for a while, and then one is silent."""
+    says = lambda second, each: each if each.process == 0 or second < 3 else None  # noqa: E731
+    _, verdict = after(30, beat(0, waits=True), beat(1), says=says)
+    assert "process 1" in verdict.text and "has not answered for 4 s" in verdict.text and not verdict.stacks
+
+
 def test_a_judge_that_was_stopped_itself_blames_nobody():
     members = Members(2)
     for process in (0, 1):
