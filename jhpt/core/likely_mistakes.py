@@ -59,8 +59,8 @@ def _schedule(config: Config) -> Iterator[str]:
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if warmup >= steps:
         yield (
-            f"optimizer.warmup_steps={warmup} is not less than train.steps={steps}, so the learning rate never reaches "
-            f"its peak; a tenth of the steps, {max(steps // 10, 1)}, is usual"
+            f"optimizer.warmup_steps={warmup} is not less than train.steps={steps}, so the learning rate rises until "
+            f"the end; a tenth of the steps, {max(steps // 10, 1)}, is usual"
         )
 
 

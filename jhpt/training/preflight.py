@@ -38,6 +38,9 @@ MOST_COMPILED = 6
 SMALLER_BY = 0.8
 """After memory ran out where the compiler said it would not: a change is named that needs at most this share."""
 
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
+"""What XLA's errors then say: one or the other on GPUs, the second on CPU, where the kind is INTERNAL."""
+
 Enough = Callable[[Smaller], str | None]
 """(a change) -> what a step then needs, in words; None: it does not fit."""
 
@@ -245,7 +248,7 @@ def out_of_memory_explained(setup: Setup, memory: Mapping[str, float], run_dir: 
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+        if not isinstance(error, MemoryError) and not any(word in str(error) for word in OUT_OF_MEMORY):
             raise
         raise OutOfMemory(_explanation(setup, memory, run_dir, str(error))) from error
 

@@ -20,7 +20,7 @@ from jhpt.sharding.gather import gathered
 
 HOUSEKEEPING = 200 * 2**20
 """Bytes of host memory that a process takes beside its arrays once it has compiled: batches, checkpoints under way,
-metrics.  Measured: 40 to 160 MiB (docs/guides/faults.md)."""
+metrics.  Measured: up to 95 MiB (docs/guides/faults.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -212,7 +212,7 @@ def test_running_out_of_memory_is_one_message(tiny, tmp_path, monkeypatch):
     config = tiny(**ONE | {"model.num_layers": 1, "train.steps": 3, "checkpoint.every": 1, "evaluation.every": 2})
 
     def fails(*arguments):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4294967296 bytes.")
+        raise jax.errors.JaxRuntimeError("INTERNAL: Error dispatching: Out of memory allocating 4294967296 bytes.")
 
     with monkeypatch.context() as patch:
         patch.setattr("jhpt.training.loop.evaluate", fails)
@@ -230,5 +230,7 @@ def test_a_host_that_is_out_of_memory_says_so_too(tiny, tmp_path):
     explained = lambda: preflight.out_of_memory_explained(setup, {"state": MIB, "temporary": GIB}, tmp_path)  # noqa: E731
     with pytest.raises(OutOfMemory, match="memory ran out: a step needs state"), explained():
         raise MemoryError("Unable to allocate 3.00 GiB")
+    with pytest.raises(OutOfMemory, match=r"4.77 MiB could not be allocated"), explained():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: allocator ran out trying to allocate 5000000 bytes")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained():
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

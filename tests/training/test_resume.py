@@ -15,6 +15,7 @@ import pytest
 
 import jhpt
 from benchmarks.faults.moments import MOMENTS
+from jhpt.core.errors import OutOfMemory
 from jhpt.core.load import load_config
 from jhpt.training import loop
 from jhpt.training.metrics import read_metrics
@@ -136,7 +137,7 @@ def test_a_step_is_saved_before_it_is_evaluated_and_evaluated_when_the_run_resum
     def fail(*_):
         raise MemoryError
 
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
         patch.setattr(loop, "evaluate", fail)
         jhpt.train("gpt-tiny", out=tmp_path / "run", overrides=settings)
     assert (tmp_path / "run" / "checkpoints" / "3").is_dir() and not (tmp_path / "run" / "checkpoints" / "4").exists()

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jhpt.core.amounts import gib
 from jhpt.core.config import DataConfig
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
@@ -29,7 +30,7 @@ from jhpt.core.manifest import MANIFEST, manifest_faults, write_manifest
 from jhpt.training.data.corpus import digest, find_files, split_files
 from jhpt.training.data.documents import check_file
 from jhpt.training.data.shards import UNFINISHED, Tokens
-from jhpt.training.data.tokenizer import Tokenizer
+from jhpt.training.data.tokenizer import BYTES, Tokenizer
 from jhpt.training.data.workers import (
     Job,
     Shard,
@@ -46,6 +47,10 @@ FORMAT = 3
 
 CUTS = 1
 """Increased when the same text would be cut into other shards: those of a killed process are then not used."""
+
+
+TEXT_OF_A_TOKEN = 4
+"""Bytes of text that a tokenizer with tens of thousands of ids puts into a token, about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +190,14 @@ def _build(
         + (f", by {workers} processes" if workers > 1 else "")
         + (", going on where an earlier run ended" if going_on else "")
     )
-    partial.mkdir(exist_ok=True)
     dtype = np.dtype(np.min_scalar_type(tokenizer.vocab_size - 1))
+    expected = total * dtype.itemsize / (1 if data.tokenizer == BYTES else TEXT_OF_A_TOKEN)
+    if not going_on and (free := shutil.disk_usage(root).free) < expected:
+        say(
+            f"warning: the tokens will take about {gib(expected)}, and the disk of {root} has {gib(free)} free; "
+            "data.cache_dir names another one"
+        )
+    partial.mkdir(exist_ok=True)
     job = Job(tokenizer=data.tokenizer, fingerprint=tokenizer.fingerprint, text_key=data.text_key, dtype=dtype.name)
     shards = itertools.chain.from_iterable(shards_of(name, part, size, data.text_key) for name, part in split.items())
     names: list[str] = []

@@ -6,6 +6,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -311,3 +312,12 @@ def test_the_default_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "jhpt"
+
+
+def test_a_disk_without_room_is_warned_of_before_tokenising(texts, root, monkeypatch):
+    size = sum(file.stat().st_size for file in texts.iterdir())
+    for free, warned in ((2 * size, False), (size // 2, True)):
+        said, data = [], DataConfig(path=str(texts), cache_dir=str(root / str(free)))
+        monkeypatch.setattr("shutil.disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+        token_cache(data, ByteTokenizer(), said.append)
+        assert any("data.cache_dir names another" in line for line in said) == warned
