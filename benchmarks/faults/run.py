@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.faults.flips import Flip, flips
 from benchmarks.faults.kills import Kill, digests_of, kills
+from benchmarks.faults.peers import LIMITS, POINTS, STALL, Met, peers, tried
 from benchmarks.faults.setups import SETUPS, settings_of, write_text
 from benchmarks.faults.soak import soak
 from benchmarks.faults.zygote import prepare
@@ -35,6 +36,7 @@ def run(*, quick: bool = False, json_path: str | None = None, trials: int | None
         print(f"seed {SEED}, files in {folder}")
         killed = _kills(folder, number, report, quick)
         flipped = _flips(folder, 30 if quick else max(4 * number, 20), report)
+        met = _peers(folder, quick, report)
         soaked = soak(folder, 1 if quick else max(number // 3, 2), SEED)
         report.add(
             [soaked],
@@ -48,7 +50,10 @@ def run(*, quick: bool = False, json_path: str | None = None, trials: int | None
         lost = [trial for trial in trials_of if trial.outcome not in ("whole", "detected", "harmless")]
         for trial in lost:
             print(f"LOST: {trial}")
-        return int(bool(lost) or not soaked.bitwise)
+        late = [each for each in met if not each.held]
+        for each in late:
+            print(f"NOT AS PROMISED: {each}")
+        return int(bool(lost or late) or not soaked.bitwise)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -79,6 +84,30 @@ def _kills(folder: Path, number: int, report: Report, quick: bool) -> list[Kill]
         for name in names
     ]
     print_table("kill -9", ("set-up", "whole", "corrupt", "unrestorable"), lines)
+    return found
+
+
+def _peers(folder: Path, quick: bool, report: Report) -> list[Met]:
+    found = list(peers(folder, tried(quick)))
+    worst: dict[str, float] = {}
+    for met in found:
+        worst[met.fault] = max(met.seconds, worst.get(met.fault, 0.0))
+    setup = f"two processes, stall_seconds and --wait {STALL:g}, worst of {len(found)} trials"
+    claims = {
+        "dead_peer_seconds": worst["killed"],
+        "stuck_peer_seconds": max(worst["stopped"], worst["stuck"]),
+        "absent_peer_seconds": worst["absent"],
+    }
+    report.add(found, {name: Claim(value=value, unit="s", setup=setup) for name, value in claims.items()})
+    phases = list(POINTS)
+    lines = []
+    for fault in worst:
+        seconds = {
+            phase: [met.seconds for met in found if (met.fault, met.phase) == (fault, phase)] for phase in phases
+        }
+        cells = (f"{max(of):.1f}" if of else "" for of in seconds.values())
+        lines.append((fault, *cells, f"{LIMITS[fault]:g}"))
+    print_table("seconds until the other process ends", ("fault", *phases, "limit"), lines)
     return found
 
 

@@ -3,14 +3,16 @@
 That saves the seconds that every import of jax takes.
 """
 
+import atexit
 import os
 import signal
 import socket
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +48,43 @@ def prepare() -> None:
     import jhpt.training.run  # noqa: F401
 
 
+Before = Callable[[int], None]
+"""Called in a new process with its number, before it begins the run."""
+
+
 def run(
     setup: SetUp, settings: Mapping[str, object], out: Path, death: Death = LIVE, *, log: Path
 ) -> tuple[int, float]:
     """(exit status of the run, or the negative signal, seconds); all its processes die at once."""
     started = time.monotonic()
-    port = _free_port() if setup.processes > 1 else 0
-    pids = [_fork(setup, settings, out, death, process, port, log) for process in range(setup.processes)]
+
+    def before(process: int) -> None:
+        if death.moment is not None:
+            die_at(death.step, death.moment)
+
+    pids = start(setup, settings, out, before, logs=[log] * setup.processes)
     return _waited(pids, started, death)
 
 
-def _waited(pids: list[int], started: float, death: Death) -> tuple[int, float]:
+def start(
+    setup: SetUp, settings: Mapping[str, object], out: Path, before: Before, *, logs: Sequence[Path]
+) -> list[int]:
+    """Starts the processes of a run; a log for each."""
+    port = _free_port() if setup.processes > 1 else 0
+    return [
+        _fork(log, before, process, partial(_train, setup, settings, out, process, port))
+        for process, log in enumerate(logs)
+    ]
+
+
+def _waited(pids: Sequence[int], started: float, death: Death) -> tuple[int, float]:
     left, statuses = set(pids), {}
     deadline = LONGEST if death.seconds is None else death.seconds
     while left:
         for pid in list(left):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
+            if (status := ended(pid)) is not None:
                 left.discard(pid)
-                statuses[pid] = os.waitstatus_to_exitcode(status)
+                statuses[pid] = status
         if any(status < 0 for status in statuses.values()) or time.monotonic() - started > deadline:
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
@@ -73,15 +93,19 @@ def _waited(pids: list[int], started: float, death: Death) -> tuple[int, float]:
     return next((status for status in ends if status), 0), time.monotonic() - started
 
 
+def ended(pid: int) -> int | None:
+    """The exit status of a process, or the negative signal; None: it still runs."""
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
 def _free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
 
 
-def _fork(
-    setup: SetUp, settings: Mapping[str, object], out: Path, death: Death, process: int, port: int, log: Path
-) -> int:
+def _fork(log: Path, before: Before, process: int, train: Callable[[], int]) -> int:
     sys.stdout.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jax warns of its threads, of which there are none before a device is used
@@ -93,7 +117,9 @@ def _fork(
         with log.open("ab") as stream:
             os.dup2(stream.fileno(), 1)
             os.dup2(stream.fileno(), 2)
-        status = _train(setup, settings, out, death, process, port)
+        before(process)
+        status = train()
+        atexit._run_exitfuncs()  # processes take leave of each other
     except BaseException:  # the traceback is what a campaign looks for
         import traceback
 
@@ -104,7 +130,7 @@ def _fork(
         os._exit(status)
 
 
-def _train(setup: SetUp, settings: Mapping[str, object], out: Path, death: Death, process: int, port: int) -> int:
+def _train(setup: SetUp, settings: Mapping[str, object], out: Path, process: int, port: int) -> int:
     import jax
 
     from jhpt.core.errors import JhptError
@@ -112,8 +138,6 @@ def _train(setup: SetUp, settings: Mapping[str, object], out: Path, death: Death
     from jhpt.training.run import train
 
     jax.config.update("jax_num_cpu_devices", setup.devices)
-    if death.moment is not None:
-        die_at(death.step, death.moment)
     joined: dict[str, Any] = {}
     if setup.processes > 1:
         joined = {"coordinator": f"127.0.0.1:{port}", "process_id": process, "num_processes": setup.processes}

@@ -125,7 +125,7 @@ def _devices_text(setup: Setup) -> str:
 
 def step_line(step: int, steps: int, values: dict[str, float | None]) -> str:
     """One logging interval in one line; unknown values are left out."""
-    mfu, memory = values.get("mfu"), values.get("memory_bytes")
+    mfu, memory, between = values.get("mfu"), values.get("memory_bytes"), values.get("between_steps")
     parts = [
         f"step {step}/{steps}",
         f"loss {values['loss']:.4f}",
@@ -136,6 +136,7 @@ def step_line(step: int, steps: int, values: dict[str, float | None]) -> str:
         f"MFU {mfu:.1%} (causal)" if mfu else "",
         f"memory {bytes_text(memory)}" if memory else "",
         f"data wait {values['data_wait']:.1%}",
+        f"saves and evaluation {between:.1%}" if between else "",
     ]
     return "  ".join(part for part in parts if part)
 

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple
 
 import jax
@@ -32,48 +32,72 @@ class TrainingDiverged(JhptError, RuntimeError):
     status = Exit.DIVERGED
 
 
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Wall time, in seconds, and the steps in it.  data: spent waiting for it; between: spent saving and evaluating."""
+
+    seconds: float
+    data: float
+    between: float
+    steps: int = 0
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one step, without saves and evaluations."""
+        return (self.seconds - self.between) / self.steps
+
+
 @dataclass
 class Progress:
-    """The results of the loop so far.  rates: tokens per second of every logging interval except the first."""
+    """The results of the loop so far.  intervals: between two lines of metrics, except the first, which contains the
+    start; rest: what follows the last line, which is the last save and evaluation."""
 
     losses: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
     accuracy: dict[int, float] = field(default_factory=dict)
-    rates: list[float] = field(default_factory=list)
+    intervals: list[Interval] = field(default_factory=list)
+    rest: float = 0.0
     interrupted: bool = False
 
     @property
-    def tokens_per_s(self) -> float | None:
-        """Median over the logging intervals."""
-        return statistics.median(self.rates) if self.rates else None
+    def steps_per_s(self) -> float | None:
+        """Of all wall time, saves and evaluations included."""
+        if not self.intervals:
+            return None
+        return sum(each.steps for each in self.intervals) / (sum(each.seconds for each in self.intervals) + self.rest)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of one step, without saves and evaluations; the median of the intervals."""
+        return statistics.median(each.step_seconds for each in self.intervals) if self.intervals else None
 
 
 class Clock:
-    """Wall time since the last reading, without pauses, and the share of it spent waiting for data."""
+    """Wall time since the last reading, and what it was spent on."""
 
     def __init__(self) -> None:
-        self._start, self._waited = time.perf_counter(), 0.0
+        self._start, self._data, self._between = time.perf_counter(), 0.0, 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time inside counts as waiting for data."""
+        """Time inside is spent waiting for data."""
         start = time.perf_counter()
         yield
-        self._waited += time.perf_counter() - start
+        self._data += time.perf_counter() - start
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time inside does not count at all."""
+    def between_steps(self) -> Iterator[None]:
+        """Time inside is spent saving and evaluating."""
         start = time.perf_counter()
         yield
-        self._start += time.perf_counter() - start
+        self._between += time.perf_counter() - start
 
-    def read(self) -> tuple[float, float]:
-        """(seconds, share spent waiting) since the last call."""
+    def read(self) -> Interval:
+        """The time since the last call."""
         now = time.perf_counter()
-        seconds, waited = now - self._start, self._waited
-        self._start, self._waited = now, 0.0
-        return seconds, waited / seconds
+        interval = Interval(seconds=now - self._start, data=self._data, between=self._between)
+        self._start, self._data, self._between = now, 0.0, 0.0
+        return interval
 
 
 def fit(
@@ -131,6 +155,7 @@ def fit(
             progress.interrupted = number < last
             break
     report.flush()
+    progress.rest = clock.read().seconds
     return state, progress
 
 
@@ -177,11 +202,11 @@ class _BetweenSteps(Generic[State]):
     report: "_Reporter"
 
     def run(self, number: int, state: State, due: Set[Follows]) -> State:
-        """Does what is due, off the clock; returns the state to continue with."""
+        """Does what is due; returns the state to continue with."""
         if not due & {"checkpoint", "evaluation"}:
             return state
         self.report.flush()
-        with self.report.clock.paused():
+        with self.report.clock.between_steps():
             state = self.step.flush(state)
             if "checkpoint" in due:
                 with watch.phase(f"saving step {number}"):
@@ -254,9 +279,10 @@ class _Reporter:
             return
         (step, metrics), self.pending = self.pending, None
         loss, norm, rate, skipped, bad_steps = (np.asarray(value).item() for value in metrics)
-        seconds, data_wait = self.clock.read()
-        tokens_per_s = self._tokens_per_s(step, seconds)
-        values = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "data_wait": data_wait}
+        interval = self._interval(step)
+        tokens_per_s = interval.steps / interval.seconds * tokens_of_step(self.setup)
+        values = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
+        values |= {"data_wait": interval.data / interval.seconds, "between_steps": interval.between / interval.seconds}
         values |= {"tokens_per_s": tokens_per_s, "flops_per_s": tokens_per_s * training_flops_per_token(self.setup)}
         values |= {"mfu": utilisation(self.setup, tokens_per_s), "memory_bytes": memory_in_use(), "skipped": skipped}
         good = max(self.progress.losses, default=0)
@@ -292,19 +318,23 @@ class _Reporter:
         right = "" if accuracy is None else f", accuracy {accuracy:.2%}"
         self.display.say(f"step {step}  validation loss {loss:.4f} nats per {unit}{right}")
 
-    def _tokens_per_s(self, step: int, seconds: float) -> float:
-        data = self.setup.config.data
-        rate = (step - self.reported) * data.batch_size * data.sequence_length / seconds
+    def _interval(self, step: int) -> Interval:
+        interval = replace(self.clock.read(), steps=step - self.reported)
         if len(self.progress.losses) > 0:  # the first interval contains start-up
-            self.progress.rates.append(rate)
+            self.progress.intervals.append(interval)
         self.reported = step
-        return rate
+        return interval
 
     def _emit(self, step: int, values: dict[str, float | None]) -> None:
         if self.writer:
             self.writer.write(step, values)
         line = step_line(step, self.setup.config.train.steps, values)
         self.display.advance(step, line)
+
+
+def tokens_of_step(setup: Setup) -> int:
+    """Tokens in the batch of a step."""
+    return setup.config.data.batch_size * setup.config.data.sequence_length
 
 
 def training_flops_per_token(setup: Setup) -> float:

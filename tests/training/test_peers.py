@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.injected import moment
 from jhpt.core.errors import Exit, InputError
 from jhpt.core.peers_config import PeersConfig
 from jhpt.training.channel import Channel
@@ -319,7 +320,7 @@ def arguments(corpus: Path, out: Path, port: int, process: int, count: int = 2, 
 
 def start(words: list[str]) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.training.faulty", *words],
+        [sys.executable, "-m", "benchmarks.faults.injected", *words],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
@@ -348,8 +349,8 @@ def met(corpus: Path, out: Path, fault: str, point: str, victim: int, **more) ->
     if fault == "stopped":
         processes[victim].kill()
     threads[victim].join(200)
-    (moment,) = [float(line.split()[0]) for line in outcomes[victim][1].splitlines() if line.endswith(" fault")]
-    return [(status, error, end - moment) for status, _, error, end in (outcomes[process] for process in range(2))]
+    begun = moment(outcomes[victim][1])
+    return [(status, error, end - begun) for status, _, error, end in (outcomes[process] for process in range(2))]
 
 
 def the_line(error: str) -> str:
@@ -411,7 +412,7 @@ def test_every_fault_in_every_phase_ends_all(tmp_path, corpus, trained, phase, f
     if fault == "stuck":
         assert outcomes[victim][0] == Exit.PEER
         said, _, path = the_line(outcomes[victim][1]).partition("; stacks: ")
-        assert said == line and "faulty.py" in Path(path).read_text()
+        assert said == line and "injected.py" in Path(path).read_text()
         assert (Path(path).parent == out) == (phase != "connecting")
 
 
