@@ -72,10 +72,10 @@ def prepare(fault: str, point: str) -> None:
         setattr(owner, name, function)
 
 
-def moment(output: str) -> float:
-    """The time at which the process met the fault, from its output."""
-    (line,) = [line for line in output.splitlines() if line.endswith(MARK)]
-    return float(line.removesuffix(MARK))
+def moment(output: str) -> float | None:
+    """The time at which the process met the fault, from its output; None: it did not come so far."""
+    times = [float(line.removesuffix(MARK)) for line in output.splitlines() if line.endswith(MARK)]
+    return times[0] if times else None
 
 
 if __name__ == "__main__":

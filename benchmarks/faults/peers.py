@@ -71,12 +71,16 @@ def peers(folder: Path, chosen: Sequence[Trial], at_once: int = 2) -> Iterator[M
         raise RuntimeError(f"the run of two processes ended with status {status}; see {folder / 'peers.log'}")
     for first in range(0, len(chosen), at_once):
         begun = [_begin(home, settings | ENDLESS, *trial) for trial in chosen[first : first + at_once]]
-        while begun:
-            for each in list(begun):
-                if (met := _met(each)) is not None:
-                    begun.remove(each)
-                    yield met
-            time.sleep(0.01)
+        try:
+            while begun:
+                for each in list(begun):
+                    if (met := _met(each)) is not None:
+                        begun.remove(each)
+                        yield met
+                time.sleep(0.01)
+        finally:
+            for pid in (pid for each in begun for pid in each.pids):
+                os.kill(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +124,10 @@ def _met(begun: _Begun) -> Met | None:
     os.waitpid(begun.pids[victim], 0)
     since = begun.started if fault == "absent" else moment(begun.logs[victim].read_text())
     lines = [line for line in begun.logs[1 - victim].read_text().splitlines() if line]
-    message, seconds = lines[-1] if lines else "", now - since
+    message, came = lines[-1] if lines else "", since is not None
+    if since is None:
+        since, message = begun.started, f"ended before the fault: {message}"
     named = f"missing: {victim}" if fault == "absent" and victim else f"process {victim}"
-    held = status == (Exit.INPUT if fault == "refused" else Exit.PEER) and named in message and seconds < LIMITS[fault]
+    seconds, expected = now - since, Exit.INPUT if fault == "refused" else Exit.PEER
+    held = came and status == expected and named in message and seconds < LIMITS[fault]
     return Met(fault=fault, phase=phase, victim=victim, seconds=seconds, status=status, message=message, held=held)

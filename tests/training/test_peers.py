@@ -350,6 +350,7 @@ def met(corpus: Path, out: Path, fault: str, point: str, victim: int, **more) ->
         processes[victim].kill()
     threads[victim].join(200)
     begun = moment(outcomes[victim][1])
+    assert begun is not None, outcomes
     return [(status, error, end - begun) for status, _, error, end in (outcomes[process] for process in range(2))]
 
 
