@@ -26,13 +26,21 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool):
-        self._folder, self._told = folder, False
-        _drop_records_after(folder / METRICS_FILE, first_step)
+        self._folder, self._told, self._tensorboard = folder, False, tensorboard
+        self._begin(first_step)
+
+    def _begin(self, first_step: int) -> None:
+        _drop_records_after(self._folder / METRICS_FILE, first_step)
         for name in (LOG_FILE, METRICS_FILE):
-            (folder / name).open("a").close()
-        self._events = (
-            tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
-        )
+            (self._folder / name).open("a").close()
+        events = str(self._folder / "tensorboard")
+        self._events = tensorboardX.SummaryWriter(events, purge_step=first_step + 1) if self._tensorboard else None
+
+    def go_back(self, step: int) -> None:
+        """Drops the records after this step, which come anew."""
+        self.close()
+        with self._tolerantly():
+            self._begin(step)
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Writes one record, without values that are None or not finite, which JSON cannot hold."""

@@ -12,6 +12,7 @@ from jhpt.core.config import Config, DataConfig, OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import family_settings
 from jhpt.core.load import dotted
+from jhpt.training.data.left_out import LeftOut
 from jhpt.training.optimizer import learning_rate
 
 BOUND = ("seed", "model.", "optimizer.", "data.")
@@ -41,6 +42,7 @@ class Record:
 
     weights_only: whether there is no optimizer state to go on with.
     digests: those of the arrays by their paths (`training.digests`); None: the checkpoint is older than manifests.
+    left_out: data that the run leaves out, because the loss jumped on it.  rewinds: how often it has gone back.
     """
 
     config: Mapping[str, Any]
@@ -49,6 +51,8 @@ class Record:
     versions: Mapping[str, str]
     weights_only: bool = False
     digests: Mapping[str, str] | None = None
+    left_out: LeftOut = ()
+    rewinds: int = 0
 
 
 def make_record(config: Config, data_key: str, dtype: str, *, weights_only: bool = False) -> Record:

@@ -28,7 +28,7 @@ from jhpt.training.init_from import weights_at, with_kept_tokenizer
 from jhpt.training.init_weights import InitWeights, init_weights
 from jhpt.training.interruption import stops_on_signals
 from jhpt.training.loop import Progress, evaluation_due, fit, utilisation
-from jhpt.training.metrics import metrics_writer, read_metrics
+from jhpt.training.metrics import MetricsWriter, metrics_writer, read_metrics
 from jhpt.training.planning import check_host_room, choose_plan, read_past, same_work, with_tried_offload
 from jhpt.training.preflight import check_disk, mistakes, nearest_change, out_of_memory_explained, refuse_impossible
 from jhpt.training.processes import (
@@ -42,6 +42,7 @@ from jhpt.training.processes import (
 )
 from jhpt.training.programs import Step
 from jhpt.training.record import Record, make_record, without_places
+from jhpt.training.rewind import go_back_before, keep_before
 from jhpt.training.run_dir import (
     check_can_go_on,
     claimed,
@@ -265,6 +266,7 @@ def _resolved(
         raise InputError("the processes read different text; give all of them the same files in data.path")
     record = make_record(config, key, setup.model.dtype.name)
     resume = find_resume(run_dir, record, config.checkpoint, resume_step)
+    record = replace(record, left_out=resume.left_out, rewinds=resume.rewinds)
     check_disk(run_dir, config, resume.step, display.say)
     notes = [*resume.notes, *mistakes(setup)]
     if past.plan and not same_work(past.plan, plan):
@@ -304,16 +306,7 @@ def _stepped(run: _Run, step: Step[Any], display: Display) -> RunResult:
         for note in run.notes:
             display.say(note)
         with display, watch.phase("training"):
-            state, progress = fit(
-                setup,
-                step,
-                state,
-                save=partial(_save, run, step, checkpoints, display.say),
-                writer=writer,
-                display=display,
-                spiked=partial(_keep_before_spike, checkpoints, display.say),
-                evaluate_first=_unevaluated(run),
-            )
+            run, state, progress = _fitted(run, step, state, checkpoints, writer, display)
             while not checkpoints.settle():  # no later one will be due
                 time.sleep(SECONDS_BETWEEN_ATTEMPTS)
                 _save(run, step, checkpoints, display.say, int(state.step), state)
@@ -323,6 +316,44 @@ def _stepped(run: _Run, step: Step[Any], display: Display) -> RunResult:
         for line in closing_lines(result, config):
             display.say(line)
     return result
+
+
+def _fitted(
+    run: _Run,
+    step: Step[Any],
+    state: StepState,
+    checkpoints: Checkpoints,
+    writer: MetricsWriter | None,
+    display: Display,
+) -> tuple[_Run, StepState, Progress]:
+    """Trains to the end, going back at spikes if asked to; returns the run from where it has gone back to."""
+    first = run
+    while True:
+        state, progress = fit(
+            run.setup,
+            step,
+            state,
+            save=partial(_save, run, step, checkpoints, display.say),
+            writer=writer,
+            display=display,
+            spiked=partial(keep_before, checkpoints, display.say),
+            evaluate_first=_unevaluated(run),
+            left_out=run.record.left_out,
+        )
+        if progress.spike is None or progress.interrupted:
+            return run, state, progress
+        for leaf in jax.tree.leaves(state):  # there may be no room for two states
+            leaf.delete()
+        checkpoints.settle()
+        config = run.setup.config
+        back, record = go_back_before(
+            run.directory, config, run.record, progress.spike, display.say, anew=first.step == 0
+        )
+        run = replace(run, step=back, record=record)
+        with watch.phase(f"going back to step {back}"):
+            state = _first_state(run, step)
+        if writer is not None:
+            writer.go_back(back)
 
 
 SECONDS_BETWEEN_ATTEMPTS = 1.0
@@ -338,15 +369,6 @@ def _save(
             write_description(run.directory, run.setup.config, run.setup.plan, run.setup.tokenizer)
             say(f"warning: {run.directory} was deleted; it is written again, without the metrics so far")
     step.save(checkpoints, number, state, run.record)
-
-
-def _keep_before_spike(checkpoints: Checkpoints, say: Callable[[str], None], step: int, good: int) -> None:
-    """Keeps the newest checkpoint up to the last good step for good."""
-    kept = checkpoints.keep(good)
-    what = "there is no checkpoint from before"
-    if kept is not None:
-        what = f"checkpoint {kept} is kept, to go back to with --resume-step {kept}"
-    say(f"warning: step {step}: the loss has jumped; {what}")
 
 
 def _unevaluated(run: _Run) -> bool:

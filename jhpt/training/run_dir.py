@@ -21,6 +21,7 @@ from jhpt.core.load import CONFIG_FILE, to_yaml
 from jhpt.core.manifest import to_disk, write_to_disk
 from jhpt.core.plan import Plan
 from jhpt.training.checkpoint import FOLDER, Checkpoints, newest
+from jhpt.training.data.left_out import LeftOut
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.metrics import METRICS_FILE, read_metrics
 from jhpt.training.processes import from_main, is_main, raise_on_all_processes
@@ -36,10 +37,12 @@ NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Where a run resumes; notes: messages for the user."""
+    """Where a run resumes; notes: messages for the user.  left_out, rewinds: as the record there has them."""
 
     step: int = 0
     notes: tuple[str, ...] = ()
+    left_out: LeftOut = ()
+    rewinds: int = 0
 
 
 def new_run_dir(config: Config) -> Path:
@@ -162,7 +165,8 @@ def find_resume(run_dir: Path, record: Record, checkpoint: CheckpointConfig, res
     with Checkpoints(run_dir / FOLDER, None) as checkpoints:
         saved = checkpoints.record(step)
     check_resumable(saved, record, str(run_dir))
-    return Resume(step=step, notes=(*notes, *changes_of_note(saved, record, step)))
+    notes += changes_of_note(saved, record, step)
+    return Resume(step=step, notes=tuple(notes), left_out=saved.left_out, rewinds=saved.rewinds)
 
 
 def _whole_step(run_dir: Path, checkpoint: CheckpointConfig, say: Say) -> int:

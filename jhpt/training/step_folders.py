@@ -98,8 +98,14 @@ def go_back(folder: Path, step: int, say: Say) -> None:
         raise InputError(f"--resume-step {step}: {folder} has no such checkpoint; there are: {known}")
     if faults := faults_of(folder / str(step)):
         raise Damaged(f"--resume-step {step}: {folder / str(step)} is damaged ({_few(faults)}); take another step")
-    for later in steps[steps.index(step) + 1 :]:
-        say(f"note: checkpoint {later} is left behind, as {_set_aside(folder / str(later), LEFT)}")
+    leave_behind(folder, step, say)
+
+
+def leave_behind(folder: Path, step: int, say: Say) -> None:
+    """Gives all steps after this one another name."""
+    for later in steps_in(folder):
+        if later > step:
+            say(f"note: checkpoint {later} is left behind, as {_set_aside(folder / str(later), LEFT)}")
 
 
 def _set_aside(place: Path, suffix: str) -> Path:
