@@ -23,6 +23,8 @@ class Exit(IntEnum):
     """No checkpoint of the run is whole."""
     MEMORY = 7
     """A device or this host ran out of memory while the command ran."""
+    REPLICAS = 8
+    """Devices hold different copies of the state (`guards.replicas_every`)."""
     CRASH = 70
     """An error in jhpt itself; a file with the details has been written."""
     INTERRUPTED = 130

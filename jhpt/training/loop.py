@@ -21,6 +21,7 @@ from jhpt.training.data.left_out import LeftOut, position
 from jhpt.training.data.mixture import Mixture
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.programs import State, Step, global_batch
+from jhpt.training.replicas import Replicas
 from jhpt.training.setup import Setup
 from jhpt.training.spikes import first_spike, is_spike
 from jhpt.training.step import RandomStream, StepMetrics, random_key
@@ -90,6 +91,7 @@ def fit(
     spiked: Callable[[int, int], None] = lambda step, good: None,
     evaluate_first: bool = False,
     left_out: LeftOut = (),
+    replicas: Replicas | None = None,
 ) -> tuple[State, Progress]:
     """Trains from `state` to the last step of the configuration, or until a signal, or a spike with
     `guards.spike=rewind`.
@@ -103,8 +105,10 @@ def fit(
       spiked: called with (step, the last step reported before it) when the loss has jumped (`spikes.is_spike`).
       evaluate_first: whether to evaluate `state` before the first step.
       left_out: data that is not read.
+      replicas: compares copies of the state from time to time; None: nothing is compared.
 
     Raises:
+      ReplicasDiffer: copies of the state differ.
       TrainingDiverged: `train.max_bad_steps` steps in a row were skipped.  The parameters and optimizer state of
         every checkpoint are those of the last good step.
     """
@@ -135,6 +139,8 @@ def fit(
             report.flush()
         if progress.spike is not None and not stop:
             return state, progress
+        if replicas is not None and replicas.due(number, saving="checkpoint" in due):
+            state = replicas.checked(number, state)
         state = between.run(number, state, due)
         if (epoch := _epoch_begun(setup, position(number, left_out))) is not None:
             display.say(f"step {number}: epoch {epoch} begins")

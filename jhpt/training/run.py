@@ -21,7 +21,7 @@ from jhpt.core.peers_config import PeersConfig
 from jhpt.core.plan import Plan
 from jhpt.core.unused import check_plan_alone, unused_settings
 from jhpt.training.checkpoint import FOLDER, Checkpoints
-from jhpt.training.compile import compile_step
+from jhpt.training.compile import compile_step, replicas_of
 from jhpt.training.console import Display, plan_change, start_table
 from jhpt.training.data.sources import data_key
 from jhpt.training.init_from import weights_at, with_kept_tokenizer
@@ -42,6 +42,7 @@ from jhpt.training.processes import (
 )
 from jhpt.training.programs import Step
 from jhpt.training.record import Record, make_record, without_places
+from jhpt.training.replicas import Replicas
 from jhpt.training.rewind import go_back_before, keep_before
 from jhpt.training.run_dir import (
     check_can_go_on,
@@ -283,14 +284,17 @@ def _resolved(
 
 def _executed(run: _Run, display: Display) -> RunResult:
     setup, config = run.setup, run.setup.config
+    replicas = replicas_of(setup, display.say)
+    if replicas is not None:
+        display.say(replicas.summary)
     display.say(f"compiling {config.name} for {setup.layout.device_mesh.mesh.size} x {setup.device.kind}")
     with watch.phase("compiling"), nearest_change(setup):
         step = compile_step(setup)
     with out_of_memory_explained(setup, step.memory, run.directory):
-        return _stepped(run, step, display)
+        return _stepped(run, step, display, replicas)
 
 
-def _stepped(run: _Run, step: Step[Any], display: Display) -> RunResult:
+def _stepped(run: _Run, step: Step[Any], display: Display, replicas: Replicas | None) -> RunResult:
     setup, config = run.setup, run.setup.config
     with watch.phase(f"restoring step {run.step}" if run.step else "making the first state"):
         state = _first_state(run, step)
@@ -306,7 +310,7 @@ def _stepped(run: _Run, step: Step[Any], display: Display) -> RunResult:
         for note in run.notes:
             display.say(note)
         with display, watch.phase("training"):
-            run, state, progress = _fitted(run, step, state, checkpoints, writer, display)
+            run, state, progress = _fitted(run, step, state, checkpoints, writer, display, replicas)
             while not checkpoints.settle():  # no later one will be due
                 time.sleep(SECONDS_BETWEEN_ATTEMPTS)
                 _save(run, step, checkpoints, display.say, int(state.step), state)
@@ -325,6 +329,7 @@ def _fitted(
     checkpoints: Checkpoints,
     writer: MetricsWriter | None,
     display: Display,
+    replicas: Replicas | None,
 ) -> tuple[_Run, StepState, Progress]:
     """Trains to the end, going back at spikes if asked to; returns the run from where it has gone back to."""
     first = run
@@ -339,6 +344,7 @@ def _fitted(
             spiked=partial(keep_before, checkpoints, display.say),
             evaluate_first=_unevaluated(run),
             left_out=run.record.left_out,
+            replicas=replicas,
         )
         if progress.spike is None or progress.interrupted:
             return run, state, progress
