@@ -31,6 +31,9 @@ from jhpt.training.watch import watch
 OWN = ("feedback", "rows", "pending")
 """Fields of states that are no copies."""
 
+PARAMETERS = ("params/", "embedding_and_head/")
+"""Their paths begin with one of these."""
+
 S = TypeVar("S")
 
 
@@ -80,7 +83,7 @@ class Replicas:
         sizes, copied = Counter[str](), Counter[str]()
         for leaf, name, groups in zip(self._leaves, self._names, self._groups, strict=True):
             if leaf.ndim:
-                kind = "parameters" if name.startswith(("params/", "embedding_and_head/")) else "optimizer state"
+                kind = "parameters" if name.startswith(PARAMETERS) else "optimizer state"
                 sizes[kind] += leaf.size * leaf.dtype.itemsize
                 copied[kind] += leaf.size * leaf.dtype.itemsize * any(len(group) > 1 for group in groups)
         return {kind: copied[kind] / size for kind, size in sizes.items()}
@@ -140,7 +143,9 @@ class Replicas:
 
     def _text(self, found: Sequence[Difference]) -> str:
         """`device 5 of process 1 holds other numbers than 3 others in params/blocks/norm/scale and 4 more arrays`."""
-        arrays = list(dict.fromkeys(self._names[one.array] for one in found))
+        arrays = sorted(
+            {self._names[one.array] for one in found}, key=lambda name: (not name.startswith(PARAMETERS), name)
+        )
         where = arrays[0] + (f" and {len(arrays) - 1} more arrays" if len(arrays) > 1 else "")
         places = sorted({device for one in found for device in one.devices})
         names = [f"device {one.id} of process {one.process_index}" for one in self.mesh.devices.flat[places]]
