@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import tensorboardX
 
@@ -115,3 +116,18 @@ def _drop_records_after(path: Path, step: int) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text("".join(f"{json.dumps(record)}\n" for record in remaining))
     partial.rename(path)
+
+
+class History(NamedTuple):
+    """What a run has recorded, by step."""
+
+    losses: dict[int, float]
+    validation_losses: dict[int, float]
+    validation_accuracy: dict[int, float]
+
+
+def history(run_dir: Path) -> History:
+    """All that a run has recorded."""
+    records = read_metrics(run_dir)
+    pick = lambda name: {int(record["step"]): record[name] for record in records if name in record}  # noqa: E731
+    return History(pick("loss"), pick("validation_loss"), pick("validation_accuracy"))

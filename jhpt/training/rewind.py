@@ -15,7 +15,7 @@ from jhpt.training.data.left_out import gone_back
 from jhpt.training.loop import TrainingDiverged
 from jhpt.training.processes import from_main, is_main, raise_on_all_processes
 from jhpt.training.record import Record
-from jhpt.training.step_folders import FOLDER, Say, go_back, leave_behind, steps_in
+from jhpt.training.step_folders import FOLDER, Say, check_step, leave_behind, steps_in
 
 
 def keep_before(checkpoints: Checkpoints, say: Say, step: int, good: int) -> None:
@@ -54,7 +54,9 @@ def go_back_before(
     say(f"warning: step {spike}: the loss has jumped; going back to {what}, without the data since")
     with raise_on_all_processes():
         if is_main():
-            go_back(folder, back, say) if back else leave_behind(folder, 0, say)
+            if back:
+                check_step(folder, back)
+            leave_behind(folder, back, say)
     left_out = gone_back(record.left_out, back, spike)
     return back, replace(record, left_out=left_out, rewinds=record.rewinds + 1)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ from jhpt.training.init_from import weights_at, with_kept_tokenizer
 from jhpt.training.init_weights import InitWeights, init_weights
 from jhpt.training.interruption import stops_on_signals
 from jhpt.training.loop import Progress, evaluation_due, fit, utilisation
-from jhpt.training.metrics import MetricsWriter, metrics_writer, read_metrics
+from jhpt.training.metrics import MetricsWriter, history, metrics_writer
 from jhpt.training.planning import check_host_room, choose_plan, read_past, same_work, with_tried_offload
 from jhpt.training.preflight import check_disk, mistakes, nearest_change, out_of_memory_explained, refuse_impossible
 from jhpt.training.processes import (
@@ -60,6 +60,7 @@ from jhpt.training.runtime import (
 from jhpt.training.sampling import sample
 from jhpt.training.setup import Setup, decided, prepare
 from jhpt.training.step import RandomStream, StepState, random_key
+from jhpt.training.step_folders import leave_behind
 from jhpt.training.watch import watch
 
 
@@ -232,14 +233,15 @@ def _settings(config: Config, requested: Plan | None) -> dict[str, Any]:
 class _Run:
     """Everything that is decided before anything is compiled or written.
 
-    step: the one to resume from, 0 for a new run.  weights: those to start with, None: those of the seed.
-    notes: messages for the user.
+    step: the one to resume from, 0 for a new run.  goes_back: whether later ones are left behind.  notes: messages for
+    the user.  weights: those to start with, None: those of the seed.
     """
 
     directory: Path
     setup: Setup
     record: Record
     step: int
+    goes_back: bool
     weights: InitWeights | None
     notes: tuple[str, ...]
 
@@ -279,7 +281,15 @@ def _resolved(
         notes += weights.notes
     elif init is not None:
         notes.append(f"note: the run goes on with its own weights; it began with those of --init {init}")
-    return _Run(directory=run_dir, setup=setup, record=record, step=resume.step, weights=weights, notes=tuple(notes))
+    return _Run(
+        directory=run_dir,
+        setup=setup,
+        record=record,
+        step=resume.step,
+        goes_back=resume.goes_back,
+        weights=weights,
+        notes=tuple(notes),
+    )
 
 
 def _executed(run: _Run, display: Display) -> RunResult:
@@ -300,6 +310,8 @@ def _stepped(run: _Run, step: Step[Any], display: Display, replicas: Replicas | 
         state = _first_state(run, step)
     with raise_on_all_processes():
         write_description(run.directory, config, setup.plan, setup.tokenizer)
+        if run.goes_back and is_main():
+            leave_behind(run.directory / FOLDER, run.step, display.say)
     with (
         watch.phase("writing its last checkpoint"),
         Checkpoints(run.directory / FOLDER, config.checkpoint, display.say) as checkpoints,
@@ -380,7 +392,7 @@ def _save(
 def _unevaluated(run: _Run) -> bool:
     """Whether the run ended between saving a step and evaluating it."""
     due = evaluation_due(run.setup.config, run.step)
-    return bool(from_main(int(due and run.step not in _history(run.directory).validation_losses)))
+    return bool(from_main(int(due and run.step not in history(run.directory).validation_losses)))
 
 
 def _first_state(run: _Run, step: Step[Any]) -> StepState:
@@ -412,15 +424,15 @@ def _sample(setup: Setup, step: Step[Any], state: StepState, say: Callable[[str]
 
 def _result(setup: Setup, state: StepState, progress: Progress, run_dir: Path, text: str | None) -> RunResult:
     rate = progress.tokens_per_s
-    history = _history(run_dir)
+    past = history(run_dir)
     tokens = setup.config.data.batch_size * setup.config.data.sequence_length
     return RunResult(
         step_seconds=tokens / rate if rate else None,
         predicted_seconds=setup.plan.seconds,
         step=int(state.step),
-        losses=history.losses | progress.losses,
-        validation_losses=history.validation_losses | progress.validation,
-        validation_accuracy=history.validation_accuracy | progress.accuracy,
+        losses=past.losses | progress.losses,
+        validation_losses=past.validation_losses | progress.validation,
+        validation_accuracy=past.validation_accuracy | progress.accuracy,
         run_dir=run_dir,
         tokens_per_s=rate,
         mfu=utilisation(setup, rate) if rate else None,
@@ -429,21 +441,7 @@ def _result(setup: Setup, state: StepState, progress: Progress, run_dir: Path, t
     )
 
 
-class _History(NamedTuple):
-    """What a run has recorded, by step."""
-
-    losses: dict[int, float]
-    validation_losses: dict[int, float]
-    validation_accuracy: dict[int, float]
-
-
-def _history(run_dir: Path) -> _History:
-    records = read_metrics(run_dir)
-    pick = lambda name: {int(record["step"]): record[name] for record in records if name in record}  # noqa: E731
-    return _History(pick("loss"), pick("validation_loss"), pick("validation_accuracy"))
-
-
 def _already_done(run: _Run, display: Display) -> RunResult:
-    history, steps = _history(run.directory), run.setup.config.train.steps
+    past, steps = history(run.directory), run.setup.config.train.steps
     display.say(f"{run.directory} is at step {run.step} of {steps}: nothing to do; raise --train.steps to go on")
-    return RunResult(step=run.step, run_dir=run.directory, **history._asdict())
+    return RunResult(step=run.step, run_dir=run.directory, **past._asdict())
