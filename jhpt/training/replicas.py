@@ -148,12 +148,18 @@ class Replicas:
         )
         where = arrays[0] + (f" and {len(arrays) - 1} more arrays" if len(arrays) > 1 else "")
         places = sorted({device for one in found for device in one.devices})
-        names = [f"device {one.id} of process {one.process_index}" for one in self.mesh.devices.flat[places]]
+        names = [self._name(one) for one in self.mesh.devices.flat[places]]
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         if any(one.source is None for one in found):
             return f"{who} hold different numbers in {where}, and there is no majority that says which are right"
         same = min(len(one.group) - len(one.devices) for one in found)
         return f"{who} {'holds' if len(names) == 1 else 'hold'} other numbers than {same} others in {where}"
+
+    def _name(self, device: jax.Device) -> str:
+        """By its number in its process: ids of CPU devices begin anew at 2048 for each process."""
+        process = device.process_index
+        ids = sorted(one.id for one in self.mesh.devices.flat if one.process_index == process)
+        return f"device {ids.index(device.id)} of process {process}"
 
     @cached_property
     def _paths(self) -> list[tuple[Any, jax.ShapeDtypeStruct]]:

@@ -4,8 +4,8 @@ import itertools
 import json
 import math
 import shutil
+from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,13 +14,14 @@ import jhpt
 from jhpt.core.errors import InputError
 from jhpt.core.guards_config import GuardsConfig
 from jhpt.core.load import load_config
-from jhpt.training import device_step, loop
+from jhpt.training import device_step, loop, setup
 from jhpt.training.data.left_out import gone_back, position
 from jhpt.training.loop import TrainingDiverged
 from jhpt.training.rewind import checkpoint_before
 from jhpt.training.spikes import SpikeGuard, is_spike
 from jhpt.training.step_folders import pinned, steps_in
 from tests.conftest import tiny_overrides
+from tests.covers import quick_and_exhaustive
 from tests.training.test_resume import final_state, losses, same_bits
 
 FALLING = [5.5 * 0.97**step for step in range(40)]
@@ -109,14 +110,24 @@ BAD = 7
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Spoils batches: `spoil(positions, factor)` multiplies loss and gradient there, by as much as `factor`.
+    """Spoils batches: `spoil(positions, factor)` multiplies the loss there, and so the gradient.
 
     absent: (step, count): positions after this step that the data does not have at all.
     """
-    make, batches = device_step.make_train_step, loop._batches
+    parts_of, batches = setup.make_parts, loop._batches
 
     def spoiling(positions, factor=1e3, absent=(0, 0)):
-        def of_run(setup, first, left_out=()):
+        def spoilt_parts(*arguments, **options):
+            parts = parts_of(*arguments, **options)
+
+            def head_loss(params, x, batch, context):
+                sums = parts.head_loss(params, x, batch, context)
+                times = jnp.where(jnp.all(batch.windows == BAD), factor, 1.0)
+                return sums._replace(loss=times * sums.loss, nll=times * sums.nll)
+
+            return replace(parts, head_loss=head_loss)
+
+        def spoilt_batches(setup, first, left_out=()):
             everything = list(itertools.islice(batches(setup, 0), 40))
             for at in positions:
                 everything[at] = np.full_like(everything[at], BAD)
@@ -124,18 +135,8 @@ def spoil(monkeypatch):
             del everything[after : after + count]
             return iter([everything[position(step, left_out)] for step in range(first, 30)])
 
-        def exploding(gradients, *arguments, **options):
-            def exploded(params, windows, *rest):
-                grads, sums = gradients(params, windows, *rest)
-                times = jnp.where(jnp.all(windows == BAD), factor, 1.0)
-                return jax.tree.map(lambda leaf: times * leaf, grads), sums._replace(
-                    loss=times * sums.loss, nll=times * sums.nll
-                )
-
-            return make(exploded, *arguments, **options)
-
-        monkeypatch.setattr(device_step, "make_train_step", exploding)
-        monkeypatch.setattr(loop, "_batches", of_run)
+        monkeypatch.setattr(setup, "make_parts", spoilt_parts)
+        monkeypatch.setattr(loop, "_batches", spoilt_batches)
 
     return spoiling
 
@@ -146,21 +147,35 @@ def train(corpus, out, **changes):
     return final_state(out, result.step)
 
 
-PLANS = {"one device": {}, "pipeline x data": {"parallel__data": 2, "parallel__pipe": 2, "parallel__micro_batches": 2}}
+PLANS = {
+    "one device": {},
+    "pipeline x data": {"parallel__data": 2, "parallel__pipe": 2, "parallel__micro_batches": 2},
+    "compressed": {"parallel__data": 4, "parallel__gradient_compression": "topk"},
+    "offload": {"parallel__data": 2, "memory__offload": "both"},
+    "offload, updated in the backward pass": {
+        "parallel__data": 2,
+        "memory__offload": "both",
+        "optimizer__clip": "layer",
+    },
+}
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", quick_and_exhaustive(PLANS, ["pipeline x data", "offload"]))
 def test_the_update_of_a_spike_is_left_out_and_nothing_else(tmp_path, corpus, spoil, plan, capsys):
-    """Bit for bit as if the loss had not been finite there, which leaves the state alone by another way."""
-    changes = PLANS[plan] | {"model__num_layers": 2, "train__steps": 11}
+    """Bit for bit as if the loss had not been finite there, which leaves the state alone by another way; also where the
+    run is resumed just before."""
+    changes = PLANS[plan] | {"train__steps": 10, "checkpoint__every": 8}
+    changes["model__num_layers"] = changes.get("parallel__pipe", 1)
     spoil([8])
-    skipped = train(corpus, tmp_path / "skipped", guards__spike="skip", **changes)
+    skipped = train(corpus, tmp_path / "skipped", guards__spike="skip", checkpoint__keep=2, **changes)
     assert "step 9: 1 update skipped" in capsys.readouterr().out
-    assert losses(tmp_path / "skipped")[9] > 1e3
+    assert losses(tmp_path / "skipped")[9] > 1e3 and skipped["['skipped']"] == 1
+    shutil.rmtree(tmp_path / "skipped" / "checkpoints" / "10")
+    jhpt.train(out=tmp_path / "skipped")
+    same_bits(skipped, final_state(tmp_path / "skipped", 10))
     spoil([8], factor=math.nan)
     same_bits(skipped, train(corpus, tmp_path / "expected", **changes))
-    assert skipped[".skipped" if ".skipped" in skipped else "['skipped']"] == 1
 
 
 def test_a_run_that_spikes_on_and_on_ends(tmp_path, corpus, spoil, capsys):
