@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ from jhpt.core.load import load_config
 from jhpt.training import device_step, loop, setup
 from jhpt.training.data.left_out import gone_back, position
 from jhpt.training.loop import TrainingDiverged
+from jhpt.training.parts import make_parts
 from jhpt.training.rewind import checkpoint_before
 from jhpt.training.spikes import SpikeGuard, is_spike
 from jhpt.training.step_folders import pinned, steps_in
@@ -104,41 +106,43 @@ def test_the_checkpoint_before_a_spike_is_kept(tmp_path, corpus, monkeypatch, ca
     assert said.count("step 10: the loss has jumped") == 1 and "--resume-step 8" in said
 
 
+BATCHES = loop._batches
 BAD = 7
 """All tokens of a batch on which the loss explodes."""
 
 
-@pytest.fixture
-def spoil(monkeypatch):
-    """Spoils batches: `spoil(positions, factor)` multiplies the loss there, and so the gradient.
+def spoil_in(patch, positions, factor=1e3, absent=(0, 0)):
+    """Multiplies the loss, and so the gradient, on the batches at these positions.
 
     absent: (step, count): positions after this step that the data does not have at all.
     """
-    parts_of, batches = setup.make_parts, loop._batches
 
-    def spoiling(positions, factor=1e3, absent=(0, 0)):
-        def spoilt_parts(*arguments, **options):
-            parts = parts_of(*arguments, **options)
+    def spoilt_parts(*arguments, **options):
+        made = make_parts(*arguments, **options)
 
-            def head_loss(params, x, batch, context):
-                sums = parts.head_loss(params, x, batch, context)
-                times = jnp.where(jnp.all(batch.windows == BAD), factor, 1.0)
-                return sums._replace(loss=times * sums.loss, nll=times * sums.nll)
+        def head_loss(params, x, batch, context):
+            sums = made.head_loss(params, x, batch, context)
+            times = jnp.where(jnp.all(batch.windows == BAD), factor, 1.0)
+            return sums._replace(loss=times * sums.loss, nll=times * sums.nll)
 
-            return replace(parts, head_loss=head_loss)
+        return replace(made, head_loss=head_loss)
 
-        def spoilt_batches(setup, first, left_out=()):
-            everything = list(itertools.islice(batches(setup, 0), 40))
-            for at in positions:
-                everything[at] = np.full_like(everything[at], BAD)
-            after, count = absent
-            del everything[after : after + count]
-            return iter([everything[position(step, left_out)] for step in range(first, 30)])
+    def spoilt_batches(setup, first, left_out=()):
+        everything = list(itertools.islice(BATCHES(setup, 0), 40))
+        for at in positions:
+            everything[at] = np.full_like(everything[at], BAD)
+        after, count = absent
+        del everything[after : after + count]
+        return iter([everything[position(step, left_out)] for step in range(first, 30)])
 
-        monkeypatch.setattr(setup, "make_parts", spoilt_parts)
-        monkeypatch.setattr(loop, "_batches", spoilt_batches)
+    patch.setattr(setup, "make_parts", spoilt_parts)
+    patch.setattr(loop, "_batches", spoilt_batches)
 
-    return spoiling
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """`spoil(positions, ...)`."""
+    return partial(spoil_in, monkeypatch)
 
 
 def train(corpus, out, **changes):
@@ -193,47 +197,51 @@ def test_a_run_that_spikes_on_and_on_ends(tmp_path, corpus, spoil, capsys):
 REWINDING = {"guards__spike": "rewind", "guards__rewind_steps": 3, "checkpoint__keep": 8}
 
 
-@pytest.fixture
-def rewound(tmp_path, corpus, spoil):
-    """The folder and final state of a run that spikes at step 13, which is seen at step 14, and goes back to 10."""
-    spoil([12])
-    settings = REWINDING | {"log__every": 4}  # and where a checkpoint is due
-    return tmp_path / "rewound", train(corpus, tmp_path / "rewound", **settings), settings
+SEEN_LATE = REWINDING | {"log__every": 4}
+"""The loss of step 13 is read where one is due at step 14, with the checkpoint."""
+
+
+@pytest.fixture(scope="module")
+def rewound(corpus, tmp_path_factory):
+    """The folder and final state of a run that spikes at step 13 and goes back to 10."""
+    folder = tmp_path_factory.mktemp("rewound") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        spoil_in(patch, [12])
+        return folder, train(corpus, folder, **SEEN_LATE)
 
 
 def test_a_run_goes_back_to_a_checkpoint_and_never_sees_that_data(tmp_path, corpus, spoil, rewound):
     """Bit for bit as a run whose data lacks the batches of steps 11 to 13."""
-    folder, state, settings = rewound
+    folder, state = rewound
     assert "step 13: the loss has jumped; going back to checkpoint 10" in (folder / "train.log").read_text()
     spoil([], absent=(10, 3))
-    same_bits(state, train(corpus, tmp_path / "expected", **settings))
+    same_bits(state, train(corpus, tmp_path / "expected", **SEEN_LATE))
     assert losses(folder) == losses(tmp_path / "expected")
     record = json.loads((folder / "checkpoints" / "16" / "record.json").read_text())
     assert (record["left_out"], record["rewinds"]) == ([[10, 3]], 1)
 
 
 @pytest.mark.parametrize("lost", [(14, 16), (12, 14, 16)], ids=["after a checkpoint", "before one"])
-def test_a_run_that_has_gone_back_can_be_resumed(rewound, lost):
+def test_a_run_that_has_gone_back_can_be_resumed(tmp_path, spoil, rewound, lost):
     """Bit for bit, also one that was killed before the first checkpoint after going back, which spikes again."""
-    folder, state, _ = rewound
+    folder = shutil.copytree(rewound[0], tmp_path / "run")
+    spoil([12])
     for step in lost:
         shutil.rmtree(folder / "checkpoints" / str(step))
-    before = losses(folder)
     jhpt.train(out=folder)
-    same_bits(state, final_state(folder, 16))
-    assert losses(folder) == before
+    same_bits(rewound[1], final_state(folder, 16))
+    assert losses(folder) == losses(rewound[0])
 
 
 def test_a_run_that_is_stopped_at_a_spike_goes_back_when_it_is_resumed(tmp_path, corpus, spoil, rewound, monkeypatch):
     """It has saved the step of the spike."""
-    _, state, settings = rewound
     spoil([12])
     with monkeypatch.context() as patch:
         patch.setattr(loop.watch, "stops_after", lambda step: step == 13)
-        stopped = jhpt.train("gpt-tiny", overrides=settings_of(corpus, **settings), out=tmp_path / "stopped")
-    assert stopped.interrupted and steps_in(tmp_path / "stopped" / "checkpoints")[-1] == 13
-    jhpt.train(out=tmp_path / "stopped")
-    same_bits(state, final_state(tmp_path / "stopped", 16))
+        stopped = jhpt.train("gpt-tiny", overrides=settings_of(corpus, **SEEN_LATE), out=tmp_path / "run")
+    assert stopped.interrupted and steps_in(tmp_path / "run" / "checkpoints")[-1] == 13
+    jhpt.train(out=tmp_path / "run")
+    same_bits(rewound[1], final_state(tmp_path / "run", 16))
 
 
 def test_without_a_checkpoint_from_before_it_begins_anew(tmp_path, corpus, spoil):
