@@ -10,7 +10,7 @@ class Exit(IntEnum):
 
     DONE = 0
     DIVERGED = 1
-    """Training ended with a loss that is not finite, or skipped too many steps in a row."""
+    """Training ended with a loss that is not finite, skipped too many steps in a row, or went back too often."""
     INPUT = 2
     """What the user gave cannot work; nothing has been written."""
     NOT_HERE = 3

@@ -157,12 +157,14 @@ def train(
       plan: a plan or its file, used instead of the section `parallel`.
       init: a run or a folder in Hugging Face's layout.  A new run starts with the weights there; its model is theirs,
         and so is its tokenizer unless `source` or `overrides` name one.
-      resume_step: go on from this checkpoint of the run in `out`; later ones are left behind under another name.
+      resume_step: go on from this checkpoint of the run in `out`; later ones are left behind under another name.  The
+        learning rate and its schedule may then be others.
       processes: how to join the other processes; None: as the launcher's environment says.
 
     Raises:
       InputError: anything the user can correct; nothing has been written then.
-      TrainingDiverged: too many steps in a row were not finite.
+      TrainingDiverged: too many steps in a row were skipped, or training has gone back too often.
+      ReplicasDiffer: devices hold different copies of the state.
     """
     configure_runtime()
     with watch.run(), stops_on_signals(watch):
