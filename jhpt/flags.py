@@ -26,7 +26,8 @@ class RunOptions:
     init: str | None = None
     """Run or folder in Hugging Face's layout, whose weights a new run starts with; its model is theirs."""
     resume_step: int | None = None
-    """Go on from this checkpoint of the run; later ones are left behind, under another name. Default: the newest."""
+    """Go on from this checkpoint of the run; later ones are left behind, under another name. The learning rate and its
+    schedule may then be others. Default: the newest."""
     coordinator: str | None = None
     """HOST:PORT of process 0; needed where no launcher (SLURM, Open MPI, Kubernetes) sets it."""
     process_id: int | None = None

@@ -1,7 +1,8 @@
 """What a user can choose: frozen, closed, validated before any device is touched.
 
 A `Config` has one section per concern (`model`, `data`, `optimizer`, `train`, `parallel`, `memory`, `evaluation`,
-`checkpoint`, `log`, `peers`).  Impossible combinations are refused here, so later code never checks them again.
+`checkpoint`, `log`, `guards`, `peers`).  Impossible combinations are refused here, so later code never checks them
+again.
 `jhpt.core.load` reads files, presets and overrides into a `Config`.
 """
 
@@ -22,6 +23,7 @@ from jhpt.core.compression_config import (
 from jhpt.core.divisors import common_divisors, one_of
 from jhpt.core.families.family import SHORTEST_PAIR, ModelConfig, families
 from jhpt.core.families.gpt import GPTConfig
+from jhpt.core.guards_config import GuardsConfig, rewind_conflict
 from jhpt.core.memory_config import MemoryConfig, check_names
 from jhpt.core.optimizers import optimizer_numbers
 from jhpt.core.parallel_config import ParallelConfig
@@ -39,6 +41,7 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "GradientCompression",
+    "GuardsConfig",
     "LogConfig",
     "MemoryConfig",
     "ModelConfig",
@@ -251,6 +254,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    guards: GuardsConfig = GuardsConfig()
     peers: PeersConfig = PeersConfig()
 
     @field_validator("model", mode="before")
@@ -344,6 +348,14 @@ class Config(Section):
             data, micro_batches = self.parallel.data or 1, self.parallel.micro_batches
             choices = replace(choices, batch=self.data.batch_size, data=data, micro_batches=micro_batches)
         if (message := conflict(choices)) is not None:
+            raise ValueError(message)
+        return self
+
+    @model_validator(mode="after")
+    def _rewinding_finds_a_checkpoint(self) -> "Config":
+        checkpoint, log = self.checkpoint, self.log
+        message = rewind_conflict(self.guards, every=checkpoint.every, keep=checkpoint.keep, log_every=log.every)
+        if message is not None:
             raise ValueError(message)
         return self
 

@@ -10,7 +10,7 @@ class Exit(IntEnum):
 
     DONE = 0
     DIVERGED = 1
-    """Training ended with a loss that is not finite, or skipped too many steps in a row."""
+    """Training ended with a loss that is not finite, skipped too many steps in a row, or went back too often."""
     INPUT = 2
     """What the user gave cannot work; nothing has been written."""
     NOT_HERE = 3
@@ -23,6 +23,8 @@ class Exit(IntEnum):
     """No checkpoint of the run is whole."""
     MEMORY = 7
     """A device or this host ran out of memory while the command ran."""
+    REPLICAS = 8
+    """Devices hold different copies of the state (`guards.replicas_every`)."""
     CRASH = 70
     """An error in jhpt itself; a file with the details has been written."""
     INTERRUPTED = 130

@@ -122,6 +122,19 @@ UNUSED: tuple[Unused, ...] = (
         why="it is what other schedules end with, and optimizer.schedule=constant ends as it began; set another "
         "optimizer.schedule, or leave it out",
     ),
+    *(
+        Unused(
+            setting=f"guards.{setting}",
+            unread=lambda config: config.guards.spike != "rewind",
+            why="it is for guards.spike=rewind; set that, or leave it out",
+        )
+        for setting in ("rewind_steps", "max_rewinds")
+    ),
+    Unused(
+        setting="guards.repair_replicas",
+        unread=lambda config: config.guards.replicas_every is None,
+        why="copies of the state are compared only with guards.replicas_every; set that, or leave it out",
+    ),
     *map(_of_some_optimizers, OWN_SETTINGS),
 )
 

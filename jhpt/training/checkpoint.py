@@ -28,6 +28,7 @@ from jhpt.training.digests import different, digests
 from jhpt.training.layered import Layered, LayeredHandler, by_layer, item_handlers
 from jhpt.training.processes import from_main, is_main
 from jhpt.training.record import Record
+from jhpt.training.spikes import Losses
 from jhpt.training.step import Params, TrainState
 from jhpt.training.step_folders import (
     FOLDER,
@@ -109,11 +110,12 @@ class Checkpoints:
         self.settle()
         if from_main(int(step == self.latest)):
             return
-        core = _without_feedback(state)
-        record = replace(record, digests=digests(core | (state.feedback or {})))
+        core = _core(state)
+        beside = _beside(state)
+        record = replace(record, digests=digests(core | beside))
         if not from_main(int(self._has_room(step))):
             return
-        items = {name: ocp.args.StandardSave(part) for name, part in (state.feedback or {}).items()}
+        items = {name: ocp.args.StandardSave(part) for name, part in beside.items()}
         items["state"] = ocp.args.PyTreeSave(core, save_args=jax.tree.map(by_layer, core))
         self._layers.begin.clear()
         try:
@@ -224,23 +226,31 @@ class Checkpoints:
         Raises:
           Damaged: an array is not what was saved.
         """
-        state = self.part(step, like)
-        if like.feedback is None:
-            return state
-        places = {name: self._folder / str(step) / name for name in like.feedback}
-        feedback = {
-            name: self._read(step, name, ocp.args.StandardRestore(_with_ranks_of(place, like.feedback[name])))
+        state, losses = self.part(step, like), self.losses(step, like.losses)
+        feedback = None if like.feedback is None else self._items(step, like.feedback)
+        return replace(state, feedback=feedback, losses=losses)
+
+    def losses(self, step: int, like: Losses | None) -> Losses | None:
+        """What the step knew of losses before it, with as many as were saved; None: it was not asked for, or not
+        saved."""
+        return None if like is None else self._items(step, {LOSSES: like}).get(LOSSES)
+
+    def _items(self, step: int, like: Mapping[str, PyTree]) -> dict[str, Any]:
+        """Those of these items that were saved, their first dims as they were saved."""
+        places = {name: self._folder / str(step) / name for name in like}
+        items = {
+            name: self._read(step, name, ocp.args.StandardRestore(_with_first_dims_of(place, like[name])))
             for name, place in places.items()
             if place.exists()
         }
-        self._check(step, feedback)
-        return replace(state, feedback=feedback)
+        self._check(step, items)
+        return items
 
     def part(self, step: int, like: TrainState) -> TrainState:
         """The leaves of the state at `step` that `like`, a tree of shapes, names: leaves with a sharding as device
         arrays, leaves without one as numpy arrays; leaves that are `...` are left out."""
-        restore = jax.tree.map(_restored_as, _without_feedback(like))
-        arguments = ocp.args.PyTreeRestore(item=_without_feedback(like), restore_args=restore)
+        restore = jax.tree.map(_restored_as, _core(like))
+        arguments = ocp.args.PyTreeRestore(item=_core(like), restore_args=restore)
         state = self._read(step, "state", arguments)
         self._check(step, jax.tree.map(lambda leaf: None if leaf is ... else leaf, state))
         return TrainState(**state)
@@ -305,8 +315,8 @@ def _as_dict(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _with_ranks_of(place: Path, like: PyTree) -> Any:
-    """`like` with the number of ranks, the first dim, of the leaves that are saved in `place`."""
+def _with_first_dims_of(place: Path, like: PyTree) -> Any:
+    """`like` with the first dims of the leaves that are saved in `place`: numbers of ranks, or of losses."""
     there = ocp.StandardCheckpointHandler().metadata(place).tree
     return jax.tree.map(
         lambda leaf, saved: jax.ShapeDtypeStruct((saved.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding),
@@ -315,7 +325,18 @@ def _with_ranks_of(place: Path, like: PyTree) -> Any:
     )
 
 
-def _without_feedback(state: TrainState) -> dict[str, Any]:
-    """The state without feedback, which is saved as separate items: without them, a checkpoint equals that of a run
-    without compression."""
-    return {name: part for name, part in _as_dict(state).items() if name != "feedback" and part is not None}
+LOSSES = "losses"
+"""The item, and the field of a state, with what a step knows of losses before it."""
+
+
+def _core(state: TrainState) -> dict[str, Any]:
+    """The state without what is saved as separate items: without those, a checkpoint equals that of a run without
+    compressed gradients or guard."""
+    return {
+        name: part for name, part in _as_dict(state).items() if name not in ("feedback", LOSSES) and part is not None
+    }
+
+
+def _beside(state: TrainState) -> dict[str, Any]:
+    """What is saved as separate items."""
+    return {**(state.feedback or {}), **({} if state.losses is None else {LOSSES: state.losses})}

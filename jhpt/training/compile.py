@@ -17,7 +17,9 @@ from jhpt.training.device_step import compile_device_step, lower_device_step
 from jhpt.training.offloaded_step import compile_offloaded_step, lower_offloaded_step
 from jhpt.training.planning import check_fits_model
 from jhpt.training.programs import Step
+from jhpt.training.replicas import Replicas
 from jhpt.training.setup import Design, Setup, design_step, fitting_tokenizer
+from jhpt.training.step_folders import Say
 
 
 def compile_step(setup: Setup) -> Step[Any]:
@@ -35,6 +37,19 @@ def lower_step(design: Design) -> jax.stages.Lowered:
     The state is donated.  Devices need not be attached to this machine.
     """
     return lower_offloaded_step(design) if design.plan.offload else lower_device_step(design)
+
+
+def replicas_of(setup: Setup, say: Say) -> Replicas | None:
+    """The comparison of copies that the configuration asks for; None: it asks for none.
+
+    Raises:
+      InputError: there are no copies.
+    """
+    if setup.config.guards.replicas_every is None:
+        return None
+    module = offloaded_step if setup.plan.offload else device_step
+    mesh = setup.layout.device_mesh.mesh
+    return Replicas(like=module.abstract_state(setup), mesh=mesh, guards=setup.config.guards, say=say)
 
 
 def host_copies(design: Design) -> dict[str, float]:

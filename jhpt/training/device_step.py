@@ -18,6 +18,7 @@ from jhpt.training.optimizer import learning_rate
 from jhpt.training.programs import compiled_within_memory, copied_to_save, evaluation_shapes, fitting, windows_shape
 from jhpt.training.record import Record
 from jhpt.training.setup import Design, Setup
+from jhpt.training.spikes import SpikeGuard, spike_guard
 from jhpt.training.step import (
     Feedback,
     Params,
@@ -134,6 +135,7 @@ def lower_device_step(design: Design) -> jax.stages.Lowered:
         max_bad_steps=config.train.max_bad_steps,
         clip=clipping(config.optimizer, execution),
         weights=design.weights,
+        guard=spike_guard(config.guards),
     )
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
     return jitted.lower(state, windows_shape(config, layout.batch))
@@ -156,25 +158,27 @@ def state_of(design: Design, params: Params) -> TrainState:
     """The state before the first step with these parameters, the model's own tree."""
     params = design.layout.stored(params)
     residuals = feedback.fresh(design.layout, params, design.plan.gradient_compression)
-    return init_state(
-        params, design.optimizer, residuals, design.weights, clipping(design.config.optimizer, design.training)
-    )
+    clip, guard = clipping(design.config.optimizer, design.training), spike_guard(design.config.guards)
+    return init_state(params, design.optimizer, residuals, design.weights, clip, guard)
 
 
 def abstract_state(design: Design) -> TrainState:
     """Shapes, dtypes and shardings of the training state, without allocating it."""
     shapes = jax.eval_shape(partial(fresh_state, design))
-    shardings = design.layout.shardings(replace(shapes, feedback=None))
+    shardings = design.layout.shardings(replace(shapes, feedback=None, losses=None))
     if shapes.feedback is not None:
         shardings = replace(shardings, feedback=feedback.shardings(design.layout, shapes.feedback))
+    shardings = replace(shardings, losses=jax.tree.map(lambda _: design.layout.replicated, shapes.losses))
     state: TrainState = _abstract(shapes, shardings)
     return state
 
 
 def make_conversion(setup: Setup, state: TrainState, fitting: Fitting) -> Conversion:
     """The conversion between `state`, given as shapes, and what a checkpoint holds."""
-    core = replace(state, feedback=None)
+    core = replace(state, feedback=None, losses=None)
     conversion = _same(core) if setup.layout.same else _restacked(setup, core, fitting)
+    if (guard := spike_guard(setup.config.guards)) is not None:
+        conversion = _with_losses(conversion, state, guard)
     if state.feedback is None:
         return conversion
     checkpoint, saved, loaded = _feedback_conversion(setup, state.feedback, fitting)
@@ -194,6 +198,20 @@ def make_conversion(setup: Setup, state: TrainState, fitting: Fitting) -> Conver
         saved=beside(conversion.saved, saved),
         loaded=beside(conversion.loaded, loaded),
     )
+
+
+def _with_losses(conversion: Conversion, state: TrainState, guard: SpikeGuard) -> Conversion:
+    """The conversion of states with what their steps know of losses, which no plan lays out in another way."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, state.losses)
+
+    def saved(state: TrainState) -> TrainState:
+        return replace(conversion.saved(replace(state, losses=None)), losses=state.losses)
+
+    def loaded(state: TrainState) -> TrainState:
+        return replace(conversion.loaded(replace(state, losses=None)), losses=guard.fitted(state.losses, places))
+
+    checkpoint = replace(conversion.checkpoint, losses=state.losses)
+    return replace(conversion, checkpoint=checkpoint, saved=saved, loaded=loaded)
 
 
 def _same(core: TrainState) -> Conversion:

@@ -95,10 +95,16 @@ def _sums_of(part: Part) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=2)
 def _on_device(data: jax.Array, starts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return sums_of_bits(data, starts, shape)
+
+
+def sums_of_bits(data: jax.Array, starts: Any = None, shape: Sequence[int] | None = None) -> jax.Array:
+    """[2] uint32: the sums over a part of an array of this shape, which starts there; by default over all of it."""
+    starts, shape = (0,) * data.ndim if starts is None else starts, shape or data.shape
     bits = jax.lax.bitcast_convert_type(data, BITS[data.dtype.itemsize]).astype(jnp.uint32)
     index = jnp.zeros(data.shape, jnp.uint32)
     for axis, size in enumerate(shape):
-        here = jax.lax.broadcasted_iota(jnp.uint32, data.shape, axis) + starts[axis]
+        here = jax.lax.broadcasted_iota(jnp.uint32, data.shape, axis) + jnp.uint32(starts[axis])
         index = index * jnp.uint32(size % 2**32) + here
     return _sums(jnp, bits, index)
 

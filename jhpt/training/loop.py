@@ -17,11 +17,13 @@ from jhpt.models.family import Sums
 from jhpt.sharding.types import Params
 from jhpt.training.console import Display, step_line
 from jhpt.training.data.batches import evaluation_batches, shuffled, training_batches
+from jhpt.training.data.left_out import LeftOut, position
 from jhpt.training.data.mixture import Mixture
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.programs import State, Step, global_batch
+from jhpt.training.replicas import Replicas
 from jhpt.training.setup import Setup
-from jhpt.training.spikes import is_spike
+from jhpt.training.spikes import first_spike, is_spike
 from jhpt.training.step import RandomStream, StepMetrics, random_key
 from jhpt.training.watch import watch
 
@@ -49,8 +51,12 @@ class Interval:
 
 @dataclass
 class Progress:
-    """The results of the loop so far.  intervals: between two lines of metrics, except the first, which contains the
-    start; rest: what follows the last line, which is the last save and evaluation."""
+    """The results of the loop so far.
+
+    intervals: between two lines of metrics, except the first, which contains the start.  rest: what follows the last
+    line, which is the last save and evaluation.  spike: the step of a spike, before which training has to go back; the
+    loop has ended there.
+    """
 
     losses: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
@@ -58,6 +64,7 @@ class Progress:
     intervals: list[Interval] = field(default_factory=list)
     rest: float = 0.0
     interrupted: bool = False
+    spike: int | None = None
 
     @property
     def steps_per_s(self) -> float | None:
@@ -110,8 +117,11 @@ def fit(
     display: Display,
     spiked: Callable[[int, int], None] = lambda step, good: None,
     evaluate_first: bool = False,
+    left_out: LeftOut = (),
+    replicas: Replicas | None = None,
 ) -> tuple[State, Progress]:
-    """Trains from `state` to the last step of the configuration, or until a signal.
+    """Trains from `state` to the last step of the configuration, or until a signal, or a spike with
+    `guards.spike=rewind`.
 
     Metrics of a step are read after the next one is under way, so that the device never waits for the host.
 
@@ -121,20 +131,25 @@ def fit(
       writer: None on all processes but the main one.
       spiked: called with (step, the last step reported before it) when the loss has jumped (`spikes.is_spike`).
       evaluate_first: whether to evaluate `state` before the first step.
+      left_out: data that is not read.
+      replicas: compares copies of the state from time to time; None: nothing is compared.
 
     Raises:
+      ReplicasDiffer: copies of the state differ.
       TrainingDiverged: `train.max_bad_steps` steps in a row were skipped.  The parameters and optimizer state of
         every checkpoint are those of the last good step.
     """
     config, first, last = setup.config, int(state.step), setup.config.train.steps
-    batches = _batches(setup, first)
-    progress, clock = Progress(), Clock()
+    batches = _batches(setup, first, left_out)
+    progress, clock = Progress(spike=first_spike(state.losses)), Clock()
     report = _Reporter(setup, progress, clock, writer, display, spiked, reported=first, skipped=int(state.skipped))
     between = _BetweenSteps(setup, step, save, report)
 
     if first < last and watch.stops_after(first):  # a signal while compiling or restoring
         display.say(f"stopped by a signal before step {first + 1}")
         progress.interrupted = True
+        return state, progress
+    if progress.spike is not None:  # the run ended between a spike and going back
         return state, progress
     state = between.run(first, state, {"evaluation"} if evaluate_first else set())
     for number in range(first + 1, last + 1):
@@ -147,12 +162,18 @@ def fit(
         due = _due(config, number, final=number == last, stop=stop)
         if due:
             report.pending = (number, metrics)
+        if "checkpoint" in due:  # none is written of what training goes back from
+            report.flush()
+        if progress.spike is not None and not stop:
+            return state, progress
+        if replicas is not None and replicas.due(number, saving="checkpoint" in due):
+            state = replicas.checked(number, state)
         state = between.run(number, state, due)
-        if (epoch := _epoch_begun(setup, number)) is not None:
+        if (epoch := _epoch_begun(setup, position(number, left_out))) is not None:
             display.say(f"step {number}: epoch {epoch} begins")
         if stop:
             display.say(f"stopped by a signal at step {number}")
-            progress.interrupted = number < last
+            progress.interrupted = number < last or progress.spike is not None
             break
     report.flush()
     progress.rest = clock.read().seconds
@@ -221,10 +242,10 @@ BatchSums = Callable[[Any, jax.Array, jax.Array, jax.Array], Sums]
 """(params, windows, row weights, key) -> sums over a held-out batch."""
 
 
-def _batches(setup: Setup, first: int) -> Iterator[np.ndarray]:
+def _batches(setup: Setup, first: int, left_out: LeftOut = ()) -> Iterator[np.ndarray]:
     """This process's rows of the batches after step `first`."""
     size, seed = setup.config.data.batch_size, setup.config.seed
-    return training_batches(shuffled(setup.train_windows, seed), size, setup.layout.own_rows(size), first)
+    return training_batches(shuffled(setup.train_windows, seed), size, setup.layout.own_rows(size), first, left_out)
 
 
 class HeldOut(NamedTuple):
@@ -278,7 +299,7 @@ class _Reporter:
         if self.pending is None:
             return
         (step, metrics), self.pending = self.pending, None
-        loss, norm, rate, skipped, bad_steps = (np.asarray(value).item() for value in metrics)
+        loss, norm, rate, skipped, bad_steps = (np.asarray(value).item() for value in metrics[:5])
         interval = self._interval(step)
         tokens_per_s = interval.steps / interval.seconds * tokens_of_step(self.setup)
         values = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
@@ -286,24 +307,27 @@ class _Reporter:
         values |= {"tokens_per_s": tokens_per_s, "flops_per_s": tokens_per_s * training_flops_per_token(self.setup)}
         values |= {"mfu": utilisation(self.setup, tokens_per_s), "memory_bytes": memory_in_use(), "skipped": skipped}
         good = max(self.progress.losses, default=0)
-        spike = is_spike(list(self.progress.losses.values()), loss)
+        guards = self.setup.config.guards
+        spike = guards.spike == "keep" and is_spike(list(self.progress.losses.values()), loss, guards)
         self.progress.losses[step] = loss
         self._emit(step, values)
         if spike and not self.in_spike:
             self.spiked(step, good)
         self.in_spike = spike
-        if skipped > self.skipped:
+        self.progress.spike = first_spike(metrics.losses)
+        jumped = " or a loss that has jumped" if metrics.losses is not None else ""
+        if skipped > self.skipped and self.progress.spike is None:
             new = skipped - self.skipped
             self.display.say(
                 f"step {step}: {new} update{'s' if new > 1 else ''} skipped since the last line: "
-                "loss or gradient not finite"
+                f"loss or gradient not finite{jumped}"
             )
         self.skipped = skipped
-        if bad_steps >= self.setup.config.train.max_bad_steps:
+        if bad_steps >= self.setup.config.train.max_bad_steps and self.progress.spike is None:
             raise TrainingDiverged(
-                f"{int(bad_steps)} steps in a row had a loss or gradient that is not finite, up to step {step}; "
-                "check the data, or start a new run (another --out) with a lower optimizer.learning_rate or a longer "
-                "optimizer.warmup_steps"
+                f"{int(bad_steps)} steps in a row had a loss or gradient that is not finite{jumped}, up to step "
+                f"{step}; check the data, or start a new run (another --out) with a lower optimizer.learning_rate or a "
+                "longer optimizer.warmup_steps"
             )
 
     def validation(self, step: int, held_out: HeldOut) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import tensorboardX
 
@@ -26,13 +27,21 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool):
-        self._folder, self._told = folder, False
-        _drop_records_after(folder / METRICS_FILE, first_step)
+        self._folder, self._told, self._tensorboard = folder, False, tensorboard
+        self._begin(first_step)
+
+    def _begin(self, first_step: int) -> None:
+        _drop_records_after(self._folder / METRICS_FILE, first_step)
         for name in (LOG_FILE, METRICS_FILE):
-            (folder / name).open("a").close()
-        self._events = (
-            tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
-        )
+            (self._folder / name).open("a").close()
+        events = str(self._folder / "tensorboard")
+        self._events = tensorboardX.SummaryWriter(events, purge_step=first_step + 1) if self._tensorboard else None
+
+    def go_back(self, step: int) -> None:
+        """Drops the records after this step, which come anew."""
+        self.close()
+        with self._tolerantly():
+            self._begin(step)
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Writes one record, without values that are None or not finite, which JSON cannot hold."""
@@ -107,3 +116,18 @@ def _drop_records_after(path: Path, step: int) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text("".join(f"{json.dumps(record)}\n" for record in remaining))
     partial.rename(path)
+
+
+class History(NamedTuple):
+    """What a run has recorded, by step."""
+
+    losses: dict[int, float]
+    validation_losses: dict[int, float]
+    validation_accuracy: dict[int, float]
+
+
+def history(run_dir: Path) -> History:
+    """All that a run has recorded."""
+    records = read_metrics(run_dir)
+    pick = lambda name: {int(record["step"]): record[name] for record in records if name in record}  # noqa: E731
+    return History(pick("loss"), pick("validation_loss"), pick("validation_accuracy"))

@@ -1,7 +1,7 @@
 """The step of a plan whose blocks are in host memory, wholly or in part."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from jhpt.training.programs import compiled_within_memory, evaluation_shapes, fi
 from jhpt.training.record import Record
 from jhpt.training.runtime import host_budget
 from jhpt.training.setup import Design, Setup
+from jhpt.training.spikes import spike_guard
 from jhpt.training.step import Params, StepMetrics
 
 
@@ -40,6 +41,7 @@ def offloaded_training(design: Design, execution: Execution | None = None) -> Of
         learning_rate=partial(learning_rate, config.optimizer, config.train.steps),
         seed=config.seed,
         max_bad_steps=config.train.max_bad_steps,
+        guard=spike_guard(config.guards),
     )
 
 
@@ -78,7 +80,14 @@ class OffloadedStep:
     def load(self, checkpoints: Checkpoints, number: int) -> OffloadedState:
         """The state in the checkpoint of step `number`."""
         embedding_and_head = jax.eval_shape(self.model.init_embedding_and_head, jax.random.key(0))
-        return self.training.loaded(partial(checkpoints.part, number), embedding_and_head)
+        state, guard = self.training.loaded(partial(checkpoints.part, number), embedding_and_head), self.training.guard
+        if guard is None:
+            return state
+        place = self.training.blocks.execution.layout.replicated
+        like = jax.eval_shape(guard.fresh)
+        like = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for name, leaf in like.items()}
+        losses = guard.fitted(checkpoints.losses(number, like), dict.fromkeys(like, place))
+        return replace(state, losses=losses)
 
     def parameters(self, state: OffloadedState) -> Params | None:
         """The model's own tree of parameters; None if the devices have no room for it."""

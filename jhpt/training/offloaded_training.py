@@ -38,7 +38,17 @@ from jhpt.sharding.types import KeyPath, LossSums
 from jhpt.training.clipping import Clipping, clipping
 from jhpt.training.layered import Layered
 from jhpt.training.optimizer import make_optimizer
-from jhpt.training.step import Params, RandomStream, StepMetrics, TrainState, init_state, new_if, random_key
+from jhpt.training.spikes import Losses, SpikeGuard
+from jhpt.training.step import (
+    Params,
+    RandomStream,
+    StepMetrics,
+    TrainState,
+    init_state,
+    new_if,
+    random_key,
+    without_spike,
+)
 
 MEAN, SQUARES = "mean", "squares"
 """Adam's two moments."""
@@ -53,13 +63,15 @@ class Pending:
     """An update of all blocks.
 
     shrink: factor that clips the gradients.  rate: learning rate.  good: whether the update is applied at all.
-    updates: number of updates applied before.
+    updates: number of updates applied before.  losses: with `update_in_backward`, what the step knows of losses before
+    it.
     """
 
     shrink: jax.Array
     rate: jax.Array
     good: jax.Array
     updates: jax.Array
+    losses: Losses | None = None
 
 
 Carried = tuple[jax.Array, jax.Array]
@@ -122,12 +134,17 @@ def deferred(step: Stepped, summed: Callable[[jax.Array], jax.Array]) -> BlockUp
     )
 
 
-def update_in_backward(step: Stepped, summed: Callable[[jax.Array], jax.Array], clip: Clipping) -> BlockUpdateHooks:
+def update_in_backward(
+    step: Stepped, summed: Callable[[jax.Array], jax.Array], clip: Clipping, guard: SpikeGuard | None = None
+) -> BlockUpdateHooks:
     """Updates in the backward pass, which carries (sum of squared gradients, whether all were finite) from block to
-    block.  summed: all-reduce over the data ranks."""
+    block.  summed: all-reduce over the data ranks.  guard: which losses are spikes, at which nothing is updated."""
 
     def start_backward(sums: LossSums, pending: Pending) -> tuple[jax.Array, jax.Array]:
-        return jnp.float32(0), pending.good & jnp.isfinite(sums.loss)
+        good = pending.good & jnp.isfinite(sums.loss)
+        if guard is not None and pending.losses is not None:
+            good = good & ~guard.spikes(pending.losses, sums.nll / sums.tokens)
+        return jnp.float32(0), good
 
     def after_backward(pending: Pending, rows: Rows, gradient: jax.Array, carried: Carried) -> tuple[Carried, Rows]:
         squares, good = carried
@@ -167,6 +184,7 @@ class OffloadedState:
     optimizer: Any
     norm: jax.Array | None = None
     pending: Pending | None = None
+    losses: Losses | None = None
 
     @property
     def params(self) -> tuple[HostRows, Params]:
@@ -185,6 +203,7 @@ class OffloadedTraining:
     learning_rate: Callable[[jax.Array], jax.Array]
     seed: int
     max_bad_steps: int
+    guard: SpikeGuard | None = None
 
     def __post_init__(self) -> None:
         """Refuses storage in low precision, and a plan whose time of updating does not suit the clipping."""
@@ -234,8 +253,8 @@ class OffloadedTraining:
         if state.pending is None:
             applied = state.optimizer[0].count
             shrink = jnp.float32(1) if state.norm is None else clip.shrink(state.norm)
-            due = Pending(shrink=shrink, rate=rate, good=active, updates=applied)
-            hooks = update_in_backward(self._stepped, self.blocks.summed, clip)
+            due = Pending(shrink=shrink, rate=rate, good=active, updates=applied, losses=state.losses)
+            hooks = update_in_backward(self._stepped, self.blocks.summed, clip, self.guard)
         else:
             due, applied = state.pending, state.pending.updates + state.pending.good
             hooks = deferred(self._stepped, self.blocks.summed)
@@ -243,6 +262,7 @@ class OffloadedTraining:
         squares, finite = carried if state.pending is None else (carried, True)
         size = jnp.sqrt(squares + jnp.square(optax.tree.norm(grads)))
         good = jnp.isfinite(sums.loss) & jnp.isfinite(size) & active & finite
+        good, losses = without_spike(self.guard, state, sums, good)
         clipped = clip.clipped(grads, size, state.norm)
         directions, moments = make_optimizer(self.config).update(clipped, state.optimizer, embedding_and_head)
         lowered = jax.tree.map(lambda p, d: p - rate * d, embedding_and_head, directions)
@@ -262,8 +282,9 @@ class OffloadedTraining:
             optimizer=new_if(good, moments, state.optimizer),
             norm=clip.after(state.norm, size, good),
             pending=pending,
+            losses=losses,
         )
-        return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps)
+        return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps, losses)
 
     def flushed(self, state: OffloadedState) -> OffloadedState:
         """The state with no update pending."""
@@ -318,6 +339,7 @@ class OffloadedTraining:
             params={**state.embedding_and_head, "blocks": blocks[WEIGHTS]},
             optimizer=(adam._replace(mu=mu, nu=nu), decayed),
             norm=state.norm,
+            losses=state.losses,
         )
 
     def loaded(self, read: Callable[[TrainState], TrainState], embedding_and_head: Params) -> OffloadedState:
@@ -363,7 +385,7 @@ class OffloadedTraining:
         return {**embedding_and_head, "blocks": jax.tree.unflatten(bucket.tree, leaves)}
 
     def _initial(self, params: Params) -> TrainState:
-        return init_state(params, make_optimizer(self.config), clip=self._clip)
+        return init_state(params, make_optimizer(self.config), clip=self._clip, guard=self.guard)
 
     def _joined(self, rows: HostRows, embedding_and_head: TrainState) -> OffloadedState:
         """The state made of the rows of the blocks and the state of embedding and head."""
@@ -376,6 +398,7 @@ class OffloadedTraining:
             optimizer=embedding_and_head.optimizer,
             norm=embedding_and_head.norm,
             pending=None if self.update_in_backward else _none_pending(embedding_and_head.optimizer[0].count),
+            losses=embedding_and_head.losses,
         )
 
     def _layered(self, rows: HostRows) -> Mapping[str, Params]:

@@ -12,6 +12,7 @@ from jhpt.core.config import Config, DataConfig, OptimizerConfig
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import family_settings
 from jhpt.core.load import dotted
+from jhpt.training.data.left_out import LeftOut
 from jhpt.training.optimizer import learning_rate
 
 BOUND = ("seed", "model.", "optimizer.", "data.")
@@ -24,6 +25,11 @@ SOURCES = "data.sources"
 FREE = ("model.attention", "model.dtype", "model.nominal_vocab")
 """With `PLACES`, the exceptions from `BOUND`, the settings that a resumed run may not change.  Text and tokenizer are
 compared by content, the compute dtype and the vocabulary's size after "auto" is resolved."""
+
+SCHEDULE = tuple(
+    f"optimizer.{name}" for name in ("learning_rate", "schedule", "warmup_steps", "final_fraction", "decay_fraction")
+)
+"""The settings that decide the learning rate of a step and nothing else: they may change where that is asked for."""
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -41,6 +47,7 @@ class Record:
 
     weights_only: whether there is no optimizer state to go on with.
     digests: those of the arrays by their paths (`training.digests`); None: the checkpoint is older than manifests.
+    left_out: data that the run leaves out, because the loss jumped on it.  rewinds: how often it has gone back.
     """
 
     config: Mapping[str, Any]
@@ -49,6 +56,8 @@ class Record:
     versions: Mapping[str, str]
     weights_only: bool = False
     digests: Mapping[str, str] | None = None
+    left_out: LeftOut = ()
+    rewinds: int = 0
 
 
 def make_record(config: Config, data_key: str, dtype: str, *, weights_only: bool = False) -> Record:
@@ -63,8 +72,11 @@ def make_record(config: Config, data_key: str, dtype: str, *, weights_only: bool
     )
 
 
-def check_resumable(saved: Record, now: Record, place: str) -> None:
+def check_resumable(saved: Record, now: Record, place: str, *, new_schedule: bool = False) -> None:
     """Refuses to resume with another model, text, optimizer or seed.
+
+    Args:
+      new_schedule: whether the learning rate and its schedule may be others.
 
     Raises:
       InputError: lists every difference with both values.
@@ -73,21 +85,25 @@ def check_resumable(saved: Record, now: Record, place: str) -> None:
     before = _defaults(saved) | before  # settings that are newer than the checkpoint had their defaults
     before["compute dtype"], after["compute dtype"] = saved.dtype, now.dtype
     names = [name for name in {**before, **after} if name.startswith(BOUND) and name not in FREE]
-    changed = [
-        f"  {name}: the run has {before.get(name)!r}, now {after.get(name)!r}"
-        for name in (*names, "compute dtype")
-        if before.get(name) != after.get(name)
-    ]
+    differ = [name for name in (*names, "compute dtype") if before.get(name) != after.get(name)]
+    kept = [name for name in differ if not (new_schedule and name in SCHEDULE)]
+    changed = [f"  {name}: the run has {before.get(name)!r}, now {after.get(name)!r}" for name in kept]
     if saved.data_key != now.data_key and not changed:
         changed.append(
             f"  text or tokenizer: the run has {_paths(saved)!r} with content {saved.data_key[:8]}, "
             f"now {_paths(now)!r} with content {now.data_key[:8]}"
         )
     if changed:
+        only_schedule = kept and set(kept) <= set(SCHEDULE)
         raise InputError(
             f"{place} holds a run with other settings that a resumed run must keep:\n"
             + "\n".join(changed)
             + "\nrestore these settings, or give another --out"
+            + (
+                "; to change the learning rate, also say from which checkpoint: --resume-step N"
+                if only_schedule
+                else ""
+            )
         )
 
 
@@ -113,11 +129,30 @@ def changes_of_note(saved: Record, now: Record, step: int) -> list[str]:
     if different:
         notes.append(f"note: other versions than when the run was saved ({', '.join(different)}); bits may differ")
     steps, more = saved.config["train"]["steps"], now.config["train"]["steps"]
-    if steps != more and now.config["optimizer"]["schedule"] != "constant":
-        optimizer = OptimizerConfig(**now.config["optimizer"])
-        old, new = (float(learning_rate(optimizer, total, jnp.asarray(step))) for total in (steps, more))
+    before, optimizer = schedule_of(saved), schedule_of(now)
+    changes = [
+        f"{name}={optimizer[name]} instead of {before[name]}" for name in SCHEDULE if optimizer[name] != before[name]
+    ]
+    if changes or (steps != more and now.config["optimizer"]["schedule"] != "constant"):
+        settings = [
+            OptimizerConfig(
+                **now.config["optimizer"] | {name.removeprefix("optimizer."): rule[name] for name in SCHEDULE}
+            )
+            for rule in (before, optimizer)
+        ]
+        old, new = (
+            float(learning_rate(rule, total, jnp.asarray(step)))
+            for rule, total in zip(settings, (steps, more), strict=True)
+        )
+        spans = [f"the learning-rate schedule now spans {more} steps instead of {steps}"] if steps != more else []
         notes.append(
-            f"note: the learning-rate schedule now spans {more} steps instead of {steps}: "
-            f"{new:.2e} at step {step}, where it would have been {old:.2e}"
+            f"note: {', '.join([*changes, *spans])}: a learning rate of {new:.2e} at step {step}, where it would have "
+            f"been {old:.2e}"
         )
     return notes
+
+
+def schedule_of(record: Record) -> dict[str, Any]:
+    """The settings of its learning rate, by dotted name."""
+    settings = _defaults(record) | dotted(record.config)
+    return {name: settings[name] for name in SCHEDULE}

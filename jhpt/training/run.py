@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,14 +21,14 @@ from jhpt.core.peers_config import PeersConfig
 from jhpt.core.plan import Plan
 from jhpt.core.unused import check_plan_alone, unused_settings
 from jhpt.training.checkpoint import FOLDER, Checkpoints
-from jhpt.training.compile import compile_step
+from jhpt.training.compile import compile_step, replicas_of
 from jhpt.training.console import Display, plan_change, start_table
 from jhpt.training.data.sources import data_key
 from jhpt.training.init_from import weights_at, with_kept_tokenizer
 from jhpt.training.init_weights import InitWeights, init_weights
 from jhpt.training.interruption import stops_on_signals
 from jhpt.training.loop import Progress, evaluation_due, fit, tokens_of_step, utilisation
-from jhpt.training.metrics import metrics_writer, read_metrics
+from jhpt.training.metrics import MetricsWriter, history, metrics_writer
 from jhpt.training.planning import check_host_room, choose_plan, read_past, same_work, with_tried_offload
 from jhpt.training.preflight import check_disk, mistakes, nearest_change, out_of_memory_explained, refuse_impossible
 from jhpt.training.processes import (
@@ -42,6 +42,8 @@ from jhpt.training.processes import (
 )
 from jhpt.training.programs import Step
 from jhpt.training.record import Record, make_record, without_places
+from jhpt.training.replicas import Replicas
+from jhpt.training.rewind import go_back_before, keep_before
 from jhpt.training.run_dir import (
     check_can_go_on,
     claimed,
@@ -58,6 +60,7 @@ from jhpt.training.runtime import (
 from jhpt.training.sampling import sample
 from jhpt.training.setup import Setup, decided, prepare
 from jhpt.training.step import RandomStream, StepState, random_key
+from jhpt.training.step_folders import leave_behind
 from jhpt.training.watch import watch
 
 
@@ -155,12 +158,14 @@ def train(
       plan: a plan or its file, used instead of the section `parallel`.
       init: a run or a folder in Hugging Face's layout.  A new run starts with the weights there; its model is theirs,
         and so is its tokenizer unless `source` or `overrides` name one.
-      resume_step: go on from this checkpoint of the run in `out`; later ones are left behind under another name.
+      resume_step: go on from this checkpoint of the run in `out`; later ones are left behind under another name.  The
+        learning rate and its schedule may then be others.
       processes: how to join the other processes; None: as the launcher's environment says.
 
     Raises:
       InputError: anything the user can correct; nothing has been written then.
-      TrainingDiverged: too many steps in a row were not finite.
+      TrainingDiverged: too many steps in a row were skipped, or training has gone back too often.
+      ReplicasDiffer: devices hold different copies of the state.
     """
     configure_runtime()
     with watch.run(), stops_on_signals(watch):
@@ -231,14 +236,15 @@ def _settings(config: Config, requested: Plan | None) -> dict[str, Any]:
 class _Run:
     """Everything that is decided before anything is compiled or written.
 
-    step: the one to resume from, 0 for a new run.  weights: those to start with, None: those of the seed.
-    notes: messages for the user.
+    step: the one to resume from, 0 for a new run.  goes_back: whether later ones are left behind.  notes: messages for
+    the user.  weights: those to start with, None: those of the seed.
     """
 
     directory: Path
     setup: Setup
     record: Record
     step: int
+    goes_back: bool
     weights: InitWeights | None
     notes: tuple[str, ...]
 
@@ -266,6 +272,7 @@ def _resolved(
         raise InputError("the processes read different text; give all of them the same files in data.path")
     record = make_record(config, key, setup.model.dtype.name)
     resume = find_resume(run_dir, record, config.checkpoint, resume_step)
+    record = replace(record, left_out=resume.left_out, rewinds=resume.rewinds)
     check_disk(run_dir, config, resume.step, display.say)
     notes = [*resume.notes, *mistakes(setup)]
     if past.plan and not same_work(past.plan, plan):
@@ -277,24 +284,37 @@ def _resolved(
         notes += weights.notes
     elif init is not None:
         notes.append(f"note: the run goes on with its own weights; it began with those of --init {init}")
-    return _Run(directory=run_dir, setup=setup, record=record, step=resume.step, weights=weights, notes=tuple(notes))
+    return _Run(
+        directory=run_dir,
+        setup=setup,
+        record=record,
+        step=resume.step,
+        goes_back=resume.goes_back,
+        weights=weights,
+        notes=tuple(notes),
+    )
 
 
 def _executed(run: _Run, display: Display) -> RunResult:
     setup, config = run.setup, run.setup.config
+    replicas = replicas_of(setup, display.say)
+    if replicas is not None:
+        display.say(replicas.summary)
     display.say(f"compiling {config.name} for {setup.layout.device_mesh.mesh.size} x {setup.device.kind}")
     with watch.phase("compiling"), nearest_change(setup):
         step = compile_step(setup)
     with out_of_memory_explained(setup, step.memory, run.directory):
-        return _stepped(run, step, display)
+        return _stepped(run, step, display, replicas)
 
 
-def _stepped(run: _Run, step: Step[Any], display: Display) -> RunResult:
+def _stepped(run: _Run, step: Step[Any], display: Display, replicas: Replicas | None) -> RunResult:
     setup, config = run.setup, run.setup.config
     with watch.phase(f"restoring step {run.step}" if run.step else "making the first state"):
         state = _first_state(run, step)
     with raise_on_all_processes():
         write_description(run.directory, config, setup.plan, setup.tokenizer)
+        if run.goes_back and is_main():
+            leave_behind(run.directory / FOLDER, run.step, display.say)
     with (
         watch.phase("writing its last checkpoint"),
         Checkpoints(run.directory / FOLDER, config.checkpoint, display.say) as checkpoints,
@@ -305,16 +325,7 @@ def _stepped(run: _Run, step: Step[Any], display: Display) -> RunResult:
         for note in run.notes:
             display.say(note)
         with display, watch.phase("training"):
-            state, progress = fit(
-                setup,
-                step,
-                state,
-                save=partial(_save, run, step, checkpoints, display.say),
-                writer=writer,
-                display=display,
-                spiked=partial(_keep_before_spike, checkpoints, display.say),
-                evaluate_first=_unevaluated(run),
-            )
+            run, state, progress = _fitted(run, step, state, checkpoints, writer, display, replicas)
             while not checkpoints.settle():  # no later one will be due
                 time.sleep(SECONDS_BETWEEN_ATTEMPTS)
                 _save(run, step, checkpoints, display.say, int(state.step), state)
@@ -324,6 +335,46 @@ def _stepped(run: _Run, step: Step[Any], display: Display) -> RunResult:
         for line in closing_lines(result, config):
             display.say(line)
     return result
+
+
+def _fitted(
+    run: _Run,
+    step: Step[Any],
+    state: StepState,
+    checkpoints: Checkpoints,
+    writer: MetricsWriter | None,
+    display: Display,
+    replicas: Replicas | None,
+) -> tuple[_Run, StepState, Progress]:
+    """Trains to the end, going back at spikes if asked to; returns the run from where it has gone back to."""
+    first = run
+    while True:
+        state, progress = fit(
+            run.setup,
+            step,
+            state,
+            save=partial(_save, run, step, checkpoints, display.say),
+            writer=writer,
+            display=display,
+            spiked=partial(keep_before, checkpoints, display.say),
+            evaluate_first=_unevaluated(run),
+            left_out=run.record.left_out,
+            replicas=replicas,
+        )
+        if progress.spike is None or progress.interrupted:
+            return run, state, progress
+        for leaf in jax.tree.leaves(state):  # there may be no room for two states
+            leaf.delete()
+        checkpoints.settle()
+        config = run.setup.config
+        back, record = go_back_before(
+            run.directory, config, run.record, progress.spike, display.say, anew=first.step == 0
+        )
+        run = replace(run, step=back, record=record)
+        with watch.phase(f"going back to step {back}"):
+            state = _first_state(run, step)
+        if writer is not None:
+            writer.go_back(back)
 
 
 SECONDS_BETWEEN_ATTEMPTS = 1.0
@@ -341,19 +392,10 @@ def _save(
     step.save(checkpoints, number, state, run.record)
 
 
-def _keep_before_spike(checkpoints: Checkpoints, say: Callable[[str], None], step: int, good: int) -> None:
-    """Keeps the newest checkpoint up to the last good step for good."""
-    kept = checkpoints.keep(good)
-    what = "there is no checkpoint from before"
-    if kept is not None:
-        what = f"checkpoint {kept} is kept, to go back to with --resume-step {kept}"
-    say(f"warning: step {step}: the loss has jumped; {what}")
-
-
 def _unevaluated(run: _Run) -> bool:
     """Whether the run ended between saving a step and evaluating it."""
     due = evaluation_due(run.setup.config, run.step)
-    return bool(from_main(int(due and run.step not in _history(run.directory).validation_losses)))
+    return bool(from_main(int(due and run.step not in history(run.directory).validation_losses)))
 
 
 def _first_state(run: _Run, step: Step[Any]) -> StepState:
@@ -385,14 +427,14 @@ def _sample(setup: Setup, step: Step[Any], state: StepState, say: Callable[[str]
 
 def _result(setup: Setup, state: StepState, progress: Progress, run_dir: Path, text: str | None) -> RunResult:
     rate = tokens_of_step(setup) * progress.steps_per_s if progress.steps_per_s else None
-    history = _history(run_dir)
+    past = history(run_dir)
     return RunResult(
         step_seconds=progress.step_seconds,
         predicted_seconds=setup.plan.seconds,
         step=int(state.step),
-        losses=history.losses | progress.losses,
-        validation_losses=history.validation_losses | progress.validation,
-        validation_accuracy=history.validation_accuracy | progress.accuracy,
+        losses=past.losses | progress.losses,
+        validation_losses=past.validation_losses | progress.validation,
+        validation_accuracy=past.validation_accuracy | progress.accuracy,
         run_dir=run_dir,
         tokens_per_s=rate,
         mfu=utilisation(setup, rate) if rate else None,
@@ -401,21 +443,7 @@ def _result(setup: Setup, state: StepState, progress: Progress, run_dir: Path, t
     )
 
 
-class _History(NamedTuple):
-    """What a run has recorded, by step."""
-
-    losses: dict[int, float]
-    validation_losses: dict[int, float]
-    validation_accuracy: dict[int, float]
-
-
-def _history(run_dir: Path) -> _History:
-    records = read_metrics(run_dir)
-    pick = lambda name: {int(record["step"]): record[name] for record in records if name in record}  # noqa: E731
-    return _History(pick("loss"), pick("validation_loss"), pick("validation_accuracy"))
-
-
 def _already_done(run: _Run, display: Display) -> RunResult:
-    history, steps = _history(run.directory), run.setup.config.train.steps
+    past, steps = history(run.directory), run.setup.config.train.steps
     display.say(f"{run.directory} is at step {run.step} of {steps}: nothing to do; raise --train.steps to go on")
-    return RunResult(step=run.step, run_dir=run.directory, **history._asdict())
+    return RunResult(step=run.step, run_dir=run.directory, **past._asdict())

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -17,15 +17,16 @@ import jax
 from jhpt.core.config import CheckpointConfig, Config
 from jhpt.core.errors import InputError
 from jhpt.core.files import replacing
-from jhpt.core.load import CONFIG_FILE, to_yaml
+from jhpt.core.load import CONFIG_FILE, load_config, to_yaml
 from jhpt.core.manifest import to_disk, write_to_disk
 from jhpt.core.plan import Plan
 from jhpt.training.checkpoint import FOLDER, Checkpoints, newest
+from jhpt.training.data.left_out import LeftOut
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.metrics import METRICS_FILE, read_metrics
 from jhpt.training.processes import from_main, is_main, raise_on_all_processes
-from jhpt.training.record import Record, changes_of_note, check_resumable
-from jhpt.training.step_folders import Damaged, Say, copy_step, go_back, newest_whole
+from jhpt.training.record import Record, changes_of_note, check_resumable, schedule_of
+from jhpt.training.step_folders import Damaged, Say, check_step, copy_step, newest_whole
 
 PLAN_FILE = "plan.json"
 """The plan that a run executes."""
@@ -36,10 +37,14 @@ NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Where a run resumes; notes: messages for the user."""
+    """Where a run resumes; notes: messages for the user.  left_out, rewinds: as the record there has them.  goes_back:
+    whether later steps are to be left behind."""
 
     step: int = 0
     notes: tuple[str, ...] = ()
+    left_out: LeftOut = ()
+    rewinds: int = 0
+    goes_back: bool = False
 
 
 def new_run_dir(config: Config) -> Path:
@@ -143,7 +148,7 @@ def find_resume(run_dir: Path, record: Record, checkpoint: CheckpointConfig, res
     """The newest whole step to resume from, 0 for a new run.  Damaged steps are set aside; nothing else is written.
 
     Args:
-      resume_step: the step to go on from instead; later ones are left behind.
+      resume_step: the step to go on from instead.
 
     Raises:
       InputError: settings that a resumed run must keep have changed, or checkpoints of steps in the metrics are gone.
@@ -154,15 +159,33 @@ def find_resume(run_dir: Path, record: Record, checkpoint: CheckpointConfig, res
     with raise_on_all_processes():
         if is_main():
             if resume_step is not None:
-                go_back(run_dir / FOLDER, resume_step, notes.append)
-            step = _whole_step(run_dir, checkpoint, notes.append)
+                check_step(run_dir / FOLDER, resume_step)
+            step = resume_step or _whole_step(run_dir, checkpoint, notes.append)
     step = from_main(step)
     if step == 0:
         return Resume(notes=tuple(notes))
     with Checkpoints(run_dir / FOLDER, None) as checkpoints:
         saved = checkpoints.record(step)
-    check_resumable(saved, record, str(run_dir))
-    return Resume(step=step, notes=(*notes, *changes_of_note(saved, record, step)))
+    asked = resume_step is not None or _same_schedule(run_dir, record)
+    check_resumable(saved, record, str(run_dir), new_schedule=asked)
+    notes += changes_of_note(saved, record, step)
+    return Resume(
+        step=step,
+        notes=tuple(notes),
+        left_out=saved.left_out,
+        rewinds=saved.rewinds,
+        goes_back=resume_step is not None,
+    )
+
+
+def _same_schedule(run_dir: Path, record: Record) -> bool:
+    """Whether the run was already given this learning rate with --resume-step, before it was stopped or killed: its
+    configuration has it, and its newest checkpoint may be older."""
+    try:
+        config = load_config(run_dir / CONFIG_FILE)
+    except InputError:
+        return False
+    return schedule_of(replace(record, config=config.model_dump(mode="json"))) == schedule_of(record)
 
 
 def _whole_step(run_dir: Path, checkpoint: CheckpointConfig, say: Say) -> int:

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jhpt.sharding.types import LossSums
 from jhpt.training.clipping import Clipping
+from jhpt.training.spikes import Losses, SpikeGuard
 from jhpt.training.weights import Weights, widened
 
 Params = dict[str, Any]
@@ -32,6 +34,7 @@ class TrainState:
     remainder: rounding error of parameters in low precision (`training.weights`); None without Kahan summation.
     norm: gradient norm of the last applied update (`training.clipping`); None unless clipping needs it.
     feedback: residuals of compressed gradient reduction; None without gradient compression.
+    losses: what a step knows of losses before it (`training.spikes`); None unless `guards.spike` is skip or rewind.
 
     A checkpoint holds this state, with parameters as the model's own tree, whatever step the run uses.
     """
@@ -44,6 +47,7 @@ class TrainState:
     remainder: Params | None = None
     norm: jax.Array | None = None
     feedback: Feedback | None = None
+    losses: Losses | None = None
 
 
 class StepState(Protocol):
@@ -58,18 +62,23 @@ class StepState(Protocol):
         """Number of updates that were left out."""
 
     @property
+    def losses(self) -> Losses | None:
+        """What a step knows of losses before it."""
+
+    @property
     def params(self) -> Any:
         """Parameters as the step stores them; what evaluation takes."""
 
 
 class StepMetrics(NamedTuple):
-    """Scalars of one step; `skipped` and `bad_steps` are those of the state after it."""
+    """Scalars of one step; `skipped`, `bad_steps` and `losses` are those of the state after it."""
 
     loss: jax.Array
     grad_norm: jax.Array
     learning_rate: jax.Array
     skipped: jax.Array
     bad_steps: jax.Array
+    losses: Losses | None = None
 
 
 class RandomStream(enum.IntEnum):
@@ -107,6 +116,7 @@ def init_state(
     feedback: Feedback | None = None,
     weights: Weights = FLOAT32,
     clip: Clipping = UNCLIPPED,
+    guard: SpikeGuard | None = None,
 ) -> TrainState:
     """The state before the first step.  params: in float32; the state stores them as `weights` says."""
     zero = jnp.zeros((), jnp.int32)
@@ -119,6 +129,7 @@ def init_state(
         remainder=weights.remainder(params),
         norm=clip.first,
         feedback=feedback,
+        losses=None if guard is None else guard.fresh(),
     )
 
 
@@ -131,6 +142,7 @@ def make_train_step(
     max_bad_steps: int,
     clip: Clipping = UNCLIPPED,
     weights: Weights = FLOAT32,
+    guard: SpikeGuard | None = None,
 ) -> TrainStep:
     """The step.  If a loss or gradient is not finite, parameters, optimizer state and feedback do not change.
 
@@ -142,6 +154,7 @@ def make_train_step(
         only from time to time, and so cannot miss them.
       clip: how gradients, as they are stored, are clipped by their norm.
       weights: how parameters are stored.
+      guard: which losses are spikes, whose updates are left out too; None: none.
     """
 
     def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, StepMetrics]:
@@ -152,6 +165,7 @@ def make_train_step(
             grads, sums, feedback = gradients(state.params, windows, key, state.feedback)
         size = clip.norm(grads)
         good = jnp.isfinite(sums.loss) & jnp.isfinite(size) & (state.bad_steps < max_bad_steps)
+        good, losses = without_spike(guard, state, sums, good)
         grads = clip.clipped(grads, size, state.norm)
 
         rate = learning_rate(state.step)
@@ -170,10 +184,27 @@ def make_train_step(
             remainder=new_if(good, remainder, state.remainder),
             norm=clip.after(state.norm, size, good),
             feedback=new_if(good, feedback, state.feedback),
+            losses=losses,
         )
-        return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps)
+        return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps, losses)
 
     return train_step
+
+
+def without_spike(
+    guard: SpikeGuard | None, state: StepState, sums: LossSums, good: jax.Array
+) -> tuple[jax.Array, Losses | None]:
+    """(whether an update that is `good` so far is applied, what the next step knows of losses).
+
+    Args:
+      state: before the step.  sums: of its batch.
+    """
+    if guard is None or state.losses is None:
+        return good, None
+    loss = sums.nll / sums.tokens
+    spike = guard.spikes(state.losses, loss)
+    good = good & ~spike
+    return good, guard.after(state.losses, state.step + 1, loss, spike=spike, good=good)
 
 
 def new_if(good: jax.Array, new: Tree, old: Tree) -> Tree:

@@ -86,11 +86,11 @@ def _few(faults: list[str]) -> str:
     return ", ".join(faults[:2]) + more
 
 
-def go_back(folder: Path, step: int, say: Say) -> None:
-    """Leaves all steps after this one behind, under another name.
+def check_step(folder: Path, step: int) -> None:
+    """Refuses to go on from a step that is not there, or is damaged.
 
     Raises:
-      InputError: there is no such step, or it is damaged.
+      InputError: with the steps that there are.
     """
     steps = steps_in(folder)
     if step not in steps:
@@ -98,8 +98,13 @@ def go_back(folder: Path, step: int, say: Say) -> None:
         raise InputError(f"--resume-step {step}: {folder} has no such checkpoint; there are: {known}")
     if faults := faults_of(folder / str(step)):
         raise Damaged(f"--resume-step {step}: {folder / str(step)} is damaged ({_few(faults)}); take another step")
-    for later in steps[steps.index(step) + 1 :]:
-        say(f"note: checkpoint {later} is left behind, as {_set_aside(folder / str(later), LEFT)}")
+
+
+def leave_behind(folder: Path, step: int, say: Say) -> None:
+    """Gives all steps after this one another name."""
+    for later in steps_in(folder):
+        if later > step:
+            say(f"note: checkpoint {later} is left behind, as {_set_aside(folder / str(later), LEFT)}")
 
 
 def _set_aside(place: Path, suffix: str) -> Path:

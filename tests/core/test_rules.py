@@ -94,6 +94,9 @@ NOT_USED = {
     "optimizer.eps": {"optimizer.name": "lion", "optimizer.eps": 1e-6},
     "optimizer.momentum": {"optimizer.momentum": 0.8},
     "optimizer.nesterov": {"optimizer.name": "lion", "optimizer.nesterov": False},
+    "guards.rewind_steps": {"guards.rewind_steps": 50},
+    "guards.max_rewinds": {"guards.max_rewinds": 2, "guards.spike": "skip"},
+    "guards.repair_replicas": {"guards.repair_replicas": True},
 }
 USED = {
     "parallel.cluster": {"parallel.auto": True},
@@ -118,6 +121,9 @@ USED = {
     "optimizer.eps": {"optimizer.name": "adamw"},
     "optimizer.momentum": {"optimizer.name": "muon"},
     "optimizer.nesterov": {"optimizer.name": "sgd"},
+    "guards.rewind_steps": {"guards.spike": "rewind"},
+    "guards.max_rewinds": {"guards.spike": "rewind"},
+    "guards.repair_replicas": {"guards.replicas_every": 100},
 }
 
 

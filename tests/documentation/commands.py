@@ -139,6 +139,8 @@ SLOW = {
 PARSED = {
     "jhpt launch --processes 2 -- train my.yaml --out runs/mine": "two processes; tests/test_launch.py starts them",
     "jhpt train --out runs/tiny --resume-step 500": "a run of 500 steps; tests/training/test_saving.py goes back",
+    "jhpt train --out runs/tiny --resume-step 500 --optimizer.learning_rate 1e-3": "the same; "
+    "tests/training/test_new_learning_rate.py changes it",
     "jhpt plan": "a name in a sentence",
     "jhpt profile": "a name in a sentence",
     "pip install -e '.[lm-eval]'": "the harness and PyTorch",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import grain
 import numpy as np
 
+from jhpt.training.data.left_out import LeftOut, position
 from jhpt.training.data.mixture import Mixture, Sequences, Turns
 
 PREFETCHED_BATCHES = 4
@@ -21,15 +22,18 @@ def shuffled(windows: Sequences, seed: int) -> grain.MapDataset:
     return grain.MapDataset.select_from_datasets(sources, Turns(windows.shares))
 
 
-def training_batches(rows: grain.MapDataset, batch_size: int, local: slice, first_step: int) -> Iterator[np.ndarray]:
+def training_batches(
+    rows: grain.MapDataset, batch_size: int, local: slice, first_step: int, left_out: LeftOut = ()
+) -> Iterator[np.ndarray]:
     """Batches from `first_step` on, read ahead by a thread.
 
-    The batch of step t is rows `t * batch_size ... (t + 1) * batch_size - 1` of the endless sequence; a process reads
-    only its `local` slice of each.  Yields int32 [local rows, window length].
+    The batch that follows step t is rows `p * batch_size ... (p + 1) * batch_size - 1` of the endless sequence, with p
+    its position (`left_out.position`), which is t where no data is left out.  A process reads only its `local` slice of
+    each.  Yields int32 [local rows, window length].
     """
 
     def read(step: int) -> np.ndarray:
-        first = step * batch_size
+        first = position(step, left_out) * batch_size
         return np.stack([rows[row] for row in range(first + local.start, first + local.stop)])
 
     steps = grain.MapDataset.range(first_step, 2**62).map(read)
