@@ -17,8 +17,6 @@ from jhpt.core.errors import Exit, InputError
 from jhpt.launch import Attempt, Launch, after, command_of, ending, environment_of, launched
 from tests.conftest import tiny_overrides
 
-pytestmark = pytest.mark.filterwarnings("ignore:os.fork")  # jax warns of its threads; a launcher has no jax
-
 TWO = Launch(arguments=("gpt-tiny",), out=Path("run"), processes=2, fewest=2, max_restarts=5, pause=1.0)
 KILLED = -signal.SIGKILL
 
@@ -70,8 +68,8 @@ def test_with_min_processes_it_goes_on_with_fewer():
 
 def test_every_process_gets_its_place_and_its_gpus():
     words = command_of(TWO, 1, 2, 1234)
-    expected = "-m jhpt train gpt-tiny --out run --coordinator 127.0.0.1:1234 --process-id 1 --num-processes 2"
-    assert words[1:] == expected.split()
+    place = "--coordinator 127.0.0.1:1234 --process-id 1 --num-processes 2"
+    assert words[1:] == f"-m jhpt.launched {os.getpid()} train gpt-tiny --out run {place}".split()
     assert "--coordinator" not in command_of(TWO, 0, 1, 1234)
     assert environment_of({}, 8, 1, 2)["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
     assert environment_of({"CUDA_VISIBLE_DEVICES": "3,5"}, 8, 1, 2)["CUDA_VISIBLE_DEVICES"] == "5"
@@ -83,6 +81,41 @@ def test_every_process_gets_its_place_and_its_gpus():
 def test_endings_in_words():
     assert ending(KILLED) == "was ended by SIGKILL" and ending(5) == "ended with status 5 (peer)"
     assert ending(134) == "ended with status 134"
+
+
+CHILD = """
+import os, signal, sys, time
+from jhpt.launched import ends_with
+signal.signal(signal.SIGTERM, lambda *_: (open("told", "w").close(), os._exit(0)))
+assert ends_with(os.getppid())
+print("ready", flush=True)
+time.sleep(60)
+"""
+LAUNCHER = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_process_ends_with_its_launcher(tmp_path):
+    """Where the launcher is killed, and where it has ended before the process could ask for that."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    launcher = subprocess.run([sys.executable, "-c", LAUNCHER], cwd=tmp_path, env=environment, timeout=60)
+    assert launcher.returncode == KILLED
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "told").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    alone = [sys.executable, "-m", "jhpt.launched", str(launcher_of_nobody()), "--help"]
+    gone = subprocess.run(alone, capture_output=True, text=True, timeout=60)
+    assert gone.returncode == 1 and gone.stderr == "jhpt launch has ended\n" and not gone.stdout
+
+
+def launcher_of_nobody() -> int:
+    with subprocess.Popen(["true"]) as ended:
+        return ended.pid
 
 
 def fake(tmp_path, monkeypatch, program):
