@@ -10,7 +10,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def ends_with(launcher: int) -> bool:
-    """Lets this process get SIGTERM when the launcher ends, whatever ends it; False: it has ended already (prctl(2))."""
+    """Lets this process get SIGTERM when the launcher ends (prctl(2)); False: it has ended already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     return os.getppid() == launcher
 
