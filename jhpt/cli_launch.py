@@ -155,7 +155,7 @@ def _claim(text: str | None, job: Job) -> Claim:
     name, _, path = (text or "").partition(":")
     if not name or not PurePosixPath(path).is_absolute():
         raise InputError(
-            "give --claim NAME:/PATH, a PersistentVolumeClaim that all pods mount; what lies elsewhere goes with its pod"
+            "give --claim NAME:/PATH, a PersistentVolumeClaim that all pods mount; other files go with their pod"
         )
     if not PurePosixPath(job.out).is_relative_to(path):
         raise InputError(f"the run's --out {job.out} is not in {path}, where --claim {name} is mounted")
