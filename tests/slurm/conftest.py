@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,6 +50,15 @@ def mpirun() -> list[str]:
     if program is None:
         pytest.fail("mpirun not found; on Debian: apt-get install openmpi-bin")
     return [program, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+
+
+@pytest.fixture(scope="session")
+def two_processes(mpirun, settings, tmp_path_factory) -> Path:
+    """The run in two processes, undisturbed."""
+    run = tmp_path_factory.mktemp("two") / "run"
+    words = [*mpirun, "-np", "2", "jhpt", "train", *flags(settings, **{"parallel.data": 2}), "--out", str(run)]
+    subprocess.run(words, env=environment(), timeout=150, check=True)
+    return run
 
 
 def environment() -> dict[str, str]:

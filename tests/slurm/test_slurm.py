@@ -36,11 +36,10 @@ def test_srun_gives_the_losses_of_one_process(cluster, settings, one, tmp_path):
     assert losses_of(run) == pytest.approx(dict(one.losses), rel=1e-5) and len(one.losses) == 24
 
 
-def test_a_job_survives_the_loss_of_its_nodes(cluster, settings, tmp_path):
+def test_a_job_survives_the_loss_of_its_nodes(cluster, settings, two_processes, tmp_path):
     """First the node of process 1 is lost, then that of process 0 and the batch script: the job goes on elsewhere."""
-    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    run = tmp_path / "run"
     train = flags(settings, **{"parallel.data": 2})
-    cluster.command("srun", "-N2", "-n2", "jhpt", "train", *train, "--out", str(undisturbed), seconds=120)
     job = submitted(cluster, tmp_path, ["--nodes", "2", "--gpus", "1", "--cpus", "2"], train)
     for loss, step in enumerate((4, 12)):
 
@@ -53,8 +52,8 @@ def test_a_job_survives_the_loss_of_its_nodes(cluster, settings, tmp_path):
         until(lambda n=loss: cluster.job(job)["Restarts"] == str(n + 1), 60, lambda: output_of(cluster, tmp_path, job))
     until(lambda: ended(cluster, job), 90, lambda: output_of(cluster, tmp_path, job))
     assert cluster.job(job)["JobState"] == "COMPLETED", output_of(cluster, tmp_path, job)
-    assert digests_of(run) == digests_of(undisturbed) and len(steps_of(run)) == 12
-    assert losses_of(run) == losses_of(undisturbed)
+    assert digests_of(run) == digests_of(two_processes) and len(steps_of(run)) == 12
+    assert losses_of(run) == losses_of(two_processes)
 
 
 def test_a_job_is_saved_before_its_time_is_up_and_queued_again(cluster, settings, tmp_path):
