@@ -116,7 +116,7 @@ def jobset(job: Job, image: str, claim: Claim) -> str:
     container: dict[str, Any] = {
         "name": "train",
         "image": image,
-        "command": ["jhpt", "train", *(word.replace("$(", "$$(") for word in job.arguments), *_place(job)],
+        "command": ["jhpt", "train", *(word.replace("$", "$$") for word in job.arguments), *_place(job)],
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             # Its own name may not be known yet when process 0 begins to listen.

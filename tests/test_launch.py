@@ -275,7 +275,7 @@ def test_the_jobset(tmp_path):
     """The published schema, and what JobSet's and Kubernetes' own validation wants beyond it."""
     made = yaml.safe_load(write(
         tmp_path, "--kubernetes --nodes 4 --cpus 6 --image me/jhpt:1 --claim shared:/shared",
-        "train GPT2_1.5b.yaml --out /shared/run --data.path $(x)",
+        "train GPT2_1.5b.yaml --out /shared/run --data.path $(x)$y",
     ))  # fmt: skip
     assert fits(made, FIELDS)
     assert made["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and made["kind"] == "JobSet"
@@ -290,7 +290,7 @@ def test_the_jobset(tmp_path):
     assert pod_of(made)["restartPolicy"] == "Never"  # as a podFailurePolicy demands
     (container,) = pod_of(made)["containers"]
     place = "--coordinator gpt2-1-5b-workers-0-0.gpt2-1-5b:29400 --process-id $(JOB_COMPLETION_INDEX) --num-processes 4"
-    train = "jhpt train GPT2_1.5b.yaml --out /shared/run --data.path $$(x)"
+    train = "jhpt train GPT2_1.5b.yaml --out /shared/run --data.path $$(x)$$y"
     assert " ".join(container["command"]) == f"{train} {place}"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "cpu": 6}
     assert container["volumeMounts"][0]["mountPath"] == "/shared"
