@@ -153,7 +153,7 @@ def _time(limit: str | None) -> str:
 
 def _claim(text: str | None, job: Job) -> Claim:
     name, _, path = (text or "").partition(":")
-    if not name or not PurePosixPath(path).is_absolute():
+    if not name or not PurePosixPath(path).is_absolute() or ":" in path:
         raise InputError(
             "give --claim NAME:/PATH, a PersistentVolumeClaim that all pods mount; other files go with their pod"
         )

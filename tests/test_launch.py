@@ -228,7 +228,7 @@ def test_the_script_gives_up_without_progress(tmp_path):
     assert [job.attempt(70), job.attempt(70), job.attempt(70)] == [True, True, False]  # submitted again by hand
 
 
-# CustomResourceDefinition jobsets.jobset.x-k8s.io, v1alpha2: kubernetes-sigs/jobset, main of 2025,
+# CustomResourceDefinition jobsets.jobset.x-k8s.io, version v1alpha2: kubernetes-sigs/jobset, commit 0a2be5c551fc,
 # config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml.  Only what is written, with its type.
 NAME = {"name": str}
 FIELDS = {
@@ -327,6 +327,7 @@ def test_one_pod_needs_no_coordinator(tmp_path):
         ("launch --slurm --name a/b --out job.sh -- train --out a", "--name 'a/b' is not made of"),
         ("launch --kubernetes --time 1 --out job.yaml -- train --out /a/b", "--time is only for --slurm"),
         ("launch --kubernetes --out job.yaml -- train --out /a/b", "--claim NAME:/PATH"),
+        ("launch --kubernetes --claim c:/a:b --out job.yaml -- train --out /a:b/c", "--claim NAME:/PATH"),
         ("launch --kubernetes --claim c:/x --out job.yaml -- train --out /a/b", "is not in /x"),
         ("launch --kubernetes --claim c:/a --name A --out job.yaml -- train --out /a/b", "small letters"),
         ("launch --kubernetes --claim c:/a --name " + "a" * 50 + " --out j -- train --out /a/b", "shorter --name"),
