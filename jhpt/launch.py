@@ -3,7 +3,6 @@
 What an attempt has come to is decided by pure functions over the exit statuses (`after`); no jax is imported here.
 """
 
-import ctypes
 import os
 import signal
 import socket
@@ -120,8 +119,9 @@ def ending(status: int) -> str:
 
 
 def command_of(launch: Launch, process: int, processes: int, port: int) -> list[str]:
-    """The command line of one process."""
-    words = [sys.executable, "-m", "jhpt", "train", *launch.arguments, "--out", str(launch.out)]
+    """The command line of one process.  It ends when this one is killed (`jhpt.launched`)."""
+    words = [sys.executable, "-m", "jhpt.launched", str(os.getpid()), "train", *launch.arguments]
+    words += ["--out", str(launch.out)]
     if processes > 1:
         words += ["--coordinator", f"127.0.0.1:{port}", "--process-id", str(process), "--num-processes", str(processes)]
     return words
@@ -197,7 +197,6 @@ def _start(command: Sequence[str], environment: Mapping[str, str], logs: Path, p
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches it once, through this process
-            preexec_fn=_end_with_launcher,
         )
 
 
@@ -234,11 +233,6 @@ def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
         if process.poll() is None:
             process.kill()
         process.wait()
-
-
-def _end_with_launcher() -> None:
-    """Runs in a new process: it gets SIGTERM if the launcher itself is killed (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 class _Forwarding:

@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from jhpt.core.plan import Plan
 from jhpt.planner.report.words import gradients_text, offload_text
 from jhpt.training.data.mixture import Mixture
 from jhpt.training.metrics import MetricsWriter
-from jhpt.training.processes import is_main
+from jhpt.training.processes import is_main, launcher
 from jhpt.training.programs import Step
 from jhpt.training.setup import Setup
 
@@ -145,7 +146,13 @@ class Display:
     """Prints on the main process only: on a terminal a progress bar above the newest metrics, elsewhere plain lines."""
 
     def __init__(self, steps: int, *, quiet: bool = False):
-        self._console = Console(quiet=quiet or not is_main(), highlight=False, soft_wrap=True)
+        self._console = Console(
+            quiet=quiet or not is_main(),
+            highlight=False,
+            soft_wrap=True,
+            # mpirun gives processes a terminal of its own, whatever becomes of the output.
+            force_terminal=False if launcher(os.environ) else None,
+        )
         self._bar = Progress(
             TextColumn("{task.completed}/{task.total}"), BarColumn(), TimeRemainingColumn(), console=self._console
         )

@@ -53,8 +53,8 @@ NEVER = 10**6
 def join(processes: Processes, peers: PeersConfig | None = None) -> None:
     """Connects this process to the others; does nothing for a single process or if already connected.
 
-    Must run before any device is touched.  Under a launcher each process takes the devices that the launcher assigns
-    to it, under SLURM the one of its local rank: start one process per GPU.
+    Must run before any device is touched.  Under SLURM and Open MPI each process takes the GPU of its local rank: start
+    one process per GPU.
 
     Raises:
       InputError: some of the three settings are missing, or process 0 cannot listen at its address.
@@ -65,7 +65,7 @@ def join(processes: Processes, peers: PeersConfig | None = None) -> None:
     found = _found(processes)
     if found is None:
         return
-    coordinator, process, count = found
+    coordinator, process, count, devices = found
     peers = peers or PeersConfig()
     place = _place(coordinator, process, count, peers)
     try:
@@ -83,6 +83,8 @@ def join(processes: Processes, peers: PeersConfig | None = None) -> None:
             coordinator_bind_address=address,
             num_processes=count,
             process_id=process,
+            local_device_ids=devices,
+            cluster_detection_method="deactivate",  # a shell inside a SLURM job would give each process the first GPU
             initialization_timeout=round(peers.wait_seconds) + 1,
             heartbeat_timeout_seconds=NEVER,
             shutdown_timeout_seconds=round(peers.heartbeat_seconds) + 1,
@@ -92,8 +94,11 @@ def join(processes: Processes, peers: PeersConfig | None = None) -> None:
     atexit.register(_leave)
 
 
-def _found(processes: Processes) -> tuple[str, int, int] | None:
-    """(address of the coordinator, number of this process, of all), by hand or from the launcher; None: only one."""
+def _found(processes: Processes) -> tuple[str, int, int, list[int] | None] | None:
+    """(address of the coordinator, number of this process, of all, its GPUs), by hand or from the launcher.
+
+    GPUs: None: all that it sees.  None for all four: only one process.
+    """
     settings = (processes.coordinator, processes.process_id, processes.num_processes)
     started_by = launcher(os.environ)
     if any(value is not None for value in settings):
@@ -102,7 +107,7 @@ def _found(processes: Processes) -> tuple[str, int, int] | None:
             raise InputError("give --coordinator HOST:PORT, --process-id and --num-processes together, or none of them")
         if not 0 <= process < count:
             raise InputError(f"--process-id {process} is not below --num-processes {count}")
-        return coordinator, process, count
+        return coordinator, process, count, None
     if started_by is None:
         return None
     unread = f"jax could not read {started_by}'s settings"
@@ -110,13 +115,13 @@ def _found(processes: Processes) -> tuple[str, int, int] | None:
         unread = "jax reads the job through the package kubernetes (pip install 'jax[k8s]')"
     try:
         detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
-        coordinator, count, process, _ = detect(None, None, None, None, None, 300)
+        coordinator, count, process, devices = detect(None, None, None, None, None, 300)
     except (RuntimeError, ValueError, ImportError, OSError) as error:
         reason = str(error).partition(chr(10))[0]
         raise InputError(f"joining the other processes failed: {reason}; {unread}; else {BY_HAND}") from None
     if coordinator is None or count is None or process is None:
         raise InputError(f"joining the other processes failed: {unread}; else {BY_HAND}")
-    return coordinator, process, count
+    return coordinator, process, count, None if devices is None else list(devices)
 
 
 def _place(coordinator: str, process: int, count: int, peers: PeersConfig) -> Place:

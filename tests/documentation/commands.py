@@ -165,6 +165,7 @@ CI = {
     "pip install -e '.[dev]'": 'environment "$python" .venv dev',
     "pip install -e '.[interop-test]'": 'environment "$python" .venv-interop interop-test torch==2.13.0',
     "pytest -m interop": ".venv-interop/bin/pytest -m interop tests/huggingface",
+    "pytest -n 0 -m slurm": ".venv/bin/pytest -n 0 -m slurm tests/slurm",
     "pip install -e '.[deviceless]'": 'environment "$python" .venv-deviceless test,deviceless',
     ".ci/run": "#!/usr/bin/env bash",
     "pytest": "pytest",

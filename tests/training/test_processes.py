@@ -16,7 +16,7 @@ import jhpt
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.host import host_memory
 from jhpt.training.metrics import read_metrics
-from jhpt.training.processes import launcher
+from jhpt.training.processes import Processes, _found, launcher
 from tests.conftest import tiny_overrides
 
 LINK = Link(bandwidth=1e9, latency=1e-6)
@@ -212,3 +212,28 @@ def test_processes_that_are_told_different_things_are_refused(tmp_path, corpus):
 )
 def test_launchers_are_told_from_shells(environment, name):
     assert launcher(environment) == name
+
+
+TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}
+TASK |= {"SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4"}
+RANK = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+RANK |= {"OMPI_MCA_orte_hnp_uri": "9109504.0;tcp://192.0.2.2:38861"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        (TASK, ("node3:61447", 3, 4, [1])),
+        (RANK, (f"192.0.2.2:{61440 + 9109504 // 4096 % 4096}", 1, 2, [1])),
+        ({}, None),
+    ],
+)
+def test_a_launcher_gives_each_process_its_place_and_its_gpu(monkeypatch, environment, place):
+    """By hand a process takes all that it sees, also in a shell inside a job."""
+    for name in {*TASK, *RANK}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert _found(Processes()) == place
+    by_hand = Processes(coordinator="node0:29400", process_id=0, num_processes=2)
+    assert _found(by_hand) == ("node0:29400", 0, 2, None)
