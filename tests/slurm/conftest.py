@@ -57,7 +57,7 @@ def two_processes(mpirun, settings, tmp_path_factory) -> Path:
     """The run in two processes, undisturbed."""
     run = tmp_path_factory.mktemp("two") / "run"
     words = [*mpirun, "-np", "2", "jhpt", "train", *flags(settings, **{"parallel.data": 2}), "--out", str(run)]
-    subprocess.run(words, env=environment(), timeout=150, check=True)
+    subprocess.run(words, env=environment(), timeout=240, check=True)
     return run
 
 

@@ -40,7 +40,7 @@ def started(
 def finished(started: subprocess.Popen[str]) -> tuple[int, str]:
     """(status, output)"""
     try:
-        output, _ = started.communicate(timeout=150)
+        output, _ = started.communicate(timeout=240)
     finally:
         started.terminate()  # mpirun ends its processes
     return started.returncode, output
@@ -70,14 +70,14 @@ def test_a_run_goes_on_after_a_kill_and_a_signal(mpirun, settings, two_processes
     run, statuses, train = tmp_path / "run", tmp_path / "statuses", flags(settings, **{"parallel.data": 2})
     statuses.mkdir()
     first = started(mpirun, 2, run, train, statuses)
-    until(lambda: max(steps_of(run), default=0) >= 4, 90, lambda: str(first.poll()))
+    until(lambda: max(steps_of(run), default=0) >= 4, 150, lambda: str(first.poll()))
     os.kill(process_of(run, 1), signal.SIGKILL)
     status, output = finished(first)
     assert status in (5, 137) and "jhpt train: process 1 on " in output, output
     assert [(statuses / str(rank)).read_text() for rank in range(2)] == ["5\n", "137\n"]
     saved = max(steps_of(run))
     second = started(mpirun, 2, run, train)
-    until(lambda: max(steps_of(run)) > saved, 90, lambda: str(second.poll()))
+    until(lambda: max(steps_of(run)) > saved, 150, lambda: str(second.poll()))
     second.send_signal(signal.SIGUSR1)
     status, output = finished(second)
     stopped = max(steps_of(run))
