@@ -326,8 +326,8 @@ class _Reporter:
         if bad_steps >= self.setup.config.train.max_bad_steps and self.progress.spike is None:
             raise TrainingDiverged(
                 f"{int(bad_steps)} steps in a row had a loss or gradient that is not finite{jumped}, up to step "
-                f"{step}; check the data, or start a new run (another --out) with a lower optimizer.learning_rate or a "
-                "longer optimizer.warmup_steps"
+                f"{step}; check the data, or lower optimizer.learning_rate: from a checkpoint before, with "
+                "--resume-step N, or in a new run (another --out), also with a longer optimizer.warmup_steps"
             )
 
     def validation(self, step: int, held_out: HeldOut) -> None:

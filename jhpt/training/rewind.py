@@ -15,7 +15,7 @@ from jhpt.training.data.left_out import gone_back
 from jhpt.training.loop import TrainingDiverged
 from jhpt.training.processes import from_main, is_main, raise_on_all_processes
 from jhpt.training.record import Record
-from jhpt.training.step_folders import FOLDER, Say, check_step, leave_behind, steps_in
+from jhpt.training.step_folders import FOLDER, Say, faults_of, leave_behind, steps_in
 
 
 def keep_before(checkpoints: Checkpoints, say: Say, step: int, good: int) -> None:
@@ -47,18 +47,24 @@ def go_back_before(
             f"lower optimizer.learning_rate, which --resume-step allows, or check the data"
         )
     folder = run_dir / FOLDER
-    back = from_main(checkpoint_before(steps_in(folder), spike, config) if is_main() else 0)
+    back = from_main(whole_before(folder, spike, config) if is_main() else 0)
     if back == 0 and not anew:
         raise TrainingDiverged(f"step {spike}: the loss has jumped, and there is no checkpoint from before in {folder}")
     what = f"checkpoint {back}" if back else "the beginning"
     say(f"warning: step {spike}: the loss has jumped; going back to {what}, without the data since")
     with raise_on_all_processes():
         if is_main():
-            if back:
-                check_step(folder, back)
             leave_behind(folder, back, say)
     left_out = gone_back(record.left_out, back, spike)
     return back, replace(record, left_out=left_out, rewinds=record.rewinds + 1)
+
+
+def whole_before(folder: Path, spike: int, config: Config) -> int:
+    """`checkpoint_before` among those that are whole."""
+    steps = steps_in(folder)
+    while (back := checkpoint_before(steps, spike, config)) and faults_of(folder / str(back)):
+        steps.remove(back)
+    return back
 
 
 def checkpoint_before(steps: Sequence[int], spike: int, config: Config) -> int:

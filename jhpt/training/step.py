@@ -29,7 +29,8 @@ class TrainState:
     """Everything that a step reads and writes.  Together with the configuration it continues a run bit for bit.
 
     step: number of attempted updates.  skipped: number of updates that were left out because a loss or gradient was not
-    finite.  bad_steps: number of skipped updates since the last one that was applied.  All int32.
+    finite, or a loss was a spike.  bad_steps: number of skipped updates since the last one that was applied.  All are
+    int32.
     optimizer: what the optimizer's `init` returned, updated.
     remainder: rounding error of parameters in low precision (`training.weights`); None without Kahan summation.
     norm: gradient norm of the last applied update (`training.clipping`); None unless clipping needs it.

@@ -75,12 +75,12 @@ def wait_for(condition, workers) -> None:
 def test_two_processes_refuse_train_and_stop_together(tmp_path, corpus):
     """One pair does what the tests below do with a pair each: both refuse what one refuses, and settings that differ;
     they train to the losses of one process, with blocks on the hosts or not; both stop where SIGTERM reaches one.
-    Before that, both see one node of two devices and the link between them."""
+    Copies on the two are compared.  Before that, both see one node of two devices and the link between them."""
     settings = tiny_overrides(corpus) | {"model.num_layers": 1, "optimizer.schedule": "constant", "train.steps": 4}
     settings |= {"parallel.data": 2, "evaluation.every": 2, "evaluation.batches": 1}
     one = jhpt.train("gpt-tiny", out=tmp_path / "one", overrides=settings)
     different = settings | {"data.cache_dir": str(tmp_path / "cache"), "train.steps": 7}
-    offloaded = settings | {"memory.offload": "both", "evaluation.sample_tokens": 4}
+    offloaded = settings | {"memory.offload": "both", "evaluation.sample_tokens": 4, "guards.replicas_every": 1}
     endless = settings | {"train.steps": 100_000, "checkpoint.every": 100_000}
     before = [("told", (settings, different)), ("taken", (settings, settings)), ("hosts", (offloaded, offloaded))]
     (tmp_path / "taken").mkdir()

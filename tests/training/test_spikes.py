@@ -15,11 +15,12 @@ import jhpt
 from jhpt.core.errors import InputError
 from jhpt.core.guards_config import GuardsConfig
 from jhpt.core.load import load_config
+from jhpt.core.manifest import write_manifest
 from jhpt.training import device_step, loop, setup
 from jhpt.training.data.left_out import gone_back, position
 from jhpt.training.loop import TrainingDiverged
 from jhpt.training.parts import make_parts
-from jhpt.training.rewind import checkpoint_before
+from jhpt.training.rewind import checkpoint_before, whole_before
 from jhpt.training.spikes import SpikeGuard, is_spike
 from jhpt.training.step_folders import pinned, steps_in
 from tests.conftest import tiny_overrides
@@ -182,6 +183,15 @@ def test_the_update_of_a_spike_is_left_out_and_nothing_else(tmp_path, corpus, sp
     same_bits(skipped, train(corpus, tmp_path / "expected", **changes))
 
 
+def test_the_guard_can_be_put_on_and_off_where_a_run_goes_on(tmp_path, corpus):
+    """A checkpoint without what the guard knows, and one with it, are restored by runs with and without it."""
+    train(corpus, tmp_path / "changed", train__steps=3)
+    train(corpus, tmp_path / "changed", train__steps=6, guards__spike="skip", guards__window=5)
+    assert (tmp_path / "changed" / "checkpoints" / "6" / "losses").is_dir()
+    changed = train(corpus, tmp_path / "changed", train__steps=7)
+    same_bits(changed, train(corpus, tmp_path / "plain", train__steps=7))
+
+
 def test_a_run_that_spikes_on_and_on_ends(tmp_path, corpus, spoil, capsys):
     spoil(range(11, 40))
     with pytest.raises(TrainingDiverged, match=r"3 steps in a row .* or a loss that has jumped"):
@@ -257,6 +267,17 @@ def test_which_checkpoint_it_goes_back_to(tiny):
     assert checkpoint_before([40, 50, 60], 58, config) == 40  # none is so far back
     assert checkpoint_before([33, 60], 58, config) == 33
     assert checkpoint_before([60], 58, config) == 0
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, tiny):
+    config = tiny(**{"checkpoint.every": 10, "guards.rewind_steps": 5})
+    for step in (10, 20):
+        (tmp_path / str(step)).mkdir()
+        (tmp_path / str(step) / "state").write_text("as written")
+        write_manifest(tmp_path / str(step))
+    assert whole_before(tmp_path, 28, config) == 20
+    (tmp_path / "20" / "state").write_text("as Written")
+    assert whole_before(tmp_path, 28, config) == 10
 
 
 def test_data_that_is_left_out():
