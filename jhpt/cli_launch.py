@@ -13,6 +13,9 @@ from jhpt.flags import source_of, value_of
 from jhpt.launch import Launch, launched
 from jhpt.launch_files import Job, jobset, slurm_script
 
+MOST_PROCESSES = 1024
+"""On this machine."""
+
 
 def launch_command(arguments: list[str]) -> int:
     """`jhpt launch OPTIONS -- train ARGUMENTS`."""
@@ -104,6 +107,8 @@ def _run(
         raise InputError("give --processes N, how many processes to start on this machine, at least 1")
     if not 1 <= (fewest or processes) <= processes:
         raise InputError(f"--min-processes {fewest} is not between 1 and --processes {processes}")
+    if processes > MOST_PROCESSES:
+        raise InputError(f"--processes {processes} is more than the {MOST_PROCESSES} that one machine may start")
     if max_restarts < 0 or pause < 0:
         raise InputError("--max-restarts and --pause cannot be negative")
     out = value_of("--out", train)

@@ -180,8 +180,8 @@ def replaced_folder(folder: Path, name: str) -> Iterator[Path]:
     Raises:
       InputError: something lies there, or it cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{name} {folder} is not empty; give a new one")
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise InputError(f"{name} {folder} is {'a link' if folder.is_symlink() else 'not empty'}; give a new one")
     hidden = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -25,6 +25,9 @@ FREE = ("model.attention", "model.dtype", "model.nominal_vocab")
 """With `PLACES`, the exceptions from `BOUND`, the settings that a resumed run may not change.  Text and tokenizer are
 compared by content, the compute dtype and the vocabulary's size after "auto" is resolved."""
 
+SECTIONS = ("model", "data", "optimizer", "train")
+"""Parts of a configuration without which a run cannot be compared with another."""
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -49,6 +52,14 @@ class Record:
     versions: Mapping[str, str]
     weights_only: bool = False
     digests: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises TypeError for what cannot be the description of a run, whose sections are read later."""
+        sections = [self.config.get(name) for name in SECTIONS] if isinstance(self.config, Mapping) else [None]
+        if not all(isinstance(each, Mapping) for each in (*sections, self.versions)) or not isinstance(
+            self.data_key, str
+        ):
+            raise TypeError(f"it has no {', '.join(SECTIONS)} and versions")
 
 
 def make_record(config: Config, data_key: str, dtype: str, *, weights_only: bool = False) -> Record:

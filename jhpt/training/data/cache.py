@@ -45,7 +45,7 @@ from jhpt.training.data.workers import (
 FORMAT = 3
 """Increased when the same input would give other tokens."""
 
-CUTS = 1
+CUTS = 2
 """Increased when the same text would be cut into other shards: those of a killed process are then not used."""
 
 
