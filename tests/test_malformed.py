@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 
 QUICK = [f"{kind.__name__}-{number}" for kind in KINDS for number in range(3)]
 QUICK += ["pipe_as_config", "pipe_as_tokenizer_file", "loop_as_text", "full_folder_as_profile", "billion_laughs"]
+QUICK += ["planned_hundred_thousand_layers", "devices_of_10^14", "a_read_only_run", "a_disk_too_small_for_weights"]
 QUICK += ["one_word_of_3_mb", "a_manifest_that_leads_upwards", "offsets_beyond_the_file"]
 
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tests.malformed.cases import CASES
-from tests.malformed.forked import made_here, prepare, status_of
+from tests.malformed.forked import made_here, mount, prepare, status_of
 
 
 def main() -> int:
@@ -21,7 +21,9 @@ def main() -> int:
     os.environ |= case.environment
     os.chdir(folder / "case" / "here")
     shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in case.environment.items())
-    print(f"cd {Path.cwd()}\n{shown} jhpt {shlex.join(case.arguments):.2000}".strip(), flush=True)
+    line = f"cd {Path.cwd()}\n{shown} jhpt {shlex.join(case.arguments):.2000}"
+    print(line.encode(errors="replace").decode(), flush=True)
+    mount(case.mounts)
     return status_of(case.arguments)
 
 

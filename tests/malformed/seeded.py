@@ -86,7 +86,8 @@ def flagged(rng: random.Random, names: list[str]) -> list[str]:
     for name in rng.choices(names, k=rng.choice([1, 2, 3])):
         value = str(rng.choice([value for value in VALUES if not (isinstance(value, int) and abs(value) > 10**300)]))
         words += [f"--{name}", value] if rng.random() < 0.7 else [f"--{name}={value}"]
-    return [word for word in words if "\0" not in word]
+    # Of what is no UTF-8, Python makes surrogates from U+DC80 on.
+    return [word.replace("\ud800", "\udcff") for word in words if "\0" not in word]
 
 
 def plan_flags(rng: random.Random, here: Path, valid: Valid) -> Case:
@@ -314,14 +315,13 @@ def documents(rng: random.Random, here: Path, valid: Valid) -> Case:
 
 
 def labelled(rng: random.Random, here: Path, valid: Valid) -> Case:
-    """Rows of texts with labels."""
+    """Rows of texts with labels.  Where they are fine, the run is refused: another one lies in its directory."""
+    valid.copied("run", here)
     rows = [{"text": f"the mesh {n}", "label": n % 2} for n in range(4)]
     as_csv = "text,label\n" + "".join(f'"{row["text"]}",{row["label"]}\n' for row in rows)
     name, content = rng.choice([("rows.csv", as_csv.encode()), ("rows.jsonl", lines_of(rows))])
     (here / name).write_bytes(mutated_bytes(rng, content))
-    small = "--model.num_layers 1 --model.d_model 16 --model.num_heads 2 --model.d_ff 32 --train.steps 1"
-    small += " --data.batch_size 2 --data.sequence_length 8 --evaluation.batches 1"
-    return command(f"train bert-tiny --data.path {name} --model.task classify --out run {small}")
+    return command(f"train bert-tiny --data.path {name} --model.task classify --out run")
 
 
 def published(rng: random.Random, here: Path, valid: Valid) -> Case:
