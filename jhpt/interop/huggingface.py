@@ -155,7 +155,10 @@ def _writable(
     @lru_cache(maxsize=1)  # the tensors of a part are written one after the other
     def split(part: Part, layer: int) -> list[np.ndarray]:
         leaf = leaves(part.leaf)
-        array = np.asarray((leaf[layer] if part.layered else leaf).read().result(), np.float32)
+        try:
+            array = np.asarray((leaf[layer] if part.layered else leaf).read().result(), np.float32)
+        except ValueError as error:
+            raise InputError(f"{part.leaf} in the checkpoint cannot be read: {error}; jhpt verify tells more") from None
         return [tensor.astype(dtype) for tensor in part.split(array)]
 
     def tensors(part: Part, layer: int) -> Iterator[Writable]:

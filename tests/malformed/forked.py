@@ -124,7 +124,9 @@ class Running:
             yield f"refused, and written: {changed[:5]}"
         if status and not re.search(r"\w+ \w+", output):
             yield "refused without a message"
-        if len(output) > LONGEST_MESSAGE + 4 * sum(map(len, self.case.arguments)):  # flags may be shown as they are
+        if status and len(output) > LONGEST_MESSAGE + 4 * sum(
+            map(len, self.case.arguments)
+        ):  # flags may be shown as they are
             yield f"a message of {len(output):,} characters"
 
 

@@ -14,8 +14,10 @@ from jhpt.training.data.formats import check_content, format_of
 from jhpt.training.data.streams import BLOCK, check_whole, opened
 
 PIECE_CHARS = 1 << 20
-"""Text is read and tokenised in pieces of about this many characters, cut at line ends; and at twice as many where
-there is none, so that a file of a single line does not have to fit memory."""
+"""Text is read and tokenised in pieces of about this many characters, cut at line ends."""
+
+LINE_CHARS = 1 << 20
+"""A piece is cut after so many more where no line ends, so that a file of a single line need not fit in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ def read(part: Part, text_key: str) -> Iterator[str | None]:
 def _pieces(stream: BinaryIO) -> Iterator[str]:
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
         while piece := text.read(PIECE_CHARS):
-            yield piece + text.readline(PIECE_CHARS)
+            yield piece + text.readline(LINE_CHARS)
 
 
 def _lines(part: Part, text_key: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ from jhpt.planner.profiles.importers.graph import Graph, check, layers
 
 BYTES_PER_WEIGHT = 4
 
-_LINE = re.compile(r"^\s*\S+ -- \S", re.MULTILINE)
+_LINE = re.compile(r"^[^\S\n]*\S+ -- \S", re.MULTILINE)
 _EDGE = re.compile(r"(\S+) -- (\S+)")
 _NODE = re.compile(
     r"(?P<name>\S+) -- (?P<description>.*) -- forward_compute_time=(?P<forward>[^,]*), "
