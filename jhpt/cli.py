@@ -1,5 +1,6 @@
 """The command line: `jhpt COMMAND ...`, with the exit statuses of `jhpt.core.errors.Exit`."""
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from jhpt.cli_tokenizer import tokenizer_command
 from jhpt.cli_verify import verify_command
 from jhpt.core.crash import crash_report
 from jhpt.core.divisors import one_of
-from jhpt.core.errors import Exit, InputError, JhptError, did_you_mean
+from jhpt.core.errors import Exit, InputError, JhptError, did_you_mean, for_terminal
 from jhpt.core.load import load_config, run_config
 from jhpt.core.presets import DEFAULT, PRESETS
 from jhpt.core.unused import check_plan_alone
@@ -69,16 +70,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[command](rest)
     except JhptError as error:
-        print(f"jhpt {command}: {error}", file=sys.stderr)
+        print(f"jhpt {command}: {for_terminal(str(error))}", file=sys.stderr)
         return error.status
     except BrokenPipeError:  # the reader of the output has closed it, as in `jhpt train --help | head`
         return 0
     except KeyboardInterrupt:
         print(f"jhpt {command}: interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
+    except OSError as error:
+        if error.errno not in NO_PLACE:
+            return _crashed(command, rest, error)
+        place = for_terminal(str(error.filename or "what the command writes"))
+        print(f"jhpt {command}: {place}: {error.strerror}; give another path", file=sys.stderr)
+        return Exit.INPUT
     except Exception as error:
-        print(f"jhpt {command}: {crash_report(error, [command, *rest])}", file=sys.stderr)
-        return Exit.CRASH
+        return _crashed(command, rest, error)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a library in Rust, which derives it from BaseException
+            raise
+        return _crashed(command, rest, error)
+
+
+NO_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of places, wherever they are used first: too long a name, links in a circle, a disk that is full or read-only.
+Training notices those of its disk by itself."""
+
+
+def _crashed(command: str, rest: Sequence[str], error: BaseException) -> Exit:
+    print(f"jhpt {command}: {crash_report(error, [command, *rest])}", file=sys.stderr)
+    return Exit.CRASH
 
 
 def train_command(arguments: list[str]) -> int:

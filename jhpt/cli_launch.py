@@ -63,6 +63,10 @@ class LaunchOptions:
     """Of the job. Default: the configuration's."""
 
 
+MOST_PROCESSES = 1024
+"""On this machine."""
+
+
 def launch_command(arguments: list[str]) -> int:
     """`jhpt launch OPTIONS -- train ARGUMENTS`."""
     own, train = _divided(arguments)
@@ -182,6 +186,8 @@ def _run(options: LaunchOptions, train: list[str]) -> int:
         raise InputError(f"--min-processes {fewest} is not between 1 and --processes {processes}")
     if pause is not None and not 0 <= pause < math.inf:
         raise InputError(f"--pause {pause:g} is not a number of seconds")
+    if processes > MOST_PROCESSES:
+        raise InputError(f"--processes {processes} is more than the {MOST_PROCESSES} that one machine may start")
     out = value_of("--out", train)
     if out is None:
         out = f"runs/{options.name or _configuration(train)}-{time.strftime('%Y%m%d-%H%M%S')}"

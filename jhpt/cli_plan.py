@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from jhpt.planner.search.solve import Answer
 
 
+MOST_COMPARED = 64
+"""Clusters that are compared at a time, each by a search of a second or more."""
+
+
 def plan_command(arguments: list[str]) -> int:
     """`jhpt plan`: the first argument, if it is no flag, names a preset, a YAML file or a network."""
     from jhpt.planner.api import network_of
@@ -108,6 +112,8 @@ def _compare(source: Config | str | None, options: PlanOptions) -> int:
     names = [name.strip() for name in str(options.clusters).split(",")]
     if len(set(names)) < max(2, len(names)):
         raise InputError(f"--clusters {options.clusters}: name two or more, each once, as in h100x8x1,a100x8x2")
+    if len(names) > MOST_COMPARED:
+        raise InputError(f"--clusters names {len(names)} clusters, and up to {MOST_COMPARED} are compared at a time")
     clusters = [find_cluster(name) for name in names]
     devices = {node.device.name for cluster in clusters for node in cluster.nodes}
     if options.profile and len(devices) > 1:

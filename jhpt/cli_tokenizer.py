@@ -1,9 +1,8 @@
 """`jhpt tokenizer train`."""
 
-import os
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from jhpt.core.errors import InputError
+from jhpt.core.files import replacing
 from jhpt.training.data.corpus import find_files
 
 if TYPE_CHECKING:
     from jhpt.training.data.tokenizer_training import Kind
 
-MEASURED_LINES = 50_000
-"""The first lines of the text, whose tokens are counted for the report."""
+MEASURED_LINES, MEASURED_CHARS = 50_000, 1 << 22
+"""The first lines of the text, whose tokens are counted for the report, until they are so many or so long."""
 
 
 def tokenizer_command(arguments: list[str]) -> int:
@@ -76,11 +76,21 @@ def _train(names: Sequence[str], kind: "Kind", vocab_size: int, out: Path, *, lo
 
     files = find_files(names, "FILES")
     tokenizer = train_tokenizer(files, kind, vocab_size, lowercase=lowercase, text_key=text_key)
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    partial.replace(out)
+    with replacing(out) as partial:
+        partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     for line in _report(names, files, kind, vocab_size, out, text_key):
         print(line)
+
+
+def _first(lines: Iterator[str]) -> list[str]:
+    """The lines that are measured."""
+    taken, size = [], 0
+    for line in islice(lines, MEASURED_LINES):
+        taken.append(line[: MEASURED_CHARS - size])
+        size += len(taken[-1])
+        if size >= MEASURED_CHARS:
+            break
+    return taken
 
 
 def _report(
@@ -90,7 +100,7 @@ def _report(
     from jhpt.training.data.tokenizer import FileTokenizer
     from jhpt.training.data.tokenizer_training import lines
 
-    tokenizer, text = FileTokenizer(out), list(islice(lines(files, text_key), MEASURED_LINES))
+    tokenizer, text = FileTokenizer(out), _first(lines(files, text_key))
     tokens = sum(map(len, tokenizer.encode_batch(text)))
     size = sum(len(line.encode()) for line in text)
     fewer = f" (the text has no more pairs for {vocab_size:,})" if tokenizer.vocab_size < vocab_size else ""

@@ -13,6 +13,7 @@ from jhpt.core.config import GRADIENT_SETTINGS, Config
 from jhpt.core.errors import InputError
 from jhpt.core.load import dotted, load_config
 from jhpt.core.plan import Schedule
+from jhpt.core.text_files import value_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,10 +221,7 @@ def _from_text(text: str, kind: Any) -> Any:
     The text of a setting that is text is not interpreted, so that the prompt `def f():` does not become a mapping and
     the folder `2024` does not become a number.
     """
-    try:
-        value = yaml.safe_load(text) if text.strip() and kind is not str else text
-    except yaml.YAMLError:
-        return text
+    value = value_in(text) if text.strip() and kind is not str else text
     return value if str not in get_args(kind) or isinstance(value, str | list | None) else text
 
 

@@ -38,6 +38,7 @@ from jhpt.core.load import validate
 from jhpt.core.plan import Chunk, Plan, Run, Stage
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.section import NonNegative, Positive, Section
+from jhpt.core.text_files import bounded_lines, check_file
 from jhpt.planner.cost.estimate import evaluate
 from jhpt.planner.cost.ranges import Case, architecture_of, parallelism, range_of
 from jhpt.planner.profiles.analytic import analytic_profile
@@ -136,8 +137,9 @@ def read_runs(path: str | Path) -> tuple[PublishedRun, ...]:
       InputError: an unreadable file, a missing column, or a row that is no run; the message names every fault.
     """
     try:
+        check_file(path)
         with Path(path).open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(bounded_lines(file))
             rows, columns = list(reader), set(reader.fieldnames or ())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"--published {path} cannot be read: {error}") from None

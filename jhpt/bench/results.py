@@ -15,6 +15,7 @@ from rich.table import Table
 
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
+from jhpt.core.files import check_writable as check_file_writable
 
 PACKAGES = ("jhpt", "jax", "jaxlib", "flax", "optax", "numpy", "torch")
 
@@ -77,12 +78,8 @@ def chosen(parts: Sequence[str], only: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_writable(path: str) -> None:
-    """Refuses a file that could not be written at the end."""
-    try:
-        with Path(path).open("a"):
-            pass
-    except OSError as error:
-        raise InputError(f"--json {path} cannot be written: {error}") from None
+    """Refuses a file that could not be written at the end; leaves no trace."""
+    check_file_writable("--json", path)
 
 
 def write_json(

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from jhpt.core.amounts import BYTES_PER_SECOND, FLOP_PER_SECOND, SECONDS, UNITS, parse_quantity
 from jhpt.core.calibration import figures
 from jhpt.core.catalogue import (
+    MOST_DEVICES,
     cluster_named,
     device_named,
     efficiency_of,
@@ -51,6 +52,9 @@ DTYPES |= {dtype: dtype for dtype in ("bfloat16", "float16", "float32")}
 
 TCP_RATE = 1.25e10
 """Bytes/s of a node.  Up to 100 Gbit/s a network without a name has the latency of TCP, above it that of InfiniBand."""
+
+MOST_GROUPS = 256
+"""Groups of nodes, which follow each other."""
 
 SHARED = ("device", "inside", "host", "host_memory")
 """Keys of a group of nodes that may stand beside `nodes`, for all groups that have none of their own."""
@@ -80,7 +84,12 @@ def read_cluster(path: str | Path) -> Cluster:
         complete = _complete(_mapping(tree, "a cluster", (*Cluster.model_fields, *SHARED)), Path(path))
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    return parse(Cluster, complete, path)
+    cluster = parse(Cluster, complete, path)
+    if cluster.num_devices > MOST_DEVICES:
+        raise InputError(
+            f"{path}: has {cluster.num_devices:.3g} devices, and plans are found for up to {MOST_DEVICES:,}"
+        )
+    return cluster
 
 
 def _complete(tree: Tree, path: Path) -> Tree:
@@ -103,6 +112,10 @@ def _groups(nodes: Any, shared: Tree) -> list[Tree]:
         raise InputError(
             f"nodes={nodes!r:.60}: write nodes x devices of each, as in 8 x 8, or a list of groups such as "
             "{device: h100, count: 8, devices: 8}"
+        )
+    if len(nodes) > MOST_GROUPS:
+        raise InputError(
+            f"nodes: has {len(nodes):,} groups, and up to {MOST_GROUPS} are read; write count: for equal nodes"
         )
     groups = [_mapping(group, f"nodes.{number}", Node.model_fields) for number, group in enumerate(nodes)]
     for key in shared:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from jhpt.core.errors import for_terminal
 from jhpt.core.folders import cache_folder
 
 PACKAGES = ("jhpt", "jax", "jaxlib", "numpy", "orbax-checkpoint")
@@ -23,7 +24,7 @@ def crash_report(error: BaseException, arguments: Sequence[str]) -> str:
     Where no file can be written, the details follow the line.
     """
     details = _details(error, arguments)
-    reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}".partition("\n")[0]
+    reason = for_terminal(f"{type(error).__name__}: {str(error).strip() or 'no message'}".partition("\n")[0])
     line = f"error in jhpt itself: {reason}"
     shown = f"\n{details}" if os.environ.get(SHOW) else ""
     stamp = time.strftime("%Y%m%d-%H%M%S")

@@ -58,6 +58,26 @@ class OutOfMemory(JhptError):
     status = Exit.MEMORY
 
 
+LONGEST_LINE, MOST_LINES = 1000, 60
+"""Of a message on a terminal.  Messages name what was given, which may be a file of a single line."""
+
+
+def for_terminal(message: str) -> str:
+    """A message without control characters, which could change what a terminal shows, and of bounded length."""
+    lines = message.split("\n")
+    more = [f"... and {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []
+    return "\n".join([*map(_shown, lines[:MOST_LINES]), *more])
+
+
+def _shown(line: str) -> str:
+    if len(line) > LONGEST_LINE:
+        half = LONGEST_LINE // 2
+        line = f"{line[:half]} [... {len(line) - 2 * half:,} characters ...] {line[-half:]}"
+    if line.isprintable():
+        return line
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in line)
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`"; did you mean NAME?"` for the closest of `choices`, or an empty string."""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)

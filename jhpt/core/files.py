@@ -15,6 +15,10 @@ def check_writable(flag: str, path: str | os.PathLike[str] | None) -> None:
     if path is None:
         return
     try:
+        if Path(path).is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        if Path(path).exists() and not Path(path).is_file():  # a pipe would wait for a reader, a device be replaced
+            raise OSError(None, "it is no regular file")
         if Path(path).exists():
             Path(path).open("ab").close()
         else:

@@ -56,7 +56,7 @@ def manifest_faults(folder: Path) -> list[str]:
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"{MANIFEST} cannot be read: {error!r}"]
+        return [f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"]
     there = {path.relative_to(folder).as_posix(): path for path in files_of(folder)}
     faults = [f"{name} is missing" for name in expected.keys() - there.keys()]
     faults += [f"{name} is not in the manifest" for name in there.keys() - expected.keys()]

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jhpt.core.errors import InputError
+from jhpt.core.text_files import read_text, tree_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -107,10 +108,10 @@ def read_json(file: Path) -> dict[str, Any]:
       InputError: it cannot be read.
     """
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = tree_of(read_text(file))
     except FileNotFoundError:
         raise InputError(f"{file} is not there; give a folder in Hugging Face's layout") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except InputError as error:
         raise InputError(f"{file} is not readable JSON ({error}); download it again") from None
     if not isinstance(tree, dict):
         raise InputError(f"{file} holds {type(tree).__name__}, not an object; download it again")
@@ -137,7 +138,10 @@ def write_tensors(folder: Path, tensors: Iterable[Writable], shard_bytes: int) -
     for number, shard in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         arrays = {tensor.name: np.ascontiguousarray(tensor.make()) for tensor in shard}
-        save_file(arrays, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(arrays, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk
+            raise InputError(f"{folder / file} cannot be written: {error}") from None
         names |= dict.fromkeys(arrays, file)
     if len(shards) > 1:
         total = sum(tensor.bytes for shard in shards for tensor in shard)

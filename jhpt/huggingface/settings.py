@@ -29,7 +29,7 @@ class Settings:
     def positive(self, name: str, default: float) -> float:
         """A number above zero."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
             raise InputError(f"{self.place}: {name}={value!r} is not a number above 0; repair the file")
         return float(value)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jhpt.core.errors import InputError
 from jhpt.core.files import check_writable, replacing
+from jhpt.core.text_files import bounded_lines, check_file
 from jhpt.interop import likelihood
 from jhpt.interop.rows import BATCH
 from jhpt.models.family import Model, Params
@@ -47,10 +48,12 @@ def read_documents(file: Path, text_key: str) -> list[Record]:
       InputError: no such file, or a line that is neither a text nor a pair.
     """
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        check_file(file)
+        with file.open(encoding="utf-8", newline="\n") as stream:
+            lines = enumerate(bounded_lines(stream), start=1)
+            found = [_record(line, text_key, f"{file}, line {n}") for n, line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--documents {file} cannot be read: {error}; give a .jsonl file in UTF-8") from None
-    found = [_record(line, text_key, f"{file}, line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
     if not found:
         raise InputError(f"--documents {file} has no documents; give one on each line")
     return found

@@ -58,6 +58,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise InputError(f"{name}={value} is too small; use {low} or more")
+            if value is not None and value >= 2**32:
+                raise InputError(f"{name}={value} is too large; use less than 2**32")
         if not 0 <= self.temperature < float("inf"):
             raise InputError(f"temperature={self.temperature} is not possible; use 0 (greedy) or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:

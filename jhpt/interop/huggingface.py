@@ -155,7 +155,10 @@ def _writable(
     @lru_cache(maxsize=1)  # the tensors of a part are written one after the other
     def split(part: Part, layer: int) -> list[np.ndarray]:
         leaf = leaves(part.leaf)
-        array = np.asarray((leaf[layer] if part.layered else leaf).read().result(), np.float32)
+        try:
+            array = np.asarray((leaf[layer] if part.layered else leaf).read().result(), np.float32)
+        except ValueError as error:
+            raise InputError(f"{part.leaf} in the checkpoint cannot be read: {error}; jhpt verify tells more") from None
         return [tensor.astype(dtype) for tensor in part.split(array)]
 
     def tensors(part: Part, layer: int) -> Iterator[Writable]:
@@ -180,8 +183,8 @@ def replaced_folder(folder: Path, name: str) -> Iterator[Path]:
     Raises:
       InputError: something lies there, or it cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{name} {folder} is not empty; give a new one")
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise InputError(f"{name} {folder} is {'a link' if folder.is_symlink() else 'not empty'}; give a new one")
     hidden = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jhpt.core.errors import InputError
 from jhpt.core.files import check_writable, replacing
+from jhpt.core.text_files import check_file
 from jhpt.interop.rows import BATCH
 from jhpt.models.context import Context
 from jhpt.models.family import Model, Params
@@ -64,6 +65,7 @@ def read_inputs(paths: dict[str, str]) -> Inputs:
 
 def _read(name: str, path: str) -> np.ndarray:
     try:
+        check_file(path)
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise InputError(f"--{name} {path} cannot be read: {error}; give a .npy file (numpy.save)") from None

@@ -4,13 +4,15 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import tensorboardX
 
 from jhpt.core.config import LogConfig
+from jhpt.core.errors import InputError
+from jhpt.core.text_files import bounded_lines
 from jhpt.training.processes import is_main
 
 METRICS_FILE = "metrics.jsonl"
@@ -99,13 +101,14 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 def _whole_records(path: Path) -> list[dict[str, float]]:
     """The records that are whole: a killed process may have left half a line, and a disk may have lost some."""
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
+    with path.open(encoding="utf-8", errors="replace") as stream, suppress(InputError):  # a line without an end
+        for line in bounded_lines(stream):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
     return records
 
 

@@ -37,13 +37,20 @@ def launcher(environment: Mapping[str, str]) -> str | None:
 
     Only variables that are set for the *tasks* of a parallel job count; a shell inside an allocation is no task.
     """
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if _count(environment, "SLURM_STEP_NUM_TASKS") > 1:
         return "SLURM"
-    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+    if _count(environment, "OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI"
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
         return "Kubernetes"
     return None
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment.get(name, "1"))
+    except ValueError:
+        raise InputError(f"{name}={environment[name]!r} in the environment is no number; unset it") from None
 
 
 NEVER = 10**6
@@ -129,6 +136,10 @@ def _place(coordinator: str, process: int, count: int, peers: PeersConfig) -> Pl
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InputError(f"--coordinator {coordinator} is not HOST:PORT, such as node0:29400")
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise InputError(f"--coordinator {coordinator}: {host!r} cannot be the name of a host") from None
     return Place(
         host=host,
         port=int(port),

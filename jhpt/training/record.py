@@ -31,6 +31,9 @@ SCHEDULE = tuple(
 )
 """The settings that decide the learning rate of a step and nothing else: they may change where that is asked for."""
 
+SECTIONS = ("model", "data", "optimizer", "train")
+"""Parts of a configuration without which a run cannot be compared with another."""
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -58,6 +61,14 @@ class Record:
     digests: Mapping[str, str] | None = None
     left_out: LeftOut = ()
     rewinds: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises TypeError for what cannot be the description of a run, whose sections are read later."""
+        sections = [self.config.get(name) for name in SECTIONS] if isinstance(self.config, Mapping) else [None]
+        if not all(isinstance(each, Mapping) for each in (*sections, self.versions)) or not isinstance(
+            self.data_key, str
+        ):
+            raise TypeError(f"it has no {', '.join(SECTIONS)} and versions")
 
 
 def make_record(config: Config, data_key: str, dtype: str, *, weights_only: bool = False) -> Record:

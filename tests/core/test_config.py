@@ -265,3 +265,10 @@ def test_names_with_commas():
 @pytest.mark.parametrize(("given", "word"), [(True, "full"), (False, "none"), (" full ", "full"), ("auto,", "auto")])
 def test_words_of_recomputation(given, word):
     assert load_config(None, {"memory.recompute": given}).memory.recompute == word
+
+
+@pytest.mark.parametrize("up_to", [None, 1, 5, 12, 40])
+def test_divisors_are_those_and_no_others(up_to):
+    for n in range(-1, 150):
+        assert divisors(n, up_to) == [d for d in range(1, (up_to or n) + 1) if n > 0 and n % d == 0]
+    assert divisors(10**12 + 39) == [1, 10**12 + 39]

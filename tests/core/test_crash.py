@@ -3,7 +3,7 @@
 import pytest
 
 from jhpt import cli
-from jhpt.core.errors import Exit
+from jhpt.core.errors import Exit, for_terminal
 
 
 @pytest.fixture
@@ -37,3 +37,25 @@ def test_without_a_folder_for_the_file_the_details_are_printed(broken, capsys):
     broken.write_text("a file")
     assert cli.main(["doctor"]) == Exit.CRASH
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_messages_leave_a_terminal_as_it_is():
+    assert for_terminal("plain, é\nsecond") == "plain, é\nsecond"
+    assert for_terminal("a\x1b[2J\r\ud800") == "a\\x1b[2J\\r\\ud800"
+    assert len(for_terminal("x" * 10**6)) < 1100 and "998,999" not in for_terminal("x" * 10**6)
+    assert for_terminal("\n" * 10**5).endswith("more lines")
+
+
+def test_a_panic_of_a_library_is_one_line(monkeypatch, tmp_path, capsys):
+    """Rust's are no `Exception`."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panics(arguments):
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(cli.COMMANDS, "doctor", panics)
+    assert cli.main(["doctor"]) == Exit.CRASH
+    assert "index out of bounds; the details are in" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Files of YAML and JSON are read with limits, and what is wrong is one message."""
 
+import io
 import json
 import os
 
@@ -7,7 +8,7 @@ import pytest
 
 from jhpt.core import text_files
 from jhpt.core.errors import InputError
-from jhpt.core.text_files import read_text, tree_of
+from jhpt.core.text_files import bounded_lines, read_text, tree_of, value_in
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
@@ -35,6 +36,9 @@ def test_aliases_are_understood():
         ('{"a": ' * 200 + "1" + "}" * 200, "nested deeper"),
         ('{"a": ' * 100_000, "nested deeper"),
         ('{"a": }', "not valid JSON"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "'c' is given twice"),
+        ('{"a": [' + "[]," * 5_000_001 + "[]]}", "values are not read"),
+        ("- 1\n" * 300_000, "characters of YAML"),
         ("a: [", "not valid YAML"),
         ("a: 2026-13-01", "not valid YAML"),
         ("? [a]\n: b", "not valid YAML"),
@@ -65,3 +69,16 @@ def test_what_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "LARGEST", 1)
     with pytest.raises(InputError, match="is it the right file"):
         read_text(file)
+
+
+def test_lines_are_bounded(monkeypatch):
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 5)
+    assert list(bounded_lines(io.StringIO("abc\n\nabcd"))) == ["abc\n", "\n", "abcd"]
+    with pytest.raises(InputError, match="5 characters or more"):
+        list(bounded_lines(io.StringIO("abc\nabcdefgh\n")))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, "a: [", "{a: 1, a: 2}", BOMB, "&a [*a]", "2026-13-01"])
+def test_a_flag_that_no_file_could_hold_stays_text(text):
+    assert value_in(text) == text
+    assert value_in("[1, {a: 2}]") == [1, {"a": 2}]

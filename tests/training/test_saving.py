@@ -1,10 +1,13 @@
 """Checkpoints under trouble: damaged, deleted, killed between data and manifest, on a disk that is full."""
 
 import errno
+import itertools
 import json
 import os
 import random
 import shutil
+import threading
+import time
 
 import jax
 import numpy as np
@@ -16,6 +19,8 @@ from jhpt.core.errors import Exit, InputError
 from jhpt.core.load import load_config, to_yaml
 from jhpt.training import checkpoint, step_folders
 from jhpt.training.checkpoint import Checkpoints, SavingFailed, newest
+from jhpt.training.metrics import MetricsWriter, read_metrics
+from jhpt.training.run_dir import new_run_dir
 from jhpt.training.step_folders import Damaged, steps_in
 from tests.conftest import tiny_overrides
 
@@ -165,6 +170,44 @@ def test_a_disk_that_stays_full_ends_it_and_the_last_good_step_stays(run, settin
     assert newest(run) == 6
     monkeypatch.undo()
     assert jhpt.train(None, out=run, overrides={"train.steps": 8}).step == 8
+
+
+def test_a_slow_disk_holds_up_the_next_save_and_loses_nothing(tmp_path, settings, finished, monkeypatch):
+    """The first save ends only when step 3 has been trained; the second one, of step 4, waits for it."""
+    trained, write, order = threading.Event(), step_folders.write_manifest, []
+    record = MetricsWriter.write
+
+    def write_slowly(folder):
+        if not order:
+            assert trained.wait(60)
+        order.append(folder.name.partition(".")[0])
+        write(folder)
+
+    def recorded(self, step, values):
+        record(self, step, values)
+        if step == 3:
+            trained.set()
+
+    monkeypatch.setattr(step_folders, "write_manifest", write_slowly)
+    monkeypatch.setattr(MetricsWriter, "write", recorded)
+    run = tmp_path / "run"
+    assert jhpt.train("gpt-tiny", overrides=settings, out=run).step == 6
+    assert order == ["2", "4", "6"] and steps_in(run / "checkpoints") == [2, 4, 6]
+    assert same(parameters(run), parameters(finished))
+
+
+def test_a_clock_that_goes_backwards_changes_nothing(tmp_path, settings, finished, monkeypatch):
+    clock = itertools.count(2_000_000_000, -3600)
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    monkeypatch.chdir(tmp_path)
+    first = jhpt.train("gpt-tiny", overrides=settings | {"train.steps": 4})
+    assert jhpt.train(None, out=first.run_dir, overrides={"train.steps": 6}).step == 6
+    assert [record["step"] for record in read_metrics(first.run_dir) if "loss" in record] == [1, 2, 3, 4, 5, 6]
+    assert steps_in(first.run_dir / "checkpoints") == [2, 4, 6]
+    monkeypatch.setattr(time, "time", lambda: 1_999_999_999.0)
+    taken = [new_run_dir(load_config("gpt-tiny", settings)) for _ in range(2)]
+    taken[0].mkdir()
+    assert taken[0] == taken[1] != new_run_dir(load_config("gpt-tiny", settings))
 
 
 def test_a_run_directory_that_was_deleted_is_written_again(tmp_path, settings, monkeypatch, capsys):

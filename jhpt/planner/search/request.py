@@ -68,6 +68,10 @@ class Request:
         return (False, True) if cuts else (False,)
 
 
+MOST_SAMPLES = 10**7
+"""Of a step.  Neighbouring batches are looked at one by one."""
+
+
 def request(batch: int, micro_batches: int | Iterable[int] | None = None, **options: Any) -> Request:
     """A checked request.
 
@@ -81,6 +85,8 @@ def request(batch: int, micro_batches: int | Iterable[int] | None = None, **opti
     """
     if batch < 1:
         raise InputError(f"batch={batch}: a step needs at least one sample")
+    if batch > MOST_SAMPLES:
+        raise InputError(f"batch={batch}: a step of more than {MOST_SAMPLES:,} samples is not planned; give fewer")
     if micro_batches is None:
         counts = tuple(divisors(batch))
     else:

@@ -3,6 +3,7 @@ memory, more devices, CPU offload or float32 state.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -30,6 +31,9 @@ MOST_MEMORY = 2.0**60
 
 MOST_NODES = 128
 """Factor on the number of nodes.  Advice never asks for more."""
+
+ADVICE_SECONDS = 10.0
+"""After which advice is given up: it takes about twenty searches, which may be slow where nothing fits."""
 
 MOST_MIXED_DEVICES = 32
 """Devices of a mixed cluster.  Advice never asks for more: a search takes time in proportion to their square at least,
@@ -193,21 +197,30 @@ def _with_float32_state(request: Request, model: CostModel) -> list[str]:
 def _nearest(request: Request, model: CostModel, space: Space) -> list[str]:
     """The least memory per device, and the least number of devices, that would fit."""
     changes = []
+    until = time.monotonic() + ADVICE_SECONDS
     memory = min(node.device.memory for node in model.cluster.nodes)
     factor = _least_factor(
-        lambda factor: _fits(request, _with_memory(model.cluster, factor), model, space), 1.0, MOST_MEMORY / memory
+        lambda factor: _fits(request, _with_memory(model.cluster, factor), model, space),
+        1.0,
+        MOST_MEMORY / memory,
+        until,
     )
     if factor is not None:
         changes.append(f"it would fit with {enough_gib(memory * factor)} per device")
-    if nodes := _least_nodes(request, model, space):
+    if nodes := _least_nodes(request, model, space, until):
         per_node = "" if model.cluster.mixed else f", {model.cluster.nodes[0].devices} to a node"
         changes.append(f"it would fit on {model.cluster.num_devices * nodes} such devices{per_node}")
     devices = f"up to {MOST_MIXED_DEVICES} such devices" if model.cluster.mixed else "devices"
-    return changes or [f"no amount of memory or {devices} would do: the batch or the model has to change"]
+    if changes:
+        return changes
+    if time.monotonic() > until:
+        return [f"what would fit was searched for {ADVICE_SECONDS:.0f} s, and not found"]
+    return [f"no amount of memory or {devices} would do: the batch or the model has to change"]
 
 
-def _least_nodes(request: Request, model: CostModel, space: Space) -> int | None:
-    """The least factor on the nodes that fits, at most `MOST_NODES`: doubled until one fits, then bisected."""
+def _least_nodes(request: Request, model: CostModel, space: Space, until: float) -> int | None:
+    """The least factor on the nodes that fits, at most `MOST_NODES`: doubled until one fits, then bisected; None also
+    if it is not found until the clock says `until`."""
 
     def fits(nodes: int) -> bool:
         return _fits(request, _with_nodes(model.cluster, nodes), model, space, offloaded=True)
@@ -215,21 +228,25 @@ def _least_nodes(request: Request, model: CostModel, space: Space) -> int | None
     cluster = model.cluster
     most = min(MOST_NODES, MOST_MIXED_DEVICES // cluster.num_devices) if cluster.mixed else MOST_NODES
     low, high = 1, 2
-    while high <= most and not fits(high):
+    while high <= most and (time.monotonic() > until or not fits(high)):
         low, high = high, 2 * high
     if high > most:
         return None
     while high - low > 1:
+        if time.monotonic() > until:
+            return None
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
 
 
-def _least_factor(fits: Callable[[float], bool], low: float, high: float) -> float | None:
-    """The least factor that fits, to 1 %; None if even `high` does not."""
+def _least_factor(fits: Callable[[float], bool], low: float, high: float, until: float) -> float | None:
+    """The least factor that fits, to 1 %; None if even `high` does not, or the clock says `until` before."""
     if not fits(high):
         return None
     while high / low > 1.01:
+        if time.monotonic() > until:
+            return None
         middle = math.sqrt(low * high)
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high

@@ -45,7 +45,7 @@ from jhpt.training.data.workers import (
 FORMAT = 3
 """Increased when the same input would give other tokens."""
 
-CUTS = 1
+CUTS = 2
 """Increased when the same text would be cut into other shards: those of a killed process are then not used."""
 
 
@@ -137,13 +137,21 @@ def _digests(root: Path, files: Sequence[Path]) -> dict[Path, str]:
     """The hash of every file, stored under the files' names, sizes and times."""
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     memo = root / "seen" / _hash([FORMAT, stats])
-    if memo.is_file() and len(known := memo.read_text().split("\n")) == len(files):
+    if (known := _remembered(memo)) is not None and len(known) == len(files):
         return dict(zip(files, known, strict=True))
     with ThreadPoolExecutor(cores()) as pool:
         digests = list(pool.map(digest, files))
     memo.parent.mkdir(exist_ok=True)
-    _write_atomically(memo, "\n".join(digests))
+    _write_atomically(memo, "\n".join([*digests, _hash(digests)]))
     return dict(zip(files, digests, strict=True))
+
+
+def _remembered(memo: Path) -> list[str] | None:
+    """The hashes in a file, whose last line is the hash of them all; None: there are none, or they are damaged."""
+    if not memo.is_file():
+        return None
+    *known, check = memo.read_text(errors="replace").split("\n")
+    return known if check == _hash(known) else None
 
 
 def _hash(value: object) -> str:

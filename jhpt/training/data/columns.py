@@ -103,6 +103,6 @@ def _faults(file: Path) -> Iterator[None]:
     arrow = import_module("pyarrow")
     try:
         yield
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names of columns are text, too
         reason = str(error).partition("\n")[0].rstrip(".")
         raise InputError(f"data file {file} is damaged or cut short ({reason}); copy or download it again") from None

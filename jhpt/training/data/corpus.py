@@ -2,13 +2,13 @@
 
 import glob
 import hashlib
-import json
 import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
 from jhpt.core.errors import InputError
+from jhpt.core.text_files import read_text, tree_of
 from jhpt.training.data.formats import format_of, is_data
 
 FOLDER_SUFFIXES = ".txt, .md, .jsonl (also with .gz or .zst) or .parquet"
@@ -84,7 +84,7 @@ def _is_dataset(folder: Path) -> bool:
 
 def _dataset_files(folder: Path) -> list[Path]:
     try:
-        state = json.loads((folder / "state.json").read_text())
+        state = tree_of(read_text(folder / "state.json"))
         files = [folder / entry["filename"] for entry in state["_data_files"]]
         selected = state.get("_indices_data_files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jhpt.core.errors import InputError
+from jhpt.core.text_files import bounded_lines
 from jhpt.training.data.columns import check_rows, row_group_sizes, rows
 from jhpt.training.data.formats import check_content, format_of
 from jhpt.training.data.streams import BLOCK, check_whole, opened
 
 PIECE_CHARS = 1 << 20
 """Text is read and tokenised in pieces of about this many characters, cut at line ends."""
+
+LINE_CHARS = 1 << 20
+"""A piece is cut after so many more where no line ends, so that a file of a single line need not fit in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +124,12 @@ def read(part: Part, text_key: str) -> Iterator[str | None]:
 def _pieces(stream: BinaryIO) -> Iterator[str]:
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
         while piece := text.read(PIECE_CHARS):
-            yield piece + text.readline()
+            yield piece + text.readline(LINE_CHARS)
 
 
 def _lines(part: Part, text_key: str) -> Iterator[str]:
     with opened(part.file, part.first, part.last) as stream, io.TextIOWrapper(stream, encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
+        for number, line in enumerate(bounded_lines(lines)):
             if line.strip():
                 try:
                     yield _json_text(line, text_key)
@@ -143,7 +147,7 @@ def _lines_before(part: Part) -> int:
     if not part.first:
         return 0
     with opened(part.file, 0, part.first) as stream, io.TextIOWrapper(stream, encoding="utf-8") as lines:
-        return sum(1 for _ in lines)
+        return sum(1 for _ in bounded_lines(lines))
 
 
 def _json_text(line: str, text_key: str) -> str:

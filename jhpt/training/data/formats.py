@@ -26,6 +26,9 @@ PACKAGES = {".parquet": ("pyarrow", "parquet"), ".arrow": ("pyarrow", "parquet")
 """The packages that read a suffix, each with the extra of jhpt that installs it."""
 
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+BEGINNING = 1 << 16
+"""Bytes in which text that is none is noticed by its zero bytes."""
+
 END_OF_ARROW = bytes(4)
 """The end of an Arrow stream: a message of length zero."""
 
@@ -84,7 +87,8 @@ def check_content(file: Path) -> None:
     """
     found = format_of(file)
     with file.open("rb") as stream:
-        head = stream.read(4)
+        beginning = stream.read(BEGINNING)
+        head = beginning[:4]
         stream.seek(-min(4, file.stat().st_size), 2)
         tail = stream.read(4)
     seems = _seems(head, tail)
@@ -97,6 +101,11 @@ def check_content(file: Path) -> None:
         raise InputError(f"data file {file} is cut short: its end is missing; copy or download it again")
     if not wanted and seems:
         raise InputError(f"data file {file} is no text; {_advice(file, seems)}")
+    if not wanted and b"\0" in beginning:
+        raise InputError(
+            f"data file {file} is no UTF-8 text: there are zero bytes in it; if it is UTF-16, convert it "
+            "(iconv -f utf-16 -t utf-8)"
+        )
 
 
 def _seems(head: bytes, tail: bytes) -> str:

@@ -20,6 +20,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.families.bert import BERTConfig
 from jhpt.core.families.family import LABEL_COLUMNS
 from jhpt.core.load import load_config
+from jhpt.core.text_files import bounded_lines
 from jhpt.training.data.corpus import find_files
 from jhpt.training.data.tokenizer import Tokenizer
 
@@ -146,7 +147,7 @@ def _examples(file: Path, data: DataConfig) -> list[Example]:
 
 def _csv_records(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     with file.open(encoding="utf-8-sig", newline="") as stream:
-        reader = csv.DictReader(stream, strict=True)
+        reader = csv.DictReader(bounded_lines(stream), strict=True)
         try:
             for record in reader:
                 if None in record or None in record.values():
@@ -161,7 +162,7 @@ def _csv_records(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _json_records(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     with file.open(encoding="utf-8-sig") as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(bounded_lines(stream), start=1):
             if not line.strip():
                 continue
             try:

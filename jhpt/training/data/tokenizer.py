@@ -2,15 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import tokenizers
 
+from jhpt.compiled.quiet import quiet
 from jhpt.core.errors import InputError
 from jhpt.training.data.tokenizer_files import SPECIAL_FILE, TOKENIZER_FILE, read_tokenizer
+from jhpt.training.data.tokenizer_kinds import library_faults
 
 BYTES = "bytes"
 """What `data.tokenizer` is for raw bytes."""
@@ -73,6 +75,12 @@ class ByteTokenizer:
         """Nothing: it has no file."""
 
 
+PROBE = "The mesh maps 16 layers, ab\n"
+"""A text that any tokenizer can read; some files are accepted and make the library panic at the first text."""
+
+LONGEST_TEXT = 1 << 21
+"""Characters of a text that are tokenised in one call, for each of which the library takes about 200 bytes."""
+
 SPECIAL = {
     "end": (("eos_token", "sep_token"), ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]", "<eos>")),
     "mask": (("mask_token",), ("[MASK]", "<mask>")),
@@ -86,15 +94,15 @@ class FileTokenizer:
     """A tokenizer of the Hugging Face `tokenizers` library, from its JSON file or in any form of `tokenizer_files`."""
 
     def __init__(self, name: str | Path):
-        source = f"data.tokenizer={name}"
+        source, self._name = f"data.tokenizer={name}", name
         read = read_tokenizer(str(name))
-        try:
+        with library_faults(f"{source}: not a tokenizers JSON file"):
             self._tokenizer = tokenizers.Tokenizer.from_str(read.text)
             # Released files often carry the limits of one model's inputs; here whole documents are read.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-        except Exception as error:  # the library raises bare Exception on malformed JSON
-            raise InputError(f"{source}: not a tokenizers JSON file: {error}") from None
+            if (panic := _panic(self._tokenizer)) is not None:
+                raise panic
         # Not get_vocab_size(), which counts tokens: ids may have gaps.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         if not self.vocab_size:
@@ -126,11 +134,19 @@ class FileTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:  # on all cores
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Token ids of several texts; those that are longer than `LONGEST_TEXT` are read piece by piece."""
+        if any(len(text) > LONGEST_TEXT for text in texts):
+            return [np.concatenate([self._encoded([piece])[0] for piece in _pieces(text)]) for text in texts]
+        return self._encoded(texts)
+
+    def _encoded(self, texts: Sequence[str]) -> list[np.ndarray]:
+        with library_faults(f"data.tokenizer={self._name}: cannot read this text"):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([i for i in ids if i < self.vocab_size])
+        with library_faults(f"data.tokenizer={self._name}: cannot write these tokens"):
+            return self._tokenizer.decode([i for i in ids if i < self.vocab_size])
 
     def save(self, folder: Path) -> None:
         """Writes its JSON file and what settings say of special tokens, each atomically."""
@@ -141,6 +157,28 @@ class FileTokenizer:
             partial = folder / f"{name}.partial"
             partial.write_text(text, encoding="utf-8")
             partial.rename(folder / name)
+
+
+def _panic(tokenizer: tokenizers.Tokenizer) -> BaseException | None:
+    """What the library panics with at any text; it says much on standard error then, which is left out."""
+    with quiet():
+        try:
+            tokenizer.encode_batch_fast([PROBE], add_special_tokens=False)
+        except Exception:  # such as an unknown character, which is told when it matters
+            return None
+        except BaseException as error:
+            return error
+    return None
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces of at most `LONGEST_TEXT` characters, cut before a space as far as there are spaces."""
+    while len(text) > LONGEST_TEXT:
+        space = max(text.rfind(space, LONGEST_TEXT // 2, LONGEST_TEXT) for space in " \n")
+        end = space if space > 0 else LONGEST_TEXT
+        yield text[:end]
+        text = text[end:]
+    yield text
 
 
 def _continues(tokenizer: tokenizers.Tokenizer, text: str, size: int) -> np.ndarray | None:

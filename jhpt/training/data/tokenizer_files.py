@@ -3,7 +3,6 @@
 All become the text of a tokenizers JSON file, and what the configuration beside it says of special tokens.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +14,8 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from jhpt.core.errors import InputError
 from jhpt.core.load import CONFIG_FILE
-from jhpt.training.data.tokenizer_kinds import BERT_SPECIAL, GPT_SPECIAL, byte_level, word_piece
+from jhpt.core.text_files import read_text, tree_of
+from jhpt.training.data.tokenizer_kinds import BERT_SPECIAL, GPT_SPECIAL, byte_level, library_faults, word_piece
 
 TOKENIZER_FILE = "tokenizer.json"
 """A tokenizer of the `tokenizers` library, complete."""
@@ -141,15 +141,15 @@ def _on_hub(name: str) -> dict[str, Path]:
 
 def _text(name: str, path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"data.tokenizer={name}: not a tokenizers JSON file: {path}: {error}") from None
+        return read_text(path)
+    except (FileNotFoundError, InputError) as error:
+        raise InputError(f"data.tokenizer={name}: not a tokenizers JSON file: {error}") from None
 
 
 def _json(name: str, path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        tree = tree_of(read_text(path))
+    except (FileNotFoundError, InputError) as error:
         raise InputError(f"data.tokenizer={name}: {path} is not JSON: {error}; repair or remove it") from None
     if not isinstance(tree, dict):
         raise InputError(f"data.tokenizer={name}: {path} is no JSON object; repair or remove it")
@@ -176,10 +176,8 @@ def _built(name: str, found: Mapping[str, Path], settings: Mapping[str, Any]) ->
             f"data.tokenizer={name}: the folder has no {TOKENIZER_FILE}, and {' and '.join(files)} are enough only for "
             f"{', '.join(classes)}, not for {kind}; save it with AutoTokenizer(...).save_pretrained of transformers"
         )
-    try:
+    with library_faults(f"data.tokenizer={name}: no vocabulary in {' and '.join(files)}"):
         tokenizer = build(found, settings)
-    except Exception as error:  # the library raises bare Exceptions
-        raise InputError(f"data.tokenizer={name}: no vocabulary in {' and '.join(files)}: {error}") from None
     if "added_tokens.json" in found:
         files.append("added_tokens.json")
         _add(name, tokenizer, _json(name, found["added_tokens.json"]))

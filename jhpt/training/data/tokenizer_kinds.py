@@ -1,10 +1,32 @@
 """The two kinds of tokenizers that are made here, around a vocabulary: GPT-2's byte-level BPE and BERT's WordPiece."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from jhpt.core.errors import InputError
 
 GPT_SPECIAL = ("<|endoftext|>",)
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """Special tokens, in the order of their ids in a tokenizer that is trained here."""
+
+
+@contextmanager
+def library_faults(what: str) -> Iterator[None]:
+    """Turns what the tokenizers library raises, bare Exceptions and panics of Rust, into one message.
+
+    Raises:
+      InputError: `what`, and what the library says.
+    """
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"{what}: {error}") from None
 
 
 def byte_level(model: models.BPE, *, add_prefix_space: bool = False) -> Tokenizer:

@@ -5,6 +5,7 @@ inside words in the order of a hash table, and orders equally frequent pairs by 
 numbers, so they are numbered here.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,10 @@ from jhpt.training.data.documents import Part, check_file, read
 from jhpt.training.data.tokenizer_kinds import BERT_SPECIAL, GPT_SPECIAL, byte_level, word_piece
 
 Kind = Literal["bpe", "wordpiece"]
+
+LONGEST_WORD = 1000
+"""Characters without a space that are learned from as one word.  The library takes time that grows with the square of
+a word, and cannot be interrupted: hours for a file of a single word."""
 
 LEAST_FREQUENCY = 2
 """A pair is joined if the text has it this often, as in the library's own GPT-2 and BERT tokenizers."""
@@ -65,6 +70,17 @@ def lines(files: Sequence[Path], text_key: str) -> Iterator[str]:
                 yield from piece.splitlines(keepends=True)
 
 
+def _short_words(text: Iterator[str]) -> Iterator[str]:
+    """The lines, where each word is cut that is longer than `LONGEST_WORD`."""
+    overlong = re.compile(rf"\S{{{LONGEST_WORD}}}(?=\S)")
+    for line in text:
+        start = 0
+        for word in overlong.finditer(line):
+            yield line[start : word.end()]
+            start = word.end()
+        yield line[start:]
+
+
 def _bpe(files: Sequence[Path], text_key: str, vocab_size: int) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     _check_size(vocab_size, len(GPT_SPECIAL) + len(alphabet), "a special token and 256 bytes")
@@ -76,7 +92,7 @@ def _bpe(files: Sequence[Path], text_key: str, vocab_size: int) -> Tokenizer:
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(lines(files, text_key), trainer)
+    tokenizer.train_from_iterator(_short_words(lines(files, text_key)), trainer)
     return tokenizer
 
 
@@ -96,7 +112,7 @@ def _word_piece(files: Sequence[Path], text_key: str, vocab_size: int, lowercase
         limit_alphabet=len(characters),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(lines(files, text_key), trainer)
+    tokenizer.train_from_iterator(_short_words(lines(files, text_key)), trainer)
     # The characters inside words were special only for the trainer.
     model = models.WordPiece(tokenizer.get_vocab(), unk_token="[UNK]")
     trained = word_piece(model, lowercase=lowercase)

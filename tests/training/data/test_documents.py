@@ -41,6 +41,13 @@ def test_pieces_add_up_to_the_text_and_end_at_line_ends(tmp_path_factory, text, 
     assert all(part.endswith(("\n", "\r")) for part in pieces[:-1])
 
 
+def test_a_file_of_a_single_line_is_cut_too(tmp_path, monkeypatch):
+    (file,) = write(tmp_path / "line", [b"abcdefgh\nij"])
+    monkeypatch.setattr(documents, "PIECE_CHARS", 2)
+    monkeypatch.setattr(documents, "LINE_CHARS", 3)
+    assert list(documents.read(Part(file=file), "text")) == ["abcde", "fgh\n", "ij", None]
+
+
 @given(texts=st.lists(st.text(max_size=20), max_size=6))
 @PROPERTY
 def test_every_line_of_a_jsonl_file_is_a_document(tmp_path_factory, texts):

@@ -141,3 +141,13 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content, words):
     with pytest.raises(InputError) as caught:
         load_tokenizer(str(path))
     assert f"data.tokenizer={path}" in str(caught.value) and words in str(caught.value)
+
+
+def test_a_long_text_is_read_in_pieces_that_begin_with_spaces(gpt_file, monkeypatch):
+    sample = "the mesh maps every layer to a device, and each step adds up " * 20
+    tokenizer = FileTokenizer(gpt_file)
+    whole = tokenizer.encode(sample).tolist()
+    monkeypatch.setattr("jhpt.training.data.tokenizer.LONGEST_TEXT", 64)
+    assert tokenizer.encode(sample).tolist() == whole
+    assert tokenizer.decode(tokenizer.encode("x" * 500).tolist()) == "x" * 500
+    assert [len(ids) > 0 for ids in tokenizer.encode_batch(["a", sample, ""])] == [True, True, False]

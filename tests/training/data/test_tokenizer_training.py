@@ -11,7 +11,7 @@ from tokenizers.implementations import BertWordPieceTokenizer
 from jhpt.core.errors import InputError
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.tokenizer_kinds import BERT_SPECIAL
-from jhpt.training.data.tokenizer_training import MOST_CHARACTERS, train_tokenizer
+from jhpt.training.data.tokenizer_training import MOST_CHARACTERS, _short_words, train_tokenizer
 from tests.conftest import text
 from tests.training.data.test_tokenizer import PROPERTY
 
@@ -139,3 +139,17 @@ def test_no_text_is_refused(content, tmp_path):
     (tmp_path / "text.txt").write_text(content)
     with pytest.raises(InputError, match=r"no text in .*text\.txt; give files with text"):
         train_tokenizer([tmp_path / "text.txt"], "wordpiece", 300)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_an_overlong_word_is_learned_from_in_parts(tmp_path, kind):
+    """As one word it would take the library hours."""
+    (tmp_path / "a.txt").write_text("ab" * 500_000)
+    tokenizer, _ = trained([tmp_path / "a.txt"], kind, 300)
+    assert 0 < len(tokenizer.encode("abab")) < 4
+
+
+def test_words_are_cut_only_where_they_are_overlong():
+    lines = ["a b\n", "x" * 1000 + " y\n", "x" * 1001 + "\n", "x" * 2500 + " y"]
+    parts = list(_short_words(iter(lines)))
+    assert parts == [*lines[:2], "x" * 1000, "x\n", "x" * 1000, "x" * 1000, "x" * 500 + " y"]

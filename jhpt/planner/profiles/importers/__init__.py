@@ -7,17 +7,17 @@ A measured profile is the analytic one with measured seconds (`jhpt.training.pro
 the configured model if everything else agrees.  No jax is needed to read it from the cache.
 """
 
-import json
 import platform
 from pathlib import Path
 from typing import Any
 
-from jhpt.core.cluster import Cluster, Device, load_cluster, parse, read_tree
+from jhpt.core.cluster import Cluster, Device, load_cluster, parse
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
 from jhpt.core.plausible import cluster_faults, profile_faults
 from jhpt.core.profile import LayerKind, ModelProfile, load_profile
+from jhpt.core.text_files import read_text, tree_of
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.profiles.importers import pipedream, piper
 
@@ -52,8 +52,8 @@ def read_profile(path: str | Path) -> ModelProfile:
 
 def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except FileNotFoundError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     if not text.strip():
         raise InputError(f"{path} is empty; expected {FORMATS}")
@@ -61,11 +61,10 @@ def _read(path: Path) -> str:
 
 
 def _tree(text: str, path: Path) -> Any:
-    # JSON first: YAML 1.1 takes 1e-05, which JSON writers print, for a string, and is far slower.
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return read_tree(path)
+        return tree_of(text)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def local_cluster() -> Cluster | None:

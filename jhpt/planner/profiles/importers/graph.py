@@ -33,6 +33,9 @@ from pathlib import Path
 from jhpt.core.errors import InputError
 from jhpt.core.profile import LayerKind, Timing
 
+MOST_NODES = 5000
+"""Cuts are priced in time that grows with the square of the nodes; published graphs have some hundred."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
@@ -79,6 +82,8 @@ class Segment:
 
 def check(graph: Graph, path: Path) -> None:
     """InputError if `graph` is not a connected acyclic graph."""
+    if len(graph.nodes) > MOST_NODES:
+        raise InputError(f"{path}: has {len(graph.nodes):,} nodes, and more than {MOST_NODES:,} are not read")
     if dangling := sorted({node for edge in graph.edges for node in edge if node not in graph.nodes}):
         raise InputError(f"{path}: edges name nodes that the file does not describe: {_few(dangling)}; describe them")
     try:

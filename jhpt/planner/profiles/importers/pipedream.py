@@ -21,13 +21,14 @@ import math
 import re
 from pathlib import Path
 
+from jhpt.core.cluster import parse
 from jhpt.core.errors import InputError
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.profiles.importers.graph import Graph, check, layers
 
 BYTES_PER_WEIGHT = 4
 
-_LINE = re.compile(r"^\s*\S+ -- \S", re.MULTILINE)
+_LINE = re.compile(r"^[^\S\n]*\S+ -- \S", re.MULTILINE)
 _EDGE = re.compile(r"(\S+) -- (\S+)")
 _NODE = re.compile(
     r"(?P<name>\S+) -- (?P<description>.*) -- forward_compute_time=(?P<forward>[^,]*), "
@@ -47,17 +48,18 @@ def read(text: str, path: Path) -> ModelProfile:
     whole = parse_graph(text, path)
     check(whole, path)
     kinds, row = layers(without_inputs(whole), path)
-    return ModelProfile(
-        name=_name(path),
-        device="V100 (as profiled)",
-        source=f"measured by PipeDream's profiler, read from {path.name}",
-        sample="one mini-batch, as profiled",
-        dtype="float32",
-        bytes_per_weight=BYTES_PER_WEIGHT,
-        state_bytes=4 * BYTES_PER_WEIGHT,
-        kinds=kinds,
-        layers=row,
-    )
+    profile = {
+        "name": _name(path),
+        "device": "V100 (as profiled)",
+        "source": f"measured by PipeDream's profiler, read from {path.name}",
+        "sample": "one mini-batch, as profiled",
+        "dtype": "float32",
+        "bytes_per_weight": BYTES_PER_WEIGHT,
+        "state_bytes": 4 * BYTES_PER_WEIGHT,
+        "kinds": kinds,
+        "layers": row,
+    }
+    return parse(ModelProfile, profile, path)
 
 
 def _name(path: Path) -> str:

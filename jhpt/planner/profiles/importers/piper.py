@@ -44,7 +44,7 @@ from jhpt.planner.profiles.importers.graph import Graph, check, layers
 
 BYTES_PER_WEIGHT = 4
 
-Degree = Annotated[int, Field(ge=1)]
+Degree = Annotated[int, Field(ge=1, le=1 << 16)]
 
 
 class _Open(Section):
@@ -88,17 +88,18 @@ def read(tree: Any, path: Path) -> ModelProfile:
     graph = _graph(file, path)
     check(graph, path)
     kinds, row = layers(graph, path)
-    return ModelProfile(
-        name=path.name.split(".")[0],
-        device="as profiled",
-        source=f"input of Piper, read from {path.name}",
-        sample="one micro-batch, as profiled",
-        dtype="float32",
-        bytes_per_weight=BYTES_PER_WEIGHT,
-        state_bytes=_state_bytes(file),
-        kinds=kinds,
-        layers=row,
-    )
+    profile = {
+        "name": path.name.split(".")[0],
+        "device": "as profiled",
+        "source": f"input of Piper, read from {path.name}",
+        "sample": "one micro-batch, as profiled",
+        "dtype": "float32",
+        "bytes_per_weight": BYTES_PER_WEIGHT,
+        "state_bytes": _state_bytes(file),
+        "kinds": kinds,
+        "layers": row,
+    }
+    return parse(ModelProfile, profile, path)
 
 
 def _graph(file: Piper, path: Path) -> Graph:
