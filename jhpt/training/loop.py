@@ -120,8 +120,7 @@ def fit(
     left_out: LeftOut = (),
     replicas: Replicas | None = None,
 ) -> tuple[State, Progress]:
-    """Trains from `state` to the last step of the configuration, or until a signal, or a spike with
-    `guards.spike=rewind`.
+    """Trains from `state` to the last step of the configuration, a signal, or a spike with `guards.spike=rewind`.
 
     Metrics of a step are read after the next one is under way, so that the device never waits for the host.
 
@@ -131,8 +130,7 @@ def fit(
       writer: None on all processes but the main one.
       spiked: called with (step, the last step reported before it) when the loss has jumped (`spikes.is_spike`).
       evaluate_first: whether to evaluate `state` before the first step.
-      left_out: data that is not read.
-      replicas: compares copies of the state from time to time; None: nothing is compared.
+      left_out: data that is not read.  replicas: compares copies of the state; None: nothing is compared.
 
     Raises:
       ReplicasDiffer: copies of the state differ.
@@ -143,15 +141,11 @@ def fit(
     batches = _batches(setup, first, left_out)
     progress, clock = Progress(spike=first_spike(state.losses)), Clock()
     report = _Reporter(setup, progress, clock, writer, display, spiked, reported=first, skipped=int(state.skipped))
-    between = _BetweenSteps(setup, step, save, report)
+    between = _BetweenSteps(setup, step, save, report, replicas)
 
-    if first < last and watch.stops_after(first):  # a signal while compiling or restoring
-        display.say(f"stopped by a signal before step {first + 1}")
-        progress.interrupted = True
+    if _ends_before(first + 1, last, progress, display):
         return state, progress
-    if progress.spike is not None:  # the run ended between a spike and going back
-        return state, progress
-    state = between.run(first, state, {"evaluation"} if evaluate_first else set())
+    state = between.run(first, state, {"evaluation"}) if evaluate_first else state
     for number in range(first + 1, last + 1):
         watch.stepping(number)
         with clock.waiting():
@@ -162,12 +156,8 @@ def fit(
         due = _due(config, number, final=number == last, stop=stop)
         if due:
             report.pending = (number, metrics)
-        if "checkpoint" in due:  # none is written of what training goes back from
-            report.flush()
-        if progress.spike is not None and not stop:
+        if report.goes_back(due) and not stop:
             return state, progress
-        if replicas is not None and replicas.due(number, saving="checkpoint" in due):
-            state = replicas.checked(number, state)
         state = between.run(number, state, due)
         if (epoch := _epoch_begun(setup, position(number, left_out))) is not None:
             display.say(f"step {number}: epoch {epoch} begins")
@@ -178,6 +168,15 @@ def fit(
     report.flush()
     progress.rest = clock.read().seconds
     return state, progress
+
+
+def _ends_before(step: int, last: int, progress: Progress, display: Display) -> bool:
+    """Whether this step is not taken: a signal came while compiling or restoring, or the run ended between a spike and
+    going back."""
+    if step <= last and watch.stops_after(step - 1):
+        display.say(f"stopped by a signal before step {step}")
+        progress.interrupted = True
+    return progress.interrupted or progress.spike is not None
 
 
 def _epoch_begun(setup: Setup, step: int) -> int | None:
@@ -215,15 +214,18 @@ def _due(config: Config, step: int, *, final: bool, stop: bool) -> Set[Follows]:
 
 @dataclass(frozen=True)
 class _BetweenSteps(Generic[State]):
-    """Saves, then evaluates, so that an evaluation that fails loses nothing."""
+    """Compares copies of the state, saves, and then evaluates, so that an evaluation that fails loses nothing."""
 
     setup: Setup
     step: Step[State]
     save: Callable[[int, State], None]
     report: "_Reporter"
+    replicas: Replicas | None = None
 
     def run(self, number: int, state: State, due: Set[Follows]) -> State:
         """Does what is due; returns the state to continue with."""
+        if self.replicas is not None and self.replicas.due(number, saving="checkpoint" in due):
+            state = self.replicas.checked(number, state)
         if not due & {"checkpoint", "evaluation"}:
             return state
         self.report.flush()
@@ -329,6 +331,13 @@ class _Reporter:
                 f"{step}; check the data, or lower optimizer.learning_rate: from a checkpoint before, with "
                 "--resume-step N, or in a new run (another --out), also with a longer optimizer.warmup_steps"
             )
+
+    def goes_back(self, due: Set[Follows]) -> bool:
+        """Whether training has to go back, so that what is due is not done.  Before a checkpoint is written, the step
+        that is held back is reported."""
+        if "checkpoint" in due:
+            self.flush()
+        return self.progress.spike is not None
 
     def validation(self, step: int, held_out: HeldOut) -> None:
         """Reports results on held-out rows."""

@@ -12,6 +12,7 @@ from jhpt.training.device_step import abstract_state, fresh_state
 from jhpt.training.replicas import Replicas, ReplicasDiffer
 from jhpt.training.setup import prepare
 from tests.conftest import tiny_overrides
+from tests.covers import quick_and_exhaustive
 
 NORM, MATRIX = "params/blocks/mlp_norm/scale", "params/blocks/mlp/up/kernel"
 MEAN, COUNT = "optimizer/0/mu/blocks/mlp/up/kernel", "optimizer/0/count"
@@ -143,7 +144,7 @@ TRAINED = {
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize("plan", TRAINED)
+@pytest.mark.parametrize("plan", quick_and_exhaustive(TRAINED, ["pipeline", "offload"]))
 def test_copies_stay_the_same_in_training(tmp_path, corpus, plan, monkeypatch, capsys):
     """After each of four steps, but for a bit that flips after the third and is repaired."""
     settings = tiny_overrides(corpus) | {f"parallel.{name}": value for name, value in TRAINED[plan].items()}
