@@ -575,6 +575,26 @@ step_case("a_step_in_another_script", lambda step: shutil.copytree(step, step.wi
 step_case("a_step_that_is_a_circle", lambda step: (shutil.rmtree(step), step.symlink_to("2")))
 step_case("a_link_upwards_in_a_step", lambda step: (step / "up").symlink_to(".."), "verify run")
 step_case("a_pipe_in_a_step", lambda step: os.mkfifo(step / "pipe"), "verify run")
+
+
+def replaced_by(make: Callable[[Path], None], file: str) -> Callable[[Path], object]:
+    """Something else in the place of a file of the run."""
+
+    def changed(step: Path) -> None:
+        place = step.parents[1] / file
+        place.unlink(missing_ok=True)
+        make(place)
+
+    return changed
+
+
+for _file in ("metrics.jsonl", "train.log", "config.yaml", "plan.json", ".lock", "checkpoints/pinned.json"):
+    for _make in (pipe, full_folder):
+        for _words in ("train --out run", "generate run --prompt def --tokens 1", "verify run"):
+            _name = f"{_make.__name__}_as_{_file.replace('/', '_')}_of_{_words.split()[0]}"
+            step_case(_name, replaced_by(_make, _file), _words)
+
+
 step_case(
     "pinned_steps_of_nothing", lambda step: (step.parent / "pinned.json").write_text('{"a": [1e999]}'), "verify run"
 )
