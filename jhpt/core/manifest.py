@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from jhpt.core.text_files import read_text
+
 MANIFEST = "manifest.json"
 
 PARTIAL = ".partial"
@@ -51,11 +53,11 @@ def write_manifest(folder: Path) -> None:
 def manifest_faults(folder: Path) -> list[str]:
     """What differs from the manifest, a line for each file; files that it does not name count, too."""
     try:
-        entries = json.loads((folder / MANIFEST).read_text())["files"]
+        entries = json.loads(read_text(folder / MANIFEST))["files"]
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return [f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"]
     there = {path.relative_to(folder).as_posix(): path for path in files_of(folder)}
     faults = [f"{name} is missing" for name in expected.keys() - there.keys()]

@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def check_file(path: str | Path) -> None:
+def check_file(path: str | Path, wanted: str = "a file") -> None:
     """Refuses what is there and is no file: reading would fail in a folder, and wait for ever on a pipe.
 
     Raises:
@@ -59,7 +59,7 @@ def check_file(path: str | Path) -> None:
     """
     if Path(path).exists() and not Path(path).is_file():
         kind = "a folder" if Path(path).is_dir() else "no regular file"
-        raise InputError(f"{path}: cannot be read: it is {kind}; give a file")
+        raise InputError(f"{path}: cannot be read: it is {kind}; give {wanted}")
 
 
 def bounded_lines(stream: TextIO) -> Iterator[str]:
@@ -83,7 +83,7 @@ def read_text(path: str | Path) -> str:
     """
     place = Path(path)
     try:
-        check_file(place)
+        check_file(place, "a YAML or JSON file")
         if (size := place.stat().st_size) > LARGEST:
             raise InputError(
                 f"{path}: has {size:,} bytes, and more than {LARGEST:,} are not read; is it the right file?"

@@ -6,6 +6,7 @@ written last.  Keys and the data position follow from seed and step.
 """
 
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,6 +83,7 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointConfig | None, say: Say = warn):
         self._folder, self._config, self._say = folder.absolute(), config, say
         self._layers = LayeredHandler()
+        logging.getLogger("absl").addFilter(_told_here)
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(handler_registry=item_handlers(self._layers)), timeout_secs=WAIT
         )
@@ -303,6 +305,11 @@ class Checkpoints:
         finally:
             self._background.shutdown()
             self._checkpointer.close()
+
+
+def _told_here(record: logging.LogRecord) -> bool:
+    """Leaves out the stack traces that Orbax logs of what it raises as well, which `Checkpoints` tells in a line."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
 def _restored_as(leaf: Any) -> ocp.RestoreArgs:

@@ -102,7 +102,7 @@ def _whole_records(path: Path) -> list[dict[str, float]]:
     """The records that are whole: a killed process may have left half a line, and a disk may have lost some."""
     records = []
     with path.open(encoding="utf-8", errors="replace") as stream, suppress(InputError):  # a line without an end
-        for line in bounded_lines(stream):
+        for line in filter(str.strip, bounded_lines(stream)):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):

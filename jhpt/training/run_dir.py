@@ -93,6 +93,9 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 def _check_place(run_dir: Path) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise InputError(f"--out {run_dir} is a file; give a directory")
+    for path in run_dir.iterdir() if run_dir.is_dir() else ():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InputError(f"--out {run_dir} holds {path.name}, which is no regular file; remove it")
     foreign = [path for path in run_dir.iterdir() if not path.name.startswith(".")] if run_dir.is_dir() else []
     if foreign and not (run_dir / CONFIG_FILE).is_file():
         raise InputError(f"--out {run_dir} is not empty and holds no run; give a new or empty directory")

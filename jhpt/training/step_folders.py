@@ -14,6 +14,7 @@ from pathlib import Path
 from jhpt.core.config import CheckpointConfig
 from jhpt.core.errors import Exit, InputError
 from jhpt.core.manifest import MANIFEST, manifest_faults, to_disk, write_manifest, write_to_disk
+from jhpt.core.text_files import read_text
 
 FOLDER = "checkpoints"
 """Where the checkpoints are in a run directory."""
@@ -149,8 +150,8 @@ def _superseded(folder: Path, config: CheckpointConfig) -> Iterator[int]:
 def pinned(folder: Path) -> set[int]:
     """The steps that are never removed."""
     try:
-        return {int(step) for step in json.loads((folder / PINNED).read_text())}
-    except (OSError, ValueError, TypeError):
+        return {int(step) for step in json.loads(read_text(folder / PINNED))}
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return set()
 
 

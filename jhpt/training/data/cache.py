@@ -27,6 +27,7 @@ from jhpt.core.config import DataConfig
 from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
 from jhpt.core.manifest import MANIFEST, manifest_faults, write_manifest
+from jhpt.core.text_files import read_text
 from jhpt.training.data.corpus import digest, find_files, split_files
 from jhpt.training.data.documents import check_file
 from jhpt.training.data.shards import UNFINISHED, Tokens
@@ -267,13 +268,13 @@ def _publish(partial: Path, folder: Path) -> None:
 def _open(folder: Path, built: bool) -> TokenCache:
     remedy = f"delete it (rm -r {folder}) and it is built again"
     try:
-        index = json.loads((folder / "index.json").read_text())
+        index = json.loads(read_text(folder / "index.json"))
         dtype = np.dtype(index["dtype"])
         tokens = {name: int(index["tokens"][name]) for name in ("train", "validation")}
         # Caches of earlier versions have one file for each of the two.
         shards = index.get("shards") or {name: {f"{name}.bin": count} for name, count in tokens.items()}
         counts = {name: {folder / file: int(count) for file, count in shards[name].items()} for name in tokens}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InputError(f"token cache {folder} has no readable index ({error!r}); {remedy}") from None
     for file, count in itertools.chain.from_iterable(part.items() for part in counts.values()):
         size = file.stat().st_size if file.is_file() else 0
