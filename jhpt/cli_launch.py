@@ -13,9 +13,10 @@ import tyro
 from jhpt.core.errors import InputError
 from jhpt.core.files import check_writable, replacing
 from jhpt.core.presets import DEFAULT
-from jhpt.flags import source_of, value_of
-from jhpt.launch import Launch, launched
+from jhpt.flags import source_of, value_of, without
+from jhpt.launch import GO_BACK, Launch, launched
 from jhpt.launch_files import Claim, Job, jobset, longest_pod_name, slurm_script
+from jhpt.training.step_folders import FOLDER
 
 SLURM_NAME = (r"[A-Za-z0-9._-]+", "letters, digits, dots, hyphens and underscores")
 POD_NAME = (r"[a-z]([a-z0-9-]*[a-z0-9])?", "small letters, digits and hyphens, a letter first and no hyphen last")
@@ -138,6 +139,11 @@ def _job(options: LaunchOptions, train: list[str]) -> Job:
     out = value_of("--out", train)
     if not out:
         raise InputError("give the run's --out behind --, on a file system that all nodes share: restarts go on there")
+    if value_of(GO_BACK, train) is not None:
+        raise InputError(
+            f"leave out {GO_BACK}, because the job would go back at each of its restarts; instead, rename the later "
+            f"folders in {out}/{FOLDER}, such as 600 to 600.left"
+        )
     return Job(
         name=_job_name(options, train),
         arguments=tuple(train),
@@ -193,7 +199,7 @@ def _run(options: LaunchOptions, train: list[str]) -> int:
         out = f"runs/{options.name or _configuration(train)}-{time.strftime('%Y%m%d-%H%M%S')}"
         print(f"run directory: {out}")
     else:
-        train = _without_out(train)
+        train = without("--out", train)
     launch = Launch(
         arguments=tuple(train),
         out=Path(out),
@@ -203,8 +209,3 @@ def _run(options: LaunchOptions, train: list[str]) -> int:
         pause=1.0 if pause is None else pause,
     )
     return launched(launch, lambda line: print(line, file=sys.stderr, flush=True))
-
-
-def _without_out(train: list[str]) -> list[str]:
-    at = next(number for number, word in enumerate(train) if word == "--out" or word.startswith("--out="))
-    return train[:at] + train[at + (2 if train[at] == "--out" else 1) :]

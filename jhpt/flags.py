@@ -239,3 +239,15 @@ def value_of(flag: str, arguments: Sequence[str]) -> str | None:
         if argument.startswith(f"{flag}="):
             return argument.partition("=")[2]
     return None
+
+
+def without(flag: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments without a flag and its value."""
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == flag:
+            next(words, None)
+        elif not word.startswith(f"{flag}="):
+            rest.append(word)
+    return rest

@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from jhpt.core.errors import Exit, InputError
+from jhpt.flags import without
 from jhpt.training.step_folders import FOLDER, steps_in
 
 FINAL = {Exit.DIVERGED, Exit.INPUT, Exit.NOT_HERE, Exit.DAMAGED, Exit.MEMORY, Exit.INTERRUPTED}
@@ -32,6 +33,9 @@ GRACE = 3.0
 
 LOGS = ".launch"
 """Folder in the run directory with the output of all processes but the first."""
+
+GO_BACK = "--resume-step"
+"""The flag of `jhpt train` that goes back to a checkpoint, once."""
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -147,8 +151,10 @@ def environment_of(environment: Mapping[str, str], gpus: int, process: int, proc
 def launched(launch: Launch, say: Say) -> int:
     """Runs attempts until one is the last; returns the exit status."""
     attempts: list[Attempt] = []
-    processes = launch.processes
+    processes, steps = launch.processes, steps_in(launch.out / FOLDER)
     while True:
+        if steps_in(launch.out / FOLDER) != steps:  # it has gone back, or on
+            launch = replace(launch, arguments=tuple(without(GO_BACK, launch.arguments)))
         attempt = _attempt(launch, processes, say)
         attempts.append(attempt)
         following = after(launch, attempts, processes)

@@ -158,6 +158,25 @@ def test_a_refusal_ends_it(tmp_path, monkeypatch):
     assert launched(two, lambda line: None) == Exit.INPUT
 
 
+def test_it_goes_back_only_once(tmp_path, monkeypatch):
+    """The first attempt fails before it has gone back to step 4; the second one has; the third one ends well."""
+    folder, given = tmp_path / "run" / "checkpoints", []
+    (folder / "6").mkdir(parents=True)
+    (folder / "4").mkdir()
+
+    def attempt(launch, processes, say):
+        given.append(launch.arguments)
+        if len(given) == 2:
+            (folder / "6").rename(folder / "6.left")
+        return Attempt(failed=None if len(given) == 3 else 1, status=Exit.PEER, step=4)
+
+    monkeypatch.setattr(launch, "_attempt", attempt)
+    back = ("gpt-tiny", "--resume-step", "4", "--seed", "1")
+    run = Launch(**vars(TWO) | {"out": tmp_path / "run", "pause": 0.0, "arguments": back})
+    assert launched(run, lambda line: None) == Exit.DONE
+    assert given == [back, back, ("gpt-tiny", "--seed", "1")]
+
+
 def write(tmp_path, words, train="train my.yaml --out /shared/run") -> str:
     """What `jhpt launch` writes."""
     out = tmp_path / "file"
@@ -324,6 +343,7 @@ def test_one_pod_needs_no_coordinator(tmp_path):
         ("launch --slurm --nodes 0 --out job.sh -- train --out a", "--nodes 0 is below 1"),
         ("launch --slurm --gpus -1 --out job.sh -- train --out a", "--gpus -1 is below 0"),
         ("launch --slurm --time soon --out job.sh -- train --out a", "no time limit of SLURM"),
+        ("launch --slurm --out job.sh -- train --out a --resume-step 6", "rename the later folders"),
         ("launch --slurm --name a/b --out job.sh -- train --out a", "--name 'a/b' is not made of"),
         ("launch --kubernetes --time 1 --out job.yaml -- train --out /a/b", "--time is only for --slurm"),
         ("launch --kubernetes --out job.yaml -- train --out /a/b", "--claim NAME:/PATH"),
