@@ -13,6 +13,8 @@ from benchmarks.faults.flips import contents, damage, of_checkpoint
 from benchmarks.faults.kills import digests_of, judged
 from benchmarks.faults.moments import MOMENTS, die_at
 from benchmarks.faults.setups import SETUPS, settings_of, write_text
+from benchmarks.faults.zygote import end_of_all
+from jhpt.core.errors import Exit
 from jhpt.core.load import load_config
 from jhpt.training import checkpoint, step_folders
 from jhpt.training.step_folders import commit
@@ -101,3 +103,8 @@ def test_the_set_ups_are_valid(tmp_path):
     for setup in SETUPS.values():
         config = load_config("gpt-tiny", settings_of(setup, tmp_path))
         assert config.train.steps == kills.LAST and config.checkpoint.every == 2
+
+
+def test_a_killed_process_counts_before_those_that_left_because_of_it():
+    assert end_of_all([Exit.PEER, -signal.SIGKILL]) == end_of_all([-signal.SIGKILL, Exit.PEER]) == -signal.SIGKILL
+    assert end_of_all([0, 0]) == 0 and end_of_all([0, Exit.STORAGE]) == Exit.STORAGE
