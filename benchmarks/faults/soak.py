@@ -36,8 +36,6 @@ def soak(folder: Path, cycles: int, seed: int) -> Soak:
     settings = settings_of(SETUP, folder) | {"train.steps": last}
     rng, started = Random(seed), time.monotonic()
     undisturbed = _launch(settings, folder / "soak-undisturbed")
-    if undisturbed.wait(timeout=1800):
-        raise RuntimeError("the undisturbed run failed")
     launcher, done, seen = _launch(settings, folder / "soak"), 0, 0
     while launcher.poll() is None:
         newest = max(steps_in(folder / "soak" / FOLDER), default=0)
@@ -50,6 +48,8 @@ def soak(folder: Path, cycles: int, seed: int) -> Soak:
             while launcher.poll() is None and set(_children(launcher.pid)) & set(pids):
                 time.sleep(0.02)
         time.sleep(0.01)
+    if undisturbed.wait(timeout=1800):
+        raise RuntimeError("the undisturbed run failed")
     same = digests_of(folder / "soak").get(last) == digests_of(folder / "soak-undisturbed")[last]
     return Soak(cycles=done, bitwise=same, status=launcher.returncode, seconds=time.monotonic() - started)
 
