@@ -30,17 +30,7 @@ from jhpt.training.data.cache import token_cache
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.loop import TrainingDiverged
 from tests.conftest import text
-
-TINY = {
-    "name": "tiny",
-    "model": {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 32, "max_length": 16},
-    "data": {"sequence_length": 16, "batch_size": 4},
-    "train": {"steps": 2},
-    "parallel": {"data": 1},
-    "evaluation": {"batches": 1, "sample_tokens": 0},
-    "log": {"every": 1, "tensorboard": False},
-}
-"""One layer on one device, for two steps."""
+from tests.malformed.case import TINY
 
 
 @dataclass(frozen=True, kw_only=True)

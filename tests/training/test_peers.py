@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.injected import moment
+from benchmarks.faults.peers import POINTS
 from jhpt.core.errors import Exit, InputError
 from jhpt.core.peers_config import PeersConfig
 from jhpt.training.channel import Channel
@@ -368,15 +369,7 @@ def test_a_killed_process_ends_the_other_with_one_line(tmp_path, corpus):
     assert "process 1 on " in the_line(error) and "is gone; it was in step 3; look at" in the_line(error)
 
 
-POINTS = {
-    "connecting": "connecting",
-    "compiling": "compiling",
-    "stepping": "in step 5.",
-    "saving": "saving step 4",
-    "restoring": "restoring step 2",
-}
-SAID = {"connecting": "connecting", "compiling": "compiling", "stepping": "in step 5", "saving": "saving step 4"}
-SAID |= {"restoring": "restoring step 2"}
+SAID = {phase: point.removesuffix(".") for phase, point in POINTS.items()}
 
 
 @pytest.fixture(scope="module")
