@@ -63,12 +63,14 @@ def tried(quick: bool) -> list[Trial]:
 
 
 def peers(folder: Path, chosen: Sequence[Trial], at_once: int = 2) -> Iterator[Met]:
-    """Injects these faults, each into a copy of a run that is at step 2; so many runs at a time."""
+    """Injects these faults, so many runs at a time; those that restore do so in copies of a run that is at step 2."""
     home, setup = folder / "peers", SETUPS["two processes"]
+    home.mkdir()
     settings = settings_of(setup, folder) | SETTINGS
-    status, _ = run(setup, settings | {"train.steps": 2}, home / "begun", LIVE, log=folder / "peers.log")
-    if status:
-        raise RuntimeError(f"the run of two processes ended with status {status}; see {folder / 'peers.log'}")
+    if any(phase == "restoring" for _, phase, _ in chosen):
+        status, _ = run(setup, settings | {"train.steps": 2}, home / "begun", LIVE, log=folder / "peers.log")
+        if status:
+            raise RuntimeError(f"the run of two processes ended with status {status}; see {folder / 'peers.log'}")
     for first in range(0, len(chosen), at_once):
         begun = [_begin(home, settings | ENDLESS, *trial) for trial in chosen[first : first + at_once]]
         try:
@@ -95,7 +97,8 @@ class _Begun:
 
 def _begin(home: Path, settings: Mapping[str, object], fault: str, phase: str, victim: int) -> _Begun:
     place = home / f"{fault}-{phase}-{victim}"
-    shutil.copytree(home / "begun", place)
+    if phase == "restoring":
+        shutil.copytree(home / "begun", place)
     logs = [place.with_name(f"{place.name}-{process}.log") for process in range(2)]
 
     def before(process: int) -> None:

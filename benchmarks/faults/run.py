@@ -11,7 +11,7 @@ from benchmarks.faults.flips import flips
 from benchmarks.faults.kills import Kill, digests_of, kills
 from benchmarks.faults.peers import LIMITS, POINTS, STALL, peers, tried
 from benchmarks.faults.setups import SETUPS, settings_of, write_text
-from benchmarks.faults.soak import soak
+from benchmarks.faults.soak import SETUP, SMALL, soak
 from benchmarks.faults.zygote import prepare
 from benchmarks.faults.zygote import run as train
 from jhpt.bench.results import Claim, Report, chosen, print_claims, print_table
@@ -51,7 +51,7 @@ def run(
         if "peers" in parts:
             faults += _peers(folder, quick, report)
         if "soak" in parts:
-            faults += _soak(folder, 1 if quick else max(number // 3, 2), report)
+            faults += _soak(folder, quick, 1 if quick else max(number // 3, 2), report)
         if "cost" in parts:
             _costs(folder, report)
         print_claims(report.claims)
@@ -115,8 +115,8 @@ def _peers(folder: Path, quick: bool, report: Report) -> list[str]:
     return [str(met) for met in found if not met.held]
 
 
-def _soak(folder: Path, cycles: int, report: Report) -> list[str]:
-    soaked = soak(folder, cycles, SEED)
+def _soak(folder: Path, quick: bool, cycles: int, report: Report) -> list[str]:
+    soaked = soak(folder, cycles, SEED, SMALL if quick else SETUP)
     claims = {
         "soak_cycles": Claim(value=soaked.cycles, unit="kills", setup="jhpt launch, two processes"),
         "soak_bitwise": Claim(value=float(soaked.bitwise), unit="1: yes", setup="last checkpoint, all arrays"),

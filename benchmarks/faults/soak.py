@@ -12,12 +12,18 @@ from random import Random
 
 from benchmarks.faults.kills import digests_of
 from benchmarks.faults.setups import SetUp, settings_of
+from benchmarks.faults.zygote import start, waited
 from jhpt.training.step_folders import FOLDER, steps_in
 
 STEPS_PER_CYCLE = 3
 """Steps that a cycle makes at most, so that the run is long enough."""
 
-SETUP = SetUp(changes={"parallel.data": 2, "checkpoint.every": 1, "checkpoint.keep": 2, "evaluation.every": 10**6})
+SETUP = SetUp(
+    changes={"parallel.data": 2, "checkpoint.every": 1, "checkpoint.keep": 2, "evaluation.every": 10**6}, processes=2
+)
+
+SMALL = SetUp(changes={**SETUP.changes, "model.num_layers": 1, "model.dropout": 0.0}, processes=2)
+"""Compiles in two thirds of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +36,16 @@ class Soak:
     seconds: float
 
 
-def soak(folder: Path, cycles: int, seed: int) -> Soak:
-    """Kills one of the two processes again and again, each time after a new checkpoint."""
+def soak(folder: Path, cycles: int, seed: int, setup: SetUp = SETUP) -> Soak:
+    """Kills one of the two processes again and again, each time after a new checkpoint.
+
+    The run that nothing disturbs goes on beside it, without `jhpt launch`.
+    """
     last = STEPS_PER_CYCLE * cycles + 5
-    settings = settings_of(SETUP, folder) | {"train.steps": last}
+    settings = settings_of(setup, folder) | {"train.steps": last}
     rng, started = Random(seed), time.monotonic()
-    undisturbed = _launch(settings, folder / "soak-undisturbed")
     launcher, done, seen = _launch(settings, folder / "soak"), 0, 0
+    undisturbed = start(setup, settings, folder / "soak-undisturbed", logs=[folder / "soak-undisturbed.log"] * 2)
     while launcher.poll() is None:
         newest = max(steps_in(folder / "soak" / FOLDER), default=0)
         pids = _children(launcher.pid)
@@ -48,8 +57,8 @@ def soak(folder: Path, cycles: int, seed: int) -> Soak:
             while launcher.poll() is None and set(_children(launcher.pid)) & set(pids):
                 time.sleep(0.02)
         time.sleep(0.01)
-    if undisturbed.wait(timeout=1800):
-        raise RuntimeError("the undisturbed run failed")
+    if status := waited(undisturbed, deadline=1800):
+        raise RuntimeError(f"the undisturbed run ended with status {status}; see {folder / 'soak-undisturbed.log'}")
     same = digests_of(folder / "soak").get(last) == digests_of(folder / "soak-undisturbed")[last]
     return Soak(cycles=done, bitwise=same, status=launcher.returncode, seconds=time.monotonic() - started)
 

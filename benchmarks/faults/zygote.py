@@ -63,11 +63,17 @@ def run(
             die_at(death.step, death.moment)
 
     pids = start(setup, settings, out, before, logs=[log] * setup.processes)
-    return _waited(pids, started, death)
+    status = waited(pids, deadline=LONGEST if death.seconds is None else death.seconds)
+    return status, time.monotonic() - started
 
 
 def start(
-    setup: SetUp, settings: Mapping[str, object], out: Path, before: Before, *, logs: Sequence[Path]
+    setup: SetUp,
+    settings: Mapping[str, object],
+    out: Path,
+    before: Before = lambda process: None,
+    *,
+    logs: Sequence[Path],
 ) -> list[int]:
     """Starts the processes of a run; a log for each."""
     port = _free_port() if setup.processes > 1 else 0
@@ -77,9 +83,10 @@ def start(
     ]
 
 
-def _waited(pids: Sequence[int], started: float, death: Death) -> tuple[int, float]:
-    left, statuses = set(pids), {}
-    deadline = LONGEST if death.seconds is None else death.seconds
+def waited(pids: Sequence[int], *, deadline: float) -> int:
+    """The exit status of a run, or the negative signal; its processes are killed once one was, or after `deadline`
+    seconds."""
+    left, statuses, started = set(pids), {}, time.monotonic()
     while left:
         for pid in list(left):
             if (status := ended(pid)) is not None:
@@ -89,7 +96,7 @@ def _waited(pids: Sequence[int], started: float, death: Death) -> tuple[int, flo
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
-    return end_of_all([statuses[pid] for pid in pids]), time.monotonic() - started
+    return end_of_all([statuses[pid] for pid in pids])
 
 
 def end_of_all(ends: Sequence[int]) -> int:
