@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.planner.layer_costs import pipelined_layer
-from jhpt.core.plan import Schedule, Zero
+from jhpt.core.plan import ONE_CHUNK, Schedule, Zero
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.request import Request
@@ -67,8 +67,8 @@ def _spmd_stages(
             continue
         for s in range(2, min(n, k // (d * t)) + 1):
             for edges in _compositions(n, s):
-                yield "1f1b", _spmd_row(edges, s, d * t, t)
-                yield "gpipe", _spmd_row(edges, s, d * t, t)
+                for schedule in ONE_CHUNK:
+                    yield schedule, _spmd_row(edges, s, d * t, t)
             for v in (2, 3, 4):
                 if m % s == 0 and s * v <= n:
                     for edges in _balanced_edges(model, strategy, d * t, t, s * v):
@@ -118,7 +118,7 @@ def _general_stages(
             choices = [itertools.product(*_degrees(model, a, b, y - x)) for (a, b), (x, y) in ranges]
             for degrees in itertools.product(*choices):
                 row = tuple((numbers[x:y], ((a, d),)) for ((a, _), (x, y)), d in zip(ranges, degrees, strict=True))
-                yield "1f1b", row
+                yield "eager-1f1b", row
                 if s > 1:
                     yield "gpipe", row
 
@@ -195,7 +195,7 @@ def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False
             continue
         if d * t <= k and b % d == 0:
             for s in range(2, min(n, k // (d * t)) + 1):
-                total += 2 * math.comb(n - 1, s - 1)
+                total += len(ONE_CHUNK) * math.comb(n - 1, s - 1)
                 for strategy, v in itertools.product(strategies, (2, 3, 4)):
                     if m % s == 0 and s * v <= n:
                         interleaved += len(_balanced_edges(model, strategy, d * t, t, s * v))

@@ -16,7 +16,7 @@ from jhpt.core.compression_config import Compression, GradientCompression
 from jhpt.core.renamed import with_plan_keys_of_today
 from jhpt.core.section import Count, NonNegative, NonNegativeInt, Section
 
-OneChunk = Literal["1f1b", "gpipe"]
+OneChunk = Literal["1f1b", "eager-1f1b", "gpipe"]
 Schedule = Literal[OneChunk, "interleaved"]
 
 ONE_CHUNK: tuple[Schedule, ...] = get_args(OneChunk)

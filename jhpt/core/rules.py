@@ -183,9 +183,11 @@ RULES: tuple[Rule, ...] = (
         message=_general_remedy,
     ),
     Rule(
-        name="no search of interleaved stages of any size",
-        broken_by=lambda c: c.space == "general" and c.schedule == "interleaved" and c.chunks is None,
-        message=lambda c: "the search of space=general has no interleaved schedule; use 1f1b or gpipe, or space=spmd",
+        name="no search of these schedules with stages of any size",
+        broken_by=lambda c: c.space == "general" and c.schedule in ("1f1b", "interleaved") and c.chunks is None,
+        message=lambda c: (
+            f"the search of space=general has no schedule={c.schedule}; use eager-1f1b or gpipe, or space=spmd"
+        ),
     ),
     Rule(
         name="one SPMD program on equal devices",
@@ -250,7 +252,8 @@ RULES: tuple[Rule, ...] = (
         ),
         message=lambda c: (
             f"{c.name('schedule')}={c.schedule} with {_number(c.chunks or 0, 'chunk')} per stage: interleaved 1f1b "
-            f"needs several, 1f1b and gpipe one; change {c.name('chunks')} or drop {c.name('schedule')}={c.schedule}"
+            f"needs several, 1f1b, eager-1f1b and gpipe one; change {c.name('chunks')} or drop "
+            f"{c.name('schedule')}={c.schedule}"
         ),
     ),
     Rule(

@@ -100,7 +100,7 @@ CHUNKED = PIPED | {"chunks": 2}
         (PIPED, lambda tree: stage_of(tree, 0, (3, 6)) or stage_of(tree, 1, (0, 3)), "found 3 to 5, 0 to 2"),
         (PIPED, lambda tree: tree["stages"][1].update(device=2), r"from device 0 on, found them to begin at \[0, 2\]"),
         (CHUNKED, lambda tree: tree.update(schedule="gpipe"), "schedule=gpipe with 2 chunks per stage"),
-        (CHUNKED, lambda tree: tree.update(schedule="1f1b"), "schedule=1f1b with 2 chunks per stage"),
+        (CHUNKED, lambda tree: tree.update(schedule="eager-1f1b"), "schedule=eager-1f1b with 2 chunks per stage"),
         (
             CHUNKED,
             lambda tree: tree.update(batch=12, micro_batches=3),

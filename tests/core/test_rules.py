@@ -12,7 +12,7 @@ from jhpt.core.unused import UNUSED, check_plan_alone, unused_settings
 
 BROKEN = {
     "only one SPMD program": Choices(space="general", compression=True),
-    "no search of interleaved stages of any size": Choices(space="general", schedule="interleaved"),
+    "no search of these schedules with stages of any size": Choices(space="general", schedule="interleaved"),
     "one SPMD program on equal devices": Choices(mixed=True, place="h100+a100"),
     "devices": Choices(devices=8, available=4, place="h100x4x1"),
     "compression and sequence parallelism": Choices(compression=True, sequence=True),

@@ -116,7 +116,7 @@ def test_a_run_trains_with_the_plan_of_auto_and_resumes_with_it(tiny, tmp_path, 
 
 def test_a_given_plan_is_executed_and_reported(tiny, tmp_path, said):
     config, out = tiny(**SHORT | {"train.steps": 3}), tmp_path / "run"
-    requested = request(config.data.batch_size, 2, schedules=("1f1b",))
+    requested = request(config.data.batch_size, 2, schedules=("eager-1f1b",))
     profile = analytic_profile(config, here().nodes[0].device, "float32")
     plan = solve(profile, here(2), requested).plan
     plan.save(tmp_path / "plan.json")
@@ -136,7 +136,7 @@ def test_a_given_plan_is_executed_and_reported(tiny, tmp_path, said):
 def test_losses_under_a_given_plan_are_those_of_one_device(tiny, tmp_path):
     config = tiny(**QUICK | {"train.steps": 4})
     profile = analytic_profile(config, here().nodes[0].device, "float32")
-    plan = solve(profile, here(), request(config.data.batch_size, 4, schedules=("1f1b",))).plan
+    plan = solve(profile, here(), request(config.data.batch_size, 4, schedules=("eager-1f1b",))).plan
     result = jhpt.train(config, out=tmp_path / "run", plan=plan)
     same = jhpt.train(tiny(**QUICK | {"train.steps": 4, "parallel.data": 1}), out=tmp_path / "alone")
     assert result.losses == pytest.approx(same.losses, rel=1e-4)

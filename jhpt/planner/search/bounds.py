@@ -93,7 +93,7 @@ def _family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> 
     """The grids that differ from this one in stages, schedule and sequence parallelism, by their bounds."""
     members = list(_single(grid, request, model, sets))
     most = min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages)
-    schedules = _schedules(request)
+    schedules = _schedules(request, model)
     if most < 2 or not schedules:
         yield from sorted(members, key=lambda member: member[0])
         return
@@ -204,10 +204,14 @@ def _single(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> 
             return
 
 
-def _schedules(request: Request) -> list[tuple[Schedule, int]]:
-    """The schedules of pipelines, each with its number of chunks per device."""
+def _schedules(request: Request, model: CostModel) -> list[tuple[Schedule, int]]:
+    """The schedules of pipelines, each with its number of chunks per device.
+
+    Where exchanges overlap, gpipe is never faster than eager-1f1b and never needs less memory.
+    """
+    slower = {"gpipe"} if model.cluster.overlap and "eager-1f1b" in request.schedules else set[str]()
     interleaved: list[tuple[Schedule, int]] = [("interleaved", v) for v in CHUNKS if "interleaved" in request.schedules]
-    return [*((name, 1) for name in ONE_CHUNK if name in request.schedules), *interleaved]
+    return [*((name, 1) for name in ONE_CHUNK if name in {*request.schedules} - slower), *interleaved]
 
 
 def _pipeline_bounds(
@@ -225,9 +229,10 @@ def _pipeline_bounds(
     m, work, s = grid.micro_batches, _work(grid, request, model, sets), np.arange(2, most + 1)
     may_save = grid.recompute and False in request.recompute and not model.profile.state.decoded_bytes
     plain = _work(replace(grid, recompute=False), request, model, sets) if may_save else None
+    hop = _least_transfer(grid, request, model) if ("1f1b", 1) in schedules else 0.0
     columns = []
     for name, v in schedules:
-        bounds = least_seconds(name, v, m, most, work)[1:].min(axis=1)
+        bounds = least_seconds(name, v, m, most, work, hop)[1:].min(axis=1)
         possible = (m % s == 0) & (s * v <= model.num_layers) if name == "interleaved" else np.full(len(s), True)
         if plain is not None:
             possible &= ~_fit_anyhow(plain, _most_in_flight(name, v, m, most)[1:])
@@ -243,20 +248,35 @@ def _fit_anyhow(work: _Work, ring: Array) -> npt.NDArray[np.bool_]:
     return fits
 
 
-def least_seconds(schedule: Schedule, chunks: int, m: int, most: int, work: _Work) -> Array:
+def _least_transfer(grid: Grid, request: Request, model: CostModel) -> float:
+    """Seconds of the fastest transfer between two stages."""
+    size = grid.per_stage
+    period, last = math.lcm(model.places.per_node, size), model.cluster.num_devices - 2 * size
+    local = request.batch // grid.micro_batches // grid.data / (grid.tensor if grid.sequence else 1)
+    carried = float(model.boundary[:-1].min()) * local
+    ways = {model.places.transfer(at, size, at + size, size) for at in range(0, min(period, last + 1), size)}
+    return min(transfer_seconds(way, carried) for way in ways)
+
+
+def least_seconds(schedule: Schedule, chunks: int, m: int, most: int, work: _Work, hop: float = 0.0) -> Array:
     """[S, sets] least seconds of a step with 1, 2, ... S stages for all cuts; infinite where a set cannot fit.
 
     The mean of the bytes over the stages must fit.  Let t_s be the seconds of stage s per micro-batch and W their sum.
     Then T >= max over s of (t_0 + .. + t_{s-1} + M t_s).  This is least if all terms are equal:
     t_s = (M-1)/M t_{s-1} and T = M W / sum of ((M-1)/M)^s; the first stage then still has to update its slot.  A second
-    bound: the largest finishing time of the stages is at least their mean.
+    bound: the largest finishing time of the stages is at least their mean.  Under 1f1b nothing runs beside the exchange
+    that follows every forward pass, in which both neighbours take part.
+
+    Args:
+      hop: the least seconds of an exchange.
     """
     s = np.arange(1, most + 1)[:, None]
     ring = _most_in_flight(schedule, chunks, m, most)[:, None]
     room = chunks * ((s * (work.memory - work.slot) - work.state) / ring - s * work.output)
-    bounds = (work.step + (s - 2) * work.each + 2 * work.used) / s
+    hop = hop if schedule == "1f1b" else 0.0
+    bounds = (work.step + (s - 2) * work.each + 2 * work.used + 2 * m * (s - 1) * hop) / s
     if schedule != "interleaved":
-        bounds = np.maximum(bounds, m * work.passes / _ramps(m, most)[:, None] + work.used)
+        bounds = np.maximum(bounds, m * (work.passes + s * hop) / _ramps(m, most)[:, None] + work.used)
     return np.where(work.saved <= room, bounds, np.inf)
 
 

@@ -39,6 +39,7 @@ from jhpt.planner.search.stages import (
     stage_seconds,
     stage_seconds_gpipe,
     stage_seconds_in_line,
+    stage_seconds_in_turn,
 )
 
 TOGETHER = 100
@@ -257,6 +258,8 @@ class CutSearch:
     ) -> Array:
         """Least seconds from the start of stage s to the end of its last backward pass; before: as `stage_seconds`."""
         beyond = self.trip[s + 1, stops]
+        if self.grid.schedule == "1f1b":
+            return stage_seconds_in_turn(terms, transfer, beyond, self.window[s], self.m, before)
         seconds = stage_seconds(terms, transfer, beyond, self.window[s], self.m, before)
         if self.grid.schedule == "gpipe":
             seconds = np.maximum(seconds, stage_seconds_gpipe(terms, transfer, beyond, self.m, before))
@@ -312,7 +315,7 @@ class CutSearch:
                 heads + self.done[s + 1, stop],
             ]
         )
-        if s and not self.model.cluster.overlap:
+        if s and not self.model.cluster.overlap and self.grid.schedule != "1f1b":
             bounds = np.maximum(bounds, self._pair(cuts, row, head, tail))
         for at in np.flatnonzero(bounds < self.incumbent.cutoff):
             yield float(bounds[at]), -s, (*cuts, int(stop[at])), float(heads[at]), float(tails[at])

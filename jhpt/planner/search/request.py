@@ -115,7 +115,7 @@ def choices_of(request: Request, model: CostModel, space: Space) -> Choices:
         space=space,
         mixed=model.cluster.mixed,
         place=model.cluster.name,
-        schedule="interleaved" if set(request.schedules) == {"interleaved"} else None,
+        schedule=None if {"eager-1f1b", "gpipe"} & set(request.schedules) else request.schedules[0],
         sample=model.profile.sample if model.tensor_all_reduce.stream is None else None,
         compression=None not in request.compression,
         gradient_compression=request.gradient_compression.on,

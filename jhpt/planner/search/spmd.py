@@ -8,9 +8,9 @@ Decision set of space="spmd":
                     With S = 1 every layer chooses its own degree among the divisors of d t.  The degrees in use divide
                     each other, because they share a mesh, and two layers that share a parameter have the same degree
     cuts            any S contiguous non-empty ranges of layers
-    schedule        1f1b, gpipe, or interleaved with v = 2, 3 or 4 chunks per device.  Interleaving requires M to be
-                    divisible by S.  It cuts the layers into S v ranges whose largest one is smallest, or that are most
-                    even (`grids`), by the seconds without recomputation, or with full recomputation
+    schedule        1f1b, eager-1f1b, gpipe, or interleaved with v = 2, 3 or 4 chunks per device.  Interleaving requires
+                    M to be divisible by S.  It cuts the layers into S v ranges whose largest one is smallest, or that
+                    are most even (`grids`), by the seconds without recomputation, or with full recomputation
     ZeRO            0, 1 or 3 if d > 1, else 0 or 3.  ZeRO-3 on one data rank has no compute-dtype copy of the weights
     recomputation   off, or on with any set of a block's named tensors saved, the same in all blocks (`saved_sets`).
                     Sets that another one beats are left out.  With one stage, plans that fit without it do not have it
@@ -23,8 +23,9 @@ The number of sample chunks is looked up instead of searched (`CostModel.sample_
 has the number that is best in a row of all layers at its degree; in a pipeline all layers have the number that is best
 for all of them together.
 
-The head of `jhpt.planner.cost.memory` describes the costs of layers.  gpipe never needs less memory than 1f1b on the
-same stages, and is faster only where exchanges do not overlap: then those of errors make forward passes wait (tested).
+The head of `jhpt.planner.cost.memory` describes the costs of layers.  gpipe never needs less memory than eager-1f1b on
+the same stages, and is faster only where exchanges do not overlap: then those of errors make forward passes wait
+(tested).  1f1b never needs more memory than either; nothing runs beside its exchanges.
 
 The search visits grids in the order of a bound that holds for all cuts.  For each grid, best-first search finds the
 cuts, guided by a tighter bound (`grids`, `stages`).  `layer_degrees` finds the plans of one stage whose layers differ

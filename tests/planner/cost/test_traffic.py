@@ -60,7 +60,7 @@ UNTIED = PROFILE.model_copy(
 )
 
 
-def plan(*stages, micro_batches=2, zero=0, schedule="1f1b", recompute=False, sequence=False, prefetch=1):
+def plan(*stages, micro_batches=2, zero=0, schedule="eager-1f1b", recompute=False, sequence=False, prefetch=1):
     """stages: (devices, chunks); a chunk is (first, degree of every layer)."""
     placed, device = [], 0
     for devices, chunks in stages:
