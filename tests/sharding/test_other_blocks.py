@@ -50,25 +50,24 @@ def test_gradients_are_those_of_the_definition(setup_of, case):
 
 
 WIDE = {"model.d_model": 128, "model.d_ff": 512, "model.max_length": 128, "data.sequence_length": 128}
-BLOCKS, ROWS = 12, 8
+BLOCKS, ROWS = 12, 32
 
 
 def test_every_block_that_recomputes_holds_less(tiny):
-    """A step's bytes, compiled, between all blocks and none: what is predicted, within 2 % of what all blocks save, and
-    fewer with every block that recomputes."""
+    """A step's bytes, compiled: between two numbers of blocks what is predicted, within 1 %.  With any number fewer than
+    with none, and no more above those with all than predicted."""
     setup = prepare(tiny(**WIDE, **{"model.num_layers": BLOCKS, "data.batch_size": ROWS}))
-    bare = piped([BLOCKS + 2], 1, batch=ROWS)
-    again = bare.model_copy(update={"recompute": True, "saved": SOME})
-    some = [again.model_copy(update={"other_blocks": OtherBlocks(after=count)}) for count in (3, 8)]
+    none = piped([BLOCKS + 2], 1, batch=ROWS, micro_batches=4)
+    every = none.model_copy(update={"recompute": True, "saved": SOME})
+    some = [every.model_copy(update={"other_blocks": OtherBlocks(after=count)}) for count in (1, 4, 9)]
     profile = analytic_profile(setup.config, cluster_of().nodes[0].device, "float32")
     held, planned = [], []
-    for plan in (bare, *some, again):
+    for plan in (none, *some, every):
         held.append(lower_step(laid_out(setup, plan)).compile().memory_analysis().temp_size_in_bytes)
         planned.append(evaluate(plan, profile, cluster_of()).stages[0].bytes["activations"])
     assert held == sorted(held, reverse=True) and planned == sorted(planned, reverse=True)
-    whole = held[0] - held[-1]
-    for compiled, predicted in zip(held, planned, strict=True):
-        assert held[0] - compiled == pytest.approx(planned[0] - predicted, abs=0.02 * whole)
+    assert held[2] - held[3] == pytest.approx(planned[2] - planned[3], rel=0.01)
+    assert held[3] - held[4] <= planned[3] - planned[4]
 
 
 @pytest.mark.parametrize(
