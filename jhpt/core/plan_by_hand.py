@@ -86,7 +86,8 @@ def _other_blocks(config: Config) -> OtherBlocks | None:
         return None
     if count > blocks:
         raise InputError(
-            f"memory.recompute_blocks={count}, and model.num_layers={blocks}; lower it, or leave it out to recompute all"
+            f"memory.recompute_blocks={count}, and model.num_layers={blocks}; lower it, or leave it out: then all are "
+            "recomputed"
         )
     return OtherBlocks(after=count) if count < blocks else None
 

@@ -1,4 +1,4 @@
-"""Blocks of one stage that save more than others (`Plan.other_blocks`): gradients, and bytes by the compiler's account."""
+"""Blocks of one stage that save more than others (`Plan.other_blocks`): gradients, and bytes as compiled."""
 
 import pytest
 
@@ -54,8 +54,8 @@ BLOCKS, ROWS = 12, 32
 
 
 def test_every_block_that_recomputes_holds_less(tiny):
-    """A step's bytes, compiled: between two numbers of blocks what is predicted, within 1 %.  With any number fewer than
-    with none, and no more above those with all than predicted."""
+    """A step's bytes, compiled: between two numbers of blocks what is predicted, within 1 %.  With any number they are
+    fewer than with none, and no more above those with all than predicted."""
     setup = prepare(tiny(**WIDE, **{"model.num_layers": BLOCKS, "data.batch_size": ROWS}))
     none = piped([BLOCKS + 2], 1, batch=ROWS, micro_batches=4)
     every = none.model_copy(update={"recompute": True, "saved": SOME})
