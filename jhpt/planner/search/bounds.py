@@ -321,7 +321,7 @@ def with_sets(
 
 def _pairs(grid: Grid, work: _Work, request: Request, model: CostModel, sets: SavedSets) -> tuple[Pairs, Array]:
     """The pairs of sets that blocks of one stage can save, and [pairs] least seconds of a step with each."""
-    blocks, room = len(work.blocks), work.memory - work.state - work.working - work.ends
+    blocks, rest, working = len(work.blocks), work.memory - work.state - work.ends, np.array(work.working)
     saved: tuple[SavedTensors | None, ...]
     if work.costs is not None:
         keep = work.costs.undominated(range(len(work.costs.sets)))
@@ -334,8 +334,11 @@ def _pairs(grid: Grid, work: _Work, request: Request, model: CostModel, sets: Sa
         passes = np.array([(table.backward + table.backward_tensor)[1:-1] for table in tables])
         saved, seconds = (NOTHING, None), passes - passes[1]
         sizes = np.array([table.activations[1:-1] for table in tables])
+        # With the first blocks, the working bytes of those that recompute, and of all others.
+        begun = np.maximum.accumulate(tables[0].working[1:-2])
+        working = np.maximum(begun, tables[1].working.max())
         work = _work(replace(grid, recompute=False), request, model, sets)
-    pairs, m = BlockCosts(saved=saved, seconds=seconds, bytes=sizes).pairs(room), grid.micro_batches
+    pairs, m = BlockCosts(saved=saved, seconds=seconds, bytes=sizes).pairs(rest - working), grid.micro_batches
     return pairs, np.maximum(work.step_with(m, pairs.seconds), m * work.passes_with(pairs.seconds))
 
 

@@ -30,8 +30,12 @@ class BlockCosts:
     seconds: Array
     bytes: Array
 
-    def pairs(self, room: float) -> "Pairs":
-        """The pairs of sets that fit so many bytes with some number of blocks.  At least one block saves each set."""
+    def pairs(self, room: Array | float) -> "Pairs":
+        """The pairs of sets that fit with some number of blocks.  At least one block saves each set.
+
+        Args:
+          room: bytes for what blocks save; [blocks - 1] with 1, 2, ... first blocks, where that matters.
+        """
         count = self.bytes.shape[1]
         numbers = np.arange(1, count)
         seconds, sizes = (_by_number(values, numbers) for values in (self.seconds, self.bytes))

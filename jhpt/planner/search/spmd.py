@@ -103,23 +103,12 @@ def _search_grid(
 
 
 def _offer_one_stage(grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
-    """Offers the plan of the grid; where blocks save different sets, with the fewest first blocks that fit."""
-
-    def fits(after: int | None) -> bool:
-        others = grid.other_blocks and OtherBlocks(after=after or 1, saved=grid.other_blocks.saved)
-        return incumbent.offer(grid_plan(replace(grid, other_blocks=others), (), request, model), model).fits
-
-    if grid.other_blocks is None:
-        fits(None)
-        return
-    low, high = grid.other_blocks.after, model.num_layers - 3
-    if fits(low):
-        return
-    while low + 1 < high:  # `low` does not fit; what an update decodes may take more than the bound knows
-        middle = (low + high + 1) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    if low < high:
-        fits(high)
+    """Offers the plan of the grid; of blocks that save different sets one more where rounding decides."""
+    fits = incumbent.offer(grid_plan(grid, (), request, model), model).fits
+    others = grid.other_blocks
+    if others is not None and not fits and others.after < model.num_layers - 3:
+        more = OtherBlocks(after=others.after + 1, saved=others.saved)
+        incumbent.offer(grid_plan(replace(grid, other_blocks=more), (), request, model), model)
 
 
 def _interleaved_cuts(grid: Grid, request: Request, model: CostModel) -> tuple[tuple[int, ...], ...]:
