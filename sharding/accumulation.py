@@ -34,6 +34,7 @@ class Passes:
     """Forward and backward passes; every method runs inside `shard_map`.
 
     parts: the model at every tensor degree in use.  unroll: blocks stand in the program instead of in a loop.
+    recompute: of the first blocks, or of all.  recompute_less: of those that save more (`Layout.other_blocks`).
     """
 
     parameters: ParameterStorage
@@ -41,6 +42,7 @@ class Passes:
     parts: Mapping[int, ModelParts]
     unroll: bool
     recompute: Recompute
+    recompute_less: Recompute
 
     @property
     def _layout(self) -> Layout:
@@ -135,7 +137,7 @@ class Passes:
                 prefetch=layout.plan.prefetch if fetches and shared and parameters.overlap else 0,
                 finish_late=reduces and shared and parameters.overlap,
                 keep_fetched=first and parameters.gathers_in_first_pass,
-                recompute=self.recompute,
+                recompute=self.recompute_less if blocks.start in layout.other_blocks else self.recompute,
             )
             runs.append(Run(name=name, degree=degree, loop=loop))
         return OneStage(

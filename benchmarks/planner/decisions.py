@@ -33,6 +33,8 @@ class Draft(NamedTuple):
     recompute: bool
     sequence: bool
     schedule: Schedule
+    again: int | None
+    """How many first blocks are recomputed; None: all, or none without recomputation."""
     stages: tuple[StageDraft, ...]
 
 
@@ -45,7 +47,17 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
         strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
         for schedule, stages in of_space(model, strategy, m):
             if not sequence or _cuts_evenly(stages, model):
-                yield Draft(m, zero, recompute, sequence, schedule, stages)
+                for again in (None, *_numbers(request, model, space, recompute, stages)):
+                    yield Draft(m, zero, recompute, sequence, schedule, again, stages)
+
+
+def _numbers(
+    request: Request, model: CostModel, space: Space, recompute: bool, stages: tuple[StageDraft, ...]
+) -> range:
+    """How many first blocks alone may be recomputed: on one stage of one degree, where recomputation is open."""
+    alike = len({t for _, chunks in stages for _, degrees in chunks for t in degrees}) == 1
+    is_open = space == "spmd" and recompute and len(request.recompute) > 1
+    return range(1, model.num_layers - 2) if is_open and len(stages) == 1 and alike else range(0)
 
 
 def _cuts_evenly(stages: tuple[StageDraft, ...], model: CostModel) -> bool:
@@ -185,7 +197,7 @@ def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False
     n, k, tokens = model.num_layers, model.cluster.num_devices, (model.profile.sample_tokens or 1) if cut else 0
     b = request.batch // m
     strategies = [LayerStrategy(b, zero, False, sequence=cut) for zero in request.zero]
-    total = interleaved = 0
+    total = interleaved = alike = 0
     for devices in range(1, k + 1):
         degrees = [[t for t in each if tokens % t == 0] for each in _degrees(model, 0, n, devices, b)]
         serial = cut and b % devices == 0  # all layers at degree 1
@@ -194,12 +206,14 @@ def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False
         if cut and (t == 1 or tokens % t):
             continue
         if d * t <= k and b % d == 0:
+            alike += 1
             for s in range(2, min(n, k // (d * t)) + 1):
                 total += len(ONE_CHUNK) * math.comb(n - 1, s - 1)
                 for strategy, v in itertools.product(strategies, (2, 3, 4)):
                     if m % s == 0 and s * v <= n:
                         interleaved += len(_balanced_edges(model, strategy, d * t, t, s * v))
-    return len(request.recompute) * (len(request.zero) * total + interleaved)
+    some = len(request.zero) * alike * max(0, n - 3) * (len(request.recompute) > 1)
+    return len(request.recompute) * (len(request.zero) * total + interleaved) + some
 
 
 def _count_single(model: CostModel, choices: list[list[int]]) -> int:

@@ -29,6 +29,7 @@ SETTINGS: Mapping[str, str] = {
     "gradient_compression": "parallel.gradient_compression",
     "offload": "memory.offload",
     "saved": "memory.recompute",
+    "other_blocks": "memory.recompute_blocks",
 }
 """The setting of a configuration for each choice; a plan uses the names of `Choices`."""
 
@@ -80,6 +81,7 @@ class Choices:
     recompute: bool | None = None
     saved: bool = False
     saved_in_host_memory: tuple[str, ...] = ()
+    other_blocks: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, choice: str) -> str:
@@ -131,6 +133,7 @@ def _one_program_only(c: Choices) -> list[str]:
         "gradient_compression": c.gradient_compression,
         "offload": c.offload is not None,
         "saved": c.saved,
+        "other_blocks": c.other_blocks,
     }
     return [name for name, is_made in made.items() if is_made]
 
@@ -328,6 +331,30 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: (
             "saved lists tensors that recomputation (activation checkpointing) does not compute again, and recompute "
             "is false; set recompute to true, or leave saved out"
+        ),
+    ),
+    Rule(
+        name="blocks that save more need recomputation in the others",
+        broken_by=lambda c: c.other_blocks and c.recompute is False,
+        message=lambda c: (
+            "other_blocks are those that save more than the blocks that recompute, and recompute is false; set "
+            "recompute to true, or leave other_blocks out"
+        ),
+    ),
+    Rule(
+        name="equal blocks in a pipeline",
+        broken_by=lambda c: c.other_blocks and _several_stages(c),
+        message=lambda c: (
+            f"{c.name('other_blocks')} needs one stage, and there are {c.stages}: in a pipeline all blocks save the "
+            f"same; use one stage, or leave {c.name('other_blocks')} out"
+        ),
+    ),
+    Rule(
+        name="equal blocks where any are offloaded",
+        broken_by=lambda c: c.other_blocks and (c.offload is not None or bool(c.saved_in_host_memory)),
+        message=lambda c: (
+            f"{c.name('other_blocks')} is not available where blocks or their activations are offloaded to the host; "
+            f"leave out {c.name('other_blocks')} or the offload"
         ),
     ),
     Rule(

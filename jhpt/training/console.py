@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jhpt.core.plan import Plan
-from jhpt.planner.report.words import gradients_text, offload_text
+from jhpt.planner.report.words import gradients_text, offload_text, recomputation_text
 from jhpt.training.data.mixture import Mixture
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main, launcher
@@ -101,10 +101,8 @@ def plan_text(plan: Plan) -> str:
 
 
 def recompute_text(plan: Plan) -> str:
-    """`recompute`, or `recompute except qkv`; empty if all activations are saved."""
-    if plan.saved is None:
-        return "recompute" if plan.recompute else ""
-    return f"recompute except {plan.saved.text()}"
+    """`recompute`, `recompute except qkv`, `recompute in 12 of 32 blocks`; empty if all activations are saved."""
+    return recomputation_text(plan, "recompute", "except")
 
 
 def plan_change(before: Plan, now: Plan) -> str:

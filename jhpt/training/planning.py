@@ -165,6 +165,9 @@ def _unread(plan: Plan, config: Config) -> list[str]:
     recompute = memory.recompute if isinstance(memory.recompute, str) else ",".join(memory.recompute)
     unread = [f"parallel.{name}={value}" for name, value in _unread_parallel(plan, config.parallel).items()]
     unread += [f"memory.offload={memory.offload}"] if memory.offload not in ("auto", offload) else []
+    after = plan.other_blocks.after if plan.other_blocks else None
+    some = memory.recompute_blocks is not None and memory.recompute_blocks != after
+    unread += [f"memory.recompute_blocks={memory.recompute_blocks}"] if some else []
     return unread + ([f"memory.recompute={recompute}"] if wanted not in ("auto", planned) else [])
 
 

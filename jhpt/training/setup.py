@@ -268,7 +268,10 @@ def execution(
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
     sums, flash = not config.model.post_norm, model.implementation == "cudnn"
-    recompute = layer_policy(layout.plan, stacked=stacked, flash=flash, sums=sums, names=config.model.named_tensors)
+    recompute, less = (
+        layer_policy(plan, stacked=stacked, flash=flash, sums=sums, names=config.model.named_tensors)
+        for plan in (layout.plan.of_first_blocks, layout.plan.of_other_blocks)
+    )
 
     def parts_at(degree: int) -> ModelParts:
         axes = device_mesh.axes(degree).tensor
@@ -295,6 +298,7 @@ def execution(
         unroll=unrolled(config, on_gpu=_on_gpu(layout)),
         overlap=_on_gpu(layout),
         recompute=recompute if train else everything,
+        recompute_less=less if train else everything,
         kernels=kernels,
     )
 

@@ -152,6 +152,7 @@ def test_losses_under_a_given_plan_are_those_of_one_device(tiny, tmp_path):
             {"memory.offload": "optimizer", "memory.recompute": "qkv,mlp_out"},
             ["memory.offload=optimizer", "memory.recompute=qkv,mlp_out"],
         ),
+        ({"memory.recompute": "qkv", "memory.recompute_blocks": 3}, ["memory.recompute_blocks=3"]),
     ],
 )
 def test_what_a_given_plan_does_not_follow_is_said(settings, unread, tmp_path):

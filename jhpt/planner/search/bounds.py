@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import ONE_CHUNK, Schedule
+from jhpt.core.plan import ONE_CHUNK, SavedTensors, Schedule
 from jhpt.core.schedule import delay, in_flight
 from jhpt.planner.cost.activations import NOTHING
 from jhpt.planner.cost.communication import Place, transfer_seconds
@@ -24,6 +24,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.ascending import ascending
 from jhpt.planner.search.grids import Grid
+from jhpt.planner.search.other_blocks import BlockCosts, Pairs
 from jhpt.planner.search.request import Request
 from jhpt.planner.search.saved_sets import SavedSets, SetCosts
 from jhpt.planner.search.stages import SLACK
@@ -116,17 +117,25 @@ def _family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> 
 class _Work:
     """The least costs of all layers together, for every set of saved activations, and what each stage adds.
 
-    costs: of the sets; None: there is nothing to choose.  passes: [sets] seconds of one micro-batch, forward and
-    backward.  step: [sets] seconds of all micro-batches and of what follows once.  saved: [sets] bytes of a
-    micro-batch.  state: bytes.  most: bytes of a device that holds all layers and saves everything.  each, used:
-    seconds of a stage's slot for embedding and head.  slot, output: its bytes, and those for each micro-batch in
-    flight.  memory: of a device, with `SLACK`.
+    costs: of the sets; None: there is nothing to choose.  more: [sets] seconds that a micro-batch computes again.
+    plain: seconds of its passes without them.  computed: of their computation alone where weights are gathered beside
+    it, else the same.  updates, reduced: seconds once per step, of the update and if gradients end last.  saved: [sets]
+    bytes of a micro-batch.  blocks: [blocks] bytes that each block saves of it if it saves everything.  ends: bytes
+    that embedding and head save.  working: of the largest layer while it runs.  state: bytes.  most: of a device that
+    holds all layers and saves everything.  each, used: seconds of a stage's slot for embedding and head.  slot, output:
+    its bytes, and those for each micro-batch in flight.  memory: of a device, with `SLACK`.
     """
 
     costs: SetCosts | None
-    passes: Array
-    step: Array
+    more: Array
+    plain: float
+    computed: float
+    updates: float
+    reduced: float
     saved: Array
+    blocks: Array
+    ends: float
+    working: float
     state: float
     most: float
     each: float
@@ -135,9 +144,19 @@ class _Work:
     output: float
     memory: float
 
+    def passes_with(self, more: Array) -> Array:
+        """Seconds of both passes of a micro-batch which computes so many seconds again."""
+        passes: Array = np.maximum(self.plain, self.computed + more)
+        return passes
+
+    def step_with(self, m: int, more: Array) -> Array:
+        """Seconds of m such micro-batches and of what follows once."""
+        step: Array = m * self.passes_with(more) + np.maximum(self.updates, self.reduced - more)
+        return step
+
 
 def _work(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> _Work:
-    strategy, size, m = grid.strategy(request.batch), grid.per_stage, grid.micro_batches
+    strategy, size = grid.strategy(request.batch), grid.per_stage
     period, last = math.lcm(model.places.per_node, size), model.cluster.num_devices - size
     starts = range(0, min(period, last + 1), size) if grid.stages > 1 else (0,)
     places = [model.places.at(start, size) for start in starts]
@@ -149,27 +168,31 @@ def _work(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> _W
     updates = np.array([c.update for c in tables])
     reduced = _least(np.array([c.gradients for c in tables]) + updates - backwards)
     costs, more, saved = None, np.zeros(1), tables[0].activations.sum(keepdims=True)
-    all_passes = passes + more
+    computed = passes
     if choosing:
         plain = tables
         if beside := strategy.zero == 3 and grid.data > 1 and model.cluster.overlap:
             plain = [model.layer_costs(place, grid.tensor, replace(strategy, zero=0)) for place in places]
         costs = sets.costs(plain, size, grid.tensor, strategy)
         more, saved = costs.seconds, costs.bytes + tables[0].activations[[0, -1]].sum()
-        all_passes = passes + more
         if beside:  # What is computed again may hide behind the gathered weights.
             # Without adding up gradients: a rank of ZeRO-3 adds up its share only.
             bare = replace(strategy, zero=0, accumulates=False)
             alone = [model.layer_costs(place, grid.tensor, bare) for place in places]
             computed = _least(np.array([c.forward + c.forward_tensor + c.backward + c.backward_tensor for c in alone]))
-            all_passes = np.maximum(passes, computed + more)
     slots = [model.slot(place, grid.tensor, strategy) for place in places]
     each, used = (min(slot.seconds(used=used) for slot in slots) for used in (False, True))
     return _Work(
         costs=costs,
-        passes=all_passes,
-        step=m * all_passes + np.maximum(_least(updates), reduced - more),
+        more=more,
+        plain=passes,
+        computed=computed,
+        updates=_least(updates),
+        reduced=reduced,
         saved=saved,
+        blocks=tables[0].activations[1:-1],
+        ends=float(tables[0].activations[[0, -1]].sum()),
+        working=float(tables[0].working.max()),
         state=float(tables[0].state.sum()),
         most=float((tables[0].state + tables[0].activations).sum() + tables[0].working.max()),
         each=each,
@@ -198,7 +221,10 @@ def _single(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> 
     for sequence in request.sequences(model, grid.tensor, grid.compression):
         tried = replace(grid, sequence=sequence)
         work = _work(tried, request, model, sets)
-        if (bound := float(least_seconds("1f1b", 1, grid.micro_batches, 1, work).min())) < math.inf:
+        bound = float(least_seconds("1f1b", 1, grid.micro_batches, 1, work).min())
+        if sets.mixed and grid.recompute:
+            bound = min(bound, float(_pairs(tried, work, request, model, sets)[1].min(initial=math.inf)))
+        if bound < math.inf:
             yield bound, tried
         if work.most <= enough and not model.repeats:
             return
@@ -274,9 +300,10 @@ def least_seconds(schedule: Schedule, chunks: int, m: int, most: int, work: _Wor
     ring = _most_in_flight(schedule, chunks, m, most)[:, None]
     room = chunks * ((s * (work.memory - work.slot) - work.state) / ring - s * work.output)
     hop = hop if schedule == "1f1b" else 0.0
-    bounds = (work.step + (s - 2) * work.each + 2 * work.used + 2 * m * (s - 1) * hop) / s
+    bounds = (work.step_with(m, work.more) + (s - 2) * work.each + 2 * work.used + 2 * m * (s - 1) * hop) / s
     if schedule != "interleaved":
-        bounds = np.maximum(bounds, m * (work.passes + s * hop) / _ramps(m, most)[:, None] + work.used)
+        passes = work.passes_with(work.more) + s * hop
+        bounds = np.maximum(bounds, m * passes / _ramps(m, most)[:, None] + work.used)
     return np.where(work.saved <= room, bounds, np.inf)
 
 
@@ -296,15 +323,44 @@ def with_sets(
     grid: Grid, request: Request, model: CostModel, sets: SavedSets, limit: float
 ) -> list[tuple[float, Grid]]:
     """The grid with every set of saved activations that can fit and be faster than `limit`, the best bound first."""
-    if not (grid.recompute and sets.sets):
+    mixes = sets.mixed and grid.recompute and grid.stages == 1
+    if not (grid.recompute and sets.sets) and not mixes:
         return [(-math.inf, grid)]
     work = _work(grid, request, model, sets)
-    assert work.costs is not None
-    bounds = least_seconds(grid.schedule, grid.chunks, grid.micro_batches, grid.stages, work)[-1].tolist()
-    promising = work.costs.undominated([at for at, bound in enumerate(bounds) if bound < limit])
-    return [
-        (bounds[at], replace(grid, saved=work.costs.sets[at])) for at in sorted(promising, key=lambda at: bounds[at])
-    ]
+    every = [(-math.inf, grid)]
+    if work.costs is not None:
+        bounds = least_seconds(grid.schedule, grid.chunks, grid.micro_batches, grid.stages, work)[-1].tolist()
+        promising = work.costs.undominated([at for at, bound in enumerate(bounds) if bound < limit])
+        every = [(bounds[at], replace(grid, saved=work.costs.sets[at])) for at in promising]
+    if mixes:
+        pairs, seconds = _pairs(grid, work, request, model, sets)
+        for at in np.flatnonzero(seconds < limit).tolist():
+            saved, others = pairs.choice(at)
+            every.append((float(seconds[at]), replace(grid, saved=saved, other_blocks=others)))
+    return sorted(every, key=lambda one: one[0])
+
+
+def _pairs(grid: Grid, work: _Work, request: Request, model: CostModel, sets: SavedSets) -> tuple[Pairs, Array]:
+    """The pairs of sets that blocks of one stage can save, and [pairs] least seconds of a step with each."""
+    blocks, rest, working = len(work.blocks), work.memory - work.state - work.ends, np.array(work.working)
+    saved: tuple[SavedTensors | None, ...]
+    if work.costs is not None:
+        keep = work.costs.undominated(range(len(work.costs.sets)))
+        saved = (*(work.costs.sets[at] or NOTHING for at in keep), None)
+        of_all = np.append(work.costs.seconds[keep], 0.0), np.append(work.costs.bytes[keep], work.blocks.sum())
+        seconds, sizes = (np.repeat(values[:, None] / blocks, blocks, axis=1) for values in of_all)
+    else:  # Blocks have no names, and may differ.
+        strategies = [replace(grid, recompute=recompute).strategy(request.batch) for recompute in (True, False)]
+        tables = [model.layer_costs(model.places.at(0, grid.per_stage), grid.tensor, each) for each in strategies]
+        passes = np.array([(table.backward + table.backward_tensor)[1:-1] for table in tables])
+        saved, seconds = (NOTHING, None), passes - passes[1]
+        sizes = np.array([table.activations[1:-1] for table in tables])
+        # With the first blocks, the working bytes of those that recompute, and of all others.
+        begun = np.maximum.accumulate(tables[0].working[1:-2])
+        working = np.maximum(begun, tables[1].working.max())
+        work = _work(replace(grid, recompute=False), request, model, sets)
+    pairs, m = BlockCosts(saved=saved, seconds=seconds, bytes=sizes).pairs(rest - working), grid.micro_batches
+    return pairs, np.maximum(work.step_with(m, pairs.seconds), m * work.passes_with(pairs.seconds))
 
 
 def interleaved_seconds(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> float:

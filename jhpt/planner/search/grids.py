@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.config import Compression
-from jhpt.core.plan import Chunk, Plan, SavedTensors, Schedule, Stage, Zero, runs_of
+from jhpt.core.plan import Chunk, OtherBlocks, Plan, SavedTensors, Schedule, Stage, Zero, runs_of
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.communication import transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
@@ -69,6 +69,8 @@ class Grid:
     sequence: bool = False
     saved: SavedTensors | None = None
     """With recomputation: what blocks save beside their inputs; None: nothing, or what is still to be chosen."""
+    other_blocks: OtherBlocks | None = None
+    """With recomputation: the blocks that save more; None: none."""
 
     @property
     def per_stage(self) -> int:
@@ -115,6 +117,7 @@ def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostMo
         sequence=grid.sequence,
         recompute=grid.recompute,
         saved=saved if grid.recompute and saved != SavedTensors() else None,
+        other_blocks=grid.other_blocks,
         compression=grid.compression or Compression(),
         stages=stages,
     )

@@ -13,7 +13,9 @@ Decision set of space="spmd":
                     are most even (`grids`), by the seconds without recomputation, or with full recomputation
     ZeRO            0, 1 or 3 if d > 1, else 0 or 3.  ZeRO-3 on one data rank has no compute-dtype copy of the weights
     recomputation   off, or on with any set of a block's named tensors saved, the same in all blocks (`saved_sets`).
-                    Sets that another one beats are left out.  With one stage, plans that fit without it do not have it
+                    Sets that another one beats are left out.  With S = 1 and one degree the first blocks may save one
+                    set, and the others another one or everything (`other_blocks`).  With one stage, plans that fit
+                    without recomputation do not have it
     compression     one of those requested, if a tensor degree is above 1
     sequences       cut over the tensor ranks or not (sequence parallelism), if a tensor degree is above 1, without
                     compression, and if all degrees in use divide the number of tokens.  With one stage this only
@@ -43,7 +45,7 @@ import numpy as np
 
 from jhpt.core.config import Compression
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import Chunk, Stage, runs_of
+from jhpt.core.plan import Chunk, OtherBlocks, Stage, runs_of
 from jhpt.planner.cost.activations import NOTHING
 from jhpt.planner.cost.layers import Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
@@ -96,9 +98,18 @@ def _search_grid(
             if bound < incumbent.cutoff:
                 incumbent.offer(grid_plan(grid, cuts, request, model), model)
     elif grid.stages == 1:
-        incumbent.offer(grid_plan(grid, (), request, model), model)
+        _offer_one_stage(grid, request, model, incumbent)
     else:
         CutSearch(grid, request, model, incumbent).run()
+
+
+def _offer_one_stage(grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
+    """Offers the plan of the grid; of blocks that save different sets one more where rounding decides."""
+    fits = incumbent.offer(grid_plan(grid, (), request, model), model).fits
+    others = grid.other_blocks
+    if others is not None and not fits and others.after < model.num_layers - 3:
+        more = OtherBlocks(after=others.after + 1, saved=others.saved)
+        incumbent.offer(grid_plan(replace(grid, other_blocks=more), (), request, model), model)
 
 
 def _interleaved_cuts(grid: Grid, request: Request, model: CostModel) -> tuple[tuple[int, ...], ...]:
