@@ -84,6 +84,8 @@ class Layout:
     @cached_property
     def runs(self) -> tuple[tuple[str, int, range], ...]:
         """(name, degree, blocks) of neighbouring blocks that are treated alike."""
+        if not self.num_layers:  # a stage of its own may hold only the embedding or the head
+            return ()
         layer_strategy = list(zip(self.degrees[1:-1], self.sample_chunks, strict=True))
         apart = [i for i in range(1, self.num_layers) if not self.alike or layer_strategy[i - 1] != layer_strategy[i]]
         edges = [0, *apart]

@@ -82,6 +82,20 @@ def check_program(plan: Plan) -> None:
     _check_program(plan)
 
 
+def check_stages_run(plan: Plan) -> None:
+    """Refuses what programs of stages (space=general) cannot run.
+
+    Raises:
+      InputError: a broken rule, or micro-batches of unequal size.
+    """
+    check(replace(choices_of(plan), runs=True))
+    if plan.batch % plan.micro_batches:
+        raise InputError(
+            f"a batch of {plan.batch} is not divisible by micro_batches={plan.micro_batches}; use "
+            f"{one_of(divisors(plan.batch))}"
+        )
+
+
 def _check_program(plan: Plan) -> None:
     sizes = [stage.devices for stage in plan.stages]
     if len(set(sizes)) > 1:
