@@ -50,6 +50,11 @@ class Layout:
         check_plan(self.plan, self.num_layers + 2)
 
     @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """All devices of the plan."""
+        return tuple(self.device_mesh.mesh.devices.flat)
+
+    @property
     def replicated(self) -> NamedSharding:
         """One whole copy on every device."""
         return NamedSharding(self.device_mesh.mesh, PartitionSpec())

@@ -18,16 +18,20 @@ from jhpt.training.offloaded_step import compile_offloaded_step, lower_offloaded
 from jhpt.training.planning import check_fits_model
 from jhpt.training.programs import Step
 from jhpt.training.replicas import Replicas
-from jhpt.training.setup import Design, Setup, design_step, fitting_tokenizer
+from jhpt.training.setup import Design, design_step, fitting_tokenizer
+from jhpt.training.stages_setup import AnySetup, StagesSetup
+from jhpt.training.stages_step import compile_stages_step
 from jhpt.training.step_folders import Say
 
 
-def compile_step(setup: Setup) -> Step[Any]:
+def compile_step(setup: AnySetup) -> Step[Any]:
     """The step that the plan needs, compiled with everything that might not fit: evaluating and saving, too.
 
     Raises:
       InputError: a device or this host has less memory than is needed.
     """
+    if isinstance(setup, StagesSetup):
+        return compile_stages_step(setup)
     return compile_offloaded_step(setup) if setup.plan.offload else compile_device_step(setup)
 
 
@@ -39,13 +43,13 @@ def lower_step(design: Design) -> jax.stages.Lowered:
     return lower_offloaded_step(design) if design.plan.offload else lower_device_step(design)
 
 
-def replicas_of(setup: Setup, say: Say) -> Replicas | None:
+def replicas_of(setup: AnySetup, say: Say) -> Replicas | None:
     """The comparison of copies that the configuration asks for; None: it asks for none.
 
     Raises:
       InputError: there are no copies.
     """
-    if setup.config.guards.replicas_every is None:
+    if isinstance(setup, StagesSetup) or setup.config.guards.replicas_every is None:
         return None
     module = offloaded_step if setup.plan.offload else device_step
     mesh = setup.layout.device_mesh.mesh

@@ -21,7 +21,7 @@ from jhpt.training.data.mixture import Mixture
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main, launcher
 from jhpt.training.programs import Step
-from jhpt.training.setup import Setup
+from jhpt.training.stages_setup import AnySetup
 
 SECONDS_BETWEEN_LINES = 10
 """While text is tokenised, if there is no terminal."""
@@ -33,7 +33,7 @@ def bytes_text(count: float) -> str:
     return f"{count / 1024**power:.{0 if power < 2 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def start_table(setup: Setup, step: Step[Any], first_step: int) -> Table:
+def start_table(setup: AnySetup, step: Step[Any], first_step: int) -> Table:
     """The run in one table."""
     config = setup.config
     model, count = config.model, config.model.parameter_count()
@@ -62,7 +62,7 @@ def start_table(setup: Setup, step: Step[Any], first_step: int) -> Table:
     return table
 
 
-def data_text(setup: Setup) -> str:
+def data_text(setup: AnySetup) -> str:
     """What every source holds, and how often the run reads it."""
     config, windows = setup.config, setup.train_windows
     parts = windows.sources if isinstance(windows, Mixture) else (windows,)
@@ -117,9 +117,9 @@ def plan_change(before: Plan, now: Plan) -> str:
     return f"note: the plan has changed: {second}; before {first}{lost}"
 
 
-def _devices_text(setup: Setup) -> str:
-    used, attached = setup.layout.device_mesh.mesh.size, jax.device_count()
-    idle = [str(device.id) for device in jax.devices() if device not in set(setup.layout.device_mesh.mesh.devices.flat)]
+def _devices_text(setup: AnySetup) -> str:
+    used, attached = len(setup.layout.devices), jax.device_count()
+    idle = [str(device.id) for device in jax.devices() if device not in set(setup.layout.devices)]
     text = f"{used} x {setup.device.kind}, {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
     return text if used == attached else f"{text}; idle: {', '.join(idle)}"
 
