@@ -135,6 +135,8 @@ class OneStage:
             at, loop, blocks = self._of_degree(context, run.degree), run.loop, params["blocks"][run.name]
             x, degree = jax.eval_shape(partial(self._between, before=degree, after=run.degree), x), run.degree
             passed.append(loop.resumed(blocks, x, at, of_run))
+            if run is self.runs[-1]:
+                break
             x = jax.eval_shape(lambda blocks, x, at, loop=loop: loop.forward(blocks, x, at)[0], blocks, x, at)
         return passed
 

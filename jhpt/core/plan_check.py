@@ -86,14 +86,11 @@ def check_stages_run(plan: Plan) -> None:
     """Refuses what programs of stages (space=general) cannot run.
 
     Raises:
-      InputError: a broken rule, or micro-batches of unequal size.
+      InputError: a broken rule.
     """
     check(replace(choices_of(plan), runs=True))
-    if plan.batch % plan.micro_batches:
-        raise InputError(
-            f"a batch of {plan.batch} is not divisible by micro_batches={plan.micro_batches}; use "
-            f"{one_of(divisors(plan.batch))}"
-        )
+    for stage in plan.stages:
+        check(Choices(tensor=stage.degrees))
 
 
 def _check_program(plan: Plan) -> None:

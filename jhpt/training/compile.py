@@ -12,6 +12,7 @@ from jhpt.core.config import Config
 from jhpt.core.plan import Plan
 from jhpt.core.rules import Choices, check
 from jhpt.sharding.compiler_options import compiler_options
+from jhpt.sharding.mesh import check_runnable
 from jhpt.training import device_step, offloaded_step
 from jhpt.training.device_step import compile_device_step, lower_device_step
 from jhpt.training.offloaded_step import compile_offloaded_step, lower_offloaded_step
@@ -81,6 +82,7 @@ def compile_for(config: Config, plan: Plan, cluster: Cluster) -> tuple[jax.stage
     `compiled_step`."""
     config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": plan.batch})})
     check_fits_model(plan, config)
+    check_runnable(plan)
     check(Choices(devices=plan.devices, available=cluster.num_devices, place=cluster.name))
     devices = compile_only_devices(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, compile_only_info(cluster))

@@ -79,7 +79,7 @@ def data_text(setup: AnySetup) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """`"pipe 4 x data 2 x tensor 1, 1f1b, zero 1, 8 micro-batches"`."""
+    """`"pipe 4 x data 2 x tensor 1, 1f1b, zero 1, 8 micro-batches"`, or `"pipe of 3 | 1 devices, tensor 1 ..."`."""
     degrees = plan.degrees
     per_stage = plan.stages[0].devices
     if len(degrees) == 1:
@@ -87,8 +87,13 @@ def plan_text(plan: Plan) -> str:
     else:
         mesh = f"{per_stage} devices, tensor {' and '.join(map(str, degrees))} by layer"
     piped = len(plan.stages) > 1
+    if plan.space == "general":
+        sizes = " | ".join(str(stage.devices) for stage in plan.stages)
+        mesh = f"{'pipe of ' if piped else ''}{sizes} devices, tensor {' and '.join(map(str, degrees))}"
+    elif piped:
+        mesh = f"pipe {len(plan.stages)} x {mesh}"
     parts = [
-        f"pipe {len(plan.stages)} x {mesh}" if piped else mesh,
+        mesh,
         (plan.schedule + (f" with {plan.chunks} chunks" if plan.chunks > 1 else "")) if piped else "",
         "sequence" if plan.sequence else "",
         f"zero {plan.zero}",

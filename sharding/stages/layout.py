@@ -187,14 +187,14 @@ def place_stages(
     _check_devices(plan, devices)
     shared = tuple(path for path in shared if path.startswith(f"{EMBEDDING}/"))
     meshes = [
-        make_device_mesh(_alone(plan, stage, degrees_of(stage)), [devices[at] for at in stage.members])
+        make_device_mesh(_alone(plan, stage, stage.degrees), [devices[at] for at in stage.members])
         for stage in plan.stages
     ]
 
     def placed(at: int) -> PlacedChunk:
         chunk_number, number = divmod(at, len(plan.stages))
         stage = plan.stages[number]
-        chunk, least = stage.chunks[chunk_number], degrees_of(stage)[0]
+        chunk, least = stage.chunks[chunk_number], stage.degrees[0]
         embeds, heads = chunk.first == 0, chunk.stop == num_layers + 2
         # The table of an empty end has the degree of the head, which reads it.
         before = () if embeds else (chunk.tensor[-1],) if heads and shared else (least,)
@@ -220,14 +220,9 @@ def place_stages(
     )
 
 
-def degrees_of(stage: Stage) -> tuple[int, ...]:
-    """The tensor degrees in use on a stage, ascending."""
-    return tuple(sorted({run.tensor for chunk in stage.chunks for run in chunk.runs}))
-
-
 def _alone(plan: Plan, stage: Stage, degrees: Sequence[int]) -> Plan:
     """One stage of layers of these tensor degrees, with room for as many samples as each replica may have to take."""
-    replicas = stage.devices // degrees_of(stage)[0]
+    replicas = stage.devices // stage.degrees[0]
     each = -(-plan.batch // plan.micro_batches // replicas)
     alone = Stage(device=0, devices=stage.devices, chunks=(Chunk(first=0, runs=runs_of(degrees)),))
     return plan.model_copy(
