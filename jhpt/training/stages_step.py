@@ -273,7 +273,9 @@ def on_every_host(mesh: Mesh, leaf: jax.Array | None, like: jax.ShapeDtypeStruct
     if leaf is not None and not leaf.is_fully_replicated:
         leaf = _replicated(NamedSharding(mesh, PartitionSpec()))(leaf)
     mine = np.zeros(like.shape, like.dtype) if leaf is None else np.asarray(leaf.addressable_data(0))
-    return mine if jax.process_count() == 1 else gathered(mine)[mesh.devices.flat[0].process_index]
+    if jax.process_count() == 1:
+        return mine
+    return np.asarray(gathered(mine)[mesh.devices.flat[0].process_index])
 
 
 @cache
