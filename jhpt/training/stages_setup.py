@@ -19,6 +19,7 @@ from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.models.attention import AttentionChoice, choose_attention
 from jhpt.models.family import Model, Rows, build
 from jhpt.models.products import check_products
+from jhpt.sharding.compiler_options import compiler_options
 from jhpt.sharding.stages.execution import StagesExecution
 from jhpt.sharding.stages.layout import StagesLayout, place_stages
 from jhpt.training.data.cache import Progress, unseen
@@ -102,7 +103,8 @@ def design_stages(
 
     def executed(rows: Rows, train: bool) -> StagesExecution:
         made = (execution(config, model, chunk.layout, tokenizer, train=train) for chunk in layout.chunks)
-        return StagesExecution(layout=layout, executions=tuple(made), params=shapes, rows=rows)
+        options = compiler_options(device.platform, plan)
+        return StagesExecution(layout=layout, executions=tuple(made), params=shapes, rows=rows, options=options)
 
     training = executed(Rows(windows), train=True)
     if config.optimizer.moments == "int8":

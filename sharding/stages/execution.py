@@ -4,8 +4,8 @@ All communication is written down: within a stage as in one SPMD program of one 
 `single_stage`), between stages `transfer`, and over all stages `everywhere`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -36,12 +36,14 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StagesExecution:
-    """executions: of every chunk's layout.  params: shapes of the model's tree.  rows: a batch, for its shapes."""
+    """executions: of every chunk's layout.  params: shapes of the model's tree.  rows: a batch, for its shapes.
+    options: the compiler's."""
 
     layout: StagesLayout
     executions: tuple[Execution, ...]
     params: PyTree
     rows: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def gradients(self, params: Parts, batches: Parts, keys: Parts) -> Found:
         """Of the batch, by every chunk's stored parameters.  keys: of the step."""
@@ -101,7 +103,7 @@ class StagesExecution:
         programs, up, down = list[ChunkPrograms](), list[Transfer](), list[Transfer]()
         x = sums = None
         for chunk, execution, params in zip(self.layout.chunks, self.executions, self.stored, strict=True):
-            one = ChunkPrograms(placed=chunk, execution=execution, entering=x, scale=self.scale)
+            one = ChunkPrograms(placed=chunk, execution=execution, entering=x, scale=self.scale, options=self.options)
             batch = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
                 chunk_batch(chunk, self._any_parts, self.rows),

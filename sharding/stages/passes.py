@@ -10,7 +10,7 @@ Every device keeps saved activations and unreduced gradients of its own: they le
 logits never outlive a pass, and its forward pass keeps y for that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -51,6 +51,8 @@ class ChunkPrograms:
     """x [room, ...] as it comes in; None: it is embedded here."""
     scale: float
     """What losses are multiplied by before they are differentiated, which keeps sums near 1."""
+    options: Mapping[str, Any]
+    """The compiler's."""
 
     # Programs, each compiled when it is first called.
 
@@ -65,7 +67,7 @@ class ChunkPrograms:
         def program(params: StoredParams) -> Any:
             return self._mapped(run, (self._specs(params),), (self._own, self._own))(params)
 
-        return jax.jit(program)
+        return self._jitted(program)
 
     @cached_property
     def forward(self) -> "jax.stages.Wrapped":
@@ -79,7 +81,7 @@ class ChunkPrograms:
             y, passed = self._stage.blocks_forward(params, x, context)
             return y, _one([of_run.saved for of_run in passed])
 
-        return jax.jit(self._mapped(run, (self._own, self._x, *self._given), (self._y, self._own)))
+        return self._jitted(self._mapped(run, (self._own, self._x, *self._given), (self._y, self._own)))
 
     @cached_property
     def backward(self) -> "jax.stages.Wrapped":
@@ -105,7 +107,7 @@ class ChunkPrograms:
             return _one({**outside, "blocks": blocks}), None if self.placed.embeds else error, _one(sums)
 
         inputs = (self._own, self._own, self._own, self._y, *self._given)
-        return jax.jit(self._mapped(run, inputs, (self._own, self._x, self._own)), donate_argnums=0)
+        return self._jitted(self._mapped(run, inputs, (self._own, self._x, self._own)), donate_argnums=0)
 
     @cached_property
     def evaluate(self) -> "jax.stages.Wrapped":
@@ -120,7 +122,7 @@ class ChunkPrograms:
             return _one(self._stage.head_loss(params, y, rows, context)) if self.placed.heads else y
 
         out = self._own if self.placed.heads else self._y
-        return jax.jit(self._mapped(run, (self._own, self._x, *self._given), out))
+        return self._jitted(self._mapped(run, (self._own, self._x, *self._given), out))
 
     @cached_property
     def finish(self) -> "jax.stages.Wrapped":
@@ -135,7 +137,7 @@ class ChunkPrograms:
             reduced: Gradients = self._mapped(run, (self._own,), specs)(total)
             return reduced
 
-        return jax.jit(program, donate_argnums=0)
+        return self._jitted(program, donate_argnums=0)
 
     @cached_property
     def report(self) -> "jax.stages.Wrapped":
@@ -147,12 +149,12 @@ class ChunkPrograms:
             square = jnp.square(GradientNorms(layout=self.placed.layout, tied=None).norm(own))
             return jnp.concatenate([square[None], self._summed(sums)]) if self.placed.heads else square[None]
 
-        return jax.jit(program)
+        return self._jitted(program)
 
     @cached_property
     def sums(self) -> "jax.stages.Wrapped":
         """Sums of all micro-batches, [devices] -> [sums]."""
-        return jax.jit(self._summed)
+        return self._jitted(self._summed)
 
     # What is inside of them.
 
@@ -220,6 +222,9 @@ class ChunkPrograms:
 
     def _specs(self, params: StoredParams) -> Any:
         return self.placed.layout.specs(params)
+
+    def _jitted(self, program: Callable[..., Any], **settings: Any) -> "jax.stages.Wrapped":
+        return jax.jit(program, compiler_options=dict(self.options), **settings)
 
     def _mapped(self, run: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
         mesh = self.placed.device_mesh.mesh
