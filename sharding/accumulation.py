@@ -65,7 +65,7 @@ class Passes:
         """The sums alone, forward only."""
         if self._layout.stages > 1:
             return self._pipeline(specs).sums(params, batch, context)
-        stage = self._one_stage(specs, first=self.parameters.gathers_in_first_pass, last=False)
+        stage = self.one_stage(specs, first=self.parameters.gathers_in_first_pass, last=False)
         each = jax.lax.map(lambda piece: stage.sums(params, *piece), (batch, context))
         sums: LossSums = jax.tree.map(lambda leaf: leaf.sum(0), each)
         return sums
@@ -82,12 +82,12 @@ class Passes:
         count, reduces_in_last = self._layout.plan.micro_batches, self.parameters.reduces_in_last_pass
         if count == 1:
             total = self.compressed.with_residuals(None, residuals)
-            only = self._one_stage(specs, first=True, last=True).gradients(params, *pick(0), scale, total)
+            only = self.one_stage(specs, first=True, last=True).gradients(params, *pick(0), scale, total)
             return only.gradients, only.sums
-        start = self._one_stage(specs, first=True, last=False).gradients(params, *pick(0), scale)
+        start = self.one_stage(specs, first=True, last=False).gradients(params, *pick(0), scale)
         if self.parameters.gathers_in_first_pass:
             params = {**params, "blocks": start.fetched}
-        middle = self._one_stage(specs, first=False, last=False)
+        middle = self.one_stage(specs, first=False, last=False)
 
         def add(carry: tuple[Gradients, LossSums], at: int | jax.Array) -> tuple[tuple[Gradients, LossSums], None]:
             total, sums = carry
@@ -104,7 +104,7 @@ class Passes:
         if not reduces_in_last:
             return total, sums
         at = self._once_known(total, count - 1)
-        last = self._one_stage(specs, first=False, last=True)
+        last = self.one_stage(specs, first=False, last=True)
         one = last.gradients(params, *pick(at), scale, self.compressed.with_residuals(total, residuals))
         return one.gradients, jax.tree.map(jnp.add, sums, one.sums)
 
@@ -118,7 +118,7 @@ class Passes:
         embedding = jax.tree.leaves(picked(total, self.parts[self._layout.degrees[0]].embed_reads))[0]
         return jnp.where(embedding.ravel()[0] >= jnp.finfo(jnp.float32).max, 0, at)
 
-    def _one_stage(self, specs: Specs, *, first: bool, last: bool) -> OneStage:
+    def one_stage(self, specs: Specs, *, first: bool, last: bool) -> OneStage:
         """The stage for the first, the last or any other micro-batch."""
         layout, parameters = self._layout, self.parameters
         runs = []

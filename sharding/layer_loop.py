@@ -89,6 +89,13 @@ class LayerLoop:
         x, close = jax.vjp(lambda stream: self.stream.closed(stream, end), stream)
         return x, replace(passed, close=close)
 
+    def resumed(self, params: Tree, x: jax.Array, context: RowContext, saved: Any) -> Passed:
+        """What `forward` returned, from what it saved in another program; x: the input, for its shape."""
+        assert isinstance(self.stream, UnchunkedSamples), "sample chunks end within one program"
+        assert not self.prefetch and not self.keep_fetched, "fetched parameters are not saved"
+        split = self._split(params, x, context)
+        return Passed(split=split, context=context, saved=saved, close=lambda error: (error,))
+
     def backward(
         self, params: Tree, passed: Passed, error: jax.Array, total: Tree | None = None
     ) -> tuple[Any, jax.Array]:
@@ -98,9 +105,7 @@ class LayerLoop:
         return gradients, self.stream.opening_error(opened)
 
     def _forward(self, params: Tree, x: Activation, context: RowContext) -> tuple[Activation, Passed]:
-        split = split_layer(
-            self.recompute(self.stream.layer), jax.eval_shape(self._fetched, params, 0), x, (context, jnp.int32(0))
-        )
+        split = self._split(params, x, context)
         if self.unroll:
             saved, fetched = [], []
             for at in range(self.count):
@@ -123,6 +128,10 @@ class LayerLoop:
         stacked = self._room((split.shapes, layer), x)
         x, ready, (saved, fetched) = jax.lax.fori_loop(0, self.count, step, (x, start, stacked))
         return x, Passed(split=split, context=context, saved=saved, fetched=fetched, ready=ready)
+
+    def _split(self, params: Tree, x: Activation, context: RowContext) -> SplitLayer:
+        one = jax.eval_shape(self._fetched, params, 0)
+        return split_layer(self.recompute(self.stream.layer), one, x, (context, jnp.int32(0)))
 
     def _backward(self, params: Tree, passed: Passed, error: Activation, total: Tree | None) -> tuple[Any, Activation]:
         split, context = passed.split, passed.context

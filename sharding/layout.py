@@ -50,6 +50,11 @@ class Layout:
         check_plan(self.plan, self.num_layers + 2)
 
     @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """All devices of the plan."""
+        return tuple(self.device_mesh.mesh.devices.flat)
+
+    @property
     def replicated(self) -> NamedSharding:
         """One whole copy on every device."""
         return NamedSharding(self.device_mesh.mesh, PartitionSpec())
@@ -90,6 +95,8 @@ class Layout:
     @cached_property
     def runs(self) -> tuple[tuple[str, int, range], ...]:
         """(name, degree, blocks) of neighbouring blocks that are treated alike."""
+        if not self.num_layers:  # a stage of its own may hold only the embedding or the head
+            return ()
         save_more = [i in self.other_blocks for i in range(self.num_layers)]
         layer_strategy = list(zip(self.degrees[1:-1], self.sample_chunks, save_more, strict=True))
         apart = [i for i in range(1, self.num_layers) if not self.alike or layer_strategy[i - 1] != layer_strategy[i]]

@@ -90,6 +90,11 @@ class Stage(Section):
         """The devices in the order of their ranks."""
         return self.apart or range(self.device, self.device + self.devices)
 
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor degrees in use, ascending."""
+        return tuple(sorted({run.tensor for chunk in self.chunks for run in chunk.runs}))
+
 
 class PlacedRun(NamedTuple):
     """A run of layers, the first of which is `layer`, on the devices of its stage."""

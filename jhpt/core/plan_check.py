@@ -95,6 +95,17 @@ def check_program(plan: Plan) -> None:
     _check_program(plan)
 
 
+def check_stages_run(plan: Plan) -> None:
+    """Refuses what programs of stages (space=general) cannot run.
+
+    Raises:
+      InputError: a broken rule.
+    """
+    check(replace(choices_of(plan), runs=True))
+    for stage in plan.stages:
+        check(Choices(tensor=stage.degrees))
+
+
 def _check_program(plan: Plan) -> None:
     sizes = [stage.devices for stage in plan.stages]
     if len(set(sizes)) > 1:

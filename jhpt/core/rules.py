@@ -46,7 +46,7 @@ class Choices:
     optimizer: name of the update rule; optimizer_offloads: whether blocks can take its steps in CPU offload.
     storage: how weights and moments are stored, where that is not float32.  update_in_backward: the plan's, clip: the
     optimizer's rule, which allows it or does not.  tied: tensor degrees of the two layers that share a parameter.
-    names: what messages call the choices.
+    runs: whether it is to be run, and not only priced.  names: what messages call the choices.
     """
 
     space: str = "spmd"
@@ -82,6 +82,7 @@ class Choices:
     saved: bool = False
     saved_in_host_memory: tuple[str, ...] = ()
     other_blocks: bool = False
+    runs: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, choice: str) -> str:
@@ -184,6 +185,23 @@ RULES: tuple[Rule, ...] = (
         name="only one SPMD program",
         broken_by=lambda c: c.space == "general" and bool(_one_program_only(c)),
         message=_general_remedy,
+    ),
+    Rule(
+        name="whole states and sequences in programs of stages",
+        broken_by=lambda c: c.space == "general" and c.runs and (bool(c.zero) or c.sequence),
+        message=lambda c: (
+            f"the programs of space=general store whole states and sequences on every replica, and the plan has "
+            f"{c.name('zero')}={c.zero or 0} and {c.name('sequence')}={str(c.sequence).lower()}; use "
+            f"{c.name('zero')}=0 and no {c.name('sequence')}, or space=spmd"
+        ),
+    ),
+    Rule(
+        name="clipping by layer in programs of stages",
+        broken_by=lambda c: c.space == "general" and c.runs and c.clip == "layer",
+        message=lambda c: (
+            "optimizer.clip=layer needs the norm of embedding and head together, and with space=general each has a "
+            "program of its own; use optimizer.clip=global, or space=spmd"
+        ),
     ),
     Rule(
         name="no search of these schedules with stages of any size",

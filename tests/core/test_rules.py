@@ -12,6 +12,8 @@ from jhpt.core.unused import UNUSED, check_plan_alone, unused_settings
 
 BROKEN = {
     "only one SPMD program": Choices(space="general", compression=True),
+    "whole states and sequences in programs of stages": Choices(space="general", runs=True, zero=1),
+    "clipping by layer in programs of stages": Choices(space="general", runs=True, clip="layer"),
     "no search of these schedules with stages of any size": Choices(space="general", schedule="interleaved"),
     "one SPMD program on equal devices": Choices(mixed=True, place="h100+a100"),
     "devices": Choices(devices=8, available=4, place="h100x4x1"),
