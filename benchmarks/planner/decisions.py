@@ -40,12 +40,19 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
     """All plans of a space."""
     of_space = _spmd_stages if space == "spmd" else _general_stages
     sequences = (False, True) if request.sequence and space == "spmd" and model.profile.sample_tokens else (False,)
-    decisions = itertools.product(request.micro_batches, request.zero, request.recompute, sequences)
+    decisions = itertools.product(request.micro_batches, _levels(request, space), request.recompute, sequences)
     for m, zero, recompute, sequence in decisions:
+        if zero == 2 and m == 1 and 1 in request.zero:
+            continue
         strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
         for schedule, stages in of_space(model, strategy, m):
             if not sequence or _cuts_evenly(stages, model):
                 yield Draft(m, zero, recompute, sequence, schedule, stages)
+
+
+def _levels(request: Request, space: Space) -> tuple[Zero, ...]:
+    """Programs per stage have no ZeRO-2."""
+    return tuple(zero for zero in request.zero if space == "spmd" or zero != 2)
 
 
 def _cuts_evenly(stages: tuple[StageDraft, ...], model: CostModel) -> bool:
@@ -172,7 +179,7 @@ def _degrees(model: CostModel, first: int, stop: int, devices: int, even: int | 
 def count(request: Request, model: CostModel, space: Space) -> int:
     """The number of drafts, without making them."""
     if space == "general":
-        treatments = len(request.zero) * len(request.recompute)
+        treatments = len(_levels(request, space)) * len(request.recompute)
         return len(request.micro_batches) * treatments * _count_general(model)
     plain = sum(_count_spmd(model, request, m) for m in request.micro_batches)
     if not request.sequence or not model.profile.sample_tokens:

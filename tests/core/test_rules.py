@@ -12,13 +12,14 @@ from jhpt.core.unused import UNUSED, check_plan_alone, unused_settings
 
 BROKEN = {
     "only one SPMD program": Choices(space="general", compression=True),
+    "ZeRO-2 in one SPMD program": Choices(space="general", zero=2),
     "no search of interleaved stages of any size": Choices(space="general", schedule="interleaved"),
     "one SPMD program on equal devices": Choices(mixed=True, place="h100+a100"),
     "devices": Choices(devices=8, available=4, place="h100x4x1"),
     "compression and sequence parallelism": Choices(compression=True, sequence=True),
     "compression of tokens": Choices(compression=True, sample="one image"),
     "compression and documents": Choices(compression=True, documents=True),
-    "compressed gradients and ZeRO-3": Choices(gradient_compression=True, zero=3),
+    "compressed gradients and ZeRO-2 or ZeRO-3": Choices(gradient_compression=True, zero=3),
     "chunks need stages": Choices(stages=1, chunks=2),
     "chunks are interleaved": Choices(stages=2, chunks=2, schedule="gpipe", micro_batches=2),
     "interleaved micro-batches": Choices(stages=2, chunks=2, schedule="interleaved", micro_batches=3),
@@ -58,7 +59,7 @@ def test_what_is_still_open_breaks_no_rule():
 
 
 def test_choices_have_the_names_that_the_user_knows():
-    choices = BROKEN["compressed gradients and ZeRO-3"]
+    choices = BROKEN["compressed gradients and ZeRO-2 or ZeRO-3"]
     assert conflict(choices).endswith("use zero=1 or leave out gradient_compression")
     assert conflict(replace(choices, names=SETTINGS)).endswith(
         "use parallel.zero=1 or leave out parallel.gradient_compression"

@@ -87,8 +87,11 @@ def layer_strategy(
     sequence: bool = False,
     compression: Compression | None = None,
 ) -> LayerStrategy:
-    """The strategy of a plan with so many stages, without sample chunks and saved tensors."""
-    program = program_of(space, stages)
+    """The strategy of a plan with so many stages, without sample chunks and saved tensors.
+
+    With one micro-batch nothing is added up, and ZeRO-2 is ZeRO-1.
+    """
+    program, zero = program_of(space, stages), 1 if zero == 2 and micro_batches == 1 else zero
     return LayerStrategy(
         batch // micro_batches,
         zero,

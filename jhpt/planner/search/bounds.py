@@ -50,7 +50,7 @@ def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator
         b = request.batch // m
         for tensor in model.common_degrees(available):
             for data in divisors(b, up_to=available // tensor):
-                levels = model.levels(request.zero, data, space)
+                levels = model.levels(request.zero, data, space, m)
                 for zero, recompute in itertools.product(levels, request.recompute):
                     # With one tensor rank there is no all-reduce to compress or to hide.
                     for compression in request.compression if tensor > 1 else (None,):
@@ -152,13 +152,13 @@ def _work(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> _W
     all_passes = passes + more
     if choosing:
         plain = tables
-        if beside := strategy.zero == 3 and grid.data > 1 and model.cluster.overlap:
+        if beside := strategy.zero > 1 and grid.data > 1 and model.cluster.overlap:
             plain = [model.layer_costs(place, grid.tensor, replace(strategy, zero=0)) for place in places]
         costs = sets.costs(plain, size, grid.tensor, strategy)
         more, saved = costs.seconds, costs.bytes + tables[0].activations[[0, -1]].sum()
         all_passes = passes + more
-        if beside:  # What is computed again may hide behind the gathered weights.
-            # Without adding up gradients: a rank of ZeRO-3 adds up its share only.
+        if beside:  # What is computed again may hide behind the collectives of ZeRO.
+            # Without adding up gradients: a rank of ZeRO-2 or ZeRO-3 adds up its share only.
             bare = replace(strategy, zero=0, accumulates=False)
             alone = [model.layer_costs(place, grid.tensor, bare) for place in places]
             computed = _least(np.array([c.forward + c.forward_tensor + c.backward + c.backward_tensor for c in alone]))

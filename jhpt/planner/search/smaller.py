@@ -122,7 +122,7 @@ def _same_results(config: Config, devices: int, *, one_memory: bool) -> Iterator
     each = config.data.batch_size // replicas
     more: list[dict[str, Any]] = [{"parallel.micro_batches": count} for count in divisors(each) if count > now]
     recomputed: list[dict[str, Any]] = [] if config.memory.recompute == "full" else [{"memory.recompute": "full"}]
-    levels: list[dict[str, Any]] = [{"parallel.zero": zero} for zero in (1, 3) if zero > config.parallel.zero]
+    levels: list[dict[str, Any]] = [{"parallel.zero": zero} for zero in (1, 2, 3) if zero > config.parallel.zero]
     levels = levels if replicas > 1 else []
     yield from more
     yield from recomputed
