@@ -86,8 +86,10 @@ def layer_strategy(
     recompute: bool,
     sequence: bool = False,
     compression: Compression | None = None,
+    sample_chunks: tuple[int, ...] = (1,),
+    saved: SavedTensors | None = None,
 ) -> LayerStrategy:
-    """The strategy of a plan with so many stages, without sample chunks and saved tensors.
+    """The strategy of a plan with so many stages.
 
     With one micro-batch nothing is added up, and ZeRO-2 is ZeRO-1.
     """
@@ -103,6 +105,8 @@ def layer_strategy(
         reduces_late=program == "one_stage",
         sequence=sequence,
         compression=compression,
+        sample_chunks=sample_chunks,
+        saved=saved,
     )
 
 
@@ -110,10 +114,8 @@ def strategy_of(plan: Plan) -> LayerStrategy:
     """The strategy of a plan.  Sample chunks differ between layers and are not part of it (`estimate.chunk_costs`)."""
     stages, count = len(plan.stages), plan.micro_batches
     compression = plan.compression if plan.compression.on else None
-    strategy = layer_strategy(
-        plan.space, stages, plan.batch, count, plan.zero, plan.recompute, plan.sequence, compression
-    )
-    return strategy if plan.saved is None else replace(strategy, saved=plan.saved)
+    decided = plan.batch, count, plan.zero, plan.recompute, plan.sequence, compression
+    return layer_strategy(plan.space, stages, *decided, saved=plan.saved)
 
 
 @dataclass(frozen=True)
