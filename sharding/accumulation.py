@@ -6,6 +6,8 @@ by block in its backward pass (`ParameterStorage`):
     first      gather, forward, backward
     middle     forward, backward, gradients added up in float32 (a loop)
     last       forward, backward, reduce
+
+With ZeRO-2 and ZeRO-3 every backward pass reduce-scatters the blocks' gradients, and their shares are added up.
 """
 
 from collections.abc import Mapping
@@ -126,7 +128,7 @@ class Passes:
             layer_specs, storage = one_layer(parameters.run_specs(specs)[name]), parameters.storage(degree)
             shared = storage.ranks > 1
             fetches = parameters.zero == 3 or (first and parameters.gathers_in_first_pass)
-            reduces = parameters.zero == 3 or (last and parameters.reduces_in_last_pass)
+            reduces = parameters.scatters_in_every_pass or (last and parameters.reduces_in_last_pass)
             loop = LayerLoop(
                 stream=streaming(self.parts[degree], layout.sample_chunks[blocks.start], in_turn=parameters.overlap),
                 first=blocks.start,
@@ -167,7 +169,7 @@ class Passes:
             total, residuals = pair
             return self.compressed.of_layer(reduce(gradient, total, beside), residuals, specs, degree)
 
-        if zero == 3:
+        if self.parameters.scatters_in_every_pass:
             return scatter
         if not (last and self.parameters.reduces_in_last_pass):
             return add
@@ -187,7 +189,7 @@ class Passes:
             count=count,
             unroll=self.unroll,
             fetch=partial(storage.gathered, specs=layer_specs) if sharded else _as_stored,
-            finish=partial(storage.scattered, specs=layer_specs) if sharded else _as_stored,
+            finish=partial(storage.scattered, specs=layer_specs) if parameters.scatters_in_every_pass else _as_stored,
             prefetch=plan.prefetch if sharded and storage.ranks > 1 and parameters.overlap else 0,
             recompute=self.recompute,
         )

@@ -6,7 +6,8 @@ dp data ranks and tp tensor ranks:
     stored      W[D/dp, F/tp]         float32
     gathered    W[D, F/tp]            compute dtype; all-gather over dp: before each use (ZeRO-3) or once in a step
     gradient    dW[D, F/tp] {U_dp}    unreduced: every data rank has the gradient of its own rows of the batch
-    stored      dW[D/dp, F/tp]        reduce-scatter over dp; without ZeRO dW[D, F/tp] by all-reduce
+    stored      dW[D/dp, F/tp]        reduce-scatter over dp, once in a step or, with ZeRO-2 and 3, in every
+                                      micro-batch; without ZeRO dW[D, F/tp] by all-reduce
 
 With several stages every stage holds the embedding and the head in a slot (`layout`); only the first and the last stage
 have gradients of them.
@@ -41,9 +42,12 @@ class ParameterStorage:
 
     @property
     def zero(self) -> Zero:
-        """The plan's ZeRO level.  ZeRO-1 over one data rank shards nothing and counts as 0."""
+        """The plan's ZeRO level.  ZeRO-1 and ZeRO-2 over one data rank shard nothing and count as 0; with one
+        micro-batch nothing is added up, and ZeRO-2 counts as 1."""
         plan = self.layout.plan
-        return 0 if plan.zero == 1 and plan.replicas == 1 else plan.zero
+        if plan.zero < 3 and plan.replicas == 1:
+            return 0
+        return 1 if plan.zero == 2 and plan.micro_batches == 1 else plan.zero
 
     @property
     def compresses(self) -> bool:
@@ -53,12 +57,18 @@ class ParameterStorage:
     @property
     def gathers_in_first_pass(self) -> bool:
         """Whether the first micro-batch gathers the blocks one by one; otherwise all are gathered before it."""
-        return self.overlap and self.zero == 1 and self.layout.stages == 1
+        return self.overlap and self.zero in (1, 2) and self.layout.stages == 1
+
+    @property
+    def scatters_in_every_pass(self) -> bool:
+        """Whether every backward pass reduce-scatters the blocks' gradients one by one, and shares are added up."""
+        return self.zero > 1
 
     @property
     def reduces_in_last_pass(self) -> bool:
-        """Whether the last backward pass reduces the blocks' gradients one by one; otherwise all are reduced after."""
-        return self.overlap and self.zero < 3 and self.layout.stages == 1
+        """Whether only the last backward pass reduces the blocks' gradients, one by one; if no pass reduces them, all
+        are reduced after the last one."""
+        return self.overlap and not self.scatters_in_every_pass and self.layout.stages == 1
 
     def storage(self, degree: int, blocks: bool = False) -> Storage:
         """How parameters of this tensor degree are held between uses.
@@ -118,7 +128,7 @@ class ParameterStorage:
         blocks, run_specs, runs = dict[str, Tree](), self.run_specs(specs), gradients["blocks"]
         for name, degree, _ in self.layout.runs:
             storage, part = self.storage(degree, blocks=True), runs[name]
-            if self.zero < 3 and not self.reduces_in_last_pass:
+            if not self.scatters_in_every_pass and not self.reduces_in_last_pass:
                 part = storage.scattered(part, run_specs[name])
             done = self.reduces_in_last_pass and self.zero == 0
             blocks[name] = part if done else storage.summed(part, run_specs[name])

@@ -214,7 +214,8 @@ class _Device:
         """The state before the first tick."""
         slots, depth = self.pipeline.timetable.slots, self.pipeline.depth
         zeros = jnp.zeros(self.shape.shape, self.shape.dtype)
-        gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.params)
+        gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self.embedding_and_head)
+        finished, stacked = jax.eval_shape(self.pipeline.finish, self.one), self.params["blocks"]["0"]
         sums = jax.eval_shape(self.parts.head_loss, self.params, self.shape, *self._rows(0))
         return Carry(
             arrived=zeros,
@@ -222,7 +223,7 @@ class _Device:
             ring=stacks.empty(self.split.shapes, (slots, depth), jnp.zeros(())),
             closing=stacks.empty(self.close.shapes, (slots,), jnp.zeros(())),
             outputs=jnp.zeros((slots, *self.shape.shape), self.shape.dtype),
-            blocks=gradients.pop("blocks")["0"],
+            blocks=jax.tree.map(lambda leaf, rows: jnp.zeros((len(rows), *leaf.shape), jnp.float32), finished, stacked),
             embedding_and_head=gradients,
             sums=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
         )

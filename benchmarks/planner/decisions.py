@@ -42,8 +42,10 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
     """All plans of a space."""
     of_space = _spmd_stages if space == "spmd" else _general_stages
     sequences = (False, True) if request.sequence and space == "spmd" and model.profile.sample_tokens else (False,)
-    decisions = itertools.product(request.micro_batches, request.zero, request.recompute, sequences)
+    decisions = itertools.product(request.micro_batches, _levels(request, space), request.recompute, sequences)
     for m, zero, recompute, sequence in decisions:
+        if zero == 2 and m == 1 and 1 in request.zero:
+            continue
         strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
         for schedule, stages in of_space(model, strategy, m):
             if not sequence or _cuts_evenly(stages, model):
@@ -58,6 +60,11 @@ def _numbers(
     alike = len({t for _, chunks in stages for _, degrees in chunks for t in degrees}) == 1
     is_open = space == "spmd" and recompute and len(request.recompute) > 1
     return range(1, model.num_layers - 2) if is_open and len(stages) == 1 and alike else range(0)
+
+
+def _levels(request: Request, space: Space) -> tuple[Zero, ...]:
+    """Programs per stage have no ZeRO-2."""
+    return tuple(zero for zero in request.zero if space == "spmd" or zero != 2)
 
 
 def _cuts_evenly(stages: tuple[StageDraft, ...], model: CostModel) -> bool:
@@ -184,7 +191,7 @@ def _degrees(model: CostModel, first: int, stop: int, devices: int, even: int | 
 def count(request: Request, model: CostModel, space: Space) -> int:
     """The number of drafts, without making them."""
     if space == "general":
-        treatments = len(request.zero) * len(request.recompute)
+        treatments = len(_levels(request, space)) * len(request.recompute)
         return len(request.micro_batches) * treatments * _count_general(model)
     plain = sum(_count_spmd(model, request, m) for m in request.micro_batches)
     if not request.sequence or not model.profile.sample_tokens:

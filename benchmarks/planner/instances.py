@@ -7,10 +7,9 @@ import numpy as np
 from benchmarks.planner.decisions import count
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import Zero
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.cost.model import CostModel
-from jhpt.planner.search.request import Request, request
+from jhpt.planner.search.request import ZERO, Request, request
 from jhpt.planner.search.solve import Space
 
 DEGREES = (1, 2, 4, 6)
@@ -72,8 +71,7 @@ def random_request(rng: np.random.Generator, *, single: bool = False) -> Request
     single: one of each.
     """
     batch = int(rng.choice([1, 2, 3, 4, 6, 8, 12]))
-    levels: tuple[Zero, ...] = (0, 1, 3)
-    zero, recompute = _some(rng, levels, single), _some(rng, (False, True), single)
+    zero, recompute = _some(rng, ZERO, single), _some(rng, (False, True), single)
     counts = _some(rng, tuple(divisors(batch)), single)
     return request(batch, counts, zero=zero, recompute=recompute, sequence=not single and rng.random() < 0.5)
 

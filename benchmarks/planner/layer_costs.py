@@ -54,8 +54,9 @@ def single_stage_layer(
     size, group = kind.parameters / t * model.profile.bytes_per_weight, place.data_group(t)
     gather, scatter = all_gather(group, size), reduce_scatter(group, size)
     forward, backward, saved, working = plain.forward, plain.backward, plain.saved, 0.0
-    gradients = {0: all_reduce(group, size), 1: scatter, 3: 0.0}[zero]
-    gathered = {0: 0.0, 1: gather if late else max(0.0, gather - forward), 3: 0.0}[zero]
+    # Of ZeRO-2 only what follows the last pass: a layer's gradient travels beside the next layer.
+    gradients = {0: all_reduce(group, size), 1: scatter, 2: 0.0 if late else scatter, 3: 0.0}[zero]
+    gathered = (gather if late else max(0.0, gather - forward)) if zero in (1, 2) else 0.0
     local = -(-strategy.micro_batch // data)
     if strategy.recompute and not end:
         backward, working = backward + forward, saved
@@ -68,7 +69,9 @@ def single_stage_layer(
     working += size + (size if sent else 0)
     if zero == 3:
         working += size / 2 + (size if data > 1 else 0)
-    if zero == 3 and data == 1:
+    if zero == 2:
+        backward = backward + scatter if late else max(backward, scatter)
+    elif zero == 3 and data == 1:
         # Nothing is gathered, but the weights have not been rounded before.
         rounded = 0.0 if model.profile.used_as_stored else _rounded(model, kind.parameters / t)
         forward, backward = forward + rounded, backward + rounded
@@ -162,19 +165,19 @@ def stored_bytes(
 
 
 def _copied(model: CostModel, zero: int, data: int) -> float:
-    """Bytes of a weight's copy in the compute dtype.  ZeRO-1 over one rank is like none; with ZeRO-3 only the layer
-    that is computed has a copy."""
+    """Bytes of a weight's copy in the compute dtype.  ZeRO-1 and 2 over one rank are like none; with ZeRO-3 only the
+    layer that is computed has a copy."""
     width = model.profile.bytes_per_weight
-    return width if zero < 3 and (width != 4 or (zero == 1 and data > 1)) else 0.0
+    return width if zero < 3 and (width != 4 or (zero > 0 and data > 1)) else 0.0
 
 
 def _gradient(model: CostModel, strategy: LayerStrategy, data: int, *, sent: bool, slot: bool, end: bool) -> float:
     """Bytes of a gradient.  Several micro-batches are added up in float32.  One micro-batch has the compute dtype, but
-    float32 without ZeRO and with ZeRO-1 over one rank (not with ZeRO-3 over one rank)."""
+    float32 without ZeRO and with ZeRO-1 and 2 over one rank (not with ZeRO-3 over one rank)."""
     width = model.profile.bytes_per_weight
     if end:
         return 4 + width if strategy.several_micro_batches else width
-    if strategy.zero == 3:
+    if strategy.zero == 3 or (strategy.zero == 2 and data > 1):
         return (4 if strategy.several_micro_batches or slot else width) / data
     if strategy.zero == 0 or data == 1:
         return 4.0
@@ -193,7 +196,7 @@ def _coming(model: CostModel, strategy: LayerStrategy, t: int, data: int, *, sen
         if layer in embedding_and_head:
             one = width - (_copied(model, min(strategy.zero, 1), data) if few else 0.0)
         elif strategy.several_micro_batches:
-            one = (4 - width) / (data if strategy.zero == 3 else 1) if strategy.two_micro_batches else 0.0
+            one = (4 - width) / (data if strategy.zero > 1 else 1) if strategy.two_micro_batches else 0.0
         else:
             one = _gradient(model, strategy, data, sent=sent, slot=False, end=False)
         total += model.kinds[index].parameters / t * one

@@ -131,7 +131,7 @@ class _Pricer:
         m, s, v = draft.micro_batches, len(draft.stages), len(draft.stages[0][1])
         strategy = LayerStrategy(
             self.request.batch // m,
-            draft.zero,
+            1 if draft.zero == 2 and m == 1 else draft.zero,
             draft.recompute,
             sequence=draft.sequence,
             several_micro_batches=m > 1,

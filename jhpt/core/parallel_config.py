@@ -1,11 +1,11 @@
 """The section `parallel`: how the devices share a step."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
 from jhpt.core.compression_config import CompressionConfig, GradientCompression
-from jhpt.core.plan import OneChunk
+from jhpt.core.plan import OneChunk, Zero
 from jhpt.core.rules import SETTINGS, Choices, conflict
 from jhpt.core.section import Count, Section
 
@@ -31,10 +31,11 @@ class ParallelConfig(Section):
         "less memory",
     )
     pipe: Count = Field(1, description="pipeline stages")
-    zero: Literal[0, 1, 3] = Field(
+    zero: Zero = Field(
         0,
-        description="ZeRO, what is sharded over the data ranks: 0 nothing; 1 optimizer state; 3 parameters too (FSDP); "
-        "on one data rank 3 shards nothing, but casts weights layer by layer, which saves a copy of all of them",
+        description="ZeRO, what is sharded over the data ranks: 0 nothing; 1 optimizer state; 2 gradients too, as they "
+        "are added up; 3 parameters too (FSDP); on one data rank 3 shards nothing, but casts weights layer by layer, "
+        "which saves a copy of all of them",
     )
     micro_batches: Count = Field(
         1, description="micro-batches (gradient accumulation steps) that the batch of a step is cut into"

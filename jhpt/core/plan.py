@@ -22,7 +22,7 @@ Schedule = Literal[OneChunk, "interleaved"]
 ONE_CHUNK: tuple[Schedule, ...] = get_args(OneChunk)
 """Schedules of one chunk per device.  Interleaving needs several."""
 
-Zero = Literal[0, 1, 3]
+Zero = Literal[0, 1, 2, 3]
 Origin = Literal["hand", "auto", "given"]
 OffloadKind = Literal["parameters", "optimizer", "both"]
 

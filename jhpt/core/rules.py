@@ -153,6 +153,7 @@ def _offload_partners(c: Choices) -> list[str]:
         f"{c.stages} pipeline stages": _several_stages(c),
         f"tensor parallelism ({c.name('tensor')}={max(c.tensor, default=1)})": c.tensor not in ((), (1,)),
         f"sequence parallelism ({c.name('sequence')}=true)": c.sequence,
+        f"ZeRO-2 ({c.name('zero')}=2)": c.zero == 2,
         c.name("compression"): c.compression and c.tensor != (1,),
         c.name("gradient_compression"): c.gradient_compression,
         f"saved activations in host memory ({', '.join(c.saved_in_host_memory)})": bool(c.saved_in_host_memory),
@@ -185,6 +186,14 @@ RULES: tuple[Rule, ...] = (
         name="only one SPMD program",
         broken_by=lambda c: c.space == "general" and bool(_one_program_only(c)),
         message=_general_remedy,
+    ),
+    Rule(
+        name="ZeRO-2 in one SPMD program",
+        broken_by=lambda c: c.space == "general" and c.zero == 2,
+        message=lambda c: (
+            f"space=general has no ZeRO-2 ({c.name('zero')}=2); use {c.name('zero')}=1 or {c.name('zero')}=3, or "
+            "space=spmd"
+        ),
     ),
     Rule(
         name="whole states and sequences in programs of stages",
@@ -251,10 +260,10 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        name="compressed gradients and ZeRO-3",
-        broken_by=lambda c: c.gradient_compression and c.zero == 3,
+        name="compressed gradients and ZeRO-2 or ZeRO-3",
+        broken_by=lambda c: c.gradient_compression and c.zero in (2, 3),
         message=lambda c: (
-            f"{c.name('gradient_compression')} reduces a gradient once a step, and {c.name('zero')}=3 (FSDP) in every "
+            f"{c.name('gradient_compression')} reduces a gradient once a step, and {c.name('zero')}={c.zero} in every "
             f"micro-batch, layer by layer; use {c.name('zero')}=1 or leave out {c.name('gradient_compression')}"
         ),
     ),

@@ -54,7 +54,7 @@ def test_a_config_cannot_be_changed():
         ("optimizer", {"learning_rate": float("nan")}),
         ("optimizer", {"final_fraction": 1.1}),
         ("train", {"steps": 2.5}),
-        ("parallel", {"zero": 2}),
+        ("parallel", {"zero": 4}),
         ("evaluation", {"sample_tokens": -1}),
         ("checkpoint", {"keep": 0}),
         ("log", {"evry": 1}),

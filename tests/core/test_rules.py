@@ -12,6 +12,7 @@ from jhpt.core.unused import UNUSED, check_plan_alone, unused_settings
 
 BROKEN = {
     "only one SPMD program": Choices(space="general", compression=True),
+    "ZeRO-2 in one SPMD program": Choices(space="general", zero=2),
     "whole states and sequences in programs of stages": Choices(space="general", runs=True, zero=1),
     "clipping by layer in programs of stages": Choices(space="general", runs=True, clip="layer"),
     "no search of these schedules with stages of any size": Choices(space="general", schedule="interleaved"),
@@ -20,7 +21,7 @@ BROKEN = {
     "compression and sequence parallelism": Choices(compression=True, sequence=True),
     "compression of tokens": Choices(compression=True, sample="one image"),
     "compression and documents": Choices(compression=True, documents=True),
-    "compressed gradients and ZeRO-3": Choices(gradient_compression=True, zero=3),
+    "compressed gradients and ZeRO-2 or ZeRO-3": Choices(gradient_compression=True, zero=3),
     "chunks need stages": Choices(stages=1, chunks=2),
     "chunks are interleaved": Choices(stages=2, chunks=2, schedule="gpipe", micro_batches=2),
     "interleaved micro-batches": Choices(stages=2, chunks=2, schedule="interleaved", micro_batches=3),
@@ -63,7 +64,7 @@ def test_what_is_still_open_breaks_no_rule():
 
 
 def test_choices_have_the_names_that_the_user_knows():
-    choices = BROKEN["compressed gradients and ZeRO-3"]
+    choices = BROKEN["compressed gradients and ZeRO-2 or ZeRO-3"]
     assert conflict(choices).endswith("use zero=1 or leave out gradient_compression")
     assert conflict(replace(choices, names=SETTINGS)).endswith(
         "use parallel.zero=1 or leave out parallel.gradient_compression"

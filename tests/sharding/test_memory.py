@@ -65,3 +65,22 @@ def test_names_hold_what_they_say(temporary, schedule):
     stream = ROWS * WIDE["data.sequence_length"] * WIDE["model.d_model"] * 4
     expected = slots * 8 // STAGES * (3 + 4 - 1) * stream
     assert temporary(schedule, **more) - temporary(schedule, **fewer) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_zero_2_adds_up_shares(tiny, stages):
+    """Of the blocks' sums in float32 ZeRO-1 holds all on every data rank, and at most a share beside them while it
+    reduces them; ZeRO-2 holds a share."""
+    data, layers = 8 // stages, 8
+    setup = prepare(tiny(**WIDE, **{"model.num_layers": layers, "data.batch_size": 32}))
+    settings = {"data": data, "batch": 32, "micro_batches": 4, "recompute": True}
+    whole, shares = (
+        lower_step(laid_out(setup, piped(spread(layers, stages), stages, zero=zero, **settings)))
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+        for zero in (1, 2)
+    )
+    width, hidden = WIDE["model.d_model"], WIDE["model.d_ff"]
+    matrices = layers // stages * (4 * width * width + 2 * width * hidden)
+    assert 4 * matrices * (1 - 1 / data) <= whole - shares <= 4 * matrices

@@ -161,7 +161,7 @@ CORE = {
     "data": SHARES,
     "tensor": SHARES,
     "pieces": (1, 2, 4),  # micro-batches per stage
-    "zero": (0, 1, 3),
+    "zero": (0, 1, 2, 3),
     "name": tuple(MODELS),
 }
 REST = {
@@ -223,6 +223,7 @@ FEWER = {
     "stages": (1, 2),
     "data": (2,),
     "pieces": (2,),
+    "zero": (0, 1, 3),
     "name": ("gpt-untied",),
     "saved": ("all, loop", "input, loop"),
     "ahead": (0, 1),
@@ -244,8 +245,14 @@ BERT = [
 ]
 """Its objective and its head, whose programs compile in twice the time."""
 
+ZERO_2 = [
+    (1, "1f1b", 2, 2, 4, 2, "gpt-tied", "input, loop", 1, False, 2, "even"),
+    (2, "1f1b", 2, 1, 2, 2, "gpt-untied", "all, loop", 1, False, 1, "uneven"),
+]
+"""A loop that gathers first and scatters late, and a pipeline whose stages hold whole weights and shares of sums."""
 
-@pytest.mark.parametrize(NAMES, [*pairwise(*(CORE | REST | FEWER).values(), where=fits_quick, seed=2), *BERT])
+
+@pytest.mark.parametrize(NAMES, [*pairwise(*(CORE | REST | FEWER).values(), where=fits_quick, seed=2), *BERT, *ZERO_2])
 def test_gradients_are_those_of_the_definition(
     setup_of, stages, schedule, data, tensor, pieces, zero, name, saved, ahead, sequence, chunks, shape
 ):
@@ -267,7 +274,7 @@ def test_one_device_computes_the_definition(setup_of, name):
 
 # What a GPU runs where one stage is enough: a loop whose communication runs beside other layers.
 
-OVERLAPPED = {"zero": (0, 1, 3), "micro_batches": (1, 4), "ahead": (1, 2), "chunks": (1, 3)}
+OVERLAPPED = {"zero": (0, 1, 2, 3), "micro_batches": (1, 4), "ahead": (1, 2), "chunks": (1, 3)}
 
 
 def check_overlapped(setup_of, name, zero, micro_batches, ahead, chunks):
@@ -275,7 +282,7 @@ def check_overlapped(setup_of, name, zero, micro_batches, ahead, chunks):
     check_gradients(setup_of, name, 3, NONE, piped([5], 1, data=4, tensor=2, batch=BATCH, **settings), overlap=True)
 
 
-LOOPS = list(zip(itertools.cycle(MODELS), pairwise(*OVERLAPPED.values()), strict=False))
+LOOPS = list(zip(itertools.cycle(MODELS), pairwise(*(OVERLAPPED | {"zero": (0, 1, 3)}).values()), strict=False))
 
 
 @pytest.mark.parametrize(("name", "case"), quick_and_exhaustive(LOOPS, LOOPS[3:5]), ids=str)
@@ -376,7 +383,7 @@ DEGREES = {
 }
 """(model, of embedding, three blocks and head); ends that share a table share the degree."""
 
-MIXED_CORE = {"micro_batches": (1, 4), "zero": (0, 1, 3)}
+MIXED_CORE = {"micro_batches": (1, 4), "zero": (0, 1, 2, 3)}
 MIXED_NAMES = ("layers", *MIXED_CORE, *REST)
 FEW = {
     "saved": ("all", "input, loop"),
@@ -384,7 +391,7 @@ FEW = {
     "sequence": (False, True),
     "chunks": (None, (1, 2, 2, 3, 1)),
 }
-QUICK = MIXED_CORE | FEW | {"saved": ("all, loop", "input, loop")}
+QUICK = MIXED_CORE | FEW | {"zero": (0, 1, 3), "saved": ("all, loop", "input, loop")}
 MIXED = [(layers, *rest) for layers, rest in zip(itertools.cycle(DEGREES), pairwise(*QUICK.values()), strict=False)]
 
 

@@ -48,6 +48,7 @@ BY_HAND = {
     "data": {},
     "data, accumulated": dict(micro_batches=2),
     "ZeRO-1": dict(zero=1, micro_batches=2),
+    "ZeRO-2": dict(zero=2, micro_batches=4),
     "ZeRO-3": dict(zero=3, micro_batches=2),
     "tensor": dict(tensor=8),
     "tensor, recomputed": dict(tensor=4, recompute=True, micro_batches=2),
@@ -56,6 +57,7 @@ BY_HAND = {
     "1f1b": dict(pipe=2, tensor=2, micro_batches=4),
     "gpipe": dict(pipe=4, micro_batches=2, schedule="gpipe", zero=1),
     "1f1b, uneven": dict(pipe=3, micro_batches=4),
+    "1f1b, ZeRO-2": dict(pipe=2, tensor=2, zero=2, micro_batches=4),
     "1f1b, ZeRO-3": dict(pipe=2, tensor=2, zero=3, micro_batches=2),
     "interleaved": dict(pipe=2, tensor=2, chunks=2, micro_batches=4),
     "gradients in 8 bits": dict(gradient_compression="quantize", micro_batches=2),
@@ -100,7 +102,7 @@ def read_here(config, plan):
     return read_compiled(compiled, dict(design.layout.device_mesh.mesh.shape), Clock(CLUSTER))
 
 
-FEW = ("ZeRO-1", "sequence, recomputed", "1f1b, ZeRO-3")
+FEW = ("ZeRO-1", "ZeRO-2", "sequence, recomputed", "1f1b, ZeRO-3")
 """Between them: every kind of sum, gather and exchange but the compressed ones, in loops and in a pipeline."""
 
 

@@ -102,12 +102,16 @@ class CostBasis:
         """Tensor degrees up to `devices` that some layer allows."""
         return [t for t in self._degrees if t <= devices]
 
-    def levels(self, requested: tuple[Zero, ...], data: int, space: Space) -> tuple[Zero, ...]:
-        """The requested ZeRO levels that differ from each other on this number of data ranks.
+    def levels(self, requested: tuple[Zero, ...], data: int, space: Space, micro_batches: int) -> tuple[Zero, ...]:
+        """The requested ZeRO levels that differ from each other on so many data ranks, with so many micro-batches.
 
-        A single rank shards nothing, so ZeRO-1 is the same as ZeRO-0.  ZeRO-3 is the same too, except in one SPMD
-        program whose weights are not stored in the compute dtype (`memory`).  ZeRO-3 excludes gradient compression.
+        With one micro-batch ZeRO-2 is the same as ZeRO-1, which reduces gradients once.
+        A single rank shards nothing, so ZeRO-1 and ZeRO-2 are the same as ZeRO-0.  ZeRO-3 is the same too, except in
+        one SPMD program whose weights are not stored in the compute dtype (`memory`).  Programs per stage have no
+        ZeRO-2.  ZeRO-2 and ZeRO-3 exclude gradient compression.
         """
+        if space == "general" or (micro_batches == 1 and 1 in requested):
+            requested = tuple(level for level in requested if level != 2)
         if data > 1:
             return requested
         rounds = space == "spmd" and (self.profile.bytes_per_weight < FLOAT32 or not self.profile.used_as_stored)

@@ -358,7 +358,7 @@ def saved_bytes(size: float, model: CostModel) -> dict[str, float]:
 def _used_bytes(saved: float, zero: int, data: int, model: CostModel) -> float:
     """Bytes of compute-dtype copies, which are freed before an update decodes moments.  saved: bytes of stored
     state."""
-    shares = data if zero == 1 else 1
+    shares = data if zero in (1, 2) else 1
     copied = shares > 1 or (zero < 3 and not model.profile.used_as_stored)
     return copied * shares * saved / model.profile.state.bytes * model.profile.bytes_per_weight
 

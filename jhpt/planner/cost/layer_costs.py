@@ -10,11 +10,12 @@ layer has tensor degree t, and a micro-batch b samples.
     ZeRO-3         per micro-batch, prefetched     all-gather of weights in both passes, reduce-scatter of gradients;
                                                    a layer takes max(compute, communication) and a share of the
                                                    shorter one (`Framework.exposed_gathers`)
+    ZeRO-2         per micro-batch                 reduce-scatter of gradients beside the backward pass, as with ZeRO-3
     gradients      once per step                   all-reduce over d (ZeRO-1: reduce-scatter); it follows the layer's
                                                    last backward pass on a separate stream; a share counts as
                                                    update (`Framework.exposed_gradients`)
     accumulation   per micro-batch, if several     gradients added up, in the backward pass
-    ZeRO-1         once, in the first forward      all-gather of weights; the part that the forward pass does not hide
+    ZeRO-1, ZeRO-2 once, in the first forward      all-gather of weights; the part that the forward pass does not hide
     update         once, at the end                optimizer, on a device's share of the state
 
 Sample chunks reduce the tensor seconds.  A layer then takes the period of `collectives`, and the first layer of a run
@@ -24,15 +25,15 @@ program both apply to the blocks only, not to embedding and head.  Left out: con
 on a shared link, and the memory of a chunk's all-reduce.
 
 Compressed gradients (`communication.gradient_seconds`) replace all-reduce and reduce-scatter.  Their kernels count as
-update seconds, and the residual that each rank keeps counts as optimizer state.  ZeRO-3 excludes them.
+update seconds, and the residual that each rank keeps counts as optimizer state.  ZeRO-2 and ZeRO-3 exclude them.
 
 ZeRO-3 on a single data rank communicates nothing, but both passes convert weights to the compute dtype.  That takes the
 memory bandwidth's time for reading 4 and writing 2 bytes.  The other levels convert once per step, in the update.  Left
 out: the update of ZeRO-3 then writes no copy.
 
-On a cluster that does not overlap communication with computation everything is exposed: a ZeRO-3 layer takes compute
-plus communication, ZeRO-1 its whole all-gather, and gradients are reduced after the last backward pass.  What is
-exposed once per step counts as update seconds.
+On a cluster that does not overlap communication with computation everything is exposed: a layer of ZeRO-2 or ZeRO-3
+takes compute plus communication, ZeRO-1 its whole all-gather, and gradients are reduced after the last backward pass.
+What is exposed once per step counts as update seconds.
 
 With recomputation a layer saves only its input and the tensors that `SavedTensors` names.  The backward pass repeats
 the part of the forward pass, and of its all-reduces, that it needs (`activations.repeated`; all of it for layers
@@ -50,8 +51,9 @@ These are the costs of a program per stage.  `memory` describes what the single 
 instead.  Its pipelines hide less of the parameters' communication:
 
     ZeRO-3         the reduce-scatter follows each backward pass: max(backward, all-gather) + reduce-scatter
+    ZeRO-2         backward + reduce-scatter
     gradients      exposed, after the last backward pass
-    ZeRO-1         exposed, before the first forward pass
+    ZeRO-1, ZeRO-2 weights exposed, before the first forward pass
 """
 
 from dataclasses import dataclass, replace
@@ -124,7 +126,7 @@ class KindCosts:
     def arrays(self) -> dict[str, Array]:
         """[kinds] the fields of `LayerCosts`."""
         plain = self._with_accumulation(self._plain_passes())
-        passes = self._with_weight_gathers(self._with_recomputation(plain))
+        passes = self._with_sharding(self._with_recomputation(plain))
         return {
             "forward": np.where(self.basis.kinds_allowed(self.tensor), passes.forward, np.inf),
             "backward": passes.backward,
@@ -173,8 +175,9 @@ class KindCosts:
             backward_tensor=passes.backward_tensor + all_reduce_shares * passes.forward_tensor,
         )
 
-    def _with_weight_gathers(self, passes: Passes) -> Passes:
-        """Adds ZeRO-3: all-gathers of weights and the reduce-scatter of gradients, or on one rank the conversion."""
+    def _with_sharding(self, passes: Passes) -> Passes:
+        """Adds ZeRO-2's reduce-scatter of gradients, or ZeRO-3's with its all-gathers of weights, or on one rank the
+        conversion."""
         gather, exposed = self.basis.data_collectives.gathered(self.place, self.tensor), self.framework.exposed_gathers
         if self.zero == 3 and self.basis.cluster.overlap:
             backward_gather, after = (gather, gather) if self.in_pipeline else (2 * gather, np.zeros_like(gather))
@@ -193,6 +196,13 @@ class KindCosts:
             )
         elif self.zero == 3:
             passes = replace(passes, forward=passes.forward + gather, backward=passes.backward + 2 * gather)
+        elif self.zero == 2 and self.basis.cluster.overlap and not self.in_pipeline:
+            backward, filling = _beside(
+                passes.backward, passes.backward_filling, gather - passes.backward_tensor, exposed
+            )
+            passes = replace(passes, backward=backward, backward_filling=filling)
+        elif self.zero == 2:
+            passes = replace(passes, backward=passes.backward + gather)
         profile, strategy = self.basis.profile, self.strategy
         if strategy.zero == 3 and self.data == 1 and strategy.program != "per_stage" and not profile.used_as_stored:
             rate = min(device.stream_rate for device in self.basis.places.devices_of(self.place))
@@ -206,7 +216,7 @@ class KindCosts:
         if not moved:
             return passes
         rate = min(device.stream_rate for device in self.basis.places.devices_of(self.place))
-        parameters, shares = self.basis.data_collectives.parameters / self.tensor, self.data if self.zero == 3 else 1
+        parameters, shares = self.basis.data_collectives.parameters / self.tensor, self.data if self.zero > 1 else 1
         added = parameters * moved / shares / rate
         return replace(passes, backward=passes.backward + added)
 
@@ -217,8 +227,8 @@ class KindCosts:
         parameters, tied = collectives.parameters / tensor, collectives.tied / tensor
         nothing = np.zeros_like(parameters)
         # The all-gather of the weights takes as long as the reduce-scatter of the gradients.
-        gathered = collectives.gathered(place, tensor) if zero == 1 else nothing
-        if zero == 1 and self.framework.broadcasts_shares:
+        gathered = collectives.gathered(place, tensor) if zero in (1, 2) else nothing
+        if zero in (1, 2) and self.framework.broadcasts_shares:
             group = place.data_group(tensor)
             gathered = gathered + group.size * group.ring_latency / basis.num_layers
         # What runs beside a pass still adds a share of its seconds to it.
@@ -227,13 +237,15 @@ class KindCosts:
             gathered = np.maximum(exposed * gathered, gathered - plain.forward - plain.forward_tensor)
         exchange = collectives.between_first_and_last(place, tied * basis.profile.bytes_per_weight)
         gradients, tied_reduction, coding, tied_coding = nothing, nothing, nothing, nothing
-        if zero != 3:
+        if zero < 2:
             shares = zero == 1
             summed = self.strategy.accumulates
             gradients, tied_reduction = collectives.reduced(place, tensor, shares=shares, summed=summed)
             coding = collectives.kernels(place, tensor, parameters, shares=shares)
             tied_coding = collectives.kernels(place, tensor, tied, shares=shares)
         in_update = exposed * gradients
+        if zero == 2 and hides:  # a layer is reduced beside the next one, so of the last pass the last layer follows
+            gradients = collectives.gathered(place, tensor)
         update = parameters * basis.update_seconds(zero, self.data, place)
         return {
             "gradients": gradients - in_update,

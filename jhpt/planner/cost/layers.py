@@ -103,9 +103,14 @@ def layer_strategy(
     recompute: bool,
     sequence: bool = False,
     compression: Compression | None = None,
+    sample_chunks: tuple[int, ...] = (1,),
+    saved: SavedTensors | None = None,
 ) -> LayerStrategy:
-    """The strategy of a plan with so many stages, without sample chunks and saved tensors."""
-    program = program_of(space, stages)
+    """The strategy of a plan with so many stages.
+
+    With one micro-batch nothing is added up, and ZeRO-2 is ZeRO-1.
+    """
+    program, zero = program_of(space, stages), 1 if zero == 2 and micro_batches == 1 else zero
     return LayerStrategy(
         batch // micro_batches,
         zero,
@@ -117,6 +122,8 @@ def layer_strategy(
         reduces_late=program == "one_stage",
         sequence=sequence,
         compression=compression,
+        sample_chunks=sample_chunks,
+        saved=saved,
     )
 
 
@@ -124,12 +131,9 @@ def strategy_of(plan: Plan) -> LayerStrategy:
     """The strategy of a plan.  Sample chunks differ between layers and are not part of it (`estimate.chunk_costs`)."""
     stages, count = len(plan.stages), plan.micro_batches
     compression = plan.compression if plan.compression.on else None
-    strategy = layer_strategy(
-        plan.space, stages, plan.batch, count, plan.zero, plan.recompute, plan.sequence, compression
-    )
-    if plan.saved is None and plan.other_blocks is None:
-        return strategy
-    return replace(strategy, saved=plan.saved, other_blocks=plan.other_blocks)
+    decided = plan.batch, count, plan.zero, plan.recompute, plan.sequence, compression
+    strategy = layer_strategy(plan.space, stages, *decided, saved=plan.saved)
+    return strategy if plan.other_blocks is None else replace(strategy, other_blocks=plan.other_blocks)
 
 
 @dataclass(frozen=True)

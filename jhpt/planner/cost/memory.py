@@ -3,17 +3,17 @@
 Embedding and head, the first and the last layer, lie outside the loop over layers that `jhpt.sharding` runs:
 
     - they are never recomputed;
-    - under ZeRO-3 they are treated as under ZeRO-1: their weights are gathered once per step and stay whole until its
-      end, and their gradients are scattered once.
+    - under ZeRO-2 and ZeRO-3 they are treated as under ZeRO-1: their weights are gathered once per step and stay whole
+      until its end, and their gradients are scattered once.
 
 Bytes per parameter on one of d data ranks, with w bytes in the compute dtype and o bytes for the stored weight, its
 rounding remainder and the moments (`core.state`):
 
-    ZeRO                         0                            1                                3
-    optimizer state              o                            o / d                            o / d
-    compute-dtype weight         w, or 0 if stored so         w                                0       (working set)
-    gradient                     4                            4, and w / d if reduced late     4 / d
-      with one micro-batch       4                            w / d if reduced late, else w    w / d
+    ZeRO                         0                         1                               2       3
+    optimizer state              o                         o / d                           o / d   o / d
+    compute-dtype weight         w, or 0 if stored so      w                               w       0  (working set)
+    gradient                     4                         4, and w / d if reduced late    4 / d   4 / d
+      with one micro-batch       4                         w / d if reduced late, else w   w / d   w / d
       of embedding and head      4 + w; with one micro-batch w; in a pipeline 4
 
 With several micro-batches embedding and head have a gradient of the current micro-batch beside the accumulated one.
@@ -22,9 +22,9 @@ the backward passes of the other layers.  With one stage and one micro-batch no 
 pass.  While the head, which starts it, is at work, that much room is free for its tensors (`in_one_stage`).  With two
 micro-batches the first one's gradient is widened to float32 only then.
 
-On a single data rank ZeRO-1 is the same as ZeRO-0.  ZeRO-3 shards nothing either, but it reads every layer's weights as
-they are stored and converts them where they are used: there is no copy of all weights, and with one micro-batch the
-gradients stay in the compute dtype.
+On a single data rank ZeRO-1 and ZeRO-2 are the same as ZeRO-0.  ZeRO-3 shards nothing either, but it reads every
+layer's weights as they are stored and converts them where they are used: there is no copy of all weights, and with one
+micro-batch the gradients stay in the compute dtype.
 
 Beside what it saves, a running layer needs its weights as they are read; with ZeRO-3 the prefetched weights, both
 sharded and gathered; the gradient of the previous layer, if that is reduced late; and the tensors of `work_bytes`.  The
@@ -39,8 +39,8 @@ With several stages, moreover:
     - every stage reserves a slot for parameters, gradients and optimizer state of embedding or head: the first stage
       uses it for the embedding, the last one for the head and its copy of a shared parameter.  All stages gather and
       update the slot; the first and the last one reduce its gradients;
-    - gradients are reduced after the last backward pass, where nothing hides them; ZeRO-1 gathers weights before the
-      first forward pass.
+    - gradients are reduced after the last backward pass, with ZeRO-2 and ZeRO-3 after each, where nothing hides them;
+      ZeRO-1 and ZeRO-2 gather weights before the first forward pass.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -88,14 +88,14 @@ def parameter_bytes(
       as_stored: whether weights are computed with in the dtype that they are stored in.
       overlap: whether the cluster overlaps communication with computation.
     """
-    if data == 1 and (strategy.program == "per_stage" or strategy.zero == 1):
+    if data == 1 and (strategy.program == "per_stage" or strategy.zero < 3):
         strategy = replace(strategy, zero=0)
     zero, optimizer = strategy.zero, state - 2 * wire
     if strategy.program == "per_stage":
-        weights = 2 * wire / (data if zero == 3 else 1)
+        weights = wire / (data if zero == 3 else 1) + wire / (data if zero > 1 else 1)
         return ParameterBytes(weights, optimizer / (data if zero else 1), 2 * wire if zero == 3 else 0.0)
     stored = optimizer + (wire if as_stored else 0.0)
-    used = {0: 0.0 if as_stored else wire, 1: wire, 3: 0.0}[zero]
+    used = {0: 0.0 if as_stored else wire, 1: wire, 2: wire, 3: 0.0}[zero]
     late = strategy.reduces_late and overlap and data > 1
     gradient = _gradient(strategy, data, wire, late=late)
     if strategy.embedding_or_head and strategy.frees_copy_after_head:
@@ -111,7 +111,7 @@ def _gradient(strategy: LayerStrategy, data: int, wire: float, *, late: bool) ->
     zero, several = strategy.zero, strategy.several_micro_batches
     if strategy.program == "one_stage" and strategy.embedding_or_head:
         return FLOAT32 + wire if several else wire
-    if zero == 3:
+    if zero > 1:
         return (FLOAT32 if several or strategy.program == "pipeline" else wire) / data
     if zero == 1 and not several:
         return wire / data if late else wire
@@ -161,7 +161,7 @@ def _absent_at_head(strategy: LayerStrategy, gradient: float, wire: float, data:
         return gradient
     if strategy.embedding_or_head:
         return wire
-    return (FLOAT32 - wire) / (data if strategy.zero == 3 else 1) if strategy.two_micro_batches else 0.0
+    return (FLOAT32 - wire) / (data if strategy.zero > 1 else 1) if strategy.two_micro_batches else 0.0
 
 
 def work_bytes(kind: LayerKind, tensor: int, cut: int, *, causal: bool) -> float:

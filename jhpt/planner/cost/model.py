@@ -134,9 +134,9 @@ class CostModel(CostBasis):
         """The number of chunks into which every layer cuts its samples, on so many devices (`collectives.partition`).
 
         In a pipeline all layers have the same number.  No number is chosen that makes a layer by itself slower than one
-        chunk does, in either direction, its all-gathers of ZeRO-3 included.  So plans with these chunks are never
-        slower than plans without; with ZeRO-1 by at most one filling, because the all-gather of weights is not assumed
-        to run beside it.
+        chunk does, in either direction, its collectives of ZeRO-2 and ZeRO-3 included.  So plans with these chunks are
+        never slower than plans without; with ZeRO-1 by at most one filling, because the all-gather of weights is not
+        assumed to run beside it.
         """
         local = -(-strategy.micro_batch * tensor // devices)
         candidates = tuple(c for c in strategy.sample_chunks if c <= local)
@@ -147,7 +147,7 @@ class CostModel(CostBasis):
         # These fields do not change the choice.
         shared = replace(
             strategy,
-            zero=3 if strategy.zero == 3 else 0,
+            zero=strategy.zero if strategy.zero > 1 else 0,
             several_micro_batches=False,
             accumulates=False,
             two_micro_batches=False,
@@ -190,7 +190,7 @@ class CostModel(CostBasis):
             return partition(allowed, first, last)[1]
 
         chosen = best()
-        while strategy.zero == 3 and len(used := sorted({0, *chosen})) > 1:
+        while strategy.zero > 1 and len(used := sorted({0, *chosen})) > 1:
             also = self._slower_layers(places, tensor, [strategies[at] for at in used])[:, 1:-1]
             if (also <= slower[used]).all():
                 break
@@ -204,8 +204,8 @@ class CostModel(CostBasis):
     ) -> npt.NDArray[np.bool_]:
         """[strategies, layers] whether a pass of the layer takes longer than with the first strategy, anywhere.
 
-        All-gathers of ZeRO-3 hide behind computation only while the tensor axis does not use the links, so hiding the
-        all-reduces of that axis may expose as many seconds of all-gathers.
+        Collectives of ZeRO-2 and ZeRO-3 hide behind computation only while the tensor axis does not use the links, so
+        hiding the all-reduces of that axis may expose as many seconds of them.
         """
         tables = [[self._by_layer(place, tensor, strategy) for strategy in strategies] for place in places]
         # [places, strategies, directions, layers]

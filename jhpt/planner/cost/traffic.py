@@ -306,12 +306,14 @@ class _Step:
         for (t, _), run in itertools.groupby(layers, key=lambda one: one[1:]):
             size, count, one = self._parameter_bytes(layers[0][0], t), len(list(run)), self.stages == 1
             if self.plan.zero < 3:
-                sums = count + late if one else self._depth
                 gathers = (count + self._ahead if one else self._depth) if self.plan.zero else 0
             else:
-                sums = many * (count + late if one else count)
                 passes = 2 * (self._depth + self._ahead if self._ahead else count)
                 gathers = many * (2 * count + self._ahead if one else passes)
+            if self._scatters_in_every_pass:
+                sums = many * (count + late if one else count)
+            else:
+                sums = count + late if one else self._depth
             yield from self._gathered(size, t, gathers)
             yield from self._reduced(size, t, sums)
         if not layers and self.stages > 1 and (self.plan.zero < 3 or self._ahead):
@@ -330,7 +332,12 @@ class _Step:
             yield from self._gathered(size, t, 2 * self.plan.micro_batches * (self._depth + self._ahead))
         else:
             yield from self._gathered(size, t, self._depth if self.plan.zero else 0)
-            yield from self._reduced(size, t, self._depth)
+            yield from self._reduced(size, t, 0 if self._scatters_in_every_pass else self._depth)
+
+    @property
+    def _scatters_in_every_pass(self) -> bool:
+        """Whether gradients of blocks are reduce-scattered in every micro-batch."""
+        return self.plan.zero == 3 or (self.plan.zero == 2 and self.plan.micro_batches > 1)
 
     @property
     def _ahead(self) -> int:

@@ -24,7 +24,7 @@ from jhpt.planner.cost.offload import offloads
 from jhpt.planner.cost.traffic import traffic
 from jhpt.planner.report.causes import mean_causes
 from jhpt.planner.report.words import compression_text, duration, offload_text, percent, shape_text
-from jhpt.planner.search.request import COMPRESSIONS
+from jhpt.planner.search.request import COMPRESSIONS, ZERO
 from jhpt.planner.search.solve import Answer
 
 MINOR = 0.05
@@ -101,7 +101,8 @@ def changed(answer: Answer) -> tuple[Alternative, ...]:
 
 
 def _changes(plan: Plan, model: CostModel) -> Iterator[tuple[str, dict[str, Any]]]:
-    for zero in model.levels((0, 1, 3), plan.replicas, plan.space) if plan.offload is None else ():
+    levels = model.levels(ZERO, plan.replicas, plan.space, plan.micro_batches)
+    for zero in levels if plan.offload is None else ():
         if zero != plan.zero:
             yield (f"ZeRO-{zero}" if zero else "no ZeRO"), {"zero": zero}
     alike: dict[str, Any] = {"saved": None, "other_blocks": None}

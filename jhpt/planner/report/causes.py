@@ -7,7 +7,7 @@ Uneven stages and the ramps of the pipeline both show as waiting.  Compute and u
 
     recomputation       forward passes that are repeated in the backward pass
     copies              exposed transfers of saved activations to the host and back
-    weights gathered    exposed all-gathers of ZeRO-3, and of weights that are gathered once per step
+    weights gathered    exposed collectives of ZeRO-3, and all-gathers of weights once per step
 
 Tensor communication is the exposed part of the all-reduces, and the overhead of sample chunks and of compression.
 """
@@ -35,14 +35,23 @@ def stage_causes(plan: Plan, position: int, estimate: Estimate, model: CostModel
     if plan.offload is not None:
         return seconds
     # One data rank gathers nothing; rounding the weights is computation.
-    ungathered = strategy if plan.replicas == 1 else replace(strategy, zero=0)
-    unsharded = plan.micro_batches * _passes(plan, position, ungathered, model)
-    bare = plan.micro_batches * _passes(plan, position, replace(ungathered, recompute=False, saved=None), model)
-    once = _gathered(plan, position, model)
+    unsharded = strategy if plan.replicas == 1 else replace(strategy, zero=0)
+
+    def more(strategy: LayerStrategy, other: LayerStrategy) -> float:
+        passes = (_passes(plan, position, each, model) for each in (strategy, other))
+        return plan.micro_batches * (next(passes) - next(passes))
+
+    # Adding up gradients is computation, too: of ZeRO-2 and ZeRO-3 that of a share.
+    sharding = more(replace(strategy, accumulates=False), replace(unsharded, accumulates=False))
+    again = more(unsharded, replace(unsharded, recompute=False, saved=None))
+    once, copies = _gathered(plan, position, model), _copied(plan, position, model)
     seconds["update"] -= once
-    gathered = seconds["compute"] - unsharded + once
-    copies = _copied(plan, position, model)
-    split = {"compute": bare, "recomputation": unsharded - bare - copies, "weights gathered": gathered}
+    seconds["gradients exposed"] += sharding if plan.zero == 2 else 0.0
+    split = {
+        "compute": seconds["compute"] - sharding - again,
+        "recomputation": again - copies,
+        "weights gathered": once + (0.0 if plan.zero == 2 else sharding),
+    }
     split |= {"copies": copies} if saved_tensors_of(plan).host else {}
     return split | {cause: value for cause, value in seconds.items() if cause != "compute"}
 

@@ -75,7 +75,7 @@ def devices_text(stage: Stage) -> str:
 
 
 ACCUMULATION, CHECKPOINTING = " (gradient accumulation)", " (activation checkpointing)"
-ZERO = {1: " (optimizer sharding)", 3: " (FSDP)"}
+ZERO = {1: " (optimizer sharding)", 2: " (gradient sharding)", 3: " (FSDP)"}
 """Other names of what a plan does, for its longest description."""
 
 

@@ -143,7 +143,7 @@ def _families(
 def _members(one: _Grid, stages: list[int], request: Request, table: "_Table") -> Members[_Grid]:
     """The grids with so many stages that share the micro-batches and degrees of `one`, by their bounds."""
     compression = request.compression[0] if one.tensor > 1 else None
-    levels = table.model.levels(request.zero, one.data, table.space)
+    levels = table.model.levels(request.zero, one.data, table.space, one.micro_batches)
     sequences = request.sequences(table.model, one.tensor, compression)
     grids = [
         replace(one, stages=s, zero=zero, recompute=recompute, sequence=sequence, compression=compression)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import ONE_CHUNK, SavedTensors, Schedule
+from jhpt.core.plan import ONE_CHUNK, SavedTensors, Schedule, Zero
 from jhpt.core.schedule import delay, in_flight
 from jhpt.planner.cost.activations import NOTHING
 from jhpt.planner.cost.communication import Place, transfer_seconds
@@ -51,7 +51,7 @@ def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator
         b = request.batch // m
         for tensor in model.common_degrees(available):
             for data in divisors(b, up_to=available // tensor):
-                levels = model.levels(request.zero, data, space)
+                levels = model.levels(request.zero, data, space, m)
                 for zero, recompute in itertools.product(levels, request.recompute):
                     # With one tensor rank there is no all-reduce to compress or to hide.
                     for compression in request.compression if tensor > 1 else (None,):
@@ -60,7 +60,8 @@ def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator
 
 
 def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> float:
-    """A bound for any number of stages: the computation alone, in as many stages as there can be.
+    """A bound for any number of stages: the computation, or longer collectives beside it, in as many stages as there
+    can be.
 
     With interleaving, the number of stages divides the number of micro-batches.
     """
@@ -71,23 +72,32 @@ def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: Saved
         spread = max(spread, min(most, m))
     recomputed = grid.recompute and not sets.sets
     samples = request.batch // m // grid.data
-    work = least_work(samples, grid.tensor, recomputed, model, sequence=request.sequence)
+    work = least_work(
+        samples, grid.tensor, recomputed, model, sequence=request.sequence, zero=grid.zero, data=grid.data
+    )
     return m * work / spread * (1 - SLACK)
 
 
-def least_work(samples: int, tensor: int, recompute: bool, model: CostModel, *, sequence: bool) -> float:
-    """Seconds to compute both passes of all layers for so many samples on a device, without any communication.
+def least_work(
+    samples: int, tensor: int, recompute: bool, model: CostModel, *, sequence: bool, zero: Zero = 0, data: int = 1
+) -> float:
+    """Seconds of both passes of all layers for so many samples on a device: to compute them, or of the collectives that
+    ZeRO-2 and ZeRO-3 have in every pass of a block where these take longer.
 
     Args:
       recompute: whether blocks compute again what `model.saved` does not name.
       sequence: whether sequence parallelism may divide what tensor ranks repeat.
+      data: data ranks.
     """
     forward, backward = model.least_seconds(samples, tensor, sequence=sequence)
-    work = float((forward + backward)[model.index].sum())
+    work = float((forward + backward)[model.index[[0, -1]]].sum()) if model.num_layers > 1 else 0.0
     if recompute:  # embedding and head are not recomputed
-        again = model.activations.repeated(model.saved or NOTHING)[0]
-        work += float((again * forward)[model.index[1:-1]].sum())
-    return work
+        backward = backward + model.activations.repeated(model.saved or NOTHING)[0] * forward
+    if zero > 1 and data > 1 and model.places.alike(data * tensor):
+        sent = model.data_collectives.gathered(model.places.at(0, data * tensor), tensor)
+        forward = np.maximum(forward, sent) if zero == 3 else forward
+        backward = np.maximum(backward, sent * (zero - 1))
+    return work + float((forward + backward)[model.index[1:-1] if model.num_layers > 1 else model.index].sum())
 
 
 def _family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> Iterator[tuple[float, Grid]]:
@@ -171,12 +181,12 @@ def _work(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> _W
     computed = passes
     if choosing:
         plain = tables
-        if beside := strategy.zero == 3 and grid.data > 1 and model.cluster.overlap:
+        if beside := strategy.zero > 1 and grid.data > 1 and model.cluster.overlap:
             plain = [model.layer_costs(place, grid.tensor, replace(strategy, zero=0)) for place in places]
         costs = sets.costs(plain, size, grid.tensor, strategy)
         more, saved = costs.seconds, costs.bytes + tables[0].activations[[0, -1]].sum()
-        if beside:  # What is computed again may hide behind the gathered weights.
-            # Without adding up gradients: a rank of ZeRO-3 adds up its share only.
+        if beside:  # What is computed again may hide behind the collectives of ZeRO.
+            # Without adding up gradients: a rank of ZeRO-2 or ZeRO-3 adds up its share only.
             bare = replace(strategy, zero=0, accumulates=False)
             alone = [model.layer_costs(place, grid.tensor, bare) for place in places]
             computed = _least(np.array([c.forward + c.forward_tensor + c.backward + c.backward_tensor for c in alone]))

@@ -96,7 +96,7 @@ def _variants(plan: Plan, model: CostModel, config: Config) -> Iterator[Plan]:
     for choice, offload in itertools.product(recompute, [plan.offload, *more]):
         yield plan.model_copy(update={"recompute": choice, "offload": offload})
     if plan.replicas == 1 and plan.offload is None:
-        for choice, zero in itertools.product(recompute, model.levels((3,), 1, plan.space)):
+        for choice, zero in itertools.product(recompute, model.levels((3,), 1, plan.space, plan.micro_batches)):
             yield plan.model_copy(update={"recompute": choice, "zero": zero})
 
 

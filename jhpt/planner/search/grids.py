@@ -79,7 +79,7 @@ class Grid:
 
     def strategy(self, batch: int) -> LayerStrategy:
         """The strategy that all layers share."""
-        strategy = layer_strategy(
+        return layer_strategy(
             self.space,
             self.stages,
             batch,
@@ -88,8 +88,9 @@ class Grid:
             self.recompute,
             self.sequence,
             compression=self.compression,
+            sample_chunks=self.sample_chunks,
+            saved=self.saved,
         )
-        return replace(strategy, sample_chunks=self.sample_chunks, saved=self.saved)
 
 
 def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> Plan:

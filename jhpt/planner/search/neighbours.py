@@ -88,6 +88,7 @@ def _grids(request: Request, model: CostModel) -> Iterator[Grid]:
         return
     compressions, samples = (request.compression, request.sample_chunks) if tensor > 1 else ((None,), (1,))
     counts = [count for count in request.micro_batches if request.batch // count % data == 0]
-    levels = model.levels(request.zero, data, "spmd")
-    for count, zero, recompute, how in itertools.product(counts, levels, request.recompute, compressions):
-        yield Grid(1, data, tensor, count, zero, recompute, "1f1b", 1, "spmd", how, samples)
+    for count in counts:
+        levels = model.levels(request.zero, data, "spmd", count)
+        for zero, recompute, how in itertools.product(levels, request.recompute, compressions):
+            yield Grid(1, data, tensor, count, zero, recompute, "1f1b", 1, "spmd", how, samples)

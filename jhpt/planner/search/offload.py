@@ -117,7 +117,7 @@ def _saving(plan: Plan, saved: SavedTensors | None) -> Plan:
 
 
 def _levels(request: Request) -> list[Zero]:
-    return [level for level in request.zero if level < 3]
+    return [level for level in request.zero if level < 2]
 
 
 def _least_seconds(shape: _Shape, request: Request, model: CostModel) -> float:

@@ -28,6 +28,9 @@ COMPRESSIONS = (Compression(bits=8), Compression(tokens=0.3, bits=8, rest_bits=4
 They train as well as no compression does (docs/reports/compression.md).
 """
 
+ZERO: tuple[Zero, ...] = get_args(Zero)
+"""ZeRO levels that the planner chooses from."""
+
 TOLERANCE = 1e-12
 """Relative difference of seconds.  Two plans that are closer than this count as equally fast."""
 
@@ -39,7 +42,7 @@ class Request:
     batch: int
     micro_batches: tuple[int, ...]
     schedules: tuple[Schedule, ...] = SCHEDULES
-    zero: tuple[Zero, ...] = (0, 1, 3)
+    zero: tuple[Zero, ...] = ZERO
     recompute: tuple[bool, ...] = (False, True)
     sequence: bool = True
     """Whether plans may use sequence parallelism."""
@@ -91,12 +94,12 @@ def request(batch: int, micro_batches: int | Iterable[int] | None = None, **opti
         counts = tuple(divisors(batch))
     else:
         counts = (micro_batches,) if isinstance(micro_batches, int) else tuple(micro_batches)
-    for name, choices in (("zero", (0, 1, 3)), ("recompute", (False, True)), ("schedules", get_args(Schedule))):
+    for name, choices in (("zero", ZERO), ("recompute", (False, True)), ("schedules", get_args(Schedule))):
         requested = options.get(name, choices)
         if not requested or any(choice not in choices for choice in requested):
             raise InputError(f"{name}={requested}: choose at least one of {', '.join(map(str, choices))}")
     if options.get("gradient_compression", PLAIN_GRADIENTS).on:
-        levels = options.get("zero", (0, 1, 3))
+        levels = options.get("zero", ZERO)
         options["zero"] = tuple(z for z in levels if conflict(Choices(gradient_compression=True, zero=z)) is None)
         if not options["zero"]:
             check(Choices(gradient_compression=True, zero=levels[0]))
@@ -120,6 +123,7 @@ def choices_of(request: Request, model: CostModel, space: Space) -> Choices:
         compression=None not in request.compression,
         gradient_compression=request.gradient_compression.on,
         offload=None if None in request.offload else request.offload[0],
+        zero=request.zero[0] if len(request.zero) == 1 else None,
         saved=request.saved is not None,
         names=SETTINGS,
     )

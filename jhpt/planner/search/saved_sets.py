@@ -126,8 +126,8 @@ class SavedSets:
         computed, summed = self._again * forward + back, self._sums * sums
         least = (computed + summed + there).min(axis=0).sum(axis=1)
         order = np.lexsort((sizes, on_host, least))
-        # Where gathered weights take longer than a pass, it ends no later for all-reduces, but may for computation.
-        again = (computed, summed) if strategy.zero == 3 else (computed + summed,)
+        # Where collectives of ZeRO take longer than a pass, it ends no later for all-reduces, but may for computation.
+        again = (computed, summed) if strategy.zero > 1 else (computed + summed,)
         seconds = [row for each in (there, *again) for row in each.sum(axis=-1).reshape(-1, len(order))]
         worse = np.vstack([*seconds, sizes, on_host]).T
         if several:  # A stage may have more of one kind than of another.

@@ -123,7 +123,7 @@ def _same_results(config: Config, devices: int, *, one_memory: bool) -> Iterator
     more: list[dict[str, Any]] = [{"parallel.micro_batches": count} for count in divisors(each) if count > now]
     memory = config.memory
     recomputed = [] if memory.recompute == "full" and memory.recompute_blocks is None else [_all_recomputed(config)]
-    levels: list[dict[str, Any]] = [{"parallel.zero": zero} for zero in (1, 3) if zero > config.parallel.zero]
+    levels: list[dict[str, Any]] = [{"parallel.zero": zero} for zero in (1, 2, 3) if zero > config.parallel.zero]
     levels = levels if replicas > 1 else []
     yield from more
     yield from recomputed

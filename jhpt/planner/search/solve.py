@@ -22,7 +22,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import check_blocks
 from jhpt.planner.search.general import offer_equal_stages, search_general
 from jhpt.planner.search.offload import nearest_offloaded, offloaded_plans, search_offloaded
-from jhpt.planner.search.request import SCHEDULES, Incumbent, Request, choices_of
+from jhpt.planner.search.request import SCHEDULES, ZERO, Incumbent, Request, choices_of
 from jhpt.planner.search.request import request as request_of
 from jhpt.planner.search.spmd import search_spmd
 
@@ -71,7 +71,7 @@ def plan(
     micro_batches: int | Iterable[int] | None = None,
     space: Space = "spmd",
     schedules: tuple[Schedule, ...] = SCHEDULES,
-    zero: tuple[Zero, ...] = (0, 1, 3),
+    zero: tuple[Zero, ...] = ZERO,
     recompute: tuple[bool, ...] = (False, True),
 ) -> Plan:
     """The fastest plan of `space` for a step of `batch` samples.  `solve` takes all other decisions of a `Request`.

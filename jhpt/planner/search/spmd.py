@@ -11,7 +11,7 @@ Decision set of space="spmd":
     schedule        1f1b, eager-1f1b, gpipe, or interleaved with v = 2, 3 or 4 chunks per device.  Interleaving requires
                     M to be divisible by S.  It cuts the layers into S v ranges whose largest one is smallest, or that
                     are most even (`grids`), by the seconds without recomputation, or with full recomputation
-    ZeRO            0, 1 or 3 if d > 1, else 0 or 3.  ZeRO-3 on one data rank has no compute-dtype copy of the weights
+    ZeRO            0, 1, 2 or 3 if d > 1, else 0 or 3.  ZeRO-3 on one data rank has no compute-dtype copy of weights
     recomputation   off, or on with any set of a block's named tensors saved, the same in all blocks (`saved_sets`).
                     Sets that another one beats are left out.  With S = 1 and one degree the first blocks may save one
                     set, and the others another one or everything (`other_blocks`).  With one stage, plans that fit
@@ -132,7 +132,8 @@ def mixed_stages(
         place = model.places.at(0, devices)
         if _least_mixed(m, devices, even, request, model) >= limit:
             continue
-        decisions = itertools.product(_degree_sets(even, request, model, space), request.zero, request.recompute)
+        levels = model.levels(request.zero, devices, space, m)
+        decisions = itertools.product(_degree_sets(even, request, model, space), levels, request.recompute)
         for (degrees, compression, sequence), zero, recompute in decisions:
             strategy = layer_strategy(space, 1, request.batch, m, zero, recompute, sequence, compression)
             strategy = replace(strategy, sample_chunks=request.sample_chunks)

@@ -140,6 +140,34 @@ INNER = between_embedding_and_head(layer(parameters=10), layer(parameters=30), u
 INSIDE = stage(0, 2, (0, [1, 1, 1, 1]))
 
 
+def test_zero_2():
+    # Scattering takes 1 and 3 s beside each backward pass: max(2, 1) + max(2, 3).  Gathering weights once takes as
+    # long, of which the forward passes hide 1 s each.  In the last backward pass the second layer, done after 3 s, is
+    # scattered until 6, and the first until 7: 2 (2 + 5) + 2 + 2 + 0.2.
+    estimate = evaluate(plan(INSIDE, zero=2), INNER, cluster(2))
+    assert (estimate.times.forward.item(), estimate.times.backward.item()) == (2, 5)
+    assert estimate.seconds == pytest.approx(14 + 2 + 2 + 0.2)
+    # Whole weights in 2 bytes, half of the sums in 4; whole are the larger layer's gradient and the one before.
+    assert estimate.stages[0].bytes["weights and gradients"] == 40 * (2 + 4 / 2)
+    assert estimate.stages[0].bytes["optimizer"] == 240
+    assert estimate.stages[0].bytes["working set"] == 2 * 60
+    # ZeRO-1 sums whole gradients, and has the last micro-batch's shares beside the sums.
+    assert evaluate(plan(INSIDE, zero=1), INNER, cluster(2)).stages[0].bytes["weights and gradients"] == 40 * 7
+    # A rank adds up its half only.
+    adding, line = INNER.model_copy(update={"framework": Framework(accumulation=3.0)}), cluster(2, overlap=False)
+    more = [
+        evaluate(plan(INSIDE, zero=zero), adding, line).seconds - evaluate(plan(INSIDE, zero=zero), INNER, line).seconds
+        for zero in (1, 2)
+    ]
+    assert more[0] == pytest.approx(2 * more[1]) and more[1] > 0
+    # With one micro-batch there is nothing to add up.
+    once = [evaluate(plan(INSIDE, batch=2, micro_batches=1, zero=zero), INNER, cluster(2)) for zero in (1, 2)]
+    assert (once[0].seconds, once[0].stages) == (once[1].seconds, once[1].stages)
+    # In a pipeline nothing hides it: 2 + 1 and 2 + 3.
+    piped = stage(0, 2, (0, [1, 1])), stage(2, 2, (2, [1, 1]))
+    assert [evaluate(plan(*piped, zero=2), INNER, cluster(4)).times.backward[s, 0] for s in (0, 1)] == [3, 5]
+
+
 def test_zero_3():
     # Gathering takes 1 and 3 s, so does scattering.  Forward: max(1, 1) + max(1, 3); backward: max(2, 1 + 1) +
     # max(2, 3 + 3).  Nothing is left to reduce or gather after it: 2 (4 + 8) + 0.2.
@@ -161,18 +189,19 @@ def test_ends_are_gathered_once():
 
 
 def test_without_overlap():
-    # All of the above behind each other.  Gradients 2 + 6; ZeRO-1: 1 + 3 to scatter, as much to gather; ZeRO-3: forward
-    # (1 + 1) + (1 + 3), backward (2 + 2) + (2 + 6).
-    found = [evaluate(plan(INSIDE, zero=zero), INNER, cluster(2, overlap=False)) for zero in (0, 1, 3)]
-    assert [each.seconds for each in found] == pytest.approx([12 + 8 + 0.4, 12 + 4 + 4 + 0.2, 2 * (6 + 12) + 0.2])
-    assert [each.stages[0].seconds["gradients exposed"] for each in found] == pytest.approx([8, 4, 0])
-    assert [each.stages[0].seconds["update"] for each in found] == pytest.approx([0.4, 4.2, 0.2])
+    # All of the above behind each other.  Gradients 2 + 6; ZeRO-1: 1 + 3 to scatter, as much to gather; ZeRO-2 scatters
+    # twice; ZeRO-3: forward (1 + 1) + (1 + 3), backward (2 + 2) + (2 + 6).
+    found = [evaluate(plan(INSIDE, zero=zero), INNER, cluster(2, overlap=False)) for zero in (0, 1, 2, 3)]
+    expected = [12 + 8 + 0.4, 12 + 4 + 4 + 0.2, 2 * (2 + 4 + 4) + 4 + 0.2, 2 * (6 + 12) + 0.2]
+    assert [each.seconds for each in found] == pytest.approx(expected)
+    assert [each.stages[0].seconds["gradients exposed"] for each in found] == pytest.approx([8, 4, 0, 0])
+    assert [each.stages[0].seconds["update"] for each in found] == pytest.approx([0.4, 4.2, 4.2, 0.2])
 
 
 def test_zero_means_nothing_to_one_device():
     one = stage(0, 1, (0, [1, 1]))
-    assert len({evaluate(plan(one, zero=zero), PAIR, cluster(1)).seconds for zero in (0, 1, 3)}) == 1
-    assert len({evaluate(plan(one, zero=zero), PAIR, cluster(1)).stages[0].total_bytes for zero in (0, 1, 3)}) == 1
+    assert len({evaluate(plan(one, zero=zero), PAIR, cluster(1)).seconds for zero in (0, 1, 2, 3)}) == 1
+    assert len({evaluate(plan(one, zero=zero), PAIR, cluster(1)).stages[0].total_bytes for zero in (0, 1, 2, 3)}) == 1
 
 
 def test_two_stages():

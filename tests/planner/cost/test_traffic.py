@@ -118,6 +118,13 @@ def test_blocks_that_save_everything_repeat_no_all_reduce():
     assert surplus == pytest.approx(2 * 1 / 2 * 2 * BLOCK / 2)
 
 
+def test_zero_2_scatters_blocks_in_every_micro_batch():
+    assert whole(4, 1, zero=2) == sent(
+        all_gather__data=(6, 3 / 4 * 2 * ALL),
+        reduce_scatter__data=(2 * 4 + 2, 3 / 4 * 2 * (2 * 4 * BLOCK + EMBEDDING + HEAD)),
+    )
+
+
 def test_zero_3_gathers_blocks_in_both_passes_of_every_micro_batch():
     blocks, embedding_and_head = 4 * BLOCK, EMBEDDING + HEAD
     assert whole(4, 1, zero=3) == sent(
@@ -140,7 +147,8 @@ def test_recomputation_sums_attention_again():
 
 
 @pytest.mark.parametrize(
-    ("zero", "gathered", "summed"), [(0, 0, 4 + 1), (1, 4 + 1, 4 + 1), (3, 2 * (2 * 4 + 1), 2 * (4 + 1))]
+    ("zero", "gathered", "summed"),
+    [(0, 0, 4 + 1), (1, 4 + 1, 4 + 1), (2, 4 + 1, 2 * (4 + 1)), (3, 2 * (2 * 4 + 1), 2 * (4 + 1))],
 )
 def test_loops_fetch_ahead_and_give_late(zero, gathered, summed):
     """4 blocks of 2 x 400 bytes in one run, 2 micro-batches; the ends travel once."""
@@ -252,6 +260,15 @@ def test_room_of_shorter_chunks_travels_too():
         found = traffic(plan((2, [(0, stages[0])]), (2, [(first, stages[1])]), zero=1), PROFILE)
         for stage in found:
             assert stage["all-gather", "data"].bytes == pytest.approx(1 / 2 * 2 * (depth * BLOCK + EMBEDDING + HEAD))
+
+
+def test_pipelines_with_zero_2_gather_once_and_scatter_in_every_micro_batch():
+    """2 stages x 2 devices with no block and 4; 2 micro-batches."""
+    found = traffic(plan((2, [(0, [1])]), (2, [(1, [1] * 5)]), zero=2), PROFILE)
+    for stage, blocks in zip(found, (0, 4), strict=True):
+        assert stage["all-gather", "data"].bytes == pytest.approx(1 / 2 * 2 * (4 * BLOCK + EMBEDDING + HEAD))
+        scattered = 1 / 2 * 2 * (2 * blocks * BLOCK + EMBEDDING + HEAD)
+        assert stage["reduce-scatter", "data"].bytes == pytest.approx(scattered)
 
 
 def test_plans_of_the_general_space_are_refused():

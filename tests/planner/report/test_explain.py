@@ -131,6 +131,12 @@ def test_weights_gathered_once_are_no_update():
     plan = plan_of(stage(0, 2, (0, [(6, 1)])), zero=1)
     causes = stage_causes(plan, 0, price(plan, model_of(overlap=False)), model_of(overlap=False))
     assert causes["weights gathered"] == pytest.approx(causes["gradients exposed"])
+    # ZeRO-2 scatters in every micro-batch, and adds up a share only.
+    scattered = plan.model_copy(update={"zero": 2})
+    every = stage_causes(scattered, 0, price(scattered, model_of(overlap=False)), model_of(overlap=False))
+    assert every["gradients exposed"] > causes["gradients exposed"] * (1 + 1e-9)
+    assert every["weights gathered"] == pytest.approx(causes["weights gathered"])
+    assert every["compute"] < causes["compute"]
     # With ZeRO-3 nothing else is updated: the same share of every parameter.
     shared = plan.model_copy(update={"zero": 3})
     other = stage_causes(shared, 0, price(shared, model_of()), model_of())
@@ -153,7 +159,13 @@ def test_reasons_are_sorted_and_minor_ones_left_out():
 
 def test_changes_change_one_decision_and_are_plans():
     answer = answer_of(INTERLEAVED)
-    assert [each.name for each in changed(answer)] == ["no ZeRO", "ZeRO-3", "recomputation", "2 micro-batches"]
+    assert [each.name for each in changed(answer)] == [
+        "no ZeRO",
+        "ZeRO-2",
+        "ZeRO-3",
+        "recomputation",
+        "2 micro-batches",
+    ]
     for each in changed(answer):
         assert each.seconds == pytest.approx(price(each.plan, answer.model).seconds)
 

@@ -157,7 +157,7 @@ def test_request_errors(batch, micro_batches, message):
 def test_request_defaults():
     asked = request(12)
     assert asked.micro_batches == (1, 2, 3, 4, 6, 12)
-    assert (asked.zero, asked.recompute) == ((0, 1, 3), (False, True))
+    assert (asked.zero, asked.recompute) == ((0, 1, 2, 3), (False, True))
     assert request(12, 4).micro_batches == (4,)
     assert request(12, [6, 2]).micro_batches == (6, 2)
 
@@ -165,7 +165,7 @@ def test_request_defaults():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"zero": (2,)},
+        {"zero": (4,)},
         {"zero": ()},
         {"recompute": ()},
         {"micro_batches": ()},

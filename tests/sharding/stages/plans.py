@@ -46,7 +46,11 @@ def random_plan(seed: int, layers: int, *, batch: int, most_tensor: int) -> Plan
         for owned, span in zip(devices, spans, strict=True)
         for _ in range(span)
     ]
-    settings = {"batch": batch, "micro_batches": rng.choice([1, 2, 4]), "schedule": rng.choice(["1f1b", "eager-1f1b", "gpipe"])}
+    settings = {
+        "batch": batch,
+        "micro_batches": rng.choice([1, 2, 4]),
+        "schedule": rng.choice(["1f1b", "eager-1f1b", "gpipe"]),
+    }
     return general(spans, devices, degrees, **settings)
 
 

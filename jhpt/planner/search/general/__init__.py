@@ -10,7 +10,7 @@ Decision set of space="general":
     layers          each layer of a stage of k devices chooses its own tensor degree among the divisors of k that it
                     allows; the other devices are data parallel; uneven samples are priced at the fullest device
     schedule        eager-1f1b, gpipe
-    ZeRO            0, 1 or 3, for the whole plan
+    ZeRO            0, 1 or 3, for the whole plan; not 2
     recomputation   off or on, for the whole plan
 
 `least` bounds what stages cost.  From these bounds a dynamic programme over (layers, devices) suffixes, O(N^2 K^2) for
@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jhpt.core.plan import Chunk, Schedule, runs_of
+from jhpt.core.plan import Chunk, Schedule, Zero, runs_of
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.general.best_first import Problem, Search, suffixes_of
@@ -86,6 +86,10 @@ def pipelines(request: Request) -> list[Schedule]:
     return [name for name in request.schedules if name in ("eager-1f1b", "gpipe")]
 
 
+def _levels(request: Request) -> list[Zero]:
+    return [level for level in request.zero if level != 2]
+
+
 def _bounded(request: Request, model: CostModel, minima: Minima) -> Iterator[tuple[float, int, LayerStrategy]]:
     """Bounds that hold for all cuts: devices cannot be faster than if each computed as efficiently as its kind can.
 
@@ -97,7 +101,7 @@ def _bounded(request: Request, model: CostModel, minima: Minima) -> Iterator[tup
         if minima.device_bytes(strategy).sum() > memory * (1 + SLACK):
             continue
         bound = m * float(minima.device_seconds(strategy).sum()) / minima.best_devices(strategy)
-        for zero in request.zero:
+        for zero in _levels(request):
             yield bound, m, LayerStrategy(request.batch // m, zero, recompute)
 
 
@@ -105,7 +109,7 @@ def _seed(request: Request, row: Row, minima: Minima, incumbent: Incumbent) -> N
     """Offers plans of equal data parallel stages, so that the search has a plan to beat from the beginning."""
     n, k = row.model.num_layers, row.model.cluster.num_devices
     schedule = pipelines(request)[0]
-    for m, zero, recompute in itertools.product(request.micro_batches, request.zero, request.recompute):
+    for m, zero, recompute in itertools.product(request.micro_batches, _levels(request), request.recompute):
         for s in sorted({min(s, n, k, request.max_stages) for s in (1, 2, 4, 8)}):
             edges = [n * i // s for i in range(s + 1)]
             stages = tuple(
