@@ -20,6 +20,7 @@ from jhpt.core.axes import DATA
 from jhpt.core.errors import InputError
 from jhpt.models.family import Rows, Sums
 from jhpt.sharding.gather import gathered
+from jhpt.sharding.stages.settled import settled
 from jhpt.sharding.types import Gradients, PyTree
 from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.clipping import Clipping
@@ -247,7 +248,7 @@ class StagesStep:
         return replace(state, losses=guard.fitted(saved.losses, _places(shapes.losses)))
 
     def _each(self, function: Callable[[int], Any]) -> tuple[Any, ...]:
-        return tuple(function(at) if chunk.here else None for at, chunk in enumerate(self.setup.layout.chunks))
+        return tuple(settled(function(at)) if chunk.here else None for at, chunk in enumerate(self.setup.layout.chunks))
 
 
 def compile_stages_step(setup: StagesSetup) -> StagesStep:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jhpt.sharding.stages.layout import StagesLayout
+from jhpt.sharding.stages.settled import settled
 from jhpt.sharding.stages.transfer import DEVICE
 
 
@@ -34,7 +35,7 @@ class Everywhere:
                 blocks[first] = blocks[first].at[0, : one.size].add(one)
         shape = (len(self.layout.devices), self.count)
         given_by_all = jax.make_array_from_single_device_arrays(shape, self._each, list(blocks.values()))
-        summed = {shard.device: shard.data for shard in self._sum(given_by_all).addressable_shards}
+        summed = {shard.device: shard.data for shard in settled(self._sum(given_by_all)).addressable_shards}
 
         def on(number: int) -> jax.Array | None:
             mesh = self.layout.chunks[number].device_mesh.mesh

@@ -17,6 +17,7 @@ from jhpt.sharding.stages.batches import chunk_batch, placed_batch
 from jhpt.sharding.stages.everywhere import Everywhere
 from jhpt.sharding.stages.layout import EMBEDDING, StagesLayout
 from jhpt.sharding.stages.passes import ChunkPrograms
+from jhpt.sharding.stages.settled import settled
 from jhpt.sharding.stages.transfer import Transfer
 from jhpt.sharding.stages.walk import Route, Walk
 from jhpt.sharding.step import Execution
@@ -126,7 +127,7 @@ class StagesExecution:
 
     def _each(self, function: Callable[[int], Any]) -> Parts:
         """function(number) of every chunk that has devices here."""
-        return tuple(function(at) if chunk.here else None for at, chunk in enumerate(self.layout.chunks))
+        return tuple(settled(function(at)) if chunk.here else None for at, chunk in enumerate(self.layout.chunks))
 
     def _sums_of(self, walk: Walk, at: int) -> list[Any] | None:
         return walk.sums if self.layout.chunks[at].heads else None

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jhpt.sharding.stages.settled import settled
+
 DEVICE = "device"
 
 
@@ -54,7 +56,7 @@ class Transfer:
         blocks = [shards[device] if device in shards else self._nothing[device] for device in mine]
         whole = (len(self._devices) * self._held, *self.from_shape[1:])
         sent = jax.make_array_from_single_device_arrays(whole, self._together, blocks)
-        arrived = {shard.device: shard.data for shard in self._program(sent).addressable_shards}
+        arrived = {shard.device: shard.data for shard in settled(self._program(sent)).addressable_shards}
         here = [arrived[device] for device in self.target.addressable_devices if device in arrived]
         if not here:
             return None

@@ -6,8 +6,9 @@ Processes agree on the order without talking to each other, because all of them 
             backward pass of every stage that has one; then what they pass on goes to the chunks before
 
 Programs and transfers of stages elsewhere are left out.  Of any two programs that several processes take part in, all
-of them run the same one first, so that none waits for another in vain.  Nothing waits for results here: a device runs
-what it is given in this order, as soon as what it needs has come.
+of them run the same one first, so that none waits for another in vain.  Nothing waits for results here, except on
+several CPU devices of one process (`settled`): a device runs what it is given in this order, as soon as what it needs
+has come.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import numpy as np
 from jhpt.core.schedule import Table, Timetable
 from jhpt.sharding.stages.layout import PlacedChunk
 from jhpt.sharding.stages.passes import ChunkPrograms
+from jhpt.sharding.stages.settled import settled
 from jhpt.sharding.stages.transfer import Transfer
 
 
@@ -76,21 +78,23 @@ class Walk:
         if not self.route.chunks[at].here:
             return None
         x = self.inputs.pop((at, micro_batch), None)
-        y, self.saved[at, micro_batch] = self.route.programs[at].forward(
-            self.params[at], x, *self._given(at, micro_batch)
+        y, self.saved[at, micro_batch] = settled(
+            self.route.programs[at].forward(self.params[at], x, *self._given(at, micro_batch))
         )
         return y
 
     def _evaluated(self, at: int, micro_batch: int) -> Any:
         x = self.inputs.pop((at, micro_batch), None)
-        return self.route.programs[at].evaluate(self.params[at], x, *self._given(at, micro_batch))
+        return settled(self.route.programs[at].evaluate(self.params[at], x, *self._given(at, micro_batch)))
 
     def _backward(self, at: int, micro_batch: int) -> Any:
         if not self.route.chunks[at].here:
             return None
         saved, error = self.saved.pop((at, micro_batch)), self.errors.pop((at, micro_batch))
-        self.totals[at], error, sums = self.route.programs[at].backward(
-            self.totals[at], self.params[at], saved, error, *self._given(at, micro_batch)
+        self.totals[at], error, sums = settled(
+            self.route.programs[at].backward(
+                self.totals[at], self.params[at], saved, error, *self._given(at, micro_batch)
+            )
         )
         if sums is not None:
             self.sums.append(sums)
