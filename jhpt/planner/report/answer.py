@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Plan
+from jhpt.core.plan_check import check_stages_run
 from jhpt.planner.cost.estimate import StageEstimate
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import offloaded_step
@@ -243,7 +246,19 @@ def summary(answer: Answer) -> list[str]:
         f"devices: {plan.devices} of {cluster.num_devices} work{_by_kind(answer)}"
         + (f"; idle: {spans_text(spans(idle))}" if idle else ""),
         *([batch_text(better)] if (better := better_batch(answer)) else []),
+        *general_lines(plan),
     ]
+
+
+def general_lines(plan: Plan) -> list[str]:
+    """Why a plan of space=general can be priced but not trained, if so."""
+    if plan.space == "spmd":
+        return []
+    try:
+        check_stages_run(plan)
+    except InputError as error:
+        return [f"not to be trained: {error}"]
+    return []
 
 
 def batch_text(better: BetterBatch) -> str:
