@@ -44,7 +44,7 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
     sequences = (False, True) if request.sequence and space == "spmd" and model.profile.sample_tokens else (False,)
     decisions = itertools.product(request.micro_batches, _levels(request, space), request.recompute, sequences)
     for m, zero, recompute, sequence in decisions:
-        if zero == 2 and m == 1 and 1 in request.zero:
+        if zero not in _levels_of(request, m):
             continue
         strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
         for schedule, stages in of_space(model, strategy, m):
@@ -60,6 +60,11 @@ def _numbers(
     alike = len({t for _, chunks in stages for _, degrees in chunks for t in degrees}) == 1
     is_open = space == "spmd" and recompute and len(request.recompute) > 1
     return range(1, model.num_layers - 2) if is_open and len(stages) == 1 and alike else range(0)
+
+
+def _levels_of(request: Request, m: int) -> tuple[Zero, ...]:
+    """With one micro-batch ZeRO-2 is ZeRO-1."""
+    return tuple(zero for zero in request.zero if (zero, m) != (2, 1) or 1 not in request.zero)
 
 
 def _levels(request: Request, space: Space) -> tuple[Zero, ...]:
@@ -203,7 +208,8 @@ def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False
     """cut: only plans with sequence parallelism."""
     n, k, tokens = model.num_layers, model.cluster.num_devices, (model.profile.sample_tokens or 1) if cut else 0
     b = request.batch // m
-    strategies = [LayerStrategy(b, zero, False, sequence=cut) for zero in request.zero]
+    levels = _levels_of(request, m)
+    strategies = [LayerStrategy(b, zero, False, sequence=cut) for zero in levels]
     total = interleaved = alike = 0
     for devices in range(1, k + 1):
         degrees = [[t for t in each if tokens % t == 0] for each in _degrees(model, 0, n, devices, b)]
@@ -219,8 +225,8 @@ def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False
                 for strategy, v in itertools.product(strategies, (2, 3, 4)):
                     if m % s == 0 and s * v <= n:
                         interleaved += len(_balanced_edges(model, strategy, d * t, t, s * v))
-    some = len(request.zero) * alike * max(0, n - 3) * (len(request.recompute) > 1)
-    return len(request.recompute) * (len(request.zero) * total + interleaved) + some
+    some = len(levels) * alike * max(0, n - 3) * (len(request.recompute) > 1)
+    return len(request.recompute) * (len(levels) * total + interleaved) + some
 
 
 def _count_single(model: CostModel, choices: list[list[int]]) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 from benchmarks.planner.decisions import count
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.divisors import divisors
+from jhpt.core.plan import Zero
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.request import ZERO, Request, request
@@ -25,6 +26,9 @@ TOKENS = 8
 ATTEMPTS = 8
 """Draws with one entry of `WIDTHS` before the next is tried."""
 
+
+PER_STAGE: tuple[Zero, ...] = (0, 1, 3)
+"""ZeRO levels of space="general"."""
 
 TIED_ELSEWHERE = 0.2
 """Share of the models whose first layer shares a parameter with any layer, not with the last one."""
@@ -50,7 +54,7 @@ def random_instance(
             if rng.random() < TIED_ELSEWHERE:
                 profile = _tied_anywhere(rng, profile)
             model = CostModel(profile, random_cluster(rng, devices, min_devices=devices, mixed=mixed))
-            drawn = random_request(rng, single=single)
+            drawn = random_request(rng, single=single, levels=ZERO if space == "spmd" else PER_STAGE)
             if (number := count(drawn, model, space)) <= plans:
                 return Instance(space=space, asked=drawn, model=model, plans=number)
     raise ValueError(f"{layers} layers on {devices} devices always have more than {plans} plans of space {space}")
@@ -65,13 +69,13 @@ def _tied_anywhere(rng: np.random.Generator, profile: ModelProfile) -> ModelProf
     return profile.model_copy(update={"kinds": kinds})
 
 
-def random_request(rng: np.random.Generator, *, single: bool = False) -> Request:
+def random_request(rng: np.random.Generator, *, single: bool = False, levels: tuple[Zero, ...] = ZERO) -> Request:
     """A batch, and the micro-batches, ZeRO levels, recomputation and sequence parallelism to choose from.
 
     single: one of each.
     """
     batch = int(rng.choice([1, 2, 3, 4, 6, 8, 12]))
-    zero, recompute = _some(rng, ZERO, single), _some(rng, (False, True), single)
+    zero, recompute = _some(rng, levels, single), _some(rng, (False, True), single)
     counts = _some(rng, tuple(divisors(batch)), single)
     return request(batch, counts, zero=zero, recompute=recompute, sequence=not single and rng.random() < 0.5)
 
