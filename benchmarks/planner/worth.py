@@ -59,7 +59,7 @@ SHORT = {
     "data parallel": "data",
     "tensor parallel": "tensor",
     "gpipe, equal layers": "gpipe",
-    "1f1b, equal layers": "eager-1f1b",
+    "1f1b, equal layers": "1f1b",
     "best 3-D grid": "3-D",
 }
 """Names of the baselines in the table's columns."""
