@@ -238,6 +238,7 @@ def summary(answer: Answer) -> list[str]:
         headline(answer),
         f"step: {count}, each {profile.sample}; {rate:,.0f} {unit} in all; {profile.source}",
         f"plan: {shape_text(plan, explained=True)}; {verdict(answer)}{bound}",
+        *general_lines(plan),
         *(f"{saving.name}: {saving.why}" for saving in savings(answer)),
         *profile_lines(answer.model),
         *state_lines(profile),
@@ -246,7 +247,6 @@ def summary(answer: Answer) -> list[str]:
         f"devices: {plan.devices} of {cluster.num_devices} work{_by_kind(answer)}"
         + (f"; idle: {spans_text(spans(idle))}" if idle else ""),
         *([batch_text(better)] if (better := better_batch(answer)) else []),
-        *general_lines(plan),
     ]
 
 
