@@ -40,9 +40,9 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
     """All plans of a space."""
     of_space = _spmd_stages if space == "spmd" else _general_stages
     sequences = (False, True) if request.sequence and space == "spmd" and model.profile.sample_tokens else (False,)
-    decisions = itertools.product(request.micro_batches, _levels(request, space), request.recompute, sequences)
+    decisions = itertools.product(request.micro_batches, request.zero, request.recompute, sequences)
     for m, zero, recompute, sequence in decisions:
-        if zero == 2 and m == 1 and 1 in request.zero:
+        if zero not in _levels(request, space, m):
             continue
         strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
         for schedule, stages in of_space(model, strategy, m):
@@ -50,9 +50,10 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
                 yield Draft(m, zero, recompute, sequence, schedule, stages)
 
 
-def _levels(request: Request, space: Space) -> tuple[Zero, ...]:
-    """Programs per stage have no ZeRO-2."""
-    return tuple(zero for zero in request.zero if space == "spmd" or zero != 2)
+def _levels(request: Request, space: Space, m: int) -> tuple[Zero, ...]:
+    """Programs per stage have no ZeRO-2, and with one micro-batch it is ZeRO-1."""
+    known = space == "spmd" and not (m == 1 and 1 in request.zero)
+    return tuple(zero for zero in request.zero if known or zero != 2)
 
 
 def _cuts_evenly(stages: tuple[StageDraft, ...], model: CostModel) -> bool:
@@ -179,8 +180,8 @@ def _degrees(model: CostModel, first: int, stop: int, devices: int, even: int | 
 def count(request: Request, model: CostModel, space: Space) -> int:
     """The number of drafts, without making them."""
     if space == "general":
-        treatments = len(_levels(request, space)) * len(request.recompute)
-        return len(request.micro_batches) * treatments * _count_general(model)
+        treatments = sum(len(_levels(request, space, m)) for m in request.micro_batches) * len(request.recompute)
+        return treatments * _count_general(model)
     plain = sum(_count_spmd(model, request, m) for m in request.micro_batches)
     if not request.sequence or not model.profile.sample_tokens:
         return plain
@@ -191,7 +192,8 @@ def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False
     """cut: only plans with sequence parallelism."""
     n, k, tokens = model.num_layers, model.cluster.num_devices, (model.profile.sample_tokens or 1) if cut else 0
     b = request.batch // m
-    strategies = [LayerStrategy(b, zero, False, sequence=cut) for zero in request.zero]
+    levels = _levels(request, "spmd", m)
+    strategies = [LayerStrategy(b, zero, False, sequence=cut) for zero in levels]
     total = interleaved = 0
     for devices in range(1, k + 1):
         degrees = [[t for t in each if tokens % t == 0] for each in _degrees(model, 0, n, devices, b)]
@@ -206,7 +208,7 @@ def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False
                 for strategy, v in itertools.product(strategies, (2, 3, 4)):
                     if m % s == 0 and s * v <= n:
                         interleaved += len(_balanced_edges(model, strategy, d * t, t, s * v))
-    return len(request.recompute) * (len(request.zero) * total + interleaved)
+    return len(request.recompute) * (len(levels) * total + interleaved)
 
 
 def _count_single(model: CostModel, choices: list[list[int]]) -> int:

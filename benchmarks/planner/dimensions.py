@@ -5,6 +5,7 @@
 Predicted seconds are compared with predicted seconds, at space=spmd.
 """
 
+import argparse
 import itertools
 import statistics
 from collections.abc import Mapping
@@ -39,7 +40,11 @@ def gain(task: tuple[str, str, str]) -> Row:
 
 def main() -> None:
     """Prints where each dimension is chosen, and the mean and the largest of its gains there."""
-    rows = in_parallel(gain, list(itertools.product(WITHOUT, BATCHES, CLUSTERS)), WORKERS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
+    asked = parser.parse_args()
+    rows = in_parallel(gain, list(itertools.product(WITHOUT, asked.models, asked.clusters)), WORKERS)
     chosen = [row for row in rows if row[3] > 1 + 1e-9]
     columns = ("dimension", "model", "cluster", "without / with", "plan without", "plan with")
     print_table("where it is chosen", columns, [(*row[:3], f"{row[3]:.4f}", *row[4:]) for row in chosen], words=3)
