@@ -42,9 +42,9 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
     """All plans of a space."""
     of_space = _spmd_stages if space == "spmd" else _general_stages
     sequences = (False, True) if request.sequence and space == "spmd" and model.profile.sample_tokens else (False,)
-    decisions = itertools.product(request.micro_batches, _levels(request, space), request.recompute, sequences)
+    decisions = itertools.product(request.micro_batches, request.zero, request.recompute, sequences)
     for m, zero, recompute, sequence in decisions:
-        if zero not in _levels_of(request, m):
+        if zero not in _levels(request, space, m):
             continue
         strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
         for schedule, stages in of_space(model, strategy, m):
@@ -62,14 +62,10 @@ def _numbers(
     return range(1, model.num_layers - 2) if is_open and len(stages) == 1 and alike else range(0)
 
 
-def _levels_of(request: Request, m: int) -> tuple[Zero, ...]:
-    """With one micro-batch ZeRO-2 is ZeRO-1."""
-    return tuple(zero for zero in request.zero if (zero, m) != (2, 1) or 1 not in request.zero)
-
-
-def _levels(request: Request, space: Space) -> tuple[Zero, ...]:
-    """Programs per stage have no ZeRO-2."""
-    return tuple(zero for zero in request.zero if space == "spmd" or zero != 2)
+def _levels(request: Request, space: Space, m: int) -> tuple[Zero, ...]:
+    """Programs per stage have no ZeRO-2, and with one micro-batch it is ZeRO-1."""
+    known = space == "spmd" and not (m == 1 and 1 in request.zero)
+    return tuple(zero for zero in request.zero if known or zero != 2)
 
 
 def _cuts_evenly(stages: tuple[StageDraft, ...], model: CostModel) -> bool:
@@ -196,8 +192,8 @@ def _degrees(model: CostModel, first: int, stop: int, devices: int, even: int | 
 def count(request: Request, model: CostModel, space: Space) -> int:
     """The number of drafts, without making them."""
     if space == "general":
-        treatments = len(_levels(request, space)) * len(request.recompute)
-        return len(request.micro_batches) * treatments * _count_general(model)
+        treatments = sum(len(_levels(request, space, m)) for m in request.micro_batches) * len(request.recompute)
+        return treatments * _count_general(model)
     plain = sum(_count_spmd(model, request, m) for m in request.micro_batches)
     if not request.sequence or not model.profile.sample_tokens:
         return plain
@@ -208,7 +204,7 @@ def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False
     """cut: only plans with sequence parallelism."""
     n, k, tokens = model.num_layers, model.cluster.num_devices, (model.profile.sample_tokens or 1) if cut else 0
     b = request.batch // m
-    levels = _levels_of(request, m)
+    levels = _levels(request, "spmd", m)
     strategies = [LayerStrategy(b, zero, False, sequence=cut) for zero in levels]
     total = interleaved = alike = 0
     for devices in range(1, k + 1):

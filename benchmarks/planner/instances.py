@@ -27,9 +27,6 @@ ATTEMPTS = 8
 """Draws with one entry of `WIDTHS` before the next is tried."""
 
 
-PER_STAGE: tuple[Zero, ...] = (0, 1, 3)
-"""ZeRO levels of space="general"."""
-
 TIED_ELSEWHERE = 0.2
 """Share of the models whose first layer shares a parameter with any layer, not with the last one."""
 
@@ -54,7 +51,8 @@ def random_instance(
             if rng.random() < TIED_ELSEWHERE:
                 profile = _tied_anywhere(rng, profile)
             model = CostModel(profile, random_cluster(rng, devices, min_devices=devices, mixed=mixed))
-            drawn = random_request(rng, single=single, levels=ZERO if space == "spmd" else PER_STAGE)
+            levels = tuple(level for level in ZERO if space == "spmd" or level != 2)
+            drawn = random_request(rng, single=single, levels=levels)
             if (number := count(drawn, model, space)) <= plans:
                 return Instance(space=space, asked=drawn, model=model, plans=number)
     raise ValueError(f"{layers} layers on {devices} devices always have more than {plans} plans of space {space}")
@@ -72,7 +70,7 @@ def _tied_anywhere(rng: np.random.Generator, profile: ModelProfile) -> ModelProf
 def random_request(rng: np.random.Generator, *, single: bool = False, levels: tuple[Zero, ...] = ZERO) -> Request:
     """A batch, and the micro-batches, ZeRO levels, recomputation and sequence parallelism to choose from.
 
-    single: one of each.
+    single: one of each.  levels: of ZeRO.
     """
     batch = int(rng.choice([1, 2, 3, 4, 6, 8, 12]))
     zero, recompute = _some(rng, levels, single), _some(rng, (False, True), single)
