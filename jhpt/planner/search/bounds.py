@@ -18,7 +18,7 @@ from jhpt.core.divisors import divisors
 from jhpt.core.plan import ONE_CHUNK, SavedTensors, Schedule, Zero
 from jhpt.core.schedule import delay, in_flight
 from jhpt.planner.cost.activations import NOTHING
-from jhpt.planner.cost.communication import Place, transfer_seconds
+from jhpt.planner.cost.communication import Place, Places, transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
@@ -78,6 +78,11 @@ def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: Saved
     return m * work / spread * (1 - SLACK)
 
 
+def _alike(places: Places, devices: int) -> bool:
+    """Whether all stages of so many devices, one after the other from the first, have equal places."""
+    return places.uniform and (places.per_node % devices == 0 or devices % places.per_node == 0)
+
+
 def least_work(
     samples: int, tensor: int, recompute: bool, model: CostModel, *, sequence: bool, zero: Zero = 0, data: int = 1
 ) -> float:
@@ -93,7 +98,7 @@ def least_work(
     work = float((forward + backward)[model.index[[0, -1]]].sum()) if model.num_layers > 1 else 0.0
     if recompute:  # embedding and head are not recomputed
         backward = backward + model.activations.repeated(model.saved or NOTHING)[0] * forward
-    if zero > 1 and data > 1 and model.places.alike(data * tensor):
+    if zero > 1 and data > 1 and _alike(model.places, data * tensor):
         sent = model.data_collectives.gathered(model.places.at(0, data * tensor), tensor)
         forward = np.maximum(forward, sent) if zero == 3 else forward
         backward = np.maximum(backward, sent * (zero - 1))
