@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jhpt.bench.memory.footprints import BUDGETS, MODELS, Footprint, as_row, footprints
+from jhpt.bench.memory.footprints import BUDGETS, HELD_OUT, MODELS, Footprint, as_row, footprints
 from jhpt.bench.memory.instances import best, instance
 from jhpt.bench.memory.largest_model import largest_trainable
 from jhpt.bench.memory.steps import device_memory, measured
@@ -29,17 +29,31 @@ GIB = 1 << 30
 INSTANCES = 300
 DEVICE, HOST = 24 * GIB, 110 * GIB
 
-LARGEST: dict[str, dict[str, Any]] = {
-    "all on the device": {"offload": (None,)},
-    "the same, weights rounded as they are used": {"offload": (None,), "zero": 3},
+ON_DEVICE: dict[str, dict[str, Any]] = {
+    "all on the device": {},
+    "the same, weights rounded as they are used": {"zero": 3},
+    "the same, and moments in 8 bits": {"zero": 3, "optimizer": {"moments": "int8"}},
+    "moments in 8 bits, weights in bfloat16 with their remainders": {
+        "zero": 3,
+        "optimizer": {"weights": "bfloat16_kahan", "moments": "int8"},
+    },
+    "moments in 8 bits, weights in bfloat16 rounded at random": {
+        "zero": 3,
+        "optimizer": {"weights": "bfloat16_stochastic", "moments": "int8"},
+    },
+}
+"""Ways to train a model without the host, and the arguments of `largest_trainable` for them."""
+
+ON_HOST: dict[str, dict[str, Any]] = {
+    "moments offloaded": {"offload": ("optimizer",)},
     "blocks offloaded": {"offload": ("both",)},
     "the same, updated in the backward pass": {"offload": ("both",), "update_in_backward": True},
 }
-"""Ways to train a model, and the arguments of `largest_trainable` for them."""
+"""The same with the host."""
 
 
 PARTS = ("choices", "largest", "steps", "bytes")
-"""Parts in the order in which they run; the last compiles 20 plans, each of which takes a minute."""
+"""Parts in the order in which they run; the last compiles 40 plans, each of which takes a minute."""
 
 
 def run(*, quick: bool, json_path: str | None, only: Sequence[str] = ()) -> int:
@@ -93,8 +107,8 @@ def _choice_line(rows: list[dict[str, Any]]) -> tuple[str, ...]:
 
 def _largest() -> Part:
     cluster, rows = capped(find_cluster("h100x1x1"), DEVICE, HOST), list[dict[str, Any]]()
-    for name, changes in LARGEST.items():
-        largest = largest_trainable(cluster, **changes)
+    for name, changes in (ON_DEVICE | ON_HOST).items():
+        largest = largest_trainable(cluster, **{"offload": (None,)} | changes)
         assert largest is not None
         (stage,) = largest.estimate.stages
         rows.append(
@@ -119,17 +133,24 @@ def _largest() -> Part:
             for row in rows
         ],
     )
-    plain, lean, offloaded, stepping = (row["parameters"] for row in rows)
-    setup = "predicted; 8 sequences of 1,024 tokens; blocks offloaded / all on the device"
-    leaner = f"{setup}, the leaner of both; clip=previous with offload"
+    parameters = {row["competitor"]: row["parameters"] for row in rows}
+    plain, offloaded = parameters["all on the device"], parameters["blocks offloaded"]
+    leanest = {
+        kind: max(ways, key=lambda name: parameters[name]) for kind, ways in (("without", ON_DEVICE), ("with", ON_HOST))
+    }
+    setup = "predicted; 8 sequences of 1,024 tokens; "
+    lean = f"{setup}with the host ({leanest['with']}) / without ({leanest['without']}), the most parameters of each"
+    ratio = parameters[leanest["with"]] / parameters[leanest["without"]]
     return rows, {
-        "params_ratio_24gib": Claim(value=offloaded / plain, unit="x", setup=setup),
-        "params_ratio_24gib_leanest": Claim(value=stepping / lean, unit="x", setup=leaner),
+        "params_ratio_24gib": Claim(
+            value=offloaded / plain, unit="x", setup=f"{setup}blocks offloaded / all on the device"
+        ),
+        "params_ratio_24gib_leanest": Claim(value=ratio, unit="x", setup=lean),
     }
 
 
 def _bytes(report: Report, quick: bool) -> None:
-    selection = (("gpt-6.7b",), BUDGETS[:1]) if quick else (tuple(MODELS), BUDGETS)
+    selection = (("gpt-6.7b",), BUDGETS[:1]) if quick else (HELD_OUT | MODELS, BUDGETS)
     compiled: list[Footprint] = []
     try:
         for footprint in footprints(*selection):
@@ -144,16 +165,23 @@ def _bytes(report: Report, quick: bool) -> None:
         + ("device", "compiled", "host", "compiled"),
         [_byte_line(footprint) for footprint in compiled],
     )
-    fitting = [footprint for footprint in compiled if footprint.plan]
-    setup = f"{len(fitting)} plans, compiled for an H100"
-    errors = [footprint.error for footprint in fitting]
-    over = max(footprint.device / footprint.budget - 1 for footprint in fitting)
-    claims = {
-        "bytes_error_median": Claim(value=statistics.median(errors), unit="of bytes", setup=setup),
-        "bytes_error_max": Claim(value=max(errors), unit="of bytes", setup=setup),
-        "bytes_over_budget_max": Claim(value=over, unit="of the budget", setup=setup),
+    for held_out in sorted({footprint.held_out for footprint in compiled if footprint.plan}):
+        report.add([], _byte_claims([f for f in compiled if f.plan and f.held_out == held_out], held_out))
+
+
+def _byte_claims(plans: Sequence[Footprint], held_out: bool) -> dict[str, Claim]:
+    models = (
+        "models and lengths that no constant was counted in" if held_out else "models that constants were counted in"
+    )
+    setup = f"{len(plans)} plans, compiled for an H100; {models}"
+    errors = [footprint.error for footprint in plans]
+    over = max(footprint.device / footprint.budget - 1 for footprint in plans)
+    name = "bytes_held_out" if held_out else "bytes"
+    return {
+        f"{name}_error_median": Claim(value=statistics.median(errors), unit="of bytes", setup=setup),
+        f"{name}_error_max": Claim(value=max(errors), unit="of bytes", setup=setup),
+        f"{name}_over_budget_max": Claim(value=over, unit="of the budget", setup=setup),
     }
-    report.add([], claims)
 
 
 def _byte_line(footprint: Footprint) -> tuple[str, ...]:
