@@ -5,17 +5,21 @@ is the loss and the gradients of GPT blocks, in float32, without an optimizer.  
 over all four hosts in these variants (`benchmarks.comms.task`), in turn:
 
     serial, float32          XLA's all-reduce, computation and communication in line
-    serial, 16 bits          the baseline: all-to-all of bfloat16, sum in float32, rounded, all-gather
-    overlap                  the same on several lanes (`benchmarks.comms.blocks`)
+    serial, 16 bits          the baseline: the same in float16, a ring that fills the wire (`*_share_of_wire`)
+    overlap, 16 bits         the same on several lanes (`benchmarks.comms.blocks`): the second baseline
+    16 bits in two steps     the runtime's own: all-to-all of bfloat16, sum in float32, rounded, all-gather
     tokens                   16 bits for the important tokens, nothing for the others
-    quantization             8 bits
-    tokens + quantization    8 bits for the important tokens, 4 for the others
+    quantization             8 bits, or 4
+    tokens + quantization    8 bits for the important tokens, 4 for the others; or gathered, as steps=auto does
     all                      the same on several lanes
+    sample chunks            the runtime's own overlap (`parallel.sample_chunks`), in 16 bits and with compression
 
 and, in the same launch, data parallelism over all four, whose gradients are reduced in the ways of
 `benchmarks.comms.gradients`, in turn.
 
-XLA's CPU backend widens bfloat16 in collectives, so payloads of 16 bits are sent as integers.
+XLA's CPU backend widens bfloat16 in collectives, so payloads of 16 bits are sent as integers, and sums are of float16.
+It runs the collectives of a program in line, so only lanes, which are programs of their own, overlap anything: `sample
+chunks` shows what cutting costs there, not what overlap gains on GPUs.
 """
 
 import statistics
@@ -23,20 +27,52 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from operator import methodcaller
 from typing import Any
 
 from benchmarks.comms import gradients, task
 from benchmarks.comms.costs import relative
-from benchmarks.comms.gradients import BASELINE, EXCHANGES, FLOAT32, Exchange
+from benchmarks.comms.gradients import EXCHANGES, Exchange
 from benchmarks.comms.tables import GRADIENTS, TABLES, TENSOR, counts, entries, print_entries
-from benchmarks.comms.task import ALL, LANES, MIXED, OVERLAP, VARIANTS, Shape, Task, Variant
+from benchmarks.comms.task import (
+    ALL,
+    BASELINE,
+    FOUR,
+    GATHERED,
+    LANES,
+    MIXED,
+    OVERLAP,
+    OWN_ALL,
+    OWN_SHORT,
+    SHORT_STEPS,
+    VARIANTS,
+    Shape,
+    Task,
+    Variant,
+)
 from benchmarks.emulated.launch import CPU, HOSTS, PLACE, launch
 from benchmarks.netlab import HostError, LabError, why_not
 from jhpt.bench.results import Claim, check_writable, print_claims, write_json
 
 RATES = (200e6, 500e6, 1000e6)
 """Bits per second."""
+
+COMPARED = (
+    ("all_vs_serial", ALL, BASELINE),
+    ("all_vs_overlap", ALL, OVERLAP),
+    ("overlap_vs_serial", OVERLAP, BASELINE),
+    ("compression_vs_serial", MIXED, BASELINE),
+    ("four_bits_vs_serial", FOUR, BASELINE),
+    ("steps_auto_vs_serial", GATHERED, BASELINE),
+    ("two_steps_vs_serial", SHORT_STEPS, BASELINE),
+    ("sample_chunks_vs_serial", OWN_SHORT, BASELINE),
+    ("sample_chunks_all_vs_serial", OWN_ALL, BASELINE),
+)
+"""Claims of tensor parallelism: (name, variant, what it is compared with)."""
+
+EXCHANGED = tuple(one.name for one in EXCHANGES if one.name not in (gradients.BASELINE, gradients.FLOAT32))
+"""Ways to reduce gradients that are compared with the baseline."""
+
+UNIT = "seconds of the second / seconds of the first"
 
 COMPRESSION_RATE = 500e6
 """The rate of the claim for compression alone."""
@@ -64,23 +100,24 @@ LIMIT_S = 900.0
 def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     """The claims that follow from the rows."""
     made, tensor, exchanged = dict[str, Claim](), entries(rows, TENSOR), entries(rows, GRADIENTS)
-    lanes = max((row.get("lanes", 1) for row in rows), default=1)
-    for name, variant in (("all_vs_serial_max", ALL), ("overlap_vs_serial_max", OVERLAP)):
-        if tensor:
-            best = max(tensor, key=methodcaller("ratio", variant))
-            setup = f"{best}, {lanes} lanes, {PLACE}"
-            made[name] = Claim(value=best.ratio(variant), unit=TENSOR.unit, setup=setup)
-    for entry in tensor:
-        if entry.rate == COMPRESSION_RATE:
-            made["compression_vs_serial_500mbit"] = Claim(
-                value=entry.ratio(MIXED), unit=TENSOR.unit, setup=f"{MIXED}, {entry}, {PLACE}"
-            )
-    compressed = [(entry, name) for entry in exchanged for name in entry.samples if name not in (BASELINE, FLOAT32)]
-    if compressed:
-        best, name = max(compressed, key=lambda one: one[0].ratio(one[1]))
-        made["gradients_vs_16bit_max"] = Claim(
-            value=best.ratio(name), unit=GRADIENTS.unit, setup=f"{name}, {best}, {PLACE}"
+    for name, variant, baseline in COMPARED:
+        known = [entry for entry in tensor if {variant, baseline} <= entry.samples.keys()]
+        made |= _ratios(
+            name, {f"{entry}": entry.ratio(variant, baseline) for entry in known}, f"{variant} and {baseline}"
         )
+    for entry in tensor:
+        if entry.rate == COMPRESSION_RATE and MIXED in entry.samples:
+            made["compression_vs_serial_500mbit"] = Claim(
+                value=entry.ratio(MIXED), unit=UNIT, setup=f"{MIXED} and {BASELINE}, {entry}, {PLACE}"
+            )
+    for name in EXCHANGED:
+        known = [entry for entry in exchanged if name in entry.samples]
+        made |= _ratios(
+            f"gradients_{_word(name)}_vs_16bit",
+            {f"{entry}": entry.ratio(name) for entry in known},
+            f"{name} and {gradients.BASELINE}",
+        )
+    made |= _shares_of_wire(rows)
     errors = [abs(entry.error(name)) for entry in (*tensor, *exchanged) for name in entry.samples]
     if errors:
         made["prediction_error_median"] = Claim(
@@ -97,6 +134,38 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
             setup=f"bytes at the interface, headers included, {worst['variant']}, the worst of {len(counted)}",
         )
     return made
+
+
+def _ratios(name: str, ratios: Mapping[str, float], what: str) -> dict[str, Claim]:
+    """The geometric mean over the rates, the best and the worst."""
+    if not ratios:
+        return {}
+    figures = {
+        f"{name}_geomean": (statistics.geometric_mean(ratios.values()), ", ".join(ratios)),
+        f"{name}_max": (max(ratios.values()), max(ratios, key=lambda rate: ratios[rate])),
+        f"{name}_min": (min(ratios.values()), min(ratios, key=lambda rate: ratios[rate])),
+    }
+    return {key: Claim(value=value, unit=UNIT, setup=f"{what}, {at}, {PLACE}") for key, (value, at) in figures.items()}
+
+
+def _shares_of_wire(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
+    """Bytes of the baselines' exchanges over what the wire would carry in their seconds, at the worst rate."""
+    made = dict[str, Claim]()
+    for name, kind in (("serial_16bit_share_of_wire", ""), ("gradients_16bit_share_of_wire", "gradient ")):
+        shares = {
+            row["bits_per_s"]: 8 * row["bytes"] / row["seconds"] / row["bits_per_s"]
+            for row in rows
+            if row["row"] == f"{kind}travel" and row.get("baseline")
+        }
+        if shares:
+            rate = min(shares, key=lambda one: shares[one])
+            setup = f"an exchange alone, {rate / 1e6:.0f} Mbit/s, {PLACE}"
+            made[name] = Claim(value=shares[rate], unit="of the wire's rate", setup=setup)
+    return made
+
+
+def _word(name: str) -> str:
+    return name.replace(", ", "_").replace(" ", "_").replace("-", "_")
 
 
 def _names(known: Sequence[Variant] | Sequence[Exchange], few: tuple[str, ...], *, quick: bool) -> tuple[str, ...]:

@@ -44,9 +44,9 @@ class Entry:
     def __str__(self) -> str:
         return f"{self.rate / 1e6:.0f} Mbit/s"
 
-    def ratio(self, name: str) -> float:
-        """Time of the baseline / time of a variant."""
-        pairs = zip(self.samples[self.baseline], self.samples[name], strict=True)
+    def ratio(self, name: str, baseline: str | None = None) -> float:
+        """Time of the baseline, by default the table's / time of a variant."""
+        pairs = zip(self.samples[baseline or self.baseline], self.samples[name], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
     def median(self, name: str) -> float:
