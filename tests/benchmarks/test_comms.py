@@ -16,6 +16,7 @@ from benchmarks.comms.blocks import Blocks, meshes
 from benchmarks.comms.costs import REPEATS, predicted, step_bytes, sum_bytes, travel, travel_key
 from benchmarks.comms.task import ALL, BASELINE, FLOAT32, LANES, MIXED, OVERLAP, SHORT, VARIANTS, Shape, Task
 from benchmarks.comms.worker import staggered
+from benchmarks.emulated.entries import numbered
 from benchmarks.emulated.launch import rows_of
 from benchmarks.netlab import Lab, why_not
 from jhpt.models.hooks import Hooks
@@ -74,14 +75,22 @@ def test_claims_are_medians_of_ratios_round_by_round():
     assert claims["all_vs_serial_max"].setup.startswith("200 Mbit/s")
     assert claims["overlap_vs_serial_max"].value == pytest.approx(1.25)
     assert claims["compression_vs_serial_500mbit"].value == pytest.approx(1.6)
+    assert claims["all_vs_serial_geomean"].value == pytest.approx(5**0.5)
+    assert claims["worst_overlap_vs_serial"].value == pytest.approx(1 / 0.9)
     assert claims["prediction_error_median"].value == pytest.approx(statistics.median([0, 0, 0, 0.1, 0, 0, 0.2]))
+    assert claims["prediction_error_max"].value == pytest.approx(0.2)
     assert claims["wire_bytes_error_max"].value == pytest.approx(0.02)
 
 
 def test_claims_of_gradients():
     """Float32, which compresses nothing, is no variant to win with; errors count with those of tensor parallelism."""
     claims = comms.claims(GRADIENT_ROWS)
-    assert set(claims) == {"gradients_vs_16bit_max", "prediction_error_median", "wire_bytes_error_max"}
+    assert {name for name in claims if "vs_" not in name} == {
+        "prediction_error_median",
+        "prediction_error_max",
+        "wire_bytes_error_max",
+    }
+    assert claims["gradients_vs_16bit_geomean"].value == pytest.approx((1.5 * 1.2) ** 0.5)
     assert claims["gradients_vs_16bit_max"].value == pytest.approx(1.5)
     assert claims["gradients_vs_16bit_max"].setup.startswith(f"{gradients.BYTES}, 500 Mbit/s")
     both = comms.claims(ROWS + GRADIENT_ROWS)
@@ -90,6 +99,20 @@ def test_claims_of_gradients():
     assert both["prediction_error_median"].setup.startswith(f"{len(errors)} steps")
     assert both["wire_bytes_error_max"].value == pytest.approx(0.03)
     assert both["all_vs_serial_max"] == comms.claims(ROWS)["all_vs_serial_max"]
+
+
+def test_claims_are_over_launches():
+    """The baseline takes 1.44 times as long in a second launch, its opponents as long as before."""
+    slow = [
+        {**row, "samples_s": [1.44 * seconds for seconds in row["samples_s"]]}
+        if row.get("variant") == BASELINE and "samples_s" in row
+        else row
+        for row in ROWS
+    ]
+    claims = comms.claims(numbered(slow, 1) + numbered(ROWS, 0))
+    assert claims["all_vs_serial_max"].value == pytest.approx(1.2 * 2.5)
+    assert claims["launches_apart_max"].value == pytest.approx(0.44)
+    assert claims["launches_apart_median"].value == 0
 
 
 def test_claims_that_were_not_measured_are_absent():
@@ -308,7 +331,7 @@ def test_small_run_on_four_hosts(tmp_path):
     for table, names in ((tables.TENSOR, [SHORT, ALL]), (tables.GRADIENTS, list(gradients.QUICK))):
         (entry,) = tables.entries(rows, table)
         assert list(entry.samples) == names
-        assert all(len(samples) == 2 and min(samples) > 0 for samples in entry.samples.values())
+        assert all(len(samples) == 2 and min(samples) > 0 for (samples,) in entry.samples.values())
         for row in tables.counts(rows, table):
             assert row["counted"] + row["waiting"] >= row["formula"]
     kinds = {"work", "bytes", "travel", "step"}

@@ -20,6 +20,8 @@ from tests.covers import quick_and_exhaustive
 
 PLANS = {"spmd": spmd_plans, "general": general_plans}
 
+BASELINES = ("data_parallel", "gpipe", "best_baseline")
+
 CLAIMS = {
     "brute_force_instances",
     "brute_force_mismatches",
@@ -29,9 +31,7 @@ CLAIMS = {
     "spmd_96x10000_seconds",
     "growth_layers",
     "growth_devices",
-    "vs_data_parallel_max",
-    "vs_gpipe_max",
-    "worst_vs_best_baseline",
+    *(form.format(f"vs_{name}") for form in ("{}_max", "{}_geomean", "worst_{}") for name in BASELINES),
 }
 
 
