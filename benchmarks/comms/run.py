@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.comms import gradients, task
 from benchmarks.comms.costs import relative
 from benchmarks.comms.gradients import EXCHANGES, Exchange
-from benchmarks.comms.tables import GRADIENTS, TABLES, TENSOR, counts, entries, print_entries
+from benchmarks.comms.tables import GRADIENTS, TABLES, TENSOR, Entry, counts, entries, print_entries
 from benchmarks.comms.task import (
     ALL,
     BASELINE,
@@ -49,8 +49,10 @@ from benchmarks.comms.task import (
     Task,
     Variant,
 )
+from benchmarks.emulated.entries import numbered
 from benchmarks.emulated.launch import CPU, HOSTS, PLACE, launch
 from benchmarks.netlab import HostError, LabError, why_not
+from jhpt.bench.ratios import ratio_unit, speed_claim, speed_claims
 from jhpt.bench.results import Claim, check_writable, print_claims, write_json
 
 RATES = (200e6, 500e6, 1000e6)
@@ -72,9 +74,7 @@ COMPARED = (
 EXCHANGED = tuple(one.name for one in EXCHANGES if one.name not in (gradients.BASELINE, gradients.FLOAT32))
 """Ways to reduce gradients that are compared with the baseline."""
 
-UNIT = "seconds of the second / seconds of the first"
-
-COMPRESSION_RATE = 500e6
+COMPRESSION_RATE = "500 Mbit/s"
 """The rate of the claim for compression alone."""
 
 SHAPE = Shape(layers=2, width=128, heads=4, length=64, batch=256)
@@ -93,6 +93,9 @@ QUICK_SHAPE, QUICK_GRADIENTS = replace(SHAPE, layers=1, batch=64), replace(GRADI
 QUICK_LANES = 2
 """Few, because each lane is one more program to compile."""
 
+LAUNCHES = 2
+"""How often the hosts are launched, unless an option says otherwise; with `--quick` once."""
+
 LIMIT_S = 900.0
 """Seconds for a launch."""
 
@@ -102,29 +105,24 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     made, tensor, exchanged = dict[str, Claim](), entries(rows, TENSOR), entries(rows, GRADIENTS)
     for name, variant, baseline in COMPARED:
         known = [entry for entry in tensor if {variant, baseline} <= entry.samples.keys()]
-        made |= _ratios(
-            name, {f"{entry}": entry.ratio(variant, baseline) for entry in known}, f"{variant} and {baseline}"
-        )
-    for entry in tensor:
-        if entry.rate == COMPRESSION_RATE and MIXED in entry.samples:
-            made["compression_vs_serial_500mbit"] = Claim(
-                value=entry.ratio(MIXED), unit=UNIT, setup=f"{MIXED} and {BASELINE}, {entry}, {PLACE}"
-            )
-    for name in EXCHANGED:
-        known = [entry for entry in exchanged if name in entry.samples]
-        made |= _ratios(
-            f"gradients_{_word(name)}_vs_16bit",
-            {f"{entry}": entry.ratio(name) for entry in known},
-            f"{name} and {gradients.BASELINE}",
-        )
+        gains = {str(entry): entry.gain(variant, baseline) for entry in known}
+        unit = ratio_unit(baseline, variant)
+        made |= speed_claims(name, gains, unit=unit, place=PLACE)
+        if variant == MIXED and (gain := gains.get(COMPRESSION_RATE)):
+            made[f"{name}_500mbit"] = speed_claim(gain, unit=unit, setup=f"{COMPRESSION_RATE}, {PLACE}")
+    for way in EXCHANGED:
+        gains = {str(entry): entry.gain(way) for entry in exchanged if way in entry.samples}
+        unit = ratio_unit(gradients.BASELINE, way)
+        made |= speed_claims(f"gradients_{_word(way)}_vs_16bit", gains, unit=unit, place=PLACE)
     made |= _shares_of_wire(rows)
-    errors = [abs(entry.error(name)) for entry in (*tensor, *exchanged) for name in entry.samples]
-    if errors:
-        made["prediction_error_median"] = Claim(
-            value=statistics.median(errors),
+    errors = [abs(error) for entry in (*tensor, *exchanged) for name in entry.samples for error in entry.errors(name)]
+    for statistic, value in (("median", statistics.median), ("max", max)) if errors else ():
+        made[f"prediction_error_{statistic}"] = Claim(
+            value=value(errors),
             unit="|predicted - measured| / measured",
             setup=f"{len(errors)} steps, {PLACE}",
         )
+    made |= _apart_claims((*tensor, *exchanged))
     counted = [row for table in TABLES for row in counts(rows, table)]
     if counted:
         worst = max(counted, key=lambda row: relative(row["counted"], row["formula"]))
@@ -134,18 +132,6 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
             setup=f"bytes at the interface, headers included, {worst['variant']}, the worst of {len(counted)}",
         )
     return made
-
-
-def _ratios(name: str, ratios: Mapping[str, float], what: str) -> dict[str, Claim]:
-    """The geometric mean over the rates, the best and the worst."""
-    if not ratios:
-        return {}
-    figures = {
-        f"{name}_geomean": (statistics.geometric_mean(ratios.values()), ", ".join(ratios)),
-        f"{name}_max": (max(ratios.values()), max(ratios, key=lambda rate: ratios[rate])),
-        f"{name}_min": (min(ratios.values()), min(ratios, key=lambda rate: ratios[rate])),
-    }
-    return {key: Claim(value=value, unit=UNIT, setup=f"{what}, {at}, {PLACE}") for key, (value, at) in figures.items()}
 
 
 def _shares_of_wire(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
@@ -168,6 +154,19 @@ def _word(name: str) -> str:
     return name.replace(", ", "_").replace(" ", "_").replace("-", "_")
 
 
+def _apart_claims(table: Sequence[Entry]) -> dict[str, Claim]:
+    """How far launches lie apart; nothing of one launch."""
+    apart = {f"{name}, {entry}": entry.apart(name) for entry in table if entry.launches > 1 for name in entry.samples}
+    if not apart:
+        return {}
+    widest, unit = max(apart, key=apart.__getitem__), "largest median / smallest - 1"
+    setup = f"{table[0].launches} launches, {PLACE}"
+    return {
+        "launches_apart_median": Claim(value=statistics.median(apart.values()), unit=unit, setup=setup),
+        "launches_apart_max": Claim(value=apart[widest], unit=unit, setup=f"{widest}, {setup}"),
+    }
+
+
 def _names(known: Sequence[Variant] | Sequence[Exchange], few: tuple[str, ...], *, quick: bool) -> tuple[str, ...]:
     return few if quick else tuple(one.name for one in known)
 
@@ -188,20 +187,24 @@ def measure(*, quick: bool, rates: Sequence[float]) -> list[dict[str, Any]]:
     return launch("benchmarks.comms.worker", task_of, devices=max(LANES, HOSTS), limit_s=LIMIT_S)
 
 
-def run(*, quick: bool, json_path: str | None) -> int:
-    """Runs the benchmark; returns the exit status."""
+def run(*, quick: bool, json_path: str | None, launches: int | None = None) -> int:
+    """Runs the benchmark; returns the exit status.  launches: how often; None: `LAUNCHES`, with quick once."""
     if json_path:
         check_writable(json_path)
     if reason := why_not():
         print(f"jhpt bench comms: {reason}", file=sys.stderr)
         return 3
     rates = RATES[1:2] if quick else RATES
+    launches = launches or (1 if quick else LAUNCHES)
     rows, failure = list[dict[str, Any]](), None
-    try:
-        rows = measure(quick=quick, rates=rates)
-    except (HostError, LabError, OSError) as error:
-        failure = f"{error}"
-        print(f"jhpt bench comms: {error}", file=sys.stderr)
+    for number in range(launches):
+        print(f"launch {number + 1} of {launches}", file=sys.stderr)
+        try:
+            rows += numbered(measure(quick=quick, rates=rates), number)
+        except (HostError, LabError, OSError) as error:
+            failure = f"{error}"
+            print(f"jhpt bench comms: {error}", file=sys.stderr)
+            break
     for table in TABLES:
         print_entries(rows, table)
     made = claims(rows)
@@ -209,6 +212,7 @@ def run(*, quick: bool, json_path: str | None) -> int:
     if json_path:
         settings = {
             "quick": quick,
+            "launches": launches,
             "hosts": HOSTS,
             "cpu": CPU,
             "bits_per_s": list(rates),
