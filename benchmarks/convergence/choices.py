@@ -62,11 +62,17 @@ COLUMNS = ("tokens", "seeds", "validation loss", "minus random, 1e-3 nats", "sta
 
 
 def cells(*, quick: bool, seeds: Sequence[int] = SEEDS) -> dict[Cell, str]:
-    """The cells with their kinds, seed by seed, so that what there is compares alike whenever it is stopped."""
+    """The cells with their kinds.  Three kinds come first, seed by seed, so that what there is can be compared
+    whenever it is stopped; then the others, alike."""
     base = {"train.steps": STEPS, "evaluation.batches": BATCHES, "data.batch_size": BATCH}
     base |= {"log.tensorboard": False, "parallel.data": 1, **(all_cells.QUICK if quick else {})}
-    kinds = list(KINDS)[:2] if quick else list(KINDS)
-    return {_cell(kind, seed, base): kind for seed in (seeds[:1] if quick else seeds) for kind in kinds}
+    kinds, chosen = list(KINDS), seeds[:1] if quick else seeds
+    return {
+        _cell(kind, seed, base): kind
+        for part in ((kinds[:2],) if quick else (kinds[:3], kinds[3:]))
+        for seed in chosen
+        for kind in part
+    }
 
 
 def _cell(kind: str, seed: int, base: Mapping[str, Any]) -> Cell:
