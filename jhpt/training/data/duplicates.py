@@ -9,6 +9,7 @@ so that equal pieces are always found; if two others ever have one hash, a line 
 files stay whole.  Text is read into memory: this is for the text that jhpt gathers itself, some 10 MB, not for corpora.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ PIECE = 48
 """Bytes of a piece: longer than most idioms of a line, shorter than a line and a half of code."""
 
 WORDS = PIECE // 8
+"""Words of a piece."""
+
 FACTORS = np.random.default_rng(0).integers(0, 1 << 63, WORDS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 FILTER_BITS = 24
@@ -29,7 +32,10 @@ FILTER_BITS = 24
 BLOCK = 1 << 18
 """Pieces that are hashed at a time, which fit a core's cache."""
 
-TELLING = np.array([code >= 128 or chr(code).isalnum() for code in range(256)])
+END = 0xFF
+"""The mark behind a document, which UTF-8 never contains (as in `tokenizer.ByteTokenizer`)."""
+
+TELLING = np.array([code != END and (code >= 128 or chr(code).isalnum()) for code in range(256)])
 """Bytes that are letters, digits or parts of them."""
 
 
@@ -84,7 +90,7 @@ def shared_pieces(training: np.ndarray, held: np.ndarray) -> int:
     """The number of telling pieces of the held-out text, each counted once, that stand in the training text.
 
     Args:
-      training, held: bytes, uint8.
+      training, held: bytes, uint8, with `END` behind every document or without.
     """
     pieces = Pieces.of(held)
     found = [np.zeros(0, np.uint64)]
@@ -95,58 +101,58 @@ def shared_pieces(training: np.ndarray, held: np.ndarray) -> int:
 
 
 def apart(training: Sequence[Path], held: Sequence[Path]) -> list[tuple[Part, int]]:
-    """The training files without the lines that hold a part of a piece of the held-out ones, in order: their parts,
-    with the bytes of each.
+    """The training files without the lines that hold letters or digits of a piece of the held-out ones, in order: their
+    parts, with the bytes of each.
 
-    What is left is read end to end, and no piece of it, also where a line was left out between, is in the held-out
-    files.  All files are text without compression.
+    What is left is read end to end, and no piece of it is in the held-out files, nor where a line was left out between.
+    All files are text without compression.
     """
-    pieces = Pieces.of(_joined(held))
-    text, sizes = _joined(training), [file.stat().st_size for file in training]
-    ends = np.zeros(len(text), bool)  # of lines, which end with their file at the latest
-    ends[text == ord("\n")] = True
-    ends[np.cumsum(sizes) - 1] = True
-    starts = np.concatenate([[0], np.flatnonzero(ends) + 1])
-    left_out = np.zeros(len(starts) - 1, bool)
+    pieces, text = Pieces.of(_joined(held)), _joined(training)
+    ends = text == END
+    begins = ends.copy()  # of lines; the end of a document is a line of its own, which stays
+    begins[1:] |= ends[:-1] | (text[:-1] == ord("\n"))
+    begins[:1] = True
+    starts = np.flatnonzero(begins)
+    sizes, stays = np.diff(starts, append=len(text)), ends[starts]
+    left_out = np.zeros(len(starts), bool)
     kept, found = np.arange(len(text)), pieces.found_in(text)
     while len(found):
-        first = np.searchsorted(starts, kept[found], "right") - 1
-        last = np.searchsorted(starts, kept[found + PIECE - 1], "right") - 1
+        telling = np.flatnonzero(TELLING[text[kept]])  # a line of which a piece has no more than white space stays
+        first, last = (
+            np.searchsorted(starts, kept[telling[place]], "right") - 1
+            for place in (np.searchsorted(telling, found), np.searchsorted(telling, found + PIECE) - 1)
+        )
         for distance in range(int((last - first).max()) + 1):
             left_out[np.minimum(first + distance, last)] = True
-        kept = np.flatnonzero(np.repeat(~left_out, np.diff(starts)))
+        left_out &= ~stays
+        kept = np.flatnonzero(np.repeat(~left_out, sizes))
         found = _across_gaps(text, kept, pieces)
-    return list(_parts(training, sizes, starts, left_out))
+    return list(_parts(training, starts, left_out))
 
 
 def _across_gaps(text: np.ndarray, kept: np.ndarray, pieces: Pieces) -> np.ndarray:
     """Where pieces begin in the text of these offsets, among those in which bytes are neighbours that were not."""
-    begins = np.flatnonzero(kept[PIECE - 1 :] - kept[: len(kept) - PIECE + 1] >= PIECE)
+    begins = np.flatnonzero(kept[PIECE - 1 :] - kept[: max(len(kept) - PIECE + 1, 0)] >= PIECE)
     rows = text[kept[begins[:, None] + np.arange(PIECE)]]
     hashes = (_mixed(rows.view("<u8")) * FACTORS).sum(1, dtype=np.uint64)
     return begins[pieces.holds(hashes)]
 
 
-def _parts(
-    files: Sequence[Path], sizes: Sequence[int], starts: np.ndarray, left_out: np.ndarray
-) -> Iterator[tuple[Part, int]]:
+def _parts(files: Sequence[Path], starts: np.ndarray, left_out: np.ndarray) -> Iterator[tuple[Part, int]]:
     """What is kept of each file; the last part of every file goes to its end, where its document ends."""
-    stops = np.concatenate([[False], left_out, [False]])
-    edges = np.diff(stops.astype(np.int8))
-    gaps = list(zip(starts[np.flatnonzero(edges == 1)], starts[np.flatnonzero(edges == -1)], strict=True))[::-1]
+    edges = np.diff(left_out.astype(np.int8), prepend=0)
+    gaps = zip(starts[edges == 1].tolist(), starts[edges == -1].tolist(), strict=True)
+    gap_begins, gap_ends = next(gaps, (sys.maxsize, sys.maxsize))
     begin = 0
-    for file, size in zip(files, sizes, strict=True):
-        first, end = 0, begin + size
-        while gaps and gaps[-1][0] < end:
-            gap_begins, gap_ends = (int(place) for place in gaps.pop())
-            if gap_ends > end:
-                gaps.append((np.intp(end), np.intp(gap_ends)))
-                gap_ends = end
+    for file in files:
+        size, first = file.stat().st_size, 0
+        while gap_begins < begin + size:
             if gap_begins - begin > first:
                 yield Part(file=file, first=first, last=gap_begins - begin), gap_begins - begin - first
             first = gap_ends - begin
+            gap_begins, gap_ends = next(gaps, (sys.maxsize, sys.maxsize))
         yield Part(file=file, first=first), size - first
-        begin = end
+        begin += size + 1  # the mark
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
@@ -155,7 +161,8 @@ def _mixed(words: np.ndarray) -> np.ndarray:
 
 
 def _joined(files: Sequence[Path]) -> np.ndarray:
-    return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+    """Their bytes, each with the mark of its end."""
+    return np.frombuffer(b"".join(file.read_bytes() + bytes([END]) for file in files), np.uint8)
 
 
 def _telling(text: np.ndarray) -> np.ndarray:
