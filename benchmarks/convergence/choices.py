@@ -1,11 +1,9 @@
 """Which tokens are sent in more bits: by importance, at random, or the least important, at equal bytes.
 
-    python -m benchmarks.convergence.choices [--out FOLDER] [--seeds N]
-
-runs the cells of this comparison that the folder lacks, one after the other on each core, seed by seed, and prints
-what there is; `jhpt bench convergence` runs them after its own.  All of them send 30 % of the tokens in 8 bits and the
-others in 4, but those that send all tokens in 4 or in 8 bits.  Runs have the preset's number of steps, of `BATCH`
-sequences instead of its 32, so that one takes minutes on one core.
+`jhpt bench convergence` runs these cells after its others; `python -m benchmarks.convergence.only_choices` runs them
+alone.  All of them send 30 % of the tokens in 8 bits and the others in 4, but those that send all tokens in 4 or in 8
+bits.  Runs have the preset's number of steps, of `BATCH` sequences instead of its 32, so that one takes minutes on one
+core.
 
 `attention` and `own` are rules of the product.  The two others exist here only, as controls:
 
@@ -13,9 +11,6 @@ sequences instead of its 32, so that one takes minutes on one core.
     least     the tokens that receive least attention
 """
 
-import argparse
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean, stdev
@@ -26,7 +21,7 @@ import jax.numpy as jnp
 
 from benchmarks.convergence import cells as all_cells
 from benchmarks.convergence.cells import COMPRESSION, HEADLINE, TENSOR, Cell
-from jhpt.bench.results import Claim, print_claims, print_table
+from jhpt.bench.results import Claim
 from jhpt.core.compression import tokens_of
 from jhpt.core.config import Compression
 from jhpt.kernels.attention_importance import attention_importance
@@ -188,30 +183,3 @@ def claims_of(results: Mapping[Cell, Result], kinds: Mapping[Cell, str]) -> dict
                 setup=f"{PRESET}, tensor {TENSOR}, {max(steps)} steps, {len(seeds)} seed(s)",
             )
     return claims
-
-
-def report(results: Mapping[Cell, Result], kinds: Mapping[Cell, str]) -> dict[str, Claim]:
-    """Prints table and claims; returns the claims."""
-    print_table("which tokens are sent in 8 bits", COLUMNS, lines(results, kinds), words=1)
-    claims = claims_of(results, kinds)
-    print_claims(claims)
-    return claims
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The comparison alone."""
-    from benchmarks.convergence import run
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", default=run.FOLDER, help="folder of finished cells, which are not run again")
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many seeds")
-    parser.add_argument("--cores", type=int, default=None, help="how many cells run at a time; default: one per core")
-    options = parser.parse_args(arguments)
-    kinds, place = cells(quick=False, seeds=range(options.seeds)), run.opened(options.out)
-    run.complete(list(kinds), place, sorted(os.sched_getaffinity(0))[: options.cores])
-    report(run.finished(list(kinds), place), kinds)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
