@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.convergence import choices, held_out
+from benchmarks.convergence import again, choices, held_out
 from benchmarks.convergence import run as bench
 from benchmarks.convergence.cell import by_rule, flat, looks_at_leaks, run, unflat
 from benchmarks.convergence.cells import HEADLINE, PRESETS, SEEDS, STEPS, Cell, cells, kind_of
@@ -212,3 +212,23 @@ def test_choices_are_compared_seed_by_seed():
     claims = choices.claims_of(results, kinds)
     assert claims.keys() == {"attention_vs_random"} and "2 seed(s)" in claims["attention_vs_random"].setup
     assert claims["attention_vs_random"].value == pytest.approx(2.5 / 2.485)  # better than at random: above 1
+
+
+def test_a_file_of_cells_is_measured_anew(tmp_path, monkeypatch, capsys):
+    """With its settings, those of the files that are there; losses then and now stand side by side."""
+    wanted = [cell for cell in cells(quick=False) if cell.group in ("plain", "headline")][:4]
+    file = tmp_path / "then.json"
+    file.write_text(json.dumps({"bench": "convergence", "rows": [invented(cell) for cell in wanted]}))
+    assert list(again.measured(file)) == wanted
+
+    def pretend(cell, folder, core, flags):
+        bench.file_of(cell, folder).write_text(json.dumps(invented(cell) | {"validation": 3.0}))
+
+    monkeypatch.setattr(bench, "_run_cell", pretend)
+    monkeypatch.setattr(again, "checked", lambda data: {})
+    assert again.main([str(file), "--out", str(tmp_path / "now"), "--json", str(tmp_path / "now.json")]) == 0
+    assert "then.json, then and now" in capsys.readouterr().out
+    assert [row["validation"] for row in json.loads((tmp_path / "now.json").read_text())["rows"]] == [3.0] * 4
+    then = {cell: invented(cell) for cell in wanted}
+    assert again.lines(then, {})[1][1:] == ["1", "2.5000", "+25.00 %", "", ""]
+    assert again.lines(then, then)[3][1:] == ["0", "2.0200", "+1.00 %"] + ["2.0200", "+1.00 %"]
