@@ -94,7 +94,6 @@ RUN = {
     "jhpt bench": "--help",
     "jhpt launch": "--help",
     "jhpt bench predict --published runs.csv": "",
-    "python -m benchmarks.convergence.only_choices --out runs/convergence --seeds 5": "--seeds 0",
     "python -m benchmarks.planner.dimensions": "--models gnmt --clusters a100x8x4-200gib",
     "python benchmarks/calibration/fit.py --help": "",
     "python benchmarks/hand_made_bugs/run.py --help": "",
