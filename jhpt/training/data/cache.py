@@ -130,7 +130,7 @@ def token_cache(
 def _keeps_apart(data: DataConfig) -> bool:
     """Whether training text that stands in the held-out text is left out: of the default text, not of a user's.
 
-    Only held-out files count.  Of a share into which no file fits, below 1e-5, the last tokens are held out as they are.
+    Held-out files count: where the share is so small that none fits into it, the last tokens are held out as they are.
     """
     return data.path in (STDLIB, (STDLIB,)) and data.validation_path is None
 

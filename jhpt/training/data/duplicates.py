@@ -115,25 +115,36 @@ def apart(training: Sequence[Path], held: Sequence[Path]) -> list[tuple[Part, in
     starts = np.flatnonzero(begins)
     sizes, stays = np.diff(starts, append=len(text)), ends[starts]
     left_out = np.zeros(len(starts), bool)
-    kept, found = np.arange(len(text)), pieces.found_in(text)
+    kept, found = text, pieces.found_in(text)
     while len(found):
-        telling = np.flatnonzero(TELLING[text[kept]])  # a line of which a piece has no more than white space stays
-        first, last = (
-            np.searchsorted(starts, kept[telling[place]], "right") - 1
-            for place in (np.searchsorted(telling, found), np.searchsorted(telling, found + PIECE) - 1)
-        )
+        first, last = _lines_of(found, kept, np.where(left_out, 0, sizes))
         for distance in range(int((last - first).max()) + 1):
             left_out[np.minimum(first + distance, last)] = True
         left_out &= ~stays
-        kept = np.flatnonzero(np.repeat(~left_out, sizes))
-        found = _across_gaps(text, kept, pieces)
+        kept = text[np.repeat(~left_out, sizes)]
+        found = _across_gaps(kept, np.where(left_out, 0, sizes), pieces)
     return list(_parts(training, starts, left_out))
 
 
-def _across_gaps(text: np.ndarray, kept: np.ndarray, pieces: Pieces) -> np.ndarray:
-    """Where pieces begin in the text of these offsets, among those in which bytes are neighbours that were not."""
-    begins = np.flatnonzero(kept[PIECE - 1 :] - kept[: max(len(kept) - PIECE + 1, 0)] >= PIECE)
-    rows = text[kept[begins[:, None] + np.arange(PIECE)]]
+def _lines_of(found: np.ndarray, text: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last line in which the pieces of text[n] that begin there have a letter or a digit.
+
+    Args:
+      sizes: bytes of every line, 0 where it was left out.
+    """
+    telling = TELLING[text[found[:, None] + np.arange(PIECE)]]
+    begins = np.cumsum(sizes) - sizes
+    ends = (telling.argmax(1), PIECE - 1 - telling[:, ::-1].argmax(1))
+    first, last = (np.searchsorted(begins, found + place, "right") - 1 for place in ends)
+    return first, last
+
+
+def _across_gaps(text: np.ndarray, sizes: np.ndarray, pieces: Pieces) -> np.ndarray:
+    """Where pieces begin in text[n], among those that reach over a place where lines were left out, of size 0."""
+    gaps = np.cumsum(sizes)[sizes == 0]
+    begins = np.unique(gaps[:, None] - np.arange(1, PIECE))
+    begins = begins[(begins >= 0) & (begins <= len(text) - PIECE)]
+    rows = text[begins[:, None] + np.arange(PIECE)]
     hashes = (_mixed(rows.view("<u8")) * FACTORS).sum(1, dtype=np.uint64)
     return begins[pieces.holds(hashes)]
 
