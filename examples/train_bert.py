@@ -2,7 +2,7 @@
 
     python examples/train_bert.py
 
-On two CPU cores: about two minutes, to a validation loss near 2.8 nats per masked byte (uniform: 5.55).
+On two CPU cores: about two minutes.  A guess has a loss of ln 256 = 5.55 nats per masked byte.
 """
 
 import jhpt

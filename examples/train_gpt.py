@@ -2,7 +2,7 @@
 
     python examples/train_gpt.py
 
-On two CPU cores: about three minutes, to a validation loss near 1.55 nats per byte (uniform: 5.55).
+On two CPU cores: about three minutes.  A guess has a loss of ln 256 = 5.55 nats per byte.
 """
 
 import jhpt

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.convergence.cells import COMPRESSION, HEADLINE, Cell
+from benchmarks.convergence.choices import GROUP, controlled
 from benchmarks.convergence.leak import leak
 from jhpt.bench.results import machine, versions
 from jhpt.core.config import Config
@@ -58,7 +59,7 @@ def run(cell: Cell) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     results["own"] = (
         evaluate(setup, step.evaluate, state.params).loss if setup.plan.compression.on else results["validation"]
     )
-    if looks_at_leaks(setup):
+    if cell.group != GROUP and looks_at_leaks(setup):
         results["leaks"] = {kind: leak(other, state.params) for kind, other in by_rule(setup).items()}
     params = step.parameters(state)
     assert params is not None
@@ -117,7 +118,8 @@ def main(arguments: list[str]) -> int:
     configure_runtime()
     settings, out = arguments
     cell = Cell(**json.loads(settings))
-    results, params = run(cell)
+    with controlled(cell.control):
+        results, params = run(cell)
     if cell.plain:
         np.savez(Path(out).with_suffix(".npz"), allow_pickle=False, **params)
     beside = Path(f"{out}.part")

@@ -45,12 +45,17 @@ QUICK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run.  group: the part of the comparison that it belongs to.  changes: from the preset, by dotted name."""
+    """One run.
+
+    group: the part of the comparison that it belongs to.  changes: from the preset, by dotted name.  control: what
+    chooses tokens in place of the configured rule (`choices`).
+    """
 
     group: str
     preset: str
     seed: int
     changes: Mapping[str, Any] = field(default_factory=dict)
+    control: str | None = None
 
     @property
     def plain(self) -> bool:
@@ -68,7 +73,8 @@ class Cell:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that decides its results."""
-        return {"group": self.group, "preset": self.preset, "seed": self.seed, "changes": dict(self.changes)}
+        settings = {"group": self.group, "preset": self.preset, "seed": self.seed, "changes": dict(self.changes)}
+        return settings | ({} if self.control is None else {"control": self.control})
 
     @property
     def name(self) -> str:

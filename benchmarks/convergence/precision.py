@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.cells import QUICK, Cell
+from benchmarks.convergence.held_out import checked
 from benchmarks.convergence.run import FLAGS, QUICK_FLAGS, complete, finished, opened
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
+from jhpt.core.config import DataConfig
 
 FOLDER = "runs/precision"
 
@@ -78,6 +80,7 @@ def run(*, quick: bool, json_path: str | None, folder: str | None) -> int:
     if json_path:
         check_writable(json_path)
     place, wanted = opened(folder or FOLDER), cells(quick=quick)
+    checked(DataConfig())
     complete(list(wanted.values()), place, sorted(os.sched_getaffinity(0)), QUICK_FLAGS if quick else FLAGS)
     report(wanted, place, {"quick": quick}, json_path)
     return 0

@@ -18,10 +18,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from benchmarks.convergence import plots
+from benchmarks.convergence import choices, plots
 from benchmarks.convergence.cells import Cell, cells
 from benchmarks.convergence.compare import COLUMNS, LEAK_COLUMNS, claims_of, leak_lines, lines
-from jhpt.bench.results import check_writable, print_claims, print_table, write_json
+from benchmarks.convergence.held_out import checked
+from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
+from jhpt.core.config import DataConfig
 from jhpt.core.errors import InputError
 
 FOLDER = "runs/convergence"
@@ -42,9 +44,10 @@ def run(*, quick: bool, json_path: str | None, folder: str | None) -> int:
     if json_path:
         check_writable(json_path)
     place = opened(folder or FOLDER)
-    wanted = cells(quick=quick)
-    complete(wanted, place, sorted(os.sched_getaffinity(0)), QUICK_FLAGS if quick else FLAGS)
-    report(wanted, place, {"quick": quick}, json_path)
+    wanted, of_choices = cells(quick=quick), choices.cells(quick=quick)
+    text = checked(DataConfig())
+    complete([*wanted, *of_choices], place, sorted(os.sched_getaffinity(0)), QUICK_FLAGS if quick else FLAGS)
+    report(wanted, place, {"quick": quick}, json_path, of_choices, text)
     return 0
 
 
@@ -58,17 +61,29 @@ def opened(folder: str) -> Path:
     return place
 
 
-def report(wanted: Sequence[Cell], folder: Path, settings: Mapping[str, Any], json_path: str | None) -> None:
-    """Tables, claims, figures and a file of the cells that have been run."""
-    results = finished(wanted, folder)
+def report(
+    wanted: Sequence[Cell],
+    folder: Path,
+    settings: Mapping[str, Any],
+    json_path: str | None,
+    of_choices: Mapping[Cell, str],
+    of_text: Mapping[str, Claim],
+) -> None:
+    """Tables, claims, figures and a file of the cells that have been run.
+
+    Args:
+      of_choices: the cells of `choices`, with their kinds.  of_text: claims about the text.
+    """
+    results, chosen = finished(wanted, folder), finished(list(of_choices), folder)
     print_table("bench convergence", COLUMNS, lines(results), words=2)
     print_table("what earlier positions know of later tokens", LEAK_COLUMNS, leak_lines(results), words=2)
-    claims = claims_of(results)
+    print_table("which tokens are sent in 8 bits", choices.COLUMNS, choices.lines(chosen, of_choices), words=1)
+    claims = {**claims_of(results), **choices.claims_of(chosen, of_choices), **of_text}
     print_claims(claims)
     for name, text in plots.pages(results).items():
         (folder / name).write_text(text, encoding="utf-8")
     if json_path:
-        write_json(json_path, "convergence", settings, list(results.values()), claims, device=False)
+        write_json(json_path, "convergence", settings, [*results.values(), *chosen.values()], claims, device=False)
 
 
 def finished(wanted: Sequence[Cell], folder: Path) -> dict[Cell, Any]:

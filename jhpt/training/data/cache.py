@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -28,8 +28,9 @@ from jhpt.core.errors import InputError
 from jhpt.core.folders import cache_folder
 from jhpt.core.manifest import MANIFEST, manifest_faults, write_manifest
 from jhpt.core.text_files import read_text
-from jhpt.training.data.corpus import digest, find_files, split_files
-from jhpt.training.data.documents import check_file
+from jhpt.training.data.corpus import STDLIB, digest, find_files, split_files
+from jhpt.training.data.documents import Part, check_file
+from jhpt.training.data.duplicates import PIECE, apart
 from jhpt.training.data.shards import UNFINISHED, Tokens
 from jhpt.training.data.tokenizer import BYTES, Tokenizer
 from jhpt.training.data.workers import (
@@ -38,6 +39,7 @@ from jhpt.training.data.workers import (
     WorkerLost,
     available_workers,
     cores,
+    parts_of,
     shard_bytes,
     shards_of,
     write_shards,
@@ -102,6 +104,8 @@ def token_cache(
     files = find_files(data.path, setting)
     held = find_files(data.validation_path, "data.validation_path") if data.validation_path else []
     settings = [FORMAT, tokenizer.fingerprint, data.text_key, data.validation_fraction, data.validation_path is None]
+    if _keeps_apart(data):
+        settings.append(PIECE)
     try:
         root.mkdir(parents=True, exist_ok=True)
         digests = _digests(root, [*files, *held])
@@ -121,6 +125,14 @@ def token_cache(
             f"token cache {root} cannot be used: {error}; set data.cache_dir to a writable folder"
         ) from None
     return _open(root / key, built)
+
+
+def _keeps_apart(data: DataConfig) -> bool:
+    """Whether training text that stands in the held-out text is left out: of the default text, not of a user's.
+
+    Held-out files count: where the share is so small that none fits into it, the last tokens are held out as they are.
+    """
+    return data.path in (STDLIB, (STDLIB,)) and data.validation_path is None
 
 
 def _is_whole(folder: Path, say: Say) -> bool:
@@ -188,10 +200,16 @@ def _build(
     Bad input leaves nothing behind; whatever else ends this keeps the shards that are done.
     """
     files = [file for part in split.values() for file in part]
-    size, total = shard_bytes(files), sum(file.stat().st_size for file in files)
-    workers = available_workers(data.workers, total, size)
+    size = shard_bytes(files)
     for file in files:
         check_file(file, data.text_key)
+    parts = {name: parts_of(part, size, data.text_key) for name, part in split.items()}
+    total = sum(file.stat().st_size for file in files)
+    if _keeps_apart(data):
+        parts["train"], left_out = _apart(split)
+        total -= left_out
+        say(f"left out {left_out / 2**20:,.1f} MiB of the training text: lines that stand in the held-out text, too")
+    workers = available_workers(data.workers, total, size)
     partial = root / f"{key}.{_hash([CUTS, size])[:8]}.partial"
     going_on = partial.is_dir() and any(partial.glob("*.bin"))
     say(
@@ -208,7 +226,7 @@ def _build(
         )
     partial.mkdir(exist_ok=True)
     job = Job(tokenizer=data.tokenizer, fingerprint=tokenizer.fingerprint, text_key=data.text_key, dtype=dtype.name)
-    shards = itertools.chain.from_iterable(shards_of(name, part, size, data.text_key) for name, part in split.items())
+    shards = itertools.chain.from_iterable(shards_of(name, part, size) for name, part in parts.items())
     names: list[str] = []
 
     try:
@@ -230,6 +248,12 @@ def _build(
         # If locks do not work, another builder may have published this folder.
         if not (isinstance(error, FileNotFoundError) and (root / key).is_dir()):
             raise
+
+
+def _apart(split: Mapping[str, Sequence[Path]]) -> tuple[Iterator[tuple[Part, int]], int]:
+    """The training text apart from the held-out text, and how many bytes are left out."""
+    kept = apart(split["train"], split["validation"])
+    return iter(kept), sum(file.stat().st_size for file in split["train"]) - sum(count for _, count in kept)
 
 
 def _write_index(folder: Path, counts: dict[str, int], dtype: np.dtype, fraction: float, tokenizer: Tokenizer) -> None:

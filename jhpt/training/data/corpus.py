@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import os
+import re
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,15 @@ TRAIN = "train"
 STDLIB = "stdlib"
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Parts of a Python installation that are not the standard library, or not shipped everywhere."""
+
+GENERATED = re.compile(
+    rb"gencodec|auto-?generated|automatically generated|file is generated|configuration generated", re.I
+)
+HEAD = 1_000
+"""What generated modules say in their first so many bytes."""
+
+ENTRIES, TABLE = (b"0x", b"',\n", b'",\n'), 0.45
+"""What entries of tables contain, and how many a line make a module a table (locale.py's aliases: 0.48)."""
 
 
 def find_files(path: str | Sequence[str], setting: str = "data.path") -> list[Path]:
@@ -110,19 +120,21 @@ def _stdlib_files() -> list[Path]:
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in SKIPPED_FOLDERS]  # os.walk does not enter the others
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    files = [file for file in files if _has_content(file) and _is_utf8(file)]
+    files = [file for file in files if _has_content(file) and _is_source(file.read_bytes())]
     if not files:
         raise InputError(f"this Python ships no source of its standard library in {root}; give data.path=FILE")
     return files
 
 
-def _is_utf8(file: Path) -> bool:
-    """A few standard-library modules declare other encodings on purpose."""
+def _is_source(content: bytes) -> bool:
+    """Whether people wrote this, in UTF-8: a few modules declare other encodings on purpose, and about a hundred
+    are tables that a program has written, such as code pages, of which one tells most of another."""
     try:
-        file.read_text(encoding="utf-8")
+        content.decode()
     except UnicodeDecodeError:
         return False
-    return True
+    entries = sum(content.count(mark) for mark in ENTRIES)
+    return not GENERATED.search(content, 0, HEAD) and entries < TABLE * content.count(b"\n")
 
 
 def digest(file: Path) -> str:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,14 +54,19 @@ def shard_bytes(files: Sequence[Path]) -> int:
     return max(SHARD_BYTES, sum(file.stat().st_size for file in files) // MOST_SHARDS)
 
 
-def shards_of(name: str, files: Sequence[Path], size: int, text_key: str) -> Iterator[Shard]:
-    """The shards of these files, in order: each has the next parts that together are `size` bytes or more.
+def parts_of(files: Sequence[Path], size: int, text_key: str) -> Iterator[tuple[Part, int]]:
+    """The parts of these files, each of about `size` bytes or less, and their bytes on disk."""
+    return (each for file in files for each in cut(file, size, text_key))
 
-    What lies in which shard depends on nothing but the files, their order and `size`.
+
+def shards_of(name: str, pieces: Iterable[tuple[Part, int]], size: int) -> Iterator[Shard]:
+    """The shards of these parts, in order: each has the next parts that together are `size` bytes or more.
+
+    What lies in which shard depends on nothing but the parts, their order and `size`.
     """
     parts: list[Part] = []
     gathered = number = 0
-    for part, count in (each for file in files for each in cut(file, size, text_key)):
+    for part, count in pieces:
         parts.append(part)
         gathered += count
         if gathered >= size:

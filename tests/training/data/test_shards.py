@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jhpt.training.data import documents, shards, streams
 from jhpt.training.data.documents import Part, cut, read
 from jhpt.training.data.shards import Tokens
-from jhpt.training.data.workers import MOST_SHARDS, SHARD_BYTES, available_workers, shard_bytes, shards_of
+from jhpt.training.data.workers import MOST_SHARDS, SHARD_BYTES, available_workers, parts_of, shard_bytes, shards_of
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=25)
 
@@ -85,12 +85,12 @@ def test_small_files_share_a_shard(tmp_path):
     files = [tmp_path / f"{number}.txt" for number in range(10)]
     for file in files:
         file.write_text("x" * 40)
-    found = list(shards_of("train", files, 100, "text"))
+    found = list(shards_of("train", parts_of(files, 100, "text"), 100))
     assert [len(shard.parts) for shard in found] == [3, 3, 3, 1]
     assert [shard.name for shard in found] == [f"train-0000{number}.bin" for number in range(4)]
     assert [part.file for shard in found for part in shard.parts] == files
     assert sum(shard.size for shard in found) == 400
-    assert list(shards_of("validation", [], 100, "text")) == []
+    assert list(shards_of("validation", [], 100)) == []
 
 
 def test_large_corpora_have_large_shards_and_small_ones_few_processes(tmp_path):
