@@ -5,17 +5,21 @@ is the loss and the gradients of GPT blocks, in float32, without an optimizer.  
 over all four hosts in these variants (`benchmarks.comms.task`), in turn:
 
     serial, float32          XLA's all-reduce, computation and communication in line
-    serial, 16 bits          the baseline: all-to-all of bfloat16, sum in float32, rounded, all-gather
-    overlap                  the same on several lanes (`benchmarks.comms.blocks`)
+    serial, 16 bits          the baseline: the same in float16, a ring that fills the wire (`*_share_of_wire`)
+    overlap, 16 bits         the same on several lanes (`benchmarks.comms.blocks`): the second baseline
+    16 bits in two steps     the runtime's own: all-to-all of bfloat16, sum in float32, rounded, all-gather
     tokens                   16 bits for the important tokens, nothing for the others
-    quantization             8 bits
-    tokens + quantization    8 bits for the important tokens, 4 for the others
+    quantization             8 bits, or 4
+    tokens + quantization    8 bits for the important tokens, 4 for the others; or gathered, as steps=auto does
     all                      the same on several lanes
+    sample chunks            the runtime's own overlap (`parallel.sample_chunks`), in 16 bits and with compression
 
 and, in the same launch, data parallelism over all four, whose gradients are reduced in the ways of
 `benchmarks.comms.gradients`, in turn.
 
-XLA's CPU backend widens bfloat16 in collectives, so payloads of 16 bits are sent as integers.
+XLA's CPU backend widens bfloat16 in collectives, so payloads of 16 bits are sent as integers, and sums are of float16.
+It runs the collectives of a program in line, so only lanes, which are programs of their own, overlap anything: `sample
+chunks` shows what cutting costs there, not what overlap gains on GPUs.
 """
 
 import statistics
@@ -27,17 +31,48 @@ from typing import Any
 
 from benchmarks.comms import gradients, task
 from benchmarks.comms.costs import relative
-from benchmarks.comms.gradients import BASELINE, EXCHANGES, FLOAT32, Exchange
+from benchmarks.comms.gradients import EXCHANGES, Exchange
 from benchmarks.comms.tables import GRADIENTS, TABLES, TENSOR, Entry, counts, entries, print_entries
-from benchmarks.comms.task import ALL, LANES, MIXED, OVERLAP, VARIANTS, Shape, Task, Variant
+from benchmarks.comms.task import (
+    ALL,
+    BASELINE,
+    FOUR,
+    GATHERED,
+    LANES,
+    MIXED,
+    OVERLAP,
+    OWN_ALL,
+    OWN_SHORT,
+    SHORT_STEPS,
+    VARIANTS,
+    Shape,
+    Task,
+    Variant,
+)
 from benchmarks.emulated.entries import numbered
 from benchmarks.emulated.launch import CPU, HOSTS, PLACE, launch
 from benchmarks.netlab import HostError, LabError, why_not
-from jhpt.bench.ratios import speed_claim, speed_claims
+from jhpt.bench.ratios import ratio_unit, speed_claim, speed_claims
 from jhpt.bench.results import Claim, check_writable, print_claims, write_json
 
 RATES = (200e6, 500e6, 1000e6)
 """Bits per second."""
+
+COMPARED = (
+    ("all_vs_serial", ALL, BASELINE),
+    ("all_vs_overlap", ALL, OVERLAP),
+    ("overlap_vs_serial", OVERLAP, BASELINE),
+    ("compression_vs_serial", MIXED, BASELINE),
+    ("four_bits_vs_serial", FOUR, BASELINE),
+    ("steps_auto_vs_serial", GATHERED, BASELINE),
+    ("two_steps_vs_serial", SHORT_STEPS, BASELINE),
+    ("sample_chunks_vs_serial", OWN_SHORT, BASELINE),
+    ("sample_chunks_all_vs_serial", OWN_ALL, BASELINE),
+)
+"""Claims of tensor parallelism: (name, variant, what it is compared with)."""
+
+EXCHANGED = tuple(one.name for one in EXCHANGES if one.name not in (gradients.BASELINE, gradients.FLOAT32))
+"""Ways to reduce gradients that are compared with the baseline."""
 
 COMPRESSION_RATE = "500 Mbit/s"
 """The rate of the claim for compression alone."""
@@ -68,21 +103,16 @@ LIMIT_S = 900.0
 def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     """The claims that follow from the rows."""
     made, tensor, exchanged = dict[str, Claim](), entries(rows, TENSOR), entries(rows, GRADIENTS)
-    lanes = max((row.get("lanes", 1) for row in rows), default=1)
-    for name, variant in (("all_vs_serial", ALL), ("overlap_vs_serial", OVERLAP), ("compression_vs_serial", MIXED)):
-        place = f"{variant}, {PLACE}" if variant == MIXED else f"{lanes} lanes, {PLACE}"
-        gains = {str(entry): entry.gain(variant) for entry in tensor if variant in entry.samples}
-        made |= speed_claims(name, gains, unit=TENSOR.unit, place=place)
-        if variant == MIXED and (gain := gains.get(COMPRESSION_RATE)):
-            setup = f"{variant}, {COMPRESSION_RATE}, {PLACE}"
-            made[f"{name}_500mbit"] = speed_claim(gain, unit=TENSOR.unit, setup=setup)
-    gains = {
-        f"{name}, {entry}": entry.gain(name)
-        for entry in exchanged
-        for name in entry.samples
-        if name not in (BASELINE, FLOAT32)
-    }
-    made |= speed_claims("gradients_vs_16bit", gains, unit=GRADIENTS.unit, place=PLACE)
+    for name, variant, baseline in COMPARED:
+        made |= _compared(name, tensor, variant, baseline)
+        for entry in tensor:
+            if (name, str(entry)) == ("compression_vs_serial", COMPRESSION_RATE) and variant in entry.samples:
+                made[f"{name}_500mbit"] = speed_claim(
+                    entry.gain(variant), unit=ratio_unit(baseline, variant), setup=f"{entry}, {PLACE}"
+                )
+    for name in EXCHANGED:
+        made |= _compared(f"gradients_{_word(name)}_vs_16bit", exchanged, name, gradients.BASELINE)
+    made |= _shares_of_wire(rows)
     errors = [abs(error) for entry in (*tensor, *exchanged) for name in entry.samples for error in entry.errors(name)]
     for statistic, value in (("median", statistics.median), ("max", max)) if errors else ():
         made[f"prediction_error_{statistic}"] = Claim(
@@ -102,6 +132,14 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     return made
 
 
+def _compared(name: str, table: Sequence[Entry], variant: str, baseline: str) -> dict[str, Claim]:
+    """How much faster a variant is, at the rates at which both were measured."""
+    ratios = {
+        f"{entry}": entry.ratio(baseline, variant) for entry in table if {variant, baseline} <= entry.samples.keys()
+    }
+    return speed_claims(name, ratios, unit=ratio_unit(baseline, variant), place=PLACE)
+
+
 def _apart_claims(table: Sequence[Entry]) -> dict[str, Claim]:
     """How far launches lie apart; nothing of one launch."""
     apart = {f"{name}, {entry}": entry.apart(name) for entry in table if entry.launches > 1 for name in entry.samples}
@@ -113,6 +151,26 @@ def _apart_claims(table: Sequence[Entry]) -> dict[str, Claim]:
         "launches_apart_median": Claim(value=statistics.median(apart.values()), unit=unit, setup=setup),
         "launches_apart_max": Claim(value=apart[widest], unit=unit, setup=f"{widest}, {setup}"),
     }
+
+
+def _shares_of_wire(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
+    """Bytes of the baselines' exchanges over what the wire would carry in their seconds, at the worst rate."""
+    made = dict[str, Claim]()
+    for name, kind in (("serial_16bit_share_of_wire", ""), ("gradients_16bit_share_of_wire", "gradient ")):
+        shares = {
+            row["bits_per_s"]: 8 * row["bytes"] / row["seconds"] / row["bits_per_s"]
+            for row in rows
+            if row["row"] == f"{kind}travel" and row.get("baseline")
+        }
+        if shares:
+            rate = min(shares, key=lambda one: shares[one])
+            setup = f"an exchange alone, {rate / 1e6:.0f} Mbit/s, {PLACE}"
+            made[name] = Claim(value=shares[rate], unit="of the wire's rate", setup=setup)
+    return made
+
+
+def _word(name: str) -> str:
+    return name.replace(", ", "_").replace(" ", "_").replace("-", "_")
 
 
 def _names(known: Sequence[Variant] | Sequence[Exchange], few: tuple[str, ...], *, quick: bool) -> tuple[str, ...]:

@@ -209,8 +209,8 @@ BUGS = (
     Bug(
         name="benchmarks: float32 is a compressed variant",
         file="benchmarks/comms/run.py",
-        right="if name not in (BASELINE, FLOAT32)",
-        wrong="if name != BASELINE",
+        right="if one.name not in (gradients.BASELINE, gradients.FLOAT32)",
+        wrong="if one.name != gradients.BASELINE",
         tests=("tests/benchmarks/test_comms.py", "-k", "claims"),
     ),
     Bug(

@@ -80,7 +80,7 @@ def footprints(models: Iterable[str], budgets: tuple[int, ...]) -> Iterator[Foot
 def _footprint(name: str, budget: int) -> Footprint:
     preset, changes = (MODELS | HELD_OUT)[name]
     for batch in BATCHES:
-        config = load_config(preset, changes | {"data.batch_size": batch})
+        config = load_config(preset, changes | {"data.batch_size": batch, "parallel.micro_batches": 1})
         try:
             answer = prepare(config, cluster=CLUSTER, budget=budget).solve()
         except InputError:
