@@ -36,7 +36,7 @@ def link(rate: float) -> Link:
 
 
 def slow_starting(profile):
-    """Layers that take a fixed part, and more for a row the more rows there are, so that neither the fewest nor the most
+    """Layers with a fixed part, that take more for a row the more rows there are: neither the fewest nor the most
     micro-batches are best."""
     kinds = {}
     for name, kind in timed(profile).kinds.items():
