@@ -153,6 +153,8 @@ BAD = {
     # The command line itself.
     "unknown command": bad("trian", "'trian'", "did you mean train?", "doctor"),
     "unknown bench": bad("bench nope", "'nope'", "'train'"),
+    "launches of a benchmark without hosts": bad("bench train --launches 2", "--launches", "bench hybrid"),
+    "no launches": bad("bench hybrid --launches 0", "--launches", "at least 1"),
     "bench without a name": bad("bench", "which benchmark", "jhpt bench --help"),
     "unknown flag": bad("train tiny.yaml --frobnicate 3", "--frobnicate", "jhpt train --help"),
     "misspelt flag": bad("train tiny.yaml --train.stepz 3", "--train.stepz", "Perhaps you meant", "--train.steps"),

@@ -104,16 +104,14 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     """The claims that follow from the rows."""
     made, tensor, exchanged = dict[str, Claim](), entries(rows, TENSOR), entries(rows, GRADIENTS)
     for name, variant, baseline in COMPARED:
-        known = [entry for entry in tensor if {variant, baseline} <= entry.samples.keys()]
-        gains = {str(entry): entry.gain(variant, baseline) for entry in known}
-        unit = ratio_unit(baseline, variant)
-        made |= speed_claims(name, gains, unit=unit, place=PLACE)
-        if variant == MIXED and (gain := gains.get(COMPRESSION_RATE)):
-            made[f"{name}_500mbit"] = speed_claim(gain, unit=unit, setup=f"{COMPRESSION_RATE}, {PLACE}")
-    for way in EXCHANGED:
-        gains = {str(entry): entry.gain(way) for entry in exchanged if way in entry.samples}
-        unit = ratio_unit(gradients.BASELINE, way)
-        made |= speed_claims(f"gradients_{_word(way)}_vs_16bit", gains, unit=unit, place=PLACE)
+        made |= _compared(name, tensor, variant, baseline)
+        for entry in tensor:
+            if (name, str(entry)) == ("compression_vs_serial", COMPRESSION_RATE) and variant in entry.samples:
+                made[f"{name}_500mbit"] = speed_claim(
+                    entry.gain(variant), unit=ratio_unit(baseline, variant), setup=f"{entry}, {PLACE}"
+                )
+    for name in EXCHANGED:
+        made |= _compared(f"gradients_{_word(name)}_vs_16bit", exchanged, name, gradients.BASELINE)
     made |= _shares_of_wire(rows)
     errors = [abs(error) for entry in (*tensor, *exchanged) for name in entry.samples for error in entry.errors(name)]
     for statistic, value in (("median", statistics.median), ("max", max)) if errors else ():
@@ -134,6 +132,27 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     return made
 
 
+def _compared(name: str, table: Sequence[Entry], variant: str, baseline: str) -> dict[str, Claim]:
+    """How much faster a variant is, at the rates at which both were measured."""
+    ratios = {
+        f"{entry}": entry.ratio(baseline, variant) for entry in table if {variant, baseline} <= entry.samples.keys()
+    }
+    return speed_claims(name, ratios, unit=ratio_unit(baseline, variant), place=PLACE)
+
+
+def _apart_claims(table: Sequence[Entry]) -> dict[str, Claim]:
+    """How far launches lie apart; nothing of one launch."""
+    apart = {f"{name}, {entry}": entry.apart(name) for entry in table if entry.launches > 1 for name in entry.samples}
+    if not apart:
+        return {}
+    widest, unit = max(apart, key=apart.__getitem__), "largest median / smallest - 1"
+    setup = f"{table[0].launches} launches, {PLACE}"
+    return {
+        "launches_apart_median": Claim(value=statistics.median(apart.values()), unit=unit, setup=setup),
+        "launches_apart_max": Claim(value=apart[widest], unit=unit, setup=f"{widest}, {setup}"),
+    }
+
+
 def _shares_of_wire(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     """Bytes of the baselines' exchanges over what the wire would carry in their seconds, at the worst rate."""
     made = dict[str, Claim]()
@@ -152,19 +171,6 @@ def _shares_of_wire(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
 
 def _word(name: str) -> str:
     return name.replace(", ", "_").replace(" ", "_").replace("-", "_")
-
-
-def _apart_claims(table: Sequence[Entry]) -> dict[str, Claim]:
-    """How far launches lie apart; nothing of one launch."""
-    apart = {f"{name}, {entry}": entry.apart(name) for entry in table if entry.launches > 1 for name in entry.samples}
-    if not apart:
-        return {}
-    widest, unit = max(apart, key=apart.__getitem__), "largest median / smallest - 1"
-    setup = f"{table[0].launches} launches, {PLACE}"
-    return {
-        "launches_apart_median": Claim(value=statistics.median(apart.values()), unit=unit, setup=setup),
-        "launches_apart_max": Claim(value=apart[widest], unit=unit, setup=f"{widest}, {setup}"),
-    }
 
 
 def _names(known: Sequence[Variant] | Sequence[Exchange], few: tuple[str, ...], *, quick: bool) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from typing import Any
 from benchmarks.comms import gradients, task
 from benchmarks.emulated.entries import Measured, column, grouped, percent_apart
 from benchmarks.emulated.launch import PLACE
-from jhpt.bench.ratios import ratio_unit
 from jhpt.bench.results import print_table
 
 
@@ -19,11 +18,6 @@ class Table:
     title: str
     kind: str
     baseline: str
-
-    @property
-    def unit(self) -> str:
-        """The unit of ratios."""
-        return ratio_unit(self.baseline, "the variant")
 
 
 TENSOR = Table(title="tensor parallelism", kind="", baseline=task.BASELINE)
@@ -41,9 +35,9 @@ class Entry(Measured):
     def __str__(self) -> str:
         return f"{self.rate / 1e6:.0f} Mbit/s"
 
-    def gain(self, name: str, baseline: str | None = None) -> float:
-        """Seconds of the baseline, by default the table's / seconds of a variant."""
-        return self.ratio(baseline or self.baseline, name)
+    def gain(self, name: str) -> float:
+        """Seconds of the baseline / seconds of a variant."""
+        return self.ratio(self.baseline, name)
 
 
 def entries(rows: Iterable[Mapping[str, Any]], table: Table = TENSOR) -> list[Entry]:

@@ -7,10 +7,11 @@ name must be whole, and hold what that of the undisturbed run holds bit for bit:
 import json
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 
 from benchmarks.faults.moments import MOMENTS
 from benchmarks.faults.setups import SETUPS, settings_of
@@ -41,8 +42,23 @@ def digests_of(run_dir: Path) -> dict[int, dict[str, str]]:
     return {step: json.loads((folder / str(step) / RECORD).read_text())["digests"] for step in steps_in(folder)}
 
 
-def judged(run_dir: Path, expected: dict[int, dict[str, str]]) -> tuple[str, str]:
-    """(outcome, detail) of what a kill has left of a run."""
+def written_at(run_dir: Path) -> dict[int, int]:
+    """When the record of every checkpoint was written, by step."""
+    folder = run_dir / FOLDER
+    return {step: (folder / str(step) / RECORD).stat().st_mtime_ns for step in steps_in(folder)}
+
+
+def judged(
+    run_dir: Path, expected: dict[int, dict[str, str]], before: Mapping[int, int] = MappingProxyType({})
+) -> tuple[str, str]:
+    """(outcome, detail) of what a kill has left of a run.
+
+    before: `written_at` when the run was started.  It goes on from the newest checkpoint, so it writes none of them
+    again; a run that started from an older one, or from nothing, would end with the same values, but hours later.
+    """
+    now = written_at(run_dir)
+    if again := [step for step, at in before.items() if now.get(step) != at]:
+        return "corrupt", f"step {again[0]} was there and was written again, or is gone"
     for step in steps_in(run_dir / FOLDER):
         if faults := manifest_faults(run_dir / FOLDER / str(step)):
             return "corrupt", f"step {step}: {faults[0]}"
@@ -65,18 +81,20 @@ def kills(name: str, folder: Path, number: int, seed: int) -> Iterator[Kill]:
         chain += 1
         place = home / f"chain-{chain}"
         while True:
-            death = _death(rng, whole, place)
+            death, before = _death(rng, whole, place), written_at(place)
             status, seconds = run(setup, settings, place, death, log=log)
             if status == 0:
                 break
-            outcome, detail = judged(place, expected) if status == -signal.SIGKILL else ("unrestorable", str(status))
+            outcome, detail = (
+                judged(place, expected, before) if status == -signal.SIGKILL else ("unrestorable", str(status))
+            )
             done += 1
             when = death.moment or f"{death.seconds:.2f} s"
             newest = max(steps_in(place / FOLDER), default=0)
             yield Kill(setup=name, seed=seed, when=when, seconds=seconds, step=newest, outcome=outcome, detail=detail)
             if outcome != "whole" or done >= number:
                 break
-        if status == 0 and (fault := judged(place, expected))[0] != "whole":
+        if status == 0 and (fault := judged(place, expected, before))[0] != "whole":
             yield Kill(
                 setup=name, seed=seed, when="at its end", seconds=seconds, step=LAST, outcome=fault[0], detail=fault[1]
             )

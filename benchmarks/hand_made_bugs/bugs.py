@@ -1,18 +1,6 @@
 """The bugs: one line of the program each, changed as a tired programmer might, and the tests that have to fail."""
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bug:
-    """`right` stands once in `file`, and `wrong` takes its place.  tests: arguments of pytest."""
-
-    name: str
-    file: str
-    right: str
-    wrong: str
-    tests: tuple[str, ...]
-
+from bug import Bug
 
 BUGS = (
     Bug(

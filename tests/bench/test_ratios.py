@@ -64,9 +64,10 @@ def of_hybrid() -> Mapping[str, Claim]:
 
 
 def of_comms() -> Mapping[str, Claim]:
+    """Everything together is compared with overlap, too, and takes half of its seconds."""
+    seconds = {task.BASELINE: OTHERS, task.ALL: [half / 2 for half in OURS]}
     variants = [
-        step("step", "variant", OTHERS if one.name == task.BASELINE else OURS, of=one.name, bits_per_s=5e8)
-        for one in task.VARIANTS
+        step("step", "variant", seconds.get(one.name, OURS), of=one.name, bits_per_s=5e8) for one in task.VARIANTS
     ]
     exchanges = [
         step("gradient step", "variant", OTHERS if e.name == gradients.BASELINE else OURS, of=e.name, bits_per_s=5e8)
@@ -109,13 +110,14 @@ def of_train() -> Mapping[str, Claim]:
 
 @pytest.mark.parametrize(
     ("claims", "count"),
-    [(of_hybrid, 9), (of_comms, 13), (of_planner, 9), (of_kernels, 3), (of_memory, 6), (of_train, 2)],
+    [(of_hybrid, 9), (of_comms, 40), (of_planner, 9), (of_kernels, 3), (of_memory, 6), (of_train, 2)],
 )
 def test_whoever_takes_half_the_seconds_is_twice_as_fast(claims, count):
     made = {name: claim for name, claim in claims().items() if "vs_" in name}
     assert len(made) == count
     for name, claim in made.items():
-        assert claim.value == pytest.approx(2.0), name
+        twice = {"all_vs_serial_max", "all_vs_serial_geomean", "worst_all_vs_serial"}
+        assert claim.value == pytest.approx(4.0 if name in twice else 2.0), name
         assert re.fullmatch(r"(predicted )?seconds of .+ / seconds of .+", claim.unit), name
     for name, claim in claims().items():
         assert ("vs_" in name) == ("seconds of" in claim.unit), name

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.comms.measured import processor_seconds, work_seconds
+from benchmarks.convergence import cell
+from benchmarks.convergence.cells import SEEDS, Cell, cells
+from benchmarks.convergence.compare import claims_of, gap
 from benchmarks.emulated import timing
 from benchmarks.emulated.timing import in_turn
 from benchmarks.hybrid import costs
@@ -16,6 +19,7 @@ from benchmarks.hybrid.costs import cluster_of, counts_of, measured_profile, pla
 from benchmarks.hybrid.layer_times import typical_seconds
 from benchmarks.hybrid.models import SUBJECTS
 from benchmarks.hybrid.task import MODELS
+from benchmarks.planner.worth import SHORT, Alternative, WorthRow, worth_claims
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.planner.cost.estimate import price
@@ -32,14 +36,15 @@ def link(rate: float) -> Link:
 
 
 def slow_starting(profile):
-    """Layers that take a fixed part and a part per row, so that neither few nor many micro-batches are best at once."""
+    """Layers with a fixed part, that take more for a row the more rows there are: neither the fewest nor the most
+    micro-batches are best."""
     kinds = {}
     for name, kind in timed(profile).kinds.items():
         (timing,) = kind.timings
         (forward,), (backward,) = timing.forward, timing.backward
         rows = tuple(float(1 << power) for power in range(8))
         grown = {
-            way: tuple(seconds * (4 + row) / 5 for row in rows)
+            way: tuple(seconds * (4 + row * row / 4) / 5 for row in rows)
             for way, seconds in (("forward", forward), ("backward", backward))
         }
         kinds[name] = kind.model_copy(update={"timings": (timing.model_copy(update={"batches": rows, **grown}),)})
@@ -84,6 +89,7 @@ def test_baselines_are_the_best_of_their_sweep(name, rate):
         taken = variants[competitor]
         assert price(taken, model).seconds == pytest.approx(least), competitor
         assert taken.devices == HOSTS and taken.zero == 0 and not taken.recompute
+        assert taken.micro_batches != 1 or subject.batch <= HOSTS, "another profile would show more"
     assert variants["data parallel again"] == variants["data parallel"]
 
 
@@ -195,3 +201,69 @@ def test_the_plan_is_taken_by_what_it_is_predicted_to_take_here():
     assert len(others["plan"].plan.stages) == 1, "where an exchange takes a second nobody runs a pipeline"
     assert others["gpipe"].predicted > 2 * found["gpipe"].predicted
     assert others["data parallel"].predicted == found["data parallel"].predicted
+
+
+def test_the_plan_and_its_messages_are_predicted():
+    """A step of one stage takes its price and the latency of the sums that nothing else counts."""
+    subject = SUBJECTS["mlp"]()
+    profile, there = slow_starting(subject.profile()), link(5e8)
+    found = {one.name: one for one in planned(subject, profile, there, 5e8, QUOTA, HOSTS)}
+    plan = found["data parallel"].plan
+    seconds = price(plan, CostModel(profile, cluster_of(there, HOSTS))).seconds
+    assert found["data parallel"].predicted == pytest.approx(seconds + 2 * (HOSTS - 1) * there.latency)
+
+
+def cell_of(group: str, seed: int = 0) -> Cell:
+    return next(one for one in cells(quick=False) if (one.group, one.seed, one.preset) == (group, seed, "gpt-tiny"))
+
+
+def test_the_gap_is_of_losses_with_compression_off():
+    """Of the final parameters, against uncompressed ones of the same seed; not of losses as trained."""
+    seed = SEEDS[0]
+    plain, compressed = cell_of("plain", seed), cell_of("headline", seed)
+    results = {plain: {"validation": 2.0, "own": 4.0}, compressed: {"validation": 2.2, "own": 3.0}}
+    assert gap(results, [compressed]) == pytest.approx(0.1)
+    assert claims_of(results)["headline_loss_gap"].value == pytest.approx(0.1)
+
+
+def test_a_cell_evaluates_with_compression_off_and_on(monkeypatch):
+    """`validation` without, `own` with the compression of the training."""
+    losses = {True: 3.0, False: 2.0}
+    state = SimpleNamespace(params={}, skipped=0)
+    step = SimpleNamespace(init=lambda: state, evaluate="as trained", parameters=lambda state: {})
+    progress = SimpleNamespace(interrupted=False, losses={1: 5.0})
+
+    def setup(compressed: bool):
+        compression = SimpleNamespace(on=compressed)
+        return SimpleNamespace(plan=SimpleNamespace(compression=compression))
+
+    monkeypatch.setattr(cell, "prepared", lambda config: setup(config.parallel.compression.tokens < 1))
+    monkeypatch.setattr(cell, "compile_step", lambda setup: step)
+    monkeypatch.setattr(cell, "evaluate_program", lambda setup: "plain")
+    monkeypatch.setattr(cell, "replace", lambda setup, **changes: setup)
+    monkeypatch.setattr(cell, "fit", lambda *_, **__: (state, progress))
+    monkeypatch.setattr(cell, "looks_at_leaks", lambda setup: False)
+
+    def evaluated(setup, program, params):
+        assert program == ("as trained" if setup.plan.compression.on else "plain")
+        return SimpleNamespace(loss=losses[setup.plan.compression.on])
+
+    monkeypatch.setattr(cell, "evaluate", evaluated)
+    results, _ = cell.run(cell_of("headline", SEEDS[0]))
+    assert (results["validation"], results["own"]) == (2.0, 3.0)
+
+
+def test_the_best_baseline_is_the_fastest_of_all():
+    seconds = dict(zip(SHORT, (6.0, 3.0, None, 4.0, 3.5), strict=True))
+    others = {
+        name: Alternative(seconds=each, ratio=each and each / 2.0, reason="does not fit" if each is None else "")
+        for name, each in seconds.items()
+    }
+    row = WorthRow(
+        model="m", cluster="c", batch=8, space="spmd", plan="p", seconds=2.0, lower_bound=2.0, gap=0.0, reason="",
+        others=others, search_s=0.0,
+    )  # fmt: skip
+    assert row.best == 1.5
+    made = worth_claims([row])
+    assert made["worst_vs_best_baseline"].value == 1.5 and made["vs_data_parallel_max"].value == 3.0
+    assert "vs_gpipe_max" not in made, "GPipe did not fit"

@@ -183,3 +183,15 @@ def test_rings_share_the_ports_of_a_node():
     assert events.ring([0, 1], [[0, 1]], there, 8.0) == pytest.approx(4.0)
     assert events.all_reduce([0, 0, 1, 1], [[0, 0, 1, 1]], there, 8.0) == pytest.approx(12.0)
     assert np.isclose(events.all_reduce([0], [[0]], there, 8.0), 0.0)
+
+
+def test_groups_that_leave_a_node_share_its_ports_in_prices_too():
+    """Two nodes of two devices, tensor degree 2: both data groups cross, through one port or through one each."""
+    (node,) = cluster(2).nodes
+    profile, given = model(dict(parameters=8, max_tensor=2)), plan((1, 4), batch=2, tensor=2)
+    for ports, reduction in ((1, 8.0), (2, 4.0)):
+        network = Link(bandwidth=1.0, latency=0.0, ports=ports)
+        there = Cluster(name="toy", nodes=(node.model_copy(update={"count": 2}),), network=network)
+        played = Played(given, profile, there).seconds()
+        assert played == pytest.approx(1.0 + 1.5 + reduction)
+        assert price(given, CostModel(profile, there)).seconds == pytest.approx(played)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.faults import flips, kills
 from benchmarks.faults.flips import contents, damage, of_checkpoint
-from benchmarks.faults.kills import digests_of, judged
+from benchmarks.faults.kills import digests_of, judged, written_at
 from benchmarks.faults.moments import MOMENTS, die_at
 from benchmarks.faults.setups import SETUPS, settings_of, write_text
 from benchmarks.faults.zygote import end_of_all
@@ -45,6 +45,19 @@ def test_a_step_that_is_damaged_is_corrupt(run):
 def test_a_step_with_other_values_is_corrupt(run):
     expected = digests_of(run) | {4: {"a": "float32 5"}}
     assert judged(run, expected) == ("corrupt", "step 4 holds other values than the undisturbed run")
+
+
+def test_a_run_that_begins_again_is_no_resumed_one(run):
+    """Its values are the same, and its checkpoints are new."""
+    expected, before = digests_of(run), written_at(run)
+    assert judged(run, expected, before) == ("whole", "")
+    for step in (2, 4):
+        record = run / "checkpoints" / str(step) / "record.json"
+        os.utime(record, ns=(before[step], before[step] + 1))
+        assert judged(run, expected, before) == ("corrupt", f"step {step} was there and was written again, or is gone")
+        os.utime(record, ns=(before[step], before[step]))
+    shutil.rmtree(run / "checkpoints" / "4")
+    assert judged(run, expected, before)[1].startswith("step 4")
 
 
 @pytest.mark.parametrize("seed", range(20))
