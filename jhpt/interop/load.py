@@ -157,7 +157,13 @@ def _layout(config: Config, model: Model, plan: Plan | str | os.PathLike[str]) -
     plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
     check_fits_model(plan, load_config(config, {"data.batch_size": plan.batch}))
     mesh = make_device_mesh(plan, jax.devices())
-    return Layout(plan=plan, device_mesh=mesh, num_layers=config.model.num_layers, rules=model.partition_rules)
+    return Layout(
+        plan=plan,
+        device_mesh=mesh,
+        num_layers=config.model.num_layers,
+        alike=config.model.alike,
+        rules=model.partition_rules,
+    )
 
 
 def _restored(folder: Path, config: Config, model: Model, layout: Layout | None) -> tuple[int, Params]:

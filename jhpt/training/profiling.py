@@ -43,7 +43,7 @@ from jhpt.measure.profile import Call, LayerSeconds, Shallow, depths, layer_seco
 from jhpt.measure.rank import rank_share, tensor_degrees
 from jhpt.measure.repeated import note
 from jhpt.models.attention import choose_attention
-from jhpt.models.family import Model, Rows, Sums, build
+from jhpt.models.family import Model, Rows, Sums, TextModel, as_text, build
 from jhpt.models.products import check_products
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.layout import Layout
@@ -196,7 +196,7 @@ class _Builder:
         if not _fits(step, self.device):
             return None
         forward = jax.jit(lambda params, windows: program.sums(params, Rows(windows), key))
-        embedding, embedding_both = _embedding_programs(model, windows[:, : config.data.sequence_length])
+        embedding, embedding_both = _embedding_programs(as_text(model), windows[:, : config.data.sequence_length])
         update = jax.jit(self._step(_given_gradients, running.weights), donate_argnums=0)
         return Shallow(
             parameters=running.parameters,
@@ -252,7 +252,7 @@ def _given_gradients(params: Params, gradients: jax.Array, key: jax.Array) -> tu
     return jax.tree.unflatten(tree, pieces), Sums(jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
 
 
-def _embedding_programs(model: Model, tokens: jax.Array) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _embedding_programs(model: TextModel, tokens: jax.Array) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward, and forward and backward, of the embedding."""
     keys = jax.random.split(jax.random.key(0), len(tokens)) if model.config.dropout else None
 
