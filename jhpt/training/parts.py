@@ -7,14 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from jhpt.core.config import Compression, DataConfig
+from jhpt.core.plan import Plan
 from jhpt.kernels.implementation import Implementation
 from jhpt.models.context import Context, document_starts, text_lengths
-from jhpt.models.family import ImageModel, Objective, Rows, TextModel
+from jhpt.models.family import ImageModel, Model, Objective, Rows, TextModel
 from jhpt.models.hooks import Hooks
 from jhpt.models.labelled import labelled
 from jhpt.models.layers import Parted, fold, layer_keys
 from jhpt.models.objective import DROPOUT
 from jhpt.sharding import operators
+from jhpt.sharding.layout import Layout
+from jhpt.sharding.mesh import DeviceMesh
 from jhpt.sharding.model_parts import Halves, ModelParts
 from jhpt.sharding.types import LayerContext, Params
 from jhpt.training.data.tokenizer import Tokenizer
@@ -45,6 +48,17 @@ def compressed_hooks(
         return Hooks()
     compressed = operators.compressed_operators(axes, shards, compression, causal=causal, implementation=implementation)
     return replace(Hooks(shards=shards), **compressed)
+
+
+def model_layout(model: Model, plan: Plan, device_mesh: DeviceMesh) -> Layout:
+    """Where this model's parameters lie."""
+    return Layout(
+        plan=plan,
+        device_mesh=device_mesh,
+        num_layers=model.config.num_layers,
+        alike=model.config.alike,
+        rules=model.partition_rules,
+    )
 
 
 class KeyedContext(NamedTuple):

@@ -279,6 +279,10 @@ class ModelConfig(Section):
         """Units of work in a row, whose number a second is what a run reports: tokens of a sequence, or one image."""
         return sequence_length
 
+    def sample(self, sequence_length: int) -> str:
+        """What a row is, in words that `jhpt.core.profile.ModelProfile` knows."""
+        return f"a sequence of {sequence_length} tokens"
+
     def predicted_tokens(self, sequence_length: int, mask_fraction: float) -> int:
         """Positions of a row on which the head runs."""
         raise NotImplementedError

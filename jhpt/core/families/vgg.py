@@ -219,6 +219,10 @@ class VGGConfig(ModelConfig):
         """One image."""
         return 1
 
+    def sample(self, sequence_length: int) -> str:
+        """An image."""
+        return f"an image of {self.image_size} x {self.image_size}"
+
     def predicted_tokens(self, sequence_length: int, mask_fraction: float) -> int:
         """One class."""
         return 1

@@ -56,7 +56,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 def analytic_profile(
     config: Config, device: Device, dtype: str = "bfloat16", framework: Framework | None = None
 ) -> ModelProfile:
-    """The profile of `config` on `device`; one sample is a sequence of `data.sequence_length` tokens.
+    """The profile of `config` on `device`; one sample is a sequence of `data.sequence_length` tokens, or
+    an image.
 
     Parameters include padding.  The seconds of a tensor degree exclude its collectives, whose bytes are
     in `tensor_forward_bytes` and `tensor_backward_bytes`.
@@ -76,7 +77,7 @@ def analytic_profile(
         name=config.name,
         device=device.name,
         source=f"analytic: roofline of {device.name}, {dtype}" + EIGHT_BITS.get(config.model.matmul_dtype, ""),
-        sample=f"a sequence of {sizes.tokens} tokens",
+        sample=model.sample(config.data.sequence_length),
         causal=model.causal,
         flops_per_sample=_model_flops(model, sizes),
         dtype=dtype,
@@ -129,7 +130,7 @@ def _model_flops(model: ModelConfig, sizes: Sizes) -> float:
 
 def sizes_of(config: Config, device: Device, dtype: str, *, keeps_scores: bool = False) -> Sizes:
     """What the costs of layers depend on beside the model.  keeps_scores: as in `Framework`."""
-    tokens = config.data.sequence_length
+    tokens = config.model.units(config.data.sequence_length)
     return Sizes(
         tokens=tokens,
         predicted=config.model.predicted_tokens(tokens, config.data.mask_fraction),
