@@ -57,6 +57,22 @@ def test_stages_of_unequal_size_train_as_one_device_does(runs):
     assert losses(stages.run_dir, "grad_norm") == pytest.approx(losses(one.run_dir, "grad_norm"), rel=1e-5)
 
 
+def test_a_run_is_loaded_and_evaluated_as_it_was(runs):
+    one, _ = runs
+    loaded = jhpt.load(one.run_dir)
+    found = loaded.evaluate()
+    assert found.loss == pytest.approx(one.validation_losses[4], rel=1e-5) and found.bits_per_byte is None
+    assert found.accuracy == one.validation_accuracy[4] and found.tokens == 24
+    for refused, words in (
+        (lambda: loaded.evaluate(**{"data.path": "x"}), "data.path would not be read"),
+        (lambda: loaded.generate(["a"]), "does not generate text"),
+        (lambda: loaded.score(np.zeros((1, 4), np.int32)), "use jhpt eval"),
+        (lambda: jhpt.train("vgg16-tiny", init=one.run_dir), "only models of text start from other weights"),
+    ):
+        with pytest.raises(InputError, match=words):
+            refused()
+
+
 def resumed(whole, run_dir, **changes):
     """The last two of the four steps once more."""
     shutil.copytree(whole.run_dir, run_dir)

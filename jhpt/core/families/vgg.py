@@ -251,7 +251,7 @@ class VGGConfig(ModelConfig):
         padding = self.parameter_count().padding
         return {
             layer.name: LayerKindCost(
-                parameters=layer.parameters + (padding if layer is last else 0),
+                parameters=layer.parameters + (padding if layer == last else 0),
                 cost=self._cost(layer, sizes.element, first=layer == first, last=layer == last),
             )
             for layer in self.table
