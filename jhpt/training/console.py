@@ -146,7 +146,7 @@ def step_line(step: int, steps: int, values: dict[str, float | None]) -> str:
         f"lr {values['learning_rate']:.2e}",
         *(f"{unit}/s {values[name]:,.0f}" for unit in UNITS if (name := f"{unit}_per_s") in values),
         f"TFLOP/s {(values['flops_per_s'] or 0) / 1e12:.3g}",
-        f"MFU {mfu:.1%} (causal)" if mfu else "",
+        f"MFU {mfu:.1%}{' (causal)' if 'tokens_per_s' in values else ''}" if mfu else "",
         f"memory {bytes_text(memory)}" if memory else "",
         f"data wait {values['data_wait']:.1%}",
         f"saves and evaluation {between:.1%}" if between else "",

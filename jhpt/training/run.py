@@ -115,7 +115,7 @@ def closing_lines(result: RunResult, config: Config) -> list[str]:
         f"accuracy {accuracy:.2%}" if accuracy is not None else "",
         f"{result.tokens_per_s:,.0f} tokens/s" if result.tokens_per_s else "",
         f"{result.images_per_s:,.0f} images/s" if result.images_per_s else "",
-        f"MFU {result.mfu:.1%} (causal)" if result.mfu else "",
+        f"MFU {result.mfu:.1%}{'' if result.images_per_s else ' (causal)'}" if result.mfu else "",
     ]
     more = "" if result.interrupted else f" --train.steps {2 * config.train.steps}"
     return [

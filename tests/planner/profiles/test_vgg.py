@@ -34,6 +34,8 @@ def test_one_program_has_one_stage_and_general_plans_any():
     task = prepare("vgg16-cifar", cluster="v100x1x4-10gbe", batch=256, micro_batches=1)
     assert task.request.max_stages == 1 and set(task.request.compression) == {None}
     plan = jhpt.plan("vgg16-cifar", cluster="v100x1x4-10gbe", batch=256, micro_batches=1)
+    headline = str(plan).splitlines()[0]
+    assert "samples/s per GPU, MFU" in headline and "causal" not in headline and "8 of 10" not in headline
     assert len(plan.stages) == 1 and plan.mfu is not None and plan.tokens_per_second is None
     general = jhpt.plan("vgg16-cifar", cluster="v100x1x4-10gbe", batch=512, micro_batches=8, space="general")
     sizes = [stage.devices for stage in general.stages]
