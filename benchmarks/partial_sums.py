@@ -35,7 +35,8 @@ def partial_sums(setup: Setup, params: Any, windows: np.ndarray) -> dict[tuple[i
     model = setup.model
     assert isinstance(model, GPT)
     mesh, ranks = setup.layout.device_mesh.mesh, setup.plan.degrees[0]
-    axes, layers = setup.layout.device_mesh.axes(ranks).tensor, setup.config.model.num_layers
+    axes, layers = setup.layout.device_mesh.axes(ranks).tensor, model.config.num_layers
+    width = model.config.d_model
     inputs, targets = jnp.asarray(windows[:, :-1]), jnp.asarray(windows[:, 1:])
 
     def run(params: Any, inputs: jax.Array, targets: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -64,7 +65,7 @@ def partial_sums(setup: Setup, params: Any, windows: np.ndarray) -> dict[tuple[i
                 x = blocks.block(jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"]), x)
             return jnp.mean(token_nll(plain.logits(params, x), targets, hooks)[0]), parts
 
-        stream = jnp.zeros((*inputs.shape, setup.config.model.d_model), setup.model.dtype)
+        stream = jnp.zeros((*inputs.shape, width), setup.model.dtype)
         errors, parts = jax.grad(loss, has_aux=True)([stream] * (2 * layers))
         return jax.tree.map(lambda leaf: leaf[None].astype(jnp.float32), (parts, errors))
 
@@ -72,7 +73,7 @@ def partial_sums(setup: Setup, params: Any, windows: np.ndarray) -> dict[tuple[i
     ranked = partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axes), check_vma=False)
     parts_and_errors = jax.jit(ranked(run))(params, inputs, targets)
     return {
-        (layer, place): np.asarray(kind[2 * layer + index]).reshape(-1, setup.config.model.d_model)
+        (layer, place): np.asarray(kind[2 * layer + index]).reshape(-1, width)
         for kind, places in zip(parts_and_errors, PLACES.values(), strict=True)
         for layer in range(layers)
         for index, place in enumerate(places)

@@ -198,7 +198,8 @@ def _loss(run: str, options: EvaluateOptions, overrides: dict[str, Any]) -> int:
         return 0
     accuracy = "" if found.accuracy is None else f"  accuracy {found.accuracy:.2%}"
     if setup.config.model.classifies:
-        print(f"step {loaded.step}  loss {found.loss:.6f} nats per row{accuracy} of {found.tokens:,} rows")
+        unit = "image" if setup.config.model.reads == "images" else "row"
+        print(f"step {loaded.step}  loss {found.loss:.6f} nats per {unit}{accuracy} of {found.tokens:,} {unit}s")
         return 0
     bits = "" if found.bits_per_byte is None else f"  bits per byte {found.bits_per_byte:.4f}"
     pairs = accuracy and f"{accuracy} of pairs"

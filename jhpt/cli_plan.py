@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jhpt.core.config import Config
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
+from jhpt.core.families.text import TextConfig
 from jhpt.core.files import check_writable
 from jhpt.core.likely_mistakes import likely_mistakes
 from jhpt.core.load import load_config
@@ -44,7 +45,12 @@ def plan_command(arguments: list[str]) -> int:
     config = None if base is None else load_config(base, overrides)
     for line in likely_mistakes(config) if config else ():
         print(f"warning: {line}", file=sys.stderr)
-    if config is not None and config.data.tokenizer != "bytes" and config.model.vocab_size == "auto":
+    if (
+        config is not None
+        and isinstance(config.model, TextConfig)
+        and config.data.tokenizer != "bytes"
+        and config.model.vocab_size == "auto"
+    ):
         print(
             f"note: planned with the {config.model.vocab:,} token ids that {config.name} is made for, whatever "
             "data.tokenizer has; model.vocab_size sets another number",

@@ -20,6 +20,7 @@ from jhpt.core.calibration import DRAW_BYTES
 from jhpt.core.catalogue import cluster_named
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import Config
+from jhpt.core.families.text import TextConfig
 from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.state import state_of
@@ -70,6 +71,7 @@ def traffic(preset: str, batch: int, dropout: float) -> float:
     shallow, deep = (config_of(preset, batch, dropout, layers) for layers in (SHALLOW, DEEP))
     block = (moved(deep, cluster) - moved(shallow, cluster)) / (DEEP - SHALLOW)
     sizes = sizes_of(deep, cluster.nodes[0].device, "bfloat16")
+    assert isinstance(deep.model, TextConfig)
     operations = [each for part in deep.model.block_cost(sizes).work(batch, 1) for each in part]
     update = update_bytes(state_of(deep.model, deep.optimizer), sizes.element, sizes.element)
     update *= deep.model.parameter_count().per_layer

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jhpt.core.families.text import TextConfig
 from jhpt.models.family import Rows
 from jhpt.training.data.batches import evaluation_batches
 from jhpt.training.setup import Setup
@@ -33,6 +34,7 @@ def leak(setup: Setup, params: Any) -> dict[str, float]:
     windows, _ = next(evaluation_batches(setup.validation_windows, size, slice(0, size), 1))
     half = setup.config.data.sequence_length // 2
     others = np.concatenate([windows[:, :half], np.roll(windows, 1, 0)[:, half:]], 1)
+    assert isinstance(setup.config.model, TextConfig)
     real = setup.config.model.vocab
     before, after = (_logits(setup, params, each)[:, :half, :real] for each in (windows, others))
     moved = np.abs(after - before)

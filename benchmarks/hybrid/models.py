@@ -23,6 +23,7 @@ from benchmarks.networks.mlp import MLP
 from benchmarks.networks.vgg import VGG
 from jhpt.core.cluster import Device
 from jhpt.core.config import Config
+from jhpt.core.families.vgg import VGGConfig
 from jhpt.core.load import load_config
 from jhpt.core.plan import Plan
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
@@ -241,7 +242,7 @@ def _vgg_layers(network: VGG) -> list[tuple[str, LayerKind]]:
 
 def _vgg() -> ClassSubject:
     stages = ((16, 16), (32, 32), (64, 64, 64), (96, 96, 96), (96, 96, 96))
-    network = VGG(size=32, stages=stages, dense=(1280, 1280), classes=256)
+    network = VGG(config=VGGConfig(image_size=32, convolutions=stages, dense=(1280, 1280), num_classes=256))
     return ClassSubject(name="vgg", batch=128, network=network)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.networks.layers import biased, class_logits, columns, kernel_and_bias
+from jhpt.models.dense import biased, class_logits, columns, kernel_and_bias
 from jhpt.models.hooks import Hooks
 
 NAMED_TENSORS = ("x", "hidden")

@@ -23,6 +23,7 @@ from jhpt.core.compression_config import (
 from jhpt.core.divisors import common_divisors, one_of
 from jhpt.core.families.family import SHORTEST_PAIR, ModelConfig, families
 from jhpt.core.families.gpt import GPTConfig
+from jhpt.core.families.text import TextConfig
 from jhpt.core.guards_config import GuardsConfig, rewind_conflict
 from jhpt.core.memory_config import MemoryConfig, check_names
 from jhpt.core.optimizers import optimizer_numbers
@@ -71,7 +72,7 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """Where tokens come from and how they are cut into batches."""
+    """Where tokens, or images, come from and how they are cut into batches."""
 
     path: str | tuple[str, ...] = Field(
         "stdlib",
@@ -110,6 +111,10 @@ class DataConfig(Section):
     )
     whole_words: bool = Field(
         False, description="mask all pieces of a word or none, with a WordPiece tokenizer, for BERT"
+    )
+    images: Count = Field(50_000, description="synthetic images of an epoch, those held out included, for VGG")
+    noise: NonNegative = Field(
+        1.0, description="deviation of the noise in synthetic images, relative to that of the picture of their class"
     )
     cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
     workers: Count | None = Field(None, description="processes that tokenise; null: one for each core")
@@ -280,7 +285,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sequence_fits_model(self) -> "Config":
-        if self.data.sequence_length > self.model.max_length:
+        if isinstance(self.model, TextConfig) and self.data.sequence_length > self.model.max_length:
             raise ValueError(
                 f"data.sequence_length={self.data.sequence_length} is longer than model.max_length="
                 f"{self.model.max_length}; shorten the sequences or raise model.max_length"
@@ -325,10 +330,11 @@ class Config(Section):
                     f"model.{name}={size} is not divisible by parallel.tensor={tensor}; "
                     f"use {one_of(common_divisors(sizes.values()))}"
                 )
-        if self.model.vocab_size != "auto" and self.model.padded_vocab % tensor:
+        model = self.model
+        if isinstance(model, TextConfig) and model.vocab_size != "auto" and model.padded_vocab % tensor:
             raise ValueError(
-                f"model.vocab_size, padded to {self.model.padded_vocab}, is not divisible by parallel.tensor={tensor}; "
-                f"use {one_of(d for d in common_divisors(sizes.values()) if self.model.padded_vocab % d == 0)}"
+                f"model.vocab_size, padded to {model.padded_vocab}, is not divisible by parallel.tensor={tensor}; "
+                f"use {one_of(common_divisors(model.cut_sizes.values()))}"
             )
         return self
 
@@ -344,11 +350,34 @@ class Config(Section):
             compression=documents and self.parallel.compression.settings.on,  # rules of plans: `ParallelConfig`
             names=SETTINGS,
         )
-        if not self.parallel.auto:
-            data, micro_batches = self.parallel.data or 1, self.parallel.micro_batches
+        parallel, family = self.parallel, self.model.choices
+        if family:
+            compression = parallel.compression.auto or parallel.compression.settings.on
+            choices = replace(choices, place=self.name, compression=compression, **family)
+        if not parallel.auto:
+            data, micro_batches = parallel.data or 1, parallel.micro_batches
             choices = replace(choices, batch=self.data.batch_size, data=data, micro_batches=micro_batches)
+        if family and not parallel.auto:
+            choices = replace(choices, stages=parallel.pipe, sequence=parallel.sequence)
+            choices = replace(choices, sample_chunks=(parallel.sample_chunks,))
         if (message := conflict(choices)) is not None:
             raise ValueError(message)
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_knows_the_kernels(self) -> "Config":
+        optimizer, plain = self.optimizer, ("adamw", "lion", "sgd")
+        numbers = optimizer_numbers(optimizer.name)
+        if not self.model.alike and (numbers.factored or numbers.orthogonal):
+            raise ValueError(
+                f"optimizer.name={optimizer.name} works on whole matrices, and kernels of convolutions are none; use "
+                f"{one_of(plain)} with model.family={self.model.family}"
+            )
+        if not self.model.alike and optimizer.moments != "float32":
+            raise ValueError(
+                f"optimizer.moments={optimizer.moments} codes the rows of matrices, and kernels of convolutions are "
+                f"none; use float32 with model.family={self.model.family}"
+            )
         return self
 
     @model_validator(mode="after")

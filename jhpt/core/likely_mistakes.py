@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jhpt.core.config import Config
+from jhpt.core.families.text import TextConfig
 
 USUAL_RATES = {"adamw": 5e-4, "lion": 1e-4, "sgd": 1e-1, "muon": 5e-3, "adafactor": 1e-2}
 """The middle of the peak learning rates that people train with, by optimizer."""
@@ -91,6 +92,8 @@ def _rate(config: Config) -> Iterator[str]:
 
 
 def _positions(config: Config) -> Iterator[str]:
+    if not isinstance(config.model, TextConfig):
+        return
     length, most = config.data.sequence_length, config.model.max_length
     if SHORTER * length <= most and getattr(config.model, "positions", "learned") == "learned":
         yield (
@@ -100,6 +103,8 @@ def _positions(config: Config) -> Iterator[str]:
 
 
 def _vocabulary(config: Config, ids: int) -> Iterator[str]:
+    if not isinstance(config.model, TextConfig):
+        return
     vocabulary, tokenizer = config.model.vocab_size, config.data.tokenizer
     if vocabulary != "auto" and vocabulary > LARGER_VOCABULARY * ids:
         yield (

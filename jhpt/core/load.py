@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.families.family import ModelConfig, families, family_settings
+from jhpt.core.families.text import TextConfig
 from jhpt.core.presets import DEFAULT, PRESETS
 from jhpt.core.renamed import new_name, with_settings_of_today
 from jhpt.core.text_files import read_text, tree_of
@@ -33,7 +34,7 @@ class Weights:
     """
 
     path: Path
-    model: ModelConfig
+    model: TextConfig
     tokenizer: str | None
 
     def default(self) -> dict[str, Any]:
@@ -69,8 +70,7 @@ class Weights:
             free.add("max_length")
         # Sizes that follow from others may be written out.
         ours, theirs = (
-            {**model.model_dump(), "vocab_size": model.vocab, **model.tensor_sizes}
-            for model in (config.model, self.model)
+            {**model.model_dump(), **_vocabulary(model), **model.tensor_sizes} for model in (config.model, self.model)
         )
         different = [
             f"  model.{name}: the weights have {theirs.get(name)!r}, the configuration {ours.get(name)!r}"
@@ -108,7 +108,12 @@ def load_config(
 def with_nominal_vocabulary(config: Config) -> Config:
     """The configuration with as many token ids as its model is made for, whatever its tokenizer has: what benchmarks
     time."""
-    return load_config(config, {"model.vocab_size": config.model.vocab})
+    return load_config(config, {f"model.{name}": ids for name, ids in _vocabulary(config.model).items()})
+
+
+def _vocabulary(model: ModelConfig) -> dict[str, int]:
+    """`vocab_size` as a number, of a model that has it."""
+    return {"vocab_size": model.vocab} if isinstance(model, TextConfig) else {}
 
 
 def run_config(source: Source, out: str | os.PathLike[str] | None, weights: Weights | None = None) -> Config:

@@ -4,7 +4,8 @@ Shapes: GPT-2 from Radford et al. 2019, table 2 (774M and 1.5B with the head cou
 gpt-6.7b and gpt-13b from Brown et al. 2020, table 2.1; llama-8b from Dubey et al. 2024, table 3 (Llama 3 8B);
 bert-base and bert-large from Devlin et al. 2018, section 3; bert-tiny from Turc et al. 2019.  Learning rates from the
 same papers; batches are sized for one node and are meant to be overridden.  `nominal_vocab` is the vocabulary of the
-released models, which is planned with; a run takes that of its tokenizer.
+released models, which is planned with; a run takes that of its tokenizer.  vgg16-cifar: column D of Simonyan &
+Zisserman 2014, table 1, on images of the size of CIFAR-10's; vgg16-tiny: an eighth of its widths.
 """
 
 from typing import Any
@@ -82,4 +83,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "bert-base": _bert(12, 768, 12, 1e-4, 64),
     "bert-large": _bert(24, 1024, 16, 1e-4, 32),
+    "vgg16-cifar": {
+        "model": dict(family="vgg"),
+        "data": dict(batch_size=128),
+        "optimizer": dict(learning_rate=3e-4, warmup_steps=200, weight_decay=5e-4),
+        "train": dict(steps=4_000),
+    },
+    "vgg16-tiny": {
+        "model": dict(
+            family="vgg",
+            convolutions=((8, 8), (16, 16), (32, 32, 32), (64, 64, 64), (64, 64, 64)),
+            dense=(128, 128),
+        ),
+        "data": dict(batch_size=32, images=5_000),
+        "optimizer": dict(learning_rate=1e-3, warmup_steps=50),
+        "train": dict(steps=300),
+    },
 }

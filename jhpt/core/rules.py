@@ -40,8 +40,8 @@ class Choices:
 
     space: spmd or general.  devices: that the stages need; available: those there are, of the cluster or machine
     `place`.  mixed: the cluster's nodes differ.  data: data ranks.  tensor: the tensor degrees in use, ascending.
-    sample: what a sample is, where it is no sequence of tokens.  block_kinds: kinds of
-    layers between embedding and head.  saved_in_host_memory: names of saved activations.
+    alike: whether blocks have the same shapes.  sample: what a sample is, where it is no sequence of tokens.
+    block_kinds: kinds of layers between embedding and head.  saved_in_host_memory: names of saved activations.
     documents: whether rows hold documents that are kept apart.
     optimizer: name of the update rule; optimizer_offloads: whether blocks can take its steps in CPU offload.
     storage: how weights and moments are stored, where that is not float32.  update_in_backward: the plan's, clip: the
@@ -65,6 +65,7 @@ class Choices:
     available: int | None = None
     place: str = ""
     mixed: bool = False
+    alike: bool = True
     sample: str | None = None
     block_kinds: tuple[str, ...] | None = None
     zero: int | None = None
@@ -252,6 +253,14 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        name="activations that are cut by token",
+        broken_by=lambda c: c.sample is not None and (c.sequence or c.sample_chunks != (1,)),
+        message=lambda c: (
+            f"{c.name('sequence')} and {c.name('sample_chunks')} are for the all-reduces of attention and MLP, and a "
+            f"sample here is {c.sample}; leave them out"
+        ),
+    ),
+    Rule(
         name="compression and documents",
         broken_by=lambda c: c.compression and c.documents,
         message=lambda c: (
@@ -304,6 +313,15 @@ RULES: tuple[Rule, ...] = (
             if c.data
             else f"{c.name('batch')}={c.batch} is not divisible by {c.name('micro_batches')}={c.micro_batches}; "
             f"use {one_of(divisors(c.batch or 1))}"
+        ),
+    ),
+    Rule(
+        name="blocks of one shape in an SPMD pipeline",
+        broken_by=lambda c: c.space == "spmd" and not c.alike and _several_stages(c),
+        message=lambda c: (
+            f"{c.name('stages')}={c.stages} needs blocks of one shape, which the stages of an SPMD pipeline share, and "
+            f"those of {c.place or 'this model'} differ; use one stage, or stages with a program each: jhpt plan "
+            "--space general --out plan.json, and jhpt train --plan plan.json"
         ),
     ),
     Rule(

@@ -35,6 +35,27 @@ def _all_tokens(config: Config) -> bool:
     return not config.parallel.compression.auto and config.parallel.compression.tokens == 1
 
 
+def _of_text(config: Config) -> bool:
+    return config.model.reads == "text"
+
+
+OF_TEXT = (
+    "path",
+    "sources",
+    "validation_path",
+    "text_key",
+    "pair_key",
+    "label_key",
+    "tokenizer",
+    "sequence_length",
+    "mask_fraction",
+    "whole_words",
+    "cache_dir",
+    "workers",
+)
+"""Settings of the section `data` that only models of text read."""
+
+
 def _of_some_optimizers(setting: str) -> Unused:
     """The rule for a setting that only some update rules have."""
     readers = [name for name, numbers in OPTIMIZERS.items() if setting in numbers.settings]
@@ -90,7 +111,7 @@ UNUSED: tuple[Unused, ...] = (
     *(
         Unused(
             setting=setting,
-            unread=lambda config: not config.model.masked or config.model.classifies,
+            unread=lambda config: _of_text(config) and (not config.model.masked or config.model.classifies),
             why="only a model that predicts masked tokens, such as BERT in pre-training, reads it; set "
             "model.family=bert with model.task=pretrain, or leave it out",
         )
@@ -99,7 +120,7 @@ UNUSED: tuple[Unused, ...] = (
     *(
         Unused(
             setting=setting,
-            unread=lambda config: not config.model.classifies,
+            unread=lambda config: _of_text(config) and not config.model.classifies,
             why="only texts with labels have it; set model.task=classify (BERT), or leave it out",
         )
         for setting in ("data.pair_key", "data.label_key")
@@ -107,10 +128,27 @@ UNUSED: tuple[Unused, ...] = (
     *(
         Unused(
             setting=setting,
-            unread=lambda config: config.model.classifies,
+            unread=lambda config: _of_text(config) and config.model.classifies,
             why="model.task=classify has a row for each text, and tokenises all of them anew; leave it out",
         )
         for setting in ("data.packing", "data.sources", "data.cache_dir", "data.workers")
+    ),
+    *(
+        Unused(
+            setting=f"data.{setting}",
+            unread=lambda config: not _of_text(config),
+            why="it is about text, and a model of images trains on synthetic ones (data.images, data.noise); leave it "
+            "out",
+        )
+        for setting in OF_TEXT
+    ),
+    *(
+        Unused(
+            setting=f"data.{setting}",
+            unread=_of_text,
+            why="it is about synthetic images; set model.family=vgg, or leave it out",
+        )
+        for setting in ("images", "noise")
     ),
     Unused(
         setting="evaluation.prompt",

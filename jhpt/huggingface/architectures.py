@@ -11,6 +11,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.families.bert import BERTConfig
 from jhpt.core.families.family import ModelConfig
 from jhpt.core.families.gpt import GPTConfig
+from jhpt.core.families.text import TextConfig
 from jhpt.huggingface import bert, gpt2, llama
 from jhpt.huggingface.files import read_json
 from jhpt.huggingface.settings import Settings
@@ -31,7 +32,7 @@ class Architecture:
     left_out: pattern of weights that have no place here, which is said.
     """
 
-    settings: Callable[[Settings], ModelConfig]
+    settings: Callable[[Settings], TextConfig]
     parts: Callable[[Any], tuple[Part, ...]]
     prefix: str
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -85,7 +86,7 @@ def is_folder(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def described(path: Path) -> tuple[Architecture, ModelConfig]:
+def described(path: Path) -> tuple[Architecture, TextConfig]:
     """(the architecture of a folder, its model as `config.json` describes it).
 
     Raises:

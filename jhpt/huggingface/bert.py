@@ -4,7 +4,7 @@ from typing import Any
 
 from jhpt.core.errors import InputError
 from jhpt.core.families.bert import BERTConfig
-from jhpt.core.families.family import ModelConfig
+from jhpt.core.families.text import TextConfig
 from jhpt.huggingface.settings import Settings
 from jhpt.huggingface.tensors import Heads, Part, layer_norm, linear, same, separate_qkv, table
 
@@ -13,7 +13,7 @@ BLOCK = "bert.encoder.layer.{}"
 CLASSIFIER = "BertForSequenceClassification"
 
 
-def settings(there: Settings) -> ModelConfig:
+def settings(there: Settings) -> TextConfig:
     """`config.json` -> the model, without dropout of attention probabilities, which fused kernels do not offer."""
     there.only(hidden_act="gelu", position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     there.only(tie_word_embeddings=True)

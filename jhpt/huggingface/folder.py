@@ -10,7 +10,7 @@ import numpy as np
 
 from jhpt.core.errors import InputError
 from jhpt.core.families.bert import BERTConfig
-from jhpt.core.families.family import ModelConfig
+from jhpt.core.families.text import TextConfig
 from jhpt.huggingface.architectures import CONFIG, Architecture, described
 from jhpt.huggingface.files import StoredTensor, listed, stored_tensors
 from jhpt.huggingface.tensors import Part
@@ -28,7 +28,7 @@ class Folder:
     """
 
     path: Path
-    model: ModelConfig
+    model: TextConfig
     parts: Mapping[str, Part]
     tensors: Mapping[str, StoredTensor]
     left_out: tuple[str, ...]

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jhpt.core.families.family import ModelConfig
 from jhpt.core.families.gpt import GPTConfig
+from jhpt.core.families.text import TextConfig
 from jhpt.huggingface.settings import Settings
 from jhpt.huggingface.tensors import Heads, Part, fused_qkv, layer_norm, same, table
 
@@ -12,7 +12,7 @@ ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_ex
 BLOCK = "transformer.h.{}"
 
 
-def settings(there: Settings) -> ModelConfig:
+def settings(there: Settings) -> TextConfig:
     """`config.json` -> the model, without dropout of attention probabilities, which fused kernels do not offer."""
     there.only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False)
     there.only(add_cross_attention=False)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jhpt.core.errors import InputError
-from jhpt.core.families.family import ModelConfig
 from jhpt.core.families.gpt import GPTConfig
+from jhpt.core.families.text import TextConfig
 from jhpt.huggingface.settings import Settings
 from jhpt.huggingface.tensors import Heads, Part, gated, same, separate_qkv, table, transposed
 
@@ -20,24 +20,24 @@ STRETCH = {
 """Settings of stretched rotary positions: here, and in `rope_scaling`."""
 
 
-def llama(there: Settings) -> ModelConfig:
+def llama(there: Settings) -> TextConfig:
     """`config.json` of Llama -> the model."""
     there.only(attention_bias=False, mlp_bias=False)
     return _settings(there)
 
 
-def mistral(there: Settings) -> ModelConfig:
+def mistral(there: Settings) -> TextConfig:
     """`config.json` of Mistral -> the model."""
     return _settings(there, window=there.get("sliding_window"))
 
 
-def qwen2(there: Settings) -> ModelConfig:
+def qwen2(there: Settings) -> TextConfig:
     """`config.json` of Qwen2 and Qwen2.5 -> the model; windows of some layers only are refused."""
     there.only(use_sliding_window=False)
     return _settings(there, qkv_bias=True)
 
 
-def _settings(there: Settings, **special: Any) -> ModelConfig:
+def _settings(there: Settings, **special: Any) -> TextConfig:
     there.only(hidden_act="silu", attention_dropout=0.0, pretraining_tp=1)
     width, heads = there.number("hidden_size"), there.number("num_attention_heads")
     there.only(head_dim=width // heads)

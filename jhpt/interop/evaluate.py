@@ -48,6 +48,9 @@ READ = (
 )
 """Settings that an evaluation may change, beside those of the section `parallel`."""
 
+READ_OF_IMAGES = ("data.batch_size", "evaluation.batches", "model.dtype")
+"""Those of them that an evaluation on images may change."""
+
 OF_TRAINING = ("parallel.auto", "parallel.cluster", "parallel.gradient_compression")
 """Settings of that section which it does not read."""
 
@@ -59,8 +62,8 @@ ALL = 2**31 - 1
 class Evaluated:
     """The figures of the module's text.
 
-    bits_per_byte: None for a model that predicts masked tokens.  tokens: predicted ones.  left_out: tokens at the end
-    of the text that are not read.  accuracy: None for a model that predicts tokens alone.
+    bits_per_byte: None for a model that predicts masked tokens, or classes.  tokens: predicted ones, or rows.
+    left_out: tokens at the end of the text that are not read.  accuracy: None for a model that predicts tokens alone.
     """
 
     loss: float
@@ -110,7 +113,9 @@ def evaluate(setup: Setup, params: Params) -> Evaluated:
     found = loop.evaluate(setup, evaluate_program(setup), _stored(setup, params))
     return Evaluated(
         loss=found.loss,
-        bits_per_byte=None if config.model.masked else found.loss / math.log(2) * _tokens_per_byte(setup),
+        bits_per_byte=None
+        if config.model.masked or config.model.reads == "images"
+        else found.loss / math.log(2) * _tokens_per_byte(setup),
         tokens=found.tokens,
         left_out=_left_out(windows),
         accuracy=found.accuracy,
@@ -118,11 +123,13 @@ def evaluate(setup: Setup, params: Params) -> Evaluated:
 
 
 def _check_read(config: Config, overrides: Mapping[str, Any]) -> None:
-    masked = () if config.model.masked else ("data.mask_fraction", "seed")
+    unread: tuple[str, ...] = () if config.model.masked else ("data.mask_fraction", "seed")
+    if config.model.reads == "images":
+        unread = tuple(name for name in READ if name not in READ_OF_IMAGES)
     for name in overrides:
         of_plan = name.startswith("parallel") and not name.startswith(OF_TRAINING)
-        if name in masked or not (name in READ or of_plan):
-            reads = [read for read in READ if read not in masked]
+        if name in unread or not (name in READ or of_plan):
+            reads = [read for read in READ if read not in unread]
             raise InputError(f"{name} would not be read: an evaluation reads parallel and {', '.join(reads)}")
 
 

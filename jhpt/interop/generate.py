@@ -18,7 +18,7 @@ from jhpt.core.errors import InputError
 from jhpt.interop.rows import BATCH, NOTHING, advanced, begun, padded
 from jhpt.models.decoding import reader_of
 from jhpt.models.drawing import Drawing
-from jhpt.models.family import Model, Params
+from jhpt.models.family import Model, Params, as_text
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.sampling import TEMPERATURE
 from jhpt.training.step import RandomStream, random_key
@@ -207,7 +207,7 @@ def _progress(
     size: of the batch, at least as many as there are rows.
     """
     stops, batch = _stop_tokens(tokenizer, settings), _batch(rows, size, model.config.max_length, settings.seed)
-    programs: dict[str, Any] = {"reader": reader_of(model), "drawing": settings.drawing}
+    programs: dict[str, Any] = {"reader": reader_of(as_text(model)), "drawing": settings.drawing}
     *arrays, room = batch
     state = begun(params, *arrays, stops, **programs, room=room)
     piece = np.asarray(state.tokens)[:, None]

@@ -26,6 +26,7 @@ from jhpt.training.checkpoint import FOLDER, Checkpoints, newest
 from jhpt.training.data.tokenizer import Tokenizer
 from jhpt.training.data.tokenizer_files import lies_in
 from jhpt.training.init_from import weights_at
+from jhpt.training.parts import model_layout
 from jhpt.training.planning import check_fits_model
 from jhpt.training.runtime import compile_collectives_anew, configure_runtime
 from jhpt.training.setup import compute_dtype, fitting_tokenizer
@@ -132,7 +133,8 @@ def run_settings(folder: Path, tokenizer: str | None = None) -> Config:
             f"{folder} {found}; give the directory of a run, which has a {CONFIG_FILE}, or a model in Hugging Face's "
             "layout, which has a config.json"
         )
-    if obstacle_to_8_bits(device_info().platform, device_info().capability) is not None:
+    eight_bits = config.model.matmul_dtype != "same"
+    if eight_bits and obstacle_to_8_bits(device_info().platform, device_info().capability) is not None:
         # Products in 8 bits approximate those in the compute dtype, which every device has.
         config = load_config(config, {"model.matmul_dtype": "same"})
     return config
@@ -157,7 +159,7 @@ def _layout(config: Config, model: Model, plan: Plan | str | os.PathLike[str]) -
     plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
     check_fits_model(plan, load_config(config, {"data.batch_size": plan.batch}))
     mesh = make_device_mesh(plan, jax.devices())
-    return Layout(plan=plan, device_mesh=mesh, num_layers=config.model.num_layers, rules=model.partition_rules)
+    return model_layout(model, plan, mesh)
 
 
 def _restored(folder: Path, config: Config, model: Model, layout: Layout | None) -> tuple[int, Params]:

@@ -77,6 +77,10 @@ def _read(name: str, path: str) -> np.ndarray:
 def check_inputs(model: Model, inputs: Inputs) -> None:
     """Refuses arrays that the model cannot read."""
     config, tokens = model.config, inputs["tokens"]
+    if config.reads != "text":
+        raise InputError(
+            f"scores are of token ids, and model.family={config.family} reads {config.reads}; use jhpt eval"
+        )
     others = [name for name in inputs if name != "tokens"]
     if others and not config.masked:
         raise InputError(f"{' and '.join(others)} are for BERT, and model.family={config.family}; leave them out")

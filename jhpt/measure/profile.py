@@ -23,6 +23,7 @@ beside it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from jhpt.core.config import Config
@@ -125,6 +126,69 @@ def layer_seconds(
         samples=samples,
         update_spread=relative_spread(samples[tensors[0]]["update"]),
     )
+
+
+def whole_seconds(
+    build: Callable[[int], Shallow | None],
+    shares: Callable[[int], Mapping[str, tuple[float, float]]],
+    batches: Sequence[int],
+    rounds: int,
+    beside: Mapping[str, Call] | None = None,
+) -> LayerSeconds:
+    """`layer_seconds` of a model whose layers differ: whole steps are timed, and divided among the layers.
+
+    Only their sum is measured.  Tensor degrees above 1 take a share of the seconds of 1.
+
+    Args:
+      build: batch -> the whole model.  shares: batch -> (forward, backward) of every kind of layer, in any unit.
+
+    Raises:
+      InputError: as `layer_seconds`.
+    """
+    made = {batch: build(batch) for batch in batches}
+    models = {batch: model for batch, model in made.items() if model is not None}
+    if not models:
+        raise InputError(f"the model does not fit the device at batch {batches[0]}; profile a smaller batch")
+    calls: dict[str, Call] = dict(beside or {})
+    for batch, model in models.items():
+        calls |= {f"forward {batch}": model.forward, f"step {batch}": model.step, "update": model.update}
+
+    def measure(rounds: int) -> tuple[tuple[Samples, float, dict[str, Timing]], list[str]]:
+        samples = interleaved(calls, rounds)
+        seconds = steady(samples)
+        parameters = next(iter(models.values())).parameters
+        update = seconds["update"] / parameters
+        timings = _divided(seconds, update * parameters, shares, list(models), len(samples["update"]))
+        return (samples, update, timings), timing_faults({kind: (one,) for kind, one in timings.items()}, update)
+
+    samples, update, timings = until_plausible("whole steps", measure, rounds, REMEDY)
+    spread = relative_spread(samples["update"])
+    each = {kind: (timing,) for kind, timing in timings.items()}
+    return LayerSeconds(timings=each, update=update, samples={1: samples}, update_spread=spread)
+
+
+def _divided(
+    seconds: Mapping[str, float],
+    update: float,
+    shares: Callable[[int], Mapping[str, tuple[float, float]]],
+    batches: Sequence[int],
+    repetitions: int,
+) -> dict[str, Timing]:
+    """The seconds of whole models, divided among their layers."""
+    rows: dict[str, list[tuple[float, float]]] = {kind: [] for kind in shares(batches[0])}
+    for batch in batches:
+        parts = shares(batch)
+        total = [sum(share[way] for share in parts.values()) for way in (0, 1)]
+        forward = min(seconds[f"forward {batch}"], seconds[f"step {batch}"])
+        backward = max(seconds[f"step {batch}"] - forward - update, 0.0)
+        for kind, (ahead, back) in parts.items():
+            rows[kind].append((forward * ahead / total[0], backward * back / total[1]))
+    # A larger batch is never faster.
+    ascending = {kind: [tuple(accumulate(way, max)) for way in zip(*row, strict=True)] for kind, row in rows.items()}
+    return {
+        kind: Timing(batches=tuple(map(float, batches)), forward=forward, backward=backward, repetitions=repetitions)
+        for kind, (forward, backward) in ascending.items()
+    }
 
 
 def _measure(models: Models, calls: Calls, tensor: int, update: float | None, rounds: int) -> Measured:

@@ -7,7 +7,7 @@ from jhpt.core.families.family import ModelConfig
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
     """Tensor degrees that divide everything the tensor axis cuts, ascending."""
-    return common_divisors((*model.tensor_sizes.values(), model.padded_vocab))
+    return common_divisors(model.cut_sizes.values())
 
 
 def rank_share(model: ModelConfig, tensor: int) -> ModelConfig:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jhpt.core.config import DataConfig
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import ModelConfig
+from jhpt.core.families.text import TextConfig
 from jhpt.models.context import WHOLE, Context, same_document
 
 Implementation = Literal["cudnn", "xla"]
@@ -76,6 +77,8 @@ def choose_attention(
     Raises:
       InputError: `model.attention` asks for cuDNN where it cannot run.
     """
+    if not isinstance(model, TextConfig):
+        return AttentionChoice(implementation="xla", reason="the model has no attention")
     if model.attention == "xla":
         return AttentionChoice(implementation="xla", reason="model.attention=xla")
     obstacle = _cudnn_obstacle(model, platform, dtype, capability, data)
@@ -88,7 +91,7 @@ def choose_attention(
 
 
 def _cudnn_obstacle(
-    model: ModelConfig, platform: str, dtype: jnp.dtype, capability: float | None, data: DataConfig
+    model: TextConfig, platform: str, dtype: jnp.dtype, capability: float | None, data: DataConfig
 ) -> str | None:
     if platform not in ("gpu", "cuda"):
         return f"the device is a {platform}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jhpt.models.family import Model, Params
+from jhpt.models.family import Params, TextModel
 from jhpt.models.layers import Mix, scan_layers
 
 Memory = Any
@@ -37,7 +37,7 @@ class Reader(Protocol):
 
 
 @runtime_checkable
-class CacheableModel(Model, Protocol):
+class CacheableModel(TextModel, Protocol):
     """A model of transformer blocks whose attention can be replaced."""
 
     def embed_at(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ class CacheableModel(Model, Protocol):
         """One layer on x[B, S, D] at `positions` [B, S], with `mix` as its attention."""
 
 
-def reader_of(model: Model) -> Reader:
+def reader_of(model: TextModel) -> Reader:
     """The reader with a cache, where the model's family can have one."""
     return CachedReader(model=model) if isinstance(model, CacheableModel) else RereadingReader(model=model)
 
@@ -115,7 +115,7 @@ class CachedReader:
 class RereadingReader:
     """Implements `Reader` for every model that generates.  A token costs as much as R tokens of a prompt."""
 
-    model: Model
+    model: TextModel
 
     def begin(self, params: Params, tokens: jax.Array, lengths: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
         """Reads the prompts."""
@@ -137,6 +137,6 @@ class RereadingReader:
         return _last_logits(self.model, params, x, lengths)
 
 
-def _last_logits(model: Model, params: Params, x: jax.Array, lengths: jax.Array) -> jax.Array:
+def _last_logits(model: TextModel, params: Params, x: jax.Array, lengths: jax.Array) -> jax.Array:
     """The logits [B, V] of the last of each row's `lengths` [B] tokens, from x[B, S, D]."""
     return model.logits(params, jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1))[:, 0]

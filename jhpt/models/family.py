@@ -8,7 +8,7 @@ package is the module of its name in this folder, which is imported when the fam
 
 import importlib
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ PartitionRules = tuple[tuple[str, tuple[str | None, ...]], ...]
 
 
 class Rows(NamedTuple):
-    """Rows of a batch: windows [B, W] of token ids (with labels: `jhpt.models.labelled`) and, for rows that count less,
-    weights [B]."""
+    """Rows of a batch: windows [B, W] of token ids (with labels: `jhpt.models.labelled`), or of pixels and a class,
+    and, for rows that count less, weights [B]."""
 
     windows: jax.Array
     weights: jax.Array | None = None
@@ -66,15 +66,11 @@ class Objective(NamedTuple):
 
 
 class Model(Protocol):
-    """A family's functions.
+    """What the functions of all families are; those of text are `TextModel`s, those of images `ImageModel`s.
 
     Parameters named `kernel`, `tokens`, `positions` or `types` are matrices and tables: they decay, can be coded in 8
     bits and are split by ZeRO.  Those under a name that ends in `norm` are used in float32, all others are cast to
     `dtype` where they are used.  A kernel maps its first dimension to all others (`jhpt.training.matrices`).
-
-    A block is cut before each of its two all-reduces over the tensor axis: `attend` up to the first, `feed` from there
-    up to the second, `finish` the rest.  keys: [B], a key for each row; None: no dropout.  context: of the rows; a
-    family whose settings have no `keeps_documents_apart` gets no documents and no padding.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -103,14 +99,42 @@ class Model(Protocol):
     def init(self, key: jax.Array) -> Params:
         """Fresh float32 parameters."""
 
+    def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
+        """What the model reads of these rows: token ids [B, S], or images [B, H, W, C]."""
+
+    def logits(self, params: Params, x: jax.Array) -> jax.Array:
+        """x[..., D] -> logits [..., V] in float32."""
+
+    def loss(self, params: Params, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
+        """The sums over the predicted tokens, or the classes, of these rows from x after the last block."""
+
+    def apply(self, params: Params, inputs: jax.Array) -> jax.Array:
+        """Inputs -> logits[..., V]."""
+
+
+class ImageModel(Model, Protocol):
+    """A family of unlike blocks, `{"0": ..., "1": ...}`, each a stack of one."""
+
+    def embed(self, params: Params, images: jax.Array) -> jax.Array:
+        """images[B, H, W, C] -> x[B, ...]."""
+
+    def block(self, layer_params: Params, x: jax.Array) -> jax.Array:
+        """One block."""
+
+
+class TextModel(Model, Protocol):
+    """A family of equal blocks over a residual stream.
+
+    A block is cut before each of its two all-reduces over the tensor axis: `attend` up to the first, `feed` from there
+    up to the second, `finish` the rest.  keys: [B], a key for each row; None: no dropout.  context: of the rows; a
+    family whose settings have no `keeps_documents_apart` gets no documents and no padding.
+    """
+
     def init_embedding_and_head(self, key: jax.Array) -> Params:
         """The parameters of `init`, except those of blocks."""
 
     def init_block(self, key: jax.Array, layer: Any) -> Params:
         """The parameters of `init` of one block."""
-
-    def inputs(self, rows: Rows, keys: jax.Array, objective: Objective) -> jax.Array:
-        """The token ids [B, S] of these rows that the model reads."""
 
     def embed(
         self, params: Params, tokens: jax.Array, *, keys: jax.Array | None = None, context: Context = WHOLE
@@ -134,14 +158,11 @@ class Model(Protocol):
     def finish(self, parted: Parted, keys: jax.Array | None = None) -> jax.Array:
         """The rest of the block."""
 
-    def logits(self, params: Params, x: jax.Array) -> jax.Array:
-        """x[..., D] -> logits [..., V] in float32."""
 
-    def loss(self, params: Params, x: jax.Array, rows: Rows, keys: jax.Array, objective: Objective) -> Sums:
-        """The sums over the predicted tokens of these rows from x[B, S, D] after the last block."""
-
-    def apply(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """tokens[B, S] -> logits[B, S, V]."""
+def as_text(model: Model) -> TextModel:
+    """A model that reads text, for what only such models can do."""
+    assert model.config.reads == "text", model.config.family
+    return cast(TextModel, model)
 
 
 _MODELS: dict[str, Callable[..., Model]] = {}

@@ -28,7 +28,14 @@ from jhpt.planner.profiles.importers import local_cluster, local_profile, read_p
 from jhpt.planner.profiles.networks import TABLES, network_profile
 from jhpt.planner.report.clusters import Option
 from jhpt.planner.report.planned import Planned
-from jhpt.planner.search.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, recomputations
+from jhpt.planner.search.request import (
+    SAMPLE_CHUNKS,
+    Request,
+    compressions,
+    most_stages,
+    offload_kinds,
+    recomputations,
+)
 from jhpt.planner.search.request import request as request_of
 from jhpt.planner.search.solve import Answer, solve
 
@@ -178,6 +185,7 @@ def _open_decisions(config: Config, space: Space) -> dict[str, Any]:
         "compression": compressions(config),
         "gradient_compression": config.parallel.gradient_compression,
         **recomputations(config),
+        **most_stages(config, space),
     }
     if space == "spmd":
         decisions["offload"] = offload_kinds(config)

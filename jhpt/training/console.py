@@ -23,6 +23,9 @@ from jhpt.training.processes import is_main, launcher
 from jhpt.training.programs import Step
 from jhpt.training.stages_setup import AnySetup
 
+UNITS = "tokens", "images"
+"""What models read (`ModelConfig.unit`)."""
+
 SECONDS_BETWEEN_LINES = 10
 """While text is tokenised, if there is no terminal."""
 
@@ -37,6 +40,7 @@ def start_table(setup: AnySetup, step: Step[Any], first_step: int) -> Table:
     """The run in one table."""
     config = setup.config
     model, count = config.model, config.model.parameter_count()
+    images = model.reads == "images"
     table = Table(title=f"jhpt · {config.name}", show_header=False, title_justify="left")
     plan = setup.plan
     compresses = (plan.compression.on and max(plan.degrees) > 1) or plan.gradient_compression.on
@@ -51,9 +55,13 @@ def start_table(setup: AnySetup, step: Step[Any], first_step: int) -> Table:
         + " per device"
         + (f", {bytes_text(step.host_bytes)} offloaded to the host" if step.host_bytes else ""),
         "data": data_text(setup),
-        "batch": f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens"
+        "batch": (
+            f"{config.data.batch_size} images"
+            if images
+            else f"{config.data.batch_size} sequences of {config.data.sequence_length} tokens"
+        )
         + ("" if setup.visible_keys is None else f", documents apart: a token sees {setup.visible_keys:.3g} keys"),
-        "attention": f"{setup.attention.implementation} ({setup.attention.reason})",
+        **({} if images else {"attention": f"{setup.attention.implementation} ({setup.attention.reason})"}),
         **kernels,
         "steps": f"{first_step} -> {config.train.steps}" if first_step else f"{config.train.steps}",
     }
@@ -75,7 +83,8 @@ def data_text(setup: AnySetup) -> str:
         path = source.path if isinstance(source.path, str) else ", ".join(source.path)
         plural = "" if round(epochs, 2) == 1 else "s"
         lines.append(f"{source.cache.summary} of {path}{mixed}, {epochs:,.2f} epoch{plural}")
-    return "\n".join([*lines[:-1], f"{lines[-1]}, tokenizer {config.data.tokenizer}"])
+    tokenizer = f", tokenizer {config.data.tokenizer}" if config.model.reads == "text" else ""
+    return "\n".join([*lines[:-1], f"{lines[-1]}{tokenizer}"])
 
 
 def plan_text(plan: Plan) -> str:
@@ -135,9 +144,9 @@ def step_line(step: int, steps: int, values: dict[str, float | None]) -> str:
         f"loss {values['loss']:.4f}",
         f"grad norm {values['grad_norm']:.3f}",
         f"lr {values['learning_rate']:.2e}",
-        f"tokens/s {values['tokens_per_s']:,.0f}",
+        *(f"{unit}/s {values[name]:,.0f}" for unit in UNITS if (name := f"{unit}_per_s") in values),
         f"TFLOP/s {(values['flops_per_s'] or 0) / 1e12:.3g}",
-        f"MFU {mfu:.1%} (causal)" if mfu else "",
+        f"MFU {mfu:.1%}{' (causal)' if 'tokens_per_s' in values else ''}" if mfu else "",
         f"memory {bytes_text(memory)}" if memory else "",
         f"data wait {values['data_wait']:.1%}",
         f"saves and evaluation {between:.1%}" if between else "",

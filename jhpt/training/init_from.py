@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
+from jhpt.core.families.text import TextConfig
 from jhpt.core.load import CONFIG_FILE, Weights, load_config
 from jhpt.huggingface.architectures import described, is_folder
 from jhpt.training.data.tokenizer import BYTES, ByteTokenizer
@@ -19,6 +20,11 @@ def weights_at(path: Path) -> Weights:
     """
     if (path / CONFIG_FILE).is_file():
         config = load_config(path / CONFIG_FILE)
+        if not isinstance(config.model, TextConfig):
+            raise InputError(
+                f"--init {path} holds a model of {config.model.reads}, and only models of text start from other "
+                f"weights; go on with that run (--out {path}), or leave --init out"
+            )
         tokenizer = str(path) if lies_in(path) else config.data.tokenizer
         return Weights(path=path, model=config.model, tokenizer=tokenizer)
     if is_folder(path):

@@ -303,11 +303,12 @@ class _Reporter:
         (step, metrics), self.pending = self.pending, None
         loss, norm, rate, skipped, bad_steps = (np.asarray(value).item() for value in metrics[:5])
         interval = self._interval(step)
-        tokens_per_s = interval.steps / interval.seconds * tokens_of_step(self.setup)
+        per_s = interval.steps / interval.seconds * units_of_step(self.setup)
         values = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
         values |= {"data_wait": interval.data / interval.seconds, "between_steps": interval.between / interval.seconds}
-        values |= {"tokens_per_s": tokens_per_s, "flops_per_s": tokens_per_s * training_flops_per_token(self.setup)}
-        values |= {"mfu": utilisation(self.setup, tokens_per_s), "memory_bytes": memory_in_use(), "skipped": skipped}
+        values |= {f"{self.setup.config.model.unit}_per_s": per_s}
+        values |= {"flops_per_s": per_s * training_flops_per_token(self.setup)}
+        values |= {"mfu": utilisation(self.setup, per_s), "memory_bytes": memory_in_use(), "skipped": skipped}
         good = max(self.progress.losses, default=0)
         guards = self.setup.config.guards
         spike = guards.spike == "keep" and is_spike(list(self.progress.losses.values()), loss, guards)
@@ -347,7 +348,8 @@ class _Reporter:
             self.progress.accuracy[step] = accuracy
         if self.writer:
             self.writer.write(step, {"validation_loss": loss, "validation_accuracy": accuracy})
-        unit = "row" if self.setup.config.model.classifies else "token"
+        model = self.setup.config.model
+        unit = "image" if model.reads == "images" else "row" if model.classifies else "token"
         right = "" if accuracy is None else f", accuracy {accuracy:.2%}"
         self.display.say(f"step {step}  validation loss {loss:.4f} nats per {unit}{right}")
 
@@ -365,21 +367,22 @@ class _Reporter:
         self.display.advance(step, line)
 
 
-def tokens_of_step(setup: AnySetup) -> int:
-    """Tokens in the batch of a step."""
-    return setup.config.data.batch_size * setup.config.data.sequence_length
+def units_of_step(setup: AnySetup) -> int:
+    """Tokens, or images, in the batch of a step."""
+    data = setup.config.data
+    return data.batch_size * setup.config.model.units(data.sequence_length)
 
 
 def training_flops_per_token(setup: AnySetup) -> float:
-    """Model FLOPs per token of a training step, causal convention; the head counts on predicted tokens only, and
-    attention, where documents are kept apart, on the keys of a token's own document (`Setup.visible_keys`)."""
+    """Model FLOPs per token, or image, of a training step, causal convention; the head counts on predicted tokens only,
+    and attention, where documents are kept apart, on the keys of a token's own document (`Setup.visible_keys`)."""
     config = setup.config
     length = config.data.sequence_length
     predicted = config.model.predicted_tokens(length, config.data.mask_fraction) / length
     return config.model.flops_per_token(length, predicted_share=predicted, keys=setup.visible_keys).total
 
 
-def utilisation(setup: AnySetup, tokens_per_s: float) -> float | None:
+def utilisation(setup: AnySetup, units_per_s: float) -> float | None:
     """Model FLOP/s over the mesh's peak bfloat16 FLOP/s, causal convention; None where the peak is not known."""
     peak = setup.device.peak_bf16_flops if setup.model.dtype == "bfloat16" else None
-    return tokens_per_s * training_flops_per_token(setup) / (peak * len(setup.layout.devices)) if peak else None
+    return units_per_s * training_flops_per_token(setup) / (peak * len(setup.layout.devices)) if peak else None

@@ -11,7 +11,7 @@ from jhpt.compiled.deviceless import OnHost, on_host, shape_on_host
 from jhpt.core.amounts import gib
 from jhpt.core.errors import InputError
 from jhpt.measure.hosts import processes_here
-from jhpt.models.family import Model, Rows, Sums
+from jhpt.models.family import Model, Rows, Sums, as_text
 from jhpt.sharding.offload.step import OffloadedBlocks
 from jhpt.sharding.offload.stream import HostRows
 from jhpt.sharding.step import Execution
@@ -28,7 +28,7 @@ from jhpt.training.step import Params, StepMetrics
 
 def offloaded_training(design: Design, execution: Execution | None = None) -> OffloadedTraining:
     """The step of the plan, to be traced.  execution: by default that of training."""
-    config, model = design.config, design.model
+    config, model = design.config, as_text(design.model)
     layer = jax.eval_shape(partial(model.init_block, jax.random.key(0)), 0)
     blocks = OffloadedBlocks(
         execution=execution or design.training,
@@ -79,7 +79,7 @@ class OffloadedStep:
 
     def load(self, checkpoints: Checkpoints, number: int) -> OffloadedState:
         """The state in the checkpoint of step `number`."""
-        embedding_and_head = jax.eval_shape(self.model.init_embedding_and_head, jax.random.key(0))
+        embedding_and_head = jax.eval_shape(as_text(self.model).init_embedding_and_head, jax.random.key(0))
         state, guard = self.training.loaded(partial(checkpoints.part, number), embedding_and_head), self.training.guard
         if guard is None:
             return state
@@ -158,7 +158,7 @@ def lower_offloaded_step(design: Design) -> jax.stages.Lowered:
 def abstract_state(design: Design) -> OffloadedState:
     """Shapes, dtypes and shardings of the state."""
     training, everywhere = offloaded_training(design), design.layout.replicated
-    shapes = training.shapes(jax.eval_shape(design.model.init_embedding_and_head, jax.random.key(0)))
+    shapes = training.shapes(jax.eval_shape(as_text(design.model).init_embedding_and_head, jax.random.key(0)))
 
     def laid(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -30,7 +30,7 @@ import optax
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan_check import with_optimizer
 from jhpt.core.rules import Choices, check
-from jhpt.models.family import Model
+from jhpt.models.family import Model, as_text
 from jhpt.models.family import Rows as TokenRows
 from jhpt.sharding.offload.step import BlockUpdateHooks, OffloadedBlocks, without_blocks
 from jhpt.sharding.offload.stream import GRADIENT, RESIDENT, WEIGHTS, HostRows, Rows
@@ -313,9 +313,11 @@ class OffloadedTraining:
         key, place = random_key(self.seed, RandomStream.INIT), self.blocks.execution.layout.replicated
         rows, names = self.blocks.empty(self.names), self.blocks.shapes([WEIGHTS])
         there = {name: self.blocks.sharding(name) for name in names}
-        fill = partial(self.blocks.initial, init=partial(model.init_block, key))
+        fill = partial(self.blocks.initial, init=partial(as_text(model).init_block, key))
         weights = jax.jit(fill, donate_argnums=0, out_shardings=there)({name: rows.pop(name) for name in names})
-        embedding_and_head = jax.jit(lambda: self._initial(model.init_embedding_and_head(key)), out_shardings=place)()
+        embedding_and_head = jax.jit(
+            lambda: self._initial(as_text(model).init_embedding_and_head(key)), out_shardings=place
+        )()
         return self._joined(rows | weights, embedding_and_head)
 
     def started(self, read: Callable[[Params], Params], shapes: Params) -> OffloadedState:

@@ -1,20 +1,23 @@
 """A model and its objective, cut into the parts that the runtime executes (`jhpt.models.family.Model`)."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jhpt.core.config import Compression, DataConfig
+from jhpt.core.plan import Plan
 from jhpt.kernels.implementation import Implementation
 from jhpt.models.context import Context, document_starts, text_lengths
-from jhpt.models.family import Model, Objective, Rows
+from jhpt.models.family import ImageModel, Model, Objective, Rows, TextModel
 from jhpt.models.hooks import Hooks
 from jhpt.models.labelled import labelled
 from jhpt.models.layers import Parted, fold, layer_keys
 from jhpt.models.objective import DROPOUT
 from jhpt.sharding import operators
+from jhpt.sharding.layout import Layout
+from jhpt.sharding.mesh import DeviceMesh
 from jhpt.sharding.model_parts import Halves, ModelParts
 from jhpt.sharding.types import LayerContext, Params
 from jhpt.training.data.tokenizer import Tokenizer
@@ -47,6 +50,17 @@ def compressed_hooks(
     return replace(Hooks(shards=shards), **compressed)
 
 
+def model_layout(model: Model, plan: Plan, device_mesh: DeviceMesh) -> Layout:
+    """Where this model's parameters lie."""
+    return Layout(
+        plan=plan,
+        device_mesh=device_mesh,
+        num_layers=model.config.num_layers,
+        alike=model.config.alike,
+        rules=model.partition_rules,
+    )
+
+
 class KeyedContext(NamedTuple):
     """What parts of a model may read of rows [b]: their random keys, and what the model itself reads."""
 
@@ -54,8 +68,36 @@ class KeyedContext(NamedTuple):
     model: Context = Context()
 
 
-def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: float, *, train: bool) -> ModelParts:
-    """The parts of a model's family; `train` switches dropout on."""
+def make_parts(model: Any, data: DataConfig, tokenizer: Tokenizer, z_loss: float, *, train: bool) -> ModelParts:
+    """The parts of a model's family, a `Model`; `train` switches dropout on."""
+    if model.config.reads == "images":
+        return image_parts(model, Objective(z_loss=z_loss, mask_fraction=data.mask_fraction, tokens=tokenizer))
+    return text_parts(model, data, tokenizer, z_loss, train=train)
+
+
+def image_parts(model: ImageModel, objective: Objective) -> ModelParts:
+    """The parts of a model of images."""
+
+    def embed(params: Params, rows: Rows, keys: jax.Array) -> jax.Array:
+        return model.embed(params, model.inputs(rows, keys, objective))
+
+    return ModelParts(
+        embed=embed,
+        block=lambda params, x, at: model.block(params, x),
+        head_loss=lambda params, x, rows, keys: model.loss(params, x, rows, keys, objective),
+        embed_reads=("embedding",),
+        head_reads=model.head_reads,
+        weighted=weighted,
+    )
+
+
+def weighted(rows: Rows, weights: jax.Array) -> Rows:
+    """Rows that count so much, relative to what they counted before."""
+    return rows._replace(weights=weights if rows.weights is None else weights * rows.weights)
+
+
+def text_parts(model: TextModel, data: DataConfig, tokenizer: Tokenizer, z_loss: float, *, train: bool) -> ModelParts:
+    """The parts of a model of text; `train` switches dropout on."""
     dropout = train and model.config.dropout > 0
 
     def noise(keys: jax.Array) -> jax.Array | None:
@@ -108,5 +150,5 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
         head_loss=lambda params, x, rows, context: model.loss(params, x, rows, context.keys, objective),
         embed_reads=("embedding",),
         head_reads=model.head_reads,
-        weighted=lambda rows, weights: rows._replace(weights=weights * (1 if rows.weights is None else rows.weights)),
+        weighted=weighted,
     )

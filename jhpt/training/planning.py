@@ -40,7 +40,15 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.words import shape_text
 from jhpt.planner.search.choice import fitted, plan_to_run
-from jhpt.planner.search.request import SAMPLE_CHUNKS, Request, compressions, offload_kinds, recomputations, request
+from jhpt.planner.search.request import (
+    SAMPLE_CHUNKS,
+    Request,
+    compressions,
+    most_stages,
+    offload_kinds,
+    recomputations,
+    request,
+)
 from jhpt.planner.search.solve import solve
 from jhpt.sharding.mesh import check_runnable
 from jhpt.training.processes import (
@@ -236,6 +244,9 @@ def model_differences(plan: Plan, config: Config) -> list[str]:
         reasons.append(str(error))
     embedding_and_head = plan.stages[0].chunks[0].tensor[0], plan.stages[-1].chunks[-1].tensor[-1]
     choices = Choices(space=plan.space, runs=True, clip=config.optimizer.clip)
+    if model.choices:
+        choices = replace(choices, place=config.name, stages=len(plan.stages), sequence=plan.sequence, **model.choices)
+        choices = replace(choices, sample_chunks=plan.sample_chunks, compression=plan.compression.on)
     if plan.space == "spmd" and model.tied_table:
         choices = replace(choices, tied=embedding_and_head)
     if plan.offload:
@@ -243,8 +254,7 @@ def model_differences(plan: Plan, config: Config) -> list[str]:
     if (message := conflict(choices)) is not None:
         reasons.append(message)
     names = {"num_heads": "heads", "num_kv_heads": "key/value heads", "d_ff": "MLP width"}
-    sizes = {names.get(name, name): size for name, size in model.tensor_sizes.items()}
-    sizes["rows of the padded vocabulary"] = model.padded_vocab
+    sizes = {names.get(name, name): size for name, size in model.cut_sizes.items()}
     for tensor in plan.degrees:
         uneven = [f"{size} {name}" for name, size in sizes.items() if size % tensor]
         if uneven:
@@ -295,12 +305,13 @@ def _request(config: Config) -> Request:
     """The request to the planner: what the configuration lets it choose from."""
     return request(
         config.data.batch_size,
-        sample_chunks=SAMPLE_CHUNKS,
+        sample_chunks=SAMPLE_CHUNKS if config.model.reads == "text" else (1,),
         compression=compressions(config),
         gradient_compression=config.parallel.gradient_compression,
         offload=offload_kinds(config),
         update_in_backward=config.optimizer.update_in_backward,
         **recomputations(config),
+        **most_stages(config, "spmd"),
     )
 
 

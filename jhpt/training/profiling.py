@@ -26,6 +26,7 @@ from jhpt.core.amounts import gib
 from jhpt.core.cluster import Cluster, Device, load_cluster
 from jhpt.core.config import Config, OptimizerConfig, ParallelConfig
 from jhpt.core.errors import InputError
+from jhpt.core.families.text import TextConfig
 from jhpt.core.folders import cache_folder
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.plausible import (
@@ -39,14 +40,13 @@ from jhpt.core.plausible import (
 from jhpt.core.profile import ModelProfile, load_profile
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.probe import probe_cluster
-from jhpt.measure.profile import Call, LayerSeconds, Shallow, depths, layer_seconds, predict_step
+from jhpt.measure.profile import Call, LayerSeconds, Shallow, depths, layer_seconds, predict_step, whole_seconds
 from jhpt.measure.rank import rank_share, tensor_degrees
 from jhpt.measure.repeated import note
 from jhpt.models.attention import choose_attention
-from jhpt.models.family import Model, Rows, Sums, build
+from jhpt.models.family import Model, Rows, Sums, TextModel, as_text, build
 from jhpt.models.products import check_products
 from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_device_mesh
 from jhpt.sharding.step import Execution
 from jhpt.sharding.types import Params
@@ -54,6 +54,7 @@ from jhpt.training.clipping import Clipping
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.windows import check_documents, check_masked, check_words
 from jhpt.training.optimizer import learning_rate, make_optimizer
+from jhpt.training.parts import model_layout
 from jhpt.training.runtime import compile_collectives_anew, configure_runtime
 from jhpt.training.setup import compute_dtype, decided, execution, stored_weights
 from jhpt.training.step import Gradients, TrainState, TrainStep, init_state, make_train_step
@@ -92,7 +93,8 @@ def default_grid(config: Config, quick: bool = False) -> Grid:
     quarter = max(most // 4, 1)
     if quick:
         return Grid(batches=tuple(sorted({quarter, most})), tensors=(1,), rounds=3)
-    tensors = tuple(t for t in tensor_degrees(config.model) if t <= MOST_TENSOR and t & (t - 1) == 0)
+    most_tensor = MOST_TENSOR if config.model.alike else 1
+    tensors = tuple(t for t in tensor_degrees(config.model) if t <= most_tensor and t & (t - 1) == 0)
     return Grid(batches=tuple(sorted({1, quarter, most})), tensors=tensors, rounds=7)
 
 
@@ -115,19 +117,31 @@ def measure_layers(config: Config, grid: Grid, beside: Mapping[str, Call] | None
     for tensor in grid.tensors:
         rank_share(config.model, tensor)  # refuses
     builder = _Builder(config)
+    if not config.model.alike:
+        whole = partial(builder, config.model.num_layers, 1)
+        return whole_seconds(whole, partial(_shares, config), grid.batches, grid.rounds, beside)
     return layer_seconds(builder, config.model.num_layers, grid.batches, grid.tensors, grid.rounds, beside)
+
+
+def _nominal(config: Config) -> ModelProfile:
+    """The analytic profile for a device of no particular rates, which counts FLOP."""
+    device = device_info()
+    dtype = compute_dtype(config, device).name
+    nominal = Device(name=device.kind, peak_flops={dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
+    return analytic_profile(config, nominal, dtype)
+
+
+def _shares(config: Config, batch: int) -> dict[str, tuple[float, float]]:
+    """Relative to each other, what every kind of layer takes at this batch."""
+    return {name: kind.seconds(batch, 1) for name, kind in _nominal(config).kinds.items()}
 
 
 def assemble(config: Config, grid: Grid, seconds: LayerSeconds) -> ModelProfile:
     """The analytic profile with measured seconds."""
-    device = device_info()
-    dtype = compute_dtype(config, device).name
-    nominal = Device(name=device.kind, peak_flops={dtype: 1.0}, memory=1.0, memory_bandwidth=1.0)
-    profile = analytic_profile(config, nominal, dtype)
-    shallow, deep = depths(config.model.num_layers)
+    profile = _nominal(config)
     measured = profile.model_copy(
         update={
-            "device": device.kind,
+            "device": device_info().kind,
             "update_seconds": seconds.update,
             "update_spread": seconds.update_spread,
             "kinds": {
@@ -136,8 +150,11 @@ def assemble(config: Config, grid: Grid, seconds: LayerSeconds) -> ModelProfile:
         }
     )
     rounds = max(timing.repetitions or grid.rounds for row in seconds.timings.values() for timing in row)
+    models = "whole training steps, divided among layers by their FLOP"
+    if config.model.alike:
+        models = "training steps of {} and {} blocks".format(*depths(config.model.num_layers))
     source = [
-        f"measured: training steps of {shallow} and {deep} blocks, {rounds} rounds",
+        f"measured: {models}, {rounds} rounds",
         spread_text(profile_spreads(measured)),
         f"jax {jax.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     ]
@@ -171,7 +188,8 @@ class _Builder:
         return self._shallow(self.running[depth], batch)
 
     def _model(self, depth: int, tensor: int) -> Model:
-        share = rank_share(self.config.model, tensor).model_copy(update={"num_layers": depth})
+        share = rank_share(self.config.model, tensor)
+        share = share.model_copy(update={"num_layers": depth}) if share.alike else share
         attention = choose_attention(share, self.device.platform, self.dtype, self.device.capability, self.config.data)
         return build(share, dtype=self.dtype, implementation=attention.implementation)
 
@@ -181,14 +199,14 @@ class _Builder:
         config = self.config.model_copy(update={"model": model.config, "data": data, "parallel": ParallelConfig()})
         plan = plan_by_hand(config, 1)
         grid = make_device_mesh(plan, jax.local_devices()[:1])
-        layout = Layout(plan=plan, device_mesh=grid, num_layers=model.config.num_layers, rules=model.partition_rules)
-        return execution(config, model, layout, self.tokenizer, train=True)
+        return execution(config, model, model_layout(model, plan, grid), self.tokenizer, train=True)
 
     def _shallow(self, running: "_Running", batch: int) -> Shallow | None:
         config, model = self.config, running.model
         program = self._execution(model, batch)
         length = config.model.row_length(config.data.sequence_length)
-        ids = np.random.default_rng(0).integers(0, model.config.vocab, (batch, length), np.int32)
+        text = isinstance(model.config, TextConfig)
+        ids = np.random.default_rng(0).integers(0, model.config.vocab if text else 2, (batch, length), np.int32)
         windows, key = jnp.asarray(ids), jax.random.key(0)
 
         train = self._step(lambda params, windows, key: program.gradients(params, Rows(windows), key), running.weights)
@@ -196,7 +214,8 @@ class _Builder:
         if not _fits(step, self.device):
             return None
         forward = jax.jit(lambda params, windows: program.sums(params, Rows(windows), key))
-        embedding, embedding_both = _embedding_programs(model, windows[:, : config.data.sequence_length])
+        programs = _embedding_programs(as_text(model), windows[:, : config.data.sequence_length]) if text else None
+        embedding, embedding_both = programs or (forward, forward)  # of unlike layers the whole alone is timed
         update = jax.jit(self._step(_given_gradients, running.weights), donate_argnums=0)
         return Shallow(
             parameters=running.parameters,
@@ -252,7 +271,7 @@ def _given_gradients(params: Params, gradients: jax.Array, key: jax.Array) -> tu
     return jax.tree.unflatten(tree, pieces), Sums(jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
 
 
-def _embedding_programs(model: Model, tokens: jax.Array) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _embedding_programs(model: TextModel, tokens: jax.Array) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward, and forward and backward, of the embedding."""
     keys = jax.random.split(jax.random.key(0), len(tokens)) if model.config.dropout else None
 

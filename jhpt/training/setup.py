@@ -15,6 +15,7 @@ import optax
 from jhpt.core.config import Config, MemoryConfig, WeightStorage
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import BLOCK_INPUT
+from jhpt.core.families.text import TextConfig
 from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.load import load_config
 from jhpt.core.plan import Plan, SavedTensors
@@ -35,13 +36,14 @@ from jhpt.sharding.operators import with_cut_sequence
 from jhpt.sharding.ordering import ORDERING_TOKEN
 from jhpt.sharding.recompute import everything, save_named, save_nothing
 from jhpt.sharding.step import Execution
-from jhpt.training.data.cache import Progress, unseen
+from jhpt.training.data.cache import Progress, TokenCache, unseen
 from jhpt.training.data.corpus import find_files
 from jhpt.training.data.labelled import labelled_rows, with_classes
 from jhpt.training.data.mixture import Mixture, Sequences, whole_shares
 from jhpt.training.data.padded import padded_rows
 from jhpt.training.data.pairs import paired_rows
 from jhpt.training.data.sources import Source, open_sources
+from jhpt.training.data.synthetic import synthetic_images
 from jhpt.training.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from jhpt.training.data.windows import (
     TokenStream,
@@ -125,21 +127,25 @@ def prepare(
 
 
 def open_data(config: Config, tokenizer: Tokenizer, say: Callable[[str], None], progress: Progress = unseen) -> Data:
-    """The text, or the rows with a class, that the configuration names.
+    """The text, the rows with a class, or the images that the configuration names.
 
     Raises:
       InputError: there is too little of it, or it cannot be read.
     """
     if config.model.classifies:
-        rows = labelled_rows(config, tokenizer, say)
+        images = config.model.reads == "images"
+        rows = synthetic_images(config) if images else labelled_rows(config, tokenizer, say)
+        path = "a synthetic set" if images else config.data.path
         return Data(
-            sources=(Source(setting="data.path", path=config.data.path, weight=1.0, cache=rows),),
+            sources=(Source(setting="data.path", path=path, weight=1.0, cache=rows),),
             train_windows=rows.train,
             validation_windows=rows.validation if len(rows.validation) else None,
         )
     sources = open_sources(config.data, tokenizer, say, progress)
-    names = [f" ({source.setting})" if len(sources) > 1 else "" for source in sources]
-    caches = [(source.cache, name) for source, name in zip(sources, names, strict=True)]
+    caches = list[tuple[TokenCache, str]]()
+    for source in sources:
+        assert isinstance(source.cache, TokenCache)
+        caches.append((source.cache, f" ({source.setting})" if len(sources) > 1 else ""))
     train = [_windows(config, tokenizer, cache.train, f"training{name}") for cache, name in caches]
     held = [
         _windows(config, tokenizer, cache.validation, f"validation{name}")
@@ -175,6 +181,8 @@ def budgeted(device: DeviceInfo, memory: MemoryConfig) -> DeviceInfo:
 def check_data(config: Config) -> None:
     """Refuses an unsuitable tokenizer and missing text, before anything that takes long."""
     fitting_tokenizer(config)
+    if config.model.reads == "images":
+        return
     for number, source in enumerate(config.data.sources):
         find_files(source.path, f"data.sources.{number}.path")
     if not config.data.sources:
@@ -195,7 +203,7 @@ def with_vocabulary(config: Config) -> Config:
       InputError: the tokenizer cannot be read, a setting does not go with its number of ids, or raw bytes are to train
         a model that is made for more than their 256 ids: nobody wants its large table by oversight.
     """
-    if config.model.vocab_size != "auto":
+    if not isinstance(config.model, TextConfig) or config.model.vocab_size != "auto":
         return config
     tokenizer, nominal = load_tokenizer(config.data.tokenizer), config.model.nominal_vocab
     if config.data.tokenizer == BYTES and nominal > tokenizer.vocab_size:
@@ -210,7 +218,9 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def fitting_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of the data; InputError if the model cannot use it."""
+    """The tokenizer of the data; InputError if the model cannot use it.  Of images: raw bytes, which nothing reads."""
+    if not isinstance(config.model, TextConfig):
+        return load_tokenizer(BYTES)
     tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab:
         raise InputError(
@@ -236,7 +246,12 @@ def design_step(
     """
     check_products(config.model, device.platform, device.capability)
     dtype = compute_dtype(config, device)
-    layout = Layout(plan=plan, device_mesh=make_device_mesh(plan, devices), num_layers=config.model.num_layers)
+    layout = Layout(
+        plan=plan,
+        device_mesh=make_device_mesh(plan, devices),
+        num_layers=config.model.num_layers,
+        alike=config.model.alike,
+    )
     attention = choose_attention(config.model, device.platform, dtype, device.capability, config.data)
     kernels = choose_kernels(device.platform, device.capability)
     model = build(config.model, dtype=dtype, implementation=attention.implementation)
@@ -310,7 +325,7 @@ def execution(
         dtype=model.dtype,
         tied=config.model.tied_table,
         unroll=unrolled(config, on_gpu=_on_gpu(layout)),
-        overlap=_on_gpu(layout),
+        overlap=_on_gpu(layout) and config.model.alike,
         recompute=recompute if train else everything,
         recompute_less=less if train else everything,
         kernels=kernels,
@@ -342,9 +357,9 @@ def unrolled(config: Config, *, on_gpu: bool) -> bool:
     """Whether the loop over blocks is unrolled.
 
     On CPU a loop copies every layer's residuals in and out of stacked buffers, a quarter of a gpt-tiny step
-    (docs/reports/cpu-performance.md), so a few layers are unrolled.
+    (docs/reports/cpu-performance.md), so a few layers are unrolled.  Blocks that differ are in no loop.
     """
-    return not on_gpu and config.model.num_layers <= MOST_UNROLLED_LAYERS
+    return not config.model.alike or (not on_gpu and config.model.num_layers <= MOST_UNROLLED_LAYERS)
 
 
 def layer_policy(

@@ -95,7 +95,14 @@ def design_stages(
     attention = choose_attention(config.model, device.platform, dtype, device.capability, config.data)
     kernels = choose_kernels(device.platform, device.capability)
     model: Model = build(config.model, dtype=dtype, implementation=attention.implementation)
-    layout = place_stages(plan, devices, config.model.num_layers, shared=model.head_reads, rules=model.partition_rules)
+    layout = place_stages(
+        plan,
+        devices,
+        config.model.num_layers,
+        alike=config.model.alike,
+        shared=model.head_reads,
+        rules=model.partition_rules,
+    )
     shapes, size = jax.eval_shape(model.init, jax.random.key(0)), config.data.batch_size
     windows: Any = np.zeros((size, config.model.row_length(config.data.sequence_length)), np.int32)
 

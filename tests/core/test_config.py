@@ -12,8 +12,8 @@ from jhpt.core.config import Compression, Config, DataConfig, ParallelConfig
 from jhpt.core.divisors import common_divisors, divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.families.bert import BERTConfig
-from jhpt.core.families.family import VOCAB_MULTIPLE
 from jhpt.core.families.gpt import GPTConfig
+from jhpt.core.families.text import VOCAB_MULTIPLE
 from jhpt.core.load import load_config
 from jhpt.core.plan_by_hand import plan_by_hand
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jhpt.core.families.text import TextConfig
 from jhpt.core.likely_mistakes import Text, likely_mistakes
 from jhpt.core.load import load_config
 from jhpt.core.presets import PRESETS
@@ -52,8 +53,10 @@ def test_no_preset_has_a_likely_mistake():
     for preset in PRESETS:
         config = load_config(preset)
         enough = config.train.steps * config.data.batch_size // 4
-        text = Text(ids=config.model.vocab, sequences=(enough,), weights=(1.0,))
-        for settings in ({}, {"model.vocab_size": config.model.vocab}, {"optimizer.learning_rate": 5e-5}):
+        model = config.model
+        vocabulary = {"model.vocab_size": model.vocab} if isinstance(model, TextConfig) else {}
+        text = Text(ids=vocabulary.get("model.vocab_size", 256), sequences=(enough,), weights=(1.0,))
+        for settings in ({}, vocabulary, {"optimizer.learning_rate": 5e-5}):
             assert not likely_mistakes(load_config(config, settings), text)
 
 

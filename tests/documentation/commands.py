@@ -49,6 +49,7 @@ RUN = {
         MODEL | WORDS
     )
     + " --batch 8",
+    "jhpt plan vgg16-cifar --cluster v100x1x4-10gbe --space general --batch 512 --out plan.json": "--micro-batches 8",
     "jhpt plan vgg16 --cluster v100x4x4-10gbe --batch 256": "--micro-batches 1",
     "jhpt plan gpt-13b --cluster h100x8x8 --tokens 260B --price 2.5": (
         "--model.num_layers 1 --batch 8 --micro-batches 1"
@@ -119,6 +120,7 @@ SLOW = {
     "--optimizer.moments int8": TINY,
     "jhpt train gpt2-124m --data.path corpus --data.tokenizer words.json": flags(STEPS | {"parallel.data": 1}),
     "jhpt train bert-base --data.path corpus --data.tokenizer pieces.json": flags(STEPS | {"parallel.data": 1}),
+    "jhpt train vgg16-tiny --out runs/vgg": "--train.steps 2 --parallel.data 1 --evaluation.batches 1",
     "jhpt train two-sources.yaml": flags(STEPS | ONE_DEVICE),
     "jhpt train --optimizer.name muon --optimizer.schedule wsd": TINY,
     "jhpt train bert-tiny --train.steps 2000": TINY,

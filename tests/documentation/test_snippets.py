@@ -38,7 +38,7 @@ def test_a_file_lists_what_differs_from_its_preset(workplace):
 
 
 def test_settings_that_pages_name_exist():
-    configs = [load_config(name) for name in ("gpt-tiny", "bert-tiny")]
+    configs = [load_config(name) for name in ("gpt-tiny", "bert-tiny", "vgg16-tiny")]
     values = {name for config in configs for name in dotted(config.model_dump(mode="json"))}
     names = values | {name.rpartition(".")[0] for name in values}
     sections = {name.partition(".")[0] for name in values if "." in name}

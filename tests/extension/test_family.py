@@ -15,16 +15,8 @@ import pytest
 
 import jhpt
 from jhpt.core.catalogue import cluster_named
-from jhpt.core.families.family import (
-    BLOCK_INPUT,
-    LayerCost,
-    Matrices,
-    ModelConfig,
-    ParameterCount,
-    Sizes,
-    register_family,
-    table,
-)
+from jhpt.core.families.family import BLOCK_INPUT, LayerCost, Matrices, ParameterCount, Sizes, register_family, table
+from jhpt.core.families.text import TextConfig
 from jhpt.core.load import load_config, to_yaml
 from jhpt.core.work import NamedTensor, Work, matmul, stream, transposed
 from jhpt.models.context import WHOLE, Context
@@ -39,7 +31,7 @@ FACTOR = 2
 
 
 @register_family
-class MixerConfig(ModelConfig):
+class MixerConfig(TextConfig):
     """Two MLPs a block, the first of them over running means."""
 
     causal: ClassVar[bool] = True

@@ -11,7 +11,7 @@ from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.profile import Timing, load_profile
 from jhpt.measure import profile as measured
-from jhpt.measure.profile import LayerSeconds, Shallow, depths, layer_seconds, predict_step
+from jhpt.measure.profile import LayerSeconds, Shallow, depths, layer_seconds, predict_step, whole_seconds
 from jhpt.measure.rank import rank_share, tensor_degrees
 from jhpt.measure.timer import relative_spread, steady
 from jhpt.models.family import build
@@ -79,6 +79,28 @@ def test_seconds_are_split_by_the_equations(monkeypatch):
         assert timing.batches == (1, 4)
         assert timing.forward == pytest.approx((forward, 4 * forward))
         assert timing.backward == pytest.approx((backward, 4 * backward))
+
+
+def test_whole_steps_are_divided_by_shares(monkeypatch):
+    """Forward 3 seconds a sample, step 10 and the update of 67 parameters."""
+    calls = {}
+
+    def known(asked, rounds):
+        calls.update(asked)
+        sizes = {name: int(name.split()[-1]) for name in asked if name != "update"}
+        seconds = {
+            name: size * (3 if "forward" in name else 10) + 6.7 * ("step" in name) for name, size in sizes.items()
+        }
+        return {name: [time] * rounds for name, time in (seconds | {"update": 6.7}).items()}
+
+    monkeypatch.setattr(measured, "interleaved", known)
+    shares = {"conv1_1": (1.0, 1.0), "fc2": (2.0, 6.0)}
+    seconds = whole_seconds(lambda batch: known_model(6, 1, batch), lambda batch: shares, (1, 4), rounds=3)
+    assert set(calls) == {"forward 1", "step 1", "forward 4", "step 4", "update"}
+    assert seconds.update == pytest.approx(0.1)
+    (conv,), (dense,) = seconds.timings["conv1_1"], seconds.timings["fc2"]
+    assert conv.forward == pytest.approx((1, 4)) and dense.forward == pytest.approx((2, 8))
+    assert conv.backward == pytest.approx((1, 4)) and dense.backward == pytest.approx((6, 24))
 
 
 NOISE = {"step 2 1": 4.0, "step 4 1": 12.0, "forward 2 1": 3.0, "forward 4 1": 2.0, "update": 0.0}

@@ -54,8 +54,12 @@ def spread(blocks: int, parts: int, shape: str = "even") -> list[int]:
 
 def laid_out(setup, plan: Plan, **changes):
     """The setup of another plan.  changes: of how it is executed."""
+    model = setup.config.model
     layout = Layout(
-        plan=plan, device_mesh=make_device_mesh(plan, jax.devices()), num_layers=setup.config.model.num_layers
+        plan=plan,
+        device_mesh=make_device_mesh(plan, jax.devices()),
+        num_layers=model.num_layers,
+        alike=model.alike,
     )
     training, evaluation = (
         execution(setup.config, setup.model, layout, setup.tokenizer, train=train) for train in (True, False)

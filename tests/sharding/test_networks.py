@@ -10,6 +10,7 @@ import pytest
 from benchmarks.networks.execution import Examples, class_execution
 from benchmarks.networks.mlp import MLP
 from benchmarks.networks.vgg import VGG
+from jhpt.core.families.vgg import VGGConfig
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_device_mesh
@@ -20,7 +21,9 @@ pytestmark = pytest.mark.usefixtures("strict")
 
 BATCH = 16
 MLP_NETWORK = MLP(inputs=12, width=16, hidden=32, num_blocks=6, classes=24)
-VGG_NETWORK = VGG(size=16, stages=((8,), (8, 16), (16, 16)), dense=(32, 24), classes=16)
+VGG_NETWORK = VGG(
+    config=VGGConfig(image_size=16, convolutions=((8,), (8, 16), (16, 16)), dense=(32, 24), num_classes=16)
+)
 """Convolutions 1 + 4 and dense layers 2 + 1, the first and the last of which are the ends."""
 
 

@@ -1,8 +1,9 @@
 """What a model family is to configurations, the planner and the console: its settings and its numbers, without jax.
 
-A family is a subclass of `ModelConfig`, registered under the name that `model.family` has:
+A family is a subclass of `ModelConfig`, or of `text.TextConfig` if it reads tokens, registered under the name that
+`model.family` has:
 
-    register_family(MixerConfig)        # class MixerConfig(ModelConfig): family: Literal["mixer"] = "mixer"; ...
+    register_family(MixerConfig)        # class MixerConfig(TextConfig): family: Literal["mixer"] = "mixer"; ...
 
 Whatever depends on the family is a property of its settings; no other code asks which family it is.  The functions,
 with jax, are registered with `jhpt.models.family.register_model`.
@@ -10,16 +11,13 @@ with jax, are registered with `jhpt.models.family.register_model`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from jhpt.core.errors import InputError
-from jhpt.core.section import Count, Fraction, Section
+from jhpt.core.section import Section
 from jhpt.core.work import NamedTensor, Work
-
-VOCAB_MULTIPLE = 128
-"""Embedding tables are padded to this multiple, so that a tensor axis divides them and GPU tiles are full."""
 
 BLOCK_INPUT = "residual_in"
 """The name of a block's input, from which its backward pass can compute all its other named tensors again."""
@@ -96,6 +94,15 @@ class LayerCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerKindCost:
+    """A kind of layer.  parameters: allocated ones.  tied: how many of them are the first layer's, too."""
+
+    parameters: int
+    cost: LayerCost
+    tied: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Matrices:
     """Equal matrices or tables of a model.
 
@@ -138,14 +145,12 @@ def masked_positions(length: int, fraction: float) -> int:
     return max(1, round(fraction * (length - 2)))
 
 
-MOST_LAYERS = 1024
-"""Blocks up to which plans are found within seconds."""
-
-
 class ModelConfig(Section):
     """The settings that all families have, and the numbers that each family has to provide.
 
     Class variables of a family:
+      reads: text or images.  Models of text are `TextConfig`s.
+      alike: blocks have parameters of the same shapes, so they can be stacked; otherwise every block has its own.
       causal: tokens see only those before them.
       masked: it predicts masked tokens, so its sequences are `[CLS] ... [SEP]` and `data.mask_fraction` is read;
         otherwise every position predicts the next token.
@@ -157,6 +162,8 @@ class ModelConfig(Section):
         them between blocks of 8-bit codes (`jhpt.core.state`).
     """
 
+    reads: ClassVar[Literal["text", "images"]] = "text"
+    alike: ClassVar[bool] = True
     causal: ClassVar[bool]
     masked: ClassVar[bool] = False
     generates: ClassVar[bool] = False
@@ -166,30 +173,24 @@ class ModelConfig(Section):
     coded_sizes: ClassVar[tuple[str, ...]] = ()
 
     family: str
-    vocab_size: Literal["auto"] | Count = Field(
-        "auto", description="token ids the model knows; auto: as many as data.tokenizer has"
-    )
-    nominal_vocab: Count = Field(
-        256,
-        description="token ids that vocab_size=auto stands for where no tokenizer is read, as in jhpt plan: those that "
-        "the preset is made for",
-    )
-    num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS, strict=True)] = Field(4, description="transformer blocks")
-    d_model: Count = Field(128, description="width of the residual stream")
-    max_length: Count = Field(128, description="longest sequence the model accepts")
-    dropout: Fraction = Field(0.0, description="dropout after embedding, attention and MLP")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
         description="compute dtype; auto: bfloat16 on GPU, float32 on CPU (parameters: optimizer.weights)",
     )
-    matmul_dtype: Literal["same", "float8"] = Field(
-        "same",
-        description="operands of the matrix products of blocks; same: model.dtype; float8: with a scale each, on GPUs "
-        "of compute capability 8.9 or more",
-    )
-    attention: Literal["auto", "cudnn", "xla"] = Field(
-        "auto", description="attention kernel; auto: cuDNN flash attention where it applies, else XLA"
-    )
+
+    if TYPE_CHECKING:  # settings of some families, and properties of others
+
+        @property
+        def num_layers(self) -> int:
+            """Blocks between embedding and head."""
+
+        @property
+        def dropout(self) -> float:
+            """Dropout after embedding, attention and MLP."""
+
+        @property
+        def matmul_dtype(self) -> Literal["same", "float8"]:
+            """Operands of the matrix products of blocks."""
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -209,7 +210,8 @@ class ModelConfig(Section):
 
     @property
     def classifies(self) -> bool:
-        """Whether it predicts the class of a row, so that rows have labels (`LABEL_COLUMNS`), and not tokens."""
+        """Whether it predicts the class of a row, so that rows have labels (of text: `LABEL_COLUMNS`), and not
+        tokens."""
         return False
 
     @property
@@ -219,39 +221,24 @@ class ModelConfig(Section):
         return False
 
     @property
-    def position_table(self) -> bool:
-        """Whether parameters depend on `max_length`, such as a table of positions."""
-        return True
-
-    @property
-    def head_dim(self) -> int | None:
-        """Width of one attention head; None: the model has no attention."""
-        return None
-
-    @property
-    def vocab(self) -> int:
-        """Token ids the model knows, a number also before a tokenizer has decided `vocab_size: auto`.
-
-        A preset says what it is made for (`nominal_vocab`), so that it can be planned, counted and compiled without a
-        tokenizer.  Training sets `vocab_size` to the tokenizer's number (`jhpt.training.setup.with_vocabulary`) before
-        it plans or builds anything.
-        """
-        return self.nominal_vocab if self.vocab_size == "auto" else self.vocab_size
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding table: `vocab` rounded up to `VOCAB_MULTIPLE`."""
-        return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-    @property
     def tensor_sizes(self) -> dict[str, int]:
-        """What the tensor axis cuts into equal parts, beside `padded_vocab`: sizes by the name of their setting."""
+        """What the tensor axis cuts into equal parts, beside rows of tables: sizes by the name of their setting."""
         raise NotImplementedError
+
+    @property
+    def cut_sizes(self) -> dict[str, int]:
+        """All that the tensor axis cuts into equal parts, by what it is called."""
+        return self.tensor_sizes
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """What rules have to know about the family: fields of `jhpt.core.rules.Choices`."""
+        return {}
 
     @property
     def summary(self) -> str:
         """The shape in a few words, for the console."""
-        return f"{self.num_layers} layers, width {self.d_model}"
+        raise NotImplementedError
 
     def parameter_count(self) -> ParameterCount:
         """The exact number of scalar parameters, by place."""
@@ -265,28 +252,13 @@ class ModelConfig(Section):
         """Parameters that the model uses in float32 whatever it computes in, such as those of norms."""
         raise NotImplementedError
 
-    def visible_keys(self, tokens: int, *, causal: bool) -> float:
-        """Keys that an average query of a sequence sees: (s + 1) / 2 causal, otherwise s."""
-        return (tokens + 1) / 2 if causal else tokens
-
-    def block_products(self, keys: float) -> float:
-        """Multiplications per token of a block's matrix products; keys: that an average query is multiplied with."""
+    def layer_kinds(self, sizes: Sizes) -> dict[str, LayerKindCost]:
+        """What each kind of layer costs, by its name."""
         raise NotImplementedError
 
-    def head_products(self) -> int:
-        """Multiplications per predicted token of the head's matrix products."""
-        raise NotImplementedError
-
-    def embedding_cost(self, sizes: Sizes) -> LayerCost:
-        """The cost of the embedding."""
-        raise NotImplementedError
-
-    def block_cost(self, sizes: Sizes) -> LayerCost:
-        """The cost of a block."""
-        raise NotImplementedError
-
-    def head_cost(self, sizes: Sizes) -> LayerCost:
-        """The cost of the head, with its loss."""
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The kind of every layer, in the order of the forward pass."""
         raise NotImplementedError
 
     def rank_share(self, tensor: int) -> "ModelConfig":
@@ -295,18 +267,25 @@ class ModelConfig(Section):
         raise NotImplementedError
 
     def row_length(self, sequence_length: int) -> int:
-        """Numbers in a row of a batch: its token ids, one more than there are inputs where positions predict the next
-        token, and `LABEL_COLUMNS` where rows have labels."""
-        return sequence_length + (LABEL_COLUMNS if self.classifies or self.pairs else not self.masked)
+        """Numbers in a row of a batch."""
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> str:
+        """What `units` counts, as it is written before `_per_s`."""
+        return "images" if self.reads == "images" else "tokens"
+
+    def units(self, sequence_length: int) -> int:
+        """Units of work in a row, whose number a second is what a run reports: tokens of a sequence, or one image."""
+        return sequence_length
+
+    def sample(self, sequence_length: int) -> str:
+        """What a row is, in words that `jhpt.core.profile.ModelProfile` knows."""
+        return f"a sequence of {sequence_length} tokens"
 
     def predicted_tokens(self, sequence_length: int, mask_fraction: float) -> int:
-        """Positions of a sequence on which the head runs.
-
-        Masked-token prediction chooses a fixed number, never the first or the last position; a row has one class.
-        """
-        if self.classifies:
-            return 1
-        return masked_positions(sequence_length, mask_fraction) if self.masked else sequence_length
+        """Positions of a row on which the head runs."""
+        raise NotImplementedError
 
     def flops_per_token(
         self,
@@ -316,25 +295,16 @@ class ModelConfig(Section):
         predicted_share: float = 1.0,
         keys: float | None = None,
     ) -> FlopsPerToken:
-        """FLOPs of one token of a sequence of `sequence_length`, averaged over the sequence.
+        """FLOPs of a unit of work (`units`): a token of a sequence of `sequence_length`, averaged over it, or an image.
 
-        forward = 2 (num_layers block_products(visible_keys) + predicted_share head_products);   backward = 2 forward
-
-        FLOPs are those of matrix multiplications, 2mnk each; element-wise work is left out (about 1 % at d_model 1024).
-        Causal convention: query `i` of `s` sees `i + 1` keys, half of what a dense kernel executes; utilisation figures
-        that count the full square are up to twice as high in the attention part.
-        Whole sequences are an upper bound where their documents are kept apart (`data.packing`).
+        FLOPs are those of matrix multiplications and convolutions, 2mnk each; element-wise work is left out.
 
         Args:
           causal: whether only visible keys count; None: as the family is.
           predicted_share: share of positions on which the output head runs.
           keys: those that an average token sees, as they were counted; None: the above.
         """
-        causal = self.causal if causal is None else causal
-        if keys is None:
-            keys = self.visible_keys(sequence_length, causal=causal)
-        forward = 2.0 * (self.num_layers * self.block_products(keys) + predicted_share * self.head_products())
-        return FlopsPerToken(forward=forward, backward=2 * forward)
+        raise NotImplementedError
 
 
 _FAMILIES: dict[str, type[ModelConfig]] = {}

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from jhpt.core.divisors import divisors, one_of
-from jhpt.core.families.family import BLOCK_INPUT, LayerCost, Matrices, ModelConfig, Sizes
+from jhpt.core.families.family import BLOCK_INPUT, LayerCost, Matrices, Sizes
+from jhpt.core.families.text import TextConfig
 from jhpt.core.layers import ACTIVATIONS
 from jhpt.core.section import Count
 from jhpt.core.work import NamedTensor, Operation, Work, matmul, stream, table, transposed
@@ -65,7 +66,7 @@ def plain_attention(
     return (scores, softmax, mixed), (*again, *transposed((scores, mixed)), gradient)
 
 
-class TransformerConfig(ModelConfig):
+class TransformerConfig(TextConfig):
     """The settings and numbers that GPT and BERT share."""
 
     named_tensors: ClassVar[tuple[str, ...]] = NAMED_TENSORS

@@ -26,7 +26,8 @@ from jhpt.core.cluster import Device
 from jhpt.core.config import Config
 from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
-from jhpt.core.families.family import LayerCost, ModelConfig, ParameterCount, Sizes
+from jhpt.core.families.family import LayerKindCost, ModelConfig, Sizes
+from jhpt.core.families.text import TextConfig
 from jhpt.core.framework import IDEAL, Framework
 from jhpt.core.optimizers import optimizer_numbers
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
@@ -55,7 +56,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 def analytic_profile(
     config: Config, device: Device, dtype: str = "bfloat16", framework: Framework | None = None
 ) -> ModelProfile:
-    """The profile of `config` on `device`; one sample is a sequence of `data.sequence_length` tokens.
+    """The profile of `config` on `device`; one sample is a sequence of `data.sequence_length` tokens, or
+    an image.
 
     Parameters include padding.  The seconds of a tensor degree exclude its collectives, whose bytes are
     in `tensor_forward_bytes` and `tensor_backward_bytes`.
@@ -70,13 +72,12 @@ def analytic_profile(
     framework = framework or ours()
     model, sizes = config.model, sizes_of(config, device, dtype, keeps_scores=framework.keeps_scores)
     run = Runner(device=device, dtype=dtype, framework=framework)
-    parameters = _parameters(model, model.parameter_count())
     state = state_of(model, config.optimizer)
     profile = ModelProfile(
         name=config.name,
         device=device.name,
         source=f"analytic: roofline of {device.name}, {dtype}" + EIGHT_BITS.get(config.model.matmul_dtype, ""),
-        sample=f"a sequence of {sizes.tokens} tokens",
+        sample=model.sample(config.data.sequence_length),
         causal=model.causal,
         flops_per_sample=_model_flops(model, sizes),
         dtype=dtype,
@@ -84,8 +85,8 @@ def analytic_profile(
         products=model.matmul_dtype,
         bytes_per_weight=sizes.element,
         state=state,
-        kinds=_kinds(model, sizes, parameters, _max_tensor(model, state), run),
-        layers=("embedding", *("block",) * model.num_layers, "head"),
+        kinds=_kinds(model, sizes, _max_tensor(model, state), run),
+        layers=model.layers,
     )
     # Clipping reads the gradient once more, for its norm.
     clip = sizes.element if config.optimizer.clip_norm is not None else 0
@@ -129,7 +130,7 @@ def _model_flops(model: ModelConfig, sizes: Sizes) -> float:
 
 def sizes_of(config: Config, device: Device, dtype: str, *, keeps_scores: bool = False) -> Sizes:
     """What the costs of layers depend on beside the model.  keeps_scores: as in `Framework`."""
-    tokens = config.data.sequence_length
+    tokens = config.model.units(config.data.sequence_length)
     return Sizes(
         tokens=tokens,
         predicted=config.model.predicted_tokens(tokens, config.data.mask_fraction),
@@ -141,7 +142,10 @@ def sizes_of(config: Config, device: Device, dtype: str, *, keeps_scores: bool =
 
 def _flash(config: Config, device: Device, dtype: str) -> bool:
     """Whether attention runs in cuDNN's flash kernel, by the rules of `jhpt.models.attention.choose_attention`."""
-    model, data, width = config.model, config.data, config.model.head_dim
+    model, data = config.model, config.data
+    if not isinstance(model, TextConfig):
+        return False
+    width = model.head_dim
     if data.packing == "documents" and data.sequence_length % 2:
         return False
     fits = ELEMENT_BYTES[dtype] == 2 and width is not None and width % 8 == 0 and width <= FLASH_HEAD
@@ -152,30 +156,19 @@ def _flash(config: Config, device: Device, dtype: str) -> bool:
 def _max_tensor(model: ModelConfig, state: State) -> int:
     """The largest tensor degree.  With coded moments the axis cuts rows between blocks of codes."""
     coded = model.coded_sizes if state.moments == "int8" else ()
-    sizes = (most_cuts(size) if name in coded else size for name, size in model.tensor_sizes.items())
-    return math.gcd(*sizes, model.padded_vocab)
+    return math.gcd(*(most_cuts(size) if name in coded else size for name, size in model.cut_sizes.items()))
 
 
-def _parameters(model: ModelConfig, count: ParameterCount) -> dict[str, int]:
-    """Allocated parameters of each kind of layer; padding counts where the padded tables are."""
-    rows = model.padded_vocab - model.vocab
-    in_table = rows * model.d_model
-    in_head = count.padding - in_table
-    return {"embedding": count.embedding + in_table, "block": count.per_layer, "head": count.head + in_head}
-
-
-def _kinds(
-    model: ModelConfig, sizes: Sizes, parameters: dict[str, int], max_tensor: int, run: "Runner"
-) -> dict[str, LayerKind]:
-    """The three kinds of layers with their timings."""
+def _kinds(model: ModelConfig, sizes: Sizes, max_tensor: int, run: "Runner") -> dict[str, LayerKind]:
+    """The kinds of layers with their timings."""
     degrees = divisors(max_tensor, up_to=min(max_tensor, MAX_DEGREE))
-    tied = model.padded_vocab * model.d_model if model.tied_table else 0
 
-    def kind(name: str, cost: LayerCost) -> LayerKind:
+    def kind(of: LayerKindCost) -> LayerKind:
+        cost = of.cost
         saved = size_of(cost.tensors, model.named_tensors) if cost.tensors else None
         return LayerKind(
-            parameters=parameters[name],
-            tied_parameters=tied if name == "head" else 0,
+            parameters=of.parameters,
+            tied_parameters=of.tied,
             boundary_bytes=cost.boundary_bytes,
             activation_bytes=saved.divided if saved else cost.activation_bytes,
             replicated_bytes=saved.whole if saved else cost.replicated_bytes,
@@ -186,11 +179,7 @@ def _kinds(
             tensors=cost.tensors,
         )
 
-    return {
-        "embedding": kind("embedding", model.embedding_cost(sizes)),
-        "block": kind("block", model.block_cost(sizes)),
-        "head": kind("head", model.head_cost(sizes)),
-    }
+    return {name: kind(each) for name, each in model.layer_kinds(sizes).items()}
 
 
 def check_dtype(device: Device, dtype: str) -> None:

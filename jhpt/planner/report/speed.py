@@ -75,7 +75,7 @@ def _nominal(device: Device, dtype: str) -> float | None:
 def seconds_range(answer: Answer) -> tuple[float, float] | None:
     """Seconds of a step between which eight of ten published runs like this one would lie (`planner.cost.ranges`).
 
-    None where no published run is like it: a measured profile, a CPU, a classic network, devices that the catalogue
+    None where no published run is like it: a measured profile, a CPU, a model of images, devices that the catalogue
     does not know, a mixed cluster, CPU offload, compression, 8-bit products, float32 or low-precision state, or a model
     or cluster of another size.
     """
@@ -84,7 +84,7 @@ def seconds_range(answer: Answer) -> tuple[float, float] | None:
     known = not cluster.mixed and all(kind_by_driver(node.device.name) for node in cluster.nodes)
     special = plan.offload or plan.compression.on or answer.model.gradient_compression.on or profile.state.low_precision
     unlike = special or profile.products != "same" or profile.dtype == "float32" or profile.flops_per_sample is None
-    if measured or not known or unlike:
+    if measured or not known or unlike or profile.sample_tokens is None:
         return None
     factors = range_of(case_of(answer.plan, cluster.nodes[0].device.name, profile.parameters))
     if factors is None:
@@ -98,9 +98,10 @@ def headline(answer: Answer) -> str:
     found = speed(answer)
     rate, unit = found.rate
     each = rate / found.devices
+    convention = "" if found.tokens is None else " (causal)"
     figures = [
         f"{each:,.{0 if each >= 100 else 1 if each >= 10 else 2}f} {unit} per {devices_word(answer.model.cluster)}",
-        f"MFU {100 * found.mfu:.1f} % (causal)" if found.mfu is not None else "",
+        f"MFU {100 * found.mfu:.1f} %{convention}" if found.mfu is not None else "",
         f"{duration(found.seconds)} per step",
     ]
     if within := seconds_range(answer):

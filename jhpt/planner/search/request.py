@@ -173,6 +173,8 @@ class Incumbent:
 
 def compressions(config: Config) -> tuple[Compression | None, ...]:
     """The choices that `parallel.compression` leaves open, with the rule for important tokens filled in."""
+    if config.model.reads == "images":
+        return (None,)
     section, rule = config.parallel.compression, "own" if config.model.causal else "attention"
 
     def with_rule(compression: Compression) -> Compression:
@@ -186,12 +188,17 @@ def compressions(config: Config) -> tuple[Compression | None, ...]:
     return (with_rule(section.settings) if section.on else None,)
 
 
+def most_stages(config: Config, space: Space) -> dict[str, int]:
+    """The field of a `Request` that keeps one SPMD program of unlike blocks to one stage."""
+    return {"max_stages": 1} if space == "spmd" and not config.model.alike else {}
+
+
 def offload_kinds(config: Config) -> tuple[OffloadKind | None, ...]:
     """The choices that `memory.offload` leaves open.  Not every optimizer's state can be offloaded, nor low-precision
-    state."""
+    state, nor unlike blocks."""
     kind = config.memory.offload
     offloads = optimizer_numbers(config.optimizer.name).offloaded
-    if kind == "off" or config.optimizer.low_precision or not offloads:
+    if not config.model.alike or kind == "off" or config.optimizer.low_precision or not offloads:
         return (None,)
     return (None, *get_args(OffloadKind)) if kind == "auto" else (kind,)
 

@@ -14,7 +14,7 @@ from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.config import Config
 from jhpt.core.divisors import divisors
 from jhpt.core.errors import InputError
-from jhpt.core.families.family import ModelConfig
+from jhpt.core.families.text import TextConfig
 from jhpt.core.load import load_config
 from jhpt.core.plan import Plan
 from jhpt.core.plan_by_hand import plan_by_hand
@@ -95,11 +95,18 @@ def smaller(config: Config, devices: int, *, one_memory: bool) -> Iterator[Small
         yield from _laid_out(config, by_hand | settings, devices, same_results=True)
     for settings in _other_results(config, devices, one_memory=one_memory):
         yield from _laid_out(config, by_hand | settings, devices, same_results=False)
-    kept = {"model.vocab_size": config.model.vocab, "data.tokenizer": config.data.tokenizer}
+    kept = _kept(config)
     for preset in _smaller_presets(config):
         settings = _least(load_config(preset), devices, one_memory=one_memory)
         for one in _laid_out(load_config(preset, kept), settings, devices, same_results=False):
             yield Smaller(**vars(one) | {"preset": preset})
+
+
+def _kept(config: Config) -> dict[str, Any]:
+    """The settings of text that another preset takes over; the data stays the same."""
+    if not isinstance(config.model, TextConfig):
+        return {}
+    return {"model.vocab_size": config.model.vocab, "data.tokenizer": config.data.tokenizer}
 
 
 def _laid_out(config: Config, settings: Mapping[str, Any], devices: int, *, same_results: bool) -> Iterator[Smaller]:
@@ -160,24 +167,22 @@ def _least(config: Config, devices: int, *, one_memory: bool) -> dict[str, Any]:
 
 def _other_results(config: Config, devices: int, *, one_memory: bool) -> Iterator[dict[str, Any]]:
     least, batch = _least(config, devices, one_memory=one_memory), config.data.batch_size
-    if config.data.tokenizer == "bytes" and config.model.vocab > BYTES:
+    text = isinstance(config.model, TextConfig)
+    if isinstance(config.model, TextConfig) and config.data.tokenizer == "bytes" and config.model.vocab > BYTES:
         yield {"model.vocab_size": BYTES}
     for size in (batch >> power for power in range(1, batch.bit_length())):
         count = least["parallel.micro_batches"] * size // batch
         if count:
             yield {"data.batch_size": size} | least | {"parallel.micro_batches": count}
     length = config.data.sequence_length
-    while (length := length // 2) >= SHORTEST:
+    while text and (length := length // 2) >= SHORTEST:
         yield {"data.sequence_length": length} | least
 
 
 def _smaller_presets(config: Config) -> list[str]:
     """Presets of the same family that have fewer parameters with as many token ids, the largest first."""
-
-    def model_of(preset: str) -> ModelConfig:
-        return load_config(preset, {"model.vocab_size": config.model.vocab}).model
-
-    models = {name: model for name in PRESETS if (model := model_of(name)).family == config.model.family}
+    family = [name for name in PRESETS if load_config(name).model.family == config.model.family]
+    models = {name: load_config(name, _kept(config)).model for name in family}
     counts = {name: model.parameter_count().total for name, model in models.items()}
     fewer = (name for name, count in counts.items() if count < config.model.parameter_count().total)
     return sorted(fewer, key=lambda name: -counts[name])

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from jhpt.core.config import DataConfig
 from jhpt.training.data.cache import Progress, Say, TokenCache, token_cache, unseen
 from jhpt.training.data.labelled import LabelledRows
+from jhpt.training.data.synthetic import ImageRows
 from jhpt.training.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Text and its weight in the mixture.  setting: what names it."""
+    """Text, or images, and its weight in the mixture.  setting: what names it."""
 
     setting: str
     path: str | tuple[str, ...]
     weight: float
-    cache: TokenCache | LabelledRows
+    cache: TokenCache | LabelledRows | ImageRows
 
 
 def open_sources(data: DataConfig, tokenizer: Tokenizer, say: Say, progress: Progress = unseen) -> tuple[Source, ...]:

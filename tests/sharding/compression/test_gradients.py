@@ -22,6 +22,7 @@ from jhpt.core.compression import (
     share_of_bucket,
 )
 from jhpt.core.config import GradientCompression
+from jhpt.core.families.vgg import VGGConfig
 from jhpt.core.load import load_config
 from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.segment_quantize import segment_quantize
@@ -274,7 +275,7 @@ def test_order_is_that_of_the_backward_pass():
 def test_matrices_and_tables_are_what_has_more_than_one_dim(name):
     networks = {
         "mlp": MLP(inputs=12, width=16, hidden=32, num_blocks=6, classes=24),
-        "vgg": VGG(size=16, stages=((8,), (8, 16)), dense=(32,), classes=16),
+        "vgg": VGG(config=VGGConfig(image_size=16, convolutions=((8,), (8, 16)), dense=(32,), num_classes=16)),
     }
     model = networks[name] if name in networks else build(load_config(name).model)
     leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.init, jax.random.key(0)))

@@ -5,12 +5,12 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.networks.execution import class_execution
+from jhpt.core.load import load_config
 from jhpt.models.family import Rows
 from jhpt.sharding.stages.execution import StagesExecution
 from jhpt.sharding.stages.layout import place_stages
 from jhpt.training.setup import execution, prepare
-from tests.sharding import test_networks as networks
+from tests.covers import quick_and_exhaustive
 from tests.sharding.plans import batch, by_path, compiled, laid_out, mixed, random_params, stored
 from tests.sharding.stages.plans import KEY, found, general, random_plan, text
 
@@ -22,6 +22,14 @@ MODELS = {
     "gpt-untied": {"model.tied": False, "model.positions": "rotary", "model.norm": "rmsnorm", "model.dropout": 0.1},
     "bert": {"model.dropout": 0.1},
 }
+VGG = {
+    "model.image_size": 16,
+    "model.convolutions": [[8], [8, 16], [16, 16]],
+    "model.dense": [32, 24],
+    "data.images": 32,
+    "data.batch_size": BATCH,
+}
+"""Convolutions 1 + 4 and dense layers 2 + 1, the first and the last of which are the ends."""
 
 _known: dict = {}
 
@@ -31,6 +39,8 @@ def setup_of(tiny):
     """Makes the setup of a model."""
 
     def make(name):
+        if name == "vgg":
+            return prepare(load_config("vgg16-tiny", VGG))
         overrides = MODELS[name] | {"model.num_layers": BLOCKS, "data.batch_size": BATCH}
         return prepare(tiny("bert-tiny" if name == "bert" else "gpt-tiny", **overrides))
 
@@ -41,7 +51,7 @@ def one_device(setup_of, name):
     """(setup, parameters, gradients by path, loss) without any plan that cuts something."""
     if name not in _known:
         setup = setup_of(name)
-        setup = laid_out(setup, mixed([1] * (BLOCKS + 2), 1, batch=BATCH))
+        setup = laid_out(setup, mixed([1] * (setup.config.model.num_layers + 2), 1, batch=BATCH))
         params, rows = random_params(setup), Rows(jax.device_put(batch(setup, BATCH), setup.layout.batch))
         gradients, sums = compiled(setup.training.gradients, stored(setup, params), rows, jax.random.key(KEY))
         _known[name] = setup, params, by_path(gradients), float(sums.nll / sums.tokens)
@@ -59,27 +69,17 @@ def check(actual, expected):
     assert norm == pytest.approx(sum(np.sum(leaf**2) for leaf in gradients.values()) ** 0.5, rel=1e-5)
 
 
-def check_text(setup_of, name, plan):
+def check_plan(setup_of, name, plan):
     setup, params, *expected = one_device(setup_of, name)
-    model = setup.model
-    layout = place_stages(plan, jax.devices(), BLOCKS, shared=model.head_reads, rules=model.partition_rules)
+    model, shape = setup.model, setup.config.model
+    ends = {"shared": model.head_reads, "rules": model.partition_rules}
+    layout = place_stages(plan, jax.devices(), shape.num_layers, alike=shape.alike, **ends)
     made = [execution(setup.config, model, chunk.layout, setup.tokenizer, train=True) for chunk in layout.chunks]
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     rows = Rows(batch(setup, BATCH))
     actual = found(StagesExecution(layout=layout, executions=tuple(made), params=shapes, rows=rows), params, rows)
     check(actual, expected)
     return actual
-
-
-def check_network(network, plan):
-    layout = place_stages(plan, jax.devices(), network.num_blocks, alike=network.alike)
-    made = tuple(class_execution(network, chunk.layout) for chunk in layout.chunks)
-    params, rows = networks.parameters(network), networks.examples(network)
-    shapes = jax.eval_shape(network.init, jax.random.key(0))
-    actual = found(StagesExecution(layout=layout, executions=made, params=shapes, rows=rows), params, rows)
-    gradients, loss, *_ = networks.reference(network)
-    check(actual, (gradients, loss))
-    assert actual[3] == pytest.approx(loss, rel=1e-5)
 
 
 BY_HAND = {
@@ -90,12 +90,16 @@ BY_HAND = {
         general([2, 1, 1, 1], [2, 1], [2, 1, 1, 1, 1], micro_batches=2, schedule="interleaved"),
     ),
     "one stage, uneven samples": ("gpt-tied", general([5], [3], [1] * 5, micro_batches=2)),
+    "vgg, 3|1, uneven samples": ("vgg", general([5, 3], [3, 1], [1] * 8, micro_batches=2)),
+    "vgg, 1|3, uneven samples": ("vgg", general([2, 6], [1, 3], [1] * 8, micro_batches=4)),
+    "vgg, 2|1|1, tensor": ("vgg", general([4, 2, 2], [2, 1, 1], [1, 2, 2, 1, 1, 1, 1, 1], micro_batches=4)),
+    "vgg, 1|4, tensor of the dense layers": ("vgg", general([5, 3], [1, 4], [1] * 5 + [4, 2, 4], micro_batches=2)),
 }
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", quick_and_exhaustive(BY_HAND, [*BY_HAND][:5]))
 def test_by_hand(setup_of, name):
-    check_text(setup_of, *BY_HAND[name])
+    check_plan(setup_of, *BY_HAND[name])
 
 
 def random_cases():
@@ -103,14 +107,10 @@ def random_cases():
     names = [*MODELS, "vgg"]
     for seed in range(24):
         name = names[seed % 4]
-        layers, size = (8, networks.BATCH) if name == "vgg" else (BLOCKS + 2, BATCH)
-        plan = random_plan(seed, layers, batch=size, most_tensor=4)
+        plan = random_plan(seed, 8 if name == "vgg" else BLOCKS + 2, batch=BATCH, most_tensor=4)
         yield pytest.param(name, plan, id=f"{name} {text(plan)}", marks=() if seed < 4 else pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(("name", "plan"), list(random_cases()))
 def test_random(setup_of, name, plan):
-    if name == "vgg":
-        check_network(networks.VGG_NETWORK, plan)
-    else:
-        check_text(setup_of, name, plan)
+    check_plan(setup_of, name, plan)

@@ -1,4 +1,4 @@
-"""Layers that image and perceptron networks share: dense layers split by column, and logits for a softmax over classes.
+"""Dense layers split by column, and logits for a softmax over classes, of networks that are no transformers.
 
 Every shard of the tensor axis has some columns of a layer's matrix and bias.  The input is whole
 (`hooks.copy_to_tensor_axis`), and so is the output if `hooks.join` gathers the shards' columns; logits stay split.
