@@ -1,6 +1,6 @@
 """The backward pass of a layer in two: the gradient of its input first, gradients of its weights at any time later.
 
-Only the first is waited for by the stage before (Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241).
+Only the first is waited for by the stage before (Qi et al. 2024, Zero Bubble Pipeline Parallelism, arXiv 2401.10241).
 With y = x w and the error e = dL/dy
 
     backward pass    dL/dx = e w^T       reads the saved activations, and leaves x and e for the other
