@@ -72,6 +72,7 @@ class SplitBackward:
     left: what the backward pass leaves for the weight pass, in places of the saved activations.
     down, gradient: the tree structures of the gradients of x and of the parameters.
     late: whether the weight pass computes it, of every gradient of a parameter.
+    reads_parameters: whether the weight pass does.
     """
 
     layer: SplitLayer
@@ -79,6 +80,7 @@ class SplitBackward:
     down: Any
     gradient: Any
     late: tuple[bool, ...]
+    reads_parameters: bool
     now: Callable[..., Sequence[Any]]
     later: Callable[..., Sequence[Any]]
 
@@ -137,6 +139,7 @@ def split_backward(layer: SplitLayer, params: Tree | tuple[()], at: LayerContext
         down=jax.tree.structure(down),
         gradient=jax.tree.structure(gradient),
         late=tuple(late),
+        reads_parameters=not _read(dealt.later, later).isdisjoint(jaxpr.invars[: len(jax.tree.leaves(params))]),
         now=function(jaxpr.invars, dealt.now, [*downs, *sooner, *dealt.left]),
         later=function([*jaxpr.invars[:known], *dealt.left], dealt.later, later),
     )
