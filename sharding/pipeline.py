@@ -14,7 +14,7 @@ flight.
 Under 1f1b the timetable has one pass a tick, and neighbours exchange at the end of it, in turn: in even ticks stages 0
 and 1, 2 and 3, ...; in odd ticks 1 and 2, 3 and 4, ....  A collective permute makes only those wait that it names, so
 that a stage may begin its tick before others have ended theirs: with forward and backward passes of different length no
-time is lost.
+time is lost.  Under zb-h1 a tick may end with a weight pass (`split_backward`), before the exchange.
 
 The last stage computes logits and loss in its backward pass, so that they never outlive a tick.
 The embedding and the head have a slot on every stage, because all devices run one program; only the first stage uses
@@ -37,6 +37,7 @@ from jhpt.sharding.layer_loop import Fetch
 from jhpt.sharding.layer_vjp import Saved, SplitLayer, split_layer
 from jhpt.sharding.model_parts import ModelParts, Recompute, picked
 from jhpt.sharding.sample_chunks import ChunkedSamples, UnchunkedSamples
+from jhpt.sharding.split_backward import SplitBackward, split_backward
 from jhpt.sharding.types import Activation, Batch, Gradients, LayerContext, LossSums, Params, RowContext, Tree
 
 T = TypeVar("T")
@@ -115,17 +116,19 @@ class Pipeline:
     def _walked(self, device: "_Device", carry: Carry) -> Carry:
         """All ticks of a timetable whose neighbours exchange in turn: one pass a tick, and at its end the exchange."""
 
-        def tick(carry: Carry, now: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Carry, None]:
-            forward, backward = (table[device.stage] for table in now[1:])
+        def tick(carry: Carry, now: tuple[jax.Array, ...]) -> tuple[Carry, None]:
+            forward, backward, *weights = (table[device.stage] for table in now[1:])
             carry = _maybe(forward[0] >= 0, partial(device.forward, entry=forward), carry)
             carry = _maybe(backward[0] >= 0, partial(device.backward, entry=backward, error=carry.leaving), carry)
+            for entry in weights:
+                carry = _maybe(entry[0] >= 0, partial(device.weights, entry=entry), carry)
             both = carry.arrived, carry.leaving
             arrived, leaving = jax.lax.switch(now[0] % 2, [partial(self._exchanged, first) for first in (0, 1)], both)
             return carry._replace(arrived=arrived, leaving=leaving), None
 
         table = self.timetable
-        now = jnp.arange(table.ticks), jnp.asarray(table.forward), jnp.asarray(table.backward)
-        return jax.lax.scan(tick, carry, now)[0]
+        passes = table.forward, table.backward, *(() if table.weights is None else (table.weights,))
+        return jax.lax.scan(tick, carry, (jnp.arange(table.ticks), *map(jnp.asarray, passes)))[0]
 
     def _exchanged(self, first: int, sent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """(activations, gradients) that stages `first` and the next one, `first` + 2 and the next one, ... exchange."""
@@ -208,6 +211,8 @@ class _Device:
         self.stream, self.one, at = pipeline.stream, pipeline.fetch(self._row(0)), (_at(context, 0), jnp.int32(0))
         opened = jax.eval_shape(self.stream.opened, self.one, self.shape, at)
         self.split: SplitLayer = split_layer(pipeline.recompute(self.stream.layer), self.one, opened, at)
+        late = pipeline.timetable.weights is not None
+        self.parted: SplitBackward | None = split_backward(self.split, self.one, at) if late else None
         self.close: SplitLayer = split_layer(lambda _, stream, at: self.stream.closed(stream, at), (), opened, at)
 
     def start(self) -> Carry:
@@ -255,16 +260,19 @@ class _Device:
         last = (self.stage == self.pipeline.stages - 1) & (chunk == self.pipeline.chunks - 1)
         embedding_and_head, sums, error = _maybe(last, with_loss, (carry.embedding_and_head, carry.sums, error))
 
-        def block(at: jax.Array, layer: Params, error: Activation, blocks: Tree) -> tuple[Activation, Tree]:
-            row = chunk * self.pipeline.depth + at
-            saved = stacks.read(carry.ring, (slot, at))
-            gradient, error = self.split.backward(layer, (context, self._layer(chunk, at)), saved, error)
-            finished = self.pipeline.finish(gradient)
-            return error, jax.tree.map(lambda total, one: total.at[row].add(one), blocks, finished)
+        def block(at: jax.Array, layer: Params, error: Activation, ring: Saved, blocks: Tree) -> Any:
+            here = context, self._layer(chunk, at)
+            if self.parted is None:
+                gradient, error = self.split.backward(layer, here, stacks.read(ring, (slot, at)), error)
+            else:
+                saved = _copied(ring, (slot, at), micro_batch >= 0)
+                gradient, error, left = self.parted.backward(layer, here, saved, error)
+                ring = _replaced(ring, left, (slot, at))
+            return error, ring, self._added(blocks, chunk, at, layer, gradient)
 
         saved = stacks.read(carry.closing, (slot,))
         _, opened = self.close.backward((), self._end(context, chunk), saved, error)
-        opened, blocks = self._blocks(chunk, block, (opened, carry.blocks), reverse=True)
+        opened, ring, blocks = self._blocks(chunk, block, (opened, carry.ring, carry.blocks), reverse=True)
         error = self.stream.opening_error(opened)
         first = (self.stage == 0) & (chunk == 0)
         embedding_and_head = _maybe(
@@ -272,7 +280,39 @@ class _Device:
             lambda embedding_and_head: self._embedding_gradient(embedding_and_head, micro_batch, error),
             embedding_and_head,
         )
-        return carry._replace(leaving=error, blocks=blocks, embedding_and_head=embedding_and_head, sums=sums)
+        return carry._replace(leaving=error, ring=ring, blocks=blocks, embedding_and_head=embedding_and_head, sums=sums)
+
+    def weights(self, carry: Carry, entry: jax.Array) -> Carry:
+        """A weight pass: what the backward pass has left of the blocks' gradients."""
+        parted, (micro_batch, chunk, slot) = self.parted, entry
+        assert parted is not None
+        context = _at(self.context, micro_batch)
+
+        def block(at: jax.Array, layer: Params, blocks: Tree) -> tuple[Tree]:
+            saved = stacks.read(carry.ring, (slot, at))
+            gradient = parted.weights(layer, (context, self._layer(chunk, at)), saved)
+            return (self._added(blocks, chunk, at, layer, gradient),)
+
+        return carry._replace(blocks=self._blocks(chunk, block, (carry.blocks,), fetches=parted.reads_parameters)[0])
+
+    def _added(self, blocks: Tree, chunk: jax.Array, at: jax.Array, layer: Params, gradient: Any) -> Any:
+        """The blocks' gradients with those of one layer; None: another pass computes it."""
+        row = chunk * self.pipeline.depth + at
+        nothing = lambda leaf: leaf is None  # noqa: E731
+        whole = jax.tree.map(
+            lambda one, like: jnp.zeros(like.shape, like.dtype) if one is None else one,
+            gradient,
+            layer,
+            is_leaf=nothing,
+        )
+        finished = self.pipeline.finish(whole)
+        return jax.tree.map(
+            lambda one, total, done: total if one is None else total.at[row].add(done),
+            gradient,
+            blocks,
+            finished,
+            is_leaf=nothing,
+        )
 
     def evaluate(self, carry: tuple[jax.Array, LossSums], entry: jax.Array) -> tuple[jax.Array, LossSums]:
         """A forward pass that saves nothing; on the last stage it ends in sums."""
@@ -323,15 +363,22 @@ class _Device:
         )
         return _accumulated(embedding_and_head, pull(error)[0])
 
-    def _blocks(self, chunk: jax.Array, block: Callable[..., T], carry: T, reverse: bool = False) -> T:
-        """Runs `block(at, parameters, *carry)` over the chunk's blocks and skips rows that the chunk does not use."""
+    def _blocks(
+        self, chunk: jax.Array, block: Callable[..., T], carry: T, reverse: bool = False, fetches: bool = True
+    ) -> T:
+        """Runs `block(at, parameters, *carry)` over the chunk's blocks and skips rows that the chunk does not use.
+
+        fetches: whether the blocks read their parameters; if not, they get the first one's.
+        """
         depth, even = self.pipeline.depth, bool((self.pipeline.count == self.pipeline.depth).all())
         used = jnp.asarray(self.pipeline.count)[self.stage, chunk]
 
         def fetched(at: jax.Array | int) -> Any:
+            if not fetches:
+                return self.one
             return self.pipeline.fetch(self._row(chunk * depth + jnp.clip(at, 0, depth - 1)))
 
-        prefetch = self.pipeline.prefetch
+        prefetch = self.pipeline.prefetch if fetches else 0
 
         def step(state: tuple[T, tuple[Params, ...]], at: jax.Array) -> tuple[tuple[T, tuple[Params, ...]], None]:
             carry, ready = state
@@ -368,6 +415,22 @@ class _Device:
 
 def _at(tree: Tree | Batch | RowContext, index: jax.Array | int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def _copied(ring: Saved, at: tuple[jax.Array, ...], now: jax.Array) -> Saved:
+    """The rows at [*at], apart from the ring.  now: true, which the compiler does not know.
+
+    Otherwise XLA would make reading a row part of everything that uses it, so that some of that would come after the
+    row has been replaced and have to read a copy of the whole ring.  (It removes an optimization_barrier too early;
+    seen on CPU with jax 0.10.2.)
+    """
+    empty = tuple(jnp.zeros(stack.shape[len(at) :], stack.dtype) for stack in ring)
+    return _maybe(now, lambda _: stacks.read(ring, at), empty)
+
+
+def _replaced(ring: Saved, left: dict[int, jax.Array], at: tuple[jax.Array, ...]) -> Saved:
+    """The ring with these arrays at [*at] of the stacks of these numbers."""
+    return tuple(stacks.write(stack, at, left[place]) if place in left else stack for place, stack in enumerate(ring))
 
 
 def _accumulated(total: Gradients, part: Gradients) -> Gradients:

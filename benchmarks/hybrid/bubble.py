@@ -3,7 +3,7 @@
 A perceptron of equal blocks with a small embedding and head is divided into as many stages as there are hosts.  T:
 seconds of the gradients of M micro-batches.  W: seconds of the same M micro-batches through the blocks of one stage,
 with embedding and head, without communication, on all hosts at the same time.  idle = 1 - W / T, which for 1F1B is
-(S-1) / (M+S-1) at best.
+(S-1) / (M+S-1) at best, and for zb-h1 (S-1) / (3 M+S-1) where forward, backward and weight passes take equally long.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from jhpt.core.plan import Chunk, Plan, Schedule, Stage, runs_of
 from jhpt.sharding.mesh import make_device_mesh
 
 MICRO_BATCHES = 8
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "interleaved")
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "zb-h1", "eager-1f1b", "interleaved")
 
 BLOCKS = 2
 """Blocks of a stage."""

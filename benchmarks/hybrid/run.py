@@ -140,7 +140,8 @@ def _error_claims(table: Sequence[Entry]) -> dict[str, Claim]:
 
 
 def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
-    """Idle shares of the pipelines, and the smallest possible ones: (S-1) / (vM + S-1), with v chunks per stage."""
+    """Idle shares of the pipelines, and the smallest possible ones: (S-1) / (vM + S-1), with v chunks per stage, and
+    with weight passes (S-1) / (3 M + S-1)."""
     bubbles = grouped((row for row in rows if row["row"] == "bubble"), lambda row: row["competitor"])
     if not bubbles:
         return {}
@@ -149,11 +150,12 @@ def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
     setup = f"{stages} stages, {pieces} micro-batches, links without a limit, {PLACE}"
     idle = {
         name: statistics.median(1 - work / step for work, step in zip(steps["alone"], steps[name], strict=True))
-        for name in ("1f1b", "eager-1f1b", "interleaved")
+        for name in ("1f1b", "zb-h1", "eager-1f1b", "interleaved")
         if name in steps
     }
-    for name, chunks in (("1f1b", 1), ("interleaved", CHUNKS)):
-        idle[f"{name}_ideal"] = (stages - 1) / (chunks * pieces + stages - 1)
+    for name, chunks in (("1f1b", 1), ("zb-h1", 3), ("interleaved", CHUNKS)):
+        if name in steps:
+            idle[f"{name}_ideal"] = (stages - 1) / (chunks * pieces + stages - 1)
     return {
         f"bubble_{name.replace('-', '_')}": Claim(value=share, unit="idle share of a step", setup=setup)
         for name, share in idle.items()

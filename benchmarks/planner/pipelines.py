@@ -12,6 +12,8 @@ from jhpt.core.plan import Schedule
 from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.report.simulation import simulate
 
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "zb-h1", "eager-1f1b", "interleaved")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorRow:
@@ -33,7 +35,7 @@ def simulator(settings: Settings) -> tuple[list[SimulatorRow], dict[str, Claim]]
     tasks = [(settings, index) for index in range(settings.pipelines)]
     rows = in_parallel(play, tasks, settings.workers)
     lines = []
-    for schedule, overlap in itertools.product(("gpipe", "1f1b", "eager-1f1b", "interleaved"), (True, False)):
+    for schedule, overlap in itertools.product(SCHEDULES, (True, False)):
         errors = [row.error for row in rows if (row.schedule, row.overlap) == (schedule, overlap)]
         if errors:
             transfers = "beside" if overlap else "in line"
@@ -54,8 +56,7 @@ def play(task: tuple[Settings, int]) -> SimulatorRow:
     forward."""
     settings, index = task
     rng = np.random.default_rng([settings.seed, index])
-    schedule: Schedule = ("gpipe", "1f1b", "eager-1f1b", "interleaved")[index % 4]
-    overlap = index % 2 == 0
+    schedule, overlap = SCHEDULES[index % len(SCHEDULES)], index % 2 == 0
     stages = int(rng.integers(2, settings.stages + 1))
     chunks = int(rng.integers(2, 5)) if schedule == "interleaved" else 1
     micro_batches = int(rng.integers(stages, 8 * stages + 1))
@@ -68,8 +69,9 @@ def play(task: tuple[Settings, int]) -> SimulatorRow:
     sync = backward[:, 0] + rng.uniform(0.0, 2.0, stages) * mean
     update = rng.uniform(0.0, 0.5, stages) * mean
     times = forward, backward, cut, sync, update
-    seconds = float(step_seconds(schedule, micro_batches, *times, overlap=overlap))
-    simulated = simulate(schedule, micro_batches, *times, overlap=overlap).seconds
+    weights = backward[:, 0] * rng.uniform(0.0, 1.0, stages) if schedule == "zb-h1" else None
+    seconds = float(step_seconds(schedule, micro_batches, *times, overlap=overlap, weights=weights))
+    simulated = simulate(schedule, micro_batches, *times, overlap=overlap, weights=weights).seconds
     return SimulatorRow(
         schedule=schedule,
         overlap=overlap,

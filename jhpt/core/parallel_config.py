@@ -40,7 +40,10 @@ class ParallelConfig(Section):
     micro_batches: Count = Field(
         1, description="micro-batches (gradient accumulation steps) that the batch of a step is cut into"
     )
-    schedule: OneChunk = Field("1f1b", description="pipeline schedule: the order of forward and backward passes")
+    schedule: OneChunk = Field(
+        "1f1b",
+        description="pipeline schedule: the order of forward and backward passes; zb-h1: 1f1b with less idle time",
+    )
     chunks: Count = Field(1, description="chunks of blocks per stage (virtual stages); more than one: interleaved 1f1b")
     sample_chunks: Count = Field(
         1,

@@ -7,7 +7,7 @@ configuration lays out.
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -16,11 +16,14 @@ from jhpt.core.compression_config import Compression, GradientCompression
 from jhpt.core.renamed import with_plan_keys_of_today
 from jhpt.core.section import Count, NonNegative, NonNegativeInt, Section
 
-OneChunk = Literal["1f1b", "eager-1f1b", "gpipe"]
+OneChunk = Literal["1f1b", "eager-1f1b", "gpipe", "zb-h1"]
 Schedule = Literal[OneChunk, "interleaved"]
 
-ONE_CHUNK: tuple[Schedule, ...] = get_args(OneChunk)
-"""Schedules of one chunk per device.  Interleaving needs several."""
+SEARCHED: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "interleaved")
+"""The schedules among which the planner chooses, in order of preference.  zb-h1 is laid out by hand."""
+
+ONE_CHUNK: tuple[Schedule, ...] = tuple(name for name in SEARCHED if name != "interleaved")
+"""Those of one chunk per device.  Interleaving needs several."""
 
 Zero = Literal[0, 1, 2, 3]
 Origin = Literal["hand", "auto", "given"]

@@ -214,6 +214,30 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        name="weight passes in one SPMD program",
+        broken_by=lambda c: c.space == "general" and c.schedule == "zb-h1",
+        message=lambda c: (
+            f"space=general has no {c.name('schedule')}=zb-h1; use {c.name('schedule')}=1f1b, eager-1f1b or gpipe, or "
+            "space=spmd"
+        ),
+    ),
+    Rule(
+        name="weight passes by hand",
+        broken_by=lambda c: c.space == "spmd" and c.schedule == "zb-h1" and c.chunks is None,
+        message=lambda c: (
+            "the planner does not choose schedule=zb-h1; lay the step out by hand and set parallel.schedule=zb-h1, or "
+            "use another schedule"
+        ),
+    ),
+    Rule(
+        name="weight passes and recomputation",
+        broken_by=lambda c: c.schedule == "zb-h1" and bool(c.recompute),
+        message=lambda c: (
+            f"{c.name('schedule')}=zb-h1 keeps what weight passes need where saved activations were, and recomputation "
+            f"saves too few; use memory.recompute=none, or {c.name('schedule')}=1f1b"
+        ),
+    ),
+    Rule(
         name="no search of these schedules with stages of any size",
         broken_by=lambda c: c.space == "general" and c.schedule in ("1f1b", "interleaved") and c.chunks is None,
         message=lambda c: (
@@ -291,7 +315,7 @@ RULES: tuple[Rule, ...] = (
         ),
         message=lambda c: (
             f"{c.name('schedule')}={c.schedule} with {_number(c.chunks or 0, 'chunk')} per stage: interleaved 1f1b "
-            f"needs several, 1f1b, eager-1f1b and gpipe one; change {c.name('chunks')} or drop "
+            f"needs several, 1f1b, zb-h1, eager-1f1b and gpipe one; change {c.name('chunks')} or drop "
             f"{c.name('schedule')}={c.schedule}"
         ),
     ),

@@ -5,20 +5,31 @@ planner prices the same ticks (`jhpt.planner.cost.schedule`).  The simulation ta
 and computes the times itself (`jhpt.planner.report.simulation`).
 
 A device walks through ticks; in each it may run one forward pass and then one backward pass, of one micro-batch through
-one of its chunks.  What it sends in a tick its neighbour uses in the next.  With S devices, v chunks each and M
-micro-batches, device d runs its n-th forward pass in tick d + stride n and its n-th backward pass in tick
-delay + (S-1-d) + stride n, with
+one of its chunks, and with zb-h1 then a weight pass.  What it sends in a tick its neighbour uses in the next.  With S
+devices, v chunks each and M micro-batches, device d runs its n-th forward pass in tick d + stride n and its n-th
+backward pass in tick delay + (S-1-d) + stride n, with
 
     eager-1f1b, interleaved  stride 1, delay = S-1 + S (v-1)  the first backward follows the first forward of the last
                                                               chunk in the same tick
     gpipe                    stride 1, delay = S-1 + M-1      it follows the forward of the last micro-batch
-    1f1b                     stride 2, delay = S              every tick is one pass, forward and backward in turn
+    1f1b, zb-h1              stride 2, delay = S              every tick is one pass, forward and backward in turn
 
 So device d has up to S-d micro-batches in flight with 1f1b (Narayanan et al. 2019, PipeDream; Fan et al. 2021, DAPPLE,
 arXiv 2007.01045), and 2 (S-d) - 1 with eager-1f1b, which leaves a tick for every transfer (Zhuang et al. 2022, arXiv
 2211.05322, section 3.3).  With 1f1b nothing is left: a device's forward pass ends when its successor's backward pass
 does, and both need at once what the other sends.  So in tick t only devices d and d + 1 with even t - d exchange, both
 ways, and no device waits for another one than its partner: ticks of neighbours need not begin together.
+
+With zb-h1 (Qi et al. 2024, arXiv 2401.10241, section 2) a backward pass leaves a part of the weights' gradients to a
+weight pass, for which no other device waits.  That of micro-batch n runs d backward passes later, so that it fills the
+time in which device d would have nothing to do, and all devices have S micro-batches in flight.  Until forward passes
+are over it comes before the exchange at the end of its tick, where the neighbour's own work is awaited anyway.  After
+that it follows the exchange, in the next tick, so that the last errors are not held up:
+
+    tick of weight pass n = 2S-1 + d + 2n   if n < M-S,   else   min(2S + d + 2n, 2S-1 + M + n)
+
+With passes of f, b and w <= min(f, b) seconds and M >= S the bubble is (S-1) (f + b - w); that of 1f1b, whose backward
+passes take b + w, is (S-1) (f + b + w).
 
 The n-th forward is chunk (n mod S v) / S of micro-batch S (n / S v) + n mod S; the n-th backward takes the chunks in
 reverse (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with v = 1 every n is a micro-batch).
@@ -32,6 +43,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.plan import Schedule
+
+IN_TURN: tuple[Schedule, ...] = ("1f1b", "zb-h1")
+"""Schedules whose neighbours exchange in turn, at the end of a tick."""
 
 Table = npt.NDArray[np.int32]
 Index = TypeVar("Index", int, npt.NDArray[Any])
@@ -58,8 +72,9 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timetable:
-    """forward, backward: [ticks, S, 3], a `Pass` for every tick and device.  slots: how many a device needs.
+    """forward, backward, weights: [ticks, S, 3], a `Pass` for every tick and device.  slots: how many a device needs.
 
+    weights: None if backward passes leave nothing to weight passes.
     in_turn: in tick t only devices d and d + 1 with even t - d exchange, at its end; otherwise all neighbours do, from
       the tick of the first backward pass on also errors.
     """
@@ -67,6 +82,7 @@ class Timetable:
     forward: Table
     backward: Table
     slots: int
+    weights: Table | None = None
     in_turn: bool = False
 
     @property
@@ -92,12 +108,17 @@ class Timetable:
         return phases
 
     def __str__(self) -> str:
-        """A row per device: `3` forward of micro-batch 3, `(3)` backward; letters tell chunks apart."""
+        """A row per device: `3` forward of micro-batch 3, `(3)` backward, `[3]` weights; letters tell chunks apart."""
         chunks = 1 + max(int(self.forward[..., 1].max()), 0)
 
         def cell(tick: int, device: int) -> str:
             texts = []
-            for table, form in ((self.forward, "{}"), (self.backward, "({})")):
+            kinds = (
+                (self.forward, "{}"),
+                (self.backward, "({})"),
+                *(((self.weights, "[{}]"),) if self.weights is not None else ()),
+            )
+            for table, form in kinds:
                 micro_batch, chunk, _ = table[tick, device]
                 if micro_batch >= 0:
                     texts.append(form.format(f"{micro_batch}{_letters(chunk)}" if chunks > 1 else micro_batch))
@@ -116,22 +137,24 @@ def _letters(number: int) -> str:
 
 def delay(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> int:
     """The tick of the first backward pass, on the last device."""
-    if schedule == "1f1b":
+    if schedule in IN_TURN:
         return stages
     return stages - 1 + (micro_batches - 1 if schedule == "gpipe" else stages * (chunks - 1))
 
 
 def stride(schedule: Schedule) -> int:
     """Ticks from one forward pass of a device to its next."""
-    return 2 if schedule == "1f1b" else 1
+    return 2 if schedule in IN_TURN else 1
 
 
 def in_flight(schedule: Schedule, stages: int, stage: int, chunks: int, micro_batches: int) -> int:
     """Number of micro-batches in flight: the most (micro-batch, chunk) pairs that device `stage` has saved at a time.
 
     It follows from the table of ticks: the first backward pass of the device follows its forward pass number
-    (delay + (S-1) - 2 stage) / stride, counted from zero.
+    (delay + (S-1) - 2 stage) / stride, counted from zero.  With zb-h1 a weight pass is the last to read saved
+    activations, and all devices have as many as the first.
     """
+    stage = 0 if schedule == "zb-h1" else stage
     ahead = delay(schedule, stages, chunks, micro_batches) + stages - 1 - 2 * stage
     return min(micro_batches * chunks, ahead // stride(schedule) + 1)
 
@@ -143,26 +166,38 @@ def chunk_of(n: Index, stages: int, chunks: int) -> Index:
 
 def timetable(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> Timetable:
     """The ticks of a step: [ticks, S] forward and backward passes of S devices with v chunks and M micro-batches."""
-    first_backward, passes = delay(schedule, stages, chunks, micro_batches), micro_batches * chunks
-    step = stride(schedule)
-    ticks = first_backward + stages + step * (passes - 1)
-    forward, backward = np.full((2, ticks, stages, 3), IDLE, np.int32)
+    passes, step = micro_batches * chunks, stride(schedule)
+    first_backward, split = delay(schedule, stages, chunks, micro_batches), schedule == "zb-h1"
+    ticks = first_backward + stages + step * (passes - 1) + split
+    forward, backward, weights = np.full((3, ticks, stages, 3), IDLE, np.int32)
     slots = 0
     for device in range(stages):
         free, used = list[int](), dict[tuple[int, int], int]()
+        late = {weight_tick(stages, device, n, micro_batches): n for n in range(micro_batches)} if split else {}
         for tick in range(ticks):
             if (n := _number(tick - device, step, passes)) is not None:
                 pair = _numbered(n, stages, chunks)
                 used[pair] = free.pop() if free else len(used)
                 forward[tick, device] = Pass(*pair, used[pair])
+            over = (late[tick], 0) if tick in late else None
             if (n := _number(tick - first_backward - (stages - 1 - device), step, passes)) is not None:
                 micro_batch, chunk = _numbered(n, stages, chunks)
                 pair = micro_batch, chunks - 1 - chunk
-                slot = used.pop(pair)
-                free.append(slot)
-                backward[tick, device] = Pass(*pair, slot)
+                backward[tick, device] = Pass(*pair, used[pair])
+                over = over if split else pair
+            if over is not None:
+                if split:
+                    weights[tick, device] = Pass(*over, used[over])
+                free.append(used.pop(over))
             slots = max(slots, len(used) + len(free))
-    return Timetable(forward, backward, slots, in_turn=schedule == "1f1b")
+    return Timetable(forward, backward, slots, weights if split else None, in_turn=schedule in IN_TURN)
+
+
+def weight_tick(stages: int, device: int, n: int, micro_batches: int) -> int:
+    """The tick of the weight pass of micro-batch n with zb-h1."""
+    if n < micro_batches - stages:
+        return 2 * stages - 1 + device + 2 * n
+    return min(2 * stages + device + 2 * n, 2 * stages - 1 + micro_batches + n)
 
 
 def _number(ticks: int, step: int, passes: int) -> int | None:

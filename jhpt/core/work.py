@@ -46,6 +46,9 @@ class NamedTensor(Section):
     inputs: tuple[str, ...] = Field((), description="the named tensors that it is computed from")
     read: bool = Field(True, description="whether the backward pass reads it, or what is made of it without a name")
     summed: bool = Field(False, description="whether it is an all-reduce over the tensor axis, or made of one")
+    operand_bytes: NonNegative = Field(
+        0.0, description="of what its matrix product with weights reads beside them; 0: it has no weights"
+    )
 
 
 def matmul(rows: float, columns: float, depth: float, element: int, count: float = 1) -> Operation:
@@ -113,6 +116,21 @@ def flops_shares(tensors: Sequence[NamedTensor]) -> dict[str, float]:
     """Share of the forward pass's FLOP that computes each tensor, by name."""
     total = sum(tensor.flops for tensor in tensors) or 1.0
     return {tensor.name: tensor.flops / total for tensor in tensors}
+
+
+def late_products(tensors: Sequence[NamedTensor]) -> tuple[str, ...]:
+    """The products whose weights' gradients can wait under zb-h1, where all named tensors are saved, by result.
+
+    The largest products for whose operands, input and gradient of the result, there is room where the tensors were, as
+    `jhpt.sharding.split_backward` deals them out.
+    """
+    room, late = sum(tensor.bytes for tensor in tensors if tensor.read), list[str]()
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.flops):
+        needed = tensor.operand_bytes + tensor.bytes
+        if tensor.operand_bytes and needed <= room:
+            late.append(tensor.name)
+            room -= needed
+    return tuple(late)
 
 
 def all_reduce_shares(tensors: Sequence[NamedTensor]) -> dict[str, float]:

@@ -68,6 +68,7 @@ ROWS = [
     step_row("gpt", 5e8, "gpipe", [3.0, 3.0, 3.0], 3.0),
     step_row("gpt", 5e8, "plan", [1.02, 1.02, 1.02], 1.02),
     {"row": "bubble", "competitor": "1f1b", "stages": 4, "micro_batches": 8, "samples_s": [1.1, 1.1]},
+    {"row": "bubble", "competitor": "zb-h1", "stages": 4, "micro_batches": 8, "samples_s": [0.9, 0.9]},
     {"row": "bubble", "competitor": "eager-1f1b", "stages": 4, "micro_batches": 8, "samples_s": [1.25, 1.25]},
     {"row": "bubble", "competitor": "interleaved", "stages": 4, "micro_batches": 8, "samples_s": [1.0, 1.0]},
     {"row": "bubble", "competitor": "alone", "stages": 4, "micro_batches": 8, "samples_s": [0.8, 0.8]},
@@ -158,6 +159,8 @@ def test_idle_shares():
     assert claims["bubble_1f1b"].value == pytest.approx(1 - 0.8 / 1.1)
     assert claims["bubble_eager_1f1b"].value == pytest.approx(1 - 0.8 / 1.25)
     assert claims["bubble_1f1b_ideal"].value == pytest.approx(3 / 11)
+    assert claims["bubble_zb_h1"].value == pytest.approx(1 - 0.8 / 0.9)
+    assert claims["bubble_zb_h1_ideal"].value == pytest.approx(3 / 27)
     assert claims["bubble_interleaved"].value == pytest.approx(0.2)
     assert claims["bubble_interleaved_ideal"].value == pytest.approx(3 / 19)
 

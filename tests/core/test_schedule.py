@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from jhpt.core.schedule import Pass, chunk_of, delay, in_flight, stride, timetable
+from jhpt.core.schedule import IN_TURN, Pass, chunk_of, delay, in_flight, stride, timetable
 
-PLAIN = list(itertools.product(("gpipe", "eager-1f1b", "1f1b"), (1, 2, 3, 4, 6), (1,), (1, 2, 3, 4, 7, 12)))
+PLAIN = list(itertools.product(("gpipe", "eager-1f1b", "1f1b", "zb-h1"), (1, 2, 3, 4, 6), (1,), (1, 2, 3, 4, 7, 12)))
 CHUNKED = [
     ("interleaved", stages, chunks, stages * n) for stages in (2, 3, 4) for chunks in (1, 2, 3) for n in (1, 2, 4)
 ]
@@ -48,15 +48,16 @@ def test_every_pass_is_run_once_and_none_waits(schedule, stages, chunks, micro_b
 
 
 @pytest.mark.parametrize(("schedule", "stages", "chunks", "micro_batches"), CASES)
-def test_a_slot_is_taken_from_forward_to_backward(schedule, stages, chunks, micro_batches):
+def test_a_slot_is_taken_from_forward_to_the_last_pass(schedule, stages, chunks, micro_batches):
     """On every device; together they are as many as the planner counts there."""
     table = timetable(schedule, stages, chunks, micro_batches)
+    last = table.backward if table.weights is None else table.weights
     for device in range(stages):
         taken, most = {}, 0
         for tick in range(table.ticks):
             for kind, (micro_batch, chunk, slot) in (
                 ("forward", map(int, table.forward[tick, device])),
-                ("backward", map(int, table.backward[tick, device])),
+                ("last", map(int, last[tick, device])),
             ):
                 if micro_batch < 0:
                     continue
@@ -77,7 +78,7 @@ def test_ticks_are_the_planners(schedule, stages, chunks, micro_batches):
     """The planner's n-th backward of device d falls into tick delay + (S-1-d) + stride n."""
     table, first = timetable(schedule, stages, chunks, micro_batches), delay(schedule, stages, chunks, micro_batches)
     numbers = stride(schedule) * np.arange(micro_batches * chunks)
-    assert table.ticks == first + stages + numbers[-1]
+    assert table.ticks == first + stages + numbers[-1] + (schedule == "zb-h1")
     for device in range(stages):
         (busy,) = np.nonzero(table.forward[:, device, 0] >= 0)
         np.testing.assert_array_equal(busy, device + numbers)
@@ -86,9 +87,10 @@ def test_ticks_are_the_planners(schedule, stages, chunks, micro_batches):
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), list(itertools.product((2, 3, 4, 6), (1, 2, 4, 7, 12))))
-def test_1f1b_keeps_as_many_in_flight_as_stages_are_left_and_exchanges_in_turn(stages, micro_batches):
+@pytest.mark.parametrize("schedule", IN_TURN)
+def test_1f1b_keeps_as_many_in_flight_as_stages_are_left_and_exchanges_in_turn(schedule, stages, micro_batches):
     """Whatever a pass needs of a neighbour comes with the exchange of these two in the tick before."""
-    table = timetable("1f1b", stages, 1, micro_batches)
+    table = timetable(schedule, stages, 1, micro_batches)
     assert table.in_turn and table.slots == min(stages, micro_batches)
     for tick, device in itertools.product(range(1, table.ticks), range(stages)):
         assert min(table.forward[tick, device, 0], table.backward[tick, device, 0]) == -1  # one pass a tick
@@ -96,6 +98,45 @@ def test_1f1b_keeps_as_many_in_flight_as_stages_are_left_and_exchanges_in_turn(s
             assert (tick - 1 - (device - 1)) % 2 == 0
         if table.backward[tick, device, 0] >= 0 and device < stages - 1:
             assert (tick - 1 - device) % 2 == 0
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), list(itertools.product((1, 2, 3, 4, 6), (1, 2, 4, 7, 12))))
+def test_weight_passes_follow_the_backward_passes_in_whose_slots_they_find_what_they_need(stages, micro_batches):
+    """On device d when d more backward passes have run, as long as there are any; one a tick, in order."""
+    table = timetable("zb-h1", stages, 1, micro_batches)
+    for device in range(stages):
+        backward, weights = ticks_of(table.backward, device), ticks_of(table.weights, device)
+        assert weights.keys() == backward.keys() and list(weights) == sorted(weights)
+        for micro_batch, (tick, slot) in enumerate(weights.values()):
+            assert slot == backward[micro_batch, 0][1]
+            assert tick >= backward[min(micro_batch + device, micro_batches - 1), 0][0]
+
+
+@pytest.mark.parametrize(("stages", "more"), list(itertools.product((1, 2, 3, 4, 6, 8), (0, 1, 2, 5, 24))))
+def test_the_bubble_is_that_of_the_paper(stages, more):
+    """(S-1) (f + b - w), where 1F1B has (S-1) (f + b + w): an event-driven walk that knows only which passes wait for
+    which, for passes of any length with w <= min(f, b)."""
+    rng, micro_batches = np.random.default_rng(stages), stages + more
+    for _ in range(4):
+        f, b = rng.uniform(0.5, 2, 2)
+        w = min(f, b) * rng.uniform()
+        work = micro_batches * (f + b + w)
+        assert walked("zb-h1", stages, micro_batches, f, b, w) - work == pytest.approx((stages - 1) * (f + b - w))
+        assert walked("1f1b", stages, micro_batches, f, b + w, 0) - work == pytest.approx((stages - 1) * (f + b + w))
+
+
+def walked(schedule, stages, micro_batches, f, b, w):
+    """Seconds of a step whose devices keep the order of their tables, and exchange at once what both have ready."""
+    table = timetable(schedule, stages, 1, micro_batches)
+    over = [0.0] * stages
+    for tick in range(table.ticks):
+        for device in range(stages):
+            for passes, seconds in ((table.forward, f), (table.backward, b), (table.weights, w)):
+                if passes is not None and passes[tick, device, 0] >= 0:
+                    over[device] += seconds
+        for one in range(tick % 2, stages - 1, 2):
+            over[one] = over[one + 1] = max(over[one : one + 2])
+    return max(over)
 
 
 def test_entries_are_passes():
@@ -119,12 +160,17 @@ device 0   0   .   1   .   2  (0)  3  (1)  .  (2)  .  (3)
 device 1   .   0   .   1  (0)  2  (1)  3  (2)  .  (3)  .
 device 2   .   .   0  (0)  1  (1)  2  (2)  3  (3)  .   .
 """,
+    ("zb-h1", 3, 1, 4): """
+device 0    0      .      1      .      2    (0)[0]   3     (1)    [1]    (2)    [2]    (3)    [3]
+device 1    .      0      .      1     (0)     2    (1)[0]   3     (2)    [1]    (3)    [2]    [3]
+device 2    .      .      0     (0)     1     (1)     2    (2)[0]   3     (3)    [1]    [2]    [3]
+""",
     ("interleaved", 2, 2, 2): """
 device 0    0a     1a     0b     1b    (0b)   (1b)   (0a)   (1a)
 device 1    .      0a     1a   0b(0b) 1b(1b)  (0a)   (1a)    .
 """,
 }
-"""`3` forward, `(3)` backward; of two chunks, `3a` and `3b`."""
+"""`3` forward, `(3)` backward, `[3]` weights; of two chunks, `3a` and `3b`."""
 
 
 @pytest.mark.parametrize("case", PICTURES)
@@ -143,10 +189,11 @@ def test_the_number_in_flight_is_that_of_the_table():
     for stages, chunks, micro_batches in itertools.product(range(1, 7), range(1, 4), range(1, 19)):
         if chunks > 1 and (stages == 1 or micro_batches % stages):
             continue
-        for schedule in ("gpipe", "eager-1f1b", "1f1b") if chunks == 1 else ("interleaved",):
+        for schedule in ("gpipe", "eager-1f1b", "1f1b", "zb-h1") if chunks == 1 else ("interleaved",):
             table = timetable(schedule, stages, chunks, micro_batches)
             running = np.cumsum((table.forward[..., 0] >= 0).astype(int), axis=0)
-            running[1:] -= np.cumsum((table.backward[..., 0] >= 0).astype(int), axis=0)[:-1]
+            last = table.backward if table.weights is None else table.weights
+            running[1:] -= np.cumsum((last[..., 0] >= 0).astype(int), axis=0)[:-1]
             expected = [in_flight(schedule, stages, stage, chunks, micro_batches) for stage in range(stages)]
             assert running.max(axis=0).tolist() == expected, (schedule, stages, chunks, micro_batches)
             chunk_order = [chunk_of(n, stages, chunks) for n in range(micro_batches * chunks)]

@@ -39,12 +39,17 @@ WRAPPED = {"everything": lambda block: block, "named": save_named(NAMED_TENSORS)
 
 def layer_of(name, wrapped="everything", dtype=jnp.float32):
     """(block, random parameters)"""
-    model = build(MODELS[name], dtype=dtype)
+    block, params = block_of(MODELS[name], dtype)
+    return WRAPPED[wrapped](block), params
+
+
+def block_of(config, dtype=jnp.float32):
+    """(the block of a model, random parameters)"""
+    model = build(config, dtype=dtype)
     block = make_parts(model, DataConfig(), ByteTokenizer(), 0.0, train=True).block
     shapes = jax.eval_shape(model.init, jax.random.key(0))["blocks"]
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.2, leaf.shape[1:]), leaf.dtype), shapes)
-    return WRAPPED[wrapped](block), params
+    return block, jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.2, leaf.shape[1:]), leaf.dtype), shapes)
 
 
 def inputs(rows=ROWS, dtype=jnp.float32):

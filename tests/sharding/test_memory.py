@@ -43,6 +43,11 @@ def test_1f1b_holds_as_many_micro_batches_as_there_are_stages(temporary):
     assert temporary("eager-1f1b") <= 0.35 * temporary("gpipe")
 
 
+def test_zb_h1_keeps_what_weight_passes_need_where_saved_activations_were(temporary):
+    """At most 5 % more than 1F1B, of which some is the tick that a last weight pass takes more."""
+    assert temporary("zb-h1") <= 1.05 * temporary("1f1b")
+
+
 @pytest.mark.exhaustive
 def test_interleaved_stages_are_shorter_and_hold_no_more(temporary):
     assert temporary("interleaved") <= temporary("eager-1f1b")

@@ -328,6 +328,7 @@ class TransformerConfig(TextConfig):
                 inputs=inputs,
                 read=name != "mlp_out" or self.post_norm,
                 summed=summed,
+                operand_bytes=float(tokens * depth * element),
             )
 
         attention = 4.0 * self.num_heads * tokens * self._keys(sizes) * self.head_dim

@@ -28,6 +28,7 @@ from jhpt.core.plan import Chunk, Plan, Stage
 from jhpt.core.plan_check import check_plan
 from jhpt.core.profile import ModelProfile
 from jhpt.core.schedule import in_flight
+from jhpt.core.work import flops_shares, late_products
 from jhpt.planner.cost.activations import fullest_host, offloaded_activation_bytes, saved_tensors_of
 from jhpt.planner.cost.basis import NO_OTHERS
 from jhpt.planner.cost.communication import Place, residual_bytes
@@ -40,18 +41,19 @@ from jhpt.planner.cost.schedule import Array, step_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """The arrays of `schedule.step_seconds` for one plan: [S, v], [S v - 1] (cut) and [S] (sync, update) seconds."""
+    """The arrays of `schedule.step_seconds` for one plan: [S, v], [S v - 1] (cut) and [S] (the others) seconds."""
 
     forward: Array
     backward: Array
     cut: Array
     sync: Array
     update: Array
+    weights: Array | None = None
 
     def step_seconds(self, plan: Plan, overlap: bool = True) -> float:
         """Seconds of a step with the plan's schedule.  overlap: whether transfers run beside computation."""
         times = self.forward, self.backward, self.cut, self.sync, self.update
-        return float(step_seconds(plan.schedule, plan.micro_batches, *times, overlap=overlap))
+        return float(step_seconds(plan.schedule, plan.micro_batches, *times, overlap=overlap, weights=self.weights))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +204,23 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
         waits = _transfer_waits(cut, forward.shape)
         forward, backward = forward + waits, backward + waits
         cut = np.zeros_like(cut)
-    return StageTimes(forward=forward, backward=backward, cut=cut, sync=sync, update=update)
+    weights = _late_seconds(plan, model) if plan.schedule == "zb-h1" else None
+    return StageTimes(forward=forward, backward=backward, cut=cut, sync=sync, update=update, weights=weights)
+
+
+def _late_seconds(plan: Plan, model: CostModel) -> Array:
+    """[S] seconds of a weight pass: each of its products takes as long as that of the forward pass with as many FLOP.
+
+    What is not a product counts in a layer's forward pass in proportion.
+    """
+
+    def seconds(position: int) -> float:
+        chunk, (layers,) = plan.stages[position].chunks[0], stage_layers(plan, position, strategy_of(plan), model)
+        each = (model.profile.kinds[name].tensors for name in model.profile.layers[chunk.first : chunk.stop])
+        shares = [sum(flops_shares(tensors)[name] for name in late_products(tensors)) for tensors in each]
+        return float(np.array(shares) @ layers.forward)
+
+    return np.array([seconds(position) for position in range(len(plan.stages))])
 
 
 def _transfer_waits(cut: Array, shape: tuple[int, ...]) -> Array:

@@ -20,15 +20,19 @@ overlap a device waits for an exchange where it begins, so that a tick takes f +
 **Neighbours exchange in turn**: 1f1b.  A tick is one pass.  At the end of tick t devices d and d + 1 with even t - d
 exchange, both ways at once, and both wait for it; nothing runs beside it.  With equal stages a step takes
 (M + S - 1)(f + b) + (2 M + 2 S - 5) h if S > 2, M > 1 and h <= min(f, b).
+
+So it is with zb-h1, whose ticks may end with a weight pass of w seconds before the exchange.  With w <= min(f, b),
+M >= S and h = 0 a step takes M (f + b + w) + (S - 1)(f + b - w).
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.plan import Schedule
-from jhpt.core.schedule import chunk_of, delay
+from jhpt.core.schedule import IN_TURN, chunk_of, delay, weight_tick
 
 Array = npt.NDArray[np.float64]
 
@@ -43,6 +47,7 @@ def step_seconds(
     update: Array,
     *,
     overlap: bool = True,
+    weights: Array | None = None,
 ) -> Array:
     """Seconds of a step: the longest path through the passes and exchanges.
 
@@ -52,6 +57,7 @@ def step_seconds(
       sync: [..., S] seconds from the start of a device's last backward pass until its gradients are reduced.
       update: [..., S] seconds of the update that follows.
       overlap: whether transfers run beside computation.
+      weights: [..., S] seconds of a weight pass, a part of `backward` that zb-h1 runs later; None: 0.
     Returns:
       [...] seconds.  Leading dims hold different plans.
     """
@@ -60,23 +66,36 @@ def step_seconds(
         work = micro_batches * (forward + backward).sum(axis=(-2, -1))
         last = backward[..., 0, 0]
         return work - last + np.maximum(last, sync[..., 0]) + update[..., 0]
-    if schedule == "1f1b":
-        return _InTurn(micro_batches, forward[..., 0], backward[..., 0], cut).run(sync, update)
+    if schedule in IN_TURN:
+        late = weights if schedule == "zb-h1" and weights is not None else np.zeros_like(backward[..., 0])
+        now = backward[..., 0] - late
+        return _InTurn(schedule, micro_batches, forward[..., 0], now, late, cut).run(sync, update)
     return _Loop(schedule, micro_batches, forward, backward, cut, overlap).run(sync, update)
 
 
 class _InTurn:
     """The loop whose neighbours exchange in turn, tick by tick.  free: as in `_Loop`."""
 
-    def __init__(self, micro_batches: int, forward: Array, backward: Array, cut: Array) -> None:
+    def __init__(
+        self, schedule: Schedule, micro_batches: int, forward: Array, backward: Array, weights: Array, cut: Array
+    ) -> None:
         self.micro_batches, self.stages = micro_batches, forward.shape[-1]
-        self.forward, self.backward, self.edges = (np.moveaxis(a, -1, 0) for a in (forward, backward, cut))  # [S, ...]
+        times = forward, backward, weights, cut
+        self.forward, self.backward, self.weights, self.edges = (np.moveaxis(a, -1, 0) for a in times)  # [S, ...]
+        self.late: dict[int, list[int]] = {}  # the devices that run a weight pass, by tick
+        if schedule == "zb-h1":
+            for device, n in itertools.product(range(self.stages), range(micro_batches)):
+                self.late.setdefault(weight_tick(self.stages, device, n, micro_batches), []).append(device)
         self.free = np.zeros_like(self.forward)
         self.last_start = np.zeros_like(self.free)
 
     def run(self, sync: Array, update: Array) -> Array:
-        ticks, before = 2 * (self.micro_batches + self.stages - 1), None
-        everyone, last = 2 * self.stages - 1, 2 * (self.micro_batches - 1)  # in between every device always has a pass
+        ticks, before = 2 * (self.micro_batches + self.stages - 1) + bool(self.late), None
+        # From the first to the last of these ticks every device always has a pass, and a weight pass with each backward
+        # pass.
+        everyone, last = 2 * self.stages - 1, 2 * (self.micro_batches - 1)
+        if self.late:
+            everyone, last = 3 * self.stages - 2, last - 1
         tick = 0
         while tick < ticks:
             if everyone <= tick <= last and (tick - everyone) % 2 == 0:
@@ -102,6 +121,8 @@ class _InTurn:
             if reverse:
                 self.last_start[on] = self.free[on]
             self.free[on] += (self.backward if reverse else self.forward)[on]
+        if late := self.late.get(tick):
+            self.free[late] += self.weights[late]
         one = np.arange(tick % 2, self.stages - 1, 2)
         over = np.maximum(self.free[one], self.free[one + 1]) + self.edges[one]
         self.free[one] = self.free[one + 1] = over

@@ -79,7 +79,8 @@ def timeline(answer: Answer) -> Timeline:
     if plan.offload is not None:
         return offload_timeline(plan, offloaded_step(plan, answer.model))
     arrays = times.forward, times.backward, times.cut, times.sync, times.update
-    return simulate(plan.schedule, plan.micro_batches, *arrays, overlap=answer.model.cluster.overlap)
+    overlap = answer.model.cluster.overlap
+    return simulate(plan.schedule, plan.micro_batches, *arrays, overlap=overlap, weights=times.weights)
 
 
 def to_json(answer: Answer, baselines: Sequence[Baseline] = (), rent: Rent | None = None) -> dict[str, Any]:

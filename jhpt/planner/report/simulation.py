@@ -27,6 +27,11 @@ With 1f1b only two neighbours exchange at the end of a tick, and both wait for b
     S = 2, M = 2, "1f1b"        device 0   F0 x F1 x B0 x B1
                                 device 1   x F0 B0 x F1 B1 x
 
+With zb-h1 a weight pass, which nobody waits for, may come before such an exchange:
+
+    S = 2, M = 3, "zb-h1"       device 0   F0 x F1 x B0 W0 F2 x B1 W1 x B2 W2 x
+                                device 1   x F0 B0 x F1 B1 W0 x F2 B2 x W1 W2 x
+
 Tests check the cost model's closed formulas against this simulation, which is far too slow to search with.
 """
 
@@ -47,7 +52,7 @@ from jhpt.core.rules import Choices, check
 from jhpt.core.schedule import Table, Timetable, timetable
 
 Stream = Literal["compute", "forward link", "backward link", "gradients", "update", "fetch", "write"]
-Kind = Literal["forward", "backward", "gradients", "update"]
+Kind = Literal["forward", "backward", "weights", "gradients", "update"]
 Floats = NDArray[np.float64]
 
 
@@ -122,17 +127,19 @@ def simulate(
     update: ArrayLike,
     *,
     overlap: bool = True,
+    weights: ArrayLike | None = None,
 ) -> Timeline:
     """Simulates one step.
 
     Args:
-        schedule: "1f1b", "eager-1f1b", "gpipe" or "interleaved".
+        schedule: "1f1b", "zb-h1", "eager-1f1b", "gpipe" or "interleaved".
         micro_batches: M; a multiple of S if there are several chunks.
         forward, backward: `[S, v]` seconds of one micro-batch in chunk c of device d.
         cut: `[S * v - 1]` seconds of the transfer between virtual stages i and i + 1, the same in both directions.
         sync: `[S]` seconds from the *start* of the last backward pass until the gradients are reduced.
         update: `[S]` seconds of the optimizer.
         overlap: whether exchanges overlap computation.
+        weights: `[S]` seconds of a weight pass, a part of `backward` that zb-h1 runs later; None: 0.
 
     Neighbours in the ring of devices have a link for each direction of training (activations forward, errors backward),
     which does not slow down computation.  An exchange takes as long as the dearest transfer that ever crosses between
@@ -146,8 +153,12 @@ def simulate(
     times = {"forward": _times("forward", forward, 2), "backward": _times("backward", backward, 2)}
     times |= {"cut": _times("cut", cut, 1), "sync": _times("sync", sync, 1), "update": _times("update", update, 1)}
     devices, chunks = times["forward"].shape
+    times["weights"] = _times("weights", np.zeros(devices) if weights is None else weights, 1)
     known = _checked(schedule, micro_batches, devices, chunks)
     _check_shapes(times, devices, chunks)
+    if known == "zb-h1":
+        times["backward"] = _times("backward less weights", times["backward"] - times["weights"][:, None], 2)
+    times["weights"] = times["weights"][:, None]
     table = timetable(known, devices, chunks, micro_batches)
     passes = [_passes(table, device) for device in range(devices)]
     programs, followers = _in_turn(passes) if table.in_turn else _programs(passes, chunks, overlap)
@@ -157,7 +168,7 @@ def simulate(
             spans.append(op.span(start, end))
         if op.stream == "compute":
             free[op.device] = end
-    last = {span.device: span for span in spans if span.stream == "compute"}
+    last = {span.device: span for span in spans if (span.stream, span.kind) == ("compute", "backward")}
     for device, span in last.items():
         spans += _closing(span, free[device], times["sync"].item(device), times["update"].item(device))
     return Timeline(
@@ -171,7 +182,8 @@ def simulate(
 
 
 def _check_shapes(times: dict[str, Floats], devices: int, chunks: int) -> None:
-    shapes = {"backward": (devices, chunks), "cut": (devices * chunks - 1,), "sync": (devices,), "update": (devices,)}
+    shapes: dict[str, tuple[int, ...]] = {"backward": (devices, chunks), "cut": (devices * chunks - 1,)}
+    shapes |= dict.fromkeys(("sync", "update", "weights"), (devices,))
     for name, shape in shapes.items():
         if times[name].shape != shape:
             raise ValueError(
@@ -229,7 +241,9 @@ def _seconds(op: _Op | _Stop, times: dict[str, Floats]) -> float:
 
 def _passes(table: Timetable, device: int) -> dict[tuple[int, Kind], _Op]:
     """The passes of one device by tick and kind, in order."""
-    kinds: tuple[tuple[Kind, Table], ...] = (("forward", table.forward), ("backward", table.backward))
+    kinds: list[tuple[Kind, Table]] = [("forward", table.forward), ("backward", table.backward)]
+    if table.weights is not None:
+        kinds.append(("weights", table.weights))
     passes = {}
     for tick, (kind, rows) in itertools.product(range(table.ticks), kinds):
         micro_batch, chunk, _ = map(int, rows[tick, device])
@@ -298,7 +312,7 @@ def _programs(
 
 
 def _in_turn(passes: list[dict[tuple[int, Kind], _Op]]) -> tuple[list[list[_Op | _Stop]], Followers]:
-    """Programs whose neighbours exchange in turn, and their followers: a pass a tick, then the exchange of pairs."""
+    """Programs whose neighbours exchange in turn, and their followers: a tick's passes, then the exchange of pairs."""
     devices, kinds = len(passes), cast(tuple[Kind, ...], ("forward", "backward"))
     programs: list[list[_Op | _Stop]] = [[] for _ in passes]
     followers: Followers = defaultdict(list)
@@ -311,7 +325,7 @@ def _in_turn(passes: list[dict[tuple[int, Kind], _Op]]) -> tuple[list[list[_Op |
         held[op.device] = []
 
     for tick in range(1 + max(tick for program in passes for tick, _ in program)):
-        for program, kind in itertools.product(passes, kinds):
+        for program, kind in itertools.product(passes, (*kinds, "weights")):
             if (tick, kind) in program:
                 run(program[tick, kind])
         for one in range(tick % 2, devices - 1, 2):

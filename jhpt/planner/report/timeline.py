@@ -14,17 +14,18 @@ TEXT_ROWS = 16  # most devices with a row; of more devices only the first and th
 MAX_BARS = 20_000  # browsers still scroll this many smoothly
 
 GAP = " ... "
-FORWARD, BACKWARD = "0123456789", "abcdefghij"
+PASSES = {"forward": "0123456789", "backward": "abcdefghij", "weights": "ABCDEFGHIJ"}
 GRADIENTS, UPDATE, IDLE = "~", "=", "."
 LEGEND = (
-    "0-9 forward of micro-batch n mod 10; a-j its backward; ~ waiting for the gradients' reduction; = update; . idle. "
-    "A column shows what ran in its middle."
+    "0-9 forward of micro-batch n mod 10; a-j its backward; A-J its weights (zb-h1); ~ waiting for the gradients' "
+    "reduction; = update; . idle. A column shows what ran in its middle."
 )
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, and two greys.
 COLOURS = {
     "forward": "#0072b2",
     "backward": "#e69f00",
+    "weights": "#f0e442",
     "forward link": "#a6a6a6",
     "backward link": "#5c5c5c",
     "gradients": "#cc79a7",
@@ -176,7 +177,7 @@ def _text_row(spans: tuple[Span, ...], piece: _Piece) -> str:
 def _character(span: Span) -> str:
     if span.micro_batch is None:
         return GRADIENTS if span.kind == "gradients" else UPDATE
-    return (FORWARD if span.kind == "forward" else BACKWARD)[span.micro_batch % 10]
+    return PASSES[span.kind][span.micro_batch % 10]
 
 
 def _text_scale(piece: _Piece, factor: float) -> str:
@@ -242,7 +243,7 @@ def _svg_bar(span: Span, piece: _Piece, y: int, height: int, chunks: int) -> Ite
 def _svg_legend(timeline: Timeline, bars: list[Span]) -> Iterator[str]:
     names = {"forward link": "activations sent", "backward link": "errors sent", "gradients": "gradients reduced"}
     names |= {"fetch": "from the host", "write": "to the host"}
-    used = {span.stream for span in bars} | {"forward", "backward"}
+    used = {span.kind if span.stream == "compute" else span.stream for span in bars} | {"forward", "backward"}
     x = LEFT
     for key, colour in COLOURS.items():
         if key in used:
@@ -265,7 +266,7 @@ def _svg_axis(pieces: list[_Piece], bottom: int) -> Iterator[str]:
             yield f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{_number(tick, step, factor)} {name}</text>'
 
 
-_SOFT = {"forward": 0.35, "backward": 0.25}  # black text stays readable on a bar
+_SOFT = {"forward": 0.35, "backward": 0.25, "weights": 0.25}  # black text stays readable on a bar
 
 
 def _colour(span: Span, chunks: int) -> str:

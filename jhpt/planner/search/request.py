@@ -9,7 +9,7 @@ from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompr
 from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.optimizers import optimizer_numbers
-from jhpt.core.plan import OffloadKind, Plan, SavedTensors, Schedule, Zero
+from jhpt.core.plan import SEARCHED, OffloadKind, Plan, SavedTensors, Schedule, Zero
 from jhpt.core.plan_by_hand import recomputed
 from jhpt.core.rules import SETTINGS, Choices, check, conflict
 from jhpt.planner.cost.estimate import Estimate, price
@@ -18,9 +18,6 @@ from jhpt.planner.cost.model import CostModel
 
 SAMPLE_CHUNKS = (1, 2, 4)
 """Numbers of sample chunks that the planner chooses from for models whose samples are sequences of tokens."""
-
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-"""Schedules that the planner chooses from, in order of preference."""
 
 COMPRESSIONS = (Compression(bits=8), Compression(tokens=0.3, bits=8, rest_bits=4, steps=2))
 """What `parallel.compression: auto` chooses from.
@@ -41,7 +38,7 @@ class Request:
 
     batch: int
     micro_batches: tuple[int, ...]
-    schedules: tuple[Schedule, ...] = SCHEDULES
+    schedules: tuple[Schedule, ...] = SEARCHED
     zero: tuple[Zero, ...] = ZERO
     recompute: tuple[bool, ...] = (False, True)
     sequence: bool = True
@@ -94,7 +91,7 @@ def request(batch: int, micro_batches: int | Iterable[int] | None = None, **opti
         counts = tuple(divisors(batch))
     else:
         counts = (micro_batches,) if isinstance(micro_batches, int) else tuple(micro_batches)
-    for name, choices in (("zero", ZERO), ("recompute", (False, True)), ("schedules", get_args(Schedule))):
+    for name, choices in (("zero", ZERO), ("recompute", (False, True)), ("schedules", SEARCHED)):
         requested = options.get(name, choices)
         if not requested or any(choice not in choices for choice in requested):
             raise InputError(f"{name}={requested}: choose at least one of {', '.join(map(str, choices))}")

@@ -11,7 +11,7 @@ from typing import get_args
 from jhpt.core.amounts import enough_gib, gib
 from jhpt.core.cluster import Cluster
 from jhpt.core.errors import InputError
-from jhpt.core.plan import OffloadKind, Plan, Schedule, Zero
+from jhpt.core.plan import SEARCHED, OffloadKind, Plan, Schedule, Zero
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import check
 from jhpt.core.state import FLOAT32, State
@@ -22,7 +22,7 @@ from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import check_blocks
 from jhpt.planner.search.general import offer_equal_stages, search_general
 from jhpt.planner.search.offload import nearest_offloaded, offloaded_plans, search_offloaded
-from jhpt.planner.search.request import SCHEDULES, ZERO, Incumbent, Request, choices_of
+from jhpt.planner.search.request import ZERO, Incumbent, Request, choices_of
 from jhpt.planner.search.request import request as request_of
 from jhpt.planner.search.spmd import search_spmd
 
@@ -70,7 +70,7 @@ def plan(
     batch: int,
     micro_batches: int | Iterable[int] | None = None,
     space: Space = "spmd",
-    schedules: tuple[Schedule, ...] = SCHEDULES,
+    schedules: tuple[Schedule, ...] = SEARCHED,
     zero: tuple[Zero, ...] = ZERO,
     recompute: tuple[bool, ...] = (False, True),
 ) -> Plan:

@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 
 from jhpt.core.cluster import Cluster, Device, Link, Node
+from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import InputError
 from jhpt.core.framework import Framework
+from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
+from jhpt.core.work import late_products
 from jhpt.planner.cost.estimate import evaluate, price
 from jhpt.planner.cost.model import CostModel
+from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.simulation import simulate
 from tests.planner.brute_force import spmd_plans
 from tests.planner.instances import random_cluster, random_instance, random_profile
@@ -598,6 +602,40 @@ def test_against_the_simulator(schedule):
         found[costs.cluster.overlap] += 1
         checked(drawn, costs)
     assert min(found.values()) > 20
+
+
+def test_weight_passes_have_a_price():
+    """gpt2-124m in four stages of eight micro-batches: less than 1F1B, in its memory."""
+    place = find_cluster("h100x4x1")
+    profile = analytic_profile(load_config("gpt2-124m"), place.nodes[0].device)
+    cuts = ((0, 4), (4, 3), (7, 3), (10, 4))
+    prices = {}
+    for name in ("1f1b", "zb-h1"):
+        stages = tuple(stage(s, 1, (first, [1] * count)) for s, (first, count) in enumerate(cuts))
+        drawn = plan(*stages, batch=32, micro_batches=8, space="spmd", schedule=name)
+        prices[name] = evaluate(drawn, profile, place)
+        times = prices[name].times
+        arrays = times.forward, times.backward, times.cut, times.sync, times.update
+        played = simulate(name, 8, *arrays, overlap=place.overlap, weights=times.weights)
+        assert prices[name].seconds == pytest.approx(played.seconds, rel=1e-9)
+    late, backward = prices["zb-h1"].times.weights, prices["zb-h1"].times.backward[:, 0]
+    assert 0.2 * backward[1] < late[1] < backward[1] / 3
+    assert prices["zb-h1"].seconds < prices["1f1b"].seconds
+    assert [part.bytes for part in prices["zb-h1"].stages] == [part.bytes for part in prices["1f1b"].stages]
+
+
+@pytest.mark.parametrize(
+    ("settings", "late"),
+    [
+        ({}, {"mlp_hidden", "mlp_out"}),
+        ({"model.num_kv_heads": 4, "model.activation": "swiglu"}, {"mlp_hidden", "mlp_out"}),
+        ({"model.activation": "swiglu"}, {"mlp_hidden", "qkv"}),
+    ],
+)
+def test_products_that_weight_passes_compute(settings, late):
+    """Those whose operands fill the room of the named tensors; `test_split_backward` has what runs."""
+    profile = analytic_profile(load_config("gpt2-124m", settings), find_cluster("h100x4x1").nodes[0].device)
+    assert set(late_products(profile.kinds["block"].tensors)) == late
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -317,6 +317,55 @@ def test_the_closed_loop_takes_as_long(step, overlap):
     assert simulate(*step, overlap=overlap).seconds == pytest.approx(seconds, rel=1e-9)
 
 
+@st.composite
+def split_steps(draw):
+    """Arguments of `simulate` with weight passes."""
+    devices, micro_batches = draw(st.integers(1, 5)), draw(st.integers(1, 20))
+    passes = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+    forward, backward, weights = np.array(draw(st.lists(passes, min_size=devices, max_size=devices)), float).T
+    edges, ends = (
+        st.lists(st.integers(0, most), min_size=n, max_size=n) for most, n in ((5, devices - 1), (30, devices))
+    )
+    arrays = forward[:, None], (backward + weights)[:, None], draw(edges), draw(ends), draw(ends)
+    return ("zb-h1", micro_batches, *(np.array(array, float) for array in arrays)), weights
+
+
+@PROPERTY
+@given(split_steps())
+def test_with_weight_passes_the_closed_loop_takes_as_long(step):
+    """And every device runs all passes of every micro-batch, of which the weight pass is the last."""
+    arguments, weights = step
+    timeline = simulate(*arguments, weights=weights)
+    assert timeline.seconds == pytest.approx(float(step_seconds(*arguments, weights=weights)), rel=1e-9)
+    for row in timeline.rows:
+        passes = [(span.kind, span.micro_batch) for span in row if span.stream == "compute"]
+        assert len(passes) == 3 * arguments[1]
+        for micro_batch in range(arguments[1]):
+            order = [passes.index((kind, micro_batch)) for kind in ("forward", "backward", "weights")]
+            assert order == sorted(order)
+
+
+def test_a_long_step_with_weight_passes_takes_as_long():
+    """So long that the closed loop extrapolates."""
+    rng = np.random.default_rng(0)
+    for stages in (2, 3, 5):
+        forward, backward = rng.uniform(0.5, 2, (2, stages, 1))
+        weights, cut = backward[:, 0] * rng.uniform(0, 1, stages), rng.uniform(0, 0.3, stages - 1)
+        arguments = "zb-h1", 120, forward, backward, cut, backward[:, 0], np.zeros(stages)
+        expected = simulate(*arguments, weights=weights).seconds
+        assert float(step_seconds(*arguments, weights=weights)) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("devices", "micro_batches"), [(1, 1), (2, 2), (3, 5), (4, 8), (4, 32)])
+def test_weight_passes_fill_the_bubble(devices, micro_batches):
+    """To (S-1)(f + b - w) of M (f + b + w), here with two thirds of the weights' products put off."""
+    f, b, w = 3, 4, 2
+    even = [[f]] * devices, [[b + w]] * devices, *(np.zeros(n) for n in (devices - 1, devices, devices))
+    timeline = simulate("zb-h1", micro_batches, *even, weights=[w] * devices)
+    assert timeline.seconds == micro_batches * (f + b + w) + (devices - 1) * (f + b - w)
+    assert order(timeline, 0).split()[:1] == ["F0"] and order(timeline, 0).endswith(f"W{micro_batches - 1}")
+
+
 @PROPERTY
 @given(steps())
 def test_in_line_everything_happens_once_and_in_order(step):
