@@ -32,6 +32,7 @@ class Draft(NamedTuple):
     zero: Zero
     recompute: bool
     sequence: bool
+    zero_ranks: int | None
     schedule: Schedule
     stages: tuple[StageDraft, ...]
 
@@ -47,7 +48,19 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
         strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
         for schedule, stages in of_space(model, strategy, m):
             if not sequence or _cuts_evenly(stages, model):
-                yield Draft(m, zero, recompute, sequence, schedule, stages)
+                yield Draft(m, zero, recompute, sequence, None, schedule, stages)
+                if ranks := _node_ranks(stages, zero, m, model, space):
+                    yield Draft(m, zero, recompute, sequence, ranks, schedule, stages)
+
+
+def _node_ranks(stages: tuple[StageDraft, ...], zero: Zero, m: int, model: CostModel, space: Space) -> int | None:
+    """The data ranks of a whole node, where hybrid sharding may shard over them: equal degrees, several nodes."""
+    degrees = {t for _, chunks in stages for _, layers in chunks for t in layers}
+    each, data = model.places.per_node // max(degrees), len(stages[0][0]) // max(degrees)
+    whole = len(degrees) == 1 and model.places.per_node % max(degrees) == 0
+    if space == "general" or not zero or not whole or (zero == 2 and m == 1):
+        return None
+    return each if 1 < each < data and data % each == 0 else None
 
 
 def _levels(request: Request, space: Space) -> tuple[Zero, ...]:

@@ -47,7 +47,7 @@ def optimum(request: Request, model: CostModel, space: Space) -> Optimum:
     groups: dict[tuple[object, ...], list[Draft]] = defaultdict(list)
     plans = 0
     for plans, draft in enumerate(drafts(request, model, space), 1):  # noqa: B007
-        groups[*draft[:5], len(draft.stages), len(draft.stages[0][1])].append(draft)
+        groups[*draft[:6], len(draft.stages), len(draft.stages[0][1])].append(draft)
     pricer = _Pricer(request, model, space)
     least, chosen = math.inf, None
     for group in groups.values():
@@ -89,6 +89,7 @@ def plan_of(draft: Draft, request: Request, model: CostModel, space: Space) -> P
         micro_batches=draft.micro_batches,
         schedule=draft.schedule,
         zero=draft.zero,
+        zero_ranks=draft.zero_ranks,
         recompute=draft.recompute,
         sequence=draft.sequence,
         stages=tuple(
@@ -133,6 +134,7 @@ class _Pricer:
             1 if draft.zero == 2 and m == 1 else draft.zero,
             draft.recompute,
             sequence=draft.sequence,
+            zero_ranks=draft.zero_ranks,
             several_micro_batches=m > 1,
             two_micro_batches=m == 2 and s == 1,
         )
@@ -217,7 +219,7 @@ class _Pricer:
         copy = float(costs.tied_bytes[tied])
         if self.space == "spmd":
             parameters = self.model.kinds[self.model.index[tied]].tied_parameters / t
-            copy = parameters * stored_bytes(self.model, strategy, devices // t, sent=False, slot=True)
+            copy = parameters * stored_bytes(self.model, strategy, strategy.shards(devices // t), sent=False, slot=True)
         return float(costs.tied[tied]), copy if tied in degree else 0.0
 
     def _row_cuts(self, stages: tuple[StageDraft, ...], strategy: LayerStrategy) -> list[float]:

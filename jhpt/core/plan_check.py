@@ -28,6 +28,7 @@ def choices_of(plan: Plan) -> Choices:
         micro_batches=plan.micro_batches,
         tensor=plan.degrees,
         zero=plan.zero,
+        zero_ranks=plan.zero_ranks,
         sequence=plan.sequence,
         compression=plan.compression.on,
         gradient_compression=plan.gradient_compression.on,
@@ -98,6 +99,11 @@ def _check_program(plan: Plan) -> None:
         )
     if plan.offload is not None:
         _check_groups(plan, plan.offload)
+    if plan.zero_ranks == 1 or plan.replicas % plan.shards:
+        raise InputError(
+            f"zero_ranks={plan.zero_ranks} does not cut {plan.replicas} data ranks into equal groups of several; use "
+            f"{one_of(divisors(plan.replicas)[1:] or [2])}, or leave it out"
+        )
     micro_batch = plan.batch // plan.micro_batches
     for stage, layer, run in plan.placed:
         if micro_batch % (data := stage.devices // run.tensor):

@@ -24,6 +24,7 @@ SETTINGS: Mapping[str, str] = {
     "micro_batches": "parallel.micro_batches",
     "tensor": "parallel.tensor",
     "zero": "parallel.zero",
+    "zero_ranks": "parallel.zero_ranks",
     "sequence": "parallel.sequence",
     "compression": "parallel.compression",
     "gradient_compression": "parallel.gradient_compression",
@@ -67,6 +68,7 @@ class Choices:
     sample: str | None = None
     block_kinds: tuple[str, ...] | None = None
     zero: int | None = None
+    zero_ranks: int | None = None
     sequence: bool = False
     compression: bool = False
     gradient_compression: bool = False
@@ -150,6 +152,7 @@ def _offload_partners(c: Choices) -> list[str]:
         f"tensor parallelism ({c.name('tensor')}={max(c.tensor, default=1)})": c.tensor not in ((), (1,)),
         f"sequence parallelism ({c.name('sequence')}=true)": c.sequence,
         f"ZeRO-2 ({c.name('zero')}=2)": c.zero == 2,
+        f"{c.name('zero_ranks')}={c.zero_ranks}": c.zero_ranks is not None,
         c.name("compression"): c.compression and c.tensor != (1,),
         c.name("gradient_compression"): c.gradient_compression,
         f"saved activations in host memory ({', '.join(c.saved_in_host_memory)})": bool(c.saved_in_host_memory),
@@ -189,6 +192,39 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: (
             f"space=general has no ZeRO-2 ({c.name('zero')}=2); use {c.name('zero')}=1 or {c.name('zero')}=3, or "
             "space=spmd"
+        ),
+    ),
+    Rule(
+        name="hybrid sharding of something",
+        broken_by=lambda c: c.zero_ranks is not None and c.zero == 0,
+        message=lambda c: (
+            f"{c.name('zero_ranks')}={c.zero_ranks} are data ranks over which ZeRO shards, and {c.name('zero')}=0 "
+            f"shards nothing; use {c.name('zero')}=1, 2 or 3, or leave out {c.name('zero_ranks')}"
+        ),
+    ),
+    Rule(
+        name="hybrid sharding in one SPMD program",
+        broken_by=lambda c: c.zero_ranks is not None and c.space == "general",
+        message=lambda c: (
+            f"space=general has no hybrid sharding ({c.name('zero_ranks')}={c.zero_ranks}); leave out "
+            f"{c.name('zero_ranks')}, or use space=spmd"
+        ),
+    ),
+    Rule(
+        name="hybrid sharding at one tensor degree",
+        broken_by=lambda c: c.zero_ranks is not None and len(c.tensor) > 1,
+        message=lambda c: (
+            f"{c.name('zero_ranks')}={c.zero_ranks} needs one tensor degree, because layers of several have different "
+            f"data ranks, found {list(c.tensor)}; use one, or leave out {c.name('zero_ranks')}"
+        ),
+    ),
+    Rule(
+        name="compressed gradients and hybrid sharding",
+        broken_by=lambda c: c.zero_ranks is not None and c.gradient_compression,
+        message=lambda c: (
+            f"{c.name('gradient_compression')} reduces gradients over all data ranks at once, and "
+            f"{c.name('zero_ranks')}={c.zero_ranks} in two steps; leave out {c.name('zero_ranks')} or "
+            f"{c.name('gradient_compression')}"
         ),
     ),
     Rule(

@@ -177,6 +177,14 @@ class Place:
         """Among the groups of every `tensor`-th device, the one on most nodes."""
         return self._group(self.devices // tensor, tensor)
 
+    def shard_group(self, tensor: int, shards: int) -> Group:
+        """Among the groups of so many data ranks that are neighbours, the one on most nodes."""
+        return self._group(shards, tensor)
+
+    def replica_group(self, tensor: int, shards: int) -> Group:
+        """Among the groups of data ranks that hold the same shards, one of each shard group, the one on most nodes."""
+        return self._group(self.devices // (tensor * shards), tensor * shards)
+
     def _group(self, size: int, stride: int) -> Group:
         nodes, groups, fewest = _spread(self.crossing, size, stride)
         return Group(size, nodes, groups, fewest, self.inside, self.network)

@@ -46,7 +46,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jhpt.core.axes import DATA, PIPE, TENSOR
+from jhpt.core.axes import DATA, PIPE, REPLICA, TENSOR
 from jhpt.core.compression import by_attention, gathers, gathers_gradients, gradient_bytes
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan
@@ -264,17 +264,28 @@ class _Step:
         return (divided / t + parameters - divided) * self.profile.bytes_per_weight
 
     def _gathered(self, size: float, t: int, times: float) -> Iterator[Collectives]:
-        ranks = self.devices // t
+        ranks = self._shards(t)
         if times:
             yield ("all-gather", self._axes.data(t)), Sent(times, (ranks - 1) / ranks * times * size)
 
-    def _reduced(self, size: float, t: int, times: float) -> Iterator[Collectives]:
+    def _reduced(self, size: float, t: int, times: float, between: float | None = None) -> Iterator[Collectives]:
+        """Reductions of so many gradients.  between: of how many the shares are summed over replicas; None: of all."""
         ranks = self.devices // t
         if self.plan.gradient_compression.on and ranks > 1:
             yield from self._compressed(size, t, times)
             return
-        kind, rounds = ("reduce-scatter", 1) if self.plan.zero else ("all-reduce", 2)
-        yield (kind, self._axes.data(t)), Sent(times, rounds * (ranks - 1) / ranks * times * size)
+        if not self.plan.zero:
+            yield ("all-reduce", self._axes.data(t)), Sent(times, 2 * (ranks - 1) / ranks * times * size)
+            return
+        shards = self._shards(t)
+        yield ("reduce-scatter", self._axes.data(t)), Sent(times, (shards - 1) / shards * times * size)
+        if replicas := ranks // shards - 1:
+            count = times if between is None else between
+            yield ("all-reduce", REPLICA), Sent(count, 2 * replicas / (replicas + 1) * count * size / shards)
+
+    def _shards(self, t: int) -> int:
+        """Over how many data ranks ZeRO shards."""
+        return min(self.plan.zero_ranks or self.devices, self.devices // t)
 
     def _compressed(self, size: float, t: int, times: float) -> Iterator[Collectives]:
         """Compressed reduction of gradients that would have so many bytes in the compute dtype."""
@@ -304,12 +315,12 @@ class _Step:
                 passes = 2 * (self._depth + self._ahead if self._ahead else count)
                 gathers = many * (2 * count + self._ahead if one else passes)
             if self._scatters_in_every_pass:
-                sums = many * (count + late if one else count)
+                sums, between = many * (count + late if one else count), count if one else self._depth
             else:
-                sums = count + late if one else self._depth
+                sums = between = count + late if one else self._depth
             yield from self._gathered(size, t, gathers)
-            yield from self._reduced(size, t, sums)
-        if not layers and self.stages > 1 and (self.plan.zero < 3 or self._ahead):
+            yield from self._reduced(size, t, sums, between)
+        if not layers and self.stages > 1:
             yield from self._padding(chunk.tensor[0])
 
     def _offloaded(self) -> Iterator[Collectives]:
@@ -322,10 +333,12 @@ class _Step:
         """Collectives of a chunk without blocks: its room for as many blocks as the longest chunk has is sent too."""
         size = self._parameter_bytes(1, t)
         if self.plan.zero == 3:
-            yield from self._gathered(size, t, 2 * self.plan.micro_batches * (self._depth + self._ahead))
+            ahead = self._depth + self._ahead if self._ahead else 0
+            yield from self._gathered(size, t, 2 * self.plan.micro_batches * ahead)
+            yield from self._reduced(size, t, 0, self._depth)
         else:
             yield from self._gathered(size, t, self._depth if self.plan.zero else 0)
-            yield from self._reduced(size, t, 0 if self._scatters_in_every_pass else self._depth)
+            yield from self._reduced(size, t, 0 if self._scatters_in_every_pass else self._depth, self._depth)
 
     @property
     def _scatters_in_every_pass(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import ONE_CHUNK, Schedule, Zero
+from jhpt.core.plan import ONE_CHUNK, Schedule
 from jhpt.core.schedule import delay, in_flight
 from jhpt.planner.cost.activations import NOTHING
 from jhpt.planner.cost.communication import Place, transfer_seconds
@@ -50,12 +50,23 @@ def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator
         b = request.batch // m
         for tensor in model.common_degrees(available):
             for data in divisors(b, up_to=available // tensor):
-                levels = model.levels(request.zero, data, space, m)
-                for zero, recompute in itertools.product(levels, request.recompute):
+                sharded = itertools.product(model.levels(request.zero, data, space, m), (None,))
+                hybrid = itertools.product(request.zero, hybrid_groups(data, tensor, model, space))
+                ways = [*sharded, *((zero, ranks) for zero, ranks in hybrid if zero and not (zero == 2 and m == 1))]
+                for (zero, ranks), recompute in itertools.product(ways, request.recompute):
                     # With one tensor rank there is no all-reduce to compress or to hide.
                     for compression in request.compression if tensor > 1 else (None,):
                         cuts = request.sample_chunks if tensor > 1 else (1,)
-                        yield Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
+                        grid = Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
+                        yield grid if ranks is None else replace(grid, zero_ranks=ranks)
+
+
+def hybrid_groups(data: int, tensor: int, model: CostModel, space: Space) -> tuple[int, ...]:
+    """The numbers of neighbouring data ranks over which hybrid sharding may shard: those of a whole node, if the data
+    ranks are those of several."""
+    each, rest = divmod(model.places.per_node, tensor)
+    allowed = space == "spmd" and not rest and not model.gradient_compression.on
+    return (each,) if allowed and 1 < each < data and data % each == 0 else ()
 
 
 def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> float:
@@ -71,14 +82,12 @@ def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: Saved
         spread = max(spread, min(most, m))
     recomputed = grid.recompute and not sets.sets
     samples = request.batch // m // grid.data
-    work = least_work(
-        samples, grid.tensor, recomputed, model, sequence=request.sequence, zero=grid.zero, data=grid.data
-    )
+    work = least_work(samples, grid.tensor, recomputed, model, sequence=request.sequence, grid=grid)
     return m * work / spread * (1 - SLACK)
 
 
 def least_work(
-    samples: int, tensor: int, recompute: bool, model: CostModel, *, sequence: bool, zero: Zero = 0, data: int = 1
+    samples: int, tensor: int, recompute: bool, model: CostModel, *, sequence: bool, grid: Grid | None = None
 ) -> float:
     """Seconds of both passes of all layers for so many samples on a device: to compute them, or of the collectives that
     ZeRO-2 and ZeRO-3 have in every pass of a block where these take longer.
@@ -86,16 +95,17 @@ def least_work(
     Args:
       recompute: whether blocks compute again what `model.saved` does not name.
       sequence: whether sequence parallelism may divide what tensor ranks repeat.
-      data: data ranks.
+      grid: whose collectives count; None: none do.
     """
     forward, backward = model.least_seconds(samples, tensor, sequence=sequence)
     work = float((forward + backward)[model.index[[0, -1]]].sum()) if model.num_layers > 1 else 0.0
     if recompute:  # embedding and head are not recomputed
         backward = backward + model.activations.repeated(model.saved or NOTHING)[0] * forward
-    if zero > 1 and data > 1 and model.places.alike(data * tensor):
-        sent = model.data_collectives.gathered(model.places.at(0, data * tensor), tensor)
-        forward = np.maximum(forward, sent) if zero == 3 else forward
-        backward = np.maximum(backward, sent * (zero - 1))
+    if grid is not None and grid.zero > 1 and grid.data > 1 and model.places.alike(grid.per_stage):
+        place = model.places.at(0, grid.per_stage)
+        sent = model.data_collectives.gathered(place, tensor, grid.zero_ranks or grid.data)
+        forward = np.maximum(forward, sent) if grid.zero == 3 else forward
+        backward = np.maximum(backward, sent * (grid.zero - 1))
     return work + float((forward + backward)[model.index[1:-1] if model.num_layers > 1 else model.index].sum())
 
 
