@@ -36,6 +36,7 @@ class Passes:
     """Forward and backward passes; every method runs inside `shard_map`.
 
     parts: the model at every tensor degree in use.  unroll: blocks stand in the program instead of in a loop.
+    recompute: of the first blocks, or of all.  recompute_less: of those that save more (`Layout.other_blocks`).
     """
 
     parameters: ParameterStorage
@@ -43,6 +44,7 @@ class Passes:
     parts: Mapping[int, ModelParts]
     unroll: bool
     recompute: Recompute
+    recompute_less: Recompute
 
     @property
     def _layout(self) -> Layout:
@@ -65,7 +67,7 @@ class Passes:
         """The sums alone, forward only."""
         if self._layout.stages > 1:
             return self._pipeline(specs).sums(params, batch, context)
-        stage = self._one_stage(specs, first=self.parameters.gathers_in_first_pass, last=False)
+        stage = self.one_stage(specs, first=self.parameters.gathers_in_first_pass, last=False)
         each = jax.lax.map(lambda piece: stage.sums(params, *piece), (batch, context))
         sums: LossSums = jax.tree.map(lambda leaf: leaf.sum(0), each)
         return sums
@@ -82,12 +84,12 @@ class Passes:
         count, reduces_in_last = self._layout.plan.micro_batches, self.parameters.reduces_in_last_pass
         if count == 1:
             total = self.compressed.with_residuals(None, residuals)
-            only = self._one_stage(specs, first=True, last=True).gradients(params, *pick(0), scale, total)
+            only = self.one_stage(specs, first=True, last=True).gradients(params, *pick(0), scale, total)
             return only.gradients, only.sums
-        start = self._one_stage(specs, first=True, last=False).gradients(params, *pick(0), scale)
+        start = self.one_stage(specs, first=True, last=False).gradients(params, *pick(0), scale)
         if self.parameters.gathers_in_first_pass:
             params = {**params, "blocks": start.fetched}
-        middle = self._one_stage(specs, first=False, last=False)
+        middle = self.one_stage(specs, first=False, last=False)
 
         def add(carry: tuple[Gradients, LossSums], at: int | jax.Array) -> tuple[tuple[Gradients, LossSums], None]:
             total, sums = carry
@@ -104,7 +106,7 @@ class Passes:
         if not reduces_in_last:
             return total, sums
         at = self._once_known(total, count - 1)
-        last = self._one_stage(specs, first=False, last=True)
+        last = self.one_stage(specs, first=False, last=True)
         one = last.gradients(params, *pick(at), scale, self.compressed.with_residuals(total, residuals))
         return one.gradients, jax.tree.map(jnp.add, sums, one.sums)
 
@@ -118,7 +120,7 @@ class Passes:
         embedding = jax.tree.leaves(picked(total, self.parts[self._layout.degrees[0]].embed_reads))[0]
         return jnp.where(embedding.ravel()[0] >= jnp.finfo(jnp.float32).max, 0, at)
 
-    def _one_stage(self, specs: Specs, *, first: bool, last: bool) -> OneStage:
+    def one_stage(self, specs: Specs, *, first: bool, last: bool) -> OneStage:
         """The stage for the first, the last or any other micro-batch."""
         layout, parameters = self._layout, self.parameters
         runs = []
@@ -137,7 +139,7 @@ class Passes:
                 prefetch=layout.plan.prefetch if fetches and shared and parameters.overlap else 0,
                 finish_late=reduces and shared and parameters.overlap,
                 keep_fetched=first and parameters.gathers_in_first_pass,
-                recompute=self.recompute,
+                recompute=self.recompute_less if blocks.start in layout.other_blocks else self.recompute,
             )
             runs.append(Run(name=name, degree=degree, loop=loop))
         return OneStage(

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from jhpt.sharding import stacks
-from jhpt.sharding.layer_vjp import SplitLayer, split_layer
+from jhpt.sharding.layer_vjp import Saved, SplitLayer, split_layer
 from jhpt.sharding.model_parts import Recompute
+from jhpt.sharding.ordering import after
 from jhpt.sharding.recompute import everything
 from jhpt.sharding.sample_chunks import ChunkedSamples, UnchunkedSamples
 from jhpt.sharding.types import Activation, LayerIndex, Params, RowContext, Tree
@@ -88,6 +89,13 @@ class LayerLoop:
         x, close = jax.vjp(lambda stream: self.stream.closed(stream, end), stream)
         return x, replace(passed, close=close)
 
+    def resumed(self, params: Tree, x: jax.Array, context: RowContext, saved: Any) -> Passed:
+        """What `forward` returned, from what it saved in another program; x: the input, for its shape."""
+        assert isinstance(self.stream, UnchunkedSamples), "sample chunks end within one program"
+        assert not self.prefetch and not self.keep_fetched, "fetched parameters are not saved"
+        split = self._split(params, x, context)
+        return Passed(split=split, context=context, saved=saved, close=lambda error: (error,))
+
     def backward(
         self, params: Tree, passed: Passed, error: jax.Array, total: Tree | None = None
     ) -> tuple[Any, jax.Array]:
@@ -97,9 +105,7 @@ class LayerLoop:
         return gradients, self.stream.opening_error(opened)
 
     def _forward(self, params: Tree, x: Activation, context: RowContext) -> tuple[Activation, Passed]:
-        split = split_layer(
-            self.recompute(self.stream.layer), jax.eval_shape(self._fetched, params, 0), x, (context, jnp.int32(0))
-        )
+        split = self._split(params, x, context)
         if self.unroll:
             saved, fetched = [], []
             for at in range(self.count):
@@ -123,6 +129,10 @@ class LayerLoop:
         x, ready, (saved, fetched) = jax.lax.fori_loop(0, self.count, step, (x, start, stacked))
         return x, Passed(split=split, context=context, saved=saved, fetched=fetched, ready=ready)
 
+    def _split(self, params: Tree, x: Activation, context: RowContext) -> SplitLayer:
+        one = jax.eval_shape(self._fetched, params, 0)
+        return split_layer(self.recompute(self.stream.layer), one, x, (context, jnp.int32(0)))
+
     def _backward(self, params: Tree, passed: Passed, error: Activation, total: Tree | None) -> tuple[Any, Activation]:
         split, context = passed.split, passed.context
         if self.unroll:
@@ -145,7 +155,10 @@ class LayerLoop:
             error, ready, pending, done = carry
             at = self.count - 1 - back
             layer, ready = self._next(params, at, ready, at - self.prefetch)
-            gradient, error = split.backward(layer, (context, self.first + at), stacks.read(passed.saved, (at,)), error)
+            saved = stacks.read(passed.saved, (at,))
+            if self.count == 1:
+                saved = _not_before(error, saved, split.shapes)
+            gradient, error = split.backward(layer, (context, self.first + at), saved, error)
             if not self.finish_late:
                 return error, ready, None, put(done, at, gradient)
             # No layer follows the last one: its iteration has no gradient to finish, and drops the result.
@@ -192,6 +205,20 @@ def _alike(one: Tree, other: Tree) -> bool:
     leaves, others = jax.tree.leaves(one), jax.tree.leaves(other)
     same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)  # noqa: E731
     return len(leaves) == len(others) and all(map(same, leaves, others))
+
+
+def _not_before(error: Activation, saved: Saved, shapes: tuple[Any, ...]) -> Saved:
+    """Saved activations of these shapes on the device, which are not used before the error is known.
+
+    A loop of one layer becomes part of the program around it.  There the compiler would recompute early what the
+    backward pass needs late, and hold it for as long.
+    """
+
+    def one(leaf: jax.Array, shape: Any) -> jax.Array:
+        waits = jnp.issubdtype(leaf.dtype, jnp.floating) and stacks.space(shape) == stacks.DEVICE
+        return after(leaf, error) if waits else leaf
+
+    return tuple(map(one, saved, shapes))
 
 
 def _row(stacked: Tree | None, at: LayerIndex) -> Any:

@@ -51,6 +51,11 @@ class Layout:
         check_plan(self.plan, self.num_layers + 2)
 
     @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """All devices of the plan."""
+        return tuple(self.device_mesh.mesh.devices.flat)
+
+    @property
     def replicated(self) -> NamedSharding:
         """One whole copy on every device."""
         return NamedSharding(self.device_mesh.mesh, PartitionSpec())
@@ -82,10 +87,19 @@ class Layout:
         """The number of sample chunks of every block."""
         return tuple(n for chunk in self._in_order for n in chunk.sample_chunks)[1:-1]
 
+    @property
+    def other_blocks(self) -> range:
+        """The blocks that save more than the first ones (`Plan.other_blocks`)."""
+        others = self.plan.other_blocks
+        return range(others.after if others else self.num_layers, self.num_layers)
+
     @cached_property
     def runs(self) -> tuple[tuple[str, int, range], ...]:
         """(name, degree, blocks) of neighbouring blocks that are treated alike."""
-        layer_strategy = list(zip(self.degrees[1:-1], self.sample_chunks, strict=True))
+        if not self.num_layers:  # a stage of its own may hold only the embedding or the head
+            return ()
+        save_more = [i in self.other_blocks for i in range(self.num_layers)]
+        layer_strategy = list(zip(self.degrees[1:-1], self.sample_chunks, save_more, strict=True))
         apart = [i for i in range(1, self.num_layers) if not self.alike or layer_strategy[i - 1] != layer_strategy[i]]
         edges = [0, *apart]
         stops = [*edges[1:], self.num_layers]

@@ -103,8 +103,8 @@ def check_runnable(plan: Plan) -> None:
     """Refuses what one SPMD program cannot run."""
     if plan.space != "spmd":
         raise InputError(
-            f"this plan is of the space {plan.space}, whose stages may differ in their devices: it can be priced and "
-            "simulated, but one SPMD program cannot run it; plan with space=spmd"
+            f"this plan is of the space {plan.space}, whose stages have a program each, and here one is "
+            "needed for all; plan with space=spmd"
         )
     check_program(plan)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jhpt.core.errors import InputError
 from jhpt.sharding.types import LayerContext, Params, RowContext, Tree
 
 BlockFunction = Callable[[Any, Any, LayerContext], Any]
@@ -36,6 +37,18 @@ class Halves:
         return self.finish(self.second(params, self.first(params, x, at, None), at, None), at)
 
 
+def refuse_weights(batch: Any, weights: Any) -> Any:
+    """For a model whose rows all count the same.
+
+    Raises:
+      InputError: always.
+    """
+    raise InputError(
+        "rows of this model have no weights, so that no replica can have fewer than others; use micro-batches that the "
+        "replicas of every stage divide"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelParts:
     """A model with its loss, as one rank of a tensor degree computes it: embedding, blocks, head.
@@ -50,6 +63,7 @@ class ModelParts:
     block: one layer.  halves: the same layer, cut before its all-reduces over the tensor axis.
     head_loss: (embedding and head, x, batch, context) -> sums over the rows (`types.LossSums`).
     embed_reads, head_reads: paths of the parameters that the two functions read.
+    weighted: (batch, weights like its rows) -> the batch whose rows count so much.
     """
 
     embed: Callable[[Any, Any, Any], jax.Array]
@@ -59,6 +73,7 @@ class ModelParts:
     head_reads: tuple[str, ...]
     halves: Halves | None = None
     context: Callable[[Any, jax.Array], RowContext] = lambda batch, keys: keys
+    weighted: Callable[[Any, Any], Any] = refuse_weights
 
 
 def picked(tree: Mapping[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:

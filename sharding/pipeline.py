@@ -9,7 +9,14 @@ Inside `shard_map` each device knows its stage.  In a tick it
 So with both passes each transfer runs beside the pass that does not need it.  Ticks in which no device has a forward
 pass, or none has a backward pass, omit that pass and its transfer; there nothing runs beside the other pass's transfer.
 `jhpt.planner.cost.schedule` prices these ticks.  Saved activations lie in a ring with a slot for every micro-batch in
-flight.  The last stage computes logits and loss in its backward pass, so that they never outlive a tick.
+flight.
+
+Under 1f1b the timetable has one pass a tick, and neighbours exchange at the end of it, in turn: in even ticks stages 0
+and 1, 2 and 3, ...; in odd ticks 1 and 2, 3 and 4, ....  A collective permute makes only those wait that it names, so
+that a stage may begin its tick before others have ended theirs: with forward and backward passes of different length no
+time is lost.
+
+The last stage computes logits and loss in its backward pass, so that they never outlive a tick.
 The embedding and the head have a slot on every stage, because all devices run one program; only the first stage uses
 the embedding's and only the last the head's.
 """
@@ -24,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jhpt.core.axes import PIPE
-from jhpt.core.schedule import Phase, Timetable
+from jhpt.core.schedule import Phase, Timetable, timetable
 from jhpt.sharding import stacks
 from jhpt.sharding.layer_loop import Fetch
 from jhpt.sharding.layer_vjp import Saved, SplitLayer, split_layer
@@ -98,9 +105,33 @@ class Pipeline:
         """
         device = _Device(self, params, batch, context, scale)
         carry = device.start()
-        for phase in self.timetable.phases():
-            carry = self._phase(device, phase, carry)
+        if self.timetable.in_turn:
+            carry = self._walked(device, carry)
+        else:
+            for phase in self.timetable.phases():
+                carry = self._phase(device, phase, carry)
         return {**carry.embedding_and_head, "blocks": {"0": carry.blocks}}, carry.sums
+
+    def _walked(self, device: "_Device", carry: Carry) -> Carry:
+        """All ticks of a timetable whose neighbours exchange in turn: one pass a tick, and at its end the exchange."""
+
+        def tick(carry: Carry, now: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Carry, None]:
+            forward, backward = (table[device.stage] for table in now[1:])
+            carry = _maybe(forward[0] >= 0, partial(device.forward, entry=forward), carry)
+            carry = _maybe(backward[0] >= 0, partial(device.backward, entry=backward, error=carry.leaving), carry)
+            both = carry.arrived, carry.leaving
+            arrived, leaving = jax.lax.switch(now[0] % 2, [partial(self._exchanged, first) for first in (0, 1)], both)
+            return carry._replace(arrived=arrived, leaving=leaving), None
+
+        table = self.timetable
+        now = jnp.arange(table.ticks), jnp.asarray(table.forward), jnp.asarray(table.backward)
+        return jax.lax.scan(tick, carry, now)[0]
+
+    def _exchanged(self, first: int, sent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """(activations, gradients) that stages `first` and the next one, `first` + 2 and the next one, ... exchange."""
+        pairs = [(s, s + 1) for s in range(first, self.stages - 1, 2)]
+        activations, errors = sent
+        return jax.lax.ppermute(activations, PIPE, pairs), jax.lax.ppermute(errors, PIPE, [(b, a) for a, b in pairs])
 
     def _phase(self, device: "_Device", phase: Phase, carry: Carry) -> Carry:
         def tick(carry: Carry, now: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
@@ -123,7 +154,10 @@ class Pipeline:
     def sums(self, params: Params, batch: Batch, context: RowContext) -> LossSums:
         """This device's part of the sums over all micro-batches, forward only."""
         device = _Device(self, params, batch, context, 1.0)
-        busy = self.timetable.forward[..., 0].max(axis=1) >= 0
+        table = self.timetable
+        if table.in_turn:  # a forward pass in every tick, because there is none to wait for in between
+            table = timetable("gpipe", self.stages, 1, table.micro_batches)
+        busy = table.forward[..., 0].max(axis=1) >= 0
 
         def tick(carry: tuple[jax.Array, LossSums], now: jax.Array) -> tuple[tuple[jax.Array, LossSums], None]:
             entry = now[device.stage]
@@ -131,9 +165,7 @@ class Pipeline:
             return (self._sent(carry[0], +1), carry[1]), None
 
         start = device.start()
-        sums: LossSums = jax.lax.scan(tick, (start.arrived, start.sums), jnp.asarray(self.timetable.forward[busy]))[0][
-            1
-        ]
+        sums: LossSums = jax.lax.scan(tick, (start.arrived, start.sums), jnp.asarray(table.forward[busy]))[0][1]
         return sums
 
     def _sent(self, x: jax.Array, to: int) -> jax.Array:

@@ -9,14 +9,15 @@ rows of a micro-batch are resharded over X, the axes that are data axes for one 
 Activations that are cut along the sequence are gathered before and cut again after.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jhpt.sharding.layer_loop import LayerLoop
+from jhpt.sharding.layer_loop import LayerLoop, Passed
 from jhpt.sharding.mesh import DeviceMesh
 from jhpt.sharding.model_parts import ModelParts, added, picked
 from jhpt.sharding.ordering import after
@@ -83,26 +84,9 @@ class OneStage:
 
         params, total: `{"blocks": {run: ...}, ...}`; batch, context: of the smallest degree.
         """
-        least = self.device_mesh.degrees[0]
-        x, pull_embed = jax.vjp(
-            lambda embedding_and_head: self._embed(embedding_and_head, batch, context),
-            picked(params, self._first.embed_reads),
-        )
-        degree, passed = self.embed_degree, []
-        for run in self.runs:
-            x, degree = self._between(x, degree, run.degree), run.degree
-            x, of_run = run.loop.forward(
-                params["blocks"][run.name], x, resharded(context, self.device_mesh, least, degree)
-            )
-            passed.append(of_run)
-
-        def loss(embedding_and_head: Params, x: jax.Array) -> tuple[jax.Array, LossSums]:
-            sums = self._head_loss(embedding_and_head, x, batch, context)
-            return sums.loss * scale, sums
-
-        x = self._between(x, degree, self.head_degree)
-        _, pull_head_loss, sums = jax.vjp(loss, picked(params, self._last.head_reads), x, has_aux=True)
-        embedding_and_head, error = pull_head_loss(jnp.float32(1))
+        x, pull_embed = self.embedded(params, batch, context)
+        x, passed = self.blocks_forward(params, x, context)
+        embedding_and_head, error, sums = self.loss_gradient(params, x, batch, context, scale)
         # Otherwise the compiler computes the table's gradient only at the end of the step and holds the logits'
         # gradient until then: gpt2-1.5b with two micro-batches of 8 needs 5.4 instead of 4.8 GB of temporary memory
         # (compiled for an H100).
@@ -110,16 +94,9 @@ class OneStage:
         # Not earlier: while the logits exist, a gradient in float32 takes memory that may be missing.
         total = jax.tree.map(lambda leaf: _widened(leaf, error), total)
 
-        blocks: dict[str, Any] = {}
         fetched = {run.name: of_run.fetched for run, of_run in zip(self.runs, passed, strict=True)}
-        degree = self.head_degree
-        for run, of_run in zip(reversed(self.runs), reversed(passed), strict=True):
-            error, degree = self._between(error, degree, run.degree), run.degree
-            used = fetched[run.name] if run.loop.keep_fetched else params["blocks"][run.name]
-            loop = run.loop.with_fetched() if run.loop.keep_fetched else run.loop
-            so_far = None if total is None else total["blocks"][run.name]
-            blocks[run.name], error = loop.backward(used, of_run, error, so_far)
-        (embedding,) = pull_embed(self._between(error, degree, self.embed_degree))
+        blocks, error = self.blocks_backward(params, passed, error, None if total is None else total["blocks"])
+        (embedding,) = pull_embed(error)
         embedding_and_head = added(embedding_and_head, embedding)
         if total is not None:
             embedding_and_head = added(
@@ -129,12 +106,71 @@ class OneStage:
 
     def sums(self, params: Params, batch: Batch, context: RowContext) -> LossSums:
         """Sums over one micro-batch, forward only."""
-        least, degree = self.device_mesh.degrees[0], self.embed_degree
-        x = self._embed(params, batch, context)
+        x, _ = self.blocks_forward(params, self._embed(params, batch, context), context)
+        return self.head_loss(params, x, batch, context)
+
+    def embedded(
+        self, params: Params, batch: Batch, context: RowContext
+    ) -> tuple[jax.Array, Callable[[jax.Array], tuple[Gradients]]]:
+        """(x before the first block, its gradient -> that of the parameters that the embedding reads)."""
+        x, pull = jax.vjp(
+            lambda embedding_and_head: self._embed(embedding_and_head, batch, context),
+            picked(params, self._first.embed_reads),
+        )
+        return x, pull
+
+    def blocks_forward(self, params: Params, x: jax.Array, context: RowContext) -> tuple[jax.Array, list[Passed]]:
+        """x after the embedding -> (x before the head, what every run passes to its backward pass)."""
+        degree, passed = self.embed_degree, []
         for run in self.runs:
             x, degree = self._between(x, degree, run.degree), run.degree
-            x, _ = run.loop.forward(params["blocks"][run.name], x, resharded(context, self.device_mesh, least, degree))
-        return self._head_loss(params, self._between(x, degree, self.head_degree), batch, context)
+            x, of_run = run.loop.forward(params["blocks"][run.name], x, self._of_degree(context, degree))
+            passed.append(of_run)
+        return self._between(x, degree, self.head_degree), passed
+
+    def resumed(self, params: Params, x: jax.Array, context: RowContext, saved: Sequence[Any]) -> list[Passed]:
+        """What `blocks_forward` passed on, from what it saved in another program; x: for its shape."""
+        degree, passed = self.embed_degree, []
+        for run, of_run in zip(self.runs, saved, strict=True):
+            at, loop, blocks = self._of_degree(context, run.degree), run.loop, params["blocks"][run.name]
+            x, degree = jax.eval_shape(partial(self._between, before=degree, after=run.degree), x), run.degree
+            passed.append(loop.resumed(blocks, x, at, of_run))
+            if run is self.runs[-1]:
+                break
+            x = jax.eval_shape(lambda blocks, x, at, loop=loop: loop.forward(blocks, x, at)[0], blocks, x, at)
+        return passed
+
+    def blocks_backward(
+        self, params: Params, passed: Sequence[Passed], error: jax.Array, total: Any
+    ) -> tuple[dict[str, Any], jax.Array]:
+        """(gradients of all blocks by run, gradient of x after the embedding).
+
+        error: gradient of x before the head.  total: the sum over earlier micro-batches.
+        """
+        blocks, degree = dict[str, Any](), self.head_degree
+        for run, of_run in zip(reversed(self.runs), reversed(passed), strict=True):
+            error, degree = self._between(error, degree, run.degree), run.degree
+            used = of_run.fetched if run.loop.keep_fetched else params["blocks"][run.name]
+            loop = run.loop.with_fetched() if run.loop.keep_fetched else run.loop
+            blocks[run.name], error = loop.backward(used, of_run, error, None if total is None else total[run.name])
+        return blocks, self._between(error, degree, self.embed_degree)
+
+    def loss_gradient(
+        self, params: Params, x: jax.Array, batch: Batch, context: RowContext, scale: float
+    ) -> tuple[Gradients, jax.Array, LossSums]:
+        """(gradient of loss x scale, that of x before the head, sums)."""
+
+        def loss(embedding_and_head: Params, x: jax.Array) -> tuple[jax.Array, LossSums]:
+            sums = self.head_loss(embedding_and_head, x, batch, context)
+            return sums.loss * scale, sums
+
+        _, pull, sums = jax.vjp(loss, picked(params, self._last.head_reads), x, has_aux=True)
+        gradient, error = pull(jnp.float32(1))
+        return gradient, error, sums
+
+    def _of_degree(self, rows: T, degree: int) -> T:
+        """Rows of the smallest degree -> those of layers of this one."""
+        return resharded(rows, self.device_mesh, self.device_mesh.degrees[0], degree)
 
     def _between(self, x: jax.Array, before: int, after: int) -> jax.Array:
         """x, or its gradient, from layers of tensor degree `before` to layers of degree `after`."""
@@ -154,17 +190,14 @@ class OneStage:
         return self.parts[self.head_degree]
 
     def _embed(self, embedding_and_head: Params, batch: Batch, context: RowContext) -> jax.Array:
-        return self._first.embed(
-            embedding_and_head,
-            *resharded((batch, context), self.device_mesh, self.device_mesh.degrees[0], self.embed_degree),
-        )
+        return self._first.embed(embedding_and_head, *self._of_degree((batch, context), self.embed_degree))
 
-    def _head_loss(self, embedding_and_head: Params, x: jax.Array, batch: Batch, context: RowContext) -> LossSums:
-        return self._last.head_loss(
-            embedding_and_head,
-            x,
-            *resharded((batch, context), self.device_mesh, self.device_mesh.degrees[0], self.head_degree),
+    def head_loss(self, embedding_and_head: Params, x: jax.Array, batch: Batch, context: RowContext) -> LossSums:
+        """Sums over the rows of a micro-batch."""
+        sums: LossSums = self._last.head_loss(
+            embedding_and_head, x, *self._of_degree((batch, context), self.head_degree)
         )
+        return sums
 
 
 def _widened(leaf: jax.Array, done: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ def empty(shapes: PyTree, leading: tuple[int, ...], value: jax.Array) -> Any:
 
     def one(shape: jax.ShapeDtypeStruct) -> jax.Array:
         whole, filling = (*leading, *shape.shape), value.astype(shape.dtype)
-        if _space(shape) == HOST:
+        if space(shape) == HOST:
             return jax.lax.broadcast(jax.device_put(filling, HOST), whole)
         return jnp.full(whole, filling)
 
@@ -62,5 +62,6 @@ def _start(at: tuple[Index, ...], rest: int) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(index, jnp.int32) for index in (*at, *(0 for _ in range(rest))))
 
 
-def _space(shape: jax.ShapeDtypeStruct) -> Any:
+def space(shape: jax.ShapeDtypeStruct) -> Any:
+    """The memory in which an array of this shape lies."""
     return getattr(shape, "memory_space", DEVICE)

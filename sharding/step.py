@@ -40,6 +40,7 @@ class Execution:
     parts: the model at every tensor degree in use.  dtype: what it computes in.  tied: whether the head reads the
     embedding's table; None: there is no table.  unroll: blocks stand in the program instead of in a loop.  overlap:
     communicate block by block, beside the computation of other blocks, instead of before and after all computation.
+    recompute: what blocks save.  recompute_less: what the blocks save that the plan sets apart (`Plan.other_blocks`).
     kernels: implementation of the kernels for compressed gradients.
     """
 
@@ -50,6 +51,7 @@ class Execution:
     unroll: bool
     overlap: bool = False
     recompute: Recompute = everything
+    recompute_less: Recompute = everything
     kernels: Implementation = "reference"
 
     def gradients(self, params: StoredParams, batch: Batch, key: jax.Array) -> tuple[Gradients, LossSums]:
@@ -173,4 +175,5 @@ class Execution:
             parts=self.parts,
             unroll=self.unroll,
             recompute=self.recompute,
+            recompute_less=self.recompute_less,
         )

@@ -14,13 +14,15 @@ import jax
 from benchmarks.emulated.hosts import Hosts
 from benchmarks.emulated.timing import Call, in_turn
 from benchmarks.hybrid.models import ClassSubject, Subject
-from benchmarks.hybrid.steps import ready, traced
+from benchmarks.hybrid.steps import Traced, ready, traced
 from benchmarks.hybrid.task import CHUNKS, Task
 from benchmarks.networks.mlp import MLP
-from jhpt.core.plan import Chunk, Plan, Stage, runs_of
+from jhpt.core.plan import Chunk, Plan, Schedule, Stage, runs_of
 from jhpt.sharding.mesh import make_device_mesh
 
 MICRO_BATCHES = 8
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "interleaved")
+
 BLOCKS = 2
 """Blocks of a stage."""
 
@@ -28,11 +30,12 @@ BLOCKS = 2
 def subject_of(blocks: int) -> ClassSubject:
     """The perceptron with this number of blocks."""
     network = MLP(inputs=32, width=256, hidden=2048, num_blocks=blocks, classes=32)
-    return ClassSubject(name="bubble", batch=128 * MICRO_BATCHES, network=network)
+    return ClassSubject(name="bubble", batch=512 * MICRO_BATCHES, network=network)
 
 
-def plan_of(blocks: int, stages: int, chunks: int) -> Plan:
+def plan_of(blocks: int, stages: int, schedule: Schedule) -> Plan:
     """A plan of equal chunks, the embedding with the first and the head with the last."""
+    chunks = CHUNKS if schedule == "interleaved" else 1
     each = blocks // (stages * chunks)
     edges = [0, *(1 + each * part for part in range(1, stages * chunks)), blocks + 2]
     parts = [Chunk(first=first, runs=runs_of([1] * (stop - first))) for first, stop in itertools.pairwise(edges)]
@@ -41,7 +44,7 @@ def plan_of(blocks: int, stages: int, chunks: int) -> Plan:
         cluster=f"{stages} hosts",
         batch=subject_of(blocks).batch,
         micro_batches=MICRO_BATCHES,
-        schedule="interleaved" if chunks > 1 else "1f1b",
+        schedule=schedule,
         stages=tuple(Stage(device=s, devices=1, chunks=tuple(parts[s::stages])) for s in range(stages)),
     )
 
@@ -50,10 +53,9 @@ def run_bubble(hosts: Hosts[Task]) -> list[dict[str, Any]]:
     """A row for every schedule, and one for the work without communication."""
     hosts.free()
     blocks = BLOCKS * hosts.count
-    names = {"1f1b": 1, "interleaved": CHUNKS}
-    programs = {
-        name: traced(subject_of(blocks), plan_of(blocks, hosts.count, chunks), jax.devices(), update=False)
-        for name, chunks in names.items()
+    programs: dict[str, Traced] = {
+        name: traced(subject_of(blocks), plan_of(blocks, hosts.count, name), jax.devices(), update=False)
+        for name in SCHEDULES
     }
     steps = ready(hosts, programs) | {"alone": _alone(subject_of(BLOCKS))}
     hosts.limit(None)
@@ -67,7 +69,7 @@ def run_bubble(hosts: Hosts[Task]) -> list[dict[str, Any]]:
 
 def _alone(subject: Subject) -> Call:
     """The gradients of one stage's blocks on this host's device."""
-    plan = plan_of(BLOCKS, 1, 1)
+    plan = plan_of(BLOCKS, 1, "1f1b")
     execution = subject.execution(plan, make_device_mesh(plan, jax.local_devices()[:1]))
     params = jax.jit(subject.init)(jax.random.key(0))
     rows = jax.tree.map(jax.numpy.asarray, subject.rows(subject.batch))

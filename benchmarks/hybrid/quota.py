@@ -105,12 +105,13 @@ def pipeline_seconds(plan: Plan, times: StageTimes, quota: Quota) -> float:
         edges[-1] = -np.inf  # the last stage has no successor
     started = np.zeros(stages)  # of the last backward pass
 
-    def exchange() -> None:
+    def exchange(edges: Array = edges) -> None:
         free = np.array([[host.time for host in row] for row in hosts])
         done = np.maximum(free, np.roll(free, -1, axis=0)) + edges[:, None]
         for row, ends in zip(hosts, np.maximum(done, np.roll(done, 1, axis=0)), strict=True):
             for host, until in zip(row, ends, strict=True):
-                host.wait(float(until))
+                if until > -np.inf:  # it takes part
+                    host.wait(float(until))
 
     def run(passes: npt.NDArray[np.int32], seconds: Array) -> None:
         work = [seconds[s, chunk] if micro_batch >= 0 else 0.0 for s, (micro_batch, chunk, _) in enumerate(passes)]
@@ -118,7 +119,13 @@ def pipeline_seconds(plan: Plan, times: StageTimes, quota: Quota) -> float:
             compute([hosts[s][r] for s, r in members], [float(work[s]) for s, _ in members])
 
     table = timetable(plan.schedule, stages, chunks, plan.micro_batches)
-    for phase in table.phases():
+    for tick in range(table.ticks) if table.in_turn else ():
+        run(table.forward[tick], times.forward)
+        back = table.backward[tick, :, 0] >= 0
+        started = np.where(back, [max(host.time for host in row) for row in hosts], started)
+        run(table.backward[tick], times.backward)
+        exchange(np.where((tick - np.arange(stages)) % 2, -np.inf, edges))
+    for phase in () if table.in_turn else table.phases():
         for forward, backward in zip(table.forward[phase.ticks], table.backward[phase.ticks], strict=True):
             if phase.backward:
                 exchange()

@@ -145,12 +145,13 @@ def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
         name: statistics.median(
             1 - work / step for work, step in zip(steps["alone"]["samples_s"], steps[name]["samples_s"], strict=True)
         )
-        for name in ("1f1b", "interleaved")
+        for name in ("1f1b", "eager-1f1b", "interleaved")
     }
     for name, chunks in (("1f1b", 1), ("interleaved", CHUNKS)):
         idle[f"{name}_ideal"] = (stages - 1) / (chunks * pieces + stages - 1)
     return {
-        f"bubble_{name}": Claim(value=share, unit="idle share of a step", setup=setup) for name, share in idle.items()
+        f"bubble_{name.replace('-', '_')}": Claim(value=share, unit="idle share of a step", setup=setup)
+        for name, share in idle.items()
     }
 
 

@@ -21,14 +21,16 @@ Network = MLP | VGG
 
 
 class Examples(NamedTuple):
-    """Rows of a batch: inputs [B, ...] and the number of each one's class, targets [B]."""
+    """Rows of a batch: inputs [B, ...], the number of each one's class, targets [B], and, for rows that count less,
+    weights [B]."""
 
     inputs: jax.Array
     targets: jax.Array
+    weights: jax.Array | None = None
 
 
 def class_parts(network: Network) -> ModelParts:
-    """loss = sum over rows of -log p(target); `Sums.tokens` counts the rows."""
+    """loss = sum over rows of -weight log p(target); `Sums.tokens` adds up the weights, 1 by default."""
 
     def embed(embedding_and_head: Params, rows: Examples, keys: jax.Array) -> jax.Array:
         return network.embed(embedding_and_head, rows.inputs)
@@ -38,10 +40,20 @@ def class_parts(network: Network) -> ModelParts:
 
     def head_loss(embedding_and_head: Params, x: jax.Array, rows: Examples, keys: jax.Array) -> Sums:
         nll, _ = token_nll(network.logits(embedding_and_head, x), rows.targets, network.hooks)
-        total = jnp.sum(nll)
-        return Sums(total, total, jnp.float32(len(nll)))
+        if rows.weights is None:
+            total = jnp.sum(nll)
+            return Sums(total, total, jnp.float32(len(nll)))
+        total = jnp.sum(nll * rows.weights)
+        return Sums(total, total, jnp.sum(rows.weights))
 
-    return ModelParts(embed=embed, block=block, head_loss=head_loss, embed_reads=("embedding",), head_reads=("head",))
+    return ModelParts(
+        embed=embed,
+        block=block,
+        head_loss=head_loss,
+        embed_reads=("embedding",),
+        head_reads=("head",),
+        weighted=lambda rows, weights: rows._replace(weights=weights),
+    )
 
 
 def class_execution(network: Network, layout: Layout) -> Execution:

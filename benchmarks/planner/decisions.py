@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.planner.layer_costs import pipelined_layer
-from jhpt.core.plan import Schedule, Zero
+from jhpt.core.plan import ONE_CHUNK, Schedule, Zero
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.request import Request
@@ -34,6 +34,8 @@ class Draft(NamedTuple):
     sequence: bool
     zero_ranks: int | None
     schedule: Schedule
+    again: int | None
+    """How many first blocks are recomputed; None: all, or none without recomputation."""
     stages: tuple[StageDraft, ...]
 
 
@@ -41,31 +43,45 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
     """All plans of a space."""
     of_space = _spmd_stages if space == "spmd" else _general_stages
     sequences = (False, True) if request.sequence and space == "spmd" and model.profile.sample_tokens else (False,)
-    decisions = itertools.product(request.micro_batches, _levels(request, space), request.recompute, sequences)
+    decisions = itertools.product(request.micro_batches, request.zero, request.recompute, sequences)
     for m, zero, recompute, sequence in decisions:
-        if zero == 2 and m == 1 and 1 in request.zero:
+        if zero not in _levels(request, space, m):
             continue
         strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
         for schedule, stages in of_space(model, strategy, m):
             if not sequence or _cuts_evenly(stages, model):
-                yield Draft(m, zero, recompute, sequence, None, schedule, stages)
-                if ranks := _node_ranks(stages, zero, m, model, space):
-                    yield Draft(m, zero, recompute, sequence, ranks, schedule, stages)
+                groups = _node_ranks(model, space, zero, _alike(stages), len(stages[0][0]))
+                numbers = _numbers(request, model, space, recompute, stages)
+                for ranks, again in itertools.product((None, *groups), (None, *numbers)):
+                    yield Draft(m, zero, recompute, sequence, ranks, schedule, again, stages)
 
 
-def _node_ranks(stages: tuple[StageDraft, ...], zero: Zero, m: int, model: CostModel, space: Space) -> int | None:
-    """The data ranks of a whole node, where hybrid sharding may shard over them: equal degrees, several nodes."""
+def _alike(stages: tuple[StageDraft, ...]) -> int | None:
+    """The tensor degree of all layers; None: they differ."""
     degrees = {t for _, chunks in stages for _, layers in chunks for t in layers}
-    each, data = model.places.per_node // max(degrees), len(stages[0][0]) // max(degrees)
-    whole = len(degrees) == 1 and model.places.per_node % max(degrees) == 0
-    if space == "general" or not zero or not whole or (zero == 2 and m == 1):
-        return None
-    return each if 1 < each < data and data % each == 0 else None
+    return degrees.pop() if len(degrees) == 1 else None
 
 
-def _levels(request: Request, space: Space) -> tuple[Zero, ...]:
-    """Programs per stage have no ZeRO-2."""
-    return tuple(zero for zero in request.zero if space == "spmd" or zero != 2)
+def _node_ranks(model: CostModel, space: Space, zero: Zero, t: int | None, devices: int) -> tuple[int, ...]:
+    """The data ranks of a node, if hybrid sharding may shard over them: equal degrees t, and stages of whole nodes."""
+    if space == "general" or not zero or t is None or model.places.per_node % t:
+        return ()
+    each = model.places.per_node // t
+    return (each,) if 1 < each < devices // t and devices // t % each == 0 else ()
+
+
+def _numbers(
+    request: Request, model: CostModel, space: Space, recompute: bool, stages: tuple[StageDraft, ...]
+) -> range:
+    """How many first blocks alone may be recomputed: on one stage of one degree, where recomputation is open."""
+    is_open = space == "spmd" and recompute and len(request.recompute) > 1
+    return range(1, model.num_layers - 2) if is_open and len(stages) == 1 and _alike(stages) else range(0)
+
+
+def _levels(request: Request, space: Space, m: int) -> tuple[Zero, ...]:
+    """Programs per stage have no ZeRO-2, and with one micro-batch it is ZeRO-1."""
+    known = space == "spmd" and not (m == 1 and 1 in request.zero)
+    return tuple(zero for zero in request.zero if known or zero != 2)
 
 
 def _cuts_evenly(stages: tuple[StageDraft, ...], model: CostModel) -> bool:
@@ -87,8 +103,8 @@ def _spmd_stages(
             continue
         for s in range(2, min(n, k // (d * t)) + 1):
             for edges in _compositions(n, s):
-                yield "1f1b", _spmd_row(edges, s, d * t, t)
-                yield "gpipe", _spmd_row(edges, s, d * t, t)
+                for schedule in ONE_CHUNK:
+                    yield schedule, _spmd_row(edges, s, d * t, t)
             for v in (2, 3, 4):
                 if m % s == 0 and s * v <= n:
                     for edges in _balanced_edges(model, strategy, d * t, t, s * v):
@@ -138,7 +154,7 @@ def _general_stages(
             choices = [itertools.product(*_degrees(model, a, b, y - x)) for (a, b), (x, y) in ranges]
             for degrees in itertools.product(*choices):
                 row = tuple((numbers[x:y], ((a, d),)) for ((a, _), (x, y)), d in zip(ranges, degrees, strict=True))
-                yield "1f1b", row
+                yield "eager-1f1b", row
                 if s > 1:
                     yield "gpipe", row
 
@@ -192,8 +208,8 @@ def _degrees(model: CostModel, first: int, stop: int, devices: int, even: int | 
 def count(request: Request, model: CostModel, space: Space) -> int:
     """The number of drafts, without making them."""
     if space == "general":
-        treatments = len(_levels(request, space)) * len(request.recompute)
-        return len(request.micro_batches) * treatments * _count_general(model)
+        treatments = sum(len(_levels(request, space, m)) for m in request.micro_batches) * len(request.recompute)
+        return treatments * _count_general(model)
     plain = sum(_count_spmd(model, request, m) for m in request.micro_batches)
     if not request.sequence or not model.profile.sample_tokens:
         return plain
@@ -204,22 +220,24 @@ def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False
     """cut: only plans with sequence parallelism."""
     n, k, tokens = model.num_layers, model.cluster.num_devices, (model.profile.sample_tokens or 1) if cut else 0
     b = request.batch // m
-    strategies = [LayerStrategy(b, zero, False, sequence=cut) for zero in request.zero]
-    total = interleaved = 0
+    levels = _levels(request, "spmd", m)
+    total = alike = 0
     for devices in range(1, k + 1):
         degrees = [[t for t in each if tokens % t == 0] for each in _degrees(model, 0, n, devices, b)]
         serial = cut and b % devices == 0  # all layers at degree 1
-        total += _count_single(model, degrees) - serial
+        total += len(levels) * (_count_single(model, degrees) - serial)
     for t, d in itertools.product(_common_degrees(model), range(1, k + 1)):
-        if cut and (t == 1 or tokens % t):
+        if (cut and (t == 1 or tokens % t)) or d * t > k or b % d:
             continue
-        if d * t <= k and b % d == 0:
-            for s in range(2, min(n, k // (d * t)) + 1):
-                total += 2 * math.comb(n - 1, s - 1)
-                for strategy, v in itertools.product(strategies, (2, 3, 4)):
-                    if m % s == 0 and s * v <= n:
-                        interleaved += len(_balanced_edges(model, strategy, d * t, t, s * v))
-    return len(request.recompute) * (len(request.zero) * total + interleaved)
+        hybrid = [len(_node_ranks(model, "spmd", zero, t, d * t)) for zero in levels]
+        alike, total = alike + len(levels) + sum(hybrid), total + sum(hybrid)
+        for s in range(2, min(n, k // (d * t)) + 1):
+            total += (len(levels) + sum(hybrid)) * len(ONE_CHUNK) * math.comb(n - 1, s - 1)
+            for (zero, more), v in itertools.product(zip(levels, hybrid, strict=True), (2, 3, 4)):
+                if m % s == 0 and s * v <= n:
+                    strategy = LayerStrategy(b, zero, False, sequence=cut)
+                    total += (1 + more) * len(_balanced_edges(model, strategy, d * t, t, s * v))
+    return len(request.recompute) * total + alike * max(0, n - 3) * (len(request.recompute) > 1)
 
 
 def _count_single(model: CostModel, choices: list[list[int]]) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 from benchmarks.planner.decisions import count
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.divisors import divisors
+from jhpt.core.plan import Zero
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.request import ZERO, Request, request
@@ -50,7 +51,8 @@ def random_instance(
             if rng.random() < TIED_ELSEWHERE:
                 profile = _tied_anywhere(rng, profile)
             model = CostModel(profile, random_cluster(rng, devices, min_devices=devices, mixed=mixed))
-            drawn = random_request(rng, single=single)
+            levels = tuple(level for level in ZERO if space == "spmd" or level != 2)
+            drawn = random_request(rng, single=single, levels=levels)
             if (number := count(drawn, model, space)) <= plans:
                 return Instance(space=space, asked=drawn, model=model, plans=number)
     raise ValueError(f"{layers} layers on {devices} devices always have more than {plans} plans of space {space}")
@@ -65,13 +67,13 @@ def _tied_anywhere(rng: np.random.Generator, profile: ModelProfile) -> ModelProf
     return profile.model_copy(update={"kinds": kinds})
 
 
-def random_request(rng: np.random.Generator, *, single: bool = False) -> Request:
+def random_request(rng: np.random.Generator, *, single: bool = False, levels: tuple[Zero, ...] = ZERO) -> Request:
     """A batch, and the micro-batches, ZeRO levels, recomputation and sequence parallelism to choose from.
 
-    single: one of each.
+    single: one of each.  levels: of ZeRO.
     """
     batch = int(rng.choice([1, 2, 3, 4, 6, 8, 12]))
-    zero, recompute = _some(rng, ZERO, single), _some(rng, (False, True), single)
+    zero, recompute = _some(rng, levels, single), _some(rng, (False, True), single)
     counts = _some(rng, tuple(divisors(batch)), single)
     return request(batch, counts, zero=zero, recompute=recompute, sequence=not single and rng.random() < 0.5)
 

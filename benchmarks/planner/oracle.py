@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from benchmarks.planner.layer_costs import (
     single_stage_layer,
     stored_bytes,
 )
-from jhpt.core.plan import Chunk, Plan, Stage, runs_of
+from jhpt.core.plan import Chunk, OtherBlocks, Plan, Stage, runs_of
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.estimate import price
@@ -47,7 +47,7 @@ def optimum(request: Request, model: CostModel, space: Space) -> Optimum:
     groups: dict[tuple[object, ...], list[Draft]] = defaultdict(list)
     plans = 0
     for plans, draft in enumerate(drafts(request, model, space), 1):  # noqa: B007
-        groups[*draft[:6], len(draft.stages), len(draft.stages[0][1])].append(draft)
+        groups[*draft[:7], len(draft.stages), len(draft.stages[0][1])].append(draft)
     pricer = _Pricer(request, model, space)
     least, chosen = math.inf, None
     for group in groups.values():
@@ -92,6 +92,7 @@ def plan_of(draft: Draft, request: Request, model: CostModel, space: Space) -> P
         zero_ranks=draft.zero_ranks,
         recompute=draft.recompute,
         sequence=draft.sequence,
+        other_blocks=OtherBlocks(after=draft.again) if draft.again else None,
         stages=tuple(
             Stage(
                 device=members[0],
@@ -140,7 +141,7 @@ class _Pricer:
         )
         numbers: dict[StageDraft, int] = {}
         index = np.array([[numbers.setdefault(stage, len(numbers)) for stage in d.stages] for d in group])
-        sums = [self._sum(stage, strategy, s) for stage in numbers]
+        sums = [self._sum(stage, strategy, s, draft.again) for stage in numbers]
         forward, backward, sync, update, fixed, activations, memory = (
             np.array(column)[index] for column in zip(*sums, strict=True)
         )
@@ -154,17 +155,19 @@ class _Pricer:
             seconds[fits] = step_seconds(draft.schedule, m, *times, overlap=self.model.cluster.overlap)
         return seconds
 
-    def _sum(self, stage: StageDraft, strategy: LayerStrategy, stages: int) -> _Sum:
-        key = (self.model.places.of(stage[0]), stage[1], strategy, stages)
+    def _sum(self, stage: StageDraft, strategy: LayerStrategy, stages: int, again: int | None) -> _Sum:
+        key = (self.model.places.of(stage[0]), stage[1], strategy, stages, again)
         if key not in self._sums:
-            self._sums[key] = self._summed(stage, strategy, stages)
+            self._sums[key] = self._summed(stage, strategy, stages, again)
         return self._sums[key]
 
-    def _summed(self, stage: StageDraft, strategy: LayerStrategy, stages: int) -> _Sum:
+    def _summed(self, stage: StageDraft, strategy: LayerStrategy, stages: int, again: int | None) -> _Sum:
         members, chunks = stage
         many = stages > 1
         model, place = self.model, self.model.places.of(members)
         n, devices = model.num_layers, place.devices
+        plain = replace(strategy, recompute=False)
+        by_layer = [strategy if again is None or layer <= again else plain for layer in range(n)]
         forward, backward = [0.0] * len(chunks), [0.0] * len(chunks)
         sync = update = state = activations = working = transfers = 0.0
         waiting = 0.0  # gradients of later chunks that are still to be reduced when a chunk's last backward starts
@@ -173,7 +176,7 @@ class _Pricer:
         for c in reversed(range(len(chunks))):
             first, degrees = chunks[c]
             stop = first + len(degrees)
-            rows = [self._layer(place, t, strategy, layer, stages) for layer, t in enumerate(degrees, first)]
+            rows = [self._layer(place, t, by_layer[layer], layer, stages) for layer, t in enumerate(degrees, first)]
             reshard = sum(
                 model.reshard_seconds(place, layer, before, after, strategy.micro_batch, sequence=strategy.sequence)
                 for layer, (before, after) in enumerate(itertools.pairwise(degrees), first)

@@ -33,7 +33,7 @@ def simulator(settings: Settings) -> tuple[list[SimulatorRow], dict[str, Claim]]
     tasks = [(settings, index) for index in range(settings.pipelines)]
     rows = in_parallel(play, tasks, settings.workers)
     lines = []
-    for schedule, overlap in itertools.product(("gpipe", "1f1b", "interleaved"), (True, False)):
+    for schedule, overlap in itertools.product(("gpipe", "1f1b", "eager-1f1b", "interleaved"), (True, False)):
         errors = [row.error for row in rows if (row.schedule, row.overlap) == (schedule, overlap)]
         if errors:
             transfers = "beside" if overlap else "in line"
@@ -54,7 +54,7 @@ def play(task: tuple[Settings, int]) -> SimulatorRow:
     forward."""
     settings, index = task
     rng = np.random.default_rng([settings.seed, index])
-    schedule: Schedule = ("gpipe", "1f1b", "interleaved")[index % 3]
+    schedule: Schedule = ("gpipe", "1f1b", "eager-1f1b", "interleaved")[index % 4]
     overlap = index % 2 == 0
     stages = int(rng.integers(2, settings.stages + 1))
     chunks = int(rng.integers(2, 5)) if schedule == "interleaved" else 1

@@ -114,14 +114,14 @@ def weigh(task: tuple[str, str, Space]) -> WorthRow:
     """One model on one cluster, planned and compared."""
     name, place, space = task
     cluster, batch = cluster_named(place), BATCHES[name]
-    profile, wanted = _profile(name, cluster.nodes[0].device), request(batch)
+    profile, wanted = profile_of(name, cluster.nodes[0].device), request(batch)
     start = time.perf_counter()
     seconds = bound = gap = None
     plan = reason = ""
     try:
         answer = solve(profile, cluster, wanted, space)
         seconds, bound = planned_seconds(answer)
-        gap, plan = answer.gap, _described(answer.plan)
+        gap, plan = answer.gap, described(answer.plan)
     except InputError as error:
         reason = str(error).splitlines()[0]
     end = time.perf_counter()
@@ -148,11 +148,12 @@ def weigh(task: tuple[str, str, Space]) -> WorthRow:
     )
 
 
-def _profile(name: str, device: Device) -> ModelProfile:
+def profile_of(name: str, device: Device) -> ModelProfile:
+    """Costs of a preset or of a classic network."""
     return network_profile(name, device) if name in TABLES else analytic_profile(load_config(name), device)
 
 
-def _described(plan: Plan) -> str:
+def described(plan: Plan) -> str:
     """The plan in a few words: devices and tensor degrees of every stage, and what all share."""
     stages = []
     for stage in plan.stages:

@@ -65,7 +65,7 @@ def _spmd(case: Case, rng: random.Random) -> Plan:
         {"device": s * devices, "devices": devices, "chunks": [chunk(part) for part in range(s, parts, pipe)]}
         for s in range(pipe)
     ]
-    schedule = "interleaved" if chunks > 1 else rng.choice(("1f1b", "gpipe"))
+    schedule = "interleaved" if chunks > 1 else rng.choice(("1f1b", "eager-1f1b", "gpipe"))
     return _common(case, rng) | {"schedule": schedule, "stages": stages} | _decisions(rng)
 
 
@@ -77,7 +77,11 @@ def _general(case: Case, rng: random.Random) -> Plan:
         runs = [{"layers": edge - first, "tensor": rng.choice((1, devices))}]
         stages.append({"device": device, "devices": devices, "chunks": [{"first": first, "runs": runs}]})
         device, first = device + devices, edge
-    chosen = {"schedule": rng.choice(("1f1b", "gpipe")), "zero": rng.choice((0, 1)), "recompute": rng.random() < 0.4}
+    chosen = {
+        "schedule": rng.choice(("1f1b", "eager-1f1b", "gpipe")),
+        "zero": rng.choice((0, 1)),
+        "recompute": rng.random() < 0.4,
+    }
     return _common(case, rng) | chosen | {"stages": stages}
 
 

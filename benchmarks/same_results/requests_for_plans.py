@@ -56,7 +56,7 @@ SETTINGS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("microbatches", ("1", "4")),
-    ("schedule", ("gpipe", "1f1b", "interleaved")),
+    ("schedule", ("gpipe", "1f1b", "eager-1f1b", "interleaved")),
     ("space", ("general",)),
     ("budget", ("30GB",)),
 )

@@ -9,7 +9,7 @@ from jhpt.core.errors import did_you_mean
 from jhpt.core.families.family import BLOCK_INPUT, known_tensors
 from jhpt.core.families.transformer import NAMED_TENSORS
 from jhpt.core.plan import OffloadKind
-from jhpt.core.section import Bytes, Section
+from jhpt.core.section import Bytes, Count, Section
 
 
 class MemoryConfig(Section):
@@ -39,6 +39,12 @@ class MemoryConfig(Section):
         description="recomputation (activation checkpointing); full: save only the input of every block, compute the "
         "rest again; none: save all activations; or the names of the activations that are saved beside the input, of "
         f"{', '.join(NAMED_TENSORS[1:])}",
+    )
+
+    recompute_blocks: Count | None = Field(
+        None,
+        description="with recompute: how many blocks do that, the first ones; the others save everything; null: all. "
+        "Needs one stage that is laid out by hand",
     )
 
     @field_validator("recompute", mode="before")

@@ -16,7 +16,7 @@ from jhpt.core.compression_config import Compression, GradientCompression
 from jhpt.core.renamed import with_plan_keys_of_today
 from jhpt.core.section import Count, NonNegative, NonNegativeInt, Section
 
-OneChunk = Literal["1f1b", "gpipe"]
+OneChunk = Literal["1f1b", "eager-1f1b", "gpipe"]
 Schedule = Literal[OneChunk, "interleaved"]
 
 ONE_CHUNK: tuple[Schedule, ...] = get_args(OneChunk)
@@ -90,6 +90,11 @@ class Stage(Section):
         """The devices in the order of their ranks."""
         return self.apart or range(self.device, self.device + self.devices)
 
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor degrees in use, ascending."""
+        return tuple(sorted({run.tensor for chunk in self.chunks for run in chunk.runs}))
+
 
 class PlacedRun(NamedTuple):
     """A run of layers, the first of which is `layer`, on the devices of its stage."""
@@ -128,6 +133,15 @@ class SavedTensors(Section):
         return ", ".join(filter(None, parts)) or "nothing"
 
 
+class OtherBlocks(Section):
+    """The last blocks of a stage, where they save more than the first ones."""
+
+    after: Count = Field(description="how many first blocks recompute as `recompute` and `saved` say")
+    saved: SavedTensors | None = Field(
+        None, description="what of the blocks after these is saved beside its input; null: everything"
+    )
+
+
 class Plan(Section):
     """A complete decision.  `stages` are in pipeline order; devices of the cluster that none of them has stay idle."""
 
@@ -152,6 +166,9 @@ class Plan(Section):
         False, description="activation checkpointing: save only the input of every layer, compute the rest again"
     )
     saved: SavedTensors | None = Field(None, description="with recompute: what of a block is saved beside its input")
+    other_blocks: OtherBlocks | None = Field(
+        None, description="with recompute, on one stage: the blocks that save more; null: all save the same"
+    )
     offload: Offload | None = Field(None, description="null: no CPU offload of blocks")
     compression: Compression = Compression()
     gradient_compression: GradientCompression = GradientCompression()
@@ -201,6 +218,19 @@ class Plan(Section):
         return tuple(
             sorted({run.sample_chunks for stage in self.stages for chunk in stage.chunks for run in chunk.runs})
         )
+
+    @property
+    def of_first_blocks(self) -> "Plan":
+        """The plan if all blocks saved what the first ones save."""
+        return self if self.other_blocks is None else self.model_copy(update={"other_blocks": None})
+
+    @property
+    def of_other_blocks(self) -> "Plan":
+        """The plan if all blocks saved what the last ones save."""
+        if self.other_blocks is None:
+            return self
+        saved = self.other_blocks.saved
+        return self.model_copy(update={"recompute": saved is not None, "saved": saved, "other_blocks": None})
 
     def save(self, path: str | Path) -> None:
         """Writes JSON."""

@@ -7,7 +7,7 @@ from jhpt.core.config import Config
 from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.memory_config import MemoryConfig
-from jhpt.core.plan import Chunk, Offload, Plan, Run, SavedTensors, Stage
+from jhpt.core.plan import Chunk, Offload, OtherBlocks, Plan, Run, SavedTensors, Stage
 from jhpt.core.rules import check
 
 
@@ -30,7 +30,13 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
             "parallel.compression=auto leaves compression to the planner, and parallel.auto=false does without it; "
             "set parallel=auto, or choose by hand: parallel.compression.bits=8"
         )
-    check(replace(parallel.choices, offload=offload.kind if offload else None))
+    check(
+        replace(
+            parallel.choices,
+            offload=offload.kind if offload else None,
+            other_blocks=config.memory.recompute_blocks is not None,
+        )
+    )
     layout = f"parallel.pipe={pipe} x " * (pipe > 1) + f"parallel.data={data} x parallel.tensor={tensor}"
     if used > devices:
         raise InputError(
@@ -53,6 +59,7 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
         zero=parallel.zero,
         zero_ranks=parallel.zero_ranks,
         **recomputed(config.memory),
+        other_blocks=_other_blocks(config),
         offload=offload,
         compression=parallel.compression.settings,
         gradient_compression=parallel.gradient_compression,
@@ -71,6 +78,19 @@ def recomputed(memory: MemoryConfig) -> dict[str, Any]:
         "recompute": choice not in ("auto", "none"),
         "saved": None if isinstance(choice, str) else SavedTensors(device=choice),
     }
+
+
+def _other_blocks(config: Config) -> OtherBlocks | None:
+    """The blocks that save everything; None if all save the same."""
+    count, blocks = config.memory.recompute_blocks, config.model.num_layers
+    if count is None or config.memory.recompute in ("auto", "none"):
+        return None
+    if count > blocks:
+        raise InputError(
+            f"memory.recompute_blocks={count}, and model.num_layers={blocks}; lower it, or leave it out: then all are "
+            "recomputed"
+        )
+    return OtherBlocks(after=count) if count < blocks else None
 
 
 def _offload_by_hand(config: Config) -> Offload | None:

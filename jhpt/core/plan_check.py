@@ -35,8 +35,15 @@ def choices_of(plan: Plan) -> Choices:
         offload=plan.offload.kind if plan.offload else None,
         recompute=plan.recompute,
         saved=plan.saved is not None,
-        saved_in_host_memory=plan.saved.host if plan.saved else (),
+        saved_in_host_memory=_on_host(plan),
+        other_blocks=plan.other_blocks is not None,
     )
+
+
+def _on_host(plan: Plan) -> tuple[str, ...]:
+    """The names of activations that any blocks offload."""
+    first, others = plan.saved, plan.other_blocks.saved if plan.other_blocks else None
+    return (*(first.host if first else ()), *(others.host if others else ()))
 
 
 def with_optimizer(choices: Choices, offload: Offload, optimizer: OptimizerConfig) -> Choices:
@@ -67,8 +74,14 @@ def check_plan(plan: Plan, num_layers: int) -> None:
         )
     check(choices_of(plan))
     _check_devices(plan)
-    if plan.saved is not None:
-        _check_saved(plan.saved)
+    for saved in (plan.saved, plan.other_blocks.saved if plan.other_blocks else None):
+        if saved is not None:
+            _check_saved(saved)
+    if plan.other_blocks is not None and plan.other_blocks.after >= num_layers - 2:
+        raise InputError(
+            f"other_blocks begin after {plan.other_blocks.after} blocks, and there are {num_layers - 2}; use a smaller "
+            "number, or leave other_blocks out"
+        )
     if plan.space == "spmd":
         _check_program(plan)
 
@@ -81,6 +94,17 @@ def check_program(plan: Plan) -> None:
     """
     check(choices_of(plan))
     _check_program(plan)
+
+
+def check_stages_run(plan: Plan) -> None:
+    """Refuses what programs of stages (space=general) cannot run.
+
+    Raises:
+      InputError: a broken rule.
+    """
+    check(replace(choices_of(plan), runs=True))
+    for stage in plan.stages:
+        check(Choices(tensor=stage.degrees))
 
 
 def _check_program(plan: Plan) -> None:

@@ -30,6 +30,7 @@ SETTINGS: Mapping[str, str] = {
     "gradient_compression": "parallel.gradient_compression",
     "offload": "memory.offload",
     "saved": "memory.recompute",
+    "other_blocks": "memory.recompute_blocks",
 }
 """The setting of a configuration for each choice; a plan uses the names of `Choices`."""
 
@@ -46,7 +47,7 @@ class Choices:
     optimizer: name of the update rule; optimizer_offloads: whether blocks can take its steps in CPU offload.
     storage: how weights and moments are stored, where that is not float32.  update_in_backward: the plan's, clip: the
     optimizer's rule, which allows it or does not.  tied: tensor degrees of the two layers that share a parameter.
-    names: what messages call the choices.
+    runs: whether it is to be run, and not only priced.  names: what messages call the choices.
     """
 
     space: str = "spmd"
@@ -82,6 +83,8 @@ class Choices:
     recompute: bool | None = None
     saved: bool = False
     saved_in_host_memory: tuple[str, ...] = ()
+    other_blocks: bool = False
+    runs: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, choice: str) -> str:
@@ -133,6 +136,7 @@ def _one_program_only(c: Choices) -> list[str]:
         "gradient_compression": c.gradient_compression,
         "offload": c.offload is not None,
         "saved": c.saved,
+        "other_blocks": c.other_blocks,
     }
     return [name for name, is_made in made.items() if is_made]
 
@@ -228,9 +232,28 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        name="no search of interleaved stages of any size",
-        broken_by=lambda c: c.space == "general" and c.schedule == "interleaved" and c.chunks is None,
-        message=lambda c: "the search of space=general has no interleaved schedule; use 1f1b or gpipe, or space=spmd",
+        name="whole states and sequences in programs of stages",
+        broken_by=lambda c: c.space == "general" and c.runs and (bool(c.zero) or c.sequence),
+        message=lambda c: (
+            f"the programs of space=general store whole states and sequences on every replica, and the plan has "
+            f"{c.name('zero')}={c.zero or 0} and {c.name('sequence')}={str(c.sequence).lower()}; use "
+            f"{c.name('zero')}=0 and no {c.name('sequence')}, or space=spmd"
+        ),
+    ),
+    Rule(
+        name="clipping by layer in programs of stages",
+        broken_by=lambda c: c.space == "general" and c.runs and c.clip == "layer",
+        message=lambda c: (
+            "optimizer.clip=layer needs the norm of embedding and head together, and with space=general each has a "
+            "program of its own; use optimizer.clip=global, or space=spmd"
+        ),
+    ),
+    Rule(
+        name="no search of these schedules with stages of any size",
+        broken_by=lambda c: c.space == "general" and c.schedule in ("1f1b", "interleaved") and c.chunks is None,
+        message=lambda c: (
+            f"the search of space=general has no schedule={c.schedule}; use eager-1f1b or gpipe, or space=spmd"
+        ),
     ),
     Rule(
         name="one SPMD program on equal devices",
@@ -295,7 +318,8 @@ RULES: tuple[Rule, ...] = (
         ),
         message=lambda c: (
             f"{c.name('schedule')}={c.schedule} with {_number(c.chunks or 0, 'chunk')} per stage: interleaved 1f1b "
-            f"needs several, 1f1b and gpipe one; change {c.name('chunks')} or drop {c.name('schedule')}={c.schedule}"
+            f"needs several, 1f1b, eager-1f1b and gpipe one; change {c.name('chunks')} or drop "
+            f"{c.name('schedule')}={c.schedule}"
         ),
     ),
     Rule(
@@ -370,6 +394,30 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: (
             "saved lists tensors that recomputation (activation checkpointing) does not compute again, and recompute "
             "is false; set recompute to true, or leave saved out"
+        ),
+    ),
+    Rule(
+        name="blocks that save more need recomputation in the others",
+        broken_by=lambda c: c.other_blocks and c.recompute is False,
+        message=lambda c: (
+            "other_blocks are those that save more than the blocks that recompute, and recompute is false; set "
+            "recompute to true, or leave other_blocks out"
+        ),
+    ),
+    Rule(
+        name="equal blocks in a pipeline",
+        broken_by=lambda c: c.other_blocks and _several_stages(c),
+        message=lambda c: (
+            f"{c.name('other_blocks')} needs one stage, and there are {c.stages}: in a pipeline all blocks save the "
+            f"same; use one stage, or leave {c.name('other_blocks')} out"
+        ),
+    ),
+    Rule(
+        name="equal blocks where any are offloaded",
+        broken_by=lambda c: c.other_blocks and (c.offload is not None or bool(c.saved_in_host_memory)),
+        message=lambda c: (
+            f"{c.name('other_blocks')} is not available where blocks or their activations are offloaded to the host; "
+            f"leave out {c.name('other_blocks')} or the offload"
         ),
     ),
     Rule(

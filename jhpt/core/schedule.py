@@ -6,11 +6,19 @@ and computes the times itself (`jhpt.planner.report.simulation`).
 
 A device walks through ticks; in each it may run one forward pass and then one backward pass, of one micro-batch through
 one of its chunks.  What it sends in a tick its neighbour uses in the next.  With S devices, v chunks each and M
-micro-batches, device d runs its n-th forward pass in tick d + n and its n-th backward pass in tick
-delay + (S-1-d) + n, with
+micro-batches, device d runs its n-th forward pass in tick d + stride n and its n-th backward pass in tick
+delay + (S-1-d) + stride n, with
 
-    1f1b, interleaved    delay = S-1 + S (v-1)      the first backward follows the first forward of the last chunk
-    gpipe                delay = S-1 + M-1          it follows the forward of the last micro-batch
+    eager-1f1b, interleaved  stride 1, delay = S-1 + S (v-1)  the first backward follows the first forward of the last
+                                                              chunk in the same tick
+    gpipe                    stride 1, delay = S-1 + M-1      it follows the forward of the last micro-batch
+    1f1b                     stride 2, delay = S              every tick is one pass, forward and backward in turn
+
+So device d has up to S-d micro-batches in flight with 1f1b (Narayanan et al. 2019, PipeDream; Fan et al. 2021, DAPPLE,
+arXiv 2007.01045), and 2 (S-d) - 1 with eager-1f1b, which leaves a tick for every transfer (Zhuang et al. 2022, arXiv
+2211.05322, section 3.3).  With 1f1b nothing is left: a device's forward pass ends when its successor's backward pass
+does, and both need at once what the other sends.  So in tick t only devices d and d + 1 with even t - d exchange, both
+ways, and no device waits for another one than its partner: ticks of neighbours need not begin together.
 
 The n-th forward is chunk (n mod S v) / S of micro-batch S (n / S v) + n mod S; the n-th backward takes the chunks in
 reverse (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with v = 1 every n is a micro-batch).
@@ -50,16 +58,26 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timetable:
-    """forward, backward: [ticks, S, 3], a `Pass` for every tick and device.  slots: how many a device needs."""
+    """forward, backward: [ticks, S, 3], a `Pass` for every tick and device.  slots: how many a device needs.
+
+    in_turn: in tick t only devices d and d + 1 with even t - d exchange, at its end; otherwise all neighbours do, from
+      the tick of the first backward pass on also errors.
+    """
 
     forward: Table
     backward: Table
     slots: int
+    in_turn: bool = False
 
     @property
     def ticks(self) -> int:
         """Ticks of a step."""
         return len(self.forward)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return 1 + int(self.forward[..., 0].max())
 
     def phases(self) -> list[Phase]:
         """Spans of ticks in which the same kinds of passes are run by any device."""
@@ -98,17 +116,24 @@ def _letters(number: int) -> str:
 
 def delay(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> int:
     """The tick of the first backward pass, on the last device."""
+    if schedule == "1f1b":
+        return stages
     return stages - 1 + (micro_batches - 1 if schedule == "gpipe" else stages * (chunks - 1))
+
+
+def stride(schedule: Schedule) -> int:
+    """Ticks from one forward pass of a device to its next."""
+    return 2 if schedule == "1f1b" else 1
 
 
 def in_flight(schedule: Schedule, stages: int, stage: int, chunks: int, micro_batches: int) -> int:
     """Number of micro-batches in flight: the most (micro-batch, chunk) pairs that device `stage` has saved at a time.
 
     It follows from the table of ticks: the first backward pass of the device follows its forward pass number
-    delay + (S-1) - 2 stage, counted from zero.
+    (delay + (S-1) - 2 stage) / stride, counted from zero.
     """
     ahead = delay(schedule, stages, chunks, micro_batches) + stages - 1 - 2 * stage
-    return min(micro_batches * chunks, ahead + 1)
+    return min(micro_batches * chunks, ahead // stride(schedule) + 1)
 
 
 def chunk_of(n: Index, stages: int, chunks: int) -> Index:
@@ -119,24 +144,31 @@ def chunk_of(n: Index, stages: int, chunks: int) -> Index:
 def timetable(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> Timetable:
     """The ticks of a step: [ticks, S] forward and backward passes of S devices with v chunks and M micro-batches."""
     first_backward, passes = delay(schedule, stages, chunks, micro_batches), micro_batches * chunks
-    ticks = first_backward + stages - 1 + passes
+    step = stride(schedule)
+    ticks = first_backward + stages + step * (passes - 1)
     forward, backward = np.full((2, ticks, stages, 3), IDLE, np.int32)
     slots = 0
     for device in range(stages):
         free, used = list[int](), dict[tuple[int, int], int]()
         for tick in range(ticks):
-            if 0 <= (n := tick - device) < passes:
+            if (n := _number(tick - device, step, passes)) is not None:
                 pair = _numbered(n, stages, chunks)
                 used[pair] = free.pop() if free else len(used)
                 forward[tick, device] = Pass(*pair, used[pair])
-            if 0 <= (n := tick - first_backward - (stages - 1 - device)) < passes:
+            if (n := _number(tick - first_backward - (stages - 1 - device), step, passes)) is not None:
                 micro_batch, chunk = _numbered(n, stages, chunks)
                 pair = micro_batch, chunks - 1 - chunk
                 slot = used.pop(pair)
                 free.append(slot)
                 backward[tick, device] = Pass(*pair, slot)
             slots = max(slots, len(used) + len(free))
-    return Timetable(forward, backward, slots)
+    return Timetable(forward, backward, slots, in_turn=schedule == "1f1b")
+
+
+def _number(ticks: int, step: int, passes: int) -> int | None:
+    """The number of the pass that comes so many ticks after the first one; None: there is none."""
+    number, between = divmod(ticks, step)
+    return number if not between and 0 <= number < passes else None
 
 
 def _numbered(n: int, stages: int, chunks: int) -> tuple[int, int]:

@@ -70,6 +70,12 @@ UNUSED: tuple[Unused, ...] = (
         why="it orders the passes of several stages, and parallel.pipe=1; raise parallel.pipe, or leave it out",
     ),
     Unused(
+        setting="memory.recompute_blocks",
+        unread=lambda config: config.parallel.auto or config.memory.recompute in ("auto", "none"),
+        why="it is how many blocks memory.recompute=full or names are for in a layout by hand; set these and "
+        "parallel.auto=false, or leave it out: the planner chooses",
+    ),
+    Unused(
         setting="parallel.compression.importance",
         unread=_all_tokens,
         why="it chooses the important tokens, and parallel.compression.tokens=1 makes all of them important; lower "

@@ -12,22 +12,27 @@ from jhpt.core.config import Config
 from jhpt.core.plan import Plan
 from jhpt.core.rules import Choices, check
 from jhpt.sharding.compiler_options import compiler_options
+from jhpt.sharding.mesh import check_runnable
 from jhpt.training import device_step, offloaded_step
 from jhpt.training.device_step import compile_device_step, lower_device_step
 from jhpt.training.offloaded_step import compile_offloaded_step, lower_offloaded_step
 from jhpt.training.planning import check_fits_model
 from jhpt.training.programs import Step
 from jhpt.training.replicas import Replicas
-from jhpt.training.setup import Design, Setup, design_step, fitting_tokenizer
+from jhpt.training.setup import Design, design_step, fitting_tokenizer
+from jhpt.training.stages_setup import AnySetup, StagesSetup
+from jhpt.training.stages_step import compile_stages_step
 from jhpt.training.step_folders import Say
 
 
-def compile_step(setup: Setup) -> Step[Any]:
+def compile_step(setup: AnySetup) -> Step[Any]:
     """The step that the plan needs, compiled with everything that might not fit: evaluating and saving, too.
 
     Raises:
       InputError: a device or this host has less memory than is needed.
     """
+    if isinstance(setup, StagesSetup):
+        return compile_stages_step(setup)
     return compile_offloaded_step(setup) if setup.plan.offload else compile_device_step(setup)
 
 
@@ -39,13 +44,13 @@ def lower_step(design: Design) -> jax.stages.Lowered:
     return lower_offloaded_step(design) if design.plan.offload else lower_device_step(design)
 
 
-def replicas_of(setup: Setup, say: Say) -> Replicas | None:
+def replicas_of(setup: AnySetup, say: Say) -> Replicas | None:
     """The comparison of copies that the configuration asks for; None: it asks for none.
 
     Raises:
       InputError: there are no copies.
     """
-    if setup.config.guards.replicas_every is None:
+    if isinstance(setup, StagesSetup) or setup.config.guards.replicas_every is None:
         return None
     module = offloaded_step if setup.plan.offload else device_step
     mesh = setup.layout.device_mesh.mesh
@@ -77,6 +82,7 @@ def compile_for(config: Config, plan: Plan, cluster: Cluster) -> tuple[jax.stage
     `compiled_step`."""
     config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": plan.batch})})
     check_fits_model(plan, config)
+    check_runnable(plan)
     check(Choices(devices=plan.devices, available=cluster.num_devices, place=cluster.name))
     devices = compile_only_devices(cluster)
     design = design_step(config, plan, fitting_tokenizer(config), devices, compile_only_info(cluster))

@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jhpt.core.plan import Plan
-from jhpt.planner.report.words import gradients_text, offload_text
+from jhpt.planner.report.words import gradients_text, offload_text, recomputation_text
 from jhpt.training.data.mixture import Mixture
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.processes import is_main, launcher
 from jhpt.training.programs import Step
-from jhpt.training.setup import Setup
+from jhpt.training.stages_setup import AnySetup
 
 SECONDS_BETWEEN_LINES = 10
 """While text is tokenised, if there is no terminal."""
@@ -33,7 +33,7 @@ def bytes_text(count: float) -> str:
     return f"{count / 1024**power:.{0 if power < 2 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def start_table(setup: Setup, step: Step[Any], first_step: int) -> Table:
+def start_table(setup: AnySetup, step: Step[Any], first_step: int) -> Table:
     """The run in one table."""
     config = setup.config
     model, count = config.model, config.model.parameter_count()
@@ -62,7 +62,7 @@ def start_table(setup: Setup, step: Step[Any], first_step: int) -> Table:
     return table
 
 
-def data_text(setup: Setup) -> str:
+def data_text(setup: AnySetup) -> str:
     """What every source holds, and how often the run reads it."""
     config, windows = setup.config, setup.train_windows
     parts = windows.sources if isinstance(windows, Mixture) else (windows,)
@@ -79,7 +79,7 @@ def data_text(setup: Setup) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """`"pipe 4 x data 2 x tensor 1, 1f1b, zero 1, 8 micro-batches"`."""
+    """`"pipe 4 x data 2 x tensor 1, 1f1b, zero 1, 8 micro-batches"`, or `"pipe of 3 | 1 devices, tensor 1 ..."`."""
     degrees = plan.degrees
     per_stage = plan.stages[0].devices
     if len(degrees) == 1:
@@ -87,8 +87,13 @@ def plan_text(plan: Plan) -> str:
     else:
         mesh = f"{per_stage} devices, tensor {' and '.join(map(str, degrees))} by layer"
     piped = len(plan.stages) > 1
+    if plan.space == "general":
+        sizes = " | ".join(str(stage.devices) for stage in plan.stages)
+        mesh = f"{'pipe of ' if piped else ''}{sizes} devices, tensor {' and '.join(map(str, degrees))}"
+    elif piped:
+        mesh = f"pipe {len(plan.stages)} x {mesh}"
     parts = [
-        f"pipe {len(plan.stages)} x {mesh}" if piped else mesh,
+        mesh,
         (plan.schedule + (f" with {plan.chunks} chunks" if plan.chunks > 1 else "")) if piped else "",
         "sequence" if plan.sequence else "",
         f"zero {plan.zero}" + (f" over {plan.zero_ranks} ranks" if plan.zero_ranks else ""),
@@ -101,10 +106,8 @@ def plan_text(plan: Plan) -> str:
 
 
 def recompute_text(plan: Plan) -> str:
-    """`recompute`, or `recompute except qkv`; empty if all activations are saved."""
-    if plan.saved is None:
-        return "recompute" if plan.recompute else ""
-    return f"recompute except {plan.saved.text()}"
+    """`recompute`, `recompute except qkv`, `recompute in 12 of 32 blocks`; empty if all activations are saved."""
+    return recomputation_text(plan, "recompute", "except")
 
 
 def plan_change(before: Plan, now: Plan) -> str:
@@ -117,9 +120,9 @@ def plan_change(before: Plan, now: Plan) -> str:
     return f"note: the plan has changed: {second}; before {first}{lost}"
 
 
-def _devices_text(setup: Setup) -> str:
-    used, attached = setup.layout.device_mesh.mesh.size, jax.device_count()
-    idle = [str(device.id) for device in jax.devices() if device not in set(setup.layout.device_mesh.mesh.devices.flat)]
+def _devices_text(setup: AnySetup) -> str:
+    used, attached = len(setup.layout.devices), jax.device_count()
+    idle = [str(device.id) for device in jax.devices() if device not in set(setup.layout.devices)]
     text = f"{used} x {setup.device.kind}, {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
     return text if used == attached else f"{text}; idle: {', '.join(idle)}"
 

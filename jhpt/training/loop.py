@@ -22,8 +22,8 @@ from jhpt.training.data.mixture import Mixture
 from jhpt.training.metrics import MetricsWriter
 from jhpt.training.programs import State, Step, global_batch
 from jhpt.training.replicas import Replicas
-from jhpt.training.setup import Setup
 from jhpt.training.spikes import first_spike, is_spike
+from jhpt.training.stages_setup import AnySetup
 from jhpt.training.step import RandomStream, StepMetrics, random_key
 from jhpt.training.watch import watch
 
@@ -108,7 +108,7 @@ class Clock:
 
 
 def fit(
-    setup: Setup,
+    setup: AnySetup,
     step: Step[State],
     state: State,
     *,
@@ -179,7 +179,7 @@ def _ends_before(step: int, last: int, progress: Progress, display: Display) -> 
     return progress.interrupted or progress.spike is not None
 
 
-def _epoch_begun(setup: Setup, step: int) -> int | None:
+def _epoch_begun(setup: AnySetup, step: int) -> int | None:
     """The number, from 1, of the epoch whose first sequence follows this step's batch or is in it.
 
     None: there is none; epochs are shorter than the lines of metrics lie apart; or there are several sources, each with
@@ -216,7 +216,7 @@ def _due(config: Config, step: int, *, final: bool, stop: bool) -> Set[Follows]:
 class _BetweenSteps(Generic[State]):
     """Compares copies of the state, saves, and then evaluates, so that an evaluation that fails loses nothing."""
 
-    setup: Setup
+    setup: AnySetup
     step: Step[State]
     save: Callable[[int, State], None]
     report: "_Reporter"
@@ -240,11 +240,11 @@ class _BetweenSteps(Generic[State]):
         return state
 
 
-BatchSums = Callable[[Any, jax.Array, jax.Array, jax.Array], Sums]
+BatchSums = Callable[[Any, Any, Any, jax.Array], Sums]
 """(params, windows, row weights, key) -> sums over a held-out batch."""
 
 
-def _batches(setup: Setup, first: int, left_out: LeftOut = ()) -> Iterator[np.ndarray]:
+def _batches(setup: AnySetup, first: int, left_out: LeftOut = ()) -> Iterator[np.ndarray]:
     """This process's rows of the batches after step `first`."""
     size, seed = setup.config.data.batch_size, setup.config.seed
     return training_batches(shuffled(setup.train_windows, seed), size, setup.layout.own_rows(size), first, left_out)
@@ -260,7 +260,7 @@ class HeldOut(NamedTuple):
     accuracy: float | None
 
 
-def evaluate(setup: Setup, batch_sums: BatchSums, params: Params) -> HeldOut:
+def evaluate(setup: AnySetup, batch_sums: BatchSums, params: Params) -> HeldOut:
     """The results on the held-out batches.
 
     Args:
@@ -284,7 +284,7 @@ def evaluate(setup: Setup, batch_sums: BatchSums, params: Params) -> HeldOut:
 class _Reporter:
     """Turns the metrics of a step into records and lines; holds back the metrics of one step (see `fit`)."""
 
-    setup: Setup
+    setup: AnySetup
     progress: Progress
     clock: Clock
     writer: MetricsWriter | None
@@ -365,12 +365,12 @@ class _Reporter:
         self.display.advance(step, line)
 
 
-def tokens_of_step(setup: Setup) -> int:
+def tokens_of_step(setup: AnySetup) -> int:
     """Tokens in the batch of a step."""
     return setup.config.data.batch_size * setup.config.data.sequence_length
 
 
-def training_flops_per_token(setup: Setup) -> float:
+def training_flops_per_token(setup: AnySetup) -> float:
     """Model FLOPs per token of a training step, causal convention; the head counts on predicted tokens only, and
     attention, where documents are kept apart, on the keys of a token's own document (`Setup.visible_keys`)."""
     config = setup.config
@@ -379,9 +379,7 @@ def training_flops_per_token(setup: Setup) -> float:
     return config.model.flops_per_token(length, predicted_share=predicted, keys=setup.visible_keys).total
 
 
-def utilisation(setup: Setup, tokens_per_s: float) -> float | None:
+def utilisation(setup: AnySetup, tokens_per_s: float) -> float | None:
     """Model FLOP/s over the mesh's peak bfloat16 FLOP/s, causal convention; None where the peak is not known."""
     peak = setup.device.peak_bf16_flops if setup.model.dtype == "bfloat16" else None
-    return (
-        tokens_per_s * training_flops_per_token(setup) / (peak * setup.layout.device_mesh.mesh.size) if peak else None
-    )
+    return tokens_per_s * training_flops_per_token(setup) / (peak * len(setup.layout.devices)) if peak else None

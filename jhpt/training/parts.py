@@ -108,4 +108,5 @@ def make_parts(model: Model, data: DataConfig, tokenizer: Tokenizer, z_loss: flo
         head_loss=lambda params, x, rows, context: model.loss(params, x, rows, context.keys, objective),
         embed_reads=("embedding",),
         head_reads=model.head_reads,
+        weighted=lambda rows, weights: rows._replace(weights=weights * (1 if rows.weights is None else rows.weights)),
     )

@@ -27,7 +27,7 @@ from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.load import CONFIG_FILE, load_config
 from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
-from jhpt.core.plan_check import check_plan, with_optimizer
+from jhpt.core.plan_check import check_plan, check_stages_run, with_optimizer
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import Choices, conflict
 from jhpt.measure.device import DeviceInfo, device_info
@@ -165,6 +165,9 @@ def _unread(plan: Plan, config: Config) -> list[str]:
     recompute = memory.recompute if isinstance(memory.recompute, str) else ",".join(memory.recompute)
     unread = [f"parallel.{name}={value}" for name, value in _unread_parallel(plan, config.parallel).items()]
     unread += [f"memory.offload={memory.offload}"] if memory.offload not in ("auto", offload) else []
+    after = plan.other_blocks.after if plan.other_blocks else None
+    some = memory.recompute_blocks is not None and memory.recompute_blocks != after
+    unread += [f"memory.recompute_blocks={memory.recompute_blocks}"] if some else []
     return unread + ([f"memory.recompute={recompute}"] if wanted not in ("auto", planned) else [])
 
 
@@ -229,11 +232,13 @@ def model_differences(plan: Plan, config: Config) -> list[str]:
         reasons.append(f"the plan is for a batch of {plan.batch}, data.batch_size is {config.data.batch_size}")
     try:
         check_plan(plan, layers)
-        check_runnable(plan)
+        check_stages_run(plan) if plan.space == "general" else check_runnable(plan)
     except InputError as error:
         reasons.append(str(error))
     embedding_and_head = plan.stages[0].chunks[0].tensor[0], plan.stages[-1].chunks[-1].tensor[-1]
-    choices = Choices(tied=embedding_and_head if model.tied_table else None)
+    choices = Choices(space=plan.space, runs=True, clip=config.optimizer.clip)
+    if plan.space == "spmd" and model.tied_table:
+        choices = replace(choices, tied=embedding_and_head)
     if plan.offload:
         choices = with_optimizer(replace(choices, offload=plan.offload.kind), plan.offload, config.optimizer)
     if (message := conflict(choices)) is not None:

@@ -30,7 +30,8 @@ from jhpt.training.processes import is_main, raise_on_all_processes
 from jhpt.training.programs import memory_of
 from jhpt.training.room import DoesNotFit, Room, devices_here, room_of
 from jhpt.training.runtime import host_budget
-from jhpt.training.setup import Setup, budgeted, compute_dtype, design_step
+from jhpt.training.setup import budgeted, compute_dtype, design_step
+from jhpt.training.stages_setup import AnySetup
 
 MOST_COMPILED = 6
 """Changes that are compiled, at most, to find one that fits."""
@@ -123,7 +124,7 @@ def _advice(config: Config, plan: Plan | None, room: Room, enough: Enough) -> st
 
 
 @contextmanager
-def nearest_change(setup: Setup) -> Iterator[None]:
+def nearest_change(setup: AnySetup) -> Iterator[None]:
     """Completes the refusal of a program that does not fit with the nearest change that does.
 
     A change is compiled before it is named; with several processes, it is estimated in proportion to what the compiler
@@ -135,7 +136,7 @@ def nearest_change(setup: Setup) -> Iterator[None]:
         raise InputError(f"{error}; {_advice_for(setup, error)}") from None
 
 
-def _advice_for(setup: Setup, error: DoesNotFit) -> str:
+def _advice_for(setup: AnySetup, error: DoesNotFit) -> str:
     info, dtype = setup.device, compute_dtype(setup.config, setup.device).name
     estimated = _by_estimate(error.room, info.kind, dtype, _scale(setup, error.device))
     if jax.process_count() > 1:
@@ -146,11 +147,11 @@ def _advice_for(setup: Setup, error: DoesNotFit) -> str:
     return _advice(setup.config, setup.plan, error.room, enough)
 
 
-def _changes(setup: Setup, room: Room) -> Iterator[Smaller]:
+def _changes(setup: AnySetup, room: Room) -> Iterator[Smaller]:
     return smaller(setup.config, jax.device_count(), one_memory=room.one_memory)
 
 
-def _scale(setup: Setup, memory: Mapping[str, float]) -> float:
+def _scale(setup: AnySetup, memory: Mapping[str, float]) -> float:
     """How many times more the compiler says than the planner's model, of what is no stored state."""
     need = needed(setup.config, setup.plan, setup.device.kind, compute_dtype(setup.config, setup.device).name)
     if need is None:
@@ -159,7 +160,7 @@ def _scale(setup: Setup, memory: Mapping[str, float]) -> float:
     return max((sum(memory.values()) - certain) / max(sum(need.device.values()) - certain, 1.0), 0.0)
 
 
-def _first_compiled(setup: Setup, room: Room, changes: Iterable[Smaller]) -> dict[str, str]:
+def _first_compiled(setup: AnySetup, room: Room, changes: Iterable[Smaller]) -> dict[str, str]:
     """{text of the first change that the compiler fits into the room: what it needs}; empty if none does."""
     for change in changes:
         try:
@@ -223,7 +224,7 @@ def _less_disk(size: float, there: int, written: int, free: float) -> str:
     return "give an --out on a larger disk, or free some of it"
 
 
-def mistakes(setup: Setup) -> tuple[str, ...]:
+def mistakes(setup: AnySetup) -> tuple[str, ...]:
     """What is probably not meant (`jhpt.core.likely_mistakes`), a line each."""
     windows = setup.train_windows
     parts = windows.sources if isinstance(windows, Mixture) else (windows,)
@@ -236,7 +237,7 @@ def mistakes(setup: Setup) -> tuple[str, ...]:
 
 
 @contextmanager
-def out_of_memory_explained(setup: Setup, memory: Mapping[str, float], run_dir: Path) -> Iterator[None]:
+def out_of_memory_explained(setup: AnySetup, memory: Mapping[str, float], run_dir: Path) -> Iterator[None]:
     """Turns running out of memory into one message.
 
     Args:
@@ -253,7 +254,7 @@ def out_of_memory_explained(setup: Setup, memory: Mapping[str, float], run_dir: 
         raise OutOfMemory(_explanation(setup, memory, run_dir, str(error))) from error
 
 
-def _explanation(setup: Setup, memory: Mapping[str, float], run_dir: Path, reason: str) -> str:
+def _explanation(setup: AnySetup, memory: Mapping[str, float], run_dir: Path, reason: str) -> str:
     info, need = setup.device, sum(memory.values())
     local = devices_here(setup.plan)
     room = Room(

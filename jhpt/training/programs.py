@@ -7,7 +7,7 @@ The protocol has two implementations: `training.device_step`, with everything on
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jhpt.training.record import Record
 from jhpt.training.room import DoesNotFit, Room, devices_here, room_of
 from jhpt.training.runtime import return_freed_memory
 from jhpt.training.setup import Setup
+from jhpt.training.stages_setup import AnySetup, StagesSetup
 from jhpt.training.step import Params, RandomStream, StepMetrics, StepState, random_key
 
 KEPT_HEAP = 6.0
@@ -29,6 +30,9 @@ KEPT_HEAP = 6.0
 not find a freed block again that has to be aligned.  Measured: 1.3 to 5.3 times."""
 
 State = TypeVar("State", bound=StepState)
+
+GlobalRows: TypeAlias = jax.Array | np.ndarray
+"""Rows of a global batch: on all devices, or, where stages divide them differently, all of them on every host."""
 
 
 class Step(Protocol[State]):
@@ -53,13 +57,13 @@ class Step(Protocol[State]):
             numpy arrays.
         """
 
-    def step(self, state: State, windows: jax.Array) -> tuple[State, StepMetrics]:
+    def step(self, state: State, windows: Any) -> tuple[State, StepMetrics]:
         """One optimizer step on a global batch of windows [B, W].  The state is donated."""
 
     def flush(self, state: State) -> State:
         """The state with no update pending, as it is evaluated and saved.  The argument must not be used again."""
 
-    def evaluate(self, params: Any, windows: jax.Array, weights: jax.Array, key: jax.Array) -> Sums:
+    def evaluate(self, params: Any, windows: Any, weights: Any, key: jax.Array) -> Sums:
         """Sums over held-out windows [B, W] with row weights [B]; params: those of a flushed state."""
 
     def save(self, checkpoints: Checkpoints, number: int, state: State, record: Record) -> None:
@@ -113,8 +117,10 @@ def window_length(config: Config) -> int:
     return config.model.row_length(config.data.sequence_length)
 
 
-def global_batch(setup: Setup, rows: np.ndarray) -> jax.Array:
+def global_batch(setup: AnySetup, rows: np.ndarray) -> GlobalRows:
     """The global batch of which this process holds these rows."""
+    if isinstance(setup, StagesSetup):
+        return rows
     shape = (setup.config.data.batch_size, *rows.shape[1:])
     return jax.make_array_from_process_local_data(setup.layout.batch, rows, shape)
 

@@ -58,7 +58,8 @@ from jhpt.training.runtime import (
     configure_runtime,
 )
 from jhpt.training.sampling import sample
-from jhpt.training.setup import Setup, decided, prepare
+from jhpt.training.setup import decided
+from jhpt.training.stages_setup import AnySetup, prepare_run
 from jhpt.training.step import RandomStream, StepState, random_key
 from jhpt.training.step_folders import leave_behind
 from jhpt.training.watch import watch
@@ -241,7 +242,7 @@ class _Run:
     """
 
     directory: Path
-    setup: Setup
+    setup: AnySetup
     record: Record
     step: int
     goes_back: bool
@@ -266,7 +267,7 @@ def _resolved(
     check_host_room(plan, config)
     refuse_impossible(config, plan)
     with watch.phase("reading its text"), raise_on_all_processes():
-        setup = prepare(config, plan, say=display.say, progress=display.tokenising)
+        setup = prepare_run(config, plan, say=display.say, progress=display.tokenising)
     key = data_key(setup.sources)
     if not same_everywhere(key):
         raise InputError("the processes read different text; give all of them the same files in data.path")
@@ -300,7 +301,7 @@ def _executed(run: _Run, display: Display) -> RunResult:
     replicas = replicas_of(setup, display.say)
     if replicas is not None:
         display.say(replicas.summary)
-    display.say(f"compiling {config.name} for {setup.layout.device_mesh.mesh.size} x {setup.device.kind}")
+    display.say(f"compiling {config.name} for {len(setup.layout.devices)} x {setup.device.kind}")
     with watch.phase("compiling"), nearest_change(setup):
         step = compile_step(setup)
     with out_of_memory_explained(setup, step.memory, run.directory):
@@ -409,7 +410,7 @@ def _first_state(run: _Run, step: Step[Any]) -> StepState:
         return state
 
 
-def _sample(setup: Setup, step: Step[Any], state: StepState, say: Callable[[str], None]) -> str | None:
+def _sample(setup: AnySetup, step: Step[Any], state: StepState, say: Callable[[str], None]) -> str | None:
     evaluation, model = setup.config.evaluation, setup.model
     if not evaluation.sample_tokens or not model.config.generates:
         return None
@@ -425,7 +426,7 @@ def _sample(setup: Setup, step: Step[Any], state: StepState, say: Callable[[str]
     return setup.tokenizer.decode(tokens.tolist())
 
 
-def _result(setup: Setup, state: StepState, progress: Progress, run_dir: Path, text: str | None) -> RunResult:
+def _result(setup: AnySetup, state: StepState, progress: Progress, run_dir: Path, text: str | None) -> RunResult:
     rate = tokens_of_step(setup) * progress.steps_per_s if progress.steps_per_s else None
     past = history(run_dir)
     return RunResult(

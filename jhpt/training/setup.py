@@ -85,14 +85,21 @@ class Design:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup(Design):
-    """The pieces of a run, ready to be compiled."""
+class Data:
+    """What a run reads.
+
+    visible_keys: keys that an average token sees, where documents are kept apart; None: all of its sequence.
+    """
 
     sources: tuple[Source, ...]
     train_windows: Sequences
     validation_windows: Sequences | None
     visible_keys: float | None = None
-    """Keys that an average token sees, where documents are kept apart; None: all of its sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Data, Design):
+    """The pieces of a run, ready to be compiled."""
 
 
 def prepare(
@@ -114,10 +121,18 @@ def prepare(
     tokenizer = fitting_tokenizer(config)
     plan = plan or plan_by_hand(config, jax.device_count())
     design = design_step(config, plan, tokenizer, jax.devices(), budgeted(device_info(), config.memory))
+    return Setup(**vars(design), **vars(open_data(config, tokenizer, say, progress)))
+
+
+def open_data(config: Config, tokenizer: Tokenizer, say: Callable[[str], None], progress: Progress = unseen) -> Data:
+    """The text, or the rows with a class, that the configuration names.
+
+    Raises:
+      InputError: there is too little of it, or it cannot be read.
+    """
     if config.model.classifies:
         rows = labelled_rows(config, tokenizer, say)
-        return Setup(
-            **vars(design),
+        return Data(
             sources=(Source(setting="data.path", path=config.data.path, weight=1.0, cache=rows),),
             train_windows=rows.train,
             validation_windows=rows.validation if len(rows.validation) else None,
@@ -132,8 +147,7 @@ def prepare(
         if cache.validation.size
     ]
     train_windows = _mixed(train, whole_shares([source.weight for source in sources]))
-    return Setup(
-        **vars(design),
+    return Data(
         sources=sources,
         train_windows=train_windows,
         validation_windows=_mixed(held, [len(windows) for windows in held]) if held else None,
@@ -268,7 +282,10 @@ def execution(
     check_sequence(config, layout.plan)
     stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
     sums, flash = not config.model.post_norm, model.implementation == "cudnn"
-    recompute = layer_policy(layout.plan, stacked=stacked, flash=flash, sums=sums, names=config.model.named_tensors)
+    recompute, less = (
+        layer_policy(plan, stacked=stacked, flash=flash, sums=sums, names=config.model.named_tensors)
+        for plan in (layout.plan.of_first_blocks, layout.plan.of_other_blocks)
+    )
 
     def parts_at(degree: int) -> ModelParts:
         axes = device_mesh.axes(degree).tensor
@@ -295,6 +312,7 @@ def execution(
         unroll=unrolled(config, on_gpu=_on_gpu(layout)),
         overlap=_on_gpu(layout),
         recompute=recompute if train else everything,
+        recompute_less=less if train else everything,
         kernels=kernels,
     )
 

@@ -104,6 +104,10 @@ has feedback: (params, windows, key, feedback) -> (gradient, sums, feedback)."""
 TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
 
 
+Update = Callable[[TrainState, Any, LossSums, jax.Array, Feedback | None], tuple[TrainState, StepMetrics]]
+"""(state, gradients, sums over the batch, norm of all gradients, residuals) -> (the next state, metrics)."""
+
+
 FLOAT32 = Weights()
 """Parameters are stored in the precision in which they are updated."""
 
@@ -158,13 +162,42 @@ def make_train_step(
       guard: which losses are spikes, whose updates are left out too; None: none.
     """
 
+    update = make_update(
+        optimizer,
+        learning_rate,
+        seed=seed,
+        max_bad_steps=max_bad_steps,
+        clip=clip,
+        weights=weights,
+        guard=guard,
+    )
+
     def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, StepMetrics]:
         key = random_key(seed, RandomStream.STEP, state.step)
         if state.feedback is None:
             (grads, sums), feedback = gradients(state.params, windows, key), None
         else:
             grads, sums, feedback = gradients(state.params, windows, key, state.feedback)
-        size = clip.norm(grads)
+        return update(state, grads, sums, clip.norm(grads), feedback)
+
+    return train_step
+
+
+def make_update(
+    optimizer: optax.GradientTransformation,
+    learning_rate: Callable[[jax.Array], jax.Array],
+    *,
+    seed: int,
+    max_bad_steps: int,
+    clip: Clipping = UNCLIPPED,
+    weights: Weights = FLOAT32,
+    guard: SpikeGuard | None = None,
+) -> Update:
+    """What a step does with its gradients; the arguments are those of `make_train_step`."""
+
+    def update(
+        state: TrainState, grads: Any, sums: LossSums, size: jax.Array, feedback: Feedback | None
+    ) -> tuple[TrainState, StepMetrics]:
         good = jnp.isfinite(sums.loss) & jnp.isfinite(size) & (state.bad_steps < max_bad_steps)
         good, losses = without_spike(guard, state, sums, good)
         grads = clip.clipped(grads, size, state.norm)
@@ -189,7 +222,7 @@ def make_train_step(
         )
         return state, StepMetrics(sums.nll / sums.tokens, size, rate, state.skipped, bad_steps, losses)
 
-    return train_step
+    return update
 
 
 def without_spike(

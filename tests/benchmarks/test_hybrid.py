@@ -14,7 +14,7 @@ from benchmarks.hybrid.costs import batches, cluster_of, planned, request_of, un
 from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
-from benchmarks.hybrid.task import CHUNKS, MODELS, Task
+from benchmarks.hybrid.task import MODELS, Task
 from benchmarks.netlab import Lab, why_not
 from jhpt.core.calibration import order_error
 from jhpt.core.cluster import Link
@@ -44,7 +44,9 @@ def timed(profile: ModelProfile) -> ModelProfile:
 
 
 def step_row(model: str, rate: float, competitor: str, samples: list[float], predicted: float) -> dict:
-    plan = plan_of(BLOCKS, 1, 1).model_dump(mode="json") | {"micro_batches": {"plan": 2, "gpipe": 4}.get(competitor, 1)}
+    plan = plan_of(BLOCKS, 1, "1f1b").model_dump(mode="json") | {
+        "micro_batches": {"plan": 2, "gpipe": 4}.get(competitor, 1)
+    }
     return {
         "row": "step",
         "model": model,
@@ -65,6 +67,7 @@ ROWS = [
     step_row("gpt", 5e8, "gpipe", [3.0, 3.0, 3.0], 3.0),
     step_row("gpt", 5e8, "plan", [1.02, 1.02, 1.02], 1.02),
     {"row": "bubble", "competitor": "1f1b", "stages": 4, "micro_batches": 8, "samples_s": [1.1, 1.1]},
+    {"row": "bubble", "competitor": "eager-1f1b", "stages": 4, "micro_batches": 8, "samples_s": [1.25, 1.25]},
     {"row": "bubble", "competitor": "interleaved", "stages": 4, "micro_batches": 8, "samples_s": [1.0, 1.0]},
     {"row": "bubble", "competitor": "alone", "stages": 4, "micro_batches": 8, "samples_s": [0.8, 0.8]},
 ]
@@ -94,6 +97,7 @@ def test_spread_is_that_of_all_that_run_the_same():
 def test_idle_shares():
     claims = hybrid.claims(ROWS)
     assert claims["bubble_1f1b"].value == pytest.approx(1 - 0.8 / 1.1)
+    assert claims["bubble_eager_1f1b"].value == pytest.approx(1 - 0.8 / 1.25)
     assert claims["bubble_1f1b_ideal"].value == pytest.approx(3 / 11)
     assert claims["bubble_interleaved"].value == pytest.approx(0.2)
     assert claims["bubble_interleaved_ideal"].value == pytest.approx(3 / 19)
@@ -106,7 +110,7 @@ def test_claims_that_were_not_measured_are_absent():
 
 
 def test_plans_in_words():
-    assert hybrid.in_words(plan_of(8, 4, 2)) == "interleaved x8: 2, 1 | 1, 1 | 1, 1 | 1, 2"
+    assert hybrid.in_words(plan_of(8, 4, "interleaved")) == "interleaved x8: 2, 1 | 1, 1 | 1, 1 | 1, 2"
     subject, profile = SUBJECTS["vgg"](), timed(SUBJECTS["vgg"]().profile())
     plan = planned(subject, profile, LINK, 1e8, QUOTA, 4)[-1].plan
     assert hybrid.in_words(plan).startswith("one stage x") and " t4" in hybrid.in_words(plan)
@@ -165,7 +169,7 @@ def test_plans_are_ones_that_all_hosts_can_run(name):
 
 def test_sums_of_scalars_are_counted():
     """Of the loss over four hosts, and of the norm if they are stages: 2 (4 - 1) messages each."""
-    assert unpriced_messages(plan_of(8, 4, 1)) == 12
+    assert unpriced_messages(plan_of(8, 4, "eager-1f1b")) == 12
     subject = SUBJECTS["mlp"]()
     plan = planned(subject, timed(subject.profile()), LINK, 5e8, QUOTA, 4)[0].plan
     assert plan.devices == 4 and unpriced_messages(plan) == 6
@@ -173,7 +177,7 @@ def test_sums_of_scalars_are_counted():
 
 def test_small_messages_of_a_divided_head_are_counted():
     """Of four ranks, in each of two micro-batches: two sums of 6 messages each, and 3 that gather the rows."""
-    plan = plan_of(8, 1, 1).model_copy(update={"micro_batches": 2})
+    plan = plan_of(8, 1, "1f1b").model_copy(update={"micro_batches": 2})
     (stage,) = plan.stages
     chunk = stage.chunks[0].model_copy(update={"runs": runs_of([4] * len(stage.chunks[0].tensor))})
     stage = stage.model_copy(update={"devices": 4, "chunks": (chunk,)})
@@ -232,10 +236,11 @@ def drawn_times(stages: int, chunks: int) -> StageTimes:
     return StageTimes(forward=forward, backward=backward, cut=cut, sync=nothing, update=nothing + 1e-3)
 
 
-@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (2, 2), (4, 2)])
-def test_a_host_that_saves_nothing_is_a_slower_processor(stages, chunks):
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("eager-1f1b", 1), ("interleaved", 2)])
+def test_a_host_that_saves_nothing_is_a_slower_processor(stages, schedule, chunks):
     """Then a step takes what the planner says, and never more than that if hosts save while they wait."""
-    plan, times = plan_of(8, stages, chunks), drawn_times(stages, chunks)
+    plan, times = plan_of(8, stages, schedule), drawn_times(stages, chunks)
     planned_seconds = times.step_seconds(plan, overlap=False)
     for share, period, cores in ((1.0, 1e-2, 8), (0.5, 0.0, 2)):
         quota = Quota(share=share, period=period, exchange=0.0, cores=cores)
@@ -248,7 +253,7 @@ def test_a_host_that_waited_computes_at_full_speed():
     0 has nothing saved: F 0..8, exchange 8..9.  Stage 1 has saved 4.5 ms of processor time: F in 0.5, until 9.5.  Both
     exchange errors first, 9..10, so F 10..10.5, exchange 10.5..11.5; B needs 4 ms of the 5 that it has: 11.5..15.5.
     Exchange until 16.5; stage 0 has waited, B in 0.5."""
-    plan = plan_of(2, 2, 1).model_copy(update={"micro_batches": 1})
+    plan = plan_of(2, 2, "eager-1f1b").model_copy(update={"micro_batches": 1})
     times = StageTimes(
         forward=np.array([[8e-3], [1e-3]]),
         backward=np.array([[1e-3], [8e-3]]),
@@ -261,14 +266,14 @@ def test_a_host_that_waited_computes_at_full_speed():
 
 def test_hosts_of_one_core_share_it():
     """Two stages compute at the same time in most ticks, so what they have saved helps less on one core."""
-    plan, times = plan_of(8, 2, 1), drawn_times(2, 1)
+    plan, times = plan_of(8, 2, "eager-1f1b"), drawn_times(2, 1)
     apart, shared = (pipeline_seconds(plan, times, replace(QUOTA, exchange=0.0, cores=cores)) for cores in (2, 1))
     assert apart < shared <= times.step_seconds(plan, overlap=False)
 
 
 def test_replicas_of_a_stage_sum_their_gradients():
     """From the start of the last backward pass on, before the update."""
-    plan, times = plan_of(8, 2, 1), drawn_times(2, 1)
+    plan, times = plan_of(8, 2, "eager-1f1b"), drawn_times(2, 1)
     quota = Quota(share=0.5, period=0.0, exchange=0.0, cores=2)
     for seconds in (1e-3, 0.1):
         summed = replace(times, sync=np.full(2, seconds))
@@ -285,7 +290,7 @@ def test_timings_never_fall_with_the_batch():
 
 
 def test_bubble_has_equal_stages():
-    plan = plan_of(BLOCKS * 4, 4, CHUNKS)
+    plan = plan_of(BLOCKS * 4, 4, "interleaved")
     assert plan.schedule == "interleaved"
     blocks = [sum(run.layers for chunk in stage.chunks for run in chunk.runs) for stage in plan.stages]
     assert blocks == [BLOCKS + 1, BLOCKS, BLOCKS, BLOCKS + 1]  # the ends lie with the first and the last

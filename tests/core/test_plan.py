@@ -4,7 +4,7 @@ import pytest
 
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Plan, SavedTensors
+from jhpt.core.plan import OtherBlocks, Plan, SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.plan_check import check_plan
 
@@ -100,7 +100,7 @@ CHUNKED = PIPED | {"chunks": 2}
         (PIPED, lambda tree: stage_of(tree, 0, (3, 6)) or stage_of(tree, 1, (0, 3)), "found 3 to 5, 0 to 2"),
         (PIPED, lambda tree: tree["stages"][1].update(device=2), r"from device 0 on, found them to begin at \[0, 2\]"),
         (CHUNKED, lambda tree: tree.update(schedule="gpipe"), "schedule=gpipe with 2 chunks per stage"),
-        (CHUNKED, lambda tree: tree.update(schedule="1f1b"), "schedule=1f1b with 2 chunks per stage"),
+        (CHUNKED, lambda tree: tree.update(schedule="eager-1f1b"), "schedule=eager-1f1b with 2 chunks per stage"),
         (
             CHUNKED,
             lambda tree: tree.update(batch=12, micro_batches=3),
@@ -140,6 +140,23 @@ def test_recomputation_by_hand(tmp_path, recomputed, recompute, saved):
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert load_config(config.model_dump(mode="json")) == config
+
+
+def test_recomputation_of_some_blocks_by_hand(tmp_path):
+    """The first ones; all of them are no choice, and more are refused."""
+    config = load_config("gpt-tiny", {"memory.recompute": "qkv", "memory.recompute_blocks": 3})
+    plan = plan_by_hand(config, 8)
+    assert plan.other_blocks == OtherBlocks(after=3)
+    assert (plan.of_first_blocks.recompute, plan.of_other_blocks.recompute) == (True, False)
+    check_plan(plan, config.model.num_layers + 2)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    blocks = {"memory.recompute_blocks": config.model.num_layers}
+    assert plan_by_hand(load_config(config, blocks), 8).other_blocks is None
+    with pytest.raises(InputError, match=r"memory\.recompute_blocks=9, and model\.num_layers="):
+        plan_by_hand(load_config(config, {"memory.recompute_blocks": 9}), 8)
+    with pytest.raises(InputError, match=r"memory\.recompute_blocks needs one stage, and there are 2"):
+        plan_by_hand(load_config(config, {"parallel.pipe": 2}), 8)
 
 
 def test_names_of_no_tensor_are_refused():

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from jhpt.core.schedule import Pass, chunk_of, delay, in_flight, timetable
+from jhpt.core.schedule import Pass, chunk_of, delay, in_flight, stride, timetable
 
-PLAIN = list(itertools.product(("gpipe", "1f1b"), (1, 2, 3, 4, 6), (1,), (1, 2, 3, 4, 7, 12)))
+PLAIN = list(itertools.product(("gpipe", "eager-1f1b", "1f1b"), (1, 2, 3, 4, 6), (1,), (1, 2, 3, 4, 7, 12)))
 CHUNKED = [
     ("interleaved", stages, chunks, stages * n) for stages in (2, 3, 4) for chunks in (1, 2, 3) for n in (1, 2, 4)
 ]
@@ -74,19 +74,32 @@ def test_a_slot_is_taken_from_forward_to_backward(schedule, stages, chunks, micr
 
 @pytest.mark.parametrize(("schedule", "stages", "chunks", "micro_batches"), CASES)
 def test_ticks_are_the_planners(schedule, stages, chunks, micro_batches):
-    """The planner's n-th backward of device d falls into tick delay + (S-1-d) + n."""
+    """The planner's n-th backward of device d falls into tick delay + (S-1-d) + stride n."""
     table, first = timetable(schedule, stages, chunks, micro_batches), delay(schedule, stages, chunks, micro_batches)
-    passes = micro_batches * chunks
-    assert table.ticks == first + stages - 1 + passes
+    numbers = stride(schedule) * np.arange(micro_batches * chunks)
+    assert table.ticks == first + stages + numbers[-1]
     for device in range(stages):
         (busy,) = np.nonzero(table.forward[:, device, 0] >= 0)
-        np.testing.assert_array_equal(busy, device + np.arange(passes))
+        np.testing.assert_array_equal(busy, device + numbers)
         (busy,) = np.nonzero(table.backward[:, device, 0] >= 0)
-        np.testing.assert_array_equal(busy, first + stages - 1 - device + np.arange(passes))
+        np.testing.assert_array_equal(busy, first + stages - 1 - device + numbers)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), list(itertools.product((2, 3, 4, 6), (1, 2, 4, 7, 12))))
+def test_1f1b_keeps_as_many_in_flight_as_stages_are_left_and_exchanges_in_turn(stages, micro_batches):
+    """Whatever a pass needs of a neighbour comes with the exchange of these two in the tick before."""
+    table = timetable("1f1b", stages, 1, micro_batches)
+    assert table.in_turn and table.slots == min(stages, micro_batches)
+    for tick, device in itertools.product(range(1, table.ticks), range(stages)):
+        assert min(table.forward[tick, device, 0], table.backward[tick, device, 0]) == -1  # one pass a tick
+        if table.forward[tick, device, 0] >= 0 and device > 0:
+            assert (tick - 1 - (device - 1)) % 2 == 0
+        if table.backward[tick, device, 0] >= 0 and device < stages - 1:
+            assert (tick - 1 - device) % 2 == 0
 
 
 def test_entries_are_passes():
-    table = timetable("1f1b", 2, 1, 1)
+    table = timetable("eager-1f1b", 2, 1, 1)
     assert Pass(*table.forward[0, 0].tolist()) == Pass(micro_batch=0, chunk=0, slot=0)
     assert table.forward[0, 1, 0] == -1
 
@@ -96,10 +109,15 @@ PICTURES = {
 device 0   0    1    2    .   (0)  (1)  (2)
 device 1   .    0    1   2(0) (1)  (2)   .
 """,
-    ("1f1b", 3, 1, 4): """
+    ("eager-1f1b", 3, 1, 4): """
 device 0   0    1    2    3   (0)  (1)  (2)  (3)
 device 1   .    0    1   2(0) 3(1) (2)  (3)   .
 device 2   .    .   0(0) 1(1) 2(2) 3(3)  .    .
+""",
+    ("1f1b", 3, 1, 4): """
+device 0   0   .   1   .   2  (0)  3  (1)  .  (2)  .  (3)
+device 1   .   0   .   1  (0)  2  (1)  3  (2)  .  (3)  .
+device 2   .   .   0  (0)  1  (1)  2  (2)  3  (3)  .   .
 """,
     ("interleaved", 2, 2, 2): """
 device 0    0a     1a     0b     1b    (0b)   (1b)   (0a)   (1a)
@@ -125,7 +143,7 @@ def test_the_number_in_flight_is_that_of_the_table():
     for stages, chunks, micro_batches in itertools.product(range(1, 7), range(1, 4), range(1, 19)):
         if chunks > 1 and (stages == 1 or micro_batches % stages):
             continue
-        for schedule in ("gpipe", "1f1b") if chunks == 1 else ("interleaved",):
+        for schedule in ("gpipe", "eager-1f1b", "1f1b") if chunks == 1 else ("interleaved",):
             table = timetable(schedule, stages, chunks, micro_batches)
             running = np.cumsum((table.forward[..., 0] >= 0).astype(int), axis=0)
             running[1:] -= np.cumsum((table.backward[..., 0] >= 0).astype(int), axis=0)[:-1]

@@ -38,13 +38,14 @@ def temporary(tiny):
 
 
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages(temporary):
-    """Not M: at most 0.35 of what GPipe holds with S = 4, M = 32."""
-    assert temporary("1f1b") <= 0.35 * temporary("gpipe")
+    """Not M: at most 0.25 of what GPipe holds with S = 4, M = 32, and 0.35 with twice as many in flight."""
+    assert temporary("1f1b") <= 0.25 * temporary("gpipe")
+    assert temporary("eager-1f1b") <= 0.35 * temporary("gpipe")
 
 
 @pytest.mark.exhaustive
 def test_interleaved_stages_are_shorter_and_hold_no_more(temporary):
-    assert temporary("interleaved") <= temporary("1f1b")
+    assert temporary("interleaved") <= temporary("eager-1f1b")
 
 
 def test_recomputation_holds_inputs_alone(temporary):
@@ -52,7 +53,7 @@ def test_recomputation_holds_inputs_alone(temporary):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 def test_names_hold_what_they_say(temporary, schedule):
     """Of every block and micro-batch in flight their bytes more than others: within 10 %.
 
@@ -69,8 +70,12 @@ def test_names_hold_what_they_say(temporary, schedule):
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_zero_2_adds_up_shares(tiny, stages):
     """Of the blocks' sums in float32 ZeRO-1 holds all on every data rank, and at most a share beside them while it
-    reduces them; ZeRO-2 holds a share."""
-    data, layers = 8 // stages, 8
+    reduces them; ZeRO-2 holds a share.
+
+    Blocks enough that how a compiler packs the rest (200 kB apart between jax 0.10 and 0.12) is small beside their
+    sums.
+    """
+    data, layers = 8 // stages, 16
     setup = prepare(tiny(**WIDE, **{"model.num_layers": layers, "data.batch_size": 32}))
     settings = {"data": data, "batch": 32, "micro_batches": 4, "recompute": True}
     whole, shares = (

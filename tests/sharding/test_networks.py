@@ -44,22 +44,30 @@ def make_plan(network, degrees, *, devices=4, micro_batches=1, zero=0, schedule=
     )
 
 
+def examples(network):
+    """A batch of random inputs with random classes."""
+    rng = np.random.default_rng(1)
+    shape = (network.size, network.size, network.channels) if isinstance(network, VGG) else (network.inputs,)
+    inputs = rng.normal(size=(BATCH, *shape)).astype(np.float32)
+    return Examples(inputs, rng.integers(0, network.classes, BATCH).astype(np.int32))
+
+
+def parameters(network):
+    """Initial ones, with biases that are not zero."""
+    params = jax.jit(network.init)(jax.random.key(0))
+    return jax.tree.map(
+        lambda leaf: leaf + 0.1 * jnp.sin(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape), params
+    )
+
+
 def gradients(network, plan):
     """(gradients by path, loss, norm) of one batch at the initial parameters, and the loss of a forward pass alone."""
     layout = Layout(
         plan=plan, device_mesh=make_device_mesh(plan, jax.devices()), num_layers=network.num_blocks, alike=network.alike
     )
     execution = class_execution(network, layout)
-    rng = np.random.default_rng(1)
-    shape = (network.size, network.size, network.channels) if isinstance(network, VGG) else (network.inputs,)
-    inputs = rng.normal(size=(BATCH, *shape)).astype(np.float32)
-    rows = Examples(inputs, rng.integers(0, network.classes, BATCH).astype(np.int32))
-    rows = jax.tree.map(lambda leaf: jax.device_put(leaf, layout.batch), rows)
-    params = jax.jit(network.init)(jax.random.key(0))
-    # Biases that are not zero.
-    params = jax.tree.map(
-        lambda leaf: leaf + 0.1 * jnp.sin(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape), params
-    )
+    rows = jax.tree.map(lambda leaf: jax.device_put(leaf, layout.batch), examples(network))
+    params = parameters(network)
     shardings = layout.shardings(jax.eval_shape(layout.stored, params))
     stored = jax.jit(layout.stored, out_shardings=shardings)(params)
 

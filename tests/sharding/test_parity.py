@@ -153,7 +153,7 @@ def check_sums(setup_of, name, blocks, plan, **changes):
 
 # Plans of one tensor degree.
 
-STAGES, SCHEDULES, SHARES = (1, 2, 4), ("gpipe", "1f1b", "interleaved"), (1, 2)
+STAGES, SCHEDULES, SHARES = (1, 2, 4), ("gpipe", "1f1b", "eager-1f1b", "interleaved"), (1, 2)
 SHAPES = ("even", "uneven", "bare entry", "bare exit")
 CORE = {
     "stages": STAGES,

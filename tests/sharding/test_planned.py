@@ -72,7 +72,7 @@ def drawn_problem(rng, config):
         tuple(rng.choice([2, 4, 8, 16], 2, replace=False).tolist()),
         zero=tuple(rng.choice([0, 1, 3], 2, replace=False).tolist()),
         recompute=(bool(rng.integers(2)),),
-        schedules=tuple(rng.choice(["gpipe", "1f1b", "interleaved"], 2, replace=False).tolist()),
+        schedules=tuple(rng.choice(["gpipe", "1f1b", "eager-1f1b", "interleaved"], 2, replace=False).tolist()),
     )
     return profile, cluster, requested
 

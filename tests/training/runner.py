@@ -9,7 +9,8 @@ from benchmarks.faults.moments import die_at
 
 
 def main(path: str) -> None:
-    """SPEC: {preset, overrides, out, kill_after: step or null, kill_when: one of `MOMENTS`, processes: {...}}.
+    """SPEC: {preset, overrides, out, kill_after: step or null, kill_when: one of `MOMENTS`, processes: {...},
+    plan: its file, or none}.
 
     Prints a line of JSON.  A list of them is done one after the other, and what is refused is a line, too.
     """
@@ -35,7 +36,11 @@ def execute(spec: dict[str, Any]) -> None:
     if spec.get("kill_after"):
         die_at(spec["kill_after"], spec["kill_when"])
     result = train(
-        spec["preset"], out=spec["out"], overrides=spec["overrides"], processes=Processes(**spec.get("processes", {}))
+        spec["preset"],
+        out=spec["out"],
+        overrides=spec["overrides"],
+        plan=spec.get("plan"),
+        processes=Processes(**spec.get("processes", {})),
     )
     outcome = {"step": result.step, "losses": result.losses, "interrupted": result.interrupted}
     print(json.dumps(outcome), flush=True)

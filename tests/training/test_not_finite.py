@@ -67,18 +67,21 @@ spoilt.defvjp(
 )
 
 
+def bad_parts(parts):
+    """The model with a head that spoils rows of these tokens."""
+
+    def head_loss(params, x, batch, context):
+        loss, gradient = (jnp.all(batch.windows == token, axis=1) for token in (LOSS, GRADIENT_ALONE))
+        x = spoilt(jnp.where(along(loss, x), jnp.nan, x), gradient)
+        return parts.head_loss(params, x, batch, context)
+
+    return replace(parts, head_loss=head_loss)
+
+
 def with_bad_rows(setup):
     """The setup with a head that spoils rows of these tokens."""
 
-    def of(parts):
-        def head_loss(params, x, batch, context):
-            loss, gradient = (jnp.all(batch.windows == token, axis=1) for token in (LOSS, GRADIENT_ALONE))
-            x = spoilt(jnp.where(along(loss, x), jnp.nan, x), gradient)
-            return parts.head_loss(params, x, batch, context)
-
-        return replace(parts, head_loss=head_loss)
-
-    parts = {degree: of(parts) for degree, parts in setup.training.parts.items()}
+    parts = {degree: bad_parts(parts) for degree, parts in setup.training.parts.items()}
     return replace(setup, training=replace(setup.training, parts=parts))
 
 

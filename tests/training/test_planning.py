@@ -35,6 +35,7 @@ from jhpt.training.sampling import sample
 from jhpt.training.setup import prepare
 from jhpt.training.step import RandomStream, random_key
 from tests.sharding.plans import piped
+from tests.sharding.stages.plans import general
 
 QUICK = {"train.steps": 2, "checkpoint.every": 100, "evaluation.every": 100}
 SHORT = QUICK | {
@@ -116,7 +117,7 @@ def test_a_run_trains_with_the_plan_of_auto_and_resumes_with_it(tiny, tmp_path, 
 
 def test_a_given_plan_is_executed_and_reported(tiny, tmp_path, said):
     config, out = tiny(**SHORT | {"train.steps": 3}), tmp_path / "run"
-    requested = request(config.data.batch_size, 2, schedules=("1f1b",))
+    requested = request(config.data.batch_size, 2, schedules=("eager-1f1b",))
     profile = analytic_profile(config, here().nodes[0].device, "float32")
     plan = solve(profile, here(2), requested).plan
     plan.save(tmp_path / "plan.json")
@@ -136,7 +137,7 @@ def test_a_given_plan_is_executed_and_reported(tiny, tmp_path, said):
 def test_losses_under_a_given_plan_are_those_of_one_device(tiny, tmp_path):
     config = tiny(**QUICK | {"train.steps": 4})
     profile = analytic_profile(config, here().nodes[0].device, "float32")
-    plan = solve(profile, here(), request(config.data.batch_size, 4, schedules=("1f1b",))).plan
+    plan = solve(profile, here(), request(config.data.batch_size, 4, schedules=("eager-1f1b",))).plan
     result = jhpt.train(config, out=tmp_path / "run", plan=plan)
     same = jhpt.train(tiny(**QUICK | {"train.steps": 4, "parallel.data": 1}), out=tmp_path / "alone")
     assert result.losses == pytest.approx(same.losses, rel=1e-4)
@@ -152,6 +153,7 @@ def test_losses_under_a_given_plan_are_those_of_one_device(tiny, tmp_path):
             {"memory.offload": "optimizer", "memory.recompute": "qkv,mlp_out"},
             ["memory.offload=optimizer", "memory.recompute=qkv,mlp_out"],
         ),
+        ({"memory.recompute": "qkv", "memory.recompute_blocks": 3}, ["memory.recompute_blocks=3"]),
     ],
 )
 def test_what_a_given_plan_does_not_follow_is_said(settings, unread, tmp_path):
@@ -183,10 +185,18 @@ def test_a_plan_for_something_else_is_refused_with_the_difference(tiny, tmp_path
     assert any("tensor degree 8, which does not divide 2 heads" in line for line in differences(wide, few))
 
 
-def test_a_general_plan_is_refused(tiny, tmp_path):
+def test_what_programs_of_stages_cannot_do_is_refused(tiny, tmp_path):
     plan = plan_by_hand(tiny(), 8).model_copy(update={"space": "general"})
-    with pytest.raises(InputError, match=r"of the space general.*one SPMD program cannot run it"):
-        jhpt.train(tiny(**QUICK), plan=plan, out=tmp_path / "run")
+    refused = {
+        "zero=1 and sequence=false; use zero=0": (plan.model_copy(update={"zero": 1}), {}),
+        "optimizer.clip=layer .*use optimizer.clip=global": (plan, {"optimizer.clip": "layer"}),
+        "degrees 2 and 3 cannot share a device mesh": (general([2, 2], [6, 2], [2, 3, 1, 1]), {}),
+        "guards.replicas_every .*leave it out": (plan, {"guards.replicas_every": 2}),
+    }
+    for words, (other, settings) in refused.items():
+        with pytest.raises(InputError, match=words):
+            jhpt.train(tiny(**QUICK | settings), plan=other, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_cluster_of_another_size_is_refused(tiny, tmp_path, measured):

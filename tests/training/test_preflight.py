@@ -62,7 +62,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_written(
 ):
     """Before text is read, and with a change that the same arithmetic lets pass."""
     host(size)
-    monkeypatch.setattr(run, "prepare", lambda *arguments, **more: pytest.fail("text was read"))
+    monkeypatch.setattr(run, "prepare_run", lambda *arguments, **more: pytest.fail("text was read"))
     out = tmp_path / "new" / "run"
     config = load_config(preset, corpus | settings)
     with pytest.raises(InputError) as caught:

@@ -253,10 +253,6 @@ class Places:
         """The class of an offset: stages of equal size that start at offsets of one class have equal costs."""
         return offset % self.per_node if self.uniform else offset
 
-    def alike(self, devices: int) -> bool:
-        """Whether all stages of so many devices, one after the other from the first, have equal places."""
-        return self.uniform and (self.per_node % devices == 0 or devices % self.per_node == 0)
-
     def starts(self, offset: int, before: int | None = None) -> tuple[int, ...]:
         """First devices of a stage if the one before it ends at `offset`.
 

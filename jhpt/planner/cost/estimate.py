@@ -155,13 +155,16 @@ def chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: Cost
 
 
 def _chunk_costs(chunk: Chunk, place: Place, strategy: LayerStrategy, model: CostModel) -> ChunkCosts:
-    last = model.num_layers - 1
+    last, others = model.num_layers - 1, strategy.other_blocks
     keys = [
-        (tensor, 1 if layer in (0, last) else cut)
+        # Layer 0 is the embedding, so block n is layer n + 1.
+        (tensor, 1 if layer in (0, last) else cut, others is not None and layer > others.after)
         for layer, tensor, cut in zip(range(chunk.first, chunk.stop), chunk.tensor, chunk.sample_chunks, strict=True)
     ]
+    of_blocks = strategy.of_first_blocks, strategy.of_other_blocks
     tables = {
-        (tensor, cut): model.table(place, tensor, replace(strategy, sample_chunks=(cut,))) for tensor, cut in set(keys)
+        (tensor, cut, other): model.table(place, tensor, replace(of_blocks[other], sample_chunks=(cut,)))
+        for tensor, cut, other in set(keys)
     }
     reshard = sum(
         model.reshard_seconds(place, layer, before, after, strategy.micro_batch, sequence=strategy.sequence)

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from jhpt.core.config import Compression
-from jhpt.core.plan import Plan, SavedTensors, Zero
+from jhpt.core.plan import OtherBlocks, Plan, SavedTensors, Zero
 from jhpt.planner.cost.schedule import Array
 
 Space = Literal["spmd", "general"]
@@ -53,6 +53,9 @@ class LayerStrategy:
     """With recomputation: what a layer saves beside its input; None: nothing."""
     zero_ranks: int | None = None
     """With hybrid sharding the number of neighbouring data ranks over which ZeRO shards; None: all."""
+    other_blocks: OtherBlocks | None = None
+    """On one stage: the blocks that save more; None: none.  Tables of layers are those of `of_first_blocks` or
+    `of_other_blocks`."""
     embedding_or_head: bool = False
     """Whether this is the strategy of embedding and head in one SPMD program."""
 
@@ -66,6 +69,19 @@ class LayerStrategy:
         and at most two micro-batches."""
         return self.program == "one_stage" and (self.two_micro_batches or not self.several_micro_batches)
 
+    @property
+    def of_first_blocks(self) -> "LayerStrategy":
+        """The strategy of the blocks that recompute most."""
+        return self if self.other_blocks is None else replace(self, other_blocks=None)
+
+    @property
+    def of_other_blocks(self) -> "LayerStrategy":
+        """The strategy of the blocks that save more."""
+        if self.other_blocks is None:
+            return self
+        saved = self.other_blocks.saved
+        return replace(self, recompute=saved is not None, saved=saved, other_blocks=None)
+
     @cached_property
     def of_embedding_and_head(self) -> "LayerStrategy":
         """The strategy of the first and the last layer in one SPMD program."""
@@ -74,6 +90,7 @@ class LayerStrategy:
             zero=1 if self.zero else 0,
             recompute=False,
             saved=None,
+            other_blocks=None,
             reduces_late=False,
             sequence=False,
             compression=None,
@@ -123,7 +140,8 @@ def strategy_of(plan: Plan) -> LayerStrategy:
     stages, count = len(plan.stages), plan.micro_batches
     compression = plan.compression if plan.compression.on else None
     decided = plan.batch, count, plan.zero, plan.recompute, plan.sequence, compression
-    return layer_strategy(plan.space, stages, *decided, saved=plan.saved, zero_ranks=plan.zero_ranks)
+    strategy = layer_strategy(plan.space, stages, *decided, saved=plan.saved, zero_ranks=plan.zero_ranks)
+    return strategy if plan.other_blocks is None else replace(strategy, other_blocks=plan.other_blocks)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
 """Seconds of the micro-batch loop that the runtime executes: the ticks of `jhpt.core.schedule`, priced.
 
-Every device (pipeline position) walks through the ticks of the table.  v = 1 is the eager form of 1F1B: a device is up
-to 2 (S-1-d) micro-batches ahead, twice as many as it needs to be, so that a transfer can run beside a pass (Zhuang et
-al. 2022, arXiv 2211.05322, section 3.3).  v > 1 is the schedule of Narayanan et al. 2021, arXiv 2104.04473, section
-2.2, with the same look-ahead.
+Every device (pipeline position) walks through the ticks of the table.
 
-Transfers are exchanges between neighbours, part of the tick.  An exchange begins when both have reached it, whether
-they have anything to send or not; the two directions have links of their own.  A tick, as compiled for H100s
-(docs/reports/gpu-compile.md):
+**All neighbours exchange in every tick**: eager-1f1b, gpipe and interleaved.  Transfers are exchanges between
+neighbours, part of the tick.  An exchange begins when both have reached it, whether they have anything to send or not;
+the two directions have links of their own.  A tick, as compiled for H100s (docs/reports/gpu-compile.md):
 
     errors out;  forward pass;  activations out;  errors in;  backward pass;  activations in
 
@@ -19,6 +16,10 @@ So with equal stages and transfers of h seconds
 
 Errors are exchanged in every tick from the first backward pass on, activations until the last forward pass.  Without
 overlap a device waits for an exchange where it begins, so that a tick takes f + b + 2 h.
+
+**Neighbours exchange in turn**: 1f1b.  A tick is one pass.  At the end of tick t devices d and d + 1 with even t - d
+exchange, both ways at once, and both wait for it; nothing runs beside it.  With equal stages a step takes
+(M + S - 1)(f + b) + (2 M + 2 S - 5) h if S > 2, M > 1 and h <= min(f, b).
 """
 
 from typing import Any
@@ -59,7 +60,51 @@ def step_seconds(
         work = micro_batches * (forward + backward).sum(axis=(-2, -1))
         last = backward[..., 0, 0]
         return work - last + np.maximum(last, sync[..., 0]) + update[..., 0]
+    if schedule == "1f1b":
+        return _InTurn(micro_batches, forward[..., 0], backward[..., 0], cut).run(sync, update)
     return _Loop(schedule, micro_batches, forward, backward, cut, overlap).run(sync, update)
+
+
+class _InTurn:
+    """The loop whose neighbours exchange in turn, tick by tick.  free: as in `_Loop`."""
+
+    def __init__(self, micro_batches: int, forward: Array, backward: Array, cut: Array) -> None:
+        self.micro_batches, self.stages = micro_batches, forward.shape[-1]
+        self.forward, self.backward, self.edges = (np.moveaxis(a, -1, 0) for a in (forward, backward, cut))  # [S, ...]
+        self.free = np.zeros_like(self.forward)
+        self.last_start = np.zeros_like(self.free)
+
+    def run(self, sync: Array, update: Array) -> Array:
+        ticks, before = 2 * (self.micro_batches + self.stages - 1), None
+        everyone, last = 2 * self.stages - 1, 2 * (self.micro_batches - 1)  # in between every device always has a pass
+        tick = 0
+        while tick < ticks:
+            if everyone <= tick <= last and (tick - everyone) % 2 == 0:
+                # Once all devices advance equally in two ticks they always will: the loop is linear in (max, +).
+                if before is not None and (pairs := (last + 1 - tick) // 2):
+                    growth = self.free - before
+                    low, high = growth.min(axis=0), growth.max(axis=0)
+                    if np.all(high - low <= 1e-13 * self.free.max(axis=0)):
+                        self.free += pairs * high
+                        tick, before = tick + 2 * pairs, None
+                        continue
+                before = self.free.copy()
+            self._tick(tick)
+            tick += 1
+        sync, update = (np.moveaxis(a, -1, 0) for a in (sync, update))
+        return (np.maximum(self.free, self.last_start + sync) + update).max(axis=0)
+
+    def _tick(self, tick: int) -> None:
+        device = np.arange(self.stages)
+        for first, reverse in ((device, False), (2 * self.stages - 1 - device, True)):
+            number, between = np.divmod(tick - first, 2)
+            on = device[(between == 0) & (number >= 0) & (number < self.micro_batches)]
+            if reverse:
+                self.last_start[on] = self.free[on]
+            self.free[on] += (self.backward if reverse else self.forward)[on]
+        one = np.arange(tick % 2, self.stages - 1, 2)
+        over = np.maximum(self.free[one], self.free[one + 1]) + self.edges[one]
+        self.free[one] = self.free[one + 1] = over
 
 
 class _Loop:

@@ -44,7 +44,7 @@ token ids.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jhpt.core.axes import DATA, PIPE, REPLICA, TENSOR
 from jhpt.core.compression import by_attention, gathers, gathers_gradients, gradient_bytes
@@ -138,10 +138,12 @@ class _Step:
         """All collectives of a stage."""
         for chunk in self.plan.stages[position].chunks:
             layers = range(chunk.first, chunk.stop)
-            run = (0, 0)
+            others, run = self.plan.other_blocks, (0, 0, False)
             for layer, t, cut in zip(layers, chunk.tensor, chunk.sample_chunks, strict=True):
-                yield from self._activations(layer, t, cut, begins=run != (t, cut))
-                run = (t, cut) if self._is_block(layer) else (0, 0)
+                own = t, cut, others is not None and layer > others.after
+                of_blocks = replace(self, plan=self.plan.of_other_blocks if own[2] else self.plan.of_first_blocks)
+                yield from of_blocks._activations(layer, t, cut, begins=run != own)
+                run = own if self._is_block(layer) else (0, 0, False)
                 if self.stages == 1 and not self._is_block(layer):
                     yield from self._gathered(self._parameter_bytes(layer, t), t, 1 if self.plan.zero else 0)
                     yield from self._reduced(self._parameter_bytes(layer, t), t, 1)
@@ -305,9 +307,14 @@ class _Step:
         if self.plan.offload is not None:
             yield from self._offloaded()
             return
-        layers = [(layer, t) for layer, t in enumerate(chunk.tensor, chunk.first) if self._is_block(layer)]
+        others = self.plan.other_blocks
+        layers = [
+            (layer, t, others is not None and layer > others.after)
+            for layer, t in enumerate(chunk.tensor, chunk.first)
+            if self._is_block(layer)
+        ]
         many, late = self.plan.micro_batches, 1 if self.overlap else 0
-        for t, run in itertools.groupby(layers, key=lambda one: one[1]):
+        for (t, _), run in itertools.groupby(layers, key=lambda one: one[1:]):
             size, count, one = self._parameter_bytes(layers[0][0], t), len(list(run)), self.stages == 1
             if self.plan.zero < 3:
                 gathers = (count + self._ahead if one else self._depth) if self.plan.zero else 0

@@ -110,9 +110,12 @@ def _changes(plan: Plan, model: CostModel) -> Iterator[tuple[str, dict[str, Any]
             )
     if plan.zero_ranks is not None:
         yield "sharded over all data ranks", {"zero_ranks": None}
-    yield ("no recomputation" if plan.recompute else "recomputation"), {"recompute": not plan.recompute, "saved": None}
+    alike: dict[str, Any] = {"saved": None, "other_blocks": None}
+    yield ("no recomputation" if plan.recompute else "recomputation"), alike | {"recompute": not plan.recompute}
     if plan.saved is not None:
-        yield "full recomputation", {"saved": None}
+        yield "full recomputation", alike
+    if plan.other_blocks is not None:
+        yield "recomputation in all blocks alike", {"other_blocks": None}
     if (saved := saved_tensors_of(plan)).host and plan.offload is None:
         named = tuple(name for name in (*saved.device, *saved.host) if name != BLOCK_INPUT)
         yield "no offloaded activations", {"saved": SavedTensors(device=named)}

@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jhpt.core.errors import InputError
+from jhpt.core.plan import Plan
+from jhpt.core.plan_check import check_stages_run
 from jhpt.planner.cost.estimate import StageEstimate
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import offloaded_step
@@ -235,6 +238,7 @@ def summary(answer: Answer) -> list[str]:
         headline(answer),
         f"step: {count}, each {profile.sample}; {rate:,.0f} {unit} in all; {profile.source}",
         f"plan: {shape_text(plan, explained=True)}; {verdict(answer)}{bound}",
+        *general_lines(plan),
         *(f"{saving.name}: {saving.why}" for saving in savings(answer)),
         *profile_lines(answer.model),
         *state_lines(profile),
@@ -244,6 +248,17 @@ def summary(answer: Answer) -> list[str]:
         + (f"; idle: {spans_text(spans(idle))}" if idle else ""),
         *([batch_text(better)] if (better := better_batch(answer)) else []),
     ]
+
+
+def general_lines(plan: Plan) -> list[str]:
+    """Why a plan of space=general can be priced but not trained, if so."""
+    if plan.space == "spmd":
+        return []
+    try:
+        check_stages_run(plan)
+    except InputError as error:
+        return [f"not to be trained: {error}"]
+    return []
 
 
 def batch_text(better: BetterBatch) -> str:

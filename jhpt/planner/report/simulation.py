@@ -4,7 +4,9 @@ Every device runs a fixed program, in the order of the tick table (`jhpt.core.sc
 the ticks: an operation starts when its device is free and what it waits for is over.  With S devices, v chunks per
 device (virtual stage s = chunk * S + device) and M micro-batches:
 
-    S = 2, M = 4, "1f1b"        device 0   F0 F1 F2 B0 F3 B1 B2 B3
+    S = 2, M = 4, "1f1b"        device 0   F0 F1 B0 F2 B1 F3 B2 B3
+                                device 1   F0 B0 F1 B1 F2 B2 F3 B3
+    S = 2, M = 4, "eager-1f1b"  device 0   F0 F1 F2 B0 F3 B1 B2 B3
                                 device 1   F0 B0 F1 B1 F2 B2 F3 B3
     S = 2, M = 4, "gpipe"       device 0   F0 F1 F2 F3 B0 B1 B2 B3
                                 device 1   F0 F1 F2 F3 B0 B1 B2 B3
@@ -15,10 +17,15 @@ both neighbours have reached it.  `e` and `a` begin one, and neither device goes
 ended; a backward pass lies between `a` and `(a)` where there is one, and a forward pass between `e` and `(e)`.  Without
 overlap an exchange is waited for where it begins.
 
-    S = 2, M = 2, "1f1b"        device 0   F0 a (a) e F1 a (e) (a) e a (e) B0 (a) e (e) B1
+    S = 2, M = 2, "eager-1f1b"  device 0   F0 a (a) e F1 a (e) (a) e a (e) B0 (a) e (e) B1
                                 device 1   a (a) e F0 a (e) B0 (a) e F1 a (e) B1 (a) e (e)
       without overlap           device 0   F0 a e F1 a e a B0 e B1
                                 device 1   a e F0 a B0 e F1 a B1 e
+
+With 1f1b only two neighbours exchange at the end of a tick, and both wait for both directions:
+
+    S = 2, M = 2, "1f1b"        device 0   F0 x F1 x B0 x B1
+                                device 1   x F0 B0 x F1 B1 x
 
 Tests check the cost model's closed formulas against this simulation, which is far too slow to search with.
 """
@@ -119,7 +126,7 @@ def simulate(
     """Simulates one step.
 
     Args:
-        schedule: "gpipe", "1f1b" or "interleaved".
+        schedule: "1f1b", "eager-1f1b", "gpipe" or "interleaved".
         micro_batches: M; a multiple of S if there are several chunks.
         forward, backward: `[S, v]` seconds of one micro-batch in chunk c of device d.
         cut: `[S * v - 1]` seconds of the transfer between virtual stages i and i + 1, the same in both directions.
@@ -143,7 +150,7 @@ def simulate(
     _check_shapes(times, devices, chunks)
     table = timetable(known, devices, chunks, micro_batches)
     passes = [_passes(table, device) for device in range(devices)]
-    programs, followers = _programs(passes, chunks, overlap)
+    programs, followers = _in_turn(passes) if table.in_turn else _programs(passes, chunks, overlap)
     spans, free = [], [0.0] * devices
     for op, start, end in _play(programs, followers, lambda op: _seconds(op, times)):
         if isinstance(op, _Op):
@@ -285,6 +292,39 @@ def _programs(
         for program in passes:
             run(program.get((tick, "backward")))
         wait("forward")
+    for device in range(devices):
+        run(_Stop("compute", device, None, None))
+    return programs, followers
+
+
+def _in_turn(passes: list[dict[tuple[int, Kind], _Op]]) -> tuple[list[list[_Op | _Stop]], Followers]:
+    """Programs whose neighbours exchange in turn, and their followers: a pass a tick, then the exchange of pairs."""
+    devices, kinds = len(passes), cast(tuple[Kind, ...], ("forward", "backward"))
+    programs: list[list[_Op | _Stop]] = [[] for _ in passes]
+    followers: Followers = defaultdict(list)
+    held: list[list[_Op]] = [[] for _ in passes]
+
+    def run(op: _Op | _Stop) -> None:
+        programs[op.device].append(op)
+        for transfer in held[op.device]:
+            followers[transfer].append(op)
+        held[op.device] = []
+
+    for tick in range(1 + max(tick for program in passes for tick, _ in program)):
+        for program, kind in itertools.product(passes, kinds):
+            if (tick, kind) in program:
+                run(program[tick, kind])
+        for one in range(tick % 2, devices - 1, 2):
+            pair = (one, one + 1)
+            stops = [_Stop("compute", device, "forward", tick) for device in pair]
+            for stop in stops:
+                run(stop)
+            for kind, sender in zip(kinds, pair, strict=True):
+                cargo = _cargo(passes[sender].get((tick, kind)), devices, 1)
+                transfer = _Op("forward link" if kind == "forward" else "backward link", sender, kind, *cargo, tick)
+                for stop in stops:
+                    followers[stop].append(transfer)
+                    held[stop.device].append(transfer)
     for device in range(devices):
         run(_Stop("compute", device, None, None))
     return programs, followers

@@ -98,9 +98,7 @@ def shape_text(plan: Plan, *, explained: bool = False) -> str:
         f"{count} micro-batch{'es' if count > 1 else ''}{accumulation}",
         schedule if several else "",
         f"ZeRO-{plan.zero}{ZERO[plan.zero] if explained else ''}{hybrid_text(plan)}" if plan.zero else "",
-        (f"recomputation{checkpointing}" + (f" but for {plan.saved.text()}" if plan.saved else ""))
-        if plan.recompute
-        else "",
+        recomputation_text(plan, f"recomputation{checkpointing}", "but for"),
         offload_text(plan),
         f"{'/'.join(map(str, plan.sample_chunks))} sample chunks" if plan.sample_chunks != (1,) else "",
         compression_text(plan.compression),
@@ -112,6 +110,21 @@ def shape_text(plan: Plan, *, explained: bool = False) -> str:
 def hybrid_text(plan: Plan) -> str:
     """` over 8 of 16 data ranks` with hybrid sharding; empty without."""
     return f" over {plan.shards} of {plan.replicas} data ranks" if plan.shards < plan.replicas else ""
+
+
+def recomputation_text(plan: Plan, recomputation: str, but_for: str) -> str:
+    """What blocks recompute: `recomputation in 12 of 32 blocks but for qkv`; empty if everything is saved.
+
+    Args:
+      recomputation, but_for: the words of this text.
+    """
+    if not plan.recompute:
+        return ""
+    text, others = recomputation, plan.other_blocks
+    if others:
+        text += f" in {others.after} of {plan.stages[0].chunks[0].stop - 2} blocks"
+    text += f" {but_for} {plan.saved.text()}" if plan.saved else ""
+    return text + (f", in the others {but_for} {others.saved.text()}" if others and others.saved else "")
 
 
 def compression_text(compression: Compression) -> str:

@@ -3,8 +3,9 @@
     data parallel           one stage; as many replicas as devices and micro-batch allow
     tensor parallel         one stage; the largest tensor degree that every layer allows
     gpipe, equal layers     as many stages as layers and devices allow, replicated over what is left; GPipe's schedule
-    1f1b, equal layers      the same stages with 1f1b
-    best 3-D grid           the best stages x data x tensor grid with equal layers and 1f1b: the best choice by hand
+    1f1b, equal layers      the same stages with 1f1b or eager-1f1b, whichever is faster
+    best 3-D grid           the best stages x data x tensor grid with equal layers and 1f1b or eager-1f1b: the best
+                            choice by hand
 
 Equal layers: stages differ by at most one layer, and the longer ones come first.  Samples are not split into chunks.
 All-reduces are compressed only where the request insists on it.  Each baseline has its best number of micro-batches,
@@ -52,7 +53,7 @@ class Baseline:
 
 
 def baselines(request: Request, model: CostModel, space: Space | None = None) -> tuple[Baseline, ...]:
-    """All baselines, in the order of the table above.  Each has its own schedule; `request.schedules` does not count.
+    """All baselines, in the order of the table above.  Each has its own schedules; `request.schedules` does not count.
 
     Args:
       space: in which they are priced; None: "spmd", but on a mixed cluster "general".
@@ -61,15 +62,22 @@ def baselines(request: Request, model: CostModel, space: Space | None = None) ->
     if space == "general":
         request = replace(request, sequence=False)
     table = _Table(model, space)
-    kinds: tuple[tuple[str, Schedule, Callable[[int], Iterable[Shape]]], ...] = (
-        ("data parallel", "1f1b", lambda b: [(1, _data(b, model.cluster.num_devices), 1)]),
-        ("tensor parallel", "1f1b", lambda b: _tensor_shapes(model)),
-        ("gpipe, equal layers", "gpipe", lambda b: _pipe_shapes(request, model, b)),
-        ("1f1b, equal layers", "1f1b", lambda b: _pipe_shapes(request, model, b)),
-        ("best 3-D grid", "1f1b", lambda b: _grid_shapes(request, model, b)),
+    one: tuple[Schedule, ...] = ("1f1b",)
+    in_turn: tuple[Schedule, ...] = ("1f1b", "eager-1f1b") if space == "spmd" else ("eager-1f1b",)
+    kinds: tuple[tuple[str, tuple[Schedule, ...], Callable[[int], Iterable[Shape]]], ...] = (
+        ("data parallel", one, lambda b: [(1, _data(b, model.cluster.num_devices), 1)]),
+        ("tensor parallel", one, lambda b: _tensor_shapes(model)),
+        ("gpipe, equal layers", ("gpipe",), lambda b: _pipe_shapes(request, model, b)),
+        ("1f1b, equal layers", in_turn, lambda b: _pipe_shapes(request, model, b)),
+        ("best 3-D grid", in_turn, lambda b: _grid_shapes(request, model, b)),
     )
     return tuple(
-        _best(name, ascending(_families(request, schedule, shapes, table)), table) for name, schedule, shapes in kinds
+        _best(
+            name,
+            ascending(family for schedule in schedules for family in _families(request, schedule, shapes, table)),
+            table,
+        )
+        for name, schedules, shapes in kinds
     )
 
 

@@ -15,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import ONE_CHUNK, Schedule
+from jhpt.core.plan import ONE_CHUNK, SavedTensors, Schedule
 from jhpt.core.schedule import delay, in_flight
 from jhpt.planner.cost.activations import NOTHING
-from jhpt.planner.cost.communication import Place, transfer_seconds
+from jhpt.planner.cost.communication import Place, Places, transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.ascending import ascending
 from jhpt.planner.search.grids import Grid
+from jhpt.planner.search.other_blocks import BlockCosts, Pairs
 from jhpt.planner.search.request import Request
 from jhpt.planner.search.saved_sets import SavedSets, SetCosts
 from jhpt.planner.search.stages import SLACK
@@ -50,10 +51,11 @@ def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator
         b = request.batch // m
         for tensor in model.common_degrees(available):
             for data in divisors(b, up_to=available // tensor):
-                sharded = itertools.product(model.levels(request.zero, data, space, m), (None,))
-                hybrid = itertools.product(request.zero, hybrid_groups(data, tensor, model, space))
-                ways = [*sharded, *((zero, ranks) for zero, ranks in hybrid if zero and not (zero == 2 and m == 1))]
-                for (zero, ranks), recompute in itertools.product(ways, request.recompute):
+                levels = model.levels(request.zero, data, space, m)
+                groups = (None, *hybrid_groups(data, tensor, model, space))
+                for zero, ranks, recompute in itertools.product(levels, groups, request.recompute):
+                    if ranks is not None and not zero:
+                        continue
                     # With one tensor rank there is no all-reduce to compress or to hide.
                     for compression in request.compression if tensor > 1 else (None,):
                         cuts = request.sample_chunks if tensor > 1 else (1,)
@@ -86,6 +88,11 @@ def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: Saved
     return m * work / spread * (1 - SLACK)
 
 
+def _alike(places: Places, devices: int) -> bool:
+    """Whether all stages of so many devices, one after the other from the first, have equal places."""
+    return places.uniform and (places.per_node % devices == 0 or devices % places.per_node == 0)
+
+
 def least_work(
     samples: int, tensor: int, recompute: bool, model: CostModel, *, sequence: bool, grid: Grid | None = None
 ) -> float:
@@ -101,7 +108,7 @@ def least_work(
     work = float((forward + backward)[model.index[[0, -1]]].sum()) if model.num_layers > 1 else 0.0
     if recompute:  # embedding and head are not recomputed
         backward = backward + model.activations.repeated(model.saved or NOTHING)[0] * forward
-    if grid is not None and grid.zero > 1 and grid.data > 1 and model.places.alike(grid.per_stage):
+    if grid is not None and grid.zero > 1 and grid.data > 1 and _alike(model.places, grid.per_stage):
         place = model.places.at(0, grid.per_stage)
         sent = model.data_collectives.gathered(place, tensor, grid.zero_ranks or grid.data)
         forward = np.maximum(forward, sent) if grid.zero == 3 else forward
@@ -113,7 +120,7 @@ def _family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> 
     """The grids that differ from this one in stages, schedule and sequence parallelism, by their bounds."""
     members = list(_single(grid, request, model, sets))
     most = min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages)
-    schedules = _schedules(request)
+    schedules = _schedules(request, model)
     if most < 2 or not schedules:
         yield from sorted(members, key=lambda member: member[0])
         return
@@ -136,17 +143,25 @@ def _family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> 
 class _Work:
     """The least costs of all layers together, for every set of saved activations, and what each stage adds.
 
-    costs: of the sets; None: there is nothing to choose.  passes: [sets] seconds of one micro-batch, forward and
-    backward.  step: [sets] seconds of all micro-batches and of what follows once.  saved: [sets] bytes of a
-    micro-batch.  state: bytes.  most: bytes of a device that holds all layers and saves everything.  each, used:
-    seconds of a stage's slot for embedding and head.  slot, output: its bytes, and those for each micro-batch in
-    flight.  memory: of a device, with `SLACK`.
+    costs: of the sets; None: there is nothing to choose.  more: [sets] seconds that a micro-batch computes again.
+    plain: seconds of its passes without them.  computed: of their computation alone where weights are gathered beside
+    it, else the same.  updates, reduced: seconds once per step, of the update and if gradients end last.  saved: [sets]
+    bytes of a micro-batch.  blocks: [blocks] bytes that each block saves of it if it saves everything.  ends: bytes
+    that embedding and head save.  working: of the largest layer while it runs.  state: bytes.  most: of a device that
+    holds all layers and saves everything.  each, used: seconds of a stage's slot for embedding and head.  slot, output:
+    its bytes, and those for each micro-batch in flight.  memory: of a device, with `SLACK`.
     """
 
     costs: SetCosts | None
-    passes: Array
-    step: Array
+    more: Array
+    plain: float
+    computed: float
+    updates: float
+    reduced: float
     saved: Array
+    blocks: Array
+    ends: float
+    working: float
     state: float
     most: float
     each: float
@@ -155,9 +170,19 @@ class _Work:
     output: float
     memory: float
 
+    def passes_with(self, more: Array) -> Array:
+        """Seconds of both passes of a micro-batch which computes so many seconds again."""
+        passes: Array = np.maximum(self.plain, self.computed + more)
+        return passes
+
+    def step_with(self, m: int, more: Array) -> Array:
+        """Seconds of m such micro-batches and of what follows once."""
+        step: Array = m * self.passes_with(more) + np.maximum(self.updates, self.reduced - more)
+        return step
+
 
 def _work(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> _Work:
-    strategy, size, m = grid.strategy(request.batch), grid.per_stage, grid.micro_batches
+    strategy, size = grid.strategy(request.batch), grid.per_stage
     period, last = math.lcm(model.places.per_node, size), model.cluster.num_devices - size
     starts = range(0, min(period, last + 1), size) if grid.stages > 1 else (0,)
     places = [model.places.at(start, size) for start in starts]
@@ -169,27 +194,31 @@ def _work(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> _W
     updates = np.array([c.update for c in tables])
     reduced = _least(np.array([c.gradients for c in tables]) + updates - backwards)
     costs, more, saved = None, np.zeros(1), tables[0].activations.sum(keepdims=True)
-    all_passes = passes + more
+    computed = passes
     if choosing:
         plain = tables
         if beside := strategy.zero > 1 and grid.data > 1 and model.cluster.overlap:
             plain = [model.layer_costs(place, grid.tensor, replace(strategy, zero=0)) for place in places]
         costs = sets.costs(plain, size, grid.tensor, strategy)
         more, saved = costs.seconds, costs.bytes + tables[0].activations[[0, -1]].sum()
-        all_passes = passes + more
         if beside:  # What is computed again may hide behind the collectives of ZeRO.
             # Without adding up gradients: a rank of ZeRO-2 or ZeRO-3 adds up its share only.
             bare = replace(strategy, zero=0, accumulates=False)
             alone = [model.layer_costs(place, grid.tensor, bare) for place in places]
             computed = _least(np.array([c.forward + c.forward_tensor + c.backward + c.backward_tensor for c in alone]))
-            all_passes = np.maximum(passes, computed + more)
     slots = [model.slot(place, grid.tensor, strategy) for place in places]
     each, used = (min(slot.seconds(used=used) for slot in slots) for used in (False, True))
     return _Work(
         costs=costs,
-        passes=all_passes,
-        step=m * all_passes + np.maximum(_least(updates), reduced - more),
+        more=more,
+        plain=passes,
+        computed=computed,
+        updates=_least(updates),
+        reduced=reduced,
         saved=saved,
+        blocks=tables[0].activations[1:-1],
+        ends=float(tables[0].activations[[0, -1]].sum()),
+        working=float(tables[0].working.max()),
         state=float(tables[0].state.sum()),
         most=float((tables[0].state + tables[0].activations).sum() + tables[0].working.max()),
         each=each,
@@ -218,16 +247,23 @@ def _single(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> 
     for sequence in request.sequences(model, grid.tensor, grid.compression):
         tried = replace(grid, sequence=sequence)
         work = _work(tried, request, model, sets)
-        if (bound := float(least_seconds("1f1b", 1, grid.micro_batches, 1, work).min())) < math.inf:
+        bound = float(least_seconds("1f1b", 1, grid.micro_batches, 1, work).min())
+        if sets.mixed and grid.recompute:
+            bound = min(bound, float(_pairs(tried, work, request, model, sets)[1].min(initial=math.inf)))
+        if bound < math.inf:
             yield bound, tried
         if work.most <= enough and not model.repeats:
             return
 
 
-def _schedules(request: Request) -> list[tuple[Schedule, int]]:
-    """The schedules of pipelines, each with its number of chunks per device."""
+def _schedules(request: Request, model: CostModel) -> list[tuple[Schedule, int]]:
+    """The schedules of pipelines, each with its number of chunks per device.
+
+    Where exchanges overlap, gpipe is never faster than eager-1f1b and never needs less memory.
+    """
+    slower = {"gpipe"} if model.cluster.overlap and "eager-1f1b" in request.schedules else set[str]()
     interleaved: list[tuple[Schedule, int]] = [("interleaved", v) for v in CHUNKS if "interleaved" in request.schedules]
-    return [*((name, 1) for name in ONE_CHUNK if name in request.schedules), *interleaved]
+    return [*((name, 1) for name in ONE_CHUNK if name in {*request.schedules} - slower), *interleaved]
 
 
 def _pipeline_bounds(
@@ -245,9 +281,10 @@ def _pipeline_bounds(
     m, work, s = grid.micro_batches, _work(grid, request, model, sets), np.arange(2, most + 1)
     may_save = grid.recompute and False in request.recompute and not model.profile.state.decoded_bytes
     plain = _work(replace(grid, recompute=False), request, model, sets) if may_save else None
+    hop = _least_transfer(grid, request, model) if ("1f1b", 1) in schedules else 0.0
     columns = []
     for name, v in schedules:
-        bounds = least_seconds(name, v, m, most, work)[1:].min(axis=1)
+        bounds = least_seconds(name, v, m, most, work, hop)[1:].min(axis=1)
         possible = (m % s == 0) & (s * v <= model.num_layers) if name == "interleaved" else np.full(len(s), True)
         if plain is not None:
             possible &= ~_fit_anyhow(plain, _most_in_flight(name, v, m, most)[1:])
@@ -263,20 +300,36 @@ def _fit_anyhow(work: _Work, ring: Array) -> npt.NDArray[np.bool_]:
     return fits
 
 
-def least_seconds(schedule: Schedule, chunks: int, m: int, most: int, work: _Work) -> Array:
+def _least_transfer(grid: Grid, request: Request, model: CostModel) -> float:
+    """Seconds of the fastest transfer between two stages."""
+    size = grid.per_stage
+    period, last = math.lcm(model.places.per_node, size), model.cluster.num_devices - 2 * size
+    local = request.batch // grid.micro_batches // grid.data / (grid.tensor if grid.sequence else 1)
+    carried = float(model.boundary[:-1].min()) * local
+    ways = {model.places.transfer(at, size, at + size, size) for at in range(0, min(period, last + 1), size)}
+    return min(transfer_seconds(way, carried) for way in ways)
+
+
+def least_seconds(schedule: Schedule, chunks: int, m: int, most: int, work: _Work, hop: float = 0.0) -> Array:
     """[S, sets] least seconds of a step with 1, 2, ... S stages for all cuts; infinite where a set cannot fit.
 
     The mean of the bytes over the stages must fit.  Let t_s be the seconds of stage s per micro-batch and W their sum.
     Then T >= max over s of (t_0 + .. + t_{s-1} + M t_s).  This is least if all terms are equal:
     t_s = (M-1)/M t_{s-1} and T = M W / sum of ((M-1)/M)^s; the first stage then still has to update its slot.  A second
-    bound: the largest finishing time of the stages is at least their mean.
+    bound: the largest finishing time of the stages is at least their mean.  Under 1f1b nothing runs beside the exchange
+    that follows every forward pass, in which both neighbours take part.
+
+    Args:
+      hop: the least seconds of an exchange.
     """
     s = np.arange(1, most + 1)[:, None]
     ring = _most_in_flight(schedule, chunks, m, most)[:, None]
     room = chunks * ((s * (work.memory - work.slot) - work.state) / ring - s * work.output)
-    bounds = (work.step + (s - 2) * work.each + 2 * work.used) / s
+    hop = hop if schedule == "1f1b" else 0.0
+    bounds = (work.step_with(m, work.more) + (s - 2) * work.each + 2 * work.used + 2 * m * (s - 1) * hop) / s
     if schedule != "interleaved":
-        bounds = np.maximum(bounds, m * work.passes / _ramps(m, most)[:, None] + work.used)
+        passes = work.passes_with(work.more) + s * hop
+        bounds = np.maximum(bounds, m * passes / _ramps(m, most)[:, None] + work.used)
     return np.where(work.saved <= room, bounds, np.inf)
 
 
@@ -296,15 +349,44 @@ def with_sets(
     grid: Grid, request: Request, model: CostModel, sets: SavedSets, limit: float
 ) -> list[tuple[float, Grid]]:
     """The grid with every set of saved activations that can fit and be faster than `limit`, the best bound first."""
-    if not (grid.recompute and sets.sets):
+    mixes = sets.mixed and grid.recompute and grid.stages == 1
+    if not (grid.recompute and sets.sets) and not mixes:
         return [(-math.inf, grid)]
     work = _work(grid, request, model, sets)
-    assert work.costs is not None
-    bounds = least_seconds(grid.schedule, grid.chunks, grid.micro_batches, grid.stages, work)[-1].tolist()
-    promising = work.costs.undominated([at for at, bound in enumerate(bounds) if bound < limit])
-    return [
-        (bounds[at], replace(grid, saved=work.costs.sets[at])) for at in sorted(promising, key=lambda at: bounds[at])
-    ]
+    every = [(-math.inf, grid)]
+    if work.costs is not None:
+        bounds = least_seconds(grid.schedule, grid.chunks, grid.micro_batches, grid.stages, work)[-1].tolist()
+        promising = work.costs.undominated([at for at, bound in enumerate(bounds) if bound < limit])
+        every = [(bounds[at], replace(grid, saved=work.costs.sets[at])) for at in promising]
+    if mixes:
+        pairs, seconds = _pairs(grid, work, request, model, sets)
+        for at in np.flatnonzero(seconds < limit).tolist():
+            saved, others = pairs.choice(at)
+            every.append((float(seconds[at]), replace(grid, saved=saved, other_blocks=others)))
+    return sorted(every, key=lambda one: one[0])
+
+
+def _pairs(grid: Grid, work: _Work, request: Request, model: CostModel, sets: SavedSets) -> tuple[Pairs, Array]:
+    """The pairs of sets that blocks of one stage can save, and [pairs] least seconds of a step with each."""
+    blocks, rest, working = len(work.blocks), work.memory - work.state - work.ends, np.array(work.working)
+    saved: tuple[SavedTensors | None, ...]
+    if work.costs is not None:
+        keep = work.costs.undominated(range(len(work.costs.sets)))
+        saved = (*(work.costs.sets[at] or NOTHING for at in keep), None)
+        of_all = np.append(work.costs.seconds[keep], 0.0), np.append(work.costs.bytes[keep], work.blocks.sum())
+        seconds, sizes = (np.repeat(values[:, None] / blocks, blocks, axis=1) for values in of_all)
+    else:  # Blocks have no names, and may differ.
+        strategies = [replace(grid, recompute=recompute).strategy(request.batch) for recompute in (True, False)]
+        tables = [model.layer_costs(model.places.at(0, grid.per_stage), grid.tensor, each) for each in strategies]
+        passes = np.array([(table.backward + table.backward_tensor)[1:-1] for table in tables])
+        saved, seconds = (NOTHING, None), passes - passes[1]
+        sizes = np.array([table.activations[1:-1] for table in tables])
+        # With the first blocks, the working bytes of those that recompute, and of all others.
+        begun = np.maximum.accumulate(tables[0].working[1:-2])
+        working = np.maximum(begun, tables[1].working.max())
+        work = _work(replace(grid, recompute=False), request, model, sets)
+    pairs, m = BlockCosts(saved=saved, seconds=seconds, bytes=sizes).pairs(rest - working), grid.micro_batches
+    return pairs, np.maximum(work.step_with(m, pairs.seconds), m * work.passes_with(pairs.seconds))
 
 
 def interleaved_seconds(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostModel) -> float:

@@ -60,8 +60,9 @@ def plainest(plans: Iterable[Plan]) -> Plan:
         on_host = plan.offload is not None or (plan.saved is not None and bool(plan.saved.host))
         exact = on_host, plan.compression.on
         shape = pipelined, kinds, len(plan.degrees), plan.chunks
+        recompute = plan.recompute + (plan.other_blocks is not None)
         sharded = plan.zero, plan.zero_ranks is not None
-        return *exact, *shape, plan.recompute, plan.sequence, *sharded, tensor, late, _seconds(plan)
+        return *exact, *shape, recompute, plan.sequence, *sharded, tensor, late, _seconds(plan)
 
     return min((plan for plan in candidates if _seconds(plan) <= limit), key=complexity)
 

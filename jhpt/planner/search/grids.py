@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.config import Compression
-from jhpt.core.plan import Chunk, Plan, SavedTensors, Schedule, Stage, Zero, runs_of
+from jhpt.core.plan import Chunk, OtherBlocks, Plan, SavedTensors, Schedule, Stage, Zero, runs_of
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.communication import transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
@@ -39,6 +39,7 @@ from jhpt.planner.search.stages import (
     stage_seconds,
     stage_seconds_gpipe,
     stage_seconds_in_line,
+    stage_seconds_in_turn,
 )
 
 TOGETHER = 100
@@ -70,6 +71,8 @@ class Grid:
     """With hybrid sharding the number of neighbouring data ranks over which ZeRO shards."""
     saved: SavedTensors | None = None
     """With recomputation: what blocks save beside their inputs; None: nothing, or what is still to be chosen."""
+    other_blocks: OtherBlocks | None = None
+    """With recomputation: the blocks that save more; None: none."""
 
     @property
     def per_stage(self) -> int:
@@ -119,6 +122,7 @@ def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostMo
         sequence=grid.sequence,
         recompute=grid.recompute,
         saved=saved if grid.recompute and saved != SavedTensors() else None,
+        other_blocks=grid.other_blocks,
         compression=grid.compression or Compression(),
         stages=stages,
     )
@@ -262,6 +266,8 @@ class CutSearch:
     ) -> Array:
         """Least seconds from the start of stage s to the end of its last backward pass; before: as `stage_seconds`."""
         beyond = self.trip[s + 1, stops]
+        if self.grid.schedule == "1f1b":
+            return stage_seconds_in_turn(terms, transfer, beyond, self.window[s], self.m, before)
         seconds = stage_seconds(terms, transfer, beyond, self.window[s], self.m, before)
         if self.grid.schedule == "gpipe":
             seconds = np.maximum(seconds, stage_seconds_gpipe(terms, transfer, beyond, self.m, before))
@@ -317,7 +323,7 @@ class CutSearch:
                 heads + self.done[s + 1, stop],
             ]
         )
-        if s and not self.model.cluster.overlap:
+        if s and not self.model.cluster.overlap and self.grid.schedule != "1f1b":
             bounds = np.maximum(bounds, self._pair(cuts, row, head, tail))
         for at in np.flatnonzero(bounds < self.incumbent.cutoff):
             yield float(bounds[at]), -s, (*cuts, int(stop[at])), float(heads[at]), float(tails[at])

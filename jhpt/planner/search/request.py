@@ -118,7 +118,7 @@ def choices_of(request: Request, model: CostModel, space: Space) -> Choices:
         space=space,
         mixed=model.cluster.mixed,
         place=model.cluster.name,
-        schedule="interleaved" if set(request.schedules) == {"interleaved"} else None,
+        schedule=None if {"eager-1f1b", "gpipe"} & set(request.schedules) else request.schedules[0],
         sample=model.profile.sample if model.tensor_all_reduce.stream is None else None,
         compression=None not in request.compression,
         gradient_compression=request.gradient_compression.on,
@@ -200,7 +200,15 @@ def recomputations(config: Config) -> dict[str, Any]:
     """The fields of a `Request` that `memory.recompute` and `memory.host_budget_bytes` decide.
 
     Saved activations may be offloaded if `host_budget_bytes` is set and the activations to save are open or named.
+
+    Raises:
+      InputError: `memory.recompute_blocks`, which the planner chooses, is set.
     """
+    if config.memory.recompute_blocks is not None:
+        raise InputError(
+            f"memory.recompute_blocks={config.memory.recompute_blocks} is for a layout by hand; leave it out, and with "
+            "memory.recompute=auto the planner chooses how many blocks recompute"
+        )
     host = {"host": True} if config.memory.host_budget_bytes != "auto" else {}
     if config.memory.recompute == "auto":
         return host

@@ -1,8 +1,9 @@
 """What blocks may save for their backward pass, and what each choice takes: seconds, and bytes on a device.
 
-All blocks save activations of the same names, because one program runs them.  So the choices are few: every set of the
-named tensors that a backward pass reads, less those that another set beats in everything, in the seconds and
-all-reduces that are computed again, in the bytes that the tensor axis divides and in those that it does not.  Where
+All blocks of a pipeline save activations of the same names, because one program runs them; on one stage there may be
+two sets (`other_blocks`).  So the choices are few: every set of the named tensors that a backward pass reads, less
+those that another set beats in everything, in the seconds and all-reduces that are computed again, in the bytes that
+the tensor axis divides and in those that it does not.  Where
 activations may be offloaded (`Request.host`), every tensor of a set is on the device or on the host, and so is the
 block's input.  Of sets that take equally long the one with the fewest bytes on the host comes first, then the one with
 the fewest on the device.
@@ -58,6 +59,7 @@ class SavedSets:
       sets: empty where the request leaves nothing to choose: no names, or given ones that stay on the device.
       everything: all that a backward pass reads.
       smallest: the set that takes the fewest bytes, if no other one fits where it does not; else None.
+      mixed: whether blocks of one stage may save different sets (`other_blocks`).
     """
 
     def __init__(self, request: Request, model: CostModel, space: Space) -> None:
@@ -67,6 +69,9 @@ class SavedSets:
         self.sets: tuple[SavedTensors, ...] = ()
         if space == "spmd" and names:
             self._choose(names, request)
+        is_open = request.saved is None and len(request.recompute) > 1 and not request.host
+        alike = not names or len(set(model.index[1:-1].tolist())) == 1
+        self.mixed = space == "spmd" and is_open and alike and model.num_layers > 3
         self.smallest = SavedTensors() if SavedTensors() in self.sets and not request.host else None
         self._measure()
 

@@ -121,7 +121,8 @@ def _same_results(config: Config, devices: int, *, one_memory: bool) -> Iterator
     replicas, now = _replicas(config, devices), config.parallel.micro_batches
     each = config.data.batch_size // replicas
     more: list[dict[str, Any]] = [{"parallel.micro_batches": count} for count in divisors(each) if count > now]
-    recomputed: list[dict[str, Any]] = [] if config.memory.recompute == "full" else [{"memory.recompute": "full"}]
+    memory = config.memory
+    recomputed = [] if memory.recompute == "full" and memory.recompute_blocks is None else [_all_recomputed(config)]
     levels: list[dict[str, Any]] = [{"parallel.zero": zero} for zero in (1, 2, 3) if zero > config.parallel.zero]
     levels = levels if replicas > 1 else []
     yield from more
@@ -141,12 +142,18 @@ def _same_results(config: Config, devices: int, *, one_memory: bool) -> Iterator
         yield {"memory.offload": "both"} | least
 
 
+def _all_recomputed(config: Config) -> dict[str, Any]:
+    """The settings with which every block saves its input alone."""
+    some = config.memory.recompute_blocks is not None
+    return {"memory.recompute": "full"} | ({"memory.recompute_blocks": None} if some else {})
+
+
 def _least(config: Config, devices: int, *, one_memory: bool) -> dict[str, Any]:
     """The settings with which a step needs least, whatever the batch."""
     replicas = 1 if one_memory else _replicas(config, devices)
     settings: dict[str, Any] = {"parallel.data": 1} if one_memory and _replicas(config, devices) > 1 else {}
     return settings | {
-        "memory.recompute": "full",
+        **_all_recomputed(config),
         "parallel.micro_batches": max(config.data.batch_size // replicas, 1),
     }
 

@@ -8,12 +8,14 @@ Decision set of space="spmd":
                     With S = 1 every layer chooses its own degree among the divisors of d t.  The degrees in use divide
                     each other, because they share a mesh, and two layers that share a parameter have the same degree
     cuts            any S contiguous non-empty ranges of layers
-    schedule        1f1b, gpipe, or interleaved with v = 2, 3 or 4 chunks per device.  Interleaving requires M to be
-                    divisible by S.  It cuts the layers into S v ranges whose largest one is smallest, or that are most
-                    even (`grids`), by the seconds without recomputation, or with full recomputation
+    schedule        1f1b, eager-1f1b, gpipe, or interleaved with v = 2, 3 or 4 chunks per device.  Interleaving requires
+                    M to be divisible by S.  It cuts the layers into S v ranges whose largest one is smallest, or that
+                    are most even (`grids`), by the seconds without recomputation, or with full recomputation
     ZeRO            0, 1, 2 or 3 if d > 1, else 0 or 3.  ZeRO-3 on one data rank has no compute-dtype copy of weights
     recomputation   off, or on with any set of a block's named tensors saved, the same in all blocks (`saved_sets`).
-                    Sets that another one beats are left out.  With one stage, plans that fit without it do not have it
+                    Sets that another one beats are left out.  With S = 1 and one degree the first blocks may save one
+                    set, and the others another one or everything (`other_blocks`).  With one stage, plans that fit
+                    without recomputation do not have it
     compression     one of those requested, if a tensor degree is above 1
     sequences       cut over the tensor ranks or not (sequence parallelism), if a tensor degree is above 1, without
                     compression, and if all degrees in use divide the number of tokens.  With one stage this only
@@ -23,8 +25,9 @@ The number of sample chunks is looked up instead of searched (`CostModel.sample_
 has the number that is best in a row of all layers at its degree; in a pipeline all layers have the number that is best
 for all of them together.
 
-The head of `jhpt.planner.cost.memory` describes the costs of layers.  gpipe never needs less memory than 1f1b on the
-same stages, and is faster only where exchanges do not overlap: then those of errors make forward passes wait (tested).
+The head of `jhpt.planner.cost.memory` describes the costs of layers.  gpipe never needs less memory than eager-1f1b on
+the same stages, and is faster only where exchanges do not overlap: then those of errors make forward passes wait
+(tested).  1f1b never needs more memory than either; nothing runs beside its exchanges.
 
 The search visits grids in the order of a bound that holds for all cuts.  For each grid, best-first search finds the
 cuts, guided by a tighter bound (`grids`, `stages`).  `layer_degrees` finds the plans of one stage whose layers differ
@@ -42,7 +45,7 @@ import numpy as np
 
 from jhpt.core.config import Compression
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import Chunk, Stage, runs_of
+from jhpt.core.plan import Chunk, OtherBlocks, Stage, runs_of
 from jhpt.planner.cost.activations import NOTHING
 from jhpt.planner.cost.layers import Space, layer_strategy
 from jhpt.planner.cost.model import CostModel
@@ -95,9 +98,18 @@ def _search_grid(
             if bound < incumbent.cutoff:
                 incumbent.offer(grid_plan(grid, cuts, request, model), model)
     elif grid.stages == 1:
-        incumbent.offer(grid_plan(grid, (), request, model), model)
+        _offer_one_stage(grid, request, model, incumbent)
     else:
         CutSearch(grid, request, model, incumbent).run()
+
+
+def _offer_one_stage(grid: Grid, request: Request, model: CostModel, incumbent: Incumbent) -> None:
+    """Offers the plan of the grid; of blocks that save different sets one more where rounding decides."""
+    fits = incumbent.offer(grid_plan(grid, (), request, model), model).fits
+    others = grid.other_blocks
+    if others is not None and not fits and others.after < model.num_layers - 3:
+        more = OtherBlocks(after=others.after + 1, saved=others.saved)
+        incumbent.offer(grid_plan(replace(grid, other_blocks=more), (), request, model), model)
 
 
 def _interleaved_cuts(grid: Grid, request: Request, model: CostModel) -> tuple[tuple[int, ...], ...]:

@@ -28,6 +28,14 @@ it is known,
     E >= M t + 2 (M + p - 1) c
     E >= M (max(F, F') + max(B, B')) + min(F, F') + min(B, B') + 2 (M + p - 1) c
 
+Under 1f1b every two passes have an exchange between them, after the forward pass with the next stage and after the
+backward pass with the one before, which takes c' seconds.  So with tau = t + c + c' the backward passes are tau apart
+while forward passes are left, B + c + c' from then on, and each of the last forward passes makes a whole round trip:
+
+    E >= F + D + (M - w) tau + (w - 1)(B + c + c') + B
+    E >= 2 (F + D + B) + c' + (M - 1 - w) tau                                                     w < M
+    E >= (k + 1)(F + D + B) + k c' + (M - 1 - k w)(B + c + c')                                    k = floor((M-1)/w)
+
 After that the errors travel back through the earlier stages.  At each stage gradients are then reduced and applied,
 which takes after = sync - B + update seconds.  So a step takes T >= head + E + (way back to any earlier stage) + after
 of that stage.  All of this decomposes over suffixes if D is relaxed to the smallest round trip of each suffix:
@@ -160,6 +168,22 @@ def stage_seconds(
     else:
         seconds = np.maximum(np.maximum(f + trip, first) + last, first + trip + b)
     return np.maximum(seconds, f + (m + 1) * transfer + beyond + b)
+
+
+def stage_seconds_in_turn(
+    stage: StageTerms, transfer: Array, beyond: Array, window: int, micro_batches: int, before: Array | float = 0.0
+) -> Array:
+    """E under 1f1b; arguments as of `stage_seconds`."""
+    trip, hops = stage.forward + 2 * transfer + beyond, transfer + before
+    alone, both = stage.backward + hops, stage.forward + stage.backward + hops
+    left, rounds = micro_batches - window, (micro_batches - 1) // window
+    seconds = trip + (window - 1) * alone + stage.backward
+    if left:
+        seconds = seconds + left * both
+        twice = 2 * (trip + stage.backward) + before
+        seconds = np.maximum(seconds, twice + (left - 1) * both if left > 1 else twice)
+    again = (rounds + 1) * (trip + stage.backward) + rounds * before
+    return np.maximum(seconds, again + (micro_batches - 1 - rounds * window) * alone)
 
 
 def after(stage: StageTerms) -> Array:

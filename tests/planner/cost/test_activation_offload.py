@@ -29,12 +29,18 @@ def hosts_of(cluster, memory):
 
 
 def test_bytes_on_a_host():
-    """Two stages of two data ranks at degree 2, on nodes of eight devices and of four: the 1f1b ring has three slots on
-    both, of three blocks with the first stage and five with the second."""
+    """Two stages of two data ranks at degree 2, on nodes of eight devices and of four: the ring of eager-1f1b has
+    three slots on both, of three blocks with the first stage and five with the second."""
     profile = profile_of()
     sizes = {one.name: one.bytes for one in profile.kinds["block"].tensors}
     settings = dict(data=2, tensor=2, batch=16, micro_batches=4, recompute=True)
-    plan = piped([4, 6], 2, **settings, saved=SavedTensors(device=("mlp_hidden",), host=(BLOCK_INPUT, "qkv")))
+    plan = piped(
+        [4, 6],
+        2,
+        schedule="eager-1f1b",
+        **settings,
+        saved=SavedTensors(device=("mlp_hidden",), host=(BLOCK_INPUT, "qkv")),
+    )
     each = 2 * (sizes[BLOCK_INPUT] + sizes["qkv"] / 2)  # two samples of a micro-batch
     per_block = 3 * 4 * each
     for devices, expected in ((8, [8 * per_block, 8 * per_block]), (4, [3 * per_block, 5 * per_block])):

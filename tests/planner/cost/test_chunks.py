@@ -52,7 +52,7 @@ def drawn(seed, devices=4, layers=4, overlap=True):
     batch = int(rng.choice([4, 6, 8]))
     zero, recompute = (0, int(rng.choice([1, 3]))), (bool(rng.integers(2)),)
     asked = request(batch, (1, 2), zero=zero, recompute=recompute, sample_chunks=SAMPLE_CHUNKS)
-    return CostModel(profile, cluster), replace(asked, schedules=("1f1b", "gpipe"))
+    return CostModel(profile, cluster), replace(asked, schedules=("eager-1f1b", "gpipe"))
 
 
 def chunked(space, stages, batch, micro_batches, zero, recompute):

@@ -211,11 +211,14 @@ def test_two_stages():
     # and B0 on device 0 13..15; the error of B1 16..19, B1 on device 0 19..21.
     profile = model(layer(boundary_bytes=3, activation_bytes=5), layer(activation_bytes=7))
     halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1]))
-    estimate = evaluate(plan(*halves, batch=2), profile, cluster(1, nodes=2))
+    estimate = evaluate(plan(*halves, batch=2, schedule="eager-1f1b"), profile, cluster(1, nodes=2))
     assert estimate.times.cut == 3
     assert (estimate.times.forward.tolist(), estimate.times.backward.tolist()) == ([[1], [0]], [[2], [3]])
     assert estimate.seconds == 21
     assert [s.seconds["waiting"] for s in estimate.stages] == [21 - 6, 21 - 6]
+    # In turn: F0 0..1, both exchange 1..4; F0 on device 1 takes no time, B0 4..7 beside F1 4..5; both exchange 7..10;
+    # B0 on device 0 10..12 beside B1 on device 1 10..13; both exchange 13..16; B1 on device 0 16..18.
+    assert evaluate(plan(*halves, batch=2, schedule="1f1b"), profile, cluster(1, nodes=2)).seconds == 18
     # Both hold two slots for what comes in or goes out, in both directions, and what two micro-batches in flight hand
     # on.  What the ends keep is there for one pass, with the last one's a gradient half as large.
     assert [s.bytes["transfers"] for s in estimate.stages] == [6, 6]
@@ -223,7 +226,7 @@ def test_two_stages():
     assert [s.bytes["working set"] for s in estimate.stages] == [5, 7 + 3.5]
     # Stages of their own: F = (1, 1), B = (2, 2), a second less in each of device 1's backwards (played by hand in
     # test_simulation).  They keep what the layers keep, the second one of one micro-batch.
-    own = evaluate(plan(*halves, batch=2, space="general"), profile, cluster(1, nodes=2))
+    own = evaluate(plan(*halves, batch=2, space="general", schedule="eager-1f1b"), profile, cluster(1, nodes=2))
     assert own.seconds == 19
     assert [s.bytes["activations"] for s in own.stages] == [10, 7]
     assert [s.bytes["working set"] for s in own.stages] == [0, 0]
@@ -243,7 +246,7 @@ PIPED = stage(0, 2, (0, [1, 1])), stage(2, 2, (2, [1, 1]))
 
 
 def test_pipeline_of_one_program():
-    estimate = evaluate(plan(*PIPED, zero=1), GPT, cluster(4))
+    estimate = evaluate(plan(*PIPED, zero=1, schedule="eager-1f1b"), GPT, cluster(4))
     times = estimate.times
     # Stage 0: entry and block.  Stage 1: a block forward; both passes of the exit and the block backward.
     assert times.forward.tolist() == [[2], [1]]
@@ -282,7 +285,7 @@ def test_pipeline_of_one_program():
 
 def test_zero_0_of_a_pipeline():
     # Whole gradients: 10 and 2 s; 60 parameters are updated; nothing is gathered.
-    estimate = evaluate(plan(*PIPED), GPT, cluster(4))
+    estimate = evaluate(plan(*PIPED, schedule="eager-1f1b"), GPT, cluster(4))
     assert estimate.times.update == pytest.approx(2 * [0.6 + 12 + 6])
     assert estimate.seconds == pytest.approx(21.6 + 18.6)
     assert [s.bytes["optimizer"] for s in estimate.stages] == [720, 720]
@@ -356,7 +359,7 @@ def test_gpipe_and_1f1b():
     # most 2 (2 - 1) + 1 = 3.
     profile = between_embedding_and_head(layer(activation_bytes=1), layer(activation_bytes=1))
     halves = stage(0, 1, (0, [1, 1])), stage(1, 1, (2, [1, 1]))
-    for schedule, ring in {"gpipe": 4, "1f1b": 3}.items():
+    for schedule, ring in {"gpipe": 4, "eager-1f1b": 3}.items():
         estimate = evaluate(plan(*halves, micro_batches=4, schedule=schedule), profile, cluster(2))
         assert estimate.seconds == 15
         assert [s.in_flight for s in estimate.stages] == [ring, ring]
@@ -367,7 +370,7 @@ def test_the_last_layer_of_gpipe():
     # 3 (1 + 3); 1F1B runs a forward of the one device beside a backward of the other.  Device 1: B0 1..4, ..., B3
     # 10..13; device 0: B3 13..15.
     halves = stage(0, 1, (0, [1])), stage(1, 1, (1, [1]))
-    for schedule, seconds in {"gpipe": 18, "1f1b": 15}.items():
+    for schedule, seconds in {"gpipe": 18, "eager-1f1b": 15}.items():
         drawn = plan(*halves, micro_batches=4, schedule=schedule)
         assert evaluate(drawn, model(layer(), layer()), cluster(2)).seconds == seconds
         own = drawn.model_copy(update={"space": "general"})
@@ -580,7 +583,7 @@ def checked(drawn: Plan, costs: CostModel) -> None:
         assert part.in_flight >= in_flight(played, position)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe", "interleaved"])
 def test_against_the_simulator(schedule):
     """120 random plans of each schedule, mixed clusters among them and such without overlap."""
     found, seed = {True: 0, False: 0}, 0
@@ -620,7 +623,7 @@ CHUNKS = (stage(0, 1, (0, [1]), (2, [1])), stage(1, 1, (1, [1]), (3, [1])))
         (plan(GOOD[0], stage(1, 1, (2, [1, 1, 1]))), "cover layers 0 to 3 in order"),
         (plan(stage(0, 1, (2, [1, 1])), stage(1, 1, (0, [1, 1]))), "cover layers 0 to 3 in order"),
         (plan(*GOOD, schedule="interleaved"), r"schedule=interleaved with 1 chunks? per stage"),
-        (plan(*CHUNKS, schedule="1f1b"), r"schedule=1f1b with 2 chunks? per stage"),
+        (plan(*CHUNKS, schedule="eager-1f1b"), r"schedule=eager-1f1b with 2 chunks? per stage"),
         (
             plan(*CHUNKS, batch=3, micro_batches=3, schedule="interleaved"),
             "micro_batches divisible by stages=2, found 3",

@@ -5,7 +5,7 @@ import pytest
 from jhpt.core.compression import wire_bytes
 from jhpt.core.config import Compression
 from jhpt.core.errors import InputError
-from jhpt.core.plan import Chunk, Plan, Run, Stage
+from jhpt.core.plan import Chunk, OtherBlocks, Plan, Run, Stage
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.cost.traffic import Sent, traffic
 
@@ -60,7 +60,7 @@ UNTIED = PROFILE.model_copy(
 )
 
 
-def plan(*stages, micro_batches=2, zero=0, schedule="1f1b", recompute=False, sequence=False, prefetch=1):
+def plan(*stages, micro_batches=2, zero=0, schedule="eager-1f1b", recompute=False, sequence=False, prefetch=1):
     """stages: (devices, chunks); a chunk is (first, degree of every layer)."""
     placed, device = [], 0
     for devices, chunks in stages:
@@ -105,6 +105,17 @@ def test_data_parallel_sums_gradients_once():
 
 def test_zero_1_gathers_weights_and_scatters_gradients_once():
     assert whole(4, 1, zero=1) == sent(all_gather__data=(6, 3 / 4 * 2 * ALL), reduce_scatter__data=(6, 3 / 4 * 2 * ALL))
+
+
+def test_blocks_that_save_everything_repeat_no_all_reduce():
+    """Of four blocks the first one repeats its attention's; each half of a program has its own surplus of blocks."""
+    none, every = (whole(4, 2, recompute=recompute)["all-reduce", "tensor"].bytes for recompute in (False, True))
+    step = plan((4, [(0, [2] * 6)]), recompute=True).model_copy(update={"other_blocks": OtherBlocks(after=1)})
+    some = traffic(step, PROFILE, overlap=False)[0]
+    assert some["all-reduce", "tensor"].bytes == pytest.approx(none + (every - none) / 4)
+    apart, together = (traffic(one, PROFILE, overlap=True)[0] for one in (step, step.of_first_blocks))
+    surplus = apart["all-reduce", "data"].bytes - together["all-reduce", "data"].bytes
+    assert surplus == pytest.approx(2 * 1 / 2 * 2 * BLOCK / 2)
 
 
 def test_zero_2_scatters_blocks_in_every_micro_batch():

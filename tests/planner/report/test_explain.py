@@ -15,7 +15,7 @@ from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.alternatives import alternative, alternatives, changed, savings
-from jhpt.planner.report.answer import print_answer, summary, timeline, to_json, verdict
+from jhpt.planner.report.answer import general_lines, print_answer, summary, timeline, to_json, verdict
 from jhpt.planner.report.causes import mean_causes, stage_causes
 from jhpt.planner.report.words import (
     compressed,
@@ -301,3 +301,11 @@ def test_compression_in_words():
     some = Compression(bits=8, tokens=0.3)
     assert compression_text(some) == "all-reduce of 30 % of the tokens in 8 bits, of the others in 4"
     assert compression_text(some.model_copy(update={"rest_bits": 0})).endswith("in 8 bits, of no others")
+
+
+def test_a_general_plan_says_whether_it_can_be_trained():
+    """Programs of stages hold whole states, so that ZeRO is priced alone."""
+    whole = PIPELINE.model_copy(update={"space": "general", "zero": 0, "sequence": False})
+    assert general_lines(whole) == general_lines(PIPELINE) == []
+    (line,) = general_lines(whole.model_copy(update={"zero": 1}))
+    assert line.startswith("not to be trained: ") and "use zero=0" in line

@@ -51,7 +51,7 @@ def when(timeline: Timeline, device: int, stream: str, label: str) -> tuple[floa
 
 
 @st.composite
-def steps(draw, schedules=("gpipe", "1f1b", "interleaved")):
+def steps(draw, schedules=("gpipe", "1f1b", "eager-1f1b", "interleaved")):
     """Arguments of `simulate`.  Times are whole numbers, zero among them: many events at once."""
     schedule = draw(st.sampled_from(schedules))
     devices = draw(st.integers(2 if schedule == "interleaved" else 1, 5))
@@ -68,8 +68,8 @@ def steps(draw, schedules=("gpipe", "1f1b", "interleaved")):
 
 def test_one_device():
     # (2 + 3) * 3; the last backward starts at 12 and its gradients are there at 12 + 5, the update takes 1 more.
-    assert play("1f1b", 3, [2], [3]).seconds == 15
-    for schedule, ran in {"1f1b": "F0 B0 F1 B1 F2 B2", "gpipe": "F0 F1 F2 B0 B1 B2"}.items():
+    assert play("eager-1f1b", 3, [2], [3]).seconds == 15
+    for schedule, ran in {"eager-1f1b": "F0 B0 F1 B1 F2 B2", "gpipe": "F0 F1 F2 B0 B1 B2"}.items():
         timeline = play(schedule, 3, [2], [3], sync=5, update=1)
         assert timeline.seconds == 18
         assert order(timeline, 0) == ran
@@ -92,7 +92,7 @@ def test_1f1b_of_two_devices_with_slow_links():
     # 4..7; beside them F1 on device 0 and F0 on device 1, 4..5, and activations 5..8.  B0 on device 1 when the errors
     # are over, 7..9.  Device 0 has waited until 8, so errors 9..12; F1 on device 1 9..10, activations 10..13, though
     # device 0 sends none; B0 and B1 12..14.  Errors 14..17, B1 17..19.
-    timeline = play("1f1b", 2, [1, 1], [2, 2], cut=3)
+    timeline = play("eager-1f1b", 2, [1, 1], [2, 2], cut=3)
     assert timeline.seconds == 19
     assert when(timeline, 0, "forward link", "F1") == (5, 8)
     assert when(timeline, 1, "compute", "B0") == (7, 9)
@@ -106,7 +106,7 @@ def test_1f1b_of_two_devices_in_line():
     # F = (1, 1), B = (2, 2), c = 1, M = 2.  Device 0: F0 a e F1 a e a B0 e B1; device 1: a e F0 a B0 e F1 a B1 e.  F0
     # 0..1; both exchange 1..3, though there is no error yet; F1 and F0 3..4; a 4..5; B0 5..7, for which device 0 waits;
     # e 7..8, F1 8..9, a 9..10, though device 0 has nothing to send; B0 and B1 10..12; e 12..13; B1 13..15.
-    timeline = play("1f1b", 2, [1, 1], [2, 2], cut=1, overlap=False)
+    timeline = play("eager-1f1b", 2, [1, 1], [2, 2], cut=1, overlap=False)
     assert timeline.seconds == 15
     assert when(timeline, 0, "forward link", "F0") == (1, 2)
     assert when(timeline, 1, "compute", "F0") == (3, 4)
@@ -116,7 +116,10 @@ def test_1f1b_of_two_devices_in_line():
     assert [span.start for span in timeline.rows[1] if span.label == "backward"] == [2]
     assert order(timeline, 0) == "F0 F1 B0 B1"
     # Device 1 has its last exchange, until 13, before it updates.
-    assert when(play("1f1b", 2, [1, 1], [2, 2], 1, [0, 0], [0, 3], overlap=False), 1, "update", "update") == (13, 16)
+    assert when(play("eager-1f1b", 2, [1, 1], [2, 2], 1, [0, 0], [0, 3], overlap=False), 1, "update", "update") == (
+        13,
+        16,
+    )
 
 
 def test_interleaved_of_two_devices_in_line():
@@ -147,7 +150,7 @@ def test_interleaved_of_two_devices():
 
 
 def test_the_programs():
-    one, two = even("1f1b", 2, 1, 4, 1, 1), even("gpipe", 2, 1, 4, 1, 1)
+    one, two = even("eager-1f1b", 2, 1, 4, 1, 1), even("gpipe", 2, 1, 4, 1, 1)
     assert [order(one, d) for d in (0, 1)] == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
     assert {order(two, d) for d in (0, 1)} == {"F0 F1 F2 F3 B0 B1 B2 B3"}
     assert order(one, 0, "backward link") == order(one, 1, "forward link") == ""
@@ -187,7 +190,7 @@ def test_equal_stages_with_links(devices, forward, backward, cut):
     many of a backward pass, and S - 1 + n - D of both, whose exchanges run beside the other pass."""
     both = max(forward + backward, cut + max(forward, backward))
     for schedule, chunks, micro_batches in [
-        *((name, 1, m) for name in ("1f1b", "gpipe") for m in (1, 2, 9)),
+        *((name, 1, m) for name in ("eager-1f1b", "gpipe") for m in (1, 2, 9)),
         *(("interleaved", v, k * devices) for v in (2, 3) for k in (1, 3)),
     ]:
         ahead = devices - 1 + (micro_batches - 1 if schedule == "gpipe" else devices * (chunks - 1))
@@ -197,12 +200,24 @@ def test_equal_stages_with_links(devices, forward, backward, cut):
         assert timeline.seconds == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(("forward", "backward", "cut"), [(1, 2, 0.5), (3, 1, 1), (2, 2, 1.5)])
+@pytest.mark.parametrize("devices", [2, 3, 5])
+@pytest.mark.parametrize("micro_batches", [2, 9])
+def test_equal_stages_that_exchange_in_turn(devices, micro_batches, forward, backward, cut):
+    """M + S - 1 rounds of both passes, and between any two passes an exchange, which is not longer than a pass; of two
+    stages alone one a round."""
+    ones, rounds = np.ones(devices), micro_batches + devices - 1
+    exchanges = rounds if devices == 2 else 2 * rounds - 3
+    expected = rounds * (forward + backward) + exchanges * cut
+    assert play("1f1b", micro_batches, forward * ones, backward * ones, cut).seconds == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (2, 1), (1, 7), (7, 1)])
 @pytest.mark.parametrize("devices", [1, 2, 3, 5])
 def test_equal_stages(devices, forward, backward):
     """(M v + S - 1)(f + b), whatever the ratio: the bubble is (S-1) / (M v + S - 1)."""
     for schedule, chunks, micro_batches in [
-        *(("1f1b", 1, m) for m in (1, 2, 4, 9, 16)),
+        *((name, 1, m) for name in ("1f1b", "eager-1f1b") for m in (1, 2, 4, 9, 16)),
         *(("gpipe", 1, m) for m in (1, 2, 4, 9, 16)),
         *(("interleaved", v, k * devices) for v in (1, 2, 3) for k in (1, 2, 3) if devices > 1 or v == 1),
     ]:
@@ -278,13 +293,14 @@ def test_nothing_waits_without_a_reason(step):
 
 
 @PROPERTY
-@given(steps(schedules=("gpipe", "1f1b")))
+@given(steps(schedules=("gpipe", "1f1b", "eager-1f1b")))
 def test_in_flight(step):
     schedule, micro_batches, forward, *_ = step
     timeline = simulate(*step)
     for device in range(len(forward)):
-        ring = 2 * (len(forward) - device) - 1
-        assert in_flight(timeline, device) == (micro_batches if schedule == "gpipe" else min(micro_batches, ring))
+        left = len(forward) - device
+        ring = {"gpipe": micro_batches, "1f1b": left, "eager-1f1b": 2 * left - 1}[schedule]
+        assert in_flight(timeline, device) == min(micro_batches, ring)
 
 
 def test_in_flight_interleaved():
@@ -355,7 +371,7 @@ def test_the_same_again(step):
 def test_1f1b_is_never_slower_than_gpipe(step):
     """Its ticks run side by side what GPipe's run one after the other: passes with exchanges, and one pass with the
     other on the neighbour."""
-    assert simulate("1f1b", *step[1:]).seconds <= simulate(*step).seconds
+    assert simulate("eager-1f1b", *step[1:]).seconds <= simulate(*step).seconds
 
 
 def test_1f1b_may_be_slower_than_gpipe_in_line():
@@ -363,20 +379,20 @@ def test_1f1b_may_be_slower_than_gpipe_in_line():
     # 2 3..5, F1 5..7; three backwards in a row from 8 on, and the last one.  1F1B has errors exchanged before the
     # forwards: device 2 waits for device 1, which waits for F1 on device 0, and begins F0 in 4 instead of 3.
     stages = [2, 1, 2], [1, 1, 1]
-    gpipe, other = (play(name, 2, *stages, overlap=False) for name in ("gpipe", "1f1b"))
+    gpipe, other = (play(name, 2, *stages, overlap=False) for name in ("gpipe", "eager-1f1b"))
     assert (gpipe.seconds, other.seconds) == (11, 12)
     assert when(gpipe, 2, "compute", "F0") == (3, 5)
     assert when(other, 2, "compute", "F0") == (4, 6)
 
 
 def test_nothing_takes_time():
-    timeline = play("1f1b", 3, [0, 0], [0, 0])
+    timeline = play("eager-1f1b", 3, [0, 0], [0, 0])
     assert (timeline.seconds, timeline.busy(0), timeline.bubble) == (0, 1, 0)
     assert [in_flight(timeline, device) for device in (0, 1)] == [3, 1]
 
 
 GOOD = {
-    "schedule": "1f1b",
+    "schedule": "eager-1f1b",
     "micro_batches": 4,
     "forward": [[1.0], [1.0]],
     "backward": [[1.0], [1.0]],
@@ -392,7 +408,7 @@ TWO_CHUNKS = {"forward": np.ones((2, 2)), "backward": np.ones((2, 2)), "cut": np
     [
         ({"schedule": "1f1"}, "no schedule '1f1'.*did you mean 1f1b"),
         ({"micro_batches": 0}, "micro_batches=0"),
-        (TWO_CHUNKS, "schedule=1f1b with 2 chunks per stage: interleaved"),
+        (TWO_CHUNKS, "schedule=eager-1f1b with 2 chunks per stage: interleaved"),
         (TWO_CHUNKS | {"schedule": "interleaved", "micro_batches": 5}, "use 4 or 6"),
         (TWO_CHUNKS | {"schedule": "interleaved", "micro_batches": 1}, "use 2, or one chunk"),
         (

@@ -14,7 +14,9 @@ from tests.covers import quick_and_exhaustive
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def step(schedule="1f1b", devices=2, micro_batches=4, chunks=1, unit=1e-3, cut=0.0, sync=0.0, update=0.0) -> Timeline:
+def step(
+    schedule="eager-1f1b", devices=2, micro_batches=4, chunks=1, unit=1e-3, cut=0.0, sync=0.0, update=0.0
+) -> Timeline:
     """Forwards of one unit, backwards of two."""
     ones = np.full((devices, chunks), unit)
     cuts, syncs, updates = np.full(devices * chunks - 1, cut), np.full(devices, sync), np.full(devices, update)
@@ -41,7 +43,7 @@ def test_text_by_hand():
         "0" * 7 + "1" * 7 + "." * 14 + "a" * 14 + "." * 7 + "b" * 14,
         "." * 7 + "0" * 7 + "a" * 14 + "1" * 7 + "b" * 14 + "." * 14,
     ]
-    assert text.splitlines()[0] == "1f1b: 9 ms a step, 33.3 % bubble; 2 micro-batches, 2 devices"
+    assert text.splitlines()[0] == "eager-1f1b: 9 ms a step, 33.3 % bubble; 2 micro-batches, 2 devices"
     assert "|  67 %" in text
 
 
@@ -102,7 +104,7 @@ def test_a_narrow_width_is_refused():
         text_timeline(step(), width=39)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("eager-1f1b", 1), ("interleaved", 2)])
 def test_svg_has_a_bar_for_everything_that_takes_time(schedule, chunks):
     timeline = step(schedule, devices=3, micro_batches=6, chunks=chunks, cut=0.25, sync=4, update=1)
     svg = svg_timeline(timeline, "a step")

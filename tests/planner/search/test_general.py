@@ -146,7 +146,7 @@ def drawn_option(rng: np.random.Generator) -> Option:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["eager-1f1b", "gpipe"])
 @pytest.mark.parametrize("seed", range(20))
 def test_no_step_is_faster_than_the_round_trips_of_its_first_stages(schedule, seed, overlap):
     rng = np.random.default_rng(seed)
@@ -175,7 +175,7 @@ def test_no_step_is_faster_than_the_round_trips_of_its_first_stages(schedule, se
         before = ahead.transfer
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["eager-1f1b", "gpipe"])
 @pytest.mark.parametrize("seed", range(20))
 def test_no_step_in_line_is_faster_than_its_exchanges(schedule, seed):
     """From every stage alone, and from every two neighbours."""
@@ -200,7 +200,7 @@ def test_two_stages_in_line():
     # 3 (1 + 5) + 8 for itself.
     first, second = (StageTerms(*map(np.array, row)) for row in ((1.0, 5.0, 5.0, 0.0), (4.0, 2.0, 2.0, 0.0)))
     arrays = np.array([[1.0], [4.0]]), np.array([[5.0], [2.0]]), np.ones(1), np.array([5.0, 2.0]), np.zeros(2)
-    exact = float(step_seconds("1f1b", 3, *arrays, overlap=False))
+    exact = float(step_seconds("eager-1f1b", 3, *arrays, overlap=False))
     assert float(pair_seconds_in_line(first, second, np.array(1.0), 3, 1)) == exact == 38
     assert float(stage_seconds_in_line(first, np.array(1.0), 3, 1)) == 26
 
@@ -214,8 +214,8 @@ def test_round_trips_see_what_no_stage_alone_does():
     for transfer in (0.0, 1.0):
         prefix = prefix.grown(1, single(option), transfer)
     ones = np.ones((2, 1))
-    exact = float(step_seconds("1f1b", 61, ones, ones, np.ones(1), np.ones(2), np.zeros(2)))
-    assert loop_bound(prefix, Ahead(), "1f1b", 61) == exact == 21 * 6
+    exact = float(step_seconds("eager-1f1b", 61, ones, ones, np.ones(1), np.ones(2), np.zeros(2)))
+    assert loop_bound(prefix, Ahead(), "eager-1f1b", 61) == exact == 21 * 6
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.05, 10.0])

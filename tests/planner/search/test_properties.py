@@ -89,7 +89,7 @@ def test_more_is_never_slower(more, instance, factor):
         micro_batches=asked.micro_batches,
         zero=asked.zero,
         recompute=asked.recompute,
-        schedules=("1f1b", "gpipe"),
+        schedules=("eager-1f1b", "gpipe"),
     )
     before = found(profile, cluster, asked, space)
     after = found(profile, more(cluster, factor), asked, space)

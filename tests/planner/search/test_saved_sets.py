@@ -75,7 +75,7 @@ def grid_by_hand(rng, request, model: CostModel) -> Plan:
         cluster="any",
         batch=request.batch,
         micro_batches=m,
-        schedule="interleaved" if v > 1 else "1f1b",
+        schedule="interleaved" if v > 1 else "eager-1f1b",
         zero=int(rng.choice([0, 1, 3])),
         sequence=bool(rng.integers(2)) and tensor > 1,
         recompute=True,
@@ -158,7 +158,7 @@ def test_no_names_by_hand_are_faster(seed):
         # Interleaved: stages that save everything fit with other cuts than stages that save less would like best.
         ("llama-8b", "a100x8x2", 32, 23, 4096, 16, 0, "interleaved", 10.7e9),
         # Gathered weights hide all-reduces that run again, but not computation.
-        ("gpt2-774m", "v100x4x2-10gbe", 16, 16, 1024, 8, 3, "1f1b", 0.94e9),
+        ("gpt2-774m", "v100x4x2-10gbe", 16, 16, 1024, 8, 3, "eager-1f1b", 0.94e9),
     ],
 )
 def test_no_names_by_hand_are_faster_than_the_plan(

@@ -184,7 +184,7 @@ def test_no_plan_is_below_the_bound(seed):
     asked = request(8, (1, 2, 4, 8), zero=(0, 1), recompute=(False,))
     found = search(asked, costs, "general")
     for _ in range(100):
-        drawn = random_plan(rng, costs, str(rng.choice(["1f1b", "gpipe"])))
+        drawn = random_plan(rng, costs, str(rng.choice(["eager-1f1b", "gpipe"])))
         m = int(rng.choice(asked.micro_batches))
         drawn = drawn.model_copy(
             update={"batch": 8, "micro_batches": m, "zero": int(rng.choice(asked.zero)), "recompute": False}
@@ -331,15 +331,15 @@ def test_interleaving_wins():
     profile = between_embedding_and_head(*[layer(1.0, 1.0, parameters=1000) for _ in range(4)])
     found = plan_of(profile, cluster(2), batch=2, micro_batches=2)
     assert (found.schedule, found.chunks, found.seconds) == ("interleaved", 2, 10)
-    assert plan_of(profile, cluster(2), batch=2, micro_batches=2, schedules=("1f1b", "gpipe")).seconds == 12
+    assert plan_of(profile, cluster(2), batch=2, micro_batches=2, schedules=("eager-1f1b", "gpipe")).seconds == 12
 
 
 def test_gpipe_may_win():
     # Played by hand in test_simulation: where exchanges are in line, those of errors make 1F1B wait.
     forward, backward, nothing = np.array([[2.0], [1.0], [2.0]]), np.ones((3, 1)), np.zeros(3)
     arrays = forward, backward, np.zeros(2), nothing, nothing
-    seconds = {name: float(step_seconds(name, 2, *arrays, overlap=False)) for name in ("gpipe", "1f1b")}
-    assert seconds == {"gpipe": 11, "1f1b": 12}
+    seconds = {name: float(step_seconds(name, 2, *arrays, overlap=False)) for name in ("gpipe", "eager-1f1b")}
+    assert seconds == {"gpipe": 11, "eager-1f1b": 12}
     # As a model: three stages of one device.
     profile = between_embedding_and_head(layer(2.0, 1.0), layer(1.0, 1.0), layer(2.0, 1.0))
     in_line = cluster(3).model_copy(update={"overlap": False})
@@ -347,13 +347,13 @@ def test_gpipe_may_win():
     stages = stage(0, 1, (0, [1, 1])), stage(1, 1, (2, [1])), stage(2, 1, (3, [1, 1]))
     given = plan_of(profile, in_line, batch=2, micro_batches=2).model_copy(update={"zero": 0, "stages": stages})
     for space in PLANS:
-        drawn = [given.model_copy(update={"space": space, "schedule": name}) for name in ("gpipe", "1f1b")]
+        drawn = [given.model_copy(update={"space": space, "schedule": name}) for name in ("gpipe", "eager-1f1b")]
         assert [price(each, costs).seconds for each in drawn] == [11, 12]
 
 
 def test_only_what_is_asked_for():
     profile = model(*[layer(1.0, 1.0, parameters=1000, activation_bytes=1) for _ in range(4)])
-    for space, schedule, zero, recompute in itertools.product(PLANS, ("1f1b", "gpipe"), (0, 3), (False, True)):
+    for space, schedule, zero, recompute in itertools.product(PLANS, ("eager-1f1b", "gpipe"), (0, 3), (False, True)):
         found = plan_of(
             profile,
             cluster(2),

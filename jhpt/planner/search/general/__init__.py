@@ -9,7 +9,7 @@ Decision set of space="general":
                     later node, and leave the rest of a node, or whole nodes, idle; those behind the last stage are idle
     layers          each layer of a stage of k devices chooses its own tensor degree among the divisors of k that it
                     allows; the other devices are data parallel; uneven samples are priced at the fullest device
-    schedule        1f1b, gpipe
+    schedule        eager-1f1b, gpipe
     ZeRO            0, 1 or 3, for the whole plan; not 2
     recomputation   off or on, for the whole plan
 
@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jhpt.core.plan import ONE_CHUNK, Chunk, Schedule, Zero, runs_of
+from jhpt.core.plan import Chunk, Schedule, Zero, runs_of
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.general.best_first import Problem, Search, suffixes_of
@@ -82,8 +82,8 @@ def search_general(request: Request, model: CostModel, incumbent: Incumbent) -> 
 
 
 def pipelines(request: Request) -> list[Schedule]:
-    """Schedules of the space.  Interleaving needs stages of equal size."""
-    return [name for name in request.schedules if name in ONE_CHUNK]
+    """Schedules of the space.  Interleaving needs stages of equal size; 1f1b has no bounds for others yet."""
+    return [name for name in request.schedules if name in ("eager-1f1b", "gpipe")]
 
 
 def _levels(request: Request) -> list[Zero]:

@@ -1,0 +1,1 @@
+"""Plans of space=general: a program for each stage, on devices of its own."""

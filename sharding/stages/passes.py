@@ -1,0 +1,242 @@
+"""What the devices of a stage compute for one chunk, and the programs that do it.
+
+    begin      parameters as stored -> in the compute dtype, gradients of zero, the batch's keys      once a step
+    forward    x -> y and saved activations                                             once a micro-batch
+    backward   saved activations, error -> gradients added up, error for the chunk before    once a micro-batch
+    finish     gradients summed over the replicas, and the square of their norm                      once a step
+
+Every device keeps saved activations and unreduced gradients of its own: they leave a program as arrays
+[devices, ...] and enter the next one as they are.  The last chunk computes its loss in the backward pass, so that
+logits never outlive a pass, and its forward pass keeps y for that.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jhpt.sharding.accumulation import Passes
+from jhpt.sharding.compression.step import CompressedReduction
+from jhpt.sharding.model_parts import added
+from jhpt.sharding.norms import GradientNorms
+from jhpt.sharding.parameters import ParameterStorage
+from jhpt.sharding.single_stage import OneStage
+from jhpt.sharding.stages.layout import EMBEDDING, PlacedChunk
+from jhpt.sharding.step import Execution
+from jhpt.sharding.types import Batch, Gradients, RowContext, Specs, StoredParams
+from jhpt.sharding.zero import summed_together
+
+WHOLE = PartitionSpec()
+
+
+class ChunkBatch(NamedTuple):
+    """The batch of a step on one stage: rows, a tree of [micro-batches, room, ...]; ids: [micro-batches, room], the
+    number of every row in the global batch, from which it draws."""
+
+    rows: Any
+    ids: Any
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChunkPrograms:
+    """The programs of one chunk.  execution: of its layout."""
+
+    placed: PlacedChunk
+    execution: Execution
+    entering: jax.ShapeDtypeStruct | None
+    """x [room, ...] as it comes in; None: it is embedded here."""
+    scale: float
+    """What losses are multiplied by before they are differentiated, which keeps sums near 1."""
+    options: Mapping[str, Any]
+    """The compiler's."""
+
+    # Programs, each compiled when it is first called.
+
+    @cached_property
+    def begin(self) -> "jax.stages.Wrapped":
+        """Stored parameters -> (parameters as passes read them, gradients so far)."""
+
+        def run(params: StoredParams) -> tuple[Any, Any]:
+            gathered = self._parameters.gathered(params, self._specs(params))
+            return _one(gathered), jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), jnp.float32), gathered)
+
+        def program(params: StoredParams) -> Any:
+            return self._mapped(run, (self._specs(params),), (self._own, self._own))(params)
+
+        return self._jitted(program)
+
+    @cached_property
+    def forward(self) -> "jax.stages.Wrapped":
+        """(parameters, x, batch, key, micro-batch) -> (y, what the backward pass needs); the first chunk takes no x."""
+
+        def run(params: Any, x: Any, batch: Any, key: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
+            params = _its(params)
+            rows, context = self._micro_batch(batch, key, at)
+            if self.placed.embeds:
+                x = self._stage.embedded(params, rows, context)[0]
+            y, passed = self._stage.blocks_forward(params, x, context)
+            return y, _one([of_run.saved for of_run in passed])
+
+        return self._jitted(self._mapped(run, (self._own, self._x, *self._given), (self._y, self._own)))
+
+    @cached_property
+    def backward(self) -> "jax.stages.Wrapped":
+        """(gradients so far, parameters, saved, error, batch, key, micro-batch) -> (gradients, error, sums).
+
+        The last chunk takes its y in place of an error, and the others return no sums; the first returns no error.
+        """
+
+        def run(
+            total: Any, params: Any, saved: Any, error: jax.Array, batch: Any, key: jax.Array, at: jax.Array
+        ) -> tuple[Any, Any, Any]:
+            total, params, saved = _its(total), _its(params), _its(saved)
+            rows, context = self._micro_batch(batch, key, at)
+            gradient: Gradients = {}
+            sums = None
+            if self.placed.heads:
+                gradient, error, sums = self._stage.loss_gradient(params, error, rows, context, self.scale)
+            passed = self._stage.resumed(params, self._entering(params, rows, context), context, saved)
+            blocks, error = self._stage.blocks_backward(params, passed, error, total["blocks"])
+            if self.placed.embeds:
+                gradient = added(gradient, self._stage.embedded(params, rows, context)[1](error)[0])
+            outside = added({name: part for name, part in total.items() if name != "blocks"}, gradient)
+            return _one({**outside, "blocks": blocks}), None if self.placed.embeds else error, _one(sums)
+
+        inputs = (self._own, self._own, self._own, self._y, *self._given)
+        return self._jitted(self._mapped(run, inputs, (self._own, self._x, self._own)), donate_argnums=0)
+
+    @cached_property
+    def evaluate(self) -> "jax.stages.Wrapped":
+        """(parameters, x, batch, key, micro-batch) -> y, or the last chunk's sums."""
+
+        def run(params: Any, x: Any, batch: Any, key: jax.Array, at: jax.Array) -> Any:
+            params = _its(params)
+            rows, context = self._micro_batch(batch, key, at)
+            if self.placed.embeds:
+                x = self._stage.embedded(params, rows, context)[0]
+            y, _ = self._stage.blocks_forward(params, x, context)
+            return _one(self._stage.head_loss(params, y, rows, context)) if self.placed.heads else y
+
+        out = self._own if self.placed.heads else self._y
+        return self._jitted(self._mapped(run, (self._own, self._x, *self._given), out))
+
+    @cached_property
+    def finish(self) -> "jax.stages.Wrapped":
+        """(gradients of all micro-batches, stored parameters) -> gradients, summed over the replicas, stored alike."""
+
+        def program(total: Any, params: StoredParams) -> Gradients:
+            specs = self._specs(params)
+
+            def run(total: Any) -> Gradients:
+                return self._parameters.reduced(_its(total), specs)
+
+            reduced: Gradients = self._mapped(run, (self._own,), specs)(total)
+            return reduced
+
+        return self._jitted(program, donate_argnums=0)
+
+    @cached_property
+    def report(self) -> "jax.stages.Wrapped":
+        """(gradients, sums of all micro-batches) -> [1 + sums]: the square of their norm, without that of copies, and
+        of the last chunk the sums over the batch."""
+
+        def program(gradients: Gradients, sums: Any) -> jax.Array:
+            own = gradients if self.placed.embeds else {k: v for k, v in gradients.items() if k != EMBEDDING}
+            square = jnp.square(GradientNorms(layout=self.placed.layout, tied=None).norm(own))
+            return jnp.concatenate([square[None], self._summed(sums)]) if self.placed.heads else square[None]
+
+        return self._jitted(program)
+
+    @cached_property
+    def sums(self) -> "jax.stages.Wrapped":
+        """Sums of all micro-batches, [devices] -> [sums]."""
+        return self._jitted(self._summed)
+
+    # What is inside of them.
+
+    def _summed(self, sums: Any) -> jax.Array:
+        axes = self.placed.device_mesh.axes(self.placed.exit).data
+
+        def run(sums: Any) -> jax.Array:
+            added_up = [sum(leaves[1:], leaves[0]) for leaves in zip(*map(jax.tree.leaves, sums), strict=True)]
+            return jnp.stack(summed_together([leaf[0] for leaf in added_up], axes))
+
+        total: jax.Array = self._mapped(run, (self._own,), WHOLE)(sums)
+        return total
+
+    def _micro_batch(self, batch: ChunkBatch, key: jax.Array, at: jax.Array) -> tuple[Batch, RowContext]:
+        rows, ids = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), tuple(batch))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
+        return rows, self.execution.parts[self.placed.device_mesh.degrees[0]].context(rows, keys)
+
+    def _entering(self, params: Any, rows: Batch, context: RowContext) -> Any:
+        """x before the first block, for its shape on one device."""
+        if self.entering is None:
+            return jax.eval_shape(lambda params: self._stage.embedded(params, rows, context)[0], params)
+        sharding = self.placed.named(self._x)
+        return jax.ShapeDtypeStruct(sharding.shard_shape(self.entering.shape), self.entering.dtype)
+
+    @cached_property
+    def _parameters(self) -> ParameterStorage:
+        of = self.execution
+        return ParameterStorage(layout=self.placed.layout, dtype=of.dtype, tied=of.tied, overlap=False)
+
+    @cached_property
+    def _stage(self) -> OneStage:
+        of, parameters = self.execution, self._parameters
+        passes = Passes(
+            parameters=parameters,
+            compressed=CompressedReduction(parameters=parameters, kernels=of.kernels),
+            parts=of.parts,
+            unroll=of.unroll,
+            recompute=of.recompute,
+            recompute_less=of.recompute,
+        )
+        # ZeRO is off, so that loops need no partitions.
+        specs: Specs = {"blocks": {name: {} for name, _, _ in self.placed.layout.runs}}
+        stage = passes.one_stage(specs, first=False, last=False)
+        numbered = [
+            replace(run, loop=replace(run.loop, first=self.placed.first + run.loop.first)) for run in stage.runs
+        ]
+        return replace(stage, runs=tuple(numbered), embed_degree=self.placed.entry)
+
+    @property
+    def _own(self) -> PartitionSpec:
+        return self.placed.every_device
+
+    @property
+    def _x(self) -> PartitionSpec:
+        return self.placed.rows(self.placed.entry)
+
+    @property
+    def _y(self) -> PartitionSpec:
+        return self.placed.rows(self.placed.exit)
+
+    @property
+    def _given(self) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+        """Of batch, key and micro-batch."""
+        return self.placed.batch, WHOLE, WHOLE
+
+    def _specs(self, params: StoredParams) -> Any:
+        return self.placed.layout.specs(params)
+
+    def _jitted(self, program: Callable[..., Any], **settings: Any) -> "jax.stages.Wrapped":
+        return jax.jit(program, compiler_options=dict(self.options), **settings)
+
+    def _mapped(self, run: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+        mesh = self.placed.device_mesh.mesh
+        return jax.shard_map(run, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+
+def _one(tree: Any) -> Any:
+    """Arrays of one device, to become [devices, ...]."""
+    return jax.tree.map(lambda leaf: leaf[None], tree)
+
+
+def _its(tree: Any) -> Any:
+    """Arrays of one device, from [devices, ...]."""
+    return jax.tree.map(lambda leaf: leaf[0], tree)
