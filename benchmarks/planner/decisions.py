@@ -50,7 +50,7 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
         strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
         for schedule, stages in of_space(model, strategy, m):
             if not sequence or _cuts_evenly(stages, model):
-                groups = _node_ranks(model, space, zero, _alike(stages), len(stages[0][0]))
+                groups = _node_ranks(model, space, zero, stages)
                 numbers = _numbers(request, model, space, recompute, stages)
                 for ranks, again in itertools.product((None, *groups), (None, *numbers)):
                     yield Draft(m, zero, recompute, sequence, ranks, schedule, again, stages)
@@ -62,12 +62,13 @@ def _alike(stages: tuple[StageDraft, ...]) -> int | None:
     return degrees.pop() if len(degrees) == 1 else None
 
 
-def _node_ranks(model: CostModel, space: Space, zero: Zero, t: int | None, devices: int) -> tuple[int, ...]:
-    """The data ranks of a node, if hybrid sharding may shard over them: equal degrees t, and stages of whole nodes."""
-    if space == "general" or not zero or t is None or model.places.per_node % t:
+def _node_ranks(model: CostModel, space: Space, zero: Zero, stages: tuple[StageDraft, ...]) -> tuple[int, ...]:
+    """The data ranks of a node, if hybrid sharding may shard over them: on one stage of one degree, of whole nodes."""
+    t = _alike(stages)
+    if space == "general" or not zero or len(stages) > 1 or t is None or model.places.per_node % t:
         return ()
-    each = model.places.per_node // t
-    return (each,) if 1 < each < devices // t and devices // t % each == 0 else ()
+    each, data = model.places.per_node // t, len(stages[0][0]) // t
+    return (each,) if 1 < each < data and data % each == 0 else ()
 
 
 def _numbers(
@@ -229,14 +230,15 @@ def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False
     for t, d in itertools.product(_common_degrees(model), range(1, k + 1)):
         if (cut and (t == 1 or tokens % t)) or d * t > k or b % d:
             continue
-        hybrid = [len(_node_ranks(model, "spmd", zero, t, d * t)) for zero in levels]
-        alike, total = alike + len(levels) + sum(hybrid), total + sum(hybrid)
+        one_stage = ((range(d * t), ((0, (t,) * n),)),)
+        hybrid = sum(len(_node_ranks(model, "spmd", zero, one_stage)) for zero in levels)
+        alike, total = alike + len(levels) + hybrid, total + hybrid
         for s in range(2, min(n, k // (d * t)) + 1):
-            total += (len(levels) + sum(hybrid)) * len(ONE_CHUNK) * math.comb(n - 1, s - 1)
-            for (zero, more), v in itertools.product(zip(levels, hybrid, strict=True), (2, 3, 4)):
+            total += len(levels) * len(ONE_CHUNK) * math.comb(n - 1, s - 1)
+            for zero, v in itertools.product(levels, (2, 3, 4)):
                 if m % s == 0 and s * v <= n:
                     strategy = LayerStrategy(b, zero, False, sequence=cut)
-                    total += (1 + more) * len(_balanced_edges(model, strategy, d * t, t, s * v))
+                    total += len(_balanced_edges(model, strategy, d * t, t, s * v))
     return len(request.recompute) * total + alike * max(0, n - 3) * (len(request.recompute) > 1)
 
 

@@ -52,7 +52,7 @@ def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator
         for tensor in model.common_degrees(available):
             for data in divisors(b, up_to=available // tensor):
                 levels = model.levels(request.zero, data, space, m)
-                groups = (None, *hybrid_groups(data, tensor, model, space))
+                groups = (None, *_node_ranks(data, tensor, request, model, space))
                 for zero, ranks, recompute in itertools.product(levels, groups, request.recompute):
                     if ranks is not None and not zero:
                         continue
@@ -63,11 +63,10 @@ def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator
                         yield grid if ranks is None else replace(grid, zero_ranks=ranks)
 
 
-def hybrid_groups(data: int, tensor: int, model: CostModel, space: Space) -> tuple[int, ...]:
-    """The numbers of neighbouring data ranks over which hybrid sharding may shard: those of a whole node, if the data
-    ranks are those of several."""
+def _node_ranks(data: int, tensor: int, request: Request, model: CostModel, space: Space) -> tuple[int, ...]:
+    """The data ranks of a node, if hybrid sharding may shard over them: several, of several whole nodes."""
     each, rest = divmod(model.places.per_node, tensor)
-    allowed = space == "spmd" and not rest and not model.gradient_compression.on
+    allowed = request.hybrid and space == "spmd" and not rest and not model.gradient_compression.on
     return (each,) if allowed and 1 < each < data and data % each == 0 else ()
 
 
@@ -77,8 +76,7 @@ def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: Saved
 
     With interleaving, the number of stages divides the number of micro-batches.
     """
-    m = grid.micro_batches
-    most = max(1, min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages))
+    m, most = grid.micro_batches, _most_stages(grid, request, model)
     spread = float(_ramps(m, most)[-1])
     if "interleaved" in request.schedules:
         spread = max(spread, min(most, m))
@@ -86,6 +84,13 @@ def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: Saved
     samples = request.batch // m // grid.data
     work = least_work(samples, grid.tensor, recomputed, model, sequence=request.sequence, grid=grid)
     return m * work / spread * (1 - SLACK)
+
+
+def _most_stages(grid: Grid, request: Request, model: CostModel) -> int:
+    """Hybrid sharding is searched for one stage only."""
+    if grid.zero_ranks is not None:
+        return 1
+    return max(1, min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages))
 
 
 def _alike(places: Places, devices: int) -> bool:
@@ -119,7 +124,7 @@ def least_work(
 def _family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> Iterator[tuple[float, Grid]]:
     """The grids that differ from this one in stages, schedule and sequence parallelism, by their bounds."""
     members = list(_single(grid, request, model, sets))
-    most = min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages)
+    most = _most_stages(grid, request, model)
     schedules = _schedules(request, model)
     if most < 2 or not schedules:
         yield from sorted(members, key=lambda member: member[0])

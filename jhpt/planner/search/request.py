@@ -43,6 +43,8 @@ class Request:
     micro_batches: tuple[int, ...]
     schedules: tuple[Schedule, ...] = SCHEDULES
     zero: tuple[Zero, ...] = ZERO
+    hybrid: bool = True
+    """Whether ZeRO may shard over the data ranks of a node alone (hybrid sharding)."""
     recompute: tuple[bool, ...] = (False, True)
     sequence: bool = True
     """Whether plans may use sequence parallelism."""
