@@ -11,6 +11,8 @@ layer's parameters on a device in the compute dtype, in which they are sent.  Wi
                                                       and head
               reduce-scatter of p       (n-1)/n p     ZeRO-1: once, gradients; ZeRO-3: M for a block, once for embedding
                                                       and head
+    replica   all-reduce of p / N       2 (n-1)/n p/N HSDP over N data ranks: once, shares of gradients; of the axis
+                                                      data N ranks are left
     pipe      collective-permute of r   r             in S-1 + M v ticks forward to the next stage, in as many backward;
                                                       with one chunk the last (first) stage sends nothing on
               collective-permute        2 p           first and last stage, once: a tied table's gradient in float32
@@ -384,7 +386,7 @@ class _Step:
         yield from self._gathered(size, t, 1 if self.plan.zero else 0)
         if position in (0, self.stages - 1):
             yield from self._reduced(size, t, 1)
-            share = self.devices // t if self.plan.zero else 1
+            share = self._shards(t) if self.plan.zero else 1
             yield ("collective-permute", PIPE), Sent(1, last.tied_parameters * FLOAT32 / t / share)
 
     def _transfers(self, position: int) -> Iterator[Collectives]:
