@@ -44,7 +44,7 @@ class Request:
     schedules: tuple[Schedule, ...] = SCHEDULES
     zero: tuple[Zero, ...] = ZERO
     hybrid: bool = True
-    """Whether ZeRO may shard over the data ranks of a node alone (hybrid sharding)."""
+    """Whether plans of one stage may shard state over the data ranks of each node alone (hybrid sharding)."""
     recompute: tuple[bool, ...] = (False, True)
     sequence: bool = True
     """Whether plans may use sequence parallelism."""

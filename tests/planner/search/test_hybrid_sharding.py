@@ -8,6 +8,7 @@ import pytest
 from jhpt.core.cluster import Link
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
+from jhpt.planner.report.words import shape_text
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import search
 from tests.covers import quick_and_exhaustive
@@ -48,3 +49,4 @@ def test_brute_force(seed):
     assert found.seconds <= without.seconds * (1 + 1e-12)
     if seed in WINS:
         assert found.plan.zero_ranks == 2 and found.seconds < without.seconds
+        assert f"ZeRO-{found.plan.zero} over 2 of 4 data ranks" in shape_text(found.plan)
