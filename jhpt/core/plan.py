@@ -200,7 +200,7 @@ class Plan(Section):
     @property
     def shards(self) -> int:
         """Number of data ranks over which ZeRO shards."""
-        return min(self.zero_ranks or self.replicas, self.replicas)
+        return self.zero_ranks or self.replicas
 
     @property
     def placed(self) -> Iterator[PlacedRun]:

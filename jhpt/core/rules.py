@@ -95,7 +95,7 @@ class Choices:
         """What the user does to turn it off: set a word in a configuration, leave out the key in a plan."""
         if not self.names:
             return f"take {choice} out of the plan"
-        return f"set {self.name(choice)}={'auto' if choice == 'saved' else 'off'}"
+        return f"set {self.name(choice)}={ {'saved': 'auto', 'zero_ranks': 'null'}.get(choice, 'off') }"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +135,7 @@ def _one_program_only(c: Choices) -> list[str]:
         "compression": c.compression,
         "gradient_compression": c.gradient_compression,
         "offload": c.offload is not None,
+        "zero_ranks": c.zero_ranks is not None,
         "saved": c.saved,
         "other_blocks": c.other_blocks,
     }
@@ -200,35 +201,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="hybrid sharding of something",
-        broken_by=lambda c: c.zero_ranks is not None and c.zero == 0,
+        broken_by=lambda c: c.zero_ranks is not None and (c.zero == 0 or c.gradient_compression),
         message=lambda c: (
-            f"{c.name('zero_ranks')}={c.zero_ranks} are data ranks over which ZeRO shards, and {c.name('zero')}=0 "
-            f"shards nothing; use {c.name('zero')}=1, 2 or 3, or leave out {c.name('zero_ranks')}"
-        ),
-    ),
-    Rule(
-        name="hybrid sharding in one SPMD program",
-        broken_by=lambda c: c.zero_ranks is not None and c.space == "general",
-        message=lambda c: (
-            f"space=general has no hybrid sharding ({c.name('zero_ranks')}={c.zero_ranks}); leave out "
-            f"{c.name('zero_ranks')}, or use space=spmd"
-        ),
-    ),
-    Rule(
-        name="hybrid sharding at one tensor degree",
-        broken_by=lambda c: c.zero_ranks is not None and len(c.tensor) > 1,
-        message=lambda c: (
-            f"{c.name('zero_ranks')}={c.zero_ranks} needs one tensor degree, because layers of several have different "
-            f"data ranks, found {list(c.tensor)}; use one, or leave out {c.name('zero_ranks')}"
-        ),
-    ),
-    Rule(
-        name="compressed gradients and hybrid sharding",
-        broken_by=lambda c: c.zero_ranks is not None and c.gradient_compression,
-        message=lambda c: (
-            f"{c.name('gradient_compression')} reduces gradients over all data ranks at once, and "
-            f"{c.name('zero_ranks')}={c.zero_ranks} in two steps; leave out {c.name('zero_ranks')} or "
-            f"{c.name('gradient_compression')}"
+            f"{c.name('zero_ranks')}={c.zero_ranks} shards over a part of the data ranks, which needs "
+            f"{c.name('zero')}=1, 2 or 3 and excludes {c.name('gradient_compression')}; change these, or leave out "
+            f"{c.name('zero_ranks')}"
         ),
     ),
     Rule(

@@ -291,7 +291,7 @@ class DataCollectives:
 
     def gathered(self, place: Place, tensor: int, shards: int) -> Array:
         """[kinds] seconds to all-gather parameters over so many data ranks, or to reduce-scatter as many numbers."""
-        group = place.shard_group(tensor, shards)
+        group = place.group(shards, tensor)
         key = (group, tensor)
         if key not in self._gathered:
             sizes = self.parameters / tensor * self.wire
@@ -305,7 +305,7 @@ class DataCollectives:
 
         shards: the number of data ranks over which ZeRO shards.  shares, summed: as for `reduction`.
         """
-        group = place.shard_group(tensor, shards) if shares else place.data_group(tensor)
+        group = place.group(shards, tensor) if shares else place.data_group(tensor)
         key = (group, tensor, shares, summed)
         if key not in self._reduced:
             parameters, tied = (
@@ -321,7 +321,8 @@ class DataCollectives:
 
     def between_replicas(self, place: Place, tensor: int, shards: int, numbers: Array) -> Array:
         """[kinds] seconds to all-reduce shares of so many numbers over the data ranks that hold the same shares."""
-        group, share = place.replica_group(tensor, shards), self.wire / (tensor * shards)
+        apart, share = tensor * shards, self.wire / (tensor * shards)
+        group = place.group(place.devices // apart, apart)
         return np.array([all_reduce(group, number * share) for number in numbers.tolist()])
 
     def reduction(self, group: Group, numbers: float, *, shares: bool, summed: bool = False) -> float:

@@ -171,21 +171,14 @@ class Place:
 
     def tensor_group(self, tensor: int) -> Group:
         """Among the groups of `tensor` neighbouring devices, the one on most nodes."""
-        return self._group(tensor, 1)
+        return self.group(tensor, 1)
 
     def data_group(self, tensor: int) -> Group:
         """Among the groups of every `tensor`-th device, the one on most nodes."""
-        return self._group(self.devices // tensor, tensor)
+        return self.group(self.devices // tensor, tensor)
 
-    def shard_group(self, tensor: int, shards: int) -> Group:
-        """Among the groups of so many data ranks that are neighbours, the one on most nodes."""
-        return self._group(shards, tensor)
-
-    def replica_group(self, tensor: int, shards: int) -> Group:
-        """Among the groups of data ranks that hold the same shards, one of each shard group, the one on most nodes."""
-        return self._group(self.devices // (tensor * shards), tensor * shards)
-
-    def _group(self, size: int, stride: int) -> Group:
+    def group(self, size: int, stride: int) -> Group:
+        """Among the groups of so many devices, each `stride` after the one before it, the one on most nodes."""
         nodes, groups, fewest = _spread(self.crossing, size, stride)
         return Group(size, nodes, groups, fewest, self.inside, self.network)
 

@@ -313,7 +313,7 @@ def slot(basis: CostBasis, place: Place, tensor: int, strategy: LayerStrategy) -
     shared = collectives.tied[last] / tensor
     numbers = max(collectives.parameters[first] / tensor, collectives.parameters[last] / tensor + shared)
     shards = strategy.shards(data) if zero else data
-    width, group = basis.profile.bytes_per_weight, place.shard_group(tensor, shards)
+    width, group = basis.profile.bytes_per_weight, place.group(shards, tensor)
     gathered = all_gather(group, numbers * width) if zero else 0.0
     size = basis.parameter_bytes(strategy, shards)
     sequence = tensor if strategy.sequence else 1

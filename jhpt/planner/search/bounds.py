@@ -71,8 +71,7 @@ def _node_ranks(data: int, tensor: int, request: Request, model: CostModel, spac
 
 
 def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> float:
-    """A bound for any number of stages: the computation, or longer collectives beside it, in as many stages as there
-    can be.
+    """A bound for as many stages as there can be: of the computation, or of longer collectives beside it.
 
     With interleaving, the number of stages divides the number of micro-batches.
     """
