@@ -72,8 +72,7 @@ def test_zero_2_adds_up_shares(tiny, stages):
     """Of the blocks' sums in float32 ZeRO-1 holds all on every data rank, and at most a share beside them while it
     reduces them; ZeRO-2 holds a share.
 
-    Blocks enough that how a compiler packs the rest (200 kB apart between jax 0.10 and 0.12) is small beside their
-    sums.
+    So many blocks that their sums dwarf how a compiler packs the rest (200 kB apart between jax 0.10 and 0.12).
     """
     data, layers = 8 // stages, 16
     setup = prepare(tiny(**WIDE, **{"model.num_layers": layers, "data.batch_size": 32}))

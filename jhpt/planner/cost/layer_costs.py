@@ -265,6 +265,7 @@ class KindCosts:
             "gradients_in_update": in_update,
             "gathered": gathered,
             "tied": np.where(tied > 0, exchange + tied_reduction + tied_coding, 0.0),
+            "tied_update": tied * basis.update_seconds(zero, self.shards, place),
         }
 
     def _bytes(self) -> dict[str, Array]:
