@@ -153,7 +153,7 @@ class Passes:
 
     def _finish(self, degree: int, specs: Specs, *, last: bool) -> Finish:
         """What the backward pass does with a layer's gradient; `ParameterStorage.reduced` does the rest."""
-        storage, zero = self.parameters.storage(degree, blocks=True), self.parameters.zero
+        storage = self.parameters.storage(degree, blocks=True)
 
         def add(gradient: Tree, total: Tree | None, beside: Tree | None = None) -> Tree:
             return gradient if total is None else jax.tree.map(jnp.add, total, gradient)
@@ -163,7 +163,7 @@ class Passes:
 
         def reduce(gradient: Tree, total: Tree | None, beside: Tree | None) -> Tree:
             share = storage.scattered(add(gradient, total), specs, beside)
-            return storage.summed(share, specs, beside) if zero == 0 else share
+            return storage.summed(share, specs, beside) if self.parameters.sums_in_last_pass else share
 
         def compress(gradient: Tree, pair: tuple[Tree | None, Feedback], beside: Tree | None) -> tuple[Tree, Feedback]:
             total, residuals = pair

@@ -10,7 +10,8 @@ stored for a plan,
                                 stage.  The slots of `embedding/tokens` also hold the head's table: on the last stage,
                                 the copy of a tied one or the untied one itself.
 
-Every leaf is cut over the tensor axes as `partition` says, and with ZeRO over the data axes too.
+Every leaf is cut over the tensor axes as `partition` says, and with ZeRO over the data axes too, all or (hybrid
+sharding) the inner one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -133,7 +134,7 @@ class Layout:
 
         def spec(path: KeyPath, leaf: jax.Array) -> PartitionSpec:
             name = path_name(path)
-            return self._spec(name, leaf.shape, self.data_ranks(name) if self.plan.zero else 1)
+            return self._spec(name, leaf.shape, self.shards(name))
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -149,6 +150,10 @@ class Layout:
     def data_ranks(self, path: str) -> int:
         """The number of ranks over which the gradient of a stored leaf is summed."""
         return self.device_mesh.size(self.device_mesh.axes(self.degree(path)).data)
+
+    def shards(self, path: str) -> int:
+        """The number of data ranks over which ZeRO shards a stored leaf; 1 without ZeRO."""
+        return self.device_mesh.size(self.device_mesh.axes(self.degree(path)).shard) if self.plan.zero else 1
 
     def _spec(self, path: str, shape: tuple[int, ...], over_data: int) -> PartitionSpec:
         if not shape:
@@ -202,7 +207,7 @@ class Layout:
 
         One axis moves at a time, the innermost of a dimension first: XLA has no exchange for two.
         """
-        spec = [names_of(axes) for axes in self._spec(path, shape, self.data_ranks(path) if self.plan.zero else 1)]
+        spec = [names_of(axes) for axes in self._spec(path, shape, self.shards(path))]
         moves, data = [tuple(spec)], self.device_mesh.axes(self.degree(path)).data
         inside = [axis for dims in spec[1:] for axis in reversed(dims)]
         for axis in sorted(inside, key=lambda axis: axis not in data):
@@ -237,14 +242,14 @@ class Layout:
         return self.shardings(tree) if self.same else self.model_shares(tree)
 
     def model_shares(self, tree: PyTree) -> Any:
-        """Every leaf of the model's tree cut over all devices, as far as its dims allow."""
+        """Every leaf of the model's tree cut over all devices, or those of one replica, as far as its dims allow."""
         axes = self.device_mesh.axes(self.device_mesh.degrees[0])
 
         def sharding(path: KeyPath, leaf: jax.Array) -> NamedSharding:
             name = path_name(path)
             blocks = "blocks/" in name
             pipe = self.stages > 1 and blocks and leaf.shape[0] % self.stages == 0
-            over_data = self.device_mesh.size(axes.data)
+            over_data = self.device_mesh.size(axes.shard)
             spec = parameter_spec(
                 name, leaf.shape, axes, stacked=blocks, pipe=pipe, over_data=over_data, rules=self.rules
             )

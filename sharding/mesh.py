@@ -7,6 +7,8 @@ neighbouring devices: its all-reduces, which are the most frequent communication
 least t devices.  If layers of one stage differ in their degree, the devices of the stage are factorised: for degrees 2
 and 8 on 16 devices they are `data` 2 x `tensor8` 4 x `tensor2` 2, and a layer of degree 2 uses `data` and `tensor8` as
 data axes.
+
+With hybrid sharding the data axis is two: `replica` x `data`.  ZeRO shards over `data`, whose ranks are neighbours.
 """
 
 import itertools
@@ -18,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jhpt.core.axes import DATA, PIPE, TENSOR
+from jhpt.core.axes import DATA, PIPE, REPLICA, TENSOR
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
 from jhpt.core.plan_check import check_program
@@ -33,10 +35,15 @@ class Axes:
     degree: int
     """Ranks of the tensor axes together."""
 
+    @property
+    def shard(self) -> tuple[str, ...]:
+        """The data axes over which ZeRO shards: all, or with hybrid sharding all but the replicas'."""
+        return tuple(name for name in self.data if name != REPLICA)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMesh:
-    """A mesh `pipe x data x tensor...`, and which layers use which axis."""
+    """A mesh `pipe x replica x data x tensor...`, and which layers use which axis."""
 
     mesh: Mesh
     degrees: tuple[int, ...]
@@ -84,8 +91,10 @@ def make_device_mesh(plan: Plan, devices: Sequence[jax.Device]) -> DeviceMesh:
     degrees = plan.degrees
     tensor = _tensor_axes(degrees)
     sizes = [high // low for low, high in itertools.pairwise((1, *tensor))]
-    shape = (len(plan.stages), plan.stages[0].devices // degrees[-1], *reversed(sizes))
-    names = (PIPE, DATA, *reversed(tensor.values()))
+    data, groups = plan.stages[0].devices // degrees[-1], plan.replicas // plan.shards
+    apart: dict[str, int] = {REPLICA: groups} if groups > 1 else {}
+    shape = (len(plan.stages), *apart.values(), data // groups, *reversed(sizes))
+    names = (PIPE, *apart, DATA, *reversed(tensor.values()))
     mesh = Mesh(np.asarray(devices[:used]).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
     return DeviceMesh(mesh=mesh, degrees=degrees)
 

@@ -9,6 +9,9 @@ dp data ranks and tp tensor ranks:
     stored      dW[D/dp, F/tp]        reduce-scatter over dp, once in a step or, with ZeRO-2 and 3, in every
                                       micro-batch; without ZeRO dW[D, F/tp] by all-reduce
 
+With hybrid sharding dp is the inner part of the data ranks.  Shares dW[D/dp, F/tp] {U_replica} are all-reduced over the
+outer part once in a step.
+
 With several stages every stage holds the embedding and the head in a slot (`layout`); only the first and the last stage
 have gradients of them.
 """
@@ -70,6 +73,11 @@ class ParameterStorage:
         are reduced after the last one."""
         return self.overlap and not self.scatters_in_every_pass and self.layout.stages == 1
 
+    @property
+    def sums_in_last_pass(self) -> bool:
+        """Whether what the last backward pass reduces is also summed there, over data ranks that hold the same."""
+        return self.reduces_in_last_pass and (self.zero == 0 or self.layout.plan.shards < self.layout.plan.replicas)
+
     def storage(self, degree: int, blocks: bool = False) -> Storage:
         """How parameters of this tensor degree are held between uses.
 
@@ -77,7 +85,8 @@ class ParameterStorage:
         """
         axes = self.layout.device_mesh.axes(degree)
         cut = axes.tensor if blocks and self.layout.plan.sequence and degree > 1 else ()
-        return Storage(axes.data, self.layout.device_mesh.size(axes.data), self.dtype, cut, self.compresses)
+        ranks = self.layout.device_mesh.size(axes.data)
+        return Storage(axes.data, axes.shard, ranks, self.dtype, cut, self.compresses)
 
     def runs(self, blocks: Tree) -> Mapping[str, Tree]:
         """Blocks by the name of their run of equal layers (`Layout.runs`)."""
@@ -130,8 +139,7 @@ class ParameterStorage:
             storage, part = self.storage(degree, blocks=True), runs[name]
             if not self.scatters_in_every_pass and not self.reduces_in_last_pass:
                 part = storage.scattered(part, run_specs[name])
-            done = self.reduces_in_last_pass and self.zero == 0
-            blocks[name] = part if done else storage.summed(part, run_specs[name])
+            blocks[name] = part if self.sums_in_last_pass else storage.summed(part, run_specs[name])
         return {**reduced, "blocks": self.joined_runs(blocks)}
 
     def _reduced_embedding_and_head(self, gradients: Gradients, specs: Specs) -> Gradients:

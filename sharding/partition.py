@@ -49,7 +49,7 @@ def parameter_spec(
     Args:
       stacked: the first dimension counts layers or stages.  pipe: it lies on the pipe axis; otherwise it is whole,
         because the layer loop slices it.
-      over_data: the data degree, with ZeRO; 1: parameters are not cut over the data axes.  The data axes cut the first
+      over_data: ranks of the axes over which ZeRO shards (`Axes.shard`); 1: no parameter is cut.  They cut the first
         dimension that they divide, inside the tensor axes if those cut it too: shares of the first dimension lie one
         after the other when they are gathered, while those of other dimensions have to be interleaved.  Biases and norm
         scales stay whole: they are a thousandth of the memory and would cost a collective each.
@@ -64,7 +64,7 @@ def parameter_spec(
         ranks = [over_data * (axes.degree if cut else 1) for cut in spec]
         dims = [dim for dim in range(unstacked) if shape[first + dim] % ranks[dim] == 0]
         if dims:
-            spec[dims[0]] = (*(spec[dims[0]] or ()), *axes.data)
+            spec[dims[0]] = (*(spec[dims[0]] or ()), *axes.shard)
     return PartitionSpec(*([PIPE if pipe else None] if stacked else []), *spec)
 
 

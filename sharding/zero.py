@@ -3,6 +3,7 @@
     before use   all-gather       W[D/dp, F] -> W[D, F]
     after use    reduce-scatter   dW[D, F] {U_dp} -> dW[D/dp, F]
 
+With hybrid sharding (HSDP) dp is a part of the data ranks, and shares are all-reduced over the others once in a step.
 Both communicate in the compute dtype.
 """
 
@@ -26,7 +27,8 @@ long as the latency of a collective; larger tensors are not worth the copy."""
 
 @dataclass(frozen=True)
 class Storage:
-    """The parameters of one tensor degree: their data axes, number of data ranks, and the dtype that models compute in.
+    """The parameters of one tensor degree: their data axes, those of them over which they are sharded, number of data
+    ranks, and the dtype that models compute in.
 
     partial: the tensor axes over which sequences are cut, so that gradients of parameters which are not cut over these
       axes have to be reduced over them, too.
@@ -34,6 +36,7 @@ class Storage:
     """
 
     data: tuple[str, ...]
+    shard: tuple[str, ...]
     ranks: int
     dtype: jnp.dtype
     partial: tuple[str, ...] = ()
@@ -48,7 +51,7 @@ class Storage:
         def gather(path: KeyPath, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
             leaf = leaf if IN_FLOAT32.search(path_name(path)) else leaf.astype(self.dtype)
             dim = self._shared_dim(spec)
-            return leaf if dim is None else jax.lax.all_gather(leaf, self.data, axis=dim, tiled=True)
+            return leaf if dim is None else jax.lax.all_gather(leaf, self.shard, axis=dim, tiled=True)
 
         return jax.tree_util.tree_map_with_path(gather, params, specs)
 
@@ -65,11 +68,12 @@ class Storage:
             dim = self._shared_dim(spec)
             if dim is not None and not self._apart(path):
                 wire = leaf.astype(self.dtype)
-                done[index] = jax.lax.psum_scatter(wire, self.data, scatter_dimension=dim, tiled=True)
+                done[index] = jax.lax.psum_scatter(wire, self.shard, scatter_dimension=dim, tiled=True)
         return jax.tree.unflatten(tree, _received(done, [leaf for _, leaf in leaves], beside))
 
     def summed(self, gradients: Tree, specs: Specs, beside: Tree | None = None) -> Any:
-        """The all-reduce of every gradient that is not reduce-scattered.  Returns all in float32, as they are stored.
+        """The all-reduce of every gradient over the data ranks that hold the same of it: all, or with hybrid sharding,
+        where it is reduce-scattered, one of each group.  Returns all in float32, as they are stored.
 
         Small gradients share a collective, because each collective costs its latency.
 
@@ -79,8 +83,8 @@ class Storage:
         done = [leaf for _, leaf in leaves]
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, ((path, leaf), spec) in enumerate(zip(leaves, _partitions(specs), strict=True)):
-            unreduced = self.ranks > 1 and self._shared_dim(spec) is None and not self._apart(path)
-            axes = self.data if unreduced else ()
+            unreduced = self.ranks > 1 and not self._apart(path)
+            axes = tuple(axis for axis in self.data if unreduced and not _on(spec, (axis,)))
             axes += self.partial if not _on(spec, self.partial) else ()
             if axes:
                 wire = jnp.dtype(leaf.dtype if IN_FLOAT32.search(path_name(path)) else self.dtype)
@@ -101,7 +105,7 @@ class Storage:
         return self.apart and MATRICES.search(path_name(path)) is not None
 
     def _shared_dim(self, spec: PartitionSpec) -> int | None:
-        return next((dim for dim, axes in enumerate(spec) if set(names_of(axes)) & set(self.data)), None)
+        return next((dim for dim, axes in enumerate(spec) if set(names_of(axes)) & set(self.shard)), None)
 
 
 def _received(done: list[jax.Array], sent: list[jax.Array], beside: Tree | None) -> list[jax.Array]:

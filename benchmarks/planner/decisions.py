@@ -32,6 +32,7 @@ class Draft(NamedTuple):
     zero: Zero
     recompute: bool
     sequence: bool
+    zero_ranks: int | None
     schedule: Schedule
     again: int | None
     """How many first blocks are recomputed; None: all, or none without recomputation."""
@@ -49,17 +50,33 @@ def drafts(request: Request, model: CostModel, space: Space) -> Iterator[Draft]:
         strategy = LayerStrategy(request.batch // m, zero, recompute, sequence=sequence)
         for schedule, stages in of_space(model, strategy, m):
             if not sequence or _cuts_evenly(stages, model):
-                for again in (None, *_numbers(request, model, space, recompute, stages)):
-                    yield Draft(m, zero, recompute, sequence, schedule, again, stages)
+                groups = _node_ranks(model, space, zero, stages)
+                numbers = _numbers(request, model, space, recompute, stages)
+                for ranks, again in itertools.product((None, *groups), (None, *numbers)):
+                    yield Draft(m, zero, recompute, sequence, ranks, schedule, again, stages)
+
+
+def _alike(stages: tuple[StageDraft, ...]) -> int | None:
+    """The tensor degree of all layers; None: they differ."""
+    degrees = {t for _, chunks in stages for _, layers in chunks for t in layers}
+    return degrees.pop() if len(degrees) == 1 else None
+
+
+def _node_ranks(model: CostModel, space: Space, zero: Zero, stages: tuple[StageDraft, ...]) -> tuple[int, ...]:
+    """The data ranks of a node, if hybrid sharding may shard over them: on one stage of one degree, of whole nodes."""
+    t = _alike(stages)
+    if space == "general" or not zero or len(stages) > 1 or t is None or model.places.per_node % t:
+        return ()
+    each, data = model.places.per_node // t, len(stages[0][0]) // t
+    return (each,) if 1 < each < data and data % each == 0 else ()
 
 
 def _numbers(
     request: Request, model: CostModel, space: Space, recompute: bool, stages: tuple[StageDraft, ...]
 ) -> range:
     """How many first blocks alone may be recomputed: on one stage of one degree, where recomputation is open."""
-    alike = len({t for _, chunks in stages for _, degrees in chunks for t in degrees}) == 1
     is_open = space == "spmd" and recompute and len(request.recompute) > 1
-    return range(1, model.num_layers - 2) if is_open and len(stages) == 1 and alike else range(0)
+    return range(1, model.num_layers - 2) if is_open and len(stages) == 1 and _alike(stages) else range(0)
 
 
 def _levels(request: Request, space: Space, m: int) -> tuple[Zero, ...]:
@@ -205,24 +222,24 @@ def _count_spmd(model: CostModel, request: Request, m: int, *, cut: bool = False
     n, k, tokens = model.num_layers, model.cluster.num_devices, (model.profile.sample_tokens or 1) if cut else 0
     b = request.batch // m
     levels = _levels(request, "spmd", m)
-    strategies = [LayerStrategy(b, zero, False, sequence=cut) for zero in levels]
-    total = interleaved = alike = 0
+    total = alike = 0
     for devices in range(1, k + 1):
         degrees = [[t for t in each if tokens % t == 0] for each in _degrees(model, 0, n, devices, b)]
         serial = cut and b % devices == 0  # all layers at degree 1
-        total += _count_single(model, degrees) - serial
+        total += len(levels) * (_count_single(model, degrees) - serial)
     for t, d in itertools.product(_common_degrees(model), range(1, k + 1)):
-        if cut and (t == 1 or tokens % t):
+        if (cut and (t == 1 or tokens % t)) or d * t > k or b % d:
             continue
-        if d * t <= k and b % d == 0:
-            alike += 1
-            for s in range(2, min(n, k // (d * t)) + 1):
-                total += len(ONE_CHUNK) * math.comb(n - 1, s - 1)
-                for strategy, v in itertools.product(strategies, (2, 3, 4)):
-                    if m % s == 0 and s * v <= n:
-                        interleaved += len(_balanced_edges(model, strategy, d * t, t, s * v))
-    some = len(levels) * alike * max(0, n - 3) * (len(request.recompute) > 1)
-    return len(request.recompute) * (len(levels) * total + interleaved) + some
+        one_stage = ((range(d * t), ((0, (t,) * n),)),)
+        hybrid = sum(len(_node_ranks(model, "spmd", zero, one_stage)) for zero in levels)
+        alike, total = alike + len(levels) + hybrid, total + hybrid
+        for s in range(2, min(n, k // (d * t)) + 1):
+            total += len(levels) * len(ONE_CHUNK) * math.comb(n - 1, s - 1)
+            for zero, v in itertools.product(levels, (2, 3, 4)):
+                if m % s == 0 and s * v <= n:
+                    strategy = LayerStrategy(b, zero, False, sequence=cut)
+                    total += len(_balanced_edges(model, strategy, d * t, t, s * v))
+    return len(request.recompute) * total + alike * max(0, n - 3) * (len(request.recompute) > 1)
 
 
 def _count_single(model: CostModel, choices: list[list[int]]) -> int:

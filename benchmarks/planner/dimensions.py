@@ -18,7 +18,7 @@ from jhpt.core.catalogue import cluster_named
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
 
-WITHOUT: Mapping[str, Mapping[str, Any]] = {"ZeRO-2": {"zero": (0, 1, 3)}}
+WITHOUT: Mapping[str, Mapping[str, Any]] = {"ZeRO-2": {"zero": (0, 1, 3)}, "hybrid sharding": {"hybrid": False}}
 """What a request says where a dimension is left out."""
 
 WORKERS = 2

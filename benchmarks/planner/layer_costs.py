@@ -6,7 +6,7 @@ Seconds and bytes follow from those of the plain layer and from collectives.
 from dataclasses import replace
 from typing import NamedTuple
 
-from jhpt.planner.cost.communication import Place, all_gather, all_reduce, reduce_scatter
+from jhpt.planner.cost.communication import Group, Place, all_gather, all_reduce, reduce_scatter
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.memory import work_bytes
 from jhpt.planner.cost.model import CostModel
@@ -52,10 +52,11 @@ def single_stage_layer(
     plain_strategy = LayerStrategy(strategy.micro_batch, 0, False, sequence=sequence)
     plain = separate_layer(model, place, t, plain_strategy, layer)
     size, group = kind.parameters / t * model.profile.bytes_per_weight, place.data_group(t)
-    gather, scatter = all_gather(group, size), reduce_scatter(group, size)
+    shards, near, far = _groups(place, t, strategy)
+    gather, scatter, between = all_gather(near, size), reduce_scatter(near, size), all_reduce(far, size / shards)
     forward, backward, saved, working = plain.forward, plain.backward, plain.saved, 0.0
     # Of ZeRO-2 only what follows the last pass: a layer's gradient travels beside the next layer.
-    gradients = {0: all_reduce(group, size), 1: scatter, 2: 0.0 if late else scatter, 3: 0.0}[zero]
+    gradients = {0: all_reduce(group, size), 1: scatter + between, 2: 0.0 if late else scatter, 3: 0.0}[zero]
     gathered = (gather if late else max(0.0, gather - forward)) if zero in (1, 2) else 0.0
     local = -(-strategy.micro_batch // data)
     if strategy.recompute and not end:
@@ -82,15 +83,15 @@ def single_stage_layer(
             forward, backward = max(forward, gather), max(backward, gather) + scatter
         else:
             forward, backward = max(forward, gather), max(backward, gather + scatter)
-    once = _updated(model, kind.parameters / t, zero, data) + gathered
-    state = kind.parameters / t * stored_bytes(model, strategy, data, sent=sent, slot=piped, end=end and not piped)
+    once = _updated(model, kind.parameters / t, zero, shards) + gathered + (between if zero > 1 else 0.0)
+    state = kind.parameters / t * stored_bytes(model, strategy, shards, sent=sent, slot=piped, end=end and not piped)
     if layer == model.num_layers - 1:
         # Beside its saved activations the gradient, in the compute dtype; on one stage, before all other gradients.
         at_work = saved + local * kind.activation_bytes / t * model.profile.bytes_per_weight / 4
         if piped:  # its gradient is the slot's
             working = at_work
         else:
-            coming = _coming(model, strategy, t, data, sent=data > 1 and not late)
+            coming = _coming(model, strategy, t, shards, sent=data > 1 and not late)
             working, saved = max(working, at_work - coming), 0.0
     if late:
         return LayerCost(forward, backward, 0.0, once + gradients, state, saved, working)
@@ -106,6 +107,17 @@ def pipelined_layer(model: CostModel, place: Place, t: int, strategy: LayerStrat
     if layer:
         row = row._replace(forward=0.0, backward=row.forward + row.backward)
     return row._replace(once=0.0, state=0.0, saved=0.0, working=row.working if layer else row.saved)
+
+
+def _groups(place: Place, t: int, strategy: LayerStrategy) -> tuple[int, Group, Group]:
+    """(shards, the group of data ranks that share them, the group of those that hold the same ones)."""
+    shards = strategy.zero_ranks or place.devices // t
+    nodes = place.devices // (shards * t)
+    if nodes == 1:
+        return shards, place.data_group(t), replace(place.data_group(t), size=1)
+    # Whole nodes: shards inside each, and on every node as many groups of one member each.
+    near = Group(shards, 1, 1, shards, place.inside, place.network)
+    return shards, near, Group(nodes, nodes, shards * t, 1, place.inside, place.network)
 
 
 class EmbeddingAndHeadCost(NamedTuple):
@@ -127,14 +139,16 @@ def embedding_and_head_cost(model: CostModel, place: Place, t: int, strategy: La
     first, last = (model.kinds[model.index[layer]] for layer in (0, -1))
     parameters = max(first.parameters, last.parameters + last.tied_parameters) / t
     size, group = parameters * model.profile.bytes_per_weight, place.data_group(t)
+    shards, near, far = _groups(place, t, strategy)
     zero = 1 if strategy.zero and data > 1 else 0
     # ZeRO-3 leaves only the exchange of a tied parameter between two devices.
     plain = model.layer_costs(place, t, LayerStrategy(strategy.micro_batch, 3, False))
     return EmbeddingAndHeadCost(
-        once=_updated(model, parameters, zero, data) + (all_gather(group, size) if zero else 0.0),
-        used=(reduce_scatter(group, size) if zero else all_reduce(group, size)) + float(plain.tied[-1]),
+        once=_updated(model, parameters, zero, shards) + (all_gather(near, size) if zero else 0.0),
+        used=(reduce_scatter(near, size) + all_reduce(far, size / shards) if zero else all_reduce(group, size))
+        + float(plain.tied[-1]),
         state=parameters
-        * stored_bytes(model, replace(strategy, zero=min(strategy.zero, 1)), data, sent=False, slot=True),
+        * stored_bytes(model, replace(strategy, zero=min(strategy.zero, 1)), shards, sent=False, slot=True),
         saved=-(-strategy.micro_batch // data) * max(map(float, model.boundary[:-1])) / (t if strategy.sequence else 1),
     )
 

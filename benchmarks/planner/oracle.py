@@ -47,7 +47,7 @@ def optimum(request: Request, model: CostModel, space: Space) -> Optimum:
     groups: dict[tuple[object, ...], list[Draft]] = defaultdict(list)
     plans = 0
     for plans, draft in enumerate(drafts(request, model, space), 1):  # noqa: B007
-        groups[*draft[:6], len(draft.stages), len(draft.stages[0][1])].append(draft)
+        groups[*draft[:7], len(draft.stages), len(draft.stages[0][1])].append(draft)
     pricer = _Pricer(request, model, space)
     least, chosen = math.inf, None
     for group in groups.values():
@@ -89,6 +89,7 @@ def plan_of(draft: Draft, request: Request, model: CostModel, space: Space) -> P
         micro_batches=draft.micro_batches,
         schedule=draft.schedule,
         zero=draft.zero,
+        zero_ranks=draft.zero_ranks,
         recompute=draft.recompute,
         sequence=draft.sequence,
         other_blocks=OtherBlocks(after=draft.again) if draft.again else None,
@@ -134,6 +135,7 @@ class _Pricer:
             1 if draft.zero == 2 and m == 1 else draft.zero,
             draft.recompute,
             sequence=draft.sequence,
+            zero_ranks=draft.zero_ranks,
             several_micro_batches=m > 1,
             two_micro_batches=m == 2 and s == 1,
         )
@@ -220,11 +222,11 @@ class _Pricer:
         copy = float(costs.tied_bytes[tied])
         if self.space == "spmd":
             parameters = self.model.kinds[self.model.index[tied]].tied_parameters / t
-            copy = parameters * stored_bytes(self.model, strategy, devices // t, sent=False, slot=True)
+            copy = parameters * stored_bytes(self.model, strategy, strategy.shards(devices // t), sent=False, slot=True)
         if tied not in degree:
             return float(costs.tied[tied]), 0.0
         numbers = self.model.kinds[self.model.index[tied]].tied_parameters / t
-        shares = devices // t if strategy.zero else 1
+        shares = strategy.shards(devices // t) if strategy.zero else 1
         return float(costs.tied[tied]) + numbers / shares * self.model.profile.update_seconds, copy
 
     def _row_cuts(self, stages: tuple[StageDraft, ...], strategy: LayerStrategy) -> list[float]:

@@ -178,6 +178,6 @@ def described(plan: Plan) -> str:
     devices = " | ".join(f"{count} x {key}" if count > 1 else key for key, count in runs)
     extras = [f"M {plan.micro_batches}"]
     extras += [plan.schedule] if len(plan.stages) > 1 else []
-    extras += [f"ZeRO-{plan.zero}"] if plan.zero else []
+    extras += [f"ZeRO-{plan.zero}" + (f" over {plan.zero_ranks}" if plan.zero_ranks else "")] if plan.zero else []
     extras += ["recompute"] if plan.recompute else []
     return f"{devices} devices, " + ", ".join(extras)

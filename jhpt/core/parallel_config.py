@@ -37,6 +37,11 @@ class ParallelConfig(Section):
         "are added up; 3 parameters too (FSDP); on one data rank 3 shards nothing, but casts weights layer by layer, "
         "which saves a copy of all of them",
     )
+    zero_ranks: Count | None = Field(
+        None,
+        description="hybrid sharding (HSDP): ZeRO shards over so many neighbouring data ranks, such as those of a "
+        "node, and replicates over the others; null: over all",
+    )
     micro_batches: Count = Field(
         1, description="micro-batches (gradient accumulation steps) that the batch of a step is cut into"
     )
@@ -87,6 +92,7 @@ class ParallelConfig(Section):
             micro_batches=self.micro_batches,
             tensor=(self.tensor,),
             zero=self.zero,
+            zero_ranks=self.zero_ranks,
             sequence=self.sequence,
             compression=self.compression.settings.on,
             gradient_compression=self.gradient_compression.on,

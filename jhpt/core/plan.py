@@ -156,6 +156,11 @@ class Plan(Section):
     micro_batches: Count
     schedule: Schedule = "1f1b"
     zero: Zero = 0
+    zero_ranks: Count | None = Field(
+        None,
+        description="hybrid sharding (HSDP): ZeRO shards over so many neighbouring data ranks and replicates over the "
+        "others; null: over all",
+    )
     prefetch: NonNegativeInt = Field(
         1, description="ZeRO-3 (FSDP): how many layers ahead of their use weights are all-gathered"
     )
@@ -194,6 +199,11 @@ class Plan(Section):
     def replicas(self) -> int:
         """Number of data ranks of the layers that have most."""
         return max(stage.devices // run.tensor for stage in self.stages for chunk in stage.chunks for run in chunk.runs)
+
+    @property
+    def shards(self) -> int:
+        """Number of data ranks over which ZeRO shards."""
+        return self.zero_ranks or self.replicas
 
     @property
     def placed(self) -> Iterator[PlacedRun]:

@@ -57,6 +57,7 @@ def plan_by_hand(config: Config, devices: int) -> Plan:
         micro_batches=micro_batches,
         schedule="interleaved" if parallel.chunks > 1 else parallel.schedule,
         zero=parallel.zero,
+        zero_ranks=parallel.zero_ranks,
         **recomputed(config.memory),
         other_blocks=_other_blocks(config),
         offload=offload,

@@ -28,6 +28,7 @@ def choices_of(plan: Plan) -> Choices:
         micro_batches=plan.micro_batches,
         tensor=plan.degrees,
         zero=plan.zero,
+        zero_ranks=plan.zero_ranks,
         sequence=plan.sequence,
         compression=plan.compression.on,
         gradient_compression=plan.gradient_compression.on,
@@ -122,6 +123,8 @@ def _check_program(plan: Plan) -> None:
         )
     if plan.offload is not None:
         _check_groups(plan, plan.offload)
+    if plan.zero_ranks is not None:
+        _check_hybrid(plan, plan.zero_ranks)
     micro_batch = plan.batch // plan.micro_batches
     for stage, layer, run in plan.placed:
         if micro_batch % (data := stage.devices // run.tensor):
@@ -129,6 +132,17 @@ def _check_program(plan: Plan) -> None:
                 f"layer {layer}: a micro-batch of {micro_batch} is not divisible by data={data}; change the batch, "
                 "micro_batches or the tensor degree"
             )
+
+
+def _check_hybrid(plan: Plan, ranks: int) -> None:
+    if len(plan.degrees) > 1:
+        raise InputError(
+            f"zero_ranks={ranks} needs one tensor degree, because layers of several have different data ranks, found "
+            f"{list(plan.degrees)}; use one, or leave zero_ranks out"
+        )
+    if ranks == 1 or plan.replicas % ranks:
+        use = f"use {one_of(divisors(plan.replicas)[1:])}, or leave it out" if plan.replicas > 1 else "leave it out"
+        raise InputError(f"zero_ranks={ranks} does not cut {plan.replicas} data ranks into equal groups; {use}")
 
 
 def _check_groups(plan: Plan, offload: Offload) -> None:

@@ -24,6 +24,7 @@ SETTINGS: Mapping[str, str] = {
     "micro_batches": "parallel.micro_batches",
     "tensor": "parallel.tensor",
     "zero": "parallel.zero",
+    "zero_ranks": "parallel.zero_ranks",
     "sequence": "parallel.sequence",
     "compression": "parallel.compression",
     "gradient_compression": "parallel.gradient_compression",
@@ -69,6 +70,7 @@ class Choices:
     sample: str | None = None
     block_kinds: tuple[str, ...] | None = None
     zero: int | None = None
+    zero_ranks: int | None = None
     sequence: bool = False
     compression: bool = False
     gradient_compression: bool = False
@@ -94,7 +96,7 @@ class Choices:
         """What the user does to turn it off: set a word in a configuration, leave out the key in a plan."""
         if not self.names:
             return f"take {choice} out of the plan"
-        return f"set {self.name(choice)}={'auto' if choice == 'saved' else 'off'}"
+        return f"set {self.name(choice)}={ {'saved': 'auto', 'zero_ranks': 'null'}.get(choice, 'off') }"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,7 @@ def _one_program_only(c: Choices) -> list[str]:
         "compression": c.compression,
         "gradient_compression": c.gradient_compression,
         "offload": c.offload is not None,
+        "zero_ranks": c.zero_ranks is not None,
         "saved": c.saved,
         "other_blocks": c.other_blocks,
     }
@@ -155,6 +158,7 @@ def _offload_partners(c: Choices) -> list[str]:
         f"tensor parallelism ({c.name('tensor')}={max(c.tensor, default=1)})": c.tensor not in ((), (1,)),
         f"sequence parallelism ({c.name('sequence')}=true)": c.sequence,
         f"ZeRO-2 ({c.name('zero')}=2)": c.zero == 2,
+        f"{c.name('zero_ranks')}={c.zero_ranks}": c.zero_ranks is not None,
         c.name("compression"): c.compression and c.tensor != (1,),
         c.name("gradient_compression"): c.gradient_compression,
         f"saved activations in host memory ({', '.join(c.saved_in_host_memory)})": bool(c.saved_in_host_memory),
@@ -194,6 +198,15 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: (
             f"space=general has no ZeRO-2 ({c.name('zero')}=2); use {c.name('zero')}=1 or {c.name('zero')}=3, or "
             "space=spmd"
+        ),
+    ),
+    Rule(
+        name="hybrid sharding of something",
+        broken_by=lambda c: c.zero_ranks is not None and (c.zero == 0 or c.gradient_compression),
+        message=lambda c: (
+            f"{c.name('zero_ranks')}={c.zero_ranks} shards over a part of the data ranks, which needs "
+            f"{c.name('zero')}=1, 2 or 3 and excludes {c.name('gradient_compression')}; change these, or leave out "
+            f"{c.name('zero_ranks')}"
         ),
     ),
     Rule(

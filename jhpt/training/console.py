@@ -105,7 +105,7 @@ def plan_text(plan: Plan) -> str:
         mesh,
         (plan.schedule + (f" with {plan.chunks} chunks" if plan.chunks > 1 else "")) if piped else "",
         "sequence" if plan.sequence else "",
-        f"zero {plan.zero}",
+        f"zero {plan.zero}" + (f" over {plan.zero_ranks} ranks" if plan.zero_ranks else ""),
         f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}",
         recompute_text(plan),
         offload_text(plan),

@@ -185,6 +185,7 @@ def _unread_parallel(plan: Plan, parallel: ParallelConfig) -> dict[str, Any]:
         "pipe": len(plan.stages),
         "chunks": plan.chunks,
         "zero": plan.zero,
+        "zero_ranks": plan.zero_ranks,
         "micro_batches": plan.micro_batches,
         "schedule": plan.schedule,
         "sequence": plan.sequence,

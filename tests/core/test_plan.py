@@ -88,6 +88,11 @@ def stage_of(tree, stage: int, *chunks: tuple[int, int]) -> None:
     tree["stages"][stage]["chunks"] = [{"first": a, "runs": [{"layers": b - a}]} for a, b in chunks]
 
 
+def mixed_degrees(tree) -> None:
+    """The second half of the layers of a stage at degree 2."""
+    tree["stages"][0]["chunks"][0]["runs"] = [{"layers": 3}, {"layers": 3, "tensor": 2}]
+
+
 PIPED = {"pipe": 2, "micro_batches": 4, "data": 1}
 CHUNKED = PIPED | {"chunks": 2}
 
@@ -111,6 +116,22 @@ CHUNKED = PIPED | {"chunks": 2}
         (PIPED, lambda tree: tree.update(batch=33), "batch=33 is not divisible by micro_batches=4; use 1, 3, 11 or 33"),
         ({"data": 8}, lambda tree: tree.update(batch=12), "a micro-batch of 12 is not divisible by data=8"),
         ({"data": 2, "tensor": 2}, lambda tree: tree["stages"][0].update(devices=3), "does not divide the 3 devices"),
+        (
+            {"data": 8, "zero": 1},
+            lambda tree: tree.update(zero_ranks=3),
+            "cut 8 data ranks .*; use 2, 4 or 8, or leave",
+        ),
+        ({"data": 8, "zero": 1}, lambda tree: tree.update(zero_ranks=16), "cut 8 data ranks into equal groups"),
+        (
+            {"data": 1, "zero": 3},
+            lambda tree: tree.update(zero_ranks=1),
+            "1 data ranks into equal groups; leave it out",
+        ),
+        (
+            {"data": 8, "zero": 1},
+            lambda tree: tree.update(zero_ranks=4) or mixed_degrees(tree),
+            r"needs one tensor degree.*found \[1, 2\]",
+        ),
         ({"zero": 3}, lambda tree: tree.update(prefetch=1000), "prefetch=1000 .* use 6 or less"),
     ],
 )

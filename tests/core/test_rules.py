@@ -13,6 +13,7 @@ from jhpt.core.unused import UNUSED, check_plan_alone, unused_settings
 BROKEN = {
     "only one SPMD program": Choices(space="general", compression=True),
     "ZeRO-2 in one SPMD program": Choices(space="general", zero=2),
+    "hybrid sharding of something": Choices(zero_ranks=4, zero=0),
     "whole states and sequences in programs of stages": Choices(space="general", runs=True, zero=1),
     "clipping by layer in programs of stages": Choices(space="general", runs=True, clip="layer"),
     "weight passes in one SPMD program": Choices(space="general", schedule="zb-h1", stages=2, chunks=1),

@@ -288,6 +288,24 @@ def test_one_device_computes_the_definition(setup_of, name):
 OVERLAPPED = {"zero": (0, 1, 2, 3), "micro_batches": (1, 4), "ahead": (1, 2), "chunks": (1, 3)}
 
 
+HYBRID = {
+    "a loop, ZeRO-1": ("gpt-tied", ([5], 1), {"data": 4, "tensor": 2, "zero": 1, "micro_batches": 2}, True),
+    "a loop, ZeRO-3, in line": ("gpt-untied", ([5], 1), {"data": 4, "zero": 3, "micro_batches": 4}, False),
+    "a pipeline, ZeRO-2": ("gpt-untied", ([3, 2], 2), {"data": 4, "zero": 2, "micro_batches": 4}, True),
+    "a loop, ZeRO-2": ("gpt-untied", ([5], 1), {"data": 8, "zero": 2, "micro_batches": 2}, True),
+    "a pipeline, ZeRO-1": ("gpt-tied", ([3, 2], 2), {"data": 4, "zero": 1, "micro_batches": 2}, True),
+    "a loop, ZeRO-3, bert": ("bert", ([5], 1), {"data": 4, "tensor": 2, "zero": 3, "micro_batches": 1}, True),
+}
+"""(model, layers of the stages, settings, whether communication runs beside computation), over two neighbours."""
+
+
+@pytest.mark.parametrize("kind", quick_and_exhaustive(HYBRID, list(HYBRID)[:3]))
+def test_gradients_of_hybrid_sharding(setup_of, kind):
+    name, layers, settings, overlap = HYBRID[kind]
+    plan = piped(*layers, batch=BATCH, zero_ranks=2, **settings)
+    check_gradients(setup_of, name, 3, NONE, plan, overlap=overlap)
+
+
 def check_overlapped(setup_of, name, zero, micro_batches, ahead, chunks):
     settings = {"micro_batches": micro_batches, "zero": zero, "prefetch": ahead, "sample_chunks": chunks}
     check_gradients(setup_of, name, 3, NONE, piped([5], 1, data=4, tensor=2, batch=BATCH, **settings), overlap=True)

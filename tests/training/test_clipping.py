@@ -38,6 +38,7 @@ def norms_of(tree):
 PLANS = {
     "one device": piped([BLOCKS + 2], 1),
     "zero 3, tensor": piped([BLOCKS + 2], 1, data=2, tensor=2, zero=3),
+    "hybrid": piped([BLOCKS + 2], 1, data=4, zero=2, zero_ranks=2, micro_batches=2),
     "pipeline": piped(spread(BLOCKS, 2), 2, data=2, zero=1, micro_batches=2),
     "uneven, bare exit": piped(spread(BLOCKS, 3, "bare exit"), 3, tensor=2, micro_batches=2),
     "interleaved": piped(spread(BLOCKS, 4), 2, micro_batches=2, schedule="interleaved"),

@@ -30,6 +30,7 @@ CASES = {
         "parallel.zero": 1,
         "parallel.gradient_compression": {"kind": "quantize", "bits": 4},
     },
+    "hybrid, ZeRO-2": {"parallel.data": 4, "parallel.zero": 2, "parallel.zero_ranks": 2, "parallel.micro_batches": 2},
     "top-k, pipeline": {
         "parallel.data": 2,
         "parallel.pipe": 2,

@@ -120,6 +120,7 @@ PLANS = {
     "data": {"data": 2},
     "ZeRO-1": {"data": 2, "zero": 1},
     "ZeRO-3": {"data": 2, "zero": 3},
+    "hybrid": {"data": 4, "zero": 3, "zero_ranks": 2},
     "tensor": {"data": 1, "tensor": 2},
     "pipe": {"data": 1, "pipe": 2, "micro_batches": 2},
     "all": {"data": 2, "tensor": 2, "pipe": 2, "micro_batches": 2, "zero": 1},

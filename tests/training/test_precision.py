@@ -273,6 +273,7 @@ def test_no_direction_explodes():
 PLANS = {
     "data 4, ZeRO-1": piped([4], 1, data=4, zero=1),
     "data 2 x tensor 2, ZeRO-3": piped([4], 1, data=2, tensor=2, zero=3),
+    "hybrid, ZeRO-3": piped([4], 1, data=4, zero=3, zero_ranks=2),
     "several degrees, ZeRO-1": mixed((1, 2, 1, 2), zero=1),
     "pipeline, ZeRO-1": piped([3, 1], 2, data=2, zero=1),
 }
@@ -285,7 +286,7 @@ MODES = {
 CASES = [("data 4, ZeRO-1", mode) for mode in MODES]
 CASES += [("data 2 x tensor 2, ZeRO-3", "kahan, codes"), ("several degrees, ZeRO-1", "stochastic, codes")]
 CASES += [("pipeline, ZeRO-1", mode) for mode in ("kahan, codes", "stochastic, codes")]
-CASES += [("data 2 x tensor 2, ZeRO-3", "stochastic, codes")]
+CASES += [("data 2 x tensor 2, ZeRO-3", "stochastic, codes"), ("hybrid, ZeRO-3", "kahan, codes")]
 QUICK = [("data 2 x tensor 2, ZeRO-3", "kahan, codes"), ("pipeline, ZeRO-1", "stochastic, codes")]
 
 

@@ -33,9 +33,9 @@ def free_port() -> int:
 
 
 def start_two(
-    folder: Path, settings, outs=("two", "two"), apart=({}, {}), before=(), spanned=None
+    folder: Path, settings, outs=("two", "two"), apart=({}, {}), before=(), spanned=None, devices=1
 ) -> list[subprocess.Popen]:
-    """Two processes with a device each, joined through a port on localhost.
+    """Two processes with so many devices each, joined through a port on localhost.
 
     apart: settings of each alone.  before: (folder, settings of each) of runs that the same two do first.  spanned: a
     cluster that they span before that.
@@ -56,7 +56,7 @@ def start_two(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.training.runner", str(file)],
                 cwd=Path(__file__).parents[2],
-                env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+                env={**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -119,6 +119,22 @@ def test_two_processes_refuse_train_and_stop_together(tmp_path, corpus):
     assert all(outcome["interrupted"] for outcome in stopped) and 4 < step < 100_000
     same_losses(tmp_path / "endless", one)
     assert (tmp_path / "endless" / "checkpoints" / str(step)).is_dir()
+
+
+@pytest.mark.exhaustive
+def test_replicas_of_two_processes(tmp_path, corpus):
+    """Shards on two devices of each process, replicas on the other: the losses of one process, and as many from the
+    checkpoint that both wrote."""
+    settings = tiny_overrides(corpus) | {"model.num_layers": 2, "optimizer.schedule": "constant", "train.steps": 6}
+    settings |= {"parallel.data": 4, "parallel.zero": 3, "parallel.zero_ranks": 2, "guards.replicas_every": 1}
+    settings |= {"evaluation.every": 3, "evaluation.batches": 1}
+    one = jhpt.train("gpt-tiny", out=tmp_path / "one", overrides=settings)
+    half = settings | {"train.steps": 3}
+    for worker in start_two(tmp_path, settings, before=[("two", (half, half))], devices=2):
+        out, error = worker.communicate(timeout=400)
+        assert worker.returncode == 0, error
+        assert [json.loads(line)["step"] for line in out.splitlines() if line.startswith("{")] == [3, 6]
+    same_losses(tmp_path / "two", one)
 
 
 def same_losses(run_dir: Path, one: jhpt.RunResult) -> None:

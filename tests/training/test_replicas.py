@@ -27,6 +27,10 @@ PLANS = {
     },
     "data x tensor": {"parallel": {"data": 4, "tensor": 2}, "copies": {NORM: 8, MATRIX: 4, MEAN: 4}},
     "ZeRO-1": {"parallel": {"data": 4, "tensor": 2, "zero": 1}, "copies": {NORM: 8, MATRIX: 1, MEAN: 1, COUNT: 8}},
+    "hybrid sharding": {
+        "parallel": {"data": 8, "zero": 1, "zero_ranks": 2},
+        "copies": {NORM: 8, MATRIX: 4, MEAN: 4, COUNT: 8},
+    },
     "pipeline x data": {
         "parallel": {"data": 4, "pipe": 2, "micro_batches": 2},
         "copies": {NORM: 4, MATRIX: 4, MEAN: 4, COUNT: 8},

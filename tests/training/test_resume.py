@@ -83,6 +83,10 @@ def losses(run_dir: Path, name="loss"):
 
 KILLED = {
     "gpt": {"preset": "gpt-tiny"},
+    "gpt-in-hybrid-shards": {
+        "preset": "gpt-tiny",
+        "overrides": {"parallel.data": 4, "parallel.zero": 3, "parallel.zero_ranks": 2},
+    },
     "bert-with-dropout": {"preset": "bert-tiny", "overrides": {"model.dropout": 0.1}},
     "gpt-in-a-pipeline": {
         "preset": "gpt-tiny",
@@ -212,6 +216,9 @@ PLANS = {
     "pipe 2, interleaved, ZeRO-3": {"pipe": 2, "data": 2, "tensor": 2, "zero": 3, "micro_batches": 2, "chunks": 2},
     "one device": {"data": 1},
     "pipe 3, uneven, gpipe": {"pipe": 3, "data": 1, "micro_batches": 4, "schedule": "gpipe"},
+    "hybrid, ZeRO-2": {"data": 4, "zero": 2, "zero_ranks": 2, "micro_batches": 2},
+    "hybrid, ZeRO-2, in wider groups": {"data": 8, "zero": 2, "zero_ranks": 4, "micro_batches": 2},
+    "ZeRO-3 over all": {"data": 4, "zero": 3},
     "pipe 4 again": {"pipe": 4, "data": 2, "zero": 1, "micro_batches": 4},
 }
 
@@ -222,7 +229,7 @@ def test_a_run_resumes_under_another_plan_and_under_its_own_again(tmp_path, corp
     settings |= {"checkpoint.keep": 4, "data.validation_fraction": 0.0}
     alone = jhpt.train("gpt-tiny", out=tmp_path / "alone", overrides=settings)
     folder = forgotten(shutil.copytree(tmp_path / "alone", tmp_path / "run"), 3, 4)
-    piped = {"parallel.pipe": 2, "parallel.data": 2, "parallel.zero": 3}
+    piped = {"parallel.pipe": 2, "parallel.data": 4, "parallel.zero": 3, "parallel.zero_ranks": 2}
     there = jhpt.train(out=folder, overrides=piped | {"train.steps": 3})
     assert there.step == 3 and "the plan has changed" in (folder / "train.log").read_text()
     recorded = read_metrics(folder)

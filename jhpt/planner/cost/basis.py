@@ -158,12 +158,16 @@ class CostBasis:
         return pace.compute * np.array(seconds)
 
     def update_seconds(self, zero: int, data: int, place: Place) -> float:
-        """Seconds of the optimizer per parameter of the model; with ZeRO a device updates 1 / data of them."""
+        """Seconds of the optimizer per parameter of the model; with ZeRO over `data` ranks a device updates 1 / data of
+        them."""
         paces = map(self.paces.__getitem__, place.kinds)
         return max(pace.profile.update_seconds * pace.update for pace in paces) / (data if zero else 1)
 
     def parameter_bytes(self, strategy: LayerStrategy, data: int) -> ParameterBytes:
-        """Bytes on a device per parameter, the residual of gradient compression included."""
+        """Bytes on a device per parameter, the residual of gradient compression included.
+
+        data: the data ranks over which ZeRO shards.
+        """
         profile = self.profile
         size = parameter_bytes(
             strategy,

@@ -289,21 +289,23 @@ class DataCollectives:
         self._gathered: dict[tuple[Group, int], Array] = {}
         self._reduced: dict[tuple[Group, int, bool, bool], tuple[Array, Array]] = {}
 
-    def gathered(self, place: Place, tensor: int) -> Array:
-        """[kinds] seconds to all-gather the parameters over the data group, or to reduce-scatter as many numbers."""
-        group = place.data_group(tensor)
+    def gathered(self, place: Place, tensor: int, shards: int) -> Array:
+        """[kinds] seconds to all-gather parameters over so many data ranks, or to reduce-scatter as many numbers."""
+        group = place.group(shards, tensor)
         key = (group, tensor)
         if key not in self._gathered:
             sizes = self.parameters / tensor * self.wire
             self._gathered[key] = np.array([reduce_scatter(group, size) for size in sizes])
         return self._gathered[key]
 
-    def reduced(self, place: Place, tensor: int, *, shares: bool, summed: bool = False) -> tuple[Array, Array]:
-        """[kinds] seconds to reduce gradients over the data group: of a layer's parameters, and of the tied ones.
+    def reduced(
+        self, place: Place, tensor: int, shards: int, *, shares: bool, summed: bool = False
+    ) -> tuple[Array, Array]:
+        """[kinds] seconds to reduce gradients over all data ranks: of a layer's parameters, and of the tied ones.
 
-        shares, summed: as for `reduction`.
+        shards: the number of data ranks over which ZeRO shards.  shares, summed: as for `reduction`.
         """
-        group = place.data_group(tensor)
+        group = place.group(shards, tensor) if shares else place.data_group(tensor)
         key = (group, tensor, shares, summed)
         if key not in self._reduced:
             parameters, tied = (
@@ -311,7 +313,17 @@ class DataCollectives:
                 for each in (self.parameters, self.tied)
             )
             self._reduced[key] = parameters, tied
-        return self._reduced[key]
+        parameters, tied = self._reduced[key]
+        if shares and shards * tensor < place.devices:
+            parameters = parameters + self.between_replicas(place, tensor, shards, self.parameters)
+            tied = tied + self.between_replicas(place, tensor, shards, self.tied)
+        return parameters, tied
+
+    def between_replicas(self, place: Place, tensor: int, shards: int, numbers: Array) -> Array:
+        """[kinds] seconds to all-reduce shares of so many numbers over the data ranks that hold the same shares."""
+        apart, share = tensor * shards, self.wire / (tensor * shards)
+        group = place.group(place.devices // apart, apart)
+        return np.array([all_reduce(group, number * share) for number in numbers.tolist()])
 
     def reduction(self, group: Group, numbers: float, *, shares: bool, summed: bool = False) -> float:
         """Seconds to reduce a gradient of so many numbers.

@@ -171,13 +171,14 @@ class Place:
 
     def tensor_group(self, tensor: int) -> Group:
         """Among the groups of `tensor` neighbouring devices, the one on most nodes."""
-        return self._group(tensor, 1)
+        return self.group(tensor, 1)
 
     def data_group(self, tensor: int) -> Group:
         """Among the groups of every `tensor`-th device, the one on most nodes."""
-        return self._group(self.devices // tensor, tensor)
+        return self.group(self.devices // tensor, tensor)
 
-    def _group(self, size: int, stride: int) -> Group:
+    def group(self, size: int, stride: int) -> Group:
+        """Among the groups of so many devices, each `stride` after the one before it, the one on most nodes."""
         nodes, groups, fewest = _spread(self.crossing, size, stride)
         return Group(size, nodes, groups, fewest, self.inside, self.network)
 

@@ -340,7 +340,8 @@ def _decoded_bytes(
       saved: bytes of stored state.
       sizes: bytes by other causes.
     """
-    data, state = stage.devices // stage.chunks[0].tensor[0], model.profile.state
+    state = model.profile.state
+    data = strategy_of(plan).shards(stage.devices // stage.chunks[0].tensor[0])
     share = state.bytes / (data if plan.zero else 1)
     # The share of the stored bytes that is state, not the residual of compression.
     share /= share + residual_bytes(model.gradient_compression)

@@ -14,6 +14,9 @@ layer has tensor degree t, and a micro-batch b samples.
     gradients      once per step                   all-reduce over d (ZeRO-1: reduce-scatter); it follows the layer's
                                                    last backward pass on a separate stream; a share counts as
                                                    update (`Framework.exposed_gradients`)
+    HSDP           once per step                   N data ranks shard, and the d / N that hold the same shares
+                                                   all-reduce them: with ZeRO-1 as part of the gradients, else after all
+                                                   passes
     accumulation   per micro-batch, if several     gradients added up, in the backward pass
     ZeRO-1, ZeRO-2 once, in the first forward      all-gather of weights; the part that the forward pass does not hide
     update         once, at the end                optimizer, on a device's share of the state
@@ -109,6 +112,11 @@ class KindCosts:
         return self.strategy.zero if self.data > 1 else 0
 
     @property
+    def shards(self) -> int:
+        """Number of data ranks over which ZeRO shards."""
+        return self.strategy.shards(self.data) if self.zero else self.data
+
+    @property
     def sequence(self) -> int:
         """Parts into which sequence parallelism cuts replicated tensors."""
         return self.tensor if self.strategy.sequence else 1
@@ -178,7 +186,8 @@ class KindCosts:
     def _with_sharding(self, passes: Passes) -> Passes:
         """Adds ZeRO-2's reduce-scatter of gradients, or ZeRO-3's with its all-gathers of weights, or on one rank the
         conversion."""
-        gather, exposed = self.basis.data_collectives.gathered(self.place, self.tensor), self.framework.exposed_gathers
+        gather = self.basis.data_collectives.gathered(self.place, self.tensor, self.shards)
+        exposed = self.framework.exposed_gathers
         if self.zero == 3 and self.basis.cluster.overlap:
             backward_gather, after = (gather, gather) if self.in_pipeline else (2 * gather, np.zeros_like(gather))
             forward, forward_filling = _beside(
@@ -216,7 +225,7 @@ class KindCosts:
         if not moved:
             return passes
         rate = min(device.stream_rate for device in self.basis.places.devices_of(self.place))
-        parameters, shares = self.basis.data_collectives.parameters / self.tensor, self.data if self.zero > 1 else 1
+        parameters, shares = self.basis.data_collectives.parameters / self.tensor, self.shards if self.zero > 1 else 1
         added = parameters * moved / shares / rate
         return replace(passes, backward=passes.backward + added)
 
@@ -227,7 +236,7 @@ class KindCosts:
         parameters, tied = collectives.parameters / tensor, collectives.tied / tensor
         nothing = np.zeros_like(parameters)
         # The all-gather of the weights takes as long as the reduce-scatter of the gradients.
-        gathered = collectives.gathered(place, tensor) if zero in (1, 2) else nothing
+        gathered = collectives.gathered(place, tensor, self.shards) if zero in (1, 2) else nothing
         if zero in (1, 2) and self.framework.broadcasts_shares:
             group = place.data_group(tensor)
             gathered = gathered + group.size * group.ring_latency / basis.num_layers
@@ -240,27 +249,30 @@ class KindCosts:
         if zero < 2:
             shares = zero == 1
             summed = self.strategy.accumulates
-            gradients, tied_reduction = collectives.reduced(place, tensor, shares=shares, summed=summed)
+            gradients, tied_reduction = collectives.reduced(place, tensor, self.shards, shares=shares, summed=summed)
             coding = collectives.kernels(place, tensor, parameters, shares=shares)
             tied_coding = collectives.kernels(place, tensor, tied, shares=shares)
         in_update = exposed * gradients
         if zero == 2 and hides:  # a layer is reduced beside the next one, so of the last pass the last layer follows
-            gradients = collectives.gathered(place, tensor)
-        update = parameters * basis.update_seconds(zero, self.data, place)
+            gradients = collectives.gathered(place, tensor, self.shards)
+        if zero > 1 and self.shards < self.data:  # after all passes
+            in_update = collectives.between_replicas(place, tensor, self.shards, collectives.parameters)
+            gradients = gradients + in_update
+        update = parameters * basis.update_seconds(zero, self.shards, place)
         return {
             "gradients": gradients - in_update,
             "update": update + gathered + in_update + coding,
             "gradients_in_update": in_update,
             "gathered": gathered,
             "tied": np.where(tied > 0, exchange + tied_reduction + tied_coding, 0.0),
-            "tied_update": tied * basis.update_seconds(zero, self.data, place),
+            "tied_update": tied * basis.update_seconds(zero, self.shards, place),
         }
 
     def _bytes(self) -> dict[str, Array]:
         """[kinds] bytes on a device."""
         basis, strategy, tensor = self.basis, self.strategy, self.tensor
         parameters, tied = basis.data_collectives.parameters / tensor, basis.data_collectives.tied / tensor
-        size = basis.parameter_bytes(strategy, self.data)
+        size = basis.parameter_bytes(strategy, self.shards)
         working = basis.activations.working(
             tensor,
             self.sequence,
@@ -301,16 +313,18 @@ def slot(basis: CostBasis, place: Place, tensor: int, strategy: LayerStrategy) -
     collectives, (first, last) = basis.data_collectives, basis.index[[0, -1]]
     shared = collectives.tied[last] / tensor
     numbers = max(collectives.parameters[first] / tensor, collectives.parameters[last] / tensor + shared)
-    width, group = basis.profile.bytes_per_weight, place.data_group(tensor)
+    shards = strategy.shards(data) if zero else data
+    width, group = basis.profile.bytes_per_weight, place.group(shards, tensor)
     gathered = all_gather(group, numbers * width) if zero else 0.0
-    size = basis.parameter_bytes(strategy, data)
+    size = basis.parameter_bytes(strategy, shards)
     sequence = tensor if strategy.sequence else 1
     return Slot(
         weights=numbers * size.weights,
         optimizer=numbers * size.optimizer,
-        update=numbers * basis.update_seconds(zero, data, place) + gathered,
+        update=numbers * basis.update_seconds(zero, shards, place) + gathered,
         gathered=gathered,
         reduced=collectives.reduction(group, numbers, shares=zero > 0, summed=strategy.accumulates)
+        + float(collectives.between_replicas(place, tensor, shards, np.array([numbers * tensor]))[0])
         + float(collectives.kernels(place, tensor, np.array([numbers]), shares=zero > 0)[0]),
         exchanged=collectives.between_first_and_last(place, np.array([shared * width]))[0] if shared else 0.0,
         output=-(-strategy.micro_batch // data) * float(basis.boundary[:-1].max()) / sequence,

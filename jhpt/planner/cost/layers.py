@@ -51,11 +51,17 @@ class LayerStrategy:
     """Candidate numbers of chunks of a device's samples; every layer gets the best of them."""
     saved: SavedTensors | None = None
     """With recomputation: what a layer saves beside its input; None: nothing."""
+    zero_ranks: int | None = None
+    """With hybrid sharding the number of neighbouring data ranks over which ZeRO shards; None: all."""
     other_blocks: OtherBlocks | None = None
     """On one stage: the blocks that save more; None: none.  Tables of layers are those of `of_first_blocks` or
     `of_other_blocks`."""
     embedding_or_head: bool = False
     """Whether this is the strategy of embedding and head in one SPMD program."""
+
+    def shards(self, data: int) -> int:
+        """Over how many of `data` data ranks ZeRO shards."""
+        return min(self.zero_ranks or data, data)
 
     @property
     def frees_copy_after_head(self) -> bool:
@@ -105,6 +111,7 @@ def layer_strategy(
     compression: Compression | None = None,
     sample_chunks: tuple[int, ...] = (1,),
     saved: SavedTensors | None = None,
+    zero_ranks: int | None = None,
 ) -> LayerStrategy:
     """The strategy of a plan with so many stages.
 
@@ -124,6 +131,7 @@ def layer_strategy(
         compression=compression,
         sample_chunks=sample_chunks,
         saved=saved,
+        zero_ranks=zero_ranks,
     )
 
 
@@ -132,7 +140,7 @@ def strategy_of(plan: Plan) -> LayerStrategy:
     stages, count = len(plan.stages), plan.micro_batches
     compression = plan.compression if plan.compression.on else None
     decided = plan.batch, count, plan.zero, plan.recompute, plan.sequence, compression
-    strategy = layer_strategy(plan.space, stages, *decided, saved=plan.saved)
+    strategy = layer_strategy(plan.space, stages, *decided, saved=plan.saved, zero_ranks=plan.zero_ranks)
     return strategy if plan.other_blocks is None else replace(strategy, other_blocks=plan.other_blocks)
 
 

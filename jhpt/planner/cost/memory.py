@@ -6,8 +6,8 @@ Embedding and head, the first and the last layer, lie outside the loop over laye
     - under ZeRO-2 and ZeRO-3 they are treated as under ZeRO-1: their weights are gathered once per step and stay whole
       until its end, and their gradients are scattered once.
 
-Bytes per parameter on one of d data ranks, with w bytes in the compute dtype and o bytes for the stored weight, its
-rounding remainder and the moments (`core.state`):
+Bytes per parameter on one of the d data ranks over which ZeRO shards, with w bytes in the compute dtype and o bytes for
+the stored weight, its rounding remainder and the moments (`core.state`):
 
     ZeRO                         0                         1                               2       3
     optimizer state              o                         o / d                           o / d   o / d

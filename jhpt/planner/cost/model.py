@@ -95,7 +95,8 @@ class CostModel(CostBasis):
             return in_pipeline(costs, head_bytes)
         numbers = self.data_collectives.parameters[self.index] / tensor
         inner, embedding_and_head = (
-            self.parameter_bytes(each, data).absent_at_head for each in (strategy, strategy.of_embedding_and_head)
+            self.parameter_bytes(each, each.shards(data)).absent_at_head
+            for each in (strategy, strategy.of_embedding_and_head)
         )
         absent = inner * numbers[1:-1].sum() + embedding_and_head * numbers[list({0, len(numbers) - 1})].sum()
         return in_one_stage(costs, head_bytes, float(absent))
@@ -148,6 +149,7 @@ class CostModel(CostBasis):
         shared = replace(
             strategy,
             zero=strategy.zero if strategy.zero > 1 else 0,
+            zero_ranks=strategy.zero_ranks if strategy.zero > 1 else None,
             several_micro_batches=False,
             accumulates=False,
             two_micro_batches=False,

@@ -11,6 +11,8 @@ layer's parameters on a device in the compute dtype, in which they are sent.  Wi
                                                       and head
               reduce-scatter of p       (n-1)/n p     ZeRO-1: once, gradients; ZeRO-3: M for a block, once for embedding
                                                       and head
+    replica   all-reduce of p / N       2 (n-1)/n p/N HSDP over N data ranks: once, shares of gradients; of the axis
+                                                      data N ranks are left
     pipe      collective-permute of r   r             in S-1 + M v ticks forward to the next stage, in as many backward;
                                                       with one chunk the last (first) stage sends nothing on
               collective-permute        2 p           first and last stage, once: a tied table's gradient in float32
@@ -46,7 +48,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from jhpt.core.axes import DATA, PIPE, TENSOR
+from jhpt.core.axes import DATA, PIPE, REPLICA, TENSOR
 from jhpt.core.compression import by_attention, gathers, gathers_gradients, gradient_bytes
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan
@@ -266,17 +268,28 @@ class _Step:
         return (divided / t + parameters - divided) * self.profile.bytes_per_weight
 
     def _gathered(self, size: float, t: int, times: float) -> Iterator[Collectives]:
-        ranks = self.devices // t
+        ranks = self._shards(t)
         if times:
             yield ("all-gather", self._axes.data(t)), Sent(times, (ranks - 1) / ranks * times * size)
 
-    def _reduced(self, size: float, t: int, times: float) -> Iterator[Collectives]:
+    def _reduced(self, size: float, t: int, times: float, between: float | None = None) -> Iterator[Collectives]:
+        """Reductions of so many gradients.  between: of how many the shares are summed over replicas; None: of all."""
         ranks = self.devices // t
         if self.plan.gradient_compression.on and ranks > 1:
             yield from self._compressed(size, t, times)
             return
-        kind, rounds = ("reduce-scatter", 1) if self.plan.zero else ("all-reduce", 2)
-        yield (kind, self._axes.data(t)), Sent(times, rounds * (ranks - 1) / ranks * times * size)
+        if not self.plan.zero:
+            yield ("all-reduce", self._axes.data(t)), Sent(times, 2 * (ranks - 1) / ranks * times * size)
+            return
+        shards = self._shards(t)
+        yield ("reduce-scatter", self._axes.data(t)), Sent(times, (shards - 1) / shards * times * size)
+        if replicas := ranks // shards - 1:
+            count = times if between is None else between
+            yield ("all-reduce", REPLICA), Sent(count, 2 * replicas / (replicas + 1) * count * size / shards)
+
+    def _shards(self, t: int) -> int:
+        """Over how many data ranks ZeRO shards."""
+        return min(self.plan.zero_ranks or self.devices, self.devices // t)
 
     def _compressed(self, size: float, t: int, times: float) -> Iterator[Collectives]:
         """Compressed reduction of gradients that would have so many bytes in the compute dtype."""
@@ -311,12 +324,12 @@ class _Step:
                 passes = 2 * (self._depth + self._ahead if self._ahead else count)
                 gathers = many * (2 * count + self._ahead if one else passes)
             if self._scatters_in_every_pass:
-                sums = many * (count + late if one else count)
+                sums, between = many * (count + late if one else count), count if one else self._depth
             else:
-                sums = count + late if one else self._depth
+                sums = between = count + late if one else self._depth
             yield from self._gathered(size, t, gathers)
-            yield from self._reduced(size, t, sums)
-        if not layers and self.stages > 1 and (self.plan.zero < 3 or self._ahead):
+            yield from self._reduced(size, t, sums, between)
+        if not layers and self.stages > 1:
             yield from self._padding(chunk.tensor[0])
 
     def _offloaded(self) -> Iterator[Collectives]:
@@ -329,10 +342,12 @@ class _Step:
         """Collectives of a chunk without blocks: its room for as many blocks as the longest chunk has is sent too."""
         size = self._parameter_bytes(1, t)
         if self.plan.zero == 3:
-            yield from self._gathered(size, t, 2 * self.plan.micro_batches * (self._depth + self._ahead))
+            ahead = self._depth + self._ahead if self._ahead else 0
+            yield from self._gathered(size, t, 2 * self.plan.micro_batches * ahead)
+            yield from self._reduced(size, t, 0, self._depth)
         else:
             yield from self._gathered(size, t, self._depth if self.plan.zero else 0)
-            yield from self._reduced(size, t, 0 if self._scatters_in_every_pass else self._depth)
+            yield from self._reduced(size, t, 0 if self._scatters_in_every_pass else self._depth, self._depth)
 
     @property
     def _scatters_in_every_pass(self) -> bool:
@@ -371,7 +386,7 @@ class _Step:
         yield from self._gathered(size, t, 1 if self.plan.zero else 0)
         if position in (0, self.stages - 1):
             yield from self._reduced(size, t, 1)
-            share = self.devices // t if self.plan.zero else 1
+            share = self._shards(t) if self.plan.zero else 1
             yield ("collective-permute", PIPE), Sent(1, last.tied_parameters * FLOAT32 / t / share)
 
     def _transfers(self, position: int) -> Iterator[Collectives]:

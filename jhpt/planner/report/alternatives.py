@@ -104,7 +104,12 @@ def _changes(plan: Plan, model: CostModel) -> Iterator[tuple[str, dict[str, Any]
     levels = model.levels(ZERO, plan.replicas, plan.space, plan.micro_batches)
     for zero in levels if plan.offload is None else ():
         if zero != plan.zero:
-            yield (f"ZeRO-{zero}" if zero else "no ZeRO"), {"zero": zero}
+            yield (
+                (f"ZeRO-{zero}" if zero else "no ZeRO"),
+                {"zero": zero, "zero_ranks": plan.zero_ranks if zero else None},
+            )
+    if plan.zero_ranks is not None:
+        yield "sharded over all data ranks", {"zero_ranks": None}
     alike: dict[str, Any] = {"saved": None, "other_blocks": None}
     yield ("no recomputation" if plan.recompute else "recomputation"), alike | {"recompute": not plan.recompute}
     if plan.saved is not None:

@@ -97,7 +97,7 @@ def shape_text(plan: Plan, *, explained: bool = False) -> str:
         "sequence parallelism" if plan.sequence and degrees[-1] > 1 else "",
         f"{count} micro-batch{'es' if count > 1 else ''}{accumulation}",
         schedule if several else "",
-        f"ZeRO-{plan.zero}{ZERO[plan.zero] if explained else ''}" if plan.zero else "",
+        f"ZeRO-{plan.zero}{ZERO[plan.zero] if explained else ''}{hybrid_text(plan)}" if plan.zero else "",
         recomputation_text(plan, f"recomputation{checkpointing}", "but for"),
         offload_text(plan),
         f"{'/'.join(map(str, plan.sample_chunks))} sample chunks" if plan.sample_chunks != (1,) else "",
@@ -105,6 +105,11 @@ def shape_text(plan: Plan, *, explained: bool = False) -> str:
         gradients_text(plan.gradient_compression),
     ]
     return ", ".join(filter(None, parts))
+
+
+def hybrid_text(plan: Plan) -> str:
+    """` over 8 of 16 data ranks` with hybrid sharding; empty without."""
+    return f" over {plan.shards} of {plan.replicas} data ranks" if plan.shards < plan.replicas else ""
 
 
 def recomputation_text(plan: Plan, recomputation: str, but_for: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import ONE_CHUNK, SavedTensors, Schedule, Zero
+from jhpt.core.plan import ONE_CHUNK, SavedTensors, Schedule
 from jhpt.core.schedule import delay, in_flight
 from jhpt.planner.cost.activations import NOTHING
 from jhpt.planner.cost.communication import Place, Places, transfer_seconds
@@ -52,30 +52,44 @@ def _single_stages(request: Request, model: CostModel, space: Space) -> Iterator
         for tensor in model.common_degrees(available):
             for data in divisors(b, up_to=available // tensor):
                 levels = model.levels(request.zero, data, space, m)
-                for zero, recompute in itertools.product(levels, request.recompute):
+                groups = (None, *_node_ranks(data, tensor, request, model, space))
+                for zero, ranks, recompute in itertools.product(levels, groups, request.recompute):
+                    if ranks is not None and not zero:
+                        continue
                     # With one tensor rank there is no all-reduce to compress or to hide.
                     for compression in request.compression if tensor > 1 else (None,):
                         cuts = request.sample_chunks if tensor > 1 else (1,)
-                        yield Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
+                        grid = Grid(1, data, tensor, m, zero, recompute, "1f1b", 1, space, compression, cuts)
+                        yield grid if ranks is None else replace(grid, zero_ranks=ranks)
+
+
+def _node_ranks(data: int, tensor: int, request: Request, model: CostModel, space: Space) -> tuple[int, ...]:
+    """The data ranks of a node, if hybrid sharding may shard over them: several, of several whole nodes."""
+    each, rest = divmod(model.places.per_node, tensor)
+    allowed = request.hybrid and space == "spmd" and not rest and not model.gradient_compression.on
+    return (each,) if allowed and 1 < each < data and data % each == 0 else ()
 
 
 def _least_of_family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> float:
-    """A bound for any number of stages: the computation, or longer collectives beside it, in as many stages as there
-    can be.
+    """A bound for as many stages as there can be: of the computation, or of longer collectives beside it.
 
     With interleaving, the number of stages divides the number of micro-batches.
     """
-    m = grid.micro_batches
-    most = max(1, min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages))
+    m, most = grid.micro_batches, _most_stages(grid, request, model)
     spread = float(_ramps(m, most)[-1])
     if "interleaved" in request.schedules:
         spread = max(spread, min(most, m))
     recomputed = grid.recompute and not sets.sets
     samples = request.batch // m // grid.data
-    work = least_work(
-        samples, grid.tensor, recomputed, model, sequence=request.sequence, zero=grid.zero, data=grid.data
-    )
+    work = least_work(samples, grid.tensor, recomputed, model, sequence=request.sequence, grid=grid)
     return m * work / spread * (1 - SLACK)
+
+
+def _most_stages(grid: Grid, request: Request, model: CostModel) -> int:
+    """Hybrid sharding is searched for one stage only."""
+    if grid.zero_ranks is not None:
+        return 1
+    return max(1, min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages))
 
 
 def _alike(places: Places, devices: int) -> bool:
@@ -84,7 +98,7 @@ def _alike(places: Places, devices: int) -> bool:
 
 
 def least_work(
-    samples: int, tensor: int, recompute: bool, model: CostModel, *, sequence: bool, zero: Zero = 0, data: int = 1
+    samples: int, tensor: int, recompute: bool, model: CostModel, *, sequence: bool, grid: Grid | None = None
 ) -> float:
     """Seconds of both passes of all layers for so many samples on a device: to compute them, or of the collectives that
     ZeRO-2 and ZeRO-3 have in every pass of a block where these take longer.
@@ -92,23 +106,24 @@ def least_work(
     Args:
       recompute: whether blocks compute again what `model.saved` does not name.
       sequence: whether sequence parallelism may divide what tensor ranks repeat.
-      data: data ranks.
+      grid: whose collectives count; None: none do.
     """
     forward, backward = model.least_seconds(samples, tensor, sequence=sequence)
     work = float((forward + backward)[model.index[[0, -1]]].sum()) if model.num_layers > 1 else 0.0
     if recompute:  # embedding and head are not recomputed
         backward = backward + model.activations.repeated(model.saved or NOTHING)[0] * forward
-    if zero > 1 and data > 1 and _alike(model.places, data * tensor):
-        sent = model.data_collectives.gathered(model.places.at(0, data * tensor), tensor)
-        forward = np.maximum(forward, sent) if zero == 3 else forward
-        backward = np.maximum(backward, sent * (zero - 1))
+    if grid is not None and grid.zero > 1 and grid.data > 1 and _alike(model.places, grid.per_stage):
+        place = model.places.at(0, grid.per_stage)
+        sent = model.data_collectives.gathered(place, tensor, grid.zero_ranks or grid.data)
+        forward = np.maximum(forward, sent) if grid.zero == 3 else forward
+        backward = np.maximum(backward, sent * (grid.zero - 1))
     return work + float((forward + backward)[model.index[1:-1] if model.num_layers > 1 else model.index].sum())
 
 
 def _family(grid: Grid, request: Request, model: CostModel, sets: SavedSets) -> Iterator[tuple[float, Grid]]:
     """The grids that differ from this one in stages, schedule and sequence parallelism, by their bounds."""
     members = list(_single(grid, request, model, sets))
-    most = min(model.num_layers, model.cluster.num_devices // grid.per_stage, request.max_stages)
+    most = _most_stages(grid, request, model)
     schedules = _schedules(request, model)
     if most < 2 or not schedules:
         yield from sorted(members, key=lambda member: member[0])

@@ -43,8 +43,8 @@ def plainest(plans: Iterable[Plan]) -> Plan:
     """The simplest of the plans that are not clearly slower than the fastest (`calibration.order_error`).
 
     Simpler means, in this order: no CPU offload, no compression, one stage, fewer kinds of parallelism, fewer tensor
-    degrees, fewer chunks, no recomputation, no sequence parallelism, a lower ZeRO level, a smaller tensor degree,
-    gpipe.  Of equally simple plans the fastest wins.
+    degrees, fewer chunks, no recomputation, no sequence parallelism, a lower ZeRO level, no hybrid sharding, a smaller
+    tensor degree, gpipe.  Of equally simple plans the fastest wins.
 
     GPipe comes before 1F1B where it fits.  Both are predicted to take the same time, but with 1F1B the stages wait for
     each other in both directions throughout, and it took 4 % longer (mlp at 100 Mbit/s on emulated hosts: 744 ms
@@ -61,7 +61,8 @@ def plainest(plans: Iterable[Plan]) -> Plan:
         exact = on_host, plan.compression.on
         shape = pipelined, kinds, len(plan.degrees), plan.chunks
         recompute = plan.recompute + (plan.other_blocks is not None)
-        return *exact, *shape, recompute, plan.sequence, plan.zero, tensor, late, _seconds(plan)
+        sharded = plan.zero, plan.zero_ranks is not None
+        return *exact, *shape, recompute, plan.sequence, *sharded, tensor, late, _seconds(plan)
 
     return min((plan for plan in candidates if _seconds(plan) <= limit), key=complexity)
 

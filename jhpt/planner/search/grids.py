@@ -67,6 +67,8 @@ class Grid:
     sample_chunks: tuple[int, ...] = (1,)
     """Numbers of sample chunks to choose from."""
     sequence: bool = False
+    zero_ranks: int | None = None
+    """With hybrid sharding the number of neighbouring data ranks over which ZeRO shards."""
     saved: SavedTensors | None = None
     """With recomputation: what blocks save beside their inputs; None: nothing, or what is still to be chosen."""
     other_blocks: OtherBlocks | None = None
@@ -90,6 +92,7 @@ class Grid:
             compression=self.compression,
             sample_chunks=self.sample_chunks,
             saved=self.saved,
+            zero_ranks=self.zero_ranks,
         )
 
 
@@ -115,6 +118,7 @@ def grid_plan(grid: Grid, cuts: tuple[int, ...], request: Request, model: CostMo
         micro_batches=grid.micro_batches,
         schedule=grid.schedule,
         zero=grid.zero,
+        zero_ranks=grid.zero_ranks,
         sequence=grid.sequence,
         recompute=grid.recompute,
         saved=saved if grid.recompute and saved != SavedTensors() else None,

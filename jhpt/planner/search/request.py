@@ -40,6 +40,8 @@ class Request:
     micro_batches: tuple[int, ...]
     schedules: tuple[Schedule, ...] = SEARCHED
     zero: tuple[Zero, ...] = ZERO
+    hybrid: bool = True
+    """Whether plans of one stage may shard state over the data ranks of each node alone (hybrid sharding)."""
     recompute: tuple[bool, ...] = (False, True)
     sequence: bool = True
     """Whether plans may use sequence parallelism."""

@@ -11,7 +11,9 @@ Decision set of space="spmd":
     schedule        1f1b, eager-1f1b, gpipe, or interleaved with v = 2, 3 or 4 chunks per device.  Interleaving requires
                     M to be divisible by S.  It cuts the layers into S v ranges whose largest one is smallest, or that
                     are most even (`grids`), by the seconds without recomputation, or with full recomputation
-    ZeRO            0, 1, 2 or 3 if d > 1, else 0 or 3.  ZeRO-3 on one data rank has no compute-dtype copy of weights
+    ZeRO            0, 1, 2 or 3 if d > 1, else 0 or 3.  ZeRO-3 on one data rank has no compute-dtype copy of weights.
+                    With S = 1 and one degree over all d data ranks, or (hybrid sharding) over those of each node, if
+                    there are several nodes and all of their devices work
     recomputation   off, or on with any set of a block's named tensors saved, the same in all blocks (`saved_sets`).
                     Sets that another one beats are left out.  With S = 1 and one degree the first blocks may save one
                     set, and the others another one or everything (`other_blocks`).  With one stage, plans that fit
