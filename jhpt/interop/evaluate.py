@@ -48,7 +48,7 @@ READ = (
 )
 """Settings that an evaluation may change, beside those of the section `parallel`."""
 
-OF_TRAINING = ("parallel.auto", "parallel.cluster", "parallel.gradient_compression")
+OF_TRAINING = ("parallel.auto", "parallel.cluster", "parallel.space", "parallel.gradient_compression")
 """Settings of that section which it does not read."""
 
 ALL = 2**31 - 1
