@@ -8,6 +8,9 @@ launch for each model measures these competitors, in turn:
     gpipe                  a stage of equally many layers on each host, GPipe's schedule and the number of micro-batches
                            (up to 32) that is predicted to be its best; not for VGG, whose stages would not be alike
     plan                   the planner's plan (space=spmd), from layers and links measured on the hosts before
+    general                where it is predicted to be faster: the planner's plan of space=general, a program per stage
+
+Another launch has hosts with quotas of 1 : 1 : 0.5 : 0.5 (`benchmarks.hybrid.mixed`).
 
 All data are sent as float32.  No competitor may use ZeRO or recomputation: there is enough memory, and Gloo's
 reduce-scatter is slower than its all-reduce.  XLA's CPU backend runs communication in line, which plans take into
@@ -23,13 +26,24 @@ from functools import partial
 from typing import Any
 
 from benchmarks.emulated.launch import CPU, HOSTS, PLACE, launch
-from benchmarks.hybrid.task import CHUNKS, MODELS, Task, run_key
+from benchmarks.hybrid.task import BY_SPEED, CHUNKS, MODELS, Task, run_key
 from benchmarks.netlab import HostError, LabError, why_not
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
 from jhpt.core.plan import Plan
 
 RATES = (100e6, 500e6, 2000e6)
 """Bits per second."""
+
+RATES_OF = {"vgg": (100e6, 200e6, 500e6, 2000e6)}
+"""Of models that have rates of their own."""
+
+MIXED, MIXED_RATES = "gpt", (200e6, 500e6)
+"""The model that hosts of different quotas train, and their links."""
+
+MIXED_CPU, SHARES = 0.6, (1.0, 1.0, 0.5, 0.5)
+"""Cores of the faster of these hosts, and what each host has of them."""
+
+MIXED_PLACE = "4 emulated hosts of 0.6, 0.6, 0.3 and 0.3 cores"
 
 LIMIT_S = 600.0
 """Seconds for one launch; it takes a third of that on two idle cores."""
@@ -70,9 +84,20 @@ class Entry:
         return self.predicted[name] / self.median(name) - 1
 
     @property
+    def mixed(self) -> bool:
+        """Whether its hosts have different quotas."""
+        return BY_SPEED in self.samples
+
+    @property
+    def planned(self) -> str:
+        """The competitor that the others are compared with."""
+        return BY_SPEED if self.mixed else "plan"
+
+    @property
     def baseline(self) -> str:
-        """The faster of data parallelism and GPipe."""
-        return min((name for name in self.samples if name in BASELINES), key=self.median)
+        """The faster of data parallelism and GPipe; on mixed hosts the fastest equal split."""
+        names = set(self.samples) - {BY_SPEED} if self.mixed else set(self.samples) & set(BASELINES)
+        return min(sorted(names), key=self.median)
 
     @property
     def spread(self) -> float:
@@ -106,7 +131,8 @@ def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     """The claims that follow from the rows."""
-    made, table = dict[str, Claim](), entries(rows)
+    made, everything = dict[str, Claim](), entries(rows)
+    table = [entry for entry in everything if not entry.mixed]
     for name, other in (("vs_data_parallel_max", "data parallel"), ("vs_gpipe_max", "gpipe")):
         measured = [entry for entry in table if other in entry.samples]
         if measured:
@@ -131,7 +157,51 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
                 unit="|predicted - measured| / measured",
                 setup=f"{len(errors)} steps, {PLACE}",
             )
-    return made | bubble_claims(rows)
+    return made | general_claims(table) | mixed_claims(everything) | bubble_claims(rows)
+
+
+def general_claims(table: Sequence[Entry]) -> dict[str, Claim]:
+    """The least gain of a program per stage over the best SPMD plan, over all entries of VGG up to 500 Mbit/s, and the
+    error of what was predicted for it."""
+    found = [entry for entry in table if "general" in entry.samples]
+    made = dict[str, Claim]()
+    vgg = [entry for entry in found if entry.model == "vgg" and entry.rate <= 500e6]
+    if vgg:
+        best = {entry.rate: min((entry.baseline, "plan"), key=entry.median) for entry in vgg}
+        least = min(vgg, key=lambda entry: entry.ratio(best[entry.rate], "general"))
+        made["general_vgg_gain"] = Claim(
+            value=least.ratio(best[least.rate], "general"),
+            unit=f"time of {best[least.rate]} / general",
+            setup=f"{least}, the least of {len(vgg)} up to 500 Mbit/s, {PLACE}",
+        )
+    if found:
+        made["prediction_error_general_median"] = Claim(
+            value=statistics.median(abs(entry.error("general")) for entry in found),
+            unit="|predicted - measured| / measured",
+            setup=f"{len(found)} steps, {PLACE}",
+        )
+    return made
+
+
+def mixed_claims(table: Sequence[Entry]) -> dict[str, Claim]:
+    """The least gain of the plan by speed over the best equal split, and its largest prediction error."""
+    found = [entry for entry in table if entry.mixed]
+    if not found:
+        return {}
+    least = min(found, key=lambda entry: entry.ratio(entry.baseline, BY_SPEED))
+    furthest = max(found, key=lambda entry: abs(entry.error(BY_SPEED)))
+    return {
+        "mixed_gain": Claim(
+            value=least.ratio(least.baseline, BY_SPEED),
+            unit=f"time of {least.baseline} / {BY_SPEED}",
+            setup=f"{least}, the least of {len(found)}, {MIXED_PLACE}",
+        ),
+        "mixed_prediction_error": Claim(
+            value=abs(furthest.error(BY_SPEED)),
+            unit="|predicted - measured| / measured",
+            setup=f"{furthest}, the largest of {len(found)}, {MIXED_PLACE}",
+        ),
+    }
 
 
 def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
@@ -172,10 +242,10 @@ def print_entries(table: Sequence[Entry]) -> None:
                     f"{low * 1e3:.0f} - {high * 1e3:.0f}",
                     f"{entry.predicted[name] * 1e3:.0f}",
                     f"{100 * entry.error(name):+.0f} %",
-                    f"{entry.ratio(name, 'plan'):.2f}",
+                    f"{entry.ratio(name, entry.planned):.2f}",
                 )
             )
-    print_table(f"bench hybrid: {PLACE}, ms of a step", columns, lines, words=4)
+    print_table(f"bench hybrid: {HOSTS} emulated hosts, ms of a step", columns, lines, words=4)
 
 
 def in_words(plan: Plan) -> str:
@@ -192,8 +262,10 @@ def in_words(plan: Plan) -> str:
     return f"{kind} x{plan.micro_batches}: {' | '.join(words(stage) for stage in plan.stages)}"
 
 
-def measure(models: Sequence[str], *, bubble: bool, rates: Sequence[float], quick: bool) -> list[dict[str, Any]]:
-    """Rows of one launch."""
+def measure(
+    models: Sequence[str], *, bubble: bool, rates: Sequence[float], quick: bool, mixed: bool = False
+) -> list[dict[str, Any]]:
+    """Rows of one launch.  mixed: on hosts of different quotas."""
     task = partial(
         Task,
         models=tuple(models),
@@ -203,7 +275,8 @@ def measure(models: Sequence[str], *, bubble: bool, rates: Sequence[float], quic
         link_rounds=3 if quick else 5,
         bubble=bubble,
     )
-    return launch("benchmarks.hybrid.worker", task, limit_s=LIMIT_S)
+    cpu, shares = (MIXED_CPU, SHARES) if mixed else (CPU, None)
+    return launch("benchmarks.hybrid.worker", task, cpu=cpu, shares=shares, limit_s=LIMIT_S)
 
 
 def run(*, quick: bool, json_path: str | None) -> int:
@@ -214,15 +287,19 @@ def run(*, quick: bool, json_path: str | None) -> int:
         print(f"jhpt bench hybrid: {reason}", file=sys.stderr)
         return 3
     rates = RATES[1:2] if quick else RATES
-    launches: list[tuple[tuple[str, ...], bool]] = [(("mlp",), True)]
+    launches = {"mlp, the bubble": partial(measure, ("mlp",), bubble=True, rates=rates)}
     if not quick:
-        launches = [((), True), *(((model,), False) for model in MODELS)]
+        launches = {"the bubble": partial(measure, (), bubble=True, rates=rates)}
+        for model in MODELS:
+            launches[model] = partial(measure, (model,), bubble=False, rates=RATES_OF.get(model, rates))
+        name = f"{MIXED} on mixed hosts"
+        launches[name] = partial(measure, (MIXED,), bubble=False, rates=MIXED_RATES, mixed=True)
     rows: list[dict[str, Any]] = []
     failure = None
-    for models, bubble in launches:
-        print(f"measuring {', '.join([*models, *(['the bubble'] if bubble else [])])}", file=sys.stderr)
+    for name, launched in launches.items():
+        print(f"measuring {name}", file=sys.stderr)
         try:
-            rows += measure(models, bubble=bubble, rates=rates, quick=quick)
+            rows += launched(quick=quick)
         except (HostError, LabError, OSError) as error:
             failure = f"{error}"
             print(f"jhpt bench hybrid: {error}", file=sys.stderr)

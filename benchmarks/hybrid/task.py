@@ -12,6 +12,10 @@ CHUNKS = 2
 """Chunks of a stage in the measurement of the bubble of interleaved 1F1B."""
 
 
+BY_SPEED = "by speed"
+"""The plan on hosts of different quotas (`benchmarks.hybrid.mixed`), as a competitor."""
+
+
 def run_key(plan: Plan) -> str:
     """A key that is equal for plans that run the same."""
     return plan.model_dump_json(exclude={"seconds", "lower_bound", "device", "origin"})

@@ -188,8 +188,9 @@ def test_batches_cover_what_a_host_may_work_on():
     mlp, vgg = SUBJECTS["mlp"](), SUBJECTS["vgg"]()
     assert batches(mlp, 1, 4) == [mlp.batch // 32, mlp.batch // 16, mlp.batch // 4, mlp.batch]
     assert mlp.batch // max(request_of(mlp).micro_batches) == batches(mlp, 1, 4)[0]
-    assert [batches(vgg, t, 4)[-1] for t in (1, 2, 4)] == [vgg.batch // 4, vgg.batch // 2, vgg.batch]
+    assert [batches(vgg, t, 4)[1] for t in (1, 2, 4)] == [vgg.batch // 4, vgg.batch // 2, vgg.batch]
     assert max(request_of(vgg).micro_batches) == vgg.batch // 4 // batches(vgg, 1, 4)[0]
+    assert batches(vgg, 1, 4)[-1] == vgg.batch  # of a stage of one host
 
 
 @pytest.mark.parametrize(("name", "tensor"), [("vgg", 4), ("mlp", 2), ("gpt", 4), ("bert", 2)])

@@ -17,7 +17,7 @@ from jhpt.core.calibration import order_error
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
-from jhpt.core.plan_check import check_stages_run
+from jhpt.core.plan_check import check_stages_run, stages_run
 from jhpt.planner.cost.estimate import Estimate, price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import offloads
@@ -38,7 +38,7 @@ def plan_to_run(answer: Answer, request: Request, devices: int | None = None) ->
     simple = [baseline.plan for baseline in known if baseline.plan is not None and None in request.offload]
     priced = [plan.model_copy(update={"seconds": price(plan, answer.model).seconds}) for plan in simple]
     plans = [answer.plan, *answer.alternatives, *priced]
-    if answer.plan.space == "general" and not (plans := list(filter(_stages_run, plans))):
+    if answer.plan.space == "general" and not (plans := list(filter(stages_run, plans))):
         check_stages_run(answer.plan)
     whole = [plan for plan in plans if devices is None or plan.devices == devices]
     same = {"device": answer.plan.device, "lower_bound": answer.plan.lower_bound}
@@ -70,15 +70,6 @@ def plainest(plans: Iterable[Plan]) -> Plan:
         return *exact, *shape, recompute, plan.sequence, plan.zero, tensor, late, _seconds(plan)
 
     return min((plan for plan in candidates if _seconds(plan) <= limit), key=complexity)
-
-
-def _stages_run(plan: Plan) -> bool:
-    """Whether a program for each stage can run the plan."""
-    try:
-        check_stages_run(plan)
-    except InputError:
-        return False
-    return True
 
 
 def _seconds(plan: Plan) -> float:
