@@ -296,7 +296,7 @@ def best_general(
     """Of the planner's general plans with several stages on all hosts, the one that is predicted to be the fastest;
     None if there is none that runs."""
     cluster, slowest = model.cluster, min(quota.of(host) for host in range(model.cluster.num_devices))
-    wanted = request(subject.batch, general_counts(subject), zero=(0,), recompute=(False,))
+    wanted = request(subject.batch, general_counts(subject), zero=(0,), recompute=(False,), whole=True)
     answer = solve(dispatch.of(model.profile, slowest), cluster, wanted, "general", model.others)
     found = []
     for plan in (answer.plan, *answer.alternatives):

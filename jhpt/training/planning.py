@@ -304,7 +304,8 @@ def _request(config: Config) -> Request:
         **recomputations(config),
     }
     if config.parallel.space == "general":
-        return request(config.data.batch_size, zero=(0,), **choices)
+        # Every process has to take part.
+        return request(config.data.batch_size, zero=(0,), whole=jax.process_count() > 1, **choices)
     return request(
         config.data.batch_size,
         sample_chunks=SAMPLE_CHUNKS,

@@ -198,9 +198,7 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
         update[s] += _tied(stage, place, strategy, model)[0]
         update[s] += slot_of(plan, s, model).seconds(used=s in (0, stages - 1))
     if plan.space == "general":
-        # On top of what stages do.  The search's bounds leave it out, so that they stay bounds.
-        dispatch = model.profile.framework.stage_dispatch
-        forward, backward, sync = forward + dispatch, backward + dispatch, sync + dispatch
+        forward, backward, sync = (each + model.stage_dispatch for each in (forward, backward, sync))
     cut = _cuts(plan, model)
     if model.profile.framework.exposed_transfers and stages > 1:
         waits = _transfer_waits(cut, forward.shape)
