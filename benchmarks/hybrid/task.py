@@ -27,7 +27,8 @@ class Task(Launch):
 
     rates: bits per second.
     rounds: how often a step is timed.  layer_rounds, link_rounds: how often a layer, a message is.
-    bubble: whether the bubble of a pipeline is measured too.
+    bubble: whether the bubble of a pipeline is measured too.  general: whether general plans compete, for which
+    dispatch is measured.
     """
 
     models: tuple[str, ...]
@@ -36,3 +37,4 @@ class Task(Launch):
     layer_rounds: int
     link_rounds: int
     bubble: bool
+    general: bool = False

@@ -39,10 +39,11 @@ from jhpt.core.plan import Plan
 
 
 def run_model(
-    hosts: Hosts[Task], subject: Subject, links: dict[float, Link], quota: Quota, dispatch: Dispatch
+    hosts: Hosts[Task], subject: Subject, links: dict[float, Link], quota: Quota, dispatch: Dispatch | None
 ) -> list[dict[str, Any]]:
     """Rows of one model: of its layers, and of every competitor at every rate."""
     if quota.shares:
+        assert dispatch is not None, "on mixed hosts a general plan competes"
         name = f"{subject.name} on mixed hosts"
         profiles, rows = profiles_by_share(subject, measured_seconds(hosts, subject), quota.shares)
         mine = [
@@ -102,8 +103,10 @@ def run(hosts: Hosts[Task]) -> list[dict[str, Any]]:
         rows.append({"row": "link", "bits_per_s": rate, **link.model_dump(mode="json", exclude_none=True)})
     if hosts.task.models:
         quota = measured_quota(hosts)
-        dispatch = measured_dispatch(hosts)
-        rows += [{"row": "quota", **asdict(quota)}, {"row": "dispatch", **asdict(dispatch)}]
+        rows.append({"row": "quota", **asdict(quota)})
+        dispatch = measured_dispatch(hosts) if hosts.task.general else None
+        if dispatch is not None:
+            rows.append({"row": "dispatch", **asdict(dispatch)})
         for name in hosts.task.models:
             rows += run_model(hosts, SUBJECTS[name](), links, quota, dispatch)
     return rows
