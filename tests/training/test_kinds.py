@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import jax
+import numpy as np
 import pytest
 
 import jhpt
@@ -10,7 +11,7 @@ from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
 from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.training import kinds, planning
+from jhpt.training import kinds, planning, processes
 from jhpt.training.kinds import device_here, named_by_driver, profiles_by_kind
 from tests.conftest import tiny_overrides
 
@@ -96,10 +97,22 @@ def test_every_kind_has_the_profile_that_its_own_process_measured(tiny, mixed, m
     cluster = named_by_driver(find_cluster(mixed))
     fast, slow = (node.device for node in cluster.nodes)
     profiles = [analytic_profile(tiny(), device, "float32") for device in (fast, slow)]
-    processes = [replace(NamedDevice(), process_index=number // 4) for number in range(8)]
-    monkeypatch.setattr(jax, "devices", lambda: processes)
-    monkeypatch.setattr(jax, "local_devices", lambda: processes[4:])
+    devices = [replace(NamedDevice(), process_index=number // 4) for number in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "local_devices", lambda: devices[4:])
     monkeypatch.setattr(kinds, "texts_of_all", lambda mine: [profiles[0].model_dump_json(), mine])
     assert device_here(cluster) == slow
     profile, others = profiles_by_kind(profiles[1], cluster)
     assert profile == profiles[0] and others == {slow.rates: profiles[1]}
+
+
+def test_texts_of_all_processes_keep_their_lengths(monkeypatch):
+    def gathered(mine):
+        if np.ndim(mine) == 0:
+            return np.array([mine, 6])
+        return np.stack([mine, np.frombuffer("zwölf".encode().ljust(len(mine), b"-"), np.uint8)])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "gathered", gathered)
+    assert processes.texts_of_all("a longer text") == ["a longer text", "zwölf"]
+    assert processes.texts_of_all("one") == ["one", "zwölf"]
