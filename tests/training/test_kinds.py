@@ -16,18 +16,18 @@ from jhpt.training.kinds import device_here, named_by_driver, profiles_by_kind
 from tests.conftest import tiny_overrides
 
 MIXED = """
-network: {bandwidth: 50MB/s, latency: 1us}
+network: {bandwidth: 200MB/s, latency: 1us}
 host: 10GB/s
 host_memory: 10GB
 inside: 10GB/s
 nodes:
   - {devices: 4, device: {name: cpu, peak_flops: {fp32: 2e9}, memory: 1GB, memory_bandwidth: 10GB/s, efficiency: null}}
-  - {devices: 4, device: {name: cpu, peak_flops: {fp32: 1e9}, memory: 1GB, memory_bandwidth: 10GB/s, efficiency: null}}
+  - {devices: 4, device: {name: cpu, peak_flops: {fp32: 7e8}, memory: 1GB, memory_bandwidth: 10GB/s, efficiency: null}}
 """
-"""Four devices, and four that are half as fast."""
+"""Four devices, and four that are a third as fast."""
 
 SETTINGS = {
-    "model.num_layers": 4,
+    "model.num_layers": 2,
     "train.steps": 2,
     "data.validation_fraction": 0.0,
     "checkpoint.every": 100,
