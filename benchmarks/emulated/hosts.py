@@ -26,7 +26,7 @@ class Hosts(Generic[AnyTask]):
 
     def __init__(self, task: AnyTask) -> None:
         self.task, self.rank, self.count = task, jax.process_index(), jax.process_count()
-        self.lab = Lab(hosts=self.count, cpu=task.cpu, tag=task.tag)
+        self.lab = Lab(hosts=self.count, cpu=task.cpu, shares=task.shares, tag=task.tag)
         self.programs = 0
 
     def wait(self) -> None:

@@ -18,19 +18,28 @@ COMPILING = 2.0
 """Cores that a host may use while nothing is measured."""
 
 
-def launch(module: str, task: Callable[..., Launch], *, devices: int = 1, limit_s: float) -> list[dict[str, Any]]:
+def launch(
+    module: str,
+    task: Callable[..., Launch],
+    *,
+    devices: int = 1,
+    cpu: float = CPU,
+    shares: tuple[float, ...] | None = None,
+    limit_s: float,
+) -> list[dict[str, Any]]:
     """Rows of one launch of all hosts.
 
     Args:
       module: the program of every host (`benchmarks.emulated.worker`).
-      task: makes the task from tag, cpu and folder.
+      task: makes the task from tag, cpu, shares and folder.
       devices: how many a host has.
+      cpu, shares: those of the lab.
       limit_s: seconds for the whole launch.
     """
     # Everything whose name begins with the tag is removed with the lab, also when this process is killed.
-    with Lab(hosts=HOSTS, cpu=CPU) as lab, tempfile.TemporaryDirectory(prefix=f"{lab.tag}-") as folder:
+    with Lab(hosts=HOSTS, cpu=cpu, shares=shares) as lab, tempfile.TemporaryDirectory(prefix=f"{lab.tag}-") as folder:
         lab.quota(COMPILING)
-        made = task(tag=lab.tag, cpu=CPU, folder=folder)
+        made = task(tag=lab.tag, cpu=cpu, shares=shares, folder=folder)
         return rows_of(lab, made, ["-m", module], devices=devices, limit_s=limit_s)
 
 

@@ -12,12 +12,13 @@ from pydantic import TypeAdapter
 class Launch:
     """One launch; every benchmark adds fields of its own.
 
-    tag, cpu: those of the lab.  folder: for files that all hosts see.
+    tag, cpu, shares: those of the lab.  folder: for files that all hosts see.
     """
 
     tag: str
     cpu: float
     folder: str
+    shares: tuple[float, ...] | None = None
 
     def text(self) -> str:
         """The task as JSON."""

@@ -4,7 +4,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.emulated.hosts import Hosts
+from benchmarks.hybrid.general import Dispatch, general_seconds
 from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings, typical_seconds
 from benchmarks.hybrid.models import Subject
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
@@ -23,6 +24,7 @@ from benchmarks.netlab.quotas import QUOTA_PERIOD
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan import Plan
+from jhpt.core.plan_check import stages_run
 from jhpt.core.profile import ModelProfile
 from jhpt.measure.probe import ring_link
 from jhpt.models.family import Sums
@@ -53,20 +55,33 @@ MEMORY = float(1 << 40)
 """Bytes of a device: more than any plan needs."""
 
 
-def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile, list[dict[str, Any]]]:
-    """(the subject's profile with the seconds of its layers, these seconds as rows).
+Rows = list[dict[str, Any]]
 
-    All hosts time the same layer at the same time, as replicas run it: they share caches and memory bandwidth.  The
-    slowest host counts, for which the others wait.
+
+def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile, Rows]:
+    """(the subject's profile with the seconds of its layers, these seconds as rows), of hosts that are alike.
+
+    The slowest host counts, for which the others wait.
+    """
+    return profile_of(subject, measured_seconds(hosts, subject))
+
+
+def measured_seconds(hosts: Hosts[Task], subject: Subject) -> list[dict[str, float]]:
+    """Seconds of all programs of layers, of every host.
+
+    All hosts time the same layer at the same time, as replicas run it: they share caches and memory bandwidth.
     """
     hosts.free()
-    profile = subject.profile()
-    calls = _calls(subject, profile, hosts.count)
+    calls = _calls(subject, subject.profile(), hosts.count)
     hosts.say(f"{subject.name}: {len(calls)} programs of layers")
     hosts.limit(None)
-    everything: dict[str, float] = {}
-    for one in hosts.everyone(typical_seconds(calls, hosts.task.layer_rounds)):
-        everything |= {name: max(seconds, everything.get(name, 0.0)) for name, seconds in one.items()}
+    return hosts.everyone(typical_seconds(calls, hosts.task.layer_rounds))
+
+
+def profile_of(subject: Subject, by_host: Sequence[Mapping[str, float]]) -> tuple[ModelProfile, Rows]:
+    """`measured_profile` from the seconds that these hosts have measured."""
+    profile = subject.profile()
+    everything = {name: max(one[name] for one in by_host) for name in by_host[0]}
     seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
     for name, forward in everything.items():
         if name.endswith(" forward"):
@@ -80,7 +95,7 @@ def measured_profile(hosts: Hosts[Task], subject: Subject) -> tuple[ModelProfile
     changes = {
         "kinds": kinds,
         "update_seconds": everything["update"] / profile.parameters,
-        "source": f"layers timed alone on {hosts.count} busy hosts",
+        "source": f"layers timed alone on {len(by_host)} busy hosts",
     }
     rows = [
         {"row": "layer", "model": subject.name, "layer": kind, "tensor": t, "batch": b, "forward_s": f, "both_s": both}
@@ -106,9 +121,9 @@ def _calls(subject: Subject, profile: ModelProfile, hosts: int) -> dict[str, Cal
 
 def batches(subject: Subject, tensor: int, hosts: int) -> list[int]:
     """Numbers of rows that a host computes in one pass: with many small micro-batches, and with few large ones."""
-    if not subject.piped:  # one stage: its rows are divided by hosts / tensor
+    if not subject.piped:  # one stage: its rows are divided by hosts / tensor; a stage of one host has all of them
         most = subject.batch * tensor // hosts
-        return [most // 4, most]
+        return [most // 4, most] if tensor > 1 else [most // 4, most, subject.batch]
     most = counts_of(subject)[-1]
     return [subject.batch // count for count in (most, most // 2, 4, 1)]
 
@@ -169,7 +184,13 @@ def measured_quota(hosts: Hosts[Task]) -> Quota:
         samples.append((time.process_time() - start) / EXCHANGES)
     busiest = max(hosts.everyone(statistics.median(samples)))
     cores = set(itertools.chain.from_iterable(hosts.everyone(sorted(os.sched_getaffinity(0)))))
-    return Quota(share=hosts.task.cpu, period=QUOTA_PERIOD / 1e6, exchange=busiest, cores=len(cores))
+    return Quota(
+        share=hosts.task.cpu,
+        period=QUOTA_PERIOD / 1e6,
+        exchange=busiest,
+        cores=len(cores),
+        shares=hosts.task.shares,
+    )
 
 
 def no_faster(link: Link, bandwidth: float) -> Link:
@@ -183,11 +204,20 @@ def no_faster(link: Link, bandwidth: float) -> Link:
     return link.model_copy(update={"bandwidth": min(link.bandwidth, bandwidth), "measured": curve})
 
 
-def cluster_of(link: Link, hosts: int) -> Cluster:
-    """The lab as the planner sees it."""
-    device = Device(name="emulated host", peak_flops={"float32": 1.0}, memory=MEMORY, memory_bandwidth=1.0)
-    node = Node(device=device, devices=1, inside=link, host=link, host_memory=MEMORY, count=hosts)
-    return Cluster(name=f"{hosts} emulated hosts", nodes=(node,), network=link, overlap=False)
+def cluster_of(link: Link, hosts: int, shares: Sequence[float] | None = None) -> Cluster:
+    """The lab as the planner sees it.  shares: of the quota, what each host has; None: all of it."""
+    nodes = []
+    for share, same in itertools.groupby(shares or [1.0] * hosts):
+        name = "emulated host" if shares is None else kind_name(share)
+        device = Device(name=name, peak_flops={"float32": share}, memory=MEMORY, memory_bandwidth=share)
+        count = len(list(same))
+        nodes.append(Node(device=device, devices=1, inside=link, host=link, host_memory=MEMORY, count=count))
+    return Cluster(name=f"{hosts} emulated hosts", nodes=tuple(nodes), network=link, overlap=False)
+
+
+def kind_name(share: float) -> str:
+    """The name of the hosts with this share of the quota."""
+    return f"emulated host x{share:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,12 +247,19 @@ class Variant:
 
 
 def planned(
-    subject: Subject, profile: ModelProfile, link: Link, rate: float, quota: Quota, hosts: int
+    subject: Subject,
+    profile: ModelProfile,
+    link: Link,
+    rate: float,
+    quota: Quota,
+    hosts: int,
+    dispatch: Dispatch | None = None,
 ) -> list[Variant]:
     """Competitors at one rate, the first of them twice.
 
     The plan is the one that `parallel: auto` would run if the planner knew these hosts: the plainest of its plans and
-    of the baselines, by their predicted seconds.
+    of the baselines, by their predicted seconds.  dispatch: of general plans, the best of which competes if it is
+    predicted to be faster than the plan; None: none competes.
     """
     wanted, model = request_of(subject), CostModel(profile, cluster_of(link, hosts))
 
@@ -242,11 +279,37 @@ def planned(
     priced = [plan.model_copy(update={"seconds": predicted(plan)}) for plan in candidates if plan is not None]
     runnable = [plan for plan in priced if plan.devices == hosts and len(plan.stages) <= wanted.max_stages]
     plans["plan"] = plainest(runnable)
-    return [
+    variants = [
         Variant(rate=rate, name=name, plan=plan, predicted=predicted(plan))
         for name, plan in plans.items()
         if plan is not None
     ]
+    if dispatch is not None:
+        general = best_general(subject, model, rate, quota, dispatch)
+        variants += [general] if general and general.predicted < variants[-1].predicted else []
+    return variants
+
+
+def best_general(
+    subject: Subject, model: CostModel, rate: float, quota: Quota, dispatch: Dispatch, name: str = "general"
+) -> Variant | None:
+    """Of the planner's general plans with several stages on all hosts, the one that is predicted to be the fastest;
+    None if there is none that runs."""
+    cluster, slowest = model.cluster, min(quota.of(host) for host in range(model.cluster.num_devices))
+    wanted = request(subject.batch, general_counts(subject), zero=(0,), recompute=(False,), whole=True)
+    answer = solve(dispatch.of(model.profile, slowest), cluster, wanted, "general", model.others)
+    found = []
+    for plan in (answer.plan, *answer.alternatives):
+        if plan.devices == cluster.num_devices and len(plan.stages) > 1 and stages_run(plan):
+            seconds = general_seconds(plan, stage_times(plan, model), quota, dispatch)
+            seconds += unpriced_messages(plan) * cluster.network.latency
+            found.append(Variant(rate=rate, name=name, plan=plan, predicted=seconds))
+    return min(found, key=lambda variant: variant.predicted, default=None)
+
+
+def general_counts(subject: Subject) -> tuple[int, ...]:
+    """Numbers of micro-batches that a general plan chooses from."""
+    return tuple(count for count in (1, 2, 4, 8, 16) if subject.batch % count == 0)
 
 
 def unpriced_messages(plan: Plan) -> int:

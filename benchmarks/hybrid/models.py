@@ -10,7 +10,7 @@ An all-gather of s bytes takes half as long as an all-reduce of s bytes, so it i
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -33,6 +33,8 @@ from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import DeviceMesh
 from jhpt.sharding.model_parts import ModelParts
+from jhpt.sharding.stages.execution import StagesExecution
+from jhpt.sharding.stages.layout import StagesLayout, place_stages
 from jhpt.sharding.step import Execution
 from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.parts import make_parts
@@ -74,6 +76,10 @@ class Subject(Protocol):
         """Laid out by a plan."""
         ...
 
+    def stages_execution(self, plan: Plan, devices: Sequence[jax.Device]) -> StagesExecution:
+        """Laid out by a general plan."""
+        ...
+
     def rows(self, count: int) -> Any:
         """Random rows, a tree of NumPy arrays."""
         ...
@@ -110,6 +116,12 @@ class ClassSubject:
         return class_execution(
             network, Layout(plan=plan, device_mesh=device_mesh, num_layers=network.num_blocks, alike=network.alike)
         )
+
+    def stages_execution(self, plan: Plan, devices: Sequence[jax.Device]) -> StagesExecution:
+        """Laid out by a general plan."""
+        layout = place_stages(plan, devices, self.network.num_blocks, alike=self.network.alike)
+        made = tuple(class_execution(self.network, chunk.layout) for chunk in layout.chunks)
+        return _in_stages(self, layout, made)
 
     def rows(self, count: int) -> Examples:
         """Normally distributed inputs with random classes."""
@@ -159,6 +171,13 @@ class TextSubject:
         layout = Layout(plan=plan, device_mesh=device_mesh, num_layers=self.config.model.num_layers)
         return execution(self.config, build(self.config.model), layout, self._tokenizer, train=True)
 
+    def stages_execution(self, plan: Plan, devices: Sequence[jax.Device]) -> StagesExecution:
+        """Laid out by a general plan."""
+        model, blocks = build(self.config.model), self.config.model.num_layers
+        layout = place_stages(plan, devices, blocks, shared=model.head_reads, rules=model.partition_rules)
+        made = (execution(self.config, model, chunk.layout, self._tokenizer, train=True) for chunk in layout.chunks)
+        return _in_stages(self, layout, tuple(made))
+
     def rows(self, count: int) -> Rows:
         """Windows of random tokens."""
         length = self.config.model.row_length(self.config.data.sequence_length)
@@ -171,6 +190,12 @@ class TextSubject:
         analytic = analytic_profile(self.config, device, "float32")
         kinds = {name: kind.model_copy(update={"timings": UNTIMED}) for name, kind in analytic.kinds.items()}
         return _profile(self.name, kinds, analytic.layers, analytic.sample)
+
+
+def _in_stages(subject: Subject, layout: StagesLayout, executions: tuple[Execution, ...]) -> StagesExecution:
+    shapes = jax.eval_shape(subject.init, jax.random.key(0))
+    rows = subject.rows(subject.batch)
+    return StagesExecution(layout=layout, executions=executions, params=shapes, rows=rows)
 
 
 def _profile(name: str, kinds: dict[str, LayerKind], layers: tuple[str, ...], sample: str) -> ModelProfile:

@@ -29,59 +29,64 @@ TICK = 1e-9
 @dataclass(frozen=True, kw_only=True)
 class Quota:
     """share: cores of a host.  period: seconds over which it holds.  exchange: processor seconds of an exchange.
-    cores: on which the hosts run, host i on core i modulo their number."""
+    cores: on which the hosts run, host i on core i modulo their number.  shares: of `share`, what each host has; None:
+    all of it."""
 
     share: float
     period: float
     exchange: float
     cores: int
+    shares: tuple[float, ...] | None = None
+
+    def of(self, host: int) -> float:
+        """Cores of one host."""
+        return self.share * self.shares[host] if self.shares else self.share
 
 
-def placement(stages: int, replicas: int, cores: int) -> list[int]:
-    """The host of every rank, ranks by stage and then by replica.
+def placement(stages: int, replicas: int, quota: Quota) -> list[int]:
+    """The host of every rank, ranks by stage and then by replica; hosts that differ have the numbers of the plan.
 
     Stage s of a pipeline runs on core s modulo `cores` where it can, so that the partners of an exchange do not share
     a core.  Otherwise a host whose message has come may still have to wait for the time slice of its partner, 4 ms
     here, which is no property of a cluster.  Ranks of a single stage take the hosts in order.
     """
     free, order = list(range(stages * replicas)), list[int]()
-    if stages == 1:
+    if stages == 1 or quota.shares:
         return free
     for stage in (rank // replicas for rank in range(stages * replicas)):
-        order.append(min(free, key=lambda host: ((host - stage) % cores, host)))
+        order.append(min(free, key=lambda host: ((host - stage) % quota.cores, host)))
         free.remove(order[-1])
     return order
 
 
-class _Host:
-    """One host: the time until which it is busy, and the processor seconds that it has saved."""
+class Host:
+    """One host: its cores, the time until which it is busy, and the processor seconds that it has saved."""
 
-    def __init__(self, quota: Quota) -> None:
-        self.quota, self.time, self.saved = quota, 0.0, 0.0
+    def __init__(self, quota: Quota, number: int) -> None:
+        self.quota, self.share, self.time, self.saved = quota, quota.of(number), 0.0, 0.0
 
     def wait(self, until: float) -> None:
         """An exchange that is over then, if its processor time allows."""
-        share, used = self.quota.share, self.quota.exchange
-        taken = max(until - self.time, (used - self.saved) / share, 0.0)
+        used = self.quota.exchange
+        taken = max(until - self.time, (used - self.saved) / self.share, 0.0)
         self.spend(taken, used)
 
     def spend(self, taken: float, used: float) -> None:
         """Lets seconds pass in which so many processor seconds are used."""
-        share = self.quota.share
-        self.saved = min(share * self.quota.period, max(0.0, self.saved + share * taken - used))
+        self.saved = min(self.share * self.quota.period, max(0.0, self.saved + self.share * taken - used))
         self.time += taken
 
 
-def compute(hosts: Sequence[_Host], seconds: Sequence[float]) -> None:
+def compute(hosts: Sequence[Host], seconds: Sequence[float]) -> None:
     """Lets the hosts of one core compute passes that take so many seconds on a host that has its share all the time."""
-    share = hosts[0].quota.share
-    left = {host: share * work for host, work in zip(hosts, seconds, strict=True) if work > 0}
+    left = {host: host.share * work for host, work in zip(hosts, seconds, strict=True) if work > 0}
     while left:
         now = min(host.time for host in left)
         at_work = [host for host in left if host.time <= now + TICK]
-        speed = {host: 1 / len(at_work) if host.saved > TICK else min(share, 1 / len(at_work)) for host in at_work}
+        most = 1 / len(at_work)
+        speed = {host: most if host.saved > TICK else min(host.share, most) for host in at_work}
         ends = [left[host] / speed[host] for host in at_work]
-        spent = [host.saved / (speed[host] - share) for host in at_work if speed[host] > share]
+        spent = [host.saved / (speed[host] - host.share) for host in at_work if speed[host] > host.share]
         joins = [host.time - now for host in left if host not in at_work]
         step = max(TICK, min([*ends, *spent, *joins]))
         for host in at_work:
@@ -96,9 +101,10 @@ def pipeline_seconds(plan: Plan, times: StageTimes, quota: Quota) -> float:
     """Seconds of the ticks of `jhpt.planner.cost.schedule` without overlap, of gradients and of the update."""
     stages, chunks = times.forward.shape
     replicas = plan.devices // stages
-    hosts = [[_Host(quota) for _ in range(replicas)] for _ in range(stages)]
+    numbers = placement(stages, replicas, quota)
+    hosts = [[Host(quota, number) for number in numbers[s * replicas : (s + 1) * replicas]] for s in range(stages)]
     ranks = [divmod(rank, replicas) for rank in range(plan.devices)]
-    on_core = [host % quota.cores for host in placement(stages, replicas, quota.cores)]
+    on_core = [host % quota.cores for host in numbers]
     cores = [[rank for rank, of in zip(ranks, on_core, strict=True) if of == core] for core in sorted(set(on_core))]
     edges = np.append(times.cut, 0.0).reshape(chunks, stages).max(axis=0)
     if chunks == 1:

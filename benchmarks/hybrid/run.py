@@ -9,6 +9,9 @@ plans anew:
     gpipe                  a stage of equally many layers on each host, GPipe's schedule and the number of micro-batches
                            (up to 32) that is predicted to be its best; not for VGG, whose stages would not be alike
     plan                   the planner's plan (space=spmd), from layers and links measured on the hosts before
+    general                where it is predicted to be faster: the planner's plan of space=general, a program per stage
+
+Another launch has hosts with quotas of 1 : 1 : 0.5 : 0.5 (`benchmarks.hybrid.mixed`).
 
 All data are sent as float32.  No competitor may use ZeRO or recomputation: there is enough memory, and Gloo's
 reduce-scatter is slower than its all-reduce.  XLA's CPU backend runs communication in line, which plans take into
@@ -27,7 +30,7 @@ from pydantic import TypeAdapter
 
 from benchmarks.emulated.entries import Measured, column, grouped, numbered, percent_apart
 from benchmarks.emulated.launch import CPU, HOSTS, PLACE, launch
-from benchmarks.hybrid.task import CHUNKS, MODELS, Task, run_key
+from benchmarks.hybrid.task import BY_SPEED, CHUNKS, MODELS, Task, run_key
 from benchmarks.netlab import HostError, LabError, why_not
 from jhpt.bench.ratios import ratio_unit, speed_claims
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
@@ -36,7 +39,18 @@ from jhpt.core.plan import Plan
 RATES = (100e6, 500e6, 2000e6)
 """Bits per second."""
 
-LIMIT_S = 600.0
+RATES_OF = {"vgg": (100e6, 200e6, 500e6, 2000e6)}
+"""Of models that have rates of their own."""
+
+MIXED, MIXED_RATES = "gpt", (200e6, 500e6)
+"""The model that hosts of different quotas train, and their links."""
+
+MIXED_CPU, SHARES = 0.6, (1.0, 1.0, 0.5, 0.5)
+"""Cores of the faster of these hosts, and what each host has of them."""
+
+MIXED_PLACE = "4 emulated hosts of 0.6, 0.6, 0.3 and 0.3 cores"
+
+LIMIT_S = 900.0
 """Seconds for one launch; it takes a third of that on two idle cores."""
 
 LAUNCHES = 2
@@ -58,9 +72,20 @@ class Entry(Measured):
         return f"{self.model} at {self.rate / 1e6:.0f} Mbit/s"
 
     @property
+    def mixed(self) -> bool:
+        """Whether its hosts have different quotas."""
+        return BY_SPEED in self.samples
+
+    @property
+    def planned(self) -> str:
+        """The competitor that the others are compared with."""
+        return BY_SPEED if self.mixed else "plan"
+
+    @property
     def baseline(self) -> str:
-        """The faster of data parallelism and GPipe."""
-        return min((name for name in self.samples if name in BASELINES), key=self.median)
+        """The faster of data parallelism and GPipe; on mixed hosts the fastest equal split."""
+        names = set(self.samples) - {BY_SPEED} if self.mixed else set(self.samples) & set(BASELINES)
+        return min(sorted(names), key=self.median)
 
     @property
     def spread(self) -> float:
@@ -97,13 +122,15 @@ def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     """The claims that follow from the rows."""
-    made, table = dict[str, Claim](), entries(rows)
+    made, everything = dict[str, Claim](), entries(rows)
+    table = [entry for entry in everything if not entry.mixed]
     for name, other in (("vs_data_parallel", "data parallel"), ("vs_gpipe", "gpipe")):
         ratios = {str(entry): entry.ratio(other, "plan") for entry in table if other in entry.samples}
         made |= speed_claims(name, ratios, unit=ratio_unit(other, "the plan"), place=PLACE)
     ratios = {f"{entry} against {entry.baseline}": entry.ratio(entry.baseline, "plan") for entry in table}
     made |= speed_claims("vs_best_baseline", ratios, unit=ratio_unit("the faster baseline", "the plan"), place=PLACE)
-    return made | _spread_claims(table) | _error_claims(table) | bubble_claims(rows)
+    made |= _spread_claims(table) | _error_claims(table) | general_claims(table) | mixed_claims(everything)
+    return made | bubble_claims(rows)
 
 
 def _spread_claims(table: Sequence[Entry]) -> dict[str, Claim]:
@@ -136,6 +163,42 @@ def _error_claims(table: Sequence[Entry]) -> dict[str, Claim]:
             made[f"prediction_error{name}_{statistic}"] = Claim(
                 value=value(errors), unit="|predicted - measured| / measured", setup=f"{len(errors)} steps, {PLACE}"
             )
+    return made
+
+
+def general_claims(table: Sequence[Entry]) -> dict[str, Claim]:
+    """The gain of a program per stage over the best SPMD plan, over all entries of VGG up to 500 Mbit/s, and the error
+    of what was predicted for it."""
+    found = [entry for entry in table if "general" in entry.samples]
+    gains = dict[str, float]()
+    for entry in found:
+        if entry.model == "vgg" and entry.rate <= 500e6:
+            best = min((entry.baseline, "plan"), key=entry.median)
+            gains[f"{entry} against {best}"] = entry.ratio(best, "general")
+    made = speed_claims(
+        "general_vs_spmd", gains, unit=ratio_unit("the best SPMD plan", "the general plan"), place=PLACE
+    )
+    errors = [abs(error) for entry in found for error in entry.errors("general")]
+    for statistic, value in (("median", statistics.median), ("max", max)) if errors else ():
+        made[f"prediction_error_general_{statistic}"] = Claim(
+            value=value(errors), unit="|predicted - measured| / measured", setup=f"{len(errors)} steps, {PLACE}"
+        )
+    return made
+
+
+def mixed_claims(table: Sequence[Entry]) -> dict[str, Claim]:
+    """The gain of the plan by speed over the best equal split, and its largest prediction error."""
+    found = [entry for entry in table if entry.mixed]
+    gains = {f"{entry} against {entry.baseline}": entry.ratio(entry.baseline, BY_SPEED) for entry in found}
+    unit = ratio_unit("the best equal split", "the plan by speed")
+    made = speed_claims("mixed_vs_equal", gains, unit=unit, place=MIXED_PLACE)
+    errors = [abs(error) for entry in found for error in entry.errors(BY_SPEED)]
+    if errors:
+        made["mixed_prediction_error_max"] = Claim(
+            value=max(errors),
+            unit="|predicted - measured| / measured",
+            setup=f"the largest of {len(errors)}, {MIXED_PLACE}",
+        )
     return made
 
 
@@ -191,10 +254,10 @@ def print_entries(table: Sequence[Entry]) -> None:
                     percent_apart(entry, name),
                     f"{statistics.median(entry.predicted[name]) * 1e3:.0f}",
                     f"{100 * entry.error(name):+.0f} %",
-                    f"{entry.ratio(name, 'plan'):.2f}",
+                    f"{entry.ratio(name, entry.planned):.2f}",
                 )
             )
-    print_table(f"bench hybrid: {PLACE}, ms of a step", columns, lines, words=4)
+    print_table(f"bench hybrid: {HOSTS} emulated hosts, ms of a step", columns, lines, words=4)
 
 
 def in_words(plan: Plan) -> str:
@@ -211,8 +274,10 @@ def in_words(plan: Plan) -> str:
     return f"{kind} x{plan.micro_batches}: {' | '.join(words(stage) for stage in plan.stages)}"
 
 
-def measure(models: Sequence[str], *, bubble: bool, rates: Sequence[float], quick: bool) -> list[dict[str, Any]]:
-    """Rows of one launch."""
+def measure(
+    models: Sequence[str], *, bubble: bool, rates: Sequence[float], quick: bool, mixed: bool = False
+) -> list[dict[str, Any]]:
+    """Rows of one launch.  mixed: on hosts of different quotas."""
     task = partial(
         Task,
         models=tuple(models),
@@ -221,8 +286,10 @@ def measure(models: Sequence[str], *, bubble: bool, rates: Sequence[float], quic
         layer_rounds=3 if quick else 7,
         link_rounds=3 if quick else 5,
         bubble=bubble,
+        general=mixed or not quick,
     )
-    return launch("benchmarks.hybrid.worker", task, limit_s=LIMIT_S)
+    cpu, shares = (MIXED_CPU, SHARES) if mixed else (CPU, None)
+    return launch("benchmarks.hybrid.worker", task, cpu=cpu, shares=shares, limit_s=LIMIT_S)
 
 
 def run(*, quick: bool, json_path: str | None, launches: int | None = None) -> int:
@@ -233,17 +300,20 @@ def run(*, quick: bool, json_path: str | None, launches: int | None = None) -> i
         print(f"jhpt bench hybrid: {reason}", file=sys.stderr)
         return 3
     rates = RATES[1:2] if quick else RATES
-    groups: list[tuple[tuple[str, ...], bool]] = [(("mlp",), True)]
+    groups = {"mlp, the bubble": partial(measure, ("mlp",), bubble=True, rates=rates)}
     if not quick:
-        groups = [((), True), *(((model,), False) for model in MODELS)]
+        groups = {"the bubble": partial(measure, (), bubble=True, rates=rates)}
+        for model in MODELS:
+            groups[model] = partial(measure, (model,), bubble=False, rates=RATES_OF.get(model, rates))
+        name = f"{MIXED} on mixed hosts"
+        groups[name] = partial(measure, (MIXED,), bubble=False, rates=MIXED_RATES, mixed=True)
     launches = launches or (1 if quick else LAUNCHES)
     rows: list[dict[str, Any]] = []
     failure = None
-    for number, (models, bubble) in itertools.product(range(launches), groups):
-        what = ", ".join([*models, *(["the bubble"] if bubble else [])])
+    for number, (what, launched) in itertools.product(range(launches), groups.items()):
         print(f"launch {number + 1} of {launches}: measuring {what}", file=sys.stderr)
         try:
-            rows += numbered(measure(models, bubble=bubble, rates=rates, quick=quick), number)
+            rows += numbered(launched(quick=quick), number)
         except (HostError, LabError, OSError) as error:
             failure = f"{error}"
             print(f"jhpt bench hybrid: {error}", file=sys.stderr)

@@ -50,6 +50,7 @@ class Lab:
       bits_per_s: rate of a host's link in each direction, headers included; None does not limit it.
       cpu: cores of each host, such as 0.5; None lets all of them compete for those of the machine.  A host never gets
         more, and hardly less if other programs keep the machine busy.  A host of up to a core stays on one core.
+      shares: of `cpu`, what each host gets, such as (1, 1, 0.5, 0.5); None: all of it.
       tag: prefix of the names of all its namespaces and control groups.  A temporary folder whose name starts with the
         tag and a hyphen is removed with the lab.
 
@@ -63,6 +64,7 @@ class Lab:
     hosts: int
     bits_per_s: float | None = None
     cpu: float | None = None
+    shares: tuple[float, ...] | None = None
     tag: str = field(default_factory=new_tag)
     _entered: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False, repr=False, compare=False)
 
@@ -72,10 +74,12 @@ class Lab:
             raise InputError(f"hosts={self.hosts}: between 1 and {links.MAX_HOSTS} hosts can be emulated")
         links.check_rate(self.bits_per_s)
         if self.cpu is not None:
-            quotas.check_cpu(self.cpu)
+            assert self.shares is None or len(self.shares) == self.hosts, self.shares
+            for cpu in self._cores(self.cpu):
+                quotas.check_cpu(cpu)
             # A process that only knows the tag may be a host, whose own quota says nothing about the others.
             if maker(self.tag) == os.getpid():
-                quotas.check_cores(self.hosts, self.cpu, quotas.cores())
+                quotas.check_cores(self.hosts, self.cpu, quotas.cores(), sum(self._cores(self.cpu)))
 
     def __enter__(self) -> "Lab":
         self._entered.enter_context(_made(self))
@@ -111,23 +115,23 @@ class Lab:
         links.limit(self.switch, self._names, bits_per_s)
 
     def quota(self, cpu: float | None) -> None:
-        """Sets the quota of every host; None restores that of `Lab.cpu`.  While nothing is measured, such as during
-        compilation, `cpu` may be larger.
+        """Sets the same quota for every host; None restores those of `Lab.cpu` and `Lab.shares`.  While nothing is
+        measured, such as during compilation, `cpu` may be larger.
 
         Raises: InputError for less than the kernel's minimum; LabError for a lab without quotas, for one that is gone,
         and if the kernel refuses.
         """
         if self.cpu is None:
             raise LabError("this lab has no quotas to set: it was made without cpu")
-        cores = self.cpu if cpu is None else cpu
-        quotas.check_cpu(cores)
+        cores = self._cores(self.cpu) if cpu is None else [cpu] * self.hosts
+        quotas.check_cpu(min(cores))
         process = maker(self.tag)
         # A host does not see the control groups; the process that made the lab does.
         controller = quotas.seen_by(process) if process is not None else None
         if controller is None:
             raise LabError(f"there are no quotas of {self.tag} (any more)")
-        for host in self._names:
-            controller.limit(host, cores)
+        for host, each in zip(self._names, cores, strict=True):
+            controller.limit(host, each)
 
     def run(self, command: Command, *, timeout_s: float, env: Mapping[str, str] | None = None) -> list[HostResult]:
         """Runs a command on all hosts at the same time, and returns their results by rank.
@@ -149,7 +153,7 @@ class Lab:
                     line = [*links.inside(host), *command(rank, self.hosts, f"{self.address(0)}:{links.PORT}")]
                     core = None
                     if self.cpu is not None:
-                        line, core = quotas.joined(host, line), quotas.core_of(rank, self.hosts, self.cpu)
+                        line, core = quotas.joined(host, line), quotas.core_of(rank, self._cores(self.cpu))
                     with unbroken():
                         running.append(processes.start(line, rank, folder, processes.environment(env), core))
                 statuses = processes.wait(running, timeout_s)
@@ -159,6 +163,10 @@ class Lab:
             results = [processes.result(rank, status, folder) for rank, status in enumerate(statuses)]
         processes.raise_failures(results, timeout_s)
         return results
+
+    def _cores(self, cpu: float) -> list[float]:
+        """Cores of every host, if a whole share has so many."""
+        return [cpu * share for share in self.shares or [1.0] * self.hosts]
 
     @property
     def _names(self) -> list[str]:
@@ -174,7 +182,7 @@ def _made(lab: Lab) -> Iterator[None]:
             remove(lab.tag)
             links.make_network(lab.switch, lab._names)
             if lab.cpu is not None:
-                quotas.make_groups(lab._names, lab.cpu)
+                quotas.make_groups(dict(zip(lab._names, lab._cores(lab.cpu), strict=True)))
             lab.limit(lab.bits_per_s)
             yield
         finally:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,9 +108,9 @@ def check_cpu(cpu: float) -> None:
         raise InputError(f"cpu={cpu:g}: a host needs at least {MIN_CPU:g} cores, and not infinitely many")
 
 
-def check_cores(hosts: int, cpu: float, cores: float) -> None:
-    """Raises: InputError for hosts that take more than these cores."""
-    needed = hosts * cpu
+def check_cores(hosts: int, cpu: float, cores: float, needed: float | None = None) -> None:
+    """Raises: InputError for hosts that take more than these cores.  needed: by all hosts; None: `cpu` by each."""
+    needed = hosts * cpu if needed is None else needed
     if needed <= cores * (1 + 1e-9):
         return
     share = math.floor(cores / hosts * 1000) / 1000  # down, so that it is accepted
@@ -125,19 +125,22 @@ def check_cores(hosts: int, cpu: float, cores: float) -> None:
     )
 
 
-def core_of(rank: int, hosts: int, cpu: float) -> int | None:
+def core_of(rank: int, hosts: Sequence[float]) -> int | None:
     """The core on which all threads of a host run; None for hosts of more than a core, or more than the cores hold.
+
+    hosts: cores of each.
 
     The kernel hands out a quota in slices to the cores on which a group runs (Documentation/scheduler/sched-bwc.rst),
     and threads that wake each other on two cores leave a part of it unused.  On four hosts of half a core, beside other
     programs, a layer took 2.3 times its processor time where hosts moved between two cores, and 2.0 where they did not.
     """
     cores = sorted(os.sched_getaffinity(0))
-    return cores[rank % len(cores)] if -(-hosts // len(cores)) * cpu <= 1 + 1e-9 else None
+    fullest = max(sum(hosts[core :: len(cores)]) for core in range(len(cores)))
+    return cores[rank % len(cores)] if fullest <= 1 + 1e-9 else None
 
 
-def make_groups(groups: Sequence[str], cpu: float) -> None:
-    """Makes control groups of these names, with `cpu` cores each.
+def make_groups(groups: Mapping[str, float]) -> None:
+    """Makes control groups of these names, with so many cores each.
 
     Raises: LabError where there are no quotas.
     """
@@ -146,7 +149,7 @@ def make_groups(groups: Sequence[str], cpu: float) -> None:
         raise LabError("no control group hierarchy with the cpu controller is mounted, which a quota needs")
     if controller.version == 2:
         (controller.root / "cgroup.subtree_control").write_text("+cpu")
-    for group in groups:
+    for group, cpu in groups.items():
         (controller.root / group).mkdir()
         controller.limit(group, cpu)
 

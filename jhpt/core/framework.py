@@ -48,6 +48,11 @@ class Framework(Section):
         description="of the all-gathers that sequence parallelism repeats in the backward pass, beside gradients of "
         "weights: share that adds to it",
     )
+    stage_dispatch: NonNegative = Field(
+        0.0,
+        description="seconds that a process takes, for each pass of a stage that has a program of its own, to start it "
+        "and hand over what it receives and passes on",
+    )
     exposed_transfers: bool = Field(False, description="stages wait while activations and errors are sent")
 
 

@@ -1,6 +1,6 @@
 """The section `parallel`: how the devices share a step."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,6 +22,11 @@ class ParallelConfig(Section):
         None,
         description="with auto: the cluster to plan for, by name or file; null: this machine as `jhpt profile` "
         "measures it",
+    )
+    space: Literal["spmd", "general"] = Field(
+        "spmd",
+        description="with auto: spmd: one program, all stages of the same size; general: a program for each stage, of "
+        "any size, on mixed clusters too",
     )
     data: Count | None = Field(None, description="data-parallel degree; null: all devices / (pipe x tensor)")
     tensor: Count = Field(1, description="tensor-parallel degree, on neighbouring devices")

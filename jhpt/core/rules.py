@@ -262,7 +262,7 @@ RULES: tuple[Rule, ...] = (
         broken_by=lambda c: c.space == "spmd" and c.mixed,
         message=lambda c: (
             f"space=spmd needs equal devices, and {c.place} has nodes of several kinds; plan it with --space general "
-            "(space=general), or give a cluster of one kind"
+            "(in a configuration parallel.space=general), or give a cluster of one kind"
         ),
     ),
     Rule(

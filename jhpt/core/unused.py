@@ -73,6 +73,11 @@ UNUSED: tuple[Unused, ...] = (
         why="it names the cluster that parallel.auto plans for; set parallel.auto=true, or leave it out",
     ),
     Unused(
+        setting="parallel.space",
+        unread=_by_hand,
+        why="it is where parallel.auto searches a plan; set parallel.auto=true, or leave it out",
+    ),
+    Unused(
         setting="parallel.sequence",
         unread=lambda config: _by_hand(config) and config.parallel.tensor == 1,
         why="it cuts activations over the tensor axis, and parallel.tensor=1; raise parallel.tensor, or leave it out",

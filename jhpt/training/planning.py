@@ -4,12 +4,12 @@
 otherwise          the run's plan.json, if it was given or made by the planner, and the sections `parallel` and
                    `memory` have not changed; else
 parallel: auto     the planner's, for this machine as measured (`jhpt profile`; cached between runs) or for
-                   `parallel.cluster`
+                   `parallel.cluster`; on a mixed cluster every process measures a device of its own kind
 by hand            the layout of the sections `parallel` and `memory`; if it does not fit a known device, the planner
                    decides what `memory` leaves open
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,14 @@ from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.plan_check import check_plan, check_stages_run, with_optimizer
 from jhpt.core.profile import ModelProfile
-from jhpt.core.rules import Choices, conflict
+from jhpt.core.rules import SETTINGS, Choices, check, conflict
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.hosts import Hosts, hosts, processes_here
 from jhpt.measure.network import spanning
 from jhpt.measure.offload import offload_is_right
 from jhpt.planner.api import budgeted, capped, dtype_of
 from jhpt.planner.cost.activations import fullest_host, offloaded_activation_bytes, saved_tensors_of
+from jhpt.planner.cost.basis import NO_OTHERS
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.words import shape_text
@@ -51,6 +52,7 @@ from jhpt.planner.search.request import (
 )
 from jhpt.planner.search.solve import solve
 from jhpt.sharding.mesh import check_runnable
+from jhpt.training.kinds import device_here, named_by_driver, profiles_by_kind
 from jhpt.training.processes import (
     is_main,
     raise_on_all_processes,
@@ -275,10 +277,12 @@ def same_work(first: Plan, second: Plan) -> bool:
 def _planned(config: Config, say: Callable[[str], None]) -> Plan:
     """The plan of the planner: measures, solves on the main process and broadcasts."""
     profile, cluster = _measured(config, say)
+    cluster = named_by_driver(cluster)
+    profile, others = profiles_by_kind(profile, cluster) if cluster.mixed else (profile, NO_OTHERS)
     text, nodes_here = "", hosts().nodes_here
     with raise_on_all_processes():
         if is_main():
-            text = _solved(config, profile, cluster, _request(config), nodes_here).model_dump_json()
+            text = _solved(config, profile, cluster, _request(config), nodes_here, others).model_dump_json()
     return _broadcast(text)
 
 
@@ -290,6 +294,7 @@ def _measured(config: Config, say: Callable[[str], None]) -> tuple[ModelProfile,
     with raise_on_all_processes():
         check_data(config)
         cluster = _named_cluster(config)
+        _check_space(config, cluster)
     grid = planning_grid(config, jax.device_count())
     if cluster is None:
         say("parallel: auto: measuring this machine (cached for the next time)")
@@ -303,23 +308,59 @@ def _measured(config: Config, say: Callable[[str], None]) -> tuple[ModelProfile,
 
 
 def _request(config: Config) -> Request:
-    """The request to the planner: what the configuration lets it choose from."""
+    """The request to the planner: what the configuration lets it choose from, and the runtime can run."""
+    choices: dict[str, Any] = {
+        "compression": compressions(config),
+        "gradient_compression": config.parallel.gradient_compression,
+        **recomputations(config),
+    }
+    if config.parallel.space == "general":
+        # Every process has to take part.
+        return request(config.data.batch_size, zero=(0,), whole=jax.process_count() > 1, **choices)
     return request(
         config.data.batch_size,
         sample_chunks=SAMPLE_CHUNKS if config.model.reads == "text" else (1,),
-        compression=compressions(config),
-        gradient_compression=config.parallel.gradient_compression,
         offload=offload_kinds(config),
         update_in_backward=config.optimizer.update_in_backward,
-        **recomputations(config),
         **most_stages(config, "spmd"),
+        **choices,
     )
 
 
-def _solved(config: Config, profile: ModelProfile, cluster: Cluster, wanted: Request, nodes_here: int) -> Plan:
-    """The plan to run.  nodes_here: on this machine, among which its memory is divided."""
-    room = budgeted(_with_kind(cluster), config, host_budget(config.memory) / nodes_here)
-    solution = solve(profile, room, wanted, "spmd")
+def _check_space(config: Config, cluster: Cluster | None) -> None:
+    """Refuses settings, and a cluster, for which no plan of the space can run."""
+    offload, wanted = config.memory.offload, _request(config)
+    choices = Choices(
+        space=config.parallel.space,
+        compression=None not in wanted.compression,
+        gradient_compression=wanted.gradient_compression.on,
+        saved=wanted.saved is not None,
+        runs=True,
+        mixed=cluster is not None and cluster.mixed,
+        place=cluster.name if cluster else "",
+        clip=config.optimizer.clip,
+        offload=None if offload in ("auto", "off") else offload,
+        names=SETTINGS,
+    )
+    check(choices)
+
+
+def _solved(
+    config: Config,
+    profile: ModelProfile,
+    cluster: Cluster,
+    wanted: Request,
+    nodes_here: int,
+    others: Mapping[str, ModelProfile],
+) -> Plan:
+    """The plan to run.
+
+    Args:
+      profile, others: of the devices of one kind, and of the other kinds by `Device.rates`.
+      nodes_here: on this machine, among which its memory is divided.
+    """
+    room = budgeted(cluster, config, host_budget(config.memory) / nodes_here)
+    solution = solve(profile, room, wanted, config.parallel.space, others)
     devices = jax.device_count() if jax.process_count() > 1 else None
     return plan_to_run(solution, wanted, devices)
 
@@ -334,7 +375,8 @@ def _named_cluster(config: Config) -> Cluster | None:
     if config.parallel.cluster is None:
         return None
     cluster, kind, count = find_cluster(config.parallel.cluster), device_info().kind, jax.device_count()
-    names = [node.device.name for node in cluster.nodes]
+    devices = [device_here(cluster)] if cluster.num_devices == count else [node.device for node in cluster.nodes]
+    names = [device.name for device in devices]
     other = next((name for name in names if known_to_differ(name, kind)), None)
     if other is not None:
         has = f"is of {other}, and this machine has {count} x {kind}"
@@ -345,15 +387,6 @@ def _named_cluster(config: Config) -> Cluster | None:
     raise InputError(
         f"parallel.cluster={cluster.name} {has}; name the cluster that this is, or leave it out to have it measured"
     )
-
-
-def _with_kind(cluster: Cluster) -> Cluster:
-    """The cluster with its devices named as the driver names them; the catalogue's names may be shorter."""
-    kind = device_info().kind
-    nodes = tuple(
-        node.model_copy(update={"device": node.device.model_copy(update={"name": kind})}) for node in cluster.nodes
-    )
-    return cluster.model_copy(update={"nodes": nodes})
 
 
 def with_tried_offload(plan: Plan, say: Callable[[str], None], right: Callable[[], bool] = offload_is_right) -> Plan:

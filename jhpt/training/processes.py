@@ -246,6 +246,16 @@ def from_main(number: int) -> int:
     return number if jax.process_count() == 1 else int(gathered(np.int64(number))[0])
 
 
+def texts_of_all(text: str) -> list[str]:
+    """The text of every process, on all of them."""
+    if jax.process_count() == 1:
+        return [text]
+    code = np.frombuffer(text.encode(), np.uint8)
+    sizes = gathered(np.int64(len(code)))
+    rows = gathered(np.pad(code, (0, int(sizes.max()) - len(code))))
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
 def text_from_main(text: str) -> str:
     """The text that the main process holds; that of the others is ignored."""
     if jax.process_count() == 1:

@@ -269,10 +269,11 @@ def test_a_host_can_limit_the_links():
 @needs_emulation
 def test_hosts_of_a_part_of_a_core_stay_on_one(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5})
-    assert [quotas.core_of(rank, 4, 0.5) for rank in range(4)] == [3, 5, 3, 5]
-    assert [quotas.core_of(rank, 2, 1.0) for rank in range(2)] == [3, 5]
+    assert [quotas.core_of(rank, [0.5] * 4) for rank in range(4)] == [3, 5, 3, 5]
+    assert [quotas.core_of(rank, [1.0] * 2) for rank in range(2)] == [3, 5]
     # Three hosts of 0.6 do not fit on two cores without moving, nor does a host of more than a core on one.
-    assert quotas.core_of(0, 3, 0.6) is None and quotas.core_of(0, 1, 1.5) is None
+    assert quotas.core_of(0, [0.6] * 3) is None and quotas.core_of(0, [1.5]) is None
+    assert [quotas.core_of(rank, [0.6, 0.6, 0.3, 0.3]) for rank in range(4)] == [3, 5, 3, 5]
 
 
 def test_hosts_run_in_their_quotas():

@@ -141,6 +141,8 @@ SLOW = {
 """Commands that run under `-m exhaustive` with what is put behind them; the quick suite parses them as they are."""
 
 PARSED = {
+    "jhpt train --parallel auto --parallel.space general --parallel.cluster mixed.yaml": "devices of two kinds; "
+    "tests/training/test_kinds.py trains on such a cluster",
     "jhpt launch --processes 2 -- train my.yaml --out runs/mine": "two processes; tests/test_launch.py starts them",
     "jhpt train --out runs/tiny --resume-step 500": "a run of 500 steps; tests/training/test_saving.py goes back",
     "jhpt train --out runs/tiny --resume-step 500 --optimizer.learning_rate 1e-3": "the same; "

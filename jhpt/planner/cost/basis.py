@@ -81,6 +81,11 @@ class CostBasis:
         """Number of layers, embedding and head included."""
         return len(self.index)
 
+    @property
+    def stage_dispatch(self) -> float:
+        """Seconds on top of every pass of a stage that has a program of its own."""
+        return self.profile.framework.stage_dispatch
+
     def allowed(self, layer: int, tensor: int) -> bool:
         """Whether the layer can be cut into `tensor` shards."""
         return self.kinds[self.index[layer]].max_tensor % tensor == 0

@@ -199,6 +199,8 @@ def stage_times(plan: Plan, model: CostModel) -> StageTimes:
             update[s] += costs.sums["update"]
         update[s] += _tied(stage, place, strategy, model)[0]
         update[s] += slot_of(plan, s, model).seconds(used=s in (0, stages - 1))
+    if plan.space == "general":
+        forward, backward, sync = (each + model.stage_dispatch for each in (forward, backward, sync))
     cut = _cuts(plan, model)
     if model.profile.framework.exposed_transfers and stages > 1:
         waits = _transfer_waits(cut, forward.shape)

@@ -17,6 +17,7 @@ from jhpt.core.calibration import order_error
 from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
+from jhpt.core.plan_check import check_stages_run, stages_run
 from jhpt.planner.cost.estimate import Estimate, price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import offloads
@@ -29,11 +30,16 @@ def plan_to_run(answer: Answer, request: Request, devices: int | None = None) ->
     """The simplest of the answer's plans and the baselines.
 
     devices: how many devices have to take part, where possible; None: any number.
+
+    Raises:
+      InputError: programs of stages (space=general) can run none of the plans.
     """
     known = baselines(request, answer.model)
     simple = [baseline.plan for baseline in known if baseline.plan is not None and None in request.offload]
     priced = [plan.model_copy(update={"seconds": price(plan, answer.model).seconds}) for plan in simple]
     plans = [answer.plan, *answer.alternatives, *priced]
+    if answer.plan.space == "general" and not (plans := list(filter(stages_run, plans))):
+        check_stages_run(answer.plan)
     whole = [plan for plan in plans if devices is None or plan.devices == devices]
     same = {"device": answer.plan.device, "lower_bound": answer.plan.lower_bound}
     return plainest(whole or plans).model_copy(update=same)

@@ -125,7 +125,8 @@ def options(question: Question, model: CostModel, cap: int, limit: float = np.in
                 grown[t], origins[t] = labels, origin
         fronts = grown
         history.append(origins)
-    return _collect(fronts, history, rest), missing
+    dispatch = model.stage_dispatch if question.strategy.program == "per_stage" else 0.0
+    return _collect(fronts, history, rest, dispatch), missing
 
 
 class _Rest:
@@ -264,7 +265,9 @@ def _undominated(labels: Array) -> npt.NDArray[np.int64]:
     return np.array(sorted(kept), dtype=np.int64)
 
 
-def _collect(fronts: dict[int, Array], history: list[dict[int, npt.NDArray[np.int64]]], rest: _Rest) -> list[Option]:
+def _collect(
+    fronts: dict[int, Array], history: list[dict[int, npt.NDArray[np.int64]]], rest: _Rest, dispatch: float
+) -> list[Option]:
     entries = [(t, index) for t in fronts for index in range(len(fronts[t]))]
     if not entries:
         return []
@@ -281,7 +284,7 @@ def _collect(fronts: dict[int, Array], history: list[dict[int, npt.NDArray[np.in
             t, index = (int(x) for x in origins[t][index])
         forward, backward, errors, reduced, update = (float(x) for x in labels[at][: UPDATE + 1])
         sync = max(backward, reduced + (backward - errors))
-        collected.append(Option(forward, backward, sync, update, tuple(path)))
+        collected.append(Option(forward + dispatch, backward + dispatch, sync + dispatch, update, tuple(path)))
     return collected
 
 

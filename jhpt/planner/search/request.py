@@ -46,6 +46,8 @@ class Request:
     sequence: bool = True
     """Whether plans may use sequence parallelism."""
     max_stages: int = 1 << 30
+    whole: bool = False
+    """Whether every device of the cluster must take part; for space="general" only."""
     sample_chunks: tuple[int, ...] = (1,)
     """Into how many chunks layers may split their samples."""
     compression: tuple[Compression | None, ...] = (None,)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jhpt.core.errors import InputError
+from jhpt.core.framework import Framework
 from jhpt.core.profile import LayerKind, Timing
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
@@ -44,21 +45,37 @@ def some(rng: np.random.Generator, batch: int) -> Request:
     )
 
 
-def compare(space: str, seed: int, *, mixed: bool = False, whole: bool = False, in_line: bool = False) -> bool:
+def compare(
+    space: str,
+    seed: int,
+    *,
+    mixed: bool = False,
+    whole: bool = False,
+    in_line: bool = False,
+    dispatch: float = 0.0,
+    every_device: bool = False,
+) -> bool:
     """Brute force over every plan; whether any fits.
 
     in_line: on 4 devices whose communication does not overlap, instead of on any that brute force can search.
+    dispatch: seconds of a pass, relative to the mean of a layer's.  every_device: whether all have to take part.
     """
     layers, devices = SIZES["mixed" if mixed else space]
     rng = np.random.default_rng(seed)
     profile, given = random_profile(rng, layers), random_cluster(rng, devices, mixed=mixed)
     if in_line:
         given = random_cluster(rng, 4, min_devices=4).model_copy(update={"overlap": False})
-    costs = CostModel(profile, given)
     batch = int(rng.choice([4, 6, 8]))
-    asked = request(batch) if whole else some(rng, batch)
+    if dispatch:
+        passes = np.mean([kind.seconds(1.0, 1) for kind in profile.kinds.values()])
+        profile = profile.model_copy(update={"framework": Framework(stage_dispatch=dispatch * float(passes))})
+    costs = CostModel(profile, given)
+    asked = replace(request(batch) if whole else some(rng, batch), whole=every_device)
     found = search(asked, costs, space)
-    seconds, chosen, _ = best(PLANS[space](asked, costs), costs)
+    plans = PLANS[space](asked, costs)
+    if every_device:
+        plans = (plan for plan in plans if plan.devices == given.num_devices)
+    seconds, chosen, _ = best(plans, costs)
     if chosen is None:
         assert found.plan is None, f"seed {seed}: a plan that does not fit"
         return False
@@ -135,6 +152,16 @@ def test_sequences_are_cut_by_degrees_that_divide_them():
 @pytest.mark.parametrize("block", range(2))
 def test_brute_force_on_mixed_clusters(block):
     assert any([compare("general", 1000 + BLOCK * block + i, mixed=True) for i in range(BLOCK)])
+
+
+@pytest.mark.parametrize(
+    ("mixed", "block"), quick_and_exhaustive(itertools.product([False, True], range(20)), [(False, 0), (True, 0)])
+)
+def test_brute_force_where_passes_are_dispatched_by_all_devices(mixed, block):
+    """The price of a pass of a stage's program is part of the bounds, and no device is left idle."""
+    seeds = range(1200 + 2 * block, 1202 + 2 * block)
+    fits = [compare("general", seed, mixed=mixed, dispatch=seed % 3, every_device=seed % 2 == 0) for seed in seeds]
+    assert block or any(fits)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ Decision set of space="general":
     cuts            any contiguous non-empty ranges of layers
     nodes           on a mixed cluster the kinds of nodes in any order (`rows`); else as they are
     devices         every stage has any number of the next devices in order; on a mixed cluster it may also begin on a
-                    later node, and leave the rest of a node, or whole nodes, idle; those behind the last stage are idle
+                    later node, and leave the rest of a node, or whole nodes, idle; those behind the last stage are
+                    idle.  If the request is for the whole cluster, none is
     layers          each layer of a stage of k devices chooses its own tensor degree among the divisors of k that it
                     allows; the other devices are data parallel; uneven samples are priced at the fullest device
     schedule        eager-1f1b, gpipe
@@ -111,6 +112,8 @@ def _seed(request: Request, row: Row, minima: Minima, incumbent: Incumbent) -> N
     schedule = pipelines(request)[0]
     for m, zero, recompute in itertools.product(request.micro_batches, _levels(request), request.recompute):
         for s in sorted({min(s, n, k, request.max_stages) for s in (1, 2, 4, 8)}):
+            if request.whole and k % s:
+                continue
             edges = [n * i // s for i in range(s + 1)]
             stages = tuple(
                 row.stage(i * (k // s), k // s, Chunk(first=a, runs=runs_of([1] * (b - a))))
@@ -128,5 +131,5 @@ def offer_equal_stages(request: Request, model: CostModel, best: Incumbent) -> N
         # Nothing has to be proven here, so a few prefixes of every grid are enough.
         start = Incumbent(any_plan=best.any_plan, unvisited=0.0)
         search_spmd(replace(request, schedules=tuple(pipelines(request))), model, start, "general")
-        if start.plan is not None:
+        if start.plan is not None and (not request.whole or start.plan.devices == model.cluster.num_devices):
             best.offer(start.plan, model)

@@ -8,7 +8,7 @@ that cannot be part of a plan faster than the best known one are never built.
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -206,6 +206,10 @@ class Problem:
         """Whether it is small enough to visit everything."""
         return self.model.num_layers * self.model.cluster.num_devices**2 <= EXACT_STATES
 
+    def starts(self, device: int, before: int | None = None) -> Sequence[int]:
+        """The devices that a stage may begin on if `device` is the next one (`Places.starts`)."""
+        return (device,) if self.request.whole else self.model.places.starts(device, before)
+
     @cached_property
     def transfers(self) -> Transfers:
         """Transfers of a micro-batch."""
@@ -250,8 +254,8 @@ def suffixes_of(problem: Problem, choices: list[Choices], schedule: Schedule, in
         return None
     most = problem.most
     for distinct in (most,) if problem.exact else sorted({min(count, most) for count in (1, 5, STAGES)}):
-        limit, starts = incumbent.cutoff, problem.model.places.starts
-        suffixes = Suffixes(choices, problem.model.num_layers, problem.m, schedule, distinct, most, limit, starts)
+        limit, layers, whole = incumbent.cutoff, problem.model.num_layers, problem.request.whole
+        suffixes = Suffixes(choices, layers, problem.m, schedule, distinct, most, limit, problem.starts, whole)
         if suffixes.root(distinct) >= incumbent.cutoff:
             break
     if suffixes.least >= incumbent.cutoff:
@@ -342,7 +346,7 @@ class Search:
         transfer = self._pending_transfer(prefix)
         head, tail = prefix.head + transfer, prefix.tail + transfer
         before = prefix.stages[-1].device if prefix.stages else None
-        for start in self.model.places.starts(prefix.device, before):
+        for start in self.problem.starts(prefix.device, before):
             next_stages = self.suffixes.next_stages(left, prefix.stop, start)
             if next_stages is None:
                 continue

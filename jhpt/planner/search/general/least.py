@@ -134,6 +134,8 @@ class Least:
     """g(1)"""
     whole: Array
     """g(M)"""
+    alone: Array
+    """[devices, N] F + B of every layer by itself, without dispatch."""
     share: Array
     """[devices, N] what a layer adds to g(M), without its errors: other layers' gradients may hide behind these."""
     summed: Array
@@ -181,7 +183,7 @@ class Minima:
         }
         found = self._minima(dict.fromkeys(place for places in rows.values() for place in places), strategy, m)
         alone = np.diagonal(self.spans.number, offset=1)
-        leasts = {kind: _stack(places, found, alone) for kind, places in rows.items()}
+        leasts = {kind: _stack(places, found, alone, model.stage_dispatch) for kind, places in rows.items()}
         return [leasts[kind] for kind in kinds]
 
     def _minima(self, places: Iterable[Place], strategy: LayerStrategy, m: int) -> dict[Place, Minimum]:
@@ -210,7 +212,8 @@ class Minima:
         for degrees, group in groups.items():
             c = {name: np.array([tables[place][name] for place in group]).swapaxes(1, 2) for name in USED}
             border = np.array([self._border(place, degrees, strategy.micro_batch) for place in group])
-            seconds.update(zip(group, shortest(self.spans, *_graph(c, border, m)), strict=True))
+            graph = _graph(c, border, m, self.model.stage_dispatch)
+            seconds.update(zip(group, shortest(self.spans, *graph), strict=True))
         return seconds
 
     def _border(self, place: Place, degrees: tuple[int, ...], micro_batch: int) -> Array:
@@ -284,12 +287,14 @@ def _stack(
     places: list[Place],
     found: dict[Place, Minimum],
     alone: Index,
+    dispatch: float,
 ) -> Least:
     seconds, shares, sizes = zip(*[found[place] for place in places], strict=True)
     forward, backward, both, once, whole = np.array(seconds).swapaxes(0, 1)
     state, activations, working = (np.array(rows) for rows in zip(*sizes, strict=True))
+    by_layer = both[:, alone] - 2 * dispatch
     summed, state, activations = (
-        np.pad(np.cumsum(a, axis=1), ((0, 0), (1, 0))) for a in (both[:, alone], state, activations)
+        np.pad(np.cumsum(a, axis=1), ((0, 0), (1, 0))) for a in (by_layer, state, activations)
     )
     return Least(
         forward=forward,
@@ -297,6 +302,7 @@ def _stack(
         both=both,
         once=once,
         whole=whole,
+        alone=by_layer,
         share=np.array(shares),
         summed=summed,
         state=state,
@@ -308,13 +314,16 @@ def _stack(
     )
 
 
-def _graph(c: dict[str, Array], border: Array, m: int) -> tuple[Array, Array, Array]:
-    """Nodes, edges and ends of F, B, F + B, g(1), g(M); [places, quantities, kinds, T(, T)]."""
+def _graph(c: dict[str, Array], border: Array, m: int, dispatch: float) -> tuple[Array, Array, Array]:
+    """Nodes, edges and ends of F, B, F + B, g(1), g(M); [places, quantities, kinds, T(, T)].
+
+    dispatch: seconds on top of every pass of a stage, whatever its layers.
+    """
     f, b = c["forward"] + c["forward_tensor"], c["backward"] + c["backward_tensor"]
     none = np.zeros_like(b)
     nodes = [f, np.where(np.isfinite(f), b, np.inf), f + b, _share(c, 1), _share(c, m)]
     edges = [border / 2, border / 2, border, border, m * border]
-    ends = [none, none, none, b, b]
+    ends = [none + dispatch, none + dispatch, none + 2 * dispatch, b + 2 * dispatch, b + 2 * m * dispatch]
     return np.stack(nodes, axis=1), np.stack(edges, axis=1), np.stack(ends, axis=1)
 
 

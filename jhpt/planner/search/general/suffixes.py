@@ -84,11 +84,11 @@ def device_memory(model: CostModel) -> Array:
 
 def needs(leasts: list[Least], spans: Spans, device_bytes: Array) -> Needs:
     """The needs of every layer alone, where it is cheapest."""
-    alone, single = np.diagonal(spans.number, offset=1), [least.kinds[0][0] for least in leasts]
-    both, share = (np.full((max(single) + 1, len(alone)), np.inf) for _ in range(2))  # [kinds of devices, N]
+    layers, single = len(spans.number), [least.kinds[0][0] for least in leasts]
+    both, share = (np.full((max(single) + 1, layers), np.inf) for _ in range(2))  # [kinds of devices, N]
     for least in {id(least): least for least in leasts}.values():
         devices = np.arange(1, len(least.both) + 1)[:, None]
-        busy, whole = devices * least.both[:, alone], devices * least.share
+        busy, whole = devices * least.alone, devices * least.share
         for kind in set(itertools.chain(*least.kinds)):
             rows = [kind in kinds for kinds in least.kinds]
             both[kind] = np.minimum(both[kind], busy[rows].min(axis=0))
@@ -186,15 +186,17 @@ class Suffixes:
         most: int,
         limit: float,
         starts: Callable[[int], Sequence[int]],
+        whole: bool = False,
     ) -> None:
         """most: stages that a plan can have.  limit: suffixes that need so many seconds count as impossible.  starts:
-        the devices that the next stage may begin on instead of this one."""
+        the devices that the next stage may begin on instead of this one.  whole: whether the last stage must end with
+        the last device."""
         self.choices, self.m, self.schedule, self.distinct = choices, m, schedule, distinct
         self.open_ended, self.limit = distinct < most, limit
         shape = (distinct + 1, layers + 1, len(choices) + 1)
         self.back, self.done, self.trip, *self.near = (np.full(shape, np.inf) for _ in range(3 + NEAR))
         for table in (self.back, self.done, self.trip, *self.near):
-            table[0, layers, :] = 0.0
+            table[0, layers, -1 if whole else slice(None)] = 0.0
         for offset, row in reversed(list(enumerate(choices))):
             if len(row.i):
                 for p in range(1, distinct + 1):

@@ -1,0 +1,143 @@
+"""General plans in `jhpt bench hybrid`: what they are predicted to take, hosts of different quotas, claims."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.hybrid import run as hybrid
+from benchmarks.hybrid.costs import cluster_of, planned
+from benchmarks.hybrid.general import Dispatch, general_seconds
+from benchmarks.hybrid.mixed import equal_splits, planned_by_speed, profiles_by_share
+from benchmarks.hybrid.models import SUBJECTS
+from benchmarks.hybrid.quota import Quota
+from benchmarks.hybrid.task import BY_SPEED
+from jhpt.core.framework import Framework
+from jhpt.core.plan_check import check_stages_run
+from jhpt.core.profile import Timing
+from jhpt.planner.cost.estimate import StageTimes, check, price, stage_times
+from jhpt.planner.cost.model import CostModel
+from tests.benchmarks.test_hybrid import LINK, QUOTA, step_row, timed
+from tests.sharding.stages.plans import general
+
+NOTHING = Dispatch(passes=0.0, transfer=0.0, step=0.0)
+DISPATCH = Dispatch(passes=2e-4, transfer=3e-4, step=2e-3)
+WHOLE = Quota(share=1.0, period=1e-2, exchange=0.0, cores=8)
+SHARES = (1.0, 1.0, 0.5, 0.5)
+
+
+def times(forward, backward, cut):
+    stages = len(forward)
+    columns = (np.array(each)[:, None] for each in (forward, backward))
+    nothing = np.zeros(stages)
+    return StageTimes(
+        **dict(zip(("forward", "backward"), columns, strict=True)), cut=np.array(cut), sync=nothing, update=nothing
+    )
+
+
+def test_a_step_by_hand():
+    """Stages of 3 and 4 s forward, 5 and 6 backward, transfers of 1 s, two micro-batches, gpipe.
+
+    Stage 0: F 0..3, sends 3..4, F 4..7.  Stage 1: F 4..8.  The second transfer waits for it: 8..9.  F 9..13,
+    B 13..19, sends 19..20, B 20..26, sends 26..27; stage 0: B 20..25, then at 27 the second: B 27..32."""
+    plan = general([2, 2], [1, 1], [1] * 4, batch=2, micro_batches=2, schedule="gpipe")
+    given = times([3.0, 4.0], [5.0, 6.0], [1.0])
+    assert general_seconds(plan, given, WHOLE, NOTHING) == pytest.approx(32.0)
+    # Each host dispatches four passes and four transfers, and not all of it is on the longest path.
+    dispatched = general_seconds(plan, given, WHOLE, Dispatch(passes=0.2, transfer=0.0, step=0.5))
+    assert 32.0 + 0.5 + 5 * 0.1 <= dispatched <= 32.0 + 0.5 + 8 * 0.1
+
+
+def test_a_slower_host_takes_longer_and_what_it_saves_counts():
+    plan = general([2, 2], [1, 1], [1] * 4, batch=2, micro_batches=1)
+    quota = replace(WHOLE, share=0.5, period=0.0)
+    given = times([3.0, 4.0], [5.0, 6.0], [1.0])
+    assert general_seconds(plan, given, quota, NOTHING) == pytest.approx(20.0)  # layers are timed on these hosts
+    assert general_seconds(plan, given, replace(quota, period=2.0), NOTHING) < 20.0
+
+
+def test_the_price_of_general_plans_has_their_dispatch():
+    profile = timed(SUBJECTS["mlp"]().profile())
+    plan = general([4, 4], [3, 1], [1] * 8, batch=2048, micro_batches=4, schedule="gpipe")
+    without, with_it = (
+        CostModel(profile.model_copy(update={"framework": Framework(stage_dispatch=seconds)}), cluster_of(LINK, 4))
+        for seconds in (0.0, 0.5)
+    )
+    passes = 2 * (4 + 1)  # of the longest path, forward and backward
+    assert price(plan, with_it).seconds - price(plan, without).seconds == pytest.approx(0.5 * passes, rel=1e-6)
+    spmd = general([8], [4], [1] * 8, batch=2048).model_copy(update={"space": "spmd"})
+    assert price(spmd, with_it).seconds == price(spmd, without).seconds
+
+
+def test_the_general_plan_of_vgg_competes_where_it_is_predicted_to_be_faster():
+    subject = SUBJECTS["vgg"]()
+    profile = subject.profile()
+    kinds = {
+        name: kind.model_copy(
+            update={"timings": (Timing(batches=(1.0,), forward=(seconds,), backward=(2 * seconds,)),)}
+        )
+        for name, kind in profile.kinds.items()
+        for seconds in [2e-4 if name.startswith("conv") else 2e-5]
+    }
+    profile = profile.model_copy(update={"kinds": kinds})
+    variants = {one.name: one for one in planned(subject, profile, LINK, 1e8, QUOTA, 4, DISPATCH)}
+    plan, spmd = variants["general"].plan, variants["plan"]
+    assert variants["general"].predicted < spmd.predicted and plan.devices == 4 and len(plan.stages) > 1
+    check(plan, CostModel(profile, cluster_of(LINK, 4)))
+    check_stages_run(plan)
+    slow = replace(DISPATCH, passes=10.0)
+    assert "general" not in {one.name for one in planned(subject, profile, LINK, 1e8, QUOTA, 4, slow)}
+
+
+def test_hosts_of_different_quotas_get_layers_by_their_speed():
+    subject = SUBJECTS["gpt"]()
+    kinds = subject.profile().kinds
+    seconds = {
+        f"{kind}|1|{batch} {way}": 1e-9 * batch * kinds[kind].parameters * (1 + (way == "both"))
+        for kind in kinds
+        for batch in (2, 32)
+        for way in ("forward", "both")
+    }
+    by_host = [{**{name: each / share for name, each in seconds.items()}, "update": 0.01 / share} for share in SHARES]
+    profiles, rows = profiles_by_share(subject, by_host, SHARES)
+    assert set(profiles) == {1.0, 0.5} and len(rows) == 2 * 2 * len(kinds)
+    quota = replace(QUOTA, shares=SHARES)
+    *equal, by_speed = planned_by_speed(subject, profiles, LINK, 5e8, quota, DISPATCH)
+    assert [one.name for one in equal] == ["data parallel", "gpipe", "1f1b", "equal grid"]
+    assert by_speed.name == BY_SPEED and by_speed.plan.space == "general" and by_speed.plan.devices == 4
+    assert by_speed.predicted < min(one.predicted for one in equal)
+    assert min(one.predicted for one in equal) == equal[-1].predicted
+    cluster = cluster_of(LINK, 4, SHARES)
+    assert cluster.mixed and cluster.num_devices == 4
+    model = CostModel(profiles[1.0], cluster, others={cluster.nodes[1].device.rates: profiles[0.5]})
+    for plans in equal_splits(subject, model).values():
+        assert all(plan.devices == 4 and plan.space == "spmd" for plan in plans)
+    fast, slow = (
+        stage_times(general([6], [4], [1] * 6, batch=32), each).forward[0, 0]
+        for each in (CostModel(profiles[1.0], cluster_of(LINK, 4)), model)
+    )
+    assert slow == pytest.approx(2 * fast)  # the slowest host of a stage sets its pace
+
+
+def test_claims_of_general_plans():
+    vgg = [
+        step_row("vgg", 1e8, "data parallel", [2.0, 2.0], 2.0),
+        step_row("vgg", 1e8, "plan", [1.0, 1.0], 1.0),
+        step_row("vgg", 1e8, "general", [0.5, 0.8], 0.6),
+        step_row("vgg", 2e9, "data parallel", [1.0, 1.0], 1.0),
+        step_row("vgg", 2e9, "plan", [1.0, 1.0], 1.0),
+        step_row("vgg", 2e9, "general", [1.0, 1.0], 1.1),
+    ]
+    mixed = [
+        step_row("gpt on mixed hosts", 5e8, "data parallel", [3.0, 3.0], 3.0),
+        step_row("gpt on mixed hosts", 5e8, "equal grid", [2.4, 2.4], 2.0),
+        step_row("gpt on mixed hosts", 5e8, BY_SPEED, [1.6, 1.6], 1.76),
+    ]
+    claims = hybrid.claims([*vgg, *mixed])
+    assert claims["general_vgg_gain"].value == pytest.approx((2.0 + 1.25) / 2)
+    assert claims["general_vgg_gain"].unit == "time of plan / general"
+    assert claims["prediction_error_general_median"].value == pytest.approx((0.05 / 0.65 + 0.1) / 2)
+    assert claims["mixed_gain"].value == pytest.approx(1.5) and "equal grid" in claims["mixed_gain"].unit
+    assert claims["mixed_prediction_error"].value == pytest.approx(0.1)
+    assert claims["worst_vs_best_baseline"].setup.startswith("vgg")  # mixed hosts have claims of their own
+    assert not {"general_vgg_gain", "mixed_gain"} & hybrid.claims([]).keys()
