@@ -176,6 +176,7 @@ def bench_command(arguments: list[str]) -> int:
         out: str | None = None,
         published: str | None = None,
         trials: int | None = None,
+        launches: int | None = None,
     ) -> int:
         """Measures, prints a table and keeps every raw sample.
 
@@ -186,6 +187,7 @@ def bench_command(arguments: list[str]) -> int:
             only: for train, predict, memory, kernels and faults: the parts to run, separated by commas. Default: all.
             out: for convergence and precision: folder of finished cells, which are not run again. Default: runs/NAME.
             trials: for faults: kills; other faults follow from it. Default: 300.
+            launches: for hybrid and comms: how often the emulated hosts are launched anew. Default: 2, with --quick 1.
             published: for predict: CSV file of published runs, which are priced without a device instead.
         """
         of_cells = name in ("convergence", "precision")
@@ -200,7 +202,11 @@ def bench_command(arguments: list[str]) -> int:
             return _bench_published(name, published, json, alone=not quick and only is None)
         if trials is not None and (name != "faults" or trials < 1):
             raise InputError("--trials is the number of kills of bench faults, at least 1; leave it out of the others")
+        if launches is not None and (name not in ("hybrid", "comms") or launches < 1):
+            raise InputError("--launches is how often bench hybrid and bench comms start their hosts, at least 1")
         options: dict[str, Any] = {"folder": out} if of_cells else {}
+        if launches is not None:
+            options["launches"] = launches
         if trials is not None:
             options["trials"] = trials
         if only is not None:

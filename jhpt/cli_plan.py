@@ -1,5 +1,6 @@
 """`jhpt plan`."""
 
+import gc
 import json
 import sys
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ def plan_command(arguments: list[str]) -> int:
     """`jhpt plan`: the first argument, if it is no flag, names a preset, a YAML file or a network."""
     from jhpt.planner.api import network_of
 
+    # What was imported lives to the end, so the collector need not visit it in every pass of the search.
+    gc.freeze()
     source = source_of(arguments)
     # A network and a profile alone have no settings.
     alone = network_of(source) is not None or (source is None and value_of("--profile", arguments) is not None)

@@ -4,10 +4,11 @@
              and decoding included
     travel   one all-reduce of a lane's samples, on links of the rate, while nothing is computed
 
-A variant's step is `two_streams.layers_seconds` of these: work and all-reduces in line for one lane, two streams for
-several.  A lane waits for its all-reduce before anything that follows, gradients of weights too.  Sending
-also takes processor time (`busy`, counted while nothing is computed), which is added to the work that it overlaps with.
-Choosing important tokens sends nothing, because all ranks see them (`Compression.importance`, own in a causal model).
+A variant's step is `two_streams.layers_seconds` of these: work and all-reduces in line for one lane, as XLA's CPU
+backend runs the chunks of one device too, and two streams for several lanes.  A lane waits for its all-reduce before
+anything that follows, gradients of weights too.  Sending also takes processor time (`busy`, counted while nothing is
+computed), which is added to the work that it overlaps with.  Choosing important tokens sends nothing, because all ranks
+see them (`Compression.importance`, own in a causal model).
 """
 
 import math
@@ -28,36 +29,38 @@ REPEATS = 4
 """All-reduces in a program that times them, one after the other."""
 
 
-def sum_bytes(shape: Shape, hosts: int, compression: Any, batch: int) -> float:
-    """Bytes that a rank sends for one all-reduce of `batch` samples."""
-    if compression is None:
-        return 2 * (hosts - 1) / hosts * 4 * batch * shape.length * shape.width
-    return wire_bytes(hosts, compression, batch, shape.length, shape.width)
+def sum_bytes(shape: Shape, hosts: int, variant: Variant) -> float:
+    """Bytes that a rank sends for one all-reduce of a piece of the samples."""
+    batch = shape.batch // variant.pieces
+    if variant.compression is None:
+        width = jnp.dtype(variant.dtype).itemsize
+        return 2 * (hosts - 1) / hosts * width * batch * shape.length * shape.width
+    return wire_bytes(hosts, variant.compression, batch, shape.length, shape.width)
 
 
 def step_bytes(shape: Shape, hosts: int, variant: Variant) -> float:
     """Bytes that a host sends in a step: four all-reduces a layer."""
-    return variant.lanes * shape.layers * 4 * sum_bytes(shape, hosts, variant.compression, shape.batch // variant.lanes)
+    return variant.pieces * shape.layers * 4 * sum_bytes(shape, hosts, variant)
 
 
 def travel_key(variant: Variant) -> str:
     """A key of the all-reduces: variants with the same key send the same bytes in each."""
-    return f"{variant.sums} / {variant.lanes}"
+    return f"{variant.sums} / {variant.pieces}"
 
 
 def travel(shape: Shape, hosts: int, variant: Variant, mesh: Mesh) -> tuple[Any, Any]:
-    """The program of `REPEATS` all-reduces of a lane's samples, and its arguments."""
-    compression, batch = variant.compression, shape.batch // variant.lanes
-    if compression is None:
-        return bare_sum(batch * shape.length * shape.width, mesh)
-    assert not gathers(hosts, compression), "every variant takes two steps"
-    return two_steps(sum_bytes(shape, hosts, compression, batch), mesh)
+    """The program of `REPEATS` all-reduces of a piece of the samples, and its arguments."""
+    if variant.compression is None:
+        numbers = shape.batch // variant.pieces * shape.length * shape.width
+        return bare_sum(numbers, mesh, jnp.dtype(variant.dtype))
+    exchange = gathering if gathers(hosts, variant.compression) else two_steps
+    return exchange(sum_bytes(shape, hosts, variant), mesh)
 
 
-def bare_sum(numbers: int, mesh: Mesh) -> tuple[Any, Any]:
+def bare_sum(numbers: int, mesh: Mesh, dtype: Any = jnp.float32) -> tuple[Any, Any]:
     """XLA's all-reduce of `numbers` numbers, `REPEATS` times: a program and its arguments."""
     (axis,) = mesh.axis_names
-    return _chained(lambda x: jax.lax.psum(x, axis), (numbers,), jnp.float32, mesh)
+    return _chained(lambda x: jax.lax.psum(x, axis), (numbers,), dtype, mesh)
 
 
 def two_steps(sent: float, mesh: Mesh) -> tuple[Any, Any]:
@@ -107,7 +110,7 @@ def predicted(task: Task, variant: Variant, work: dict[str, float], sum_: dict[s
         forward=work["forward"] + busy,
         backward=work["both"] - work["forward"] + busy,
         travel=sum_["seconds"],
-        chunks=variant.lanes,
+        chunks=variant.pieces,
         overlap=beside,
     )
 

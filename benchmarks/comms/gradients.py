@@ -4,7 +4,8 @@ Only gradients of matrices are computed and reduced.  Those of biases and norms,
 compressed and are left out.  Device 0 of every host takes part.  Ways to reduce:
 
     float32              XLA's all-reduce of all gradients as one array
-    16 bits              the baseline: bfloat16 in two steps, `CompressedAllReduce`, rows of `COLUMNS` numbers
+    16 bits              the baseline: the same in float16
+    16 bits in two steps bfloat16, `CompressedAllReduce`, rows of `COLUMNS` numbers
     quantize, 8 bits     `jhpt.sharding.compression.gradients`, two steps; rounding errors become residuals
     quantize, 4 bits     the same; four ranks gather codes of 4 bits, which are as many bytes as two steps of 8 bits
     top-k                a share of every block, gathered; the rest becomes residuals
@@ -20,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,19 +47,21 @@ SHARE = 0.1
 class Exchange:
     """A way to reduce gradients.
 
-    compression: None: XLA's all-reduce in float32; `Compression`: without residuals.
+    compression: None: XLA's all-reduce of numbers of this dtype; `Compression`: without residuals.
     """
 
     name: str
-    compression: Compression | GradientCompression | None
+    compression: Compression | GradientCompression | None = None
+    dtype: Literal["float32", "float16"] = "float32"
 
 
-FLOAT32, SHORT, BYTES = "float32", "16 bits", "quantize, 8 bits"
+FLOAT32, SHORT, SHORT_STEPS, BYTES = "float32", "16 bits", "16 bits in two steps", "quantize, 8 bits"
 BASELINE = SHORT
 
 EXCHANGES: tuple[Exchange, ...] = (
-    Exchange(name=FLOAT32, compression=None),
-    Exchange(name=SHORT, compression=Compression(bits=16)),
+    Exchange(name=FLOAT32),
+    Exchange(name=SHORT, dtype="float16"),
+    Exchange(name=SHORT_STEPS, compression=Compression(bits=16)),
     Exchange(name=BYTES, compression=GradientCompression(kind="quantize", bits=8)),
     Exchange(name="quantize, 4 bits", compression=GradientCompression(kind="quantize", bits=4)),
     Exchange(name="top-k", compression=GradientCompression(kind="topk", share=SHARE)),
@@ -146,7 +149,7 @@ class DataParallel:
         """Bytes that a host sends in a step."""
         numbers, compression = sum(self.sizes), exchange.compression
         if compression is None:
-            return 2 * (self.hosts - 1) / self.hosts * 4 * numbers
+            return 2 * (self.hosts - 1) / self.hosts * jnp.dtype(exchange.dtype).itemsize * numbers
         if isinstance(compression, Compression):
             return wire_bytes(self.hosts, compression, 1, math.ceil(numbers / COLUMNS), COLUMNS)
         sizes = [sum(self.sizes[at] for at in bucket) for bucket in buckets(self.sizes, compression.bucket)]
@@ -156,7 +159,7 @@ class DataParallel:
         """The program of `REPEATS` exchanges of the same bytes, which computes nothing else, and its arguments."""
         compression = exchange.compression
         if compression is None:
-            return bare_sum(sum(self.sizes), mesh)
+            return bare_sum(sum(self.sizes), mesh, jnp.dtype(exchange.dtype))
         if isinstance(compression, GradientCompression) and gathers_gradients(self.hosts, compression):
             return gathering(self.sent(exchange), mesh)
         return two_steps(self.sent(exchange), mesh)
@@ -183,7 +186,7 @@ def summed(
         return [part.gradient for part in done], [part.residual for part in done]
     flat = jnp.concatenate([gradient.ravel() for gradient in gradients])
     if compression is None:
-        total = jax.lax.psum(flat, DATA)
+        total = jax.lax.psum(flat.astype(exchange.dtype), DATA).astype(flat.dtype)
     else:
         rows = jnp.pad(flat, (0, -flat.size % COLUMNS)).reshape(1, -1, COLUMNS)
         total = CompressedAllReduce(axes=(DATA,), ranks=ranks, compression=compression).sum(rows, None).ravel()

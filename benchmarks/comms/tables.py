@@ -1,4 +1,4 @@
-"""The two tables, of tensor parallelism and of gradients: the names of their rows, ratios, errors, and printing."""
+"""The two tables, of tensor parallelism and of gradients: the names of their rows, gains, and printing."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.comms import gradients, task
+from benchmarks.emulated.entries import Measured, column, grouped, percent_apart
 from benchmarks.emulated.launch import PLACE
+from jhpt.bench.ratios import ratio_unit
 from jhpt.bench.results import print_table
 
 
@@ -21,7 +23,7 @@ class Table:
     @property
     def unit(self) -> str:
         """The unit of ratios."""
-        return f"time of {self.baseline} / the variant"
+        return ratio_unit(self.baseline, "the variant")
 
 
 TENSOR = Table(title="tensor parallelism", kind="", baseline=task.BASELINE)
@@ -30,48 +32,31 @@ TABLES = (TENSOR, GRADIENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """All variants of a table at one rate: measured and predicted seconds of their steps.
-
-    A ratio is the median of the ratios of the rounds, so that it does not depend on how busy the machine is.
-    """
+class Entry(Measured):
+    """All variants of a table at one rate."""
 
     rate: float
     baseline: str
-    samples: Mapping[str, Sequence[float]]
-    predicted: Mapping[str, float]
 
     def __str__(self) -> str:
         return f"{self.rate / 1e6:.0f} Mbit/s"
 
-    def ratio(self, name: str) -> float:
-        """Time of the baseline / time of a variant."""
-        pairs = zip(self.samples[self.baseline], self.samples[name], strict=True)
-        return statistics.median(a / b for a, b in pairs)
-
-    def median(self, name: str) -> float:
-        """Typical seconds."""
-        return statistics.median(self.samples[name])
-
-    def error(self, name: str) -> float:
-        """(predicted - measured) / measured."""
-        return self.predicted[name] / self.median(name) - 1
+    def gain(self, name: str, baseline: str | None = None) -> float:
+        """Seconds of the baseline, by default the table's / seconds of a variant."""
+        return self.ratio(baseline or self.baseline, name)
 
 
 def entries(rows: Iterable[Mapping[str, Any]], table: Table = TENSOR) -> list[Entry]:
     """The entries of a table, from rows of steps."""
-    by_rate: dict[float, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row["row"] == f"{table.kind}step":
-            by_rate.setdefault(row["bits_per_s"], []).append(row)
+    steps = (row for row in rows if row["row"] == f"{table.kind}step")
     return [
         Entry(
             rate=rate,
             baseline=table.baseline,
-            samples={row["variant"]: row["samples_s"] for row in steps},
-            predicted={row["variant"]: row["predicted_s"] for row in steps},
+            samples=column(group, "variant", "samples_s"),
+            predicted=column(group, "variant", "predicted_s"),
         )
-        for rate, steps in by_rate.items()
+        for rate, group in grouped(steps, lambda row: row["bits_per_s"]).items()
     ]
 
 
@@ -83,11 +68,11 @@ def counts(rows: Iterable[Mapping[str, Any]], table: Table = TENSOR) -> list[Map
 def print_entries(rows: Sequence[Mapping[str, Any]], table: Table = TENSOR) -> None:
     """A line for every variant at every rate."""
     counted = {row["variant"]: row for row in counts(rows, table)}
-    columns = ("Mbit/s", "variant", "MB sent", "ms", "quartiles", "predicted", "error", f"{table.baseline} / it")
+    columns = ("Mbit/s", "variant", "MB sent", "ms", "quartiles", "launches apart", "predicted", "error")
     lines = []
     for entry in entries(rows, table):
-        for name, samples in entry.samples.items():
-            low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+        for name in entry.samples:
+            low, _, high = statistics.quantiles(entry.rounds(name), n=4, method="inclusive")
             lines.append(
                 (
                     f"{entry.rate / 1e6:.0f}",
@@ -95,9 +80,11 @@ def print_entries(rows: Sequence[Mapping[str, Any]], table: Table = TENSOR) -> N
                     f"{counted[name]['counted'] / 1e6:.2f}" if name in counted else "",
                     f"{entry.median(name) * 1e3:.0f}",
                     f"{low * 1e3:.0f} - {high * 1e3:.0f}",
-                    f"{entry.predicted[name] * 1e3:.0f}",
+                    percent_apart(entry, name),
+                    f"{statistics.median(entry.predicted[name]) * 1e3:.0f}",
                     f"{100 * entry.error(name):+.0f} %",
-                    f"{entry.ratio(name):.2f}",
+                    f"{entry.gain(name):.2f}",
                 )
             )
-    print_table(f"bench comms: {table.title}, {PLACE}, ms of a step", columns, lines, words=2)
+    title = f"bench comms: {table.title}, {PLACE}, ms of a step"
+    print_table(title, (*columns, f"{table.baseline} / it"), lines, words=2)

@@ -18,11 +18,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from benchmarks.comms import gradients
 from benchmarks.comms.blocks import Blocks, meshes
-from benchmarks.comms.costs import REPEATS, predicted, step_bytes, travel, travel_key
+from benchmarks.comms.costs import REPEATS, predicted, step_bytes, sum_bytes, travel, travel_key
 from benchmarks.comms.gradients import EXCHANGES, DataParallel, Exchange, data_mesh, stepping
 from benchmarks.comms.measured import Seconds, counted_bytes, processor_seconds, ready, work_seconds
-from benchmarks.comms.task import Task, Variant
+from benchmarks.comms.task import BASELINE, Task, Variant
 from benchmarks.emulated.hosts import Hosts
 from benchmarks.emulated.timing import Call, in_turn
 from benchmarks.emulated.worker import take_part
@@ -89,7 +90,17 @@ def tensor_rows(hosts: Hosts[Task], lanes: Sequence[Mesh]) -> list[dict[str, Any
         alone, busy = steady(in_turn(hosts, messages, task.parts_rounds)), processor_seconds(hosts, messages)
         sums = {key: {"seconds": alone[key] / REPEATS, "busy": busy[key] / REPEATS} for key in messages}
         hosts.say(f"sums alone at {rate / 1e6:.0f} Mbit/s")
-        rows += [{"row": "travel", "bits_per_s": rate, "what": key, **parts} for key, parts in sums.items()]
+        rows += [
+            {
+                "row": "travel",
+                "bits_per_s": rate,
+                "what": key,
+                "bytes": sum_bytes(shape, hosts.count, kinds[key]),
+                "baseline": kinds[key].name == BASELINE,
+                **parts,
+            }
+            for key, parts in sums.items()
+        ]
         samples = in_turn(hosts, steps, task.rounds)
         rows += [_step_row(task, variant, rate, samples, work, sums) for variant in ways]
         hosts.say(f"steps at {rate / 1e6:.0f} Mbit/s")
@@ -110,6 +121,7 @@ def _step_row(
         "bits_per_s": rate,
         "variant": variant.name,
         "lanes": variant.lanes,
+        "sample_chunks": variant.sample_chunks,
         "compression": variant.compression.model_dump(mode="json") if variant.compression else None,
         "predicted_s": predicted(task, variant, work[key], sums[key]),
         "samples_s": samples[variant.name],
@@ -147,7 +159,14 @@ def gradient_rows(hosts: Hosts[Task], devices: Sequence[jax.Device]) -> list[dic
         alone = {name: s / REPEATS for name, s in steady(in_turn(hosts, messages, task.parts_rounds)).items()}
         samples = in_turn(hosts, steps, task.rounds)
         rows += [
-            {"row": "gradient travel", "bits_per_s": rate, "what": name, "seconds": seconds}
+            {
+                "row": "gradient travel",
+                "bits_per_s": rate,
+                "what": name,
+                "bytes": model.sent(chosen[name]),
+                "baseline": name == gradients.BASELINE,
+                "seconds": seconds,
+            }
             for name, seconds in alone.items()
         ]
         rows += [

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jhpt.bench.predict import GPU_CASES
+
 LIMIT_S = 560.0
 """Seconds of a stage: many machines end a command after ten minutes."""
 
@@ -78,12 +80,8 @@ STAGES: dict[str, tuple[Part, ...]] = {
             dry=("-m", "jhpt", "profile", "gpt-tiny", "--quick", "--out", "{result}"),
         ),
         *(
-            _bench(f"predict-{preset}", 160, "predict", "--only", case, dry=("predict", "--quick"))
-            for preset, case in (
-                ("gpt2-124m", "gpt2-124m"),
-                ("gpt2-1.5b", "gpt2-1.5b batch_size=8"),
-                ("bert-base", "bert-base"),
-            )
+            _bench(f"predict-{case.preset}", 160, "predict", "--only", str(case), dry=("predict", "--quick"))
+            for case in GPU_CASES
         ),
     ),
     "variants": (_check("variants", 420),),

@@ -1,14 +1,15 @@
 """The benchmark: launches the hosts, prints the table and the claims.
 
 Processes of JAX with Gloo, one for each host of `benchmarks.netlab`, half a core each, at several link speeds.  One
-launch for each model measures these competitors, in turn:
+launch for each model measures these competitors, in turn; `--launches` repeats all launches, each of which measures and
+plans anew:
 
     data parallel          a share of the rows on every host, one all-reduce of all gradients
     data parallel again    the same once more, to show how far two measurements of one plan lie apart (A/A)
     gpipe                  a stage of equally many layers on each host, GPipe's schedule and the number of micro-batches
                            (up to 32) that is predicted to be its best; not for VGG, whose stages would not be alike
     plan                   the planner's plan (space=spmd), from layers and links measured on the hosts before
-    general                where it is predicted to be faster: the planner's plan of space=general, a program per stage
+    general                the planner's plan of space=general: a program for each stage; not with `--quick`
 
 Another launch has hosts with quotas of 1 : 1 : 0.5 : 0.5 (`benchmarks.hybrid.mixed`).
 
@@ -25,9 +26,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from benchmarks.emulated.entries import Measured, column, grouped, numbered, percent_apart
 from benchmarks.emulated.launch import CPU, HOSTS, PLACE, launch
 from benchmarks.hybrid.task import BY_SPEED, CHUNKS, MODELS, Task, run_key
 from benchmarks.netlab import HostError, LabError, why_not
+from jhpt.bench.ratios import ratio_unit, speed_claims
 from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
 from jhpt.core.plan import Plan
 
@@ -48,40 +53,23 @@ MIXED_PLACE = "4 emulated hosts of 0.6, 0.6, 0.3 and 0.3 cores"
 LIMIT_S = 900.0
 """Seconds for one launch; it takes a third of that on two idle cores."""
 
-UNIT = "time of the competitor / the plan"
+LAUNCHES = 2
+"""How often everything is launched, unless an option says otherwise; with `--quick` once."""
 
 AGAIN = "data parallel again"
 BASELINES = ("data parallel", "gpipe")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A model at one rate: measured and predicted seconds of each competitor's steps, and plans.
-
-    A ratio is the median of the ratios of the rounds, so that it does not depend on how busy the machine is.
-    """
+class Entry(Measured):
+    """A model at one rate.  plans: of every competitor, in every launch."""
 
     model: str
     rate: float
-    samples: Mapping[str, Sequence[float]]
-    predicted: Mapping[str, float]
-    plans: Mapping[str, Plan]
+    plans: Mapping[str, Sequence[Plan]]
 
     def __str__(self) -> str:
         return f"{self.model} at {self.rate / 1e6:.0f} Mbit/s"
-
-    def ratio(self, one: str, other: str) -> float:
-        """Time of one competitor / time of the other."""
-        pairs = zip(self.samples[one], self.samples[other], strict=True)
-        return statistics.median(a / b for a, b in pairs)
-
-    def median(self, name: str) -> float:
-        """Typical seconds."""
-        return statistics.median(self.samples[name])
-
-    def error(self, name: str) -> float:
-        """(predicted - measured) / measured."""
-        return self.predicted[name] / self.median(name) - 1
 
     @property
     def mixed(self) -> bool:
@@ -101,31 +89,34 @@ class Entry:
 
     @property
     def spread(self) -> float:
-        """The largest relative difference between competitors that run the same: data parallelism twice, and a plan
-        that equals a baseline."""
+        """The largest relative difference, within a launch, between competitors that run the same: data parallelism
+        twice, and a plan that equals a baseline."""
         pairs = itertools.permutations(self.samples, 2)
-        return max(self.ratio(one, other) - 1 for one, other in pairs if self.alike(one, other))
+        return max(
+            ratio - 1
+            for one, other in pairs
+            for launch, ratio in enumerate(self.ratios(one, other))
+            if self.alike(one, other, launch)
+        )
 
-    def alike(self, one: str, other: str) -> bool:
-        """Whether two competitors run the same."""
-        return run_key(self.plans[one]) == run_key(self.plans[other])
+    def alike(self, one: str, other: str, launch: int) -> bool:
+        """Whether two competitors ran the same in a launch."""
+        return run_key(self.plans[one][launch]) == run_key(self.plans[other][launch])
 
 
 def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
     """The entries of the table, from rows of steps."""
-    by_entry: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row["row"] == "step":
-            by_entry.setdefault((row["model"], row["bits_per_s"]), []).append(row)
+    steps = (row for row in rows if row["row"] == "step")
+    plans = TypeAdapter(list[Plan])
     return [
         Entry(
             model=model,
             rate=rate,
-            samples={row["competitor"]: row["samples_s"] for row in steps},
-            predicted={row["competitor"]: row["predicted_s"] for row in steps},
-            plans={row["competitor"]: Plan.model_validate(row["plan"]) for row in steps},
+            samples=column(group, "competitor", "samples_s"),
+            predicted=column(group, "competitor", "predicted_s"),
+            plans={name: plans.validate_python(each) for name, each in column(group, "competitor", "plan").items()},
         )
-        for (model, rate), steps in by_entry.items()
+        for (model, rate), group in grouped(steps, lambda row: (row["model"], row["bits_per_s"])).items()
     ]
 
 
@@ -133,31 +124,46 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     """The claims that follow from the rows."""
     made, everything = dict[str, Claim](), entries(rows)
     table = [entry for entry in everything if not entry.mixed]
-    for name, other in (("vs_data_parallel_max", "data parallel"), ("vs_gpipe_max", "gpipe")):
-        measured = [entry for entry in table if other in entry.samples]
-        if measured:
-            best = max(measured, key=lambda entry: entry.ratio(other, "plan"))
-            made[name] = Claim(value=best.ratio(other, "plan"), unit=UNIT, setup=f"{best}, {PLACE}")
-    if table:
-        worst = max(table, key=lambda entry: entry.ratio("plan", entry.baseline))
-        made["worst_vs_best_baseline"] = Claim(
-            value=worst.ratio("plan", worst.baseline),
-            unit=f"time of the plan / {worst.baseline}",
-            setup=f"{worst}, the worst of {len(table)}, {PLACE}",
+    for name, other in (("vs_data_parallel", "data parallel"), ("vs_gpipe", "gpipe")):
+        ratios = {str(entry): entry.ratio(other, "plan") for entry in table if other in entry.samples}
+        made |= speed_claims(name, ratios, unit=ratio_unit(other, "the plan"), place=PLACE)
+    ratios = {f"{entry} against {entry.baseline}": entry.ratio(entry.baseline, "plan") for entry in table}
+    made |= speed_claims("vs_best_baseline", ratios, unit=ratio_unit("the faster baseline", "the plan"), place=PLACE)
+    made |= _spread_claims(table) | _error_claims(table) | general_claims(table) | mixed_claims(everything)
+    return made | bubble_claims(rows)
+
+
+def _spread_claims(table: Sequence[Entry]) -> dict[str, Claim]:
+    """How far measurements of the same lie apart: within a launch, and over launches."""
+    if not table:
+        return {}
+    widest = max(table, key=lambda entry: entry.spread)
+    unit = "relative, one competitor against itself"
+    made = {"spread_max": Claim(value=widest.spread, unit=unit, setup=f"within a launch, {widest}, {PLACE}")}
+    apart = {(str(entry), name): entry.apart(name) for entry in table if entry.launches > 1 for name in entry.samples}
+    if apart:
+        entry, name = max(apart, key=apart.__getitem__)
+        setup = f"{table[0].launches} launches, {PLACE}"
+        made["launches_apart_median"] = Claim(
+            value=statistics.median(apart.values()), unit="largest median / smallest - 1", setup=setup
         )
-        widest = max(table, key=lambda entry: entry.spread)
-        made["spread_max"] = Claim(
-            value=widest.spread, unit="relative, one competitor against itself", setup=f"{widest}, {PLACE}"
+        made["launches_apart_max"] = Claim(
+            value=apart[entry, name], unit="largest median / smallest - 1", setup=f"{name}, {entry}, {setup}"
         )
+    return made
+
+
+def _error_claims(table: Sequence[Entry]) -> dict[str, Claim]:
+    made = dict[str, Claim]()
     for name, competitors in (("", (*BASELINES, "plan")), ("_baselines", BASELINES), ("_plan", ("plan",))):
-        errors = [abs(entry.error(one)) for entry in table for one in competitors if one in entry.samples]
-        if errors:
-            made[f"prediction_error{name}_median"] = Claim(
-                value=statistics.median(errors),
-                unit="|predicted - measured| / measured",
-                setup=f"{len(errors)} steps, {PLACE}",
+        errors = [
+            abs(error) for entry in table for one in competitors if one in entry.samples for error in entry.errors(one)
+        ]
+        for statistic, value in (("median", statistics.median), ("max", max)) if errors else ():
+            made[f"prediction_error{name}_{statistic}"] = Claim(
+                value=value(errors), unit="|predicted - measured| / measured", setup=f"{len(errors)} steps, {PLACE}"
             )
-    return made | general_claims(table) | mixed_claims(everything) | bubble_claims(rows)
+    return made
 
 
 def general_claims(table: Sequence[Entry]) -> dict[str, Claim]:
@@ -176,9 +182,9 @@ def general_claims(table: Sequence[Entry]) -> dict[str, Claim]:
         )
     if found:
         made["prediction_error_general_median"] = Claim(
-            value=statistics.median(abs(entry.error("general")) for entry in found),
+            value=statistics.median(abs(error) for entry in found for error in entry.errors("general")),
             unit="|predicted - measured| / measured",
-            setup=f"{len(found)} steps, {PLACE}",
+            setup=f"{sum(entry.launches for entry in found)} steps, {PLACE}",
         )
     return made
 
@@ -189,7 +195,7 @@ def mixed_claims(table: Sequence[Entry]) -> dict[str, Claim]:
     if not found:
         return {}
     least = min(found, key=lambda entry: entry.ratio(entry.baseline, BY_SPEED))
-    furthest = max(found, key=lambda entry: abs(entry.error(BY_SPEED)))
+    furthest = max(found, key=lambda entry: max(map(abs, entry.errors(BY_SPEED))))
     return {
         "mixed_gain": Claim(
             value=least.ratio(least.baseline, BY_SPEED),
@@ -197,7 +203,7 @@ def mixed_claims(table: Sequence[Entry]) -> dict[str, Claim]:
             setup=f"{least}, the least of {len(found)}, {MIXED_PLACE}",
         ),
         "mixed_prediction_error": Claim(
-            value=abs(furthest.error(BY_SPEED)),
+            value=max(map(abs, furthest.errors(BY_SPEED))),
             unit="|predicted - measured| / measured",
             setup=f"{furthest}, the largest of {len(found)}, {MIXED_PLACE}",
         ),
@@ -206,16 +212,16 @@ def mixed_claims(table: Sequence[Entry]) -> dict[str, Claim]:
 
 def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
     """Idle shares of the pipelines, and the smallest possible ones: (S-1) / (vM + S-1), with v chunks per stage."""
-    steps = {row["competitor"]: row for row in rows if row["row"] == "bubble"}
-    if not steps:
+    bubbles = grouped((row for row in rows if row["row"] == "bubble"), lambda row: row["competitor"])
+    if not bubbles:
         return {}
-    stages, pieces = steps["1f1b"]["stages"], steps["1f1b"]["micro_batches"]
+    stages, pieces = bubbles["1f1b"][0]["stages"], bubbles["1f1b"][0]["micro_batches"]
+    steps = {name: [seconds for row in launches for seconds in row["samples_s"]] for name, launches in bubbles.items()}
     setup = f"{stages} stages, {pieces} micro-batches, links without a limit, {PLACE}"
     idle = {
-        name: statistics.median(
-            1 - work / step for work, step in zip(steps["alone"]["samples_s"], steps[name]["samples_s"], strict=True)
-        )
+        name: statistics.median(1 - work / step for work, step in zip(steps["alone"], steps[name], strict=True))
         for name in ("1f1b", "eager-1f1b", "interleaved")
+        if name in steps
     }
     for name, chunks in (("1f1b", 1), ("interleaved", CHUNKS)):
         idle[f"{name}_ideal"] = (stages - 1) / (chunks * pieces + stages - 1)
@@ -227,20 +233,32 @@ def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
 
 def print_entries(table: Sequence[Entry]) -> None:
     """A line for every competitor."""
-    columns = ("model", "Mbit/s", "competitor", "plan", "ms", "quartiles", "predicted", "error", "time / plan")
+    columns = (
+        "model",
+        "Mbit/s",
+        "competitor",
+        "plan",
+        "ms",
+        "quartiles",
+        "launches apart",
+        "predicted",
+        "error",
+        "it / plan",
+    )
     lines = []
     for entry in table:
-        for name, samples in entry.samples.items():
-            low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+        for name in entry.samples:
+            low, _, high = statistics.quantiles(entry.rounds(name), n=4, method="inclusive")
             lines.append(
                 (
                     entry.model,
                     f"{entry.rate / 1e6:.0f}",
                     name,
-                    in_words(entry.plans[name]),
+                    "; ".join(dict.fromkeys(in_words(plan) for plan in entry.plans[name])),
                     f"{entry.median(name) * 1e3:.0f}",
                     f"{low * 1e3:.0f} - {high * 1e3:.0f}",
-                    f"{entry.predicted[name] * 1e3:.0f}",
+                    percent_apart(entry, name),
+                    f"{statistics.median(entry.predicted[name]) * 1e3:.0f}",
                     f"{100 * entry.error(name):+.0f} %",
                     f"{entry.ratio(name, entry.planned):.2f}",
                 )
@@ -280,27 +298,28 @@ def measure(
     return launch("benchmarks.hybrid.worker", task, cpu=cpu, shares=shares, limit_s=LIMIT_S)
 
 
-def run(*, quick: bool, json_path: str | None) -> int:
-    """Runs the benchmark; returns the exit status."""
+def run(*, quick: bool, json_path: str | None, launches: int | None = None) -> int:
+    """Runs the benchmark; returns the exit status.  launches: how often; None: `LAUNCHES`, with quick once."""
     if json_path:
         check_writable(json_path)
     if reason := why_not():
         print(f"jhpt bench hybrid: {reason}", file=sys.stderr)
         return 3
     rates = RATES[1:2] if quick else RATES
-    launches = {"mlp, the bubble": partial(measure, ("mlp",), bubble=True, rates=rates)}
+    groups = {"mlp, the bubble": partial(measure, ("mlp",), bubble=True, rates=rates)}
     if not quick:
-        launches = {"the bubble": partial(measure, (), bubble=True, rates=rates)}
+        groups = {"the bubble": partial(measure, (), bubble=True, rates=rates)}
         for model in MODELS:
-            launches[model] = partial(measure, (model,), bubble=False, rates=RATES_OF.get(model, rates))
-        name = f"{MIXED} on mixed hosts"
-        launches[name] = partial(measure, (MIXED,), bubble=False, rates=MIXED_RATES, mixed=True)
+            groups[model] = partial(measure, (model,), bubble=False, rates=RATES_OF.get(model, rates))
+        hosts = f"{MIXED} on mixed hosts"
+        groups[hosts] = partial(measure, (MIXED,), bubble=False, rates=MIXED_RATES, mixed=True)
+    launches = launches or (1 if quick else LAUNCHES)
     rows: list[dict[str, Any]] = []
     failure = None
-    for name, launched in launches.items():
-        print(f"measuring {name}", file=sys.stderr)
+    for number, (what, measured) in itertools.product(range(launches), groups.items()):
+        print(f"launch {number + 1} of {launches}: measuring {what}", file=sys.stderr)
         try:
-            rows += launched(quick=quick)
+            rows += numbered(measured(quick=quick), number)
         except (HostError, LabError, OSError) as error:
             failure = f"{error}"
             print(f"jhpt bench hybrid: {error}", file=sys.stderr)
@@ -309,6 +328,13 @@ def run(*, quick: bool, json_path: str | None) -> int:
     made = claims(rows)
     print_claims(made)
     if json_path:
-        settings = {"quick": quick, "hosts": HOSTS, "cpu": CPU, "bits_per_s": list(rates), "failure": failure}
+        settings = {
+            "quick": quick,
+            "launches": launches,
+            "hosts": HOSTS,
+            "cpu": CPU,
+            "bits_per_s": list(rates),
+            "failure": failure,
+        }
         write_json(json_path, "hybrid", settings, rows, made, device=False)
     return 1 if failure else 0

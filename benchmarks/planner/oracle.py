@@ -221,7 +221,11 @@ class _Pricer:
         if self.space == "spmd":
             parameters = self.model.kinds[self.model.index[tied]].tied_parameters / t
             copy = parameters * stored_bytes(self.model, strategy, devices // t, sent=False, slot=True)
-        return float(costs.tied[tied]), copy if tied in degree else 0.0
+        if tied not in degree:
+            return float(costs.tied[tied]), 0.0
+        numbers = self.model.kinds[self.model.index[tied]].tied_parameters / t
+        shares = devices // t if strategy.zero else 1
+        return float(costs.tied[tied]) + numbers / shares * self.model.profile.update_seconds, copy
 
     def _row_cuts(self, stages: tuple[StageDraft, ...], strategy: LayerStrategy) -> list[float]:
         """Seconds of the transfers between virtual stages, in order."""

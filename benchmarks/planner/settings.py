@@ -69,6 +69,7 @@ class Settings:
     layers: tuple[int, int] = (3, 8)
     devices: tuple[int, int] = (2, 6)
     plans: int = 6000
+    played: int = 6000
     pipelines: int = 500
     stages: int = 8
     repeats: int = 5
@@ -84,6 +85,7 @@ class Settings:
 QUICK = Settings(
     instances=120,
     plans=4000,
+    played=400,
     pipelines=40,
     stages=4,
     repeats=1,

@@ -4,8 +4,10 @@ import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 from benchmarks.planner.settings import BATCHES, Settings, in_parallel, planned_seconds
+from jhpt.bench.ratios import ratio_unit, speed_claims, times_as_fast
 from jhpt.bench.results import Claim, print_table
 from jhpt.core.catalogue import cluster_named
 from jhpt.core.cluster import Device
@@ -47,6 +49,16 @@ class WorthRow:
     others: Mapping[str, Alternative]
     search_s: float
 
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Self:
+        """A row of a file; ratios are computed again."""
+        ours = row["seconds"]
+        others = {
+            name: Alternative(seconds=one["seconds"], ratio=_ratio_of(one["seconds"], ours), reason=one["reason"])
+            for name, one in row["others"].items()
+        }
+        return cls(**{**row, "others": others})
+
     @property
     def best(self) -> float | None:
         """Seconds of the fastest baseline / the plan's."""
@@ -82,28 +94,31 @@ def worth(settings: Settings) -> tuple[list[WorthRow], dict[str, Claim]]:
         for row in rows
     ]
     columns = ("model x batch, cluster", "space", "plan", "seconds", *SHORT.values(), "best", "gap")
-    print_table("the plan, and seconds of each baseline / seconds of the plan", columns, lines, words=3)
-    return rows, _worth_claims(rows)
+    print_table(f"the plan, and {_unit('each baseline')}", columns, lines, words=3)
+    return rows, worth_claims(rows)
 
 
-def _worth_claims(rows: list[WorthRow]) -> dict[str, Claim]:
-    unit = "predicted seconds of the baseline / of the plan"
-    claims = {}
-    for claim, name in (("vs_data_parallel_max", "data parallel"), ("vs_gpipe_max", "gpipe, equal layers")):
-        ratios = [(alternative.ratio, row) for row in rows if (alternative := row.others[name]).ratio is not None]
-        if ratios:
-            value, row = max(ratios, key=lambda pair: pair[0] or 0.0)
-            claims[claim] = Claim(value=value or 0.0, unit=unit, setup=_setup(row, name))
-    ratios = [(row.best, row) for row in rows if row.best is not None]
-    if ratios:
-        value, row = min(ratios, key=lambda pair: pair[0] or 0.0)
-        setup = f"least of {len(ratios)} entries: {_setup(row, 'the best baseline')}"
-        claims["worst_vs_best_baseline"] = Claim(value=value or 0.0, unit=unit, setup=setup)
-    return claims
+def worth_claims(rows: list[WorthRow]) -> dict[str, Claim]:
+    """How much faster plans are than every baseline, and than the best one of each entry."""
+    claims = dict[str, Claim]()
+    for claim, name in (("vs_data_parallel", "data parallel"), ("vs_gpipe", "gpipe, equal layers")):
+        ratios = {_setup(row): ratio for row in rows if (ratio := row.others[name].ratio) is not None}
+        claims |= speed_claims(claim, ratios, unit=_unit(name), place=f"against {name}")
+    ratios = {_setup(row): row.best for row in rows if row.best is not None}
+    return claims | speed_claims("vs_best_baseline", ratios, unit=_unit("the best baseline"), place="every baseline")
 
 
-def _setup(row: WorthRow, baseline: str) -> str:
-    return f"{row.model}, batch {row.batch}, on {row.cluster}, space {row.space}, {row.plan}, against {baseline}"
+def _unit(baseline: str) -> str:
+    return ratio_unit(baseline, "the plan", kind="predicted")
+
+
+def _setup(row: WorthRow) -> str:
+    return f"{row.model}, batch {row.batch}, on {row.cluster}, space {row.space}, {row.plan}"
+
+
+def _ratio_of(baseline: float | None, plan: float | None) -> float | None:
+    """None if either does not fit."""
+    return times_as_fast([baseline], [plan]) if baseline and plan else None
 
 
 def _ratio(ratio: float | None) -> str:
@@ -128,7 +143,7 @@ def weigh(task: tuple[str, str, Space]) -> WorthRow:
     others = {
         alternative.name: Alternative(
             seconds=alternative.seconds,
-            ratio=alternative.seconds / seconds if alternative.seconds and seconds else None,
+            ratio=_ratio_of(alternative.seconds, seconds),
             reason=alternative.reason,
         )
         for alternative in baselines(wanted, CostModel(profile, cluster), space)

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jhpt.bench.ratios import ratio_unit, speed_claim, times_as_fast
 from jhpt.bench.results import Claim, Report, chosen, print_claims, print_table
 from jhpt.compiled.deviceless import compile_only_devices, compiled_for
 from jhpt.core.cluster_file import find_cluster
@@ -111,13 +112,15 @@ def claims(rows: list[dict[str, Any]]) -> dict[str, Claim]:
         if row["competitor"] != "mosaic":
             continue
         others = [o for o in rows if (o["operation"], o["spec"]) == (row["operation"], row["spec"]) and o is not row]
-        name = f"{row['operation']}[{row['spec']}]"
         if row["operation"] in BANDWIDTH_BOUND:
-            made[name] = Claim(value=_rate(row) / copy, unit="of the copy's bandwidth", setup=row["spec"])
+            made[f"{row['operation']}[{row['spec']}]"] = Claim(
+                value=_rate(row) / copy, unit="of the copy's bandwidth", setup=row["spec"]
+            )
         else:
             best = min(others, key=_median)
-            unit = f"time of {best['competitor']} / the kernel"
-            made[name] = Claim(value=_median(best) / _median(row), unit=unit, setup=row["spec"])
+            ratio = times_as_fast(best["samples_s"], row["samples_s"])
+            unit = ratio_unit(best["competitor"], "the kernel")
+            made[f"{row['operation']}_vs_best[{row['spec']}]"] = speed_claim(ratio, unit=unit, setup=row["spec"])
     return made
 
 

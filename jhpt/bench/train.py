@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jhpt.bench import minimal
+from jhpt.bench.ratios import ratio_unit, speed_claim, times_as_fast
 from jhpt.bench.results import Claim, Report, Row, chosen, print_claims, print_rows
 from jhpt.core.families.bert import BERTConfig
 from jhpt.core.families.gpt import GPTConfig
@@ -187,20 +188,29 @@ def _rows(setup: Setup, preset: str, steps: int, samples: dict[str, list[float]]
 
 
 def _claims(setup: Setup, preset: str, steps: int, samples: dict[str, list[float]]) -> dict[str, Claim]:
-    """Claims of a preset.  A ratio is the median of the ratios of the rounds, so that drift of the machine cancels if
-    trials run in turn."""
+    """Claims of a preset, against every competitor that was measured."""
     if "jhpt" not in samples:
         return {}
     tokens, place = _tokens(setup, steps), f"{preset} on {setup.device.kind}, batch {setup.config.data.batch_size}"
     rate = tokens / spread(samples["jhpt"])[0]
     claims = {"tokens_per_s": Claim(value=rate, unit="tokens/s", setup=place)}
-    if "minimal" in samples:
-        ratios = [ours / theirs for ours, theirs in zip(samples["jhpt"], samples["minimal"], strict=True)]
-        claims["framework_ratio"] = Claim(value=spread(ratios)[0], unit="time of jhpt / minimal loop", setup=place)
+    claims |= ratio_claims(samples, place)
     if setup.device.peak_bf16_flops:
         mfu = rate * training_flops_per_token(setup) / setup.device.peak_bf16_flops
         claims["mfu"] = Claim(value=mfu, unit="of peak bf16, causal convention", setup=place)
     return claims
+
+
+def ratio_claims(samples: dict[str, list[float]], place: str) -> dict[str, Claim]:
+    """How much faster jhpt is than every competitor that was measured.  samples: seconds of the rounds."""
+    words = {"minimal": "the minimal loop", "torch": "PyTorch"}
+    return {
+        f"vs_{name}": speed_claim(
+            times_as_fast(samples[name], samples["jhpt"]), unit=ratio_unit(words[name], "jhpt"), setup=place
+        )
+        for name in words
+        if name in samples
+    }
 
 
 if __name__ == "__main__":

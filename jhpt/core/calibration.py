@@ -19,14 +19,12 @@ Ethernet as InfiniBand.
 """
 
 import functools
-import importlib.resources
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from jhpt.core.framework import Framework
+from jhpt.core.text_files import data_of_package
 
 NEAREST = {7: "volta", 8: "ampere", 9: "hopper", 10: "hopper", 12: "hopper"}
 """Architecture whose figures count, by major compute capability: Ada as Ampere, Blackwell as Hopper."""
@@ -145,6 +143,4 @@ def ours() -> Framework:
 
 @functools.cache
 def _data() -> dict[str, Any]:
-    text = importlib.resources.files("jhpt.core").joinpath("calibration.yaml").read_text(encoding="utf-8")
-    tree: dict[str, Any] = yaml.safe_load(text)
-    return tree
+    return data_of_package("calibration.yaml")

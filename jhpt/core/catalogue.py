@@ -14,18 +14,16 @@ vendors' nominal ones; NVLink and PCIe rates are the smaller ones that NCCL assu
 """
 
 import functools
-import importlib.resources
 import re
 import statistics
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from jhpt.core.calibration import LAUNCH, MEMORY_SHARE, POWER, Figures, architecture, figures
 from jhpt.core.cluster import Cluster, Curve, Device, Link, Node
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean
+from jhpt.core.text_files import data_of_package
 
 NODE_DEVICES = 8
 """Devices of the vendors' nodes that `host_memory` holds for."""
@@ -279,9 +277,7 @@ def _by_driver(name: str) -> dict[str, Any]:
 @functools.cache
 def _data() -> dict[str, Any]:
     """The catalogue, read at the first use: most runs need none of it."""
-    text = importlib.resources.files("jhpt.core").joinpath("catalogue.yaml").read_text(encoding="utf-8")
-    tree: dict[str, Any] = yaml.safe_load(text)
-    return tree
+    return data_of_package("catalogue.yaml")
 
 
 def _kind(kind: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from jhpt.planner.api import RESERVE, capped
 from tests.covers import quick_and_exhaustive
 
 DEVICE, HOST = 24 * 2**30, 110 * 2**30
+LOW_PRECISION = {"weights": "bfloat16_stochastic", "moments": "int8"}
 
 
 @pytest.fixture(scope="module", params=quick_and_exhaustive(["extreme widths", "all widths"], ["extreme widths"]))
@@ -40,6 +41,13 @@ def test_the_leaner_of_both(widths):
     (own,), (stage,) = without.estimate.stages, offloaded.estimate.stages
     assert own.total_bytes + 14 * without.config.model.parameter_count().per_layer > (1 - RESERVE) * DEVICE
     assert stage.total_host_bytes + 12 * offloaded.config.model.parameter_count().per_layer > HOST
+
+
+def test_low_precision_state_holds_more(widths):
+    """Of all ways without the host it is the leanest, so it is what offload is compared with."""
+    cluster = capped(find_cluster("h100x1x1"), DEVICE, HOST)
+    leanest = largest_trainable(cluster, (None,), zero=3, optimizer=LOW_PRECISION)
+    assert leanest.parameters == pytest.approx(2.86e9, rel=2e-3)
 
 
 def test_five_times_the_parameters(found):

@@ -44,6 +44,7 @@ def test_why_a_process_failed(tiny, corpus):
 def test_errors_are_relative():
     footprint = Footprint(
         model="any",
+        held_out=False,
         parameters=1,
         budget=10,
         batch=1,

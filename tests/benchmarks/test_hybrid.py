@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.emulated.entries import numbered
 from benchmarks.emulated.launch import rows_of
 from benchmarks.hybrid import run as hybrid
 from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
@@ -15,7 +16,7 @@ from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
 from benchmarks.hybrid.task import MODELS, Task
-from benchmarks.netlab import Lab, why_not
+from benchmarks.netlab import Lab, LabError, why_not
 from jhpt.core.calibration import order_error
 from jhpt.core.cluster import Link
 from jhpt.core.plan import runs_of
@@ -77,14 +78,73 @@ def test_claims_are_medians_of_ratios_round_by_round():
     claims = hybrid.claims(ROWS)
     assert claims["vs_data_parallel_max"].value == pytest.approx(2.0)  # although the second round was slow
     assert claims["vs_data_parallel_max"].setup.startswith("vgg at 100 Mbit/s")
-    assert claims["vs_gpipe_max"].value == pytest.approx(3.0 / 1.02)
-    assert claims["worst_vs_best_baseline"].value == pytest.approx(1.02)
+    assert claims["vs_gpipe_max"].value == claims["worst_vs_gpipe"].value == pytest.approx(3.0 / 1.02)
+    assert claims["vs_data_parallel_geomean"].value == pytest.approx((2.0 / 1.02) ** 0.5)
+    assert claims["worst_vs_best_baseline"].value == pytest.approx(1 / 1.02)
+    assert claims["worst_vs_best_baseline"].setup.startswith("gpt at 500 Mbit/s against data parallel")
     assert claims["spread_max"].value == pytest.approx(0.05)
     # vgg: 2.0 / 2.2, 1.21 / 1.1; gpt: 1.2, 1, 1; data parallelism counts once
     baselines, plans = [0.2 / 2.2, 0.2, 0.0], [0.1, 0.0]
     assert claims["prediction_error_median"].value == pytest.approx(statistics.median(baselines + plans))
     assert claims["prediction_error_baselines_median"].value == pytest.approx(statistics.median(baselines))
     assert claims["prediction_error_plan_median"].value == pytest.approx(0.05)
+    assert claims["prediction_error_plan_max"].value == pytest.approx(0.1)
+    assert not [name for name in claims if "apart" in name], "there was one launch"
+
+
+def test_the_baseline_is_the_faster_one():
+    """Of both baselines, and not the first, the last or the slower one."""
+    for fast, slow in (("data parallel", "gpipe"), ("gpipe", "data parallel")):
+        for order in ((fast, slow), (slow, fast)):
+            seconds = {fast: 0.9, slow: 1.8, "plan": 0.6}
+            rows = [step_row("gpt", 1e8, name, [seconds[name]] * 3, 1.0) for name in (*order, "plan")]
+            (entry,) = hybrid.entries([*rows, step_row("gpt", 1e8, "data parallel again", [0.1] * 3, 1.0)])
+            assert entry.baseline == fast
+            assert entry.ratio(entry.baseline, "plan") == pytest.approx(1.5)
+
+
+def launched(rows: list[dict], launch: int, slower: float) -> list[dict]:
+    steps = [{**row, "samples_s": [slower * seconds for seconds in row["samples_s"]]} for row in rows]
+    return numbered(steps, launch)
+
+
+def test_claims_are_over_launches():
+    """A second launch in which everything takes 1.2 times as long changes no ratio, and one in which only the plan does
+    counts in every ratio."""
+    once = hybrid.claims(ROWS)
+    twice = hybrid.claims(launched(ROWS, 0, 1.0) + launched(ROWS, 1, 1.2))
+    for name in once:
+        if "vs_" in name or "spread" in name or "bubble" in name:
+            assert twice[name].value == pytest.approx(once[name].value), name
+    assert twice["launches_apart_max"].value == twice["launches_apart_median"].value == pytest.approx(0.2)
+    assert twice["prediction_error_median"].setup.startswith("10 steps")
+
+    plans = [row for row in ROWS if row.get("competitor") == "plan"]
+    others = [row for row in ROWS if row.get("competitor") != "plan"]
+    rows = launched(plans, 1, 1.21) + launched(others, 1, 1.0) + launched(ROWS, 0, 1.0)
+    assert hybrid.claims(rows)["vs_data_parallel_max"].value == pytest.approx(2.0 / 1.1)
+
+
+def test_every_launch_measures_everything(monkeypatch):
+    """Rows carry the number of their launch; a launch that fails ends the benchmark, and what came before is kept."""
+    asked, written = [], {}
+
+    def measured(models, *, bubble, rates, quick, mixed=False):
+        asked.append((models, bubble, mixed))
+        if len(asked) == 8:
+            raise LabError("host 2 is gone")
+        return [step_row(model, rate, "plan", [1.0, 1.0], 1.0) for model in models for rate in rates]
+
+    monkeypatch.setattr(hybrid, "why_not", lambda: None)
+    monkeypatch.setattr(hybrid, "measure", measured)
+    monkeypatch.setattr(hybrid, "claims", lambda rows: {})
+    monkeypatch.setattr(hybrid, "check_writable", lambda path: None)
+    monkeypatch.setattr(hybrid, "write_json", lambda *given, **_: written.update(settings=given[2], rows=given[3]))
+    assert hybrid.run(quick=False, json_path="file", launches=3) == 1
+    equal = [((), True, False), *(((model,), False, False) for model in MODELS)]
+    assert asked[:6] == [*equal, (("gpt",), False, True)] and asked[6:] == asked[:2]
+    assert [row["launch"] for row in written["rows"]] == [0] * (4 * 3 + 1 + 2)
+    assert (written["settings"]["launches"], written["settings"]["failure"]) == (3, "host 2 is gone")
 
 
 def test_spread_is_that_of_all_that_run_the_same():
@@ -335,5 +395,5 @@ def test_small_run_on_two_hosts(tmp_path):
         rows = rows_of(lab, task, ["-c", SMALL], devices=1, limit_s=240)
     (entry,) = hybrid.entries(rows)
     assert list(entry.samples)[:4] == ["data parallel", "data parallel again", "gpipe", "plan"]
-    assert all(len(samples) == 2 and min(samples) > 0 for samples in entry.samples.values())
+    assert all(len(samples) == 2 and min(samples) > 0 for (samples,) in entry.samples.values())
     assert {row["row"] for row in rows} == {"link", "quota", "dispatch", "layer", "step", "update"}

@@ -20,18 +20,20 @@ from tests.covers import quick_and_exhaustive
 
 PLANS = {"spmd": spmd_plans, "general": general_plans}
 
+BASELINES = ("data_parallel", "gpipe", "best_baseline")
+
 CLAIMS = {
     "brute_force_instances",
     "brute_force_mismatches",
+    "events_exact_mismatches",
+    "events_error_median",
     "simulator_error_max",
     "general_128x64_seconds",
     "spmd_128x4096_seconds",
     "spmd_96x10000_seconds",
     "growth_layers",
     "growth_devices",
-    "vs_data_parallel_max",
-    "vs_gpipe_max",
-    "worst_vs_best_baseline",
+    *(form.format(f"vs_{name}") for form in ("{}_max", "{}_geomean", "worst_{}") for name in BASELINES),
 }
 
 
@@ -45,6 +47,7 @@ TINY = dataclasses.replace(
     layers=(2, 3),
     devices=(2, 3),
     plans=400,
+    played=40,
     pipelines=6,
     headlines=tuple(map(small, HEADLINES)),
     growth={name: tuple(map(small, cases)) for name, cases in GROWTH.items()},
@@ -69,6 +72,7 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
     assert all(row["samples_s"] and row["gap"] >= 0 for row in report["rows"] if row["part"] == "speed")
     value = {name: claim["value"] for name, claim in report["claims"].items()}
     assert value["brute_force_instances"] == 8
+    assert value["events_exact_mismatches"] == 0
     assert value["simulator_error_max"] < 1e-9
     assert value["worst_vs_best_baseline"] >= 1 - 1e-9
     assert "vs_gpipe_max" in capsys.readouterr().out

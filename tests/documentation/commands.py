@@ -94,6 +94,7 @@ RUN = {
     "jhpt bench": "--help",
     "jhpt launch": "--help",
     "jhpt bench predict --published runs.csv": "",
+    "python -m benchmarks.reported FILE": "--help",
     "python -m benchmarks.planner.dimensions": "--models gnmt --clusters a100x8x4-200gib",
     "python benchmarks/calibration/fit.py --help": "",
     "python benchmarks/hand_made_bugs/run.py --help": "",

@@ -40,6 +40,7 @@ def test_the_plan_for_a_model_larger_than_the_device():
 LARGEST = {
     "without": ((None,), {}),
     "without, rounded where used": ((None,), {"zero": 3}),
+    "with moments alone": (("optimizer",), {}),
     "with": (("both",), {}),
     "with, updated in backward": (("both",), {"update_in_backward": True}),
 }
@@ -55,3 +56,14 @@ def test_the_largest_models(name):
     assert device == pytest.approx(stage.total_bytes, rel=0.05)
     assert host == pytest.approx(stage.total_host_bytes, rel=1e-3) and host <= HOST
     assert kinds == (None,) or device < DEVICE
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("weights", ["float32", "bfloat16_stochastic"])
+def test_the_largest_models_of_low_precision_state(weights):
+    """They fit; XLA needs 9 to 10 % less than said."""
+    settings = {"zero": 3, "optimizer": {"weights": weights, "moments": "int8"}}
+    largest = largest_trainable(capped(find_cluster("h100x1x1"), DEVICE, HOST), (None,), **settings)
+    device, _ = compiled(largest.config, largest.plan)
+    (stage,) = largest.estimate.stages
+    assert 0.89 * stage.total_bytes < device <= stage.total_bytes

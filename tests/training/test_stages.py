@@ -55,6 +55,26 @@ def test_losses_norms_and_evaluations_are_those_of_one_device(runs):
     assert losses(stages.run_dir, "grad_norm") == pytest.approx(losses(one.run_dir, "grad_norm"), rel=1e-4)
 
 
+OPTIONS = {
+    "recomputation": ({}, {"recompute": True}),
+    "adafactor": ({"optimizer.name": "adafactor"}, {}),
+    "muon": ({"optimizer.name": "muon"}, {}),
+    "lion": ({"optimizer.name": "lion"}, {}),
+    "8-bit moments": ({"optimizer.moments": "int8"}, {}),
+}
+"""By what is set: changes of the configuration and of the plan."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OPTIONS)
+def test_under_other_settings_losses_are_those_of_one_device(corpus, tmp_path, name):
+    changes, of_plan = OPTIONS[name]
+    settings = tiny_overrides(corpus) | SETTINGS | changes
+    one = jhpt.train("gpt-tiny", out=tmp_path / "one", overrides=settings | {"parallel.data": 1})
+    stages = jhpt.train("gpt-tiny", out=tmp_path / "stages", overrides=settings, plan=PLAN.model_copy(update=of_plan))
+    assert stages.losses == pytest.approx(one.losses, rel=1e-4)
+
+
 def resumed(whole, run_dir, **changes):
     """The last two of the four steps once more."""
     shutil.copytree(whole.run_dir, run_dir)

@@ -3,12 +3,14 @@
 Each width of Brown et al. 2020 (arXiv 2005.14165, table 2.1) is made as deep as the planner still finds a plan for, and
 the model with the most parameters wins.  Without CPU offload a parameter takes 18 bytes of a device: float32 weight and
 moments, gradient, and the weight in 16 bits.  It takes 14 bytes where weights are rounded when they are used (ZeRO-3 on
-one data rank) and the gradients of a single micro-batch stay in 16 bits.  With CPU offload it takes 16 bytes of the
-host, or 12 where gradients are consumed in the backward pass.
+one data rank) and the gradients of a single micro-batch stay in 16 bits, and fewer where weights or moments are stored
+in low precision.  With CPU offload it takes 16 bytes of the host, or 12 where gradients are consumed in the backward
+pass.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from jhpt.core.cluster import Cluster
@@ -49,6 +51,7 @@ def largest_trainable(
     *,
     zero: Zero = 0,
     update_in_backward: bool = False,
+    optimizer: Mapping[str, str] = MappingProxyType({}),
     batch: int = 8,
     tokens: int = 1024,
 ) -> Largest | None:
@@ -59,10 +62,12 @@ def largest_trainable(
       offload: what may be offloaded to the host; (None,): nothing.
       zero: ZeRO level of plans without offload.
       update_in_backward: blocks are updated in the backward pass; gradients are clipped by the previous step's norm.
+      optimizer: settings of the section optimizer.
       batch, tokens: samples per step, and tokens per sample.
     """
     settings: dict[str, Any] = {"data.sequence_length": tokens, "model.max_length": tokens, "data.batch_size": batch}
     settings |= {"optimizer.clip": "previous"} if update_in_backward else {}
+    settings |= {f"optimizer.{name}": value for name, value in optimizer.items()}
     search_request = request(
         batch, offload=offload, zero=(zero if None in offload else 0,), update_in_backward=update_in_backward
     )

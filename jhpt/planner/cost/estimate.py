@@ -226,7 +226,7 @@ def slot_of(plan: Plan, position: int, model: CostModel) -> Slot:
 def _tied(stage: Stage, place: Place, strategy: LayerStrategy, model: CostModel) -> tuple[float, float]:
     """(seconds, bytes) for a parameter that the first layer shares with a layer of another stage.
 
-    Both stages take part in the sum of its gradient; the stage of the other layer holds the copy.
+    Both stages take part in the sum of its gradient; the stage of the other layer holds the copy and updates it.
     """
     tied = model.tied_layer
     if tied is None:
@@ -235,7 +235,9 @@ def _tied(stage: Stage, place: Place, strategy: LayerStrategy, model: CostModel)
     if (0 in held) == (tied in held):
         return 0.0, 0.0
     costs = model.layer_costs(place, held.get(tied, held.get(0, 1)), strategy)
-    return float(costs.tied[tied]), float(costs.tied_bytes[tied]) if tied in held else 0.0
+    if tied not in held:
+        return float(costs.tied[tied]), 0.0
+    return float(costs.tied[tied] + costs.tied_update[tied]), float(costs.tied_bytes[tied])
 
 
 def _cuts(plan: Plan, model: CostModel) -> Array:

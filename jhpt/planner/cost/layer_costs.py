@@ -253,6 +253,7 @@ class KindCosts:
             "gradients_in_update": in_update,
             "gathered": gathered,
             "tied": np.where(tied > 0, exchange + tied_reduction + tied_coding, 0.0),
+            "tied_update": tied * basis.update_seconds(zero, self.data, place),
         }
 
     def _bytes(self) -> dict[str, Array]:

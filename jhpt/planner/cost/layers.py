@@ -164,6 +164,8 @@ class LayerCosts:
     """Additional backward seconds of a layer whose successor has a different number of chunks, or none."""
     tied: Array
     """Seconds to sum a shared parameter's gradient over the first and the last stage, if these are different."""
+    tied_update: Array
+    """Seconds to update the second copy of a shared parameter."""
     tied_bytes: Array
     """Bytes of the second copy of a shared parameter."""
 

@@ -209,6 +209,7 @@ def in_pipeline(costs: LayerCosts, last: float) -> LayerCosts:
         activations=_without(costs.activations, EMBEDDING_AND_HEAD),
         working=working,
         tied=_without(costs.tied, [-1]),
+        tied_update=_without(costs.tied_update, [-1]),
         tied_bytes=_without(costs.tied_bytes, [-1]),
         **{name: _without(getattr(costs, name), EMBEDDING_AND_HEAD) for name in once},
     )

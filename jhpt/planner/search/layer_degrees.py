@@ -236,7 +236,7 @@ def _add_ends(start: Array, layer: int, t: int, costs: LayerCosts, question: Que
     last, tied = model.num_layers - 1, model.tied_layer
     if tied is not None and layer == tied and question.first > 0:
         start[:, SAVED] += costs.tied_bytes[tied]
-        start[:, UPDATE] += costs.tied[tied]
+        start[:, UPDATE] += costs.tied[tied] + costs.tied_update[tied]
     if tied is not None and layer == 0 and question.stop <= tied:
         start[:, UPDATE] += costs.tied[tied]
     if layer == question.first:

@@ -97,7 +97,7 @@ def ranges(costs: LayerCosts, slot: Slot, model: CostModel, local: float) -> Ran
     update[0, :] += used
     update[:, -1] += used
     if (tied := model.tied_layer) is not None:
-        update[1 : tied + 1, tied:] += costs.tied[tied]
+        update[1 : tied + 1, tied:] += costs.tied[tied] + costs.tied_update[tied]
         state[1 : tied + 1, tied:] += costs.tied_bytes[tied]
         update[0, :tied] += costs.tied[tied]
     received = np.concatenate([[0.0], model.boundary[:-1]])

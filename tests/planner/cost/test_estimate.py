@@ -455,9 +455,9 @@ def test_tied_parameters():
     three = evaluate(plan(*pieces), thirds, cluster(1, nodes=3))
     assert [s.total_bytes for s in three.stages] == [180, 180, 180]
     assert three.times.update == pytest.approx([20, 0, 20])
-    # Stages of their own: the copy is not updated apart, and the middle has no room for it.
+    # Stages of their own: each updates its copy, and the middle has no room for it.
     assert evaluate(plan(*halves, space="general"), profile, cluster(1, nodes=2)).times.update == pytest.approx(
-        [0.1 + 20, 20]
+        [0.1 + 20, 0.1 + 20]
     )
     own = evaluate(plan(*pieces, space="general"), thirds, cluster(1, nodes=3))
     assert [s.total_bytes for s in own.stages] == [160, 0, 160]
@@ -470,6 +470,8 @@ def test_a_parameter_shared_with_an_inner_layer():
     estimate = evaluate(plan(*halves), profile, cluster(1, nodes=2))
     assert [s.total_bytes for s in estimate.stages] == [180, 180 + 90]
     assert estimate.times.update == pytest.approx([10, 10])
+    slow = profile.model_copy(update={"update_seconds": 0.01})  # ten numbers in either slot, five more in the second
+    assert evaluate(plan(*halves), slow, cluster(1, nodes=2)).times.update == pytest.approx([10.1, 10.15])
     # Both layers on the first: nothing is exchanged.
     other = stage(0, 1, (0, [1, 1])), stage(1, 1, (2, [1]))
     assert evaluate(plan(*other), profile, cluster(1, nodes=2)).times.update == pytest.approx([0, 0])

@@ -1,4 +1,4 @@
-"""Graphs cut by hand; random ones against the definition; PipeDream's own files where they lie beside."""
+"""Graphs cut by hand; random ones against the definition; PipeDream's own files."""
 
 import json
 from itertools import pairwise
@@ -12,7 +12,8 @@ from jhpt.core.errors import InputError
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.profiles.importers import graph, pipedream, read_profile
 
-PROFILES = Path(__file__).parents[2] / "../shared/profiles"
+PROFILES = Path(__file__).parent / "pipedream"
+"""PipeDream's own, under its licence."""
 
 
 def line(name, forward=1.0, backward=2.0, activation=8, parameters=4, description="Op()"):
@@ -350,7 +351,6 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.skipif(not PROFILES.exists(), reason="PipeDream's profiles are not part of the project")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_profiles(name):
     profile = read_profile(PROFILES / f"{name}.graph.txt")
@@ -360,7 +360,6 @@ def test_published_profiles(name):
     assert seconds == pytest.approx(milliseconds / 1e3, abs=1e-6)
 
 
-@pytest.mark.skipif(not PROFILES.exists(), reason="PipeDream's profiles are not part of the project")
 @pytest.mark.parametrize(
     ("name", "before", "boundary"),
     [

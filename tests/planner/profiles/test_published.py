@@ -26,8 +26,8 @@ from jhpt.planner.profiles.importers import read_profile
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import search, solve
 
-FOLDER = Path(__file__).parents[3] / "shared" / "profiles"
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="PipeDream's profiles are not there")
+FOLDER = Path(__file__).parent / "pipedream"
+"""Its profiles, under its licence."""
 
 
 def four_gpus(per_node: int) -> Cluster:
@@ -61,6 +61,7 @@ def published(network: str, profile: ModelProfile, given: Cluster, batch: int, m
         space="general",
         batch=batch,
         micro_batches=micro_batches,
+        schedule="eager-1f1b",  # PipeDream's keeps as many micro-batches in flight as hide the transfers
         stages=tuple(
             Stage(device=sum(devices[:s]), devices=devices[s], chunks=(Chunk(first=a, runs=(Run(layers=b - a),)),))
             for s, (a, b) in enumerate(zip(firsts, stops, strict=True))
@@ -96,11 +97,12 @@ def test_alexnet_is_partitioned_as_published():
 def test_gnmt_is_partitioned_as_published():
     # Four stages in a row, two of the cuts one layer earlier: before a dropout 6.3 MB cross, behind it both its input,
     # which a later layer adds, and its output, 12.6 MB.  PipeDream's optimizer did not count them.
+    # The further 6.3 ms count both ways while the pipeline fills and drains, and where a tick cannot hide them.
     profile, given = profile_of("gnmt"), four_gpus(1)
     found = solve(profile, given, request(12, zero=(0,), recompute=(False,)), "general").plan
     assert [stage.devices for stage in found.stages] == [1, 1, 1, 1]
     theirs = evaluate(published("gnmt", profile, given, 12, 12), profile, given)
-    assert 0.94 * theirs.seconds < found.seconds < theirs.seconds
+    assert 0.85 * theirs.seconds < found.seconds < theirs.seconds
 
 
 def test_vgg16_is_not():
