@@ -69,7 +69,7 @@ def test_the_price_of_general_plans_has_their_dispatch():
     assert price(spmd, with_it).seconds == price(spmd, without).seconds
 
 
-def test_the_general_plan_of_vgg_competes_where_it_is_predicted_to_be_faster():
+def test_the_general_plan_of_vgg_competes():
     subject = SUBJECTS["vgg"]()
     profile = subject.profile()
     kinds = {
@@ -85,8 +85,7 @@ def test_the_general_plan_of_vgg_competes_where_it_is_predicted_to_be_faster():
     assert variants["general"].predicted < spmd.predicted and plan.devices == 4 and len(plan.stages) > 1
     check(plan, CostModel(profile, cluster_of(LINK, 4)))
     check_stages_run(plan)
-    slow = replace(DISPATCH, passes=10.0)
-    assert "general" not in {one.name for one in planned(subject, profile, LINK, 1e8, QUOTA, 4, slow)}
+    assert "general" not in {one.name for one in planned(subject, profile, LINK, 1e8, QUOTA, 4)}
 
 
 def test_hosts_of_different_quotas_get_layers_by_their_speed():
