@@ -6,8 +6,8 @@ BUGS = (
     Bug(
         name="planner: bytes of a data-parallel all-reduce without (n - 1) / n",
         file="jhpt/planner/cost/traffic.py",
-        right="rounds * (ranks - 1) / ranks * times * size",
-        wrong="rounds * times * size",
+        right="Sent(times, 2 * (ranks - 1) / ranks * times * size)",
+        wrong="Sent(times, 2 * times * size)",
         tests=("tests/planner/cost/test_traffic.py",),
     ),
     Bug(
@@ -27,8 +27,8 @@ BUGS = (
     Bug(
         name="planner: saved activations of one micro-batch in flight are forgotten",
         file="jhpt/core/schedule.py",
-        right="return min(micro_batches * chunks, ahead + 1)",
-        wrong="return min(micro_batches * chunks, ahead)",
+        right="return min(micro_batches * chunks, ahead // stride(schedule) + 1)",
+        wrong="return min(micro_batches * chunks, ahead // stride(schedule))",
         tests=("tests/core/test_schedule.py",),
     ),
     Bug(
@@ -48,8 +48,8 @@ BUGS = (
     Bug(
         name="sharding: ZeRO averages gradients that are sums already",
         file="sharding/zero.py",
-        right="done[index] = jax.lax.psum_scatter(wire, self.data, scatter_dimension=dim, tiled=True)",
-        wrong="done[index] = jax.lax.psum_scatter(wire, self.data, scatter_dimension=dim, tiled=True) / 2",
+        right="done[index] = jax.lax.psum_scatter(wire, self.shard, scatter_dimension=dim, tiled=True)",
+        wrong="done[index] = jax.lax.psum_scatter(wire, self.shard, scatter_dimension=dim, tiled=True) / 2",
         tests=("tests/sharding/test_parity.py", "-k", "overlapped_loops"),
     ),
     Bug(
@@ -83,8 +83,8 @@ BUGS = (
     Bug(
         name="data: a process's batches advance by its own rows instead of the whole batch",
         file="jhpt/training/data/batches.py",
-        right="first = step * batch_size",
-        wrong="first = step * (local.stop - local.start)",
+        right="first = position(step, left_out) * batch_size",
+        wrong="first = position(step, left_out) * (local.stop - local.start)",
         tests=("tests/training/data/test_batches.py",),
     ),
     Bug(
@@ -97,8 +97,8 @@ BUGS = (
     Bug(
         name="documents: the end of a document is not predicted, and the first token of the next one is",
         file="jhpt/models/gpt.py",
-        right="rows.windows[:, :-1] != objective.end",
-        wrong="rows.windows[:, 1:] != objective.end",
+        right="rows.windows[:, :-1] != last",
+        wrong="rows.windows[:, 1:] != last",
         tests=("tests/training/test_documents.py", "-k", "sum_of_its_documents"),
     ),
     Bug(
@@ -124,23 +124,23 @@ BUGS = (
     ),
     Bug(
         name="checkpoint: another optimizer than the run's goes unnoticed",
-        file="jhpt/training/checkpoint.py",
-        right="before = defaults | before",
-        wrong="before = before | defaults",
+        file="jhpt/training/record.py",
+        right="before = _defaults(saved) | before",
+        wrong="before = before | _defaults(saved)",
         tests=("tests/training/test_precision.py", "-k", "resumes"),
     ),
     Bug(
         name="checkpoint: residuals of compressed gradients are not restored",
         file="jhpt/training/checkpoint.py",
-        right="return replace(state, feedback=feedback)",
-        wrong="return replace(state, feedback=jax.tree.map(jnp.zeros_like, feedback))",
+        right="return replace(state, feedback=feedback, losses=losses)",
+        wrong="return replace(state, feedback=jax.tree.map(jnp.zeros_like, feedback), losses=losses)",
         tests=("tests/training/test_gradient_compression.py", "-k", "resumed"),
     ),
     Bug(
         name="generating: a token does not see the one before it",
         file="jhpt/models/decoding.py",
-        right="return keys <= queries",
-        wrong="return (keys <= queries) & (keys != queries - 1)",
+        right="seen = keys <= queries",
+        wrong="seen = (keys <= queries) & (keys != queries - 1)",
         tests=("tests/models/test_decoding.py",),
     ),
     Bug(

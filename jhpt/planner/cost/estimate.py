@@ -406,6 +406,8 @@ def _check_degrees(chunk: Chunk, model: CostModel) -> None:
 def _choices_of(plan: Plan, model: CostModel) -> rules.Choices:
     """What the plan decides for this model and cluster, as the rules see it."""
     tied = model.tied_layer if plan.space == "spmd" and len(plan.stages) == 1 else None
+    # Tokens are cut whatever their width; compression needs whole numbers of a width.
+    tokens = model.tensor_all_reduce.stream or (model.profile.sample_tokens and not plan.compression.on)
     return rules.Choices(
         space=plan.space,
         devices=1 + max(max(stage.apart or (stage.device + stage.devices - 1,)) for stage in plan.stages),
@@ -416,6 +418,6 @@ def _choices_of(plan: Plan, model: CostModel) -> rules.Choices:
         sequence=plan.sequence,
         sequence_length=model.profile.sample_tokens,
         compression=plan.compression.on and plan.degrees[-1] > 1,
-        sample=model.profile.sample if model.tensor_all_reduce.stream is None else None,
+        sample=None if tokens else model.profile.sample,
         tied=(plan.stages[0].chunks[0].tensor[0], plan.stages[0].chunks[0].tensor[tied]) if tied else None,
     )
