@@ -229,10 +229,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="weight passes by hand",
         broken_by=lambda c: c.schedule == "zb-h1" and (c.space == "general" or c.chunks is None),
-        message=lambda c: (
-            "schedule=zb-h1 is neither searched nor in space=general; lay the step out by hand and set "
-            "parallel.schedule=zb-h1, or use another schedule"
-        ),
+        message=lambda c: "only layouts by hand have schedule=zb-h1, in space=spmd; set parallel.schedule=zb-h1 there",
     ),
     Rule(
         name="weight passes and recomputation",
