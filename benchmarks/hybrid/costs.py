@@ -258,8 +258,8 @@ def planned(
     """Competitors at one rate, the first of them twice.
 
     The plan is the one that `parallel: auto` would run if the planner knew these hosts: the plainest of its plans and
-    of the baselines, by their predicted seconds.  dispatch: of general plans, the best of which competes if it is
-    predicted to be faster than the plan; None: none competes.
+    of the baselines, by their predicted seconds.  dispatch: of general plans, the best of which competes; None: none
+    does.
     """
     wanted, model = request_of(subject), CostModel(profile, cluster_of(link, hosts))
 
@@ -286,7 +286,7 @@ def planned(
     ]
     if dispatch is not None:
         general = best_general(subject, model, rate, quota, dispatch)
-        variants += [general] if general and general.predicted < variants[-1].predicted else []
+        variants += [general] if general else []
     return variants
 
 

@@ -9,7 +9,7 @@ plans anew:
     gpipe                  a stage of equally many layers on each host, GPipe's schedule and the number of micro-batches
                            (up to 32) that is predicted to be its best; not for VGG, whose stages would not be alike
     plan                   the planner's plan (space=spmd), from layers and links measured on the hosts before
-    general                where it is predicted to be faster: the planner's plan of space=general, a program per stage
+    general                the planner's plan of space=general: a program for each stage; not with `--quick`
 
 Another launch has hosts with quotas of 1 : 1 : 0.5 : 0.5 (`benchmarks.hybrid.mixed`).
 

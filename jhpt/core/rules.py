@@ -227,27 +227,19 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        name="weight passes in one SPMD program",
-        broken_by=lambda c: c.space == "general" and c.schedule == "zb-h1",
-        message=lambda c: (
-            f"space=general has no {c.name('schedule')}=zb-h1; use {c.name('schedule')}=1f1b, eager-1f1b or gpipe, or "
-            "space=spmd"
-        ),
-    ),
-    Rule(
         name="weight passes by hand",
-        broken_by=lambda c: c.space == "spmd" and c.schedule == "zb-h1" and c.chunks is None,
+        broken_by=lambda c: c.schedule == "zb-h1" and (c.space == "general" or c.chunks is None),
         message=lambda c: (
-            "the planner does not choose schedule=zb-h1; lay the step out by hand and set parallel.schedule=zb-h1, or "
-            "use another schedule"
+            "schedule=zb-h1 is neither searched nor in space=general; lay the step out by hand and set "
+            "parallel.schedule=zb-h1, or use another schedule"
         ),
     ),
     Rule(
         name="weight passes and recomputation",
         broken_by=lambda c: c.schedule == "zb-h1" and bool(c.recompute),
         message=lambda c: (
-            f"{c.name('schedule')}=zb-h1 keeps what weight passes need where saved activations were, and recomputation "
-            f"saves too few; use memory.recompute=none, or {c.name('schedule')}=1f1b"
+            "schedule=zb-h1 stores what weight passes need in place of saved activations, and recomputation saves too "
+            "few; use memory.recompute=none, or schedule=1f1b"
         ),
     ),
     Rule(

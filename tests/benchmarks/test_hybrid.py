@@ -130,9 +130,9 @@ def test_every_launch_measures_everything(monkeypatch):
     """Rows carry the number of their launch; a launch that fails ends the benchmark, and what came before is kept."""
     asked, written = [], {}
 
-    def measured(models, *, bubble, rates, quick):
-        asked.append((models, bubble))
-        if len(asked) == 7:
+    def measured(models, *, bubble, rates, quick, mixed=False):
+        asked.append((models, bubble, mixed))
+        if len(asked) == 8:
             raise LabError("host 2 is gone")
         return [step_row(model, rate, "plan", [1.0, 1.0], 1.0) for model in models for rate in rates]
 
@@ -142,8 +142,9 @@ def test_every_launch_measures_everything(monkeypatch):
     monkeypatch.setattr(hybrid, "check_writable", lambda path: None)
     monkeypatch.setattr(hybrid, "write_json", lambda *given, **_: written.update(settings=given[2], rows=given[3]))
     assert hybrid.run(quick=False, json_path="file", launches=3) == 1
-    assert asked[:5] == [((), True), *(((model,), False) for model in MODELS)] and asked[5:] == asked[:2]
-    assert [row["launch"] for row in written["rows"]] == [0] * 12
+    equal = [((), True, False), *(((model,), False, False) for model in MODELS)]
+    assert asked[:6] == [*equal, (("gpt",), False, True)] and asked[6:] == asked[:2]
+    assert [row["launch"] for row in written["rows"]] == [0] * (4 * 3 + 1 + 2)
     assert (written["settings"]["launches"], written["settings"]["failure"]) == (3, "host 2 is gone")
 
 

@@ -69,7 +69,7 @@ def test_the_price_of_general_plans_has_their_dispatch():
     assert price(spmd, with_it).seconds == price(spmd, without).seconds
 
 
-def test_the_general_plan_of_vgg_competes_where_it_is_predicted_to_be_faster():
+def test_the_general_plan_of_vgg_competes():
     subject = SUBJECTS["vgg"]()
     profile = subject.profile()
     kinds = {
@@ -85,8 +85,7 @@ def test_the_general_plan_of_vgg_competes_where_it_is_predicted_to_be_faster():
     assert variants["general"].predicted < spmd.predicted and plan.devices == 4 and len(plan.stages) > 1
     check(plan, CostModel(profile, cluster_of(LINK, 4)))
     check_stages_run(plan)
-    slow = replace(DISPATCH, passes=10.0)
-    assert "general" not in {one.name for one in planned(subject, profile, LINK, 1e8, QUOTA, 4, slow)}
+    assert "general" not in {one.name for one in planned(subject, profile, LINK, 1e8, QUOTA, 4)}
 
 
 def test_hosts_of_different_quotas_get_layers_by_their_speed():
@@ -134,10 +133,11 @@ def test_claims_of_general_plans():
         step_row("gpt on mixed hosts", 5e8, BY_SPEED, [1.6, 1.6], 1.76),
     ]
     claims = hybrid.claims([*vgg, *mixed])
-    assert claims["general_vgg_gain"].value == pytest.approx((2.0 + 1.25) / 2)
-    assert claims["general_vgg_gain"].unit == "time of plan / general"
+    assert claims["worst_general_vs_spmd"].value == pytest.approx((2.0 + 1.25) / 2)
+    assert claims["worst_general_vs_spmd"].setup.startswith("vgg at 100 Mbit/s against plan")
     assert claims["prediction_error_general_median"].value == pytest.approx((0.05 / 0.65 + 0.1) / 2)
-    assert claims["mixed_gain"].value == pytest.approx(1.5) and "equal grid" in claims["mixed_gain"].unit
-    assert claims["mixed_prediction_error"].value == pytest.approx(0.1)
+    assert claims["worst_mixed_vs_equal"].value == pytest.approx(1.5)
+    assert "against equal grid" in claims["worst_mixed_vs_equal"].setup
+    assert claims["mixed_prediction_error_max"].value == pytest.approx(0.1)
     assert claims["worst_vs_best_baseline"].setup.startswith("vgg")  # mixed hosts have claims of their own
-    assert not {"general_vgg_gain", "mixed_gain"} & hybrid.claims([]).keys()
+    assert hybrid.claims([]) == {}

@@ -16,7 +16,6 @@ BROKEN = {
     "hybrid sharding of something": Choices(zero_ranks=4, zero=0),
     "whole states and sequences in programs of stages": Choices(space="general", runs=True, zero=1),
     "clipping by layer in programs of stages": Choices(space="general", runs=True, clip="layer"),
-    "weight passes in one SPMD program": Choices(space="general", schedule="zb-h1", stages=2, chunks=1),
     "weight passes by hand": Choices(schedule="zb-h1"),
     "weight passes and recomputation": Choices(schedule="zb-h1", stages=2, chunks=1, recompute=True),
     "no search of these schedules with stages of any size": Choices(space="general", schedule="interleaved"),
