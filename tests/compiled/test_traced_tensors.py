@@ -37,8 +37,8 @@ def test_a_block_has_the_tensors_of_the_analytic_profile(name):
     expected = analytic_profile(config, device_named("h100")).kinds["block"].tensors
     sharded = [tensor.name for tensor in expected if tensor.sharded]
     traced = traced_tensors(block, params, x, at, sharded=sharded)
-    # One device sums nothing.
-    assert traced == tuple(tensor.model_copy(update={"summed": False}) for tensor in expected)
+    # One device sums nothing; what weight passes read is the profile's own.
+    assert traced == tuple(tensor.model_copy(update={"summed": False, "operand_bytes": 0.0}) for tensor in expected)
 
 
 def test_branches_and_calls():

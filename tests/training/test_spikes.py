@@ -166,7 +166,7 @@ PLANS = {
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize("plan", quick_and_exhaustive(PLANS, ["pipeline x data", "offload"]))
+@pytest.mark.parametrize("plan", quick_and_exhaustive(PLANS, ["pipeline x data"]))
 def test_the_update_of_a_spike_is_left_out_and_nothing_else(tmp_path, corpus, spoil, plan, capsys):
     """Bit for bit as if the loss had not been finite there, which leaves the state alone by another way; also where the
     run is resumed just before."""

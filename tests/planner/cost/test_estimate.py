@@ -424,7 +424,7 @@ def test_sequence_parallelism():
     )
     embedding_and_head = layer(0.0, 0.0, boundary_bytes=4, max_tensor=2), layer(0.0, 0.0, max_tensor=2)
     whole = plan(stage(0, 2, (0, [2, 2, 2])), batch=2)
-    hidden = model(embedding_and_head[0], inner, embedding_and_head[1])
+    hidden = model(embedding_and_head[0], inner, embedding_and_head[1], sample="a sequence of 2 tokens")
     profile = hidden.model_copy(update={"framework": Framework(exposed_regathers=1.0)})
     plain, cut = (evaluate(whole.model_copy(update={"sequence": cut}), profile, cluster(2)) for cut in (False, True))
     assert (plain.seconds, cut.seconds) == (2 * (0.5 + 2 + 1 + 2), 2 * (0.5 + 2 + 1 + 3))
@@ -435,7 +435,7 @@ def test_sequence_parallelism():
     # Between stages of two ranks each a sample's 4 bytes are cut in two, in transfers and in what is kept of them.
     halves = stage(0, 2, (0, [2, 2])), stage(2, 2, (2, [2, 2]))
     piped = plan(*halves, batch=2)
-    profile = model(embedding_and_head[0], inner, inner, embedding_and_head[1])
+    profile = model(embedding_and_head[0], inner, inner, embedding_and_head[1], sample="a sequence of 2 tokens")
     plain, cut = (evaluate(piped.model_copy(update={"sequence": cut}), profile, cluster(4)) for cut in (False, True))
     assert cut.times.cut == plain.times.cut / 2
     assert [one.stages[0].bytes["transfers"] for one in (plain, cut)] == [2 * 4, 2 * 2]

@@ -97,7 +97,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("name", quick_and_exhaustive(BY_HAND, [*BY_HAND][:5]))
+@pytest.mark.parametrize("name", quick_and_exhaustive(BY_HAND, [*list(BY_HAND)[:2], *list(BY_HAND)[3:5]]))
 def test_by_hand(setup_of, name):
     check_plan(setup_of, *BY_HAND[name])
 
