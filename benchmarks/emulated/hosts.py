@@ -16,6 +16,7 @@ from jax.experimental import serialize_executable
 from benchmarks.emulated.launch import COMPILING
 from benchmarks.emulated.task import Launch
 from benchmarks.netlab import Lab
+from benchmarks.netlab.quotas import QUOTA_PERIOD
 from jhpt.sharding.gather import gathered
 
 AnyTask = TypeVar("AnyTask", bound=Launch)
@@ -37,14 +38,14 @@ class Hosts(Generic[AnyTask]):
         """Lifts quotas and rates, to compile."""
         self._set(COMPILING, None)
 
-    def limit(self, rate: float | None) -> None:
-        """Sets quotas, and links to this rate."""
-        self._set(None, rate)
+    def limit(self, rate: float | None, period: int = QUOTA_PERIOD) -> None:
+        """Sets quotas, which hold over so many microseconds, and links to this rate."""
+        self._set(None, rate, period)
 
-    def _set(self, cores: float | None, rate: float | None) -> None:
+    def _set(self, cores: float | None, rate: float | None, period: int = QUOTA_PERIOD) -> None:
         self.wait()
         if self.rank == 0:
-            self.lab.quota(cores)
+            self.lab.quota(cores, period)
             self.lab.limit(rate)
         self.wait()
 

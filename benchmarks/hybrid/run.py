@@ -203,8 +203,11 @@ def mixed_claims(table: Sequence[Entry]) -> dict[str, Claim]:
 
 
 def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
-    """Idle shares of the pipelines, and the smallest possible ones: (S-1) / (vM + S-1), with v chunks per stage, and
-    with weight passes (S-1) / (3 M + S-1)."""
+    """Idle shares of the pipelines, and the smallest possible ones: (S-1) / (vM + S-1), with v chunks per stage.
+
+    None is given for zb-h1: (S-1) / (3 M + S-1) would need all gradients of weights to wait, and its memory holds
+    the operands of some.
+    """
     bubbles = grouped((row for row in rows if row["row"] == "bubble"), lambda row: row["competitor"])
     if not bubbles:
         return {}
@@ -216,7 +219,7 @@ def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
         for name in ("1f1b", "zb-h1", "eager-1f1b", "interleaved")
         if name in steps
     }
-    for name, chunks in (("1f1b", 1), ("zb-h1", 3), ("interleaved", CHUNKS)):
+    for name, chunks in (("1f1b", 1), ("interleaved", CHUNKS)):
         if name in steps:
             idle[f"{name}_ideal"] = (stages - 1) / (chunks * pieces + stages - 1)
     return {

@@ -114,9 +114,9 @@ class Lab:
         links.check_rate(bits_per_s)
         links.limit(self.switch, self._names, bits_per_s)
 
-    def quota(self, cpu: float | None) -> None:
+    def quota(self, cpu: float | None, period: int = quotas.QUOTA_PERIOD) -> None:
         """Sets the same quota for every host; None restores those of `Lab.cpu` and `Lab.shares`.  While nothing is
-        measured, such as during compilation, `cpu` may be larger.
+        measured, such as during compilation, `cpu` may be larger.  period: microseconds over which a quota holds.
 
         Raises: InputError for less than the kernel's minimum; LabError for a lab without quotas, for one that is gone,
         and if the kernel refuses.
@@ -131,7 +131,7 @@ class Lab:
         if controller is None:
             raise LabError(f"there are no quotas of {self.tag} (any more)")
         for host, each in zip(self._names, cores, strict=True):
-            controller.limit(host, each)
+            controller.limit(host, each, period)
 
     def run(self, command: Command, *, timeout_s: float, env: Mapping[str, str] | None = None) -> list[HostResult]:
         """Runs a command on all hosts at the same time, and returns their results by rank.

@@ -12,6 +12,10 @@ from jhpt.core.errors import InputError
 QUOTA_PERIOD = 10_000
 """Microseconds over which a CPU quota holds.  Within a period a host uses up its quota and then stands still."""
 
+SHORT_PERIOD = 2_000
+"""For measurements of idle time: how long a host stands still then hardly depends on when in a period it was asked.
+More switches leave hosts less of their quota, so other seconds are not taken with it."""
+
 MIN_QUOTA = 1_000
 """Microseconds, the kernel's minimum (Documentation/scheduler/sched-bwc.rst)."""
 
@@ -30,19 +34,19 @@ class CpuController:
     root: Path
     version: int
 
-    def quota(self, cpu: float) -> dict[str, str]:
-        """The files of a group that may use `cpu` cores, in the order to write them."""
-        quota, (file, most) = f"{cpu * QUOTA_PERIOD:.0f}", WEIGHT[self.version]
+    def quota(self, cpu: float, period: int = QUOTA_PERIOD) -> dict[str, str]:
+        """The files of a group that may use `cpu` cores, in the order to write them.  period: microseconds."""
+        quota, (file, most) = f"{cpu * period:.0f}", WEIGHT[self.version]
         if self.version == 1:
-            return {"cpu.cfs_period_us": str(QUOTA_PERIOD), "cpu.cfs_quota_us": quota, file: str(most)}
-        return {"cpu.max": f"{quota} {QUOTA_PERIOD}", file: str(most)}
+            return {"cpu.cfs_period_us": str(period), "cpu.cfs_quota_us": quota, file: str(most)}
+        return {"cpu.max": f"{quota} {period}", file: str(most)}
 
-    def limit(self, group: str, cpu: float) -> None:
-        """Sets the quota of a group.
+    def limit(self, group: str, cpu: float, period: int = QUOTA_PERIOD) -> None:
+        """Sets the quota of a group.  period: microseconds.
 
         Raises: LabError where the kernel refuses it, or has no such group.
         """
-        for name, value in self.quota(cpu).items():
+        for name, value in self.quota(cpu, period).items():
             try:
                 (self.root / group / name).write_text(value)
             except OSError as error:
