@@ -52,7 +52,7 @@ class ParallelConfig(Section):
     )
     schedule: OneChunk = Field(
         "1f1b",
-        description="pipeline schedule: the order of forward and backward passes; zb-h1: 1f1b whose gradients of weights wait",
+        description="pipeline schedule: the order of forward and backward passes; in zb-h1 gradients of weights wait",
     )
     chunks: Count = Field(1, description="chunks of blocks per stage (virtual stages); more than one: interleaved 1f1b")
     sample_chunks: Count = Field(
