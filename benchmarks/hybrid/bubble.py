@@ -29,9 +29,10 @@ BLOCKS = 2
 
 
 def subject_of(blocks: int) -> ClassSubject:
-    """The perceptron with this number of blocks."""
-    network = MLP(inputs=32, width=256, hidden=2048, num_blocks=blocks, classes=32)
-    return ClassSubject(name="bubble", batch=512 * MICRO_BATCHES, network=network)
+    """The perceptron with this number of blocks, whose hidden layers are four times as wide as what stages exchange, as
+    in a transformer."""
+    network = MLP(inputs=32, width=512, hidden=2048, num_blocks=blocks, classes=32)
+    return ClassSubject(name="bubble", batch=256 * MICRO_BATCHES, network=network)
 
 
 def plan_of(blocks: int, stages: int, schedule: Schedule) -> Plan:

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from jhpt.core.compression_config import CompressionConfig, GradientCompression
 from jhpt.core.plan import OneChunk, Zero
 from jhpt.core.rules import SETTINGS, Choices, conflict
-from jhpt.core.section import Count, Section
+from jhpt.core.section import Count, NonNegativeInt, Section
 
 
 class ParallelConfig(Section):
@@ -27,6 +27,11 @@ class ParallelConfig(Section):
         "spmd",
         description="with auto: spmd: one program, all stages of the same size; general: a program for each stage, of "
         "any size, on mixed clusters too",
+    )
+    trials: NonNegativeInt = Field(
+        0,
+        description="with auto: how many of the plans predicted to be the fastest take a few steps before training, of "
+        "which the one measured to be the fastest trains; 0: the prediction decides",
     )
     data: Count | None = Field(None, description="data-parallel degree; null: all devices / (pipe x tensor)")
     tensor: Count = Field(1, description="tensor-parallel degree, on neighbouring devices")
@@ -66,6 +71,13 @@ class ParallelConfig(Section):
     gradient_compression: GradientCompression = Field(
         GradientCompression(), description="or one of the words off, quantize and topk, short for {kind: ...}"
     )
+
+    @field_validator("trials")
+    @classmethod
+    def _a_choice(cls, trials: int) -> int:
+        if trials == 1:
+            raise ValueError("one plan leaves nothing to choose; set 2 or more, or 0 to try none")
+        return trials
 
     @field_validator("compression", mode="before")
     @classmethod

@@ -78,6 +78,11 @@ UNUSED: tuple[Unused, ...] = (
         why="it is where parallel.auto searches a plan; set parallel.auto=true, or leave it out",
     ),
     Unused(
+        setting="parallel.trials",
+        unread=_by_hand,
+        why="it is how many plans parallel.auto tries; set parallel.auto=true, or leave it out",
+    ),
+    Unused(
         setting="parallel.sequence",
         unread=lambda config: _by_hand(config) and config.parallel.tensor == 1,
         why="it cuts activations over the tensor axis, and parallel.tensor=1; raise parallel.tensor, or leave it out",

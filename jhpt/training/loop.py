@@ -250,6 +250,11 @@ def _batches(setup: AnySetup, first: int, left_out: LeftOut = ()) -> Iterator[np
     return training_batches(shuffled(setup.train_windows, seed), size, setup.layout.own_rows(size), first, left_out)
 
 
+def training_rows(setup: AnySetup) -> np.ndarray:
+    """This process's rows of the first batch."""
+    return next(_batches(setup, 0))
+
+
 class HeldOut(NamedTuple):
     """Results on held-out rows.  loss: mean negative log likelihood in nats per predicted token, or per classified row.
     tokens: predicted ones, or rows.  accuracy: share of rows, or pairs, whose class is the most likely one; None: no

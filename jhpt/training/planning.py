@@ -40,7 +40,7 @@ from jhpt.planner.cost.basis import NO_OTHERS
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.words import shape_text
-from jhpt.planner.search.choice import fitted, plan_to_run
+from jhpt.planner.search.choice import fitted, plans_to_try
 from jhpt.planner.search.request import (
     SAMPLE_CHUNKS,
     Request,
@@ -96,8 +96,9 @@ def read_past(run_dir: Path, say: Callable[[str], None]) -> Past:
     )
 
 
-def choose_plan(config: Config, requested: Plan | None, past: Past, say: Callable[[str], None]) -> Plan:
-    """The plan that a run with this past executes.
+def candidates(config: Config, requested: Plan | None, past: Past, say: Callable[[str], None]) -> tuple[Plan, ...]:
+    """The plan that a run with this past executes.  Several with `parallel.trials`: the one measured to be the fastest
+    (`training.trials`).
 
     Raises:
       InputError: the plan is invalid, or not for this model, batch or hardware; or there is no plan.
@@ -107,12 +108,12 @@ def choose_plan(config: Config, requested: Plan | None, past: Past, say: Callabl
             check_fits(requested, config)
         if unread := _unread(requested, config):
             say(f"note: the plan decides, so these settings are not used: {', '.join(unread)}")
-        return requested.model_copy(update={"origin": "given"})
+        return (requested.model_copy(update={"origin": "given"}),)
     if (plan := _previous_plan(config, past, say)) is not None:
-        return plan
+        return (plan,)
     if config.parallel.auto:
         return _planned(config, say)
-    return within_memory(plan_by_hand(config, jax.device_count()), config, device_info(), say)
+    return (within_memory(plan_by_hand(config, jax.device_count()), config, device_info(), say),)
 
 
 def within_memory(plan: Plan, config: Config, device: DeviceInfo, say: Callable[[str], None]) -> Plan:
@@ -274,15 +275,16 @@ def same_work(first: Plan, second: Plan) -> bool:
     return first.model_dump(exclude=UNEXECUTED) == second.model_dump(exclude=UNEXECUTED)
 
 
-def _planned(config: Config, say: Callable[[str], None]) -> Plan:
-    """The plan of the planner: measures, solves on the main process and broadcasts."""
+def _planned(config: Config, say: Callable[[str], None]) -> tuple[Plan, ...]:
+    """The plans of the planner: measures, solves on the main process and broadcasts."""
     profile, cluster = _measured(config, say)
     cluster = named_by_driver(cluster)
     profile, others = profiles_by_kind(profile, cluster) if cluster.mixed else (profile, NO_OTHERS)
     text, nodes_here = "", hosts().nodes_here
     with raise_on_all_processes():
         if is_main():
-            text = _solved(config, profile, cluster, _request(config), nodes_here, others).model_dump_json()
+            plans = _solved(config, profile, cluster, _request(config), nodes_here, others)
+            text = "\n".join(plan.model_dump_json() for plan in plans)
     return _broadcast(text)
 
 
@@ -352,8 +354,8 @@ def _solved(
     wanted: Request,
     nodes_here: int,
     others: Mapping[str, ModelProfile],
-) -> Plan:
-    """The plan to run.
+) -> tuple[Plan, ...]:
+    """The plan to run, or the plans to try.
 
     Args:
       profile, others: of the devices of one kind, and of the other kinds by `Device.rates`.
@@ -362,12 +364,13 @@ def _solved(
     room = budgeted(cluster, config, host_budget(config.memory) / nodes_here)
     solution = solve(profile, room, wanted, config.parallel.space, others)
     devices = jax.device_count() if jax.process_count() > 1 else None
-    return plan_to_run(solution, wanted, devices)
+    return plans_to_try(solution, wanted, devices, max(1, config.parallel.trials))
 
 
-def _broadcast(text: str) -> Plan:
-    """The plan that the main process made, on every process.  text: its JSON; ignored on the others."""
-    return Plan.model_validate_json(text_from_main(text)).model_copy(update={"origin": "auto"})
+def _broadcast(text: str) -> tuple[Plan, ...]:
+    """The plans that the main process made, on every process.  text: JSON, a line each; ignored on the others."""
+    plans = map(Plan.model_validate_json, text_from_main(text).splitlines())
+    return tuple(plan.model_copy(update={"origin": "auto"}) for plan in plans)
 
 
 def _named_cluster(config: Config) -> Cluster | None:

@@ -249,9 +249,14 @@ def out_of_memory_explained(setup: AnySetup, memory: Mapping[str, float], run_di
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if not isinstance(error, MemoryError) and not any(word in str(error) for word in OUT_OF_MEMORY):
+        if not ran_out_of_memory(error):
             raise
         raise OutOfMemory(_explanation(setup, memory, run_dir, str(error))) from error
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether this is the reason of an error."""
+    return isinstance(error, MemoryError) or any(word in str(error) for word in OUT_OF_MEMORY)
 
 
 def _explanation(setup: AnySetup, memory: Mapping[str, float], run_dir: Path, reason: str) -> str:

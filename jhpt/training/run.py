@@ -29,7 +29,7 @@ from jhpt.training.init_weights import InitWeights, init_weights
 from jhpt.training.interruption import stops_on_signals
 from jhpt.training.loop import Progress, evaluation_due, fit, units_of_step, utilisation
 from jhpt.training.metrics import MetricsWriter, history, metrics_writer
-from jhpt.training.planning import check_host_room, choose_plan, read_past, same_work, with_tried_offload
+from jhpt.training.planning import candidates, read_past, same_work
 from jhpt.training.preflight import check_disk, mistakes, nearest_change, out_of_memory_explained, refuse_impossible
 from jhpt.training.processes import (
     Processes,
@@ -62,6 +62,7 @@ from jhpt.training.setup import decided
 from jhpt.training.stages_setup import AnySetup, prepare_run
 from jhpt.training.step import RandomStream, StepState, random_key
 from jhpt.training.step_folders import leave_behind
+from jhpt.training.trials import fastest, runnable
 from jhpt.training.watch import watch
 
 
@@ -265,9 +266,8 @@ def _resolved(
     past = read_past(run_dir, display.say)
     if config.parallel.auto:  # measuring takes minutes
         refuse_impossible(config, None)
-    plan = with_tried_offload(choose_plan(config, requested, past, display.say), display.say)
-    check_host_room(plan, config)
-    refuse_impossible(config, plan)
+    plans = candidates(config, requested, past, display.say)
+    plan = fastest(config, plans, display) if len(plans) > 1 else runnable(config, plans[0], display.say)
     with watch.phase("reading its text"), raise_on_all_processes():
         setup = prepare_run(config, plan, say=display.say, progress=display.tokenising)
     key = data_key(setup.sources)

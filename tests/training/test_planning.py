@@ -28,7 +28,7 @@ from jhpt.training.console import Display, plan_text
 from jhpt.training.device_step import abstract_state
 from jhpt.training.loop import evaluate
 from jhpt.training.metrics import read_metrics
-from jhpt.training.planning import Past, choose_plan, differences
+from jhpt.training.planning import Past, candidates, differences
 from jhpt.training.room import Room
 from jhpt.training.run_dir import write_config, write_plan
 from jhpt.training.sampling import sample
@@ -161,7 +161,7 @@ def test_what_a_given_plan_does_not_follow_is_said(settings, unread, tmp_path):
     changes = {"memory.offload": "both", "memory.recompute": "qkv", "data.batch_size": 8}
     plan, messages = plan_by_hand(load_config("gpt-tiny", changes), 1), []
     nothing = Past(run_dir=tmp_path, plan=None, parallel=None, memory=None)
-    choose_plan(load_config("gpt-tiny", {"data.batch_size": 8} | settings), plan, nothing, messages.append)
+    candidates(load_config("gpt-tiny", {"data.batch_size": 8} | settings), plan, nothing, messages.append)
     assert len(messages) == bool(unread) and all(one in messages[0] for one in unread)
 
 

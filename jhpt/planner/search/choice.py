@@ -34,6 +34,20 @@ def plan_to_run(answer: Answer, request: Request, devices: int | None = None) ->
     Raises:
       InputError: programs of stages (space=general) can run none of the plans.
     """
+    return plainest(_that_run(answer, request, devices))
+
+
+def plans_to_try(answer: Answer, request: Request, devices: int | None, count: int) -> tuple[Plan, ...]:
+    """So many different plans: `plan_to_run`, and of the others those that are predicted to be the fastest."""
+    plans = _that_run(answer, request, devices)
+    different = dict[str, Plan]()
+    for plan in (plainest(plans), *sorted(plans, key=_seconds)):
+        different.setdefault(plan.model_dump_json(exclude={"seconds"}), plan)
+    return tuple(different.values())[:count]
+
+
+def _that_run(answer: Answer, request: Request, devices: int | None) -> list[Plan]:
+    """The answer's plans and the baselines, as far as the runtime can run them."""
     known = baselines(request, answer.model)
     simple = [baseline.plan for baseline in known if baseline.plan is not None and None in request.offload]
     priced = [plan.model_copy(update={"seconds": price(plan, answer.model).seconds}) for plan in simple]
@@ -42,11 +56,12 @@ def plan_to_run(answer: Answer, request: Request, devices: int | None = None) ->
         check_stages_run(answer.plan)
     whole = [plan for plan in plans if devices is None or plan.devices == devices]
     same = {"device": answer.plan.device, "lower_bound": answer.plan.lower_bound}
-    return plainest(whole or plans).model_copy(update=same)
+    return [plan.model_copy(update=same) for plan in whole or plans]
 
 
-def plainest(plans: Iterable[Plan]) -> Plan:
-    """The simplest of the plans that are not clearly slower than the fastest (`calibration.order_error`).
+def plainest(plans: Iterable[Plan], error: float | None = None) -> Plan:
+    """The simplest of the plans that are not clearly slower than the fastest: by more than `error` (None: that of
+    predictions, `calibration.order_error`).
 
     Simpler means, in this order: no CPU offload, no compression, one stage, fewer kinds of parallelism, fewer tensor
     degrees, fewer chunks, no recomputation, no sequence parallelism, a lower ZeRO level, no hybrid sharding, a smaller
@@ -57,7 +72,7 @@ def plainest(plans: Iterable[Plan]) -> Plan:
     against 716 ms).
     """
     candidates = list(plans)
-    limit = (1 + order_error()) * min(map(_seconds, candidates))
+    limit = (1 + (order_error() if error is None else error)) * min(map(_seconds, candidates))
 
     def complexity(plan: Plan) -> tuple[float, ...]:
         late = len(plan.stages) > 1 and plan.schedule != "gpipe"

@@ -16,7 +16,7 @@ from jhpt.planner.api import capped, prepare
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.planner.search.choice import fitted, plainest, plan_to_run
+from jhpt.planner.search.choice import fitted, plainest, plan_to_run, plans_to_try
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
 from tests.sharding.plans import mixed, piped
@@ -67,15 +67,31 @@ def test_plainest(others, winner):
     assert plainest(others) == others[winner]
 
 
-def test_the_plan_to_run_is_about_as_fast_as_the_fastest_and_uses_all_devices():
+@pytest.fixture(scope="module")
+def answered():
+    """An answer of the planner, its request and its cluster."""
     cluster = find_cluster("v100x4x2-10gbe")
     profile = analytic_profile(load_config("gpt2-124m"), cluster.nodes[0].device, "float32")
     asked = request(32)
-    answer = solve(profile, cluster, asked)
+    return solve(profile, cluster, asked), asked, cluster
+
+
+def test_the_plan_to_run_is_about_as_fast_as_the_fastest_and_uses_all_devices(answered):
+    answer, asked, cluster = answered
     plan = plan_to_run(answer, asked, cluster.num_devices)
     assert plan.devices == cluster.num_devices
     assert plan.device == answer.plan.device
     assert answer.plan.seconds <= plan.seconds <= (1 + order_error()) * answer.plan.seconds
+
+
+def test_the_plans_to_try_are_different_and_those_predicted_to_be_the_fastest(answered):
+    answer, asked, cluster = answered
+    plans = plans_to_try(answer, asked, cluster.num_devices, 4)
+    others = [plan.seconds for plan in plans if plan != plans[0]]
+    assert plans[0] == plan_to_run(answer, asked, cluster.num_devices) and others == sorted(others)
+    assert answer.plan.seconds in [plan.seconds for plan in plans]
+    assert len({plan.model_dump_json(exclude={"seconds"}) for plan in plans}) == len(plans) == 4
+    assert plans_to_try(answer, asked, cluster.num_devices, 1) == plans[:1]
 
 
 def asked(preset, budget, devices=1, **settings):

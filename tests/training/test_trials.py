@@ -1,0 +1,99 @@
+"""Plans that take a few steps before one of them trains (`parallel.trials`)."""
+
+import math
+
+import pytest
+
+import jhpt
+from jhpt.core.errors import InputError
+from jhpt.core.load import load_config
+from jhpt.core.plan import Plan
+from jhpt.core.plan_by_hand import plan_by_hand
+from jhpt.planner.report.words import shape_text
+from jhpt.training import planning, trials
+from jhpt.training.console import Display
+from jhpt.training.trials import NOISE, fastest, step_seconds
+from tests.sharding.plans import piped
+from tests.training.test_planning import SHORT, decided, go, here, measured
+
+__all__ = ["go", "measured"]
+
+SIMPLE, GPIPE, LATE = (
+    plan.model_copy(update={"seconds": seconds, "origin": "auto"})
+    for plan, seconds in (
+        (piped([3], 1, data=4), 3.0),
+        (piped([2, 2], 2, schedule="gpipe"), 2.0),
+        (piped([2, 2], 2, schedule="1f1b"), 1.0),
+    )
+)
+"""The later ones are predicted to be faster, and are less simple."""
+
+
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [
+        ((3.0, 2.0, 1.0), LATE),
+        ((1.0, 2.0, 3.0), SIMPLE),
+        ((1.0, 1 / (1 + 0.9 * NOISE), 3.0), SIMPLE),
+        ((1.0, 1 / (1 + 1.1 * NOISE), 3.0), GPIPE),
+        (("does not fit", 2.0, 3.0), GPIPE),
+        (("does not fit", "does not fit", "does not fit"), SIMPLE),
+    ],
+    ids=["as predicted", "not as predicted", "within the noise", "beyond the noise", "left out", "all left out"],
+)
+def test_the_plan_measured_to_be_the_fastest_trains(tiny, monkeypatch, capsys, found, kept):
+    plans = SIMPLE, GPIPE, LATE
+    seconds = dict(zip(map(shape_text, plans), found, strict=True))
+    monkeypatch.setattr(trials, "step_seconds", lambda config, plan, display: seconds[shape_text(plan)])
+    assert fastest(tiny(), plans, Display(1)) == kept
+    said = capsys.readouterr().out
+    assert all(f"trial {number} of 3: {shape_text(plan)}" in said for number, plan in enumerate(plans, 1))
+    assert said.count("does not fit") == found.count("does not fit")
+
+
+def test_a_signal_ends_the_trials(tiny, monkeypatch):
+    monkeypatch.setattr(trials.watch, "stops_after", lambda step: True)
+    monkeypatch.setattr(trials, "step_seconds", lambda *arguments: pytest.fail("a plan was tried"))
+    assert fastest(tiny(), (SIMPLE, GPIPE), Display(1)) == SIMPLE
+
+
+def test_a_step_is_timed_or_has_a_reason(tiny, monkeypatch):
+    config = tiny(**SHORT)
+    plan = plan_by_hand(config, 1)
+    seconds = step_seconds(config, plan, Display(1))
+    assert isinstance(seconds, float) and 0 < seconds < math.inf
+
+    def refuse(setup):
+        raise InputError("no room\nlines that say more")
+
+    monkeypatch.setattr(trials, "compile_step", refuse)
+    assert step_seconds(config, plan, Display(1)) == "no room"
+
+
+def test_plans_are_tried_once(tiny, tmp_path, measured, monkeypatch, capsys, go):
+    """The run goes on with the one that was the fastest."""
+    if go is decided:
+        found = iter([2.0, 1.0])
+        monkeypatch.setattr(trials, "step_seconds", lambda *arguments: next(found))
+    monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (here(1), None, False))
+    config, out = tiny(**SHORT, **{"parallel.auto": True, "parallel.trials": 2}), tmp_path / "run"
+    go(config, out)
+    plan, said = Plan.load(out / "plan.json"), capsys.readouterr().out
+    assert "trial 1 of 2" in said and "trial 2 of 2" in said
+    assert f"decides: {shape_text(plan)}" in said and plan.origin == "auto"
+    assert go is not decided or "trial 2 decides" in said
+    go(config, out, overrides={"train.steps": 2})
+    assert "trial" not in capsys.readouterr().out and Plan.load(out / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parallel.trials": 3}, r"parallel\.trials.*parallel\.auto=true"),
+        ({"parallel.auto": True, "parallel.trials": 1}, "2 or more, or 0"),
+    ],
+)
+def test_trials_without_a_choice_are_refused(tmp_path, settings, message):
+    with pytest.raises(InputError, match=message):
+        jhpt.train(load_config("gpt-tiny", settings), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
