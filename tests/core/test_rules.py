@@ -85,6 +85,7 @@ def test_offload_names_all_that_it_does_not_go_with():
 NOT_USED = {
     "parallel.cluster": {"parallel.cluster": "h100x8x1"},
     "parallel.space": {"parallel.space": "general"},
+    "parallel.trials": {"parallel.trials": 3},
     "parallel.sequence": {"parallel.sequence": True},
     "parallel.compression": {"parallel.compression": {"bits": 8}},
     "parallel.schedule": {"parallel.schedule": "gpipe"},
@@ -121,6 +122,7 @@ NOT_USED = {
 USED = {
     "parallel.cluster": {"parallel.auto": True},
     "parallel.space": {"parallel.auto": True},
+    "parallel.trials": {"parallel.auto": True},
     "parallel.sequence": {"parallel.tensor": 2},
     "parallel.compression": {"parallel.tensor": 2},
     "parallel.schedule": {"parallel.pipe": 2, "parallel.micro_batches": 2},
