@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.planner.layer_costs import pipelined_layer
-from jhpt.core.plan import ONE_CHUNK, Schedule, Zero
+from jhpt.core.plan import ONE_CHUNK, Schedule, Space, Zero
 from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.request import Request
-from jhpt.planner.search.solve import Space
 
 ChunkDraft = tuple[int, tuple[int, ...]]
 """(first layer, tensor degree of every layer)."""

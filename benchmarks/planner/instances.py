@@ -7,11 +7,10 @@ import numpy as np
 from benchmarks.planner.decisions import count
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import Zero
+from jhpt.core.plan import Space, Zero
 from jhpt.core.profile import LayerKind, ModelProfile, Timing
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.request import ZERO, Request, request
-from jhpt.planner.search.solve import Space
 
 DEGREES = (1, 2, 4, 6)
 """The possible largest tensor degrees of a layer."""

@@ -10,8 +10,9 @@ from benchmarks.planner.instances import random_instance
 from benchmarks.planner.oracle import optimum, plan_of
 from benchmarks.planner.settings import Settings, in_parallel
 from jhpt.bench.results import Claim, print_table
+from jhpt.core.plan import Space
 from jhpt.planner.cost.estimate import price
-from jhpt.planner.search.solve import Space, search
+from jhpt.planner.search.solve import search
 
 AGREE = 1e-9
 """Relative tolerance: the search and the oracle add the same numbers in different orders."""

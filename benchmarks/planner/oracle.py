@@ -22,7 +22,7 @@ from benchmarks.planner.layer_costs import (
     single_stage_layer,
     stored_bytes,
 )
-from jhpt.core.plan import Chunk, OtherBlocks, Plan, Stage, runs_of
+from jhpt.core.plan import Chunk, OtherBlocks, Plan, Space, Stage, runs_of
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.estimate import price
@@ -30,7 +30,6 @@ from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.search.request import Request
-from jhpt.planner.search.solve import Space
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from jhpt.planner.search.solve import Answer, Space
+from jhpt.core.plan import Space
+from jhpt.planner.search.solve import Answer
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -10,9 +10,10 @@ from benchmarks.planner.settings import Settings, SpeedCase, planned_seconds
 from jhpt.bench.results import Claim, print_table
 from jhpt.core.catalogue import cluster_named
 from jhpt.core.load import load_config
+from jhpt.core.plan import Space
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.request import request
-from jhpt.planner.search.solve import Space, solve
+from jhpt.planner.search.solve import solve
 
 
 @dataclass(frozen=True, kw_only=True)

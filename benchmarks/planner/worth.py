@@ -13,14 +13,14 @@ from jhpt.core.catalogue import cluster_named
 from jhpt.core.cluster import Device
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
-from jhpt.core.plan import Plan
+from jhpt.core.plan import Plan, Space
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.profiles.networks import TABLES, network_profile
 from jhpt.planner.search.baselines import baselines
 from jhpt.planner.search.request import request
-from jhpt.planner.search.solve import Space, solve
+from jhpt.planner.search.solve import solve
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jhpt.core.compression_config import CompressionConfig, GradientCompression
-from jhpt.core.plan import OneChunk, Zero
+from jhpt.core.plan import OneChunk, Space, Zero
 from jhpt.core.rules import SETTINGS, Choices, conflict
 from jhpt.core.section import Count, NonNegativeInt, Section
 
@@ -23,10 +23,10 @@ class ParallelConfig(Section):
         description="with auto: the cluster to plan for, by name or file; null: this machine as `jhpt profile` "
         "measures it",
     )
-    space: Literal["spmd", "general"] = Field(
+    space: Literal["spmd", "general", "both"] = Field(
         "spmd",
         description="with auto: spmd: one program, all stages of the same size; general: a program for each stage, of "
-        "any size, on mixed clusters too",
+        "any size, on mixed clusters too; both: plans of either kind",
     )
     trials: NonNegativeInt = Field(
         0,
@@ -97,6 +97,11 @@ class ParallelConfig(Section):
         if not self.auto and (message := conflict(self.choices)) is not None:
             raise ValueError(message)
         return self
+
+    @property
+    def spaces(self) -> tuple[Space, ...]:
+        """Where `auto` searches."""
+        return ("spmd", "general") if self.space == "both" else (self.space,)
 
     @property
     def choices(self) -> Choices:

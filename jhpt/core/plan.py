@@ -25,6 +25,9 @@ SEARCHED: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "interleaved")
 ONE_CHUNK: tuple[Schedule, ...] = tuple(name for name in SEARCHED if name != "interleaved")
 """Those of one chunk per device.  Interleaving needs several."""
 
+Space = Literal["spmd", "general"]
+"""One program for all devices, or one for each stage."""
+
 Zero = Literal[0, 1, 2, 3]
 Origin = Literal["hand", "auto", "given"]
 OffloadKind = Literal["parameters", "optimizer", "both"]
@@ -151,7 +154,7 @@ class Plan(Section):
     model: str
     cluster: str
     device: str | None = Field(None, description="what its devices are called; null: any device")
-    space: Literal["spmd", "general"] = "spmd"
+    space: Space = "spmd"
     batch: Count = Field(description="samples per step")
     micro_batches: Count
     schedule: Schedule = "1f1b"

@@ -18,11 +18,10 @@ from jhpt.core.config import Config
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError, did_you_mean
 from jhpt.core.load import Source, load_config
-from jhpt.core.plan import Schedule
+from jhpt.core.plan import Schedule, Space
 from jhpt.core.presets import PRESETS
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import SETTINGS, Choices, check
-from jhpt.planner.cost.layers import Space
 from jhpt.planner.profiles.analytic import ELEMENT_BYTES, analytic_profile, check_dtype
 from jhpt.planner.profiles.importers import local_cluster, local_profile, read_profile
 from jhpt.planner.profiles.networks import TABLES, network_profile

@@ -25,7 +25,7 @@ from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.load import CONFIG_FILE, load_config
-from jhpt.core.plan import Plan, SavedTensors
+from jhpt.core.plan import Plan, SavedTensors, Space
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.plan_check import check_plan, check_stages_run, with_optimizer
 from jhpt.core.profile import ModelProfile
@@ -50,7 +50,7 @@ from jhpt.planner.search.request import (
     recomputations,
     request,
 )
-from jhpt.planner.search.solve import solve
+from jhpt.planner.search.solve import Answer, solve
 from jhpt.sharding.mesh import check_runnable
 from jhpt.training.kinds import device_here, named_by_driver, profiles_by_kind
 from jhpt.training.processes import (
@@ -283,7 +283,7 @@ def _planned(config: Config, say: Callable[[str], None]) -> tuple[Plan, ...]:
     text, nodes_here = "", hosts().nodes_here
     with raise_on_all_processes():
         if is_main():
-            plans = _solved(config, profile, cluster, _request(config), nodes_here, others)
+            plans = _solved(config, profile, cluster, nodes_here, others)
             text = "\n".join(plan.model_dump_json() for plan in plans)
     return _broadcast(text)
 
@@ -309,14 +309,14 @@ def _measured(config: Config, say: Callable[[str], None]) -> tuple[ModelProfile,
     return profile, cluster
 
 
-def _request(config: Config) -> Request:
+def _request(config: Config, space: Space) -> Request:
     """The request to the planner: what the configuration lets it choose from, and the runtime can run."""
     choices: dict[str, Any] = {
         "compression": compressions(config),
         "gradient_compression": config.parallel.gradient_compression,
         **recomputations(config),
     }
-    if config.parallel.space == "general":
+    if space == "general":
         # Every process has to take part.
         return request(config.data.batch_size, zero=(0,), whole=jax.process_count() > 1, **choices)
     return request(
@@ -330,10 +330,15 @@ def _request(config: Config) -> Request:
 
 
 def _check_space(config: Config, cluster: Cluster | None) -> None:
-    """Refuses settings, and a cluster, for which no plan of the space can run."""
-    offload, wanted = config.memory.offload, _request(config)
-    choices = Choices(
-        space=config.parallel.space,
+    """Refuses settings, and a cluster, for which no plan of a space can run."""
+    for space in config.parallel.spaces:
+        check(_choices(config, cluster, space))
+
+
+def _choices(config: Config, cluster: Cluster | None, space: Space) -> Choices:
+    offload, wanted = config.memory.offload, _request(config, space)
+    return Choices(
+        space=space,
         compression=None not in wanted.compression,
         gradient_compression=wanted.gradient_compression.on,
         saved=wanted.saved is not None,
@@ -344,14 +349,12 @@ def _check_space(config: Config, cluster: Cluster | None) -> None:
         offload=None if offload in ("auto", "off") else offload,
         names=SETTINGS,
     )
-    check(choices)
 
 
 def _solved(
     config: Config,
     profile: ModelProfile,
     cluster: Cluster,
-    wanted: Request,
     nodes_here: int,
     others: Mapping[str, ModelProfile],
 ) -> tuple[Plan, ...]:
@@ -360,11 +363,22 @@ def _solved(
     Args:
       profile, others: of the devices of one kind, and of the other kinds by `Device.rates`.
       nodes_here: on this machine, among which its memory is divided.
+
+    Raises:
+      InputError: nothing fits, in any of the spaces.
     """
     room = budgeted(cluster, config, host_budget(config.memory) / nodes_here)
-    solution = solve(profile, room, wanted, config.parallel.space, others)
+    answers, refusals = list[tuple[Answer, Request]](), list[InputError]()
+    for space in config.parallel.spaces:
+        wanted = _request(config, space)
+        try:
+            answers.append((solve(profile, room, wanted, space, others), wanted))
+        except InputError as error:
+            refusals.append(error)
+    if not answers:
+        raise refusals[0]
     devices = jax.device_count() if jax.process_count() > 1 else None
-    return plans_to_try(solution, wanted, devices, max(1, config.parallel.trials))
+    return plans_to_try(answers, devices, max(1, config.parallel.trials))
 
 
 def _broadcast(text: str) -> tuple[Plan, ...]:

@@ -10,12 +10,12 @@ import numpy as np
 from jhpt.core.cluster import Cluster
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import SavedTensors, Zero
+from jhpt.core.plan import SavedTensors, Space, Zero
 from jhpt.core.profile import LayerKind, ModelProfile
 from jhpt.planner.cost.activations import NOTHING, Activations
 from jhpt.planner.cost.collectives import DataCollectives, TensorAllReduce
 from jhpt.planner.cost.communication import Place, Places, residual_bytes
-from jhpt.planner.cost.layers import LayerStrategy, Space
+from jhpt.planner.cost.layers import LayerStrategy
 from jhpt.planner.cost.memory import FLOAT32, ParameterBytes, parameter_bytes
 from jhpt.planner.cost.paces import Pace, paces
 from jhpt.planner.cost.schedule import Array

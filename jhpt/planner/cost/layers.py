@@ -9,10 +9,8 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from jhpt.core.config import Compression
-from jhpt.core.plan import OtherBlocks, Plan, SavedTensors, Zero
+from jhpt.core.plan import OtherBlocks, Plan, SavedTensors, Space, Zero
 from jhpt.planner.cost.schedule import Array
-
-Space = Literal["spmd", "general"]
 
 K = TypeVar("K")
 

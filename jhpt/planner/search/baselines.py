@@ -26,10 +26,10 @@ import numpy as np
 from jhpt.core.amounts import gib
 from jhpt.core.config import Compression
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import Chunk, Plan, Run, Schedule, Zero
+from jhpt.core.plan import Chunk, Plan, Run, Schedule, Space, Zero
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.estimate import price
-from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
+from jhpt.planner.cost.layers import LayerStrategy, layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.ascending import Members, ascending

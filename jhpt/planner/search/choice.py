@@ -37,12 +37,17 @@ def plan_to_run(answer: Answer, request: Request, devices: int | None = None) ->
     return plainest(_that_run(answer, request, devices))
 
 
-def plans_to_try(answer: Answer, request: Request, devices: int | None, count: int) -> tuple[Plan, ...]:
-    """So many different plans: `plan_to_run`, and of the others those that are predicted to be the fastest."""
-    plans = _that_run(answer, request, devices)
+def plans_to_try(answers: Iterable[tuple[Answer, Request]], devices: int | None, count: int) -> tuple[Plan, ...]:
+    """So many different plans: the simplest, as `plan_to_run` chooses, and those that are predicted to be the fastest.
+
+    answers: of one space, or of both; a general plan of one stage is then one that an SPMD program runs, too.
+    """
+    several = [(answer.plan.space, _that_run(answer, request, devices)) for answer, request in answers]
+    alone = len(several) == 1
+    plans = [plan for space, plans in several for plan in plans if alone or space == "spmd" or len(plan.stages) > 1]
     different = dict[str, Plan]()
     for plan in (plainest(plans), *sorted(plans, key=_seconds)):
-        different.setdefault(plan.model_dump_json(exclude={"seconds"}), plan)
+        different.setdefault(plan.model_dump_json(exclude={"seconds", "lower_bound"}), plan)
     return tuple(different.values())[:count]
 
 
@@ -63,9 +68,9 @@ def plainest(plans: Iterable[Plan], error: float | None = None) -> Plan:
     """The simplest of the plans that are not clearly slower than the fastest: by more than `error` (None: that of
     predictions, `calibration.order_error`).
 
-    Simpler means, in this order: no CPU offload, no compression, one stage, fewer kinds of parallelism, fewer tensor
-    degrees, fewer chunks, no recomputation, no sequence parallelism, a lower ZeRO level, no hybrid sharding, a smaller
-    tensor degree, gpipe.  Of equally simple plans the fastest wins.
+    Simpler means, in this order: no CPU offload, no compression, one program for all stages, one stage, fewer kinds of
+    parallelism, fewer tensor degrees, fewer chunks, no recomputation, no sequence parallelism, a lower ZeRO level, no
+    hybrid sharding, a smaller tensor degree, gpipe.  Of equally simple plans the fastest wins.
 
     GPipe comes before 1F1B where it fits.  Both are predicted to take the same time, but with 1F1B the stages wait for
     each other in both directions throughout, and it took 4 % longer (mlp at 100 Mbit/s on emulated hosts: 744 ms
@@ -79,7 +84,7 @@ def plainest(plans: Iterable[Plan], error: float | None = None) -> Plan:
         pipelined, tensor = len(plan.stages) > 1, plan.degrees[-1]
         kinds = pipelined + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
         on_host = plan.offload is not None or (plan.saved is not None and bool(plan.saved.host))
-        exact = on_host, plan.compression.on
+        exact = on_host, plan.compression.on, plan.space == "general"
         shape = pipelined, kinds, len(plan.degrees), plan.chunks
         recompute = plan.recompute + (plan.other_blocks is not None)
         sharded = plan.zero, plan.zero_ranks is not None

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jhpt.core.config import Compression
-from jhpt.core.plan import Chunk, OtherBlocks, Plan, SavedTensors, Schedule, Stage, Zero, runs_of
+from jhpt.core.plan import Chunk, OtherBlocks, Plan, SavedTensors, Schedule, Space, Stage, Zero, runs_of
 from jhpt.core.schedule import in_flight
 from jhpt.planner.cost.communication import transfer_seconds
-from jhpt.planner.cost.layers import LayerStrategy, Space, layer_strategy
+from jhpt.planner.cost.layers import LayerStrategy, layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array, step_seconds
 from jhpt.planner.search.request import Incumbent, Request

@@ -9,11 +9,10 @@ from jhpt.core.config import PLAIN_GRADIENTS, Compression, Config, GradientCompr
 from jhpt.core.divisors import divisors, one_of
 from jhpt.core.errors import InputError
 from jhpt.core.optimizers import optimizer_numbers
-from jhpt.core.plan import SEARCHED, OffloadKind, Plan, SavedTensors, Schedule, Zero
+from jhpt.core.plan import SEARCHED, OffloadKind, Plan, SavedTensors, Schedule, Space, Zero
 from jhpt.core.plan_by_hand import recomputed
 from jhpt.core.rules import SETTINGS, Choices, check, conflict
 from jhpt.planner.cost.estimate import Estimate, price
-from jhpt.planner.cost.layers import Space
 from jhpt.planner.cost.model import CostModel
 
 SAMPLE_CHUNKS = (1, 2, 4)

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from jhpt.core.families.family import BLOCK_INPUT
-from jhpt.core.plan import SavedTensors
+from jhpt.core.plan import SavedTensors, Space
 from jhpt.core.work import size_of
-from jhpt.planner.cost.layers import LayerCosts, LayerStrategy, Space
+from jhpt.planner.cost.layers import LayerCosts, LayerStrategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array
 from jhpt.planner.search.request import Request

@@ -11,13 +11,12 @@ from typing import get_args
 from jhpt.core.amounts import enough_gib, gib
 from jhpt.core.cluster import Cluster
 from jhpt.core.errors import InputError
-from jhpt.core.plan import SEARCHED, OffloadKind, Plan, Schedule, Zero
+from jhpt.core.plan import SEARCHED, OffloadKind, Plan, Schedule, Space, Zero
 from jhpt.core.profile import ModelProfile
 from jhpt.core.rules import check
 from jhpt.core.state import FLOAT32, State
 from jhpt.planner.cost.basis import NO_OTHERS
 from jhpt.planner.cost.estimate import Estimate, price
-from jhpt.planner.cost.layers import Space
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.offload import check_blocks
 from jhpt.planner.search.general import offer_equal_stages, search_general

@@ -47,9 +47,9 @@ import numpy as np
 
 from jhpt.core.config import Compression
 from jhpt.core.divisors import divisors
-from jhpt.core.plan import Chunk, OtherBlocks, Stage, runs_of
+from jhpt.core.plan import Chunk, OtherBlocks, Space, Stage, runs_of
 from jhpt.planner.cost.activations import NOTHING
-from jhpt.planner.cost.layers import Space, layer_strategy
+from jhpt.planner.cost.layers import layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.bounds import bounded_grids, interleaved_seconds, with_sets
 from jhpt.planner.search.grids import CutSearch, Grid, grid_plan, partitions

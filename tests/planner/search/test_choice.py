@@ -86,12 +86,25 @@ def test_the_plan_to_run_is_about_as_fast_as_the_fastest_and_uses_all_devices(an
 
 def test_the_plans_to_try_are_different_and_those_predicted_to_be_the_fastest(answered):
     answer, asked, cluster = answered
-    plans = plans_to_try(answer, asked, cluster.num_devices, 4)
+    plans = plans_to_try([(answer, asked)], cluster.num_devices, 4)
     others = [plan.seconds for plan in plans if plan != plans[0]]
     assert plans[0] == plan_to_run(answer, asked, cluster.num_devices) and others == sorted(others)
     assert answer.plan.seconds in [plan.seconds for plan in plans]
     assert len({plan.model_dump_json(exclude={"seconds"}) for plan in plans}) == len(plans) == 4
-    assert plans_to_try(answer, asked, cluster.num_devices, 1) == plans[:1]
+    assert plans_to_try([(answer, asked)], cluster.num_devices, 1) == plans[:1]
+
+
+def test_plans_of_both_spaces_are_tried(answered):
+    """The simplest is an SPMD plan, as long as no other is clearly faster; a general plan of one stage is left out."""
+    answer, asked, cluster = answered
+    wanted = request(32, zero=(0,), whole=True)
+    general = solve(answer.model.profile, cluster, wanted, "general")
+    plans = plans_to_try([(answer, asked), (general, wanted)], cluster.num_devices, 12)
+    assert {plan.space for plan in plans} == {"spmd", "general"} and plans[0].space == "spmd"
+    assert all(len(plan.stages) > 1 for plan in plans if plan.space == "general")
+    faster = general.plan.model_copy(update={"seconds": 0.9 * answer.plan.seconds})
+    assert plainest([answer.plan, general.plan.model_copy(update={"seconds": answer.plan.seconds})]) == answer.plan
+    assert plainest([answer.plan, faster]) == faster
 
 
 def asked(preset, budget, devices=1, **settings):
