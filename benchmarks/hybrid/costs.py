@@ -13,7 +13,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings, typical_seconds
+from benchmarks.hybrid.layer_times import (
+    LayerProgram,
+    alone,
+    calls_of,
+    layer_programs,
+    shard_of,
+    timings,
+    typical_seconds,
+)
 from benchmarks.hybrid.models import Subject
 from benchmarks.hybrid.quota import Quota
 from benchmarks.hybrid.steps import train_step
@@ -62,7 +70,7 @@ def measured_seconds(hosts: Hosts[Task], subject: Subject) -> list[dict[str, flo
     All hosts time the same layer at the same time, as replicas run it: they share caches and memory bandwidth.
     """
     hosts.free()
-    calls = _calls(subject, subject.profile(), hosts.count)
+    calls = _calls(hosts, subject)
     hosts.say(f"{subject.name}: {len(calls)} programs of layers")
     hosts.limit(None)
     return hosts.everyone(typical_seconds(calls, hosts.task.layer_rounds))
@@ -94,19 +102,34 @@ def profile_of(subject: Subject, by_host: Sequence[Mapping[str, float]]) -> tupl
     return profile.model_copy(update=changes), rows
 
 
-def _calls(subject: Subject, profile: ModelProfile, hosts: int) -> dict[str, Callable[[], Any]]:
-    shapes = jax.eval_shape(subject.init, jax.random.key(0))
+def _calls(hosts: Hosts[Task], subject: Subject) -> dict[str, Callable[[], Any]]:
+    """Every program of a layer, compiled by one host for all, and the update."""
+    everywhere = NamedSharding(Mesh(np.asarray(jax.devices()), ("all",)), PartitionSpec())
+    groups = _programs(subject, hosts.count, everywhere)
+    compiled = hosts.compiled(
+        {f"{group}{name}": one.lower for group, its in groups.items() for name, one in its.items()}
+    )
     calls: dict[str, Callable[[], Any]] = {}
+    for (tensor, batch), its in groups.items():
+        of_layers = calls_of(its, {name: compiled[f"{(tensor, batch)}{name}"] for name in its})
+        for name, call in of_layers.items():
+            kind, _, passes = name.rpartition(" ")
+            calls[f"{kind}|{tensor}|{batch} {passes}"] = call
+    calls["update"] = _update(subject)
+    return calls
+
+
+def _programs(subject: Subject, hosts: int, place: NamedSharding) -> dict[tuple[int, int], dict[str, LayerProgram]]:
+    """Programs of layers by tensor degree and number of rows."""
+    shapes, profile = jax.eval_shape(subject.init, jax.random.key(0)), subject.profile()
+    groups = {}
     for tensor in (t for t in (1, 2, 4, 8) if t <= hosts):
         parts, params = subject.parts(alone(tensor)), shard_of(shapes, tensor)
         kinds = {kind for kind in profile.kinds if profile.kinds[kind].max_tensor % tensor == 0}
         for batch in batches(subject, tensor, hosts):
-            of_layers = layer_calls(parts, params, subject.rows(batch), profile.layers, kinds)
-            for name, call in of_layers.items():
-                kind, _, passes = name.rpartition(" ")
-                calls[f"{kind}|{tensor}|{batch} {passes}"] = call
-    calls["update"] = _update(subject)
-    return calls
+            rows = subject.rows(batch)
+            groups[tensor, batch] = layer_programs(parts, params, rows, profile.layers, kinds, place)
+    return groups
 
 
 def batches(subject: Subject, tensor: int, hosts: int) -> list[int]:

@@ -36,7 +36,7 @@ class Text:
 
         They follow one another in the text; a batch longer than the text begins again with it.
         """
-        ids = self.tokenizer.encode(everything())
+        ids = _ids(self)
         if self.kind == "bpe":
             found = causal_windows(ids, length, NAME)
         else:
@@ -57,3 +57,8 @@ def _trained(kind: Kind, vocab_size: int) -> Tokenizer:
         source.write_text(everything(), encoding="utf-8")
         train_tokenizer([source], kind, vocab_size).save(str(made))
         return load_tokenizer(str(made))
+
+
+@cache
+def _ids(text: Text) -> np.ndarray:
+    return text.tokenizer.encode(everything())

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.emulated.entries import numbered
 from benchmarks.emulated.launch import rows_of
@@ -16,7 +17,7 @@ from benchmarks.hybrid import text
 from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
 from benchmarks.hybrid.competitors import planned, request_of, unpriced_messages
 from benchmarks.hybrid.costs import batches, cluster_of
-from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings
+from benchmarks.hybrid.layer_times import alone, calls_of, layer_programs, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
 from benchmarks.hybrid.steps import ready, traced
@@ -355,11 +356,18 @@ def test_a_rank_alone_holds_its_share(name, tensor):
     assert x.shape == jax.eval_shape(subject.parts(Hooks()).embed, whole, rows, context).shape
 
 
+def calls_of_layers(subject, layers, wanted):
+    """Of one of two tensor ranks, four rows."""
+    shapes = jax.eval_shape(subject.init, jax.random.key(0))
+    place = NamedSharding(jax.make_mesh((1,), ("all",), devices=jax.devices()[:1]), PartitionSpec())
+    programs = layer_programs(subject.parts(alone(2)), shard_of(shapes, 2), subject.rows(4), layers, wanted, place)
+    return calls_of(programs, {name: one.lower().compile() for name, one in programs.items()})
+
+
 def test_layers_are_timed_once_a_kind():
     subject = SUBJECTS["mlp"]()
-    shapes = jax.eval_shape(subject.init, jax.random.key(0))
     layers = subject.profile().layers
-    calls = layer_calls(subject.parts(alone(2)), shard_of(shapes, 2), subject.rows(4), layers, {"block", "last"})
+    calls = calls_of_layers(subject, layers, {"block", "last"})
     assert list(calls) == ["block forward", "block backward", "last forward", "last both"]
     y, saved = calls["block forward"]()
     assert y.shape == (4, 256) and any(leaf.shape == (4, 512) for leaf in saved)
@@ -368,8 +376,8 @@ def test_layers_are_timed_once_a_kind():
 
 def test_gradients_of_micro_batches_are_added_up():
     subject = SUBJECTS["mlp"]()
-    shapes, layers = jax.eval_shape(subject.init, jax.random.key(0)), subject.profile().layers
-    calls = layer_calls(subject.parts(alone(2)), shard_of(shapes, 2), subject.rows(4), layers, {"block", "last"})
+    layers = subject.profile().layers
+    calls = calls_of_layers(subject, layers, {"block", "last"})
     for name in ("block backward", "last both"):
         first, second = (jax.tree.map(np.array, calls[name]()[0]) for _ in range(2))
         for one, two in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
