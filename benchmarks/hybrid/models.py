@@ -7,15 +7,15 @@
 
 Two have shapes that nobody chose to favour a plan: those of published models, a third as wide and with a third of the
 layers, so that layers : width stays the same.  The vocabulary shrinks with layers x width, so that the share of the
-head in the multiplications, V / (12 L d + V) for each token that it reads, stays the same too:
+head in the forward multiplications stays the same too, within 2 points:
 
-    gpt2-like  GPT-2 124M   4 layers of 256, vocabulary 5,632, tied: 31 % (of 12 layers of 768 and 50,257: 31 %)
-    bert-like  BERT-base    4 layers of 256, vocabulary 3,328: 21 % (of 12 layers of 768 and 30,522: 22 %)
+    gpt2-like  GPT-2 124M   4 layers of 256, vocabulary 5,632, tied: 31 % (12 of 768, 50,257: 29 %)
+    bert-like  BERT-base    4 layers of 256, vocabulary 3,328, tied: 20 % (12 of 768, 30,522: 20 %)
 
 They read text (`benchmarks.hybrid.text`), 32 sequences a step: gpt2-like 2,048 tokens, bert-like 4,096.  More is what
 the machine does not allow.  A token of gpt2-like takes 29 MFLOP, forward and backward, and the four hosts together
-compute about 50 to 60 GFLOP/s, so that a step takes 1.5 s or more; one of 16k tokens would take 8 to 10 s and the 150
-steps of a launch at each rate half an hour.  Fewer tokens favour plans that send few gradients.
+compute about 50 to 60 GFLOP/s, so that a step takes 1 s and what it sends; one of 16k tokens would take 8 to 10 s, and
+the 260 steps of a launch 40 minutes.  Fewer tokens favour plans that send few gradients.
 
 Bytes are those that the runtime moves, in float32.  The planner prices collectives over the tensor axis as all-reduces.
 An all-gather of s bytes takes half as long as an all-reduce of s bytes, so it is counted as s / 2.

@@ -314,7 +314,7 @@ def measure(
         rates=tuple(rates),
         rounds=4 if quick else 8,
         trial_rounds=3,
-        layer_rounds=3 if quick else 7,
+        layer_rounds=3 if quick else 5,
         link_rounds=3 if quick else 5,
         bubble=bubble,
         general=mixed or not quick,

@@ -59,7 +59,8 @@ def run_model(
         hosts.limit(rate)
         hosts.say(f"{name} at {rate / 1e6:.0f} Mbit/s")
         competitors = {variant.name: variant for variant in taken if variant.rate == rate}
-        samples = in_turn(hosts, {one: steps[variant.key] for one, variant in competitors.items()}, hosts.task.rounds)
+        entered = {one: steps[variant.key] for one, variant in competitors.items()}
+        samples = in_turn(hosts, entered, hosts.task.rounds, warmup=False)  # all have run before
         rows += [
             {"row": "step", "model": name, **variant.to_json(), "samples_s": samples[one]}
             for one, variant in competitors.items()

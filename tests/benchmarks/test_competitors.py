@@ -24,12 +24,13 @@ from benchmarks.hybrid.competitors import planned, predicted_seconds, request_of
 from benchmarks.hybrid.costs import cluster_of, measured_profile
 from benchmarks.hybrid.layer_times import typical_seconds
 from benchmarks.hybrid.models import SUBJECTS
-from benchmarks.hybrid.task import MODELS
+from benchmarks.hybrid.task import MODELS, run_key
 from benchmarks.planner.worth import SHORT, Alternative, WorthRow, worth_claims
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
+from jhpt.planner.search.baselines import baselines
 from tests.benchmarks.test_hybrid import QUOTA, timed
 
 MEASUREMENTS = Path(__file__).parents[2] / "docs/reports/measurements"
@@ -97,6 +98,18 @@ def test_baselines_are_tried_with_several_plans(name):
         grids = {(len(plan.stages), plan.degrees) for plan in tried("3-D grid")}
         assert grids == {(1, (2,)), (1, (4,)), *([(2, (2,))] if subject.piped else [])}
     assert len({one.key for one in variants if one.name not in ("plan", "data parallel 16 bits")}) <= 10
+
+
+def test_a_plan_that_is_a_baseline_is_the_same_program():
+    """What the planner calls data parallel and GPipe is among what is tried, under the same key."""
+    subject = SUBJECTS["mlp"]()
+    profile = slow_starting(subject.profile())
+    tried = {one.key for one in planned(subject, profile, {5e8: link(5e8)}, QUOTA, HOSTS)}
+    found = {
+        one.name: one.plan for one in baselines(request_of(subject), CostModel(profile, cluster_of(link(5e8), HOSTS)))
+    }
+    for name in ("data parallel", "gpipe, equal layers"):
+        assert run_key(name, found[name]) in tried
 
 
 @pytest.mark.parametrize("name", ["gpt2-like", "vgg"])
