@@ -61,7 +61,7 @@ class Hosts(Generic[AnyTask]):
     def compiled(
         self, programs: Mapping[str, Callable[[], jax.stages.Lowered]], devices: Sequence[jax.Device] | None = None
     ) -> dict[str, Any]:
-        """Programs over these devices, by default all; every host compiles its share of them.
+        """Programs over these devices, by default all; every host compiles the next one that no other has begun.
 
         Every host loads all programs from files, also those that it compiled: a compiled and a loaded program may run
         independent operations in different orders, and two hosts that wait for each other in different collectives wait
@@ -69,8 +69,8 @@ class Hosts(Generic[AnyTask]):
         """
         files = [Path(self.task.folder, f"{self.programs + index}.program") for index in range(len(programs))]
         self.programs += len(programs)
-        for index, (file, lower) in enumerate(zip(files, programs.values(), strict=True)):
-            if index % self.count == self.rank:
+        for file, lower in zip(files, programs.values(), strict=True):
+            if _is_first(file.with_suffix(".begun")):
                 file.write_bytes(pickle.dumps(serialize_executable.serialize(lower().compile())))
         self.wait()
         load = partial(serialize_executable.deserialize_and_load, execution_devices=devices)
@@ -80,3 +80,12 @@ class Hosts(Generic[AnyTask]):
         """Prints progress to stderr, whose end is part of error messages."""
         if self.rank == 0:
             print(f"{time.process_time():6.1f} s of processor  {line}", file=sys.stderr, flush=True)
+
+
+def _is_first(file: Path) -> bool:
+    """Whether no other host has made this file, which is made."""
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

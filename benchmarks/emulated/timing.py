@@ -1,7 +1,9 @@
 """Times calls that all hosts make at the same time, one call after the other."""
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,13 +13,18 @@ from benchmarks.emulated.hosts import Hosts
 Call = Callable[[], Any]
 
 
-def in_turn(hosts: Hosts[Any], steps: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step until the last host has finished it.
+def in_turn(
+    hosts: Hosts[Any], steps: Mapping[str, Call], rounds: int, *, warmup: bool = True
+) -> dict[str, list[float]]:
+    """Seconds of every step until the last host has finished it, the same on all hosts.
 
     All hosts begin at the same time; every other round runs the steps in reverse order.
+
+    Args:
+      warmup: whether each step runs once before.
     """
     names, samples = list(steps), {name: list[float]() for name in steps}
-    for name in names:
+    for name in names if warmup else ():
         hosts.say(f"first step of {name}")
         jax.block_until_ready(steps[name]())
     for index in range(rounds):
@@ -28,3 +35,30 @@ def in_turn(hosts: Hosts[Any], steps: Mapping[str, Call], rounds: int) -> dict[s
             samples[name].append(time.perf_counter() - start)
     everyone = hosts.everyone(samples)
     return {name: [max(times) for times in zip(*(one[name] for one in everyone), strict=True)] for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Seconds of every candidate that was tried, and the fastest of every competitor, by their names."""
+
+    samples: Mapping[str, Sequence[float]]
+    fastest: Mapping[str, str]
+
+
+def trial(
+    hosts: Hosts[Any], competitors: Mapping[str, Collection[str]], steps: Mapping[str, Call], rounds: int
+) -> Trial:
+    """Runs the candidates of every competitor in turn and keeps the one with the smallest median.
+
+    A step lasts until the slowest host has finished it (`in_turn`), so all hosts keep the same one, of equally fast
+    ones the first.  The only candidate of a competitor is kept without being run.
+
+    Args:
+      competitors: names of candidates by competitor; several may have one in common, which is run once.
+      steps: of the candidates, each of which has run before.
+    """
+    compared = [name for names in competitors.values() if len(names) > 1 for name in names]
+    samples = in_turn(hosts, {name: steps[name] for name in compared}, rounds, warmup=False)
+    seconds = {name: statistics.median(times) for name, times in samples.items()}
+    fastest = {one: min(names, key=lambda name: seconds.get(name, 0.0)) for one, names in competitors.items()}
+    return Trial(samples=samples, fastest=fastest)

@@ -1,11 +1,10 @@
-"""The plans of all competitors, and their inputs: seconds of layers and of the network, measured on the hosts."""
+"""What plans are made from: seconds of layers and of the network, measured on the hosts."""
 
 import itertools
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,26 +13,25 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.hybrid.general import Dispatch, general_seconds
-from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings, typical_seconds
+from benchmarks.hybrid.layer_times import (
+    LayerProgram,
+    alone,
+    calls_of,
+    layer_programs,
+    shard_of,
+    timings,
+    typical_seconds,
+)
 from benchmarks.hybrid.models import Subject
-from benchmarks.hybrid.quota import Quota, pipeline_seconds
+from benchmarks.hybrid.quota import Quota
 from benchmarks.hybrid.steps import train_step
-from benchmarks.hybrid.task import Task, run_key
+from benchmarks.hybrid.task import Task
 from benchmarks.netlab.quotas import QUOTA_PERIOD
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.config import OptimizerConfig
-from jhpt.core.plan import Plan
-from jhpt.core.plan_check import stages_run
 from jhpt.core.profile import ModelProfile
 from jhpt.measure.probe import ring_link
 from jhpt.models.family import Sums
-from jhpt.planner.cost.estimate import price, stage_times
-from jhpt.planner.cost.model import CostModel
-from jhpt.planner.search.baselines import baselines
-from jhpt.planner.search.choice import plainest
-from jhpt.planner.search.request import Request, request
-from jhpt.planner.search.solve import solve
 from jhpt.training.optimizer import make_optimizer
 from jhpt.training.step import init_state
 
@@ -72,7 +70,7 @@ def measured_seconds(hosts: Hosts[Task], subject: Subject) -> list[dict[str, flo
     All hosts time the same layer at the same time, as replicas run it: they share caches and memory bandwidth.
     """
     hosts.free()
-    calls = _calls(subject, subject.profile(), hosts.count)
+    calls = _calls(hosts, subject)
     hosts.say(f"{subject.name}: {len(calls)} programs of layers")
     hosts.limit(None)
     return hosts.everyone(typical_seconds(calls, hosts.task.layer_rounds))
@@ -104,19 +102,34 @@ def profile_of(subject: Subject, by_host: Sequence[Mapping[str, float]]) -> tupl
     return profile.model_copy(update=changes), rows
 
 
-def _calls(subject: Subject, profile: ModelProfile, hosts: int) -> dict[str, Callable[[], Any]]:
-    shapes = jax.eval_shape(subject.init, jax.random.key(0))
+def _calls(hosts: Hosts[Task], subject: Subject) -> dict[str, Callable[[], Any]]:
+    """Every program of a layer, compiled by one host for all, and the update."""
+    everywhere = NamedSharding(Mesh(np.asarray(jax.devices()), ("all",)), PartitionSpec())
+    groups = _programs(subject, hosts.count, everywhere)
+    compiled = hosts.compiled(
+        {f"{group}{name}": one.lower for group, its in groups.items() for name, one in its.items()}
+    )
     calls: dict[str, Callable[[], Any]] = {}
+    for (tensor, batch), its in groups.items():
+        of_layers = calls_of(its, {name: compiled[f"{(tensor, batch)}{name}"] for name in its})
+        for name, call in of_layers.items():
+            kind, _, passes = name.rpartition(" ")
+            calls[f"{kind}|{tensor}|{batch} {passes}"] = call
+    calls["update"] = _update(subject)
+    return calls
+
+
+def _programs(subject: Subject, hosts: int, place: NamedSharding) -> dict[tuple[int, int], dict[str, LayerProgram]]:
+    """Programs of layers by tensor degree and number of rows."""
+    shapes, profile = jax.eval_shape(subject.init, jax.random.key(0)), subject.profile()
+    groups = {}
     for tensor in (t for t in (1, 2, 4, 8) if t <= hosts):
         parts, params = subject.parts(alone(tensor)), shard_of(shapes, tensor)
         kinds = {kind for kind in profile.kinds if profile.kinds[kind].max_tensor % tensor == 0}
         for batch in batches(subject, tensor, hosts):
-            of_layers = layer_calls(parts, params, subject.rows(batch), profile.layers, kinds)
-            for name, call in of_layers.items():
-                kind, _, passes = name.rpartition(" ")
-                calls[f"{kind}|{tensor}|{batch} {passes}"] = call
-    calls["update"] = _update(subject)
-    return calls
+            rows = subject.rows(batch)
+            groups[tensor, batch] = layer_programs(parts, params, rows, profile.layers, kinds, place)
+    return groups
 
 
 def batches(subject: Subject, tensor: int, hosts: int) -> list[int]:
@@ -218,114 +231,3 @@ def cluster_of(link: Link, hosts: int, shares: Sequence[float] | None = None) ->
 def kind_name(share: float) -> str:
     """The name of the hosts with this share of the quota."""
     return f"emulated host x{share:g}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A competitor at one rate: its plan and its predicted seconds."""
-
-    rate: float
-    name: str
-    plan: Plan
-    predicted: float
-
-    @property
-    def key(self) -> str:
-        """A key that is equal for plans that run the same."""
-        return run_key(self.plan)
-
-    def to_json(self) -> dict[str, Any]:
-        """The variant as a row without samples."""
-        plan = self.plan.model_dump(mode="json", exclude_none=True)
-        return {"bits_per_s": self.rate, "competitor": self.name, "plan": plan, "predicted_s": self.predicted}
-
-    @staticmethod
-    def from_json(tree: dict[str, Any]) -> "Variant":
-        """The inverse of `to_json`."""
-        plan = Plan.model_validate(tree["plan"])
-        return Variant(rate=tree["bits_per_s"], name=tree["competitor"], plan=plan, predicted=tree["predicted_s"])
-
-
-def planned(
-    subject: Subject,
-    profile: ModelProfile,
-    link: Link,
-    rate: float,
-    quota: Quota,
-    hosts: int,
-    dispatch: Dispatch | None = None,
-) -> list[Variant]:
-    """Competitors at one rate, the first of them twice.
-
-    The plan is the one that `parallel: auto` would run if the planner knew these hosts: the plainest of its plans and
-    of the baselines, by their predicted seconds.  dispatch: of general plans, the best of which competes; None: none
-    does.
-    """
-    wanted, model = request_of(subject), CostModel(profile, cluster_of(link, hosts))
-
-    def predicted(plan: Plan) -> float:
-        one_stage = len(plan.stages) == 1
-        seconds = price(plan, model).seconds if one_stage else pipeline_seconds(plan, stage_times(plan, model), quota)
-        return seconds + unpriced_messages(plan) * link.latency
-
-    even = [m for m in wanted.micro_batches if subject.batch // m % hosts == 0]
-    by_name = {one.name: one.plan for one in baselines(replace(wanted, micro_batches=tuple(even)), model)}
-    plans = {"data parallel": by_name["data parallel"], "data parallel again": by_name["data parallel"]}
-    if subject.piped:
-        by_name = {one.name: one.plan for one in baselines(wanted, model)}
-        plans["gpipe"] = by_name["gpipe, equal layers"]
-    answer = solve(profile, model.cluster, wanted, "spmd")
-    candidates = [answer.plan, *answer.alternatives, *(one.plan for one in baselines(wanted, model))]
-    priced = [plan.model_copy(update={"seconds": predicted(plan)}) for plan in candidates if plan is not None]
-    runnable = [plan for plan in priced if plan.devices == hosts and len(plan.stages) <= wanted.max_stages]
-    plans["plan"] = plainest(runnable)
-    variants = [
-        Variant(rate=rate, name=name, plan=plan, predicted=predicted(plan))
-        for name, plan in plans.items()
-        if plan is not None
-    ]
-    if dispatch is not None:
-        general = best_general(subject, model, rate, quota, dispatch)
-        variants += [general] if general else []
-    return variants
-
-
-def best_general(
-    subject: Subject, model: CostModel, rate: float, quota: Quota, dispatch: Dispatch, name: str = "general"
-) -> Variant | None:
-    """Of the planner's general plans with several stages on all hosts, the one that is predicted to be the fastest;
-    None if there is none that runs."""
-    cluster, slowest = model.cluster, min(quota.of(host) for host in range(model.cluster.num_devices))
-    wanted = request(subject.batch, general_counts(subject), zero=(0,), recompute=(False,), whole=True)
-    answer = solve(dispatch.of(model.profile, slowest), cluster, wanted, "general", model.others)
-    found = []
-    for plan in (answer.plan, *answer.alternatives):
-        if plan.devices == cluster.num_devices and len(plan.stages) > 1 and stages_run(plan):
-            seconds = general_seconds(plan, stage_times(plan, model), quota, dispatch)
-            seconds += unpriced_messages(plan) * cluster.network.latency
-            found.append(Variant(rate=rate, name=name, plan=plan, predicted=seconds))
-    return min(found, key=lambda variant: variant.predicted, default=None)
-
-
-def general_counts(subject: Subject) -> tuple[int, ...]:
-    """Numbers of micro-batches that a general plan chooses from."""
-    return tuple(count for count in (1, 2, 4, 8, 16) if subject.batch % count == 0)
-
-
-def unpriced_messages(plan: Plan) -> int:
-    """Messages in a row that the planner leaves out because they are small, as seen in compiled programs.
-
-    A sum over K ranks takes 2 (K - 1).  There is one of the loss over all devices, and with several stages one of the
-    gradient's norm.  Where t ranks share the head, every micro-batch has two, of the largest logits and of the sum of
-    their exponentials, and gathers its rows, with t - 1.
-    """
-    tensor = plan.stages[-1].chunks[-1].tensor[-1]
-    sums = (1 if len(plan.stages) == 1 else 2) * 2 * (plan.devices - 1)
-    return sums + plan.micro_batches * (2 * 2 + 1) * (tensor - 1)
-
-
-def request_of(subject: Subject) -> Request:
-    """The request to the planner, without ZeRO and recomputation, because there is enough memory."""
-    return request(
-        subject.batch, counts_of(subject), zero=(0,), recompute=(False,), max_stages=1 << 30 if subject.piped else 1
-    )

@@ -15,11 +15,13 @@ not see what XLA fuses across layers, nor that buffers of a whole step may not f
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jhpt.core.axes import TENSOR
 from jhpt.core.profile import Timing
@@ -56,24 +58,42 @@ def shard_of(params: Any, tensor: int) -> Any:
     return jax.tree_util.tree_map_with_path(shard, params)
 
 
-def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str], wanted: Set[str]) -> dict[str, Call]:
-    """`{"KIND forward": call, "KIND both": call}` for every kind of layer, compiled.
+@dataclass(frozen=True, kw_only=True)
+class LayerProgram:
+    """A program of a layer.  lower: to be compiled.  call: from the compiled program and the calls before it."""
+
+    lower: Callable[[], jax.stages.Lowered]
+    call: Callable[[Any, Mapping[str, Call]], Call]
+
+
+def calls_of(programs: Mapping[str, LayerProgram], compiled: Mapping[str, Any]) -> dict[str, Call]:
+    """Calls of the programs of `layer_programs`, in their order."""
+    calls: dict[str, Call] = {}
+    for name, one in programs.items():
+        calls[name] = one.call(compiled[name], calls)
+    return calls
+
+
+def layer_programs(
+    parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str], wanted: Set[str], place: NamedSharding
+) -> dict[str, LayerProgram]:
+    """`{"KIND forward": program, "KIND both": program}` for every kind of layer.
 
     Args:
       params: one rank's, from `shard_of`.  rows: of a micro-batch, a tree of [b, ...].
       kinds: of the embedding, every block and the head, in the order of the forward pass.
       wanted: kinds to time; of several layers of a kind the first is timed.
+      place: where a program runs: the same on every device, each of which belongs to another host.
     """
     batch = len(jax.tree.leaves(rows)[0])
     context = parts.context(rows, jax.random.split(jax.random.key(0), batch))
-    calls: dict[str, Call] = {}
+    programs: dict[str, LayerProgram] = {}
 
     def add(kind: str, forward: Callable[..., Any], args: tuple[Any, ...], x: int | None) -> jax.ShapeDtypeStruct:
-        """Calls of one layer; `x`: which argument is the input that has a gradient too."""
+        """Programs of one layer; `x`: which argument is the input that has a gradient too."""
         shape = jax.eval_shape(forward, *args)
-        if f"{kind} forward" in calls or kind not in wanted:
+        if f"{kind} forward" in programs or kind not in wanted:
             return shape
-        error = _like(shape)
         moving = (0,) if x is None else (0, x)
 
         def both(total: Any, error: jax.Array, *args: Any) -> Any:
@@ -85,23 +105,23 @@ def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str],
             gradient, *errors = pull(error)
             return jax.tree.map(jnp.add, total, gradient), y, errors
 
-        calls[f"{kind} forward"] = _compiled(forward, *args)
-        calls[f"{kind} both"] = _accumulating(both, jax.tree.map(jnp.zeros_like, args[0]), error, *args)
+        programs[f"{kind} forward"] = _program(place, forward, args)
+        programs[f"{kind} both"] = _accumulating(place, both, args[0], (_like(shape), *args))
         return shape
 
     def add_block(kind: str, layer: Any, x: jax.Array) -> jax.ShapeDtypeStruct:
         at = (context, jnp.int32(0))
-        if f"{kind} forward" not in calls and kind in wanted:
+        if f"{kind} forward" not in programs and kind in wanted:
             split = split_layer(parts.block, layer, x, at)
+            y, saved = jax.eval_shape(split.forward, layer, x, at)
 
-            def backward(total: Any, error: jax.Array, saved: Saved, layer: Any, at: Any) -> Any:
+            def backward(total: Any, saved: Saved, error: jax.Array, layer: Any, at: Any) -> Any:
                 gradient, down = split.backward(layer, at, saved, error)
                 return jax.tree.map(jnp.add, total, gradient), down
 
-            calls[f"{kind} forward"] = forward = _compiled(split.forward, layer, x, at)
-            y, saved = forward()
-            zeros = jax.tree.map(jnp.zeros_like, layer)
-            calls[f"{kind} backward"] = _accumulating(backward, zeros, _like(y), saved, layer, at)
+            programs[f"{kind} forward"] = _program(place, split.forward, (layer, x, at))
+            saved_before = _Result(shapes=saved, of=lambda calls: calls[f"{kind} forward"]()[1])
+            programs[f"{kind} backward"] = _accumulating(place, backward, layer, (_like(y), layer, at), saved_before)
         return jax.eval_shape(parts.block, layer, x, at)
 
     shape = add(kinds[0], parts.embed, (picked(params, parts.embed_reads), rows, context), None)
@@ -109,7 +129,7 @@ def layer_calls(parts: ModelParts, params: Any, rows: Any, kinds: Sequence[str],
         shape = add_block(kind, layer, _like(shape))
     loss = lambda params, x, rows, context: parts.head_loss(params, x, rows, context).loss  # noqa: E731
     add(kinds[-1], loss, (picked(params, parts.head_reads), _like(shape), rows, context), 1)
-    return calls
+    return programs
 
 
 def timings(seconds: Mapping[tuple[str, int, int], tuple[float, float]]) -> dict[str, tuple[Timing, ...]]:
@@ -175,18 +195,60 @@ def _like(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.asarray(np.random.default_rng(1).standard_normal(shape.shape), shape.dtype)
 
 
-def _compiled(function: Callable[..., Any], *args: Any) -> Call:
-    program = jax.jit(function).lower(*args).compile()
-    return lambda: program(*args)
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """An argument that an earlier call returns."""
+
+    shapes: Any
+    of: Callable[[Mapping[str, Call]], Any]
 
 
-def _accumulating(function: Callable[..., Any], total: Any, *args: Any) -> Call:
-    """Calls `function(total, *args)`, whose first result is the next total."""
-    program = jax.jit(function, donate_argnums=0).lower(total, *args).compile()
+def _program(place: NamedSharding, function: Callable[..., Any], args: tuple[Any, ...]) -> LayerProgram:
+    def call(program: Any, _: Mapping[str, Call]) -> Call:
+        placed = _placed(args, place)
+        return lambda: program(*placed)
 
-    def run() -> Any:
-        nonlocal total
-        total, *others = program(total, *args)
-        return total, others
+    return LayerProgram(lower=lambda: jax.jit(function, out_shardings=place).lower(*_described(args, place)), call=call)
 
-    return run
+
+def _accumulating(
+    place: NamedSharding, function: Callable[..., Any], like: Any, args: tuple[Any, ...], before: _Result | None = None
+) -> LayerProgram:
+    """`function(total, *args)`, whose first result is the next total, a tree like `like`.
+
+    before: an argument between `total` and `args`.
+    """
+
+    def lower() -> jax.stages.Lowered:
+        first = (like,) if before is None else (like, before.shapes)
+        described = _described((*first, *args), place)
+        return jax.jit(function, donate_argnums=0, out_shardings=place).lower(*described)
+
+    def call(program: Any, calls: Mapping[str, Call]) -> Call:
+        total = _placed(jax.tree.map(jnp.zeros_like, like), place)
+        given = (() if before is None else (before.of(calls),)) + _placed(args, place)
+
+        def run() -> Any:
+            nonlocal total
+            total, *others = program(total, *given)
+            return total, others
+
+        return run
+
+    return LayerProgram(lower=lower, call=call)
+
+
+def _described(tree: Any, place: NamedSharding) -> Any:
+    def described(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+    return jax.tree.map(described, tree)
+
+
+def _placed(tree: Any, place: NamedSharding) -> Any:
+    """Arrays of this host as its part of what all hosts have."""
+
+    def placed(leaf: Any) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(leaf.shape, place, [jnp.asarray(leaf)])
+
+    return jax.tree.map(placed, tree)

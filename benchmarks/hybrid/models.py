@@ -5,6 +5,18 @@
     gpt   an embedding and a head that take as long as all blocks
     bert  almost all of the time is that of blocks
 
+Two have shapes that nobody chose to favour a plan: those of published models, a third as wide and with a third of the
+layers, so that layers : width stays the same.  The vocabulary shrinks with layers x width, so that the share of the
+head in the forward multiplications stays the same too, within 2 points:
+
+    gpt2-like  GPT-2 124M   4 layers of 256, vocabulary 5,632, tied: 31 % (12 of 768, 50,257: 29 %)
+    bert-like  BERT-base    4 layers of 256, vocabulary 3,328, tied: 20 % (12 of 768, 30,522: 20 %)
+
+They read text (`benchmarks.hybrid.text`), 32 sequences a step: gpt2-like 2,048 tokens, bert-like 4,096.  More is what
+the machine does not allow.  A token of gpt2-like takes 29 MFLOP, forward and backward, and the four hosts together
+compute about 50 to 60 GFLOP/s, so that a step takes 1 s and what it sends; one of 16k tokens would take 8 to 10 s, and
+the 260 steps of a launch 40 minutes.  Fewer tokens favour plans that send few gradients.
+
 Bytes are those that the runtime moves, in float32.  The planner prices collectives over the tensor axis as all-reduces.
 An all-gather of s bytes takes half as long as an all-reduce of s bytes, so it is counted as s / 2.
 """
@@ -18,6 +30,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from benchmarks.hybrid.text import Text
 from benchmarks.networks.execution import Examples, Network, class_execution, class_parts
 from benchmarks.networks.mlp import MLP
 from benchmarks.networks.vgg import VGG
@@ -36,7 +49,7 @@ from jhpt.sharding.model_parts import ModelParts
 from jhpt.sharding.stages.execution import StagesExecution
 from jhpt.sharding.stages.layout import StagesLayout, place_stages
 from jhpt.sharding.step import Execution
-from jhpt.training.data.tokenizer import load_tokenizer
+from jhpt.training.data.tokenizer import Tokenizer, load_tokenizer
 from jhpt.training.parts import make_parts
 from jhpt.training.setup import execution
 
@@ -138,10 +151,11 @@ class ClassSubject:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSubject:
-    """A GPT or BERT."""
+    """A GPT or BERT.  text: what it reads; None: random bytes."""
 
     name: str
     config: Config
+    text: Text | None = None
 
     @property
     def batch(self) -> int:
@@ -154,8 +168,8 @@ class TextSubject:
         return True
 
     @cached_property
-    def _tokenizer(self) -> Any:
-        return load_tokenizer(self.config.data.tokenizer)
+    def _tokenizer(self) -> Tokenizer:
+        return self.text.tokenizer if self.text else load_tokenizer(self.config.data.tokenizer)
 
     def init(self, key: jax.Array) -> Any:
         """Parameters."""
@@ -179,7 +193,9 @@ class TextSubject:
         return _in_stages(self, layout, tuple(made))
 
     def rows(self, count: int) -> Rows:
-        """Windows of random tokens."""
+        """Windows of text, or of random tokens."""
+        if self.text:
+            return Rows(self.text.windows(self.config.data.sequence_length, count))  # type: ignore[arg-type]
         length = self.config.model.row_length(self.config.data.sequence_length)
         ids = np.random.default_rng(0).integers(0, 250, (count, length)).astype(np.int32)
         return Rows(ids)  # type: ignore[arg-type]
@@ -277,11 +293,16 @@ def _mlp() -> ClassSubject:
     )
 
 
-def _text(name: str, family: str, **model: Any) -> TextSubject:
-    shape = {"family": family, "d_model": 128, "num_heads": 4, "max_length": 64, "dropout": 0.0, **model}
-    data = {"sequence_length": 64, "batch_size": 32}
+def _text(name: str, family: str, *, length: int = 64, text: Text | None = None, **model: Any) -> TextSubject:
+    shape = {"family": family, "d_model": 128, "num_heads": 4, "max_length": length, "dropout": 0.0, **model}
+    data = {"sequence_length": length, "batch_size": 32}
     config = load_config({"name": name, "model": shape, "data": data})
-    return TextSubject(name=name, config=config)
+    return TextSubject(name=name, config=config, text=text)
+
+
+def _published(name: str, family: str, text: Text, length: int) -> TextSubject:
+    """A third of the layers and of the width of GPT-2 124M and BERT-base."""
+    return _text(name, family, length=length, text=text, vocab_size=text.vocab_size, num_layers=4, d_model=256)
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
@@ -289,5 +310,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "mlp": _mlp,
     "gpt": lambda: _text("gpt", "gpt", vocab_size=24576, num_layers=4, tied=False),
     "bert": lambda: _text("bert", "bert", vocab_size=1024, num_layers=6),
+    "gpt2-like": lambda: _published("gpt2-like", "gpt", Text("bpe", 5632), 64),
+    "bert-like": lambda: _published("bert-like", "bert", Text("wordpiece", 3328), 128),
 }
 """The models by name."""

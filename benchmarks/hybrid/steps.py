@@ -1,6 +1,6 @@
-"""Whole steps of plans, each compiled once."""
+"""Whole steps of plans, each compiled once; programs that hold equal parts of the model share one state."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from benchmarks.emulated.hosts import Hosts
 from benchmarks.emulated.timing import Call
 from benchmarks.hybrid.models import Subject
+from benchmarks.hybrid.short_sums import with_short_sums
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.plan import Plan
 from jhpt.sharding.mesh import make_device_mesh
@@ -35,18 +36,29 @@ def train_step(gradients: Callable[..., Any], norm: Callable[[Any], jax.Array] |
 class Traced:
     """A plan's programs, to be compiled: `fresh` makes the state, `step` takes it and a batch.
 
-    updates: whether the step returns the next state and is donated the last one.
+    held: equal for programs whose states lie alike.  updates: whether the step returns the next state and is donated
+    the last one.
     """
 
+    held: str
     fresh: Callable[[], jax.stages.Lowered]
     step: Callable[[], jax.stages.Lowered]
     rows: Callable[[], Any]
     updates: bool
 
 
-def traced(subject: Subject, plan: Plan, devices: Sequence[jax.Device], *, update: bool = True) -> Traced:
-    """A training step of the plan on these devices; update=False: its gradients alone."""
+def traced(
+    subject: Subject, plan: Plan, devices: Sequence[jax.Device], *, update: bool = True, short: bool = False
+) -> Traced:
+    """A training step of the plan on these devices.
+
+    Args:
+      update: False: its gradients alone.
+      short: whether gradients are sent in 16 bits.
+    """
     execution = subject.execution(plan, make_device_mesh(plan, devices))
+    if short:
+        execution = with_short_sums(execution)
     layout = execution.layout
 
     def fresh(key: jax.Array) -> Any:
@@ -73,6 +85,7 @@ def traced(subject: Subject, plan: Plan, devices: Sequence[jax.Device], *, updat
         )
 
     return Traced(
+        held=plan.model_dump_json(include={"stages"}),
         fresh=lambda: jax.jit(fresh, out_shardings=shardings).lower(jax.eval_shape(lambda: key)),
         step=lambda: step.lower(state, rows),
         rows=place,
@@ -81,26 +94,26 @@ def traced(subject: Subject, plan: Plan, devices: Sequence[jax.Device], *, updat
 
 
 def ready(hosts: Hosts[Any], programs: Mapping[str, Traced]) -> dict[str, Call]:
-    """Compiled steps, each with a state of its own."""
-
-    def lowered() -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
-        for name, one in programs.items():
-            yield f"{name} step", one.step
-            yield f"{name} fresh", one.fresh
-
-    compiled = hosts.compiled(dict(lowered()))
-    return {
-        name: _running(compiled[f"{name} step"], compiled[f"{name} fresh"](jax.random.key(0)), one.rows(), one.updates)
-        for name, one in programs.items()
-    }
+    """Compiled steps.  Those whose states lie alike train one state together."""
+    holders = {one.held: one for one in programs.values()}
+    fresh = {f"fresh {held}": one.fresh for held, one in holders.items()}
+    compiled = hosts.compiled({name: one.step for name, one in programs.items()} | fresh)
+    states = {held: _Held(state=compiled[f"fresh {held}"](jax.random.key(0))) for held in holders}
+    return {name: _running(compiled[name], states[one.held], one.rows(), one.updates) for name, one in programs.items()}
 
 
-def _running(program: Any, state: Any, rows: Any, updates: bool) -> Call:
+@dataclass
+class _Held:
+    """The state of several programs."""
+
+    state: Any
+
+
+def _running(program: Any, held: _Held, rows: Any, updates: bool) -> Call:
     def run() -> Any:
-        nonlocal state
         if not updates:
-            return program(state, rows)
-        state, metrics = program(state, rows)
+            return program(held.state, rows)
+        held.state, metrics = program(held.state, rows)
         return metrics
 
     return run

@@ -5,20 +5,24 @@ from dataclasses import dataclass
 from benchmarks.emulated.task import Launch
 from jhpt.core.plan import Plan
 
-MODELS = ("vgg", "mlp", "gpt", "bert")
+MODELS = ("vgg", "mlp", "gpt", "bert", "gpt2-like", "bert-like")
 """Names of the models (`benchmarks.hybrid.models`), in the order of the table."""
 
 CHUNKS = 2
 """Chunks of a stage in the measurement of the bubble of interleaved 1F1B."""
 
+DATA_PARALLEL, AGAIN, SHORT = "data parallel", "data parallel again", "data parallel 16 bits"
+GPIPE, GRID = "gpipe", "3-D grid"
+"""Baselines, as competitors (`benchmarks.hybrid.run`)."""
 
 BY_SPEED = "by speed"
 """The plan on hosts of different quotas (`benchmarks.hybrid.mixed`), as a competitor."""
 
 
-def run_key(plan: Plan) -> str:
-    """A key that is equal for plans that run the same."""
-    return plan.model_dump_json(exclude={"seconds", "lower_bound", "device", "origin"})
+def run_key(competitor: str, plan: Plan) -> str:
+    """A key that is equal for what runs the same: equal plans that send the same numbers."""
+    key = plan.model_dump_json(exclude={"seconds", "lower_bound", "device", "origin"})
+    return f"{key} in 16 bits" if competitor == SHORT else key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,8 @@ class Task(Launch):
     """One launch.
 
     rates: bits per second.
-    rounds: how often a step is timed.  layer_rounds, link_rounds: how often a layer, a message is.
+    rounds: how often a step is timed.  trial_rounds: how often that of each candidate is, before the rounds.
+    layer_rounds, link_rounds: how often a layer, a message is.
     bubble: whether the bubble of a pipeline is measured too.  general: whether general plans compete, for which
     dispatch is measured.
     """
@@ -34,6 +39,7 @@ class Task(Launch):
     models: tuple[str, ...]
     rates: tuple[float, ...]
     rounds: int
+    trial_rounds: int
     layer_rounds: int
     link_rounds: int
     bubble: bool

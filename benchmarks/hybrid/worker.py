@@ -5,70 +5,62 @@ For each model, all hosts measure or compute:
     layers     timed with the quota on
     links      timed at every rate, and the processor time of an exchange
     plans      made from both
-    steps      of all plans, compiled once, run in turn at every rate
+    trials     of all candidates, compiled once, in turn at every rate: each competitor keeps its fastest
+    steps      of what is kept, in turn at every rate
 
 While programs are compiled, quotas are lifted.
 """
 
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
 
 from benchmarks.emulated.hosts import Hosts
-from benchmarks.emulated.timing import Call, in_turn
+from benchmarks.emulated.timing import Call, in_turn, trial
 from benchmarks.emulated.worker import take_part
 from benchmarks.hybrid.bubble import run_bubble
-from benchmarks.hybrid.costs import (
-    Variant,
-    measured_links,
-    measured_profile,
-    measured_quota,
-    measured_seconds,
-    planned,
-)
+from benchmarks.hybrid.competitors import Variant, planned
+from benchmarks.hybrid.costs import measured_links, measured_profile, measured_quota, measured_seconds
 from benchmarks.hybrid.general import Dispatch, measured_dispatch
 from benchmarks.hybrid.mixed import planned_by_speed, profiles_by_share
 from benchmarks.hybrid.models import SUBJECTS, Subject
 from benchmarks.hybrid.quota import Quota, placement
 from benchmarks.hybrid.stages import stages_step
 from benchmarks.hybrid.steps import ready, traced
-from benchmarks.hybrid.task import Task
+from benchmarks.hybrid.task import AGAIN, DATA_PARALLEL, SHORT, Task
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Plan
+
+Rows = list[dict[str, Any]]
+
+Steps = dict[str, Call]
+"""Compiled steps by `Variant.key`."""
 
 
 def run_model(
     hosts: Hosts[Task], subject: Subject, links: dict[float, Link], quota: Quota, dispatch: Dispatch | None
-) -> list[dict[str, Any]]:
-    """Rows of one model: of its layers, and of every competitor at every rate."""
-    if quota.shares:
-        assert dispatch is not None, "on mixed hosts a general plan competes"
-        name = f"{subject.name} on mixed hosts"
-        profiles, rows = profiles_by_share(subject, measured_seconds(hosts, subject), quota.shares)
-        mine = [
-            one
-            for rate, link in links.items()
-            for one in planned_by_speed(subject, profiles, link, rate, quota, dispatch)
-        ]
-    else:
-        name = subject.name
-        profile, rows = measured_profile(hosts, subject)
-        mine = [
-            one
-            for rate, link in links.items()
-            for one in planned(subject, profile, link, rate, quota, hosts.count, dispatch)
-        ]
-        update = profile.update_seconds * profile.parameters
-        rows.append({"row": "update", "model": subject.name, "seconds": update})
+) -> Rows:
+    """Rows of one model: of its layers, of candidates that were tried, and of every competitor at every rate."""
+    mine, rows = _planned(hosts, subject, links, quota, dispatch)
     # Every host has measured the links a little differently, so all use the plans of host 0.
     variants = [Variant.from_json(tree) for tree in hosts.everyone([one.to_json() for one in mine])[0]]
-    steps = _steps(hosts, subject, {variant.key: variant.plan for variant in variants}, quota)
+    name = f"{subject.name} on mixed hosts" if quota.shares else subject.name
+    steps = _compiled(hosts, subject, [one for one in variants if one.name != SHORT], quota)
+    taken = list[Variant]()
+    for rate in links:
+        here = [one for one in variants if one.rate == rate]
+        kept, tried = fastest(hosts, here, steps)
+        taken += with_repeats(kept, here)
+        rows += [{"row": "trial", "model": name, **row} for row in tried]
+    steps |= _compiled(hosts, subject, [one for one in taken if one.key not in steps], quota)
     for rate in links:
         hosts.limit(rate)
         hosts.say(f"{name} at {rate / 1e6:.0f} Mbit/s")
-        competitors = {variant.name: variant for variant in variants if variant.rate == rate}
-        samples = in_turn(hosts, {one: steps[variant.key] for one, variant in competitors.items()}, hosts.task.rounds)
+        competitors = {variant.name: variant for variant in taken if variant.rate == rate}
+        entered = {one: steps[variant.key] for one, variant in competitors.items()}
+        samples = in_turn(hosts, entered, hosts.task.rounds, warmup=False)  # all have run before
         rows += [
             {"row": "step", "model": name, **variant.to_json(), "samples_s": samples[one]}
             for one, variant in competitors.items()
@@ -76,16 +68,64 @@ def run_model(
     return rows
 
 
-def _steps(hosts: Hosts[Task], subject: Subject, plans: dict[str, Plan], quota: Quota) -> dict[str, Call]:
-    """The steps of all plans, compiled while quotas are lifted."""
+def _planned(
+    hosts: Hosts[Task], subject: Subject, links: Mapping[float, Link], quota: Quota, dispatch: Dispatch | None
+) -> tuple[list[Variant], Rows]:
+    """(this host's plans of all competitors, rows of layers)."""
+    if quota.shares:
+        assert dispatch is not None, "on mixed hosts a general plan competes"
+        profiles, rows = profiles_by_share(subject, measured_seconds(hosts, subject), quota.shares)
+        by_rate = (planned_by_speed(subject, profiles, link, rate, quota, dispatch) for rate, link in links.items())
+        return [one for variants in by_rate for one in variants], rows
+    profile, rows = measured_profile(hosts, subject)
+    rows.append({"row": "update", "model": subject.name, "seconds": profile.update_seconds * profile.parameters})
+    return planned(subject, profile, links, quota, hosts.count, dispatch), rows
+
+
+def fastest(hosts: Hosts[Task], variants: Sequence[Variant], steps: Steps) -> tuple[list[Variant], Rows]:
+    """(of every competitor at one rate the fastest candidate of a trial, rows of all candidates that were tried)."""
+    candidates: dict[str, dict[str, Variant]] = {}
+    for one in variants:
+        if one.key in steps:
+            candidates.setdefault(one.name, {})[one.key] = one
+    rate = variants[0].rate
+    hosts.limit(rate)
+    hosts.say(f"trials at {rate / 1e6:.0f} Mbit/s")
+    found = trial(hosts, candidates, steps, hosts.task.trial_rounds)
+    rows = [
+        {**variant.to_json(), "samples_s": found.samples[key]}
+        for its in candidates.values()
+        for key, variant in its.items()
+        if len(its) > 1
+    ]
+    return [its[found.fastest[name]] for name, its in candidates.items()], rows
+
+
+def with_repeats(kept: Sequence[Variant], variants: Sequence[Variant]) -> list[Variant]:
+    """The competitors that were kept, with data parallelism once more, and in 16 bits with as many micro-batches."""
+    repeats = list[Variant]()
+    for one in kept:
+        shorter = [short for short in variants if short.name == SHORT and short.plan == one.plan]
+        if one.name == DATA_PARALLEL and shorter:
+            repeats += [replace(one, name=AGAIN), *shorter]
+    return [*kept, *repeats]
+
+
+def _compiled(hosts: Hosts[Task], subject: Subject, variants: Sequence[Variant], quota: Quota) -> Steps:
+    """The steps of all different variants, compiled and run once while quotas are lifted."""
     hosts.free()
-    hosts.say(f"{subject.name}: {len(plans)} steps")
-    spmd = {key: plan for key, plan in plans.items() if plan.space == "spmd"}
-    steps = ready(hosts, {key: traced(subject, plan, placed(plan, quota)) for key, plan in spmd.items()})
-    for key, plan in plans.items():
+    different = {one.key: one for one in variants}
+    hosts.say(f"{subject.name}: {len(different)} steps")
+    spmd = {key: one for key, one in different.items() if one.plan.space == "spmd"}
+    steps = ready(
+        hosts,
+        {key: traced(subject, one.plan, placed(one.plan, quota), short=one.name == SHORT) for key, one in spmd.items()},
+    )
+    for key, one in different.items():
         if key not in spmd:
-            steps[key] = stages_step(subject, plan, jax.devices())
-            jax.block_until_ready(steps[key]())
+            steps[key] = stages_step(subject, one.plan, jax.devices())
+    for step in steps.values():
+        jax.block_until_ready(step())
     return steps
 
 

@@ -1,7 +1,11 @@
 """Competitors are at their best, and the slowest host counts: a handicapped or flattered one fails here."""
 
+import json
+import math
+import statistics
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -13,18 +17,23 @@ from benchmarks.convergence import cell
 from benchmarks.convergence.cells import SEEDS, Cell, cells
 from benchmarks.convergence.compare import claims_of, gap
 from benchmarks.emulated import timing
-from benchmarks.emulated.timing import in_turn
-from benchmarks.hybrid import costs
-from benchmarks.hybrid.costs import cluster_of, counts_of, measured_profile, planned, request_of
+from benchmarks.emulated.timing import in_turn, trial
+from benchmarks.hybrid import costs, worker
+from benchmarks.hybrid.baselines import equal_splits
+from benchmarks.hybrid.competitors import planned, predicted_seconds, request_of
+from benchmarks.hybrid.costs import cluster_of, measured_profile
 from benchmarks.hybrid.layer_times import typical_seconds
 from benchmarks.hybrid.models import SUBJECTS
-from benchmarks.hybrid.task import MODELS
+from benchmarks.hybrid.task import MODELS, run_key
 from benchmarks.planner.worth import SHORT, Alternative, WorthRow, worth_claims
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
+from jhpt.planner.search.baselines import baselines
 from tests.benchmarks.test_hybrid import QUOTA, timed
+
+MEASUREMENTS = Path(__file__).parents[2] / "docs/reports/measurements"
 
 HOSTS = 4
 RATES = (1e8, 2e9)
@@ -72,29 +81,67 @@ def one_stage(subject, micro_batches: int) -> Plan:
     return Plan(model=subject.name, cluster="lab", batch=subject.batch, micro_batches=micro_batches, stages=(stage,))
 
 
-@pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", MODELS)
-def test_baselines_are_the_best_of_their_sweep(name, rate):
-    """Every number of micro-batches that the hosts can share is priced; none beats the one that is timed."""
+def test_baselines_are_tried_with_several_plans(name):
+    """Plans by hand, every number of micro-batches of the sweep, whatever is predicted, the same at every rate."""
     subject = SUBJECTS[name]()
     profile = slow_starting(subject.profile())
-    model = CostModel(profile, cluster_of(link(rate), HOSTS))
-    variants = {one.name: one.plan for one in planned(subject, profile, link(rate), rate, QUOTA, HOSTS)}
-    sweeps = {"data parallel": [one_stage(subject, m) for m in counts_of(subject) if subject.batch // m % HOSTS == 0]}
-    if subject.piped:
-        sweeps["gpipe"] = [equal_stages(subject, m) for m in counts_of(subject)]
-    for competitor, plans in sweeps.items():
-        assert len(plans) > 1
-        least = min(price(plan, model).seconds for plan in plans)
-        taken = variants[competitor]
-        assert price(taken, model).seconds == pytest.approx(least), competitor
-        assert taken.devices == HOSTS and taken.zero == 0 and not taken.recompute
-        assert taken.micro_batches != 1 or subject.batch <= HOSTS, "another profile would show more"
-    assert variants["data parallel again"] == variants["data parallel"]
+    variants = planned(subject, profile, {rate: link(rate) for rate in RATES}, QUOTA, HOSTS)
+    data_parallel = {one_stage(subject, m) for m in (1, 2, 4)}
+    gpipe = {equal_stages(subject, m) for m in (4, 8, 16, 32)} if subject.piped else set()
+    for rate in RATES:
+        tried = lambda name, rate=rate: {  # noqa: E731
+            one.plan.model_copy(update={"cluster": "lab"}) for one in variants if (one.name, one.rate) == (name, rate)
+        }
+        assert tried("data parallel") == tried("data parallel 16 bits") == data_parallel
+        assert tried("gpipe") == gpipe
+        grids = {(len(plan.stages), plan.degrees) for plan in tried("3-D grid")}
+        assert grids == {(1, (2,)), (1, (4,)), *([(2, (2,))] if subject.piped else [])}
+    assert len({one.key for one in variants if one.name not in ("plan", "data parallel 16 bits")}) <= 10
+
+
+def test_a_plan_that_is_a_baseline_is_the_same_program():
+    """What the planner calls data parallel and GPipe is among what is tried, under the same key."""
+    subject = SUBJECTS["mlp"]()
+    profile = slow_starting(subject.profile())
+    tried = {one.key for one in planned(subject, profile, {5e8: link(5e8)}, QUOTA, HOSTS)}
+    found = {
+        one.name: one.plan for one in baselines(request_of(subject), CostModel(profile, cluster_of(link(5e8), HOSTS)))
+    }
+    for name in ("data parallel", "gpipe, equal layers"):
+        assert run_key(name, found[name]) in tried
+
+
+@pytest.mark.parametrize("name", ["gpt2-like", "vgg"])
+def test_grids_are_the_best_of_their_shape(name):
+    """The geometric mean over the rates of what is predicted; by brute force."""
+    subject = SUBJECTS[name]()
+    profile = slow_starting(subject.profile())
+    models = [CostModel(profile, cluster_of(link(rate), HOSTS)) for rate in RATES]
+    score = lambda plan: math.prod(predicted_seconds(plan, model, QUOTA) for model in models)  # noqa: E731
+    variants = planned(subject, profile, {rate: link(rate) for rate in RATES}, QUOTA, HOSTS)
+    for taken in {one.plan for one in variants if one.name == "3-D grid"}:
+        like = [
+            plan
+            for plan in equal_splits(subject, models[0])["equal grid"]
+            if (len(plan.stages), plan.degrees) == (len(taken.stages), taken.degrees)
+        ]
+        assert len(like) > 1 and score(taken) == min(map(score, like))
+
+
+def test_numbers_of_16_bits_take_half_as_long_to_send():
+    subject = SUBJECTS["gpt2-like"]()
+    profile = timed(subject.profile())
+    variants = planned(subject, profile, {1e8: link(1e8)}, QUOTA, HOSTS)
+    found = {one.name: one for one in variants if one.plan.micro_batches == 1}
+    whole, short = found["data parallel"], found["data parallel 16 bits"]
+    sent = 2 * (HOSTS - 1) / HOSTS * 4 * profile.parameters / (1e8 / 8)
+    assert whole.predicted - short.predicted == pytest.approx(sent / 2, rel=0.01)
+    assert whole.plan == short.plan and whole.key != short.key
 
 
 def test_pipelines_may_have_more_micro_batches_than_stages():
-    for name in ("mlp", "gpt", "bert"):
+    for name in set(MODELS) - {"vgg"}:
         subject = SUBJECTS[name]()
         assert max(request_of(subject).micro_batches) >= 4 * HOSTS
 
@@ -158,6 +205,69 @@ def test_the_slowest_host_of_each_round_counts(clock, monkeypatch):
     assert in_turn(hosts, {"a": clock(1.0)}, 2) == {"a": [3.0, 5.0]}
 
 
+def test_a_trial_keeps_the_fastest_candidate_of_every_competitor(clock, monkeypatch):
+    """By the median over rounds of the slowest host's seconds; a candidate of two competitors runs once."""
+    ran = []
+
+    def candidate(name, seconds):
+        call = clock(seconds)
+        return lambda: (ran.append(name), call())[1]
+
+    steps = {name: candidate(name, seconds) for name, seconds in (("a", 2.0), ("b", 1.0), ("c", 3.0), ("d", 9.0))}
+    found = trial(Two(1.0), {"one": ["a", "b"], "other": ["c", "a"], "alone": ["d"]}, steps, 3)
+    assert found.fastest == {"one": "b", "other": "a", "alone": "d"}
+    assert found.samples == {"a": [2.0] * 3, "b": [1.0] * 3, "c": [3.0] * 3}
+    assert ran == [*"abc", *"cba", *"abc"]
+    late = {"a": [1.0, 1.0, 9.0], "b": [2.0, 2.0, 2.0], "c": [3.0, 3.0, 3.0]}  # its median is smaller than its mean
+    slow = {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0], "c": [0.5, 0.5, 0.5]}  # another host
+    hosts = Two(1.0)
+    monkeypatch.setattr(hosts, "everyone", lambda mine: [late, slow])
+    assert trial(hosts, {"one": "abc"}, steps, 3).fastest == {"one": "a"}
+
+
+def test_data_parallelism_is_repeated_as_the_trial_left_it(clock):
+    """With the number of micro-batches that was the fastest, also in 16 bits."""
+    subject = SUBJECTS["mlp"]()
+    variants = planned(subject, timed(subject.profile()), {5e8: link(5e8)}, QUOTA, HOSTS)
+    seconds = {1: 3.0, 2: 1.0, 4: 2.0}
+    steps = {one.key: clock(seconds.get(one.plan.micro_batches, 5.0)) for one in variants if "16" not in one.name}
+    kept, rows = worker.fastest(Two(1.0, SimpleNamespace(trial_rounds=3)), variants, steps)
+    everything = {one.name: one for one in worker.with_repeats(kept, variants)}
+    again = [everything[f"data parallel{more}"] for more in ("", " again", " 16 bits")]
+    assert {one.plan.micro_batches for one in again} == {2} and again[0].key == again[1].key != again[2].key
+    assert [row["samples_s"] for row in rows if row["competitor"] == "data parallel"] == [
+        [3.0] * 3,
+        [1.0] * 3,
+        [2.0] * 3,
+    ]
+
+
+def best_of_trials(rows) -> None:
+    """What entered the rounds is the fastest of what was tried."""
+    tried = [row for row in rows if row["row"] == "trial"]
+    where = lambda row: (row.get("launch"), row["model"], row["bits_per_s"], row["competitor"])  # noqa: E731
+    for place in {where(row) for row in tried}:
+        best = min((row for row in tried if where(row) == place), key=lambda row: statistics.median(row["samples_s"]))
+        (entered,) = (row for row in rows if row["row"] == "step" and where(row) == place)
+        assert entered["plan"] == best["plan"], place
+
+
+@pytest.mark.parametrize("path", sorted(MEASUREMENTS.glob("bench-hybrid*.json")), ids=lambda path: path.stem)
+def test_baselines_are_the_best_of_their_sweep(path):
+    """In the reported files; those of before have no sweeps."""
+    best_of_trials(json.loads(path.read_text())["rows"])
+
+
+def test_a_baseline_that_is_not_the_best_would_be_seen():
+    row = {"model": "gpt", "bits_per_s": 1e8, "competitor": "gpipe"}
+    tried = [
+        {"row": "trial", **row, "plan": plan, "samples_s": [seconds]} for plan, seconds in (("a", 2.0), ("b", 1.0))
+    ]
+    best_of_trials([*tried, {"row": "step", **row, "plan": "b"}])
+    with pytest.raises(AssertionError):
+        best_of_trials([*tried, {"row": "step", **row, "plan": "a"}])
+
+
 @pytest.mark.parametrize("slower", [3.0, 0.5])
 def test_layers_take_as_long_as_on_the_slowest_host(monkeypatch, slower):
     subject = SUBJECTS["mlp"]()
@@ -195,9 +305,9 @@ def test_the_plan_is_taken_by_what_it_is_predicted_to_take_here():
     """Not by the planner's price alone, and never one that hosts cannot run."""
     subject = SUBJECTS["bert"]()
     profile = slow_starting(subject.profile())
-    found = {one.name: one for one in planned(subject, profile, link(5e8), 5e8, QUOTA, HOSTS)}
+    found = {one.name: one for one in planned(subject, profile, {5e8: link(5e8)}, QUOTA, HOSTS)}
     slow = replace(QUOTA, exchange=1.0)
-    others = {one.name: one for one in planned(subject, profile, link(5e8), 5e8, slow, HOSTS)}
+    others = {one.name: one for one in planned(subject, profile, {5e8: link(5e8)}, slow, HOSTS)}
     assert len(others["plan"].plan.stages) == 1, "where an exchange takes a second nobody runs a pipeline"
     assert others["gpipe"].predicted > 2 * found["gpipe"].predicted
     assert others["data parallel"].predicted == found["data parallel"].predicted
@@ -207,7 +317,7 @@ def test_the_plan_and_its_messages_are_predicted():
     """A step of one stage takes its price and the latency of the sums that nothing else counts."""
     subject = SUBJECTS["mlp"]()
     profile, there = slow_starting(subject.profile()), link(5e8)
-    found = {one.name: one for one in planned(subject, profile, there, 5e8, QUOTA, HOSTS)}
+    found = {one.name: one for one in planned(subject, profile, {5e8: there}, QUOTA, HOSTS)}
     plan = found["data parallel"].plan
     seconds = price(plan, CostModel(profile, cluster_of(there, HOSTS))).seconds
     assert found["data parallel"].predicted == pytest.approx(seconds + 2 * (HOSTS - 1) * there.latency)

@@ -1,25 +1,33 @@
 """What `jhpt bench hybrid` makes of its samples, its models, and one small run on emulated hosts."""
 
+import re
 import statistics
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.emulated.entries import numbered
 from benchmarks.emulated.launch import rows_of
 from benchmarks.hybrid import run as hybrid
+from benchmarks.hybrid import text
 from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
-from benchmarks.hybrid.costs import batches, cluster_of, planned, request_of, unpriced_messages
-from benchmarks.hybrid.layer_times import alone, layer_calls, shard_of, timings
-from benchmarks.hybrid.models import SUBJECTS
+from benchmarks.hybrid.competitors import planned, request_of, unpriced_messages
+from benchmarks.hybrid.costs import batches, cluster_of
+from benchmarks.hybrid.layer_times import alone, calls_of, layer_programs, shard_of, timings
+from benchmarks.hybrid.models import SUBJECTS, ClassSubject
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
+from benchmarks.hybrid.steps import ready, traced
 from benchmarks.hybrid.task import MODELS, Task
 from benchmarks.netlab import Lab, LabError, why_not
+from benchmarks.networks.mlp import MLP
 from jhpt.core.calibration import order_error
 from jhpt.core.cluster import Link
-from jhpt.core.plan import runs_of
+from jhpt.core.load import load_config
+from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.core.profile import ModelProfile, Timing
 from jhpt.models.hooks import Hooks
 from jhpt.planner.cost.estimate import StageTimes, check, price
@@ -132,7 +140,7 @@ def test_every_launch_measures_everything(monkeypatch):
 
     def measured(models, *, bubble, rates, quick, mixed=False):
         asked.append((models, bubble, mixed))
-        if len(asked) == 8:
+        if len(asked) == 10:
             raise LabError("host 2 is gone")
         return [step_row(model, rate, "plan", [1.0, 1.0], 1.0) for model in models for rate in rates]
 
@@ -143,8 +151,8 @@ def test_every_launch_measures_everything(monkeypatch):
     monkeypatch.setattr(hybrid, "write_json", lambda *given, **_: written.update(settings=given[2], rows=given[3]))
     assert hybrid.run(quick=False, json_path="file", launches=3) == 1
     equal = [((), True, False), *(((model,), False, False) for model in MODELS)]
-    assert asked[:6] == [*equal, (("gpt",), False, True)] and asked[6:] == asked[:2]
-    assert [row["launch"] for row in written["rows"]] == [0] * (4 * 3 + 1 + 2)
+    assert asked[:8] == [*equal, (("gpt",), False, True)] and asked[8:] == asked[:2]
+    assert [row["launch"] for row in written["rows"]] == [0] * (6 * 3 + 1 + 2)
     assert (written["settings"]["launches"], written["settings"]["failure"]) == (3, "host 2 is gone")
 
 
@@ -175,7 +183,7 @@ def test_claims_that_were_not_measured_are_absent():
 def test_plans_in_words():
     assert hybrid.in_words(plan_of(8, 4, "interleaved")) == "interleaved x8: 2, 1 | 1, 1 | 1, 1 | 1, 2"
     subject, profile = SUBJECTS["vgg"](), timed(SUBJECTS["vgg"]().profile())
-    plan = planned(subject, profile, LINK, 1e8, QUOTA, 4)[-1].plan
+    plan = planned(subject, profile, {1e8: LINK}, QUOTA, 4)[-1].plan
     assert hybrid.in_words(plan).startswith("one stage x") and " t4" in hybrid.in_words(plan)
 
 
@@ -193,6 +201,7 @@ def test_a_task_is_its_text():
         models=("mlp",),
         rates=(1e8,),
         rounds=1,
+        trial_rounds=1,
         layer_rounds=1,
         link_rounds=1,
         bubble=True,
@@ -207,6 +216,74 @@ def test_profiles_count_the_parameters_there_are(name):
     assert subject.profile().parameters == sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
+@pytest.mark.parametrize(("name", "published"), [("gpt2-like", "gpt2-124m"), ("bert-like", "bert-base")])
+def test_published_proportions(name, published):
+    """Layers : width, what of a block depends on the width, and the head's share of the multiplications."""
+    ours, theirs = (config.model for config in (SUBJECTS[name]().config, load_config(published)))
+    assert ours.d_model / ours.num_layers == theirs.d_model / theirs.num_layers
+    assert (ours.ffn_width, ours.head_dim) == (4 * ours.d_model, theirs.head_dim)
+    assert ours.tied_table and theirs.tied_table
+    lengths = (SUBJECTS[name]().config.data.sequence_length, load_config(published).data.sequence_length)
+    shares = [
+        2 * model.d_model * model.vocab / model.flops_per_token(length).forward
+        for model, length in zip((ours, theirs), lengths, strict=True)
+    ]
+    assert abs(shares[0] - shares[1]) < 0.03
+
+
+@pytest.mark.parametrize("name", ["gpt2-like", "bert-like"])
+def test_rows_are_text(name):
+    """Consecutive windows of one text, in ids of a tokenizer with as many ids as the model knows; always the same."""
+    subject = SUBJECTS[name]()
+    tokenizer, length, rows = subject._tokenizer, subject.config.data.sequence_length, subject.rows(4).windows
+    assert tokenizer.vocab_size == subject.config.model.vocab
+    ids = tokenizer.encode(text.everything())
+    inside = rows[:, 1:-1] if subject.config.model.masked else rows[:, :-1]
+    np.testing.assert_array_equal(inside.ravel(), ids[: inside.size])
+    np.testing.assert_array_equal(subject.rows(4).windows, SUBJECTS[name]().rows(4).windows)
+    assert rows.shape == (4, subject.config.model.row_length(length)) and rows.dtype == np.int32
+    words = tokenizer.decode(inside[1]).split()
+    assert sum(word in text.everything().split() for word in words) > len(words) / 2
+
+
+def test_gradients_of_16_bits():
+    """The same step within the rounding of float16, whose all-reduces of gradients are float16, and of nothing else."""
+    network = MLP(inputs=8, width=16, hidden=32, num_blocks=2, classes=8)
+    subject = ClassSubject(name="mlp", batch=16, network=network)
+    chunk = Chunk(first=0, runs=runs_of([1] * 4))
+    stage = Stage(device=0, devices=4, chunks=(chunk,))
+    plan = Plan(model="mlp", cluster="lab", batch=16, micro_batches=2, stages=(stage,))
+    found = []
+    for short in (False, True):
+        one = traced(subject, plan, jax.devices()[:4], update=False, short=short)
+        sent = re.findall(r"all_reduce.*?->\s*tensor<(?:\d+x)*(f\d+)>", one.step().as_text(), re.S)
+        state = one.fresh().compile()(jax.random.key(0))
+        found.append((set(sent), one.step().compile()(state, one.rows())[0]))
+    (types, whole), (short_types, rounded) = found
+    assert types == {"f32"} and short_types == {"f32", "f16"}  # the sums of the loss stay
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(rounded), strict=True):
+        np.testing.assert_allclose(one, other, atol=4 * np.finfo(np.float16).eps * np.abs(one).max())
+    assert any(np.any(one != other) for one, other in zip(*map(jax.tree.leaves, (whole, rounded)), strict=True))
+
+
+def test_programs_whose_states_lie_alike_share_one():
+    """Whatever the number of micro-batches; each goes on from where the other has left it."""
+    hosts = SimpleNamespace(compiled=lambda programs: {name: lower().compile() for name, lower in programs.items()})
+    network = MLP(inputs=8, width=16, hidden=32, num_blocks=2, classes=8)
+    subject = ClassSubject(name="mlp", batch=16, network=network)
+
+    def program(stages, count):
+        plan = plan_of(2, stages, "gpipe" if stages > 1 else "1f1b")
+        plan = plan.model_copy(update={"batch": 16, "micro_batches": count})
+        return traced(subject, plan, jax.devices()[:stages])
+
+    programs = {f"x{count}": program(1, count) for count in (1, 2)}
+    assert programs["x1"].held == programs["x2"].held != program(2, 2).held
+    steps = ready(hosts, programs)
+    losses = [float(steps[name]().loss) for name in ("x1", "x2", "x1")]
+    assert losses[0] > losses[1] > losses[2]
+
+
 def test_vgg_has_the_shape_of_its_name():
     kinds = [name.split()[0] for name in SUBJECTS["vgg"]().profile().layers]
     assert kinds.count("dense") == 3 and len(kinds) == 16 and kinds[-3:] == ["dense"] * 3
@@ -219,22 +296,28 @@ def test_vgg_has_the_shape_of_its_name():
 def test_plans_are_ones_that_all_hosts_can_run(name):
     subject = SUBJECTS[name]()
     profile = timed(subject.profile())
-    variants = {variant.name: variant for variant in planned(subject, profile, LINK, 5e8, QUOTA, 4)}
-    assert list(variants) == ["data parallel", "data parallel again", *(["gpipe"] if subject.piped else []), "plan"]
+    variants = planned(subject, profile, {5e8: LINK}, QUOTA, 4)
+    names = list(dict.fromkeys(variant.name for variant in variants))
+    assert names == [
+        "data parallel",
+        *(["gpipe"] if subject.piped else []),
+        "3-D grid",
+        "data parallel 16 bits",
+        "plan",
+    ]
     model = CostModel(profile, cluster_of(LINK, 4))
-    for variant in variants.values():
+    for variant in variants:
         check(variant.plan, model)
         assert variant.plan.devices == 4 and variant.plan.zero == 0 and not variant.plan.recompute
-    seconds = {name: price(variant.plan, model).seconds for name, variant in variants.items()}
+    seconds = {variant.name: price(variant.plan, model).seconds for variant in variants}
     assert seconds["plan"] <= min(seconds.values()) * (1 + order_error())
-    assert variants["data parallel"].key == variants["data parallel again"].key
 
 
 def test_sums_of_scalars_are_counted():
     """Of the loss over four hosts, and of the norm if they are stages: 2 (4 - 1) messages each."""
     assert unpriced_messages(plan_of(8, 4, "eager-1f1b")) == 12
     subject = SUBJECTS["mlp"]()
-    plan = planned(subject, timed(subject.profile()), LINK, 5e8, QUOTA, 4)[0].plan
+    plan = planned(subject, timed(subject.profile()), {5e8: LINK}, QUOTA, 4)[0].plan
     assert plan.devices == 4 and unpriced_messages(plan) == 6
 
 
@@ -256,7 +339,9 @@ def test_batches_cover_what_a_host_may_work_on():
     assert batches(vgg, 1, 4)[-1] == vgg.batch  # of a stage of one host
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("vgg", 4), ("mlp", 2), ("gpt", 4), ("bert", 2)])
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("vgg", 4), ("mlp", 2), ("gpt", 4), ("bert", 2), ("gpt2-like", 4), ("bert-like", 2)]
+)
 def test_a_rank_alone_holds_its_share(name, tensor):
     """Shapes of the parameters are those of one of `tensor` ranks, and every layer runs on them."""
     subject = SUBJECTS[name]()
@@ -271,11 +356,18 @@ def test_a_rank_alone_holds_its_share(name, tensor):
     assert x.shape == jax.eval_shape(subject.parts(Hooks()).embed, whole, rows, context).shape
 
 
+def calls_of_layers(subject, layers, wanted):
+    """Of one of two tensor ranks, four rows."""
+    shapes = jax.eval_shape(subject.init, jax.random.key(0))
+    place = NamedSharding(jax.make_mesh((1,), ("all",), devices=jax.devices()[:1]), PartitionSpec())
+    programs = layer_programs(subject.parts(alone(2)), shard_of(shapes, 2), subject.rows(4), layers, wanted, place)
+    return calls_of(programs, {name: one.lower().compile() for name, one in programs.items()})
+
+
 def test_layers_are_timed_once_a_kind():
     subject = SUBJECTS["mlp"]()
-    shapes = jax.eval_shape(subject.init, jax.random.key(0))
     layers = subject.profile().layers
-    calls = layer_calls(subject.parts(alone(2)), shard_of(shapes, 2), subject.rows(4), layers, {"block", "last"})
+    calls = calls_of_layers(subject, layers, {"block", "last"})
     assert list(calls) == ["block forward", "block backward", "last forward", "last both"]
     y, saved = calls["block forward"]()
     assert y.shape == (4, 256) and any(leaf.shape == (4, 512) for leaf in saved)
@@ -284,8 +376,8 @@ def test_layers_are_timed_once_a_kind():
 
 def test_gradients_of_micro_batches_are_added_up():
     subject = SUBJECTS["mlp"]()
-    shapes, layers = jax.eval_shape(subject.init, jax.random.key(0)), subject.profile().layers
-    calls = layer_calls(subject.parts(alone(2)), shard_of(shapes, 2), subject.rows(4), layers, {"block", "last"})
+    layers = subject.profile().layers
+    calls = calls_of_layers(subject, layers, {"block", "last"})
     for name in ("block backward", "last both"):
         first, second = (jax.tree.map(np.array, calls[name]()[0]) for _ in range(2))
         for one, two in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
@@ -390,6 +482,7 @@ def test_small_run_on_two_hosts(tmp_path):
             models=("mlp",),
             rates=(1e9,),
             rounds=2,
+            trial_rounds=1,
             layer_rounds=1,
             link_rounds=1,
             bubble=False,
@@ -397,6 +490,7 @@ def test_small_run_on_two_hosts(tmp_path):
         )
         rows = rows_of(lab, task, ["-c", SMALL], devices=1, limit_s=240)
     (entry,) = hybrid.entries(rows)
-    assert list(entry.samples)[:4] == ["data parallel", "data parallel again", "gpipe", "plan"]
+    assert {"data parallel", "data parallel again", "data parallel 16 bits", "gpipe", "plan"} <= set(entry.samples)
     assert all(len(samples) == 2 and min(samples) > 0 for (samples,) in entry.samples.values())
-    assert {row["row"] for row in rows} == {"link", "quota", "dispatch", "layer", "step", "update"}
+    assert {row["row"] for row in rows} == {"link", "quota", "dispatch", "layer", "trial", "step", "update"}
+    assert {row["plan"]["micro_batches"] for row in rows if row["row"] == "trial"} >= {1, 2, 4, 8, 16}

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from benchmarks.hybrid import run as hybrid
-from benchmarks.hybrid.costs import cluster_of, planned
+from benchmarks.hybrid.baselines import equal_splits
+from benchmarks.hybrid.competitors import planned
+from benchmarks.hybrid.costs import cluster_of
 from benchmarks.hybrid.general import Dispatch, general_seconds
-from benchmarks.hybrid.mixed import equal_splits, planned_by_speed, profiles_by_share
+from benchmarks.hybrid.mixed import planned_by_speed, profiles_by_share
 from benchmarks.hybrid.models import SUBJECTS
 from benchmarks.hybrid.quota import Quota
 from benchmarks.hybrid.task import BY_SPEED
@@ -80,12 +82,12 @@ def test_the_general_plan_of_vgg_competes():
         for seconds in [2e-4 if name.startswith("conv") else 2e-5]
     }
     profile = profile.model_copy(update={"kinds": kinds})
-    variants = {one.name: one for one in planned(subject, profile, LINK, 1e8, QUOTA, 4, DISPATCH)}
+    variants = {one.name: one for one in planned(subject, profile, {1e8: LINK}, QUOTA, 4, DISPATCH)}
     plan, spmd = variants["general"].plan, variants["plan"]
     assert variants["general"].predicted < spmd.predicted and plan.devices == 4 and len(plan.stages) > 1
     check(plan, CostModel(profile, cluster_of(LINK, 4)))
     check_stages_run(plan)
-    assert "general" not in {one.name for one in planned(subject, profile, LINK, 1e8, QUOTA, 4)}
+    assert "general" not in {one.name for one in planned(subject, profile, {1e8: LINK}, QUOTA, 4)}
 
 
 def test_hosts_of_different_quotas_get_layers_by_their_speed():

@@ -1,0 +1,145 @@
+"""The plans of all competitors at every rate, and what they are predicted to take.
+
+A competitor with several plans at a rate has candidates, of which a trial on the hosts keeps the fastest.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.hybrid.baselines import swept
+from benchmarks.hybrid.costs import cluster_of, counts_of
+from benchmarks.hybrid.general import Dispatch, general_seconds
+from benchmarks.hybrid.models import Subject
+from benchmarks.hybrid.quota import Quota, pipeline_seconds
+from benchmarks.hybrid.task import DATA_PARALLEL, SHORT, run_key
+from jhpt.core.cluster import Link
+from jhpt.core.plan import Plan
+from jhpt.core.plan_check import stages_run
+from jhpt.core.profile import ModelProfile
+from jhpt.planner.cost.estimate import stage_times
+from jhpt.planner.cost.model import CostModel
+from jhpt.planner.search.baselines import baselines
+from jhpt.planner.search.choice import plainest
+from jhpt.planner.search.request import Request, request
+from jhpt.planner.search.solve import solve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A competitor at one rate: its plan, or one of its candidates, and the predicted seconds."""
+
+    rate: float
+    name: str
+    plan: Plan
+    predicted: float
+
+    @property
+    def key(self) -> str:
+        """A key that is equal for what runs the same."""
+        return run_key(self.name, self.plan)
+
+    def to_json(self) -> dict[str, Any]:
+        """The variant as a row without samples."""
+        plan = self.plan.model_dump(mode="json", exclude_none=True)
+        return {"bits_per_s": self.rate, "competitor": self.name, "plan": plan, "predicted_s": self.predicted}
+
+    @staticmethod
+    def from_json(tree: dict[str, Any]) -> "Variant":
+        """The inverse of `to_json`."""
+        plan = Plan.model_validate(tree["plan"])
+        return Variant(rate=tree["bits_per_s"], name=tree["competitor"], plan=plan, predicted=tree["predicted_s"])
+
+
+def planned(
+    subject: Subject,
+    profile: ModelProfile,
+    links: Mapping[float, Link],
+    quota: Quota,
+    hosts: int,
+    dispatch: Dispatch | None = None,
+) -> list[Variant]:
+    """Competitors at every rate, baselines with all plans that are tried.
+
+    Data parallelism in 16 bits has the plans of data parallelism.  dispatch: of general plans, the best of which
+    competes; None: none does.
+    """
+    models = {rate: CostModel(profile, cluster_of(link, hosts)) for rate, link in links.items()}
+    first = next(iter(models.values()))
+    tried = swept(subject, first, lambda plan: [predicted_seconds(plan, model, quota) for model in models.values()])
+    variants = []
+    for rate, model in models.items():
+        found = [variant_of(name, plan, rate, model, quota) for name, plans in tried.items() for plan in plans]
+        short = CostModel(profile.model_copy(update={"bytes_per_weight": 2}), model.cluster)
+        found += [variant_of(SHORT, plan, rate, short, quota) for plan in tried[DATA_PARALLEL]]
+        found.append(variant_of("plan", plan_of(subject, model, quota), rate, model, quota))
+        general = best_general(subject, model, rate, quota, dispatch) if dispatch is not None else None
+        variants += [*found, general] if general else found
+    return variants
+
+
+def plan_of(subject: Subject, model: CostModel, quota: Quota) -> Plan:
+    """The plan that `parallel: auto` would run if the planner knew these hosts: the plainest of its plans and of the
+    planner's baselines, by their predicted seconds."""
+    wanted, hosts = request_of(subject), model.cluster.num_devices
+    answer = solve(model.profile, model.cluster, wanted, "spmd")
+    candidates = [answer.plan, *answer.alternatives, *(one.plan for one in baselines(wanted, model))]
+    priced = [
+        plan.model_copy(update={"seconds": predicted_seconds(plan, model, quota)})
+        for plan in candidates
+        if plan is not None
+    ]
+    return plainest(plan for plan in priced if plan.devices == hosts and len(plan.stages) <= wanted.max_stages)
+
+
+def best_general(
+    subject: Subject, model: CostModel, rate: float, quota: Quota, dispatch: Dispatch, name: str = "general"
+) -> Variant | None:
+    """Of the planner's general plans with several stages on all hosts, the one that is predicted to be the fastest;
+    None if there is none that runs."""
+    cluster, slowest = model.cluster, min(quota.of(host) for host in range(model.cluster.num_devices))
+    wanted = request(subject.batch, general_counts(subject), zero=(0,), recompute=(False,), whole=True)
+    answer = solve(dispatch.of(model.profile, slowest), cluster, wanted, "general", model.others)
+    found = []
+    for plan in (answer.plan, *answer.alternatives):
+        if plan.devices == cluster.num_devices and len(plan.stages) > 1 and stages_run(plan):
+            seconds = general_seconds(plan, stage_times(plan, model), quota, dispatch)
+            seconds += unpriced_messages(plan) * cluster.network.latency
+            found.append(Variant(rate=rate, name=name, plan=plan, predicted=seconds))
+    return min(found, key=lambda variant: variant.predicted, default=None)
+
+
+def variant_of(name: str, plan: Plan, rate: float, model: CostModel, quota: Quota) -> Variant:
+    """The variant of an SPMD plan."""
+    return Variant(rate=rate, name=name, plan=plan, predicted=predicted_seconds(plan, model, quota))
+
+
+def predicted_seconds(plan: Plan, model: CostModel, quota: Quota) -> float:
+    """Seconds of a step of an SPMD plan on hosts with this quota."""
+    times, one_stage = stage_times(plan, model), len(plan.stages) == 1
+    seconds = times.step_seconds(plan, overlap=False) if one_stage else pipeline_seconds(plan, times, quota)
+    return seconds + unpriced_messages(plan) * model.cluster.network.latency
+
+
+def unpriced_messages(plan: Plan) -> int:
+    """Messages in a row that the planner leaves out because they are small, as seen in compiled programs.
+
+    A sum over K ranks takes 2 (K - 1).  There is one of the loss over all devices, and with several stages one of the
+    gradient's norm.  Where t ranks share the head, every micro-batch has two, of the largest logits and of the sum of
+    their exponentials, and gathers its rows, with t - 1.
+    """
+    tensor = plan.stages[-1].chunks[-1].tensor[-1]
+    sums = (1 if len(plan.stages) == 1 else 2) * 2 * (plan.devices - 1)
+    return sums + plan.micro_batches * (2 * 2 + 1) * (tensor - 1)
+
+
+def general_counts(subject: Subject) -> tuple[int, ...]:
+    """Numbers of micro-batches that a general plan chooses from."""
+    return tuple(count for count in (1, 2, 4, 8, 16) if subject.batch % count == 0)
+
+
+def request_of(subject: Subject) -> Request:
+    """The request to the planner, without ZeRO and recomputation, because there is enough memory."""
+    return request(
+        subject.batch, counts_of(subject), zero=(0,), recompute=(False,), max_stages=1 << 30 if subject.piped else 1
+    )
