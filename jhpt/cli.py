@@ -184,7 +184,8 @@ def bench_command(arguments: list[str]) -> int:
             name: which benchmark.
             quick: fewer trials with the same keys; ends within a minute.
             json: file for the samples and claims.
-            only: for train, predict, memory, kernels and faults: the parts to run, separated by commas. Default: all.
+            only: for train, predict, memory, kernels, faults and hybrid: the parts to run, separated by commas.
+                Default: all.
             out: for convergence and precision: folder of finished cells, which are not run again. Default: runs/NAME.
             trials: for faults: kills; other faults follow from it. Default: 300.
             launches: for hybrid and comms: how often the emulated hosts are launched anew. Default: 2, with --quick 1.
@@ -196,7 +197,7 @@ def bench_command(arguments: list[str]) -> int:
                 f"--out is the folder of finished cells of bench convergence and bench precision; bench {name} has "
                 "none, leave it out"
             )
-        if only is not None and name not in (with_parts := (*PACKAGED, "faults")):
+        if only is not None and name not in (with_parts := (*PACKAGED, "faults", "hybrid")):
             raise InputError(f"--only is for {one_of(with_parts)}; leave it out of bench {name}")
         if published is not None:
             return _bench_published(name, published, json, alone=not quick and only is None)

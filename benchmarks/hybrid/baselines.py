@@ -25,6 +25,10 @@ SWEPT: dict[str, tuple[int, ...]] = {DATA_PARALLEL: (1, 2, 4), GPIPE: (4, 8, 16,
 """Numbers of micro-batches that are tried, as far as they divide the batch."""
 
 
+ANY_GRID = "equal grid"
+"""Any grid of equal layers, as a kind of equal split."""
+
+
 def equal_splits(subject: Subject, model: CostModel) -> dict[str, list[Plan]]:
     """The plans of every kind of equal split, on all hosts."""
     hosts, everything = model.cluster.num_devices, list(_grids(subject, model))
@@ -32,7 +36,7 @@ def equal_splits(subject: Subject, model: CostModel) -> dict[str, list[Plan]]:
         DATA_PARALLEL: [plan for plan in everything if len(plan.stages) == 1 and plan.degrees == (1,)],
         GPIPE: [plan for plan in everything if len(plan.stages) == hosts and plan.schedule == "gpipe"],
         "1f1b": [plan for plan in everything if len(plan.stages) == hosts and plan.schedule == "eager-1f1b"],
-        "equal grid": everything,
+        ANY_GRID: everything,
     }
     return {name: plans for name, plans in kinds.items() if plans}
 
@@ -47,7 +51,7 @@ def swept(subject: Subject, model: CostModel, seconds: Callable[[Plan], Sequence
         name: [plan for plan in splits.get(name, ()) if plan.micro_batches in counts] for name, counts in SWEPT.items()
     }
     shapes: dict[tuple[int, int], list[Plan]] = {}
-    for plan in splits["equal grid"]:
+    for plan in splits[ANY_GRID]:
         if plan.degrees != (1,):
             shapes.setdefault((len(plan.stages), plan.degrees[0]), []).append(plan)
     # The least product of seconds is the least geometric mean over the rates.

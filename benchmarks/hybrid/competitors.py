@@ -3,8 +3,8 @@
 A competitor with several plans at a rate has candidates, of which a trial on the hosts keeps the fastest.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.hybrid.baselines import swept
@@ -12,7 +12,7 @@ from benchmarks.hybrid.costs import cluster_of, counts_of
 from benchmarks.hybrid.general import Dispatch, general_seconds
 from benchmarks.hybrid.models import Subject
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
-from benchmarks.hybrid.task import DATA_PARALLEL, SHORT, run_key
+from benchmarks.hybrid.task import DATA_PARALLEL, GENERAL, PLAN, SHORT, SPMD, TRIALS, run_key
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Plan
 from jhpt.core.plan_check import stages_run
@@ -20,7 +20,7 @@ from jhpt.core.profile import ModelProfile
 from jhpt.planner.cost.estimate import stage_times
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.baselines import baselines
-from jhpt.planner.search.choice import plainest
+from jhpt.planner.search.choice import first_to_try
 from jhpt.planner.search.request import Request, request
 from jhpt.planner.search.solve import solve
 
@@ -61,42 +61,39 @@ def planned(
 ) -> list[Variant]:
     """Competitors at every rate, baselines with all plans that are tried.
 
-    Data parallelism in 16 bits has the plans of data parallelism.  dispatch: of general plans, the best of which
-    competes; None: none does.
+    Data parallelism in 16 bits has the plans of data parallelism.  dispatch: of general plans; None: none competes.
     """
     models = {rate: CostModel(profile, cluster_of(link, hosts)) for rate, link in links.items()}
     first = next(iter(models.values()))
-    tried = swept(subject, first, lambda plan: [predicted_seconds(plan, model, quota) for model in models.values()])
+    sweeps = swept(subject, first, lambda plan: [predicted_seconds(plan, model, quota) for model in models.values()])
     variants = []
     for rate, model in models.items():
-        found = [variant_of(name, plan, rate, model, quota) for name, plans in tried.items() for plan in plans]
+        found = [variant_of(name, plan, rate, model, quota) for name, plans in sweeps.items() for plan in plans]
         short = CostModel(profile.model_copy(update={"bytes_per_weight": 2}), model.cluster)
-        found += [variant_of(SHORT, plan, rate, short, quota) for plan in tried[DATA_PARALLEL]]
-        found.append(variant_of("plan", plan_of(subject, model, quota), rate, model, quota))
-        general = best_general(subject, model, rate, quota, dispatch) if dispatch is not None else None
-        variants += [*found, general] if general else found
+        found += [variant_of(SHORT, plan, rate, short, quota) for plan in sweeps[DATA_PARALLEL]]
+        spmd, general = spmd_variants(subject, model, rate, quota), list[Variant]()
+        if dispatch is not None:
+            general = general_variants(subject, model, rate, quota, dispatch)
+        variants += [*found, *tried(spmd, SPMD, 1), *general[:1], *tried([*spmd, *general], PLAN, TRIALS)]
     return variants
 
 
-def plan_of(subject: Subject, model: CostModel, quota: Quota) -> Plan:
-    """The plan that `parallel: auto` would run if the planner knew these hosts: the plainest of its plans and of the
-    planner's baselines, by their predicted seconds."""
+def spmd_variants(subject: Subject, model: CostModel, rate: float, quota: Quota) -> list[Variant]:
+    """The planner's plans of one program on all hosts, and its baselines."""
     wanted, hosts = request_of(subject), model.cluster.num_devices
     answer = solve(model.profile, model.cluster, wanted, "spmd")
     candidates = [answer.plan, *answer.alternatives, *(one.plan for one in baselines(wanted, model))]
-    priced = [
-        plan.model_copy(update={"seconds": predicted_seconds(plan, model, quota)})
+    return [
+        variant_of(SPMD, plan, rate, model, quota)
         for plan in candidates
-        if plan is not None
+        if plan is not None and plan.devices == hosts and len(plan.stages) <= wanted.max_stages
     ]
-    return plainest(plan for plan in priced if plan.devices == hosts and len(plan.stages) <= wanted.max_stages)
 
 
-def best_general(
-    subject: Subject, model: CostModel, rate: float, quota: Quota, dispatch: Dispatch, name: str = "general"
-) -> Variant | None:
-    """Of the planner's general plans with several stages on all hosts, the one that is predicted to be the fastest;
-    None if there is none that runs."""
+def general_variants(
+    subject: Subject, model: CostModel, rate: float, quota: Quota, dispatch: Dispatch
+) -> list[Variant]:
+    """The planner's plans of several stages with a program each, on all hosts, the one predicted fastest first."""
     cluster, slowest = model.cluster, min(quota.of(host) for host in range(model.cluster.num_devices))
     wanted = request(subject.batch, general_counts(subject), zero=(0,), recompute=(False,), whole=True)
     answer = solve(dispatch.of(model.profile, slowest), cluster, wanted, "general", model.others)
@@ -105,8 +102,15 @@ def best_general(
         if plan.devices == cluster.num_devices and len(plan.stages) > 1 and stages_run(plan):
             seconds = general_seconds(plan, stage_times(plan, model), quota, dispatch)
             seconds += unpriced_messages(plan) * cluster.network.latency
-            found.append(Variant(rate=rate, name=name, plan=plan, predicted=seconds))
-    return min(found, key=lambda variant: variant.predicted, default=None)
+            found.append(Variant(rate=rate, name=GENERAL, plan=plan, predicted=seconds))
+    return sorted(found, key=lambda variant: variant.predicted)
+
+
+def tried(variants: Sequence[Variant], name: str, count: int) -> list[Variant]:
+    """So many of the variants, as `parallel.trials` chooses them, as candidates of one competitor."""
+    plans = [one.plan.model_copy(update={"seconds": one.predicted}) for one in variants]
+    chosen = first_to_try(plans, count)
+    return [replace(variants[plans.index(plan)], name=name) for plan in chosen]
 
 
 def variant_of(name: str, plan: Plan, rate: float, model: CostModel, quota: Quota) -> Variant:

@@ -8,13 +8,13 @@ All but the last are one SPMD program on all hosts.
 
 from collections.abc import Sequence
 
-from benchmarks.hybrid.baselines import equal_splits
-from benchmarks.hybrid.competitors import Variant, best_general, variant_of
+from benchmarks.hybrid.baselines import ANY_GRID, equal_splits
+from benchmarks.hybrid.competitors import Variant, general_variants, tried, variant_of
 from benchmarks.hybrid.costs import Rows, cluster_of, kind_name, profile_of
 from benchmarks.hybrid.general import Dispatch
 from benchmarks.hybrid.models import Subject
 from benchmarks.hybrid.quota import Quota
-from benchmarks.hybrid.task import BY_SPEED
+from benchmarks.hybrid.task import BY_SPEED, TRIALS
 from jhpt.core.cluster import Link
 from jhpt.core.profile import ModelProfile
 from jhpt.planner.cost.model import CostModel
@@ -50,12 +50,10 @@ def planned_by_speed(
     others = {rates[kind_name(share)]: profiles[share] for share in rest}
     model = CostModel(profiles[first], cluster, others=others)
     variants = [
-        min(
-            (variant_of(name, plan, rate, model, quota) for plan in plans),
-            key=lambda variant: variant.predicted,
-        )
+        one
         for name, plans in equal_splits(subject, model).items()
+        for one in sorted(
+            (variant_of(name, plan, rate, model, quota) for plan in plans), key=lambda variant: variant.predicted
+        )[: TRIALS if name == ANY_GRID else 1]
     ]
-    by_speed = best_general(subject, model, rate, quota, dispatch, BY_SPEED)
-    assert by_speed is not None
-    return [*variants, by_speed]
+    return [*variants, *tried(general_variants(subject, model, rate, quota, dispatch), BY_SPEED, TRIALS)]

@@ -10,8 +10,11 @@ measures these competitors, in turn; `--launches` repeats all launches, each of 
                            would not be alike
     3-D grid               stages x tensor ranks x replicas of equal layers, the vocabulary divided over the tensor
                            ranks (Megatron-LM)
-    plan                   the planner's plan (space=spmd), from layers and links measured on the hosts before
-    general                the planner's plan of space=general: a program for each stage; not with `--quick`
+    spmd                   the plan of one program that the planner predicts to be the best, from layers and links
+                           measured on the hosts before
+    general                the same of plans with a program for each stage; not with `--quick`
+    plan                   what `parallel: auto` trains with `space: both` and `trials: 3`: of three plans of either
+                           kind, those predicted to be the best, the one that a trial finds to be the fastest
 
 Baselines are tried before the rounds, with several numbers of micro-batches or shapes (`baselines`), and the fastest
 one as measured enters the rounds; rows of kind "trial" have the samples.
@@ -29,7 +32,7 @@ which plans take into account.
 import itertools
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,16 +45,19 @@ from benchmarks.hybrid.task import (
     BY_SPEED,
     CHUNKS,
     DATA_PARALLEL,
+    GENERAL,
     GPIPE,
     GRID,
     MODELS,
+    PLAN,
     SHORT,
+    SPMD,
     Task,
     run_key,
 )
 from benchmarks.netlab import HostError, LabError, why_not
 from jhpt.bench.ratios import ratio_unit, speed_claims
-from jhpt.bench.results import Claim, check_writable, print_claims, print_table, write_json
+from jhpt.bench.results import Claim, check_writable, chosen, print_claims, print_table, write_json
 from jhpt.core.plan import Plan
 
 RATES = (100e6, 500e6, 2000e6)
@@ -75,6 +81,10 @@ MIXED_CPU, SHARES = 0.6, (1.0, 1.0, 0.5, 0.5)
 """Cores of the faster of these hosts, and what each host has of them."""
 
 MIXED_PLACE = "4 emulated hosts of 0.6, 0.6, 0.3 and 0.3 cores"
+
+BUBBLE, MIXED_HOSTS = "bubble", "mixed"
+PARTS = (BUBBLE, *MODELS, MIXED_HOSTS)
+"""What can be measured alone: the bubble, each model, and the hosts of different quotas."""
 
 LIMIT_S = 1500.0
 """Seconds for one launch; of the largest model it takes about ten minutes on two idle cores."""
@@ -105,7 +115,7 @@ class Entry(Measured):
     @property
     def planned(self) -> str:
         """The competitor that the others are compared with."""
-        return BY_SPEED if self.mixed else "plan"
+        return BY_SPEED if self.mixed else PLAN
 
     @property
     def baseline(self) -> str:
@@ -151,9 +161,9 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     made, everything = dict[str, Claim](), entries(rows)
     table = [entry for entry in everything if not entry.mixed]
     for name, other in VERSUS.items():
-        ratios = {str(entry): entry.ratio(other, "plan") for entry in table if other in entry.samples}
+        ratios = {str(entry): entry.ratio(other, PLAN) for entry in table if other in entry.samples}
         made |= speed_claims(name, ratios, unit=ratio_unit(other, "the plan"), place=PLACE)
-    ratios = {f"{entry} against {entry.baseline}": entry.ratio(entry.baseline, "plan") for entry in table}
+    ratios = {f"{entry} against {entry.baseline}": entry.ratio(entry.baseline, PLAN) for entry in table}
     made |= speed_claims("vs_best_baseline", ratios, unit=ratio_unit("the faster baseline", "the plan"), place=PLACE)
     made |= _spread_claims(table) | _error_claims(table) | general_claims(table) | mixed_claims(everything)
     return made | bubble_claims(rows)
@@ -181,7 +191,7 @@ def _spread_claims(table: Sequence[Entry]) -> dict[str, Claim]:
 
 def _error_claims(table: Sequence[Entry]) -> dict[str, Claim]:
     made = dict[str, Claim]()
-    for name, competitors in (("", (*BASELINES, "plan")), ("_baselines", BASELINES), ("_plan", ("plan",))):
+    for name, competitors in (("", (*BASELINES, PLAN)), ("_baselines", BASELINES), ("_plan", (PLAN,))):
         errors = [
             abs(error) for entry in table for one in competitors if one in entry.samples for error in entry.errors(one)
         ]
@@ -195,17 +205,17 @@ def _error_claims(table: Sequence[Entry]) -> dict[str, Claim]:
 def general_claims(table: Sequence[Entry]) -> dict[str, Claim]:
     """The gain of a program per stage over the best SPMD plan, over all entries of VGG up to 500 Mbit/s, and the error
     of what was predicted for it."""
-    found = [entry for entry in table if "general" in entry.samples]
+    found = [entry for entry in table if GENERAL in entry.samples]
     gains = dict[str, float]()
     for entry in found:
         if entry.model == "vgg" and entry.rate <= 500e6:
-            spmd = (entry.baseline, "plan", *([GRID] if GRID in entry.samples else []))
-            best = min(spmd, key=entry.median)
-            gains[f"{entry} against {best}"] = entry.ratio(best, "general")
+            others = entry.samples.keys() & {entry.baseline, GRID, SPMD if SPMD in entry.samples else PLAN}
+            best = min(sorted(others), key=entry.median)
+            gains[f"{entry} against {best}"] = entry.ratio(best, GENERAL)
     made = speed_claims(
         "general_vs_spmd", gains, unit=ratio_unit("the best SPMD plan", "the general plan"), place=PLACE
     )
-    errors = [abs(error) for entry in found for error in entry.errors("general")]
+    errors = [abs(error) for entry in found for error in entry.errors(GENERAL)]
     for statistic, value in (("median", statistics.median), ("max", max)) if errors else ():
         made[f"prediction_error_general_{statistic}"] = Claim(
             value=value(errors), unit="|predicted - measured| / measured", setup=f"{len(errors)} steps, {PLACE}"
@@ -323,21 +333,34 @@ def measure(
     return launch("benchmarks.hybrid.worker", task, cpu=cpu, shares=shares, limit_s=LIMIT_S)
 
 
-def run(*, quick: bool, json_path: str | None, launches: int | None = None) -> int:
-    """Runs the benchmark; returns the exit status.  launches: how often; None: `LAUNCHES`, with quick once."""
+def _groups(parts: Sequence[str], rates: Sequence[float]) -> dict[str, Callable[..., list[dict[str, Any]]]]:
+    """What is launched for each part."""
+    groups: dict[str, Callable[..., list[dict[str, Any]]]] = {
+        name: partial(measure, (name,), bubble=False, rates=RATES_OF.get(name, rates)) for name in MODELS
+    }
+    groups |= {
+        BUBBLE: partial(measure, (), bubble=True, rates=rates),
+        MIXED_HOSTS: partial(measure, (MIXED,), bubble=False, rates=MIXED_RATES, mixed=True),
+    }
+    return {part: groups[part] for part in parts}
+
+
+def run(*, quick: bool, json_path: str | None, launches: int | None = None, only: Sequence[str] = ()) -> int:
+    """Runs the benchmark; returns the exit status.
+
+    Args:
+      launches: how often; None: `LAUNCHES`, with quick once.
+      only: these of `PARTS` alone; none: all, with quick mlp and the bubble.
+    """
     if json_path:
         check_writable(json_path)
     if reason := why_not():
         print(f"jhpt bench hybrid: {reason}", file=sys.stderr)
         return 3
     rates = RATES[1:2] if quick else RATES
-    groups = {"mlp, the bubble": partial(measure, ("mlp",), bubble=True, rates=rates)}
-    if not quick:
-        groups = {"the bubble": partial(measure, (), bubble=True, rates=rates)}
-        for model in MODELS:
-            groups[model] = partial(measure, (model,), bubble=False, rates=RATES_OF.get(model, rates))
-        name = f"{MIXED} on mixed hosts"
-        groups[name] = partial(measure, (MIXED,), bubble=False, rates=MIXED_RATES, mixed=True)
+    groups = _groups(chosen(PARTS, only), rates)
+    if quick and not only:
+        groups = {"mlp, the bubble": partial(measure, ("mlp",), bubble=True, rates=rates)}
     launches = launches or (1 if quick else LAUNCHES)
     rows: list[dict[str, Any]] = []
     failure = None
@@ -356,6 +379,7 @@ def run(*, quick: bool, json_path: str | None, launches: int | None = None) -> i
         settings = {
             "quick": quick,
             "launches": launches,
+            "parts": list(groups),
             "hosts": HOSTS,
             "cpu": CPU,
             "bits_per_s": list(rates),

@@ -15,6 +15,13 @@ DATA_PARALLEL, AGAIN, SHORT = "data parallel", "data parallel again", "data para
 GPIPE, GRID = "gpipe", "3-D grid"
 """Baselines, as competitors (`benchmarks.hybrid.run`)."""
 
+SPMD, GENERAL, PLAN = "spmd", "general", "plan"
+"""The plans predicted to be the best of one program and of a program for each stage, and the planner's plan: of those
+of both kinds that are predicted to be the fastest, the one that a trial chooses (`parallel.trials`)."""
+
+TRIALS = 3
+"""Plans that the planner's trial compares at each rate."""
+
 BY_SPEED = "by speed"
 """The plan on hosts of different quotas (`benchmarks.hybrid.mixed`), as a competitor."""
 

@@ -11,6 +11,7 @@ For each model, all hosts measure or compute:
 While programs are compiled, quotas are lifted.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -29,9 +30,10 @@ from benchmarks.hybrid.models import SUBJECTS, Subject
 from benchmarks.hybrid.quota import Quota, placement
 from benchmarks.hybrid.stages import stages_step
 from benchmarks.hybrid.steps import ready, traced
-from benchmarks.hybrid.task import AGAIN, DATA_PARALLEL, SHORT, Task
+from benchmarks.hybrid.task import AGAIN, BY_SPEED, DATA_PARALLEL, PLAN, SHORT, Task
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Plan
+from jhpt.training.trials import decided
 
 Rows = list[dict[str, Any]]
 
@@ -98,7 +100,13 @@ def fastest(hosts: Hosts[Task], variants: Sequence[Variant], steps: Steps) -> tu
         for key, variant in its.items()
         if len(its) > 1
     ]
-    return [its[found.fastest[name]] for name, its in candidates.items()], rows
+    kept = dict(found.fastest)
+    for name in {PLAN, BY_SPEED} & set(kept):  # as `jhpt train` decides
+        its = candidates[name]
+        if len(its) > 1:
+            seconds = {key: statistics.median(found.samples[key]) for key in its}
+            kept[name] = decided({key: one.plan for key, one in its.items()}, seconds)
+    return [its[kept[name]] for name, its in candidates.items()], rows
 
 
 def with_repeats(kept: Sequence[Variant], variants: Sequence[Variant]) -> list[Variant]:

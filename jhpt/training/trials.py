@@ -8,7 +8,7 @@ compiling each plan and `UNTIMED` + `TIMED` steps of it.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -29,6 +29,7 @@ from jhpt.training.programs import Step, global_batch
 from jhpt.training.stages_setup import AnySetup, prepare_run
 from jhpt.training.watch import watch
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 UNTIMED, TIMED = 2, 5
@@ -71,11 +72,16 @@ def fastest(config: Config, plans: Sequence[Plan], display: Display) -> Plan:
         display.say(f"trial {number + 1} of {len(plans)}: {shape_text(plan)}: {found * 1e3:.1f} ms a step{predicted}")
     if not measured:
         return runnable(config, plans[0], display.say)
-    timed = {number: plans[number].model_copy(update={"seconds": found}) for number, found in measured.items()}
-    best = plainest(timed.values(), NOISE)
-    kept = next(number for number, plan in timed.items() if plan is best)
+    kept = decided({number: plans[number] for number in measured}, measured)
     display.say(f"trial {kept + 1} decides: {shape_text(plans[kept])}")
     return runnable(config, plans[kept], display.say)
+
+
+def decided(plans: Mapping[K, Plan], seconds: Mapping[K, float]) -> K:
+    """Which of the plans is the simplest of those that are measured to be about as fast as the fastest (`NOISE`)."""
+    timed = {key: plan.model_copy(update={"seconds": seconds[key]}) for key, plan in plans.items()}
+    best = plainest(timed.values(), NOISE)
+    return next(key for key, plan in timed.items() if plan is best)
 
 
 def step_seconds(config: Config, plan: Plan, display: Display) -> float | str:

@@ -97,7 +97,7 @@ def test_baselines_are_tried_with_several_plans(name):
         assert tried("gpipe") == gpipe
         grids = {(len(plan.stages), plan.degrees) for plan in tried("3-D grid")}
         assert grids == {(1, (2,)), (1, (4,)), *([(2, (2,))] if subject.piped else [])}
-    assert len({one.key for one in variants if one.name not in ("plan", "data parallel 16 bits")}) <= 10
+    assert len({one.key for one in variants if one.name not in ("spmd", "plan", "data parallel 16 bits")}) <= 10
 
 
 def test_a_plan_that_is_a_baseline_is_the_same_program():
@@ -308,7 +308,7 @@ def test_the_plan_is_taken_by_what_it_is_predicted_to_take_here():
     found = {one.name: one for one in planned(subject, profile, {5e8: link(5e8)}, QUOTA, HOSTS)}
     slow = replace(QUOTA, exchange=1.0)
     others = {one.name: one for one in planned(subject, profile, {5e8: link(5e8)}, slow, HOSTS)}
-    assert len(others["plan"].plan.stages) == 1, "where an exchange takes a second nobody runs a pipeline"
+    assert len(others["spmd"].plan.stages) == 1, "where an exchange takes a second nobody runs a pipeline"
     assert others["gpipe"].predicted > 2 * found["gpipe"].predicted
     assert others["data parallel"].predicted == found["data parallel"].predicted
 

@@ -21,11 +21,12 @@ from benchmarks.hybrid.layer_times import alone, calls_of, layer_programs, shard
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
 from benchmarks.hybrid.steps import ready, traced
-from benchmarks.hybrid.task import MODELS, Task
+from benchmarks.hybrid.task import MODELS, TRIALS, Task
 from benchmarks.netlab import Lab, LabError, why_not
 from benchmarks.networks.mlp import MLP
 from jhpt.core.calibration import order_error
 from jhpt.core.cluster import Link
+from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.core.profile import ModelProfile, Timing
@@ -154,6 +155,11 @@ def test_every_launch_measures_everything(monkeypatch):
     assert asked[:8] == [*equal, (("gpt",), False, True)] and asked[8:] == asked[:2]
     assert [row["launch"] for row in written["rows"]] == [0] * (6 * 3 + 1 + 2)
     assert (written["settings"]["launches"], written["settings"]["failure"]) == (3, "host 2 is gone")
+    asked.clear()
+    assert hybrid.run(quick=False, json_path=None, launches=1, only=["mixed", "vgg"]) == 0
+    assert asked == [(("vgg",), False, False), (("gpt",), False, True)]
+    with pytest.raises(InputError, match="--only mlq: no such part"):
+        hybrid.run(quick=False, json_path=None, only=["mlq"])
 
 
 def test_spread_is_that_of_all_that_run_the_same():
@@ -183,7 +189,7 @@ def test_claims_that_were_not_measured_are_absent():
 def test_plans_in_words():
     assert hybrid.in_words(plan_of(8, 4, "interleaved")) == "interleaved x8: 2, 1 | 1, 1 | 1, 1 | 1, 2"
     subject, profile = SUBJECTS["vgg"](), timed(SUBJECTS["vgg"]().profile())
-    plan = planned(subject, profile, {1e8: LINK}, QUOTA, 4)[-1].plan
+    plan = next(one.plan for one in planned(subject, profile, {1e8: LINK}, QUOTA, 4) if one.name == "spmd")
     assert hybrid.in_words(plan).startswith("one stage x") and " t4" in hybrid.in_words(plan)
 
 
@@ -303,6 +309,7 @@ def test_plans_are_ones_that_all_hosts_can_run(name):
         *(["gpipe"] if subject.piped else []),
         "3-D grid",
         "data parallel 16 bits",
+        "spmd",
         "plan",
     ]
     model = CostModel(profile, cluster_of(LINK, 4))
@@ -310,7 +317,11 @@ def test_plans_are_ones_that_all_hosts_can_run(name):
         check(variant.plan, model)
         assert variant.plan.devices == 4 and variant.plan.zero == 0 and not variant.plan.recompute
     seconds = {variant.name: price(variant.plan, model).seconds for variant in variants}
-    assert seconds["plan"] <= min(seconds.values()) * (1 + order_error())
+    assert seconds["spmd"] <= min(seconds.values()) * (1 + order_error())
+    (simplest,) = (variant.plan for variant in variants if variant.name == "spmd")
+    candidates = [variant for variant in variants if variant.name == "plan"]
+    assert candidates[0].plan == simplest and len({one.key for one in candidates}) == len(candidates) <= TRIALS
+    assert [one.predicted for one in candidates[1:]] == sorted(one.predicted for one in candidates[1:])
 
 
 def test_sums_of_scalars_are_counted():

@@ -11,7 +11,7 @@ the full search chooses activations by name.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from jhpt.core.calibration import order_error
 from jhpt.core.config import Config
@@ -44,10 +44,16 @@ def plans_to_try(answers: Iterable[tuple[Answer, Request]], devices: int | None,
     """
     several = [(answer.plan.space, _that_run(answer, request, devices)) for answer, request in answers]
     alone = len(several) == 1
-    plans = [plan for space, plans in several for plan in plans if alone or space == "spmd" or len(plan.stages) > 1]
+    return first_to_try(
+        [plan for space, plans in several for plan in plans if alone or space == "spmd" or len(plan.stages) > 1], count
+    )
+
+
+def first_to_try(plans: Collection[Plan], count: int) -> tuple[Plan, ...]:
+    """So many different plans of these: the simplest (`plainest`), then those that are predicted to be the fastest."""
     different = dict[str, Plan]()
     for plan in (plainest(plans), *sorted(plans, key=_seconds)):
-        different.setdefault(plan.model_dump_json(exclude={"seconds", "lower_bound"}), plan)
+        different.setdefault(plan.model_dump_json(exclude={"device", "seconds", "lower_bound"}), plan)
     return tuple(different.values())[:count]
 
 
