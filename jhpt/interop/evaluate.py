@@ -51,7 +51,13 @@ READ = (
 READ_OF_IMAGES = ("data.batch_size", "evaluation.batches", "model.dtype")
 """Those of them that an evaluation on images may change."""
 
-OF_TRAINING = ("parallel.auto", "parallel.cluster", "parallel.space", "parallel.gradient_compression")
+OF_TRAINING = (
+    "parallel.auto",
+    "parallel.cluster",
+    "parallel.space",
+    "parallel.trials",
+    "parallel.gradient_compression",
+)
 """Settings of that section which it does not read."""
 
 ALL = 2**31 - 1
