@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointConfig | None, say: Say = warn):
         self._folder, self._config, self._say = folder.absolute(), config, say
         self._layers = LayeredHandler()
-        logging.getLogger("absl").addFilter(_told_here)
+        leave_out_stack_traces()
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(handler_registry=item_handlers(self._layers)), timeout_secs=WAIT
         )
@@ -307,9 +308,22 @@ class Checkpoints:
             self._checkpointer.close()
 
 
-def _told_here(record: logging.LogRecord) -> bool:
-    """Leaves out the stack traces that Orbax logs of what it raises as well, which `Checkpoints` tells in a line."""
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+@cache
+def leave_out_stack_traces() -> None:
+    """Leaves out the stack traces of saving, of which `Checkpoints` tells in a line.
+
+    Orbax logs what it raises as well.  It stops waiting at the first write that fails, so the writes that are under
+    way end when nobody waits for them any more: Python reports their callbacks, and asyncio their tasks.
+    """
+    logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
+    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
+    report = sys.unraisablehook
+
+    def report_others(failure: "sys.UnraisableHookArgs") -> None:
+        if failure.object is not None or str(failure.exc_value) != "Event loop is closed":
+            report(failure)
+
+    sys.unraisablehook = report_others
 
 
 def _restored_as(leaf: Any) -> ocp.RestoreArgs:
