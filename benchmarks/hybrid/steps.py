@@ -102,6 +102,16 @@ def ready(hosts: Hosts[Any], programs: Mapping[str, Traced]) -> dict[str, Call]:
     return {name: _running(compiled[name], states[one.held], one.rows(), one.updates) for name, one in programs.items()}
 
 
+def on_one_host(hosts: Hosts[Any], subject: Subject, plans: Mapping[str, Plan]) -> dict[str, Call]:
+    """Compiled steps of plans of one device, which train one state on host 0; the others do nothing meanwhile."""
+    if not plans or hosts.rank > 0:
+        return dict.fromkeys(plans, lambda: None)
+    programs = {name: traced(subject, plan, jax.local_devices()[:1]) for name, plan in plans.items()}
+    state = next(iter(programs.values())).fresh().compile()
+    held = _Held(state=state(jax.random.key(0)))
+    return {name: _running(one.step().compile(), held, one.rows(), one.updates) for name, one in programs.items()}
+
+
 @dataclass
 class _Held:
     """The state of several programs."""

@@ -12,7 +12,7 @@ CHUNKS = 2
 """Chunks of a stage in the measurement of the bubble of interleaved 1F1B."""
 
 DATA_PARALLEL, AGAIN, SHORT = "data parallel", "data parallel again", "data parallel 16 bits"
-GPIPE, GRID = "gpipe", "3-D grid"
+GPIPE, GRID, ONE_HOST = "gpipe", "3-D grid", "one host"
 """Baselines, as competitors (`benchmarks.hybrid.run`)."""
 
 SPMD, GENERAL, PLAN = "spmd", "general", "plan"

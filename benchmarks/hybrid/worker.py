@@ -29,7 +29,7 @@ from benchmarks.hybrid.mixed import planned_by_speed, profiles_by_share
 from benchmarks.hybrid.models import SUBJECTS, Subject
 from benchmarks.hybrid.quota import Quota, placement
 from benchmarks.hybrid.stages import stages_step
-from benchmarks.hybrid.steps import ready, traced
+from benchmarks.hybrid.steps import on_one_host, ready, traced
 from benchmarks.hybrid.task import AGAIN, BY_SPEED, DATA_PARALLEL, PLAN, SHORT, Task
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Plan
@@ -124,13 +124,15 @@ def _compiled(hosts: Hosts[Task], subject: Subject, variants: Sequence[Variant],
     hosts.free()
     different = {one.key: one for one in variants}
     hosts.say(f"{subject.name}: {len(different)} steps")
-    spmd = {key: one for key, one in different.items() if one.plan.space == "spmd"}
-    steps = ready(
+    alone = {key: one.plan for key, one in different.items() if one.plan.devices < hosts.count}
+    spmd = {key: one for key, one in different.items() if one.plan.space == "spmd" and key not in alone}
+    steps = on_one_host(hosts, subject, alone)
+    steps |= ready(
         hosts,
         {key: traced(subject, one.plan, placed(one.plan, quota), short=one.name == SHORT) for key, one in spmd.items()},
     )
     for key, one in different.items():
-        if key not in spmd:
+        if key not in steps:
             steps[key] = stages_step(subject, one.plan, jax.devices())
     for step in steps.values():
         jax.block_until_ready(step())

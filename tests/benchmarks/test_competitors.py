@@ -23,12 +23,14 @@ from benchmarks.hybrid.baselines import equal_splits
 from benchmarks.hybrid.competitors import planned, predicted_seconds, request_of
 from benchmarks.hybrid.costs import cluster_of, measured_profile
 from benchmarks.hybrid.layer_times import typical_seconds
-from benchmarks.hybrid.models import SUBJECTS
+from benchmarks.hybrid.models import SUBJECTS, ClassSubject
+from benchmarks.hybrid.steps import on_one_host
 from benchmarks.hybrid.task import MODELS, run_key
+from benchmarks.networks.mlp import MLP
 from benchmarks.planner.worth import SHORT, Alternative, WorthRow, worth_claims
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
-from jhpt.planner.cost.estimate import price
+from jhpt.planner.cost.estimate import price, stage_times
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.baselines import baselines
 from tests.benchmarks.test_hybrid import QUOTA, timed
@@ -74,10 +76,10 @@ def equal_stages(subject, micro_batches: int) -> Plan:
     )  # fmt: skip
 
 
-def one_stage(subject, micro_batches: int) -> Plan:
-    """Data parallelism by hand."""
+def one_stage(subject, micro_batches: int, hosts: int = HOSTS) -> Plan:
+    """Data parallelism by hand; of one host, the host alone."""
     chunk = Chunk(first=0, runs=runs_of([1] * len(subject.profile().layers)))
-    stage = Stage(device=0, devices=HOSTS, chunks=(chunk,))
+    stage = Stage(device=0, devices=hosts, chunks=(chunk,))
     return Plan(model=subject.name, cluster="lab", batch=subject.batch, micro_batches=micro_batches, stages=(stage,))
 
 
@@ -95,9 +97,10 @@ def test_baselines_are_tried_with_several_plans(name):
         }
         assert tried("data parallel") == tried("data parallel 16 bits") == data_parallel
         assert tried("gpipe") == gpipe
+        assert tried("one host") == {one_stage(subject, m, hosts=1) for m in (1, 2, 4)}
         grids = {(len(plan.stages), plan.degrees) for plan in tried("3-D grid")}
         assert grids == {(1, (2,)), (1, (4,)), *([(2, (2,))] if subject.piped else [])}
-    assert len({one.key for one in variants if one.name not in ("spmd", "plan", "data parallel 16 bits")}) <= 10
+    assert len({one.key for one in variants if one.name not in ("spmd", "plan", "data parallel 16 bits")}) <= 13
 
 
 def test_a_plan_that_is_a_baseline_is_the_same_program():
@@ -138,6 +141,31 @@ def test_numbers_of_16_bits_take_half_as_long_to_send():
     sent = 2 * (HOSTS - 1) / HOSTS * 4 * profile.parameters / (1e8 / 8)
     assert whole.predicted - short.predicted == pytest.approx(sent / 2, rel=0.01)
     assert whole.plan == short.plan and whole.key != short.key
+
+
+def test_one_host_needs_no_link():
+    """Its step takes what its layers take, however slow links are."""
+    subject = SUBJECTS["bert"]()
+    profile = slow_starting(subject.profile())
+    variants = planned(subject, profile, {rate: link(rate) for rate in RATES}, QUOTA, HOSTS)
+    for count in (1, 2, 4):
+        found = [one for one in variants if one.name == "one host" and one.plan.micro_batches == count]
+        model = CostModel(profile, cluster_of(link(RATES[0]), HOSTS))
+        alone = stage_times(found[0].plan, model).step_seconds(found[0].plan, overlap=False)
+        assert [one.predicted for one in found] == [alone] * len(RATES)
+
+
+def test_one_host_trains_while_the_others_wait(monkeypatch):
+    """Its steps train one state, and only on host 0."""
+    network = MLP(inputs=8, width=16, hidden=16, num_blocks=2, classes=4)
+    subject = ClassSubject(name="tiny", batch=8, network=network)
+    plans = {f"x{m}": one_stage(subject, m, hosts=1) for m in (1, 4)}
+    hosts = Two(1.0)
+    steps = on_one_host(hosts, subject, plans)
+    losses = [float(steps[name]().loss) for name in ("x1", "x4", "x1", "x4")]
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 4
+    monkeypatch.setattr(hosts, "rank", 1, raising=False)
+    assert [step() for step in on_one_host(hosts, subject, plans).values()] == [None, None]
 
 
 def test_pipelines_may_have_more_micro_batches_than_stages():
