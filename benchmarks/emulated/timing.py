@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ def in_turn(
 ) -> dict[str, list[float]]:
     """Seconds of every step until the last host has finished it, the same on all hosts.
 
-    All hosts begin at the same time; every other round runs the steps in reverse order.
+    All hosts begin at the same time.  Every round has an order of its own, so that no step always follows the same
+    other one, which may leave more or less in caches, queues and quotas.
 
     Args:
       warmup: whether each step runs once before.
@@ -27,14 +29,20 @@ def in_turn(
     for name in names if warmup else ():
         hosts.say(f"first step of {name}")
         jax.block_until_ready(steps[name]())
-    for index in range(rounds):
-        for name in names if index % 2 == 0 else reversed(names):
+    for order in orders(names, rounds):
+        for name in order:
             hosts.wait()
             start = time.perf_counter()
             jax.block_until_ready(steps[name]())
             samples[name].append(time.perf_counter() - start)
     everyone = hosts.everyone(samples)
     return {name: [max(times) for times in zip(*(one[name] for one in everyone), strict=True)] for name in names}
+
+
+def orders(names: Sequence[str], rounds: int) -> list[list[str]]:
+    """The order of every round: random, but the same whenever it is asked for, and on all hosts."""
+    random = Random(0)
+    return [random.sample(names, len(names)) for _ in range(rounds)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ measures these competitors, in turn; `--launches` repeats all launches, each of 
                            measured on the hosts before
     general                the same of plans with a program for each stage; not with `--quick`
     plan                   what `parallel: auto` trains with `space: both` and `trials: 3`: of three plans of either
-                           kind, those predicted to be the best, the one that a trial finds to be the fastest
+                           kind, those predicted to be the best, unlike ones first, the one that a trial finds to be
+                           the fastest
 
 Baselines are tried before the rounds, with several numbers of micro-batches or shapes (`baselines`), and the fastest
 one as measured enters the rounds; rows of kind "trial" have the samples.

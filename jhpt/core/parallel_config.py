@@ -30,8 +30,8 @@ class ParallelConfig(Section):
     )
     trials: NonNegativeInt = Field(
         0,
-        description="with auto: how many of the plans predicted to be the fastest take a few steps before training, of "
-        "which the one measured to be the fastest trains; 0: the prediction decides",
+        description="with auto: how many plans take a few steps before training, of which the one measured to be the "
+        "fastest trains: those predicted to be the fastest, of unlike kinds; 0: the prediction decides",
     )
     data: Count | None = Field(None, description="data-parallel degree; null: all devices / (pipe x tensor)")
     tensor: Count = Field(1, description="tensor-parallel degree, on neighbouring devices")

@@ -1,5 +1,6 @@
-"""Trials: the plans that are predicted to be the fastest take a few steps, and the one that is measured to be the
-fastest trains (`parallel.trials`).
+"""Trials: several plans take a few steps, and the one that is measured to be the fastest trains (`parallel.trials`).
+
+Which are tried: `jhpt.planner.search.choice.first_to_try`.
 
 Predictions order plans that lie within their error no better than chance, and what they do not know (another job on the
 network, a compiler that hides less communication than it could) may be worth more.  A trial knows it.  It costs

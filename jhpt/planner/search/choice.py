@@ -25,6 +25,9 @@ from jhpt.planner.search.baselines import baselines
 from jhpt.planner.search.request import Request, offload_kinds
 from jhpt.planner.search.solve import Answer
 
+UNLIKE = 1.5
+"""A trial leaves out plans of another kind that are predicted to take longer than this times the fastest."""
+
 
 def plan_to_run(answer: Answer, request: Request, devices: int | None = None) -> Plan:
     """The simplest of the answer's plans and the baselines.
@@ -38,7 +41,7 @@ def plan_to_run(answer: Answer, request: Request, devices: int | None = None) ->
 
 
 def plans_to_try(answers: Iterable[tuple[Answer, Request]], devices: int | None, count: int) -> tuple[Plan, ...]:
-    """So many different plans: the simplest, as `plan_to_run` chooses, and those that are predicted to be the fastest.
+    """So many different plans (`first_to_try`), the first of which is the one that `plan_to_run` chooses.
 
     answers: of one space, or of both; a general plan of one stage is then one that an SPMD program runs, too.
     """
@@ -50,11 +53,30 @@ def plans_to_try(answers: Iterable[tuple[Answer, Request]], devices: int | None,
 
 
 def first_to_try(plans: Collection[Plan], count: int) -> tuple[Plan, ...]:
-    """So many different plans of these: the simplest (`plainest`), then those that are predicted to be the fastest."""
+    """So many different plans of these: the simplest (`plainest`), the one predicted to be the fastest, the fastest of
+    every other kind, and then the fastest of all others.
+
+    Predictions of like plans err alike: if links are slower than the profile says, all pipelines are.  So three plans
+    of one kind would find out less than plans of different kinds.
+    """
+    by_seconds = sorted(plans, key=_seconds)
+    first = [plainest(plans), by_seconds[0]]
+    kinds = {_kind(plan) for plan in first}
+    for plan in by_seconds:
+        if _kind(plan) not in kinds and _seconds(plan) <= UNLIKE * _seconds(by_seconds[0]):
+            first.append(plan)
+            kinds.add(_kind(plan))
     different = dict[str, Plan]()
-    for plan in (plainest(plans), *sorted(plans, key=_seconds)):
+    for plan in (*first, *by_seconds):
         different.setdefault(plan.model_dump_json(exclude={"device", "seconds", "lower_bound"}), plan)
     return tuple(different.values())[:count]
+
+
+def _kind(plan: Plan) -> tuple[bool, ...]:
+    """Whether the plan has a program for each stage, several stages, tensor parallelism, CPU offload: of what its
+    predicted seconds consist."""
+    on_host = plan.offload is not None or (plan.saved is not None and bool(plan.saved.host))
+    return plan.space == "general", len(plan.stages) > 1, plan.degrees[-1] > 1, on_host
 
 
 def _that_run(answer: Answer, request: Request, devices: int | None) -> list[Plan]:
@@ -89,7 +111,7 @@ def plainest(plans: Iterable[Plan], error: float | None = None) -> Plan:
         late = len(plan.stages) > 1 and plan.schedule != "gpipe"
         pipelined, tensor = len(plan.stages) > 1, plan.degrees[-1]
         kinds = pipelined + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
-        on_host = plan.offload is not None or (plan.saved is not None and bool(plan.saved.host))
+        *_, on_host = _kind(plan)
         exact = on_host, plan.compression.on, plan.space == "general"
         shape = pipelined, kinds, len(plan.degrees), plan.chunks
         recompute = plan.recompute + (plan.other_blocks is not None)
