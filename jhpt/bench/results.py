@@ -1,11 +1,13 @@
-"""The file of every benchmark: `{bench, date, machine, versions, settings, rows, claims}`."""
+"""The file of every benchmark: `{bench, date, commit, machine, versions, settings, rows, claims}`."""
 
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,7 @@ def chosen(parts: Sequence[str], only: Sequence[str]) -> tuple[str, ...]:
 def check_writable(path: str) -> None:
     """Refuses a file that could not be written at the end; leaves no trace."""
     check_file_writable("--json", path)
+    commit()  # that of what is measured now, whatever is checked out meanwhile
 
 
 def write_json(
@@ -100,6 +103,7 @@ def write_json(
     report = {
         "bench": bench,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
         "machine": machine(device=device),
         "versions": versions(),
         "settings": dict(settings),
@@ -107,6 +111,20 @@ def write_json(
         "claims": {name: asdict(claim) for name, claim in claims.items()},
     }
     Path(path).write_text(json.dumps(report, indent=1) + "\n")
+
+
+@cache
+def commit() -> str | None:
+    """The commit of the code, with `-dirty` if files differ from it; None if it was installed, not checked out."""
+    here, said = Path(__file__), ""
+    is_tracked = ["ls-files", "--error-unmatch", here.name]
+    try:
+        for arguments in (is_tracked, ["describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]):
+            command = ["git", "-C", str(here.parent), *arguments]
+            said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.strip()
 
 
 def machine(*, device: bool = True) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
     path = tmp_path / "planner.json"
     assert planner.run(quick=True, json_path=str(path)) == 0
     report = json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
-    assert set(report) == {"bench", "date", "machine", "versions", "settings", "rows", "claims"}
+    assert set(report) == {"bench", "date", "commit", "machine", "versions", "settings", "rows", "claims"}
     assert report["bench"] == "planner"
     assert set(report["machine"]) == {"cpu", "cores", "device", "platform"}
     assert set(report["claims"]) == CLAIMS
