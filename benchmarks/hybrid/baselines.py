@@ -25,7 +25,7 @@ from jhpt.core.divisors import divisors
 from jhpt.core.plan import Chunk, Plan, Schedule, Stage, runs_of
 from jhpt.planner.cost.model import CostModel
 
-SWEPT: dict[str, tuple[int, ...]] = {DATA_PARALLEL: (1, 2, 4), GPIPE: (4, 8, 16, 32), ONE_HOST: (1, 2, 4)}
+SWEPT: dict[str, tuple[int, ...]] = {DATA_PARALLEL: (1, 2, 4), GPIPE: (4, 8, 16, 32), ONE_HOST: (1, 4)}
 """Numbers of micro-batches that are tried, as far as they divide the batch."""
 
 

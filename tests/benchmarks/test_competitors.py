@@ -98,10 +98,10 @@ def test_baselines_are_tried_with_several_plans(name):
         }
         assert tried("data parallel") == tried("data parallel 16 bits") == data_parallel
         assert tried("gpipe") == gpipe
-        assert tried("one host") == {one_stage(subject, m, hosts=1) for m in (1, 2, 4)}
+        assert tried("one host") == {one_stage(subject, m, hosts=1) for m in (1, 4)}
         grids = {(len(plan.stages), plan.degrees) for plan in tried("3-D grid")}
         assert grids == {(1, (2,)), (1, (4,)), *([(2, (2,))] if subject.piped else [])}
-    assert len({one.key for one in variants if one.name not in ("spmd", "plan", "data parallel 16 bits")}) <= 13
+    assert len({one.key for one in variants if one.name not in ("spmd", "plan", "data parallel 16 bits")}) <= 12
 
 
 def test_a_plan_that_is_a_baseline_is_the_same_program():
@@ -149,7 +149,7 @@ def test_one_host_needs_no_link():
     subject = SUBJECTS["bert"]()
     profile = slow_starting(subject.profile())
     variants = planned(subject, profile, {rate: link(rate) for rate in RATES}, QUOTA, HOSTS)
-    for count in (1, 2, 4):
+    for count in (1, 4):
         found = [one for one in variants if one.name == "one host" and one.plan.micro_batches == count]
         model = CostModel(profile, cluster_of(link(RATES[0]), HOSTS))
         alone = stage_times(found[0].plan, model).step_seconds(found[0].plan, overlap=False)
