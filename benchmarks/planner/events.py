@@ -312,7 +312,10 @@ class Played:
 
     def _in_turn(self) -> None:
         stages, count = len(self.plan.stages), self.plan.micro_batches
-        cuts = [self._cut(s) for s in range(stages - 1)]
+        ways = (
+            1 if self.cluster.overlap or self.plan.space == "general" else 2
+        )  # in line, one direction after the other
+        cuts = [ways * self._cut(s) for s in range(stages - 1)]
         for tick in range(2 * (count + stages - 1)):
             for d in range(stages):
                 for first, forward in ((d, True), (2 * stages - 1 - d, False)):
@@ -356,7 +359,8 @@ class Played:
             several = self.cluster.num_nodes > 1
             link = self.cluster.network if several else self.cluster.nodes[0].inside
             crowd = max(map(nodes.count, nodes)) if several else 1
-            exchanges.append(size / (link.bandwidth * min(1.0, link.ports / crowd)) + 2 * link.latency)
+            one_way = size / (link.bandwidth * min(1.0, link.ports / crowd)) + link.latency
+            exchanges.append((1 if self.cluster.overlap else 2) * one_way + link.latency)
             ready[s] = done[s] + reduced
         if self.waits:
             ready = dict.fromkeys(pair, max(ready.values()))

@@ -165,7 +165,9 @@ class Cluster(Section):
     nodes: Annotated[tuple[Node, ...], Field(min_length=1)]
     network: Link = Field(description="between nodes; `ports` of a node share its traffic")
     overlap: bool = Field(
-        True, description="whether communication runs beside computation; XLA's CPU backend runs it in line"
+        True,
+        description="whether communication runs beside computation, and both directions of an exchange at the same "
+        "time; XLA's CPU backend runs it in line",
     )
     sources: dict[str, str] = Field(default_factory=dict)
 
