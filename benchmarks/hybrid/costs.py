@@ -5,6 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.emulated.hosts import Hosts
+from benchmarks.emulated.timing import in_turn
 from benchmarks.hybrid.layer_times import (
     LayerProgram,
     alone,
@@ -44,6 +46,9 @@ so many take several periods of a quota (`layer_times.SAMPLE_S`)."""
 
 EXCHANGES, EXCHANGED_BYTES = 32, 1 << 17
 """Exchanges of a sample of their processor time, and bytes of each: a micro-batch of a row of mlp or four of gpt."""
+
+CROSSING_BYTES = 1 << 20
+"""Bytes of a message that meets another one."""
 
 MOST_MICRO_BATCHES = 32
 """The most micro-batches of a pipeline's step: GPT and BERT then have one sequence in each, and four stages idle 9 % of
@@ -204,6 +209,30 @@ def measured_quota(hosts: Hosts[Task]) -> Quota:
         cores=len(cores),
         shares=hosts.task.shares,
     )
+
+
+def measured_exchange(hosts: Hosts[Task]) -> dict[str, Any]:
+    """A row: seconds of a message between neighbours, and of two in opposite directions, on the slowest links.
+
+    `jhpt.planner.cost.communication.both_ways` is the ratio that prices count on.
+    """
+    mesh, spec = Mesh(np.asarray(jax.devices()), ("all",)), PartitionSpec("all")
+    there = [(rank, rank + 1) for rank in range(0, hosts.count - 1, 2)]
+    ways = {"one way": there, "both ways": [*there, *((second, first) for first, second in there)]}
+    row = np.ones((1, CROSSING_BYTES // 4), np.float32)
+    x = jax.make_array_from_callback((hosts.count, row.size), NamedSharding(mesh, spec), lambda _: row)
+
+    def moving(pairs: list[tuple[int, int]]) -> Callable[[], Any]:
+        move = partial(jax.lax.ppermute, axis_name="all", perm=pairs)
+        return partial(jax.jit(jax.shard_map(move, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)), x)
+
+    calls = {name: moving(pairs) for name, pairs in ways.items()}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    rate = min(hosts.task.rates)
+    hosts.limit(rate)
+    samples = in_turn(hosts, calls, hosts.task.link_rounds, warmup=False)
+    return {"row": "exchange", "bits_per_s": rate, "bytes": CROSSING_BYTES, "samples_s": samples}
 
 
 def no_faster(link: Link, bandwidth: float) -> Link:

@@ -170,7 +170,7 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, Claim]:
     ratios = {f"{entry} against {entry.baseline}": entry.ratio(entry.baseline, PLAN) for entry in table}
     made |= speed_claims("vs_best_baseline", ratios, unit=ratio_unit("the faster baseline", "the plan"), place=PLACE)
     made |= _spread_claims(table) | _error_claims(table) | general_claims(table) | mixed_claims(everything)
-    return made | bubble_claims(rows)
+    return made | exchange_claims(rows) | bubble_claims(rows)
 
 
 def _spread_claims(table: Sequence[Entry]) -> dict[str, Claim]:
@@ -268,6 +268,19 @@ def bubble_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
         f"bubble_{name.replace('-', '_')}": Claim(value=share, unit="idle share of a step", setup=setup)
         for name, share in idle.items()
     }
+
+
+def exchange_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
+    """How many times as long as one message two take that cross."""
+    ratios = [
+        statistics.median(row["samples_s"]["both ways"]) / statistics.median(row["samples_s"]["one way"])
+        for row in rows
+        if row["row"] == "exchange"
+    ]
+    if not ratios:
+        return {}
+    unit, setup = "seconds of two messages that cross / seconds of one", f"median of {len(ratios)} launches, {PLACE}"
+    return {"exchange_both_ways": Claim(value=statistics.median(ratios), unit=unit, setup=setup)}
 
 
 def print_entries(table: Sequence[Entry]) -> None:

@@ -23,7 +23,13 @@ from benchmarks.emulated.timing import Call, in_turn, trial
 from benchmarks.emulated.worker import take_part
 from benchmarks.hybrid.bubble import run_bubble
 from benchmarks.hybrid.competitors import Variant, planned
-from benchmarks.hybrid.costs import measured_links, measured_profile, measured_quota, measured_seconds
+from benchmarks.hybrid.costs import (
+    measured_exchange,
+    measured_links,
+    measured_profile,
+    measured_quota,
+    measured_seconds,
+)
 from benchmarks.hybrid.general import Dispatch, measured_dispatch
 from benchmarks.hybrid.mixed import planned_by_speed, profiles_by_share
 from benchmarks.hybrid.models import SUBJECTS, Subject
@@ -153,7 +159,7 @@ def run(hosts: Hosts[Task]) -> list[dict[str, Any]]:
         rows.append({"row": "link", "bits_per_s": rate, **link.model_dump(mode="json", exclude_none=True)})
     if hosts.task.models:
         quota = measured_quota(hosts)
-        rows.append({"row": "quota", **asdict(quota)})
+        rows += [{"row": "quota", **asdict(quota)}, measured_exchange(hosts)]
         dispatch = measured_dispatch(hosts) if hosts.task.general else None
         if dispatch is not None:
             rows.append({"row": "dispatch", **asdict(dispatch)})

@@ -16,7 +16,7 @@ from benchmarks.hybrid import run as hybrid
 from benchmarks.hybrid import text
 from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
 from benchmarks.hybrid.competitors import planned, request_of, unpriced_messages
-from benchmarks.hybrid.costs import batches, cluster_of
+from benchmarks.hybrid.costs import batches, cluster_of, measured_exchange
 from benchmarks.hybrid.layer_times import alone, calls_of, layer_programs, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
@@ -116,6 +116,24 @@ def test_the_baseline_is_the_faster_one():
 def launched(rows: list[dict], launch: int, slower: float) -> list[dict]:
     steps = [{**row, "samples_s": [slower * seconds for seconds in row["samples_s"]]} for row in rows]
     return numbered(steps, launch)
+
+
+def test_messages_that_cross_are_measured():
+    """Each device sends what its neighbour receives; the claim is the ratio of the medians."""
+    limits = []
+    everyone = SimpleNamespace(
+        task=SimpleNamespace(rates=(5e8, 1e8), link_rounds=3),
+        count=len(jax.devices()),
+        limit=limits.append,
+        wait=lambda: None,
+        everyone=lambda mine: [mine],
+    )
+    row = measured_exchange(everyone)
+    assert limits == [1e8] == [row["bits_per_s"]]
+    assert {name: len(samples) for name, samples in row["samples_s"].items()} == {"one way": 3, "both ways": 3}
+    row["samples_s"] = {"one way": [1.0, 9.0, 2.0], "both ways": [5.0, 4.0, 1.0]}
+    assert hybrid.claims([row])["exchange_both_ways"].value == 2.0
+    assert "exchange_both_ways" not in hybrid.claims(ROWS)
 
 
 def test_claims_are_over_launches():
