@@ -87,6 +87,13 @@ def column(rows: Iterable[Row], name: str, value: str) -> dict[str, list[Any]]:
     return values
 
 
+def in_every_launch(rows: Sequence[Row], name: str) -> list[Row]:
+    """The rows of what all launches measured.  name: the field that names the competitor."""
+    launches = {row.get("launch", 0) for row in rows}
+    of = {one: {row.get("launch", 0) for row in rows if row[name] == one} for one in {row[name] for row in rows}}
+    return [row for row in rows if of[row[name]] == launches]
+
+
 def percent_apart(measured: Measured, name: str) -> str:
     """A cell of a table; empty with one launch."""
     return f"{100 * measured.apart(name):.0f} %" if measured.launches > 1 else ""

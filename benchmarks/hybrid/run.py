@@ -41,7 +41,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from benchmarks.emulated.entries import Measured, column, grouped, numbered, percent_apart
+from benchmarks.emulated.entries import Measured, column, grouped, in_every_launch, numbered, percent_apart
 from benchmarks.emulated.launch import CPU, HOSTS, PLACE, launch
 from benchmarks.hybrid.task import (
     BY_SPEED,
@@ -145,9 +145,10 @@ class Entry(Measured):
 
 
 def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
-    """The entries of the table, from rows of steps."""
+    """The entries of the table, from rows of steps.  A competitor that a launch did not have is left out."""
     steps = (row for row in rows if row["row"] == "step")
     plans = TypeAdapter(list[Plan])
+    groups = grouped(steps, lambda row: (row["model"], row["bits_per_s"]))
     return [
         Entry(
             model=model,
@@ -156,7 +157,7 @@ def entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
             predicted=column(group, "competitor", "predicted_s"),
             plans={name: plans.validate_python(each) for name, each in column(group, "competitor", "plan").items()},
         )
-        for (model, rate), group in grouped(steps, lambda row: (row["model"], row["bits_per_s"])).items()
+        for (model, rate), group in ((key, in_every_launch(its, "competitor")) for key, its in groups.items())
     ]
 
 

@@ -153,6 +153,15 @@ def test_claims_are_over_launches():
     assert hybrid.claims(rows)["vs_data_parallel_max"].value == pytest.approx(2.0 / 1.1)
 
 
+def test_a_competitor_that_a_launch_lacks_is_left_out():
+    more = [*ROWS, step_row("vgg", 1e8, "one host", [1.5] * 3, 1.5)]
+    assert hybrid.claims(launched(more, 1, 1.0))["vs_one_host_max"].value == pytest.approx(1.5 / 1.1)
+    for rows in (launched(ROWS, 0, 1.0) + launched(more, 1, 1.0), launched(more, 0, 1.0) + launched(ROWS, 1, 1.0)):
+        claims = hybrid.claims(rows)
+        assert "vs_one_host_max" not in claims
+        assert claims["vs_gpipe_max"].value == hybrid.claims(ROWS)["vs_gpipe_max"].value
+
+
 def test_every_launch_measures_everything(monkeypatch):
     """Rows carry the number of their launch; a launch that fails ends the benchmark, and what came before is kept."""
     asked, written = [], {}
