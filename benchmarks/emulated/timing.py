@@ -40,9 +40,14 @@ def in_turn(
 
 
 def orders(names: Sequence[str], rounds: int) -> list[list[str]]:
-    """The order of every round: random, but the same whenever it is asked for, and on all hosts."""
-    random = Random(0)
-    return [random.sample(names, len(names)) for _ in range(rounds)]
+    """The order of every round: random, never that of the round before, and the same on all hosts."""
+    random, made = Random(0), list[list[str]]()
+    for _ in range(rounds):
+        order = random.sample(names, len(names))
+        while len(names) > 1 and made and order == made[-1]:
+            order = random.sample(names, len(names))
+        made.append(order)
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,15 @@ BUGS = (
     Bug(
         name="benchmarks: data parallelism is tried with one number of micro-batches",
         file="benchmarks/hybrid/baselines.py",
-        right="{DATA_PARALLEL: (1, 2, 4), GPIPE: (4, 8, 16, 32)}",
-        wrong="{DATA_PARALLEL: (1,), GPIPE: (4, 8, 16, 32)}",
+        right="{DATA_PARALLEL: (1, 2, 4), GPIPE: (4, 8, 16, 32), ",
+        wrong="{DATA_PARALLEL: (1,), GPIPE: (4, 8, 16, 32), ",
         tests=("tests/benchmarks/test_competitors.py", "-k", "several_plans"),
     ),
     Bug(
         name="benchmarks: GPipe has as many micro-batches as stages",
         file="benchmarks/hybrid/baselines.py",
-        right="GPIPE: (4, 8, 16, 32)}",
-        wrong="GPIPE: (4,)}",
+        right="GPIPE: (4, 8, 16, 32), ONE",
+        wrong="GPIPE: (4,), ONE",
         tests=("tests/benchmarks/test_competitors.py", "-k", "several_plans"),
     ),
     Bug(

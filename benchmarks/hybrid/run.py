@@ -280,8 +280,10 @@ def exchange_claims(rows: Iterable[Mapping[str, Any]]) -> dict[str, Claim]:
     ]
     if not ratios:
         return {}
-    unit, setup = "seconds of two messages that cross / seconds of one", f"median of {len(ratios)} launches, {PLACE}"
-    return {"exchange_both_ways": Claim(value=statistics.median(ratios), unit=unit, setup=setup)}
+    setup = f"median of {len(ratios)} launches, {PLACE}"
+    return {
+        "exchange_both_ways": Claim(value=statistics.median(ratios), unit="times as long as one message", setup=setup)
+    }
 
 
 def print_entries(table: Sequence[Entry]) -> None:

@@ -38,7 +38,7 @@ UNTIMED, TIMED = 2, 5
 
 NOISE = 0.03
 """By how much two measurements of one plan may differ: a plan has to gain more to be worth its complication
-(`jhpt bench hybrid` measures it: what runs the same lies at most 3 % apart)."""
+(`jhpt bench hybrid` measures it: what runs the same lies 3 to 11 % apart, by the machine)."""
 
 
 def runnable(config: Config, plan: Plan, say: Callable[[str], None]) -> Plan:

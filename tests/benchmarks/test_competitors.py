@@ -34,6 +34,7 @@ from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.planner.cost.estimate import price, stage_times
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.baselines import baselines
+from jhpt.training.trials import decided
 from tests.benchmarks.test_hybrid import QUOTA, timed
 
 MEASUREMENTS = Path(__file__).parents[2] / "docs/reports/measurements"
@@ -282,11 +283,15 @@ def test_data_parallelism_is_repeated_as_the_trial_left_it(clock):
 
 
 def best_of_trials(rows) -> None:
-    """What entered the rounds is the fastest of what was tried."""
+    """What entered the rounds is the fastest of what was tried; of the planner's plans what `jhpt train` would take."""
     tried = [row for row in rows if row["row"] == "trial"]
     where = lambda row: (row.get("launch"), row["model"], row["bits_per_s"], row["competitor"])  # noqa: E731
     for place in {where(row) for row in tried}:
-        best = min((row for row in tried if where(row) == place), key=lambda row: statistics.median(row["samples_s"]))
+        its = [row for row in tried if where(row) == place]
+        best = min(its, key=lambda row: statistics.median(row["samples_s"]))
+        if place[-1] in ("plan", "by speed"):
+            seconds = {at: statistics.median(row["samples_s"]) for at, row in enumerate(its)}
+            best = its[decided({at: Plan.model_validate(row["plan"]) for at, row in enumerate(its)}, seconds)]
         (entered,) = (row for row in rows if row["row"] == "step" and where(row) == place)
         assert entered["plan"] == best["plan"], place
 

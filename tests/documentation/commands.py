@@ -133,7 +133,6 @@ SLOW = {
     "jhpt bench convergence": "--quick",
     "jhpt bench faults": "--quick",
     "jhpt bench hybrid": "--quick",
-    "jhpt bench hybrid --only vgg --launches 1": "--quick",
     "jhpt bench hybrid --only mixed --launches 1": "--quick",
     "jhpt bench memory": "--quick",
     "jhpt bench planner": "--quick",

@@ -467,6 +467,26 @@ def test_tied_parameters():
     assert [s.total_bytes for s in own.stages] == [160, 0, 160]
 
 
+def test_in_line_the_directions_of_an_exchange_follow_each_other():
+    """8 bytes at 1 byte/s: 8 s, or 16 where two cross: in every tick of 1f1b and zb-h1, and for a shared gradient."""
+    profile = between_embedding_and_head(layer(boundary_bytes=8.0), layer())
+    halves = stage(0, 1, (0, [1, 1])), stage(1, 1, (2, [1, 1]))
+    for schedule, space, ways in (
+        ("1f1b", "spmd", 2),
+        ("zb-h1", "spmd", 2),
+        ("eager-1f1b", "spmd", 1),
+        ("gpipe", "spmd", 1),
+        ("1f1b", "general", 1),
+    ):
+        made = plan(*halves, micro_batches=4, schedule=schedule, space=space)
+        beside, line = (evaluate(made, profile, cluster(1, nodes=2, overlap=each)).times for each in (True, False))
+        assert (beside.cut, line.cut) == ([8.0], [8.0 * ways]), schedule
+    tied = model(layer(parameters=10), layer(tied_parameters=10))
+    ends = plan(stage(0, 1, (0, [1])), stage(1, 1, (1, [1])))
+    for overlap, seconds in ((True, 20), (False, 40)):
+        assert evaluate(ends, tied, cluster(1, nodes=2, overlap=overlap)).times.update == pytest.approx([seconds] * 2)
+
+
 def test_a_parameter_shared_with_an_inner_layer():
     # Two stages: the copy is the second one's own, beside the slot.
     profile = model(layer(parameters=10), layer(tied_parameters=5), layer())
