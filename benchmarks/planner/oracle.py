@@ -23,7 +23,7 @@ from benchmarks.planner.layer_costs import (
     stored_bytes,
 )
 from jhpt.core.plan import Chunk, OtherBlocks, Plan, Space, Stage, runs_of
-from jhpt.core.schedule import in_flight
+from jhpt.core.schedule import IN_TURN, in_flight
 from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.layers import LayerStrategy
@@ -150,6 +150,8 @@ class _Pricer:
         if fits.any():
             rows = [self._row_cuts(d.stages, strategy) for d, fit in zip(group, fits, strict=True) if fit]
             cut = np.array(rows, dtype=float).reshape(len(rows), s * v - 1)
+            if draft.schedule in IN_TURN and self.space == "spmd" and not self.model.cluster.overlap:
+                cut = 2 * cut  # both directions of an exchange, one after the other
             times = forward[fits], backward[fits], cut, sync[fits], update[fits]
             seconds[fits] = step_seconds(draft.schedule, m, *times, overlap=self.model.cluster.overlap)
         return seconds
