@@ -214,7 +214,7 @@ def measured_quota(hosts: Hosts[Task]) -> Quota:
 def measured_exchange(hosts: Hosts[Task]) -> dict[str, Any]:
     """A row: seconds of a message between neighbours, and of two in opposite directions, on the slowest links.
 
-    `jhpt.planner.cost.communication.both_ways` is the ratio that prices count on.
+    `jhpt.core.cluster.Cluster.both_ways` is the ratio that prices count on.
     """
     mesh, spec = Mesh(np.asarray(jax.devices()), ("all",)), PartitionSpec("all")
     there = [(rank, rank + 1) for rank in range(0, hosts.count - 1, 2)]

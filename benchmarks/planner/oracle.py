@@ -151,7 +151,7 @@ class _Pricer:
             rows = [self._row_cuts(d.stages, strategy) for d, fit in zip(group, fits, strict=True) if fit]
             cut = np.array(rows, dtype=float).reshape(len(rows), s * v - 1)
             if draft.schedule in IN_TURN and self.space == "spmd" and not self.model.cluster.overlap:
-                cut = 2 * cut  # both directions of an exchange, one after the other
+                cut = 2 * cut  # the directions of an exchange follow each other
             times = forward[fits], backward[fits], cut, sync[fits], update[fits]
             seconds[fits] = step_seconds(draft.schedule, m, *times, overlap=self.model.cluster.overlap)
         return seconds

@@ -172,6 +172,16 @@ class Cluster(Section):
     sources: dict[str, str] = Field(default_factory=dict)
 
     @property
+    def both_ways(self) -> int:
+        """How many times as long as one message two messages take that cross between two devices.
+
+        1: links carry both at the same time.  2 where communication runs in line, as on XLA's CPU backend: there a host
+        announces to Gloo that it can receive, behind what it sends itself.  So the host that comes second sends its
+        whole message before the first one may begin (docs/reports/hybrid.md has the measurement).
+        """
+        return 1 if self.overlap else 2
+
+    @property
     def num_devices(self) -> int:
         """All devices."""
         return sum(node.devices * node.count for node in self.nodes)

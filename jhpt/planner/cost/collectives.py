@@ -48,7 +48,6 @@ from jhpt.planner.cost.communication import (
     Place,
     Places,
     all_reduce,
-    both_ways,
     compressed_all_reduce_seconds,
     compression_kernel_seconds,
     gradient_kernel_seconds,
@@ -354,5 +353,5 @@ class DataCollectives:
         """Seconds to sum tensors of these bytes over the first and the last stage, all pairs of devices at once."""
         several = len(self.places.nodes) > 1
         link, senders = (place.network, max(place.crossing)) if several else (place.inside, 1)
-        ways = both_ways(self.places.cluster)
+        ways = self.places.cluster.both_ways
         return np.array([ways * transfer_seconds((link, senders), float(size)) + link.latency for size in sizes])

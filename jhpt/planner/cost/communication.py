@@ -336,16 +336,6 @@ def transfer_seconds(transfer: tuple[Link, int], size: float) -> float:
     return size / (link.rate(size) * min(1.0, link.ports / senders)) + link.latency
 
 
-def both_ways(cluster: Cluster) -> int:
-    """How many times as long as one message it takes to exchange two, each in its direction, between two devices.
-
-    1: links carry both at the same time.  2 where communication runs in line, as on XLA's CPU backend: there a host
-    announces to Gloo that it can receive, behind what it sends itself.  So the host that comes second sends its whole
-    message before the first one may begin (docs/reports/hybrid.md has the measurement).
-    """
-    return 1 if cluster.overlap else 2
-
-
 @dataclass(frozen=True)
 class Stream:
     """One sample of the residual stream: tokens, numbers per token, bytes of a number."""

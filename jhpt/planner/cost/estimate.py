@@ -27,11 +27,11 @@ from jhpt.core.errors import InputError
 from jhpt.core.plan import Chunk, Plan, Stage
 from jhpt.core.plan_check import check_plan
 from jhpt.core.profile import ModelProfile
-from jhpt.core.schedule import IN_TURN, in_flight
+from jhpt.core.schedule import in_flight
 from jhpt.core.work import flops_shares, late_products
 from jhpt.planner.cost.activations import fullest_host, offloaded_activation_bytes, saved_tensors_of
 from jhpt.planner.cost.basis import NO_OTHERS
-from jhpt.planner.cost.communication import Place, both_ways, residual_bytes
+from jhpt.planner.cost.communication import Place, residual_bytes
 from jhpt.planner.cost.layers import ChunkCosts, LayerCosts, LayerStrategy, select_layers, strategy_of
 from jhpt.planner.cost.memory import EMBEDDING_AND_HEAD, Slot
 from jhpt.planner.cost.model import CostModel
@@ -261,7 +261,7 @@ def _tied(stage: Stage, place: Place, strategy: LayerStrategy, model: CostModel)
 def _cuts(plan: Plan, model: CostModel) -> Array:
     """[S v - 1] seconds in which a micro-batch moves to the next chunk, or is exchanged for another one's error."""
     stages, batch = len(plan.stages), plan.batch // plan.micro_batches
-    ways = both_ways(model.cluster) if plan.schedule in IN_TURN and plan.space == "spmd" else 1
+    ways = model.ways(plan.schedule, plan.space)
     if stages == 1:
         return np.zeros(0)
     cuts = []

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from jhpt.core.cluster import Cluster, Link
 from jhpt.core.config import PLAIN_GRADIENTS, GradientCompression
-from jhpt.core.plan import SavedTensors
+from jhpt.core.plan import SavedTensors, Schedule, Space
 from jhpt.core.profile import ModelProfile
+from jhpt.core.schedule import IN_TURN
 from jhpt.planner.cost.basis import NO_OTHERS, CostBasis
 from jhpt.planner.cost.collectives import DIRECTIONS, FORWARD, partition
 from jhpt.planner.cost.communication import Place, all_gather, transfer_seconds
@@ -259,6 +260,11 @@ class CostModel(CostBasis):
         (first, devices, data), (to, others, their_data) = sender, receiver
         transfer = self.places.transfer(first, devices, to, others)
         return self.moved_seconds(layer, transfer, min(data, their_data), batch, sequence)
+
+    def ways(self, schedule: Schedule, space: Space) -> int:
+        """How many times as long as one transfer neighbours take for one: where they exchange in turn, in one program,
+        two transfers cross."""
+        return self.cluster.both_ways if space == "spmd" and schedule in IN_TURN else 1
 
     def moved_seconds(self, layer: int, transfer: tuple[Link, int], data: int, batch: int, sequence: int = 1) -> float:
         """`cut_seconds` by the link and its senders (`Places.between`) and the smaller data degree."""

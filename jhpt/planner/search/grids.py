@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from jhpt.core.config import Compression
 from jhpt.core.plan import Chunk, OtherBlocks, Plan, SavedTensors, Schedule, Space, Stage, Zero, runs_of
-from jhpt.core.schedule import IN_TURN, in_flight
-from jhpt.planner.cost.communication import both_ways, transfer_seconds
+from jhpt.core.schedule import in_flight
+from jhpt.planner.cost.communication import transfer_seconds
 from jhpt.planner.cost.layers import LayerStrategy, layer_strategy
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.cost.schedule import Array, step_seconds
@@ -198,7 +198,7 @@ class CutSearch:
         # Samples between layers on a device; with sequence parallelism a share of each.
         local = strategy.micro_batch // grid.data / (grid.tensor if grid.sequence else 1)
         slots = in_flight(grid.schedule, self.s, 0, 1, self.m)
-        ways = both_ways(model.cluster) if grid.schedule in IN_TURN else 1
+        ways = model.ways(grid.schedule, grid.space)
         tables: dict[int, Ranges] = {}
         sizes, which = np.unique(model.boundary[:-1], return_inverse=True)  # those of blocks are all the same
         self.stage: list[Ranges] = []
