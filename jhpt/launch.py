@@ -5,7 +5,6 @@ What an attempt has come to is decided by pure functions over the exit statuses 
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from jhpt.core.errors import Exit, InputError
+from jhpt.core.ports import free_port
 from jhpt.flags import without
 from jhpt.training.step_folders import FOLDER, steps_in
 
@@ -170,7 +170,7 @@ def launched(launch: Launch, say: Say) -> int:
 
 def _attempt(launch: Launch, processes: int, say: Say) -> Attempt:
     """Starts all processes and waits for them; where one fails, the others are ended."""
-    logs, port, gpus = launch.out / LOGS, _free_port(), len(list(Path("/dev").glob("nvidia[0-9]*")))
+    logs, port, gpus = launch.out / LOGS, free_port(), len(list(Path("/dev").glob("nvidia[0-9]*")))
     running: list[subprocess.Popen[bytes]] = []
     with _Forwarding(running):
         for process in range(processes):
@@ -185,12 +185,6 @@ def _attempt(launch: Launch, processes: int, say: Say) -> Attempt:
     if failed and (line := _last_line(logs, failed)):
         say(f"process {failed}: {line}")
     return Attempt(failed=failed, status=running[failed].returncode, step=step)
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], logs: Path, process: int) -> subprocess.Popen[bytes]:

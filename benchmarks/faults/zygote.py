@@ -6,7 +6,6 @@ That saves the seconds that every import of jax takes.
 import atexit
 import os
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -18,6 +17,7 @@ from typing import Any
 
 from benchmarks.faults.moments import die_at
 from benchmarks.faults.setups import SetUp
+from jhpt.core.ports import free_port
 
 FAST = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
@@ -76,7 +76,7 @@ def start(
     logs: Sequence[Path],
 ) -> list[int]:
     """Starts the processes of a run; a log for each."""
-    port = _free_port() if setup.processes > 1 else 0
+    port = free_port() if setup.processes > 1 else 0
     return [
         _fork(log, before, process, partial(_train, setup, settings, out, process, port))
         for process, log in enumerate(logs)
@@ -109,12 +109,6 @@ def ended(pid: int) -> int | None:
     """The exit status of a process, or the negative signal; None: it still runs."""
     done, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if done else None
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def _fork(log: Path, before: Before, process: int, train: Callable[[], int]) -> int:

@@ -16,6 +16,7 @@ from jax._src.distributed import global_state
 
 from jhpt.core.errors import Exit, InputError, JhptError
 from jhpt.core.peers_config import PeersConfig
+from jhpt.core.ports import held_port
 from jhpt.sharding.gather import gathered
 from jhpt.training.watch import watch
 from jhpt.training.wire import Place
@@ -74,7 +75,13 @@ def join(processes: Processes, peers: PeersConfig | None = None) -> None:
         return
     coordinator, process, count, devices = found
     peers = peers or PeersConfig()
-    place = _place(coordinator, process, count, peers)
+    with held_port() as jax_port:  # until jax's own server listens: where it cannot, jaxlib crashes
+        place = _place(coordinator, process, count, peers, jax_port if process == 0 else 0)
+        _connect(place, devices, peers)
+    atexit.register(_leave)
+
+
+def _connect(place: Place, devices: list[int] | None, peers: PeersConfig) -> None:
     try:
         port = watch.join(place, peers)
     except OSError as error:
@@ -88,8 +95,8 @@ def join(processes: Processes, peers: PeersConfig | None = None) -> None:
         jax.distributed.initialize(
             coordinator_address=address,
             coordinator_bind_address=address,
-            num_processes=count,
-            process_id=process,
+            num_processes=place.count,
+            process_id=place.process,
             local_device_ids=devices,
             cluster_detection_method="deactivate",  # a shell inside a SLURM job would give each process the first GPU
             initialization_timeout=round(peers.wait_seconds) + 1,
@@ -98,7 +105,6 @@ def join(processes: Processes, peers: PeersConfig | None = None) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise InputError(f"joining the other processes failed: {str(error).partition(chr(10))[0]}") from None
-    atexit.register(_leave)
 
 
 def _found(processes: Processes) -> tuple[str, int, int, list[int] | None] | None:
@@ -131,7 +137,7 @@ def _found(processes: Processes) -> tuple[str, int, int, list[int] | None] | Non
     return coordinator, process, count, None if devices is None else list(devices)
 
 
-def _place(coordinator: str, process: int, count: int, peers: PeersConfig) -> Place:
+def _place(coordinator: str, process: int, count: int, peers: PeersConfig, jax_port: int) -> Place:
     host, _, port = coordinator.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -146,7 +152,7 @@ def _place(coordinator: str, process: int, count: int, peers: PeersConfig) -> Pl
         listen=_own_address(host) if process == 0 else None,
         process=process,
         count=count,
-        jax_port=_free_port() if process == 0 else 0,
+        jax_port=jax_port,
         wait=peers.wait_seconds,
         heartbeat=peers.heartbeat_seconds,
     )
@@ -168,13 +174,6 @@ def _own_address(host: str) -> str | None:
             if host != "localhost" and all(ipaddress.ip_address(str(at).split("%")[0]).is_loopback for at in found):
                 return None
     return host
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _leave() -> None:

@@ -18,12 +18,12 @@ from benchmarks.faults.injected import moment
 from benchmarks.faults.peers import POINTS
 from jhpt.core.errors import Exit, InputError
 from jhpt.core.peers_config import PeersConfig
+from jhpt.core.ports import free_port
 from jhpt.training.channel import Channel
 from jhpt.training.peers import PAUSE, Beat, Members, ranges, roll_call
 from jhpt.training.processes import _own_address, _place
 from jhpt.training.wire import Place
 from tests.conftest import tiny_overrides
-from tests.training.test_processes import free_port
 
 SECONDS = 5.0
 
@@ -148,7 +148,7 @@ def test_who_is_missing_is_said_in_short():
     [("node0:29400", "node0", 29400), ("10.0.0.1:1", "10.0.0.1", 1), ("[::1]:80", "::1", 80)],
 )
 def test_process_0_binds_what_it_was_given(address, host, port):
-    place = _place(address, 1, 2, PeersConfig())
+    place = _place(address, 1, 2, PeersConfig(), jax_port=0)
     assert (place.host, place.port, str(place)) == (host, port, address)
     assert _own_address("127.0.0.1") == "127.0.0.1" and _own_address("localhost") == "localhost"
 
@@ -156,7 +156,7 @@ def test_process_0_binds_what_it_was_given(address, host, port):
 @pytest.mark.parametrize("address", ["node0", "node0:", ":80", "node0:http", "node0:0", "node0:65536", "node0:-1"])
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(InputError, match="HOST:PORT"):
-        _place(address, 0, 2, PeersConfig())
+        _place(address, 0, 2, PeersConfig(), jax_port=0)
 
 
 class Here:

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 import jhpt
 from jhpt.core.cluster import Cluster, Device, Link, Node
 from jhpt.core.host import host_memory
+from jhpt.core.ports import free_port
 from jhpt.training.metrics import read_metrics
 from jhpt.training.processes import Processes, _found, launcher
 from tests.conftest import tiny_overrides
@@ -24,12 +24,6 @@ DEVICE = Device(name="cpu", peak_flops={"float32": 1e12}, memory=1e9, memory_ban
 NODE = Node(device=DEVICE, devices=1, inside=LINK, host=LINK, host_memory=1e10)
 MACHINE = Cluster(name="here: 1 x cpu", nodes=(NODE,), network=LINK)
 """As one process alone has measured it."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start_two(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jhpt
+from jhpt.core.ports import free_port
 from jhpt.training.compile import compile_step
 from jhpt.training.loop import _batches
 from jhpt.training.programs import global_batch
@@ -22,7 +23,6 @@ from tests.conftest import tiny_overrides
 from tests.sharding.plans import on_host
 from tests.sharding.stages.plans import general
 from tests.training.test_not_finite import GRADIENT_ALONE, LOSS, ROW, bad_parts
-from tests.training.test_processes import free_port
 from tests.training.test_resume import final_state, losses, same_bits
 
 PLAN = general([2, 1], [2, 1], [1, 1, 1], batch=15, micro_batches=3)
