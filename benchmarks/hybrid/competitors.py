@@ -12,7 +12,7 @@ from benchmarks.hybrid.costs import cluster_of, counts_of
 from benchmarks.hybrid.general import Dispatch, general_seconds
 from benchmarks.hybrid.models import Subject
 from benchmarks.hybrid.quota import Quota, pipeline_seconds
-from benchmarks.hybrid.task import DATA_PARALLEL, GENERAL, PLAN, SHORT, SPMD, TRIALS, run_key
+from benchmarks.hybrid.task import DATA_PARALLEL, GENERAL, NEARBY, PLAN, SHORT, SPMD, TRIALS, run_key
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Plan
 from jhpt.core.plan_check import stages_run
@@ -20,7 +20,7 @@ from jhpt.core.profile import ModelProfile
 from jhpt.planner.cost.estimate import stage_times
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.baselines import baselines
-from jhpt.planner.search.choice import first_to_try
+from jhpt.planner.search.choice import first_to_try, nearby
 from jhpt.planner.search.request import Request, request
 from jhpt.planner.search.solve import solve
 
@@ -74,7 +74,9 @@ def planned(
         spmd, general = spmd_variants(subject, model, rate, quota), list[Variant]()
         if dispatch is not None:
             general = general_variants(subject, model, rate, quota, dispatch)
-        variants += [*found, *tried(spmd, SPMD, 1), *general[:1], *tried([*spmd, *general], PLAN, TRIALS)]
+        candidates = tried([*spmd, *general], PLAN, TRIALS)
+        near = nearby_variants(candidates, model, quota, dispatch)
+        variants += [*found, *tried(spmd, SPMD, 1), *general[:1], *candidates, *near]
     return variants
 
 
@@ -100,9 +102,7 @@ def general_variants(
     found = []
     for plan in (answer.plan, *answer.alternatives):
         if plan.devices == cluster.num_devices and len(plan.stages) > 1 and stages_run(plan):
-            seconds = general_seconds(plan, stage_times(plan, model), quota, dispatch)
-            seconds += unpriced_messages(plan) * cluster.network.latency
-            found.append(Variant(rate=rate, name=GENERAL, plan=plan, predicted=seconds))
+            found.append(variant_of(GENERAL, plan, rate, model, quota, dispatch))
     return sorted(found, key=lambda variant: variant.predicted)
 
 
@@ -113,15 +113,34 @@ def tried(variants: Sequence[Variant], name: str, count: int) -> list[Variant]:
     return [replace(variants[plans.index(plan)], name=name) for plan in chosen]
 
 
-def variant_of(name: str, plan: Plan, rate: float, model: CostModel, quota: Quota) -> Variant:
-    """The variant of an SPMD plan."""
-    return Variant(rate=rate, name=name, plan=plan, predicted=predicted_seconds(plan, model, quota))
+def nearby_variants(
+    candidates: Sequence[Variant], model: CostModel, quota: Quota, dispatch: Dispatch | None
+) -> list[Variant]:
+    """The plans near each of the candidates, of which those near the fastest will be tried."""
+    return [
+        variant_of(NEARBY, plan, one.rate, model, quota, dispatch)
+        for one in candidates
+        for plan in nearby(one.plan, model)
+    ]
 
 
-def predicted_seconds(plan: Plan, model: CostModel, quota: Quota) -> float:
-    """Seconds of a step of an SPMD plan on hosts with this quota."""
-    times, one_stage = stage_times(plan, model), len(plan.stages) == 1
-    seconds = times.step_seconds(plan, overlap=False) if one_stage else pipeline_seconds(plan, times, quota)
+def variant_of(
+    name: str, plan: Plan, rate: float, model: CostModel, quota: Quota, dispatch: Dispatch | None = None
+) -> Variant:
+    """The variant of a plan."""
+    return Variant(rate=rate, name=name, plan=plan, predicted=predicted_seconds(plan, model, quota, dispatch))
+
+
+def predicted_seconds(plan: Plan, model: CostModel, quota: Quota, dispatch: Dispatch | None = None) -> float:
+    """Seconds of a step of a plan on hosts with this quota.  dispatch: of general plans."""
+    times = stage_times(plan, model)
+    if plan.space == "general":
+        assert dispatch is not None
+        seconds = general_seconds(plan, times, quota, dispatch)
+    elif len(plan.stages) == 1:
+        seconds = times.step_seconds(plan, overlap=False)
+    else:
+        seconds = pipeline_seconds(plan, times, quota)
     return seconds + unpriced_messages(plan) * model.cluster.network.latency
 
 

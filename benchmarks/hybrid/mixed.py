@@ -9,7 +9,7 @@ All but the last are one SPMD program on all hosts.
 from collections.abc import Sequence
 
 from benchmarks.hybrid.baselines import ANY_GRID, equal_splits
-from benchmarks.hybrid.competitors import Variant, general_variants, tried, variant_of
+from benchmarks.hybrid.competitors import Variant, general_variants, nearby_variants, tried, variant_of
 from benchmarks.hybrid.costs import Rows, cluster_of, kind_name, profile_of
 from benchmarks.hybrid.general import Dispatch
 from benchmarks.hybrid.models import Subject
@@ -41,7 +41,7 @@ def planned_by_speed(
     quota: Quota,
     dispatch: Dispatch,
 ) -> list[Variant]:
-    """The competitors at one rate, the plan by speed last."""
+    """The competitors at one rate, the plan by speed and what is near it last."""
     shares = quota.shares
     assert shares is not None
     cluster = cluster_of(link, len(shares), shares)
@@ -56,4 +56,5 @@ def planned_by_speed(
             (variant_of(name, plan, rate, model, quota) for plan in plans), key=lambda variant: variant.predicted
         )[: TRIALS if name == ANY_GRID else 1]
     ]
-    return [*variants, *tried(general_variants(subject, model, rate, quota, dispatch), BY_SPEED, TRIALS)]
+    candidates = tried(general_variants(subject, model, rate, quota, dispatch), BY_SPEED, TRIALS)
+    return [*variants, *candidates, *nearby_variants(candidates, model, quota, dispatch)]

@@ -16,10 +16,11 @@ measures these competitors, in turn; `--launches` repeats all launches, each of 
     general                the same of plans with a program for each stage; not with `--quick`
     plan                   what `parallel: auto` trains with `space: both` and `trials: 3`: of three plans of either
                            kind, those predicted to be the best, unlike ones first, the one that a trial finds to be
-                           the fastest
+                           the fastest, with the fastest of its own, half, and twice its number of micro-batches
 
 Baselines are tried before the rounds, with several numbers of micro-batches or shapes (`baselines`), and the fastest
-one as measured enters the rounds; rows of kind "trial" have the samples.
+one as measured enters the rounds; rows of kind "trial" have the samples, those of kind "nearby" the plan's with other
+numbers of micro-batches.
 
 All entries are named in advance, whatever comes out of them: vgg at 100, 200, 500 and 2,000 Mbit/s; mlp, gpt, bert,
 gpt2-like and bert-like at 100, 500 and 2,000.

@@ -6,6 +6,7 @@ For each model, all hosts measure or compute:
     links      timed at every rate, and the processor time of an exchange
     plans      made from both
     trials     of all candidates, compiled once, in turn at every rate: each competitor keeps its fastest
+    nearby     the planner's plan and those near it, in turn: it keeps the fastest
     steps      of what is kept, in turn at every rate
 
 While programs are compiled, quotas are lifted.
@@ -36,10 +37,13 @@ from benchmarks.hybrid.models import SUBJECTS, Subject
 from benchmarks.hybrid.quota import Quota, placement
 from benchmarks.hybrid.stages import stages_step
 from benchmarks.hybrid.steps import on_one_host, ready, traced
-from benchmarks.hybrid.task import AGAIN, BY_SPEED, DATA_PARALLEL, PLAN, SHORT, Task
+from benchmarks.hybrid.task import AGAIN, BY_SPEED, DATA_PARALLEL, NEARBY, PLAN, SHORT, Task, run_key
 from jhpt.core.cluster import Link
 from jhpt.core.plan import Plan
 from jhpt.training.trials import decided
+
+PLANNED = {PLAN, BY_SPEED}
+"""The planner's plan, as a competitor."""
 
 Rows = list[dict[str, Any]]
 
@@ -55,18 +59,22 @@ def run_model(
     # Every host has measured the links a little differently, so all use the plans of host 0.
     variants = [Variant.from_json(tree) for tree in hosts.everyone([one.to_json() for one in mine])[0]]
     name = f"{subject.name} on mixed hosts" if quota.shares else subject.name
-    steps = _compiled(hosts, subject, [one for one in variants if one.name != SHORT], quota)
-    taken = list[Variant]()
-    for rate in links:
-        here = [one for one in variants if one.rate == rate]
-        kept, tried = fastest(hosts, here, steps)
-        taken += with_repeats(kept, here)
+    by_rate = {rate: [one for one in variants if one.rate == rate] for rate in links}
+    steps = _compiled(hosts, subject, [one for one in variants if one.name not in (SHORT, NEARBY)], quota)
+    kept, near = dict[float, list[Variant]](), dict[float, list[Variant]]()
+    for rate, here in by_rate.items():
+        kept[rate], tried = fastest(hosts, here, steps)
+        near[rate] = near_the_plan(kept[rate], here)
         rows += [{"row": "trial", "model": name, **row} for row in tried]
-    steps |= _compiled(hosts, subject, [one for one in taken if one.key not in steps], quota)
-    for rate in links:
+    wanted = [one for rate, here in by_rate.items() for one in (*with_repeats(kept[rate], here), *near[rate])]
+    steps |= _compiled(hosts, subject, [one for one in wanted if one.key not in steps], quota)
+    for rate, here in by_rate.items():
         hosts.limit(rate)
         hosts.say(f"{name} at {rate / 1e6:.0f} Mbit/s")
-        competitors = {variant.name: variant for variant in taken if variant.rate == rate}
+        closest, tried = fastest_nearby(hosts, near[rate], steps)
+        rows += [{"row": "nearby", "model": name, **row} for row in tried]
+        entries = [closest if one.name in PLANNED else one for one in kept[rate]]
+        competitors = {variant.name: variant for variant in with_repeats(entries, here)}
         entered = {one: steps[variant.key] for one, variant in competitors.items()}
         samples = in_turn(hosts, entered, hosts.task.rounds, warmup=False)  # all have run before
         rows += [
@@ -94,7 +102,7 @@ def fastest(hosts: Hosts[Task], variants: Sequence[Variant], steps: Steps) -> tu
     """(of every competitor at one rate the fastest candidate of a trial, rows of all candidates that were tried)."""
     candidates: dict[str, dict[str, Variant]] = {}
     for one in variants:
-        if one.key in steps:
+        if one.key in steps and one.name != NEARBY:
             candidates.setdefault(one.name, {})[one.key] = one
     rate = variants[0].rate
     hosts.limit(rate)
@@ -107,12 +115,41 @@ def fastest(hosts: Hosts[Task], variants: Sequence[Variant], steps: Steps) -> tu
         if len(its) > 1
     ]
     kept = dict(found.fastest)
-    for name in {PLAN, BY_SPEED} & set(kept):  # as `jhpt train` decides
+    for name in PLANNED & set(kept):
         its = candidates[name]
         if len(its) > 1:
-            seconds = {key: statistics.median(found.samples[key]) for key in its}
-            kept[name] = decided({key: one.plan for key, one in its.items()}, seconds)
+            kept[name] = _decided(list(its.values()), found.samples).key
     return [its[kept[name]] for name, its in candidates.items()], rows
+
+
+def near_the_plan(kept: Sequence[Variant], variants: Sequence[Variant]) -> list[Variant]:
+    """The planner's plan of those that were kept, and the plans near it, as its candidates."""
+    (planned,) = (one for one in kept if one.name in PLANNED)
+    count = planned.plan.micro_batches
+    near = {planned.key: planned}
+    for one in variants:
+        same = one.plan.model_copy(update={"micro_batches": count})
+        if (
+            one.name == NEARBY
+            and one.plan.micro_batches in (count // 2, 2 * count)
+            and run_key(PLAN, same) == planned.key
+        ):
+            near[one.key] = replace(one, name=planned.name)
+    return list(near.values())
+
+
+def fastest_nearby(hosts: Hosts[Task], near: Sequence[Variant], steps: Steps) -> tuple[Variant, Rows]:
+    """(the fastest of the plan and those near it, rows of all of them if there are several)."""
+    if len(near) == 1:
+        return near[0], []
+    samples = in_turn(hosts, {one.key: steps[one.key] for one in near}, hosts.task.trial_rounds, warmup=False)
+    return _decided(near, samples), [{**one.to_json(), "samples_s": samples[one.key]} for one in near]
+
+
+def _decided(candidates: Sequence[Variant], samples: Mapping[str, Sequence[float]]) -> Variant:
+    """As `jhpt train` decides."""
+    seconds = {at: statistics.median(samples[one.key]) for at, one in enumerate(candidates)}
+    return candidates[decided([one.plan for one in candidates], seconds)]
 
 
 def with_repeats(kept: Sequence[Variant], variants: Sequence[Variant]) -> list[Variant]:

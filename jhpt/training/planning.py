@@ -9,7 +9,7 @@ by hand            the layout of the sections `parallel` and `memory`; if it doe
                    decides what `memory` leaves open
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,53 +17,38 @@ from typing import Any
 import jax
 
 from jhpt.core.amounts import gib
-from jhpt.core.catalogue import cluster_named, kind_by_driver, known_to_differ
-from jhpt.core.cluster import Cluster, Device
-from jhpt.core.cluster_file import find_cluster
+from jhpt.core.catalogue import cluster_named, kind_by_driver
+from jhpt.core.cluster import Device
 from jhpt.core.config import Config, MemoryConfig, ParallelConfig
 from jhpt.core.divisors import one_of
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import BLOCK_INPUT
 from jhpt.core.load import CONFIG_FILE, load_config
-from jhpt.core.plan import Plan, SavedTensors, Space
+from jhpt.core.plan import Plan, SavedTensors
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.core.plan_check import check_plan, check_stages_run, with_optimizer
-from jhpt.core.profile import ModelProfile
-from jhpt.core.rules import SETTINGS, Choices, check, conflict
+from jhpt.core.rules import Choices, conflict
 from jhpt.measure.device import DeviceInfo, device_info
 from jhpt.measure.hosts import Hosts, hosts, processes_here
-from jhpt.measure.network import spanning
 from jhpt.measure.offload import offload_is_right
-from jhpt.planner.api import budgeted, capped, dtype_of
+from jhpt.planner.api import capped, dtype_of
 from jhpt.planner.cost.activations import fullest_host, offloaded_activation_bytes, saved_tensors_of
-from jhpt.planner.cost.basis import NO_OTHERS
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.report.words import shape_text
-from jhpt.planner.search.choice import fitted, plans_to_try
-from jhpt.planner.search.request import (
-    SAMPLE_CHUNKS,
-    Request,
-    compressions,
-    most_stages,
-    offload_kinds,
-    recomputations,
-    request,
-)
-from jhpt.planner.search.solve import Answer, solve
+from jhpt.planner.search.choice import Candidate, fitted
 from jhpt.sharding.mesh import check_runnable
-from jhpt.training.kinds import device_here, named_by_driver, profiles_by_kind
+from jhpt.training import auto
 from jhpt.training.processes import (
     is_main,
     raise_on_all_processes,
     same_everywhere,
     text_from_main,
 )
-from jhpt.training.profiling import cached_cluster, cached_profile, planning_grid
 from jhpt.training.run_dir import PLAN_FILE
 from jhpt.training.runtime import host_budget
 from jhpt.training.setup import budgeted as budgeted_device
-from jhpt.training.setup import check_data, compute_dtype
+from jhpt.training.setup import compute_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +81,7 @@ def read_past(run_dir: Path, say: Callable[[str], None]) -> Past:
     )
 
 
-def candidates(config: Config, requested: Plan | None, past: Past, say: Callable[[str], None]) -> tuple[Plan, ...]:
+def candidates(config: Config, requested: Plan | None, past: Past, say: Callable[[str], None]) -> tuple[Candidate, ...]:
     """The plan that a run with this past executes.  Several with `parallel.trials`: the one measured to be the fastest
     (`training.trials`).
 
@@ -108,12 +93,13 @@ def candidates(config: Config, requested: Plan | None, past: Past, say: Callable
             check_fits(requested, config)
         if unread := _unread(requested, config):
             say(f"note: the plan decides, so these settings are not used: {', '.join(unread)}")
-        return (requested.model_copy(update={"origin": "given"}),)
+        return (Candidate(plan=requested.model_copy(update={"origin": "given"})),)
     if (plan := _previous_plan(config, past, say)) is not None:
-        return (plan,)
+        return (Candidate(plan=plan),)
     if config.parallel.auto:
-        return _planned(config, say)
-    return (within_memory(plan_by_hand(config, jax.device_count()), config, device_info(), say),)
+        return auto.planned(config, say)
+    by_hand = plan_by_hand(config, jax.device_count())
+    return (Candidate(plan=within_memory(by_hand, config, device_info(), say)),)
 
 
 def within_memory(plan: Plan, config: Config, device: DeviceInfo, say: Callable[[str], None]) -> Plan:
@@ -273,137 +259,6 @@ UNEXECUTED = {"model", "cluster", "device", "origin", "seconds", "lower_bound"}
 def same_work(first: Plan, second: Plan) -> bool:
     """Whether devices do the same work under two plans."""
     return first.model_dump(exclude=UNEXECUTED) == second.model_dump(exclude=UNEXECUTED)
-
-
-def _planned(config: Config, say: Callable[[str], None]) -> tuple[Plan, ...]:
-    """The plans of the planner: measures, solves on the main process and broadcasts."""
-    profile, cluster = _measured(config, say)
-    cluster = named_by_driver(cluster)
-    profile, others = profiles_by_kind(profile, cluster) if cluster.mixed else (profile, NO_OTHERS)
-    text, nodes_here = "", hosts().nodes_here
-    with raise_on_all_processes():
-        if is_main():
-            plans = _solved(config, profile, cluster, nodes_here, others)
-            text = "\n".join(plan.model_dump_json() for plan in plans)
-    return _broadcast(text)
-
-
-def _measured(config: Config, say: Callable[[str], None]) -> tuple[ModelProfile, Cluster]:
-    """Seconds of the layers, and the cluster: the named one, or this machine and its network as measured.
-
-    Measuring takes minutes, so everything that does not depend on the plan is checked before.
-    """
-    with raise_on_all_processes():
-        check_data(config)
-        cluster = _named_cluster(config)
-        _check_space(config, cluster)
-    grid = planning_grid(config, jax.device_count())
-    if cluster is None:
-        say("parallel: auto: measuring this machine (cached for the next time)")
-        with raise_on_all_processes():
-            machine = cached_cluster(grid.rounds)[0]
-        cluster = spanning(machine)
-    say(f"parallel: auto: measuring the layers of {config.name} (cached for the next time)")
-    with raise_on_all_processes():
-        profile = cached_profile(config, grid)[0]
-    return profile, cluster
-
-
-def _request(config: Config, space: Space) -> Request:
-    """The request to the planner: what the configuration lets it choose from, and the runtime can run."""
-    choices: dict[str, Any] = {
-        "compression": compressions(config),
-        "gradient_compression": config.parallel.gradient_compression,
-        **recomputations(config),
-    }
-    if space == "general":
-        # Every process has to take part.
-        return request(config.data.batch_size, zero=(0,), whole=jax.process_count() > 1, **choices)
-    return request(
-        config.data.batch_size,
-        sample_chunks=SAMPLE_CHUNKS if config.model.reads == "text" else (1,),
-        offload=offload_kinds(config),
-        update_in_backward=config.optimizer.update_in_backward,
-        **most_stages(config, "spmd"),
-        **choices,
-    )
-
-
-def _check_space(config: Config, cluster: Cluster | None) -> None:
-    """Refuses settings, and a cluster, for which no plan of a space can run."""
-    for space in config.parallel.spaces:
-        check(_choices(config, cluster, space))
-
-
-def _choices(config: Config, cluster: Cluster | None, space: Space) -> Choices:
-    offload, wanted = config.memory.offload, _request(config, space)
-    return Choices(
-        space=space,
-        compression=None not in wanted.compression,
-        gradient_compression=wanted.gradient_compression.on,
-        saved=wanted.saved is not None,
-        runs=True,
-        mixed=cluster is not None and cluster.mixed,
-        place=cluster.name if cluster else "",
-        clip=config.optimizer.clip,
-        offload=None if offload in ("auto", "off") else offload,
-        names=SETTINGS,
-    )
-
-
-def _solved(
-    config: Config,
-    profile: ModelProfile,
-    cluster: Cluster,
-    nodes_here: int,
-    others: Mapping[str, ModelProfile],
-) -> tuple[Plan, ...]:
-    """The plan to run, or the plans to try.
-
-    Args:
-      profile, others: of the devices of one kind, and of the other kinds by `Device.rates`.
-      nodes_here: on this machine, among which its memory is divided.
-
-    Raises:
-      InputError: nothing fits, in any of the spaces.
-    """
-    room = budgeted(cluster, config, host_budget(config.memory) / nodes_here)
-    answers, refusals = list[tuple[Answer, Request]](), list[InputError]()
-    for space in config.parallel.spaces:
-        wanted = _request(config, space)
-        try:
-            answers.append((solve(profile, room, wanted, space, others), wanted))
-        except InputError as error:
-            refusals.append(error)
-    if not answers:
-        raise refusals[0]
-    devices = jax.device_count() if jax.process_count() > 1 else None
-    return plans_to_try(answers, devices, max(1, config.parallel.trials))
-
-
-def _broadcast(text: str) -> tuple[Plan, ...]:
-    """The plans that the main process made, on every process.  text: JSON, a line each; ignored on the others."""
-    plans = map(Plan.model_validate_json, text_from_main(text).splitlines())
-    return tuple(plan.model_copy(update={"origin": "auto"}) for plan in plans)
-
-
-def _named_cluster(config: Config) -> Cluster | None:
-    """The cluster named by `parallel.cluster`; InputError if this one is known to be another."""
-    if config.parallel.cluster is None:
-        return None
-    cluster, kind, count = find_cluster(config.parallel.cluster), device_info().kind, jax.device_count()
-    devices = [device_here(cluster)] if cluster.num_devices == count else [node.device for node in cluster.nodes]
-    names = [device.name for device in devices]
-    other = next((name for name in names if known_to_differ(name, kind)), None)
-    if other is not None:
-        has = f"is of {other}, and this machine has {count} x {kind}"
-    elif cluster.num_devices != count:
-        has = f"has {cluster.num_devices} devices, and there are {count} here"
-    else:
-        return cluster
-    raise InputError(
-        f"parallel.cluster={cluster.name} {has}; name the cluster that this is, or leave it out to have it measured"
-    )
 
 
 def with_tried_offload(plan: Plan, say: Callable[[str], None], right: Callable[[], bool] = offload_is_right) -> Plan:

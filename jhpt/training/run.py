@@ -266,8 +266,8 @@ def _resolved(
     past = read_past(run_dir, display.say)
     if config.parallel.auto:  # measuring takes minutes
         refuse_impossible(config, None)
-    plans = candidates(config, requested, past, display.say)
-    plan = fastest(config, plans, display) if len(plans) > 1 else runnable(config, plans[0], display.say)
+    found = candidates(config, requested, past, display.say)
+    plan = fastest(config, found, display) if len(found) > 1 else runnable(config, found[0].plan, display.say)
     with watch.phase("reading its text"), raise_on_all_processes():
         setup = prepare_run(config, plan, say=display.say, progress=display.tokenising)
     key = data_key(setup.sources)

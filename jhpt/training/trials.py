@@ -1,6 +1,7 @@
 """Trials: several plans take a few steps, and the one that is measured to be the fastest trains (`parallel.trials`).
 
-Which are tried: `jhpt.planner.search.choice.first_to_try`.
+Which are tried: plans of unlike kinds (`jhpt.planner.search.choice.first_to_try`), and then the fastest of them with
+half and with twice as many micro-batches (`jhpt.planner.search.choice.nearby`).
 
 Predictions order plans that lie within their error no better than chance, and what they do not know (another job on the
 network, a compiler that hides less communication than it could) may be worth more.  A trial knows it.  It costs
@@ -19,7 +20,7 @@ from jhpt.core.config import Config
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
 from jhpt.planner.report.words import shape_text
-from jhpt.planner.search.choice import plainest
+from jhpt.planner.search.choice import Candidate, plainest
 from jhpt.sharding.gather import gathered
 from jhpt.training.compile import compile_step
 from jhpt.training.console import Display
@@ -30,7 +31,6 @@ from jhpt.training.programs import Step, global_batch
 from jhpt.training.stages_setup import AnySetup, prepare_run
 from jhpt.training.watch import watch
 
-K = TypeVar("K")
 T = TypeVar("T")
 
 UNTIMED, TIMED = 2, 5
@@ -53,36 +53,48 @@ def runnable(config: Config, plan: Plan, say: Callable[[str], None]) -> Plan:
     return plan
 
 
-def fastest(config: Config, plans: Sequence[Plan], display: Display) -> Plan:
+def fastest(config: Config, candidates: Sequence[Candidate], display: Display) -> Plan:
     """The simplest of the plans that are measured to be about as fast as the fastest.  All processes must call this.
 
-    A plan that cannot be compiled or does not fit is left out.  If no plan has been measured, because all are left out
-    or a signal came, it is the first one, as if none had been tried.
+    After the candidates, the plans near the one that would be chosen of them are tried.  A plan that cannot be compiled
+    or does not fit is left out.  If no plan has been measured, because all are left out or a signal came, it is the
+    first one, as if none had been tried.
     """
-    measured = dict[int, float]()
-    for number, plan in enumerate(plans):
-        if watch.stops_after(0):
-            break
-        with watch.phase(f"trying plan {number + 1} of {len(plans)}"):
-            found = step_seconds(config, plan, display)
-        if isinstance(found, str):
-            display.say(f"trial {number + 1} of {len(plans)}: {shape_text(plan)}: left out, {found}")
-            continue
-        measured[number] = found
-        predicted = f", predicted {plan.seconds * 1e3:.1f} ms" if plan.seconds else ""
-        display.say(f"trial {number + 1} of {len(plans)}: {shape_text(plan)}: {found * 1e3:.1f} ms a step{predicted}")
+    plans = [one.plan for one in candidates]
+    measured = _measured(config, plans, 0, display)
     if not measured:
         return runnable(config, plans[0], display.say)
-    kept = decided({number: plans[number] for number in measured}, measured)
+    near = candidates[decided(plans, measured)].nearby
+    measured |= _measured(config, [*plans, *near], len(plans), display)
+    plans += near
+    kept = decided(plans, measured)
     display.say(f"trial {kept + 1} decides: {shape_text(plans[kept])}")
     return runnable(config, plans[kept], display.say)
 
 
-def decided(plans: Mapping[K, Plan], seconds: Mapping[K, float]) -> K:
-    """Which of the plans is the simplest of those that are measured to be about as fast as the fastest (`NOISE`)."""
-    timed = {key: plan.model_copy(update={"seconds": seconds[key]}) for key, plan in plans.items()}
+def _measured(config: Config, plans: Sequence[Plan], first: int, display: Display) -> dict[int, float]:
+    """Seconds of a step of the plans from number `first` on, by their numbers, without those that are left out."""
+    measured = dict[int, float]()
+    for number in range(first, len(plans)):
+        if watch.stops_after(0):
+            break
+        plan, name = plans[number], f"{number + 1} of {len(plans)}"
+        with watch.phase(f"trying plan {name}"):
+            found = step_seconds(config, plan, display)
+        if isinstance(found, str):
+            display.say(f"trial {name}: {shape_text(plan)}: left out, {found}")
+            continue
+        measured[number] = found
+        predicted = f", predicted {plan.seconds * 1e3:.1f} ms" if plan.seconds else ""
+        display.say(f"trial {name}: {shape_text(plan)}: {found * 1e3:.1f} ms a step{predicted}")
+    return measured
+
+
+def decided(plans: Sequence[Plan], seconds: Mapping[int, float]) -> int:
+    """Which of the plans that have been measured is the simplest of those about as fast as the fastest (`NOISE`)."""
+    timed = {at: plans[at].model_copy(update={"seconds": its}) for at, its in seconds.items()}
     best = plainest(timed.values(), NOISE)
-    return next(key for key, plan in timed.items() if plan is best)
+    return next(at for at, plan in timed.items() if plan is best)
 
 
 def step_seconds(config: Config, plan: Plan, display: Display) -> float | str:

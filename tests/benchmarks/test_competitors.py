@@ -26,7 +26,8 @@ from benchmarks.hybrid.costs import cluster_of, measured_profile
 from benchmarks.hybrid.layer_times import typical_seconds
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
 from benchmarks.hybrid.steps import on_one_host
-from benchmarks.hybrid.task import MODELS, run_key
+from benchmarks.hybrid.task import MODELS, NEARBY, PLAN, run_key
+from benchmarks.hybrid.task import SHORT as SIXTEEN_BITS
 from benchmarks.networks.mlp import MLP
 from benchmarks.planner.worth import SHORT, Alternative, WorthRow, worth_claims
 from jhpt.core.cluster import Link
@@ -102,7 +103,9 @@ def test_baselines_are_tried_with_several_plans(name):
         assert tried("one host") == {one_stage(subject, m, hosts=1) for m in (1, 4)}
         grids = {(len(plan.stages), plan.degrees) for plan in tried("3-D grid")}
         assert grids == {(1, (2,)), (1, (4,)), *([(2, (2,))] if subject.piped else [])}
-    assert len({one.key for one in variants if one.name not in ("spmd", "plan", "data parallel 16 bits")}) <= 12
+    assert (
+        len({one.key for one in variants if one.name not in ("spmd", "plan", "nearby", "data parallel 16 bits")}) <= 12
+    )
 
 
 def test_a_plan_that_is_a_baseline_is_the_same_program():
@@ -282,6 +285,29 @@ def test_data_parallelism_is_repeated_as_the_trial_left_it(clock):
     ]
 
 
+def test_the_plan_is_tried_with_half_and_twice_as_many_micro_batches(clock):
+    """Those near the candidate that a first trial has found to be the fastest, in turn with it."""
+    subject = SUBJECTS["mlp"]()
+    variants = planned(subject, timed(subject.profile()), {1e8: link(1e8)}, QUOTA, HOSTS)
+    candidates = [one for one in variants if one.name == PLAN]
+    best = next(one for one in candidates if len(one.plan.stages) > 1)
+    count = best.plan.micro_batches
+    near = worker.near_the_plan([best], variants)
+    assert {one.plan.micro_batches for one in near} == {count // 2, count, 2 * count}
+    assert near[0] == best and {one.name for one in near} == {PLAN}
+    assert {one.plan.model_dump_json(include={"stages", "schedule"}) for one in near} == {
+        best.plan.model_dump_json(include={"stages", "schedule"})
+    }
+    hosts = Two(1.0, SimpleNamespace(trial_rounds=3))
+    for fastest in near:
+        steps = {one.key: clock(1.0 if one is fastest else 2.0) for one in near}
+        found, rows = worker.fastest_nearby(hosts, near, steps)
+        assert found.key == fastest.key and len(rows) == 3
+    assert worker.fastest_nearby(hosts, [best], {}) == (best, [])
+    everything = {one.key: clock(1.0) for one in variants if one.name != SIXTEEN_BITS}
+    assert NEARBY not in {one.name for one in worker.fastest(hosts, variants, everything)[0]}
+
+
 def best_of_trials(rows) -> None:
     """What entered the rounds is the fastest of what was tried; of the planner's plans what `jhpt train` would take."""
     tried = [row for row in rows if row["row"] == "trial"]
@@ -290,10 +316,19 @@ def best_of_trials(rows) -> None:
         its = [row for row in tried if where(row) == place]
         best = min(its, key=lambda row: statistics.median(row["samples_s"]))
         if place[-1] in ("plan", "by speed"):
-            seconds = {at: statistics.median(row["samples_s"]) for at, row in enumerate(its)}
-            best = its[decided({at: Plan.model_validate(row["plan"]) for at, row in enumerate(its)}, seconds)]
+            best = _decided(its)
+        near = [row for row in rows if row["row"] == "nearby" and where(row) == place]
+        if near:
+            assert near[0]["plan"] == best["plan"], place
+            best = _decided(near)
         (entered,) = (row for row in rows if row["row"] == "step" and where(row) == place)
         assert entered["plan"] == best["plan"], place
+
+
+def _decided(rows):
+    """The row of the plan that `jhpt train` would take."""
+    seconds = {at: statistics.median(row["samples_s"]) for at, row in enumerate(rows)}
+    return rows[decided([Plan.model_validate(row["plan"]) for row in rows], seconds)]
 
 
 @pytest.mark.parametrize("path", sorted(MEASUREMENTS.glob("bench-hybrid*.json")), ids=lambda path: path.stem)

@@ -13,7 +13,7 @@ from benchmarks.hybrid.general import Dispatch, general_seconds
 from benchmarks.hybrid.mixed import planned_by_speed, profiles_by_share
 from benchmarks.hybrid.models import SUBJECTS
 from benchmarks.hybrid.quota import Quota
-from benchmarks.hybrid.task import BY_SPEED, TRIALS
+from benchmarks.hybrid.task import BY_SPEED, NEARBY, TRIALS
 from jhpt.core.framework import Framework
 from jhpt.core.plan_check import check_stages_run
 from jhpt.core.profile import Timing
@@ -106,11 +106,12 @@ def test_hosts_of_different_quotas_get_layers_by_their_speed():
     assert set(profiles) == {1.0, 0.5} and len(rows) == 2 * 2 * len(kinds)
     quota = replace(QUOTA, shares=SHARES)
     everything = planned_by_speed(subject, profiles, LINK, 5e8, quota, DISPATCH)
-    equal = [one for one in everything if one.name != BY_SPEED]
+    equal = [one for one in everything if one.name not in (BY_SPEED, NEARBY)]
     by_speed = [one for one in everything if one.name == BY_SPEED]
     grids = [ANY_GRID] * TRIALS
     assert [one.name for one in equal] == ["data parallel", "gpipe", "1f1b", *grids] and len(by_speed) == TRIALS
-    assert all(one.plan.space == "general" and one.plan.devices == 4 for one in by_speed)
+    near = [one for one in everything if one.name == NEARBY]
+    assert near and all(one.plan.space == "general" and one.plan.devices == 4 for one in (*by_speed, *near))
     best = min(one.predicted for one in equal)
     assert by_speed[0].predicted < best == next(one.predicted for one in equal if one.name == ANY_GRID)
     cluster = cluster_of(LINK, 4, SHARES)

@@ -11,7 +11,7 @@ from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import InputError
 from jhpt.core.plan import Plan
 from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.training import kinds, planning, processes
+from jhpt.training import auto, kinds, processes
 from jhpt.training.kinds import device_here, named_by_driver, profiles_by_kind
 from tests.conftest import tiny_overrides
 
@@ -60,7 +60,7 @@ def unmeasured(monkeypatch):
         device = find_cluster(config.parallel.cluster).nodes[0].device
         return analytic_profile(config, device, "float32"), None, False
 
-    monkeypatch.setattr(planning, "cached_profile", profile)
+    monkeypatch.setattr(auto, "cached_profile", profile)
 
 
 def test_a_mixed_cluster_is_planned_by_speed_and_trains_like_one_device(corpus, mixed, unmeasured, tmp_path):

@@ -21,7 +21,7 @@ from jhpt.planner.cost.estimate import evaluate as evaluate_plan
 from jhpt.planner.profiles.analytic import analytic_profile
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
-from jhpt.training import planning, programs, run
+from jhpt.training import auto, planning, programs, run
 from jhpt.training.checkpoint import Checkpoints
 from jhpt.training.compile import compile_step
 from jhpt.training.console import Display, plan_text
@@ -63,8 +63,8 @@ def measured(monkeypatch):
         measured_for.append(config.name)
         return analytic_profile(config, here().nodes[0].device, "float32"), None, False
 
-    monkeypatch.setattr(planning, "cached_profile", profile)
-    monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (here(), None, False))
+    monkeypatch.setattr(auto, "cached_profile", profile)
+    monkeypatch.setattr(auto, "cached_cluster", lambda rounds: (here(), None, False))
     return measured_for
 
 
@@ -105,7 +105,7 @@ def test_auto_plans_once_and_keeps_the_plan(tiny, tmp_path, measured, go):
 
 
 def test_a_run_trains_with_the_plan_of_auto_and_resumes_with_it(tiny, tmp_path, measured, monkeypatch):
-    monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (here(1), None, False))
+    monkeypatch.setattr(auto, "cached_cluster", lambda rounds: (here(1), None, False))
     config, out = tiny(**SHORT, parallel="auto"), tmp_path / "run"
     result = jhpt.train(config, out=out)
     plan = Plan.load(out / "plan.json")
@@ -113,6 +113,21 @@ def test_a_run_trains_with_the_plan_of_auto_and_resumes_with_it(tiny, tmp_path, 
     again = jhpt.train(config, out=out, overrides={"train.steps": 2})
     assert again.step == 2 and set(again.losses) == {1, 2} and len(measured) == 1
     assert Plan.load(out / "plan.json") == plan
+
+
+@pytest.mark.parametrize(("bandwidth", "fewer"), [(1e9, False), (1e4, True)])
+def test_a_note_says_that_fewer_processes_would_be_faster(tiny, tmp_path, measured, monkeypatch, bandwidth, fewer):
+    """Every process has to take part, even where the link between them costs more than they gain."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    cluster = here(8)
+    slow = Link(bandwidth=bandwidth, latency=1e-5)
+    node = cluster.nodes[0].model_copy(update={"inside": slow})
+    profile, said = analytic_profile(tiny(**QUICK), node.device, "float32"), []
+    cluster = cluster.model_copy(update={"nodes": (node,), "network": slow})
+    config = tiny(**QUICK, parallel="auto")
+    (found,) = auto._solved(config, profile, cluster, 1, {}, said.append)
+    assert found.plan.devices == 8 and len(said) == fewer
+    assert not fewer or (said[0].startswith("note: 1 of the 8 devices") and "start fewer processes" in said[0])
 
 
 def test_a_given_plan_is_executed_and_reported(tiny, tmp_path, said):
@@ -316,7 +331,7 @@ def test_a_plan_by_hand_is_no_plan_for_auto(tiny, tmp_path, measured, said, go):
 
 @pytest.mark.parametrize("content", ["{", "", '{"model": "x"}', "[]"])
 def test_a_damaged_plan_is_made_anew(tiny, tmp_path, measured, monkeypatch, said, go, content):
-    monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (here(1), None, False))
+    monkeypatch.setattr(auto, "cached_cluster", lambda rounds: (here(1), None, False))
     config, out = tiny(**QUICK, parallel="auto"), tmp_path / "run"
     go(config, out)
     plan = Plan.load(out / "plan.json")
@@ -360,10 +375,10 @@ def test_a_locked_run_is_refused_before_measuring(tiny, tmp_path, measured):
     ],
 )
 def test_a_cluster_of_other_devices_is_refused(tiny, tmp_path, measured, monkeypatch, kind, cluster, fits):
-    monkeypatch.setattr(planning, "device_info", lambda: replace(device_info(), kind=kind))
+    monkeypatch.setattr(auto, "device_info", lambda: replace(device_info(), kind=kind))
     config = tiny(**QUICK, **{"parallel.auto": True, "parallel.cluster": cluster})
     if fits:
-        assert planning._named_cluster(config).num_devices == 8
+        assert auto.named_cluster(config).num_devices == 8
         return
     with pytest.raises(InputError, match=f"parallel.cluster={cluster} is of .*, and this machine has 8 x {kind}"):
         jhpt.train(config, out=tmp_path / "run")
@@ -486,7 +501,7 @@ def test_auto_lets_activations_wait_on_the_host(tiny, tmp_path, measured, monkey
     memory = evaluate_plan(bare, profile, here(1)).stages[0].total_bytes - inputs / 2
     device = here(1).nodes[0].device.model_copy(update={"memory": memory / (1 - RESERVE)})
     small = here(1).model_copy(update={"nodes": (here(1).nodes[0].model_copy(update={"device": device}),)})
-    monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (small, None, False))
+    monkeypatch.setattr(auto, "cached_cluster", lambda rounds: (small, None, False))
     go(config, tmp_path / "run")
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert plan.origin == "auto" and plan.saved is not None and "residual_in" in plan.saved.host

@@ -10,7 +10,8 @@ from jhpt.core.load import load_config
 from jhpt.core.plan import Plan
 from jhpt.core.plan_by_hand import plan_by_hand
 from jhpt.planner.report.words import shape_text
-from jhpt.training import planning, trials
+from jhpt.planner.search.choice import Candidate
+from jhpt.training import auto, trials
 from jhpt.training.console import Display
 from jhpt.training.trials import NOISE, fastest, step_seconds
 from tests.sharding.plans import piped
@@ -45,16 +46,44 @@ def test_the_plan_measured_to_be_the_fastest_trains(tiny, monkeypatch, capsys, f
     plans = SIMPLE, GPIPE, LATE
     seconds = dict(zip(map(shape_text, plans), found, strict=True))
     monkeypatch.setattr(trials, "step_seconds", lambda config, plan, display: seconds[shape_text(plan)])
-    assert fastest(tiny(), plans, Display(1)) == kept
+    assert fastest(tiny(), [Candidate(plan=plan) for plan in plans], Display(1)) == kept
     said = capsys.readouterr().out
     assert all(f"trial {number} of 3: {shape_text(plan)}" in said for number, plan in enumerate(plans, 1))
     assert said.count("does not fit") == found.count("does not fit")
 
 
+HALF, TWICE = (LATE.model_copy(update={"micro_batches": count}) for count in (2, 8))
+
+
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [
+        ((1.0, 2.0, 0.9), TWICE),
+        ((1.0, 0.8, 0.9), HALF),
+        ((1.0, 2.0, 1.1), LATE),
+        ((1.0, "does not fit", "does not fit"), LATE),
+        ((4.0,), SIMPLE),
+    ],
+    ids=["twice", "half", "as it is", "left out", "another is the fastest"],
+)
+def test_the_fastest_is_tried_with_half_and_twice_as_many_micro_batches(tiny, monkeypatch, capsys, found, kept):
+    candidates = [Candidate(plan=SIMPLE), Candidate(plan=LATE, nearby=(HALF, TWICE))]
+    seconds, tried = iter((3.0, *found)), []
+
+    def step_seconds(config, plan, display):
+        tried.append(plan)
+        return next(seconds)
+
+    monkeypatch.setattr(trials, "step_seconds", step_seconds)
+    assert fastest(tiny(), candidates, Display(1)) == kept
+    assert tried == [SIMPLE, LATE, HALF, TWICE][: 1 + len(found)]
+    assert ("trial 4 of 4" in capsys.readouterr().out) == (len(found) == 3)
+
+
 def test_a_signal_ends_the_trials(tiny, monkeypatch):
     monkeypatch.setattr(trials.watch, "stops_after", lambda step: True)
     monkeypatch.setattr(trials, "step_seconds", lambda *arguments: pytest.fail("a plan was tried"))
-    assert fastest(tiny(), (SIMPLE, GPIPE), Display(1)) == SIMPLE
+    assert fastest(tiny(), (Candidate(plan=SIMPLE), Candidate(plan=GPIPE)), Display(1)) == SIMPLE
 
 
 def test_a_step_is_timed_or_has_a_reason(tiny, monkeypatch):
@@ -75,7 +104,7 @@ def test_plans_are_tried_once(tiny, tmp_path, measured, monkeypatch, capsys, go)
     if go is decided:
         found = iter([2.0, 1.0])
         monkeypatch.setattr(trials, "step_seconds", lambda *arguments: next(found))
-    monkeypatch.setattr(planning, "cached_cluster", lambda rounds: (here(1), None, False))
+    monkeypatch.setattr(auto, "cached_cluster", lambda rounds: (here(1), None, False))
     config, out = tiny(**SHORT, **{"parallel.auto": True, "parallel.trials": 2}), tmp_path / "run"
     go(config, out)
     plan, said = Plan.load(out / "plan.json"), capsys.readouterr().out

@@ -12,6 +12,7 @@ the full search chooses activations by name.
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 from jhpt.core.calibration import order_error
 from jhpt.core.config import Config
@@ -24,6 +25,15 @@ from jhpt.planner.cost.offload import offloads
 from jhpt.planner.search.baselines import baselines
 from jhpt.planner.search.request import Request, offload_kinds
 from jhpt.planner.search.solve import Answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan to try.  nearby: what is tried next to it, should it be the fastest (`nearby`)."""
+
+    plan: Plan
+    nearby: tuple[Plan, ...] = ()
+
 
 UNLIKE = 1.5
 """A trial leaves out plans of another kind that are predicted to take longer than this times the fastest."""
@@ -40,16 +50,34 @@ def plan_to_run(answer: Answer, request: Request, devices: int | None = None) ->
     return plainest(_that_run(answer, request, devices))
 
 
-def plans_to_try(answers: Iterable[tuple[Answer, Request]], devices: int | None, count: int) -> tuple[Plan, ...]:
+def plans_to_try(answers: Collection[tuple[Answer, Request]], devices: int | None, count: int) -> tuple[Candidate, ...]:
     """So many different plans (`first_to_try`), the first of which is the one that `plan_to_run` chooses.
 
     answers: of one space, or of both; a general plan of one stage is then one that an SPMD program runs, too.
     """
-    several = [(answer.plan.space, _that_run(answer, request, devices)) for answer, request in answers]
-    alone = len(several) == 1
-    return first_to_try(
-        [plan for space, plans in several for plan in plans if alone or space == "spmd" or len(plan.stages) > 1], count
-    )
+    alone = len(answers) == 1
+    models = [
+        (plan, answer.model)
+        for answer, request in answers
+        for plan in _that_run(answer, request, devices)
+        if alone or answer.plan.space == "spmd" or len(plan.stages) > 1
+    ]
+    plans = [plan for plan, _ in models]
+    chosen = [models[plans.index(plan)] for plan in first_to_try(plans, count)]
+    return tuple(Candidate(plan=plan, nearby=nearby(plan, model)) for plan, model in chosen)
+
+
+def nearby(plan: Plan, model: CostModel) -> tuple[Plan, ...]:
+    """The plan with half and, if it is a pipeline, with twice as many micro-batches, as far as these fit.
+
+    How long a small micro-batch takes, and how much of a transfer hides behind the next one, are what predictions of
+    pipelines know least.  On one stage more micro-batches save memory, no time.
+    """
+    counts = [plan.micro_batches // 2] if plan.micro_batches % 2 == 0 else []
+    counts += [2 * plan.micro_batches] if len(plan.stages) > 1 else []
+    changed = [plan.model_copy(update={"micro_batches": count}) for count in counts]
+    priced = [(one, _fitting_estimate(one, model)) for one in changed]
+    return tuple(one.model_copy(update={"seconds": found.seconds}) for one, found in priced if found)
 
 
 def first_to_try(plans: Collection[Plan], count: int) -> tuple[Plan, ...]:

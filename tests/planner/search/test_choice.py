@@ -16,7 +16,7 @@ from jhpt.planner.api import capped, prepare
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.profiles.analytic import analytic_profile
-from jhpt.planner.search.choice import first_to_try, fitted, plainest, plan_to_run, plans_to_try
+from jhpt.planner.search.choice import first_to_try, fitted, nearby, plainest, plan_to_run, plans_to_try
 from jhpt.planner.search.request import request
 from jhpt.planner.search.solve import solve
 from tests.sharding.plans import mixed, piped
@@ -86,10 +86,31 @@ def test_the_plan_to_run_is_about_as_fast_as_the_fastest_and_uses_all_devices(an
 
 def test_the_plans_to_try_are_different_and_the_simplest_comes_first(answered):
     answer, asked, cluster = answered
-    plans = plans_to_try([(answer, asked)], cluster.num_devices, 4)
+    tried = plans_to_try([(answer, asked)], cluster.num_devices, 4)
+    plans = [one.plan for one in tried]
     assert plans[0] == plan_to_run(answer, asked, cluster.num_devices) and plans[1].seconds == answer.plan.seconds
     assert len({plan.model_dump_json(exclude={"seconds"}) for plan in plans}) == len(plans) == 4
-    assert plans_to_try([(answer, asked)], cluster.num_devices, 1) == plans[:1]
+    assert plans_to_try([(answer, asked)], cluster.num_devices, 1) == tried[:1]
+    assert all(one.nearby == nearby(one.plan, answer.model) for one in tried) and any(one.nearby for one in tried)
+
+
+def test_near_a_plan_are_half_and_twice_as_many_micro_batches_where_they_run_and_fit(answered):
+    answer, _, _ = answered
+    layers = answer.model.num_layers
+
+    def counts(plan, model=answer.model):
+        found = nearby(plan, model)
+        assert all(one.seconds == price(one, model).seconds for one in found)
+        return [one.micro_batches for one in found]
+
+    def pipeline(micro_batches):
+        return piped([layers // 2, layers - layers // 2], 2, data=4, micro_batches=micro_batches)
+
+    assert [counts(pipeline(count)) for count in (1, 4, 8)] == [[2], [2, 8], [4]]  # at 16 a replica has half a sample
+    assert [counts(piped([layers], 1, data=8, micro_batches=count)) for count in (1, 4)] == [[], [2]]
+    most = max(stage.total_bytes for stage in price(pipeline(4), answer.model).stages)
+    tight = CostModel(answer.model.profile, capped(answer.model.cluster, most))
+    assert counts(pipeline(4), tight) == [8]
 
 
 def test_unlike_plans_are_tried_before_like_ones():
@@ -116,7 +137,7 @@ def test_plans_of_both_spaces_are_tried(answered):
     answer, asked, cluster = answered
     wanted = request(32, zero=(0,), whole=True)
     general = solve(answer.model.profile, cluster, wanted, "general")
-    plans = plans_to_try([(answer, asked), (general, wanted)], cluster.num_devices, 12)
+    plans = [one.plan for one in plans_to_try([(answer, asked), (general, wanted)], cluster.num_devices, 12)]
     assert {plan.space for plan in plans} == {"spmd", "general"} and plans[0].space == "spmd"
     assert all(len(plan.stages) > 1 for plan in plans if plan.space == "general")
     faster = general.plan.model_copy(update={"seconds": 0.9 * answer.plan.seconds})
