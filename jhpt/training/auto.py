@@ -25,7 +25,7 @@ from jhpt.measure.network import spanning
 from jhpt.planner.api import budgeted
 from jhpt.planner.cost.basis import NO_OTHERS
 from jhpt.planner.report.words import duration, shape_text
-from jhpt.planner.search.choice import Candidate, plans_to_try
+from jhpt.planner.search.choice import Candidate, plans_to_try, seconds_of
 from jhpt.planner.search.request import (
     SAMPLE_CHUNKS,
     Request,
@@ -164,18 +164,13 @@ def _fewer_are_faster(best: Sequence[Plan], tried: Sequence[Plan]) -> str:
 
     Empty, if it is not so.
     """
-    fewer, whole = min(best, key=_seconds), min(tried, key=_seconds)
-    if fewer.devices >= whole.devices or (1 + order_error()) * _seconds(fewer) >= _seconds(whole):
+    fewer, whole = min(best, key=seconds_of), min(tried, key=seconds_of)
+    if fewer.devices >= whole.devices or (1 + order_error()) * seconds_of(fewer) >= seconds_of(whole):
         return ""
     return (
         f"note: {fewer.devices} of the {whole.devices} devices ({shape_text(fewer)}) are predicted to take "
-        f"{duration(_seconds(fewer))} a step, and all of them {duration(_seconds(whole))}; start fewer processes"
+        f"{duration(seconds_of(fewer))} a step, and all of them {duration(seconds_of(whole))}; start fewer processes"
     )
-
-
-def _seconds(plan: Plan) -> float:
-    assert plan.seconds is not None
-    return plan.seconds
 
 
 def _broadcast(text: str) -> tuple[Candidate, ...]:

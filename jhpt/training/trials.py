@@ -64,9 +64,8 @@ def fastest(config: Config, candidates: Sequence[Candidate], display: Display) -
     measured = _measured(config, plans, 0, display)
     if not measured:
         return runnable(config, plans[0], display.say)
-    near = candidates[decided(plans, measured)].nearby
-    measured |= _measured(config, [*plans, *near], len(plans), display)
-    plans += near
+    plans += candidates[decided(plans, measured)].nearby
+    measured |= _measured(config, plans, len(candidates), display)
     kept = decided(plans, measured)
     display.say(f"trial {kept + 1} decides: {shape_text(plans[kept])}")
     return runnable(config, plans[kept], display.say)

@@ -87,11 +87,11 @@ def first_to_try(plans: Collection[Plan], count: int) -> tuple[Plan, ...]:
     Predictions of like plans err alike: if links are slower than the profile says, all pipelines are.  So three plans
     of one kind would find out less than plans of different kinds.
     """
-    by_seconds = sorted(plans, key=_seconds)
+    by_seconds = sorted(plans, key=seconds_of)
     first = [plainest(plans), by_seconds[0]]
     kinds = {_kind(plan) for plan in first}
     for plan in by_seconds:
-        if _kind(plan) not in kinds and _seconds(plan) <= UNLIKE * _seconds(by_seconds[0]):
+        if _kind(plan) not in kinds and seconds_of(plan) <= UNLIKE * seconds_of(by_seconds[0]):
             first.append(plan)
             kinds.add(_kind(plan))
     different = dict[str, Plan]()
@@ -133,7 +133,7 @@ def plainest(plans: Iterable[Plan], error: float | None = None) -> Plan:
     against 716 ms).
     """
     candidates = list(plans)
-    limit = (1 + (order_error() if error is None else error)) * min(map(_seconds, candidates))
+    limit = (1 + (order_error() if error is None else error)) * min(map(seconds_of, candidates))
 
     def complexity(plan: Plan) -> tuple[float, ...]:
         late = len(plan.stages) > 1 and plan.schedule != "gpipe"
@@ -144,12 +144,13 @@ def plainest(plans: Iterable[Plan], error: float | None = None) -> Plan:
         shape = pipelined, kinds, len(plan.degrees), plan.chunks
         recompute = plan.recompute + (plan.other_blocks is not None)
         sharded = plan.zero, plan.zero_ranks is not None
-        return *exact, *shape, recompute, plan.sequence, *sharded, tensor, late, _seconds(plan)
+        return *exact, *shape, recompute, plan.sequence, *sharded, tensor, late, seconds_of(plan)
 
-    return min((plan for plan in candidates if _seconds(plan) <= limit), key=complexity)
+    return min((plan for plan in candidates if seconds_of(plan) <= limit), key=complexity)
 
 
-def _seconds(plan: Plan) -> float:
+def seconds_of(plan: Plan) -> float:
+    """What a step of the plan, which the planner has priced, is predicted to take."""
     assert plan.seconds is not None
     return plan.seconds
 
