@@ -37,7 +37,16 @@ def installed(text: str) -> dict[str, str | None]:
 def requirements() -> list[str]:
     """The requirements of pyproject.toml, to run and to test."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    return [*project["dependencies"], *_extra(project, "test")]
+
+
+def _extra(project: dict[str, Any], name: str) -> list[str]:
+    """What an extra asks for; `jhpt[a,b]` in it stands for the project's own extras a and b."""
+    wanted = []
+    for text in project["optional-dependencies"][name]:
+        own = re.fullmatch(rf"{project['name']}\[(.+)\]", text)
+        wanted += [one for each in own[1].split(",") for one in _extra(project, each)] if own else [text]
+    return wanted
 
 
 def lacking(report: dict[str, Any], machine: dict[str, str | None]) -> list[str]:

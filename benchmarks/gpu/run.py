@@ -72,10 +72,11 @@ def _run_part(
     line: dict[str, Any] = {"part": part.name, "command": command, "status": NOT_BEGUN, "seconds": 0.0}
     if seconds < LEAST_S:
         return line | {"result": None, "log": "no time was left in this stage"}
+    variables = {**(os.environ if environment is None else environment), **part.variables}
     start = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True
         )
         try:
             line["status"] = process.wait(seconds)

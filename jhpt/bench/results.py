@@ -22,6 +22,11 @@ from jhpt.core.files import check_writable as check_file_writable
 PACKAGES = ("jhpt", "jax", "jaxlib", "flax", "optax", "numpy", "torch")
 
 
+def last_lines(text: str, most: int = 15) -> str:
+    """The end of what a process has printed, in which it says why it failed."""
+    return "\n".join(text.strip().splitlines()[-most:]) or "no message"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A row of a timing benchmark: one competitor at one set-up, seconds of every trial, and the work of one trial."""

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jhpt.bench import minimal
 from jhpt.bench.ratios import ratio_unit, speed_claim, times_as_fast
-from jhpt.bench.results import Claim, Report, Row, chosen, print_claims, print_rows
+from jhpt.bench.results import Claim, Report, Row, chosen, last_lines, print_claims, print_rows
 from jhpt.core.families.bert import BERTConfig
 from jhpt.core.families.gpt import GPTConfig
 from jhpt.core.load import load_config, with_nominal_vocabulary
@@ -98,8 +98,7 @@ def _in_processes(
             command = [sys.executable, "-m", "jhpt.bench.train", json.dumps(spec), str(file)]
             child = subprocess.run(command, capture_output=True, text=True)
             if child.returncode:
-                reason = (child.stderr.strip().splitlines() or ["no message"])[-1]
-                print(f"bench train: {preset}, {name}: not measured: {reason}", file=sys.stderr)
+                print(f"bench train: {preset}, {name}: not measured: {last_lines(child.stderr)}", file=sys.stderr)
             else:
                 samples[name] = json.loads(file.read_text())
     return samples

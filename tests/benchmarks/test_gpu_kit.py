@@ -1,12 +1,14 @@
 """The GPU kit, run dry on a CPU: parts on their own, results as they come, and commands that exist."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from benchmarks.gpu import checks, run
-from benchmarks.gpu.prepare import installed, lacking
-from benchmarks.gpu.stages import LIMIT_S, STAGES, Part
+from benchmarks.gpu.prepare import installed, lacking, requirements
+from benchmarks.gpu.stages import LIMIT_S, PREDICTED, STAGES, Part
 from jhpt.bench.predict import GPU_CASES
 from jhpt.bench.registry import NAMES
 from jhpt.bench.train import GPU_PRESETS
@@ -42,7 +44,14 @@ def test_a_dry_stage(tmp_path):
     assert copied["result"]["16 MiB"]["both"] > 0
 
 
+def test_the_kit_starts_without_packages():
+    """The wheels are installed by it, and downloaded by a Python that has nothing but pip."""
+    code = "import benchmarks.gpu.prepare, benchmarks.gpu.run"
+    subprocess.run([sys.executable, "-S", "-c", code], cwd=run.ROOT, check=True, timeout=60)
+
+
 def test_stages_ask_for_what_exists():
+    assert list(PREDICTED) == [str(case) for case in GPU_CASES]
     for parts in STAGES.values():
         assert len({part.name for part in parts}) == len(parts)
         for part in parts:
@@ -63,6 +72,13 @@ def test_wheels_are_those_that_the_machine_lacks():
     names = (("jax", "0.11.2"), ("typing_extensions", "4.17.0"), ("tyro", "1.0"), ("scipy", "1.18"))
     report = {"install": [{"metadata": {"name": name, "version": version}} for name, version in names]}
     assert lacking(report, machine) == ["typing-extensions==4.17.0", "tyro==1.0"]
+
+
+def test_requirements_name_no_extra_of_the_project():
+    """pip cannot resolve them: the project itself is not installed there."""
+    names = requirements()
+    assert not [name for name in names if name.startswith("jhpt")]
+    assert any(name.startswith("pyarrow") for name in names)
 
 
 def test_unknown_stages_are_refused(capsys):

@@ -19,7 +19,7 @@ from jhpt.bench.memory.instances import best, instance
 from jhpt.bench.memory.largest_model import largest_trainable
 from jhpt.bench.memory.steps import device_memory, measured
 from jhpt.bench.ratios import ratio_unit, speed_claim, speed_claims, times_as_fast
-from jhpt.bench.results import Claim, Report, chosen, print_claims, print_table
+from jhpt.bench.results import Claim, Report, chosen, last_lines, print_claims, print_table
 from jhpt.core.cluster_file import find_cluster
 from jhpt.core.errors import NotHere
 from jhpt.core.plan import SavedTensors
@@ -251,7 +251,7 @@ def step_claims(rows: list[dict[str, Any]]) -> dict[str, Claim]:
 
 def _step_line(row: dict[str, Any]) -> tuple[str, ...]:
     if not row["samples_s"]:
-        return row["setup"], row["competitor"], row["failed"] or "no steps", "", "", ""
+        return row["setup"], row["competitor"], last_lines(row["failed"] or "no steps", 1), "", "", ""
     median = statistics.median(row["samples_s"])
     return (
         row["setup"],

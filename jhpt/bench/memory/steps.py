@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jhpt.bench.results import last_lines
 from jhpt.core.divisors import divisors
 from jhpt.core.errors import InputError
 from jhpt.core.load import load_config
@@ -126,6 +127,6 @@ def in_process(preset: str, overrides: dict[str, Any], plan: Plan, steps: int, s
         except subprocess.TimeoutExpired:
             return {"failed": f"took longer than {TIMEOUT:.0f} s"}
         if done.returncode:
-            return {"failed": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "ended early"}
+            return {"failed": last_lines(done.stderr)}
         result: dict[str, Any] = json.loads(out.read_text())
         return result
