@@ -34,19 +34,25 @@ QUIET: dict[str, Any] = {
 }
 QUIET |= {"parallel.data": 1}
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "micro-batches": {"parallel.micro_batches": 4},
-    "ZeRO-3": {"parallel.zero": 3},
-    "ZeRO-1, micro-batches": {"parallel.zero": 1, "parallel.micro_batches": 2},
-    "recompute everything": {"memory.recompute": "full"},
-    "sample chunks": {"parallel.sample_chunks": 2},
-    "offload both": {"memory.offload": "both"},
-    "offload parameters": {"memory.offload": "parameters"},
-    "offload optimizer": {"memory.offload": "optimizer"},
-    "int8 moments, Kahan weights": {"optimizer.moments": "int8", "optimizer.weights": "bfloat16_kahan"},
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "schedules": {
+        "micro-batches": {"parallel.micro_batches": 4},
+        "ZeRO-3": {"parallel.zero": 3},
+        "ZeRO-1, micro-batches": {"parallel.zero": 1, "parallel.micro_batches": 2},
+        "recompute everything": {"memory.recompute": "full"},
+        "sample chunks": {"parallel.sample_chunks": 2},
+    },
+    "offload": {
+        "offload both": {"memory.offload": "both"},
+        "offload parameters": {"memory.offload": "parameters"},
+        "offload optimizer": {"memory.offload": "optimizer"},
+    },
+    "low-precision": {
+        "int8 moments, Kahan weights": {"optimizer.moments": "int8", "optimizer.weights": "bfloat16_kahan"},
+    },
 }
-"""Options that one device can run.  All but the last train the same model, so their losses agree with the first."""
+"""Options that one device can run, in groups.  Schedules and offload train the same model, so their losses agree with
+those of the plain run."""
 
 
 class Result:
@@ -152,33 +158,32 @@ def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
 def parity(result: Result, options: argparse.Namespace) -> None:
     """Losses of the same runs on the device and on the CPU."""
     steps, small = (2, DRY_MODEL) if options.dry else (20, {})
-    for family in ("gpt",) if options.dry else ("gpt", "bert"):
-        expected = None
-        for name, dtype, variables in (
-            ("cpu", "float32", {"JAX_PLATFORMS": "cpu"}),
-            ("float32", "float32", {}),
-            ("bfloat16", "bfloat16", {}),
-        ):
-            spec = {"preset": f"{family}-tiny", "overrides": small | {"model.dtype": dtype}, "steps": steps}
-            code = "import json, sys; from benchmarks.gpu.checks import losses; s = json.loads(sys.argv[1]); "
-            code += "print(json.dumps(losses(s['preset'], s['overrides'], steps=s['steps'])))"
-            command = [sys.executable, "-c", code, json.dumps(spec)]
-            child = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
-            if child.returncode:
-                result.note(**{f"{family} {name}": {"failed": child.returncode}})
-                continue
-            series = json.loads(child.stdout.splitlines()[-1])
-            expected = expected or series
-            result.note(**{f"{family} {name}": {"losses": series, "largest_gap": largest_gap(series, expected)}})
+    expected = None
+    for name, dtype, variables in (
+        ("cpu", "float32", {"JAX_PLATFORMS": "cpu"}),
+        ("float32", "float32", {}),
+        ("bfloat16", "bfloat16", {}),
+    ):
+        spec = {"preset": f"{options.family}-tiny", "overrides": small | {"model.dtype": dtype}, "steps": steps}
+        code = "import json, sys; from benchmarks.gpu.checks import losses; s = json.loads(sys.argv[1]); "
+        code += "print(json.dumps(losses(s['preset'], s['overrides'], steps=s['steps'])))"
+        command = [sys.executable, "-c", code, json.dumps(spec)]
+        child = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+        if child.returncode:
+            result.note(**{name: {"failed": child.returncode}})
+            continue
+        series = json.loads(child.stdout.splitlines()[-1])
+        expected = expected or series
+        result.note(**{name: {"losses": series, "largest_gap": largest_gap(series, expected)}})
 
 
 def variants(result: Result, options: argparse.Namespace) -> None:
-    """Losses under every memory option, against those of the plain run."""
+    """Losses under every option of a group, against those of the plain run."""
     small = DRY_MODEL | {"model.dtype": "float32"}
     if not options.dry:
         small |= {"model.num_layers": 4, "model.d_model": 256, "data.batch_size": 16}
     expected = None
-    for name, changes in VARIANTS.items():
+    for name, changes in {"plain": {}, **VARIANTS[options.group]}.items():
         start = time.perf_counter()
         try:
             series = losses("gpt-tiny", small | changes, steps=3 if options.dry else 8)
@@ -191,7 +196,7 @@ def variants(result: Result, options: argparse.Namespace) -> None:
 
 
 def steps(result: Result, options: argparse.Namespace) -> None:
-    """Planned and synchronous steps of one set-up of `jhpt bench memory`, within its budget."""
+    """Steps of a competitor at one set-up of `jhpt bench memory`, within its budget."""
     from jhpt.bench.memory.steps import SETUPS, device_memory, measured
 
     memory = device_memory() or (float(1 << 40) if options.dry else None)
@@ -199,7 +204,7 @@ def steps(result: Result, options: argparse.Namespace) -> None:
         raise SystemExit("jax finds no GPU here")
     setup = ("gpt-tiny", 8, 1 << 30) if options.dry else SETUPS[options.setup]
     rows: list[dict[str, Any]] = []
-    for row in measured(memory, rounds=1, setups=(setup,), names=("planned", "synchronous")):
+    for row in measured(memory, rounds=1, setups=(setup,), names=(options.competitor,)):
         rows.append(row)
         result.note(rows=rows)
 
@@ -220,12 +225,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", choices=CHECKS)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--setup", type=int, default=0)
+    parser.add_argument("--competitor", choices=("planned", "synchronous", "optimizer", "resident"), default="planned")
+    parser.add_argument("--family", choices=("gpt", "bert"), default="gpt")
+    parser.add_argument("--group", choices=VARIANTS, default="schedules")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args(arguments)
     result = Result(options.result)
     CHECKS[options.name](result, options)
     print(json.dumps(result.values, indent=1))
-    return 0
+    found = [*result.values.values(), *result.values.get("rows", ())]
+    return int(any(isinstance(value, dict) and value.get("failed") is not None for value in found))
 
 
 if __name__ == "__main__":

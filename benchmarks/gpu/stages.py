@@ -50,6 +50,9 @@ def _check(name: str, seconds: float, *options: str) -> Part:
     return Part(name="-".join([name, *options[1::2]]), seconds=seconds, arguments=arguments, dry=(*arguments, "--dry"))
 
 
+PLUGINS = ("-p", "no:cacheprovider", "-p", "no:benchmark")
+"""pytest-benchmark warns where there are several processes, and warnings are errors."""
+
 GPU_TESTS = ("tests/kernels/test_mosaic_gpu.py", "tests/models/test_gpu.py")
 
 STAGES: dict[str, tuple[Part, ...]] = {
@@ -59,8 +62,8 @@ STAGES: dict[str, tuple[Part, ...]] = {
         Part(
             name="gpu-tests",
             seconds=220,
-            arguments=("-m", "pytest", "-m", "gpu", "-n", "4", "-v", "-p", "no:cacheprovider", *GPU_TESTS),
-            dry=("-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", *GPU_TESTS),
+            arguments=("-m", "pytest", "-m", "gpu", "-n", "4", "-v", *PLUGINS, *GPU_TESTS),
+            dry=("-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-n", "0", *PLUGINS, *GPU_TESTS),
             variables={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # four processes share the GPU
         ),
         Part(
@@ -69,7 +72,8 @@ STAGES: dict[str, tuple[Part, ...]] = {
             arguments=("-m", "jhpt", "train", "gpt-tiny", "--train.steps", "50", "--out", "{folder}/tiny"),
             dry=("-m", "jhpt", "train", "gpt-tiny", "--train.steps", "2", "--out", "{folder}/tiny"),
         ),
-        _check("parity", 170),
+        _check("parity", 110, "--family", "gpt"),
+        _check("parity", 110, "--family", "bert"),
         _bench("kernels", 200, "kernels", "--quick"),
     ),
     "train": tuple(
@@ -79,8 +83,11 @@ STAGES: dict[str, tuple[Part, ...]] = {
     "memory": (
         _check("grow-memory", 70),
         _check("copies", 60),
-        _check("steps", 200, "--setup", "0"),
-        _check("steps", 220, "--setup", "1"),
+        *(
+            _check("steps", 130, "--setup", setup, "--competitor", name)
+            for setup in ("0", "1")
+            for name in ("planned", "synchronous")
+        ),
     ),
     "predict": (
         Part(
@@ -96,7 +103,10 @@ STAGES: dict[str, tuple[Part, ...]] = {
             for case in PREDICTED
         ),
     ),
-    "variants": (_check("variants", 420),),
-    "large": (_check("grow-memory", 70), _check("steps", 400, "--setup", "2")),
+    "variants": tuple(_check("variants", 180, "--group", group) for group in ("schedules", "offload", "low-precision")),
+    "large": (
+        _check("grow-memory", 70),
+        *(_check("steps", 230, "--setup", "2", "--competitor", name) for name in ("planned", "synchronous")),
+    ),
 }
 """The stages by name, in the order in which they should run."""

@@ -35,7 +35,7 @@ def test_cudnn_attention_is_the_float32_one(name):
     lengths = jnp.array([256, 100]) if case["padded"] else None
     starts = jnp.repeat(jnp.array([[0, 3, 64, 200], [0, 1, 100, 130]]), jnp.array([3, 61, 136, 56]), axis=1)
     context = Context(
-        documents=jnp.minimum(starts, jnp.arange(256)) if case.get("documents") else None, lengths=lengths
+        documents=jnp.minimum(starts, jnp.arange(256)[None]) if case.get("documents") else None, lengths=lengths
     )
 
     def loss(q, k, v, implementation):
