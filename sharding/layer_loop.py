@@ -193,12 +193,8 @@ class LayerLoop:
         return jnp.clip(jnp.where(at < self.count, at, 2 * self.count - 1 - at), 0, self.count - 1)
 
     def _room(self, one: object, x: Activation) -> Any:
-        """Stacks of `count` such layers, to be written before they are read.
-
-        They are filled with a value of x, so that they cannot be allocated before x is computed.  If they were zeros,
-        the compiler would keep one stack of zeros for all micro-batches throughout, and copy it.
-        """
-        return stacks.empty(one, (self.count,), jax.tree.leaves(x)[0].ravel()[0])
+        """Stacks of `count` such layers, to be written before they are read, and allocated after x is computed."""
+        return stacks.unwritten(one, (self.count,), jax.tree.leaves(x)[0].ravel()[0])
 
 
 def _alike(one: Tree, other: Tree) -> bool:

@@ -225,8 +225,8 @@ class _Device:
         return Carry(
             arrived=zeros,
             leaving=zeros,
-            ring=stacks.empty(self.split.shapes, (slots, depth), jnp.zeros(())),
-            closing=stacks.empty(self.close.shapes, (slots,), jnp.zeros(())),
+            ring=stacks.filled(self.split.shapes, (slots, depth), jnp.zeros(())),
+            closing=stacks.filled(self.close.shapes, (slots,), jnp.zeros(())),
             outputs=jnp.zeros((slots, *self.shape.shape), self.shape.dtype),
             blocks=jax.tree.map(lambda leaf, rows: jnp.zeros((len(rows), *leaf.shape), jnp.float32), finished, stacked),
             embedding_and_head=gradients,

@@ -1,5 +1,6 @@
 """Saved activations of layers, in stacks with a row for each layer: on the device, or offloaded to the host.
 
+A stack on a GPU begins as memory that nothing fills.  Filling the stacks of gpt2-124m took 4 % of a step on an H200.
 A stack on the host begins as a number in host memory that is broadcast: XLA then allocates host memory only.  If the
 stack were filled on the device and moved, XLA would also hold it there.  Rows are written by dynamic_update_slice,
 which XLA turns into a copy that runs beside computation; a scatter would run on the host.  (Seen in programs for an
@@ -20,7 +21,7 @@ Index = int | jax.Array
 T = TypeVar("T")
 
 
-def empty(shapes: PyTree, leading: tuple[int, ...], value: jax.Array) -> Any:
+def filled(shapes: PyTree, leading: tuple[int, ...], value: jax.Array) -> Any:
     """Stacks [*leading, ...] for rows of these shapes, in the memory of the rows, to be written before they are read.
 
     value: what they hold until then.
@@ -31,6 +32,27 @@ def empty(shapes: PyTree, leading: tuple[int, ...], value: jax.Array) -> Any:
         if space(shape) == HOST:
             return jax.lax.broadcast(jax.device_put(filling, HOST), whole)
         return jnp.full(whole, filling)
+
+    return jax.tree.map(one, shapes)
+
+
+def unwritten(shapes: PyTree, leading: tuple[int, ...], start: jax.Array) -> Any:
+    """Stacks [*leading, ...] for rows of these shapes, in the memory of the rows, all of which are written before they
+    are read.
+
+    start: a number before whose computation they are not allocated.  The compiler would otherwise keep one stack for
+    all micro-batches throughout, and copy it.
+    """
+
+    def one(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        if space(shape) == HOST:
+            return filled(shape, leading, start)
+
+        def allocated(start: jax.Array) -> jax.Array:
+            stack, _ = jax.lax.optimization_barrier((jax.lax.empty((*leading, *shape.shape), shape.dtype), start))
+            return stack
+
+        return jax.lax.platform_dependent(start, cuda=allocated, default=lambda start: filled(shape, leading, start))
 
     return jax.tree.map(one, shapes)
 

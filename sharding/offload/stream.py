@@ -233,7 +233,7 @@ class StreamedLoop:
         """
         split = self._split(offloaded, x, context)
         count = _count(context)
-        room = stacks.empty(split.shapes, (len(offloaded[WEIGHTS]) * group_size(offloaded), count), jnp.zeros(()))
+        room = stacks.filled(split.shapes, (len(offloaded[WEIGHTS]) * group_size(offloaded), count), jnp.zeros(()))
 
         def first(layer: jax.Array, rows: Rows, carry: tuple[Activation, Saved]) -> tuple[Any, Params, Rows]:
             rows = update(rows) if update else rows

@@ -89,7 +89,7 @@ def test_stacks_lie_where_their_rows_do():
     @jax.jit
     def there_and_back():
         rows = here, jax.device_put(there, stacks.HOST)
-        stacked = stacks.empty(jax.tree.map(jax.typeof, rows), (2, 5), jnp.float32(7))
+        stacked = stacks.filled(jax.tree.map(jax.typeof, rows), (2, 5), jnp.float32(7))
 
         def write(at, stacked):
             numbers = here + at, jax.device_put(there + at.astype(there.dtype), stacks.HOST)
