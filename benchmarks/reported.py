@@ -15,7 +15,7 @@ from benchmarks.comms import run as comms
 from benchmarks.comms import tables
 from benchmarks.hybrid import run as hybrid
 from benchmarks.planner.worth import WorthRow, worth_claims
-from jhpt.bench import train
+from jhpt.bench import kernels, train
 from jhpt.bench.memory import run as memory
 from jhpt.bench.ratios import WORD
 from jhpt.bench.results import Claim, print_claims
@@ -46,6 +46,7 @@ CLAIMS: dict[str, Callable[[Rows], dict[str, Claim]]] = {
     "train": _train,
     "planner": _planner,
     "memory": _memory,
+    "kernels": lambda rows: kernels.claims([dict(row) for row in rows]),
 }
 """What each benchmark makes of its rows; of others nothing is divided by anything."""
 

@@ -1,4 +1,5 @@
-"""XLA's options for a training step: how many collectives and copies may be under way at a time."""
+"""XLA's options for a training step: how many collectives and copies may be under way at a time, and whether beside
+other work."""
 
 from typing import Any
 
@@ -17,6 +18,12 @@ TENSORS_AT_ONCE = 8
 """Copies under way at a time with offloaded activations: as many as a block has named tensors.  GPT-6.7B with five
 of them offloaded, compiled without a GPU: with 4 the fifth fetch waits for the first."""
 
+
+NO_GRAPHS = ""
+"""Operations that are recorded as CUDA graphs: none, where copies should run beside computation.  In a graph, XLA runs
+what it has scheduled side by side one after the other (openxla/xla, pull request 48900, open in September 2026).  With
+graphs, a step with every block's weights on the host took an H200 about as long as its products and copies together
+(docs/reports/gpu.md); without graphs it is not measured."""
 
 COMBINED_BYTES = 0
 """Bytes up to which transfers between the same devices are combined into one.  In a ring of two stages activations and
@@ -39,7 +46,9 @@ def compiler_options(platform: str, plan: Plan) -> dict[str, Any]:
         "xla_gpu_experimental_parallel_async_compute_limit": copies,
         "xla_gpu_experimental_parallel_collective_overlap_limit": collectives,
     }
-    options = {name: limit for name, limit in limits.items() if limit}
+    options: dict[str, Any] = {name: limit for name, limit in limits.items() if limit}
+    if copies:
+        options["xla_gpu_enable_command_buffer"] = NO_GRAPHS
     if len(plan.stages) == 2 and plan.chunks > 1:
         options["xla_gpu_collective_permute_combine_threshold_bytes"] = COMBINED_BYTES
     return options

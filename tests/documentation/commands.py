@@ -60,6 +60,7 @@ RUN = {
     "jhpt plan --list-clusters": "",
     "jhpt plan gpt-13b --cluster rented.yaml": "--model.num_layers 1 --batch 8 --micro-batches 1",
     "jhpt plan gpt2-124m": flags(MEASURED),
+    "jhpt plan gpt2-124m --cluster h200x1x1 --batch 32": "",
     "jhpt plan gpt2-1.5b --cluster h100x8x1 --optimizer.weights bfloat16_kahan --optimizer.moments int8": (
         "--model.num_layers 4"
     ),
@@ -160,6 +161,9 @@ PARSED = {
     "pip install -e '.[cuda]'": "an NVIDIA GPU",
     "pip list --format=freeze": "the GPU machine",
     "pytest -m exhaustive tests/sharding": "hours",
+    "jhpt bench train --quick --only gpt2-124m": "an NVIDIA GPU",
+    "jhpt bench kernels --quick": "an NVIDIA GPU",
+    "pytest -m gpu": "an NVIDIA GPU",
     "python3.12 -m benchmarks.gpu.prepare": "downloads for the GPU machine",
     "python3 -m benchmarks.gpu.run STAGE": "an NVIDIA GPU; tests/benchmarks/test_gpu_kit.py runs a stage on a CPU",
 }

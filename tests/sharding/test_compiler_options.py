@@ -32,7 +32,7 @@ def test_otherwise_several_travel_at_once():
 )
 def test_what_waits_on_the_host_comes_and_goes_at_once(what, copies):
     plan = piped([6], 1, data=2).model_copy(update=what)
-    several = {"xla_gpu_experimental_parallel_async_compute_limit": copies}
+    several = {"xla_gpu_experimental_parallel_async_compute_limit": copies, "xla_gpu_enable_command_buffer": ""}
     assert compiler_options("gpu", plan) == SEVERAL | several
     in_turn = piped([6], 1, tensor=4, sample_chunks=2).model_copy(update=what)
     assert compiler_options("gpu", in_turn) == several
