@@ -1,6 +1,8 @@
 """Saved activations of layers, in stacks with a row for each layer: on the device, or offloaded to the host.
 
-A stack on a GPU begins as memory that nothing fills.  Filling the stacks of gpt2-124m took 4 % of a step on an H200.
+A layer loop's stack on a GPU begins as memory that nothing fills (`unwritten`): filling those of gpt2-124m took 4 % of
+a step on an H200.  Other stacks begin filled with a number (`filled`).
+
 A stack on the host begins as a number in host memory that is broadcast: XLA then allocates host memory only.  If the
 stack were filled on the device and moved, XLA would also hold it there.  Rows are written by dynamic_update_slice,
 which XLA turns into a copy that runs beside computation; a scatter would run on the host.  (Seen in programs for an
