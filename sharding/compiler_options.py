@@ -21,9 +21,8 @@ of them offloaded, compiled without a GPU: with 4 the fifth fetch waits for the 
 
 NO_GRAPHS = ""
 """Operations that are recorded as CUDA graphs: none, where copies should run beside computation.  In a graph, XLA runs
-what it has scheduled side by side one after the other (openxla/xla, pull request 48900, open in September 2026).  With
-graphs, a step with every block's weights on the host took an H200 about as long as its products and copies together
-(docs/reports/gpu.md); without graphs it is not measured."""
+what it has scheduled side by side one after the other (openxla/xla, pull request 48900, open in September 2026).  A
+step with every block's weights on the host took an H200 828 ms with graphs and 810 without (docs/reports/gpu.md)."""
 
 COMBINED_BYTES = 0
 """Bytes up to which transfers between the same devices are combined into one.  In a ring of two stages activations and
