@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jhpt.core.families.bert import BERTConfig
+from jhpt.models.activations import gelu_exact
 from jhpt.models.attention import Implementation
 from jhpt.models.context import WHOLE, Context, document_positions, text_lengths
 from jhpt.models.family import Objective, PartitionRules, Rows, Sums
@@ -62,7 +63,7 @@ class BERTEmbedding(nn.Module):
             x = x + looked_up(positions.astype(self.dtype), document_positions(context.documents))
         table = self.param("types", normal, (config.type_vocab_size, config.d_model))
         x = x + looked_up(table.astype(self.dtype), jnp.zeros_like(tokens) if types is None else types)
-        return norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
+        return norm("layernorm", config.norm_eps, self.dtype, "norm", self.hooks)(x)
 
 
 class NormParameters(nn.Module):
@@ -118,8 +119,8 @@ class MaskedLMHead(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         config = self.config
-        x = nn.gelu(Linear((config.d_model,), self.dtype, name="transform")(x), approximate=False)
-        x = norm("layernorm", config.norm_eps, self.dtype, "norm")(x)
+        x = gelu_exact(Linear((config.d_model,), self.dtype, name="transform")(x))
+        x = norm("layernorm", config.norm_eps, self.dtype, "norm", self.hooks)(x)
         bias = self.param("bias", nn.initializers.zeros, (config.padded_vocab // self.hooks.shards,))
         logits = project_to_vocabulary(x, table, config.vocab, self.dtype, self.hooks)
         return logits + jnp.broadcast_to(bias, logits.shape)
@@ -284,7 +285,7 @@ class BERT:
         return self._normed(collected(parted, self.config.dropout, keys, 1, self.hooks, "mlp_out"), parted)
 
     def _normed(self, x: jax.Array, parted: Parted) -> jax.Array:
-        return apply(norm("layernorm", self.config.norm_eps, self.dtype, "norm"), parted.norm, x)
+        return apply(norm("layernorm", self.config.norm_eps, self.dtype, "norm", self.hooks), parted.norm, x)
 
     def encode(
         self,

@@ -81,7 +81,7 @@ class Attention(nn.Module):
         self, x: jax.Array, rotation: Rotation | None, context: Context, ordering_token: jax.Array | None
     ) -> Parted:
         x = checkpoint_name(x, "residual_in")
-        h = norm(self.config.norm, self.config.norm_eps, self.dtype, "attention_norm")(x)
+        h = norm(self.config.norm, self.config.norm_eps, self.dtype, "attention_norm", self.hooks)(x)
         std = residual_std(self.config)
         half = AttentionHalf(self.config, self.dtype, self.hooks, self.implementation, std, self.mix, name="attention")
         part, bias, tokens = half(h, x, rotation, context, ordering_token)
@@ -97,7 +97,7 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, tokens: jax.Array | None, ordering_token: jax.Array | None) -> Parted:
-        h = norm(self.config.norm, self.config.norm_eps, self.dtype, "mlp_norm")(x)
+        h = norm(self.config.norm, self.config.norm_eps, self.dtype, "mlp_norm", self.hooks)(x)
         part, bias = transformer_mlp(self.config, self.dtype, self.hooks, residual_std(self.config))(
             h, tokens, ordering_token
         )
@@ -114,7 +114,7 @@ class GPTHead(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, table: jax.Array | None) -> jax.Array:
         config = self.config
-        x = norm(config.norm, config.norm_eps, self.dtype, "norm")(x)
+        x = norm(config.norm, config.norm_eps, self.dtype, "norm", self.hooks)(x)
         if table is None:
             rows = config.padded_vocab // self.hooks.shards
             table = self.param("tokens", nn.initializers.normal(INIT_STD), (rows, config.d_model))

@@ -6,7 +6,6 @@ Weights, of any dtype, are cast to `dtype` where they are used.  Tensors that re
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -16,9 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jhpt.core.families.transformer import TransformerConfig
 from jhpt.core.layers import ACTIVATIONS, NORMS
+from jhpt.models.activations import gelu, gelu_exact, swiglu
 from jhpt.models.attention import Implementation, attention
 from jhpt.models.context import Context, document_positions
+from jhpt.models.heads import AttentionInputs
 from jhpt.models.hooks import Hooks
+from jhpt.models.norms import Norm
 from jhpt.models.products import PRODUCTS, Product, plain_product
 from jhpt.models.repeated import plus
 
@@ -60,17 +62,13 @@ Activation = Callable[[jax.Array], jax.Array]
 """hidden [..., F] -> [..., F]; of an activation of two matrices [..., 2, F] -> [..., F]."""
 
 
-def _swiglu(hidden: jax.Array) -> jax.Array:
-    return nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+_ACTIVATIONS: dict[str, Activation] = {"gelu": gelu, "gelu_exact": gelu_exact, "swiglu": swiglu}
 
+_CENTRED = {"layernorm": True, "rmsnorm": False}
+"""The norms of `jhpt.models.norms`."""
 
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": partial(nn.gelu, approximate=True),  # the tanh form, as in GPT-2
-    "gelu_exact": partial(nn.gelu, approximate=False),
-    "swiglu": _swiglu,
-}
-
-_NORMS: dict[str, Callable[..., nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
+_NORMS: dict[str, Callable[..., nn.Module]] = {}
+"""Registered ones."""
 
 
 def register_activation(name: str, function: Activation, *, matrices: int = 1) -> None:
@@ -94,15 +92,17 @@ def register_norm(name: str, module: Callable[..., nn.Module], *, parameters: in
     Raises:
       ValueError: the name is taken, or there is no parameter: the head may consist of its norm alone.
     """
-    if name in _NORMS:
+    if name in NORMS:
         raise ValueError(f"the norm {name!r} is registered twice; give one of them another name")
     if parameters < 1:
         raise ValueError(f"the norm {name!r} has no parameter; give it a scale")
     NORMS[name], _NORMS[name] = parameters, module
 
 
-def norm(kind: str, eps: float, dtype: Any, name: str) -> nn.Module:
-    """A registered norm over the last dimension; layernorm and rmsnorm have their statistics in float32."""
+def norm(kind: str, eps: float, dtype: Any, name: str, hooks: Hooks | None = None) -> nn.Module:
+    """A norm over the last dimension; layernorm and rmsnorm have their statistics in float32."""
+    if kind in _CENTRED:
+        return Norm(eps, dtype, _CENTRED[kind], hooks is not None and hooks.alone, name=name)
     return _NORMS[kind](epsilon=eps, dtype=dtype, use_fast_variance=False, name=name)
 
 
@@ -193,10 +193,10 @@ class AttentionHalf(nn.Module):
 
         x, settle = self.hooks.copy_before_choice(x)
         x = self.hooks.depend_on(x, ordering_token)
-        linear = Linear((kv_heads, group + 2, width), self.dtype, config.qkv_biased, product, name="qkv")
-        qkv = checkpoint_name(linear(x), "qkv")
-        q = qkv[..., :group, :].reshape(*x.shape[:2], heads, width)
-        k, v = qkv[..., group, :], qkv[..., group + 1, :]
+        features = kv_heads, group + 2, width
+        alone = self.hooks.alone
+        q, k, v = AttentionInputs(features, self.dtype, config.qkv_biased, INIT_STD, product, alone, name="qkv")(x)
+        q = q.reshape(*x.shape[:2], heads, width)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         tokens = self.hooks.important(q, k, context.lengths, residual)

@@ -19,6 +19,7 @@ The error of an operand's entry is at most max(u |x|, eta s) with u = 2^-4 and e
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +29,20 @@ from jhpt.core.catalogue import FLOAT8_CAPABILITY
 from jhpt.core.errors import InputError
 from jhpt.core.families.family import ModelConfig
 
-Product = Callable[[jax.Array, jax.Array], jax.Array]
+Function = Callable[[jax.Array, jax.Array], jax.Array]
 """(x[..., D_in], kernel[D_in, *features]), of one dtype -> [..., *features], of that dtype."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """x w, which autodiff can differentiate.  gradients: (x, w, error) -> its gradients, without x w itself."""
+
+    function: Function
+    gradients: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+    def __call__(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return self.function(x, kernel)
+
 
 OPERANDS, ERRORS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -54,13 +67,21 @@ def scaled(x: jax.Array, dtype: Any) -> Scaled:
     return Scaled(numbers, jnp.where(jnp.isfinite(largest), scale, jnp.nan))
 
 
-def plain_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x w."""
+def _plain(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.tensordot(x, kernel, axes=1)
 
 
+def _plain_gradients(x: jax.Array, kernel: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array]:
+    (down,) = jax.linear_transpose(lambda x: _plain(x, kernel), x)(error)
+    (gradient,) = jax.linear_transpose(lambda kernel: _plain(x, kernel), kernel)(error)
+    return down, gradient
+
+
+plain_product = Product(_plain, _plain_gradients)
+
+
 @jax.custom_vjp
-def product_in_8_bits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _in_8_bits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x w with 8-bit operands, in the backward pass too.
 
     One entry that is not finite makes the whole product NaN.  If the product of the two scales is below 2^-126, the
@@ -69,8 +90,12 @@ def product_in_8_bits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return _forward(x, kernel)[0]
 
 
+def _operands(x: jax.Array, kernel: jax.Array) -> tuple[Scaled, Scaled]:
+    return scaled(x, OPERANDS), scaled(kernel, OPERANDS)
+
+
 def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[Scaled, Scaled]]:
-    left, right = scaled(x, OPERANDS), scaled(kernel, OPERANDS)
+    left, right = _operands(x, kernel)
     return _contracted(left, right, [x.ndim - 1], [0], x.dtype, jax.lax.Precision.DEFAULT), (left, right)
 
 
@@ -86,7 +111,9 @@ def _backward(saved: tuple[Scaled, Scaled], gradient: jax.Array) -> tuple[jax.Ar
     )
 
 
-product_in_8_bits.defvjp(_forward, _backward)
+_in_8_bits.defvjp(_forward, _backward)
+
+product_in_8_bits = Product(_in_8_bits, lambda x, kernel, error: _backward(_operands(x, kernel), error))
 
 
 def _contracted(

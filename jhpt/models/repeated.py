@@ -43,9 +43,9 @@ def plus(x: jax.Array, y: jax.Array) -> jax.Array:
     return x + jnp.broadcast_to(y, x.shape)
 
 
-def _plus_backward(saved: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    dims = tuple(range(gradient.ndim - saved.ndim))
-    return gradient, jnp.sum(gradient, dims, jnp.float32).astype(saved.dtype)
+def summed_over_tokens(gradient: jax.Array, like: jax.Array) -> jax.Array:
+    """[..., *D] -> [*D], of the shape and dtype of `like`; the sum is float32."""
+    return jnp.sum(gradient, tuple(range(gradient.ndim - like.ndim)), jnp.float32).astype(like.dtype)
 
 
-plus.defvjp(lambda x, y: (plus(x, y), y), _plus_backward)
+plus.defvjp(lambda x, y: (plus(x, y), y), lambda y, gradient: (gradient, summed_over_tokens(gradient, y)))
