@@ -4,6 +4,7 @@ other work."""
 from typing import Any
 
 from jhpt.core.plan import Plan
+from jhpt.sharding.layer_loop import unrolled_on_gpu
 
 COLLECTIVES_AT_ONCE = 8
 """Collectives under way at a time.  XLA's default is one, but a layer that is fetched ahead or finished late needs
@@ -30,6 +31,13 @@ errors travel between the same devices: XLA sends both after the forward pass an
 pass (jax 0.11.2, compiled without a GPU), so that nothing runs beside them."""
 
 
+ALONE: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+"""Of a plan whose layers are unrolled.  Products are cuBLAS's, which adds biases; XLA's own are chosen by their time
+alone, and a bias is then added by another kernel.  And products of one input are not merged, because the result would
+be cut again into queries, keys and values.  1.3 % of a step of gpt2-124m on an H200 (docs/reports/gpu.md).  In a loop
+XLA would make some products twice, once into a stack of saved activations (jax 0.11.2, compiled without a GPU)."""
+
+
 def compiler_options(platform: str, plan: Plan) -> dict[str, Any]:
     """XLA's options for a training step on "gpu", also called "cuda", or "cpu".
 
@@ -48,6 +56,8 @@ def compiler_options(platform: str, plan: Plan) -> dict[str, Any]:
     options: dict[str, Any] = {name: limit for name, limit in limits.items() if limit}
     if copies:
         options["xla_gpu_enable_command_buffer"] = NO_GRAPHS
+    if unrolled_on_gpu(plan):
+        options |= ALONE
     if len(plan.stages) == 2 and plan.chunks > 1:
         options["xla_gpu_collective_permute_combine_threshold_bytes"] = COMBINED_BYTES
     return options

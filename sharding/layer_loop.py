@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jhpt.core.plan import Plan
 from jhpt.sharding import stacks
 from jhpt.sharding.layer_vjp import Saved, SplitLayer, split_layer
 from jhpt.sharding.model_parts import Recompute
@@ -38,6 +39,22 @@ collectives or None) -> as it is stored.
 With compressed gradients the second argument and the result are pairs of a gradient and the layer's residuals."""
 
 T = TypeVar("T")
+
+MOST_UNROLLED = 50
+"""Layers that are unrolled on a GPU at most, embedding and head included.  Compile time grows with them: for gpt2-1.5b,
+with 50, from 8 to 59 s on two cores (without autotuning)."""
+
+
+def unrolled_on_gpu(plan: Plan) -> bool:
+    """Whether the layers stand in a GPU's program instead of in a loop.
+
+    A loop copies saved activations in and out of stacks: 6 % of a step of gpt2-124m on an H200 (docs/reports/gpu.md).
+    But communication and copies to the host hide behind a loop, and the gradients of a loop take less memory.  So it is
+    unrolled where one device runs the plan, keeps everything, and recomputes no block for lack of memory.
+    """
+    layers = sum(placed.run.layers for placed in plan.placed)
+    return plan.devices == 1 and plan.offload is None and not plan.recompute and layers <= MOST_UNROLLED
+
 
 BackwardCarry = tuple[Activation, tuple[Params, ...], Tree | None, Tree]
 """(error, parameters that are ready, gradient that is not finished yet, finished gradients)."""

@@ -61,7 +61,7 @@ def class_execution(network: Network, layout: Layout) -> Execution:
     assert not layout.plan.sequence, "no sequence to cut"
     device_mesh, plan = layout.device_mesh, layout.plan
     assert plan.saved is None, "named tensors are those of model families"
-    policy = layer_policy(plan, stacked=layout.stages > 1, names=NAMED_TENSORS)
+    policy = layer_policy(plan, few=layout.stages > 1, loop=layout.stages > 1, names=NAMED_TENSORS)
 
     def parts_at(degree: int) -> ModelParts:
         axes = device_mesh.axes(degree).tensor

@@ -29,6 +29,7 @@ from jhpt.models.family import Model, build
 from jhpt.models.hooks import Hooks
 from jhpt.models.layers import CHOICE
 from jhpt.models.products import check_products
+from jhpt.sharding.layer_loop import unrolled_on_gpu
 from jhpt.sharding.layout import Layout
 from jhpt.sharding.mesh import make_device_mesh
 from jhpt.sharding.model_parts import ModelParts, Recompute
@@ -295,10 +296,13 @@ def execution(
     """The configured model, laid out and ready to be traced.  kernels: those of communication compression."""
     device_mesh = layout.device_mesh
     check_sequence(config, layout.plan)
-    stacked = layout.stages > 1 or not unrolled(config, on_gpu=_on_gpu(layout))
+    unroll = unrolled(config, layout.plan, on_gpu=_on_gpu(layout))
+    loop = layout.stages > 1 or not unroll
     sums, flash = not config.model.post_norm, model.implementation == "cudnn"
     recompute, less = (
-        layer_policy(plan, stacked=stacked, flash=flash, sums=sums, names=config.model.named_tensors)
+        layer_policy(
+            plan, few=loop or _on_gpu(layout), loop=loop, flash=flash, sums=sums, names=config.model.named_tensors
+        )
         for plan in (layout.plan.of_first_blocks, layout.plan.of_other_blocks)
     )
 
@@ -309,7 +313,7 @@ def execution(
             hooked = replace(model, hooks=hooks)
             return make_parts(hooked, config.data, tokenizer, config.optimizer.z_loss, train=train)
 
-        parts = cut(tensor_hooks(axes, degree))
+        parts = cut(replace(tensor_hooks(axes, degree), alone=unroll and _on_gpu(layout)))
         if layout.plan.compression.on and degree > 1:
             compression, causal = layout.plan.compression, config.model.causal
             hooks = compressed_hooks(axes, degree, compression, causal=causal, implementation=kernels)
@@ -324,7 +328,7 @@ def execution(
         parts={degree: parts_at(degree) for degree in device_mesh.degrees},
         dtype=model.dtype,
         tied=config.model.tied_table,
-        unroll=unrolled(config, on_gpu=_on_gpu(layout)),
+        unroll=unroll,
         overlap=_on_gpu(layout) and config.model.alike,
         recompute=recompute if train else everything,
         recompute_less=less if train else everything,
@@ -350,40 +354,49 @@ def compute_dtype(config: Config, device: DeviceInfo) -> jnp.dtype:
 
 
 MOST_UNROLLED_LAYERS = 8
-"""With more layers the layer loop is not unrolled, because compile time grows with unrolled layers."""
+"""With more layers the layer loop is not unrolled on CPUs, because compile time grows with unrolled layers."""
 
 
-def unrolled(config: Config, *, on_gpu: bool) -> bool:
+def unrolled(config: Config, plan: Plan, *, on_gpu: bool) -> bool:
     """Whether the loop over blocks is unrolled.
 
     On CPU a loop copies every layer's residuals in and out of stacked buffers, a quarter of a gpt-tiny step
-    (docs/reports/cpu-performance.md), so a few layers are unrolled.  Blocks that differ are in no loop.
+    (docs/reports/cpu-performance.md), so a few layers are unrolled.  On GPUs `unrolled_on_gpu` decides.  Blocks that
+    differ are in no loop.
     """
-    return not config.model.alike or (not on_gpu and config.model.num_layers <= MOST_UNROLLED_LAYERS)
+    if not config.model.alike:
+        return True
+    return unrolled_on_gpu(plan) if on_gpu else config.model.num_layers <= MOST_UNROLLED_LAYERS
 
 
 def layer_policy(
-    plan: Plan, *, stacked: bool, flash: bool = False, sums: bool = False, names: Sequence[str] = NAMED_TENSORS
+    plan: Plan,
+    *,
+    few: bool,
+    loop: bool,
+    flash: bool = False,
+    sums: bool = False,
+    names: Sequence[str] = NAMED_TENSORS,
 ) -> Recompute:
     """The activations that the plan saves for the backward pass of a block.
 
-    Without recomputation these are all.  If activations are `stacked`, by layer in a loop or by micro-batch in a
-    pipeline, they are the tensors of all `names` instead: a stack is written to and read from memory, and all
-    activations would be four times as many bytes.  flash: attention is cuDNN's.
+    Without recomputation these are all, or with `few` the tensors of all `names`.  All activations are four times as
+    many bytes, which a stack also writes to memory and reads again: by layer in a loop, or by micro-batch in a
+    pipeline.  loop: such a stack is there.  flash: attention is cuDNN's.
 
     With sample chunks, the input of a block comes in parts (`sharding.sample_chunks`), which are half as many bytes
     again with two chunks.  sums: the input is just the sum of the parts, which is saved instead.  In BERT it is the
     norm of the sum, whose derivative needs the parts.
     """
-    few: tuple[str, ...] = CHOICE, ORDERING_TOKEN
+    always: tuple[str, ...] = CHOICE, ORDERING_TOKEN
     if not plan.recompute:
-        return save_named((*names, *few), flash=flash) if stacked else everything
+        return save_named((*names, *always), flash=flash, loop=loop) if few else everything
     saved = plan.saved or SavedTensors()
     if sums and plan.sample_chunks != (1,) and BLOCK_INPUT not in saved.host:
-        few = BLOCK_INPUT, *few
+        always = BLOCK_INPUT, *always
     elif plan.saved is None:
         return save_nothing
-    return save_named((*saved.device, *few), saved.host, flash=flash, loop=stacked)
+    return save_named((*saved.device, *always), saved.host, flash=flash, loop=loop)
 
 
 def _windows(config: Config, tokenizer: Tokenizer, tokens: TokenStream, name: str) -> Sequences:

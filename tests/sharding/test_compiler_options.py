@@ -1,9 +1,9 @@
-"""How many collectives may be on their way at once."""
+"""How many collectives may be on their way at once, and whose kernels products are."""
 
 import pytest
 
 from jhpt.core.plan import Offload, SavedTensors
-from jhpt.sharding.compiler_options import COLLECTIVES_AT_ONCE, ROWS_AT_ONCE, TENSORS_AT_ONCE, compiler_options
+from jhpt.sharding.compiler_options import ALONE, COLLECTIVES_AT_ONCE, ROWS_AT_ONCE, TENSORS_AT_ONCE, compiler_options
 from tests.sharding.plans import mixed, piped
 
 SEVERAL = {"xla_gpu_experimental_parallel_collective_overlap_limit": COLLECTIVES_AT_ONCE}
@@ -43,6 +43,20 @@ def test_two_transfers_of_a_ring_of_two_stages_stay_two():
     assert compiler_options("gpu", ring) == SEVERAL | {"xla_gpu_collective_permute_combine_threshold_bytes": 0}
     for plan in (piped([3, 2], 2), piped([2, 1] * 3, 3, schedule="interleaved", micro_batches=3)):
         assert compiler_options("gpu", plan) == SEVERAL
+
+
+def test_products_of_a_single_device_are_cublas():
+    """Except where its blocks are in a loop."""
+    plan = piped([5], 1)
+    assert compiler_options("gpu", plan).items() >= ALONE.items()
+    for one in (
+        plan.model_copy(update={"recompute": True}),
+        plan.model_copy(update={"offload": Offload()}),
+        piped([51], 1),
+        piped([5], 1, data=2),
+        piped([3, 2], 2),
+    ):
+        assert not compiler_options("gpu", one).keys() & ALONE.keys()
 
 
 def test_a_cpu_is_told_nothing():

@@ -125,7 +125,7 @@ def test_inputs_in_chunks_are_kept_once(name, host):
     for which both parts stay on the device.  The planner counts on that."""
     config = load_config("gpt-tiny", {"parallel.tensor": 2, "parallel.sample_chunks": 2, "memory.recompute": "full"})
     plan = plan_by_hand(config, 2).model_copy(update={"saved": SavedTensors(host=host) if host else None})
-    policy = layer_policy(plan, stacked=True, sums=name != "bert")
+    policy = layer_policy(plan, few=True, loop=True, sums=name != "bert")
     model = build(MODELS[name], dtype=jnp.float32)
     halves = make_parts(model, DataConfig(), ByteTokenizer(), 0.0, train=True).halves
     chunked, (x, at) = ChunkedSamples(halves=halves, chunks=2, in_turn=True), inputs()

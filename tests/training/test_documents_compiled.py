@@ -16,6 +16,7 @@ from tests.covers import quick_and_exhaustive
 pytestmark = pytest.mark.deviceless
 
 LENGTH, ROWS = 256, 8
+"""Positions; sequences of a device.  On a single device blocks are in no loop."""
 SMALL = {
     "model.num_layers": 3,
     "model.d_model": 128,
@@ -24,17 +25,18 @@ SMALL = {
     "model.vocab_size": 512,
     "model.max_length": LENGTH,
     "data.sequence_length": LENGTH,
-    "data.batch_size": ROWS,
+    "data.batch_size": 2 * ROWS,
+    "parallel.data": 2,
     "data.tokenizer": "bytes",
     "parallel.micro_batches": 1,
 }
 
 
 def program(preset, packing):
-    cluster = find_cluster("h100x1x1")
+    cluster = find_cluster("h100x2x1")
     config = load_config(preset, SMALL | {"data.packing": packing})
     where = compile_only_devices(cluster), compile_only_info(cluster)
-    designed = design_step(config, plan_by_hand(config, 1), fitting_tokenizer(config), *where)
+    designed = design_step(config, plan_by_hand(config, 2), fitting_tokenizer(config), *where)
     assert designed.attention.implementation == "cudnn"
     return compiled_for(lower_step(designed), compiler_options("gpu", designed.plan))
 

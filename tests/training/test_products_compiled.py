@@ -28,9 +28,9 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 """Where there is a GPU the compiler times both; without one it takes Triton's kernels unless told not to."""
 
 CASES = {
-    "gpt": ("gpt2-124m", 1, {}),
-    "gated": ("llama-8b", 1, {"model.d_model": 512, "model.num_heads": 4, "model.num_kv_heads": 2}),
-    "bert": ("bert-base", 1, {}),
+    "gpt": ("gpt2-124m", 2, {"parallel.data": 2}),
+    "gated": ("llama-8b", 2, {"parallel.data": 2, "model.d_model": 512, "model.num_heads": 4, "model.num_kv_heads": 2}),
+    "bert": ("bert-base", 2, {"parallel.data": 2}),
     "sequence": ("gpt2-124m", 2, {"parallel.tensor": 2, "parallel.sequence": True}),
     "offloaded": ("gpt2-124m", 1, {"memory.offload": "both", "memory.recompute": "full"}),
 }
