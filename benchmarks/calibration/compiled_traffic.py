@@ -2,13 +2,13 @@
 
     python benchmarks/calibration/compiled_traffic.py       # needs the extra deviceless; about ten minutes on two cores
 
-Models of three and of six blocks are compiled for an H100 that need not be there; the difference is that of three
-blocks.  With U bytes of the update, n random numbers and the least traffic E of `jhpt.core.families`:
+Models of three and of six blocks are compiled for H100s that need not be there; the difference is that of three blocks.
+With U bytes of the update, n random numbers and the least traffic E of `jhpt.core.families`:
 
     traffic = (bytes of a block - U - 8 n) / E
 
-The median of those with less than 4 is `jhpt.core.calibration.XLA_TRAFFIC`: where a block has many parameters and few
-tokens, copies of weights and gradients dominate, which are no element-wise work on activations.
+Compiled for one device, blocks stand one after the other in the program, and the median is
+`jhpt.core.calibration.UNROLLED_TRAFFIC`.  Compiled for two data-parallel devices, they are in a loop: `LOOP_TRAFFIC`.
 """
 
 import statistics
@@ -37,38 +37,36 @@ CASES: tuple[tuple[str, int, float], ...] = (
 )
 """(preset, samples, dropout)."""
 
-MOSTLY_WEIGHTS = 4.0
-
 SHALLOW, DEEP = 3, 6
 
 MEMORY = 7e11
 """Bytes of the device, so that the compiler recomputes nothing."""
 
 
-def roomy() -> Cluster:
-    """One H100 with more memory than there is."""
-    cluster = cluster_named("h100x1x1")
+def roomy(devices: int) -> Cluster:
+    """H100s with more memory than there is."""
+    cluster = cluster_named(f"h100x{devices}x1")
     node = cluster.nodes[0]
     device = node.device.model_copy(update={"memory": MEMORY})
     return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
 
 
-def config_of(preset: str, batch: int, dropout: float, layers: int) -> Config:
-    """The preset with so many blocks, all activations saved."""
-    changes = {"data.batch_size": batch, "model.num_layers": layers, "model.dropout": dropout}
-    return load_config(preset, {**changes, "memory.recompute": "none"})
+def config_of(preset: str, batch: int, dropout: float, layers: int, devices: int) -> Config:
+    """The preset with so many blocks, all activations saved.  batch: of a device."""
+    changes = {"data.batch_size": batch * devices, "model.num_layers": layers, "model.dropout": dropout}
+    return load_config(preset, {**changes, "memory.recompute": "none", "parallel.data": devices})
 
 
 def moved(config: Config, cluster: Cluster) -> float:
-    """Bytes that a step moves outside of products."""
-    compiled, sizes = compile_for(config, plan_by_hand(config, 1), cluster)
+    """Bytes that a step of a device moves outside of products."""
+    compiled, sizes = compile_for(config, plan_by_hand(config, cluster.num_devices), cluster)
     return ElementWise(read(text_of(compiled)), sizes, Clock(cluster), 0).whole().moved
 
 
-def traffic(preset: str, batch: int, dropout: float) -> float:
+def traffic(preset: str, batch: int, dropout: float, devices: int) -> float:
     """Bytes of a block relative to the least possible."""
-    cluster = roomy()
-    shallow, deep = (config_of(preset, batch, dropout, layers) for layers in (SHALLOW, DEEP))
+    cluster = roomy(devices)
+    shallow, deep = (config_of(preset, batch, dropout, layers, devices) for layers in (SHALLOW, DEEP))
     block = (moved(deep, cluster) - moved(shallow, cluster)) / (DEEP - SHALLOW)
     sizes = sizes_of(deep, cluster.nodes[0].device, "bfloat16")
     assert isinstance(deep.model, TextConfig)
@@ -81,11 +79,12 @@ def traffic(preset: str, batch: int, dropout: float) -> float:
 
 def main() -> None:
     """Compiles and prints."""
-    found = []
-    for preset, batch, dropout in CASES:
-        found.append(traffic(preset, batch, dropout))
-        print(f"{preset:<12} batch {batch:>3}, dropout {dropout}: {found[-1]:.2f}", flush=True)
-    print(f"median of those below {MOSTLY_WEIGHTS:g}: {statistics.median(x for x in found if x < MOSTLY_WEIGHTS):.2f}")
+    for devices, blocks in ((1, "one after the other"), (2, "in a loop")):
+        found = []
+        for preset, batch, dropout in CASES:
+            found.append(traffic(preset, batch, dropout, devices))
+            print(f"{preset:<12} batch {batch:>3}, dropout {dropout}: {found[-1]:.2f}", flush=True)
+        print(f"blocks {blocks}: median {statistics.median(found):.2f}")
 
 
 if __name__ == "__main__":

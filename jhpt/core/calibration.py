@@ -43,11 +43,11 @@ LAUNCH = 2e-5
 DRAW_BYTES = 8.0
 """Bytes moved for a random number in programs of XLA, which writes its 32 random bits to memory and reads them."""
 
-XLA_TRAFFIC = 2.45
-"""Bytes that XLA's element-wise kernels move, relative to the least possible, in steps of jhpt compiled for an H100:
-the median of five (2.13, 2.23, 2.45, 2.70, 2.74).  A sixth, gpt-6.7b with 8,192 tokens, has 4.8: there copies of
-stacked weights and gradients, which do not grow with the tokens, weigh most
-(`benchmarks/calibration/compiled_traffic.py`)."""
+LOOP_TRAFFIC, UNROLLED_TRAFFIC = 2.16, 0.97
+"""Bytes that element-wise kernels move, relative to the least possible, in steps of jhpt compiled for H100s: with the
+blocks in a loop, and one after the other, as on a single device (`jhpt.sharding.layer_loop`).  The medians of six: 1.70
+to 3.65, and 0.76 to 1.10 (`benchmarks/calibration/compiled_traffic.py`).  A loop copies activations, weights and
+gradients in and out of stacks; with few tokens, copies of weights weigh most."""
 
 ACCUMULATION = 10.0
 """Bytes per parameter: a 16-bit gradient is read, the float32 sum read and written."""
@@ -121,8 +121,8 @@ def order_error() -> float:
 
 
 @functools.cache
-def ours() -> Framework:
-    """jhpt's own program.
+def ours(*, alone: bool = False) -> Framework:
+    """jhpt's own program.  alone: on a single device.
 
     The traffic of its element-wise kernels is that of compiled steps.  XLA schedules its communication over data ranks
     beside products (docs/reports/gpu-compile.md), where it slows them down as it does elsewhere; of all-reduces over
@@ -131,7 +131,7 @@ def ours() -> Framework:
     """
     return Framework(
         name="jhpt",
-        traffic=XLA_TRAFFIC,
+        traffic=UNROLLED_TRAFFIC if alone else LOOP_TRAFFIC,
         draw_bytes=DRAW_BYTES,
         keeps_scores=False,
         accumulation=ACCUMULATION,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_args
 
 from jhpt.core.amounts import parse_bytes
+from jhpt.core.calibration import ours
 from jhpt.core.catalogue import FLOAT8_CAPABILITY, capability_by_driver
 from jhpt.core.cluster import HOST_SHARE, Cluster, Device, Node
 from jhpt.core.cluster_file import find_cluster
@@ -275,7 +276,7 @@ def resolve_profiles(
             return network_profile(network, device, dtype)
         assert config is not None
         local = local_profile(config, device.name) if measured else None
-        return local or analytic_profile(config, device, dtype)
+        return local or analytic_profile(config, device, dtype, ours(alone=cluster.num_devices == 1))
 
     for device in devices:
         check_dtype(device, dtype)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jhpt.core.amounts import gib
+from jhpt.core.calibration import ours
 from jhpt.core.catalogue import cluster_named, kind_by_driver
 from jhpt.core.cluster import Device
 from jhpt.core.config import Config, MemoryConfig, ParallelConfig
@@ -122,7 +123,8 @@ def _fitted(plan: Plan, config: Config, kind: str, limit: float, places: Hosts) 
         named = cluster_named(f"{kind}x{-(-plan.devices // nodes)}x{nodes}")
         cluster = capped(named, limit, host_budget(config.memory) / places.nodes_here)
         device = cluster.nodes[0].device
-        profile = analytic_profile(config, device, dtype_of(config.model.dtype, device))
+        alone = cluster.num_devices == 1
+        profile = analytic_profile(config, device, dtype_of(config.model.dtype, device), ours(alone=alone))
         return fitted(plan, CostModel(profile, cluster, plan.gradient_compression), config)
     except InputError:  # the planner does not know this hardware; the compiler will say whether the plan fits
         return plan

@@ -1,7 +1,8 @@
-"""What a user names, as a task: clusters of several kinds of devices."""
+"""What a user names, as a task: clusters of one device and of several kinds."""
 
 import pytest
 
+from jhpt.core.calibration import ours
 from jhpt.core.catalogue import cluster_named, device_named
 from jhpt.core.cluster import Cluster
 from jhpt.core.errors import InputError
@@ -39,6 +40,13 @@ def test_every_kind_has_its_own_roofline():
         tree = to_json(answer)["model"]
         assert [other["device"] for other in tree["other_profiles"]] == ["Tesla V100-SXM2-32GB"]
         assert tree["approximations"] == []
+
+
+def test_blocks_of_a_single_device_are_in_no_loop():
+    """Whose kernels move more bytes; so its passes are predicted to be shorter."""
+    one, two = (prepare("gpt2-124m", cluster=f"h100x{devices}x1", batch=8).profile for devices in (1, 2))
+    assert (one.framework, two.framework) == (ours(alone=True), ours())
+    assert one.kinds["block"].seconds(8, 1) < two.kinds["block"].seconds(8, 1)
 
 
 def test_a_given_profile_holds_for_its_own_device():
