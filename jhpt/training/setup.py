@@ -313,7 +313,8 @@ def execution(
             hooked = replace(model, hooks=hooks)
             return make_parts(hooked, config.data, tokenizer, config.optimizer.z_loss, train=train)
 
-        parts = cut(replace(tensor_hooks(axes, degree), alone=unroll and _on_gpu(layout)))
+        alone = _on_gpu(layout) and unrolled_on_gpu(layout.plan)
+        parts = cut(replace(tensor_hooks(axes, degree), alone=alone))
         if layout.plan.compression.on and degree > 1:
             compression, causal = layout.plan.compression, config.model.causal
             hooks = compressed_hooks(axes, degree, compression, causal=causal, implementation=kernels)
