@@ -23,6 +23,7 @@ the computation of k + 1 layers.  An iteration is then such a group.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -47,6 +48,9 @@ Index = int | jax.Array
 
 C = TypeVar("C")
 T = TypeVar("T")
+
+Pass = tuple[C, tuple[Rows, ...], Rows, HostRows]
+"""(carry, rows that are ready for the next iterations, rows that the next iteration writes, arrays on the host)."""
 
 WEIGHTS, GRADIENT = "weights", "gradient"
 """Names of rows that every step uses; an optimizer adds the names of its state."""
@@ -105,7 +109,10 @@ class Transfers:
         return [name for name in self.writes if name in (*self.reads, *self.late_reads)]
 
     def layer(self, offloaded: HostRows, step: Index) -> jax.Array:
-        """The layer of an iteration; outside the pass, the first or the last one."""
+        """The layer of an iteration.
+
+        Clipping changes no number, but without it XLA starts fetches behind the products (jax 0.11.2).
+        """
         count = len(next(iter(offloaded.values())))
         at = jnp.clip(jnp.asarray(step, jnp.int32), 0, count - 1)
         return count - 1 - at if self.reverse else at
@@ -127,25 +134,22 @@ class Transfers:
 
         return {**offloaded, **{name: put(name) for name in self.writes}}
 
-    def before_first(self, offloaded: HostRows) -> Rows:
-        """The rows that the first iteration writes with `write_late`, before anything has been computed.
-
-        They are the rows as they are; or zeros, if nothing reads them before the second iteration has written them.
-        """
-        first = self.fetched(offloaded, 0, self.read_and_written)
-        zeros = lambda name: jnp.zeros(offloaded[name].shape[1:], offloaded[name].dtype)  # noqa: E731
-        return {name: first[name] if name in first else zeros(name) for name in self.writes}
-
 
 def over_layers(offloaded: Mapping[str, jax.Array], layer: Layer, carry: C, transfers: Transfers) -> tuple[C, HostRows]:
-    """One pass over all layers: (carry, arrays on the host) after it."""
-    prefetch, reads = transfers.prefetch, transfers.reads
+    """One pass over all layers: (carry, arrays on the host) after it.
 
-    def iteration(
-        step: jax.Array, state: tuple[C, tuple[Rows, ...], Rows, HostRows]
-    ) -> tuple[C, tuple[Rows, ...], Rows, HostRows]:
+    XLA copies a row by a memcpy, which leaves a GPU's processors to others, only if its number is an affine function of
+    the loop's iteration (jax 0.11.2).  So an iteration that has nothing to write is not in the loop, and those with
+    nothing to fetch are in another.
+    """
+    prefetch, reads = transfers.prefetch, transfers.reads
+    host = dict(offloaded)
+    count = len(next(iter(host.values())))
+
+    def iteration(step: Index, state: Pass[C], *, fetches: bool = prefetch > 0, late: bool = True) -> Pass[C]:
+        """fetches: rows for a later iteration.  late: rows of the iteration before are written."""
         carry, ready, before, host = state
-        if transfers.write_late:
+        if late and transfers.write_late:
             host = transfers.written(host, step - 1, before)
         if prefetch == 0:
             ready = (transfers.fetched(host, step, reads),)
@@ -157,20 +161,27 @@ def over_layers(offloaded: Mapping[str, jax.Array], layer: Layer, carry: C, tran
             changed, carry = jax.lax.optimization_barrier((changed, carry))
             host = host | changed
         if prefetch:
-            ready = (*ready, transfers.fetched(host, step + prefetch, reads))
+            ready = (*ready, transfers.fetched(host, step + prefetch, reads) if fetches else ready[0])
         number, late_rows = transfers.layer(host, step), transfers.fetched(host, step, transfers.late_reads)
         carry, now = layer.second(number, between, carry, late_rows)
-        if layer.ordered and prefetch:
+        if layer.ordered and fetches:
             carry, ready = _fetched_beside(carry, ready, reads[0])
         return carry, ready[1:], now, host
 
-    host = dict(offloaded)
-    count = len(next(iter(host.values())))
-    ready = tuple(transfers.fetched(host, step, reads) for step in range(prefetch))
-    before = transfers.before_first(host) if transfers.write_late else {}
-    # XLA removes a loop that it knows to have one iteration, and would then compile, and round, its layer differently.
-    stop = count if count > 1 else jax.lax.optimization_barrier(jnp.int32(count))
-    carry, _, done, host = jax.lax.fori_loop(0, stop, iteration, (carry, ready, before, host))
+    ready = tuple(transfers.fetched(host, step, reads) for step in range(min(prefetch, count)))
+    state: Pass[C] = carry, ready, {}, host
+    start = 1 if transfers.write_late else 0
+    if start:
+        state = iteration(0, state, fetches=0 < prefetch < count, late=False)
+    stop = max(start, count - prefetch)
+    if start < stop:
+        state = jax.lax.fori_loop(start, stop, iteration, state)
+    if stop < count:
+        # Of a number of iterations that XLA does not know.  It would take a loop of one apart, and then hold what the
+        # next pass fetches while the last layer of this one is computed.
+        last = jax.lax.optimization_barrier(jnp.int32(count))
+        state = jax.lax.fori_loop(stop, last, partial(iteration, fetches=False), state)
+    carry, _, done, host = state
     return carry, transfers.written(host, count - 1, done) if transfers.write_late else host
 
 

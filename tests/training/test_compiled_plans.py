@@ -129,19 +129,22 @@ def test_no_kernel_fills_stacks():
 
 
 def test_blocks_of_a_single_device_are_in_no_loop():
-    """No activation is copied in or out of a stack: kernels move less than 0.7 of a loop's bytes, in no more memory."""
-    moved, memory = {}, {}
+    """No activation is copied in or out of a stack: kernels move less than 0.7 of a loop's bytes, in no more memory.
+    It is less than predicted, because gradients take the place of activations."""
+    moved, memory, planned = [], [], []
     for devices in (1, 2):
         changes = {"model.num_layers": 4, "model.vocab_size": 512, "data.tokenizer": "bytes"}
         changes |= {"data.batch_size": 8 * devices, "parallel.data": devices}
         config, cluster = load_config("gpt2-124m", changes), find_cluster(f"h100x{devices}x1")
-        compiled, sizes = compile_for(config, plan_by_hand(config, devices), cluster)
+        plan = plan_by_hand(config, devices)
+        compiled, sizes = compile_for(config, plan, cluster)
         text = text_of(compiled)
         assert ("bf16[4,8,1024," in text) == (devices == 2)
-        moved[devices] = ElementWise(read(text), sizes, Clock(cluster), 0).whole().moved
-        memory[devices] = compiled.memory_analysis().temp_size_in_bytes
-    assert moved[1] < 0.7 * moved[2]
-    assert memory[1] <= memory[2]
+        moved.append(ElementWise(read(text), sizes, Clock(cluster), 0).whole().moved)
+        memory.append(compiled.memory_analysis().temp_size_in_bytes)
+        planned.append(temporaries(plan, analytic_profile(config, cluster.nodes[0].device), cluster))
+    assert moved[0] < 0.7 * moved[1]
+    assert memory[0] < memory[1] and memory[0] < planned[0]
 
 
 def _fills(fused: Computation) -> bool:
@@ -407,7 +410,7 @@ TEMPORARIES = {
         (NOTHING,),
     ),
     "ZeRO-3, little of it": ("gpt2-1.5b", 24, 4, 16, {"data": 4, "zero": 3}, (NOTHING,)),
-    "ZeRO-3 over one rank": ("gpt2-1.5b", 12, 1, 8, {"zero": 3}, (NOTHING, EVERYTHING)),
+    "ZeRO-3 over one rank": ("gpt2-1.5b", 12, 1, 8, {"zero": 3}, (NOTHING,)),
     "2 small micro-batches": ("gpt2-1.5b", 12, 1, 8, {"micro_batches": 2}, (NOTHING,)),
     "2 micro-batches": ("gpt2-1.5b", 12, 1, 16, {"micro_batches": 2}, (NOTHING,)),
     "4 micro-batches": ("gpt2-1.5b", 12, 1, 32, {"micro_batches": 4}, (NOTHING,)),

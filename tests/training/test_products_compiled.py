@@ -54,10 +54,12 @@ def products(designed, **options):
 
 @pytest.mark.parametrize("name", quick_and_exhaustive(CASES, ["gated", "offloaded"]))
 def test_products_and_gradients_of_blocks_are_in_8_bits(name):
-    """In the loop over blocks; what is computed again for a backward pass comes on top."""
+    """In the loop over blocks; what is computed again for a backward pass comes on top.  Offloaded, the last block of a
+    pass is in another loop."""
     counts = products(design("h100x8x1", *CASES[name]))
-    assert counts["f8e4m3fn x f8e4m3fn"] == (7 if name == "offloaded" else 4)
-    assert counts["f8e5m2 x f8e4m3fn"] == counts["f8e4m3fn x f8e5m2"] == 4
+    loops, again = (2, 3) if name == "offloaded" else (1, 0)
+    assert counts["f8e4m3fn x f8e4m3fn"] == loops * (4 + again)
+    assert counts["f8e5m2 x f8e4m3fn"] == counts["f8e4m3fn x f8e5m2"] == loops * 4
     assert set(counts) == {"f8e4m3fn x f8e4m3fn", "f8e5m2 x f8e4m3fn", "f8e4m3fn x f8e5m2", "bf16 x bf16"}
 
 

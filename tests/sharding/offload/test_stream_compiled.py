@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jhpt.compiled.deviceless import OnHost, compile_only_devices, compiled_for, shape_on_host
+from jhpt.compiled.hlo import read
 from jhpt.core.cluster_file import find_cluster
 from jhpt.sharding.compiler_options import ROWS_AT_ONCE
 from jhpt.sharding.offload.buckets import bucket_of
@@ -113,11 +114,37 @@ def beside(loop, copy):
 def test_copies_run_beside_products(ranks):
     """Forward, where an update reads and writes the same rows and products are few, fetches; backward both ways."""
     text = program(8, ranks, 1, 0).as_text()
-    loops = [part for part in re.split(r"\n(?=%|ENTRY)", text) if "dynamic-slice-start" in part and "gemm" in part]
+    parts = [part for part in re.split(r"\n(?=%|ENTRY)", text) if not part.startswith("ENTRY")]
+    loops = [part for part in parts if "dynamic-slice-start" in part and "gemm" in part]
     forward, backward = sorted(loops, key=lambda loop: loop.count("gemm"))
     assert beside(forward, "dynamic-slice")
     assert beside(backward, "dynamic-slice") and beside(backward, "dynamic-update-slice")
     assert not any(re.search(r"S\(5\)} copy\(", loop) for loop in loops), "the host's arrays are changed in place"
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "ahead", "resident"),
+    quick_and_exhaustive([(8, 1, 1, 0), (8, 1, 2, 0), (8, 4, 1, 0), (24, 4, 1, 2)], [(8, 1, 1, 0), (24, 4, 1, 2)]),
+)
+def test_rows_are_copied_by_memcpys(layers, ranks, ahead, resident):
+    """XLA has found where each row begins, without which a kernel copies it.
+
+    That is in the loops over all layers but a few, whose number of iterations it knows.
+    """
+    module = read(program(layers, ranks, ahead, resident).as_text())
+    every = [one for computation in module.computations.values() for one in computation]
+    loops = [one for one in every if one.opcode == "while" and "known_trip_count" in one.config]
+    inside = [one for loop in loops for one in module[loop.called("body")]]
+    fused = [module[one.called("calls")] for one in inside if one.opcode in ("fusion", "fusion-start")]
+    copies = [
+        one
+        for computation in fused
+        if any("S(5)" in computation[name].shape for name in computation.parameters)
+        for one in computation
+        if one.opcode in ("dynamic-slice", "dynamic-update-slice")
+    ]
+    assert len(copies) == 7, "forward three rows there and two back; backward one there and one back"
+    assert all("dynamic_slice_config" in one.config for one in copies)
 
 
 @pytest.mark.parametrize("ranks", quick_and_exhaustive([1, 4], [4]))
