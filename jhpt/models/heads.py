@@ -51,12 +51,9 @@ def projected(product: Product, x: jax.Array, kernel: jax.Array, bias: jax.Array
     """(q, k, v) of x[..., D], kernel[D, K, G + 2, E] and bias[K, G + 2, E]."""
     # Matrices and vectors: cuBLAS then adds the bias, and without the broadcast that XLA would write to memory.
     parts = [product(x, part.reshape(len(kernel), -1)) for part in _cut(kernel)]
-    parts = (
-        parts
-        if bias is None
-        else [part + jnp.broadcast_to(each.ravel(), part.shape) for part, each in zip(parts, _cut(bias), strict=True)]
-    )
-    q, k, v = (part.reshape(*x.shape[:-1], *each.shape[1:]) for part, each in zip(parts, _cut(kernel), strict=True))
+    if bias is not None:
+        parts = [y + jnp.broadcast_to(part.ravel(), y.shape) for y, part in zip(parts, _cut(bias), strict=True)]
+    q, k, v = (y.reshape(*x.shape[:-1], *part.shape[1:]) for y, part in zip(parts, _cut(kernel), strict=True))
     return q, k, v
 
 
