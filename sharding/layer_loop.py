@@ -49,11 +49,13 @@ def unrolled_on_gpu(plan: Plan) -> bool:
     """Whether the layers stand in a GPU's program instead of in a loop.
 
     A loop copies saved activations in and out of stacks: 6 % of a step of gpt2-124m on an H200 (docs/reports/gpu.md).
-    But communication and copies to the host hide behind a loop, and the gradients of a loop take less memory.  So it is
-    unrolled where one device runs the plan, keeps everything, and recomputes no block for lack of memory.
+    But communication and copies to the host hide behind a loop, and the gradients of a loop take less memory: those of
+    several micro-batches are added up layer by layer.  So it is unrolled where one device runs the plan on a single
+    micro-batch, keeps everything, and recomputes no block for lack of memory.
     """
     layers = sum(placed.run.layers for placed in plan.placed)
-    return plan.devices == 1 and plan.offload is None and not plan.recompute and layers <= MOST_UNROLLED
+    for_memory = plan.offload is not None or plan.recompute or plan.micro_batches > 1
+    return plan.devices == 1 and not for_memory and layers <= MOST_UNROLLED
 
 
 BackwardCarry = tuple[Activation, tuple[Params, ...], Tree | None, Tree]
