@@ -37,7 +37,8 @@ def _planner(rows: Rows) -> dict[str, Claim]:
 
 
 def _memory(rows: Rows) -> dict[str, Claim]:
-    return memory.choice_claims([dict(row) for row in rows if row["kind"] == "choice"])
+    choices = [dict(row) for row in rows if row["kind"] == "choice"]
+    return memory.choice_claims(choices) if choices else {}
 
 
 CLAIMS: dict[str, Callable[[Rows], dict[str, Claim]]] = {

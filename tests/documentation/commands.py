@@ -161,6 +161,7 @@ PARSED = {
     "pip install -e '.[cuda]'": "an NVIDIA GPU",
     "pip list --format=freeze": "the GPU machine",
     "pytest -m exhaustive tests/sharding": "hours",
+    "jhpt bench memory --only bytes": "the extra deviceless; it compiles for half an hour",
     "jhpt bench train --quick --only gpt2-124m": "an NVIDIA GPU",
     "jhpt bench kernels --quick": "an NVIDIA GPU",
     "pytest -m gpu": "an NVIDIA GPU",
