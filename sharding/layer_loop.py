@@ -51,10 +51,11 @@ def unrolled_on_gpu(plan: Plan) -> bool:
     A loop copies saved activations in and out of stacks: 6 % of a step of gpt2-124m on an H200 (docs/reports/gpu.md).
     But communication and copies to the host hide behind a loop, and the gradients of a loop take less memory: those of
     several micro-batches are added up layer by layer.  So it is unrolled where one device runs the plan on a single
-    micro-batch, keeps everything, and recomputes no block for lack of memory.
+    micro-batch, keeps everything, and neither recomputes a block nor rounds its weights where they are used (ZeRO-3
+    over the one rank) for lack of memory.
     """
     layers = sum(placed.run.layers for placed in plan.placed)
-    for_memory = plan.offload is not None or plan.recompute or plan.micro_batches > 1
+    for_memory = plan.offload is not None or plan.recompute or plan.micro_batches > 1 or plan.zero == 3
     return plan.devices == 1 and not for_memory and layers <= MOST_UNROLLED
 
 

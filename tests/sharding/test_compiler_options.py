@@ -54,6 +54,7 @@ def test_products_of_a_single_device_are_cublas():
         plan.model_copy(update={"offload": Offload()}),
         piped([51], 1),
         piped([5], 1, micro_batches=2),
+        piped([5], 1, zero=3),
         piped([5], 1, data=2),
         piped([3, 2], 2),
     ):

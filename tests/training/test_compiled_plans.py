@@ -410,7 +410,7 @@ TEMPORARIES = {
         (NOTHING,),
     ),
     "ZeRO-3, little of it": ("gpt2-1.5b", 24, 4, 16, {"data": 4, "zero": 3}, (NOTHING,)),
-    "ZeRO-3 over one rank": ("gpt2-1.5b", 12, 1, 8, {"zero": 3}, (NOTHING,)),
+    "ZeRO-3 over one rank": ("gpt2-1.5b", 12, 1, 8, {"zero": 3}, (NOTHING, EVERYTHING)),
     "2 small micro-batches": ("gpt2-1.5b", 12, 1, 8, {"micro_batches": 2}, (NOTHING,)),
     "2 micro-batches": ("gpt2-1.5b", 12, 1, 16, {"micro_batches": 2}, (NOTHING,)),
     "4 micro-batches": ("gpt2-1.5b", 12, 1, 32, {"micro_batches": 4}, (NOTHING,)),

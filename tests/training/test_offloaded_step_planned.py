@@ -61,9 +61,9 @@ def test_the_largest_models(name):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("weights", ["float32", "bfloat16_stochastic"])
 def test_the_largest_models_of_low_precision_state(weights):
-    """They fit; XLA needs 9 to 12 % less than said."""
+    """They fit; XLA needs less than said, by 11 % at most."""
     settings = {"zero": 3, "optimizer": {"weights": weights, "moments": "int8"}}
     largest = largest_trainable(capped(find_cluster("h100x1x1"), DEVICE, HOST), (None,), **settings)
     device, _ = compiled(largest.config, largest.plan)
     (stage,) = largest.estimate.stages
-    assert 0.88 * stage.total_bytes < device <= stage.total_bytes
+    assert 0.89 * stage.total_bytes < device <= stage.total_bytes
