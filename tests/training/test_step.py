@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.special
 
 from jhpt.core.config import OptimizerConfig
 from jhpt.core.load import load_config
 from jhpt.models.family import Rows, Sums, build
+from jhpt.models.hooks import Hooks
 from jhpt.models.vocabulary import token_nll
 from jhpt.sharding.model_parts import ModelParts
 from jhpt.training.clipping import Clipping
@@ -53,15 +55,36 @@ def test_decay_acts_on_matrices_and_tables_only():
             assert decays is expected, keys
 
 
-def test_token_nll_is_minus_log_softmax():
-    logits = jax.random.normal(jax.random.key(0), (3, 5, 7)) * 4
-    targets = jax.random.randint(jax.random.key(1), (3, 5), 0, 7)
-    nll, log_z = token_nll(logits.at[..., 6].set(-jnp.inf), jnp.minimum(targets, 5))
-    exact = np.asarray(logits, np.float64)[..., :6]
-    expected_z = np.log(np.exp(exact).sum(-1))
-    picked = np.take_along_axis(exact, np.minimum(np.asarray(targets), 5)[..., None], -1)[..., 0]
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("columns", [7, 12])
+@pytest.mark.parametrize("size", [4.0, 300.0])
+def test_token_nll_is_minus_log_softmax(alone, columns, size):
+    """With its gradients, in all rooms of a row, also where exponentials of logits would overflow."""
+    real = columns // 2  # padding may fill more than one of the parts that are read beside each other
+    logits = (jax.random.normal(jax.random.key(0), (3, 5, columns)) * size).at[..., real:].set(-jnp.inf)
+    targets = jax.random.randint(jax.random.key(1), (3, 5), 0, real)
+    errors = jax.random.normal(jax.random.key(2), (2, 3, 5))
+    (nll, log_z), pull = jax.vjp(lambda logits: token_nll(logits, targets, Hooks(alone=alone)), logits)
+    exact = np.asarray(logits, np.float64)[..., :real]
+    expected_z = scipy.special.logsumexp(exact, axis=-1)
+    picked = np.take_along_axis(exact, np.asarray(targets)[..., None], -1)[..., 0]
     np.testing.assert_allclose(log_z, expected_z, rtol=1e-6)
-    np.testing.assert_allclose(nll, expected_z - picked, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(nll, expected_z - picked, rtol=1e-5, atol=1e-6 * size)
+    (gradient,) = pull(tuple(errors))
+    of_nll, of_z = (np.asarray(error, np.float64)[..., None] for error in errors)
+    expected = (of_nll + of_z) * scipy.special.softmax(exact, axis=-1) - of_nll * np.eye(real)[np.asarray(targets)]
+    np.testing.assert_allclose(gradient[..., :real], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(gradient[..., real:], 0)
+
+
+def test_a_loss_of_numbers_that_are_not_finite_is_not_finite():
+    """A run that has diverged must say so, whichever way its loss is computed."""
+    for number in (jnp.nan, jnp.inf):
+        for column in range(8):
+            logits = jnp.zeros((1, 8)).at[0, column].set(number)
+            for alone in (False, True):
+                nll, _ = token_nll(logits, jnp.array([3]), Hooks(alone=alone))
+                assert not jnp.isfinite(nll[0])
 
 
 def whole(parts: ModelParts, params, rows, keys) -> Sums:
