@@ -13,9 +13,10 @@ device holds the rows of `prefetch + 1` layers and those on their way back, howe
 
 The loop carries the host's arrays and changes them in place.  XLA does so only if nothing reads an array as it was
 before a write.  Therefore a row is written first, and then another is fetched from the array that results, so that
-writes run beside the first half of a layer's computation and fetches beside the second.  XLA finds that order itself if
-it sees the operations of a layer.  If they are in inner loops, over micro-batches or other layers, the two halves are
-passed separately (`Layer`).
+writes run beside the first half of a layer's computation and these fetches beside the second.  Rows of arrays that the
+pass does not write are fetched beside the first half, so that copies in both directions run at the same time.  XLA
+finds that order itself if it sees the operations of a layer.  If they are in inner loops, over micro-batches or other
+layers, the two halves are passed separately (`Layer`).
 
 Some layers may stay on the device: k resident layers follow each layer that is streamed, so that its copies run beside
 the computation of k + 1 layers.  An iteration is then such a group.
@@ -108,6 +109,11 @@ class Transfers:
         """Names of rows that are both fetched and written."""
         return [name for name in self.writes if name in (*self.reads, *self.late_reads)]
 
+    @property
+    def only_read(self) -> list[str]:
+        """Names of rows that are fetched ahead and not written, where others are."""
+        return [name for name in self.reads if self.read_and_written and name not in self.writes]
+
     def layer(self, offloaded: HostRows, step: Index) -> jax.Array:
         """The layer of an iteration.
 
@@ -153,15 +159,18 @@ def over_layers(offloaded: Mapping[str, jax.Array], layer: Layer, carry: C, tran
             host = transfers.written(host, step - 1, before)
         if prefetch == 0:
             ready = (transfers.fetched(host, step, reads),)
+        early = transfers.fetched(host, step + prefetch, transfers.only_read) if fetches else {}
         carry, between, done = layer.first(transfers.layer(host, step), ready[0], carry)
         if not transfers.write_late:
             host = transfers.written(host, step, done)
         if layer.ordered and transfers.read_and_written:
             changed = {name: host[name] for name in transfers.read_and_written}
-            changed, carry = jax.lax.optimization_barrier((changed, carry))
+            changed, early, carry = jax.lax.optimization_barrier((changed, early, carry))
             host = host | changed
         if prefetch:
-            ready = (*ready, transfers.fetched(host, step + prefetch, reads) if fetches else ready[0])
+            behind = [name for name in reads if name not in early]
+            later = early | transfers.fetched(host, step + prefetch, behind) if fetches else ready[0]
+            ready = (*ready, later)
         number, late_rows = transfers.layer(host, step), transfers.fetched(host, step, transfers.late_reads)
         carry, now = layer.second(number, between, carry, late_rows)
         if layer.ordered and fetches:

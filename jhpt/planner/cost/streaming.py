@@ -23,18 +23,20 @@ In the second case no gradient is stored anywhere.
 
 A layer that is fetched forms a group with the resident layers behind it; resident layers before all others form a
 group, too.  A pass goes from group to group, and no copy outlasts the group in which it began.  Where a pass reads and
-writes the same rows, it writes beside the first half of a group's computation and fetches beside the second half: A(g)
-is the fetched layer, B(g) the resident ones; without resident layers each is half of the fetched layer.  In a backward
-pass the resident layers come first.  With F and W the seconds to fetch and to write a group, a group takes
+writes the same rows, it writes beside the first half of a group's computation and fetches them beside the second half:
+A(g) is the fetched layer, B(g) the resident ones; without resident layers each is half of the fetched layer.  The
+gradient that a forward pass only reads is fetched beside the first half, in the other direction than the rows that are
+written.  In a backward pass the resident layers come first.  With F and W the seconds to fetch and to write a group and
+G to fetch its gradient, a group takes
 
-    forward                           max(A(g), W(g)) + max(B(g), F(g + 1))
+    forward                           max(A(g), W(g), G(g + 1)) + max(B(g), F(g + 1))
     backward                          max(A(g) + B(g), F(g - 1), W(g + 1))
     backward, with updates in it      max(B(g), W(g + 1)) + max(A(g), F)        F: weights of g - 1, and state of g
 
-as programs for an H100 are scheduled (jax 0.10.2).  The group that begins a backward pass has no group behind it; with
-updates in the backward pass it writes its own rows unchanged.  A pass begins with F of its first group, beside which
-the resident layers before all others are computed; the backward pass ends with W of its last group.  `offload` prices
-plans with this.  The runtime's groups are equal; here they need not be.
+as programs for an H100 are scheduled (jax 0.11.2).  The group that begins a backward pass has no group behind it; with
+updates in the backward pass it writes its own rows unchanged.  A pass begins with G + F of its first group, beside
+which the resident layers before all others are computed; the backward pass ends with W of its last group.  `offload`
+prices plans with this.  The runtime's groups are equal; here they need not be.
 
 Left out: the memory bandwidth that copies take, and the last fetch of a pass, which nothing needs.
 """
@@ -67,10 +69,11 @@ ON_HOST = np.array([(0, 0), (0, 1), (2, 1), (2, 0)], float)
 """Bytes on the host, and bytes that a forward pass fetches."""
 
 CHANGED = np.array([(0, 0), (0, 1), (1, 1), (1, 0)], float)
-"""Bytes that a forward pass writes."""
+"""Bytes that a forward pass fetches and writes."""
 
 AGAIN = np.array([(0, 0), (0, 0), (1, 0), (1, 0)], float)
-"""Bytes of weights that a backward pass fetches, and of gradient that it writes."""
+"""Bytes of gradient that a forward pass only fetches; of weights that a backward pass fetches, and of gradient that it
+writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,17 +129,19 @@ def copy_seconds(link: Link, size: Array) -> Array:
 
 
 def forward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Array:
-    """[C] seconds: each group writes beside its fetched layer, and the next fetch runs beside its resident layers."""
-    fetched, written = _copies(buckets, link, homes, ON_HOST), _copies(buckets, link, homes, CHANGED)
+    """[C] seconds: each group writes beside its fetched layer, as the next gradient comes; what the next group changes
+    is fetched beside its resident layers."""
+    gradients, changed = _copies(buckets, link, homes, AGAIN), _copies(buckets, link, homes, CHANGED)
     total, first, resident, writing = (np.zeros(len(homes)) for _ in range(4))
     for layer, bucket in enumerate(buckets):
         begins = homes[:, layer] != Home.RESIDENT
-        total += np.where(begins, _halves(first, resident, writing, fetched[:, layer]), 0.0)
+        beside = np.maximum(writing, gradients[:, layer])
+        total += np.where(begins, _halves(first, resident, beside, changed[:, layer]), 0.0)
         first, resident = (
             np.where(begins, bucket.forward, first),
             np.where(begins, 0.0, resident + bucket.forward),
         )
-        writing = np.where(begins, written[:, layer], writing)
+        writing = np.where(begins, changed[:, layer], writing)
     return total + _halves(first, resident, writing, 0.0)
 
 
@@ -169,8 +174,10 @@ def backward_seconds(buckets: Sequence[Bucket], link: Link, homes: Homes) -> Arr
 
 
 class Copies(NamedTuple):
-    """Seconds of a group's copies: fetches and writes of both passes.  first: the first fetch of the backward pass."""
+    """Seconds of a group's copies: fetches and writes of both passes.  gradient: what a forward pass fetches beside
+    them, and only reads.  first: the first fetch of the backward pass."""
 
+    gradient: float
     forward_in: float
     forward_out: float
     backward_in: float
@@ -186,20 +193,20 @@ def group_copies(block: Bucket, link: Link, home: Home, update_in_backward: bool
 
     weights, changed = seconds(AGAIN), seconds(CHANGED)
     if update_in_backward:
-        return Copies(weights, 0.0, changed, changed, weights)
-    return Copies(seconds(ON_HOST), changed, weights, weights, weights)
+        return Copies(0.0, weights, 0.0, changed, changed, weights)
+    return Copies(weights, changed, changed, weights, weights, weights)
 
 
 def periodic(
     block: Bucket, copies: Copies, groups: int, size: int, update_in_backward: bool = False
 ) -> tuple[float, float]:
     """(forward, backward) seconds of passes over equal groups, each of one copied block and size - 1 resident ones."""
-    residents, fetch = size - 1, copies.forward_in
+    residents, gradient, fetch, write = size - 1, copies.gradient, copies.forward_in, copies.forward_out
 
-    def forward_of(next_fetch: float) -> float:
-        return float(_halves(block.forward, residents * block.forward, copies.forward_out, next_fetch))
+    def forward_of(first: float, second: float) -> float:
+        return float(_halves(block.forward, residents * block.forward, first, second))
 
-    forward = fetch + (groups - 1) * forward_of(fetch) + forward_of(0.0)
+    forward = gradient + fetch + (groups - 1) * forward_of(max(write, gradient), fetch) + forward_of(write, 0.0)
     if update_in_backward:
         group = float(_halves(residents * block.backward, block.backward, copies.backward_out, copies.backward_in))
         return forward, copies.first + groups * group + copies.backward_out
@@ -210,7 +217,7 @@ def periodic(
 
 def in_line(block: Bucket, copies: Copies, groups: int, size: int) -> tuple[float, float]:
     """`periodic` without overlap of copies and computation."""
-    forward = copies.forward_in + size * block.forward + copies.forward_out
+    forward = copies.gradient + copies.forward_in + size * block.forward + copies.forward_out
     return groups * forward, groups * (copies.backward_in + size * block.backward + copies.backward_out)
 
 

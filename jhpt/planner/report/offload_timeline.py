@@ -12,10 +12,15 @@ def offload_timeline(plan: Plan, step: OffloadedStep) -> Timeline:
     heads = [f"block {first}" for first in groups]
 
     recorder.run(compute=("embedding", step.entry[0], "forward"))
+    recorder.run(fetch=(_gradient_of(heads[0]), copies.gradient))
     recorder.run(fetch=(heads[0], copies.forward_in))
     for first, head, coming in zip(groups, heads, [*heads[1:], None], strict=True):
         (one, seconds), (others, longer) = _cut(first, size, step.block.forward)
-        recorder.run(compute=(one, seconds, "forward"), write=(head, copies.forward_out))
+        recorder.run(
+            compute=(one, seconds, "forward"),
+            fetch=(_gradient_of(coming), copies.gradient),
+            write=(head, copies.forward_out),
+        )
         recorder.run(compute=(others, longer, "forward"), fetch=(coming, copies.forward_in))
     recorder.run(compute=("head", step.exit[0], "forward"))
     recorder.run(compute=("head", step.exit[1], "backward"))
@@ -44,6 +49,10 @@ def offload_timeline(plan: Plan, step: OffloadedStep) -> Timeline:
         seconds=recorder.now,
         spans=tuple(spans),
     )
+
+
+def _gradient_of(head: str | None) -> str | None:
+    return head and f"the gradient of {head}"
 
 
 class _Recorder:

@@ -9,10 +9,9 @@ from jhpt.bench.memory.instances import drawn
 from jhpt.core.cluster import Link
 from jhpt.planner.cost.streaming import Bucket, Home, group_copies, periodic, stream
 
-ROWS = {Home.RESIDENT: [], Home.OPTIMIZER: ["state"], Home.BOTH: ["weights", "weights", "state"]}
-ROWS[Home.PARAMETERS] = ["weights", "weights"]
 CHANGED = {Home.RESIDENT: [], Home.OPTIMIZER: ["state"], Home.BOTH: ["weights", "state"], Home.PARAMETERS: ["weights"]}
 AGAIN = {home: ["weights"] if home in (Home.BOTH, Home.PARAMETERS) else [] for home in Home}
+ROWS = {home: CHANGED[home] + AGAIN[home] for home in Home}
 
 
 def cut(layers, comes):
@@ -52,13 +51,15 @@ def played(buckets, link, homes):
     for at, group in enumerate(groups):
         own, coming = heads[at], heads[at + 1]
         fetch, first, second, write = (("forward", what, at) for what in ("fetch", "first", "second", "write"))
+        gradient = ("forward", "gradient", at)
         early = buckets[own].forward if own is not None else 0.0
         late = sum(buckets[layer].forward for layer in group) - early
         if not early or len(group) == 1:
             early, late = (early + late) / 2, (early + late) / 2
         tasks[write] = (copying(size(own, CHANGED)) if own is not None else 0.0, barrier)
-        tasks[first], tasks[second] = (early, barrier), (late, [write, first])
-        tasks[fetch] = (copying(size(coming, ROWS)) if coming is not None else 0.0, [write, first])
+        tasks[gradient] = (copying(size(coming, AGAIN)) if coming is not None else 0.0, barrier)
+        tasks[first], tasks[second] = (early, barrier), (late, [write, first, gradient])
+        tasks[fetch] = (copying(size(coming, CHANGED)) if coming is not None else 0.0, [write, first, gradient])
         barrier = [fetch, second]
         if own is not None:
             spans.append((at - 1, at, size(own, ROWS)))
@@ -118,10 +119,10 @@ def test_by_hand():
     layer = Bucket(forward=3.0, backward=6.0, weights=4.0, state=4.0)
     link = Link(bandwidth=1.0, latency=0.0)
     everything = stream([layer, layer], link, [Home.BOTH, Home.BOTH])
-    # Forward: fetch 12, then beside half of the first layer a write of 8, beside the other half a fetch of 12; of the
-    # second one the write.  Backward: fetch 4, the second layer's max(6, 4), the first one's beside the write of its
-    # gradient max(6, 4), a last write of 4.
-    assert everything.seconds[0] == 12 + 8 + 12 + 8 + 1.5 + 4 + 6 + 6 + 4 and everything.host[0] == 24
+    # Forward: fetch 4 + 8, then beside half of the first layer a write of 8 and a fetch of 4, beside the other half a
+    # fetch of 8; of the second one the write.  Backward: fetch 4, the second layer's max(6, 4), the first one's beside
+    # the write of its gradient max(6, 4), a last write of 4.
+    assert everything.seconds[0] == 12 + 8 + 8 + 8 + 1.5 + 4 + 6 + 6 + 4 and everything.host[0] == 24
     # Forward both layers' rows: 24.  Backward 8 of weights, 8 of gradients.
     assert everything.peak[0] == 24
     mixed = stream([layer, layer], link, [Home.OPTIMIZER, Home.RESIDENT])

@@ -72,12 +72,12 @@ def offloaded(blocks=4, devices=1, batch=1, micro_batches=1, recompute=False, **
 
 def test_everything_on_the_host():
     estimate = evaluate(offloaded(), toy(), machine())
-    # Forward: 4 s, then of each block half of 1 + 0.1 s beside 3 s of writing, half beside 4 s for the next one.
-    # Backward: weights 1 s, four times 2 s beside copies, a last write.
-    assert estimate.seconds == pytest.approx(4 + 3 * (3 + 4) + 3 + 0.55 + 1 + 4 * 2 + 1)
+    # Forward: 4 s, then of each block half of 1 + 0.1 s beside 3 s of writing and 1 s for the next gradient, the other
+    # half beside 3 s for its other rows.  Backward: weights 1 s, four times 2 s beside copies, a last write.
+    assert estimate.seconds == pytest.approx(4 + 3 * (3 + 3) + 3 + 0.55 + 1 + 4 * 2 + 1)
     (stage,) = estimate.stages
     causes = {"compute": 12.0, "recomputation": 0.0, "weights gathered": 0.0, "gradients exposed": 0.0, "update": 0.4}
-    assert stage.seconds == pytest.approx(causes | {"copies": 38.55 - 12.4})
+    assert stage.seconds == pytest.approx(causes | {"copies": 35.55 - 12.4})
     assert stage.host_bytes == {"weights and gradients": 4 * 80.0, "optimizer": 4 * 80.0}
 
 
@@ -87,14 +87,14 @@ def test_everything_on_the_host():
 def test_groups(what, fetched, written, again):
     """Two groups of two blocks: the copies of one beside the computation of both."""
     estimate = evaluate(offloaded(kind=what, resident=1), toy(), machine())
-    forward = fetched + max(1.1, written) + max(1.1, fetched) + max(1.1, written) + 1.1
+    forward = fetched + max(1.1, written) + max(1.1, fetched - again) + max(1.1, written) + 1.1
     assert estimate.seconds == pytest.approx(forward + again + 2 * max(4, again) + again)
     assert estimate.stages[0].total_host_bytes == 2 * 40 * fetched
 
 
 def test_a_block_is_copied_once_however_many_micro_batches():
     estimate = evaluate(offloaded(batch=2, micro_batches=2), toy(), machine())
-    assert estimate.seconds == pytest.approx(4 + 3 * (3 + 4) + 3 + 1.05 + 1 + 4 * 4 + 1)
+    assert estimate.seconds == pytest.approx(4 + 3 * (3 + 3) + 3 + 1.05 + 1 + 4 * 4 + 1)
 
 
 def test_at_once_no_gradient_is_there():
@@ -108,14 +108,14 @@ def test_at_once_no_gradient_is_there():
 
 def test_recomputation_goes_through_every_block_again():
     estimate = evaluate(offloaded(recompute=True), toy(), machine())
-    assert estimate.seconds == pytest.approx(4 + 3 * (3 + 4) + 3 + 0.55 + 1 + 4 * 3 + 1)
+    assert estimate.seconds == pytest.approx(4 + 3 * (3 + 3) + 3 + 0.55 + 1 + 4 * 3 + 1)
     assert estimate.stages[0].seconds["recomputation"] == 4
 
 
 def test_data_ranks_copy_their_share():
     """Two devices: half of every row each; gathering 40 bytes takes (1 / 2) 40 / 20 = 1 s, as does summing them."""
     estimate = evaluate(offloaded(devices=2, batch=2), toy(), machine(devices=2))
-    forward = 2 + 3 * (1.5 + 2) + 1.5 + (1 + 0.05 + 1) / 2
+    forward = 2 + 3 * (1.5 + 1.5) + 1.5 + (1 + 0.05 + 1) / 2
     backward = 0.5 + 4 * (1 + 2 + 1) + 0.5
     assert estimate.seconds == pytest.approx(forward + backward)
     (stage,) = estimate.stages
@@ -285,7 +285,9 @@ def test_the_picture_is_the_step(offload, update_in_backward, batch, recompute):
         assert all(one.end <= other.start + 1e-9 for one, other in itertools.pairwise(spans))
     moved = [sum(one.seconds for one in streams[stream]) for stream in ("fetch", "write")]
     copies, groups = step.copies, step.groups
-    coming = groups * (copies.forward_in + copies.backward_in) + (copies.first if update_in_backward else 0.0)
+    coming = groups * (copies.gradient + copies.forward_in + copies.backward_in) + (
+        copies.first if update_in_backward else 0.0
+    )
     going = groups * (copies.forward_out + copies.backward_out) + (copies.backward_out if update_in_backward else 0.0)
     assert moved == pytest.approx([coming, going])
     svg = svg_timeline(found, "toy")
