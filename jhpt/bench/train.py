@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,12 @@ def run(*, quick: bool, json_path: str | None, only: Sequence[str] = ()) -> int:
     )
     for preset in chosen(list(presets), only):
         setup = _setup(preset, presets[preset], steps)
-        samples = (_in_processes if on_gpu else _in_turn)(setup, preset, presets[preset], rounds, steps)
-        # Claims are those of the last, largest preset; rows are those of all.
-        report.add(_rows(setup, preset, steps, samples), _claims(setup, preset, steps, samples))
+        measured = (_in_processes if on_gpu else _in_turn)(setup, preset, presets[preset], rounds, steps)
+        samples: dict[str, list[float]] = {}
+        for new in measured:
+            samples |= new
+            # Claims are those of the last, largest preset; rows are those of all.
+            report.add(_rows(setup, preset, steps, new), _claims(setup, preset, steps, samples))
     print_rows("bench train", report.rows)
     print_claims(report.claims)
     return 0
@@ -77,20 +80,22 @@ def _competitors(setup: Setup, steps: int) -> dict[str, Callable[[], Trial]]:
     return competitors
 
 
-def _in_turn(setup: Setup, preset: str, changes: dict[str, Any], rounds: int, steps: int) -> dict[str, list[float]]:
+def _in_turn(
+    setup: Setup, preset: str, changes: dict[str, Any], rounds: int, steps: int
+) -> Iterator[dict[str, list[float]]]:
     """Seconds of every competitor's trials, taken in turn in this process."""
     trials = {name: make() for name, make in _competitors(setup, steps).items()}
-    return interleaved(trials, rounds, warmup=1)
+    yield interleaved(trials, rounds, warmup=1)
 
 
 def _in_processes(
     setup: Setup, preset: str, changes: dict[str, Any], rounds: int, steps: int
-) -> dict[str, list[float]]:
-    """Seconds of every competitor's trials, each in a process of its own, because a GPU may not have room for all.
+) -> Iterator[dict[str, list[float]]]:
+    """Seconds of one competitor's trials after the other, each in a process of its own, because a GPU may not have room
+    for all.
 
     A competitor that fails is named on stderr and left out.
     """
-    samples: dict[str, list[float]] = {}
     for name in _competitors(setup, steps):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "samples.json"
@@ -100,8 +105,7 @@ def _in_processes(
             if child.returncode:
                 print(f"bench train: {preset}, {name}: not measured: {last_lines(child.stderr)}", file=sys.stderr)
             else:
-                samples[name] = json.loads(file.read_text())
-    return samples
+                yield {name: json.loads(file.read_text())}
 
 
 def main(arguments: Sequence[str]) -> int:
