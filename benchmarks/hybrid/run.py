@@ -14,7 +14,7 @@ measures these competitors, in turn; `--launches` repeats all launches, each of 
     spmd                   the plan of one program that the planner predicts to be the best, from layers and links
                            measured on the hosts before
     general                the same of plans with a program for each stage; not with `--quick`
-    plan                   what `parallel: auto` trains with `space: both` and `trials: 3`: of three plans of either
+    plan                   what `parallel: auto` trains with `space: both` and `trials: 4`: of four plans of either
                            kind, those predicted to be the best, unlike ones first, the one that a trial finds to be
                            the fastest, with the fastest of its own, half, and twice its number of micro-batches
 

@@ -19,7 +19,7 @@ SPMD, GENERAL, PLAN = "spmd", "general", "plan"
 """The plans predicted to be the best of one program and of a program for each stage, and the planner's plan: of those
 of both kinds that are predicted to be the fastest, the one that a trial chooses (`parallel.trials`)."""
 
-TRIALS = 3
+TRIALS = 4
 """Plans that the planner's trial compares at each rate."""
 
 NEARBY = "nearby"

@@ -84,7 +84,7 @@ def first_to_try(plans: Collection[Plan], count: int) -> tuple[Plan, ...]:
     """So many different plans of these: the simplest (`plainest`), the one predicted to be the fastest, the fastest of
     every other kind, and then the fastest of all others.
 
-    Predictions of like plans err alike: if links are slower than the profile says, all pipelines are.  So three plans
+    Predictions of like plans err alike: if links are slower than the profile says, all pipelines are.  So several plans
     of one kind would find out less than plans of different kinds.
     """
     by_seconds = sorted(plans, key=seconds_of)
@@ -101,10 +101,20 @@ def first_to_try(plans: Collection[Plan], count: int) -> tuple[Plan, ...]:
 
 
 def _kind(plan: Plan) -> tuple[bool, ...]:
-    """Whether the plan has a program for each stage, several stages, tensor parallelism, CPU offload: of what its
-    predicted seconds consist."""
-    on_host = plan.offload is not None or (plan.saved is not None and bool(plan.saved.host))
-    return plan.space == "general", len(plan.stages) > 1, plan.degrees[-1] > 1, on_host
+    """Whether the plan has a program for each stage, several stages, GPipe's passes in one program, tensor parallelism,
+    CPU offload: of what its predicted seconds consist.
+
+    The stages of GPipe wait for each other in one direction at a time, those of other schedules in both throughout,
+    which predictions leave out.
+    """
+    general, pipelined = plan.space == "general", len(plan.stages) > 1
+    in_one_direction = pipelined and not general and plan.schedule == "gpipe"
+    return general, pipelined, in_one_direction, plan.degrees[-1] > 1, _on_host(plan)
+
+
+def _on_host(plan: Plan) -> bool:
+    """Whether a part of the state or of the saved activations is offloaded."""
+    return plan.offload is not None or (plan.saved is not None and bool(plan.saved.host))
 
 
 def _that_run(answer: Answer, request: Request, devices: int | None) -> list[Plan]:
@@ -139,8 +149,7 @@ def plainest(plans: Iterable[Plan], error: float | None = None) -> Plan:
         late = len(plan.stages) > 1 and plan.schedule != "gpipe"
         pipelined, tensor = len(plan.stages) > 1, plan.degrees[-1]
         kinds = pipelined + (tensor > 1) + (plan.stages[0].devices > plan.degrees[0])
-        *_, on_host = _kind(plan)
-        exact = on_host, plan.compression.on, plan.space == "general"
+        exact = _on_host(plan), plan.compression.on, plan.space == "general"
         shape = pipelined, kinds, len(plan.degrees), plan.chunks
         recompute = plan.recompute + (plan.other_blocks is not None)
         sharded = plan.zero, plan.zero_ranks is not None

@@ -129,6 +129,8 @@ def test_unlike_plans_are_tried_before_like_ones():
     ]
     tried = first_to_try(plans, 9)
     assert [plan.seconds for plan in tried] == [1.02, 1.0, 1.2, 1.4, 1.1, 1.3, 1.6]
+    late = [plan.model_copy(update={"seconds": 1.45}) if plan.schedule == "gpipe" else plan for plan in plans]
+    assert [plan.seconds for plan in first_to_try(late, 9)] == [1.0, 1.2, 1.4, 1.45, 1.1, 1.3, 1.6]
     assert all(first_to_try(plans, count) == tried[:count] for count in range(1, 7))
 
 
