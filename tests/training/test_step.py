@@ -130,6 +130,31 @@ def test_rows_count_by_their_weight_and_add_up(tiny, preset):
         np.testing.assert_allclose(getattr(together, name), expected, rtol=1e-5)
 
 
+LLAMA = {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.positions": "rotary", "model.num_kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"), [("gpt-tiny", {}), ("gpt-tiny", LLAMA), ("bert-tiny", {})], ids=["gpt2", "llama", "bert"]
+)
+def test_alone_on_a_gpu_a_model_has_the_same_gradients(tiny, preset, changes):
+    """The shortest computations for a single GPU are used there alone, so elsewhere no run would notice a mistake."""
+    config = tiny(preset, **changes)
+    windows = jax.random.randint(jax.random.key(1), (3, 33 if preset == "gpt-tiny" else 32), 0, 256)
+    rows, keys = Rows(windows, jnp.array([1.0, 0.0, 0.25])), jax.random.split(jax.random.key(2), 3)
+
+    def gradients(alone):
+        model = build(config.model, hooks=Hooks(alone=alone))
+        parts = make_parts(model, config.data, ByteTokenizer(), 0.1, train=True)
+        params = model.init(jax.random.key(0))
+        return jax.jit(jax.value_and_grad(lambda params: whole(parts, params, rows, keys).loss))(params)
+
+    (loss, shared), (its, alone) = gradients(False), gradients(True)
+    assert its == pytest.approx(float(loss), rel=1e-6)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(shared))
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(shared), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * largest)
+
+
 def toy_loss(params, windows):
     """Quadratic in the parameters; a window that starts with -1 makes the loss infinite, with -2 only the gradient."""
     w = params["kernel"]

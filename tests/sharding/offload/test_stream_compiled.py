@@ -122,6 +122,19 @@ def test_copies_run_beside_products(ranks):
     assert not any(re.search(r"S\(5\)} copy\(", loop) for loop in loops), "the host's arrays are changed in place"
 
 
+@pytest.mark.parametrize(("layers", "ranks", "resident"), [(8, 1, 0), (24, 4, 2)])
+def test_gradients_come_as_changed_rows_go(layers, ranks, resident):
+    """Forward, the row that is only read is on its way before the rows that are written have arrived."""
+    text = program(layers, ranks, 1, resident).as_text()
+    parts = [part for part in re.split(r"\n(?=%|ENTRY)", text) if not part.startswith("ENTRY")]
+    writes, fetches = (
+        [[match.start() for match in re.finditer(rf"%{copy}[\w.-]* = ", part)] for part in parts]
+        for copy in ("dynamic-update-slice-done", "dynamic-slice-start")
+    )
+    forward = [at for at in range(len(parts)) if len(writes[at]) == 2 and len(fetches[at]) == 3]
+    assert len(forward) == 1 and all(fetches[at][0] < writes[at][0] for at in forward)
+
+
 @pytest.mark.parametrize(
     ("layers", "ranks", "ahead", "resident"),
     quick_and_exhaustive([(8, 1, 1, 0), (8, 1, 2, 0), (8, 4, 1, 0), (24, 4, 1, 2)], [(8, 1, 1, 0), (24, 4, 1, 2)]),
