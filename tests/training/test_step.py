@@ -59,7 +59,7 @@ def test_decay_acts_on_matrices_and_tables_only():
 @pytest.mark.parametrize("columns", [7, 12])
 @pytest.mark.parametrize("size", [4.0, 300.0])
 def test_token_nll_is_minus_log_softmax(alone, columns, size):
-    """With its gradients, in all rooms of a row, also where exponentials of logits would overflow."""
+    """With its gradients, also where padding fills half of a row and where exponentials of logits would overflow."""
     real = columns // 2  # padding may fill more than one of the parts that are read beside each other
     logits = (jax.random.normal(jax.random.key(0), (3, 5, columns)) * size).at[..., real:].set(-jnp.inf)
     targets = jax.random.randint(jax.random.key(1), (3, 5), 0, real)
