@@ -64,6 +64,9 @@ from jhpt.bench.ratios import ratio_unit, speed_claims
 from jhpt.bench.results import Claim, check_writable, chosen, print_claims, print_table, write_json
 from jhpt.core.plan import Plan
 
+TRIAL_ROUNDS = 5
+"""How often every candidate's step is timed in a trial: as often as `jhpt train` does (`jhpt.training.trials.TIMED`)."""
+
 RATES = (100e6, 500e6, 2000e6)
 """Bits per second."""
 
@@ -345,7 +348,7 @@ def measure(
         models=tuple(models),
         rates=tuple(rates),
         rounds=4 if quick else 8,
-        trial_rounds=3,
+        trial_rounds=3 if quick else TRIAL_ROUNDS,
         layer_rounds=3 if quick else 5,
         link_rounds=3 if quick else 5,
         bubble=bubble,

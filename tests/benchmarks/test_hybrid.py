@@ -33,6 +33,7 @@ from jhpt.core.profile import ModelProfile, Timing
 from jhpt.models.hooks import Hooks
 from jhpt.planner.cost.estimate import StageTimes, check, price
 from jhpt.planner.cost.model import CostModel
+from jhpt.training.trials import TIMED
 
 LINK = Link(bandwidth=500e6 / 8, latency=2e-4)
 QUOTA = Quota(share=0.5, period=1e-2, exchange=1e-4, cores=2)
@@ -82,6 +83,10 @@ ROWS = [
     {"row": "bubble", "competitor": "interleaved", "stages": 4, "micro_batches": 8, "samples_s": [1.0, 1.0]},
     {"row": "bubble", "competitor": "alone", "stages": 4, "micro_batches": 8, "samples_s": [0.8, 0.8]},
 ]
+
+
+def test_candidates_are_timed_as_often_as_by_train():
+    assert hybrid.TRIAL_ROUNDS == TIMED
 
 
 def test_claims_are_medians_of_ratios_round_by_round():
