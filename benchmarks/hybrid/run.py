@@ -65,7 +65,7 @@ from jhpt.bench.results import Claim, check_writable, chosen, print_claims, prin
 from jhpt.core.plan import Plan
 
 TRIAL_ROUNDS = 5
-"""How often every candidate's step is timed in a trial: as often as `jhpt train` does (`jhpt.training.trials.TIMED`)."""
+"""How often every candidate of a trial is timed: as often as `jhpt train` does (`jhpt.training.trials.TIMED`)."""
 
 RATES = (100e6, 500e6, 2000e6)
 """Bits per second."""
