@@ -138,7 +138,8 @@ def predicted_seconds(plan: Plan, model: CostModel, quota: Quota, dispatch: Disp
         assert dispatch is not None
         seconds = general_seconds(plan, times, quota, dispatch)
     elif len(plan.stages) == 1:
-        seconds = times.step_seconds(plan, overlap=False)
+        pace = max(quota.pace(host) for host in range(plan.devices))
+        seconds = pace * times.step_seconds(plan, overlap=False)
     else:
         seconds = pipeline_seconds(plan, times, quota)
     return seconds + unpriced_messages(plan) * model.cluster.network.latency

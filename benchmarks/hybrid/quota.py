@@ -30,17 +30,22 @@ TICK = 1e-9
 class Quota:
     """share: cores of a host.  period: seconds over which it holds.  exchange: processor seconds of an exchange.
     cores: on which the hosts run, host i on core i modulo their number.  shares: of `share`, what each host has; None:
-    all of it."""
+    all of it.  paces: seconds of each host over those that its layers are said to take; None: the same."""
 
     share: float
     period: float
     exchange: float
     cores: int
     shares: tuple[float, ...] | None = None
+    paces: tuple[float, ...] | None = None
 
     def of(self, host: int) -> float:
         """Cores of one host."""
         return self.share * self.shares[host] if self.shares else self.share
+
+    def pace(self, host: int) -> float:
+        """Seconds that one host takes over those that layers are said to take."""
+        return self.paces[host] if self.paces else 1.0
 
 
 def placement(stages: int, replicas: int, quota: Quota) -> list[int]:
@@ -60,10 +65,11 @@ def placement(stages: int, replicas: int, quota: Quota) -> list[int]:
 
 
 class Host:
-    """One host: its cores, the time until which it is busy, and the processor seconds that it has saved."""
+    """One host: its cores and pace, the time until which it is busy, and the processor seconds that it has saved."""
 
     def __init__(self, quota: Quota, number: int) -> None:
-        self.quota, self.share, self.time, self.saved = quota, quota.of(number), 0.0, 0.0
+        self.quota, self.share, self.pace = quota, quota.of(number), quota.pace(number)
+        self.time, self.saved = 0.0, 0.0
 
     def wait(self, until: float) -> None:
         """An exchange that is over then, if its processor time allows."""
@@ -78,8 +84,9 @@ class Host:
 
 
 def compute(hosts: Sequence[Host], seconds: Sequence[float]) -> None:
-    """Lets the hosts of one core compute passes that take so many seconds on a host that has its share all the time."""
-    left = {host: host.share * work for host, work in zip(hosts, seconds, strict=True) if work > 0}
+    """Lets the hosts of one core compute passes that take so many seconds on the slowest host, which has its share all
+    the time."""
+    left = {host: host.share * host.pace * work for host, work in zip(hosts, seconds, strict=True) if work > 0}
     while left:
         now = min(host.time for host in left)
         at_work = [host for host in left if host.time <= now + TICK]

@@ -27,9 +27,10 @@ from benchmarks.hybrid.competitors import Variant, planned
 from benchmarks.hybrid.costs import (
     measured_exchange,
     measured_links,
-    measured_profile,
     measured_quota,
     measured_seconds,
+    paces_of,
+    profile_of,
 )
 from benchmarks.hybrid.general import Dispatch, measured_dispatch
 from benchmarks.hybrid.mixed import planned_by_speed, profiles_by_share
@@ -93,8 +94,11 @@ def _planned(
         profiles, rows = profiles_by_share(subject, measured_seconds(hosts, subject), quota.shares)
         by_rate = (planned_by_speed(subject, profiles, link, rate, quota, dispatch) for rate, link in links.items())
         return [one for variants in by_rate for one in variants], rows
-    profile, rows = measured_profile(hosts, subject)
+    by_host = measured_seconds(hosts, subject)
+    profile, rows = profile_of(subject, by_host)
+    quota = replace(quota, paces=paces_of(by_host))
     rows.append({"row": "update", "model": subject.name, "seconds": profile.update_seconds * profile.parameters})
+    rows.append({"row": "paces", "model": subject.name, "paces": quota.paces})
     return planned(subject, profile, links, quota, hosts.count, dispatch), rows
 
 

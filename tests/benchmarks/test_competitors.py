@@ -22,7 +22,7 @@ from benchmarks.emulated.timing import in_turn, orders, trial
 from benchmarks.hybrid import costs, worker
 from benchmarks.hybrid.baselines import equal_splits
 from benchmarks.hybrid.competitors import planned, predicted_seconds, request_of
-from benchmarks.hybrid.costs import cluster_of, measured_profile
+from benchmarks.hybrid.costs import cluster_of, measured_seconds, no_faster, paces_of, profile_of
 from benchmarks.hybrid.layer_times import typical_seconds
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
 from benchmarks.hybrid.steps import on_one_host
@@ -30,7 +30,7 @@ from benchmarks.hybrid.task import MODELS, NEARBY, PLAN, run_key
 from benchmarks.hybrid.task import SHORT as SIXTEEN_BITS
 from benchmarks.networks.mlp import MLP
 from benchmarks.planner.worth import SHORT, Alternative, WorthRow, worth_claims
-from jhpt.core.cluster import Link
+from jhpt.core.cluster import Curve, Link
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.planner.cost.estimate import price, stage_times
 from jhpt.planner.cost.model import CostModel
@@ -354,10 +354,29 @@ def test_layers_take_as_long_as_on_the_slowest_host(monkeypatch, slower):
     seconds = {f"{name} {way}": 1.0 for name in names for way in ("forward", "backward")} | {"update": 1.0}
     monkeypatch.setattr(costs, "_calls", lambda *_: {})
     monkeypatch.setattr(costs, "typical_seconds", lambda calls, rounds: dict(seconds))
-    profile, rows = measured_profile(Two(slower, SimpleNamespace(layer_rounds=1)), subject)
+    by_host = measured_seconds(Two(slower, SimpleNamespace(layer_rounds=1)), subject)
+    profile, rows = profile_of(subject, by_host)
     most = max(1.0, slower)
     assert {row["forward_s"] for row in rows} == {most} and {row["both_s"] for row in rows} == {2 * most}
     assert profile.update_seconds * profile.parameters == pytest.approx(most)
+    assert paces_of(by_host) == pytest.approx((1.0 / most, slower / most))
+
+
+def test_the_pace_of_a_host_is_the_mean_over_its_programs():
+    paces = paces_of([{"forward": 1.0, "backward": 8.0}, {"forward": 4.0, "backward": 4.0}])
+    assert paces == pytest.approx((0.5, 0.5**0.5))
+
+
+def test_latency_passes_while_bytes_move():
+    """Of all messages none is faster than the wire, latency included, and slower ones take what they took."""
+    sizes, wire = (1e4, 1e5, 1e6, 1e7), 1e8
+    took = (2e-3, 2.2e-3, 9e-3, 0.12)  # on the wire: 0.1 ms, 1 ms, 10 ms, 0.1 s
+    values = tuple(size / (seconds - 1e-3) for size, seconds in zip(sizes, took, strict=True))
+    link = Link(bandwidth=values[-1], latency=1e-3, measured=Curve(sizes=sizes, values=values))
+    kept = no_faster(link, wire)
+    seconds = [kept.latency + size / kept.rate(size) for size in sizes]
+    assert seconds == pytest.approx([2e-3, 2.2e-3, 10e-3, 0.12])
+    assert kept.latency == link.latency and kept.bandwidth == values[-1]
 
 
 def test_work_is_the_mean_over_hosts(monkeypatch):

@@ -14,14 +14,15 @@ from benchmarks.emulated.entries import numbered
 from benchmarks.emulated.launch import rows_of
 from benchmarks.hybrid import run as hybrid
 from benchmarks.hybrid import text
+from benchmarks.hybrid.baselines import swept
 from benchmarks.hybrid.bubble import BLOCKS, plan_of, subject_of
-from benchmarks.hybrid.competitors import planned, request_of, unpriced_messages
+from benchmarks.hybrid.competitors import planned, predicted_seconds, request_of, unpriced_messages
 from benchmarks.hybrid.costs import batches, cluster_of, measured_exchange
 from benchmarks.hybrid.layer_times import alone, calls_of, layer_programs, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
-from benchmarks.hybrid.quota import Quota, pipeline_seconds
+from benchmarks.hybrid.quota import Quota, pipeline_seconds, placement
 from benchmarks.hybrid.steps import ready, traced
-from benchmarks.hybrid.task import MODELS, TRIALS, Task
+from benchmarks.hybrid.task import MODELS, ONE_HOST, TRIALS, Task
 from benchmarks.netlab import Lab, LabError, why_not
 from benchmarks.networks.mlp import MLP
 from jhpt.core.calibration import order_error
@@ -466,6 +467,29 @@ def test_a_host_that_waited_computes_at_full_speed():
         update=np.zeros(2),
     )
     assert pipeline_seconds(plan, times, replace(QUOTA, exchange=0.0)) == pytest.approx(17e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe"])
+def test_a_step_takes_as_long_as_its_hosts_do(schedule):
+    """All of half the pace: half the seconds.  One of them alone: as long as a step with less work in its stage."""
+    plan, times = plan_of(8, 4, schedule), drawn_times(4, 1)
+    times = replace(times, cut=0 * times.cut, update=0 * times.update)
+    quota = Quota(share=0.5, period=0.0, exchange=0.0, cores=2)
+    slowest = pipeline_seconds(plan, times, quota)
+    assert pipeline_seconds(plan, times, replace(quota, paces=(0.5,) * 4)) == pytest.approx(slowest / 2)
+    (host,) = (rank for rank, number in enumerate(placement(4, 1, quota)) if number == 3)
+    half = np.where(np.arange(4) == host, 0.5, 1.0)[:, None]
+    less = replace(times, forward=half * times.forward, backward=half * times.backward)
+    one = pipeline_seconds(plan, times, replace(quota, paces=(1.0, 1.0, 1.0, 0.5)))
+    assert one == pytest.approx(pipeline_seconds(plan, less, quota)) and one < slowest
+
+
+def test_one_host_takes_its_own_seconds():
+    subject = SUBJECTS["bert"]()
+    model = CostModel(timed(subject.profile()), cluster_of(LINK, 4))
+    plan = swept(subject, model, lambda plan: [1.0])[ONE_HOST][0]
+    seconds = predicted_seconds(plan, model, replace(QUOTA, paces=(0.8, 1.0, 1.0, 1.0)))
+    assert seconds == pytest.approx(0.8 * predicted_seconds(plan, model, QUOTA))
 
 
 def test_hosts_of_one_core_share_it():
