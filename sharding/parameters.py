@@ -129,8 +129,10 @@ class ParameterStorage:
             folder, name = TABLE  # the embedding reads it on the first stage and the head on the last
             last = self.layout.stages - 1
             table: Any = reduced[folder]
-            other = jax.lax.ppermute(table[name], PIPE, [(0, last), (last, 0)])
-            reduced[folder] = {**table, name: table[name] + other}
+            # Not an exchange: between CPU processes messages that cross take twice as long (docs/reports/hybrid.md).
+            groups = [[0, last], *([stage] for stage in range(1, last))]
+            total = jax.lax.psum(table[name], PIPE, axis_index_groups=groups)
+            reduced[folder] = {**table, name: total}
         if self.layout.stages > 1:
             reduced = jax.tree.map(lambda leaf: leaf[None], reduced)
 

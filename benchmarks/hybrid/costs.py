@@ -82,7 +82,7 @@ def profile_of(subject: Subject, by_host: Sequence[Mapping[str, float]]) -> tupl
       by_host: of each of some hosts that are alike, the seconds of all programs (`measured_seconds`).
     """
     profile = subject.profile()
-    everything = {name: max(one[name] for one in by_host) for name in by_host[0]}
+    everything = slowest(by_host)
     seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
     for name, forward in everything.items():
         if name.endswith(" forward"):
@@ -105,13 +105,18 @@ def profile_of(subject: Subject, by_host: Sequence[Mapping[str, float]]) -> tupl
     return profile.model_copy(update=changes), rows
 
 
+def slowest(by_host: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of every program on the host that takes longest."""
+    return {name: max(one[name] for one in by_host) for name in by_host[0]}
+
+
 def paces_of(by_host: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
     """Of every host, its seconds over those of the slowest host: the geometric mean over all programs, at most 1.
 
-    Hosts with equal quotas are not equally fast, because cores are not: theirs differ by up to a fifth.
+    Hosts with equal quotas are not equally fast, because their cores are not.
     """
-    slowest = {name: max(one[name] for one in by_host) for name in by_host[0]}
-    return tuple(statistics.geometric_mean(one[name] / slowest[name] for name in slowest) for one in by_host)
+    most = slowest(by_host)
+    return tuple(statistics.geometric_mean(one[name] / most[name] for name in most) for one in by_host)
 
 
 def _calls(hosts: Hosts[Task], subject: Subject) -> dict[str, Callable[[], Any]]:

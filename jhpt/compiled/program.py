@@ -261,9 +261,8 @@ class Walk:
         size = sum(array.bytes for name in instruction.operands for array in computation[name].arrays)
         permuted = kind == "collective-permute"
         groups = permuted_pairs(instruction.tail) if permuted else replica_groups(instruction.tail, self.devices)
-        if permuted and self.device not in {pair[0] for pair in groups}:
-            return []
-        if not permuted and len(groups[0]) == 1:
+        groups = tuple(group for group in groups if len(group) > 1)  # a device alone sends nothing
+        if self.device not in {device for group in groups for device in (group[:1] if permuted else group)}:
             return []
         way = Way(kind, "+".join(spanned_axes(groups, self.sizes)))
         return [(way, wire_bytes(kind, len(groups[0]), size), self.clock.collective_seconds(kind, groups, size))]

@@ -70,6 +70,17 @@ def test_only_senders_send():
     assert counted(last) == {}
 
 
+def test_a_device_alone_in_its_group_sends_nothing():
+    """All-reduces over the first and the last of four stages."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("pipe", "data"), axis_types=(AxisType.Auto,) * 2)
+    every = {"mesh": mesh, "in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
+    ends = jax.shard_map(lambda x: jax.lax.psum(x, "pipe", axis_index_groups=[[0, 3], [1], [2]]), **every)
+    program = jax.jit(ends).lower(jnp.zeros(ROWS, jnp.float32)).compile()
+    tallies = read_stages(read(text_of(program)), {"pipe": 4, "data": 2}, CLOCK)
+    sent = {("all-reduce", "pipe"): (1, 4 * ROWS)}
+    assert [counted(tally) for tally in tallies] == [sent, {}, {}, sent]
+
+
 def test_loops_count_as_often_as_they_go_round():
     def inner(x, _):
         return jax.lax.psum(jnp.sin(x), "data"), None

@@ -64,6 +64,7 @@ BY_HAND = {
     "1f1b, ZeRO-3": dict(pipe=2, tensor=2, zero=3, micro_batches=2),
     "1f1b, hybrid, ZeRO-1": dict(pipe=2, zero=1, zero_ranks=2, micro_batches=4),
     "1f1b, hybrid, ZeRO-3": dict(pipe=2, zero=3, zero_ranks=2, micro_batches=2),
+    "four stages": dict(pipe=4, micro_batches=2),
     "interleaved": dict(pipe=2, tensor=2, chunks=2, micro_batches=4),
     "gradients in 8 bits": dict(gradient_compression="quantize", micro_batches=2),
     "gradients in 8 bits, ZeRO-1": dict(gradient_compression="quantize", zero=1, tensor=2),
@@ -107,7 +108,7 @@ def read_here(config, plan):
     return read_compiled(compiled, dict(design.layout.device_mesh.mesh.shape), Clock(CLUSTER))
 
 
-FEW = ("ZeRO-1", "ZeRO-2", "sequence, recomputed", "1f1b, ZeRO-3")
+FEW = ("ZeRO-1", "ZeRO-2", "sequence, recomputed", "1f1b, ZeRO-3", "four stages")
 """Between them: every kind of sum, gather and exchange but the compressed ones, in loops and in a pipeline."""
 
 

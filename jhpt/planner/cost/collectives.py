@@ -349,9 +349,12 @@ class DataCollectives:
             [gradient_kernel_seconds(ranks, self.compression, size, device, shares=shares) for size in sizes.tolist()]
         )
 
-    def between_first_and_last(self, place: Place, sizes: Array) -> Array:
-        """Seconds to sum tensors of these bytes over the first and the last stage, all pairs of devices at once."""
+    def between_first_and_last(self, place: Place, sizes: Array, *, one_program: bool) -> Array:
+        """Seconds to sum tensors of these bytes over the first and the last stage, all pairs of devices at once.
+
+        In one program it is an all-reduce over both.  Programs of their own send to each other.
+        """
         several = len(self.places.nodes) > 1
         link, senders = (place.network, max(place.crossing)) if several else (place.inside, 1)
-        ways = self.places.cluster.both_ways
+        ways = 1 if one_program else self.places.cluster.both_ways
         return np.array([ways * transfer_seconds((link, senders), float(size)) + link.latency for size in sizes])

@@ -244,7 +244,7 @@ class KindCosts:
         exposed = min(1.0, self.framework.exposed_gradients) if hides else 1.0
         if hides:
             gathered = np.maximum(exposed * gathered, gathered - plain.forward - plain.forward_tensor)
-        exchange = collectives.between_first_and_last(place, tied * basis.profile.bytes_per_weight)
+        exchange = collectives.between_first_and_last(place, tied * basis.profile.bytes_per_weight, one_program=False)
         gradients, tied_reduction, coding, tied_coding = nothing, nothing, nothing, nothing
         if zero < 2:
             shares = zero == 1
@@ -326,6 +326,8 @@ def slot(basis: CostBasis, place: Place, tensor: int, strategy: LayerStrategy) -
         reduced=collectives.reduction(group, numbers, shares=zero > 0, summed=strategy.accumulates)
         + float(collectives.between_replicas(place, tensor, shards, np.array([numbers * tensor]))[0])
         + float(collectives.kernels(place, tensor, np.array([numbers]), shares=zero > 0)[0]),
-        exchanged=collectives.between_first_and_last(place, np.array([shared * width]))[0] if shared else 0.0,
+        exchanged=collectives.between_first_and_last(place, np.array([shared * width]), one_program=True)[0]
+        if shared
+        else 0.0,
         output=-(-strategy.micro_batch // data) * float(basis.boundary[:-1].max()) / sequence,
     )

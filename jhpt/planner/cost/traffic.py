@@ -15,7 +15,7 @@ layer's parameters on a device in the compute dtype, in which they are sent.  Wi
                                                       data N ranks are left
     pipe      collective-permute of r   r             in S-1 + M v ticks forward to the next stage, in as many backward;
                                                       with one chunk the last (first) stage sends nothing on
-              collective-permute        2 p           first and last stage, once: a tied table's gradient in float32
+              all-reduce                2 p           first and last stage, once: a tied table's gradient in float32
     between degrees   all-gather of r   (n-1)/n r     M wherever neighbouring layers differ
 
 With sequence parallelism each all-reduce of a block is a reduce-scatter and an all-gather, (n-1)/n r each, and two more
@@ -387,7 +387,7 @@ class _Step:
         if position in (0, self.stages - 1):
             yield from self._reduced(size, t, 1)
             share = self._shards(t) if self.plan.zero else 1
-            yield ("collective-permute", PIPE), Sent(1, last.tied_parameters * FLOAT32 / t / share)
+            yield ("all-reduce", PIPE), Sent(1, last.tied_parameters * FLOAT32 / t / share)
 
     def _transfers(self, position: int) -> Iterator[Collectives]:
         """Transfers of activations and errors, in every tick in which any stage runs a pass of that direction."""

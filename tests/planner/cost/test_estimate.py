@@ -468,7 +468,8 @@ def test_tied_parameters():
 
 
 def test_in_line_the_directions_of_an_exchange_follow_each_other():
-    """8 bytes at 1 byte/s: 8 s, or 16 where two cross: in every tick of 1f1b and zb-h1, and for a shared gradient."""
+    """8 bytes at 1 byte/s: 8 s, or 16 where two cross: in every tick of 1f1b and zb-h1, and for a shared gradient
+    between two programs.  One program sums it over both stages at once."""
     profile = between_embedding_and_head(layer(boundary_bytes=8.0), layer())
     halves = stage(0, 1, (0, [1, 1])), stage(1, 1, (2, [1, 1]))
     for schedule, space, ways in (
@@ -482,8 +483,13 @@ def test_in_line_the_directions_of_an_exchange_follow_each_other():
         beside, line = (evaluate(made, profile, cluster(1, nodes=2, overlap=each)).times for each in (True, False))
         assert (beside.cut, line.cut) == ([8.0], [8.0 * ways]), schedule
     tied = model(layer(parameters=10), layer(tied_parameters=10))
-    ends = plan(stage(0, 1, (0, [1])), stage(1, 1, (1, [1])))
-    for overlap, seconds in ((True, 20), (False, 40)):
+    for space, overlap, seconds in (
+        ("spmd", True, 20),
+        ("spmd", False, 20),
+        ("general", True, 20),
+        ("general", False, 40),
+    ):
+        ends = plan(stage(0, 1, (0, [1])), stage(1, 1, (1, [1])), space=space)
         assert evaluate(ends, tied, cluster(1, nodes=2, overlap=overlap)).times.update == pytest.approx([seconds] * 2)
 
 

@@ -173,7 +173,8 @@ def test_sequence_parallel_scatters_and_gathers():
     stages = [(2, [(0, [2] * 3)]), (2, [(3, [2] * 3)])]
     first, _ = traffic(plan(*stages, sequence=True), PROFILE)
     # Table divided by 2, half of 8 samples' rows x 50 bytes on each.
-    assert first["collective-permute", "pipe"] == Sent(4, pytest.approx(3 * 8 * 25 + 4 * 960 / 2))
+    assert first["collective-permute", "pipe"] == Sent(3, pytest.approx(3 * 8 * 25))
+    assert first["all-reduce", "pipe"] == Sent(1, pytest.approx(4 * 960 / 2))
 
 
 def test_both_axes():
@@ -216,14 +217,14 @@ def test_three_degrees_have_an_axis_each():
 def test_a_pipeline_sends_in_every_tick_of_a_direction():
     """2 stages x 1 device, 2 micro-batches of 8: 1 + 2 ticks of 400 bytes, and the tied table in float32."""
     first, last = traffic(plan((1, [(0, [1] * 3)]), (1, [(3, [1] * 3)])), PROFILE)
-    assert first == last == sent(collective_permute__pipe=(3 + 1, 3 * 400 + 4 * 960))
+    assert first == last == sent(collective_permute__pipe=(3, 3 * 400), all_reduce__pipe=(1, 4 * 960))
 
 
 def test_stages_between_send_both_ways_and_no_table():
     stages = [(1, [(0, [1] * 2)]), (1, [(2, [1] * 2)]), (1, [(4, [1] * 2)])]
     first, middle, last = traffic(plan(*stages), PROFILE)
     assert middle == sent(collective_permute__pipe=(8, 8 * 400))
-    assert first == last == sent(collective_permute__pipe=(5, 4 * 400 + 4 * 960))
+    assert first == last == sent(collective_permute__pipe=(4, 4 * 400), all_reduce__pipe=(1, 4 * 960))
     assert traffic(plan(*stages), UNTIED)[0] == sent(collective_permute__pipe=(4, 4 * 400))
 
 
@@ -231,7 +232,7 @@ def test_chunks_send_around_the_ring():
     """2 stages x 2 chunks, 4 micro-batches of 4: 1 + 8 ticks each way, from both."""
     stages = [(1, [(0, [1] * 2), (3, [1])]), (1, [(2, [1]), (4, [1] * 2)])]
     first, last = traffic(plan(*stages, micro_batches=4, schedule="interleaved"), PROFILE)
-    assert first == last == sent(collective_permute__pipe=(19, 18 * 200 + 4 * 960))
+    assert first == last == sent(collective_permute__pipe=(18, 18 * 200), all_reduce__pipe=(1, 4 * 960))
 
 
 def test_ends_are_gathered_on_all_stages_and_summed_on_the_outer_ones():
@@ -249,7 +250,8 @@ def test_ends_are_gathered_on_all_stages_and_summed_on_the_outer_ones():
     assert first == sent(
         all_gather__data=gathered,
         reduce_scatter__data=gathered,
-        collective_permute__pipe=(5, 4 * 200 + 4 * 960 / 2),
+        collective_permute__pipe=(4, 4 * 200),
+        all_reduce__pipe=(1, 4 * 960 / 2),
     )
 
 
