@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.faults.injected import moment, prepare
 from benchmarks.faults.setups import SETUPS, settings_of
@@ -62,11 +63,16 @@ def tried(quick: bool) -> list[Trial]:
     return [*every, ("absent", "connecting", 0), ("absent", "connecting", 1)]
 
 
-def peers(folder: Path, chosen: Sequence[Trial], at_once: int = 2) -> Iterator[Met]:
-    """Injects these faults, so many runs at a time; those that restore do so in copies of a run that is at step 2."""
+def peers(
+    folder: Path, chosen: Sequence[Trial], at_once: int = 2, changes: Mapping[str, object] = MappingProxyType({})
+) -> Iterator[Met]:
+    """Injects these faults, so many runs at a time; those that restore do so in copies of a run that is at step 2.
+
+    changes: of the settings.
+    """
     home, setup = folder / "peers", SETUPS["two processes"]
     home.mkdir()
-    settings = settings_of(setup, folder) | SETTINGS
+    settings = {**settings_of(setup, folder), **SETTINGS, **changes}
     if any(phase == "restoring" for _, phase, _ in chosen):
         status, _ = run(setup, settings | {"train.steps": 2}, home / "begun", LIVE, log=folder / "peers.log")
         if status:

@@ -4,15 +4,16 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.faults.cost import COURSES, SETTLED, STEADY_EVERY, STEADY_STEPS, USUAL, cost, growth, steady
 from benchmarks.faults.flips import flips
 from benchmarks.faults.kills import Kill, digests_of, kills
 from benchmarks.faults.peers import LIMITS, POINTS, STALL, peers, tried
-from benchmarks.faults.setups import SETUPS, settings_of, write_text
-from benchmarks.faults.soak import SETUP, SMALL, soak
-from benchmarks.faults.zygote import prepare
+from benchmarks.faults.setups import SETUPS, SMALL, settings_of, write_text
+from benchmarks.faults.soak import QUICK, Soak, soak
+from benchmarks.faults.zygote import begin, prepare
 from benchmarks.faults.zygote import run as train
 from jhpt.bench.results import Claim, Report, chosen, print_claims, print_table
 
@@ -48,10 +49,13 @@ def run(
             faults += _kills(folder, number, report, quick)
         if "flips" in parts:
             faults += _flips(folder, 20 if quick else max(4 * number, 20), report)
+        if "soak" in parts and quick:  # peers wait more than they compute, so there is room for it beside them
+            soaking = begin(partial(soak, folder, 1, SEED, QUICK))
         if "peers" in parts:
             faults += _peers(folder, quick, report)
         if "soak" in parts:
-            faults += _soak(folder, quick, 1 if quick else max(number // 3, 2), report)
+            cycles = 1 if quick else max(number // 3, 2)
+            faults += _soak(soaking() if quick else soak(folder, cycles, SEED), cycles, report)
         if "cost" in parts:
             _costs(folder, report)
         print_claims(report.claims)
@@ -92,7 +96,7 @@ def _kills(folder: Path, number: int, report: Report, quick: bool) -> list[str]:
 
 
 def _peers(folder: Path, quick: bool, report: Report) -> list[str]:
-    found = list(peers(folder, tried(quick), at_once=3 if quick else 2))
+    found = list(peers(folder, tried(quick), at_once=3 if quick else 2, changes=SMALL if quick else {}))
     worst: dict[str, float] = {}
     for met in found:
         worst[met.fault] = max(met.seconds, worst.get(met.fault, 0.0))
@@ -115,8 +119,7 @@ def _peers(folder: Path, quick: bool, report: Report) -> list[str]:
     return [str(met) for met in found if not met.held]
 
 
-def _soak(folder: Path, quick: bool, cycles: int, report: Report) -> list[str]:
-    soaked = soak(folder, cycles, SEED, SMALL if quick else SETUP)
+def _soak(soaked: Soak, cycles: int, report: Report) -> list[str]:
     claims = {
         "soak_cycles": Claim(value=soaked.cycles, unit="kills", setup="jhpt launch, two processes"),
         "soak_bitwise": Claim(value=float(soaked.bitwise), unit="1: yes", setup="last checkpoint, all arrays"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.faults.kills import digests_of
-from benchmarks.faults.setups import SetUp, settings_of
+from benchmarks.faults.setups import SMALL, SetUp, settings_of
 from benchmarks.faults.zygote import start, waited
 from jhpt.training.step_folders import FOLDER, steps_in
 
@@ -22,8 +22,7 @@ SETUP = SetUp(
     changes={"parallel.data": 2, "checkpoint.every": 1, "checkpoint.keep": 2, "evaluation.every": 10**6}, processes=2
 )
 
-SMALL = SetUp(changes={**SETUP.changes, "model.num_layers": 1, "model.dropout": 0.0}, processes=2)
-"""Compiles in two thirds of the time."""
+QUICK = SetUp(changes={**SETUP.changes, **SMALL}, processes=2)
 
 
 @dataclass(frozen=True, kw_only=True)

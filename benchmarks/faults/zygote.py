@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.faults.moments import die_at
 from benchmarks.faults.setups import SetUp
@@ -24,6 +25,8 @@ FAST = (
     "--xla_cpu_parallel_codegen_split_count=1"
 )
 """The same results, compiled in a third of the time."""
+
+Result = TypeVar("Result")
 
 LONGEST = 300.0
 """Seconds after which a run is given up."""
@@ -46,6 +49,20 @@ def prepare() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = FAST
     import jhpt.training.run  # noqa: F401
+
+
+def begin(work: Callable[[], Result]) -> Callable[[], Result]:
+    """Begins work in a process of its own; what is returned waits for the result.
+
+    Raises:
+      EOFError: when waiting, if the process ended without one.
+    """
+    forked = get_context("fork")
+    ours, theirs = forked.Pipe(duplex=False)
+    forked.Process(target=lambda: theirs.send(work())).start()
+    theirs.close()
+    result: Callable[[], Result] = ours.recv
+    return result
 
 
 Before = Callable[[int], None]
