@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -121,3 +123,21 @@ def test_the_set_ups_are_valid(tmp_path):
 def test_a_killed_process_counts_before_those_that_left_because_of_it():
     assert end_of_all([Exit.PEER, -signal.SIGKILL]) == end_of_all([-signal.SIGKILL, Exit.PEER]) == -signal.SIGKILL
     assert end_of_all([0, 0]) == 0 and end_of_all([0, Exit.STORAGE]) == Exit.STORAGE
+
+
+def test_work_goes_on_in_a_process_of_its_own():
+    """What it returns comes back; if it ends without, whoever waits is told."""
+    lines = """
+import os
+from functools import partial
+from benchmarks.faults.zygote import begin
+
+waiting = begin(partial(pow, 2, 3)), begin(partial(os._exit, 1))
+print(waiting[0]())
+try:
+    waiting[1]()
+except EOFError:
+    print("nothing came")
+"""
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n") == ["8", "nothing came", ""]
