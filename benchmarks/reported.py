@@ -1,7 +1,7 @@
 """Claims and tables again from the raw samples of benchmarks' files: `python -m benchmarks.reported FILE [FILE...]`.
 
 Several files of one benchmark count as further launches, for example of another day.  `--write` puts the claims that
-are ratios of seconds, or of launches, back into a single file; the samples stay as they are.
+are ratios of seconds, of losses, or of launches, back into a single file; the samples stay as they are.
 """
 
 import argparse
@@ -13,12 +13,14 @@ from typing import Any
 
 from benchmarks.comms import run as comms
 from benchmarks.comms import tables
+from benchmarks.convergence import choices
+from benchmarks.convergence.cells import Cell
 from benchmarks.hybrid import run as hybrid
 from benchmarks.planner.worth import WorthRow, worth_claims
 from jhpt.bench import kernels, train
 from jhpt.bench.memory import run as memory
 from jhpt.bench.ratios import WORD
-from jhpt.bench.results import Claim, print_claims
+from jhpt.bench.results import Claim, print_claims, print_table
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -41,12 +43,21 @@ def _memory(rows: Rows) -> dict[str, Claim]:
     return memory.choice_claims(choices) if choices else {}
 
 
+def _choices(rows: Rows) -> tuple[dict[Cell, choices.Result], dict[Cell, str]]:
+    """The rows that compare choices of tokens, by cell, and the kinds of all such cells."""
+    kinds = choices.cells(quick=False)
+    of_name = {cell.name: cell for cell in kinds}
+    names = [(Cell(**row["settings"]).name, row) for row in rows]
+    return {of_name[name]: row for name, row in names if name in of_name}, kinds
+
+
 CLAIMS: dict[str, Callable[[Rows], dict[str, Claim]]] = {
     "hybrid": hybrid.claims,
     "comms": comms.claims,
     "train": _train,
     "planner": _planner,
     "memory": _memory,
+    "convergence": lambda rows: choices.claims_of(*_choices(rows)),
     "kernels": lambda rows: kernels.claims([dict(row) for row in rows]),
 }
 """What each benchmark makes of its rows; of others nothing is divided by anything."""
@@ -69,12 +80,14 @@ def with_claims(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_tables(bench: str, rows: Rows) -> None:
-    """The tables of the emulated benchmarks."""
+    """The tables of the emulated benchmarks, and of choices of tokens."""
     if bench == "hybrid":
         hybrid.print_entries(hybrid.entries(rows))
     elif bench == "comms":
         for table in tables.TABLES:
             tables.print_entries(rows, table)
+    elif bench == "convergence":
+        print_table("which tokens are sent in 8 bits", choices.COLUMNS, choices.lines(*_choices(rows)), words=1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
