@@ -39,16 +39,15 @@ def _planner(rows: Rows) -> dict[str, Claim]:
 
 
 def _memory(rows: Rows) -> dict[str, Claim]:
-    choices = [dict(row) for row in rows if row["kind"] == "choice"]
-    return memory.choice_claims(choices) if choices else {}
+    made = [dict(row) for row in rows if row["kind"] == "choice"]
+    return memory.choice_claims(made) if made else {}
 
 
 def _choices(rows: Rows) -> tuple[dict[Cell, choices.Result], dict[Cell, str]]:
     """The rows that compare choices of tokens, by cell, and the kinds of all such cells."""
     kinds = choices.cells(quick=False)
-    of_name = {cell.name: cell for cell in kinds}
-    names = [(Cell(**row["settings"]).name, row) for row in rows]
-    return {of_name[name]: row for name, row in names if name in of_name}, kinds
+    of_name = {Cell(**row["settings"]).name: row for row in rows}
+    return {cell: of_name[cell.name] for cell in kinds if cell.name in of_name}, kinds
 
 
 CLAIMS: dict[str, Callable[[Rows], dict[str, Claim]]] = {

@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from benchmarks.faults.flips import flips
 from benchmarks.faults.kills import Kill, digests_of, kills
 from benchmarks.faults.peers import LIMITS, POINTS, STALL, peers, tried
 from benchmarks.faults.setups import SETUPS, SMALL, settings_of, write_text
-from benchmarks.faults.soak import QUICK, Soak, soak
+from benchmarks.faults.soak import QUICK, SETUP, Soak, soak
 from benchmarks.faults.zygote import begin, prepare
 from benchmarks.faults.zygote import run as train
 from jhpt.bench.results import Claim, Report, chosen, print_claims, print_table
@@ -49,13 +49,14 @@ def run(
             faults += _kills(folder, number, report, quick)
         if "flips" in parts:
             faults += _flips(folder, 20 if quick else max(4 * number, 20), report)
-        if "soak" in parts and quick:  # peers wait more than they compute, so there is room for it beside them
-            soaking = begin(partial(soak, folder, 1, SEED, QUICK))
+        cycles = 1 if quick else max(number // 3, 2)
+        soaked: Callable[[], Soak] = partial(soak, folder, cycles, SEED, QUICK if quick else SETUP)
+        if quick and "soak" in parts:  # peers wait more than they compute, so there is room for it beside them
+            soaked = begin(soaked)
         if "peers" in parts:
             faults += _peers(folder, quick, report)
         if "soak" in parts:
-            cycles = 1 if quick else max(number // 3, 2)
-            faults += _soak(soaking() if quick else soak(folder, cycles, SEED), cycles, report)
+            faults += _soak(soaked(), cycles, report)
         if "cost" in parts:
             _costs(folder, report)
         print_claims(report.claims)
