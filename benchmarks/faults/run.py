@@ -132,16 +132,21 @@ def _soak(soaked: Soak, cycles: int, report: Report) -> list[str]:
 def _costs(folder: Path, report: Report) -> None:
     """What saving costs; needs a machine that does nothing else."""
     costs = [cost(course, folder) for course in COURSES]
-    steadied = steady(folder)
+    with_saves, without = steady(folder, saves=True), steady(folder, saves=False)
     setup = f"of the time of a run that saves every {USUAL} steps; median of trials with and without saves, in turn"
     claims = {
         f"saving_share_{name}": Claim(value=each.share, unit="share", setup=f"{each.course}: {setup}")
         for name, each in zip(("tiny", "100m"), costs, strict=True)
     }
-    saves = f"{STEADY_STEPS} steps and {STEADY_STEPS // STEADY_EVERY} saves, after the first {SETTLED}"
-    grown = {"saving_memory_growth": (steadied.memory, "bytes"), "saving_files_growth": (steadied.files, "descriptors")}
-    claims |= {name: Claim(value=growth(values), unit=unit, setup=saves) for name, (values, unit) in grown.items()}
-    report.add([*costs, steadied], claims)
+    number = STEADY_STEPS // STEADY_EVERY - SETTLED
+    saves = f"{number} saves in {number * STEADY_EVERY} steps, after {SETTLED} others"
+    same = f"{number * STEADY_EVERY} steps without saves, after {SETTLED * STEADY_EVERY} others"
+    claims |= {
+        "saving_memory_growth": Claim(value=growth(with_saves.memory), unit="bytes", setup=saves),
+        "saving_files_growth": Claim(value=growth(with_saves.files), unit="descriptors", setup=saves),
+        "steps_memory_growth": Claim(value=growth(without.memory), unit="bytes", setup=same),
+    }
+    report.add([*costs, with_saves, without], claims)
 
 
 def _flips(folder: Path, number: int, report: Report) -> list[str]:

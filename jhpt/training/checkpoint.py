@@ -6,13 +6,11 @@ written last.  Keys and the data position follow from seed and step.
 """
 
 import json
-import logging
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from jhpt.sharding.gather import gathered
 from jhpt.sharding.types import PyTree
 from jhpt.training.digests import different, digests
 from jhpt.training.layered import Layered, LayeredHandler, by_layer, item_handlers
+from jhpt.training.orbax_changes import leave_out_leaks, leave_out_stack_traces
 from jhpt.training.processes import from_main, is_main
 from jhpt.training.record import Record
 from jhpt.training.spikes import Losses
@@ -85,6 +84,7 @@ class Checkpoints:
         self._folder, self._config, self._say = folder.absolute(), config, say
         self._layers = LayeredHandler()
         leave_out_stack_traces()
+        leave_out_leaks()
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(handler_registry=item_handlers(self._layers)), timeout_secs=WAIT
         )
@@ -306,24 +306,6 @@ class Checkpoints:
         finally:
             self._background.shutdown()
             self._checkpointer.close()
-
-
-@cache
-def leave_out_stack_traces() -> None:
-    """Leaves out the stack traces of saving, of which `Checkpoints` tells in a line.
-
-    Orbax logs what it raises as well.  It stops waiting at the first write that fails, so the writes that are under
-    way end when nobody waits for them any more: Python reports their callbacks, and asyncio their tasks.
-    """
-    logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
-    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
-    report = sys.unraisablehook
-
-    def report_others(failure: "sys.UnraisableHookArgs") -> None:
-        if failure.object is not None or str(failure.exc_value) != "Event loop is closed":
-            report(failure)
-
-    sys.unraisablehook = report_others
 
 
 def _restored_as(leaf: Any) -> ocp.RestoreArgs:
