@@ -1,12 +1,10 @@
 """One host of the lab: it waits for the others, exchanges results with them, and sets links and quotas."""
 
 import json
-import os
 import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -45,7 +43,6 @@ class Hosts(Generic[AnyTask]):
         self._set(None, rate, period)
 
     def _set(self, cores: float | None, rate: float | None, period: int = QUOTA_PERIOD) -> None:
-        helpers_do_not_interrupt()
         self.wait()
         if self.rank == 0:
             self.lab.quota(cores, period)
@@ -83,21 +80,6 @@ class Hosts(Generic[AnyTask]):
         """Prints progress to stderr, whose end is part of error messages."""
         if self.rank == 0:
             print(f"{time.process_time():6.1f} s of processor  {line}", file=sys.stderr, flush=True)
-
-
-def helpers_do_not_interrupt() -> None:
-    """Lets the other threads of this process wait for their turn (`SCHED_BATCH`) instead of interrupting the main one.
-
-    Gloo has a thread that wakes up when bytes come.  It needs a lock that the main thread holds while it sends, and
-    asks for it again and again.  A host has one core: this thread interrupts the very thread that it waits for, until
-    its time slice is over.  An all-reduce of 16 KiB over two hosts took 5.8 ms, 2 of them processor time, and takes 0.6
-    and 0.1 ms where the thread waits for its turn.  Machines with a core for each of the two are not slowed down so.
-    """
-    main = os.getpid()
-    for thread in map(int, os.listdir("/proc/self/task")):
-        if thread != main:
-            with suppress(ProcessLookupError):  # it has ended
-                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _is_first(file: Path) -> bool:

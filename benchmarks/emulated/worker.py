@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jax
 
 from benchmarks.emulated.hosts import AnyTask, Hosts
-from jhpt.training.runtime import keep_heap
+from jhpt.training.runtime import helpers_do_not_interrupt, keep_heap
 
 
 def take_part(kind: type[AnyTask], measure: Callable[[Hosts[AnyTask]], list[dict[str, Any]]]) -> NoReturn:
@@ -42,6 +42,7 @@ def _joined(
     jax.distributed.initialize(coordinator, int(count), int(rank))
     task = kind.parse(text)
     hosts = Hosts(task)
+    helpers_do_not_interrupt()
     rows = measure(hosts)
     hosts.wait()
     if hosts.rank == 0:

@@ -28,7 +28,7 @@ from jhpt.training.data.tokenizer_files import lies_in
 from jhpt.training.init_from import weights_at
 from jhpt.training.parts import model_layout
 from jhpt.training.planning import check_fits_model
-from jhpt.training.runtime import compile_collectives_anew, configure_runtime
+from jhpt.training.runtime import configure_runtime, prepare_collectives
 from jhpt.training.setup import compute_dtype, fitting_tokenizer
 from jhpt.training.weights import Weights
 
@@ -107,7 +107,7 @@ def load(
       InputError: no run, no checkpoint yet, one that cannot be read, no tokenizer, or a plan that does not fit.
     """
     configure_runtime()
-    compile_collectives_anew()
+    prepare_collectives()
     folder = Path(source)
     config = run_settings(folder, tokenizer)
     if reads_text:

@@ -55,7 +55,7 @@ from jhpt.training.data.tokenizer import load_tokenizer
 from jhpt.training.data.windows import check_documents, check_masked, check_words
 from jhpt.training.optimizer import learning_rate, make_optimizer
 from jhpt.training.parts import model_layout
-from jhpt.training.runtime import compile_collectives_anew, configure_runtime
+from jhpt.training.runtime import configure_runtime, prepare_collectives
 from jhpt.training.setup import compute_dtype, decided, execution, stored_weights
 from jhpt.training.step import Gradients, TrainState, TrainStep, init_state, make_train_step
 from jhpt.training.weights import Weights
@@ -386,7 +386,7 @@ def profile_command(
             raise InputError(f"{file} cannot be written: give a file in an existing folder")
     config = decided(config)
     configure_runtime()
-    compile_collectives_anew()
+    prepare_collectives()
     grid = default_grid(config, quick)
     profile, profile_path, known = cached_profile(config, grid, again)
     cluster, cluster_path, known_cluster = cached_cluster(grid.rounds, again)

@@ -54,8 +54,8 @@ from jhpt.training.run_dir import (
 from jhpt.training.runtime import (
     accelerator_present,
     allow_pinned_memory,
-    compile_collectives_anew,
     configure_runtime,
+    prepare_collectives,
 )
 from jhpt.training.sampling import sample
 from jhpt.training.setup import decided
@@ -213,7 +213,7 @@ def _trained(
             raise InputError("\n".join(unused))
         config = decided(config)
     check_agreed(_settings(config, requested))
-    compile_collectives_anew()
+    prepare_collectives()
     run_dir = Path(out) if out is not None else new_run_dir(config)
     display = Display(config.train.steps)
     for line in unused:

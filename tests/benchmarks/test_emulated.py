@@ -1,13 +1,10 @@
-"""What the hosts are asked arrives as it was written, and their helpers do not interrupt them."""
+"""What the hosts are asked arrives as it was written, and so does what they found."""
 
-import os
-import threading
 from dataclasses import dataclass
 
 import pytest
 from pydantic import ValidationError
 
-from benchmarks.emulated.hosts import helpers_do_not_interrupt
 from benchmarks.emulated.task import Launch
 
 
@@ -46,21 +43,3 @@ def test_what_was_left_is_the_result(tmp_path):
     task = Launch(tag="jhpt-lab-1-1-0", cpu=0.5, folder=str(tmp_path))
     task.leave([{"row": "step", "samples_s": [0.5, 1e-3]}])
     assert task.result() == [{"row": "step", "samples_s": [0.5, 1e-3]}]
-
-
-def test_helpers_wait_for_their_turn_and_the_main_thread_does_not(monkeypatch):
-    """A thread that has ended meanwhile is passed over."""
-    end, ended = threading.Event(), threading.Thread(target=int)
-    helper = threading.Thread(target=end.wait)
-    ended.start(), helper.start()
-    ended.join()
-    before = os.sched_getscheduler(os.getpid())
-    monkeypatch.setattr(
-        os, "listdir", lambda folder: [str(each) for each in (ended.native_id, os.getpid(), helper.native_id)]
-    )
-    try:
-        helpers_do_not_interrupt()
-        assert os.sched_getscheduler(helper.native_id) == os.SCHED_BATCH
-        assert os.sched_getscheduler(os.getpid()) == before != os.SCHED_BATCH
-    finally:
-        end.set()

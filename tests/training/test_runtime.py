@@ -7,7 +7,8 @@ import sys
 import jax
 import pytest
 
-from jhpt.training.runtime import compile_collectives_anew
+from jhpt.training import runtime
+from jhpt.training.runtime import compile_collectives_anew, prepare_collectives
 
 
 @pytest.fixture
@@ -29,6 +30,33 @@ def test_others_may_come_from_the_cache(cached, monkeypatch, changed):
         monkeypatch.setattr(jax, name, lambda value=value: value)
     compile_collectives_anew()
     assert cached()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="policies of threads are Linux's")
+def test_helpers_wait_for_their_turn_and_the_main_thread_does_not():
+    code = """
+import os, threading
+from jhpt.training.runtime import helpers_do_not_interrupt
+
+end = threading.Event()
+helper = threading.Thread(target=end.wait)
+helper.start()
+helpers_do_not_interrupt()
+print(os.sched_getscheduler(helper.native_id) == os.SCHED_BATCH, os.sched_getscheduler(os.getpid()) == os.SCHED_OTHER)
+end.set()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize(("backend", "processes", "wait"), [("cpu", 2, True), ("cpu", 1, False), ("gpu", 2, False)])
+def test_helpers_wait_where_several_processes_compute_on_cpus(monkeypatch, backend, processes, wait):
+    asked = []
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(runtime, "helpers_do_not_interrupt", lambda: asked.append(True))
+    prepare_collectives()
+    assert asked == [True] * wait
 
 
 HEAP = """
