@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import tensorstore
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 
 @cache
@@ -37,8 +36,12 @@ def leave_out_leaks() -> None:
     asks for such a dict for every array that it writes, to complete what it knows of the folder, and for all metrics
     twice a save, to log the rate of writing.  Its module is given a tensorstore without both; all others keep theirs.
     """
-    if getattr(tensorstore_utils, "ts", None) is tensorstore and leaks():
-        setattr(tensorstore_utils, "ts", _TensorStore(tensorstore.__name__))  # noqa: B010  (mypy knows modules)
+    try:
+        from orbax.checkpoint._src.serialization import tensorstore_utils as specs
+    except ImportError:  # a version of Orbax that is arranged differently: it leaks, or no longer does
+        return
+    if getattr(specs, "ts", None) is tensorstore and leaks():
+        setattr(specs, "ts", _TensorStore(tensorstore.__name__))  # noqa: B010  (mypy knows modules)
 
 
 def leaks() -> bool:

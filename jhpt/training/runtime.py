@@ -91,7 +91,7 @@ def helpers_do_not_interrupt() -> None:
         return
     for thread in (int(each.name) for each in threads.iterdir()):
         if thread != os.getpid():
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(OSError):  # it has ended, or the system does not allow it, which only costs time
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
