@@ -264,7 +264,8 @@ class Played:
         self.behind[stage].clear()
 
     def _cut(self, stage: int) -> float:
-        """Seconds of a micro-batch's activations on their way to the next stage."""
+        """Seconds of a micro-batch's activations on their way to the next stage, and of errors on their way back: the
+        mean of both."""
         sender, receiver = self.plan.stages[stage : stage + 2]
         kind = self.profile.kinds[self.profile.layers[sender.chunks[0].stop - 1]]
         data = min(self._degrees(each)[1] for each in (sender, receiver))
@@ -278,7 +279,18 @@ class Played:
             link, crowd = self.cluster.nodes[0].inside, 1
         else:
             link, crowd = self.cluster.network, min(*map(len, rows), self.cluster.nodes[0].devices)
-        return size / (link.bandwidth * min(1.0, link.ports / crowd)) + link.latency
+        return size / (link.bandwidth * min(1.0, link.ports / crowd)) + link.latency + self._gathered(stage, kind) / 2
+
+    def _gathered(self, stage: int, kind: LayerKind) -> float:
+        """Seconds in which the tensor ranks of the stage with more devices gather rows, of which each got a share."""
+        fewer, more = sorted(self.plan.stages[stage : stage + 2], key=lambda each: each.devices)
+        if more.devices == fewer.devices:
+            return 0.0
+        tensor, data = self._degrees(more)
+        nodes = [self.nodes[at] for at in range(more.device, more.device + more.devices)]
+        groups = [nodes[at : at + tensor] for at in range(0, more.devices, tensor)]
+        size = kind.boundary_bytes * math.ceil(self.plan.batch / self.plan.micro_batches / data)
+        return max(ring(group, groups, self.cluster, size) for group in groups)
 
     def _all_at_once(self) -> None:
         stages, count = len(self.plan.stages), self.plan.micro_batches

@@ -27,7 +27,7 @@ from jhpt.core.schedule import IN_TURN, in_flight
 from jhpt.planner.cost.communication import Place
 from jhpt.planner.cost.estimate import price
 from jhpt.planner.cost.layers import LayerStrategy
-from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.model import CostModel, End
 from jhpt.planner.cost.schedule import step_seconds
 from jhpt.planner.search.request import Request
 
@@ -241,12 +241,14 @@ class _Pricer:
         """Seconds of the transfer from (chunk, stage) `at` to (chunk, stage) `to`."""
         sender, receiver = stages[at[1]], stages[to[1]]
         (_, degrees), (start, their_degrees) = sender[1][at[0]], receiver[1][to[0]]
-        data = min(len(sender[0]) // degrees[-1], len(receiver[0]) // their_degrees[0])
+        data = len(sender[0]) // degrees[-1], len(receiver[0]) // their_degrees[0]
         parts = degrees[-1] if strategy.sequence else 1
         key = (start, sender[0], receiver[0], data, strategy.micro_batch, parts)
         if key not in self._cuts:
-            transfer = self.model.places.between(sender[0], receiver[0])
-            self._cuts[key] = self.model.moved_seconds(start - 1, transfer, data, strategy.micro_batch, parts)
+            places = self.model.places
+            ends = End(places.of(sender[0]), data[0]), End(places.of(receiver[0]), data[1])
+            transfer = places.between(sender[0], receiver[0])
+            self._cuts[key] = self.model.moved_seconds(start - 1, transfer, ends, strategy.micro_batch, parts)
         return self._cuts[key]
 
     def _layer(self, place: Place, t: int, strategy: LayerStrategy, layer: int, stages: int) -> LayerCost:

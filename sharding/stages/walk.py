@@ -5,13 +5,16 @@ Processes agree on the order without talking to each other, because all of them 
     tick    forward pass of every stage that has one; then what they pass on goes to the next chunks
             backward pass of every stage that has one; then what they pass on goes to the chunks before
 
+What they pass on moves in two turns (`in_two_turns`): a stage takes part in two transfers, one with each neighbour, and
+one after the other down the pipeline the last stage would wait for all of them.
+
 Programs and transfers of stages elsewhere are left out.  Of any two programs that several processes take part in, all
 of them run the same one first, so that none waits for another in vain.  Nothing waits for results here, except on
 several CPU devices of one process (`settled`): a device runs what it is given in this order, as soon as what it needs
 has come.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,13 +59,12 @@ class Walk:
     def step(self, table: Timetable) -> None:
         """All passes of a step."""
         for tick in range(table.ticks):
-            done = [(one, self._forward(*one)) for one in _passes(table.forward, tick)]
-            for (at, micro_batch), y in done:
-                self._pass_up(at, micro_batch, y)
-            done = [(one, self._backward(*one)) for one in _passes(table.backward, tick)]
-            for (at, micro_batch), error in done:
-                if at > 0:
-                    self._keep(self.errors, at - 1, micro_batch, self.route.down[at - 1](error))
+            done = {one: self._forward(*one) for one in passes_of(table.forward, tick)}
+            for at, micro_batch in in_two_turns(done, len(self.route.up)):
+                self._pass_up(at, micro_batch, done[at, micro_batch])
+            done = {one: self._backward(*one) for one in passes_of(table.backward, tick)}
+            for at, micro_batch in in_two_turns(done, len(self.route.up)):
+                self._pass_down(at, micro_batch, done[at, micro_batch])
 
     def evaluation(self, micro_batches: int) -> None:
         """Forward passes of all micro-batches, which save nothing."""
@@ -106,6 +108,10 @@ class Walk:
         else:
             self._keep(self.errors, at, micro_batch, y)
 
+    def _pass_down(self, at: int, micro_batch: int, error: Any) -> None:
+        if at > 0:
+            self._keep(self.errors, at - 1, micro_batch, self.route.down[at - 1](error))
+
     def _keep(self, where: dict[tuple[int, int], Any], at: int, micro_batch: int, x: Any) -> None:
         if self.route.chunks[at].here:
             where[at, micro_batch] = x
@@ -114,8 +120,18 @@ class Walk:
         return self.batches[at], self.keys[at], np.int32(micro_batch)
 
 
-def _passes(table: Table, tick: int) -> list[tuple[int, int]]:
-    """(chunk, micro-batch) of all passes of a tick."""
+def in_two_turns(passes: Iterable[tuple[int, int]], last: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) of passes, in the order in which their results move on; the last chunk is number `last`.
+
+    First those of the chunk before the last one and of every second chunk before it, then those of the others.  So the
+    last chunk, which may be the slowest because of its head, gets its input in the first turn.  It sends its error in
+    the second, and until then the chunk before serves the one before that.
+    """
+    return sorted(passes, key=lambda one: ((last - one[0] + 1) % 2, one))
+
+
+def passes_of(table: Table, tick: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) of all passes of a tick, in order."""
     stages = table.shape[1]
     entries = ((stage, *map(int, table[tick, stage])) for stage in range(stages))
     return [(chunk * stages + stage, micro_batch) for stage, micro_batch, chunk, _ in entries if micro_batch >= 0]

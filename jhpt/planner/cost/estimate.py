@@ -34,7 +34,7 @@ from jhpt.planner.cost.basis import NO_OTHERS
 from jhpt.planner.cost.communication import Place, residual_bytes
 from jhpt.planner.cost.layers import ChunkCosts, LayerCosts, LayerStrategy, select_layers, strategy_of
 from jhpt.planner.cost.memory import EMBEDDING_AND_HEAD, Slot
-from jhpt.planner.cost.model import CostModel
+from jhpt.planner.cost.model import CostModel, End
 from jhpt.planner.cost.offload import device_bytes, host_bytes, offloaded_step
 from jhpt.planner.cost.schedule import Array, step_seconds
 
@@ -270,9 +270,12 @@ def _cuts(plan: Plan, model: CostModel) -> Array:
         next_chunk, to = divmod(virtual + 1, stages)
         sender, receiver = plan.stages[at], plan.stages[to]
         last, first = sender.chunks[chunk], receiver.chunks[next_chunk]
-        data = min(sender.devices // last.tensor[-1], receiver.devices // first.tensor[0])
+        ends = (
+            End(model.places.of(sender.members), sender.devices // last.tensor[-1]),
+            End(model.places.of(receiver.members), receiver.devices // first.tensor[0]),
+        )
         transfer, sequence = model.places.between(sender.members, receiver.members), first.tensor[0]
-        seconds = model.moved_seconds(last.stop - 1, transfer, data, batch, sequence if plan.sequence else 1)
+        seconds = model.moved_seconds(last.stop - 1, transfer, ends, batch, sequence if plan.sequence else 1)
         cuts.append(ways * seconds)
     return np.array(cuts)
 

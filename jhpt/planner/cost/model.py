@@ -7,6 +7,7 @@ of layers, and every table is computed once per distinct place, degree and strat
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,13 @@ from jhpt.planner.cost.schedule import Array
 
 _Key = tuple[Place, int, LayerStrategy]
 _ChunkKey = tuple[tuple[tuple[int, int, int], ...], tuple[int, ...], Place, LayerStrategy]
+
+
+class End(NamedTuple):
+    """A stage at one end of a transfer, and the data degree of its first or last layer."""
+
+    place: Place
+    data: int
 
 
 class CostModel(CostBasis):
@@ -55,6 +63,7 @@ class CostModel(CostBasis):
         pairs = list(zip([-1, *kinds[:-1]], kinds, [*([False] * (len(kinds) - 1)), True], strict=True))
         self.alike: tuple[int, ...] = tuple(pairs.index(pair) for pair in pairs)
         self.chunks: dict[_ChunkKey, ChunkCosts] = {}
+        self._cuts: dict[tuple[int, tuple[int, int, int], tuple[int, int, int], int, int], float] = {}
 
     def on(self, cluster: Cluster) -> "CostModel":
         """The same model on another cluster, whose devices are of the same kinds."""
@@ -251,21 +260,43 @@ class CostModel(CostBasis):
     def cut_seconds(
         self, layer: int, sender: tuple[int, int, int], receiver: tuple[int, int, int], batch: int, sequence: int = 1
     ) -> float:
-        """Seconds to move one micro-batch of `layer`'s output to the next stage.
+        """`moved_seconds` between stages of neighbouring devices.
 
         Args:
-          sender, receiver: (first device, devices, data degree) of the stages; the smaller degree limits.
-          sequence: parts into which sequence parallelism cuts the output; every device moves its own.
+          sender, receiver: (first device, devices, data degree) of the stages.
         """
-        (first, devices, data), (to, others, their_data) = sender, receiver
-        transfer = self.places.transfer(first, devices, to, others)
-        return self.moved_seconds(layer, transfer, min(data, their_data), batch, sequence)
+        key = (layer, sender, receiver, batch, sequence)
+        if key not in self._cuts:
+            (first, devices, data), (to, others, their_data) = sender, receiver
+            ends = End(self.places.at(first, devices), data), End(self.places.at(to, others), their_data)
+            transfer = self.places.transfer(first, devices, to, others)
+            self._cuts[key] = self.moved_seconds(layer, transfer, ends, batch, sequence)
+        return self._cuts[key]
 
     def ways(self, schedule: Schedule, space: Space) -> int:
         """How many times as long as one transfer neighbours take for one: where they exchange in turn, in one program,
         two transfers cross."""
         return self.cluster.both_ways if space == "spmd" and schedule in IN_TURN else 1
 
-    def moved_seconds(self, layer: int, transfer: tuple[Link, int], data: int, batch: int, sequence: int = 1) -> float:
-        """`cut_seconds` by the link and its senders (`Places.between`) and the smaller data degree."""
-        return transfer_seconds(transfer, self.boundary[layer] * -(-batch // data) / sequence)
+    def moved_seconds(
+        self, layer: int, transfer: tuple[Link, int], ends: tuple[End, End], batch: int, sequence: int = 1
+    ) -> float:
+        """Seconds to move one micro-batch of `layer`'s output to the next stage, or its error back: the mean of both.
+
+            size / R + a,   size = bytes of ceil(b / d) samples, d the smaller data degree;   rate R, latency a
+
+        If the stages have different numbers of devices, every tensor rank of the larger one receives a share of the
+        rows and gathers the others (`jhpt.sharding.stages.transfer`).  It receives one way only: half of that counts.
+
+        Args:
+          transfer: the link and its senders (`Places.between`).
+          ends: both stages.
+          sequence: parts into which sequence parallelism cuts the output; every device moves its own.
+        """
+        size = float(self.boundary[layer])
+        seconds = transfer_seconds(transfer, size * -(-batch // min(end.data for end in ends)) / sequence)
+        fewer, more = sorted(ends, key=lambda end: end.place.devices)
+        if more.place.devices > fewer.place.devices:
+            ranks = more.place.devices // more.data
+            seconds += all_gather(more.place.tensor_group(ranks), size * -(-batch // more.data)) / 2
+        return seconds
