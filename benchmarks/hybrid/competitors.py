@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from benchmarks.hybrid.baselines import swept
 from benchmarks.hybrid.costs import cluster_of, counts_of
 from benchmarks.hybrid.general import Dispatch, general_seconds
@@ -17,7 +19,8 @@ from jhpt.core.cluster import Link
 from jhpt.core.plan import Plan
 from jhpt.core.plan_check import stages_run
 from jhpt.core.profile import ModelProfile
-from jhpt.planner.cost.estimate import stage_times
+from jhpt.planner.cost.estimate import StageTimes, stage_layers, stage_times
+from jhpt.planner.cost.layers import strategy_of
 from jhpt.planner.cost.model import CostModel
 from jhpt.planner.search.baselines import baselines
 from jhpt.planner.search.choice import first_to_try, nearby
@@ -133,16 +136,30 @@ def variant_of(
 
 def predicted_seconds(plan: Plan, model: CostModel, quota: Quota, dispatch: Dispatch | None = None) -> float:
     """Seconds of a step of a plan on hosts with this quota.  dispatch: of general plans."""
-    times = stage_times(plan, model)
+    times = as_they_run(stage_times(plan, model), plan, model)
     if plan.space == "general":
         assert dispatch is not None
         seconds = general_seconds(plan, times, quota, dispatch)
     elif len(plan.stages) == 1:
         pace = max(quota.pace(host) for host in range(plan.devices))
-        seconds = pace * times.step_seconds(plan, overlap=False)
+        busy = sum(quota.of(host) for host in range(plan.devices))
+        seconds = pace * times.step_seconds(plan, overlap=False) / quota.gain(busy)
     else:
         seconds = pipeline_seconds(plan, times, quota)
     return seconds + unpriced_messages(plan) * model.cluster.network.latency
+
+
+def as_they_run(times: StageTimes, plan: Plan, model: CostModel) -> StageTimes:
+    """Times with the head's forward pass in the last backward pass, where pipelines compute the loss.
+
+    To the planner a stage's passes follow each other, and nothing changes.  Here other stages' passes and transfers
+    come between them.
+    """
+    if len(plan.stages) == 1:
+        return times
+    head = np.zeros_like(times.forward)
+    head[-1, -1] = stage_layers(plan, len(plan.stages) - 1, strategy_of(plan), model)[-1].forward[-1]
+    return replace(times, forward=times.forward - head, backward=times.backward + head)
 
 
 def unpriced_messages(plan: Plan) -> int:

@@ -41,8 +41,11 @@ LINK_SIZES = tuple(1 << exponent for exponent in range(14, 25, 2))
 """Bytes of the all-reduces that are timed: 16 KiB ... 16 MiB, more than the largest gradient."""
 
 IN_A_ROW = 6
-"""Small all-reduces of a sample.  A single one takes 4 to 14 ms, by the moment in which it meets the quotas of hosts;
-so many take several periods of a quota (`layer_times.SAMPLE_S`)."""
+"""Small all-reduces of a sample, which lasts longer, so that it matters less in which moment of the quotas' period it
+begins."""
+
+ALONE_ROUNDS = 2
+"""How often one host times its layers alone: only the sum of all of them counts."""
 
 EXCHANGES, EXCHANGED_BYTES = 32, 1 << 17
 """Exchanges of a sample of their processor time, and bytes of each: a micro-batch of a row of mlp or four of gpt."""
@@ -61,16 +64,20 @@ MEMORY = float(1 << 40)
 Rows = list[dict[str, Any]]
 
 
-def measured_seconds(hosts: Hosts[Task], subject: Subject) -> list[dict[str, float]]:
-    """Seconds of all programs of layers, of every host.
+def measured_seconds(hosts: Hosts[Task], subject: Subject) -> tuple[list[dict[str, float]], float]:
+    """(seconds of all programs of layers, of every host; how many times as fast the first host runs them alone).
 
-    All hosts time the same layer at the same time, as replicas run it: they share caches and memory bandwidth.
+    All hosts time the same layer at the same time, as replicas run it: they share caches and memory bandwidth.  Then
+    the first host times all of them again while the others wait.
     """
     hosts.free()
     calls = _calls(hosts, subject)
     hosts.say(f"{subject.name}: {len(calls)} programs of layers")
     hosts.limit(None)
-    return hosts.everyone(typical_seconds(calls, hosts.task.layer_rounds))
+    together = hosts.everyone(typical_seconds(calls, hosts.task.layer_rounds))
+    alone = typical_seconds(calls, ALONE_ROUNDS) if hosts.rank == 0 else {}
+    alone = hosts.everyone(alone)[0]
+    return together, max(1.0, sum(together[0].values()) / sum(alone.values()))
 
 
 def profile_of(subject: Subject, by_host: Sequence[Mapping[str, float]]) -> tuple[ModelProfile, Rows]:

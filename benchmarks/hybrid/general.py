@@ -13,7 +13,7 @@ In a step all programs of a process run in line, in the order of `jhpt.sharding.
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -29,8 +29,9 @@ from benchmarks.networks.mlp import MLP
 from jhpt.core.framework import IDEAL
 from jhpt.core.plan import Chunk, Plan, Stage, runs_of
 from jhpt.core.profile import ModelProfile
-from jhpt.core.schedule import Table, timetable
+from jhpt.core.schedule import timetable
 from jhpt.planner.cost.estimate import StageTimes
+from jhpt.sharding.stages.walk import in_two_turns, passes_of
 
 FEW, MANY = 4, 20
 """Micro-batches of the two steps whose difference is that of so many micro-batches."""
@@ -117,23 +118,22 @@ class _Step:
         quota = replace(quota, exchange=dispatch.transfer)
         self.plan, self.times, self.quota, self.dispatch = plan, times, quota, dispatch
         self.hosts = [[Host(quota, number) for number in stage.members] for stage in plan.stages]
-        self.cores = [[number % quota.cores for number in stage.members] for stage in plan.stages]
         self.started = [0.0] * len(plan.stages)
 
     def run(self) -> float:
         plan, stages = self.plan, len(self.plan.stages)
         table = timetable(plan.schedule, stages, 1, plan.micro_batches)
         for tick in range(table.ticks):
-            on = list(_stages_on(table.forward, tick))
+            on = passes_of(table.forward, tick)
             self._passes(on, self.times.forward[:, 0])
-            for stage in on:
+            for stage, _ in in_two_turns(on, stages - 1):
                 if stage + 1 < stages:
                     self._transfer(stage, stage + 1)
-            on = list(_stages_on(table.backward, tick))
-            for stage in on:
+            on = passes_of(table.backward, tick)
+            for stage, _ in on:
                 self.started[stage] = self._free(stage)
             self._passes(on, self.times.backward[:, 0])
-            for stage in on:
+            for stage, _ in in_two_turns(on, stages - 1):
                 if stage > 0:
                     self._transfer(stage - 1, stage)
         ends = np.array([self._free(stage) for stage in range(stages)])
@@ -141,16 +141,14 @@ class _Step:
         step = max(self.dispatch.step / host.share for row in self.hosts for host in row)
         return float((reduced + self.times.update).max()) + step
 
-    def _passes(self, on: Sequence[int], seconds: np.ndarray) -> None:
-        """Passes of these stages at the same time; hosts of one core share it."""
-        for core in range(self.quota.cores):
-            here = [
-                (host, seconds[stage] + self.dispatch.passes / 2 / host.share)
-                for stage in on
-                for host, its in zip(self.hosts[stage], self.cores[stage], strict=True)
-                if its == core
-            ]
-            compute([host for host, _ in here], [float(each) for _, each in here])
+    def _passes(self, on: Sequence[tuple[int, int]], seconds: np.ndarray) -> None:
+        """Passes of these stages at the same time."""
+        here = [
+            (host, seconds[stage] + self.dispatch.passes / 2 / host.share)
+            for stage, _ in on
+            for host in self.hosts[stage]
+        ]
+        compute([host for host, _ in here], [float(each) for _, each in here])
 
     def _transfer(self, first: int, second: int) -> None:
         """One between neighbours, for which all their hosts wait."""
@@ -161,8 +159,3 @@ class _Step:
 
     def _free(self, stage: int) -> float:
         return max(host.time for host in self.hosts[stage])
-
-
-def _stages_on(table: Table, tick: int) -> Iterator[int]:
-    """The stages that have a pass in this tick."""
-    return (stage for stage in range(table.shape[1]) if table[tick, stage, 0] >= 0)

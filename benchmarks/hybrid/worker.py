@@ -89,16 +89,18 @@ def _planned(
     hosts: Hosts[Task], subject: Subject, links: Mapping[float, Link], quota: Quota, dispatch: Dispatch | None
 ) -> tuple[list[Variant], Rows]:
     """(this host's plans of all competitors, rows of layers)."""
+    by_host, alone = measured_seconds(hosts, subject)
+    quota = replace(quota, alone=alone)
     if quota.shares:
         assert dispatch is not None, "on mixed hosts a general plan competes"
-        profiles, rows = profiles_by_share(subject, measured_seconds(hosts, subject), quota.shares)
+        profiles, rows = profiles_by_share(subject, by_host, quota.shares)
+        rows.append({"row": "paces", "model": subject.name, "alone": alone})
         by_rate = (planned_by_speed(subject, profiles, link, rate, quota, dispatch) for rate, link in links.items())
         return [one for variants in by_rate for one in variants], rows
-    by_host = measured_seconds(hosts, subject)
     profile, rows = profile_of(subject, by_host)
     quota = replace(quota, paces=paces_of(by_host))
     rows.append({"row": "update", "model": subject.name, "seconds": profile.update_seconds * profile.parameters})
-    rows.append({"row": "paces", "model": subject.name, "paces": quota.paces})
+    rows.append({"row": "paces", "model": subject.name, "paces": quota.paces, "alone": alone})
     return planned(subject, profile, links, quota, hosts.count, dispatch), rows
 
 

@@ -20,9 +20,9 @@ from benchmarks.hybrid.competitors import planned, predicted_seconds, request_of
 from benchmarks.hybrid.costs import batches, cluster_of, measured_exchange
 from benchmarks.hybrid.layer_times import alone, calls_of, layer_programs, shard_of, timings
 from benchmarks.hybrid.models import SUBJECTS, ClassSubject
-from benchmarks.hybrid.quota import Quota, pipeline_seconds, placement
+from benchmarks.hybrid.quota import Host, Quota, compute, pipeline_seconds, placement
 from benchmarks.hybrid.steps import ready, traced
-from benchmarks.hybrid.task import MODELS, ONE_HOST, TRIALS, Task
+from benchmarks.hybrid.task import DATA_PARALLEL, MODELS, ONE_HOST, TRIALS, Task
 from benchmarks.netlab import Lab, LabError, why_not
 from benchmarks.networks.mlp import MLP
 from jhpt.core.calibration import order_error
@@ -455,9 +455,9 @@ def test_a_host_that_saves_nothing_is_a_slower_processor(stages, schedule, chunk
 
 def test_a_host_that_waited_computes_at_full_speed():
     """Half a core in 10 ms.  Stages of 8 and 1 ms forward, 1 and 8 backward, one micro-batch, exchanges of 1 ms.  Stage
-    0 has nothing saved: F 0..8, exchange 8..9.  Stage 1 has saved 4.5 ms of processor time: F in 0.5, until 9.5.  Both
-    exchange errors first, 9..10, so F 10..10.5, exchange 10.5..11.5; B needs 4 ms of the 5 that it has: 11.5..15.5.
-    Exchange until 16.5; stage 0 has waited, B in 0.5."""
+    0 has nothing saved: F 0..8, exchange 8..9.  Both exchange errors, 9..10.  Stage 1 has saved all that it can, 2.5 ms
+    of processor time: F in 0.5, 10..10.5, exchange 10.5..11.5, and 2.5 are saved again.  B needs 4 ms: 2.5 last 5 ms at
+    full speed, in which it needs no more than 4: 11.5..15.5.  Exchange until 16.5; stage 0 has waited, B in 0.5."""
     plan = plan_of(2, 2, "eager-1f1b").model_copy(update={"micro_batches": 1})
     times = StageTimes(
         forward=np.array([[8e-3], [1e-3]]),
@@ -490,6 +490,48 @@ def test_one_host_takes_its_own_seconds():
     plan = swept(subject, model, lambda plan: [1.0])[ONE_HOST][0]
     seconds = predicted_seconds(plan, model, replace(QUOTA, paces=(0.8, 1.0, 1.0, 1.0)))
     assert seconds == pytest.approx(0.8 * predicted_seconds(plan, model, QUOTA))
+
+
+def seconds_by_the_kernel(work: float, share: float, period: float, begun: float) -> float:
+    """Of so much processor time under a quota, from a moment of the period on: what a period leaves is lost."""
+    seconds, left, room = 0.0, work, period - begun
+    while left > min(share * period, room):
+        left -= min(share * period, room)
+        seconds += room
+        room = period
+    return seconds + left
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.6])
+def test_a_long_wait_saves_what_the_kernel_leaves(share):
+    """A pass after a long wait takes as long as by the kernel's rule, in the mean over moments and passes."""
+    rng, period = np.random.default_rng(0), 1e-2
+    quota = Quota(share=share, period=period, exchange=0.0, cores=2)
+    work, begun = rng.uniform(0.02, 0.06, 4000), rng.uniform(0, period, 4000)
+    kernel = [seconds_by_the_kernel(each, share, period, at) for each, at in zip(work, begun, strict=True)]
+    modelled = []
+    for each in work:
+        host = Host(quota, 0)
+        host.wait(1.0)
+        compute([host], [each / share])
+        modelled.append(host.time - 1.0)
+    assert np.mean(modelled) == pytest.approx(np.mean(kernel), rel=5e-3)
+
+
+def test_a_host_that_computes_alone_is_faster():
+    """Stages of one micro-batch take turns; replicas of one stage all compute."""
+    plan, times = plan_of(8, 4, "gpipe").model_copy(update={"micro_batches": 1}), drawn_times(4, 1)
+    times = replace(times, cut=0 * times.cut, update=0 * times.update)
+    quota = Quota(share=0.5, period=0.0, exchange=0.0, cores=2, alone=1.25)
+    assert pipeline_seconds(plan, times, quota) == pytest.approx((times.forward.sum() + times.backward.sum()) / 1.25)
+    assert [quota.gain(busy) for busy in (0.5, 1.25, 2.0)] == pytest.approx([1.25, 1.125, 1.0])
+    assert replace(quota, share=1.0, cores=1).gain(1.0) == 1.0
+    model = CostModel(timed(SUBJECTS["bert"]().profile()), cluster_of(LINK, 4))
+    for baseline, gain in ((ONE_HOST, 1.25), (DATA_PARALLEL, 1.0)):
+        one = swept(SUBJECTS["bert"](), model, lambda plan: [1.0])[baseline][0]
+        seconds = predicted_seconds(one, model, replace(quota, alone=1.0))
+        communication = unpriced_messages(one) * LINK.latency
+        assert predicted_seconds(one, model, quota) - communication == pytest.approx((seconds - communication) / gain)
 
 
 def test_hosts_of_one_core_share_it():
