@@ -198,8 +198,9 @@ def test_groups_that_leave_a_node_share_its_ports_in_prices_too():
 
 
 def test_a_wider_stage_gathers_what_it_receives_by_hand():
-    """One device, then two tensor ranks that halve 2 and 3 s.  6 bytes and 1 s of latency between them take 7 s.  On the
-    way there each rank gets a half and gathers the other in 3 + 1 s; the way back has no such, so half of it counts."""
+    """One device, then two tensor ranks that halve 2 and 3 s.  6 bytes and 1 s of latency between them take 7 s.  On
+    the way there each rank gets a half and gathers the other in 3 + 1 s; on the way back none gathers, so half of that
+    counts."""
     layers = dict(boundary_bytes=6.0), dict(max_tensor=2)
     given = plan((1, 1), (1, 2), batch=1)
     wider = given.stages[1].chunks[0].model_copy(update={"runs": (Run(layers=1, tensor=2),)})
