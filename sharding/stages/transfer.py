@@ -144,8 +144,8 @@ class Transfer:
 
     @cached_property
     def _gathers(self) -> bool:
-        """Whether devices of the target are sent shares: not if they already have rows, and where each can be sent all
-        that it needs by another device."""
+        """Whether devices of the target are sent shares, which they gather: where there are more of them than senders,
+        and none of them sends."""
         senders, receivers = self.source.mesh.devices, self.target.mesh.devices
         return self._alike > 1 and receivers.size > senders.size and not set(senders.flat) & set(receivers.flat)
 
