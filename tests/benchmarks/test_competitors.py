@@ -347,14 +347,17 @@ def test_a_baseline_that_is_not_the_best_would_be_seen():
         best_of_trials([*tried, {"row": "step", **row, "plan": "a"}])
 
 
-@pytest.mark.parametrize("slower", [3.0, 0.5])
-def test_layers_take_as_long_as_on_the_slowest_host(monkeypatch, slower):
+@pytest.mark.parametrize(("slower", "alone_s", "gain"), [(3.0, 0.8, 1.25), (0.5, 1.1, 1.0)])
+def test_layers_take_as_long_as_on_the_slowest_host(monkeypatch, slower, alone_s, gain):
+    """And alone the first host is as many times as fast as it was while both computed, never slower."""
     subject = SUBJECTS["mlp"]()
     names = [f"{kind}|1|{batch}" for kind in subject.profile().kinds for batch in (4, 8)]
     seconds = {f"{name} {way}": 1.0 for name in names for way in ("forward", "backward")} | {"update": 1.0}
     monkeypatch.setattr(costs, "_calls", lambda *_: {})
-    monkeypatch.setattr(costs, "typical_seconds", lambda calls, rounds: dict(seconds))
-    by_host = measured_seconds(Two(slower, SimpleNamespace(layer_rounds=1)), subject)
+    took = iter([seconds, {name: alone_s * each for name, each in seconds.items()}])
+    monkeypatch.setattr(costs, "typical_seconds", lambda calls, rounds: dict(next(took)))
+    by_host, alone = measured_seconds(Two(slower, SimpleNamespace(layer_rounds=1)), subject)
+    assert alone == pytest.approx(gain)
     profile, rows = profile_of(subject, by_host)
     most = max(1.0, slower)
     assert {row["forward_s"] for row in rows} == {most} and {row["both_s"] for row in rows} == {2 * most}
