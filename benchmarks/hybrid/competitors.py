@@ -136,7 +136,7 @@ def variant_of(
 
 def predicted_seconds(plan: Plan, model: CostModel, quota: Quota, dispatch: Dispatch | None = None) -> float:
     """Seconds of a step of a plan on hosts with this quota.  dispatch: of general plans."""
-    times = as_they_run(stage_times(plan, model), plan, model)
+    times = head_in_backward(stage_times(plan, model), plan, model)
     if plan.space == "general":
         assert dispatch is not None
         seconds = general_seconds(plan, times, quota, dispatch)
@@ -149,7 +149,7 @@ def predicted_seconds(plan: Plan, model: CostModel, quota: Quota, dispatch: Disp
     return seconds + unpriced_messages(plan) * model.cluster.network.latency
 
 
-def as_they_run(times: StageTimes, plan: Plan, model: CostModel) -> StageTimes:
+def head_in_backward(times: StageTimes, plan: Plan, model: CostModel) -> StageTimes:
     """Times with the head's forward pass in the last backward pass, where pipelines compute the loss.
 
     To the planner a stage's passes follow each other, and nothing changes.  Here other stages' passes and transfers
