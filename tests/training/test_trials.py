@@ -1,5 +1,6 @@
 """Plans that take a few steps before one of them trains (`parallel.trials`)."""
 
+import itertools
 import math
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_step_is_timed_or_has_a_reason(tiny, monkeypatch):
 def test_plans_are_tried_once(tiny, tmp_path, measured, monkeypatch, capsys, go):
     """The run goes on with the one that was the fastest."""
     if go is decided:
-        found = iter([2.0, 1.0])
+        found = itertools.chain([2.0, 1.0], itertools.repeat(3.0))  # then those with other numbers of micro-batches
         monkeypatch.setattr(trials, "step_seconds", lambda *arguments: next(found))
     monkeypatch.setattr(auto, "cached_cluster", lambda rounds: (here(1), None, False))
     config, out = tiny(**SHORT, **{"parallel.auto": True, "parallel.trials": 2}), tmp_path / "run"

@@ -68,13 +68,14 @@ def plans_to_try(answers: Collection[tuple[Answer, Request]], devices: int | Non
 
 
 def nearby(plan: Plan, model: CostModel) -> tuple[Plan, ...]:
-    """The plan with half and, if it is a pipeline, with twice as many micro-batches, as far as these fit.
+    """The plan with half and with twice as many micro-batches, as far as these run and fit.
 
-    How long a small micro-batch takes, and how much of a transfer hides behind the next one, are what predictions of
-    pipelines know least.  On one stage more micro-batches save memory, no time.
+    How long a small micro-batch takes is what predictions know least: how much of a transfer hides behind the next one,
+    and on processors what a cache holds.  Data parallelism with two micro-batches, predicted to take 2 % longer than
+    with one, took 4 % less (gpt2-like on emulated hosts, 2,000 Mbit/s: 495 ms against 513 and 521).
     """
     counts = [plan.micro_batches // 2] if plan.micro_batches % 2 == 0 else []
-    counts += [2 * plan.micro_batches] if len(plan.stages) > 1 else []
+    counts.append(2 * plan.micro_batches)
     changed = [plan.model_copy(update={"micro_batches": count}) for count in counts]
     priced = [(one, _fitting_estimate(one, model)) for one in changed]
     return tuple(one.model_copy(update={"seconds": found.seconds}) for one, found in priced if found)

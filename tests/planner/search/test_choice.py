@@ -107,7 +107,7 @@ def test_near_a_plan_are_half_and_twice_as_many_micro_batches_where_they_run_and
         return piped([layers // 2, layers - layers // 2], 2, data=4, micro_batches=micro_batches)
 
     assert [counts(pipeline(count)) for count in (1, 4, 8)] == [[2], [2, 8], [4]]  # at 16 a replica has half a sample
-    assert [counts(piped([layers], 1, data=8, micro_batches=count)) for count in (1, 4)] == [[], [2]]
+    assert [counts(piped([layers], 1, data=8, micro_batches=count)) for count in (1, 2, 4)] == [[2], [1, 4], [2]]
     most = max(stage.total_bytes for stage in price(pipeline(4), answer.model).stages)
     tight = CostModel(answer.model.profile, capped(answer.model.cluster, most))
     assert counts(pipeline(4), tight) == [8]
