@@ -346,7 +346,7 @@ def test_plans_are_ones_that_all_hosts_can_run(name):
         "data parallel 16 bits",
         "spmd",
         "plan",
-        *(["nearby"] if subject.piped else []),
+        "nearby",
     ]
     model = CostModel(profile, cluster_of(LINK, 4))
     for variant in variants:
