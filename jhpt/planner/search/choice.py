@@ -70,9 +70,9 @@ def plans_to_try(answers: Collection[tuple[Answer, Request]], devices: int | Non
 def nearby(plan: Plan, model: CostModel) -> tuple[Plan, ...]:
     """The plan with half and with twice as many micro-batches, as far as these run and fit.
 
-    How long a small micro-batch takes is what predictions know least: how much of a transfer hides behind the next one,
-    and on processors what a cache holds.  Data parallelism with two micro-batches, predicted to take 2 % longer than
-    with one, took 4 % less (gpt2-like on emulated hosts, 2,000 Mbit/s: 495 ms against 513 and 521).
+    How long a small micro-batch takes, and how much of a transfer hides behind the next one, are what predictions know
+    least.  Also on one stage: data parallelism with two micro-batches, predicted to take 2 % longer than with one, took
+    4 to 5 % less (gpt2-like on emulated hosts, 2,000 Mbit/s: 495 ms against 513 and 521).
     """
     counts = [plan.micro_batches // 2] if plan.micro_batches % 2 == 0 else []
     counts.append(2 * plan.micro_batches)
