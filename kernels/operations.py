@@ -10,6 +10,8 @@ from jhpt.kernels.attention_importance import attention_importance
 from jhpt.kernels.attention_importance import specs as attention_specs
 from jhpt.kernels.dequantize_sum import dequantize_sum
 from jhpt.kernels.dequantize_sum import specs as dequantize_specs
+from jhpt.kernels.gelu_backward import Backward, gelu_backward
+from jhpt.kernels.gelu_backward import specs as gelu_specs
 from jhpt.kernels.implementation import Implementation
 from jhpt.kernels.segment_quantize import segment_quantize
 from jhpt.kernels.segment_quantize import specs as quantize_specs
@@ -74,10 +76,15 @@ def _sparsify(spec: sparsify_specs.Spec, implementation: Implementation) -> Call
     return run
 
 
+def _gelu(spec: gelu_specs.Spec, implementation: Implementation) -> Callable[..., Backward]:
+    return lambda x, error: gelu_backward(x, error, implementation=implementation)
+
+
 OPERATIONS = {
     "token_topk": Operation(token_specs, _topk),
     "attention_importance": Operation(attention_specs, _importance),
     "segment_quantize": Operation(quantize_specs, _quantize),
     "dequantize_sum": Operation(dequantize_specs, _dequantize),
     "topk_sparsify": Operation(sparsify_specs, _sparsify),
+    "gelu_backward": Operation(gelu_specs, _gelu),
 }

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import jax
 
+from jhpt.kernels.implementation import Implementation
+
 Settle = Callable[[jax.Array, jax.Array | None], jax.Array]
 """(y, tokens) -> y."""
 
@@ -57,6 +59,7 @@ class Hooks:
     alone: one GPU runs the whole model, so that the shortest computation is best.  Elsewhere the compiler is left free
       to order it around communication, which barriers and more products would cost (0.60 instead of 0.88 of the
       all-reduces of gpt-6.7b in chunks of samples are hidden, compiled for h100x8x2).
+    kernels: the programs of `jhpt.kernels` that a model alone may use.
     """
 
     shards: int = 1
@@ -72,3 +75,4 @@ class Hooks:
     total: Callable[[jax.Array], jax.Array] = whole
     largest: Callable[[jax.Array], jax.Array] = whole
     alone: bool = False
+    kernels: Implementation = "reference"

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jhpt.core.families.transformer import TransformerConfig
 from jhpt.core.layers import ACTIVATIONS, NORMS
+from jhpt.models.activated import HIDDEN, Kind, activated_product
 from jhpt.models.activations import gelu, gelu_exact, swiglu
 from jhpt.models.attention import Implementation, attention
 from jhpt.models.context import Context, document_positions
@@ -106,8 +107,31 @@ def norm(kind: str, eps: float, dtype: Any, name: str, hooks: Hooks | None = Non
     return _NORMS[kind](epsilon=eps, dtype=dtype, use_fast_variance=False, name=name)
 
 
+def _weights(
+    module: nn.Module, width: int, features: tuple[int, ...], dtype: Any, bias: bool, std: float
+) -> tuple[jax.Array, jax.Array | None]:
+    kernel = module.param("kernel", nn.initializers.normal(std), (width, *features)).astype(dtype)
+    return kernel, module.param("bias", nn.initializers.zeros, features).astype(dtype) if bias else None
+
+
+class Weights(nn.Module):
+    """D_in -> (kernel [D_in, *features], bias [*features] or None), of `dtype`.
+
+    std: standard deviation of the kernel's initial numbers.
+    """
+
+    features: tuple[int, ...]
+    dtype: Any
+    bias: bool
+    std: float = INIT_STD
+
+    @nn.compact
+    def __call__(self, width: int) -> tuple[jax.Array, jax.Array | None]:
+        return _weights(self, width, self.features, self.dtype, self.bias, self.std)
+
+
 class Linear(nn.Module):
-    """x[..., D_in] -> [..., *features] with an optional bias."""
+    """x[..., D_in] -> x W + b [..., *features], with an optional bias."""
 
     features: tuple[int, ...]
     dtype: Any
@@ -116,9 +140,9 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.normal(INIT_STD), (x.shape[-1], *self.features))
-        y = self.product(x, kernel.astype(self.dtype))
-        return plus(y, self.param("bias", nn.initializers.zeros, self.features).astype(self.dtype)) if self.bias else y
+        kernel, bias = _weights(self, x.shape[-1], self.features, self.dtype, self.bias, INIT_STD)
+        y = self.product(x, kernel)
+        return y if bias is None else plus(y, bias)
 
 
 class Parted(NamedTuple):
@@ -140,24 +164,6 @@ def collected(parted: Parted, rate: float, keys: jax.Array | None, use: int, hoo
     out = hooks.reduce_over_tensor_axis(parted.part, parted.tokens)
     out = checkpoint_name(out if parted.bias is None else plus(out, parted.bias), name)
     return parted.x + dropout(out, rate, keys, use, hooks)
-
-
-class PartedLinear(nn.Module):
-    """x[..., D_in] -> (part of the product [..., D], bias or None), where every shard has some of D_in."""
-
-    features: int
-    dtype: Any
-    bias: bool
-    std: float
-    product: Product
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        kernel = self.param("kernel", nn.initializers.normal(self.std), (x.shape[-1], self.features))
-        part = self.product(x, kernel.astype(self.dtype))
-        if not self.bias:
-            return part, None
-        return part, self.param("bias", nn.initializers.zeros, (self.features,)).astype(self.dtype)
 
 
 class AttentionHalf(nn.Module):
@@ -214,8 +220,10 @@ class AttentionHalf(nn.Module):
                 implementation=self.implementation,
             )
         mixed = checkpoint_name(mixed.reshape(*x.shape[:2], heads * width), "attention_out")
-        last = PartedLinear(config.d_model, self.dtype, config.biased, self.std, product, name="projection")
-        return *last(settle(mixed, tokens)), tokens
+        mixed = settle(mixed, tokens)
+        last = Weights((config.d_model,), self.dtype, config.biased, self.std, name="projection")
+        kernel, bias = last(mixed.shape[-1])
+        return product(mixed, kernel), bias, tokens
 
 
 class MLPHalf(nn.Module):
@@ -240,9 +248,14 @@ class MLPHalf(nn.Module):
         product, matrices = PRODUCTS[self.matmul_dtype], ACTIVATIONS[self.activation]
         features = ((matrices,) if matrices > 1 else ()) + (self.hidden // self.hooks.shards,)
         x = self.hooks.depend_on(self.hooks.copy_to_tensor_axis(x, tokens), ordering_token)
-        hidden = checkpoint_name(Linear(features, self.dtype, self.bias, product, name="up")(x), "mlp_hidden")
-        active = _ACTIVATIONS[self.activation](hidden)
-        return PartedLinear(self.features, self.dtype, self.bias, self.std, product, name="down")(active)
+        activation = _ACTIVATIONS[self.activation]
+        down, after = Weights((self.features,), self.dtype, self.bias, self.std, name="down")(features[-1])
+        if self.hooks.alone:
+            up, before = Weights(features, self.dtype, self.bias, name="up")(x.shape[-1])
+            kind = Kind(activation, product, self.hooks.kernels)
+            return activated_product(kind, product(x, up), before, down), after
+        hidden = checkpoint_name(Linear(features, self.dtype, self.bias, product, name="up")(x), HIDDEN)
+        return product(activation(hidden), down), after
 
 
 def transformer_mlp(config: TransformerConfig, dtype: Any, hooks: Hooks, std: float) -> MLPHalf:

@@ -293,7 +293,8 @@ def execution(
     train: bool,
     kernels: Implementation = "reference",
 ) -> Execution:
-    """The configured model, laid out and ready to be traced.  kernels: those of communication compression."""
+    """The configured model, laid out and ready to be traced.  kernels: those of communication compression, and of a
+    model alone on a GPU."""
     device_mesh = layout.device_mesh
     check_sequence(config, layout.plan)
     unroll = unrolled(config, layout.plan, on_gpu=_on_gpu(layout))
@@ -314,7 +315,7 @@ def execution(
             return make_parts(hooked, config.data, tokenizer, config.optimizer.z_loss, train=train)
 
         alone = _on_gpu(layout) and unrolled_on_gpu(layout.plan)
-        parts = cut(replace(tensor_hooks(axes, degree), alone=alone))
+        parts = cut(replace(tensor_hooks(axes, degree), alone=alone, kernels=kernels))
         if layout.plan.compression.on and degree > 1:
             compression, causal = layout.plan.compression, config.model.causal
             hooks = compressed_hooks(axes, degree, compression, causal=causal, implementation=kernels)

@@ -8,14 +8,17 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jhpt.kernels.gelu_backward import gelu_backward
 from jhpt.kernels.operations import OPERATIONS
+from tests.kernels.test_references import within_rounding
 
 pytestmark = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="Mosaic GPU kernels are interpreted from jax 0.11.2 on"
 )
 
-TOLERANCE = {"attention_importance": 2**-15}
-"""Of the largest number: sums over some 100 queries and keys, in another order.  All else is exact."""
+TOLERANCE = {"attention_importance": 2**-15, "gelu_backward": 2**-7}
+"""Of the largest number: sums over some 100 queries and keys, in another order; and bfloat16 numbers that are rounded
+to either neighbour, because their exponential differs in its last digit.  All else is exact."""
 
 
 def interpreted():
@@ -136,3 +139,16 @@ def test_importance_of_any_sequence(key, length, width, causal, padded, data):
     stride = data.draw(st.integers(1, min(length, 9)))
     spec = specs.Spec(2, length, 2, 1, width, causal, stride, padded)
     check("attention_importance", spec, specs.arguments(spec, key))
+
+
+@few
+@given(seeds, st.integers(1, 200), st.integers(1, 3), st.booleans())
+def test_gelu_backward_of_any_rows(key, rows, columns, scaled):
+    """Of large inputs too, whose powers are not finite in float32."""
+    specs = OPERATIONS["gelu_backward"].specs
+    spec = specs.Spec(rows, 256 * columns)
+    x, error = specs.arguments(spec, key)
+    x = x * jnp.asarray(1e30, x.dtype) if scaled else x
+    check("gelu_backward", spec, (x, error))
+    with interpreted():
+        within_rounding(gelu_backward(x, error, implementation="mosaic"), x, error)

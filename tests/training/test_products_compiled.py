@@ -72,3 +72,12 @@ def test_the_library_takes_them_with_their_scales(name):
 def test_an_a100_is_refused():
     with pytest.raises(InputError, match=r"compute capability 8.0 is below 8.9"):
         design("a100x8x1", *CASES["gpt"])
+
+
+def test_gelu_is_a_part_of_the_product_before_it():
+    """Of a model alone on a GPU: cuBLAS adds the bias, and writes what is saved and the activation of it."""
+    designed = design("h100x8x1", "gpt2-124m", 1, {"model.matmul_dtype": "same", "model.vocab_size": 512})
+    text = compiled_for(lower_step(designed), compiler_options("gpu", designed.plan)).as_text()
+    kinds = Counter(re.findall(r'epilogue":"(\w+)"', text))
+    assert kinds["BIAS_GELU_AUX"] == designed.config.model.num_layers and "BIAS_GELU" not in kinds
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == designed.config.model.num_layers
