@@ -54,7 +54,9 @@ def roomy(devices: int) -> Cluster:
 def config_of(preset: str, batch: int, dropout: float, layers: int, devices: int) -> Config:
     """The preset with so many blocks, all activations saved.  batch: of a device."""
     changes = {"data.batch_size": batch * devices, "model.num_layers": layers, "model.dropout": dropout}
-    return load_config(preset, {**changes, "memory.recompute": "none", "parallel.data": devices})
+    # With several micro-batches or ZeRO-3 the blocks of one device would be in a loop, too.
+    alone = {"parallel.micro_batches": 1, "parallel.zero": 0} if devices == 1 else {}
+    return load_config(preset, {**changes, **alone, "memory.recompute": "none", "parallel.data": devices})
 
 
 def moved(config: Config, cluster: Cluster) -> float:

@@ -26,7 +26,10 @@ FREE = {
     "conditional",
     "call",
 }
-"""Opcodes that move nothing by themselves; custom calls are products and fused attention."""
+"""Opcodes that move nothing by themselves; custom calls are products and fused attention, or kernels of ours."""
+
+KERNEL = "mosaic_gpu_v2"
+"""The custom call of a kernel of `jhpt.kernels`, which reads its operands and writes its results once."""
 
 SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -39,7 +42,8 @@ class ElementWise(Walk):
 
     def _called(self, frame: Frame, instruction: Instruction) -> Tally:
         tally, opcode = super()._called(frame, instruction), instruction.opcode
-        if tally.flops or opcode in FREE or opcode.startswith("async") or opcode.endswith(("-start", "-done")):
+        ours = opcode == "custom-call" and (instruction.attribute("custom_call_target") or "").strip('"') == KERNEL
+        if tally.flops or (opcode in FREE and not ours) or opcode.startswith("async") or opcode.endswith(("-start", "-done")):
             return tally
         return replace(tally, moved=moved_bytes(self.module, frame.computation, instruction))
 
