@@ -43,10 +43,10 @@ LAUNCH = 2e-5
 DRAW_BYTES = 8.0
 """Bytes moved for a random number in programs of XLA, which writes its 32 random bits to memory and reads them."""
 
-LOOP_TRAFFIC, UNROLLED_TRAFFIC = 2.16, 0.97
+LOOP_TRAFFIC, UNROLLED_TRAFFIC = 2.16, 0.92
 """Bytes that element-wise kernels move, relative to the least possible, in steps of jhpt compiled for H100s: with the
 blocks in a loop, and one after the other, as on a single device (`jhpt.sharding.layer_loop`).  The medians of six: 1.70
-to 3.65, and 0.76 to 1.10 (`benchmarks/calibration/compiled_traffic.py`).  A loop copies activations, weights and
+to 3.65, and 0.66 to 1.08 (`benchmarks/calibration/compiled_traffic.py`).  A loop copies activations, weights and
 gradients in and out of stacks; with few tokens, copies of weights weigh most."""
 
 ACCUMULATION = 10.0
